@@ -1,0 +1,1 @@
+"""Contracts, batches, weight refits and plugin discovery for RL post-training."""

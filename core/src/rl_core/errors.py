@@ -1,0 +1,212 @@
+"""Every error the product raises on purpose, split by whose fault it is.
+
+::
+
+    RLError                            what, where, cause, and a fix
+    ├── ConfigError                    yours: a key, a value or a path (also ValueError)
+    ├── DataError                      yours: a batch that breaks the data contract (also ValueError)
+    ├── LifecycleError                 yours: a call in the wrong state (also RuntimeError)
+    ├── CapabilityError                the backend does not offer this, and says so
+    ├── TrainingError                  the run's: a loss or gradient that is not finite
+    ├── CheckpointError                the file's: missing, incomplete or of another shape
+    ├── PluginError                    the plugin's: names distribution and version
+    │   ├── BackendNotFoundError       no installed plugin provides the name
+    │   ├── AmbiguousBackendError      several plugins provide the name
+    │   ├── BrokenPluginError          the plugin cannot be imported or has no valid manifest
+    │   ├── IncompatiblePluginError    made for another version of the contract
+    │   └── MissingEngineError         the plugin is there, its engine is not (or not in range)
+    ├── RemoteError                    another process's
+    │   ├── WorkerError                an exception in a worker, with its traceback as text
+    │   └── WorkerDiedError            the worker process is gone
+    ├── DeadlineError                  a wait that ran out (also TimeoutError)
+    └── RefitError                     the weight transfer's: names phase and peer
+        ├── ManifestMismatchError      the two sides disagree on names, shapes or dtypes
+        ├── RefitProtocolError         a message that is malformed, out of turn or not for us
+        ├── RefitAborted               given up before commit; the old weights still serve
+        ├── RefitCorrupted             bytes that arrived are not the bytes that were sent
+        ├── RefitPeerError             the other side died or went silent
+        └── WeightsTornError           the weights are half old, half new; only a full refit helps
+
+Every class here survives pickling, so that an error raised in one process is the same error in
+another.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = [
+    "AmbiguousBackendError",
+    "BackendNotFoundError",
+    "BrokenPluginError",
+    "CapabilityError",
+    "CheckpointError",
+    "ConfigError",
+    "DataError",
+    "DeadlineError",
+    "IncompatiblePluginError",
+    "LifecycleError",
+    "ManifestMismatchError",
+    "MissingEngineError",
+    "PluginError",
+    "RLError",
+    "RefitAborted",
+    "RefitCorrupted",
+    "RefitError",
+    "RefitPeerError",
+    "RefitProtocolError",
+    "RemoteError",
+    "TrainingError",
+    "WeightsTornError",
+    "WorkerDiedError",
+    "WorkerError",
+]
+
+
+class RLError(Exception):
+    """Base of all errors of the product.
+
+    Args:
+        message: What went wrong and where, in one or more lines.
+        fix: What the reader can do about it; printed on a line of its own.
+        **details: The facts behind the message (names, indices, versions), for programs.
+            Values must be picklable; keep them to strings, numbers and lists of these.
+    """
+
+    def __init__(self, message: str, *, fix: str | None = None, **details: Any) -> None:
+        super().__init__(message)
+        self.message = message
+        self.fix = fix
+        self.details = details
+
+    def __str__(self) -> str:
+        return f"{self.message}\nFix: {self.fix}" if self.fix else self.message
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.message, self.fix, self.details)
+
+
+def _rebuild(
+    cls: type[RLError], message: str, fix: str | None, details: dict[str, Any]
+) -> RLError:
+    return cls(message, fix=fix, **details)
+
+
+class ConfigError(RLError, ValueError):
+    """A configuration key, value or path is wrong. ``details["key"]`` names it."""
+
+
+class DataError(RLError, ValueError):
+    """A batch breaks the data contract. ``details`` names the key and the row where known."""
+
+
+class LifecycleError(RLError, RuntimeError):
+    """A method was called in a state in which it is not legal."""
+
+
+class CapabilityError(RLError):
+    """The backend declares that it does not offer this; no state was touched."""
+
+
+class TrainingError(RLError):
+    """A loss or gradient is not finite; the weights are as they were before the step."""
+
+
+class CheckpointError(RLError):
+    """A checkpoint is missing, incomplete or does not fit the model."""
+
+
+class PluginError(RLError):
+    """A plugin is at fault. ``details`` has ``distribution`` and ``version`` where known."""
+
+
+class BackendNotFoundError(PluginError):
+    """No installed plugin provides the backend that was asked for."""
+
+
+class AmbiguousBackendError(PluginError):
+    """Several distributions provide the same backend name; ``dist:name`` picks one."""
+
+
+class BrokenPluginError(PluginError):
+    """The plugin's manifest or factory cannot be imported, or is not valid."""
+
+
+class IncompatiblePluginError(PluginError):
+    """The plugin was written for a version of the contract that this core does not speak."""
+
+
+class MissingEngineError(PluginError):
+    """The engine behind the plugin is not installed, or its version is out of range."""
+
+
+class RemoteError(RLError):
+    """Something went wrong in another process."""
+
+
+class WorkerError(RemoteError):
+    """An exception was raised in a worker; its traceback travels as text.
+
+    An error of this module (or a built-in one) raised in a worker arrives as an instance of both
+    ``WorkerError`` and its own class, so that the same ``except`` works embedded and remote.
+    """
+
+    @property
+    def remote_traceback(self) -> str:
+        """The worker's traceback, formatted where it happened."""
+        return str(self.details.get("remote_traceback", ""))
+
+    @property
+    def remote_type(self) -> str:
+        """Qualified name of the exception's class in the worker."""
+        return str(self.details.get("remote_type", ""))
+
+
+class WorkerDiedError(RemoteError):
+    """A worker process is gone (killed, out of memory, crashed)."""
+
+
+class DeadlineError(RLError, TimeoutError):
+    """A wait ran out of time. ``details`` has ``seconds`` and what was waited for."""
+
+
+class RefitError(RLError):
+    """A weight transfer failed. ``details`` has ``phase`` and, where known, ``peer``."""
+
+    @property
+    def phase(self) -> str:
+        """The phase of the transfer that failed, such as ``"TRANSFER"``."""
+        return str(self.details.get("phase", ""))
+
+    @property
+    def peer(self) -> str:
+        """Who is at fault, such as ``"receiver 1"``."""
+        return str(self.details.get("peer", ""))
+
+
+class ManifestMismatchError(RefitError):
+    """Trainer and engine disagree on the tensors; nothing was written.
+
+    ``details`` has the lists ``missing``, ``unexpected``, ``misshaped``, ``mistyped`` and
+    ``duplicate`` of tensor names.
+    """
+
+
+class RefitProtocolError(RefitError):
+    """A message is malformed, too large, out of turn or not for this session."""
+
+
+class RefitAborted(RefitError):
+    """The transfer was given up before anything was written; the old weights still serve."""
+
+
+class RefitCorrupted(RefitError):
+    """What arrived is not what was sent, or what was installed is not what arrived."""
+
+
+class RefitPeerError(RefitError):
+    """The other side died, hung or refused."""
+
+
+class WeightsTornError(RefitError):
+    """The engine's weights are partly old and partly new; only a full refit makes them whole."""

@@ -1,0 +1,48 @@
+"""The contract and nothing else: abstract classes and TypedDicts, no logic, no heavy imports."""
+
+from rl_core.interfaces.futures import Future
+from rl_core.interfaces.generation import GenerationInterface
+from rl_core.interfaces.loss import LossFunction, LossInputType, LossType
+from rl_core.interfaces.policy import ColocatablePolicyInterface, PolicyInterface
+from rl_core.interfaces.specs import (
+    ColocationConfig,
+    GenerationConfig,
+    GenerationDatumSpec,
+    GenerationOutputSpec,
+    LogprobOutputSpec,
+    LogprobsSpec,
+    PolicyConfig,
+    ReferenceLogprobOutputSpec,
+    ResourcesConfig,
+    ScoreOutputSpec,
+    TopkLogitsOutputSpec,
+    TrainingDatumSpec,
+)
+from rl_core.interfaces.weights import TensorSpec, WeightSink, WeightSource
+from rl_core.interfaces.worker import WorkerContext
+
+__all__ = [
+    "ColocatablePolicyInterface",
+    "ColocationConfig",
+    "Future",
+    "GenerationConfig",
+    "GenerationDatumSpec",
+    "GenerationInterface",
+    "GenerationOutputSpec",
+    "LogprobOutputSpec",
+    "LogprobsSpec",
+    "LossFunction",
+    "LossInputType",
+    "LossType",
+    "PolicyConfig",
+    "PolicyInterface",
+    "ReferenceLogprobOutputSpec",
+    "ResourcesConfig",
+    "ScoreOutputSpec",
+    "TensorSpec",
+    "TopkLogitsOutputSpec",
+    "TrainingDatumSpec",
+    "WeightSink",
+    "WeightSource",
+    "WorkerContext",
+]

@@ -1,0 +1,15 @@
+"""What a method returns when its result comes later."""
+
+from __future__ import annotations
+
+import concurrent.futures
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+if TYPE_CHECKING:
+    import ray
+
+    Future: TypeAlias = "concurrent.futures.Future[Any] | ray.ObjectRef[Any]"
+else:
+    Future = Any
+
+__all__ = ["Future"]

@@ -1,0 +1,218 @@
+"""The contract of a policy backend (the trainer)."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any
+
+from rl_core.errors import CapabilityError
+
+if TYPE_CHECKING:
+    from rl_core.batch import BatchedDataDict
+    from rl_core.interfaces.futures import Future
+    from rl_core.interfaces.loss import LossFunction
+    from rl_core.interfaces.specs import (
+        GenerationDatumSpec,
+        GenerationOutputSpec,
+        LogprobOutputSpec,
+        ReferenceLogprobOutputSpec,
+        ScoreOutputSpec,
+        TopkLogitsOutputSpec,
+    )
+
+__all__ = ["ColocatablePolicyInterface", "PolicyInterface"]
+
+
+class PolicyInterface(ABC):
+    """A model that is trained and scores sequences."""
+
+    @abstractmethod
+    def get_logprobs(
+        self, data: BatchedDataDict[GenerationDatumSpec], micro_batch_size: int | None = None
+    ) -> BatchedDataDict[LogprobOutputSpec]:
+        """Scores every token given those before it.
+
+        Args:
+            data: Right-padded sequences with ``input_ids`` and ``input_lengths``.
+            micro_batch_size: Rows per forward pass; the configured value if None.
+
+        Returns:
+            ``logprobs`` ``[B, S]`` float32 with the policy's temperature applied; entry t scores
+            token t, entry 0 and padding are 0.
+        """
+
+    @abstractmethod
+    def get_reference_policy_logprobs(
+        self, data: BatchedDataDict[GenerationDatumSpec], micro_batch_size: int | None = None
+    ) -> BatchedDataDict[ReferenceLogprobOutputSpec]:
+        """As :meth:`get_logprobs` under the weights the policy started with.
+
+        Returns:
+            ``reference_logprobs`` ``[B, S]`` float32.
+        """
+
+    def get_reference_logprobs(
+        self, data: BatchedDataDict[GenerationDatumSpec], micro_batch_size: int | None = None
+    ) -> BatchedDataDict[ReferenceLogprobOutputSpec]:
+        """The older name of :meth:`get_reference_policy_logprobs`."""
+        return self.get_reference_policy_logprobs(data, micro_batch_size)
+
+    @abstractmethod
+    def get_topk_logits(
+        self,
+        data: BatchedDataDict[GenerationDatumSpec],
+        k: int,
+        micro_batch_size: int | None = None,
+    ) -> BatchedDataDict[TopkLogitsOutputSpec]:
+        """The k largest logits of every position that predicts a token.
+
+        Returns:
+            ``topk_logits`` float32 and ``topk_indices`` int64, ``[B, S-1, k]``, descending.
+        """
+
+    @abstractmethod
+    def train(
+        self,
+        data: BatchedDataDict[Any],
+        loss_fn: LossFunction,
+        eval_mode: bool = False,
+        *,
+        gbs: int | None = None,
+        mbs: int | None = None,
+    ) -> dict[str, Any]:
+        """Takes one optimizer step for every ``gbs`` rows.
+
+        Args:
+            data: Right-padded sequences, see :class:`TrainingDatumSpec`.
+            loss_fn: The loss; the result does not depend on how rows are split.
+            eval_mode: Compute the loss and change nothing: weights, optimizer, RNG.
+            gbs: Global batch size; the configured value (or all rows) if None.
+            mbs: Micro batch size; the configured value if None.
+
+        Returns:
+            At least ``loss``, ``grad_norm``, ``lr`` (floats, of the last step),
+            ``global_valid_toks``, ``global_valid_seqs``, and the loss function's metrics. The
+            per-step values are lists under ``all_mb_metrics``.
+
+        Raises:
+            TrainingError: A loss or gradient is not finite; the step was not taken.
+        """
+
+    @abstractmethod
+    def calibrate_qkv_fp8_scales(
+        self,
+        data: BatchedDataDict[GenerationDatumSpec],
+        micro_batch_size: int | None = None,
+        percentile: float = 99.9,
+        margin: float = 1.05,
+        include_q: bool = False,
+    ) -> dict[str, Any]:
+        """Scales per layer for an FP8 key/value cache, from observed magnitudes.
+
+        Args:
+            data: Sequences to observe.
+            micro_batch_size: Rows per forward pass.
+            percentile: Of ``|activation|`` per tensor, in (0, 100].
+            margin: Factor on top.
+            include_q: Also scale the queries.
+        """
+
+    @abstractmethod
+    def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:
+        """Brings model and optimizer to where they train. Idempotent."""
+
+    @abstractmethod
+    def finish_training(self, *args: Any, **kwargs: Any) -> None:
+        """Lets go of what only training needs. Idempotent."""
+
+    @abstractmethod
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """Writes weights, optimizer, scheduler, RNG and step to ``path`` (the first argument).
+
+        An interrupted save never leaves something that loads as a checkpoint.
+        """
+
+    @abstractmethod
+    def shutdown(self) -> bool:
+        """Ends the policy and everything it started. Idempotent; True on success."""
+
+    def generate(
+        self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
+    ) -> BatchedDataDict[GenerationOutputSpec]:
+        """Generates with the policy's own weights, to the contract of a generation backend.
+
+        Raises:
+            CapabilityError: The backend lacks ``policy_generate``.
+        """
+        raise CapabilityError(
+            f"{type(self).__name__} does not generate", fix="use a generation backend"
+        )
+
+    def score(
+        self, data: BatchedDataDict[GenerationDatumSpec], micro_batch_size: int | None = None
+    ) -> BatchedDataDict[ScoreOutputSpec]:
+        """Scores whole sequences with a reward model: ``scores`` ``[B]`` float32.
+
+        Raises:
+            CapabilityError: The backend or the model has no scoring head.
+        """
+        raise CapabilityError(
+            f"{type(self).__name__} does not score", fix="use a backend that declares score"
+        )
+
+
+class ColocatablePolicyInterface(PolicyInterface):
+    """A policy whose weights can be handed to an engine, on the same devices or others.
+
+    Authors derive from :class:`rl_core.backends.PolicyBackend`, which implements the transfer.
+    """
+
+    @abstractmethod
+    def init_collective(
+        self, ip: str, port: int, world_size: int, *, train_world_size: int = 1
+    ) -> list[Future]:
+        """Joins the process group of the ``collective`` transport."""
+
+    @abstractmethod
+    def offload_before_refit(self) -> None:
+        """Makes room on the device for an engine that wakes up. Idempotent."""
+
+    @abstractmethod
+    def offload_after_refit(self) -> None:
+        """Moves the weights off the device once the engine has them. Idempotent."""
+
+    @abstractmethod
+    def prepare_refit_info(self) -> dict[str, Any] | None:
+        """Describes every tensor (name, shape, dtype, role, alias group) and where to fetch it."""
+
+    @abstractmethod
+    def stream_weights_via_ipc_zmq(self, *args: Any, **kwargs: Any) -> list[Future]:
+        """Sends one refit over the ``ipc`` transport; the futures end with its commit."""
+
+    @abstractmethod
+    def broadcast_weights_for_collective(
+        self, kv_scales: dict[str, float] | None = None
+    ) -> list[Future]:
+        """Sends one refit over the ``collective`` transport.
+
+        Args:
+            kv_scales: FP8 scales that travel with the weights.
+        """
+
+    @abstractmethod
+    def prepare_for_lp_inference(self) -> None:
+        """Brings the model to where it scores, without the optimizer. Idempotent."""
+
+    # -- the older spelling --------------------------------------------------------------------
+
+    @abstractmethod
+    def prepare_weights_for_ipc(self, *args: Any, **kwargs: Any) -> list[list[str]]:
+        """Groups of tensor names, each small enough to be handed over at once."""
+
+    @abstractmethod
+    def get_weights_ipc_handles(self, keys: list[str]) -> dict[str, Any]:
+        """Handles for one group of ``prepare_weights_for_ipc``, for ``update_weights``."""
+
+    def prepare_info_for_collective(self) -> dict[str, Any]:
+        """The older name of :meth:`prepare_refit_info`."""
+        return self.prepare_refit_info() or {}

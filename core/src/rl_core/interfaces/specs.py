@@ -1,0 +1,202 @@
+"""What crosses an interface, as TypedDicts: configurations and batches.
+
+Shapes: ``B`` rows, ``S`` padded width of the input, ``W`` padded width of the output, ``K`` top-k.
+Tensors that cross an interface live on the CPU. This module imports only the standard library.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "ColocationConfig",
+    "GenerationConfig",
+    "GenerationDatumSpec",
+    "GenerationOutputSpec",
+    "LogprobOutputSpec",
+    "LogprobsSpec",
+    "PolicyConfig",
+    "ReferenceLogprobOutputSpec",
+    "ResourcesConfig",
+    "ScoreOutputSpec",
+    "TopkLogitsOutputSpec",
+    "TrainingDatumSpec",
+]
+
+
+class ResourcesConfig(TypedDict):
+    """Hardware set aside for one side of a run.
+
+    Attributes:
+        gpus_per_node: GPUs used on each node.
+        num_nodes: Number of nodes.
+    """
+
+    gpus_per_node: int
+    num_nodes: int
+
+
+class ColocationConfig(TypedDict):
+    """Whether trainer and engine share devices.
+
+    Attributes:
+        enabled: True when both take turns on the same devices.
+        resources: Where the engine runs when they do not.
+    """
+
+    enabled: bool
+    resources: NotRequired[ResourcesConfig]
+
+
+# The nested spelling, ``ColocationConfig.ResourcesConfig``, names the same class.
+ColocationConfig.ResourcesConfig = ResourcesConfig  # type: ignore[attr-defined]
+
+
+class GenerationConfig(TypedDict):
+    """How a generation backend samples. Backends extend it with keys of their own.
+
+    Attributes:
+        backend: Name of the backend, as ``rl backends list`` shows it, or ``dist:name``.
+        model_name: Directory (or hub name) of a checkpoint in Hugging Face layout.
+        max_new_tokens: Upper bound on generated tokens per row. Default 128.
+        temperature: Divides the logits before sampling, > 0. Default 1.0.
+        top_p: Nucleus mass in (0, 1]; 1 is off. Default 1.0.
+        top_k: Number of candidates; None, -1 and 0 are off. Default None.
+        stop_token_ids: Token ids that end a row; the token is kept.
+        stop_strings: Strings that end a row, merged with each row's own.
+        pad_token_id: Fills the output on the right. Default: the tokenizer's.
+        eos_token_id: One more stop token (or several). Default: the model's.
+        do_sample: False makes every call greedy. Default True.
+        repetition_penalty: Divides (or multiplies, if negative) the logits of seen tokens. Default 1.
+        seed: Makes sampling reproducible. Default: a fresh seed for each call.
+        logprobs_mode: ``"processed"`` (of the distribution sampled from, the default) or ``"raw"``
+            (log-softmax of the logits).
+        max_model_len: Upper bound on prompt plus generated tokens. Default: the model's.
+        num_samples: Completions per prompt, laid out as ``repeat_interleave``. Default 1.
+        colocated: Placement relative to the trainer.
+    """
+
+    backend: str
+    model_name: str
+    max_new_tokens: NotRequired[int]
+    temperature: NotRequired[float]
+    top_p: NotRequired[float]
+    top_k: NotRequired[int | None]
+    stop_token_ids: NotRequired[list[int] | None]
+    stop_strings: NotRequired[list[str] | None]
+    pad_token_id: NotRequired[int | None]
+    eos_token_id: NotRequired[int | list[int] | None]
+    do_sample: NotRequired[bool]
+    repetition_penalty: NotRequired[float]
+    seed: NotRequired[int | None]
+    logprobs_mode: NotRequired[str]
+    max_model_len: NotRequired[int | None]
+    num_samples: NotRequired[int]
+    colocated: NotRequired[ColocationConfig]
+
+
+class PolicyConfig(TypedDict):
+    """What every policy backend understands. Backends extend it with keys of their own.
+
+    Attributes:
+        backend: Name of the backend, as ``rl backends list`` shows it, or ``dist:name``.
+        model_name: Directory (or hub name) of a checkpoint in Hugging Face layout.
+    """
+
+    backend: str
+    model_name: str
+
+
+class GenerationDatumSpec(TypedDict):
+    """Prompts, right-padded.
+
+    Attributes:
+        input_ids: ``[B, S]`` int64 token ids.
+        input_lengths: ``[B]`` int64 number of real tokens of each row, at least 1.
+        attention_mask: ``[B, S]`` accepted in place of ``input_lengths`` when right-padded.
+        stop_strings: One list (or None) for each row.
+        __extra__: Any further batch-first key; it is carried through to the output.
+    """
+
+    input_ids: torch.Tensor
+    input_lengths: NotRequired[torch.Tensor]
+    attention_mask: NotRequired[torch.Tensor]
+    stop_strings: NotRequired[list[list[str] | None] | None]
+    __extra__: Any
+
+
+class GenerationOutputSpec(TypedDict):
+    """Prompts with their completions, right-padded.
+
+    Attributes:
+        output_ids: ``[B, W]`` int64: the prompt unchanged, then the generated tokens.
+        generation_lengths: ``[B]`` int64 number of generated tokens.
+        unpadded_sequence_lengths: ``[B]`` int64, input plus generation length; ``W`` is its maximum.
+        logprobs: ``[B, W]`` float32: of the generated tokens; 0 on prompt and padding.
+        truncated: ``[B]`` bool: ended by length, not by a stop token or string.
+        weights_version: ``[B]`` int64 version of the weights that produced the row.
+        __extra__: The input's further keys, row for row.
+    """
+
+    output_ids: torch.Tensor
+    generation_lengths: torch.Tensor
+    unpadded_sequence_lengths: torch.Tensor
+    logprobs: torch.Tensor
+    truncated: torch.Tensor
+    weights_version: torch.Tensor
+    __extra__: Any
+
+
+class TrainingDatumSpec(TypedDict):
+    """Sequences to learn from, right-padded.
+
+    Attributes:
+        input_ids: ``[B, S]`` int64 token ids.
+        input_lengths: ``[B]`` int64 number of real tokens.
+        token_mask: ``[B, S]`` 1 where the token counts in the loss; position 0 never does.
+        sample_mask: ``[B]`` 0 takes a whole row out of the loss.
+        __extra__: What the loss function needs besides, batch first.
+    """
+
+    input_ids: torch.Tensor
+    input_lengths: torch.Tensor
+    token_mask: torch.Tensor
+    sample_mask: torch.Tensor
+    __extra__: Any
+
+
+class LogprobOutputSpec(TypedDict):
+    """Attributes: logprobs: ``[B, S]`` float32; entry t scores token t, entry 0 and padding are 0."""
+
+    logprobs: torch.Tensor
+
+
+#: The older name of :class:`LogprobOutputSpec`.
+LogprobsSpec = LogprobOutputSpec
+
+
+class ReferenceLogprobOutputSpec(TypedDict):
+    """Attributes: reference_logprobs: ``[B, S]`` float32, laid out as ``logprobs``."""
+
+    reference_logprobs: torch.Tensor
+
+
+class ScoreOutputSpec(TypedDict):
+    """Attributes: scores: ``[B]`` float32, one per row."""
+
+    scores: torch.Tensor
+
+
+class TopkLogitsOutputSpec(TypedDict):
+    """The K largest logits of every position that predicts a token.
+
+    Attributes:
+        topk_logits: ``[B, S-1, K]`` float32, sorted descending; position t predicts token t+1.
+        topk_indices: ``[B, S-1, K]`` int64 vocabulary indices.
+    """
+
+    topk_logits: torch.Tensor
+    topk_indices: torch.Tensor

@@ -1,0 +1,1 @@
+"""The Hugging Face backend: policy and generation on transformers."""

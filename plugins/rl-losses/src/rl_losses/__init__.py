@@ -1,0 +1,1 @@
+"""Loss functions for RL post-training: GRPO, DPO and NLL."""
