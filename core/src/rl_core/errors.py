@@ -4,7 +4,7 @@
 
     RLError                            what, where, cause, and a fix
     ├── ConfigError                    yours: a key, a value or a path (also ValueError)
-    ├── DataError                      yours: a batch that breaks the data contract (also ValueError)
+    ├── DataError                      yours: a batch that breaks the contract (also ValueError)
     ├── LifecycleError                 yours: a call in the wrong state (also RuntimeError)
     ├── CapabilityError                the backend does not offer this, and says so
     ├── TrainingError                  the run's: a loss or gradient that is not finite
@@ -86,9 +86,7 @@ class RLError(Exception):
         return _rebuild, (type(self), self.message, self.fix, self.details)
 
 
-def _rebuild(
-    cls: type[RLError], message: str, fix: str | None, details: dict[str, Any]
-) -> RLError:
+def _rebuild(cls: type[RLError], message: str, fix: str | None, details: dict[str, Any]) -> RLError:
     return cls(message, fix=fix, **details)
 
 

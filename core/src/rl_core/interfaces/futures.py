@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
+    import concurrent.futures
+
     import ray
 
     Future: TypeAlias = "concurrent.futures.Future[Any] | ray.ObjectRef[Any]"

@@ -70,7 +70,7 @@ class GenerationConfig(TypedDict):
         pad_token_id: Fills the output on the right. Default: the tokenizer's.
         eos_token_id: One more stop token (or several). Default: the model's.
         do_sample: False makes every call greedy. Default True.
-        repetition_penalty: Divides (or multiplies, if negative) the logits of seen tokens. Default 1.
+        repetition_penalty: Divides (if negative, multiplies) the logits of seen tokens. Default 1.
         seed: Makes sampling reproducible. Default: a fresh seed for each call.
         logprobs_mode: ``"processed"`` (of the distribution sampled from, the default) or ``"raw"``
             (log-softmax of the logits).
@@ -134,7 +134,7 @@ class GenerationOutputSpec(TypedDict):
     Attributes:
         output_ids: ``[B, W]`` int64: the prompt unchanged, then the generated tokens.
         generation_lengths: ``[B]`` int64 number of generated tokens.
-        unpadded_sequence_lengths: ``[B]`` int64, input plus generation length; ``W`` is its maximum.
+        unpadded_sequence_lengths: ``[B]`` int64, input plus generation; ``W`` is its maximum.
         logprobs: ``[B, W]`` float32: of the generated tokens; 0 on prompt and padding.
         truncated: ``[B]`` bool: ended by length, not by a stop token or string.
         weights_version: ``[B]`` int64 version of the weights that produced the row.
@@ -169,7 +169,11 @@ class TrainingDatumSpec(TypedDict):
 
 
 class LogprobOutputSpec(TypedDict):
-    """Attributes: logprobs: ``[B, S]`` float32; entry t scores token t, entry 0 and padding are 0."""
+    """Scores of tokens.
+
+    Attributes:
+        logprobs: ``[B, S]`` float32; entry t scores token t, entry 0 and padding are 0.
+    """
 
     logprobs: torch.Tensor
 
@@ -179,13 +183,21 @@ LogprobsSpec = LogprobOutputSpec
 
 
 class ReferenceLogprobOutputSpec(TypedDict):
-    """Attributes: reference_logprobs: ``[B, S]`` float32, laid out as ``logprobs``."""
+    """Scores of tokens under the reference policy.
+
+    Attributes:
+        reference_logprobs: ``[B, S]`` float32, laid out as ``logprobs``.
+    """
 
     reference_logprobs: torch.Tensor
 
 
 class ScoreOutputSpec(TypedDict):
-    """Attributes: scores: ``[B]`` float32, one per row."""
+    """Scores of whole rows.
+
+    Attributes:
+        scores: ``[B]`` float32.
+    """
 
     scores: torch.Tensor
 

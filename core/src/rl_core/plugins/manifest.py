@@ -6,9 +6,11 @@ The module that holds it imports only the standard library and ``rl_core``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 __all__ = [
     "CONTRACT_VERSION",

@@ -1,0 +1,119 @@
+"""The base class of policy backends: everything about handing weights over."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import TYPE_CHECKING, Any, Self
+
+from rl_core.errors import CapabilityError
+from rl_core.interfaces import ColocatablePolicyInterface
+from rl_core.refit import RefitSender
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from rl_core.batch import BatchedDataDict
+    from rl_core.interfaces import (
+        Future,
+        GenerationDatumSpec,
+        TopkLogitsOutputSpec,
+        WeightSource,
+        WorkerContext,
+    )
+
+__all__ = ["PolicyBackend"]
+
+
+class PolicyBackend(ColocatablePolicyInterface):
+    """Turns a trainer into a :class:`ColocatablePolicyInterface`.
+
+    A subclass implements the training and scoring methods and :meth:`weight_source`; both
+    generations of the refit methods are here. Optional capabilities refuse until overridden.
+    """
+
+    def __init__(self) -> None:
+        self._sender = RefitSender(self.weight_source, name=type(self).__name__)
+
+    @classmethod
+    @abstractmethod
+    def from_config(cls, config: Mapping[str, Any], *, worker: WorkerContext | None = None) -> Self:
+        """Builds the backend from its checked configuration.
+
+        Args:
+            config: As its TypedDict says, ``backend`` included.
+            worker: Given when it is one of several data-parallel workers.
+        """
+
+    @abstractmethod
+    def weight_source(self) -> WeightSource:
+        """The tensors of the model as they are now; called once for each refit."""
+
+    # -- refit ----------------------------------------------------------------------------------
+
+    def prepare_refit_info(self) -> dict[str, Any] | None:
+        """See :meth:`ColocatablePolicyInterface.prepare_refit_info`."""
+        return self._sender.prepare()
+
+    def stream_weights_via_ipc_zmq(self, *args: Any, **kwargs: Any) -> list[Future]:
+        """See :meth:`ColocatablePolicyInterface.stream_weights_via_ipc_zmq`."""
+        return [self._sender.stream_ipc(*args, **kwargs)]
+
+    def prepare_weights_for_ipc(self, *args: Any, **kwargs: Any) -> list[list[str]]:
+        """See :meth:`ColocatablePolicyInterface.prepare_weights_for_ipc`."""
+        return self._sender.groups(*args, **kwargs)
+
+    def get_weights_ipc_handles(self, keys: list[str]) -> dict[str, Any]:
+        """See :meth:`ColocatablePolicyInterface.get_weights_ipc_handles`."""
+        return self._sender.handles(keys)
+
+    def init_collective(
+        self, ip: str, port: int, world_size: int, *, train_world_size: int = 1
+    ) -> list[Future]:
+        """See :meth:`ColocatablePolicyInterface.init_collective`."""
+        raise self._refuse("the collective transport", "use refit(policy, generation)")
+
+    def broadcast_weights_for_collective(
+        self, kv_scales: dict[str, float] | None = None
+    ) -> list[Future]:
+        """See :meth:`ColocatablePolicyInterface.broadcast_weights_for_collective`."""
+        raise self._refuse("the collective transport", "use refit(policy, generation)")
+
+    # -- optional capabilities ------------------------------------------------------------------
+
+    def get_topk_logits(
+        self,
+        data: BatchedDataDict[GenerationDatumSpec],
+        k: int,
+        micro_batch_size: int | None = None,
+    ) -> BatchedDataDict[TopkLogitsOutputSpec]:
+        """See :meth:`PolicyInterface.get_topk_logits`."""
+        raise self._refuse("top-k logits", "use a backend that declares topk_logits")
+
+    def calibrate_qkv_fp8_scales(
+        self,
+        data: BatchedDataDict[GenerationDatumSpec],
+        micro_batch_size: int | None = None,
+        percentile: float = 99.9,
+        margin: float = 1.05,
+        include_q: bool = False,
+    ) -> dict[str, Any]:
+        """See :meth:`PolicyInterface.calibrate_qkv_fp8_scales`."""
+        raise self._refuse("FP8 scales", "use a backend that declares fp8_kv_scales")
+
+    def offload_before_refit(self) -> None:
+        """Nothing to give back unless a backend says otherwise."""
+
+    def offload_after_refit(self) -> None:
+        """Nothing to give back unless a backend says otherwise."""
+
+    def prepare_for_lp_inference(self) -> None:
+        """Always ready unless a backend says otherwise."""
+
+    def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:
+        """Always ready unless a backend says otherwise."""
+
+    def finish_training(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing to give back unless a backend says otherwise."""
+
+    def _refuse(self, what: str, fix: str) -> CapabilityError:
+        return CapabilityError(f"{type(self).__name__} does not offer {what}", fix=fix)

@@ -1,0 +1,353 @@
+"""Between batches and engines: checked prompts in, completions out, padded tensors again.
+
+This is clauses G1, G2, G3, G5, G6, G9, G12 and G15 of the contract, written once for all engines.
+Shapes: ``B`` rows, ``S`` input width, ``W`` output width.
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rl_core.batch import BatchedDataDict
+from rl_core.errors import DataError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+__all__ = [
+    "Completion",
+    "ModelFacts",
+    "PromptBatch",
+    "SamplingParams",
+    "assemble_output",
+    "input_lengths",
+    "row_seeds",
+]
+
+#: Keys that a generation consumes; every other key is carried through to the output.
+CONSUMED_KEYS = frozenset({"input_ids", "input_lengths", "attention_mask", "stop_strings", "seed"})
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What the frontend must know of the loaded model.
+
+    Attributes:
+        pad_token_id: Fills the output on the right.
+        eos_token_ids: The model's own end-of-sequence tokens.
+        vocab_size: Token ids are in ``[0, vocab_size)``.
+        max_model_len: Upper bound on prompt plus generated tokens.
+    """
+
+    pad_token_id: int
+    eos_token_ids: tuple[int, ...]
+    vocab_size: int
+    max_model_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How every row of one call is sampled.
+
+    Attributes:
+        greedy: Take the argmax; the log-prob is then of the untruncated distribution at
+            temperature 1.
+        temperature: Divides the logits, > 0.
+        top_k: Candidates kept; 0 is off.
+        top_p: Nucleus mass; 1 is off.
+        repetition_penalty: 1 is off.
+        stop_token_ids: Tokens that end a row and are kept.
+        logprobs_mode: ``"processed"`` or ``"raw"``.
+        max_new_tokens: Upper bound on generated tokens per row.
+        num_samples: Completions per prompt.
+        seed: Base seed, or None for a fresh one per call.
+    """
+
+    greedy: bool = False
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    repetition_penalty: float = 1.0
+    stop_token_ids: tuple[int, ...] = ()
+    logprobs_mode: str = "processed"
+    max_new_tokens: int = 128
+    num_samples: int = 1
+    seed: int | None = None
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], facts: ModelFacts) -> SamplingParams:
+        """Reads the sampling keys of a :class:`GenerationConfig`."""
+        eos = config.get("eos_token_id")
+        eos_ids = facts.eos_token_ids if eos is None else (eos if isinstance(eos, list) else [eos])
+        stops = dict.fromkeys([*(config.get("stop_token_ids") or ()), *eos_ids])
+        return cls(
+            greedy=not config.get("do_sample", True),
+            temperature=float(config.get("temperature", 1.0)),
+            top_k=max(0, config.get("top_k") or 0),
+            top_p=float(config.get("top_p", 1.0)),
+            repetition_penalty=float(config.get("repetition_penalty", 1.0)),
+            stop_token_ids=tuple(stops),
+            logprobs_mode=config.get("logprobs_mode", "processed"),
+            max_new_tokens=config.get("max_new_tokens", 128),
+            num_samples=config.get("num_samples", 1),
+            seed=config.get("seed"),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PromptBatch:
+    """Prompts that passed the checks, at least one row, each with room for a token.
+
+    Attributes:
+        input_ids: ``[B, S]`` int64, right-padded.
+        lengths: ``[B]`` int64, at least 1.
+        budgets: ``[B]`` int64 tokens that each row may generate, at least 1.
+        stop_strings: For each row, config and row merged.
+        seeds: ``[B]`` int64, one independent stream per row.
+    """
+
+    input_ids: torch.Tensor
+    lengths: torch.Tensor
+    budgets: torch.Tensor
+    stop_strings: Sequence[tuple[str, ...]]
+    seeds: torch.Tensor
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def token_ids(self, row: int) -> list[int]:
+        """The unpadded prompt of one row."""
+        ids: list[int] = self.input_ids[row, : int(self.lengths[row])].tolist()
+        return ids
+
+    def select(self, rows: torch.Tensor) -> PromptBatch:
+        """The given rows, an int64 index, in that order."""
+        return PromptBatch(
+            self.input_ids[rows],
+            self.lengths[rows],
+            self.budgets[rows],
+            [self.stop_strings[row] for row in rows.tolist()],
+            self.seeds[rows],
+        )
+
+    @classmethod
+    def from_data(
+        cls,
+        data: BatchedDataDict[Any],
+        sampling: SamplingParams,
+        facts: ModelFacts,
+        stop_strings: Sequence[str] = (),
+    ) -> PromptBatch:
+        """Checks a batch and makes prompts of it; rows without room keep a budget of 0.
+
+        Args:
+            data: See :class:`GenerationDatumSpec`; a ``seed`` key ``[B]`` overrides the config's.
+            sampling: Gives the budget and the seed.
+            facts: The model's limits.
+            stop_strings: The config's.
+
+        Raises:
+            DataError: Names the row and what is wrong with it.
+        """
+        lengths = input_lengths(data, filler=(facts.pad_token_id, 0))
+        ids = data["input_ids"].to(torch.int64)
+        _check_vocabulary(ids, lengths, facts.vocab_size)
+        _check_context(lengths, facts.max_model_len)
+        budgets = (facts.max_model_len - lengths).clamp(max=sampling.max_new_tokens)
+        seeds = data.get("seed")
+        if seeds is None:
+            seeds = row_seeds(sampling.seed, len(lengths))
+        return cls(ids, lengths, budgets, _merge_stops(data, stop_strings, len(lengths)), seeds)
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What an engine made of one prompt.
+
+    Attributes:
+        row: Index of the prompt in its :class:`PromptBatch`.
+        token_ids: Generated tokens, stop token included.
+        logprobs: One float for each.
+        truncated: True if the row ended by length.
+    """
+
+    row: int
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    truncated: bool
+
+
+def row_seeds(seed: int | None, rows: int) -> torch.Tensor:
+    """``[rows]`` int64 seeds: a function of ``seed``, or fresh ones if it is None."""
+    base = secrets.randbits(62) if seed is None else seed
+    generator = torch.Generator().manual_seed(base)
+    return torch.randint(0, 2**62, (rows,), generator=generator)
+
+
+def input_lengths(data: BatchedDataDict[Any], filler: Sequence[int] = ()) -> torch.Tensor:
+    """``[B]`` int64 lengths of a right-padded batch, from ``input_lengths`` or ``attention_mask``.
+
+    Args:
+        data: Has ``input_ids`` ``[B, S]`` and one of the two (or both, if they agree).
+        filler: Values allowed past a row's length; empty allows anything.
+
+    Raises:
+        DataError: Not right-padded, not consistent, or a length outside ``[1, S]``; names the row.
+    """
+    ids = data.get("input_ids")
+    if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or ids.is_floating_point():
+        raise DataError(
+            "input_ids must be an integer tensor of shape [rows, width]", key="input_ids"
+        )
+    mask, lengths = data.get("attention_mask"), data.get("input_lengths")
+    if mask is None and lengths is None:
+        raise DataError(
+            "the batch has neither input_lengths nor attention_mask",
+            fix="add input_lengths, an int64 tensor of shape [rows]",
+            key="input_lengths",
+        )
+    if mask is not None:
+        from_mask = _lengths_from_mask(mask, ids)
+        if lengths is not None:
+            _fail_row(lengths != from_mask, "input_lengths and attention_mask disagree")
+        lengths = from_mask
+    assert lengths is not None
+    lengths = lengths.to(torch.int64)
+    if lengths.shape != ids.shape[:1]:
+        raise DataError(
+            f"input_lengths has shape {list(lengths.shape)}, input_ids has {ids.shape[0]} rows",
+            key="input_lengths",
+        )
+    _fail_row(lengths < 1, "the prompt is empty (length 0)")
+    _fail_row(lengths > ids.shape[1], f"the length is above the padded width {ids.shape[1]}")
+    if filler:
+        _check_filler(ids, lengths, filler)
+    return lengths
+
+
+def _lengths_from_mask(mask: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    if mask.shape != ids.shape:
+        raise DataError(
+            f"attention_mask has shape {list(mask.shape)}, input_ids has {list(ids.shape)}",
+            key="attention_mask",
+        )
+    ones = mask.to(torch.bool)
+    lengths = ones.sum(1)
+    positions = torch.arange(ids.shape[1])
+    _fail_row((ones != (positions < lengths[:, None])).any(1), "attention_mask is not right-padded")
+    return lengths
+
+
+def _check_filler(ids: torch.Tensor, lengths: torch.Tensor, filler: Sequence[int]) -> None:
+    past = torch.arange(ids.shape[1]) >= lengths[:, None]
+    allowed = torch.isin(ids, torch.tensor(list(filler), dtype=ids.dtype))
+    _fail_row(
+        (past & ~allowed).any(1),
+        f"tokens other than padding {tuple(dict.fromkeys(filler))} stand past the row's length "
+        "(left-padded, or a wrong length)",
+    )
+
+
+def _check_vocabulary(ids: torch.Tensor, lengths: torch.Tensor, vocab_size: int) -> None:
+    real = torch.arange(ids.shape[1]) < lengths[:, None]
+    outside = real & ((ids < 0) | (ids >= vocab_size))
+    _fail_row(outside.any(1), f"a token id is outside the vocabulary of {vocab_size}")
+
+
+def _check_context(lengths: torch.Tensor, max_model_len: int) -> None:
+    too_long = lengths > max_model_len
+    if too_long.any():
+        row = int(too_long.nonzero()[0])
+        raise DataError(
+            f"row {row}: the prompt has {int(lengths[row])} tokens, the context {max_model_len}",
+            fix="shorten the prompt or raise max_model_len",
+            row=row,
+            key="input_ids",
+        )
+
+
+def _fail_row(bad: torch.Tensor, message: str) -> None:
+    if bad.any():
+        rows = bad.nonzero().flatten()
+        more = f" (and {len(rows) - 1} more rows)" if len(rows) > 1 else ""
+        raise DataError(
+            f"row {int(rows[0])}: {message}{more}",
+            fix="pad on the right and give each row's true length",
+            row=int(rows[0]),
+            key="input_ids",
+        )
+
+
+def _merge_stops(
+    data: BatchedDataDict[Any], shared: Sequence[str], rows: int
+) -> list[tuple[str, ...]]:
+    own = data.get("stop_strings") or [None] * rows
+    if len(own) != rows:
+        raise DataError(
+            f"stop_strings has {len(own)} entries for {rows} rows",
+            fix="give one list (or None) for each row",
+            key="stop_strings",
+        )
+    for row, strings in enumerate(own):
+        if isinstance(strings, str) or not all(isinstance(s, str) and s for s in strings or ()):
+            raise DataError(
+                f"row {row}: stop_strings must be a list of non-empty strings or None, "
+                f"not {strings!r}",
+                row=row,
+                key="stop_strings",
+            )
+    return [tuple(dict.fromkeys([*shared, *(strings or ())])) for strings in own]
+
+
+def assemble_output(
+    data: BatchedDataDict[Any],
+    prompts: PromptBatch,
+    completions: Iterable[Completion],
+    *,
+    pad_token_id: int,
+    weights_version: int,
+) -> BatchedDataDict[Any]:
+    """Lays completions out as a :class:`GenerationOutputSpec` batch, in the order of the prompts.
+
+    Rows without a completion had no room: generation length 0 and truncated.
+    """
+    rows = len(prompts)
+    done = sorted(completions, key=lambda c: c.row)
+    lengths = torch.zeros(rows, dtype=torch.int64)
+    truncated = torch.ones(rows, dtype=torch.bool)
+    index = torch.tensor([c.row for c in done], dtype=torch.int64)
+    lengths[index] = torch.tensor([len(c.token_ids) for c in done], dtype=torch.int64)
+    truncated[index] = torch.tensor([c.truncated for c in done], dtype=torch.bool)
+    totals = prompts.lengths + lengths
+    width = int(totals.max()) if rows else 0
+    positions = torch.arange(width)
+    ids = torch.full((rows, width), pad_token_id, dtype=torch.int64)
+    kept = min(width, prompts.input_ids.shape[1])
+    is_prompt = positions[:kept] < prompts.lengths[:, None]
+    ids[:, :kept] = torch.where(is_prompt, prompts.input_ids[:, :kept], pad_token_id)
+    logprobs = torch.zeros(rows, width)
+    generated = (positions >= prompts.lengths[:, None]) & (positions < totals[:, None])
+    # Boolean assignment fills row by row, which is the order of the sorted completions.
+    ids[generated] = torch.tensor([t for c in done for t in c.token_ids], dtype=torch.int64)
+    logprobs[generated] = torch.tensor([x for c in done for x in c.logprobs])
+    output: BatchedDataDict[Any] = BatchedDataDict(
+        {
+            "output_ids": ids,
+            "generation_lengths": lengths,
+            "unpadded_sequence_lengths": totals,
+            "logprobs": logprobs,
+            "truncated": truncated,
+            "weights_version": torch.full((rows,), weights_version, dtype=torch.int64),
+        }
+    )
+    output.update({key: value for key, value in data.items() if key not in CONSUMED_KEYS})
+    return output
+
+
+def greedy_params(sampling: SamplingParams) -> SamplingParams:
+    """The same limits, but the argmax of the model's own distribution."""
+    return replace(sampling, greedy=True, temperature=1.0, top_k=0, top_p=1.0)
