@@ -1,12 +1,14 @@
 """What crosses an interface, as TypedDicts: configurations and batches.
 
 Shapes: ``B`` rows, ``S`` padded width of the input, ``W`` padded width of the output, ``K`` top-k.
-Tensors that cross an interface live on the CPU. This module imports only the standard library.
+Tensors that cross an interface live on the CPU. This module imports nothing heavy.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NotRequired, TypedDict
+
+from rl_core.interfaces.constraints import Range
 
 if TYPE_CHECKING:
     import torch
@@ -35,8 +37,8 @@ class ResourcesConfig(TypedDict):
         num_nodes: Number of nodes.
     """
 
-    gpus_per_node: int
-    num_nodes: int
+    gpus_per_node: Annotated[int, Range(ge=0)]
+    num_nodes: Annotated[int, Range(ge=1)]
 
 
 class ColocationConfig(TypedDict):
@@ -81,20 +83,20 @@ class GenerationConfig(TypedDict):
 
     backend: str
     model_name: str
-    max_new_tokens: NotRequired[int]
-    temperature: NotRequired[float]
-    top_p: NotRequired[float]
-    top_k: NotRequired[int | None]
+    max_new_tokens: NotRequired[Annotated[int, Range(ge=1)]]
+    temperature: NotRequired[Annotated[float, Range(gt=0)]]
+    top_p: NotRequired[Annotated[float, Range(gt=0, le=1)]]
+    top_k: NotRequired[Annotated[int | None, Range(ge=-1)]]
     stop_token_ids: NotRequired[list[int] | None]
     stop_strings: NotRequired[list[str] | None]
     pad_token_id: NotRequired[int | None]
     eos_token_id: NotRequired[int | list[int] | None]
     do_sample: NotRequired[bool]
-    repetition_penalty: NotRequired[float]
+    repetition_penalty: NotRequired[Annotated[float, Range(gt=0)]]
     seed: NotRequired[int | None]
-    logprobs_mode: NotRequired[str]
-    max_model_len: NotRequired[int | None]
-    num_samples: NotRequired[int]
+    logprobs_mode: NotRequired[Literal["processed", "raw"]]
+    max_model_len: NotRequired[Annotated[int | None, Range(ge=1)]]
+    num_samples: NotRequired[Annotated[int, Range(ge=1)]]
     colocated: NotRequired[ColocationConfig]
 
 

@@ -1,0 +1,293 @@
+"""Checks a configuration against the TypedDict that describes it.
+
+The TypedDict is the only description: its keys, types, nesting and ``Annotated`` bounds are what
+is checked, so a backend that extends :class:`~rl_core.interfaces.GenerationConfig` gets its own
+keys checked by declaring them.
+"""
+
+from __future__ import annotations
+
+import reprlib
+import types
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    NotRequired,
+    Required,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+    is_typeddict,
+)
+
+from rl_core.errors import ConfigError
+from rl_core.interfaces.constraints import Range
+
+__all__ = ["Range", "check_config", "config_keys", "nearest"]
+
+
+def check_config(spec: type, config: Mapping[str, Any], *, what: str) -> dict[str, Any]:
+    """Checks keys, types and bounds, and returns a plain deep copy.
+
+    An int passes where a float is asked for; a bool never passes for a number. Mappings become
+    dicts and sequences become the list or tuple that is asked for.
+
+    Args:
+        spec: The TypedDict that describes the configuration.
+        config: What the user wrote.
+        what: Whose configuration it is, for messages, such as ``"generation backend 'hf'"``.
+
+    Raises:
+        ConfigError: One or more keys are unknown, missing, ill-typed or out of bounds; all of them
+            are reported. ``details["key"]`` is the dotted path of the first, ``details["keys"]``
+            of all.
+    """
+    problems: list[_Problem] = []
+    if isinstance(config, Mapping):
+        checked = _check_dict(spec, config, "", problems)
+    else:
+        raise ConfigError(
+            f"{what}: the configuration is {_show(config)}, not a mapping",
+            fix=f"pass a dict with the keys of {spec.__name__}",
+            key="",
+        )
+    if not problems:
+        return checked
+    first = problems[0]
+    text, fix = f"{what}: {first.text}", first.fix
+    if len(problems) > 1:
+        text = "\n".join([f"{what}: {len(problems)} problems", *(f"- {p.text}" for p in problems)])
+        fix = f"correct {', '.join(p.path for p in problems)}"
+    raise ConfigError(text, fix=fix, key=first.path, keys=[p.path for p in problems])
+
+
+def config_keys(spec: type) -> dict[str, bool]:
+    """The keys of a TypedDict, inherited ones included; True where a key is required."""
+    return {key: item.required for key, item in _items(spec).items()}
+
+
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    """The known word that the given one is most likely a misspelling of."""
+    import difflib
+
+    by_folded = {_fold(name): name for name in known}
+    matches = difflib.get_close_matches(_fold(word), by_folded, n=1, cutoff=0.6)
+    return by_folded[matches[0]] if matches else None
+
+
+def _fold(word: str) -> str:
+    return word.lower().replace("-", "_")
+
+
+@dataclass(frozen=True, slots=True)
+class _Problem:
+    path: str
+    text: str
+    fix: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    """One key of a TypedDict with the qualifiers taken off its type."""
+
+    hint: Any
+    required: bool
+
+
+def _items(spec: type) -> dict[str, _Item]:
+    items = {}
+    required_keys: frozenset[str] = getattr(spec, "__required_keys__", frozenset())
+    for key, declared in get_type_hints(spec, include_extras=True).items():
+        if key.startswith("__"):
+            continue
+        # Postponed annotations hide NotRequired from __required_keys__, which then only knows
+        # total=False; so the hint has the last word.
+        hint, required = declared, key in required_keys
+        while get_origin(hint) in (Required, NotRequired):
+            required = get_origin(hint) is Required
+            (hint,) = get_args(hint)
+        items[key] = _Item(hint, required)
+    return items
+
+
+def _check_dict(
+    spec: type, value: Mapping[str, Any], path: str, problems: list[_Problem]
+) -> dict[str, Any]:
+    items = _items(spec)
+    checked: dict[str, Any] = {}
+    for key, given in value.items():
+        at = f"{path}{key}"
+        if key in items:
+            checked[key] = _check(items[key].hint, given, at, problems)
+        else:
+            problems.append(_unknown_key(str(key), at, items))
+    for key, item in items.items():
+        if item.required and key not in value:
+            expected = _describe(item.hint)
+            problems.append(
+                _Problem(
+                    f"{path}{key}",
+                    f"the required key '{path}{key}' ({expected}) is missing",
+                    f"set '{path}{key}'",
+                )
+            )
+    return checked
+
+
+def _unknown_key(key: str, at: str, items: Mapping[str, _Item]) -> _Problem:
+    allowed = f"allowed keys: {', '.join(sorted(items))}"
+    match = nearest(key, items)
+    if match is None:
+        return _Problem(at, f"unknown key '{at}'; {allowed}", f"remove '{at}'")
+    return _Problem(
+        at,
+        f"unknown key '{at}', did you mean '{match}'? {allowed}",
+        f"write '{match}' instead of '{key}'",
+    )
+
+
+def _mistyped(hint: Any, value: Any, at: str) -> _Problem:
+    expected = _describe(hint)
+    return _Problem(
+        at, f"'{at}' must be {expected}, got {_show(value)}", f"set '{at}' to {expected}"
+    )
+
+
+def _check(hint: Any, value: Any, at: str, problems: list[_Problem]) -> Any:
+    """Returns the checked copy of ``value``; what is wrong with it is added to ``problems``."""
+    origin, args = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return _check_bounds(hint, value, at, problems)
+    if origin in (Union, types.UnionType):
+        return _check_union(hint, args, value, at, problems)
+    if is_typeddict(hint) and isinstance(value, Mapping):
+        return _check_dict(hint, value, f"{at}.", problems)
+    if origin in (list, tuple, Sequence) and _is_sequence(value):
+        return _check_sequence(origin, args, value, at, problems)
+    if origin in (dict, Mapping) and isinstance(value, Mapping):
+        key_hint, value_hint = args
+        return {
+            _check(key_hint, k, f"{at}.{k}", problems): _check(value_hint, v, f"{at}.{k}", problems)
+            for k, v in value.items()
+        }
+    if not _is_instance(hint, value):
+        problems.append(_mistyped(hint, value, at))
+    return value
+
+
+def _check_bounds(hint: Any, value: Any, at: str, problems: list[_Problem]) -> Any:
+    inner, *bounds = get_args(hint)
+    before = len(problems)
+    checked = _check(inner, value, at, problems)
+    if len(problems) == before and isinstance(checked, int | float):
+        problems.extend(
+            _Problem(
+                at,
+                f"'{at}' must be {bound}, got {_show(value)}",
+                f"set '{at}' to a value {bound}",
+            )
+            for bound in bounds
+            if isinstance(bound, Range) and checked not in bound
+        )
+    return checked
+
+
+def _check_union(
+    hint: Any, members: Sequence[Any], value: Any, at: str, problems: list[_Problem]
+) -> Any:
+    attempts = []
+    for member in members:
+        found: list[_Problem] = []
+        checked = _check(member, value, at, found)
+        if not found:
+            return checked
+        attempts.append(found)
+    # A member of the value's own shape (a nested dict, a list) knows best what is wrong inside.
+    inside = [found for found in attempts if any(p.path != at for p in found)]
+    bounded = [f for m, f in zip(members, attempts, strict=True) if _is_instance(_bare(m), value)]
+    problems.extend((inside or bounded or [[_mistyped(hint, value, at)]])[0])
+    return value
+
+
+def _check_sequence(
+    origin: Any, args: Sequence[Any], value: Sequence[Any], at: str, problems: list[_Problem]
+) -> Any:
+    if origin is tuple and args[-1] is not Ellipsis:
+        if len(value) != len(args):
+            problems.append(
+                _Problem(
+                    at,
+                    f"'{at}' must have {len(args)} entries, got {len(value)}",
+                    f"give '{at}' {len(args)} entries",
+                )
+            )
+            return value
+        hints: Sequence[Any] = args
+    else:
+        hints = [args[0]] * len(value)
+    checked = [
+        _check(hint, entry, f"{at}[{i}]", problems)
+        for i, (hint, entry) in enumerate(zip(hints, value, strict=True))
+    ]
+    return tuple(checked) if origin is tuple else checked
+
+
+def _is_sequence(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+
+
+def _is_instance(hint: Any, value: Any) -> bool:
+    """Whether the value is of a type without parts; False for one that has parts."""
+    if hint is Any or hint is object:
+        return True
+    if hint is None or hint is types.NoneType:
+        return value is None
+    if get_origin(hint) is Literal:
+        return any(value == option and type(value) is type(option) for option in get_args(hint))
+    if is_typeddict(hint) or not isinstance(hint, type) or get_origin(hint) is not None:
+        return False
+    if hint is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, hint)
+
+
+def _bare(hint: Any) -> Any:
+    return _bare(get_args(hint)[0]) if get_origin(hint) is Annotated else hint
+
+
+def _describe(hint: Any) -> str:
+    """A type as a user reads it: ``int, list[int] or None``."""
+    hint, origin, args = _bare(hint), get_origin(_bare(hint)), get_args(_bare(hint))
+    if hint is None or hint is types.NoneType:
+        return "None"
+    if origin is Literal:
+        return _alternatives([repr(option) for option in args])
+    if origin in (Union, types.UnionType):
+        return _alternatives([_describe(member) for member in args])
+    if is_typeddict(hint):
+        return f"a dict ({', '.join(_items(hint))})"
+    if args:
+        inside = ", ".join("..." if arg is Ellipsis else _describe(arg) for arg in args)
+        return f"{getattr(origin, '__name__', origin)}[{inside}]"
+    return str(getattr(hint, "__name__", hint))
+
+
+def _alternatives(words: Sequence[str]) -> str:
+    *head, last = words
+    return f"{', '.join(head)} or {last}" if head else last
+
+
+_repr = reprlib.Repr()
+_repr.maxstring = _repr.maxother = 60
+
+
+def _show(value: Any) -> str:
+    if value is None:
+        return "None"
+    return f"{_repr.repr(value)} ({type(value).__name__})"
