@@ -1,0 +1,116 @@
+"""Tiny models of real architectures, made by code: no download, fixed seeds, a real tokenizer.
+
+The directories are ordinary Hugging Face checkpoints, so every engine loads them its usual way.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+__all__ = ["FAMILIES", "make_tiny_model", "make_tokenizer"]
+
+_MERGES = ("an", "er", "in", "on", "re", "th", "the", "ing", "12", "34")
+_PAD, _EOS, _BOS = "<pad>", "<eos>", "<bos>"
+
+#: Architecture families and what sets each apart.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama", "tie_word_embeddings": False},
+    "qwen2": {"model_type": "qwen2", "tie_word_embeddings": True},
+    "qwen3": {"model_type": "qwen3", "tie_word_embeddings": True, "head_dim": 16},
+}
+
+
+def make_tokenizer() -> Any:
+    """A byte-level BPE tokenizer of 269 tokens, a few of them longer than one character.
+
+    Returns:
+        A ``transformers.PreTrainedTokenizerFast`` with pad, eos and bos tokens (ids 0, 1, 2).
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = [_PAD, _EOS, _BOS, *alphabet, *_MERGES]
+    merges = [(word[:-1], word[-1]) if word[:-1] in words else None for word in _MERGES]
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocab={word: index for index, word in enumerate(words)},
+            merges=[pair if pair else ("in", "g") for pair in merges],
+        )
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=_PAD, eos_token=_EOS, bos_token=_BOS
+    )
+
+
+def make_tiny_model(
+    path: str | Path,
+    family: str = "qwen2",
+    *,
+    seed: int = 0,
+    hidden_size: int = 64,
+    num_layers: int = 2,
+    max_position_embeddings: int = 256,
+    dtype: str = "float32",
+    weight_scale: float = 10.0,
+    **overrides: Any,
+) -> Path:
+    """Writes a randomly initialised checkpoint with its tokenizer.
+
+    Args:
+        path: Directory to write; made if missing.
+        family: One of :data:`FAMILIES`.
+        seed: Of the weights; the global random state is left as it was.
+        hidden_size: Width; four heads, two key/value heads.
+        num_layers: Depth.
+        max_position_embeddings: Context length in tokens.
+        dtype: Torch dtype name the weights are stored in.
+        weight_scale: Factor on the initial weights. Above 1, next-token distributions are far from
+            uniform, so that a mistake in them shows.
+        **overrides: Further keys of the architecture's configuration.
+
+    Returns:
+        The directory.
+
+    Raises:
+        KeyError: ``family`` is not one of :data:`FAMILIES`.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    tokenizer = make_tokenizer()
+    settings = {
+        "vocab_size": 272,
+        "hidden_size": hidden_size,
+        "intermediate_size": 2 * hidden_size,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": max_position_embeddings,
+        "pad_token_id": tokenizer.pad_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "bos_token_id": tokenizer.bos_token_id,
+        "use_cache": True,
+        **FAMILIES[family],
+        **overrides,
+    }
+    config = AutoConfig.for_model(settings.pop("model_type"), **settings)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name.endswith("norm.weight"):
+                    continue
+                if name.endswith(".bias"):
+                    parameter.normal_(0, 0.02 * weight_scale)
+                else:
+                    parameter.mul_(weight_scale)
+    path = Path(path)
+    path.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
