@@ -59,9 +59,17 @@ class WeightSource(ABC):
 class WeightSink(ABC):
     """The engine's side: which tensors it expects, and how to write one.
 
-    Calls come from one thread, in the order ``begin, write..., finish`` or ``begin, write...,
-    fail``; the caller keeps the engine from generating in between.
+    Calls come from one thread, in the order ``begin, write..., finish``; ``fail`` comes last
+    whenever the refit is not committed, also after ``finish``. The caller keeps the engine from
+    generating in between.
+
+    Attributes:
+        casts: True if the engine chooses its own floating-point dtype: where :meth:`specs` names
+            another float dtype than the trainer's, the sender rounds to it before sending.
+            Otherwise a difference in dtype is a mismatch.
     """
+
+    casts: bool = False
 
     @abstractmethod
     def specs(self) -> Sequence[TensorSpec]:
