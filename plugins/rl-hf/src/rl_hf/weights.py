@@ -84,6 +84,8 @@ class ModelWeightSink(WeightSink):
         model: Any module.
     """
 
+    casts = True
+
     def __init__(self, model: nn.Module) -> None:
         self._tensors = model_tensors(model)
 
