@@ -1,1 +1,1 @@
-"""TBD."""
+"""Plugins: the manifest, discovery, the registry, configuration checks, hooks and the factory."""

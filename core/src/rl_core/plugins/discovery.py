@@ -1,0 +1,375 @@
+"""Finds plugins: which distributions provide what, and whether it is whole.
+
+Three levels of cost. L0 reads the metadata of installed distributions and imports nothing of a
+plugin (:func:`providers`). L1 imports the small module that holds a manifest
+(:func:`load_manifest`). L2, importing the backend itself, is left to the process that runs it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import importlib_metadata
+
+from rl_core.errors import (
+    BrokenPluginError,
+    ConfigError,
+    IncompatiblePluginError,
+    MissingEngineError,
+    PluginError,
+)
+from rl_core.plugins.manifest import CONTRACT_VERSION, BackendManifest
+from rl_core.plugins.validation import is_reference, manifest_problems
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from importlib_metadata import Distribution
+
+    from rl_core.plugins.manifest import EngineRequirement
+
+__all__ = [
+    "BACKENDS",
+    "COMMANDS",
+    "CONFORMANCE",
+    "GROUPS",
+    "HOOKS",
+    "TRANSPORTS",
+    "BackendListing",
+    "Provider",
+    "check_engine",
+    "engine_version",
+    "inspect_backend",
+    "list_backends",
+    "load_manifest",
+    "load_object",
+    "providers",
+    "site_packages",
+]
+
+BACKENDS = "rl_core.backends"
+TRANSPORTS = "rl_core.transports"
+HOOKS = "rl_core.plugins"
+CONFORMANCE = "rl_core.conformance"
+COMMANDS = "rl_core.commands"
+GROUPS = (BACKENDS, TRANSPORTS, HOOKS, CONFORMANCE, COMMANDS)
+
+
+@dataclass(frozen=True, slots=True)
+class Provider:
+    """One entry point of an installed distribution, as its metadata states it.
+
+    Attributes:
+        name: What the entry point provides, such as ``"vllm"``.
+        distribution: The distribution that declares it.
+        version: The distribution's version.
+        value: ``"module:attribute"``.
+        group: The entry-point group.
+        location: The directory on the path that holds the distribution's metadata.
+        problem: Why the metadata cannot be used, or "".
+    """
+
+    name: str
+    distribution: str
+    version: str
+    value: str
+    group: str
+    location: str
+    problem: str = ""
+
+    @property
+    def qualified_name(self) -> str:
+        """``dist:name``, which stays unambiguous when two distributions provide one name."""
+        return f"{self.distribution}:{self.name}"
+
+    def __str__(self) -> str:
+        return f"{self.distribution} {self.version}"
+
+    def error(
+        self, cls: type[PluginError], message: str, *, fix: str, **details: Any
+    ) -> PluginError:
+        """An error of the given class that names this plugin."""
+        return cls(
+            message, fix=fix, distribution=self.distribution, version=self.version, **details
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class BackendListing:
+    """What a listing shows of one provider of a backend.
+
+    Attributes:
+        provider: Where it comes from.
+        manifest: None where it was not, or could not be, loaded.
+        engine: Installed ``"distribution version"`` of the engine, or "".
+        error: What is wrong, with its cause and fix; None if it can be used here.
+        duplicates: Other distributions that provide the same name.
+    """
+
+    provider: Provider
+    manifest: BackendManifest | None = None
+    engine: str = ""
+    error: PluginError | None = None
+    duplicates: tuple[str, ...] = ()
+
+    @property
+    def status(self) -> str:
+        """One of ``ready``, ``no engine``, ``incompatible``, ``broken``, ``not read``."""
+        if isinstance(self.error, MissingEngineError):
+            return "no engine"
+        if isinstance(self.error, IncompatiblePluginError):
+            return "incompatible"
+        if self.error is not None:
+            return "broken"
+        return "ready" if self.manifest else "not read"
+
+
+def providers(group: str, path: Sequence[str] | None = None) -> list[Provider]:
+    """Lists the entry points of a group, sorted by name and distribution. Imports nothing.
+
+    Args:
+        group: The entry-point group.
+        path: Directories to search, such as the site-packages of another environment; this
+            environment's ``sys.path`` if None.
+
+    Returns:
+        Also entry points whose metadata is malformed, with ``problem`` set. Never raises for what a
+        distribution contains.
+    """
+    where = {} if path is None else {"path": list(path)}
+    found = [
+        provider
+        for dist in _distributions(**where)
+        for provider in _entry_points(dist, group)
+        if not _is_shadowed(dist, where)
+    ]
+    return sorted(found, key=lambda p: (p.name, p.distribution))
+
+
+def _distributions(**where: Any) -> Iterable[Distribution]:
+    return cast("Iterable[Distribution]", importlib_metadata.distributions(**where))
+
+
+def _entry_points(dist: Distribution, group: str) -> Iterator[Provider]:
+    try:
+        text = dist.read_text("entry_points.txt") or ""
+    except (OSError, UnicodeDecodeError) as error:
+        text, problem = "", f"entry_points.txt cannot be read: {error}"
+        yield Provider("?", _name(dist), _version(dist), "", group, _location(dist), problem)
+    if f"[{group}]" not in text.replace(" ", ""):
+        return
+    facts = (_name(dist), _version(dist))
+    try:
+        entry_points = list(dist.entry_points.select(group=group))
+    except Exception as error:
+        problem = f"entry_points.txt is malformed: {error}"
+        yield Provider("?", *facts, "", group, _location(dist), problem)
+        return
+    for entry_point in entry_points:
+        value = entry_point.value
+        problem = "" if is_reference(value) else f"its entry point {value!r} is no reference"
+        yield Provider(entry_point.name, *facts, value, group, _location(dist), problem)
+
+
+def _is_shadowed(dist: Distribution, where: dict[str, list[str]]) -> bool:
+    """Whether another copy of the distribution comes first on the path, as imports see it."""
+    first = next(iter(_distributions(name=_name(dist), **where)), dist)
+    return _location(first) != _location(dist)
+
+
+def _name(dist: Distribution) -> str:
+    return _field(dist, "Name")
+
+
+def _version(dist: Distribution) -> str:
+    return _field(dist, "Version")
+
+
+def _field(dist: Distribution, key: str) -> str:
+    try:
+        return str(dist.metadata[key] or "unknown")
+    except Exception:  # a METADATA file that is missing or not readable; listing goes on
+        return "unknown"
+
+
+def _location(dist: Distribution) -> str:
+    return str(dist.locate_file(""))
+
+
+def load_object(reference: str, provider: Provider | None = None) -> Any:
+    """Imports ``"module:attribute"``.
+
+    Args:
+        reference: Where the object is.
+        provider: The plugin it belongs to, for the error.
+
+    Raises:
+        BrokenPluginError: The module cannot be imported or lacks the attribute; the original
+            exception is the cause.
+    """
+    module, _, attribute = reference.partition(":")
+    try:
+        found = importlib.import_module(module)
+        for part in attribute.split("."):
+            found = getattr(found, part)
+        return found
+    except (Exception, SystemExit) as error:
+        who = f"{provider}: " if provider else ""
+        name = provider.distribution if provider else ""
+        raise BrokenPluginError(
+            f"{who}cannot load {reference!r}: {type(error).__name__}: {error}",
+            fix=f'repair it with: pip install --force-reinstall "{name}", or uninstall it'
+            if name
+            else f"make {module!r} importable",
+            distribution=name,
+            version=provider.version if provider else "",
+            reference=reference,
+        ) from error
+
+
+def load_manifest(provider: Provider) -> BackendManifest:
+    """Imports and validates the manifest of a backend.
+
+    Raises:
+        BrokenPluginError: It cannot be imported, is not a manifest or is not complete.
+        IncompatiblePluginError: It was written for another major version of the contract.
+    """
+    if provider.problem:
+        raise provider.error(
+            BrokenPluginError,
+            f"{provider}: {provider.problem}",
+            fix=f"reinstall {provider.distribution}, or report this to its authors",
+        )
+    manifest = load_object(provider.value, provider)
+    if not isinstance(manifest, BackendManifest):
+        raise provider.error(
+            BrokenPluginError,
+            f"{provider}: {provider.value!r} is of type {type(manifest).__name__}, "
+            "not a BackendManifest",
+            fix=f"report this to the authors of {provider.distribution}",
+        )
+    _check_contract(provider, manifest)
+    problems = manifest_problems(manifest, provider.name)
+    if problems:
+        raise provider.error(
+            BrokenPluginError,
+            f"{provider}: the manifest {provider.value!r} is not valid: {'; '.join(problems)}",
+            fix=f"report this to the authors of {provider.distribution}",
+            problems=problems,
+        )
+    return manifest
+
+
+def _check_contract(provider: Provider, manifest: BackendManifest) -> None:
+    theirs, ours = str(manifest.contract).split(".")[0], CONTRACT_VERSION.split(".")[0]
+    if theirs == ours:
+        return
+    newer = theirs.isdecimal() and int(theirs) > int(ours)
+    upgrade = "rl-core" if newer else provider.distribution
+    raise provider.error(
+        IncompatiblePluginError,
+        f"{provider} is written for version {manifest.contract} of the contract; "
+        f"this rl-core speaks {CONTRACT_VERSION}",
+        fix=f'pip install --upgrade "{upgrade}"',
+        contract=str(manifest.contract),
+    )
+
+
+def engine_version(engine: EngineRequirement) -> tuple[str, str] | None:
+    """The installed ``(distribution, version)`` of an engine, or None. Imports nothing."""
+    for name in engine.distributions:
+        try:
+            return name, importlib_metadata.version(name)
+        except importlib_metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def check_engine(provider: Provider, manifest: BackendManifest) -> str:
+    """Makes sure, from metadata alone, that the engine is installed here and in range.
+
+    Returns:
+        ``"distribution version"`` of what is installed.
+
+    Raises:
+        MissingEngineError: It is not installed or out of range; the fix is the pip command.
+    """
+    from packaging.specifiers import SpecifierSet
+
+    engine = manifest.engine
+    wanted = f"{engine.distributions[0]} {engine.versions}".strip()
+    installed = engine_version(engine)
+    if installed is None:
+        source = provider.distribution + (f"[{engine.extra}]" if engine.extra else "")
+        raise provider.error(
+            MissingEngineError,
+            f"the backend '{manifest.name}' ({provider}) needs {wanted}, which is not installed",
+            fix=f'pip install "{source}"',
+            engine=engine.distributions[0],
+        )
+    name, version = installed
+    if not SpecifierSet(engine.versions).contains(version, prereleases=True):
+        raise provider.error(
+            MissingEngineError,
+            f"the backend '{manifest.name}' ({provider}) needs {wanted}; {version} is installed",
+            fix=f'pip install "{name}{engine.versions}"',
+            engine=name,
+            engine_version=version,
+        )
+    return f"{name} {version}"
+
+
+def inspect_backend(provider: Provider, duplicates: Iterable[str] = ()) -> BackendListing:
+    """Loads the manifest and looks for the engine; what fails is part of the answer."""
+    others = tuple(duplicates)
+    manifest = None
+    try:
+        manifest = load_manifest(provider)
+        engine = check_engine(provider, manifest)
+    except PluginError as error:
+        installed = engine_version(manifest.engine) if manifest else None
+        return BackendListing(
+            provider, manifest, " ".join(installed or ()), error, duplicates=others
+        )
+    return BackendListing(provider, manifest, engine, duplicates=others)
+
+
+def list_backends(path: Sequence[str] | None = None) -> list[BackendListing]:
+    """Lists every backend, whole or broken. Never raises for what a plugin does.
+
+    Args:
+        path: Directories of another environment. Nothing is imported from there, so listings have
+            no manifest and say nothing of the engine.
+    """
+    found = providers(BACKENDS, path)
+    listings = []
+    for provider in found:
+        others = [p.distribution for p in found if p.name == provider.name and p is not provider]
+        if path is None or provider.problem:
+            listings.append(inspect_backend(provider, others))
+        else:
+            listings.append(BackendListing(provider, duplicates=tuple(others)))
+    return listings
+
+
+def site_packages(environment: str) -> list[str]:
+    """The site-packages directories of an environment.
+
+    Args:
+        environment: The root of a virtual environment, or a directory of packages itself.
+
+    Raises:
+        ConfigError: There is no such directory, or no packages in it.
+    """
+    root = Path(environment)
+    if not root.is_dir():
+        raise ConfigError(
+            f"there is no environment at {environment!r}",
+            fix="give the root of a virtual environment or its site-packages directory",
+            key="env",
+        )
+    inside = [*root.glob("lib*/python3*/site-packages"), *root.glob("Lib/site-packages")]
+    return sorted({str(path.resolve()) for path in inside}) or [str(root)]

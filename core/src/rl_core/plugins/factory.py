@@ -1,0 +1,98 @@
+"""Builds backends by name: the only way from a configuration to a running policy or engine."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, cast, is_typeddict
+
+from rl_core.errors import BrokenPluginError, ConfigError
+from rl_core.plugins.config import check_config
+from rl_core.plugins.discovery import BACKENDS, load_object, providers
+from rl_core.plugins.hookspecs import validate_config, worker_environment
+from rl_core.plugins.registry import find_backend, resolve
+
+if TYPE_CHECKING:
+    from rl_core.cluster import RayVirtualCluster
+    from rl_core.interfaces.generation import GenerationInterface
+    from rl_core.interfaces.policy import ColocatablePolicyInterface
+    from rl_core.plugins.manifest import BackendManifest, Kind
+
+__all__ = ["create_generation", "create_policy"]
+
+
+def create_generation(
+    config: Mapping[str, Any], cluster: RayVirtualCluster | None = None
+) -> GenerationInterface:
+    """Builds the generation backend that ``config["backend"]`` names.
+
+    Without a cluster the backend runs in this process. Variables that its manifest asks for are
+    then set in ``os.environ``, except those that are set already: what you export wins.
+
+    Args:
+        config: A :class:`~rl_core.interfaces.GenerationConfig` with the backend's own keys.
+        cluster: Where to run it as Ray actors; its methods then keep their signatures.
+
+    Raises:
+        ConfigError: A key is unknown, missing, ill-typed or out of bounds. No model was loaded.
+        PluginError: The backend is missing, ambiguous, broken or incompatible, or its engine is
+            not installed; the subclass says which, and ``fix`` how to get it.
+    """
+    backend = _create("generation", config, cluster)
+    return cast("GenerationInterface", backend)
+
+
+def create_policy(
+    config: Mapping[str, Any], cluster: RayVirtualCluster | None = None
+) -> ColocatablePolicyInterface:
+    """Builds the policy backend that ``config["backend"]`` names.
+
+    As :func:`create_generation`, with a :class:`~rl_core.interfaces.PolicyConfig`.
+    """
+    backend = _create("policy", config, cluster)
+    return cast("ColocatablePolicyInterface", backend)
+
+
+def _create(kind: Kind, config: Mapping[str, Any], cluster: RayVirtualCluster | None) -> Any:
+    name = _backend_name(config)
+    provider = find_backend(name)
+    # On a cluster, the engine is installed where the workers run, not here.
+    manifest = resolve(name, kind, engine=cluster is None)
+    spec = load_object(manifest.configs[kind], provider)
+    if not is_typeddict(spec):
+        raise provider.error(
+            BrokenPluginError,
+            f"{provider}: {manifest.configs[kind]!r} is not a TypedDict",
+            fix=f"report this to the authors of {provider.distribution}",
+        )
+    checked = check_config(spec, config, what=f"{kind} backend {name!r}")
+    validate_config(checked, kind, manifest)
+    environment = worker_environment(checked, kind, manifest)
+    if cluster is not None:
+        manifest = dataclasses.replace(manifest, environment=environment)
+        return _remote(kind, cluster, manifest, checked)
+    for variable, value in environment.items():
+        os.environ.setdefault(variable, value)
+    return load_object(manifest.factories[kind], provider).from_config(checked)
+
+
+def _remote(
+    kind: Kind, cluster: RayVirtualCluster, manifest: BackendManifest, config: dict[str, Any]
+) -> Any:
+    from rl_core.cluster import RemoteGeneration, RemotePolicy
+
+    remote = RemoteGeneration if kind == "generation" else RemotePolicy
+    return remote(cluster, manifest, config)
+
+
+def _backend_name(config: Mapping[str, Any]) -> str:
+    name = config.get("backend") if isinstance(config, Mapping) else None
+    if isinstance(name, str) and name:
+        return name
+    known = ", ".join(sorted({provider.name for provider in providers(BACKENDS)})) or "none"
+    raise ConfigError(
+        f"the configuration names no backend (installed: {known})",
+        fix="set 'backend' to one of the names that `rl backends list` shows",
+        key="backend",
+    )

@@ -1,0 +1,233 @@
+"""Hooks: what any number of plugins may add to every backend.
+
+A plugin names a module (or an object) in the entry-point group ``rl_core.plugins`` and marks
+functions of it with :data:`hookimpl`; each takes those arguments of the specification that it
+needs::
+
+    from rl_core.plugins.hookspecs import hookimpl
+
+    @hookimpl
+    def worker_environment(kind):
+        return {"NCCL_DEBUG": "WARN"} if kind == "policy" else None
+
+A hook that raises is reported under the name of its plugin: as an error where the result matters
+(``validate_config``, ``worker_environment``, ``weight_name_mappers``), in the log for observers
+(``on_event``), as a finding in ``rl backends doctor``.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import pluggy
+
+from rl_core.errors import ConfigError, PluginError
+from rl_core.plugins.discovery import HOOKS, load_object, providers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+
+    from rl_core.plugins.manifest import BackendManifest, Kind
+
+__all__ = [
+    "Event",
+    "Finding",
+    "HookSpecs",
+    "doctor_findings",
+    "emit",
+    "hookimpl",
+    "hookspec",
+    "map_weight_name",
+    "validate_config",
+    "worker_environment",
+]
+
+_PROJECT = "rl_core"
+hookspec = pluggy.HookspecMarker(_PROJECT)
+hookimpl = pluggy.HookimplMarker(_PROJECT)
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that happened.
+
+    Attributes:
+        name: Dotted, such as ``"refit.committed"``.
+        data: The facts: strings, numbers and lists of these.
+    """
+
+    name: str
+    data: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of ``rl backends doctor``.
+
+    Attributes:
+        level: ``error`` makes the doctor exit with 1.
+        subject: What was looked at.
+        text: What was found.
+        fix: What to do about it.
+    """
+
+    level: Literal["ok", "warning", "error"]
+    subject: str
+    text: str
+    fix: str = ""
+
+
+class HookSpecs:
+    """The hooks. None as a result means: nothing to say."""
+
+    @hookspec
+    def validate_config(
+        self, config: Mapping[str, Any], kind: Kind, manifest: BackendManifest
+    ) -> None:
+        """Raises ConfigError for a configuration that is well-typed and still wrong."""
+
+    @hookspec
+    def worker_environment(
+        self, config: Mapping[str, Any], kind: Kind, manifest: BackendManifest
+    ) -> Mapping[str, str] | None:
+        """Returns variables for the worker's process, on top of the manifest's."""
+
+    @hookspec
+    def weight_name_mappers(self, manifest: BackendManifest) -> Callable[[str], str] | None:
+        """Returns a function from a tensor's name to the name the backend knows it by."""
+
+    @hookspec
+    def on_event(self, event: Event) -> None:
+        """Observes an event."""
+
+    @hookspec
+    def doctor_checks(self) -> Iterable[Finding] | None:
+        """Looks at the environment and returns findings."""
+
+
+@functools.cache
+def _manager() -> tuple[pluggy.PluginManager, tuple[PluginError, ...]]:
+    """The registered plugins, and the errors of those that could not be."""
+    manager = pluggy.PluginManager(_PROJECT)
+    manager.add_hookspecs(HookSpecs)
+    broken: list[PluginError] = []
+    for provider in providers(HOOKS):
+        try:
+            plugin = load_object(provider.value, provider)
+            manager.register(plugin, name=f"{provider} ({provider.name})")
+        except PluginError as error:
+            broken.append(error)
+        except (ValueError, pluggy.PluginValidationError) as error:
+            text = f"{provider}: its hooks cannot be registered: {error}"
+            broken.append(provider.error(PluginError, text, fix="report this to its authors"))
+    return manager, tuple(broken)
+
+
+def _outcomes(hook: str, **arguments: Any) -> Iterator[tuple[str, Any, Exception | None]]:
+    """Calls one plugin after the other; yields its name with the result or the exception."""
+    manager, broken = _manager()
+    for error in broken:
+        yield str(error.details.get("distribution", "")), None, error
+    registered = manager.list_name_plugin()
+    for name, plugin in registered:
+        others = [other for _, other in registered if other is not plugin]
+        try:
+            for result in manager.subset_hook_caller(hook, others)(**arguments):
+                yield name, result, None
+        except Exception as error:
+            yield name, None, _named(error, name, hook)
+
+
+def _named(error: Exception, plugin: str, hook: str) -> Exception:
+    """The same failure under the name of its plugin, with the original as cause."""
+    named: Exception
+    if isinstance(error, ConfigError):
+        named = ConfigError(f"{plugin}: {error.message}", fix=error.fix, **error.details)
+    else:
+        named = PluginError(
+            f"{plugin}: its hook {hook} raised {type(error).__name__}: {error}",
+            fix="report this to the plugin's authors, or uninstall it",
+            plugin=plugin,
+        )
+    named.__cause__ = error
+    return named
+
+
+def _results(hook: str, **arguments: Any) -> Iterator[tuple[str, Any]]:
+    for plugin, result, error in _outcomes(hook, **arguments):
+        if error is not None:
+            raise error
+        yield plugin, result
+
+
+def validate_config(config: Mapping[str, Any], kind: Kind, manifest: BackendManifest) -> None:
+    """Lets every plugin object to a checked configuration.
+
+    Raises:
+        ConfigError: A plugin objects.
+        PluginError: A plugin is broken, or its hook raised something else.
+    """
+    for _ in _results("validate_config", config=config, kind=kind, manifest=manifest):
+        pass
+
+
+def worker_environment(
+    config: Mapping[str, Any], kind: Kind, manifest: BackendManifest
+) -> dict[str, str]:
+    """The manifest's variables with those of every plugin on top.
+
+    Raises:
+        PluginError: Two plugins want different values, or one is broken.
+    """
+    wanted: dict[str, tuple[str, str]] = {}
+    calls = _results("worker_environment", config=config, kind=kind, manifest=manifest)
+    for plugin, variables in calls:
+        for key, value in variables.items():
+            other, before = wanted.setdefault(key, (plugin, value))
+            if before != value:
+                raise PluginError(
+                    f"plugins disagree on the variable {key}: {other} sets {before!r}, "
+                    f"{plugin} sets {value!r}",
+                    fix="uninstall one of them",
+                )
+    return {**manifest.environment, **{key: value for key, (_, value) in wanted.items()}}
+
+
+def map_weight_name(name: str, manifest: BackendManifest) -> str:
+    """A tensor's name after every plugin's mapper for this backend.
+
+    Raises:
+        PluginError: A plugin is broken, or its hook raised.
+    """
+    for _, mapper in _results("weight_name_mappers", manifest=manifest):
+        name = mapper(name)
+    return name
+
+
+def emit(name: str, /, **data: Any) -> None:
+    """Tells every plugin that something happened. An observer that raises is logged, not fatal.
+
+    Args:
+        name: The event, dotted, such as ``"refit.committed"``.
+        **data: Its facts.
+    """
+    for plugin, _, error in _outcomes("on_event", event=Event(name, data)):
+        if error is not None:
+            _log.error("%s failed to observe %s: %s", plugin, name, error, exc_info=error)
+
+
+def doctor_findings() -> list[Finding]:
+    """What every plugin's ``doctor_checks`` found; one that is broken is a finding itself."""
+    findings: list[Finding] = []
+    for plugin, result, error in _outcomes("doctor_checks"):
+        if error is None:
+            findings += result
+        else:
+            message, fix = getattr(error, "message", str(error)), getattr(error, "fix", "") or ""
+            findings.append(Finding("error", plugin, message, fix))
+    return findings

@@ -1,0 +1,100 @@
+"""From the name a user wrote to the one manifest that it means, or a typed error."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rl_core.errors import AmbiguousBackendError, BackendNotFoundError
+from rl_core.plugins.config import nearest
+from rl_core.plugins.discovery import BACKENDS, Provider, check_engine, load_manifest, providers
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rl_core.plugins.manifest import BackendManifest, Kind
+
+__all__ = ["find_backend", "resolve"]
+
+
+def find_backend(name: str) -> Provider:
+    """The one provider of a backend, from metadata alone.
+
+    Args:
+        name: As ``rl backends list`` shows it, or ``dist:name``.
+
+    Raises:
+        BackendNotFoundError: Nothing installed provides it; names the nearest match.
+        AmbiguousBackendError: Several distributions provide it and none was named.
+    """
+    known = providers(BACKENDS)
+    distribution, _, short = name.rpartition(":")
+    found = [
+        provider
+        for provider in known
+        if provider.name == short
+        and _canonical(distribution) in ("", _canonical(provider.distribution))
+    ]
+    if not found:
+        raise _not_found(name, short, known)
+    if len(found) > 1:
+        raise AmbiguousBackendError(
+            f"several plugins provide the backend {name!r}: {', '.join(map(str, found))}",
+            fix=f"write {' or '.join(repr(p.qualified_name) for p in found)}, or uninstall one",
+            name=name,
+            candidates=[provider.qualified_name for provider in found],
+        )
+    return found[0]
+
+
+def resolve(name: str, kind: Kind | None = None, *, engine: bool = False) -> BackendManifest:
+    """The manifest of a backend. Never falls back to another one.
+
+    Args:
+        name: As ``rl backends list`` shows it, or ``dist:name``.
+        kind: What it must offer; anything if None.
+        engine: Also make sure that the engine is installed in this environment, which only the
+            process that runs the backend needs.
+
+    Raises:
+        BackendNotFoundError: Nothing installed provides it, or not of this kind.
+        AmbiguousBackendError: Several distributions provide it and none was named.
+        BrokenPluginError: Its manifest cannot be loaded or is not valid; the cause is chained.
+        IncompatiblePluginError: It was written for another version of the contract.
+        MissingEngineError: The engine was asked for and is not installed or out of range.
+    """
+    provider = find_backend(name)
+    manifest = load_manifest(provider)
+    if kind is not None and kind not in manifest.kinds:
+        raise provider.error(
+            BackendNotFoundError,
+            f"the backend {name!r} ({provider}) offers {', '.join(manifest.kinds)}, not {kind}",
+            fix=f"choose a backend that offers {kind}: rl backends list",
+            name=name,
+        )
+    if engine:
+        check_engine(provider, manifest)
+    return manifest
+
+
+def _canonical(distribution: str) -> str:
+    return distribution.lower().replace("_", "-").replace(".", "-")
+
+
+def _not_found(name: str, short: str, known: Sequence[Provider]) -> BackendNotFoundError:
+    names = sorted({provider.name for provider in known})
+    match = nearest(short, names)
+    others = [provider.qualified_name for provider in known if provider.name == short]
+    if others:
+        fix = f"write {' or '.join(map(repr, others))}"
+    elif match:
+        fix = f"write {match!r}"
+    else:
+        fix = f'pip install "rl-{short}"'
+    return BackendNotFoundError(
+        f"no installed plugin provides the backend {name!r}; "
+        f"installed are: {', '.join(names) or 'none'}",
+        fix=fix,
+        name=name,
+        installed=names,
+        nearest=match or "",
+    )

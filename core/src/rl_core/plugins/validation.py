@@ -1,0 +1,107 @@
+"""Says what is wrong with a manifest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, get_args
+
+from rl_core.plugins.manifest import (
+    GENERATION_CAPABILITIES,
+    POLICY_CAPABILITIES,
+    BackendManifest,
+    Capability,
+    EngineRequirement,
+    Kind,
+    Level,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["is_reference", "manifest_problems"]
+
+_CAPABILITIES: dict[str, tuple[str, ...]] = {
+    "generation": GENERATION_CAPABILITIES,
+    "policy": POLICY_CAPABILITIES,
+}
+
+
+def is_reference(value: Any) -> bool:
+    """Whether the value is ``"module:attribute"``."""
+    if not isinstance(value, str) or value.count(":") != 1:
+        return False
+    return all(part.isidentifier() for part in value.replace(":", ".").split("."))
+
+
+def manifest_problems(manifest: BackendManifest, name: str) -> list[str]:
+    """Everything that keeps a manifest from being complete, one sentence each.
+
+    Args:
+        manifest: What the plugin declares.
+        name: The name of its entry point.
+    """
+    ill_typed = [
+        f"{field} is of type {type(getattr(manifest, field)).__name__}, not a mapping"
+        for field in ("factories", "configs", "capabilities", "environment")
+        if not isinstance(getattr(manifest, field), Mapping)
+    ]
+    if ill_typed:
+        return ill_typed
+    problems = []
+    if manifest.name != name:
+        problems.append(f"its name is {manifest.name!r} but its entry point is {name!r}")
+    if not manifest.summary:
+        problems.append("the summary is empty")
+    if not manifest.factories:
+        problems.append("factories is empty, so it offers nothing")
+    for field in ("factories", "configs"):
+        problems += _reference_problems(field, getattr(manifest, field))
+    for field in ("configs", "capabilities"):
+        if set(getattr(manifest, field)) != set(manifest.factories):
+            problems.append(f"{field} and factories have different kinds")
+    for kind, capabilities in manifest.capabilities.items():
+        problems += _capability_problems(kind, capabilities)
+    return [*problems, *_engine_problems(manifest.engine)]
+
+
+def _reference_problems(field: str, references: Mapping[Kind, str]) -> Iterator[str]:
+    for kind, reference in references.items():
+        if kind not in _CAPABILITIES:
+            yield f"{field} has the unknown kind {kind!r}"
+        if not is_reference(reference):
+            yield f"{field}[{kind!r}] is {reference!r}, not 'module:attribute'"
+
+
+def _capability_problems(kind: str, declared: Any) -> Iterator[str]:
+    if not isinstance(declared, Mapping):
+        yield f"capabilities[{kind!r}] is not a mapping"
+        return
+    known = set(_CAPABILITIES.get(kind, ()))
+    if missing := sorted(known - set(declared)):
+        yield f"capabilities[{kind!r}] does not declare {', '.join(missing)}"
+    if unknown := sorted(set(declared) - known):
+        yield f"capabilities[{kind!r}] declares the unknown {', '.join(unknown)}"
+    for name, capability in declared.items():
+        if not isinstance(capability, Capability) or capability.level not in get_args(Level):
+            yield f"capability {name!r} is {capability!r}, not a Capability of a known level"
+        elif capability.level == "versioned" and not _is_range(capability.engine):
+            yield f"capability {name!r} names no engine range: {capability.engine!r}"
+
+
+def _engine_problems(engine: Any) -> Iterator[str]:
+    if not isinstance(engine, EngineRequirement):
+        yield f"engine is {engine!r}, not an EngineRequirement"
+        return
+    if not engine.distributions or not isinstance(engine.distributions, tuple):
+        yield "engine.distributions must be a tuple with at least one name"
+    if not _is_range(engine.versions):
+        yield f"engine.versions is {engine.versions!r}, not a PEP 440 range such as '>=1.0,<2'"
+
+
+def _is_range(specifier: str) -> bool:
+    from packaging.specifiers import InvalidSpecifier, SpecifierSet
+
+    try:
+        return len(SpecifierSet(specifier)) > 0
+    except InvalidSpecifier:
+        return False
