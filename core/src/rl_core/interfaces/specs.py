@@ -106,10 +106,12 @@ class PolicyConfig(TypedDict):
     Attributes:
         backend: Name of the backend, as ``rl backends list`` shows it, or ``dist:name``.
         model_name: Directory (or hub name) of a checkpoint in Hugging Face layout.
+        train_global_batch_size: Rows per optimizer step. Default: all rows of the call.
     """
 
     backend: str
     model_name: str
+    train_global_batch_size: NotRequired[Annotated[int | None, Range(ge=1)]]
 
 
 class GenerationDatumSpec(TypedDict):

@@ -11,6 +11,13 @@ __all__ = ["WorkerContext"]
 class WorkerContext:
     """Handed to a backend that runs as one of several workers.
 
+    Generation workers are independent replicas. Policy workers are data-parallel: each gets its
+    own rows (as many as its peers) of every scoring call and of every global batch, in order of
+    the steps. ``gbs`` (an argument, or the configuration's) counts the rows of the whole group
+    and is then a multiple of ``world_size``; rows that even the parts out have ``sample_mask`` 0.
+    The workers sum counts, losses, metrics and gradients over the group, so that all return the
+    same result. ``save_checkpoint`` is called on every rank with one path.
+
     Attributes:
         rank: This worker's rank among the group.
         world_size: Size of the group.
