@@ -1,1 +1,187 @@
-"""Contracts, batches, weight refits and plugin discovery for RL post-training."""
+"""Contracts, batches, weight refits and plugin discovery for RL post-training.
+
+Every public name is here and is imported when it is first used, so that ``import rl_core`` costs
+next to nothing: no torch, no ray, no engine. Weight transfers are in :mod:`rl_core.refit`
+(``rl_core.refit.refit(policy, generation)``).
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rl_core import refit
+    from rl_core.backends import GenerationBackend, PolicyBackend
+    from rl_core.batch import BatchedDataDict, SlicedDataDict, verify_right_padding
+    from rl_core.checks import (
+        test_generation_consistency,
+        test_max_model_len_respected,
+        validate_log_probability_consistency,
+    )
+    from rl_core.cluster import RayVirtualCluster
+    from rl_core.errors import (
+        AmbiguousBackendError,
+        BackendNotFoundError,
+        BrokenPluginError,
+        CapabilityError,
+        CheckpointError,
+        ConfigError,
+        DataError,
+        DeadlineError,
+        IncompatiblePluginError,
+        LifecycleError,
+        ManifestMismatchError,
+        MissingEngineError,
+        PluginError,
+        RefitAborted,
+        RefitCorrupted,
+        RefitError,
+        RefitPeerError,
+        RefitProtocolError,
+        RemoteError,
+        RLError,
+        TrainingError,
+        WeightsTornError,
+        WorkerDiedError,
+        WorkerError,
+    )
+    from rl_core.futures import wait
+    from rl_core.interfaces import (
+        ColocatablePolicyInterface,
+        ColocationConfig,
+        Future,
+        GenerationConfig,
+        GenerationDatumSpec,
+        GenerationInterface,
+        GenerationOutputSpec,
+        LogprobOutputSpec,
+        LogprobsSpec,
+        LossFunction,
+        LossInputType,
+        LossType,
+        PolicyConfig,
+        PolicyInterface,
+        ReferenceLogprobOutputSpec,
+        ResourcesConfig,
+        ScoreOutputSpec,
+        TensorSpec,
+        TopkLogitsOutputSpec,
+        TrainingDatumSpec,
+        WeightSink,
+        WeightSource,
+        WorkerContext,
+    )
+    from rl_core.plugins.factory import create_generation, create_policy
+    from rl_core.plugins.manifest import BackendManifest, Capability, EngineRequirement
+
+__all__ = [
+    "__version__",
+    "AmbiguousBackendError",
+    "BackendManifest",
+    "BackendNotFoundError",
+    "BatchedDataDict",
+    "BrokenPluginError",
+    "Capability",
+    "CapabilityError",
+    "CheckpointError",
+    "ColocatablePolicyInterface",
+    "ColocationConfig",
+    "ConfigError",
+    "DataError",
+    "DeadlineError",
+    "EngineRequirement",
+    "Future",
+    "GenerationBackend",
+    "GenerationConfig",
+    "GenerationDatumSpec",
+    "GenerationInterface",
+    "GenerationOutputSpec",
+    "IncompatiblePluginError",
+    "LifecycleError",
+    "LogprobOutputSpec",
+    "LogprobsSpec",
+    "LossFunction",
+    "LossInputType",
+    "LossType",
+    "ManifestMismatchError",
+    "MissingEngineError",
+    "PluginError",
+    "PolicyBackend",
+    "PolicyConfig",
+    "PolicyInterface",
+    "RLError",
+    "RayVirtualCluster",
+    "ReferenceLogprobOutputSpec",
+    "RefitAborted",
+    "RefitCorrupted",
+    "RefitError",
+    "RefitPeerError",
+    "RefitProtocolError",
+    "RemoteError",
+    "ResourcesConfig",
+    "ScoreOutputSpec",
+    "SlicedDataDict",
+    "TensorSpec",
+    "TopkLogitsOutputSpec",
+    "TrainingDatumSpec",
+    "TrainingError",
+    "WeightSink",
+    "WeightSource",
+    "WeightsTornError",
+    "WorkerContext",
+    "WorkerDiedError",
+    "WorkerError",
+    "create_generation",
+    "create_policy",
+    "refit",
+    "test_generation_consistency",
+    "test_max_model_len_respected",
+    "validate_log_probability_consistency",
+    "verify_right_padding",
+    "wait",
+]
+
+#: Where names are that cost something to import; all others are in the two light modules.
+_HOME = {
+    "BatchedDataDict": "rl_core.batch",
+    "SlicedDataDict": "rl_core.batch",
+    "verify_right_padding": "rl_core.batch",
+    "wait": "rl_core.futures",
+    "BackendManifest": "rl_core.plugins.manifest",
+    "Capability": "rl_core.plugins.manifest",
+    "EngineRequirement": "rl_core.plugins.manifest",
+    "GenerationBackend": "rl_core.backends",
+    "PolicyBackend": "rl_core.backends",
+    "RayVirtualCluster": "rl_core.cluster",
+    "create_generation": "rl_core.plugins.factory",
+    "create_policy": "rl_core.plugins.factory",
+    "test_generation_consistency": "rl_core.checks",
+    "test_max_model_len_respected": "rl_core.checks",
+    "validate_log_probability_consistency": "rl_core.checks",
+}
+_LIGHT = ("rl_core.errors", "rl_core.interfaces")
+
+#: Version of the installed distribution.
+__version__: str
+
+
+def __getattr__(name: str) -> Any:
+    if name == "refit":
+        return importlib.import_module("rl_core.refit")
+    if name == "__version__":
+        from importlib.metadata import version
+
+        globals()[name] = version("rl-core")
+        return globals()[name]
+    homes = () if name not in __all__ else (_HOME[name],) if name in _HOME else _LIGHT
+    for home in homes:
+        module = importlib.import_module(home)
+        if hasattr(module, name):
+            globals()[name] = getattr(module, name)
+            return globals()[name]
+    raise AttributeError(f"module 'rl_core' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

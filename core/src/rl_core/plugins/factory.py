@@ -86,7 +86,7 @@ def _remote(
     return remote(cluster, manifest, config)
 
 
-def _backend_name(config: Mapping[str, Any]) -> str:
+def _backend_name(config: Any) -> str:
     name = config.get("backend") if isinstance(config, Mapping) else None
     if isinstance(name, str) and name:
         return name
