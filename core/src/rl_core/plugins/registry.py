@@ -13,7 +13,30 @@ if TYPE_CHECKING:
 
     from rl_core.plugins.manifest import BackendManifest, Kind
 
-__all__ = ["find_backend", "resolve"]
+__all__ = ["find_backend", "match_backends", "resolve"]
+
+
+def match_backends(name: str, path: Sequence[str] | None = None) -> list[Provider]:
+    """All providers that a name may mean, from metadata alone.
+
+    Args:
+        name: As ``rl backends list`` shows it, or ``dist:name``.
+        path: Directories of another environment.
+
+    Raises:
+        BackendNotFoundError: Nothing installed provides it; names the nearest match.
+    """
+    known = providers(BACKENDS, path)
+    distribution, _, short = name.rpartition(":")
+    found = [
+        provider
+        for provider in known
+        if provider.name == short
+        and _canonical(distribution) in ("", _canonical(provider.distribution))
+    ]
+    if not found:
+        raise _not_found(name, short, known)
+    return found
 
 
 def find_backend(name: str) -> Provider:
@@ -26,16 +49,7 @@ def find_backend(name: str) -> Provider:
         BackendNotFoundError: Nothing installed provides it; names the nearest match.
         AmbiguousBackendError: Several distributions provide it and none was named.
     """
-    known = providers(BACKENDS)
-    distribution, _, short = name.rpartition(":")
-    found = [
-        provider
-        for provider in known
-        if provider.name == short
-        and _canonical(distribution) in ("", _canonical(provider.distribution))
-    ]
-    if not found:
-        raise _not_found(name, short, known)
+    found = match_backends(name)
     if len(found) > 1:
         raise AmbiguousBackendError(
             f"several plugins provide the backend {name!r}: {', '.join(map(str, found))}",

@@ -1,0 +1,139 @@
+"""Looks for what is wrong with the installed plugins, and says how to repair it."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections import Counter
+from typing import TYPE_CHECKING, is_typeddict
+
+import importlib_metadata
+
+from rl_core.errors import MissingEngineError, PluginError
+from rl_core.plugins.discovery import (
+    BACKENDS,
+    GROUPS,
+    BackendListing,
+    Provider,
+    inspect_backend,
+    load_object,
+    providers,
+)
+from rl_core.plugins.hookspecs import Finding, doctor_findings
+from rl_core.plugins.registry import match_backends
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from rl_core.plugins.manifest import BackendManifest
+
+__all__ = ["diagnose"]
+
+_HEAVY = ("torch", "ray", "transformers", "vllm", "sglang", "megatron")
+
+
+def diagnose(name: str | None = None, path: Sequence[str] | None = None) -> list[Finding]:
+    """Examines one backend, or all of them and every other plugin.
+
+    Args:
+        name: A backend's name or ``dist:name``; its engine must then be installed here. Without a
+            name a missing engine is only a warning, because a driver needs none.
+        path: Directories of another environment; nothing is imported from there.
+
+    Raises:
+        BackendNotFoundError: Nothing installed provides ``name``.
+    """
+    findings: list[Finding] = []
+    chosen = providers(BACKENDS, path) if name is None else match_backends(name, path)
+    for provider in chosen:
+        if path is None:
+            findings += _examine(provider, strict=name is not None)
+        else:
+            findings.append(_from_metadata(provider))
+    for group in GROUPS if name is None else (BACKENDS,):
+        findings += _collisions(group, path, None if name is None else {p.name for p in chosen})
+    if name is None and path is None:
+        findings += doctor_findings()
+    return findings or [
+        Finding("warning", "plugins", "no plugin is installed", "pip install rl-hf")
+    ]
+
+
+def _from_metadata(provider: Provider) -> Finding:
+    if provider.problem:
+        return Finding("error", str(provider), provider.problem, "reinstall it")
+    return Finding("ok", provider.name, f"declared by {provider} as {provider.value}")
+
+
+def _collisions(
+    group: str, path: Sequence[str] | None, names: set[str] | None
+) -> Iterator[Finding]:
+    found = providers(group, path)
+    counts = Counter(provider.name for provider in found)
+    for name, count in counts.items():
+        if count > 1 and (names is None or name in names):
+            rivals = [provider for provider in found if provider.name == name]
+            forms = " or ".join(repr(p.qualified_name) for p in rivals)
+            yield Finding(
+                "error",
+                name,
+                f"several plugins provide it in {group}: {', '.join(map(str, rivals))}",
+                f"uninstall one{f', or write {forms}' if group == BACKENDS else ''}",
+            )
+    if group != BACKENDS:
+        yield from (_from_metadata(provider) for provider in found if provider.problem)
+
+
+def _examine(provider: Provider, *, strict: bool) -> Iterator[Finding]:
+    before = set(sys.modules)
+    listing = inspect_backend(provider)
+    imported = [name for name in _HEAVY if name in sys.modules and name not in before]
+    yield _state(listing, strict=strict)
+    if imported:
+        yield Finding(
+            "error",
+            provider.name,
+            f"loading its manifest imports {', '.join(imported)}",
+            "its authors must keep the manifest's module (and package) light",
+        )
+    if listing.manifest is not None:
+        yield from _references(provider, listing.manifest)
+        yield from _extra(provider, listing.manifest)
+
+
+def _state(listing: BackendListing, *, strict: bool) -> Finding:
+    error, name = listing.error, listing.provider.name
+    if error is None:
+        return Finding("ok", name, f"{listing.provider} is ready with {listing.engine}")
+    tolerable = isinstance(error, MissingEngineError) and not strict
+    return Finding("warning" if tolerable else "error", name, error.message, error.fix or "")
+
+
+def _references(provider: Provider, manifest: BackendManifest) -> Iterator[Finding]:
+    """Configurations must be TypedDicts; factories must exist, and are not imported here."""
+    for kind, reference in manifest.configs.items():
+        try:
+            if not is_typeddict(load_object(reference, provider)):
+                yield _authors(provider, f"its {kind} configuration {reference} is no TypedDict")
+        except PluginError as error:
+            yield Finding("error", provider.name, error.message, error.fix or "")
+    for kind, reference in manifest.factories.items():
+        module = reference.partition(":")[0]
+        try:
+            missing = importlib.util.find_spec(module) is None
+        except ImportError:
+            missing = True
+        if missing:
+            yield _authors(provider, f"its {kind} factory {reference} has no such module")
+
+
+def _extra(provider: Provider, manifest: BackendManifest) -> Iterator[Finding]:
+    extra = manifest.engine.extra
+    declared = importlib_metadata.metadata(provider.distribution).get_all("Provides-Extra") or []
+    if extra and extra not in declared:
+        yield _authors(provider, f"its manifest names the extra {extra!r}, which it does not have")
+
+
+def _authors(provider: Provider, text: str) -> Finding:
+    fix = f"report this to the authors of {provider.distribution}"
+    return Finding("error", provider.name, text, fix)
