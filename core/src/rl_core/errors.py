@@ -5,6 +5,7 @@
     RLError                            what, where, cause, and a fix
     ├── ConfigError                    yours: a key, a value or a path (also ValueError)
     ├── DataError                      yours: a batch that breaks the contract (also ValueError)
+    │   └── MissingKeyError            a key that other batches have (also KeyError)
     ├── LifecycleError                 yours: a call in the wrong state (also RuntimeError)
     ├── CapabilityError                the backend does not offer this, and says so
     ├── TrainingError                  the run's: a loss or gradient that is not finite
@@ -48,6 +49,7 @@ __all__ = [
     "LifecycleError",
     "ManifestMismatchError",
     "MissingEngineError",
+    "MissingKeyError",
     "PluginError",
     "RLError",
     "RefitAborted",
@@ -96,6 +98,10 @@ class ConfigError(RLError, ValueError):
 
 class DataError(RLError, ValueError):
     """A batch breaks the data contract. ``details`` names the key and the row where known."""
+
+
+class MissingKeyError(DataError, KeyError):
+    """A batch lacks a key. ``details`` has ``key`` and, where there are several, ``batch``."""
 
 
 class LifecycleError(RLError, RuntimeError):

@@ -1,19 +1,22 @@
 """Batches of rows: sharding, microbatches, sequence packing, padding."""
 
+from rl_core.batch.data_dict import BatchedDataDict, SlicedDataDict
 from rl_core.batch.microbatches import (
     DynamicBatchingArgs,
-    Microbatch,
     SequencePackingArgs,
     plan_microbatches,
 )
 from rl_core.batch.packing import PackingMetrics, pack, packing_metrics
+from rl_core.batch.padding import verify_right_padding
 
 __all__ = [
+    "BatchedDataDict",
     "DynamicBatchingArgs",
-    "Microbatch",
     "PackingMetrics",
     "SequencePackingArgs",
+    "SlicedDataDict",
     "pack",
     "packing_metrics",
     "plan_microbatches",
+    "verify_right_padding",
 ]

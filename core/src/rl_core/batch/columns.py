@@ -1,0 +1,157 @@
+"""What can be done with one column of a batch: a tensor with the batch in dim 0, or a list."""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rl_core.errors import DataError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+__all__ = ["common_size", "concatenate", "index_of", "permutation_inverse", "take_rows"]
+
+
+def leading_size(key: str, value: Any) -> int:
+    """Rows of a column.
+
+    Raises:
+        DataError: The value is neither a list nor a tensor with a dim 0.
+    """
+    if isinstance(value, list):
+        return len(value)
+    if isinstance(value, torch.Tensor) and value.dim():
+        return value.shape[0]
+    what = "a 0-d tensor" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+    raise DataError(
+        f"{key!r} holds {what}, which has no rows",
+        fix="use a tensor with the batch in dim 0, or a list with an item per row",
+        key=key,
+    )
+
+
+def common_size(columns: Mapping[str, Any]) -> int:
+    """Rows of a batch; 0 without columns. Columns that are None do not count.
+
+    Raises:
+        DataError: Columns disagree; names keys and sizes.
+    """
+    sizes = {key: leading_size(key, value) for key, value in columns.items() if value is not None}
+    if len(set(sizes.values())) > 1:
+        listed = ", ".join(f"{key}: {size}" for key, size in sizes.items())
+        raise DataError(
+            f"the columns disagree on the number of rows ({listed})",
+            fix="give every key one entry per row",
+            keys=list(sizes),
+            sizes=list(sizes.values()),
+        )
+    return next(iter(sizes.values()), 0)
+
+
+def take_rows(value: Any, rows: torch.Tensor) -> Any:
+    """The given rows, copied; ``rows`` is int64 and in range."""
+    if isinstance(value, torch.Tensor):
+        return value.index_select(0, rows.to(value.device))
+    return list(map(value.__getitem__, rows.tolist()))
+
+
+def index_of(indices: Sequence[int] | torch.Tensor, size: int) -> torch.Tensor:
+    """``[n]`` int64 row indices on the CPU.
+
+    Raises:
+        DataError: An index is outside ``[0, size)``, or a mask has another length.
+    """
+    rows = torch.as_tensor(indices).detach().cpu()
+    if rows.dtype == torch.bool:
+        if rows.shape != (size,):
+            raise DataError(
+                f"a mask of shape {list(rows.shape)} does not select from {size} rows",
+                fix="give one entry per row",
+            )
+        return rows.nonzero().flatten()
+    if rows.numel() and (rows.dim() != 1 or rows.is_floating_point() or rows.is_complex()):
+        raise DataError(
+            f"rows are selected by integers, not by {rows.dtype} of shape {list(rows.shape)}",
+            fix="give a flat list or tensor of integers, or a bool mask",
+        )
+    rows = rows.flatten().to(torch.int64)
+    outside = (rows < 0) | (rows >= size)
+    if bool(outside.any()):
+        raise DataError(
+            f"row {int(rows[outside][0])} is not within the batch of {size} rows",
+            fix="use indices from 0 to the batch size, exclusive",
+            row=int(rows[outside][0]),
+        )
+    return rows
+
+
+def permutation_inverse(indices: Sequence[int] | torch.Tensor, size: int) -> torch.Tensor:
+    """``[size]`` int64: which row comes to each place when row i goes to ``indices[i]``.
+
+    Raises:
+        DataError: The indices are not a permutation of ``range(size)``.
+    """
+    places = index_of(indices, size)
+    rows = torch.full((size,), -1)
+    if len(places) == size:
+        rows[places] = torch.arange(size)
+    if bool((rows < 0).any()):
+        raise DataError(
+            f"the {len(places)} indices are not a permutation of {size} rows",
+            fix="name every row exactly once",
+        )
+    return rows
+
+
+def concatenate(key: str, parts: Sequence[Any], pad_value: float) -> Any:
+    """One column from those of several batches; wider tensors are right-padded on dim 1.
+
+    Raises:
+        DataError: The parts differ in kind, dtype or shape.
+    """
+    if all(part is None for part in parts):
+        return None
+    sizes = [leading_size(key, part) for part in parts]
+    if all(isinstance(part, list) for part in parts):
+        return list(chain.from_iterable(parts))
+    # A batch without rows says nothing about dtype and shape, unless none has rows.
+    tensors = [part for part, size in zip(parts, sizes, strict=True) if size] or parts[:1]
+    first = tensors[0]
+    for part in tensors:
+        if not isinstance(part, torch.Tensor) or not isinstance(first, torch.Tensor):
+            raise DataError(
+                f"{key!r} is a list in one batch and a tensor in another",
+                fix="use the same kind in every batch",
+                key=key,
+            )
+        if part.dtype != first.dtype or _trailing(part) != _trailing(first):
+            raise DataError(
+                f"{key!r} is {_describe(first)} in one batch and {_describe(part)} in another",
+                fix="use one dtype, and one shape but for rows and dim 1",
+                key=key,
+            )
+    if first.dim() == 1 or len({part.shape[1] for part in tensors}) == 1:
+        return torch.cat(list(tensors))
+    return _stack_padded(tensors, pad_value)
+
+
+def _stack_padded(tensors: Sequence[torch.Tensor], pad_value: float) -> torch.Tensor:
+    rows = sum(part.shape[0] for part in tensors)
+    width = max(part.shape[1] for part in tensors)
+    merged = tensors[0].new_full((rows, width, *tensors[0].shape[2:]), pad_value)
+    start = 0
+    for part in tensors:
+        merged[start : start + part.shape[0], : part.shape[1]] = part
+        start += part.shape[0]
+    return merged
+
+
+def _trailing(tensor: torch.Tensor) -> tuple[int, ...]:
+    return (tensor.dim(), *tensor.shape[2:])
+
+
+def _describe(tensor: torch.Tensor) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)}"

@@ -1,0 +1,423 @@
+"""The batch that crosses every interface."""
+
+from __future__ import annotations
+
+from collections import UserDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeAlias, TypeVar, overload
+
+import torch
+
+from rl_core.batch.columns import (
+    common_size,
+    concatenate,
+    index_of,
+    permutation_inverse,
+    take_rows,
+)
+from rl_core.batch.gather import gather_batches
+from rl_core.batch.sharding import plan_shards, planned_shards
+from rl_core.errors import DataError, LifecycleError, MissingKeyError
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from rl_core.batch.microbatches import DynamicBatchingArgs, SequencePackingArgs
+
+__all__ = ["BatchedDataDict", "SlicedDataDict"]
+
+DictT = TypeVar("DictT", bound=Mapping[str, Any])
+Rows: TypeAlias = "Sequence[int] | torch.Tensor"
+
+
+class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
+    """A dict of columns: tensors whose dim 0 is the batch, and lists with an item per row.
+
+    Dim 1 of a tensor with two or more dims is the sequence. A value of None is carried along. The
+    type argument is a TypedDict that says which columns to expect; it is not checked here.
+
+    Attributes:
+        micro_batch_indices: Of a shard with planned microbatches: for each global batch the
+            ``[start, end)`` row pairs, counted from the shard's first row of that global batch.
+        micro_batch_lengths: For each global batch the width of each microbatch (dynamic batching)
+            or its packed tokens (sequence packing).
+        elem_counts_per_gb: For each global batch the number of its rows in this shard.
+    """
+
+    micro_batch_indices: list[list[list[int]]] | None = None
+    micro_batch_lengths: list[list[int]] | None = None
+    elem_counts_per_gb: list[int] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Left out is what typing adds to instances of a subscripted class: it may not import where
+        # the batch is read.
+        return {name: value for name, value in vars(self).items() if name in _STATE}
+
+    # -- size ----------------------------------------------------------------------------------
+
+    @property
+    def size(self) -> int:
+        """Number of rows; 0 without columns.
+
+        Raises:
+            DataError: Columns disagree, or a value is neither a tensor with a dim 0 nor a list.
+        """
+        return common_size(self.data)
+
+    def get_dict(self) -> dict[str, Any]:
+        """The plain dict behind this one, not a copy."""
+        return self.data
+
+    # -- rows ----------------------------------------------------------------------------------
+
+    def slice(self, start: int, end: int) -> SlicedDataDict:
+        """Rows ``start`` to ``end`` (exclusive); tensors are views.
+
+        Raises:
+            DataError: Not ``0 <= start <= end <= size``.
+        """
+        if not 0 <= start <= end <= self.size:
+            raise DataError(
+                f"rows {start} to {end} are not within the batch of {self.size} rows",
+                fix="slice within the batch",
+            )
+        return self._map(lambda value: value[start:end], SlicedDataDict())
+
+    def select_indices(self, indices: Rows) -> Self:
+        """The given rows in the given order, copied. Rows may repeat.
+
+        Args:
+            indices: Integers in ``[0, size)``, or a bool tensor ``[size]``.
+
+        Raises:
+            DataError: An index is outside the batch.
+        """
+        rows = index_of(indices, self.size)
+        return self._map(lambda value: take_rows(value, rows), type(self)())
+
+    def reorder_data(self, reordered_indices: Rows) -> None:
+        """Sends row i to place ``reordered_indices[i]``, in place; drops planned microbatches.
+
+        With the order that :meth:`shard_by_batch_size` returns, this undoes the sharding of
+        ``from_batches(shards)``.
+
+        Raises:
+            DataError: The indices are not a permutation of the rows.
+        """
+        rows = permutation_inverse(reordered_indices, self.size)
+        self.data = self._map(lambda value: take_rows(value, rows), type(self)()).data
+        self.micro_batch_indices = self.micro_batch_lengths = self.elem_counts_per_gb = None
+
+    def chunk(self, rank: int, chunks: int) -> SlicedDataDict:
+        """The ``rank``-th of ``chunks`` equal runs of rows, copied.
+
+        Raises:
+            DataError: The rows do not divide, or there is no such rank.
+        """
+        if not 0 <= rank < chunks:
+            raise DataError(f"there is no chunk {rank} of {chunks}", fix="count ranks from 0")
+        rows = plan_shards(self.size, chunks, None, uneven=False, group_size=1)[rank]
+        return self._map(lambda value: take_rows(value, rows), SlicedDataDict())
+
+    def repeat_interleave(self, num_repeats: int) -> Self:
+        """Every row ``num_repeats`` times in a row; list items are deep copies."""
+        if num_repeats < 0:
+            raise DataError(f"cannot repeat rows {num_repeats} times", fix="use 0 or more")
+
+        def repeat(value: Any) -> Any:
+            if isinstance(value, torch.Tensor):
+                return value.repeat_interleave(num_repeats, dim=0)
+            return [deepcopy(item) for item in value for _ in range(num_repeats)]
+
+        _ = self.size
+        return self._map(repeat, type(self)())
+
+    def truncate_tensors(self, dim: int, truncated_len: int) -> None:
+        """Narrows every tensor to at most ``truncated_len`` entries of ``dim``, in place.
+
+        Tensors without that dim and tensors that are already shorter stay as they are.
+
+        Raises:
+            DataError: ``dim`` is the batch, or the length is negative.
+        """
+        if dim < 1 or truncated_len < 0:
+            raise DataError(
+                f"cannot truncate dim {dim} to {truncated_len}",
+                fix="use a dim from 1 on and a length from 0 on; slice takes rows",
+            )
+        for key, value in self.data.items():
+            if isinstance(value, torch.Tensor) and value.dim() > dim:
+                self.data[key] = value.narrow(dim, 0, min(truncated_len, value.shape[dim]))
+
+    def to(self, device: str | torch.device) -> Self:
+        """Moves the tensors to a device, in place, and returns the batch."""
+        for key, value in self.data.items():
+            if isinstance(value, torch.Tensor):
+                self.data[key] = value.to(device)
+        return self
+
+    # -- several batches -----------------------------------------------------------------------
+
+    @classmethod
+    def from_batches(
+        cls,
+        batches: Sequence[Mapping[str, Any]],
+        pad_value_dict: Mapping[str, float] | None = None,
+    ) -> Self:
+        """Puts batches below one another.
+
+        Lists and 1-D tensors are concatenated; wider tensors are right-padded on dim 1 to the
+        longest. Microbatch plans are not carried over.
+
+        Args:
+            batches: Batches with the same keys; those without rows may lack some.
+            pad_value_dict: Value that pads a key, 0 for the others.
+
+        Raises:
+            MissingKeyError: A batch with rows lacks a key that another has (also a KeyError).
+            DataError: A key's values differ in kind, dtype or trailing shape.
+        """
+        pads = pad_value_dict or {}
+        keys = dict.fromkeys(key for batch in batches for key in batch)
+        merged = cls()
+        for key in keys:
+            parts: list[Any] = []
+            for number, batch in enumerate(batches):
+                if key in batch:
+                    parts.append(batch[key])
+                elif common_size(batch):
+                    raise MissingKeyError(
+                        f"batch {number} has no key {key!r}, which other batches have",
+                        fix="give every batch the same keys",
+                        key=key,
+                        batch=number,
+                    )
+            merged[key] = concatenate(key, parts, pads.get(key, 0))
+        return merged
+
+    def all_gather(self, group: dist.ProcessGroup | None = None) -> Self:
+        """The batches of all ranks below one another, in rank order.
+
+        Ranks may hold different numbers of rows and different widths (padded with 0). Nothing is
+        pickled; waiting ends with the group's timeout.
+
+        Args:
+            group: The ranks that take part; None is the default group.
+
+        Raises:
+            DataError: A list holds a value that cannot travel, see
+                :func:`rl_core.batch.gather.gather_batches`.
+        """
+        _ = self.size
+        tensors = [value for value in self.data.values() if isinstance(value, torch.Tensor)]
+        gathered = self.from_batches(gather_batches(self.data, group))
+        return gathered.to(tensors[0].device) if tensors else gathered
+
+    # -- shards --------------------------------------------------------------------------------
+
+    @overload
+    def shard_by_batch_size(
+        self,
+        shards: int,
+        batch_size: int | None = None,
+        allow_uneven_shards: bool = False,
+        dynamic_batching_args: None = None,
+        sequence_packing_args: None = None,
+        *,
+        group_size: int = 1,
+    ) -> list[SlicedDataDict]: ...
+
+    @overload
+    def shard_by_batch_size(
+        self,
+        shards: int,
+        batch_size: int | None = None,
+        allow_uneven_shards: bool = False,
+        dynamic_batching_args: DynamicBatchingArgs | None = None,
+        sequence_packing_args: SequencePackingArgs | None = None,
+        *,
+        group_size: int = 1,
+    ) -> tuple[list[SlicedDataDict], list[int]]: ...
+
+    def shard_by_batch_size(
+        self,
+        shards: int,
+        batch_size: int | None = None,
+        allow_uneven_shards: bool = False,
+        dynamic_batching_args: DynamicBatchingArgs | None = None,
+        sequence_packing_args: SequencePackingArgs | None = None,
+        *,
+        group_size: int = 1,
+    ) -> list[SlicedDataDict] | tuple[list[SlicedDataDict], list[int]]:
+        """Deals the rows to shards; every row is copied to exactly one.
+
+        The batch is first cut into global batches of ``batch_size`` rows; each shard then holds
+        its part of the first global batch, of the second, and so on. With ``batch_size=2`` and two
+        shards, rows ``[0 1 2 3]`` become ``[0 2]`` and ``[1 3]``.
+
+        Args:
+            shards: Number of shards.
+            batch_size: Rows of a global batch; None takes all rows as one.
+            allow_uneven_shards: Let shards differ by a row; needs ``batch_size=None``.
+            dynamic_batching_args: Also plan microbatches of rows of similar length.
+            sequence_packing_args: Also plan microbatches of rows laid end to end; shards then
+                hold equal numbers of microbatches and differ in rows.
+            group_size: So many neighbouring rows stay together.
+
+        Returns:
+            The shards. With dynamic batching or packing also ``order``: row j of all shards below
+            one another is row ``order[j]`` of this batch.
+
+        Raises:
+            ConfigError: Arguments are wrong or exclude each other.
+            DataError: Numbers do not divide, or a row exceeds the bound of a microbatch.
+        """
+        if dynamic_batching_args is None and sequence_packing_args is None:
+            parts = plan_shards(
+                self.size, shards, batch_size, uneven=allow_uneven_shards, group_size=group_size
+            )
+            return [self._shard(rows) for rows in parts]
+        args = sequence_packing_args if dynamic_batching_args is None else dynamic_batching_args
+        assert args is not None
+        layouts = planned_shards(
+            self._column(args.get("input_lengths_key", "input_lengths")),
+            shards,
+            batch_size,
+            dynamic_batching_args=dynamic_batching_args,
+            sequence_packing_args=sequence_packing_args,
+            width=self._column(args.get("input_key", "input_ids")).shape[1],
+            uneven=allow_uneven_shards,
+            group_size=group_size,
+        )
+        result = [self._shard(layout.rows) for layout in layouts]
+        for shard, layout in zip(result, layouts, strict=True):
+            shard.micro_batch_indices = layout.micro_batch_indices
+            shard.micro_batch_lengths = layout.micro_batch_lengths
+            shard.elem_counts_per_gb = layout.elem_counts_per_gb
+        return result, torch.cat([layout.rows for layout in layouts]).tolist()
+
+    def get_batch(self, batch_idx: int, batch_size: int | None = None) -> SlicedDataDict:
+        """This shard's rows of one global batch, with its planned microbatches.
+
+        Args:
+            batch_idx: Which global batch.
+            batch_size: Rows per batch; not needed, and not used, when microbatches were planned.
+
+        Raises:
+            DataError: There is no such batch, or no plan and no ``batch_size``.
+        """
+        counts = self.elem_counts_per_gb
+        if counts is None:
+            if batch_size is None:
+                raise DataError(
+                    "batch_size is needed for a batch without planned microbatches",
+                    fix="give batch_size, or shard with dynamic batching or sequence packing",
+                )
+            return self.slice(batch_idx * batch_size, (batch_idx + 1) * batch_size)
+        if not 0 <= batch_idx < len(counts):
+            raise DataError(f"there is no batch {batch_idx} of {len(counts)}", fix="count from 0")
+        start = sum(counts[:batch_idx])
+        batch = self.slice(start, start + counts[batch_idx])
+        assert self.micro_batch_indices is not None
+        assert self.micro_batch_lengths is not None
+        batch.micro_batch_indices = [self.micro_batch_indices[batch_idx]]
+        batch.micro_batch_lengths = [self.micro_batch_lengths[batch_idx]]
+        batch.elem_counts_per_gb = [counts[batch_idx]]
+        return batch
+
+    # -- microbatches --------------------------------------------------------------------------
+
+    def make_microbatch_iterator(self, microbatch_size: int) -> Iterator[SlicedDataDict]:
+        """Yields runs of ``microbatch_size`` rows.
+
+        Raises:
+            DataError: The rows are no multiple of it.
+        """
+        if microbatch_size < 1 or self.size % microbatch_size:
+            raise DataError(
+                f"{self.size} rows are no multiple of the microbatch size {microbatch_size}",
+                fix="use a size that divides the rows",
+            )
+        for start in range(0, self.size, microbatch_size):
+            yield self.slice(start, start + microbatch_size)
+
+    def get_microbatch_iterator_len(self, microbatch_size: int) -> int:
+        """Number of microbatches of :meth:`make_microbatch_iterator`."""
+        return self.size // microbatch_size
+
+    def make_microbatch_iterator_with_dynamic_shapes(
+        self, sequence_dim: int = 1
+    ) -> Iterator[SlicedDataDict]:
+        """Yields the planned microbatches of one global batch, narrowed to their widths.
+
+        Args:
+            sequence_dim: The dim that is narrowed, of all tensors that have it.
+
+        Raises:
+            LifecycleError: The rows were not sharded with a plan, or hold several global batches.
+        """
+        for (start, end), length in zip(*self._plan(), strict=True):
+            microbatch = self.slice(start, end)
+            microbatch.truncate_tensors(sequence_dim, length)
+            yield microbatch
+
+    def get_microbatch_iterator_dynamic_shapes_len(self) -> int:
+        """Number of planned microbatches."""
+        return len(self._plan()[0])
+
+    def make_microbatch_iterator_for_packable_sequences(self) -> Iterator[SlicedDataDict]:
+        """Yields the rows of each planned bin, padded as in the batch.
+
+        Raises:
+            LifecycleError: The rows were not sharded with a plan, or hold several global batches.
+        """
+        for start, end in self._plan()[0]:
+            yield self.slice(start, end)
+
+    def get_microbatch_iterator_for_packable_sequences_len(self) -> tuple[int, int]:
+        """Number of planned bins, and the tokens in the fullest."""
+        indices, lengths = self._plan()
+        return len(indices), max(lengths, default=0)
+
+    # -- inner parts ---------------------------------------------------------------------------
+
+    def _plan(self) -> tuple[list[list[int]], list[int]]:
+        indices, lengths = self.micro_batch_indices, self.micro_batch_lengths
+        if indices is None or lengths is None or len(indices) != 1:
+            found = "no plan" if indices is None else f"plans for {len(indices)} global batches"
+            raise LifecycleError(
+                f"this batch has {found}, one is needed",
+                fix="shard with dynamic batching or sequence packing, then take get_batch(i)",
+            )
+        return indices[0], lengths[0]
+
+    def _column(self, key: str) -> torch.Tensor:
+        value = self.data.get(key)
+        if not isinstance(value, torch.Tensor):
+            raise MissingKeyError(
+                f"the batch has no tensor {key!r}, which the microbatch plan needs",
+                fix="add it, or name another with input_key and input_lengths_key",
+                key=key,
+            )
+        return value
+
+    def _shard(self, rows: torch.Tensor) -> SlicedDataDict:
+        return self._map(lambda value: take_rows(value, rows), SlicedDataDict())
+
+    def _map(self, function: Callable[[Any], Any], into: BatchT) -> BatchT:
+        for key, value in self.data.items():
+            into.data[key] = None if value is None else function(value)
+        return into
+
+
+_STATE = frozenset({"data", "micro_batch_indices", "micro_batch_lengths", "elem_counts_per_gb"})
+BatchT = TypeVar("BatchT", bound=BatchedDataDict[Any])
+
+
+class SlicedDataDict(BatchedDataDict[Any]):
+    """A part of a larger batch: a slice, or a shard that may carry planned microbatches."""
+
+
+# torch.load(weights_only=True) reads batches: they hold nothing but tensors and plain values.
+torch.serialization.add_safe_globals([BatchedDataDict, SlicedDataDict])

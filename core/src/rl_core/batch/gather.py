@@ -1,0 +1,122 @@
+"""Batches over a process group, as two collectives of raw bytes and without pickle."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from rl_core.errors import DataError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["gather_batches"]
+
+_TENSOR = 1  # msgpack extension type of a tensor inside a list
+_HEADER_BYTES = 8  # the frame starts with the length of its header, little-endian
+
+
+def gather_batches(
+    data: Mapping[str, Any], group: dist.ProcessGroup | None
+) -> list[dict[str, Any]]:
+    """Every rank's batch, in rank order, on the device that the group communicates on.
+
+    Args:
+        data: Tensors, and lists of None, bool, int, float, str, bytes, tensors, and lists or
+            string-keyed dicts of these.
+        group: The ranks that take part; None is the default group.
+
+    Raises:
+        DataError: A value is of another type; names key and type.
+    """
+    frame = _encode(data)
+    device = torch.device("cpu")
+    if "nccl" in str(dist.get_backend(group)):
+        device = torch.device("cuda", torch.cuda.current_device())
+    world = dist.get_world_size(group)
+    sizes = torch.empty(world, dtype=torch.int64, device=device)
+    dist.all_gather_into_tensor(sizes, torch.tensor([len(frame)], device=device), group=group)
+    longest = int(sizes.max())
+    padded = torch.zeros(longest, dtype=torch.uint8, device=device)
+    padded[: len(frame)] = frame
+    frames = torch.empty(world, longest, dtype=torch.uint8, device=device)
+    dist.all_gather_into_tensor(frames, padded, group=group)
+    return [_decode(row[:size]) for row, size in zip(frames, sizes.tolist(), strict=True)]
+
+
+def _encode(data: Mapping[str, Any]) -> torch.Tensor:
+    header: list[tuple[str, str, Any]] = []
+    blocks: list[torch.Tensor] = []
+    for key, value in data.items():
+        if isinstance(value, torch.Tensor):
+            header.append((key, _dtype_name(value), list(value.shape)))
+            blocks.append(_as_bytes(value).cpu())
+        else:
+            _check_plain(key, value)
+            header.append((key, "", value))
+    try:
+        encoded = msgspec.msgpack.encode(header, enc_hook=_encode_tensor)
+    except OverflowError as error:
+        raise DataError(f"cannot gather integers beyond 64 bits: {error}") from error
+    size = len(encoded).to_bytes(_HEADER_BYTES, "little")
+    return torch.cat([torch.frombuffer(bytearray(size + encoded), dtype=torch.uint8), *blocks])
+
+
+def _decode(frame: torch.Tensor) -> dict[str, Any]:
+    offset = _HEADER_BYTES + int.from_bytes(bytes(frame[:_HEADER_BYTES].tolist()), "little")
+    header = msgspec.msgpack.decode(
+        frame[_HEADER_BYTES:offset].cpu().numpy().tobytes(), ext_hook=_decode_tensor
+    )
+    batch: dict[str, Any] = {}
+    for key, dtype_name, value in header:
+        if not dtype_name:
+            batch[key] = value
+            continue
+        dtype = getattr(torch, dtype_name)
+        size = dtype.itemsize * torch.Size(value).numel()
+        # The clone starts at an aligned address, which a view of another dtype needs.
+        batch[key] = frame[offset : offset + size].clone().view(dtype).reshape(value)
+        offset += size
+    return batch
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _dtype_name(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _encode_tensor(value: Any) -> msgspec.msgpack.Ext:
+    raw = _as_bytes(value).cpu().numpy().tobytes()
+    described = (_dtype_name(value), list(value.shape), raw)
+    return msgspec.msgpack.Ext(_TENSOR, msgspec.msgpack.encode(described))
+
+
+def _decode_tensor(_code: int, described: memoryview) -> torch.Tensor:
+    name, shape, raw = msgspec.msgpack.decode(described, type=tuple[str, list[int], bytes])
+    flat = torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else torch.empty(0)
+    dtype = getattr(torch, name)
+    return flat.view(dtype).reshape(shape) if raw else torch.empty(shape, dtype=dtype)
+
+
+def _check_plain(key: str, value: Any) -> None:
+    kind = type(value)
+    if kind is list:
+        for item in value:
+            _check_plain(key, item)
+    elif kind is dict and all(type(name) is str for name in value):
+        for item in value.values():
+            _check_plain(key, item)
+    elif kind not in {type(None), bool, int, float, str, bytes} and not isinstance(
+        value, torch.Tensor
+    ):
+        raise DataError(
+            f"cannot gather key {key!r}: it holds a value of type {kind.__name__}",
+            fix="use tensors, numbers, strings, bytes, None, and lists or dicts of these",
+            key=key,
+        )

@@ -1,0 +1,294 @@
+"""The one place that decides which rows share a microbatch.
+
+Fixed sizes, dynamic batching (rows of similar length share a padded microbatch) and sequence
+packing (rows share a packed sequence), each for one local batch or for several shards in step.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, NotRequired, TypedDict
+
+import numpy as np
+import torch
+
+from rl_core.batch.packing import bin_loads, pack
+from rl_core.errors import ConfigError, DataError
+from rl_core.plugins.config import Range, check_config
+
+__all__ = [
+    "DynamicBatchingArgs",
+    "Microbatch",
+    "PlanScope",
+    "SequencePackingArgs",
+    "plan_dynamic",
+    "plan_microbatches",
+    "plan_packed",
+]
+
+
+class DynamicBatchingArgs(TypedDict):
+    """Microbatches of as many rows as fit, each narrowed to its longest row.
+
+    Attributes:
+        max_tokens_per_microbatch: Bound on rows times width of a microbatch.
+        sequence_length_round: Widths are rounded up to a multiple of this. Default 1.
+        input_key: Key of the tensor whose dim 1 is the padded width. Default ``"input_ids"``.
+        input_lengths_key: Key of the ``[B]`` lengths. Default ``"input_lengths"``.
+    """
+
+    max_tokens_per_microbatch: Annotated[int, Range(ge=1)]
+    sequence_length_round: NotRequired[Annotated[int, Range(ge=1)]]
+    input_key: NotRequired[str]
+    input_lengths_key: NotRequired[str]
+
+
+class SequencePackingArgs(TypedDict):
+    """Microbatches of rows that are laid end to end.
+
+    Attributes:
+        max_tokens_per_microbatch: Hard bound on the sum of padded lengths in a microbatch.
+        sequence_length_pad_multiple: Each length is padded to a multiple of this. Default 1.
+        input_key: Key of the padded tensor. Default ``"input_ids"``.
+        input_lengths_key: Key of the ``[B]`` lengths. Default ``"input_lengths"``.
+        algorithm: See :data:`rl_core.batch.packing.ALGORITHMS`. Default
+            ``"modified_first_fit_decreasing"``.
+        microbatch_order: ``"largest_first"`` (the default) gives every shard its bins by falling
+            load, so that shards in step work on bins alike; ``"packer"`` keeps the algorithm's
+            order.
+        seed: Of ``"first_fit_shuffle"``. Default 0.
+    """
+
+    max_tokens_per_microbatch: Annotated[int, Range(ge=1)]
+    sequence_length_pad_multiple: NotRequired[Annotated[int, Range(ge=1)]]
+    input_key: NotRequired[str]
+    input_lengths_key: NotRequired[str]
+    algorithm: NotRequired[str]
+    microbatch_order: NotRequired[Literal["largest_first", "packer"]]
+    seed: NotRequired[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Microbatch:
+    """Rows that go through the model together.
+
+    Attributes:
+        rows: ``[b]`` int64 indices into the batch.
+        length: Width to narrow the rows to (dynamic batching), or tokens laid end to end (packing).
+    """
+
+    rows: torch.Tensor
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlanScope:
+    """Which rows a plan is for, and for whom.
+
+    Attributes:
+        first_row: Index of the first of the rows; the plan and its errors count from there.
+        group_size: So many neighbouring rows stay in one microbatch.
+        shards: Number of shards that work in step.
+    """
+
+    first_row: int = 0
+    group_size: int = 1
+    shards: int = 1
+
+
+def plan_microbatches(
+    lengths: torch.Tensor,
+    *,
+    micro_batch_size: int | None = None,
+    dynamic_batching_args: DynamicBatchingArgs | None = None,
+    sequence_packing_args: SequencePackingArgs | None = None,
+    width: int | None = None,
+    group_size: int = 1,
+) -> list[torch.Tensor]:
+    """Cuts one local batch into microbatches. Every row is in exactly one.
+
+    Args:
+        lengths: ``[B]`` integer tokens of each row; a row takes at least one.
+        micro_batch_size: Rows per microbatch, in order; the last may hold fewer. Rounded down to
+            whole groups, but never below one.
+        dynamic_batching_args: Instead of a fixed size.
+        sequence_packing_args: Instead of a fixed size.
+        width: Padded width of the batch; rounding a length up stops there.
+        group_size: So many neighbouring rows stay in one microbatch (2 for preference pairs).
+
+    Returns:
+        ``[b]`` int64 row indices for each microbatch.
+
+    Raises:
+        ConfigError: Not exactly one of the three ways is given, or its arguments are wrong.
+        DataError: A row or group is longer than a microbatch, or B is no multiple of the group.
+    """
+    given = (micro_batch_size, dynamic_batching_args, sequence_packing_args)
+    if sum(way is not None for way in given) != 1:
+        raise ConfigError(
+            "the microbatch plan needs one of micro_batch_size, dynamic_batching_args and "
+            "sequence_packing_args",
+            fix="give exactly one of them",
+            key="micro_batch_size",
+        )
+    scope = PlanScope(group_size=group_size)
+    if sequence_packing_args is not None:
+        return [part.rows for part in plan_packed(lengths, sequence_packing_args, scope)[0]]
+    if dynamic_batching_args is not None:
+        plan = plan_dynamic(lengths, dynamic_batching_args, scope, width=width)[0]
+        return [part.rows for part in plan]
+    assert micro_batch_size is not None
+    if micro_batch_size < 1:
+        raise ConfigError(
+            f"micro_batch_size is {micro_batch_size}", fix="use 1 or more", key="micro_batch_size"
+        )
+    check_groups(len(lengths), group_size)
+    rows = torch.arange(len(lengths))
+    step = max(1, micro_batch_size // group_size) * group_size
+    return [rows[start : start + step] for start in range(0, len(rows), step)]
+
+
+def plan_dynamic(
+    lengths: torch.Tensor,
+    args: DynamicBatchingArgs,
+    scope: PlanScope,
+    *,
+    width: int | None = None,
+) -> list[list[Microbatch]]:
+    """Dynamic batching of rows dealt to shards that work in step.
+
+    Groups are sorted by length and dealt in turn, so position i holds rows of about one length in
+    every shard, and microbatch j has the same number of rows and the same width in every shard.
+
+    Args:
+        lengths: ``[B]`` integer tokens of each row.
+        args: The bound and the rounding.
+        scope: Its ``shards`` divide ``B / group_size``.
+        width: Padded width of the batch; rounding up stops there.
+
+    Returns:
+        For each shard its microbatches, shortest first.
+
+    Raises:
+        ConfigError: ``args`` are wrong.
+        DataError: A row (or group) alone exceeds the bound, or the counts do not divide.
+    """
+    options = check_config(DynamicBatchingArgs, args, what="dynamic_batching_args")
+    bound = options["max_tokens_per_microbatch"]
+    groups = _row_lengths(lengths, scope).max(axis=1)
+    shards = scope.shards
+    if len(groups) % shards:
+        raise DataError(
+            f"{len(groups)} rows or groups cannot be dealt evenly to {shards} shards",
+            fix="dynamic batching needs a multiple of the shards; sequence packing does not",
+        )
+    widths = _round_up(groups, options.get("sequence_length_round", 1))
+    if width is not None:
+        widths = np.minimum(widths, max(width, 1))
+    _check_fits(widths * scope.group_size, bound, scope)
+    order = np.argsort(widths, kind="stable").reshape(-1, shards)
+    tops: list[int] = widths[order].max(axis=1).tolist() if len(order) else []
+    plans: list[list[Microbatch]] = [[] for _ in range(shards)]
+    start = 0
+    while start < len(tops):
+        # Both factors grow with the end, so the last end within the bound is found by bisection.
+        stop = bisect_right(
+            range(len(tops)),
+            bound,
+            lo=start,
+            key=lambda end, first=start: (end + 1 - first) * scope.group_size * tops[end],  # type: ignore[misc]
+        )
+        for shard in range(shards):
+            rows = _expand(order[start:stop, shard], scope)
+            plans[shard].append(Microbatch(rows, tops[stop - 1]))
+        start = stop
+    return plans
+
+
+def plan_packed(
+    lengths: torch.Tensor, args: SequencePackingArgs, scope: PlanScope
+) -> list[list[Microbatch]]:
+    """Sequence packing with the same number of bins in every shard.
+
+    Args:
+        lengths: ``[B]`` integer tokens of each row.
+        args: The bound, the padding and the algorithm.
+        scope: Group size and shards.
+
+    Returns:
+        For each shard its bins.
+
+    Raises:
+        ConfigError: ``args`` are wrong.
+        DataError: A row (or group) alone exceeds the bound, or there are fewer rows than shards.
+    """
+    options = check_config(SequencePackingArgs, args, what="sequence_packing_args")
+    bound = options["max_tokens_per_microbatch"]
+    multiple = options.get("sequence_length_pad_multiple", 1)
+    groups = _round_up(_row_lengths(lengths, scope), multiple).sum(axis=1)
+    _check_fits(groups, bound, scope)
+    algorithm = options.get("algorithm", "modified_first_fit_decreasing")
+    bins = pack(groups, bound, algorithm, seed=options.get("seed", 0), bin_multiple=scope.shards)
+    if not bins:
+        return [[] for _ in range(scope.shards)]
+    loads = bin_loads(groups, bins)
+    order = np.arange(len(bins))
+    if options.get("microbatch_order", "largest_first") == "largest_first":
+        order = np.argsort(-loads, kind="stable")
+    return [
+        [
+            Microbatch(_expand(np.array(bins[i], dtype=np.int64), scope), int(loads[i]))
+            for i in order[shard :: scope.shards].tolist()
+        ]
+        for shard in range(scope.shards)
+    ]
+
+
+def check_groups(rows: int, group_size: int) -> None:
+    """Raises DataError unless the rows are whole groups."""
+    if group_size < 1 or rows % group_size:
+        raise DataError(
+            f"{rows} rows are not whole groups of {group_size}",
+            fix=f"keep the {group_size} rows of a group next to each other and complete",
+        )
+
+
+def _row_lengths(lengths: torch.Tensor, scope: PlanScope) -> np.ndarray[Any, Any]:
+    """``[groups, group_size]`` int64 lengths, at least 1."""
+    flat = torch.as_tensor(lengths).detach().cpu().to(torch.int64).numpy()
+    check_groups(len(flat), scope.group_size)
+    negative = np.flatnonzero(flat < 0)
+    if len(negative):
+        row = int(negative[0])
+        raise DataError(
+            f"row {scope.first_row + row} has the length {int(flat[row])}",
+            fix="give each row's number of tokens",
+            row=scope.first_row + row,
+        )
+    groups: np.ndarray[Any, Any] = np.maximum(flat, 1).reshape(-1, scope.group_size)
+    return groups
+
+
+def _round_up(lengths: np.ndarray[Any, Any], multiple: int) -> np.ndarray[Any, Any]:
+    rounded: np.ndarray[Any, Any] = -(-lengths // multiple) * multiple
+    return rounded
+
+
+def _check_fits(tokens: np.ndarray[Any, Any], bound: int, scope: PlanScope) -> None:
+    over = np.flatnonzero(tokens > bound)
+    if len(over):
+        row = scope.first_row + int(over[0]) * scope.group_size
+        what = f"row {row}" if scope.group_size == 1 else f"the group that starts with row {row}"
+        raise DataError(
+            f"{what} takes {int(tokens[over[0]])} tokens after rounding, "
+            f"max_tokens_per_microbatch is {bound}",
+            fix="raise max_tokens_per_microbatch or shorten the row",
+            row=row,
+            key="max_tokens_per_microbatch",
+        )
+
+
+def _expand(groups: np.ndarray[Any, Any], scope: PlanScope) -> torch.Tensor:
+    rows = groups[:, None] * scope.group_size + np.arange(scope.group_size)
+    return torch.from_numpy(rows.reshape(-1) + scope.first_row)

@@ -1,0 +1,294 @@
+"""Bin packing: which sequences share one row of ``capacity`` tokens.
+
+Every algorithm is a function from lengths to bins. They differ in how much order they keep and how
+little space they waste; none looks at every open bin for every sequence:
+
+- *first fit decreasing* keeps the bins that have room for the current length in one heap and the
+  others, by room, in a second. Lengths only shrink, so a bin changes heaps once per visit.
+- *first fit* in any other order asks a tree of maxima for the leftmost bin with enough room.
+- *modified first fit decreasing* (Johnson and Garey 1985, "A 71/60 theorem for bin packing") takes
+  the largest sequence that still fits from a pool in which used-up lengths are linked past.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+
+from rl_core.errors import ConfigError, DataError
+from rl_core.plugins.config import nearest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+__all__ = ["ALGORITHMS", "PackingMetrics", "pack", "packing_metrics"]
+
+Lengths: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
+Bins: TypeAlias = "list[list[int]]"
+
+
+def pack(
+    lengths: Sequence[int] | Lengths,
+    capacity: int,
+    algorithm: str = "modified_first_fit_decreasing",
+    *,
+    seed: int = 0,
+    bin_multiple: int = 1,
+) -> Bins:
+    """Distributes sequences over bins, each sequence to exactly one bin.
+
+    Args:
+        lengths: ``[n]`` number of tokens of each sequence, at least 1.
+        capacity: Hard bound on the sum of lengths in a bin.
+        algorithm: A name in :data:`ALGORITHMS`.
+        seed: Of the shuffle in ``first_fit_shuffle``; the others do not use it.
+        bin_multiple: The number of bins is a multiple of this; the heaviest bins are split until
+            it is.
+
+    Returns:
+        For each bin the indices of its sequences. No bin is empty.
+
+    Raises:
+        ConfigError: The algorithm is unknown.
+        DataError: A length is not in ``[1, capacity]``, or there are fewer sequences than bins.
+    """
+    if algorithm not in ALGORITHMS:
+        close = nearest(algorithm, ALGORITHMS)
+        raise ConfigError(
+            f"unknown packing algorithm {algorithm!r}",
+            fix=f"use {close!r}" if close else f"use one of {', '.join(ALGORITHMS)}",
+            key="algorithm",
+        )
+    sizes = np.asarray(lengths, dtype=np.int64)
+    outside = np.flatnonzero((sizes < 1) | (sizes > capacity))
+    if len(outside):
+        index = int(outside[0])
+        raise DataError(
+            f"sequence {index} has {sizes[index]} tokens, a bin takes 1 to {capacity}",
+            fix="raise max_tokens_per_microbatch or shorten the sequence",
+            row=index,
+        )
+    bins = ALGORITHMS[algorithm](sizes, capacity, seed) if len(sizes) else []
+    return _split_heaviest(bins, sizes, -len(bins) % bin_multiple)
+
+
+@dataclass(frozen=True, slots=True)
+class PackingMetrics:
+    """How good a packing is.
+
+    Attributes:
+        bins: Number of bins used.
+        lower_bound: No packing needs fewer: the larger of total tokens over capacity and the
+            number of sequences longer than half a bin.
+        efficiency: Share of the bins' capacity that holds tokens, in [0, 1].
+        max_load: Tokens in the fullest bin.
+        min_load: Tokens in the emptiest bin.
+    """
+
+    bins: int
+    lower_bound: int
+    efficiency: float
+    max_load: int
+    min_load: int
+
+
+def packing_metrics(
+    lengths: Sequence[int] | Lengths, bins: Sequence[Sequence[int]], capacity: int
+) -> PackingMetrics:
+    """Measures a packing; all zero for no bins."""
+    sizes = np.asarray(lengths, dtype=np.int64)
+    if not bins:
+        return PackingMetrics(0, 0, 0.0, 0, 0)
+    loads = bin_loads(sizes, bins)
+    bound = max(-int(-sizes.sum() // capacity), int((2 * sizes > capacity).sum()))
+    efficiency = float(loads.sum() / (len(bins) * capacity))
+    return PackingMetrics(len(bins), bound, efficiency, int(loads.max()), int(loads.min()))
+
+
+def bin_loads(lengths: Lengths, bins: Sequence[Sequence[int]]) -> Lengths:
+    """``[len(bins)]`` sums of the lengths in each bin; bins must not be empty."""
+    counts = np.fromiter(map(len, bins), np.int64, len(bins))
+    members = np.fromiter((i for members in bins for i in members), np.int64, int(counts.sum()))
+    loads: Lengths = np.add.reduceat(lengths[members], np.cumsum(counts) - counts)
+    return loads
+
+
+def _first_fit_decreasing(lengths: Lengths, capacity: int, _seed: int = 0) -> Bins:
+    order = np.argsort(-lengths, kind="stable")
+    # Runs of one length are placed together: as many as fit into the first bin with room.
+    sizes, starts = np.unique(-lengths[order], return_index=True)
+    rows: list[int] = order.tolist()
+    smallest = int(lengths.min())
+    bins: Bins = []
+    room: list[int] = []
+    fitting: list[int] = []
+    waiting: list[tuple[int, int]] = []
+    bounds = [*starts.tolist(), len(rows)]
+    for run, length in enumerate((-sizes).tolist()):
+        while waiting and -waiting[0][0] >= length:
+            heappush(fitting, heappop(waiting)[1])
+        start, stop = bounds[run], bounds[run + 1]
+        while start < stop:
+            if not fitting:
+                fitting.append(len(bins))
+                bins.append([])
+                room.append(capacity)
+            target = fitting[0]
+            end = min(stop, start + room[target] // length)
+            bins[target] += rows[start:end]
+            room[target] -= (end - start) * length
+            start = end
+            if room[target] < length:
+                heappop(fitting)
+                if room[target] >= smallest:
+                    heappush(waiting, (-room[target], target))
+    return bins
+
+
+def _first_fit_shuffle(lengths: Lengths, capacity: int, seed: int) -> Bins:
+    order = np.random.default_rng(seed).permutation(len(lengths))
+    leaves = 1 << (len(order) - 1).bit_length()
+    room = [capacity] * (2 * leaves)  # node i holds the maximum of nodes 2i and 2i + 1
+    bins: Bins = []
+    for row, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
+        node = 1
+        while node < leaves:
+            node *= 2
+            if room[node] < length:
+                node += 1
+        if node - leaves == len(bins):
+            bins.append([])
+        bins[node - leaves].append(row)
+        room[node] -= length
+        while node > 1:
+            node //= 2
+            most = max(room[2 * node], room[2 * node + 1])
+            if room[node] == most:
+                break
+            room[node] = most
+    return bins
+
+
+def _concatenative(lengths: Lengths, capacity: int, _seed: int = 0) -> Bins:
+    ends = np.cumsum(lengths)
+    bins: Bins = []
+    start = used = 0
+    while start < len(lengths):
+        stop = int(np.searchsorted(ends, used + capacity, side="right"))
+        bins.append(list(range(start, stop)))
+        start, used = stop, int(ends[stop - 1])
+    return bins
+
+
+class _Pool:
+    """Sequences not packed yet, by length: the smallest, and the largest up to a limit."""
+
+    def __init__(self, lengths: Lengths, rows: Lengths) -> None:
+        order = rows[np.argsort(lengths[rows], kind="stable")]
+        sizes, starts = np.unique(lengths[order], return_index=True)
+        self.sizes: list[int] = sizes.tolist()
+        # Reversed, so that pop() takes the row that comes first in the batch.
+        self.rows: Bins = [part[::-1].tolist() for part in np.split(order, starts[1:])]
+        # Slot i + 1 is size i. A used-up slot links to a slot below it; slot 0 is "none fits".
+        self.below = [max(0, slot - 1) for slot in range(len(self.sizes) + 1)]
+        self.first = 0
+
+    def remaining(self) -> Lengths:
+        return np.array([row for rows in self.rows for row in rows], dtype=np.int64)
+
+    def take_smallest(self) -> tuple[int, int] | None:
+        """Removes a shortest sequence; its row and length."""
+        while self.first < len(self.rows) and not self.rows[self.first]:
+            self.first += 1
+        if self.first == len(self.rows):
+            return None
+        return self.rows[self.first].pop(), self.sizes[self.first]
+
+    def take_largest(self, limit: int) -> tuple[int, int] | None:
+        """Removes a longest sequence of at most ``limit`` tokens; its row and length."""
+        start = slot = bisect_right(self.sizes, limit)
+        while slot and not self.rows[slot - 1]:
+            slot = self.below[slot]
+        while start > slot:  # the next search jumps over what this one found empty
+            self.below[start], start = slot, self.below[start]
+        return (self.rows[slot - 1].pop(), self.sizes[slot - 1]) if slot else None
+
+
+def _modified_first_fit_decreasing(lengths: Lengths, capacity: int, _seed: int = 0) -> Bins:
+    rows = np.argsort(-lengths, kind="stable")
+    portion = lengths[rows]
+    is_large = 2 * portion > capacity
+    is_medium = ~is_large & (3 * portion > capacity)
+    is_small = ~is_large & ~is_medium & (6 * portion > capacity)
+    bins: Bins = [[row] for row in rows[is_large].tolist()]
+    room: list[int] = (capacity - portion[is_large]).tolist()
+
+    medium = _Pool(lengths, rows[is_medium])
+    for target, members in enumerate(bins):
+        if found := medium.take_largest(room[target]):
+            members.append(found[0])
+            room[target] -= found[1]
+
+    small, unpaired = _Pool(lengths, rows[is_small]), []
+    for target in reversed(range(len(bins))):
+        if len(bins[target]) > 1:
+            continue
+        if (least := small.take_smallest()) is None:
+            break
+        if (most := small.take_largest(room[target] - least[1])) is None:
+            unpaired.append(least[0])
+            break  # the bins still to come have less room
+        bins[target] += [least[0], most[0]]
+        room[target] -= least[1] + most[1]
+
+    tiny = rows[~is_large & ~is_medium & ~is_small]
+    left = np.concatenate(
+        [medium.remaining(), small.remaining(), np.array(unpaired, dtype=np.int64), tiny]
+    )
+    rest = _Pool(lengths, np.sort(left))
+    for target, members in enumerate(bins):
+        while found := rest.take_largest(room[target]):
+            members.append(found[0])
+            room[target] -= found[1]
+    left = np.sort(rest.remaining())
+    if len(left):
+        last = _first_fit_decreasing(lengths[left], capacity)
+        bins += [left[members].tolist() for members in last]
+    return bins
+
+
+def _split_heaviest(bins: Bins, lengths: Lengths, extra: int) -> Bins:
+    """Adds ``extra`` bins by halving the heaviest bins that hold two sequences or more."""
+    if not extra:
+        return bins
+    if len(lengths) < len(bins) + extra:
+        raise DataError(
+            f"{len(lengths)} sequences cannot fill {len(bins) + extra} bins",
+            fix="use fewer shards or larger batches",
+        )
+    bins = list(bins)
+    loads = bin_loads(lengths, bins).tolist()
+    heap = [(-load, i) for i, load in enumerate(loads) if len(bins[i]) > 1]
+    heapify(heap)
+    for _ in range(extra):
+        _, source = heappop(heap)
+        members = bins[source]
+        bins[source] = members[::2]
+        bins.append(members[1::2])
+        for part in (source, len(bins) - 1):
+            if len(bins[part]) > 1:
+                heappush(heap, (-int(lengths[bins[part]].sum()), part))
+    return bins
+
+
+#: Name of each algorithm, as ``SequencePackingArgs["algorithm"]`` spells it.
+ALGORITHMS: dict[str, Callable[[Lengths, int, int], Bins]] = {
+    "concatenative": _concatenative,
+    "first_fit_decreasing": _first_fit_decreasing,
+    "first_fit_shuffle": _first_fit_shuffle,
+    "modified_first_fit_decreasing": _modified_first_fit_decreasing,
+}
