@@ -1,0 +1,45 @@
+"""The entry point ``rl_core.backends: hf``: what the backend is and can do, as data."""
+
+from __future__ import annotations
+
+from rl_core.plugins.manifest import BackendManifest, Capability, EngineRequirement
+
+__all__ = ["BACKEND"]
+
+_FULL = Capability("full")
+_CUDA = Capability("full", devices=("cuda",), reason="host memory is what the weights sleep in")
+_COLLECTIVE = Capability("not_implemented", reason="refits go over the ipc transport")
+
+BACKEND = BackendManifest(
+    name="hf",
+    summary="Policy and generation on Hugging Face transformers, CPU and CUDA",
+    factories={
+        "generation": "rl_hf.generation:HuggingFaceGeneration",
+        "policy": "rl_hf.policy:HuggingFacePolicy",
+    },
+    configs={
+        "generation": "rl_hf.config:HuggingFaceGenerationConfig",
+        "policy": "rl_hf.config:HuggingFacePolicyConfig",
+    },
+    capabilities={
+        "generation": {
+            "sleep": _CUDA,
+            "async_generation": _FULL,
+            "multi_sample": _FULL,
+            "collective": _COLLECTIVE,
+            "staged": Capability("not_implemented", reason="a refit writes in place"),
+            "kv_scales": Capability("unsupported", reason="the KV cache has the model's dtype"),
+        },
+        "policy": {
+            "topk_logits": _FULL,
+            "offload": _CUDA,
+            "policy_generate": _FULL,
+            "fp8_kv_scales": Capability(
+                "unsupported", reason="no engine of this plugin takes FP8 scales"
+            ),
+            "score": Capability("full", reason="with a sequence classification checkpoint"),
+            "collective": _COLLECTIVE,
+        },
+    },
+    engine=EngineRequirement(("transformers",), ">=5.10,<6"),
+)

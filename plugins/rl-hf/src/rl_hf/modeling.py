@@ -1,0 +1,353 @@
+"""From a checkpoint to a model: loading, and what the rest must know of the result."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+from safetensors import SafetensorError
+
+from rl_core.backends import ModelFacts
+from rl_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Mapping
+
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+__all__ = ["load_model", "load_tokenizer", "model_device", "model_facts"]
+
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_HUB_TIMEOUT_S = 10.0
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "spiece.model",
+    "vocab.json",
+    "vocab.txt",
+)
+
+
+def load_model(config: Mapping[str, Any], *, for_training: bool) -> PreTrainedModel:
+    """Loads a checkpoint in evaluation mode onto its device.
+
+    Args:
+        config: A checked configuration with the keys of
+            :class:`~rl_hf.config.HuggingFaceModelConfig`.
+        for_training: Refuses quantised weights; the default dtype is then float32.
+
+    Returns:
+        A causal language model, or a sequence classifier if the checkpoint is one.
+
+    Raises:
+        ConfigError: The checkpoint is missing, incomplete, or wants code that is not trusted; the
+            device is not there; a package that a key needs is not installed.
+    """
+    name, trust = config["model_name"], config.get("trust_remote_code", False)
+    settings = _check_remote_code(name, _read_config(name), trust)
+    device = _device(config)
+    arguments: dict[str, Any] = {
+        "dtype": _dtype(config, for_training),
+        "trust_remote_code": trust,
+        **_placement(config),
+        **_quantisation(config, device, for_training),
+    }
+    if config.get("attn_implementation"):
+        arguments["attn_implementation"] = config["attn_implementation"]
+    model, info = _from_pretrained(_auto_class(settings), name, arguments)
+    _check_complete(name, info)
+    if "device_map" not in arguments:
+        model = model.to(device)
+    loaded: PreTrainedModel = model.eval()
+    return loaded
+
+
+def load_tokenizer(
+    model_name: str, trust_remote_code: bool = False
+) -> PreTrainedTokenizerBase | None:
+    """Loads the tokenizer that comes with a checkpoint, or None if a directory has none.
+
+    Raises:
+        ConfigError: The checkpoint is missing, its tokenizer is broken, or it wants code that is
+            not trusted.
+    """
+    directory = Path(model_name)
+    if directory.is_dir():
+        if not any((directory / file).exists() for file in _TOKENIZER_FILES):
+            return None
+        file = directory / "tokenizer_config.json"
+        if file.exists():
+            _check_remote_code(model_name, _read_json(file), trust_remote_code)
+    else:
+        _read_config(model_name)
+    try:
+        with _quiet():
+            tokenizer: PreTrainedTokenizerBase = transformers.AutoTokenizer.from_pretrained(
+                model_name, trust_remote_code=trust_remote_code
+            )
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ConfigError(
+            f"the tokenizer of {model_name} cannot be loaded: {error}",
+            fix="save the tokenizer beside the model again with save_pretrained",
+            key="model_name",
+        ) from error
+    return tokenizer
+
+
+def model_facts(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, config: Mapping[str, Any]
+) -> ModelFacts:
+    """What the product's frontend must know of a loaded model.
+
+    Args:
+        model: Gives vocabulary and context length.
+        tokenizer: Gives the pad token, if there is one.
+        config: Its ``pad_token_id`` and ``max_model_len`` stand in for what the model lacks.
+
+    Raises:
+        ConfigError: There is no pad token or no context length, or the pad token is not a token.
+    """
+    text = model.config.get_text_config()
+    generation = getattr(model, "generation_config", None)
+    vocab_size = model.get_input_embeddings().weight.shape[0]
+    eos = _first(
+        getattr(generation, "eos_token_id", None),
+        getattr(text, "eos_token_id", None),
+        getattr(tokenizer, "eos_token_id", None),
+    )
+    return ModelFacts(
+        pad_token_id=_pad_token(
+            _first(
+                config.get("pad_token_id"),
+                getattr(tokenizer, "pad_token_id", None),
+                getattr(text, "pad_token_id", None),
+                getattr(generation, "pad_token_id", None),
+            ),
+            vocab_size,
+            str(config.get("model_name", type(model).__name__)),
+        ),
+        eos_token_ids=tuple(eos)
+        if isinstance(eos, list | tuple)
+        else ()
+        if eos is None
+        else (eos,),
+        vocab_size=vocab_size,
+        max_model_len=_context_length(text, config),
+    )
+
+
+def model_device(model: PreTrainedModel) -> torch.device:
+    """Where the model takes its token ids."""
+    device: torch.device = model.get_input_embeddings().weight.device
+    return device
+
+
+def _first(*values: Any) -> Any:
+    return next((value for value in values if value is not None), None)
+
+
+def _pad_token(pad: int | None, vocab_size: int, name: str) -> int:
+    if pad is None:
+        raise ConfigError(
+            f"{name} has no pad token, in its tokenizer or its configuration",
+            fix="set pad_token_id, usually to the end-of-sequence token's id",
+            key="pad_token_id",
+        )
+    if not 0 <= pad < vocab_size:
+        raise ConfigError(
+            f"the pad token {pad} of {name} is outside its vocabulary of {vocab_size}",
+            fix=f"set pad_token_id to an id below {vocab_size}",
+            key="pad_token_id",
+        )
+    return pad
+
+
+def _context_length(text: Any, config: Mapping[str, Any]) -> int:
+    length = _first(getattr(text, "max_position_embeddings", None), config.get("max_model_len"))
+    if length is None:
+        raise ConfigError(
+            f"{type(text).__name__} names no context length (max_position_embeddings)",
+            fix="set max_model_len",
+            key="max_model_len",
+        )
+    return int(length)
+
+
+def _read_config(name: str) -> dict[str, Any]:
+    """The checkpoint's ``config.json``, from its directory or the hub."""
+    directory = Path(name)
+    if directory.is_dir():
+        file = directory / "config.json"
+        if not file.exists():
+            raise ConfigError(
+                f"{name} is not a Hugging Face checkpoint: it has no config.json",
+                fix="point model_name at the directory that save_pretrained wrote",
+                key="model_name",
+            )
+        return _read_json(file)
+    if not _HUB_NAME.fullmatch(name) or name.startswith("."):
+        raise ConfigError(
+            f"the model directory {name} does not exist",
+            fix="set model_name to an existing directory, or to a name on the hub",
+            key="model_name",
+        )
+    try:
+        return _read_json(Path(hf_hub_download(name, "config.json", etag_timeout=_HUB_TIMEOUT_S)))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
+        raise ConfigError(
+            f"{name} is neither a directory nor a model that the hub gives us: {error}",
+            fix="check the name, or set model_name to a local directory",
+            key="model_name",
+        ) from error
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(
+            f"{file} is not valid JSON: {error}", fix="save the model again", key="model_name"
+        ) from error
+    if not isinstance(content, dict):
+        raise ConfigError(
+            f"{file} holds no JSON object", fix="save the model again", key="model_name"
+        )
+    return content
+
+
+def _check_remote_code(name: str, settings: dict[str, Any], trust: bool) -> dict[str, Any]:
+    if settings.get("auto_map") and not trust:
+        raise ConfigError(
+            f"{name} comes with Python of its own ({_show_map(settings['auto_map'])}), "
+            "which is not run unless it is trusted",
+            fix="read that code, then set trust_remote_code=True",
+            key="trust_remote_code",
+        )
+    return settings
+
+
+def _show_map(auto_map: Any) -> str:
+    names = auto_map.values() if isinstance(auto_map, dict) else [auto_map]
+    return ", ".join(sorted(str(name) for name in names))
+
+
+def _device(config: Mapping[str, Any]) -> torch.device:
+    wanted = config.get("device") or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(wanted)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"{wanted!r} is not a device", fix="set device to cpu, cuda or cuda:N", key="device"
+        ) from error
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(
+            f"there is no device {wanted}: torch sees {torch.cuda.device_count()} CUDA devices",
+            fix="set device to cpu, or install a torch that drives the GPU",
+            key="device",
+        )
+    return device
+
+
+def _dtype(config: Mapping[str, Any], for_training: bool) -> Any:
+    name = config.get("torch_dtype") or ("float32" if for_training else "auto")
+    return name if name == "auto" else getattr(torch, name)
+
+
+def _placement(config: Mapping[str, Any]) -> dict[str, Any]:
+    device_map = config.get("device_map")
+    if device_map is None:
+        return {}
+    if config.get("device"):
+        raise ConfigError(
+            "device and device_map exclude each other", fix="set one of them", key="device_map"
+        )
+    _need("accelerate", "device_map", 'pip install "rl-hf[device-map]"')
+    return {"device_map": device_map}
+
+
+def _quantisation(
+    config: Mapping[str, Any], device: torch.device, for_training: bool
+) -> dict[str, Any]:
+    keys = [key for key in ("load_in_8bit", "load_in_4bit") if config.get(key)]
+    if not keys:
+        return {}
+    key = keys[0]
+    if len(keys) > 1:
+        raise ConfigError(
+            "load_in_8bit and load_in_4bit exclude each other", fix="set one of them", key=key
+        )
+    if for_training:
+        raise ConfigError(
+            f"{key}: quantised weights are not trained here, nor refit",
+            fix=f"remove {key} from the policy; lora and bfloat16 save memory",
+            key=key,
+        )
+    if device.type != "cuda":
+        raise ConfigError(f"{key} needs a CUDA device, not {device}", fix=f"remove {key}", key=key)
+    _need("bitsandbytes", key, "pip install bitsandbytes accelerate")
+    _need("accelerate", key, 'pip install "rl-hf[device-map]"')
+    quantisation = transformers.BitsAndBytesConfig(**{key: True})
+    placement = {} if config.get("device_map") else {"device_map": {"": device}}
+    return {"quantization_config": quantisation, **placement}
+
+
+def _need(package: str, key: str, command: str) -> None:
+    if importlib.util.find_spec(package) is None:
+        raise ConfigError(f"{key} needs {package}, which is not installed", fix=command, key=key)
+
+
+def _auto_class(settings: Mapping[str, Any]) -> Any:
+    architectures = settings.get("architectures") or [""]
+    if architectures[0].endswith("ForSequenceClassification"):
+        return transformers.AutoModelForSequenceClassification
+    return transformers.AutoModelForCausalLM
+
+
+def _from_pretrained(auto_class: Any, name: str, arguments: dict[str, Any]) -> tuple[Any, Any]:
+    try:
+        with _quiet():
+            model, info = auto_class.from_pretrained(name, output_loading_info=True, **arguments)
+    except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
+        raise ConfigError(
+            f"the model {name} cannot be loaded: {error}",
+            fix="check that the directory is a complete checkpoint of a causal language model",
+            key="model_name",
+        ) from error
+    return model, info
+
+
+def _check_complete(name: str, info: Mapping[str, Any]) -> None:
+    """Weights that a checkpoint lacks would be random numbers."""
+    wrong = sorted(str(key) for kind in ("missing_keys", "mismatched_keys") for key in info[kind])
+    if wrong:
+        more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+        raise ConfigError(
+            f"the checkpoint {name} lacks weights of its architecture, or has them in another "
+            f"shape: {', '.join(wrong[:5])}{more}",
+            fix="save the whole model, with the configuration it was made with",
+            key="model_name",
+        )
+
+
+@contextmanager
+def _quiet() -> Generator[None]:
+    """Loading talks on stderr; what matters of it is raised instead."""
+    logging = transformers.utils.logging
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
