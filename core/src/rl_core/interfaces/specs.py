@@ -15,15 +15,19 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ColocationConfig",
+    "DynamicBatchingConfig",
     "GenerationConfig",
     "GenerationDatumSpec",
     "GenerationOutputSpec",
     "LogprobOutputSpec",
     "LogprobsSpec",
+    "OptimizerConfig",
     "PolicyConfig",
     "ReferenceLogprobOutputSpec",
     "ResourcesConfig",
+    "SchedulerConfig",
     "ScoreOutputSpec",
+    "SequencePackingConfig",
     "TopkLogitsOutputSpec",
     "TrainingDatumSpec",
 ]
@@ -100,6 +104,81 @@ class GenerationConfig(TypedDict):
     colocated: NotRequired[ColocationConfig]
 
 
+class OptimizerConfig(TypedDict, total=False):
+    """AdamW.
+
+    Attributes:
+        name: Only ``"adamw"``.
+        lr: Learning rate. Default 1e-5.
+        betas: Decay rates of the two moments. Default (0.9, 0.999).
+        eps: Added to the denominator. Default 1e-8.
+        weight_decay: Decoupled; biases and norms have none. Default 0.01.
+    """
+
+    name: Literal["adamw"]
+    lr: Annotated[float, Range(ge=0)]
+    betas: tuple[float, float]
+    eps: Annotated[float, Range(gt=0)]
+    weight_decay: Annotated[float, Range(ge=0)]
+
+
+class SchedulerConfig(TypedDict, total=False):
+    """Learning rate over optimizer steps: a linear warm-up, then the named shape.
+
+    Attributes:
+        name: Shape after the warm-up. Default ``"constant"``.
+        warmup_steps: Steps from 0 to the full rate. Default 0.
+        total_steps: Step at which ``linear`` and ``cosine`` reach their minimum.
+        min_lr_ratio: That minimum as a fraction of the full rate. Default 0.
+    """
+
+    name: Literal["constant", "linear", "cosine"]
+    warmup_steps: Annotated[int, Range(ge=0)]
+    total_steps: Annotated[int, Range(ge=1)]
+    min_lr_ratio: Annotated[float, Range(ge=0, le=1)]
+
+
+class DynamicBatchingConfig(TypedDict, total=False):
+    """Microbatches of rows of similar length, bounded by tokens.
+
+    Attributes:
+        enabled: Default False.
+        train_mb_tokens: Padded tokens per microbatch of a training step.
+        logprob_mb_tokens: The same for scoring; default ``train_mb_tokens``.
+        sequence_length_round: Widths are rounded up to a multiple of it. Default 64.
+    """
+
+    enabled: bool
+    train_mb_tokens: Annotated[int, Range(ge=1)]
+    logprob_mb_tokens: Annotated[int, Range(ge=1)]
+    sequence_length_round: Annotated[int, Range(ge=1)]
+
+
+class SequencePackingConfig(TypedDict, total=False):
+    """Several rows in one sequence, without padding between them.
+
+    Attributes:
+        enabled: Default False.
+        train_mb_tokens: Tokens per packed sequence of a training step.
+        logprob_mb_tokens: The same for scoring; default ``train_mb_tokens``.
+        algorithm: How rows are assigned to sequences. Default
+            ``"modified_first_fit_decreasing"``.
+        sequence_length_pad_multiple: Each row's length is rounded up to a multiple of it.
+            Default 1.
+    """
+
+    enabled: bool
+    train_mb_tokens: Annotated[int, Range(ge=1)]
+    logprob_mb_tokens: Annotated[int, Range(ge=1)]
+    algorithm: Literal[
+        "first_fit_decreasing",
+        "modified_first_fit_decreasing",
+        "first_fit_shuffle",
+        "concatenative",
+    ]
+    sequence_length_pad_multiple: Annotated[int, Range(ge=1)]
+
+
 class PolicyConfig(TypedDict):
     """What every policy backend understands. Backends extend it with keys of their own.
 
@@ -107,11 +186,29 @@ class PolicyConfig(TypedDict):
         backend: Name of the backend, as ``rl backends list`` shows it, or ``dist:name``.
         model_name: Directory (or hub name) of a checkpoint in Hugging Face layout.
         train_global_batch_size: Rows per optimizer step. Default: all rows of the call.
+        temperature: Divides the logits in training and scoring. Default 1.0.
+        train_micro_batch_size: Rows per forward and backward pass. Default 8.
+        logprob_batch_size: Rows per scoring pass. Default: ``train_micro_batch_size``.
+        max_grad_norm: Gradients are scaled down to this norm; None is off. Default 1.0.
+        optimizer: See :class:`OptimizerConfig`.
+        scheduler: See :class:`SchedulerConfig`.
+        dynamic_batching: See :class:`DynamicBatchingConfig`.
+        sequence_packing: See :class:`SequencePackingConfig`.
+        seed: Of dropout and adapters. Default 0.
     """
 
     backend: str
     model_name: str
     train_global_batch_size: NotRequired[Annotated[int | None, Range(ge=1)]]
+    temperature: NotRequired[Annotated[float, Range(gt=0)]]
+    train_micro_batch_size: NotRequired[Annotated[int, Range(ge=1)]]
+    logprob_batch_size: NotRequired[Annotated[int | None, Range(ge=1)]]
+    max_grad_norm: NotRequired[Annotated[float | None, Range(gt=0)]]
+    optimizer: NotRequired[OptimizerConfig]
+    scheduler: NotRequired[SchedulerConfig]
+    dynamic_batching: NotRequired[DynamicBatchingConfig]
+    sequence_packing: NotRequired[SequencePackingConfig]
+    seed: NotRequired[int]
 
 
 class GenerationDatumSpec(TypedDict):
