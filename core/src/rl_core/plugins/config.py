@@ -24,7 +24,7 @@ from typing import (
     is_typeddict,
 )
 
-from rl_core.errors import ConfigError
+from rl_core.errors import BrokenPluginError, ConfigError
 from rl_core.interfaces.constraints import Range
 
 __all__ = ["Range", "check_config", "config_keys", "nearest"]
@@ -45,6 +45,7 @@ def check_config(spec: type, config: Mapping[str, Any], *, what: str) -> dict[st
         ConfigError: One or more keys are unknown, missing, ill-typed or out of bounds; all of them
             are reported. ``details["key"]`` is the dotted path of the first, ``details["keys"]``
             of all.
+        BrokenPluginError: The types of ``spec`` cannot be resolved.
     """
     problems: list[_Problem] = []
     if isinstance(config, Mapping):
@@ -101,7 +102,14 @@ class _Item:
 def _items(spec: type) -> dict[str, _Item]:
     items = {}
     required_keys: frozenset[str] = getattr(spec, "__required_keys__", frozenset())
-    for key, declared in get_type_hints(spec, include_extras=True).items():
+    try:
+        hints = get_type_hints(spec, include_extras=True)
+    except NameError as error:
+        raise BrokenPluginError(
+            f"the types of {spec.__module__}.{spec.__qualname__} cannot be read: {error}",
+            fix="its authors must import that name outside of TYPE_CHECKING",
+        ) from error
+    for key, declared in hints.items():
         if key.startswith("__"):
             continue
         # Postponed annotations hide NotRequired from __required_keys__, which then only knows
