@@ -1,1 +1,20 @@
-"""Loss functions for RL post-training: GRPO, DPO and NLL."""
+"""Loss functions for RL post-training: GRPO, DPO, NLL and distillation.
+
+Each is a :class:`rl_core.interfaces.LossFunction`: its options are keywords of the constructor,
+checked there, and it works with any policy backend.
+"""
+
+from rl_losses.advantages import grpo_advantages
+from rl_losses.distillation import TopkKLLossFn
+from rl_losses.dpo import DPOLossFn
+from rl_losses.grpo import GRPOLossFn, kl_penalty
+from rl_losses.nll import NLLLossFn
+
+__all__ = [
+    "DPOLossFn",
+    "GRPOLossFn",
+    "NLLLossFn",
+    "TopkKLLossFn",
+    "grpo_advantages",
+    "kl_penalty",
+]

@@ -1,0 +1,110 @@
+"""Distillation from a teacher's top-k logits: a loss over full logits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+import torch
+
+from rl_core.errors import DataError
+from rl_core.interfaces import LossInputType, LossType
+from rl_core.interfaces.constraints import Range
+from rl_losses._base import ConfiguredLoss, read_tensor
+from rl_losses._shares import Shares, to_floats
+
+if TYPE_CHECKING:
+    from rl_core.batch import BatchedDataDict
+
+__all__ = ["TopkKLLossFn"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TopkKLLossFn(ConfiguredLoss):
+    r"""KL divergence between a teacher, known by its top-k logits, and the policy.
+
+    The teacher p is the softmax of its k logits. Forward: :math:`\sum_{v \in top_k} p_v \log
+    \frac{p_v}{q_v}` with the policy's q over the whole vocabulary, so that mass outside the top-k
+    costs too (with k = 1 it is the negative log-likelihood of the teacher's best token). Reverse:
+    :math:`\sum_{v \in top_k} q_v \log \frac{q_v}{p_v}` with q renormalised over the top-k, since p
+    is unknown elsewhere. Sources: Hinton et al. 2015, "Distilling the Knowledge in a Neural
+    Network"; Gu et al. 2024, "MiniLLM", eq. 1, for the reverse direction.
+
+    Metrics, averaged over valid tokens: ``kl``, and ``teacher_mass``, the policy's probability of
+    the teacher's top-k.
+
+    Attributes:
+        loss_type: Whether tokens or rows weigh the same.
+        direction: Which of the two comes first in the divergence.
+        teacher_temperature: Divides the teacher's logits; set it to the policy's temperature, which
+            the policy's logits already carry.
+    """
+
+    input_type: ClassVar[LossInputType] = LossInputType.LOGIT
+
+    loss_type: LossType = LossType.TOKEN_LEVEL
+    direction: Literal["forward", "reverse"] = "forward"
+    teacher_temperature: Annotated[float, Range(gt=0)] = 1.0
+
+    def __call__(
+        self,
+        inputs: torch.Tensor,
+        data: BatchedDataDict[Any],
+        *,
+        global_valid_seqs: torch.Tensor,
+        global_valid_toks: torch.Tensor,
+    ) -> tuple[torch.Tensor, dict[str, float]]:
+        """See :class:`rl_core.interfaces.LossFunction`; ``inputs`` are logits ``[b, s, V]``.
+
+        Args:
+            inputs: ``[b, s, V]`` logits; position t predicts token t+1.
+            data: ``token_mask`` ``[b, s]``, ``sample_mask`` ``[b]``, ``teacher_topk_logits`` and
+                ``teacher_topk_indices`` ``[b, s-1, K]`` as ``get_topk_logits`` returns them (wider
+                is cut).
+            global_valid_seqs: 0-d count of valid rows.
+            global_valid_toks: 0-d count of valid tokens.
+
+        Raises:
+            DataError: A key is missing or of the wrong shape, or a mask is not 0 or 1.
+        """
+        shares = Shares.of(
+            inputs,
+            data,
+            global_valid_seqs=global_valid_seqs,
+            global_valid_toks=global_valid_toks,
+            needed_by="TopkKLLossFn",
+        )
+        # Only what counts is computed, and nothing else gets even a zero times NaN of gradient.
+        chosen = shares.tokens[:, 1:]
+        student = inputs[:, :-1][chosen].log_softmax(dim=-1)
+        logits = _read_teacher(data, "teacher_topk_logits", chosen).to(student)
+        indices = _read_teacher(data, "teacher_topk_indices", chosen).to(student.device)
+        teacher = (logits / self.teacher_temperature).log_softmax(dim=-1)
+        topk = student.gather(-1, indices)
+        zeros = inputs.new_zeros(shares.tokens.shape)
+        kl = zeros.masked_scatter(shares.tokens, self._divergence(teacher, topk))
+        mass = zeros.masked_scatter(shares.tokens, topk.detach().exp().sum(dim=-1))
+        metrics = {"kl": shares.token_mean(kl), "teacher_mass": shares.token_mean(mass)}
+        return shares.mean(kl, self.loss_type), to_floats(metrics)
+
+    def _divergence(self, teacher: torch.Tensor, student: torch.Tensor) -> torch.Tensor:
+        """``[n]`` divergences from ``[n, K]`` log-probs of the teacher's top-k."""
+        if self.direction == "reverse":
+            student = student.log_softmax(dim=-1)
+            return (student.exp() * (student - teacher)).sum(dim=-1)
+        mass = teacher.exp()
+        # A teacher's logit of -inf is a probability of 0, which adds nothing.
+        return torch.where(mass > 0, mass * (teacher - student), 0.0).sum(dim=-1)
+
+
+def _read_teacher(data: BatchedDataDict[Any], key: str, chosen: torch.Tensor) -> torch.Tensor:
+    """``[n, K]`` values at the positions that count."""
+    rows, width = chosen.shape
+    values = read_tensor(data, key, [(rows, -1, -1)], needed_by="TopkKLLossFn").to(chosen.device)
+    if values.shape[1] < width:
+        raise DataError(
+            f"TopkKLLossFn: '{key}' covers {values.shape[1]} positions, {width} predict a token",
+            fix="take the teacher's top-k logits of the very sequences that are trained on",
+            key=key,
+        )
+    return values[:, :width][chosen]

@@ -1,0 +1,147 @@
+"""Direct preference optimisation on pairs of neighbouring rows."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+from torch.nn import functional
+
+from rl_core.errors import DataError
+from rl_core.interfaces import LossType
+from rl_core.interfaces.constraints import Range
+from rl_losses._base import ConfiguredLoss, read_tensor
+from rl_losses._shares import Shares, to_floats
+
+if TYPE_CHECKING:
+    import torch
+
+    from rl_core.batch import BatchedDataDict
+
+__all__ = ["DPOLossFn"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DPOLossFn(ConfiguredLoss):
+    r"""Raises the chosen answer above the rejected one, relative to a reference policy.
+
+    Rows come in pairs: chosen at even places, rejected right after. With the implicit reward
+    :math:`r(y) = \beta \sum_t \log \frac{\pi(y_t)}{\pi_{ref}(y_t)}` and the margin
+    :math:`m = r(y_w) - r(y_l)` a pair costs
+
+    .. math:: -(1 - \epsilon) \log \sigma(m) - \epsilon \log \sigma(-m)
+
+    (Rafailov et al. 2023, "Direct Preference Optimization", eq. 7; the label smoothing
+    :math:`\epsilon` is conservative DPO, Mitchell 2023), to which ``sft_loss_weight`` times the
+    chosen answer's negative log-likelihood is added (Pang et al. 2024, "Iterative Reasoning
+    Preference Optimization", eq. 1). Everything is averaged over pairs: there are
+    ``global_valid_seqs / 2`` of them.
+
+    Metrics, averaged over pairs: ``preference_loss``, ``sft_loss`` (both before weighting),
+    ``accuracy`` (share of pairs with a positive margin), ``rewards_chosen``, ``rewards_rejected``
+    and ``rewards_margin``.
+
+    Attributes:
+        beta: How strongly the reference holds the policy back, > 0.
+        preference_loss_weight: Factor on the preference term.
+        preference_average_log_probs: Rewards are means over tokens, not sums, so that length does
+            not count.
+        label_smoothing: Probability in [0, 0.5) that a preference is the wrong way round.
+        sft_loss_weight: Factor on the chosen answer's negative log-likelihood.
+        sft_average_log_probs: That term is a mean over tokens, not a sum.
+    """
+
+    loss_type = LossType.SEQUENCE_LEVEL
+    group_size: ClassVar[int] = 2
+
+    beta: Annotated[float, Range(gt=0, lt=math.inf)] = 0.1
+    preference_loss_weight: Annotated[float, Range(ge=0, lt=math.inf)] = 1.0
+    preference_average_log_probs: bool = False
+    label_smoothing: Annotated[float, Range(ge=0, lt=0.5)] = 0.0
+    sft_loss_weight: Annotated[float, Range(ge=0, lt=math.inf)] = 0.0
+    sft_average_log_probs: bool = False
+
+    def __call__(
+        self,
+        inputs: torch.Tensor,
+        data: BatchedDataDict[Any],
+        *,
+        global_valid_seqs: torch.Tensor,
+        global_valid_toks: torch.Tensor,
+    ) -> tuple[torch.Tensor, dict[str, float]]:
+        """See :class:`rl_core.interfaces.LossFunction`; ``inputs`` are log-probs ``[b, s]``.
+
+        Args:
+            inputs: ``[b, s]`` log-probs, b even.
+            data: ``token_mask`` ``[b, s]`` (1 on the answers), ``sample_mask`` ``[b]`` (equal
+                within a pair), ``reference_policy_logprobs`` ``[b, s]``.
+            global_valid_seqs: 0-d count of valid rows, two for each pair.
+            global_valid_toks: 0-d count of valid tokens; not used.
+
+        Raises:
+            DataError: A pair is split: the number of rows is odd, or one row of a pair is masked.
+                Or a key is missing or malformed.
+        """
+        shares = Shares.of(
+            inputs,
+            data,
+            global_valid_seqs=global_valid_seqs,
+            global_valid_toks=global_valid_toks,
+            needed_by="DPOLossFn",
+        )
+        valid = _valid_pairs(shares.rows)
+        reference = read_tensor(
+            data, "reference_policy_logprobs", [tuple(inputs.shape)], needed_by="DPOLossFn"
+        ).to(inputs)
+        logprobs = shares.keep(inputs)
+        log_ratios = logprobs - shares.keep(reference)
+        chosen, rejected = self._rewards(log_ratios, shares)
+        margin = chosen - rejected
+        preference = -(
+            (1 - self.label_smoothing) * functional.logsigmoid(margin)
+            + self.label_smoothing * functional.logsigmoid(-margin)
+        )
+        nll = shares.row_mean if self.sft_average_log_probs else shares.row_sum
+        sft = -nll(logprobs)[0::2]
+        loss = self.preference_loss_weight * preference + self.sft_loss_weight * sft
+        per_pair = {
+            "preference_loss": preference,
+            "sft_loss": sft,
+            "accuracy": (margin > 0).to(margin.dtype),
+            "rewards_chosen": chosen,
+            "rewards_rejected": rejected,
+            "rewards_margin": margin,
+        }
+        metrics = {name: shares.row_share(x, valid, size=2) for name, x in per_pair.items()}
+        return shares.row_share(loss, valid, size=2), to_floats(metrics)
+
+    def _rewards(
+        self, log_ratios: torch.Tensor, shares: Shares
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Implicit rewards of the chosen and the rejected rows, ``[b / 2]`` each."""
+        reduce = shares.row_mean if self.preference_average_log_probs else shares.row_sum
+        rewards = self.beta * reduce(log_ratios)
+        return rewards[0::2], rewards[1::2]
+
+
+def _valid_pairs(rows: torch.Tensor) -> torch.Tensor:
+    """``[b / 2]`` bool: the pairs that count."""
+    if rows.numel() % 2:
+        raise DataError(
+            f"DPOLossFn: {rows.numel()} rows do not make pairs of chosen and rejected",
+            fix="keep pairs together: neighbouring rows, and batch sizes that are even",
+            rows=rows.numel(),
+        )
+    chosen, rejected = rows[0::2], rows[1::2]
+    half = chosen != rejected
+    if half.any():
+        row = 2 * int(half.nonzero()[0, 0])
+        raise DataError(
+            f"DPOLossFn: rows {row} and {row + 1} are a pair, but 'sample_mask' is 1 for one of "
+            "them and 0 for the other",
+            fix="mask both rows of a pair, or neither",
+            key="sample_mask",
+            row=row,
+        )
+    return chosen
