@@ -9,10 +9,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import httpx
 import torch
 import transformers
-from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+from huggingface_hub import HfApi, snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
 from safetensors import SafetensorError
 
 from rl_core.backends import ModelFacts
@@ -23,10 +24,11 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["load_model", "load_tokenizer", "model_device", "model_facts"]
+__all__ = ["checkpoint_directory", "load_model", "load_tokenizer", "model_device", "model_facts"]
 
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
-_HUB_TIMEOUT_S = 10.0
+_HUB_TIMEOUT_S = 5.0
+_HUB_FILES = ("*.json", "*.jinja", "*.model", "*.py", "*.safetensors", "*.txt")
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -53,7 +55,8 @@ def load_model(config: Mapping[str, Any], *, for_training: bool) -> PreTrainedMo
             device is not there; a package that a key needs is not installed.
     """
     name, trust = config["model_name"], config.get("trust_remote_code", False)
-    settings = _check_remote_code(name, _read_config(name), trust)
+    directory = checkpoint_directory(name)
+    settings = _check_remote_code(name, _read_json(directory / "config.json"), trust)
     device = _device(config)
     arguments: dict[str, Any] = {
         "dtype": _dtype(config, for_training),
@@ -63,7 +66,7 @@ def load_model(config: Mapping[str, Any], *, for_training: bool) -> PreTrainedMo
     }
     if config.get("attn_implementation"):
         arguments["attn_implementation"] = config["attn_implementation"]
-    model, info = _from_pretrained(_auto_class(settings), name, arguments)
+    model, info = _from_pretrained(_auto_class(settings), directory, arguments)
     _check_complete(name, info)
     if "device_map" not in arguments:
         model = model.to(device)
@@ -80,19 +83,16 @@ def load_tokenizer(
         ConfigError: The checkpoint is missing, its tokenizer is broken, or it wants code that is
             not trusted.
     """
-    directory = Path(model_name)
-    if directory.is_dir():
-        if not any((directory / file).exists() for file in _TOKENIZER_FILES):
-            return None
-        file = directory / "tokenizer_config.json"
-        if file.exists():
-            _check_remote_code(model_name, _read_json(file), trust_remote_code)
-    else:
-        _read_config(model_name)
+    directory = checkpoint_directory(model_name)
+    if not any((directory / file).exists() for file in _TOKENIZER_FILES):
+        return None
+    settings = directory / "tokenizer_config.json"
+    if settings.exists():
+        _check_remote_code(model_name, _read_json(settings), trust_remote_code)
     try:
         with _quiet():
             tokenizer: PreTrainedTokenizerBase = transformers.AutoTokenizer.from_pretrained(
-                model_name, trust_remote_code=trust_remote_code
+                directory, trust_remote_code=trust_remote_code
             )
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ConfigError(
@@ -182,32 +182,50 @@ def _context_length(text: Any, config: Mapping[str, Any]) -> int:
     return int(length)
 
 
-def _read_config(name: str) -> dict[str, Any]:
-    """The checkpoint's ``config.json``, from its directory or the hub."""
+def checkpoint_directory(name: str) -> Path:
+    """The directory of a checkpoint: the name itself, or where the hub's copy of it lies.
+
+    Raises:
+        ConfigError: There is no such directory, and the hub does not give us such a model.
+    """
     directory = Path(name)
-    if directory.is_dir():
-        file = directory / "config.json"
-        if not file.exists():
+    if not directory.is_dir():
+        if not _HUB_NAME.fullmatch(name) or name.startswith("."):
             raise ConfigError(
-                f"{name} is not a Hugging Face checkpoint: it has no config.json",
-                fix="point model_name at the directory that save_pretrained wrote",
+                f"the model directory {name} does not exist",
+                fix="set model_name to an existing directory, or to a name on the hub",
                 key="model_name",
             )
-        return _read_json(file)
-    if not _HUB_NAME.fullmatch(name) or name.startswith("."):
+        directory = _from_hub(name)
+    if not (directory / "config.json").exists():
         raise ConfigError(
-            f"the model directory {name} does not exist",
-            fix="set model_name to an existing directory, or to a name on the hub",
+            f"{name} is not a Hugging Face checkpoint: it has no config.json",
+            fix="point model_name at the directory that save_pretrained wrote",
             key="model_name",
         )
+    return directory
+
+
+def _from_hub(name: str) -> Path:
+    """Downloads what is missing; one quick question tells whether the hub is there at all."""
+    unreachable: Exception | None = None
     try:
-        return _read_json(Path(hf_hub_download(name, "config.json", etag_timeout=_HUB_TIMEOUT_S)))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
+        HfApi().model_info(name, timeout=_HUB_TIMEOUT_S)
+    except (HfHubHTTPError, OfflineModeIsEnabled, httpx.HTTPError) as error:
+        unreachable = error
+    try:
+        return Path(
+            snapshot_download(
+                name, allow_patterns=list(_HUB_FILES), local_files_only=unreachable is not None
+            )
+        )
+    except (HfHubHTTPError, LocalEntryNotFoundError, httpx.HTTPError, OSError) as error:
+        cause = unreachable or error
         raise ConfigError(
-            f"{name} is neither a directory nor a model that the hub gives us: {error}",
+            f"{name} is neither a directory nor a model that the hub gives us: {cause}",
             fix="check the name, or set model_name to a local directory",
             key="model_name",
-        ) from error
+        ) from cause
 
 
 def _read_json(file: Path) -> dict[str, Any]:
@@ -312,14 +330,19 @@ def _auto_class(settings: Mapping[str, Any]) -> Any:
     return transformers.AutoModelForCausalLM
 
 
-def _from_pretrained(auto_class: Any, name: str, arguments: dict[str, Any]) -> tuple[Any, Any]:
+def _from_pretrained(
+    auto_class: Any, directory: Path, arguments: dict[str, Any]
+) -> tuple[Any, Any]:
     try:
         with _quiet():
-            model, info = auto_class.from_pretrained(name, output_loading_info=True, **arguments)
+            model, info = auto_class.from_pretrained(
+                directory, output_loading_info=True, ignore_mismatched_sizes=True, **arguments
+            )
     except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
         raise ConfigError(
-            f"the model {name} cannot be loaded: {error}",
-            fix="check that the directory is a complete checkpoint of a causal language model",
+            f"the model {directory} cannot be loaded: {error}",
+            fix="check that it is a complete checkpoint, and what device_map and "
+            "attn_implementation ask for",
             key="model_name",
         ) from error
     return model, info
@@ -327,7 +350,7 @@ def _from_pretrained(auto_class: Any, name: str, arguments: dict[str, Any]) -> t
 
 def _check_complete(name: str, info: Mapping[str, Any]) -> None:
     """Weights that a checkpoint lacks would be random numbers."""
-    wrong = sorted(str(key) for kind in ("missing_keys", "mismatched_keys") for key in info[kind])
+    wrong = sorted([*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])])
     if wrong:
         more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
         raise ConfigError(
