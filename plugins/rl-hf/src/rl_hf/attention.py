@@ -1,0 +1,88 @@
+"""Attention over sequences laid end to end in one row, without a mask of row times row.
+
+transformers hands a four-dimensional ``attention_mask`` to the attention function as it is. The
+mask of a packed row is therefore simply the list of its sequences' lengths, ``[1, 1, 1, n]``, and
+attention is causal within each of them. Any other mask goes to torch's fused attention as usual.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import nn
+    from transformers import PreTrainedModel
+
+__all__ = ["SEGMENTS", "segment_mask", "uses_segments"]
+
+#: Name of the implementation among those of transformers.
+SEGMENTS = "rl_hf_segments"
+
+#: Kinds of layers that are causal within a segment, with or without a window.
+KNOWN_LAYERS = {"full_attention", "sliding_attention"}
+
+
+def segment_mask(lengths: Sequence[int]) -> torch.Tensor:
+    """``[1, 1, 1, n]`` int64 on the CPU, for a row made of sequences of these lengths."""
+    return torch.tensor(lengths, dtype=torch.int64).view(1, 1, 1, -1)
+
+
+def uses_segments(model: PreTrainedModel) -> bool:
+    """Switches a model with torch's fused attention to segments; False if it keeps its own.
+
+    Models with another implementation, or with layers of another kind, tell packed sequences
+    apart by their restarting positions.
+    """
+    config = model.config
+    if getattr(config, "_attn_implementation", None) != "sdpa":
+        return getattr(config, "_attn_implementation", None) == SEGMENTS
+    if not set(getattr(config, "layer_types", None) or ()) <= KNOWN_LAYERS:
+        return False
+    if not model._can_set_attn_implementation():
+        return False
+    model.set_attn_implementation(SEGMENTS)
+    return True
+
+
+def segment_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """An attention function of transformers; ``query`` is ``[b, heads, tokens, head_dim]``."""
+    if attention_mask is None or attention_mask.dtype != torch.int64:
+        output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+        return output, None
+    lengths: list[int] = attention_mask.flatten().tolist()
+    window = options.get("sliding_window")
+    parts = [
+        sdpa_attention_forward(module, q, k, v, _window_mask(q, window), **options)[0]
+        for q, k, v in zip(
+            query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True
+        )
+    ]
+    return torch.cat(parts, dim=1), None
+
+
+def _window_mask(query: torch.Tensor, window: int | None) -> torch.Tensor | None:
+    """None where causal attention alone is right, which the fused kernel does without a mask."""
+    tokens = query.shape[2]
+    if window is None or tokens <= window:
+        return None
+    positions = torch.arange(tokens, device=query.device)
+    distance = positions[:, None] - positions
+    return ((distance >= 0) & (distance < window))[None, None]
+
+
+AttentionInterface.register(SEGMENTS, segment_attention)
+AttentionMaskInterface.register(SEGMENTS, sdpa_mask)
