@@ -22,7 +22,7 @@ from rl_core.errors import (
     PluginError,
 )
 from rl_core.plugins.manifest import CONTRACT_VERSION, BackendManifest
-from rl_core.plugins.validation import is_reference, manifest_problems
+from rl_core.plugins.validation import is_importable, manifest_problems
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -66,7 +66,7 @@ class Provider:
         name: What the entry point provides, such as ``"vllm"``.
         distribution: The distribution that declares it.
         version: The distribution's version.
-        value: ``"module:attribute"``.
+        value: ``"module:attribute"``, or ``"module"`` where the group takes modules.
         group: The entry-point group.
         location: The directory on the path that holds the distribution's metadata.
         problem: Why the metadata cannot be used, or "".
@@ -170,7 +170,7 @@ def _entry_points(dist: Distribution, group: str) -> Iterator[Provider]:
         return
     for entry_point in entry_points:
         value = entry_point.value
-        problem = "" if is_reference(value) else f"its entry point {value!r} is no reference"
+        problem = "" if is_importable(value) else f"its entry point {value!r} is no reference"
         yield Provider(entry_point.name, *facts, value, group, _location(dist), problem)
 
 
@@ -200,7 +200,7 @@ def _location(dist: Distribution) -> str:
 
 
 def load_object(reference: str, provider: Provider | None = None) -> Any:
-    """Imports ``"module:attribute"``.
+    """Imports ``"module:attribute"``, or ``"module"``.
 
     Args:
         reference: Where the object is.
@@ -213,7 +213,7 @@ def load_object(reference: str, provider: Provider | None = None) -> Any:
     module, _, attribute = reference.partition(":")
     try:
         found = importlib.import_module(module)
-        for part in attribute.split("."):
+        for part in attribute.split(".") if attribute else ():
             found = getattr(found, part)
         return found
     except (Exception, SystemExit) as error:

@@ -117,12 +117,15 @@ def _manager() -> tuple[pluggy.PluginManager, tuple[PluginError, ...]]:
     manager.add_hookspecs(HookSpecs)
     broken: list[PluginError] = []
     for provider in providers(HOOKS):
+        name = f"{provider} ({provider.name})"
         try:
-            plugin = load_object(provider.value, provider)
-            manager.register(plugin, name=f"{provider} ({provider.name})")
+            manager.register(load_object(provider.value, provider), name=name)
+            manager.check_pending()
         except PluginError as error:
             broken.append(error)
         except (ValueError, pluggy.PluginValidationError) as error:
+            if manager.has_plugin(name):
+                manager.unregister(name=name)
             text = f"{provider}: its hooks cannot be registered: {error}"
             broken.append(provider.error(PluginError, text, fix="report this to its authors"))
     return manager, tuple(broken)

@@ -18,7 +18,7 @@ from rl_core.plugins.manifest import (
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["is_reference", "manifest_problems"]
+__all__ = ["is_importable", "manifest_problems"]
 
 _CAPABILITIES: dict[str, tuple[str, ...]] = {
     "generation": GENERATION_CAPABILITIES,
@@ -26,11 +26,11 @@ _CAPABILITIES: dict[str, tuple[str, ...]] = {
 }
 
 
-def is_reference(value: Any) -> bool:
-    """Whether the value is ``"module:attribute"``."""
-    if not isinstance(value, str) or value.count(":") != 1:
+def is_importable(value: Any) -> bool:
+    """Whether the value is ``"module:attribute"`` or ``"module"``."""
+    if not isinstance(value, str):
         return False
-    return all(part.isidentifier() for part in value.replace(":", ".").split("."))
+    return all(part.isidentifier() for part in value.replace(":", ".", 1).split("."))
 
 
 def manifest_problems(manifest: BackendManifest, name: str) -> list[str]:
@@ -68,7 +68,7 @@ def _reference_problems(field: str, references: Mapping[Kind, str]) -> Iterator[
     for kind, reference in references.items():
         if kind not in _CAPABILITIES:
             yield f"{field} has the unknown kind {kind!r}"
-        if not is_reference(reference):
+        if not is_importable(reference) or ":" not in reference:
             yield f"{field}[{kind!r}] is {reference!r}, not 'module:attribute'"
 
 

@@ -1,0 +1,267 @@
+"""Listing finds what is installed, imports as little as it can, and never raises."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from rl_core.errors import (
+    BrokenPluginError,
+    ConfigError,
+    IncompatiblePluginError,
+    MissingEngineError,
+)
+from rl_core.plugins.discovery import (
+    BACKENDS,
+    GROUPS,
+    BackendListing,
+    check_engine,
+    list_backends,
+    load_manifest,
+    load_object,
+    providers,
+    site_packages,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from conftest import Install
+
+
+def toys() -> list[BackendListing]:
+    return [listing for listing in list_backends() if listing.provider.name == "toy"]
+
+
+def toy() -> BackendListing:
+    (listing,) = toys()
+    return listing
+
+
+def test_providers_come_from_metadata_without_importing_the_plugin(install: Install) -> None:
+    install.toy()
+    (found,) = [p for p in providers(BACKENDS) if p.name == "toy"]
+    assert (found.distribution, found.version) == ("rl-toy", "1.0")
+    assert found.value == "toy.manifest:BACKEND"
+    assert found.qualified_name == "rl-toy:toy"
+    assert "toy" not in sys.modules
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_every_group_is_listed(install: Install, group: str) -> None:
+    install("rl-thing", {group: {"thing": "thing.module:THING"}})
+    assert "rl-thing:thing" in [p.qualified_name for p in providers(group)]
+
+
+def test_entry_points_of_other_groups_are_left_out(install: Install) -> None:
+    install("rl-thing", {"console_scripts": {"thing": "thing:main"}, BACKENDS: {"x": "x:X"}})
+    found = [p for p in providers(BACKENDS) if p.distribution == "rl-thing"]
+    assert [p.name for p in found] == ["x"]
+
+
+def test_whole_backend_is_ready_with_its_engine(install: Install) -> None:
+    install.toy()
+    listing = toy()
+    assert listing.status == "ready"
+    assert listing.engine.startswith("pluggy ")
+    assert listing.manifest is not None
+    assert listing.manifest.kinds == ("generation",)
+    assert "toy.backend" not in sys.modules
+
+
+def test_absent_engine_is_listed_with_the_command_that_installs_it(install: Install) -> None:
+    install.toy(engine="EngineRequirement(('no-such-engine',), '>=2', extra='engine')")
+    listing = toy()
+    assert listing.status == "no engine"
+    assert isinstance(listing.error, MissingEngineError)
+    assert listing.error.fix == 'pip install "rl-toy[engine]"'
+
+
+def test_engine_out_of_range_names_both_versions(install: Install) -> None:
+    install.toy(engine="EngineRequirement(('pluggy',), '>=90,<91')")
+    listing = toy()
+    assert listing.status == "no engine"
+    assert listing.engine.startswith("pluggy ")
+    with pytest.raises(MissingEngineError, match=r"needs pluggy >=90,<91; \d") as caught:
+        check_engine(listing.provider, load_manifest(listing.provider))
+    assert caught.value.fix == 'pip install "pluggy>=90,<91"'
+
+
+def test_second_name_of_an_engine_counts(install: Install) -> None:
+    install.toy(engine="EngineRequirement(('no-such-engine', 'pluggy'), '>=1')")
+    assert toy().status == "ready"
+
+
+def test_local_and_pre_release_versions_are_in_range(install: Install) -> None:
+    install("toy-engine", {}, version="2.1.0rc1+cpu")
+    install.toy(engine="EngineRequirement(('toy-engine',), '>=2,<3')")
+    assert toy().engine == "toy-engine 2.1.0rc1+cpu"
+
+
+@pytest.mark.parametrize(
+    ("source", "cause"),
+    [
+        ("import no_such_module", "ModuleNotFoundError: No module named 'no_such_module'"),
+        ("raise SystemExit(3)", "SystemExit: 3"),
+        ("def", "SyntaxError"),
+        ("", "AttributeError"),
+        ("BACKEND = {'name': 'toy'}", "of type dict, not a BackendManifest"),
+    ],
+)
+def test_broken_manifest_is_listed_with_its_cause(
+    install: Install, source: str, cause: str
+) -> None:
+    install("rl-toy", {BACKENDS: {"toy": "bad:BACKEND"}}, {"bad": source}, version="1.2")
+    listing = toy()
+    assert listing.status == "broken"
+    assert isinstance(listing.error, BrokenPluginError)
+    assert "rl-toy 1.2" in listing.error.message
+    assert cause in listing.error.message
+    assert "rl-toy" in (listing.error.fix or "")
+
+
+@pytest.mark.parametrize(
+    ("field", "expression", "problem"),
+    [
+        ("name", "'other'", "its name is 'other' but its entry point is 'toy'"),
+        ("summary", "''", "the summary is empty"),
+        ("factories", "{}", "factories is empty"),
+        ("factories", "['toy.backend:Toy']", "factories is of type list, not a mapping"),
+        ("factories", "{'generation': 'toy.backend'}", "not 'module:attribute'"),
+        ("factories", "{'reward': 'toy.backend:Toy'}", "unknown kind 'reward'"),
+        ("configs", "{}", "configs and factories have different kinds"),
+        ("capabilities", "{}", "capabilities and factories have different kinds"),
+        ("capabilities", "{'generation': {}}", "does not declare async_generation, collective"),
+        ("capabilities", "{'generation': None}", "is not a mapping"),
+        ("capabilities", "{'generation': {'fly': Capability('full')}}", "the unknown fly"),
+        ("capabilities", "{'generation': {'sleep': 'full'}}", "'sleep' is 'full', not a"),
+        ("capabilities", "{'generation': {'sleep': Capability('some')}}", "of a known level"),
+        (
+            "capabilities",
+            "{'generation': {'sleep': Capability('versioned', engine='new')}}",
+            "names no engine range: 'new'",
+        ),
+        ("engine", "None", "not an EngineRequirement"),
+        ("engine", "EngineRequirement((), '>=1')", "at least one name"),
+        ("engine", "EngineRequirement('pluggy', '>=1')", "at least one name"),
+        ("engine", "EngineRequirement(('pluggy',), 'new')", "not a PEP 440 range"),
+        ("engine", "EngineRequirement(('pluggy',), '')", "not a PEP 440 range"),
+    ],
+)
+def test_incomplete_manifest_is_broken_and_says_why(
+    install: Install, field: str, expression: str, problem: str
+) -> None:
+    install.toy(**{field: expression})
+    listing = toy()
+    assert listing.status == "broken"
+    assert problem in str(listing.error)
+
+
+@pytest.mark.parametrize(("contract", "upgrade"), [("2.0", "rl-core"), ("0.9", "rl-toy")])
+def test_other_contract_version_names_what_to_upgrade(
+    install: Install, contract: str, upgrade: str
+) -> None:
+    install.toy(contract=repr(contract))
+    listing = toy()
+    assert listing.status == "incompatible"
+    assert isinstance(listing.error, IncompatiblePluginError)
+    assert listing.error.fix == f'pip install --upgrade "{upgrade}"'
+
+
+def test_newer_minor_version_of_the_contract_is_compatible(install: Install) -> None:
+    install.toy(contract="'1.99'")
+    assert toy().status == "ready"
+
+
+def test_two_providers_of_one_name_are_both_listed(install: Install) -> None:
+    install.toy("rl-toy")
+    install.toy("rl-toy-two")
+    assert [listing.duplicates for listing in toys()] == [("rl-toy-two",), ("rl-toy",)]
+
+
+def test_copy_further_down_the_path_is_shadowed(
+    install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = install.toy()
+    older = tmp_path / "older"
+    (older / info.name).mkdir(parents=True)
+    for file in info.iterdir():
+        (older / info.name / file.name).write_text(file.read_text())
+    monkeypatch.setattr(sys, "path", [*sys.path, str(older)])
+    assert len(toys()) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (b"[rl_core.backends]\nnot a line\n", "malformed"),
+        (b"[rl_core.backends]\nx = not valid!\n", "no reference"),
+        (b"[rl_core.backends]\nx = sys\n", "of type module, not a BackendManifest"),
+        (b"\xff\xfe[rl_core.backends]", "cannot be read"),
+    ],
+)
+def test_malformed_entry_points_are_listed_as_broken(
+    install: Install, text: bytes, problem: str
+) -> None:
+    info = install("rl-mess", {})
+    (info / "entry_points.txt").write_bytes(text)
+    (listing,) = [item for item in list_backends() if item.provider.distribution == "rl-mess"]
+    assert listing.status == "broken"
+    assert problem in str(listing.error)
+
+
+def test_distribution_without_metadata_is_still_listed(install: Install) -> None:
+    info = install("rl-bare", {BACKENDS: {"bare": "bare:BACKEND"}})
+    (info / "METADATA").unlink()
+    (listing,) = [item for item in list_backends() if item.provider.name == "bare"]
+    assert listing.provider.distribution == "unknown"
+    assert listing.status == "broken"
+
+
+def test_other_environment_is_read_by_metadata_alone(install: Install, tmp_path: Path) -> None:
+    root = install.toy().parent
+    elsewhere = tmp_path / "env" / "lib" / "python3.11" / "site-packages"
+    elsewhere.parent.mkdir(parents=True)
+    root.rename(elsewhere)
+    (listing,) = list_backends(site_packages(str(tmp_path / "env")))
+    assert listing.status == "not read"
+    assert listing.provider.qualified_name == "rl-toy:toy"
+    assert "toy" not in sys.modules
+
+
+def test_environment_that_does_not_exist_is_a_config_error() -> None:
+    with pytest.raises(ConfigError, match="no environment at 'nowhere'"):
+        site_packages("nowhere")
+
+
+def test_original_exception_is_the_cause_of_a_broken_plugin(install: Install) -> None:
+    install("rl-toy", {BACKENDS: {"toy": "bad:BACKEND"}}, {"bad": "1 / 0"})
+    with pytest.raises(BrokenPluginError) as caught:
+        load_manifest(toy().provider)
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
+def test_nested_attributes_are_loaded() -> None:
+    assert load_object("sys:version_info.major") == sys.version_info.major
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import rl_core",
+        "import rl_core; rl_core.GenerationConfig, rl_core.ConfigError, rl_core.__version__",
+        "from rl_core.plugins.discovery import list_backends; list_backends()",
+        "import rl_core.cli, rl_core.cli.backends",
+        "from rl_core import create_generation, create_policy",
+    ],
+)
+def test_light_uses_import_neither_torch_nor_ray_nor_an_engine(code: str) -> None:
+    heavy = "('torch', 'ray', 'transformers', 'numpy', 'zmq')"
+    check = f"import sys; bad = [m for m in {heavy} if m in sys.modules]; sys.exit(str(bad or ''))"
+    result = subprocess.run(
+        [sys.executable, "-c", f"{code}\n{check}"], capture_output=True, text=True, timeout=60
+    )
+    assert result.stderr.strip() == ""

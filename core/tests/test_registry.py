@@ -1,0 +1,307 @@
+"""A name means exactly one backend or raises; hooks and the factory build on that."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from rl_core.errors import (
+    AmbiguousBackendError,
+    BackendNotFoundError,
+    BrokenPluginError,
+    ConfigError,
+    IncompatiblePluginError,
+    MissingEngineError,
+    PluginError,
+)
+from rl_core.plugins.discovery import BACKENDS, HOOKS
+from rl_core.plugins.doctor import diagnose
+from rl_core.plugins.factory import create_generation, create_policy
+from rl_core.plugins.hookspecs import (
+    Finding,
+    doctor_findings,
+    emit,
+    map_weight_name,
+    validate_config,
+    worker_environment,
+)
+from rl_core.plugins.registry import find_backend, resolve
+
+if TYPE_CHECKING:
+    from conftest import Install
+
+CONFIG = {"backend": "toy", "model_name": "m"}
+NO_ENGINE = "EngineRequirement(('no-such-engine',), '>=2', extra='engine')"
+HOOK = "from rl_core.plugins.hookspecs import Finding, hookimpl\n\n@hookimpl\n"
+
+
+def hooks(install: Install, source: str, name: str = "rl-hooks") -> None:
+    module = name.replace("-", "_")
+    install(name, {HOOKS: {"hooks": module}}, {module: HOOK + source})
+
+
+# -- the registry ----------------------------------------------------------------------------------
+
+
+def test_name_resolves_to_its_manifest(install: Install) -> None:
+    install.toy()
+    assert resolve("toy", "generation").summary == "A toy."
+
+
+def test_qualified_name_resolves_too(install: Install) -> None:
+    install.toy()
+    assert resolve("rl-toy:toy") is resolve("RL_Toy:toy")
+
+
+def test_unknown_name_suggests_the_nearest_and_lists_what_is_there(install: Install) -> None:
+    install.toy()
+    with pytest.raises(BackendNotFoundError, match=r"'tyo'; installed are: .*toy") as caught:
+        resolve("tyo")
+    assert caught.value.fix == "write 'toy'"
+
+
+def test_unknown_name_like_no_other_suggests_the_distribution() -> None:
+    with pytest.raises(BackendNotFoundError) as caught:
+        resolve("qqqqqq")
+    assert caught.value.fix == 'pip install "rl-qqqqqq"'
+
+
+def test_unknown_distribution_suggests_the_one_that_provides_the_name(install: Install) -> None:
+    install.toy()
+    with pytest.raises(BackendNotFoundError) as caught:
+        resolve("rl-other:toy")
+    assert caught.value.fix == "write 'rl-toy:toy'"
+
+
+def test_kind_that_is_not_offered_is_not_found(install: Install) -> None:
+    install.toy()
+    with pytest.raises(BackendNotFoundError, match="offers generation, not policy"):
+        resolve("toy", "policy")
+
+
+def test_two_providers_are_ambiguous_until_one_is_named(install: Install) -> None:
+    install.toy("rl-toy")
+    install.toy("rl-toy-two", summary="'The second.'")
+    with pytest.raises(AmbiguousBackendError) as caught:
+        find_backend("toy")
+    assert caught.value.details["candidates"] == ["rl-toy:toy", "rl-toy-two:toy"]
+    assert resolve("rl-toy-two:toy").summary == "The second."
+
+
+def test_broken_backend_raises_with_its_cause_and_never_falls_back(install: Install) -> None:
+    install("rl-toy", {BACKENDS: {"toy": "bad:BACKEND"}}, {"bad": "1 / 0"})
+    with pytest.raises(BrokenPluginError) as caught:
+        resolve("toy")
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    assert caught.value.details["distribution"] == "rl-toy"
+    assert caught.value.details["version"] == "1.0"
+
+
+def test_incompatible_backend_raises(install: Install) -> None:
+    install.toy(contract="'2.0'")
+    with pytest.raises(IncompatiblePluginError, match=r"version 2\.0 of the contract"):
+        resolve("toy")
+
+
+def test_engine_is_asked_for_only_where_the_backend_runs(install: Install) -> None:
+    install.toy(engine=NO_ENGINE)
+    assert resolve("toy").name == "toy"
+    with pytest.raises(MissingEngineError, match="needs no-such-engine >=2"):
+        resolve("toy", engine=True)
+
+
+# -- the factory -----------------------------------------------------------------------------------
+
+
+def test_embedded_backend_gets_its_checked_configuration(install: Install) -> None:
+    install.toy()
+    backend: Any = create_generation(CONFIG | {"toy_size": 3, "top_p": 1})
+    assert type(backend).__module__ == "toy.backend"
+    assert backend.config == CONFIG | {"toy_size": 3, "top_p": 1}
+
+
+def test_configuration_is_refused_before_the_backend_is_imported(install: Install) -> None:
+    import sys
+
+    install.toy()
+    with pytest.raises(ConfigError, match="generation backend 'toy': unknown key 'toy_sise'"):
+        create_generation(CONFIG | {"toy_sise": 3})
+    assert "toy.backend" not in sys.modules
+
+
+def test_missing_engine_is_refused_with_the_pip_command(install: Install) -> None:
+    install.toy(engine=NO_ENGINE)
+    with pytest.raises(MissingEngineError) as caught:
+        create_generation(CONFIG)
+    assert caught.value.fix == 'pip install "rl-toy[engine]"'
+
+
+def test_configuration_without_a_backend_lists_those_installed(install: Install) -> None:
+    install.toy()
+    with pytest.raises(ConfigError, match=r"names no backend \(installed: .*toy"):
+        create_generation({"model_name": "m"})
+
+
+def test_policy_is_not_built_from_a_generation_backend(install: Install) -> None:
+    install.toy()
+    with pytest.raises(BackendNotFoundError, match="not policy"):
+        create_policy(CONFIG)
+
+
+def test_factory_that_cannot_be_imported_is_a_broken_plugin(install: Install) -> None:
+    install.toy(factories="{'generation': 'toy.nowhere:Toy'}")
+    with pytest.raises(BrokenPluginError, match=r"rl-toy 1\.0: cannot load 'toy\.nowhere:Toy'"):
+        create_generation(CONFIG)
+
+
+def test_configuration_that_is_no_typed_dict_is_a_broken_plugin(install: Install) -> None:
+    install.toy(configs="{'generation': 'toy.backend:Toy'}")
+    with pytest.raises(BrokenPluginError, match="not a TypedDict"):
+        create_generation(CONFIG)
+
+
+def test_embedded_environment_leaves_what_the_user_exported(
+    install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install.toy(environment="{'TOY_EXPORTED': 'manifest', 'TOY_OPEN': 'manifest'}")
+    monkeypatch.setenv("TOY_EXPORTED", "user")
+    monkeypatch.setenv("TOY_OPEN", "restored by monkeypatch")
+    monkeypatch.delenv("TOY_OPEN")
+    create_generation(CONFIG)
+    assert (os.environ["TOY_EXPORTED"], os.environ["TOY_OPEN"]) == ("user", "manifest")
+
+
+# -- hooks -----------------------------------------------------------------------------------------
+
+
+def test_hook_can_refuse_a_configuration_under_its_own_name(install: Install) -> None:
+    install.toy()
+    hooks(
+        install,
+        "def validate_config(config, kind):\n"
+        "    from rl_core.errors import ConfigError\n"
+        "    raise ConfigError(f'{kind} is closed', fix='wait', key='backend')\n",
+    )
+    with pytest.raises(ConfigError, match=r"rl-hooks 1\.0 \(hooks\): generation is closed") as it:
+        create_generation(CONFIG)
+    assert it.value.fix == "wait"
+
+
+def test_hook_that_raises_is_reported_under_its_plugins_name(install: Install) -> None:
+    install.toy()
+    hooks(install, "def validate_config():\n    1 / 0\n")
+    with pytest.raises(PluginError, match=r"rl-hooks 1\.0 .* validate_config raised Zero") as it:
+        validate_config(CONFIG, "generation", resolve("toy"))
+    assert isinstance(it.value.__cause__, ZeroDivisionError)
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["import no_such_module\n", "def no_such_hook(): pass\n", "def on_event(wrong): pass\n"],
+)
+def test_broken_hook_plugin_is_not_passed_over(install: Install, source: str) -> None:
+    install.toy()
+    install("rl-hooks", {HOOKS: {"hooks": "bad_hooks"}}, {"bad_hooks": HOOK + source})
+    with pytest.raises((PluginError, BrokenPluginError), match=r"rl-hooks 1\.0"):
+        create_generation(CONFIG)
+
+
+def test_hook_environment_goes_on_top_of_the_manifests(install: Install) -> None:
+    install.toy(environment="{'A': 'manifest', 'B': 'manifest'}")
+    hooks(install, "def worker_environment(kind):\n    return {'B': kind}\n")
+    environment = worker_environment(CONFIG, "generation", resolve("toy"))
+    assert environment == {"A": "manifest", "B": "generation"}
+
+
+def test_plugins_that_disagree_on_a_variable_are_both_named(install: Install) -> None:
+    install.toy()
+    for name in ("rl-one", "rl-two"):
+        hooks(install, f"def worker_environment():\n    return {{'A': '{name}'}}\n", name)
+    with pytest.raises(PluginError, match=r"variable A: rl-one .* sets 'rl-one', rl-two"):
+        worker_environment(CONFIG, "generation", resolve("toy"))
+
+
+def test_weight_names_pass_through_every_mapper(install: Install) -> None:
+    install.toy()
+    for name in ("rl-one", "rl-two"):
+        hooks(install, f"def weight_name_mappers():\n    return lambda n: n + '.{name}'\n", name)
+    assert map_weight_name("w", resolve("toy")) == "w.rl-one.rl-two"
+
+
+def test_events_reach_every_plugin_although_one_raises(
+    install: Install, caplog: pytest.LogCaptureFixture
+) -> None:
+    hooks(install, "def on_event():\n    1 / 0\n", "rl-one")
+    hooks(install, "def on_event(event):\n    event.data['seen'].append(event.name)\n", "rl-two")
+    seen: list[str] = []
+    with caplog.at_level(logging.ERROR):
+        emit("refit.committed", seen=seen)
+    assert seen == ["refit.committed"]
+    assert "rl-one 1.0 (hooks) failed to observe refit.committed" in caplog.text
+    assert "ZeroDivisionError" in caplog.text
+
+
+def test_doctor_asks_every_plugin_and_reports_the_one_that_raises(install: Install) -> None:
+    hooks(install, "def doctor_checks():\n    1 / 0\n", "rl-one")
+    hooks(install, "def doctor_checks():\n    return [Finding('ok', 'gpu', 'x')]\n", "rl-two")
+    findings = doctor_findings()
+    assert Finding("ok", "gpu", "x") in findings
+    assert any("rl-one 1.0" in f.text for f in findings if f.level == "error")
+
+
+# -- the doctor ------------------------------------------------------------------------------------
+
+
+def texts(name: str | None, level: str) -> str:
+    return "\n".join(finding.text for finding in diagnose(name) if finding.level == level)
+
+
+def test_doctor_finds_nothing_wrong_with_a_whole_backend(install: Install) -> None:
+    install.toy()
+    assert {finding.level for finding in diagnose("toy")} == {"ok"}
+
+
+def test_doctor_tolerates_a_missing_engine_unless_asked_for_the_backend(install: Install) -> None:
+    install.toy(engine=NO_ENGINE)
+    assert "needs no-such-engine" in texts(None, "warning")
+    assert "needs no-such-engine" in texts("toy", "error")
+
+
+def test_doctor_finds_a_manifest_that_imports_an_engine(install: Install) -> None:
+    install("ray-double", {}, {"sglang": ""})  # a test double of an engine's package
+    install.toy()
+    path = install.root / "toy" / "__init__.py"
+    path.write_text("import sglang")
+    assert "loading its manifest imports sglang" in texts("toy", "error")
+
+
+@pytest.mark.parametrize(
+    ("field", "expression", "finding"),
+    [
+        ("factories", "{'generation': 'toy.nowhere:Toy'}", "factory toy.nowhere:Toy has no such"),
+        ("configs", "{'generation': 'toy.config:Nothing'}", "cannot load 'toy.config:Nothing'"),
+        ("configs", "{'generation': 'toy.backend:Toy'}", "toy.backend:Toy is no TypedDict"),
+        ("engine", "EngineRequirement(('pluggy',), '>=1', extra='gone')", "the extra 'gone'"),
+    ],
+)
+def test_doctor_finds_what_the_manifest_promises_and_lacks(
+    install: Install, field: str, expression: str, finding: str
+) -> None:
+    install.toy(**{field: expression})
+    assert finding in texts("toy", "error")
+
+
+def test_doctor_finds_two_plugins_with_one_command(install: Install) -> None:
+    for name in ("rl-one", "rl-two"):
+        install(name, {"rl_core.commands": {"serve": "one:app"}})
+    assert "several plugins provide it in rl_core.commands: rl-one 1.0, rl-two" in texts(
+        None, "error"
+    )
+
+
+def test_doctor_refuses_a_name_that_nothing_provides() -> None:
+    with pytest.raises(BackendNotFoundError):
+        diagnose("qqqqqq")
