@@ -1,0 +1,1 @@
+"""Runnable examples: ``python -m examples.grpo`` and ``python -m examples.dpo``."""

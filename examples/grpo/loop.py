@@ -1,0 +1,246 @@
+"""The loop itself; everything in it goes through the interfaces, nothing names a backend."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from examples.additions import MAX_NEW_TOKENS, Additions, make_model
+from rl_core import (
+    BatchedDataDict,
+    ColocatablePolicyInterface,
+    GenerationInterface,
+    RayVirtualCluster,
+    create_generation,
+    create_policy,
+    refit,
+    validate_log_probability_consistency,
+)
+from rl_losses import GRPOLossFn, NLLLossFn, grpo_advantages
+
+Show = Callable[[str, int, float], None]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One run. ``model`` None makes a tiny checkpoint; the rest is as the options say."""
+
+    policy: str
+    generation: str
+    model: Path | None
+    steps: int
+    warmup: int
+    prompts: int
+    samples: int
+    seed: int
+    embedded: bool
+    updates: int = 8
+    learning_rate: float = 2e-4
+    kl_penalty: float = 0.001
+
+
+@dataclass
+class Step:
+    """Figures of one GRPO step; times in seconds."""
+
+    reward: float
+    loss: float
+    kl: float
+    logprob_error: float
+    consistent: bool
+    refit_gb_per_s: float
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class Run:
+    """Figures of one run."""
+
+    settings: Settings
+    reward_before: float = 0.0
+    reward_after: float = 0.0
+    seconds: float = 0.0
+    steps: list[Step] = field(default_factory=list)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {**dataclasses.asdict(self), "settings": vars(self.settings) | {"model": None}}
+
+
+def run(settings: Settings, folder: Path, show: Show) -> Run:
+    """Warms up by example, then improves by reward.
+
+    Args:
+        settings: The run.
+        folder: Where a checkpoint is made.
+        show: Called with phase, step and mean reward.
+    """
+    from transformers import AutoTokenizer
+
+    start = time.perf_counter()
+    result = Run(settings)
+    model = settings.model or make_model(folder / "model", settings.seed)
+    task = Additions(AutoTokenizer.from_pretrained(model), settings.seed)
+    warm = folder / "warm"
+    warm_up(settings, model, task, warm, show)
+    with backends(settings, warm) as (policy, generation):
+        result.reward_before = evaluate(generation, task)
+        for index in range(settings.steps):
+            result.steps.append(grpo_step(settings, policy, generation, task))
+            show("GRPO", index + 1, result.steps[-1].reward)
+        result.reward_after = evaluate(generation, task)
+    result.seconds = time.perf_counter() - start
+    return result
+
+
+def warm_up(settings: Settings, model: Path, task: Additions, path: Path, show: Show) -> None:
+    """Teaches the format and some of the sums by example; the result is GRPO's start."""
+    policy = create_policy(
+        {
+            "backend": settings.policy,
+            "model_name": str(model),
+            "optimizer": {"lr": 1e-3, "weight_decay": 0.0},
+            "train_micro_batch_size": 64,
+            "seed": settings.seed,
+        }
+    )
+    policy.prepare_for_training()
+    for index in range(settings.warmup):
+        metrics = policy.train(task.solved(task.draw(64)), NLLLossFn())
+        show("warm-up", index + 1, metrics["loss"])
+    policy.save_checkpoint(str(path))
+    policy.shutdown()
+
+
+@contextmanager
+def backends(
+    settings: Settings, model: Path
+) -> Iterator[tuple[ColocatablePolicyInterface, GenerationInterface]]:
+    """The trainer in this process, the engine in another (or here, if embedded)."""
+    with ExitStack() as stack:
+        cluster = None
+        if not settings.embedded:
+            cluster = stack.enter_context(RayVirtualCluster([1], name="generation"))
+        generation = create_generation(
+            {
+                "backend": settings.generation,
+                "model_name": str(model),
+                "max_new_tokens": MAX_NEW_TOKENS,
+                "temperature": 1.0,
+                "seed": settings.seed,
+            },
+            cluster,
+        )
+        stack.callback(generation.shutdown)
+        rows = settings.prompts * settings.samples
+        policy = create_policy(
+            {
+                "backend": settings.policy,
+                "model_name": str(model),
+                "temperature": 1.0,
+                "train_global_batch_size": rows // settings.updates,
+                "train_micro_batch_size": rows // settings.updates,
+                "logprob_batch_size": rows,
+                "max_grad_norm": 1.0,
+                "optimizer": {
+                    "lr": settings.learning_rate,
+                    "betas": (0.9, 0.99),
+                    "weight_decay": 0.0,
+                },
+                "scheduler": {"name": "constant", "warmup_steps": 10 * settings.updates},
+                "seed": settings.seed,
+            }
+        )
+        stack.callback(policy.shutdown)
+        yield policy, generation
+
+
+def grpo_step(
+    settings: Settings,
+    policy: ColocatablePolicyInterface,
+    generation: GenerationInterface,
+    task: Additions,
+) -> Step:
+    """Generate, grade, score, train, refit, check."""
+    seconds: dict[str, float] = {}
+    prompts = task.prompts(task.draw(settings.prompts)).repeat_interleave(settings.samples)
+    prompts["seed"] = torch.randint(0, 2**62, (prompts.size,), generator=task.generator)
+    with timed(seconds, "generate"):
+        generation.prepare_for_generation()
+        output = generation.generate(prompts)
+        generation.finish_generation()
+    rewards = task.rewards(output)
+    batch = training_batch(output, rewards, settings.samples)
+    with timed(seconds, "score"):
+        policy.prepare_for_lp_inference()
+        batch["prev_logprobs"] = policy.get_logprobs(batch)["logprobs"]
+        reference = policy.get_reference_policy_logprobs(batch)
+        batch["reference_policy_logprobs"] = reference["reference_logprobs"]
+    with timed(seconds, "train"):
+        policy.prepare_for_training()
+        order = torch.randperm(batch.size, generator=task.generator)
+        loss_fn = GRPOLossFn(
+            ratio_clip_min=0.2,
+            ratio_clip_max=0.28,
+            reference_policy_kl_penalty=settings.kl_penalty,
+        )
+        metrics = policy.train(batch.select_indices(order), loss_fn)
+        policy.finish_training()
+    with timed(seconds, "refit"):
+        report = refit(policy, generation)
+    with timed(seconds, "check"):
+        generation.prepare_for_generation()
+        consistent = validate_log_probability_consistency(policy, generation, prompts.slice(0, 32))
+    error = (batch["prev_logprobs"] - batch["generation_logprobs"]) * batch["token_mask"]
+    return Step(
+        reward=float(rewards.mean()),
+        loss=metrics["loss"],
+        kl=metrics.get("kl", 0.0),
+        logprob_error=float(error.abs().max()),
+        consistent=consistent,
+        refit_gb_per_s=report.gb_per_s,
+        seconds=seconds,
+    )
+
+
+def training_batch(
+    output: BatchedDataDict[Any], rewards: torch.Tensor, samples: int
+) -> BatchedDataDict[Any]:
+    """What the loss needs, from what the engine made."""
+    ends = output["unpadded_sequence_lengths"]
+    starts = ends - output["generation_lengths"]
+    positions = torch.arange(output["output_ids"].shape[1])
+    generated = (positions >= starts[:, None]) & (positions < ends[:, None])
+    return BatchedDataDict(
+        {
+            "input_ids": output["output_ids"],
+            "input_lengths": ends,
+            "token_mask": generated.long(),
+            "sample_mask": torch.ones(len(rewards)),
+            "generation_logprobs": output["logprobs"],
+            "advantages": grpo_advantages(rewards, group_size=samples),
+        }
+    )
+
+
+def evaluate(generation: GenerationInterface, task: Additions, problems: int = 512) -> float:
+    """Mean reward over fresh problems, one sample each."""
+    prompts = task.prompts(task.draw(problems))
+    prompts["seed"] = torch.randint(0, 2**62, (problems,), generator=task.generator)
+    generation.prepare_for_generation()
+    return float(task.rewards(generation.generate(prompts)).mean())
+
+
+@contextmanager
+def timed(seconds: dict[str, float], what: str) -> Iterator[None]:
+    """Adds the block's wall time to ``seconds[what]``."""
+    start = time.perf_counter()
+    yield
+    seconds[what] = seconds.get(what, 0.0) + time.perf_counter() - start

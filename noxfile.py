@@ -1,0 +1,148 @@
+"""Every task of the project. ``nox`` alone runs what CI runs; ``nox -l`` lists the rest."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import nox
+
+nox.needs_version = ">=2024.10"
+nox.options.sessions = ["lint", "types", "tests", "conformance", "wheels"]
+nox.options.reuse_existing_virtualenvs = True
+nox.options.error_on_missing_interpreters = True
+
+ROOT = Path(__file__).parent
+OUT = ROOT / "out"
+CONSTRAINTS = str(ROOT / "constraints.txt")
+CORE, LOSSES, CONFORMANCE = "core", "plugins/rl-losses", "tests/conformance"
+PLUGINS = {"hf": "plugins/rl-hf"}
+DISTRIBUTIONS = [CORE, LOSSES, *PLUGINS.values(), CONFORMANCE]
+TEST_TOOLS = ["pytest", "pytest-cov", "pytest-timeout", "pytest-xdist", "hypothesis", "build"]
+
+
+def install(session: nox.Session, *requirements: str) -> None:
+    """Installs at the versions that CI pins."""
+    session.env["PIP_CONSTRAINT"] = CONSTRAINTS
+    session.install(*requirements)
+
+
+def install_workspace(session: nox.Session, *requirements: str) -> None:
+    """The whole workspace, editable, with every optional part that runs without a GPU."""
+    extras = {CORE: "[ray]", PLUGINS["hf"]: "[lora,device-map]"}
+    editable = [part for path in DISTRIBUTIONS for part in ("-e", path + extras.get(path, ""))]
+    install(session, *editable, *requirements)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Style, import directions, spelling."""
+    install(session, "ruff", "import-linter", "codespell", "typing-extensions")
+    session.install("--no-deps", *[p for path in DISTRIBUTIONS for p in ("-e", path)])
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+    session.run("lint-imports", "--config", "pyproject.toml")
+    session.run("codespell", *session.posargs)
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Mypy --strict on what is typed for others."""
+    install_workspace(session, "mypy")
+    session.run("mypy", *[f"{path}/src" for path in DISTRIBUTIONS])
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """Unit, property, integration and example tests, with coverage."""
+    install_workspace(session, *TEST_TOOLS, "matplotlib")
+    # Two processes with one thread each are faster on two cores than the other way round.
+    session.env["OMP_NUM_THREADS"] = "1"
+    (OUT / "tests").mkdir(parents=True, exist_ok=True)
+    coverage = ["--cov", "--cov-report=term:skip-covered", f"--cov-report=xml:{OUT}/tests/cov.xml"]
+    session.run("pytest", "-n", "2", "--dist", "loadgroup", *coverage, *session.posargs)
+
+
+@nox.session
+@nox.parametrize("plugin", list(PLUGINS), ids=list(PLUGINS))
+def conformance(session: nox.Session, plugin: str) -> None:
+    """The suite against one backend on the CPU, with its reports."""
+    install_workspace(session)
+    session.run("rl", "conformance", "run", plugin, *reports(plugin, "cpu"), *session.posargs)
+
+
+@nox.session(name="conformance-gpu")
+@nox.parametrize("plugin", list(PLUGINS), ids=list(PLUGINS))
+def conformance_gpu(session: nox.Session, plugin: str) -> None:
+    """The suite against one backend on a GPU; without one it reports not_run and fails."""
+    install_workspace(session)
+    session.run("rl", "conformance", "run", plugin, *reports(plugin, "cuda"), *session.posargs)
+
+
+def reports(plugin: str, device: str) -> list[str]:
+    """Options that write every kind of report under ``out/conformance``."""
+    folder = OUT / "conformance"
+    folder.mkdir(parents=True, exist_ok=True)
+    stem = folder / f"{plugin}-{device}"
+    kinds = {"--json": "json", "--junit": "xml", "--markdown": "md", "--html": "html"}
+    options = [part for flag, end in kinds.items() for part in (flag, f"{stem}.{end}")]
+    return ["--device", device, *options]
+
+
+@nox.session
+def quickstart(session: nox.Session) -> None:
+    """A GRPO run that learns to add, with generation in a process of its own."""
+    install_workspace(session, "matplotlib")
+    session.run("python", "-m", "examples.grpo", *session.posargs)
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """Every benchmark, as ratios within one run; JSON under out/bench."""
+    install_workspace(session, "matplotlib", "tensordict")
+    folder = OUT / "bench"
+    folder.mkdir(parents=True, exist_ok=True)
+    for script in sorted((ROOT / "benchmarks").glob("bench_*.py")):
+        session.run("python", str(script), "--json", str(folder / f"{script.stem}.json"))
+
+
+@nox.session
+def wheels(session: nox.Session) -> None:
+    """Builds every wheel and tries them in an environment that has nothing else."""
+    install(session, "build", "hatchling")
+    folder = OUT / "wheels"
+    shutil.rmtree(folder, ignore_errors=True)
+    for path in DISTRIBUTIONS:
+        session.run(
+            "python",
+            "-m",
+            "build",
+            "--wheel",
+            "--no-isolation",
+            "-o",
+            str(folder),
+            path,
+            silent=True,
+        )
+    built = sorted(str(wheel) for wheel in folder.glob("*.whl"))
+    empty = Path(session.create_tmp()) / "empty"
+    shutil.rmtree(empty, ignore_errors=True)
+    session.run("python", "-m", "venv", str(empty))
+    scripts = empty / ("Scripts" if sys.platform == "win32" else "bin")
+    session.run(str(scripts / "pip"), "install", "-q", "-c", CONSTRAINTS, *built, external=True)
+    elsewhere = {**os.environ, "PYTHONPATH": ""}
+    with session.chdir(session.create_tmp()):
+        run = [str(scripts / "rl")]
+        session.run(*run, "backends", "list", external=True, env=elsewhere)
+        session.run(*run, "backends", "doctor", "hf", external=True, env=elsewhere)
+        smoke = ["conformance", "run", "hf", "--smoke"]
+        session.run(*run, *smoke, external=True, env=elsewhere)
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Builds the documentation; a dead link or a missing page is an error."""
+    install_workspace(session, "mkdocs-material", "mkdocstrings[python]")
+    session.run("mkdocs", "build", "--strict", "--site-dir", str(OUT / "site"), *session.posargs)
