@@ -176,9 +176,11 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
 
         Raises:
             MissingKeyError: A batch with rows lacks a key that another has (also a KeyError).
-            DataError: A key's values differ in kind, dtype or trailing shape.
+            DataError: A key's values differ in kind, dtype or trailing shape, or the columns of
+                one batch disagree on its rows.
         """
         pads = pad_value_dict or {}
+        sizes = [common_size(batch) for batch in batches]
         keys = dict.fromkeys(key for batch in batches for key in batch)
         merged = cls()
         for key in keys:
@@ -186,7 +188,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
             for number, batch in enumerate(batches):
                 if key in batch:
                     parts.append(batch[key])
-                elif common_size(batch):
+                elif sizes[number]:
                     raise MissingKeyError(
                         f"batch {number} has no key {key!r}, which other batches have",
                         fix="give every batch the same keys",
@@ -329,7 +331,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
     # -- microbatches --------------------------------------------------------------------------
 
     def make_microbatch_iterator(self, microbatch_size: int) -> Iterator[SlicedDataDict]:
-        """Yields runs of ``microbatch_size`` rows.
+        """Runs of ``microbatch_size`` rows.
 
         Raises:
             DataError: The rows are no multiple of it.
@@ -339,8 +341,8 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
                 f"{self.size} rows are no multiple of the microbatch size {microbatch_size}",
                 fix="use a size that divides the rows",
             )
-        for start in range(0, self.size, microbatch_size):
-            yield self.slice(start, start + microbatch_size)
+        starts = range(0, self.size, microbatch_size)
+        return (self.slice(start, start + microbatch_size) for start in starts)
 
     def get_microbatch_iterator_len(self, microbatch_size: int) -> int:
         """Number of microbatches of :meth:`make_microbatch_iterator`."""
@@ -349,7 +351,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
     def make_microbatch_iterator_with_dynamic_shapes(
         self, sequence_dim: int = 1
     ) -> Iterator[SlicedDataDict]:
-        """Yields the planned microbatches of one global batch, narrowed to their widths.
+        """The planned microbatches of one global batch, narrowed to their widths.
 
         Args:
             sequence_dim: The dim that is narrowed, of all tensors that have it.
@@ -357,23 +359,27 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         Raises:
             LifecycleError: The rows were not sharded with a plan, or hold several global batches.
         """
-        for (start, end), length in zip(*self._plan(), strict=True):
+
+        def narrowed(start: int, end: int, length: int) -> SlicedDataDict:
             microbatch = self.slice(start, end)
             microbatch.truncate_tensors(sequence_dim, length)
-            yield microbatch
+            return microbatch
+
+        indices, lengths = self._plan()
+        planned = zip(indices, lengths, strict=True)
+        return (narrowed(start, end, length) for (start, end), length in planned)
 
     def get_microbatch_iterator_dynamic_shapes_len(self) -> int:
         """Number of planned microbatches."""
         return len(self._plan()[0])
 
     def make_microbatch_iterator_for_packable_sequences(self) -> Iterator[SlicedDataDict]:
-        """Yields the rows of each planned bin, padded as in the batch.
+        """The rows of each planned bin, padded as in the batch.
 
         Raises:
             LifecycleError: The rows were not sharded with a plan, or hold several global batches.
         """
-        for start, end in self._plan()[0]:
-            yield self.slice(start, end)
+        return (self.slice(start, end) for start, end in self._plan()[0])
 
     def get_microbatch_iterator_for_packable_sequences_len(self) -> tuple[int, int]:
         """Number of planned bins, and the tokens in the fullest."""

@@ -36,15 +36,17 @@ def gather_batches(
     device = torch.device("cpu")
     if "nccl" in str(dist.get_backend(group)):
         device = torch.device("cuda", torch.cuda.current_device())
-    world = dist.get_world_size(group)
-    sizes = torch.empty(world, dtype=torch.int64, device=device)
-    dist.all_gather_into_tensor(sizes, torch.tensor([len(frame)], device=device), group=group)
-    longest = int(sizes.max())
-    padded = torch.zeros(longest, dtype=torch.uint8, device=device)
+    sizes = torch.cat(_all_gather(torch.tensor([len(frame)], device=device), group)).tolist()
+    padded = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
     padded[: len(frame)] = frame
-    frames = torch.empty(world, longest, dtype=torch.uint8, device=device)
-    dist.all_gather_into_tensor(frames, padded, group=group)
-    return [_decode(row[:size]) for row, size in zip(frames, sizes.tolist(), strict=True)]
+    frames = _all_gather(padded, group)
+    return [_decode(frame[:size]) for frame, size in zip(frames, sizes, strict=True)]
+
+
+def _all_gather(mine: torch.Tensor, group: dist.ProcessGroup | None) -> list[torch.Tensor]:
+    gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, mine, group=group)
+    return gathered
 
 
 def _encode(data: Mapping[str, Any]) -> torch.Tensor:

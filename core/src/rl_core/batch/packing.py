@@ -267,8 +267,9 @@ def _split_heaviest(bins: Bins, lengths: Lengths, extra: int) -> Bins:
         return bins
     if len(lengths) < len(bins) + extra:
         raise DataError(
-            f"{len(lengths)} sequences cannot fill {len(bins) + extra} bins",
-            fix="use fewer shards or larger batches",
+            f"{len(lengths)} sequences need {len(bins)} bins, and cannot fill the "
+            f"{len(bins) + extra} that would be a multiple",
+            fix="use a multiple of the shards as batch size, or fewer shards",
         )
     bins = list(bins)
     loads = bin_loads(lengths, bins).tolist()

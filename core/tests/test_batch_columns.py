@@ -1,0 +1,411 @@
+"""BatchedDataDict: rows, columns and what must not pass silently."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rl_core.batch import BatchedDataDict, SlicedDataDict, verify_right_padding
+from rl_core.errors import DataError, LifecycleError, MissingKeyError
+from rl_core.interfaces import GenerationDatumSpec
+
+
+def make_batch(rows: int = 6, width: int = 4) -> BatchedDataDict[GenerationDatumSpec]:
+    return BatchedDataDict[GenerationDatumSpec](
+        {
+            "input_ids": torch.arange(rows * width).reshape(rows, width),
+            "input_lengths": torch.arange(rows) % width + 1,
+            "features": torch.arange(rows * width * 2.0).reshape(rows, width, 2),
+            "names": [f"row {row}" for row in range(rows)],
+            "mixed": [(row, {"nested": [row]}) for row in range(rows)],
+        }
+    )
+
+
+def assert_same(left: BatchedDataDict, right: BatchedDataDict) -> None:
+    assert list(left) == list(right)
+    for key, value in left.items():
+        if isinstance(value, torch.Tensor):
+            assert value.dtype == right[key].dtype
+            assert torch.equal(value, right[key])
+        else:
+            assert value == right[key]
+            assert [type(item) for item in value] == [type(item) for item in right[key]]
+
+
+def test_size_is_the_number_of_rows():
+    assert make_batch(5).size == 5
+    assert BatchedDataDict().size == 0
+
+
+def test_a_column_of_none_has_no_say_in_the_size_and_is_carried_along():
+    batch = BatchedDataDict({"stop_strings": None, "x": torch.zeros(3)})
+    assert batch.size == 3
+    assert batch.select_indices([0])["stop_strings"] is None
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        lambda batch: batch.size,
+        lambda batch: batch.slice(0, 1),
+        lambda batch: batch.select_indices([0]),
+        lambda batch: batch.reorder_data([0, 1]),
+        lambda batch: batch.chunk(0, 1),
+        lambda batch: batch.repeat_interleave(2),
+        lambda batch: batch.shard_by_batch_size(1),
+        lambda batch: BatchedDataDict.from_batches([batch]),
+    ],
+)
+def test_unequal_columns_are_named_with_their_sizes(operation):
+    batch = BatchedDataDict({"a": torch.zeros(2), "b": [1, 2, 3]})
+    with pytest.raises(DataError, match="a: 2, b: 3"):
+        operation(batch)
+
+
+@pytest.mark.parametrize("value", [torch.tensor(1), 3, "text", (1, 2)])
+def test_a_value_without_rows_is_named(value):
+    with pytest.raises(DataError, match="'bad' holds"):
+        _ = BatchedDataDict({"bad": value}).size
+
+
+def test_slice_takes_rows():
+    part = make_batch().slice(2, 4)
+    assert isinstance(part, SlicedDataDict)
+    assert part["names"] == ["row 2", "row 3"]
+    assert part["features"].shape == (2, 4, 2)
+
+
+@pytest.mark.parametrize(("start", "end"), [(0, 7), (-1, 3), (4, 3), (7, 7)])
+def test_a_slice_outside_the_batch_is_an_error(start, end):
+    with pytest.raises(DataError, match="not within the batch of 6 rows"):
+        make_batch().slice(start, end)
+
+
+def test_select_takes_rows_in_order_and_repeats_them():
+    part = make_batch().select_indices([4, 0, 4])
+    assert part["names"] == ["row 4", "row 0", "row 4"]
+    assert part["input_ids"][:, 0].tolist() == [16, 0, 16]
+
+
+def test_select_takes_a_tensor_or_a_mask():
+    batch = make_batch()
+    by_mask = batch.select_indices(batch["input_lengths"] > 2)
+    assert_same(by_mask, batch.select_indices(torch.tensor([2, 3])))
+
+
+def test_select_of_nothing_keeps_the_keys():
+    assert list(make_batch().select_indices([])) == list(make_batch())
+
+
+@pytest.mark.parametrize(
+    ("indices", "message"),
+    [
+        ([6], "row 6 is not within"),
+        ([-1], "row -1 is not within"),
+        (torch.tensor([0.5]), "selected by integers"),
+        (torch.tensor([True]), "mask of shape"),
+    ],
+)
+def test_select_refuses_rows_outside_the_batch(indices, message):
+    with pytest.raises(DataError, match=message):
+        make_batch().select_indices(indices)
+
+
+def test_reorder_sends_row_i_to_its_place():
+    batch = make_batch(3)
+    batch.reorder_data([2, 0, 1])
+    assert batch["names"] == ["row 1", "row 2", "row 0"]
+    assert batch["input_ids"][:, 0].tolist() == [4, 8, 0]
+
+
+@given(order=st.permutations(range(6)))
+def test_select_undoes_reorder(order):
+    batch = make_batch()
+    batch.reorder_data(order)
+    assert_same(batch.select_indices(order), make_batch())
+
+
+@pytest.mark.parametrize("order", [[0, 1], [0, 0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 6]])
+def test_reorder_refuses_what_is_no_permutation_and_changes_nothing(order):
+    batch = make_batch()
+    with pytest.raises(DataError):
+        batch.reorder_data(order)
+    assert_same(batch, make_batch())
+
+
+def test_chunks_are_equal_runs_that_share_no_memory():
+    batch = make_batch()
+    parts = [batch.chunk(rank, 3) for rank in range(3)]
+    assert [part["names"] for part in parts] == [
+        ["row 0", "row 1"],
+        ["row 2", "row 3"],
+        ["row 4", "row 5"],
+    ]
+    parts[0]["input_ids"].zero_()
+    assert_same(batch, make_batch())
+
+
+@pytest.mark.parametrize(("rank", "chunks"), [(0, 4), (3, 3), (-1, 3)])
+def test_a_chunk_that_does_not_exist_is_an_error(rank, chunks):
+    with pytest.raises(DataError):
+        make_batch().chunk(rank, chunks)
+
+
+def test_repeat_interleave_copies_list_items():
+    batch = BatchedDataDict({"x": torch.tensor([1, 2]), "notes": [["a"], ["b"]]})
+    repeated = batch.repeat_interleave(2)
+    repeated["notes"][0].append("changed")
+    assert repeated["x"].tolist() == [1, 1, 2, 2]
+    assert repeated["notes"] == [["a", "changed"], ["a"], ["b"], ["b"]]
+    assert batch["notes"] == [["a"], ["b"]]
+
+
+def test_truncate_narrows_tensors_that_have_the_dim():
+    batch = make_batch()
+    batch.truncate_tensors(1, 2)
+    assert batch["input_ids"].shape == (6, 2)
+    assert batch["features"].shape == (6, 2, 2)
+    assert batch["input_lengths"].shape == (6,)
+
+
+@pytest.mark.parametrize(("dim", "length"), [(0, 2), (1, -1)])
+def test_truncate_refuses_rows_and_negative_lengths(dim, length):
+    with pytest.raises(DataError, match="cannot truncate"):
+        make_batch().truncate_tensors(dim, length)
+
+
+def test_to_moves_tensors_in_place_and_leaves_lists():
+    batch = make_batch()
+    assert batch.to("meta") is batch
+    assert batch["input_ids"].device.type == "meta"
+    assert batch["names"][0] == "row 0"
+
+
+def test_get_dict_is_the_dict_behind():
+    batch = make_batch()
+    batch.get_dict()["new"] = [0] * 6
+    assert "new" in batch
+
+
+def test_from_batches_pads_the_sequence_and_concatenates_the_rest():
+    merged = BatchedDataDict.from_batches(
+        [
+            {
+                "ids": torch.tensor([[1, 2]]),
+                "f": torch.ones(1, 1, 2),
+                "n": torch.tensor([2]),
+                "t": [1],
+            },
+            {
+                "ids": torch.tensor([[3]]),
+                "f": torch.ones(1, 2, 2),
+                "n": torch.tensor([1]),
+                "t": ["b"],
+            },
+        ],
+        pad_value_dict={"ids": 9},
+    )
+    assert merged["ids"].tolist() == [[1, 2], [3, 9]]
+    assert merged["f"].tolist() == [[[1, 1], [0, 0]], [[1, 1], [1, 1]]]
+    assert merged["n"].tolist() == [2, 1]
+    assert merged["t"] == [1, "b"]
+
+
+def test_from_no_batches_is_empty():
+    assert dict(BatchedDataDict.from_batches([])) == {}
+
+
+def test_a_missing_key_is_named_with_its_batch():
+    with pytest.raises(KeyError, match="batch 1 has no key 'b'") as caught:
+        BatchedDataDict.from_batches([{"a": [1], "b": [2]}, {"a": [1]}])
+    assert isinstance(caught.value, MissingKeyError)
+    assert caught.value.details == {"key": "b", "batch": 1}
+
+
+def test_a_batch_without_rows_may_lack_keys_and_does_not_decide_dtypes():
+    merged = BatchedDataDict.from_batches(
+        [{}, {"a": torch.empty(0, 9)}, {"a": torch.tensor([[1]]), "b": ["x"]}]
+    )
+    assert torch.equal(merged["a"], torch.tensor([[1]]))
+    assert merged["b"] == ["x"]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        [1],
+        torch.tensor([[1.0]]),
+        torch.tensor([1]),
+        torch.tensor([[[1]]]),
+        None,
+    ],
+)
+def test_batches_that_do_not_fit_name_the_key(other):
+    with pytest.raises(DataError, match="'a'"):
+        BatchedDataDict.from_batches([{"a": torch.tensor([[1]])}, {"a": other}])
+
+
+@given(widths=st.lists(st.integers(0, 5), min_size=1, max_size=6), rows=st.integers(1, 3))
+def test_from_batches_keeps_every_row_and_pads_only_on_the_right(widths, rows):
+    batches = [
+        {"x": torch.full((rows, width), number + 1), "w": [width] * rows}
+        for number, width in enumerate(widths)
+    ]
+    merged = BatchedDataDict.from_batches(batches, pad_value_dict={"x": -1})
+    assert merged["x"].shape == (rows * len(widths), max(widths))
+    for row, width in enumerate(merged["w"]):
+        assert merged["x"][row].tolist() == [row // rows + 1] * width + [-1] * (max(widths) - width)
+
+
+def test_microbatches_of_fixed_size():
+    parts = list(make_batch().make_microbatch_iterator(2))
+    assert [part["names"][0] for part in parts] == ["row 0", "row 2", "row 4"]
+    assert make_batch().get_microbatch_iterator_len(2) == 3
+
+
+@pytest.mark.parametrize("size", [0, 4])
+def test_a_microbatch_size_that_does_not_divide_is_refused_before_iterating(size):
+    with pytest.raises(DataError, match=f"microbatch size {size}"):
+        make_batch().make_microbatch_iterator(size)
+
+
+def test_planned_microbatches_need_a_plan():
+    with pytest.raises(LifecycleError, match="no plan"):
+        make_batch().make_microbatch_iterator_with_dynamic_shapes()
+
+
+def planned_shard() -> SlicedDataDict:
+    shards, _ = make_batch(8).shard_by_batch_size(
+        2, 4, sequence_packing_args={"max_tokens_per_microbatch": 8}
+    )
+    return shards[0]
+
+
+def saved_and_loaded(batch: SlicedDataDict, weights_only: bool) -> SlicedDataDict:
+    buffer = io.BytesIO()
+    torch.save(batch, buffer)
+    buffer.seek(0)
+    loaded = torch.load(buffer, weights_only=weights_only)
+    assert isinstance(loaded, SlicedDataDict)
+    return loaded
+
+
+@pytest.mark.parametrize(
+    "passed_through",
+    [
+        lambda batch: pickle.loads(pickle.dumps(batch)),
+        lambda batch: saved_and_loaded(batch, weights_only=False),
+        lambda batch: saved_and_loaded(batch, weights_only=True),
+        copy.copy,
+        copy.deepcopy,
+    ],
+    ids=["pickle", "torch.load", "torch.load weights_only", "copy", "deepcopy"],
+)
+def test_a_shard_survives_bit_for_bit_with_its_plan(passed_through):
+    shard = planned_shard()
+    shard["features"][0, 0, 0] = float("nan")
+    shard["features"] = shard["features"].to(torch.bfloat16)
+    received = passed_through(shard)
+    assert type(received) is SlicedDataDict
+    assert torch.equal(received["features"].view(torch.int16), shard["features"].view(torch.int16))
+    del shard["features"], received["features"]
+    assert_same(received, shard)
+    assert received.micro_batch_indices == shard.micro_batch_indices
+    assert received.micro_batch_lengths == shard.micro_batch_lengths
+    assert received.elem_counts_per_gb == shard.elem_counts_per_gb
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_a_shard_survives_ray_with_its_plan():
+    ray = pytest.importorskip("ray")
+    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+    try:
+        received = ray.get(ray.put(planned_shard()), timeout=60)
+    finally:
+        ray.shutdown()
+    assert_same(received, planned_shard())
+    assert received.micro_batch_indices == planned_shard().micro_batch_indices
+
+
+def test_the_type_argument_does_not_travel():
+    class Unreadable(dict): ...
+
+    batch = BatchedDataDict[Unreadable]({"x": [1]})
+    assert pickle.loads(pickle.dumps(batch))["x"] == [1]
+
+
+IDS = torch.tensor([[5, 0, 6, 0], [7, 0, 0, 0], [8, 8, 8, 8]])
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"input_ids": IDS, "input_lengths": torch.tensor([3, 1, 4])},
+        {"output_ids": IDS, "unpadded_sequence_lengths": torch.tensor([4, 2, 4])},
+    ],
+)
+def test_right_padded_rows_pass(data):
+    assert verify_right_padding(BatchedDataDict(data)) == (True, None)
+
+
+def test_the_first_bad_row_is_named_with_its_positions():
+    data = {"input_ids": IDS, "input_lengths": torch.tensor([3, 1, 1])}
+    with pytest.raises(ValueError, match=r"row 2: .*length 1, at positions 1, 2, 3") as caught:
+        verify_right_padding(data)
+    assert caught.value.details["row"] == 2
+
+
+def test_a_problem_is_returned_when_asked_for():
+    data = {"input_ids": IDS, "input_lengths": torch.tensor([0, 1, 4])}
+    ok, message = verify_right_padding(data, raise_error=False)
+    assert not ok
+    assert "row 0" in message
+    assert "positions 0, 2" in message
+
+
+def test_another_pad_value_is_honoured():
+    data = {"input_ids": IDS, "input_lengths": torch.tensor([4, 4, 4])}
+    assert verify_right_padding(data, pad_value=9) == (True, None)
+    data["input_lengths"][1] = 1
+    assert verify_right_padding(data, pad_value=9, raise_error=False)[0] is False
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({}, "neither input_ids nor output_ids"),
+        ({"input_ids": IDS}, "input_lengths is not a tensor"),
+        (
+            {"input_ids": IDS[0], "input_lengths": torch.ones(4)},
+            "input_ids is not a tensor of shape",
+        ),
+        ({"input_ids": IDS, "input_lengths": torch.tensor([1, 5, 1])}, "row 1: length 5"),
+        ({"input_ids": IDS, "input_lengths": torch.tensor([4, 4, -1])}, "row 2: length -1"),
+    ],
+)
+def test_malformed_data_is_reported(data, message):
+    ok, found = verify_right_padding(data, raise_error=False)
+    assert not ok
+    assert message in found
+
+
+@given(
+    lengths=st.lists(st.integers(0, 6), min_size=1, max_size=5),
+    spoiled=st.tuples(st.integers(0, 4), st.integers(0, 5)),
+)
+def test_a_token_past_the_length_is_found_wherever_it_stands(lengths, spoiled):
+    row, position = spoiled[0] % len(lengths), spoiled[1]
+    ids = torch.zeros(len(lengths), 6, dtype=torch.int64)
+    ids[row, position] = 1
+    ok, _ = verify_right_padding(
+        {"input_ids": ids, "input_lengths": torch.tensor(lengths)}, raise_error=False
+    )
+    assert ok == (position < lengths[row])

@@ -1,0 +1,223 @@
+"""Packing: every sequence in one bin, the bound holds, first fit decreasing is exact."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rl_core.batch import pack, packing_metrics, plan_microbatches
+from rl_core.batch.packing import ALGORITHMS
+from rl_core.errors import ConfigError, DataError
+
+CAPACITY = 24
+LENGTHS = st.lists(st.integers(1, CAPACITY), max_size=60)
+
+
+def naive_first_fit(lengths: list[int], order: list[int], capacity: int) -> list[list[int]]:
+    """The textbook scan over all bins, as an oracle."""
+    bins: list[list[int]] = []
+    room: list[int] = []
+    for row in order:
+        target = next((i for i, left in enumerate(room) if left >= lengths[row]), len(bins))
+        if target == len(bins):
+            bins.append([])
+            room.append(capacity)
+        bins[target].append(row)
+        room[target] -= lengths[row]
+    return bins
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@given(lengths=LENGTHS)
+def test_every_sequence_is_in_exactly_one_bin_within_capacity(algorithm, lengths):
+    bins = pack(lengths, CAPACITY, algorithm)
+    assert sorted(row for members in bins for row in members) == list(range(len(lengths)))
+    assert all(members for members in bins)
+    assert all(sum(lengths[row] for row in members) <= CAPACITY for members in bins)
+
+
+@given(lengths=LENGTHS)
+def test_first_fit_decreasing_gives_the_bins_of_the_naive_scan(lengths):
+    order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
+    expected = naive_first_fit(lengths, order, CAPACITY)
+    assert pack(lengths, CAPACITY, "first_fit_decreasing") == expected
+
+
+@given(lengths=LENGTHS, seed=st.integers(0, 1000))
+def test_first_fit_shuffle_gives_the_bins_of_the_naive_scan_in_seeded_order(lengths, seed):
+    order = np.random.default_rng(seed).permutation(len(lengths)).tolist()
+    expected = naive_first_fit(lengths, order, CAPACITY)
+    assert pack(lengths, CAPACITY, "first_fit_shuffle", seed=seed) == expected
+
+
+def test_first_fit_shuffle_leaves_the_global_generators_alone():
+    torch.manual_seed(0)
+    np.random.seed(0)
+    before = torch.get_rng_state(), np.random.get_state()[1].tolist()
+    pack(list(range(1, 20)), CAPACITY, "first_fit_shuffle")
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert np.random.get_state()[1].tolist() == before[1]
+
+
+def test_first_fit_shuffle_depends_on_the_seed():
+    lengths = list(range(1, 21))
+    assert pack(lengths, 40, "first_fit_shuffle", seed=1) != pack(
+        lengths, 40, "first_fit_shuffle", seed=2
+    )
+
+
+def test_concatenative_keeps_the_order():
+    assert pack([4, 1, 3, 2, 1, 3, 4, 5], 5, "concatenative") == [[0, 1], [2, 3], [4, 5], [6], [7]]
+
+
+def test_modified_first_fit_decreasing_pairs_small_sequences_before_plain_first_fit_does():
+    # Large 51 and 52, medium 34, small 20..31: worked out by hand from the published steps.
+    bins = pack([51, 52, 34, 20, 28, 29], 100, "modified_first_fit_decreasing")
+    assert bins == [[1, 2], [0, 3, 5], [4]]
+
+
+@given(data=st.data(), multiple=st.integers(1, 7), rows_per_shard=st.integers(1, 8))
+def test_bins_are_a_multiple_and_stay_within_capacity(data, multiple, rows_per_shard):
+    rows = multiple * rows_per_shard
+    lengths = data.draw(st.lists(st.integers(1, CAPACITY), min_size=rows, max_size=rows))
+    bins = pack(lengths, CAPACITY, "first_fit_decreasing", bin_multiple=multiple)
+    plain = pack(lengths, CAPACITY, "first_fit_decreasing")
+    assert len(bins) % multiple == 0
+    assert len(bins) - len(plain) < multiple
+    assert sorted(row for members in bins for row in members) == list(range(rows))
+    assert all(0 < sum(lengths[row] for row in members) <= CAPACITY for members in bins)
+
+
+def test_fewer_sequences_than_bins_is_an_error():
+    with pytest.raises(DataError, match="2 sequences need 1 bins, and cannot fill the 3"):
+        pack([5, 5], 10, bin_multiple=3)
+
+
+@pytest.mark.parametrize("bad", [0, -3, 11])
+def test_a_length_outside_the_bin_is_named(bad):
+    with pytest.raises(DataError, match=f"sequence 1 has {bad} tokens") as caught:
+        pack([5, bad], 10)
+    assert caught.value.details["row"] == 1
+
+
+def test_an_unknown_algorithm_is_named_with_the_nearest():
+    with pytest.raises(ConfigError, match="'concatenative'") as caught:
+        pack([1], 2, "concatenate")
+    assert caught.value.details["key"] == "algorithm"
+
+
+def test_metrics_count_bins_bound_and_efficiency():
+    metrics = packing_metrics([6, 6, 6, 2], [[0, 3], [1], [2]], 10)
+    assert (metrics.bins, metrics.lower_bound) == (3, 3)
+    assert metrics.efficiency == pytest.approx(20 / 30)
+    assert (metrics.max_load, metrics.min_load) == (8, 6)
+
+
+def test_metrics_of_nothing_are_zero():
+    assert packing_metrics([], [], 10).bins == 0
+
+
+def covered(parts: list[torch.Tensor]) -> list[int]:
+    return sorted(torch.cat(parts).tolist()) if parts else []
+
+
+def in_whole_groups(parts: list[torch.Tensor], group_size: int) -> bool:
+    return all(
+        torch.equal(
+            part,
+            part[::group_size].repeat_interleave(group_size)
+            + torch.arange(group_size).repeat(len(part) // group_size),
+        )
+        for part in parts
+    )
+
+
+@given(
+    groups=st.lists(st.integers(0, 12), max_size=20),
+    group_size=st.integers(1, 3),
+    micro_batch_size=st.integers(1, 9),
+)
+def test_fixed_plan_covers_all_rows_in_order_in_whole_groups(groups, group_size, micro_batch_size):
+    lengths = torch.ones(len(groups) * group_size, dtype=torch.int64)
+    parts = plan_microbatches(lengths, micro_batch_size=micro_batch_size, group_size=group_size)
+    assert [row for part in parts for row in part.tolist()] == list(range(len(lengths)))
+    assert all(len(part) <= max(micro_batch_size, group_size) for part in parts)
+    assert in_whole_groups(parts, group_size)
+
+
+@given(
+    data=st.data(),
+    group_size=st.integers(1, 3),
+    rounding=st.integers(1, 5),
+    algorithm=st.sampled_from(sorted(ALGORITHMS)),
+)
+def test_packed_plan_keeps_groups_together_under_the_bound(data, group_size, rounding, algorithm):
+    count = data.draw(st.integers(0, 12)) * group_size
+    values = data.draw(st.lists(st.integers(0, 12), min_size=count, max_size=count))
+    lengths = torch.tensor(values, dtype=torch.int64)
+    args = {
+        "max_tokens_per_microbatch": 48,
+        "sequence_length_pad_multiple": rounding,
+        "algorithm": algorithm,
+    }
+    parts = plan_microbatches(lengths, sequence_packing_args=args, group_size=group_size)
+    assert covered(parts) == list(range(count))
+    assert in_whole_groups(parts, group_size)
+    padded = [-(-max(value, 1) // rounding) * rounding for value in values]
+    assert all(sum(padded[row] for row in part.tolist()) <= 48 for part in parts)
+
+
+@given(data=st.data(), group_size=st.integers(1, 3), rounding=st.integers(1, 5))
+def test_dynamic_plan_keeps_groups_together_under_the_bound(data, group_size, rounding):
+    count = data.draw(st.integers(0, 12)) * group_size
+    values = data.draw(st.lists(st.integers(0, 12), min_size=count, max_size=count))
+    lengths = torch.tensor(values, dtype=torch.int64)
+    args = {"max_tokens_per_microbatch": 48, "sequence_length_round": rounding}
+    parts = plan_microbatches(lengths, dynamic_batching_args=args, group_size=group_size)
+    assert covered(parts) == list(range(count))
+    assert in_whole_groups(parts, group_size)
+    for part in parts:
+        width = -(-max(*(values[row] for row in part.tolist()), 1) // rounding) * rounding
+        assert len(part) * width <= 48
+
+
+def test_dynamic_plan_puts_as_many_rows_together_as_fit():
+    parts = plan_microbatches(
+        torch.tensor([1, 9, 1, 1, 2, 8]), dynamic_batching_args={"max_tokens_per_microbatch": 18}
+    )
+    assert [part.tolist() for part in parts] == [[0, 2, 3, 4], [5, 1]]
+
+
+def test_rounding_up_stops_at_the_width_of_the_batch():
+    args = {"max_tokens_per_microbatch": 10, "sequence_length_round": 8}
+    lengths = torch.tensor([9, 10])
+    assert len(plan_microbatches(lengths, dynamic_batching_args=args, width=10)) == 2
+    with pytest.raises(DataError, match="row 0 takes 16 tokens"):
+        plan_microbatches(lengths, dynamic_batching_args=args)
+
+
+def test_a_plan_needs_exactly_one_way():
+    with pytest.raises(ConfigError, match="one of micro_batch_size"):
+        plan_microbatches(torch.tensor([1]))
+
+
+def test_a_misspelt_argument_is_refused():
+    with pytest.raises(ConfigError, match="max_tokens_per_microbatch"):
+        plan_microbatches(torch.tensor([1]), sequence_packing_args={"max_token_per_microbatch": 10})
+
+
+def test_rows_that_are_not_whole_groups_are_refused():
+    with pytest.raises(DataError, match="3 rows are not whole groups of 2"):
+        plan_microbatches(torch.tensor([1, 1, 1]), micro_batch_size=2, group_size=2)
+
+
+def test_a_group_above_the_bound_is_named_by_its_first_row():
+    with pytest.raises(DataError, match="group that starts with row 2 takes 12 tokens"):
+        plan_microbatches(
+            torch.tensor([1, 1, 6, 6]),
+            sequence_packing_args={"max_tokens_per_microbatch": 10},
+            group_size=2,
+        )

@@ -1,0 +1,261 @@
+"""Shards: every row in exactly one, bounds and equal microbatch counts, order restored."""
+
+from __future__ import annotations
+
+from itertools import chain
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rl_core.batch import BatchedDataDict
+from rl_core.batch.packing import ALGORITHMS
+from rl_core.errors import ConfigError, DataError, MissingKeyError
+
+WIDTH = 12
+
+
+def make_batch(lengths: list[int]) -> BatchedDataDict:
+    rows = len(lengths)
+    return BatchedDataDict(
+        {
+            "input_ids": torch.arange(rows * WIDTH).reshape(rows, WIDTH),
+            "input_lengths": torch.tensor(lengths, dtype=torch.int64),
+            "row": list(range(rows)),
+        }
+    )
+
+
+def rows_of(shards) -> list[list[int]]:
+    return [shard["row"] for shard in shards]
+
+
+def test_shards_are_runs_of_the_batch():
+    assert rows_of(make_batch([1] * 8).shard_by_batch_size(2)) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def test_shards_take_their_part_of_every_global_batch_in_turn():
+    shards = make_batch([1] * 8).shard_by_batch_size(2, batch_size=4)
+    assert rows_of(shards) == [[0, 1, 4, 5], [2, 3, 6, 7]]
+    assert shards[1].get_batch(1, 2)["row"] == [6, 7]
+
+
+def test_uneven_shards_differ_by_one_row_at_most():
+    shards = make_batch([1] * 7).shard_by_batch_size(3, allow_uneven_shards=True)
+    assert rows_of(shards) == [[0, 1, 2], [3, 4], [5, 6]]
+
+
+def test_more_shards_than_rows_leaves_empty_shards_with_all_keys():
+    shards = make_batch([1]).shard_by_batch_size(2, allow_uneven_shards=True)
+    assert shards[1].size == 0
+    assert shards[1]["input_ids"].shape == (0, WIDTH)
+
+
+def test_groups_are_not_torn_between_shards():
+    shards = make_batch([1] * 6).shard_by_batch_size(2, allow_uneven_shards=True, group_size=2)
+    assert rows_of(shards) == [[0, 1, 2, 3], [4, 5]]
+
+
+@given(shards=st.integers(1, 4), per_shard=st.integers(1, 3), chunks=st.integers(1, 3))
+def test_every_row_is_in_exactly_one_fixed_shard(shards, per_shard, chunks):
+    size = shards * per_shard * chunks
+    parts = make_batch([1] * size).shard_by_batch_size(shards, batch_size=shards * per_shard)
+    assert sorted(row for part in rows_of(parts) for row in part) == list(range(size))
+    assert {part.size for part in parts} == {per_shard * chunks}
+    for index in range(chunks):
+        rows = {row for part in parts for row in part.get_batch(index, per_shard)["row"]}
+        assert rows == set(range(index * shards * per_shard, (index + 1) * shards * per_shard))
+
+
+@given(data=st.data(), shards=st.integers(1, 3), chunks=st.integers(1, 3), group=st.integers(1, 2))
+def test_dynamic_shards_keep_every_clause(data, shards, chunks, group):
+    per_chunk = shards * group * data.draw(st.integers(1, 4))
+    size = per_chunk * chunks
+    lengths = data.draw(st.lists(st.integers(1, WIDTH), min_size=size, max_size=size))
+    rounding = data.draw(st.sampled_from([1, 4, 5]))
+    args = {
+        "max_tokens_per_microbatch": 24,
+        "sequence_length_round": rounding,
+        "input_key": "input_ids",
+        "input_lengths_key": "input_lengths",
+    }
+    batch = make_batch(lengths)
+    parts, order = batch.shard_by_batch_size(
+        shards, per_chunk, dynamic_batching_args=args, group_size=group
+    )
+    assert list(chain(*rows_of(parts))) == order
+    assert sorted(order) == list(range(size))
+    for index in range(chunks):
+        batches = [part.get_batch(index) for part in parts]
+        assert len({part.get_microbatch_iterator_dynamic_shapes_len() for part in batches}) == 1
+        for part in batches:
+            micro = list(part.make_microbatch_iterator_with_dynamic_shapes())
+            assert list(chain(*rows_of(micro))) == part["row"]
+            for one in micro:
+                width = one["input_ids"].shape[1]
+                assert one.size * width <= 24
+                assert int(one["input_lengths"].max()) <= width
+                assert width % rounding == 0 or width == WIDTH
+                assert one["row"] == [
+                    first + step for first in one["row"][::group] for step in range(group)
+                ]
+        assert {row // per_chunk for part in batches for row in part["row"]} == {index}
+    restored = BatchedDataDict.from_batches(parts)
+    restored.reorder_data(order)
+    assert restored["row"] == batch["row"]
+    assert torch.equal(restored["input_ids"], batch["input_ids"])
+
+
+@given(
+    data=st.data(),
+    shards=st.integers(1, 3),
+    chunks=st.integers(1, 3),
+    algorithm=st.sampled_from(sorted(ALGORITHMS)),
+    microbatch_order=st.sampled_from(["largest_first", "packer"]),
+)
+def test_packed_shards_keep_every_clause(data, shards, chunks, algorithm, microbatch_order):
+    per_chunk = shards * data.draw(st.integers(1, 5))
+    size = per_chunk * chunks
+    lengths = data.draw(st.lists(st.integers(1, WIDTH), min_size=size, max_size=size))
+    multiple = data.draw(st.sampled_from([1, 4, 5]))
+    args = {
+        "max_tokens_per_microbatch": 24,
+        "sequence_length_pad_multiple": multiple,
+        "input_key": "input_ids",
+        "input_lengths_key": "input_lengths",
+        "algorithm": algorithm,
+        "microbatch_order": microbatch_order,
+    }
+    batch = make_batch(lengths)
+    parts, order = batch.shard_by_batch_size(shards, per_chunk, sequence_packing_args=args)
+    assert list(chain(*rows_of(parts))) == order
+    assert sorted(order) == list(range(size))
+    for index in range(chunks):
+        batches = [part.get_batch(index) for part in parts]
+        counts = {part.get_microbatch_iterator_for_packable_sequences_len()[0] for part in batches}
+        assert len(counts) == 1
+        for part in batches:
+            bins = list(part.make_microbatch_iterator_for_packable_sequences())
+            loads = [
+                sum(-(-length // multiple) * multiple for length in one["input_lengths"].tolist())
+                for one in bins
+            ]
+            assert loads == part.micro_batch_lengths[0]
+            assert 0 < max(loads) <= 24
+            assert part.get_microbatch_iterator_for_packable_sequences_len()[1] == max(loads)
+            assert list(chain(*rows_of(bins))) == part["row"]
+            if microbatch_order == "largest_first":
+                assert loads == sorted(loads, reverse=True)
+        assert {row // per_chunk for part in batches for row in part["row"]} == {index}
+    restored = BatchedDataDict.from_batches(parts)
+    restored.reorder_data(order)
+    assert restored["row"] == batch["row"]
+
+
+def test_microbatches_in_step_have_one_width_in_all_shards():
+    shards, _ = make_batch([1, 9, 2, 8]).shard_by_batch_size(
+        2, dynamic_batching_args={"max_tokens_per_microbatch": 9}
+    )
+    assert [shard.micro_batch_lengths for shard in shards] == [[[2, 9]], [[2, 9]]]
+    assert rows_of(shards) == [[0, 3], [2, 1]]
+
+
+def test_uneven_rows_can_be_packed():
+    shards, _ = make_batch([1, 2, 3]).shard_by_batch_size(
+        2, allow_uneven_shards=True, sequence_packing_args={"max_tokens_per_microbatch": 12}
+    )
+    assert [len(shard.micro_batch_indices[0]) for shard in shards] == [1, 1]
+
+
+def test_shards_share_no_memory_with_the_batch():
+    batch = make_batch([1] * 4)
+    batch.shard_by_batch_size(2)[0]["input_ids"].zero_()
+    assert int(batch["input_ids"].sum()) == sum(range(4 * WIDTH))
+
+
+def test_a_plan_does_not_outlive_a_new_order():
+    shards, _ = make_batch([1, 2]).shard_by_batch_size(
+        1, sequence_packing_args={"max_tokens_per_microbatch": 12}
+    )
+    shards[0].reorder_data([1, 0])
+    assert shards[0].micro_batch_indices is None
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        ({"shards": 0}, ConfigError, "shards is 0"),
+        ({"shards": 4}, DataError, "6 rows does not divide into 4 shards"),
+        ({"shards": 3, "group_size": 4}, DataError, "whole groups of 4"),
+        ({"shards": 1, "batch_size": 4}, DataError, "not whole batches of 4"),
+        ({"shards": 1, "batch_size": 0}, ConfigError, "batch_size is 0"),
+        (
+            {"shards": 1, "batch_size": 6, "allow_uneven_shards": True},
+            ConfigError,
+            "exclude each other",
+        ),
+        (
+            {
+                "shards": 1,
+                "dynamic_batching_args": {"max_tokens_per_microbatch": 9},
+                "sequence_packing_args": {"max_tokens_per_microbatch": 9},
+            },
+            ConfigError,
+            "exclude each other",
+        ),
+        (
+            {"shards": 4, "dynamic_batching_args": {"max_tokens_per_microbatch": 9}},
+            DataError,
+            "cannot be dealt evenly to 4 shards",
+        ),
+        (
+            {"shards": 8, "sequence_packing_args": {"max_tokens_per_microbatch": 9}},
+            DataError,
+            "6 sequences need 3 bins, and cannot fill the 8",
+        ),
+        (
+            {
+                "shards": 1,
+                "batch_size": 2,
+                "sequence_packing_args": {"max_tokens_per_microbatch": 5},
+            },
+            DataError,
+            "row 5 takes 6 tokens",
+        ),
+        (
+            {
+                "shards": 1,
+                "sequence_packing_args": {"max_tokens_per_microbatch": 9, "algorithm": "x"},
+            },
+            ConfigError,
+            "unknown packing algorithm 'x'",
+        ),
+        (
+            {
+                "shards": 1,
+                "dynamic_batching_args": {"max_tokens_per_microbatch": 9, "input_key": "ids"},
+            },
+            MissingKeyError,
+            "no tensor 'ids'",
+        ),
+    ],
+)
+def test_what_cannot_be_sharded_says_why(call, error, message):
+    with pytest.raises(error, match=message):
+        make_batch([1, 2, 3, 4, 5, 6]).shard_by_batch_size(**call)
+
+
+def test_get_batch_needs_a_size_without_a_plan():
+    with pytest.raises(DataError, match="batch_size is needed"):
+        make_batch([1, 2]).get_batch(0)
+
+
+def test_get_batch_past_the_last_is_an_error():
+    with pytest.raises(DataError, match="not within the batch"):
+        make_batch([1, 2]).get_batch(1, 2)
+    shards, _ = make_batch([1, 2]).shard_by_batch_size(
+        1, sequence_packing_args={"max_tokens_per_microbatch": 12}
+    )
+    with pytest.raises(DataError, match="no batch 1 of 1"):
+        shards[0].get_batch(1)
