@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["app", "main"]
 
-_OWN = {"backends": "rl_core.cli.backends:app", "check": "rl_core.cli.check:app"}
+_OWN = {"backends": "rl_core.cli.backends:app"}
 
 
 class _LazyGroup(TyperGroup):
