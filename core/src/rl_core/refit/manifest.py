@@ -1,0 +1,205 @@
+"""The manifest: which tensors a refit moves, agreed on by name before any weight is touched."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import msgspec
+import torch
+import xxhash
+
+from rl_core.errors import ManifestMismatchError, RefitProtocolError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from rl_core.interfaces.weights import TensorSpec
+
+__all__ = ["WeightManifest", "compare", "dtype_of", "numel"]
+
+#: Dtypes between which a sender may round; quantised formats need scales and are not among them.
+CASTABLE = frozenset({"float64", "float32", "float16", "bfloat16"})
+
+_DTYPES = {
+    name: value
+    for name, value in vars(torch).items()
+    if isinstance(value, torch.dtype) and str(value) == f"torch.{name}"
+}
+_SHOWN = 5
+
+
+def numel(spec: TensorSpec) -> int:
+    """Elements of the tensor a spec describes."""
+    return math.prod(spec.shape)
+
+
+def dtype_of(spec: TensorSpec) -> torch.dtype:
+    """The torch dtype a spec names."""
+    return _DTYPES[spec.dtype]
+
+
+@dataclass(frozen=True)
+class WeightManifest:
+    """All tensors of a model, aliases included, in the order in which they are sent.
+
+    Raises:
+        ManifestMismatchError: A name occurs twice.
+        RefitProtocolError: A dtype, a size or an alias makes no sense.
+    """
+
+    tensors: tuple[TensorSpec, ...]
+
+    def __post_init__(self) -> None:
+        counts = Counter(spec.name for spec in self.tensors)
+        if duplicate := [name for name, count in counts.items() if count > 1]:
+            _mismatch(duplicate=duplicate)
+        for spec in self.tensors:
+            if cause := self._fault(spec):
+                raise RefitProtocolError(
+                    f"manifest: {spec.name}: {cause}",
+                    fix="correct WeightSource.specs() or WeightSink.specs()",
+                    phase="DISCOVER",
+                )
+
+    def _fault(self, spec: TensorSpec) -> str | None:
+        if spec.dtype not in _DTYPES:
+            return f"unknown dtype {spec.dtype!r}"
+        if any(size < 0 for size in spec.shape):
+            return f"negative size in {spec.shape}"
+        if spec.alias_of is None:
+            return None
+        owner = self.by_name.get(spec.alias_of)
+        if owner is None or owner.alias_of is not None:
+            return f"alias_of names {spec.alias_of!r}, which is not a tensor of its own"
+        if (owner.shape, owner.dtype) != (spec.shape, spec.dtype):
+            return f"shape or dtype differs from that of {owner.name!r}, which it aliases"
+        return None
+
+    @classmethod
+    def of(cls, specs: Iterable[TensorSpec]) -> WeightManifest:
+        """The manifest of a source's or a sink's specs."""
+        return cls(tuple(specs))
+
+    def to_info(self) -> list[dict[str, Any]]:
+        """Plain dicts, one per tensor, for ``prepare_refit_info``."""
+        tied = {spec.alias_of for spec in self.tensors if spec.alias_of}
+        return [
+            asdict(spec)
+            | {
+                "shape": list(spec.shape),
+                "alias_group": spec.alias_of or (spec.name if spec.name in tied else None),
+            }
+            for spec in self.tensors
+        ]
+
+    @cached_property
+    def by_name(self) -> Mapping[str, TensorSpec]:
+        """The specs under their names."""
+        return {spec.name: spec for spec in self.tensors}
+
+    @cached_property
+    def owned(self) -> tuple[TensorSpec, ...]:
+        """What is sent: all but aliases and empty tensors."""
+        return tuple(s for s in self.tensors if s.alias_of is None and numel(s))
+
+    @cached_property
+    def digest(self) -> str:
+        """128-bit hash over every field of every tensor, in order."""
+        return xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(self.tensors))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors that are sent."""
+        return sum(numel(s) * dtype_of(s).itemsize for s in self.owned)
+
+    def root(self, name: str) -> str:
+        """The tensor that owns the storage of ``name``."""
+        return self.by_name[name].alias_of or name
+
+    def cast(self, dtypes: Mapping[str, str]) -> WeightManifest:
+        """The manifest with other dtypes for some names.
+
+        Raises:
+            RefitProtocolError: A cast is not between plain floating-point dtypes.
+        """
+        for name, dtype in dtypes.items():
+            spec = self.by_name.get(name)
+            if spec is None or not _castable(spec.dtype, dtype):
+                raise RefitProtocolError(
+                    f"manifest: {name} cannot be sent as {dtype}", phase="DISCOVER"
+                )
+        return WeightManifest(
+            tuple(replace(s, dtype=dtypes.get(s.name, s.dtype)) for s in self.tensors)
+        )
+
+
+def compare(
+    theirs: WeightManifest, expected: WeightManifest, *, casts: bool = False
+) -> dict[str, str]:
+    """Checks the trainer's tensors against the engine's.
+
+    Args:
+        theirs: The trainer's manifest.
+        expected: The engine's.
+        casts: The engine's floating-point dtypes may differ from the trainer's.
+
+    Returns:
+        The engine's dtype for each name where it differs: what the sender must cast to.
+
+    Raises:
+        ManifestMismatchError: Lists every name that is missing, unexpected, mis-shaped, mis-typed
+            or tied in the engine but not in the trainer.
+    """
+    ours, dtypes = expected.by_name, {}
+    faults: dict[str, list[str]] = {
+        "missing": [name for name in ours if name not in theirs.by_name],
+        "unexpected": [name for name in theirs.by_name if name not in ours],
+        "misshaped": [],
+        "mistyped": [],
+        "untied": [],
+    }
+    notes: dict[str, str] = {}
+    for spec in theirs.tensors:
+        mine = ours.get(spec.name)
+        if mine is None:
+            continue
+        if tuple(mine.shape) != tuple(spec.shape):
+            faults["misshaped"].append(spec.name)
+            notes[spec.name] = f"trainer {list(spec.shape)}, engine {list(mine.shape)}"
+        if mine.dtype != spec.dtype:
+            if casts and _castable(spec.dtype, mine.dtype):
+                dtypes[spec.name] = mine.dtype
+            else:
+                faults["mistyped"].append(spec.name)
+                notes[spec.name] = f"trainer {spec.dtype}, engine {mine.dtype}"
+        owner = mine.alias_of or spec.name
+        if owner in theirs.by_name and theirs.root(owner) != theirs.root(spec.name):
+            faults["untied"].append(spec.name)
+            notes[spec.name] = f"the engine ties it to {owner}, the trainer does not"
+    if any(faults.values()):
+        _mismatch(notes=notes, **faults)
+    return dtypes
+
+
+def _castable(source: str, target: str) -> bool:
+    return source in CASTABLE and target in CASTABLE
+
+
+def _mismatch(notes: Mapping[str, str] | None = None, **faults: list[str]) -> NoReturn:
+    lines = []
+    for kind, names in faults.items():
+        if names:
+            shown = [f"{n} ({notes[n]})" if notes and n in notes else n for n in names[:_SHOWN]]
+            more = f", and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+            lines.append(f"  {len(names)} {kind}: {', '.join(shown)}{more}")
+    kinds = ("missing", "unexpected", "misshaped", "mistyped", "duplicate", "untied")
+    raise ManifestMismatchError(
+        "trainer and engine disagree on the tensors; nothing was written\n" + "\n".join(lines),
+        fix="load the same model on both sides; error.details lists all names",
+        phase="DISCOVER",
+        **{kind: faults.get(kind, []) for kind in kinds},
+    )

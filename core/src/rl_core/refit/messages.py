@@ -1,0 +1,243 @@
+"""What sender and receiver say to each other: typed, bounded, authenticated, free of pickle.
+
+A frame is a 16-byte BLAKE2b code keyed with the channel's token, then a msgpack message. Whoever
+does not hold the token can neither write a frame that is read nor change one unnoticed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from typing import Generic, TypeVar
+
+import msgspec
+
+from rl_core.errors import RefitProtocolError
+
+__all__ = [
+    "MAX_FRAME_BYTES",
+    "PROTOCOL",
+    "Abort",
+    "BucketReady",
+    "Codec",
+    "Commit",
+    "Done",
+    "Failed",
+    "FromReceiver",
+    "FromSender",
+    "Handles",
+    "Hello",
+    "Loaded",
+    "Offer",
+    "Prepare",
+    "Prepared",
+    "Process",
+    "Ready",
+    "RegionRef",
+    "Seal",
+    "Sealed",
+]
+
+PROTOCOL = 1
+MAX_FRAME_BYTES = 8 << 20
+_CODE_BYTES = 16
+
+
+class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
+    """Base of all messages: the class name is the tag."""
+
+
+class Process(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A process, so that it can be watched: number, start time and PID namespace."""
+
+    pid: int
+    started: str
+    namespace: str
+
+
+class RegionRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where shared memory is: a path to open, and what must be found there."""
+
+    path: str
+    nbytes: int
+    device: int
+    inode: int
+
+
+class Hello(_Message, frozen=True):
+    """Receiver: here I am. Repeated until an offer comes."""
+
+    protocol: int
+    receiver: str
+    name: str
+    process: Process
+
+
+class Offer(_Message, frozen=True):
+    """Sender: this refit is on offer."""
+
+    session: str
+    protocol: int
+    sender: str
+    version: int
+    manifest: str
+    verify: str
+    isolation: str
+
+
+class Ready(_Message, frozen=True):
+    """Receiver: the manifest is the one I checked; send these tensors in these dtypes."""
+
+    session: str
+    manifest: str
+    dtypes: dict[str, str]
+
+
+class Prepare(_Message, frozen=True):
+    """Sender: the plan and where its buffers are."""
+
+    session: str
+    plan: str
+    bucket_bytes: int
+    buckets: int
+    slots: int
+    slot_bytes: int
+    region: RegionRef | None
+    deadline_s: float
+
+
+class Prepared(_Message, frozen=True):
+    """Receiver: nothing generates any more, and my plan is the same."""
+
+    session: str
+    plan: str
+
+
+class BucketReady(_Message, frozen=True):
+    """Sender: a bucket lies in its slot. ``digest`` is empty when nothing is verified."""
+
+    session: str
+    index: int
+    digest: str
+
+
+class Loaded(_Message, frozen=True):
+    """Receiver: the bucket is installed, its slot is free."""
+
+    session: str
+    index: int
+
+
+class Seal(_Message, frozen=True):
+    """Sender: that was all; ``digest`` covers all buckets."""
+
+    session: str
+    digest: str
+
+
+class Sealed(_Message, frozen=True):
+    """Receiver: everything is installed and verified; I await your decision."""
+
+    session: str
+    digest: str
+
+
+class Commit(_Message, frozen=True):
+    """Sender: every receiver is sealed; the version counts."""
+
+    session: str
+    version: int
+
+
+class Done(_Message, frozen=True):
+    """Receiver: the version serves."""
+
+    session: str
+    version: int
+
+
+class Abort(_Message, frozen=True):
+    """Sender: given up. ``kind`` is the name of the error class behind it."""
+
+    session: str
+    kind: str
+    message: str
+
+
+class Failed(_Message, frozen=True):
+    """Receiver: given up; ``torn`` if weights were touched."""
+
+    session: str
+    kind: str
+    message: str
+    torn: bool
+
+
+class Handles(_Message, frozen=True):
+    """One group of tensors handed over by the older handle methods."""
+
+    session: str
+    manifest: str
+    version: int
+    keys: tuple[str, ...]
+    region: RegionRef
+    digest: str
+
+
+FromSender = Offer | Prepare | BucketReady | Seal | Commit | Abort
+FromReceiver = Hello | Ready | Prepared | Loaded | Sealed | Done | Failed
+
+M = TypeVar("M")
+
+
+class Codec(Generic[M]):
+    """Frames of one kind of message, such as ``Codec(FromSender, token)``.
+
+    Args:
+        kind: The message class or union that is decoded; others are refused.
+        token: The channel's secret.
+    """
+
+    def __init__(self, kind: object, token: str) -> None:
+        self._decoder: msgspec.msgpack.Decoder[M] = msgspec.msgpack.Decoder(kind)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._key = hashlib.blake2b(token.encode()).digest()
+
+    def encode(self, message: object) -> bytes:
+        """A frame for any message.
+
+        Raises:
+            RefitProtocolError: It is larger than a frame may be.
+        """
+        body = self._encoder.encode(message)
+        if len(body) + _CODE_BYTES > MAX_FRAME_BYTES:
+            raise RefitProtocolError(
+                f"{type(message).__name__} takes {len(body)} bytes; a frame holds "
+                f"{MAX_FRAME_BYTES}",
+                fix="the model has too many tensors for one refit; shorten their names",
+            )
+        return self._code(body) + body
+
+    def decode(self, frame: bytes) -> M:
+        """The message in a frame.
+
+        Raises:
+            RefitProtocolError: The frame is too large, too short, not authentic or malformed.
+        """
+        if not _CODE_BYTES < len(frame) <= MAX_FRAME_BYTES:
+            raise RefitProtocolError(
+                f"a frame of {len(frame)} bytes; legal are {_CODE_BYTES + 1} to {MAX_FRAME_BYTES}"
+            )
+        code, body = frame[:_CODE_BYTES], frame[_CODE_BYTES:]
+        if not hmac.compare_digest(code, self._code(body)):
+            raise RefitProtocolError(
+                "a frame that was damaged, or written by someone without the channel's token",
+                fix="call prepare_refit_info on both sides again, so that the tokens agree",
+            )
+        try:
+            return self._decoder.decode(body)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise RefitProtocolError(f"a malformed message: {error}") from error
+
+    def _code(self, body: bytes) -> bytes:
+        return hashlib.blake2b(body, key=self._key, digest_size=_CODE_BYTES).digest()

@@ -1,0 +1,464 @@
+"""The trainer's endpoint: hands its tensors to any number of engines, refit after refit."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rl_core.errors import (
+    CapabilityError,
+    ConfigError,
+    LifecycleError,
+    RefitAborted,
+    RefitProtocolError,
+)
+from rl_core.futures import spawn
+from rl_core.refit.manifest import WeightManifest
+from rl_core.refit.messages import (
+    PROTOCOL,
+    Codec,
+    FromReceiver,
+    Handles,
+    Offer,
+    Prepare,
+)
+from rl_core.refit.packing import Packer
+from rl_core.refit.plan import TransferPlan, group_plan, make_plan
+from rl_core.refit.session import (
+    VERIFY_LEVELS,
+    Effect,
+    MakePlan,
+    Pack,
+    Phase,
+    Send,
+    SenderSession,
+    bucket_digest,
+)
+from rl_core.refit.transports.ipc import IpcServer
+from rl_core.refit.transports.memory import SharedRegion
+from rl_core.refit.transports.process import is_alive, this_process
+
+if TYPE_CHECKING:
+    import concurrent.futures
+    from collections.abc import Callable, Iterable
+
+    from rl_core.interfaces.weights import WeightSource
+
+__all__ = ["DEFAULT_BUCKET_BYTES", "DEFAULT_DEADLINE_S", "RefitSender"]
+
+DEFAULT_BUCKET_BYTES = 64 << 20
+DEFAULT_DEADLINE_S = 120.0
+#: Environment variable: a directory in memory for peers in another PID namespace.
+SHM_DIR = "RL_CORE_SHM_DIR"
+#: Buffers of one bucket each: one is packed while the other is loaded.
+SLOTS = 2
+#: Seconds between looks at deadlines and at whether the peers live.
+TICK_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class _Options:
+    receivers: int
+    version: int
+    verify: str
+    isolation: str
+    bucket_bytes: int
+    deadline_s: float
+
+    def check(self) -> None:
+        if self.isolation == "staged":
+            raise CapabilityError(
+                "isolation='staged' is not offered: no second copy of the weights is kept",
+                fix='use isolation="quiesced"',
+            )
+        legal = {
+            "verify": self.verify in VERIFY_LEVELS,
+            "isolation": self.isolation == "quiesced",
+            "receivers": self.receivers >= 1,
+            "version": self.version >= 1,
+            "deadline_s": self.deadline_s > 0,
+        }
+        for key, ok in legal.items():
+            if not ok:
+                raise ConfigError(
+                    f"refit: {key}={getattr(self, key)!r} is not legal",
+                    fix=f"verify is one of {VERIFY_LEVELS}; numbers are positive",
+                    key=key,
+                )
+
+
+class RefitSender:
+    """Sends a trainer's weights; one for the trainer's whole life.
+
+    Sockets and buffers are made at the first use and kept. Refits run one after another; one that
+    still waits for its receivers is given up when the next is asked for.
+
+    Args:
+        source: Gives the tensors as they are now; called once for each refit.
+        name: How errors on the other side call this one.
+
+    Attributes:
+        version: Last committed version, 0 at first.
+    """
+
+    def __init__(self, source: Callable[[], WeightSource], *, name: str) -> None:
+        self.version = 0
+        self._source = source
+        self._name = name
+        self._token = secrets.token_hex(32)
+        self._channel: IpcServer | None = None
+        self._region: SharedRegion | None = None
+        self._digests: tuple[str, dict[str, bytes]] = ("", {})
+        self._handing: _Handing | None = None
+        self._turn = threading.Lock()
+        self._job: _Sending | None = None
+        self._closed = False
+
+    # -- the transport of today -----------------------------------------------------------------
+
+    def prepare(self) -> dict[str, Any]:
+        """Describes every tensor and where to fetch them, for the engine's ``prepare``."""
+        self._check_open()
+        manifest = WeightManifest.of(self._source().specs())
+        if self._channel is None:
+            self._channel = IpcServer()
+        process = this_process()
+        return {
+            "protocol": PROTOCOL,
+            "digest": manifest.digest,
+            "tensors": manifest.to_info(),
+            "channel": {
+                "address": self._channel.address,
+                "token": self._token,
+                "pid": process.pid,
+                "started": process.started,
+                "namespace": process.namespace,
+            },
+        }
+
+    def stream_ipc(
+        self,
+        *,
+        receivers: int = 1,
+        version: int | None = None,
+        verify: str = "wire",
+        isolation: str = "quiesced",
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        deadline_s: float = DEFAULT_DEADLINE_S,
+        **unknown: Any,
+    ) -> concurrent.futures.Future[dict[str, Any]]:
+        """Starts one refit.
+
+        Args:
+            receivers: Engines that must take part; all commit or none.
+            version: Of the new weights; the last one plus 1 if None.
+            verify: ``"none"``; ``"wire"``: every bucket is hashed on both sides; ``"installed"``:
+                besides, the engine reads its tensors back before the commit.
+            isolation: ``"quiesced"``: engines do not generate while they are written to.
+            bucket_bytes: Size of each of the two buffers at most.
+            deadline_s: Seconds for the whole refit.
+            **unknown: Refused.
+
+        Returns:
+            A future of :class:`RefitReport` as a dict.
+
+        Raises:
+            ConfigError: An option is unknown or not legal.
+            CapabilityError: ``isolation="staged"``.
+        """
+        if unknown:
+            key = next(iter(unknown))
+            legal = "receivers, version, verify, isolation, bucket_bytes, deadline_s"
+            raise ConfigError(f"refit: unknown option {key!r}", fix=f"use {legal}", key=key)
+        version = self.version + 1 if version is None else version
+        options = _Options(receivers, version, verify, isolation, bucket_bytes, deadline_s)
+        options.check()
+        self.prepare()
+        if self._job is not None:
+            self._job.supersede()
+        job = self._job = _Sending(self, options)
+        return spawn(f"refit-{self._name}", job.run)
+
+    # -- the handles of old ---------------------------------------------------------------------
+
+    def groups(self, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> list[list[str]]:
+        """Begins a refit by handles: names in groups that fit a bucket (or of one larger tensor).
+
+        Aliases and empty tensors are not listed: nothing is sent for them.
+        """
+        self._check_open()
+        if self._handing is not None:
+            self._handing.region.close()
+        manifest = WeightManifest.of(self._source().specs())
+        self._handing = _Handing(manifest, self.version + 1, bucket_bytes)
+        return self._handing.groups
+
+    def handles(self, keys: list[str]) -> dict[str, Any]:
+        """Hands one group over; valid until the next call.
+
+        Args:
+            keys: One of :meth:`groups`.
+
+        Returns:
+            A dict for the engine's ``load_handles``, free of pickle.
+
+        Raises:
+            LifecycleError: :meth:`groups` was not called.
+            ConfigError: A key is not a tensor of the model.
+        """
+        self._check_open()
+        if self._handing is None:
+            raise LifecycleError(
+                f"{self._name}: handles were asked for before groups",
+                fix="call prepare_weights_for_ipc first",
+            )
+        if unknown := sorted(set(keys) - self._handing.left):
+            raise ConfigError(
+                f"{self._name}: {unknown[0]!r} is not a tensor that is left to hand over",
+                fix="pass each group of prepare_weights_for_ipc once",
+                key=unknown[0],
+            )
+        with self._turn:
+            message = self._handing.hand_over(self._source(), keys)
+        if not self._handing.left:
+            self.version = self._handing.version
+        return {"protocol": PROTOCOL, "frame": Codec[Handles](Handles, self._token).encode(message)}
+
+    # -- the end --------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Ends a running refit and removes sockets and shared memory. Idempotent."""
+        self._closed = True
+        if self._job is not None:
+            self._job.cancel.set()
+        with self._turn:
+            if self._channel is not None:
+                self._channel.close()
+                self._channel = None
+            if self._region is not None:
+                self._region.close()
+                self._region = None
+            if self._handing is not None:
+                self._handing.region.close()
+                self._handing = None
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise LifecycleError(f"{self._name}: the sender is closed", fix="build a new policy")
+
+    def _buffers(self, nbytes: int) -> SharedRegion:
+        """Shared memory of that size: the one at hand if it fits, so that it is touched once."""
+        region = self._region
+        if region is None or region.ref.nbytes != nbytes or not region.anonymous:
+            if region is not None:
+                region.close()
+            self._region = None
+            region = self._region = SharedRegion.create(nbytes, directory=os.environ.get(SHM_DIR))
+        return region
+
+
+class _Handing:
+    """A refit by handles in progress."""
+
+    def __init__(self, manifest: WeightManifest, version: int, bucket_bytes: int) -> None:
+        self.manifest = manifest
+        self.version = version
+        self.session = secrets.token_hex(16)
+        self.left = {spec.name for spec in manifest.owned}
+        self.groups: list[list[str]] = []
+        for bucket in make_plan(manifest, bucket_bytes).buckets:
+            before = self.groups[-1][-1:] if self.groups else []
+            # Pieces of a split tensor come together.
+            names = [s.spec.name for s in bucket.segments if [s.spec.name] != before]
+            if names:
+                self.groups.append(names)
+        largest = max((group_plan(manifest, g).slot_bytes for g in self.groups), default=1)
+        self.region = SharedRegion.create(largest, directory=os.environ.get(SHM_DIR))
+
+    def hand_over(self, source: WeightSource, keys: list[str]) -> Handles:
+        """Packs some tensors into the buffer."""
+        plan = group_plan(self.manifest, keys)
+        part = WeightManifest(tuple(s.spec for b in plan.buckets for s in b.segments))
+        if plan.slot_bytes > self.region.ref.nbytes:
+            raise ConfigError(
+                f"{len(keys)} tensors of {plan.slot_bytes} bytes are more than a group holds",
+                fix="pass one group of prepare_weights_for_ipc at a time",
+                key="keys",
+            )
+        packer = Packer(source, part, hashed=True)
+        parts = [
+            d for b in plan.buckets for d in packer.pack(b, self.region.data, self.region.view)
+        ]
+        self.left -= set(keys)
+        return Handles(
+            self.session,
+            self.manifest.digest,
+            self.version,
+            tuple(spec.name for spec in part.tensors),
+            self.region.ref,
+            bucket_digest(self.session, 0, parts),
+        )
+
+
+class _Sending:
+    """One refit over ``ipc``: performs the session's effects."""
+
+    def __init__(self, sender: RefitSender, options: _Options) -> None:
+        self.cancel = threading.Event()
+        self._sender = sender
+        self._options = options
+        self._session: SenderSession | None = None
+        self._until = time.monotonic() + options.deadline_s
+
+    def supersede(self) -> None:
+        """Gives up if the receivers are not complete yet."""
+        if self._session is None or self._session.phase in (Phase.DISCOVER, Phase.PREPARE):
+            self.cancel.set()
+
+    def run(self) -> dict[str, Any]:
+        """Runs the refit to its end; its report, or its error raised."""
+        sender = self._sender
+        remaining = max(0.0, self._until - time.monotonic())
+        if not sender._turn.acquire(timeout=remaining):
+            raise RefitAborted(
+                f"{sender._name}: the refit before this one did not end in time",
+                fix="raise deadline_s, or find out why that one hangs",
+                phase="DISCOVER",
+            )
+        try:
+            sender._check_open()
+            return self._run(sender)
+        finally:
+            sender._turn.release()
+
+    def _run(self, sender: RefitSender) -> dict[str, Any]:
+        options = self._options
+        assert sender._channel is not None
+        self._channel = sender._channel
+        self._source = sender._source()
+        self._manifest = WeightManifest.of(self._source.specs())
+        offer = Offer(
+            secrets.token_hex(16),
+            PROTOCOL,
+            sender._name,
+            options.version,
+            self._manifest.digest,
+            options.verify,
+            options.isolation,
+        )
+        self._codec = Codec[FromReceiver](FromReceiver, sender._token)
+        session = self._session = SenderSession(
+            offer,
+            receivers=options.receivers,
+            deadline_s=max(0.0, self._until - time.monotonic()),
+        )
+        self._loop(session)
+        if session.phase is Phase.COMMITTED:
+            report = self._report(session)
+            sender.version = options.version
+            sender._digests = (self._plan.digest, self._packer.digests)
+        if session.error is not None:
+            raise session.error
+        return report
+
+    def _loop(self, session: SenderSession) -> None:
+        watch = 0.0
+        while not session.phase.terminal:
+            for key, frame in self._channel.receive(TICK_S):
+                self._perform(session, self._receive(session, key, frame))
+            if time.monotonic() >= watch:
+                watch = time.monotonic() + TICK_S
+                self._perform(session, self._watch(session))
+
+    def _receive(self, session: SenderSession, key: str, frame: bytes) -> list[Effect]:
+        try:
+            return session.receive(key, self._codec.decode(frame))
+        except RefitProtocolError as error:
+            return session.corrupted(key, error)
+
+    def _watch(self, session: SenderSession) -> list[Effect]:
+        if self.cancel.is_set():
+            why = "the sender was closed" if self._sender._closed else "a newer refit was asked for"
+            return session.fail(RefitAborted(f"{session.phase}: {why}"))
+        for key, hello in session.peers.items():
+            if not is_alive(hello.process):
+                return session.lost(key, "died")
+        return session.tick()
+
+    def _perform(self, session: SenderSession, effects: Iterable[Effect]) -> None:
+        for effect in effects:
+            try:
+                following = self._do(session, effect)
+            except Exception as error:  # the session tells the peers and ends with it
+                following = session.fail(error)
+            self._perform(session, following)
+
+    def _do(self, session: SenderSession, effect: Effect) -> list[Effect]:
+        match effect:
+            case Send(message, to):
+                frame = self._codec.encode(message)
+                keys = list(session.peers) if to is None else [to]
+                gone = [key for key in keys if not self._channel.send(key, frame)]
+                return [e for key in gone for e in session.forget(key)]
+            case MakePlan(dtypes):
+                return session.planned(self._make_plan(session, dtypes))
+            case Pack(index):
+                if index == 0 and not self._region.anonymous:
+                    self._region.unlink()
+                start = index % SLOTS * self._plan.slot_bytes
+                stop = start + self._plan.slot_bytes
+                region, bucket = self._region, self._plan.buckets[index]
+                parts = self._packer.pack(bucket, region.data[start:stop], region.view[start:stop])
+                digest = bucket_digest(session.offer.session, index, parts) if parts else ""
+                return session.packed(index, digest)
+            case _:
+                return []
+
+    def _make_plan(self, session: SenderSession, dtypes: dict[str, str]) -> Prepare:
+        self._wire = self._manifest.cast(dtypes)
+        self._casts = len(dtypes)
+        self._plan: TransferPlan = make_plan(self._wire, self._options.bucket_bytes)
+        hashed = self._options.verify != "none"
+        self._packer = Packer(self._source, self._manifest, hashed=hashed)
+        slots = min(SLOTS, len(self._plan.buckets))
+        if slots:
+            self._region = self._sender._buffers(slots * self._plan.slot_bytes)
+        return Prepare(
+            session.offer.session,
+            self._plan.digest,
+            self._options.bucket_bytes,
+            len(self._plan.buckets),
+            max(1, slots),
+            self._plan.slot_bytes,
+            self._region.ref if slots else None,
+            session.remaining_s,
+        )
+
+    def _report(self, session: SenderSession) -> dict[str, Any]:
+        seconds = sum(session.phase_seconds.values())
+        nbytes = self._wire.nbytes
+        plan_digest, before = self._sender._digests
+        unchanged = None
+        if self._options.verify != "none":
+            same = before if plan_digest == self._plan.digest else {}
+            unchanged = sum(same.get(k) == v for k, v in self._packer.digests.items())
+        buckets = len(self._plan.buckets)
+        return {
+            "version": self._options.version,
+            "bytes": nbytes,
+            "seconds": seconds,
+            "gb_per_s": nbytes / seconds / 1e9,
+            "phases": session.phase_seconds,
+            "extra_memory_bytes": min(SLOTS, buckets) * self._plan.slot_bytes,
+            "tensors": len(self._wire.owned),
+            "unchanged": unchanged,
+            "cast": self._casts,
+            "buckets": buckets,
+            "receivers": self._options.receivers,
+            "verify": self._options.verify,
+            "isolation": self._options.isolation,
+        }

@@ -1,0 +1,270 @@
+"""The receiver's state machine: one refit, seen from the engine."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, ClassVar
+
+from rl_core.errors import (
+    CapabilityError,
+    RefitAborted,
+    RefitError,
+    RefitPeerError,
+    RefitProtocolError,
+    WeightsTornError,
+)
+from rl_core.refit.messages import (
+    PROTOCOL,
+    Abort,
+    BucketReady,
+    Commit,
+    Done,
+    Failed,
+    FromSender,
+    Hello,
+    Loaded,
+    Offer,
+    Prepare,
+    Prepared,
+    Ready,
+    Seal,
+    Sealed,
+)
+from rl_core.refit.session.base import (
+    Attach,
+    Effect,
+    Install,
+    Load,
+    Phase,
+    Publish,
+    Send,
+    Session,
+    describe,
+    seal_digest,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["VERIFY_LEVELS", "ReceiverSession"]
+
+VERIFY_LEVELS = ("none", "wire", "installed")
+#: Seconds between two ``Hello`` messages while there is no offer.
+HELLO_INTERVAL_S = 0.5
+
+
+class ReceiverSession(Session):
+    """One refit, seen from the engine.
+
+    The driver calls :meth:`start`, then :meth:`receive` with what arrives, performs the effects,
+    and answers each with :meth:`attached`, :meth:`loaded`, :meth:`installed` or
+    :meth:`published`. It calls :meth:`touch` right before the first byte is written.
+
+    Args:
+        hello: Who this receiver is.
+        manifest: Digest of the trainer's manifest that was checked against the engine's.
+        dtypes: Dtypes the sender must cast to, by name.
+        deadline_s: Seconds within which the session ends.
+        clock: Monotonic seconds.
+    """
+
+    #: What may arrive in each phase. ``Abort`` is legal in all of them; everything else ends the
+    #: session: ABORTED if nothing was written, else TORN.
+    TABLE: ClassVar[dict[tuple[Phase, type], str]] = {
+        (Phase.DISCOVER, Offer): "_on_offer",  # -> PREPARE
+        (Phase.PREPARE, Prepare): "_on_prepare",  # attached  -> TRANSFER
+        (Phase.TRANSFER, BucketReady): "_on_bucket",
+        (Phase.TRANSFER, Seal): "_on_seal",  # -> SEAL, installed -> COMMIT
+        (Phase.COMMIT, Commit): "_on_commit",  # published -> COMMITTED
+    }
+
+    def __init__(
+        self,
+        hello: Hello,
+        *,
+        manifest: str,
+        dtypes: dict[str, str],
+        deadline_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(deadline_s, clock)
+        self.offer: Offer | None = None
+        self.touched = False
+        self._hello = hello
+        self._manifest = manifest
+        self._dtypes = dtypes
+        self._prepare: Prepare | None = None
+        self._digests: list[str] = []
+        self._loaded = 0
+        self._hello_at = 0.0
+
+    def start(self) -> list[Effect]:
+        """Says hello."""
+        self._hello_at = self._clock() + HELLO_INTERVAL_S
+        return [Send(self._hello)]
+
+    def tick(self) -> list[Effect]:
+        """See :meth:`Session.tick`; says hello again while there is no offer."""
+        if effects := super().tick():
+            return effects
+        if self.phase is Phase.DISCOVER and self._clock() >= self._hello_at:
+            return self.start()
+        return []
+
+    # -- what happens ---------------------------------------------------------------------------
+
+    def receive(self, message: FromSender) -> list[Effect]:
+        """Takes one message of the sender."""
+        if self.phase.terminal:
+            return []
+        ours = self.offer is None or message.session == self.offer.session
+        if isinstance(message, Abort) and ours:
+            return self._on_abort(message)
+        handler = self.TABLE.get((self.phase, type(message)))
+        if handler is None or not ours:
+            return self.fail(
+                RefitProtocolError(f"{self.phase}: {type(message).__name__} is out of turn")
+            )
+        effects: list[Effect] = getattr(self, handler)(message)
+        return effects
+
+    def attached(self, plan: str) -> list[Effect]:
+        """Nothing generates any more and the buffers are mapped; ``plan`` is our plan's digest."""
+        if self.phase.terminal:
+            return []
+        assert self._prepare is not None
+        if plan != self._prepare.plan:
+            return self.fail(
+                RefitProtocolError(f"{self.phase}: the two sides derive different plans")
+            )
+        self._enter(Phase.TRANSFER)
+        return [Send(Prepared(self._session, plan))]
+
+    def touch(self) -> None:
+        """The next write makes the weights neither old nor new."""
+        self.touched = True
+
+    def loaded(self, index: int) -> list[Effect]:
+        """A bucket is in the sink; its slot may be filled again."""
+        if self.phase.terminal:
+            return []
+        self._loaded += 1
+        return [Send(Loaded(self._session, index))]
+
+    def installed(self) -> list[Effect]:
+        """The sink is finished and verified; only the sender's decision is missing."""
+        if self.phase.terminal:
+            return []
+        self._enter(Phase.COMMIT)
+        return [Send(Sealed(self._session, seal_digest(self._session, self._digests)))]
+
+    def published(self) -> list[Effect]:
+        """The new version serves."""
+        if self.phase.terminal:
+            return []
+        assert self.offer is not None
+        done = Send(Done(self._session, self.offer.version))
+        return [done, self._end(Phase.COMMITTED)]
+
+    def lost(self, why: str) -> list[Effect]:
+        """The sender is gone."""
+        return self.fail(
+            RefitPeerError(
+                f"{self.phase}: {self._awaited()} {why}",
+                fix="restart the trainer and refit again",
+                peer=self._awaited(),
+            )
+        )
+
+    def fail(self, error: BaseException) -> list[Effect]:
+        """See :meth:`Session.fail`."""
+        if self.phase.terminal:
+            return []
+        end = self._end(Phase.TORN if self.touched else Phase.ABORTED, error)
+        if self.offer is None:
+            return [end]
+        assert self.error is not None
+        return [Send(Failed(self._session, *describe(self.error), self.touched)), end]
+
+    # -- handlers, in the order of the phases ------------------------------------------------------
+
+    def _on_offer(self, offer: Offer) -> list[Effect]:
+        self.offer = offer
+        if offer.protocol != PROTOCOL:
+            error = f"the sender speaks refit protocol {offer.protocol}, this side {PROTOCOL}"
+            return self.fail(RefitProtocolError(error, fix="install the same rl-core"))
+        if offer.verify not in VERIFY_LEVELS or offer.isolation != "quiesced":
+            return self.fail(
+                CapabilityError(
+                    f"verify={offer.verify!r} with isolation={offer.isolation!r} is not offered",
+                    fix=f'use isolation="quiesced" and one of {VERIFY_LEVELS}',
+                )
+            )
+        if offer.manifest != self._manifest:
+            return self.fail(
+                RefitAborted(
+                    "the trainer's tensors are no longer those that were checked",
+                    fix="pass the policy's prepare_refit_info() to the engine again",
+                )
+            )
+        self._enter(Phase.PREPARE)
+        return [Send(Ready(offer.session, self._manifest, self._dtypes))]
+
+    def _on_prepare(self, prepare: Prepare) -> list[Effect]:
+        if self._prepare is not None:
+            return self.fail(RefitProtocolError(f"{self.phase}: Prepare came twice"))
+        assert self.offer is not None
+        self._prepare = prepare
+        self._deadline = min(self._deadline, self._clock() + prepare.deadline_s)
+        return [Attach(prepare, self.offer.version)]
+
+    def _on_bucket(self, bucket: BucketReady) -> list[Effect]:
+        assert self._prepare is not None
+        expected = len(self._digests)
+        if bucket.index != expected or expected >= self._prepare.buckets:
+            return self.fail(
+                RefitProtocolError(f"{self.phase}: bucket {bucket.index}, expected {expected}")
+            )
+        self._digests.append(bucket.digest)
+        return [Load(bucket.index, bucket.digest)]
+
+    def _on_seal(self, seal: Seal) -> list[Effect]:
+        assert self._prepare is not None
+        complete = self._loaded == self._prepare.buckets
+        if not complete or seal.digest != seal_digest(self._session, self._digests):
+            return self.fail(
+                RefitProtocolError(
+                    f"{self.phase}: sealed after {self._loaded} of {self._prepare.buckets} buckets"
+                )
+            )
+        self._enter(Phase.SEAL)
+        return [Install()]
+
+    def _on_commit(self, commit: Commit) -> list[Effect]:
+        assert self.offer is not None
+        if commit.version != self.offer.version:
+            return self.fail(
+                RefitProtocolError(f"{self.phase}: Commit of version {commit.version}")
+            )
+        return [Publish(commit.version)]
+
+    def _on_abort(self, abort: Abort) -> list[Effect]:
+        what = f"{self.phase}: the sender gave up: {abort.message}"
+        details = {"phase": self.phase.value, "peer": self._awaited(), "cause": abort.kind}
+        error: RefitError
+        if self.touched:
+            fix = "refit again; generation is refused until one commits"
+            error = WeightsTornError(what, fix=fix, **details)
+        else:
+            error = RefitAborted(what, fix="refit again; the old weights serve", **details)
+        return [self._end(Phase.TORN if self.touched else Phase.ABORTED, error)]
+
+    # -- helpers -----------------------------------------------------------------------------------
+
+    @property
+    def _session(self) -> str:
+        assert self.offer is not None
+        return self.offer.session
+
+    def _awaited(self) -> str:
+        return f"sender ({self.offer.sender})" if self.offer else "the sender"

@@ -1,0 +1,281 @@
+"""The sender's state machine: one refit to any number of receivers, all or none."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar
+
+from rl_core.errors import ManifestMismatchError, RefitPeerError, RefitProtocolError
+from rl_core.refit.messages import (
+    PROTOCOL,
+    Abort,
+    BucketReady,
+    Commit,
+    Done,
+    Failed,
+    FromReceiver,
+    Hello,
+    Loaded,
+    Offer,
+    Prepare,
+    Prepared,
+    Ready,
+    Seal,
+    Sealed,
+)
+from rl_core.refit.session.base import (
+    Effect,
+    MakePlan,
+    Pack,
+    Phase,
+    Send,
+    Session,
+    describe,
+    peer_error,
+    seal_digest,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["SenderSession"]
+
+
+@dataclass
+class _Peer:
+    hello: Hello
+    name: str
+    #: The last phase in which the peer did its part.
+    did: set[Phase] = field(default_factory=set)
+    loaded: int = 0
+
+
+class SenderSession(Session):
+    """One refit, seen from the trainer.
+
+    The driver calls :meth:`receive` with what arrives, performs the effects, and answers
+    ``MakePlan`` with :meth:`planned` and ``Pack`` with :meth:`packed`.
+
+    Args:
+        offer: What every receiver is told first.
+        receivers: How many must take part.
+        deadline_s: Seconds within which the session ends.
+        clock: Monotonic seconds.
+    """
+
+    #: What may arrive in each phase. ``Failed`` is legal in all of them; a ``Hello`` after
+    #: DISCOVER waits for the next refit; everything else ends the session.
+    TABLE: ClassVar[dict[tuple[Phase, type], str]] = {
+        (Phase.DISCOVER, Ready): "_on_ready",  # all ready     -> PREPARE
+        (Phase.PREPARE, Prepared): "_on_prepared",  # all prepared  -> TRANSFER
+        (Phase.TRANSFER, Loaded): "_on_loaded",  # all loaded    -> SEAL
+        (Phase.SEAL, Sealed): "_on_sealed",  # all sealed    -> COMMIT
+        (Phase.COMMIT, Done): "_on_done",  # all done      -> COMMITTED
+    }
+
+    def __init__(
+        self,
+        offer: Offer,
+        *,
+        receivers: int,
+        deadline_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(deadline_s, clock)
+        self.offer = offer
+        self._receivers = receivers
+        self._peers: dict[str, _Peer] = {}
+        self._dtypes: dict[str, str] | None = None
+        self._prepare: Prepare | None = None
+        self._digests: list[str] = []
+        self._packing = False
+
+    @property
+    def peers(self) -> dict[str, Hello]:
+        """Who takes part, by connection."""
+        return {key: peer.hello for key, peer in self._peers.items()}
+
+    # -- what happens ---------------------------------------------------------------------------
+
+    def receive(self, key: str, message: FromReceiver) -> list[Effect]:
+        """Takes one message from the connection ``key``."""
+        if self.phase.terminal:
+            return []
+        if isinstance(message, Hello):
+            return self._on_hello(key, message)
+        peer = self._peers.get(key)
+        if peer is None:
+            return []
+        if message.session != self.offer.session:
+            return self._break(peer, f"{type(message).__name__} of another session")
+        if isinstance(message, Failed):
+            error = peer_error(message.kind, message.message, phase=self.phase, peer=peer.name)
+            del self._peers[key]
+            return self.fail(error)
+        handler = self.TABLE.get((self.phase, type(message)))
+        if handler is None or self.phase in peer.did:
+            return self._break(peer, f"{type(message).__name__} out of turn")
+        effects: list[Effect] = getattr(self, handler)(peer, message)
+        return effects
+
+    def planned(self, prepare: Prepare) -> list[Effect]:
+        """The plan is made and its buffers exist."""
+        if self.phase.terminal:
+            return []
+        self._prepare = prepare
+        return [Send(prepare)]
+
+    def packed(self, index: int, digest: str) -> list[Effect]:
+        """A bucket lies in its slot."""
+        if self.phase.terminal:
+            return []
+        self._packing = False
+        self._digests.append(digest)
+        return [Send(BucketReady(self.offer.session, index, digest)), *self._advance()]
+
+    def lost(self, key: str, why: str) -> list[Effect]:
+        """A peer is gone. One that was never ready is forgotten: it may come again."""
+        peer = self._peers.pop(key, None)
+        if peer is None or self.phase.terminal:
+            return []
+        return self.fail(
+            RefitPeerError(
+                f"{self.phase}: {peer.name} {why}",
+                fix="restart that engine; the others take the next refit as they are",
+                peer=peer.name,
+            )
+        )
+
+    def forget(self, key: str) -> list[Effect]:
+        """A connection is gone; if its peer was ready, the session fails."""
+        peer = self._peers.get(key)
+        if peer is not None and Phase.DISCOVER not in peer.did:
+            del self._peers[key]
+            return []
+        return self.lost(key, "closed its connection")
+
+    def corrupted(self, key: str, error: RefitProtocolError) -> list[Effect]:
+        """A frame that could not be read came from ``key``."""
+        peer = self._peers.get(key)
+        if peer is None:
+            return [Send(self._abort(error), key)]
+        error.details["peer"] = peer.name
+        return self.fail(error)
+
+    def fail(self, error: BaseException) -> list[Effect]:
+        """See :meth:`Session.fail`. After COMMIT the version counts all the same."""
+        if self.phase.terminal:
+            return []
+        if self.phase is Phase.COMMIT:
+            return [self._end(Phase.COMMITTED, error)]
+        end = self._end(Phase.TORN if self._digests else Phase.ABORTED, error)
+        assert self.error is not None
+        return [Send(self._abort(self.error)), end]
+
+    # -- handlers, in the order of the phases ------------------------------------------------------
+
+    def _on_hello(self, key: str, hello: Hello) -> list[Effect]:
+        if self.phase is not Phase.DISCOVER or key in self._peers:
+            return []
+        earlier = [k for k, p in self._peers.items() if p.hello.receiver == hello.receiver]
+        for old in earlier:
+            if effects := self.forget(old):
+                return effects
+        name = f"receiver {len(self._peers)} ({hello.name}, pid {hello.process.pid})"
+        refusal = None
+        if hello.protocol != PROTOCOL:
+            refusal = f"this side speaks refit protocol {PROTOCOL}, not {hello.protocol}"
+        elif len(self._peers) == self._receivers:
+            refusal = f"this refit has all of its {self._receivers} receivers"
+        if refusal:
+            return [Send(self._abort(RefitProtocolError(refusal)), key)]
+        self._peers[key] = _Peer(hello, name)
+        return [Send(self.offer, key)]
+
+    def _on_ready(self, peer: _Peer, message: Ready) -> list[Effect]:
+        if message.manifest != self.offer.manifest:
+            return self._break(peer, "Ready for another manifest")
+        if self._dtypes is not None and message.dtypes != self._dtypes:
+            return self.fail(
+                ManifestMismatchError(
+                    f"{peer.name} wants other dtypes than the receivers before it",
+                    fix="give all engines of one refit the same dtype",
+                    peer=peer.name,
+                )
+            )
+        self._dtypes = message.dtypes
+        if not self._all_did(peer):
+            return []
+        self._enter(Phase.PREPARE)
+        return [MakePlan(message.dtypes)]
+
+    def _on_prepared(self, peer: _Peer, message: Prepared) -> list[Effect]:
+        if self._prepare is None or message.plan != self._prepare.plan:
+            return self._break(peer, "Prepared for another plan")
+        if not self._all_did(peer):
+            return []
+        self._enter(Phase.TRANSFER)
+        return self._advance()
+
+    def _on_loaded(self, peer: _Peer, message: Loaded) -> list[Effect]:
+        if message.index != peer.loaded or message.index >= len(self._digests):
+            return self._break(peer, f"Loaded({message.index}), expected {peer.loaded}")
+        peer.loaded += 1
+        return self._advance()
+
+    def _on_sealed(self, peer: _Peer, message: Sealed) -> list[Effect]:
+        if message.digest != self._seal().digest:
+            return self._break(peer, "Sealed with another digest")
+        if not self._all_did(peer):
+            return []
+        self._enter(Phase.COMMIT)
+        return [Send(Commit(self.offer.session, self.offer.version))]
+
+    def _on_done(self, peer: _Peer, message: Done) -> list[Effect]:
+        if message.version != self.offer.version:
+            return self._break(peer, f"Done with version {message.version}")
+        return [self._end(Phase.COMMITTED)] if self._all_did(peer) else []
+
+    # -- helpers -----------------------------------------------------------------------------------
+
+    def _advance(self) -> list[Effect]:
+        """Packs the next bucket once its slot is free; seals when all are loaded."""
+        assert self._prepare is not None
+        slowest = min(peer.loaded for peer in self._peers.values())
+        if slowest == self._prepare.buckets:
+            self._enter(Phase.SEAL)
+            return [Send(self._seal())]
+        following = len(self._digests)
+        room = following - slowest < self._prepare.slots
+        if self._packing or following == self._prepare.buckets or not room:
+            return []
+        self._packing = True
+        return [Pack(following)]
+
+    def _seal(self) -> Seal:
+        return Seal(self.offer.session, seal_digest(self.offer.session, self._digests))
+
+    def _all_did(self, peer: _Peer) -> bool:
+        peer.did.add(self.phase)
+        peers = self._peers.values()
+        return len(peers) == self._receivers and all(self.phase in p.did for p in peers)
+
+    def _abort(self, error: BaseException) -> Abort:
+        return Abort(self.offer.session, *describe(error))
+
+    def _break(self, peer: _Peer, what: str) -> list[Effect]:
+        return self.fail(
+            RefitProtocolError(f"{self.phase}: {peer.name} sent {what}", peer=peer.name)
+        )
+
+    def _awaited(self) -> str:
+        if len(self._peers) < self._receivers:
+            return f"{self._receivers - len(self._peers)} of {self._receivers} receivers"
+        late = [p.name for p in self._peers.values() if self._is_late(p)]
+        return ", ".join(late) or "the source"
+
+    def _is_late(self, peer: _Peer) -> bool:
+        if self.phase is Phase.TRANSFER:
+            return peer.loaded < len(self._digests)
+        return self.phase not in peer.did

@@ -1,0 +1,1 @@
+"""What moves the bytes of a refit: control messages over sockets, tensors over shared memory."""

@@ -1,0 +1,135 @@
+"""Memory that two processes share, and that nothing can leave behind.
+
+On Linux it has no name at all: an anonymous file that a peer opens through the owner's entry in
+``/proc`` (which only the same user may), gone with the last process that maps it, and not subject
+to the size of ``/dev/shm``. Elsewhere it is a file of this user alone with an unguessable name,
+removed as soon as all receivers have it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from rl_core.errors import RefitError, RefitProtocolError
+from rl_core.refit.messages import RegionRef
+
+if TYPE_CHECKING:
+    from typing import Self
+
+__all__ = ["SharedRegion"]
+
+_FLAGS = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+
+
+class SharedRegion:
+    """Bytes shared between processes, mapped and touched once, used by many refits.
+
+    Attributes:
+        ref: What a peer needs to attach.
+        data: All bytes, as a uint8 tensor ``[nbytes]``.
+        view: The same bytes for hashing.
+    """
+
+    def __init__(self, fd: int, ref: RegionRef, *, keep: bool) -> None:
+        self.ref = ref
+        self._fd: int | None = fd if keep else None
+        mapped = mmap.mmap(fd, ref.nbytes, flags=_FLAGS)
+        if not keep:
+            os.close(fd)
+        self.view = memoryview(mapped)
+        self.data = torch.frombuffer(mapped, dtype=torch.uint8)
+
+    @classmethod
+    def create(cls, nbytes: int, *, directory: str | None = None) -> Self:
+        """New zeroed memory.
+
+        Args:
+            nbytes: At least 1.
+            directory: Make a file there, for peers that cannot see this process in ``/proc``
+                (another PID namespace). By default no file is made where that is possible.
+
+        Raises:
+            RefitError: There is not enough memory.
+        """
+        fd, path = _open_anonymous() if directory is None else (None, "")
+        if fd is None:
+            fd, path = _open_file(directory)
+        try:
+            os.fchmod(fd, 0o600)
+            os.posix_fallocate(fd, 0, nbytes)
+            stat = os.fstat(fd)
+            ref = RegionRef(
+                path or f"/proc/{os.getpid()}/fd/{fd}", nbytes, stat.st_dev, stat.st_ino
+            )
+            return cls(fd, ref, keep=True)
+        except OSError as error:
+            os.close(fd)
+            if path:
+                os.unlink(path)
+            raise RefitError(
+                f"{nbytes} bytes of shared memory cannot be had: {error}",
+                fix="lower bucket_bytes, or give the host (or container) more memory",
+            ) from error
+
+    @classmethod
+    def attach(cls, ref: RegionRef) -> Self:
+        """Maps the memory of another process.
+
+        Raises:
+            RefitProtocolError: It is not there, or is not what ``ref`` describes.
+        """
+        try:
+            fd = os.open(ref.path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise RefitProtocolError(
+                f"the sender's shared memory {ref.path} cannot be opened: {error}",
+                fix="run both sides as one user in one PID namespace, or set RL_CORE_SHM_DIR "
+                "to a directory in memory that both see",
+            ) from error
+        stat = os.fstat(fd)
+        found = (stat.st_dev, stat.st_ino, stat.st_size, stat.st_uid)
+        if found != (ref.device, ref.inode, ref.nbytes, os.geteuid()):
+            os.close(fd)
+            raise RefitProtocolError(f"{ref.path} is not the sender's shared memory")
+        return cls(fd, ref, keep=False)
+
+    @property
+    def anonymous(self) -> bool:
+        """True if it has no name, so that peers can attach at any time."""
+        return self.ref.path.startswith("/proc/")
+
+    def unlink(self) -> None:
+        """Removes the name, if there is one; whoever has the memory keeps it."""
+        if not self.anonymous:
+            with suppress(FileNotFoundError):
+                os.unlink(self.ref.path)
+
+    def close(self) -> None:
+        """Lets go; the memory is gone once every process and tensor has let go of it."""
+        if self._fd is not None:
+            self.unlink()
+            os.close(self._fd)
+            self._fd = None
+        self.data = torch.empty(0, dtype=torch.uint8)
+        self.view = memoryview(b"")
+
+
+def _open_anonymous() -> tuple[int | None, str]:
+    if not (hasattr(os, "memfd_create") and Path("/proc/self/fd").is_dir()):
+        return None, ""
+    return os.memfd_create("rl-refit", os.MFD_CLOEXEC), ""
+
+
+def _open_file(directory: str | None) -> tuple[int, str]:
+    fast = Path("/dev/shm")  # noqa: S108 - the file is exclusive, private and unguessable
+    base = directory or (str(fast) if fast.is_dir() else tempfile.gettempdir())
+    path = os.path.join(base, f"rl-refit-{secrets.token_hex(16)}")
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), path
