@@ -8,6 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from rl_conformance.quiet import no_progress_bars
+
 __all__ = ["FAMILIES", "make_tiny_model", "make_tokenizer"]
 
 _MERGES = ("an", "er", "in", "on", "re", "th", "the", "ing", "12", "34")
@@ -36,7 +38,7 @@ def make_tokenizer() -> Any:
     tokenizer = Tokenizer(
         models.BPE(
             vocab={word: index for index, word in enumerate(words)},
-            merges=[pair if pair else ("in", "g") for pair in merges],
+            merges=[pair or ("in", "g") for pair in merges],
         )
     )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -111,6 +113,7 @@ def make_tiny_model(
                     parameter.mul_(weight_scale)
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(path)
+    with no_progress_bars():
+        model.save_pretrained(path)
     tokenizer.save_pretrained(path)
     return path

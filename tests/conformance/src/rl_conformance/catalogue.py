@@ -1,0 +1,173 @@
+"""The catalogue: every clause of the contract, in order, with what the suite checks of it now.
+
+A run gives every entry a status; a run that leaves one out is incomplete. Imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+__all__ = ["CLAUSES", "KINDS", "Clause", "Kind"]
+
+Kind = Literal["data", "discovery", "generation", "policy", "refit", "agreement", "security"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+_KIND_OF_LETTER: dict[str, Kind] = {
+    "B": "data",
+    "D": "discovery",
+    "G": "generation",
+    "P": "policy",
+    "R": "refit",
+    "A": "agreement",
+    "S": "security",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Clause:
+    """One numbered clause of the contract.
+
+    Attributes:
+        id: Its number, such as ``"G3"``.
+        title: What it asks for, in a few words.
+        capability: The capability that binds a backend to it, or None if it binds every backend.
+        since: First version of the contract that has it.
+        device: ``"any"``, or ``"cuda"`` if nothing of it can be seen on a CPU.
+        scope: Which part the suite checks now, "" if all of it.
+    """
+
+    id: str
+    title: str
+    capability: str | None = None
+    since: str = "1.0"
+    device: Literal["any", "cuda"] = "any"
+    scope: str = ""
+
+    @property
+    def kind(self) -> Kind:
+        """The chapter it belongs to."""
+        return _KIND_OF_LETTER[self.id[0]]
+
+
+_ENTRIES = (
+    Clause("B1", "a batch is a mapping of batch-first tensors and lists of one size"),
+    Clause("B2", "from_batches pads, concatenates and names what is missing"),
+    Clause("B3", "slicing, reordering and repeating keep rows together and truncate nothing"),
+    Clause("B4", "sharding loses no row; microbatches and packed bins keep their bound"),
+    Clause("B5", "microbatch iterators yield every row, narrowed to its microbatch"),
+    Clause("B6", "a batch survives pickling, Ray and torch.save bit for bit"),
+    Clause("B7", "verify_right_padding names the row and the positions"),
+    Clause(
+        "D1",
+        "listed without its engine, and without importing torch, ray or the engine",
+        scope="the engine is hidden from the import system, not uninstalled",
+    ),
+    Clause("D2", "the manifest is complete"),
+    Clause("D3", "what it declares is what it does"),
+    Clause(
+        "D4",
+        "a wrong configuration key or a missing engine is named before a model is loaded",
+        scope="a missing engine is simulated by looking for a distribution that does not exist",
+    ),
+    Clause(
+        "D5",
+        "a worker's exception arrives as a WorkerError with its traceback",
+        scope="driver and worker share one environment",
+    ),
+    Clause("G1", "prompts are right-padded; anything else is refused, naming the row"),
+    Clause("G2", "the output is the prompt, the generated tokens, then padding"),
+    Clause("G3", "log-probs are 0 on prompt and padding, finite and <= 0 elsewhere"),
+    Clause("G4", "log-probs are raw or processed, as configured"),
+    Clause("G5", "truncated means stopped by length"),
+    Clause("G6", "max_new_tokens and the context length are never exceeded"),
+    Clause("G7", "stop tokens and stop strings end their own row and are kept"),
+    Clause("G8", "greedy output is deterministic and independent of the rest of the batch"),
+    Clause("G9", "a seed makes sampling reproducible, and only a seed does"),
+    Clause("G10", "the sampled distribution is the declared one"),
+    Clause("G11", "greedy log-probs agree with a float32 reference"),
+    Clause("G12", "one row, many rows, ragged rows, extra keys and no rows at all"),
+    Clause(
+        "G13",
+        "waking and sleeping are idempotent; sleeping releases memory",
+        scope="the amount that is released is measured on CUDA only",
+    ),
+    Clause("G14", "a call in the wrong state raises; shutdown leaves nothing behind"),
+    Clause("G15", "every row carries the version of the weights that made it"),
+    Clause("G16", "rows are yielded as they finish", capability="async_generation"),
+    Clause("G17", "n samples per prompt equal repeat_interleave(n)", capability="multi_sample"),
+    Clause("P1", "log-probs score token t given those before it, at the policy's temperature"),
+    Clause("P2", "log-probs do not depend on how rows are split, padded or packed"),
+    Clause("P3", "the reference policy never moves and never harms the policy"),
+    Clause("P4", "top-k logits are sorted and belong to the next token", capability="topk_logits"),
+    Clause(
+        "P5",
+        "one optimizer step per global batch, whatever the microbatches",
+        scope="the number of data-parallel ranks is not varied",
+    ),
+    Clause("P6", "eval_mode changes nothing"),
+    Clause("P7", "what is not finite or masked never reaches the weights"),
+    Clause("P8", "training moves log-probs the way the loss says"),
+    Clause(
+        "P9",
+        "a checkpoint resumes bit for bit, and an interrupted one never loads",
+        scope="a save is interrupted by an exception at each of its file operations",
+    ),
+    Clause(
+        "P10",
+        "the lifecycle calls are idempotent and leave results unchanged",
+        scope="the amount that is released is measured on CUDA only",
+    ),
+    Clause(
+        "P11",
+        "policy.generate keeps G1 to G12",
+        capability="policy_generate",
+        scope="the checks of G1 to G12 that need no further configuration",
+    ),
+    Clause(
+        "P12",
+        "FP8 key/value scales come from observed magnitudes",
+        capability="fp8_kv_scales",
+    ),
+    Clause("P13", "score returns one float per row", capability="score"),
+    Clause("R1", "after a refit the engine equals the policy, bit for bit"),
+    Clause("R2", "the manifest is compared, by name, before any weight is touched"),
+    Clause("R3", "the ipc transport is exact between processes"),
+    Clause("R4", "the collective transport is exact", capability="collective"),
+    Clause("R5", "the older handle path is exact"),
+    Clause(
+        "R6",
+        "refit after refit stays exact and nothing grows",
+        scope="twenty refits instead of one hundred",
+    ),
+    Clause("R7", "large, tied, strided, 0-d, empty and mixed tensors arrive exactly"),
+    Clause(
+        "R8",
+        "a peer killed in any phase is an error before the deadline, and a refit recovers",
+        scope="killed before the first tensor, between two and before the commit",
+    ),
+    Clause(
+        "R9",
+        "damaged, lost, repeated or reordered messages never commit",
+        scope="the state machines are driven with damaged messages; no bytes are damaged in flight",
+    ),
+    Clause("R10", "the version moves on commit only, and caches do not outlive it"),
+    Clause("R11", "a staged refit that fails leaves the old version serving", capability="staged"),
+    Clause("R12", "extra memory during a refit stays under its bound"),
+    Clause(
+        "R13",
+        "of several receivers all advance or none",
+        scope="two receivers in one process",
+    ),
+    Clause("R14", "FP8 scales travel with the weights", capability="kv_scales"),
+    Clause("R15", 'verify="installed" catches a loader that does not load'),
+    Clause("A1", "log-prob consistency is measured, and never over an empty mask"),
+    Clause("A2", "the model diagnostics are library calls and commands"),
+    Clause("A3", "policy and generation agree, before and after training"),
+    Clause("S1", "malformed messages are refused; nothing is unpickled"),
+    Clause("S2", "sockets and shared memory are this user's alone, and are removed"),
+    Clause("S3", "remote code runs only with trust_remote_code=True"),
+)
+
+#: All clauses by id, in the order of the contract.
+CLAUSES: dict[str, Clause] = {entry.id: entry for entry in _ENTRIES}

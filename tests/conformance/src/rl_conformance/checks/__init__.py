@@ -1,0 +1,1 @@
+"""The checks, chapter by chapter: one function, one behaviour."""

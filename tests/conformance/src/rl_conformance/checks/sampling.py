@@ -1,0 +1,231 @@
+"""G4, G8, G9, G10, G11, G17: which tokens come, how likely, and from which distribution."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rl_conformance.batches import generated, generated_mask, random_rows
+from rl_conformance.expect import raises, require, same_tensor
+from rl_conformance.registry import check, refusal
+from rl_conformance.statistics import chi_square_p_value
+from rl_core.errors import CapabilityError
+
+if TYPE_CHECKING:
+    from rl_conformance.context import Context
+    from rl_core.batch import BatchedDataDict
+
+#: Probability of rejecting a right distribution, for each combination that is tested.
+_ERROR_RATE = 1e-4
+_DRAWS = 2048
+
+
+def _scores(ctx: Context, data: BatchedDataDict[Any], output: BatchedDataDict[Any], **how: Any) -> torch.Tensor:
+    """The oracle's log-probs of the generated tokens, in the order of the mask."""
+    oracle, expected = ctx.oracle(), []
+    for prompt, row in zip(data["input_ids"].tolist(), generated(data, output), strict=True):
+        prefix = prompt[: len(prompt)]
+        for token in row:
+            expected.append(oracle.distribution(prefix, **how)[token].log())
+            prefix = [*prefix, token]
+    return torch.stack(expected).float()
+
+
+_PROCESSED = {
+    "temperature": {"how": {"temperature": 0.7}},
+    "top_k": {"how": {"temperature": 1.3, "top_k": 7}},
+    "top_p": {"how": {"temperature": 1.2, "top_p": 0.8}},
+    "all_three": {"how": {"temperature": 1.4, "top_k": 20, "top_p": 0.9}},
+}
+
+
+@check("G4", cases=_PROCESSED)
+def processed_logprobs_are_of_the_sampled_distribution(ctx: Context, how: dict[str, Any]) -> None:
+    """Temperature, then top-k, then top-p, renormalised; the default mode."""
+    data = ctx.prompts(5, 5, 5, 5)
+    output = ctx.generation(seed=1, **how).generate(data)
+    got = output["logprobs"][generated_mask(data, output)]
+    ctx.measure_error(got, _scores(ctx, data, output, **how))
+
+
+@check("G4")
+def raw_logprobs_are_of_the_logits(ctx: Context) -> None:
+    """In raw mode temperature and truncation do not show."""
+    data = ctx.prompts(5, 5, 5, 5)
+    generation = ctx.generation(
+        seed=1, temperature=1.4, top_k=20, top_p=0.9, logprobs_mode="raw"
+    )
+    output = generation.generate(data)
+    got = output["logprobs"][generated_mask(data, output)]
+    ctx.measure_error(got, _scores(ctx, data, output))
+
+
+@check("G4")
+def greedy_ignores_temperature_and_truncation(ctx: Context) -> None:
+    """With greedy=True the log-prob is raw and the token the argmax."""
+    data = ctx.prompts(5, 5, 5, 5)
+    output = ctx.generation(temperature=1.4, top_k=20, top_p=0.9, seed=1).generate(data, greedy=True)
+    expected = [ctx.oracle().greedy(row, 8) for row in data["input_ids"].tolist()]
+    require(generated(data, output) == expected, "the tokens are not the argmax")
+    got = output["logprobs"][generated_mask(data, output)]
+    ctx.measure_error(got, _scores(ctx, data, output))
+
+
+@check("G8")
+def greedy_is_deterministic(ctx: Context) -> None:
+    """Two calls give the same tokens and log-probs."""
+    data = ctx.prompts(3, 9, 5)
+    first = ctx.generation().generate(data, greedy=True)
+    second = ctx.generation().generate(data, greedy=True)
+    same_tensor(second["output_ids"], first["output_ids"], "output_ids")
+    ctx.measure_error(second["logprobs"], first["logprobs"])
+
+
+@check("G8")
+def greedy_ignores_batch_order(ctx: Context) -> None:
+    """Rows in another order give the same rows in that order."""
+    rows = random_rows([3, 9, 5, 1, 7])
+    data, order = ctx.batch(rows), [4, 2, 0, 3, 1]
+    moved = ctx.batch([rows[i] for i in order])
+    before = ctx.generation().generate(data, greedy=True)
+    after = ctx.generation().generate(moved, greedy=True)
+    same_tensor(after["output_ids"], before["output_ids"][order], "output_ids")
+    ctx.measure_error(after["logprobs"], before["logprobs"][order])
+
+
+@check("G8")
+def greedy_ignores_its_neighbours(ctx: Context) -> None:
+    """A row alone gives what it gives among others, longer ones included."""
+    rows = random_rows([4, 60, 5, 33])
+    together = ctx.batch(rows)
+    output = ctx.generation().generate(together, greedy=True)
+    mask = generated_mask(together, output)
+    for index, row in enumerate(rows):
+        alone_data = ctx.batch([row])
+        alone = ctx.generation().generate(alone_data, greedy=True)
+        got, expected = generated(together, output)[index], generated(alone_data, alone)[0]
+        require(got == expected, f"row {index} gives {got} among others, {expected} alone")
+        ctx.measure_error(
+            output["logprobs"][index][mask[index]],
+            alone["logprobs"][0][generated_mask(alone_data, alone)[0]],
+        )
+
+
+@check("G9")
+def a_seed_makes_sampling_reproducible(ctx: Context) -> None:
+    """Two engines with one seed draw the same tokens."""
+    data = ctx.prompts(5, 7, 3)
+    first = ctx.generation(seed=7, temperature=1.5).generate(data)
+    second = ctx.fresh_generation(seed=7, temperature=1.5)
+    second.prepare_for_generation()
+    same_tensor(second.generate(data)["output_ids"], first["output_ids"], "output_ids")
+
+
+@check("G9")
+def another_seed_draws_other_tokens(ctx: Context) -> None:
+    """A different seed gives different tokens."""
+    data = ctx.prompts(*[5] * 16)
+    first = ctx.generation(seed=7, temperature=1.5).generate(data)
+    second = ctx.generation(seed=8, temperature=1.5).generate(data)
+    require(generated(data, first) != generated(data, second), "two seeds draw the same tokens")
+
+
+@check("G9")
+def without_a_seed_calls_differ(ctx: Context) -> None:
+    """Two unseeded calls draw different tokens."""
+    data = ctx.prompts(*[5] * 16)
+    generation = ctx.generation(temperature=1.5)
+    first, second = generation.generate(data), generation.generate(data)
+    require(generated(data, first) != generated(data, second), "two unseeded calls are the same")
+
+
+@check("G9")
+def rows_of_a_seeded_batch_differ(ctx: Context) -> None:
+    """Equal prompts in one seeded batch draw independently."""
+    prompt = random_rows([5])[0]
+    data = ctx.batch([prompt] * 16)
+    rows = generated(data, ctx.generation(seed=7, temperature=1.5).generate(data))
+    require(len({tuple(row) for row in rows}) > 1, "equal prompts draw the same tokens")
+
+
+_COMBINATIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "temperature": {"temperature": 0.6},
+    "top_k": {"top_k": 5},
+    "top_p": {"top_p": 0.7},
+    "temperature_and_top_k": {"temperature": 1.5, "top_k": 12},
+    "temperature_and_top_p": {"temperature": 1.5, "top_p": 0.8},
+    "all_three": {"temperature": 1.5, "top_k": 20, "top_p": 0.9},
+    "top_k_none_is_off": {"top_k": None},
+    "top_k_minus_one_is_off": {"top_k": -1},
+    "top_k_zero_is_off": {"top_k": 0},
+}
+
+
+@check("G10", cases={name: {"how": how} for name, how in _COMBINATIONS.items()})
+def first_tokens_follow_the_declared_distribution(ctx: Context, how: dict[str, Any]) -> None:
+    """A chi-square test of the first token does not reject at 1e-4."""
+    prompt = random_rows([6], seed=21)[0]
+    data = ctx.batch([prompt] * _DRAWS)
+    output = ctx.generation(max_new_tokens=1, seed=2, **how).generate(data)
+    drawn = output["output_ids"][:, len(prompt)]
+    declared = {key: value for key, value in how.items() if key != "top_k" or (value or 0) > 0}
+    expected = ctx.oracle().distribution(prompt, **declared)
+    counts = drawn.bincount(minlength=len(expected))
+    require(counts[expected == 0].sum() == 0, "a token outside the truncated set was drawn")
+    p_value = chi_square_p_value(counts, expected)
+    ctx.measure("1 - p_value", 1 - p_value, 1 - _ERROR_RATE)
+
+
+@check(
+    "G11",
+    cases={family: {"family": family} for family in ("llama", "qwen2", "qwen3")},
+)
+def greedy_agrees_with_the_reference(ctx: Context, family: str) -> None:
+    """Tokens are the reference's argmax and log-probs lie within the dtype's tolerance."""
+    path = ctx.model(family)
+    oracle, data = ctx.oracle(path), ctx.prompts(4, 17, 9, 1, 30)
+    generation = ctx.generation(model_name=str(path), max_new_tokens=16)
+    output = generation.generate(data, greedy=True)
+    ends = output["unpadded_sequence_lengths"]
+    expected = oracle.batch_logprobs(output["output_ids"], ends)
+    inside = generated_mask(data, output)
+    ctx.measure_error(output["logprobs"][inside], expected[inside])
+    gaps = []
+    for row, end in enumerate(ends.tolist()):
+        ids, start = output["output_ids"][row, :end], int(data["input_lengths"][row])
+        scores = oracle.logits(ids.tolist()).log_softmax(-1)[start - 1 : end - 1]
+        gaps.append(scores.amax(-1) - scores.gather(1, ids[start:, None])[:, 0])
+    ctx.measure("gap_to_argmax", float(torch.cat(gaps).max()), 2 * ctx.tolerance[1])
+
+
+@check("G17")
+def samples_are_laid_out_as_repeat_interleave(ctx: Context) -> None:
+    """Greedy samples of each prompt stand side by side."""
+    data = ctx.prompts(3, 9, 5, label=["a", "b", "c"])
+    several = ctx.generation(num_samples=3).generate(data, greedy=True)
+    single = ctx.generation().generate(data.repeat_interleave(3), greedy=True)
+    same_tensor(several["output_ids"], single["output_ids"], "output_ids")
+    require(several["label"] == single["label"], "the carried keys are not repeated alike")
+
+
+@check("G17")
+def samples_of_a_prompt_are_independent(ctx: Context) -> None:
+    """Sampled completions of one prompt differ, and equal those of repeated rows."""
+    data = ctx.prompts(5, 7)
+    several = ctx.generation(num_samples=8, seed=7, temperature=1.5).generate(data)
+    repeated = data.repeat_interleave(8)
+    single = ctx.generation(seed=7, temperature=1.5).generate(repeated)
+    same_tensor(several["output_ids"], single["output_ids"], "output_ids")
+    rows = generated(repeated, several)
+    require(len({tuple(row) for row in rows[:8]}) > 1, "all samples of a prompt are the same")
+
+
+@refusal("generation", "multi_sample")
+def several_samples_are_refused(ctx: Context) -> None:
+    """A backend without multi_sample refuses num_samples above 1."""
+    with raises(CapabilityError):
+        generation = ctx.fresh_generation(num_samples=2)
+        generation.prepare_for_generation()
+        generation.generate(ctx.prompts(5), greedy=True)

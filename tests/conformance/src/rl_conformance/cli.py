@@ -1,0 +1,163 @@
+"""``rl conformance``: the suite as a command. Imports nothing heavy until it runs."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rl_conformance.context import Settings
+    from rl_conformance.outcome import Outcome, RunReport
+    from rl_conformance.registry import Check
+    from rl_conformance.target import Target
+
+__all__ = ["app"]
+
+app = typer.Typer(no_args_is_help=True, help="Prove that a backend keeps the contract.")
+
+_COLOURS = {
+    "passed": "green",
+    "failed": "red",
+    "error": "red",
+    "unexpected_pass": "red",
+    "incomplete": "red",
+    "known_failure": "yellow",
+    "unsupported": "blue",
+    "not_implemented": "blue",
+    "not_run": "bright_black",
+}
+_EXIT_CODES = {"conformant": 0, "failed": 1, "incomplete": 3}
+
+
+class Device(StrEnum):
+    """Where the backend under test runs."""
+
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+@app.callback()
+def main() -> None:
+    """Prove that a backend keeps the contract."""
+
+
+@app.command("list")
+def list_checks() -> None:
+    """Lists every clause with its checks."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from rl_conformance.catalogue import CLAUSES
+    from rl_conformance.registry import all_checks
+
+    table = Table("clause", "asks for", "checks", box=None)
+    for clause in CLAUSES.values():
+        own = [check.name for check in all_checks() if check.clause is clause]
+        table.add_row(clause.id, clause.title, "\n".join(own))
+    Console().print(table)
+
+
+@app.command()
+def run(
+    name: Annotated[str, typer.Argument(help="The backend, as `rl backends list` shows it.")],
+    device: Annotated[Device, typer.Option(help="Where it runs.")] = Device.CPU,
+    dtype: Annotated[str, typer.Option(help="Of its weights.")] = "float32",
+    model: Annotated[
+        Path | None, typer.Option(help="A checkpoint instead of the suite's tiny models.")
+    ] = None,
+    kind: Annotated[
+        list[str] | None, typer.Option(help="Only this chapter; may be given several times.")
+    ] = None,
+    k: Annotated[
+        str, typer.Option("-k", help='Only matching checks, such as "G3 or (G8 and order)".')
+    ] = "",
+    known_failures: Annotated[
+        Path | None, typer.Option(help="The ledger of known failures (TOML).")
+    ] = None,
+    json: Annotated[Path | None, typer.Option(help="Write the report as JSON.")] = None,
+    junit: Annotated[Path | None, typer.Option(help="Write it as JUnit XML.")] = None,
+    markdown: Annotated[Path | None, typer.Option(help="Write it as Markdown.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write it as one HTML page.")] = None,
+) -> None:
+    """Runs the suite; exit code 0 only if it is complete and nothing failed."""
+    from rl_conformance.context import Settings
+    from rl_conformance.ledger import read_ledger
+    from rl_conformance.report import write_reports
+    from rl_conformance.run import select
+    from rl_conformance.target import Target
+
+    target = Target.find(name)
+    known = read_ledger(known_failures) if known_failures else {}
+    checks = select(kind or [], k)
+    selection = " and ".join([*(kind or []), *([k] if k else [])])
+    settings = Settings(device.value, dtype, str(model) if model else None)
+    report = _run_with_progress(target, settings, checks, selection, known)
+    write_reports(report, {"json": json, "junit": junit, "markdown": markdown, "html": html})
+    _print_summary(report)
+    raise typer.Exit(_EXIT_CODES[report.verdict])
+
+
+def _run_with_progress(
+    target: Target, settings: Settings, checks: list[Check], selection: str, known: dict[str, str]
+) -> RunReport:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.text import Text
+
+    from rl_conformance.run import run as run_suite
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, transient=True) as progress:
+        task = progress.add_task(target.name, total=len(checks))
+
+        def advance(outcome: Outcome) -> None:
+            progress.update(task, advance=1, description=outcome.check)
+            if outcome.status.bad:
+                text = Text.assemble((f"{outcome.status} ", "red"), f"{outcome.check}\n")
+                progress.console.print(text.append(outcome.message.rstrip()))
+
+        return run_suite(
+            target,
+            settings,
+            checks if selection else None,
+            selection=selection,
+            known=known,
+            on_outcome=advance,
+        )
+
+
+def _print_summary(report: RunReport) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from rl_conformance.report import status_text, worst_measure
+
+    table = Table("clause", "status", "checks", "worst figure", "at most", "asks for", box=None)
+    for result in report.results():
+        worst, status = worst_measure(result), status_text(result)
+        figures = (f"{worst.name} {worst.value:.3g}", f"{worst.tolerance:.3g}") if worst else ("", "")
+        table.add_row(
+            result.clause.id,
+            f"[{_COLOURS[status]}]{status}[/]",
+            f"{result.ran}/{len(result.outcomes)}",
+            *figures,
+            result.clause.title,
+        )
+    console = Console()
+    console.print(table)
+    reasons = {o.message for o in report.outcomes if o.status == "not_run" and not o.excused}
+    for reason in sorted(reasons):
+        console.print(f"[red]not run:[/] {reason}")
+    counts = ", ".join(f"{n} {status}" for status, n in report.counts().items())
+    if report.selection:
+        console.print(f"Only a part of the suite was run: {report.selection}", markup=False)
+    if report.missing:
+        console.print(f"Without a result: {', '.join(report.missing)}")
+    console.print(f"{report.backend}: {report.verdict} ({counts}; {report.seconds:.0f} s)")

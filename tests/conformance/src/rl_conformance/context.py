@@ -1,0 +1,266 @@
+"""What a check is given: backends, models, the oracle, prompts, and a place for measures."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
+
+from rl_conformance.expect import NotRun, fail
+from rl_conformance.outcome import Measure
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from rl_conformance.oracle import Oracle
+    from rl_conformance.outcome import Outcome
+    from rl_conformance.registry import Check
+    from rl_conformance.target import Target
+    from rl_core.batch import BatchedDataDict
+    from rl_core.interfaces import ColocatablePolicyInterface, GenerationInterface
+    from rl_core.plugins.manifest import BackendManifest
+
+__all__ = ["Context", "Settings", "Workshop"]
+
+#: Backends kept for the next check with the same configuration, of each kind.
+_KEPT = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Where and how a run takes place.
+
+    Attributes:
+        device: ``"cpu"`` or ``"cuda"``.
+        dtype: Of the weights of the backend under test.
+        model: A checkpoint to use instead of the suite's own tiny models.
+    """
+
+    device: Literal["cpu", "cuda"] = "cpu"
+    dtype: str = "float32"
+    model: str | None = None
+
+
+class Workshop:
+    """What the checks of a run share: checkpoints, oracles and running backends.
+
+    Args:
+        target: The backend under test.
+        settings: Where it runs.
+    """
+
+    def __init__(self, target: Target, settings: Settings) -> None:
+        self.target = target
+        self.settings = settings
+        self._scratch = tempfile.TemporaryDirectory(prefix="rl-conformance-")
+        self._oracles: dict[Path, Oracle] = {}
+        self._shared: dict[str, dict[str, Any]] = {"generation": {}, "policy": {}}
+
+    def directory(self) -> Path:
+        """A new directory that is removed with the workshop."""
+        return Path(tempfile.mkdtemp(dir=self._scratch.name))
+
+    def model(self, family: str = "qwen2", **overrides: Any) -> Path:
+        """A tiny checkpoint of a family, or the model the run was given."""
+        from rl_conformance.models import make_tiny_model
+
+        if self.settings.model is not None and not overrides:
+            return Path(self.settings.model)
+        key = "-".join([family, *(f"{k}={v}" for k, v in sorted(overrides.items()))])
+        path = Path(self._scratch.name, "models", key)
+        return path if path.exists() else make_tiny_model(path, family, **overrides)
+
+    def oracle(self, path: Path) -> Oracle:
+        """The oracle of a checkpoint."""
+        from rl_conformance.oracle import Oracle
+
+        if path not in self._oracles:
+            self._oracles[path] = Oracle(path)
+        return self._oracles[path]
+
+    def build(self, kind: str, dtype: str, config: dict[str, Any]) -> Any:
+        """A new backend of the target, or the suite's reference if it does not offer the kind."""
+        config = {"model_name": str(self.model()), **config}
+        if kind not in self.target.manifest.kinds:
+            from rl_conformance.reference import make_reference
+
+            return make_reference(kind, {**config, "torch_dtype": dtype})
+        make: Callable[[dict[str, Any]], Any] = getattr(self.target, f"make_{kind}")
+        return make(self.target.base_config(kind, dtype, self.settings.device) | config)
+
+    def share(self, kind: str, dtype: str, config: dict[str, Any]) -> Any:
+        """A running backend with that configuration, kept for other checks."""
+        kept, key = self._shared[kind], repr((dtype, sorted(config.items())))
+        if key in kept:
+            kept[key] = kept.pop(key)
+            return kept[key]
+        while len(kept) >= _KEPT:
+            kept.pop(next(iter(kept))).shutdown()
+        kept[key] = self.build(kind, dtype, config)
+        return kept[key]
+
+    def discard(self) -> None:
+        """Shuts the shared backends down, so that what one check broke stays with it."""
+        for kept in self._shared.values():
+            while kept:
+                kept.popitem()[1].shutdown()
+
+    def close(self) -> None:
+        """Shuts everything down and removes every file."""
+        try:
+            self.discard()
+        finally:
+            self._scratch.cleanup()
+
+
+@dataclass(slots=True)
+class Context:
+    """Handed to one check.
+
+    Attributes:
+        workshop: What the checks of the run share.
+        outcome_of: What came of another check, which is run if it was not yet.
+        measures: What the check measured.
+    """
+
+    workshop: Workshop
+    outcome_of: Callable[[Check], Outcome]
+    measures: list[Measure] = field(default_factory=list)
+    _exit: ExitStack = field(default_factory=ExitStack)
+
+    @property
+    def manifest(self) -> BackendManifest:
+        """What the backend under test declares."""
+        return self.workshop.target.manifest
+
+    @property
+    def target(self) -> Target:
+        """The backend under test."""
+        return self.workshop.target
+
+    @property
+    def settings(self) -> Settings:
+        """Where the run takes place."""
+        return self.workshop.settings
+
+    # -- backends --------------------------------------------------------------------------------
+
+    def generation(self, *, dtype: str | None = None, **config: Any) -> GenerationInterface:
+        """A generation backend that is awake. Shared: leave it as it was."""
+        config = {"max_new_tokens": 8, **config}
+        backend: GenerationInterface = self.workshop.share(
+            "generation", dtype or self.settings.dtype, config
+        )
+        backend.prepare_for_generation()
+        return backend
+
+    def policy(self, *, dtype: str | None = None, **config: Any) -> ColocatablePolicyInterface:
+        """A policy that is ready to score. Shared: do not train it."""
+        backend: ColocatablePolicyInterface = self.workshop.share(
+            "policy", dtype or self.settings.dtype, config
+        )
+        backend.prepare_for_lp_inference()
+        return backend
+
+    def fresh_generation(self, *, dtype: str | None = None, **config: Any) -> GenerationInterface:
+        """A new generation backend, asleep, for this check alone."""
+        config = {"max_new_tokens": 8, **config}
+        backend = self.workshop.build("generation", dtype or self.settings.dtype, config)
+        self._exit.callback(backend.shutdown)
+        return backend  # type: ignore[no-any-return]
+
+    def fresh_policy(
+        self, *, dtype: str | None = None, **config: Any
+    ) -> ColocatablePolicyInterface:
+        """A new policy for this check alone; it trains with a fixed seed and a plain optimizer."""
+        from rl_conformance.training import training_config
+
+        known = self.target.config_keys.get("policy", frozenset())
+        settings = {k: v for k, v in training_config().items() if not known or k in known}
+        backend = self.workshop.build("policy", dtype or self.settings.dtype, settings | config)
+        self._exit.callback(backend.shutdown)
+        return backend  # type: ignore[no-any-return]
+
+    def fresh_pair(
+        self, *, dtype: str | None = None, **config: Any
+    ) -> tuple[ColocatablePolicyInterface, GenerationInterface]:
+        """A policy and an engine for this check alone, the engine awake.
+
+        A kind that the backend under test does not offer is the suite's own reference.
+        """
+        policy = self.fresh_policy(dtype=dtype)
+        generation = self.fresh_generation(dtype=dtype, **config)
+        generation.prepare_for_generation()
+        return policy, generation
+
+    def closing(self, resource: Any) -> Any:
+        """Closes a resource (``shutdown`` or ``close``) when the check ends."""
+        self._exit.callback(getattr(resource, "shutdown", None) or resource.close)
+        return resource
+
+    # -- material ----------------------------------------------------------------------------------
+
+    def model(self, family: str = "qwen2", **overrides: Any) -> Path:
+        """A tiny checkpoint of a family."""
+        return self.workshop.model(family, **overrides)
+
+    def oracle(self, path: Path | None = None) -> Oracle:
+        """The float32 reference of a checkpoint, by default of the run's main model."""
+        return self.workshop.oracle(path or self.workshop.model())
+
+    def directory(self) -> Path:
+        """A new, empty directory."""
+        return self.workshop.directory()
+
+    def prompts(self, *lengths: int, seed: int = 0, **extra: Any) -> BatchedDataDict[Any]:
+        """Right-padded prompts of random ordinary tokens, one for each length."""
+        from rl_conformance.batches import random_prompts
+
+        return random_prompts(lengths, seed=seed, **extra)
+
+    def batch(self, rows: Sequence[Sequence[int]], **extra: Any) -> BatchedDataDict[Any]:
+        """Right-padded prompts of the given tokens."""
+        from rl_conformance.batches import pad_rows
+
+        return pad_rows(rows, self.oracle().pad_token_id, **extra)
+
+    @property
+    def tolerance(self) -> tuple[float, float]:
+        """Declared largest ``(mean, max)`` log-prob error of the run's dtype."""
+        return self.tolerance_of(self.settings.dtype)
+
+    def tolerance_of(self, dtype: str) -> tuple[float, float]:
+        """Declared largest ``(mean, max)`` log-prob error of a dtype."""
+        if dtype not in self.manifest.tolerances:
+            raise NotRun(f"the manifest declares no tolerance for {dtype}", excused=True)
+        return self.manifest.tolerances[dtype]
+
+    # -- verdicts ------------------------------------------------------------------------------------
+
+    def measure(self, name: str, value: float, tolerance: float, unit: str = "") -> None:
+        """Records a figure, and fails the check if it is above its tolerance or not a number."""
+        self.measures.append(Measure(name, float(value), float(tolerance), unit))
+        if math.isnan(value) or value > tolerance:
+            fail(f"{name} is {value:.6g} {unit}, above {tolerance:g}".replace("  ", " "))
+
+    def measure_error(self, got: Any, expected: Any, dtype: str | None = None) -> None:
+        """Compares log-probs by mean and maximum of the absolute difference."""
+        mean, largest = self.tolerance_of(dtype or self.settings.dtype)
+        difference = (got.double() - expected.double()).abs()
+        if got.shape != expected.shape:
+            fail(f"got shape {list(got.shape)}, expected {list(expected.shape)}")
+        if not difference.numel():
+            fail("there is nothing to compare")
+        self.measure("mean_abs_error", float(difference.mean()), mean)
+        self.measure("max_abs_error", float(difference.max()), largest)
+
+    def not_run(self, reason: str, *, excused: bool = False) -> NoReturn:
+        """Ends the check as not run."""
+        raise NotRun(reason, excused=excused)
+
+    def close(self) -> None:
+        """Shuts down what belongs to this check alone."""
+        self._exit.close()

@@ -1,0 +1,194 @@
+"""Runs checks, once each, and says what came of them. All three entrances go through here."""
+
+from __future__ import annotations
+
+import importlib.util
+import signal
+import threading
+import time
+import traceback
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Self
+
+from rl_conformance.context import Context, Settings, Workshop
+from rl_conformance.expect import CheckFailed, NotRun
+from rl_conformance.outcome import Outcome, Status
+from rl_conformance.registry import refusal_for
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Mapping
+    from types import FrameType
+
+    from rl_conformance.registry import Check, Function
+    from rl_conformance.target import Target
+    from rl_core.plugins.manifest import Capability
+
+__all__ = ["Harness"]
+
+
+class Harness:
+    """Runs the checks of one backend.
+
+    Args:
+        target: The backend under test.
+        settings: Where it runs.
+        known: Reasons of known failures, by check id or clause number.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        settings: Settings | None = None,
+        known: Mapping[str, str] | None = None,
+    ) -> None:
+        self.target = target
+        self.settings = settings or Settings()
+        self.workshop = Workshop(target, self.settings)
+        self.known = dict(known or {})
+        self._outcomes: dict[str, Outcome] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Shuts everything down and removes every file."""
+        self.workshop.close()
+
+    def outcome(self, check: Check) -> Outcome:
+        """What comes of a check; a check runs once, however often it is asked for."""
+        if check.id not in self._outcomes:
+            self._outcomes[check.id] = self._run(check)
+        return self._outcomes[check.id]
+
+    def _run(self, check: Check) -> Outcome:
+        started = time.perf_counter()
+        if (excuse := self._excuse(check)) is not None:
+            reason, excused = excuse
+            return Outcome(check.id, check.title, Status.NOT_RUN, message=reason, excused=excused)
+        context = Context(self.workshop, self.outcome)
+        function, passed = self._function(check)
+        status, message, excused = self._attempt(context, check, function, passed)
+        reason = self.known.get(check.id) or self.known.get(check.clause.id)
+        if reason is not None and status in (Status.FAILED, Status.ERROR):
+            status, message = Status.KNOWN_FAILURE, f"{reason}: {message}"
+        elif reason is not None and status is Status.PASSED:
+            status, message = Status.UNEXPECTED_PASS, f"it is listed as failing: {reason}"
+        return Outcome(
+            check.id,
+            check.title,
+            status,
+            time.perf_counter() - started,
+            message,
+            tuple(context.measures),
+            excused,
+        )
+
+    def _attempt(
+        self, context: Context, check: Check, function: Function, passed: Status
+    ) -> tuple[Status, str, bool]:
+        """Status, message, and whether a check that did not run is excused."""
+        try:
+            with _deadline(check.timeout_s):
+                try:
+                    check(context) if function is check.function else function(context)
+                finally:
+                    context.close()
+        except NotRun as skipped:
+            return Status.NOT_RUN, str(skipped), skipped.excused
+        except CheckFailed as failure:
+            result = Status.FAILED, str(failure), False
+        except Exception:  # noqa: BLE001 - whatever a backend raises is its result
+            result = Status.ERROR, traceback.format_exc(limit=-8), False
+        else:
+            return passed, self._reason(check) if passed is not Status.PASSED else "", False
+        self.workshop.discard()
+        return result
+
+    # -- what applies ------------------------------------------------------------------------------
+
+    def _excuse(self, check: Check) -> tuple[str, bool] | None:
+        """Why the check does not run, and whether the run is complete without it."""
+        device = self.settings.device
+        if device == "cuda" and not _cuda_available():
+            return "this machine has no CUDA device", False
+        if device not in self.target.manifest.devices:
+            return f"the backend does not run on {device}", False
+        if check.device not in ("any", device):
+            return f"means something on {check.device} only", True
+        if lacking := [kind for kind in check.needs if not self._offers(kind)]:
+            return f"the backend offers no {lacking[0]}", True
+        capability = self._capability(check)
+        if capability is not None and device not in capability.devices:
+            return f"declared for {', '.join(capability.devices)} only", True
+        if lacking := [name for name in check.modules if not importlib.util.find_spec(name)]:
+            return f"{lacking[0]} is not installed", False
+        return None
+
+    def _offers(self, kind: str) -> bool:
+        return kind == "pair" or kind in self.target.manifest.kinds
+
+    def _capability(self, check: Check) -> Capability | None:
+        if check.capability is None:
+            return None
+        kind = self._capability_kind(check.capability, check)
+        return self.target.manifest.capabilities[kind][check.capability]  # type: ignore[index]
+
+    def _capability_kind(self, capability: str, check: Check) -> str:
+        declared = self.target.manifest.capabilities
+        preferred = [kind for kind in (*check.needs, "generation", "policy") if kind in declared]
+        return next(kind for kind in preferred if capability in declared[kind])  # type: ignore[index]
+
+    def _function(self, check: Check) -> tuple[Function, Status]:
+        """What to run, and the status that follows when it succeeds."""
+        capability = self._capability(check)
+        if capability is None or capability.level == "full" or self._in_range(capability):
+            return check.function, Status.PASSED
+        assert check.capability is not None
+        refused = refusal_for(self._capability_kind(check.capability, check), check.capability)
+        lacking = capability.level == "not_implemented"
+        return refused, Status.NOT_IMPLEMENTED if lacking else Status.UNSUPPORTED
+
+    def _in_range(self, capability: Capability) -> bool:
+        from packaging.specifiers import SpecifierSet
+
+        from rl_core.plugins.discovery import engine_version
+
+        if capability.level != "versioned":
+            return False
+        engine = engine_version(self.target.manifest.engine)
+        return engine is not None and SpecifierSet(capability.engine).contains(
+            engine[1], prereleases=True
+        )
+
+    def _reason(self, check: Check) -> str:
+        capability = self._capability(check)
+        declared = f": {capability.reason}" if capability and capability.reason else ""
+        return f"declared, and refused before anything was touched{declared}"
+
+
+def _cuda_available() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+@contextmanager
+def _deadline(seconds: float) -> Generator[None]:
+    """Fails a check that hangs. Only the main thread can be interrupted."""
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGALRM"):
+        yield
+        return
+
+    def expire(_: int, __: FrameType | None) -> None:
+        raise CheckFailed(f"it did not end within {seconds:g} s")
+
+    before = signal.signal(signal.SIGALRM, expire)
+    left, interval = signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, left, interval)
+        signal.signal(signal.SIGALRM, before)

@@ -1,0 +1,208 @@
+"""What a check, a clause and a run come to. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from rl_conformance.catalogue import CLAUSES, Clause
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["ClauseResult", "Measure", "Outcome", "RunReport", "Status", "Verdict"]
+
+
+class Status(enum.StrEnum):
+    """What came of a check or a clause."""
+
+    PASSED = "passed"
+    FAILED = "failed"
+    UNSUPPORTED = "unsupported"
+    NOT_IMPLEMENTED = "not_implemented"
+    KNOWN_FAILURE = "known_failure"
+    UNEXPECTED_PASS = "unexpected_pass"
+    NOT_RUN = "not_run"
+    ERROR = "error"
+
+    @property
+    def bad(self) -> bool:
+        """Whether it makes the run fail."""
+        return self in (Status.FAILED, Status.ERROR, Status.UNEXPECTED_PASS)
+
+
+#: Of the checks of a clause, the first of these that occurs is the clause's status.
+_PRECEDENCE = (
+    Status.ERROR,
+    Status.FAILED,
+    Status.UNEXPECTED_PASS,
+    Status.KNOWN_FAILURE,
+    Status.PASSED,
+    Status.NOT_IMPLEMENTED,
+    Status.UNSUPPORTED,
+    Status.NOT_RUN,
+)
+
+
+class Verdict(enum.StrEnum):
+    """What came of a run."""
+
+    CONFORMANT = "conformant"
+    FAILED = "failed"
+    INCOMPLETE = "incomplete"
+
+
+@dataclass(frozen=True, slots=True)
+class Measure:
+    """A measured value beside the bound it must keep.
+
+    Attributes:
+        name: What was measured.
+        value: The figure.
+        tolerance: The largest that passes.
+        unit: Such as ``"bytes"``; "" for a pure number.
+    """
+
+    name: str
+    value: float
+    tolerance: float
+    unit: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of one check.
+
+    Attributes:
+        check: Its id, ``clause/name``.
+        title: What it looks at.
+        status: What came of it.
+        seconds: How long it took.
+        message: Why it did not pass, "" if it did.
+        measures: What it measured.
+        excused: For ``not_run``: True if the profile does not ask for it, so that the run is
+            complete without it.
+    """
+
+    check: str
+    title: str
+    status: Status
+    seconds: float = 0.0
+    message: str = ""
+    measures: tuple[Measure, ...] = ()
+    excused: bool = False
+
+    @property
+    def clause(self) -> str:
+        """Number of the clause."""
+        return self.check.partition("/")[0]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "check": self.check,
+            "title": self.title,
+            "status": str(self.status),
+            "seconds": round(self.seconds, 4),
+            "message": self.message,
+            "excused": self.excused,
+            "measures": [
+                {"name": m.name, "value": m.value, "tolerance": m.tolerance, "unit": m.unit}
+                for m in self.measures
+            ],
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Outcome:
+        """Reads what :meth:`as_dict` wrote."""
+        return cls(
+            check=data["check"],
+            title=data["title"],
+            status=Status(data["status"]),
+            seconds=data["seconds"],
+            message=data["message"],
+            excused=data["excused"],
+            measures=tuple(Measure(**m) for m in data["measures"]),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ClauseResult:
+    """What came of one clause.
+
+    Attributes:
+        clause: The clause.
+        outcomes: Of its checks.
+    """
+
+    clause: Clause
+    outcomes: tuple[Outcome, ...]
+
+    @property
+    def status(self) -> Status | None:
+        """The gravest status among its checks, or None if it has no outcome.
+
+        A check that did not run although the run needs it takes a pass away.
+        """
+        if not self.outcomes:
+            return None
+        seen = {o.status for o in self.outcomes}
+        gravest = next(status for status in _PRECEDENCE if status in seen)
+        return Status.NOT_RUN if self.blocked and not gravest.bad else gravest
+
+    @property
+    def blocked(self) -> bool:
+        """Whether a check that the run needs did not run."""
+        return any(o.status is Status.NOT_RUN and not o.excused for o in self.outcomes)
+
+    @property
+    def ran(self) -> int:
+        """How many of its checks ran."""
+        return sum(o.status is not Status.NOT_RUN for o in self.outcomes)
+
+
+@dataclass(frozen=True, slots=True)
+class RunReport:
+    """One run of the suite against one backend.
+
+    Attributes:
+        backend: Its name.
+        outcomes: Of every check that was reached.
+        environment: Versions, device, model and time.
+        clauses: The clauses the run was asked for; all of the catalogue by default.
+        selection: How checks were left out on request, "" if none were.
+        seconds: Wall time.
+    """
+
+    backend: str
+    outcomes: tuple[Outcome, ...]
+    environment: Mapping[str, Any] = field(default_factory=dict)
+    clauses: tuple[str, ...] = tuple(CLAUSES)
+    selection: str = ""
+    seconds: float = 0.0
+
+    def results(self) -> list[ClauseResult]:
+        """One entry for each clause of the run, in the order of the catalogue."""
+        return [
+            ClauseResult(CLAUSES[id_], tuple(o for o in self.outcomes if o.clause == id_))
+            for id_ in self.clauses
+        ]
+
+    @property
+    def missing(self) -> list[str]:
+        """Clauses without an outcome, or without one that the run needs: it is incomplete."""
+        return [r.clause.id for r in self.results() if r.status is None or r.blocked]
+
+    @property
+    def verdict(self) -> Verdict:
+        """Failed if any check is bad; incomplete if anything is missing or nothing passed."""
+        if any(o.status.bad for o in self.outcomes):
+            return Verdict.FAILED
+        passed = any(o.status is Status.PASSED for o in self.outcomes)
+        return Verdict.CONFORMANT if passed and not self.missing else Verdict.INCOMPLETE
+
+    def counts(self) -> dict[Status, int]:
+        """Number of clauses of each status."""
+        statuses = [r.status or Status.NOT_RUN for r in self.results()]
+        return {status: statuses.count(status) for status in Status if status in statuses}

@@ -1,0 +1,77 @@
+"""The pytest plugin. Inert unless ``--rl-backend`` is given or a conformance class is collected.
+
+``pytest --rl-backend NAME`` adds one item for each check of the suite to the session. This module
+is loaded in every pytest run of an environment, so it imports neither torch nor rl_core.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from rl_conformance.outcome import Outcome
+
+_PROPERTY = "rl_conformance"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds the options of the suite."""
+    group = parser.getgroup("rl-conformance", "conformance of RL backends")
+    group.addoption("--rl-backend", metavar="NAME", help="run the suite against this backend")
+    group.addoption("--rl-device", choices=("cpu", "cuda"), default="cpu", help="where it runs")
+    group.addoption("--rl-dtype", default="float32", help="dtype of its weights")
+    group.addoption("--rl-model", metavar="PATH", help="a checkpoint to use in place of tiny ones")
+    group.addoption("--rl-known-failures", metavar="FILE", help="ledger of known failures (TOML)")
+    group.addoption("--rl-report", metavar="FILE", type=Path, help="write the report as JSON")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Starts listening for outcomes where a report may be wanted."""
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(_Reporter(config), "rl-conformance-reporter")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(
+    session: pytest.Session, config: pytest.Config, items: list[pytest.Item]
+) -> None:
+    """Adds the suite's items."""
+    name = config.getoption("rl_backend")
+    if name:
+        from rl_conformance.pytest_items import suite_items
+
+        items.extend(suite_items(session, name))
+
+
+class _Reporter:
+    """Gathers outcomes, also those of xdist's workers, and writes the report."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+        self.found: dict[str, list[Outcome]] = {}
+        self.environments: dict[str, dict[str, Any]] = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Takes the outcome out of a finished test."""
+        if report.when != "call":
+            return
+        for key, value in report.user_properties:
+            if key == _PROPERTY and isinstance(value, dict):
+                from rl_conformance.outcome import Outcome
+
+                self.found.setdefault(value["backend"], []).append(
+                    Outcome.from_dict(value["outcome"])
+                )
+                self.environments[value["backend"]] = value["environment"]
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        """Writes the report; a whole run that lacks a status fails the session."""
+        name = self.config.getoption("rl_backend")
+        if not self.found and not name:
+            return
+        from rl_conformance.pytest_items import finish_session
+
+        finish_session(session, self.found, self.environments)

@@ -1,0 +1,126 @@
+"""The suite inside pytest: items, outcomes as test results, and the report at the end."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from rl_conformance.catalogue import CLAUSES
+from rl_conformance.context import Settings
+from rl_conformance.environment import describe
+from rl_conformance.harness import Harness
+from rl_conformance.ledger import read_ledger
+from rl_conformance.outcome import Outcome, RunReport, Status, Verdict
+from rl_conformance.registry import all_checks
+from rl_conformance.report import write_reports
+from rl_conformance.target import Target
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from rl_conformance.registry import Check
+
+__all__ = ["conduct", "finish_session", "harness_for", "suite_items"]
+
+_HARNESSES = pytest.StashKey[dict[tuple[str, Settings], Harness]]()
+
+
+def suite_items(session: pytest.Session, backend: str) -> list[pytest.Item]:
+    """One item for each check of the suite."""
+    return [
+        ConformanceItem.from_parent(session, name=f"{backend}::{check.id}", check=check)
+        for check in all_checks()
+    ]
+
+
+class ConformanceItem(pytest.Item):
+    """One check of the suite."""
+
+    def __init__(self, *, check: Check, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.check = check
+
+    def runtest(self) -> None:
+        """Runs the check; its status becomes pytest's."""
+        name = self.config.getoption("rl_backend")
+        conduct(self, harness_for(self.config, Target.find, name), self.check)
+
+    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], *_: Any) -> str:
+        """The message of the check alone: the suite's own frames tell nothing."""
+        return str(excinfo.value)
+
+    def reportinfo(self) -> tuple[str, None, str]:
+        """Where pytest says the item is."""
+        return "rl_conformance", None, f"{self.name}: {self.check.title}"
+
+
+def harness_for(config: pytest.Config, find: Any, name: str, **settings: Any) -> Harness:
+    """The harness of a backend, one for each combination of settings in a session."""
+    chosen = {
+        "device": config.getoption("rl_device"),
+        "dtype": config.getoption("rl_dtype"),
+        "model": config.getoption("rl_model"),
+        **{key: value for key, value in settings.items() if value is not None},
+    }
+    key = (name, Settings(**chosen))
+    kept = config.stash.setdefault(_HARNESSES, {})
+    if key not in kept:
+        ledger = config.getoption("rl_known_failures")
+        kept[key] = Harness(find(name), key[1], read_ledger(ledger) if ledger else {})
+        config.add_cleanup(kept[key].close)
+    return kept[key]
+
+
+def conduct(item: pytest.Item, harness: Harness, check: Check) -> None:
+    """Runs a check and says in pytest's words what came of it."""
+    outcome = harness.outcome(check)
+    properties = {
+        "backend": harness.target.name,
+        "outcome": outcome.as_dict(),
+        "environment": describe(harness.target, harness.settings),
+    }
+    item.user_properties.append(("rl_conformance", properties))
+    text = f"{outcome.check}: {outcome.status}: {outcome.message}".rstrip(": ")
+    if outcome.status.bad:
+        pytest.fail(text, pytrace=False)
+    elif outcome.status is Status.KNOWN_FAILURE:
+        pytest.xfail(text)
+    elif outcome.status is not Status.PASSED:
+        pytest.skip(text)
+
+
+def finish_session(
+    session: pytest.Session,
+    found: Mapping[str, Sequence[Outcome]],
+    environments: Mapping[str, Mapping[str, Any]],
+) -> None:
+    """Writes the report, and fails a session whose run of the suite is incomplete."""
+    config = session.config
+    path, asked = config.getoption("rl_report"), config.getoption("rl_backend")
+    selection = " ".join(filter(None, [config.option.keyword, config.option.markexpr]))
+    for name in {*found, *([asked] if asked else [])}:
+        outcomes = tuple(found.get(name, ()))
+        chosen = tuple(id_ for id_ in CLAUSES if any(o.clause == id_ for o in outcomes))
+        whole = name == asked and not selection
+        report = RunReport(
+            name,
+            outcomes,
+            environments.get(name, {}),
+            tuple(CLAUSES) if whole else chosen,
+            "" if whole else selection or "the classes that were collected",
+            sum(o.seconds for o in outcomes),
+        )
+        if path:
+            several = len(found) > 1
+            write_reports(report, {"json": path.with_stem(f"{path.stem}-{name}") if several else path})
+        if report.verdict is Verdict.INCOMPLETE and not session.exitstatus:
+            _say(config, f"{name}: incomplete, without a result: {', '.join(report.missing)}")
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def _say(config: pytest.Config, text: str) -> None:
+    terminal: Any = config.pluginmanager.get_plugin("terminalreporter")
+    if terminal is not None:
+        terminal.ensure_newline()
+        terminal.write_line(text, red=True)

@@ -1,0 +1,80 @@
+"""The reference: the smallest backends that keep the contract, slow and plain.
+
+They complete a pair where the backend under test offers one kind only, and they are what the
+suite itself is tested with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from rl_core.plugins.manifest import (
+    GENERATION_CAPABILITIES,
+    POLICY_CAPABILITIES,
+    BackendManifest,
+    Capability,
+    EngineRequirement,
+)
+
+if TYPE_CHECKING:
+    from rl_conformance.target import Target
+
+__all__ = ["MANIFEST", "make_reference", "reference_target"]
+
+_FULL = Capability("full")
+_NONE = Capability("unsupported", reason="the reference keeps to what the contract demands")
+
+MANIFEST = BackendManifest(
+    name="reference",
+    summary="The conformance suite's own backend: plain torch, one row at a time",
+    factories={
+        "generation": "rl_conformance.reference.generation:ReferenceGeneration",
+        "policy": "rl_conformance.reference.policy:ReferencePolicy",
+    },
+    configs={
+        "generation": "rl_conformance.reference.config:ReferenceGenerationConfig",
+        "policy": "rl_conformance.reference.config:ReferencePolicyConfig",
+    },
+    capabilities={
+        "generation": {
+            **dict.fromkeys(GENERATION_CAPABILITIES, _NONE),
+            "async_generation": _FULL,
+            "multi_sample": _FULL,
+        },
+        "policy": {**dict.fromkeys(POLICY_CAPABILITIES, _NONE), "topk_logits": _FULL},
+    },
+    engine=EngineRequirement(("transformers",), ">=5"),
+    devices=("cpu",),
+)
+
+
+def make_reference(kind: str, config: Mapping[str, Any]) -> Any:
+    """A reference backend of a kind; keys that it does not know are checked as everywhere."""
+    from rl_core.plugins.config import check_config
+    from rl_core.plugins.discovery import load_object
+
+    factory = load_object(MANIFEST.factories[kind])  # type: ignore[index]
+    spec = load_object(MANIFEST.configs[kind])  # type: ignore[index]
+    config = {**config, "backend": MANIFEST.name}
+    return factory.from_config(check_config(spec, config, what=f"{kind} backend 'reference'"))
+
+
+def reference_target(**changes: Any) -> Target:
+    """The reference as a backend under test; ``changes`` replace parts of the target."""
+    from rl_conformance.target import Target
+    from rl_core.plugins.config import config_keys
+    from rl_core.plugins.discovery import load_object
+
+    parts: dict[str, Any] = {
+        "name": MANIFEST.name,
+        "manifest": MANIFEST,
+        "make_generation": lambda config: make_reference("generation", config),
+        "make_policy": lambda config: make_reference("policy", config),
+        "config_keys": {
+            kind: frozenset(config_keys(load_object(reference)))
+            for kind, reference in MANIFEST.configs.items()
+        },
+        "installed": False,
+    }
+    return Target(**(parts | changes))

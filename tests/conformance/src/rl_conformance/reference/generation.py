@@ -1,0 +1,124 @@
+"""Generation without a cache: every token is a forward pass over its whole prefix."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rl_conformance.oracle import Oracle, truncated_distribution
+from rl_conformance.reference.weights import DictSink
+from rl_core.backends import Completion, GenerationBackend, ModelFacts
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from rl_core.backends import PromptBatch, SamplingParams
+    from rl_core.interfaces import WeightSink
+
+__all__ = ["ReferenceGeneration"]
+
+
+class ReferenceGeneration(GenerationBackend):
+    """The slowest engine there is.
+
+    Args:
+        model_name: Directory of the checkpoint.
+        torch_dtype: Of the weights.
+        **config: See :class:`rl_core.interfaces.GenerationConfig`.
+    """
+
+    def __init__(self, model_name: str, torch_dtype: str = "float32", **config: Any) -> None:
+        oracle = Oracle(model_name)
+        self.model, self.tokenizer = oracle.model, oracle.tokenizer
+        self.model.to(getattr(torch, torch_dtype))
+        facts = ModelFacts(
+            pad_token_id=oracle.pad_token_id,
+            eos_token_ids=(oracle.eos_token_id,),
+            vocab_size=oracle.vocab_size,
+            max_model_len=oracle.context,
+        )
+        super().__init__({"model_name": model_name, **config}, facts)
+
+    def complete(self, prompts: PromptBatch, sampling: SamplingParams) -> Iterator[Completion]:
+        """See :meth:`GenerationBackend.complete`; all rows advance by one token in turn."""
+        seen: dict[tuple[int, ...], torch.Tensor] = {}
+        rows = [_Row(prompts, row) for row in range(len(prompts))]
+        while rows:
+            for row in rows:
+                logits = self._logits(tuple(row.ids), seen)
+                self.step(row, logits, sampling)
+                if row.done is not None:
+                    yield row.done
+            rows = [row for row in rows if row.done is None]
+
+    def step(self, row: _Row, logits: torch.Tensor, sampling: SamplingParams) -> None:
+        """Appends one token to a row, and ends it where it must end."""
+        token, logprob = self.choose(logits, sampling, row.generator)
+        row.ids.append(token)
+        row.logprobs.append(logprob)
+        stopped = token in sampling.stop_token_ids or self.matches(row.new, row.stop_strings)
+        if stopped or len(row.new) == row.budget:
+            row.done = Completion(row.index, row.new, row.logprobs, not stopped)
+
+    def choose(
+        self, logits: torch.Tensor, sampling: SamplingParams, generator: torch.Generator
+    ) -> tuple[int, float]:
+        """The next token and its log-prob."""
+        raw = logits.log_softmax(-1)
+        if sampling.greedy:
+            token = int(logits.argmax())
+            return token, float(raw[token])
+        distribution = truncated_distribution(
+            logits / sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p
+        )
+        token = int(distribution.multinomial(1, generator=generator))
+        processed = sampling.logprobs_mode == "processed"
+        return token, float(distribution[token].log() if processed else raw[token])
+
+    def matches(self, ids: Sequence[int], stop_strings: Sequence[str]) -> bool:
+        """Whether the text of the generated tokens has one of the strings in it."""
+        text = self.tokenizer.decode(ids) if stop_strings else ""
+        return any(string in text for string in stop_strings)
+
+    def weight_sink(self) -> WeightSink:
+        """See :meth:`GenerationBackend.weight_sink`."""
+        return DictSink(self.model.state_dict())
+
+    def on_wake(self, tags: frozenset[str]) -> None:
+        """Nothing sleeps."""
+
+    def on_sleep(self, tags: frozenset[str]) -> None:
+        """Nothing is released."""
+
+    def on_shutdown(self) -> None:
+        """Lets go of the model."""
+        del self.model
+
+    def _logits(
+        self, ids: tuple[int, ...], seen: dict[tuple[int, ...], torch.Tensor]
+    ) -> torch.Tensor:
+        if ids not in seen:
+            with torch.no_grad():
+                output = self.model(torch.tensor([ids]), use_cache=False)
+            seen[ids] = output.logits[0, -1].double()
+        return seen[ids]
+
+
+class _Row:
+    """A row on its way."""
+
+    def __init__(self, prompts: PromptBatch, row: int) -> None:
+        self.index = row
+        self.prompt_length = int(prompts.lengths[row])
+        self.ids = prompts.token_ids(row)
+        self.logprobs: list[float] = []
+        self.budget = int(prompts.budgets[row])
+        self.stop_strings = prompts.stop_strings[row]
+        self.generator = torch.Generator().manual_seed(int(prompts.seeds[row]))
+        self.done: Completion | None = None
+
+    @property
+    def new(self) -> list[int]:
+        """What was generated."""
+        return self.ids[self.prompt_length :]

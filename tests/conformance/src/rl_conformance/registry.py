@@ -1,0 +1,152 @@
+"""Checks as plain functions under clause numbers, and refusals under capability names."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from rl_conformance.catalogue import CLAUSES, Clause
+
+if TYPE_CHECKING:
+    from rl_conformance.context import Context
+
+__all__ = ["Check", "all_checks", "check", "checks_of", "refusal", "refusal_for"]
+
+Function = Callable[..., None]
+Need = Literal["generation", "policy", "pair"]
+
+_MODULES = (
+    "data",
+    "discovery",
+    "prompts",
+    "sampling",
+    "lifecycle",
+    "scoring",
+    "training",
+    "checkpoints",
+    "refit",
+    "refit_faults",
+    "agreement",
+    "security",
+)
+_checks: dict[str, Check] = {}
+_refusals: dict[tuple[str, str], Function] = {}
+_NEEDS: dict[str, tuple[Need, ...]] = {
+    "generation": ("generation",),
+    "policy": ("policy",),
+    "refit": ("pair",),
+    "agreement": ("pair",),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One behaviour, checked under one clause.
+
+    Attributes:
+        clause: The clause.
+        name: The function's name, with the case in brackets if it has several.
+        title: First line of the function's docstring.
+        function: Takes the :class:`~rl_conformance.context.Context` and the case's values.
+        needs: The kinds of backend it uses. A ``pair`` is completed by the suite's own reference.
+        capability: The capability it belongs to, or None.
+        device: ``"any"``, or the only device type on which it means something.
+        modules: Optional distributions it needs, such as ``("ray",)``.
+        timeout_s: Seconds after which it counts as hung.
+        case: Keyword arguments of the function.
+    """
+
+    clause: Clause
+    name: str
+    title: str
+    function: Function
+    needs: tuple[Need, ...]
+    capability: str | None
+    device: Literal["any", "cpu", "cuda"]
+    modules: tuple[str, ...]
+    timeout_s: float
+    case: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def id(self) -> str:
+        """``clause/name``, unique in the suite."""
+        return f"{self.clause.id}/{self.name}"
+
+    def __call__(self, ctx: Context) -> None:
+        self.function(ctx, **self.case)
+
+
+def check(
+    clause: str,
+    *,
+    needs: tuple[Need, ...] | None = None,
+    capability: str | None = None,
+    device: Literal["any", "cpu", "cuda"] | None = None,
+    modules: tuple[str, ...] = (),
+    timeout_s: float = 120.0,
+    cases: Mapping[str, Mapping[str, Any]] | None = None,
+) -> Callable[[Function], Function]:
+    """Registers a function as a check of a clause.
+
+    Args:
+        clause: Its number.
+        needs: Kinds of backend it uses; by default what the clause's chapter is about.
+        capability: By default the clause's.
+        device: By default the clause's.
+        modules: Optional modules it imports.
+        timeout_s: Seconds after which it counts as hung.
+        cases: Keyword arguments by case name; each case is a check of its own.
+    """
+    entry = CLAUSES[clause]
+
+    def register(function: Function) -> Function:
+        for case, values in (cases or {"": {}}).items():
+            found = Check(
+                clause=entry,
+                name=f"{function.__name__}[{case}]" if case else function.__name__,
+                title=(function.__doc__ or function.__name__).strip().splitlines()[0],
+                function=function,
+                needs=_NEEDS.get(entry.kind, ()) if needs is None else needs,
+                capability=capability or entry.capability,
+                device=device or entry.device,
+                modules=modules,
+                timeout_s=timeout_s,
+                case=values,
+            )
+            if found.id in _checks:
+                raise ValueError(f"two checks are named {found.id}")
+            _checks[found.id] = found
+        return function
+
+    return register
+
+
+def refusal(kind: Literal["generation", "policy"], capability: str) -> Callable[[Function], Function]:
+    """Registers the negative check of a capability: the call is refused and touches nothing."""
+
+    def register(function: Function) -> Function:
+        _refusals[kind, capability] = function
+        return function
+
+    return register
+
+
+def refusal_for(kind: str, capability: str) -> Function:
+    """The negative check of a capability of a kind."""
+    all_checks()
+    return _refusals[kind, capability]
+
+
+def all_checks() -> list[Check]:
+    """Every check, in the order of the catalogue."""
+    for module in _MODULES:
+        importlib.import_module(f"rl_conformance.checks.{module}")
+    order = {clause: position for position, clause in enumerate(CLAUSES)}
+    return sorted(_checks.values(), key=lambda c: order[c.clause.id])
+
+
+def checks_of(*kinds: str) -> list[Check]:
+    """The checks of some chapters, such as ``"generation"``; all of them without an argument."""
+    return [c for c in all_checks() if not kinds or c.clause.kind in kinds]

@@ -1,0 +1,112 @@
+"""A whole run: select, execute, report."""
+
+from __future__ import annotations
+
+import ast
+import time
+from typing import TYPE_CHECKING
+
+from rl_conformance.catalogue import CLAUSES, KINDS
+from rl_conformance.environment import describe
+from rl_conformance.harness import Harness
+from rl_conformance.outcome import RunReport
+from rl_conformance.registry import all_checks
+from rl_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from rl_conformance.context import Settings
+    from rl_conformance.outcome import Outcome
+    from rl_conformance.registry import Check
+    from rl_conformance.target import Target
+
+__all__ = ["matches", "run", "select"]
+
+
+def run(
+    target: Target,
+    settings: Settings,
+    checks: Sequence[Check] | None = None,
+    *,
+    selection: str = "",
+    known: Mapping[str, str] | None = None,
+    on_outcome: Callable[[Outcome], None] = lambda _: None,
+) -> RunReport:
+    """Runs checks against a backend.
+
+    Args:
+        target: The backend under test.
+        settings: Where it runs.
+        checks: What to run; everything if None, and then every clause must get a status.
+        selection: How ``checks`` were chosen, for the report.
+        known: Reasons of known failures, by check id or clause number.
+        on_outcome: Told of each outcome as it comes.
+    """
+    started = time.perf_counter()
+    clauses = tuple(CLAUSES) if checks is None else tuple(dict.fromkeys(c.clause.id for c in checks))
+    outcomes = []
+    with Harness(target, settings, known) as harness:
+        for check in all_checks() if checks is None else checks:
+            outcomes.append(harness.outcome(check))
+            on_outcome(outcomes[-1])
+    return RunReport(
+        target.name,
+        tuple(outcomes),
+        describe(target, settings),
+        clauses,
+        selection,
+        time.perf_counter() - started,
+    )
+
+
+def select(kinds: Sequence[str], expression: str) -> list[Check]:
+    """The checks of some chapters that match an expression, see :func:`matches`.
+
+    Raises:
+        ConfigError: A kind is unknown, the expression is malformed, or nothing matches.
+    """
+    if unknown := sorted(set(kinds) - set(KINDS)):
+        raise ConfigError(
+            f"unknown kind {unknown[0]!r}", fix=f"use some of {', '.join(KINDS)}", key="kind"
+        )
+    chosen = [
+        c
+        for c in all_checks()
+        if (not kinds or c.clause.kind in kinds) and (not expression or matches(expression, c))
+    ]
+    if not chosen:
+        raise ConfigError(
+            f"no check matches {expression!r}", fix="rl conformance list shows all", key="k"
+        )
+    return chosen
+
+
+def matches(expression: str, check: Check) -> bool:
+    """Whether a check matches words joined by ``and``, ``or``, ``not`` and brackets.
+
+    A clause number matches its own checks, any other word the checks whose name contains it.
+
+    Raises:
+        ConfigError: The expression is malformed.
+    """
+    try:
+        return _evaluate(ast.parse(expression, mode="eval").body, check)
+    except SyntaxError as error:
+        raise ConfigError(
+            f"the expression {expression!r} is malformed",
+            fix="join words by and, or, not and brackets",
+            key="k",
+        ) from error
+
+
+def _evaluate(node: ast.expr, check: Check) -> bool:
+    if isinstance(node, ast.BoolOp):
+        every = all if isinstance(node.op, ast.And) else any
+        return every(_evaluate(value, check) for value in node.values)
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+        return not _evaluate(node.operand, check)
+    if isinstance(node, ast.Name):
+        word = node.id.upper()
+        return word == check.clause.id if word in CLAUSES else word in check.name.upper()
+    raise SyntaxError(ast.unparse(node))
