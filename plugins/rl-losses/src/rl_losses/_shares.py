@@ -124,8 +124,6 @@ class Shares:
 
 def to_floats(metrics: Mapping[str, torch.Tensor]) -> dict[str, float]:
     """0-d tensors as floats, with one copy off the device for all of them."""
-    if not metrics:
-        return {}
     values = torch.stack([value.detach().double() for value in metrics.values()]).tolist()
     return dict(zip(metrics, values, strict=True))
 

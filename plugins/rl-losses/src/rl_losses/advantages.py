@@ -57,7 +57,7 @@ def grpo_advantages(
     values = torch.where(valid, rewards.double(), 0.0)
     size = _group_sum(valid.double(), groups)
     mean = _group_sum(values, groups) / size.clamp(min=1)
-    centred = torch.where(valid & (size > 1), values - mean, 0.0)
+    centred = torch.where(valid, values - mean, 0.0)
     # r_i less the mean of the others is (r_i - mean) n / (n - 1).
     advantages = centred * size / (size - 1).clamp(min=1) if leave_one_out_baseline else centred
     if normalize_std:

@@ -94,16 +94,14 @@ class DPOLossFn(ConfiguredLoss):
         reference = read_tensor(
             data, "reference_policy_logprobs", [tuple(inputs.shape)], needed_by="DPOLossFn"
         ).to(inputs)
-        logprobs = shares.keep(inputs)
-        log_ratios = logprobs - shares.keep(reference)
-        chosen, rejected = self._rewards(log_ratios, shares)
+        chosen, rejected = self._rewards(inputs - reference, shares)
         margin = chosen - rejected
         preference = -(
             (1 - self.label_smoothing) * functional.logsigmoid(margin)
             + self.label_smoothing * functional.logsigmoid(-margin)
         )
         nll = shares.row_mean if self.sft_average_log_probs else shares.row_sum
-        sft = -nll(logprobs)[0::2]
+        sft = -nll(inputs)[0::2]
         loss = self.preference_loss_weight * preference + self.sft_loss_weight * sft
         per_pair = {
             "preference_loss": preference,

@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import tensor
+
+from rl_core.errors import ConfigError, DataError
+from rl_losses import grpo_advantages
+
+REWARDS = tensor([1.0, 0.0, 0.0, 3.0, 7.0, 2.0])
+
+
+def test_plain_advantages_are_rewards_less_the_groups_mean() -> None:
+    advantages = grpo_advantages(REWARDS, group_size=3, normalize_std=False)
+    assert advantages.tolist() == pytest.approx([2 / 3, -1 / 3, -1 / 3, -1.0, 3.0, -2.0])
+
+
+def test_normalised_advantages_are_over_the_samples_deviation() -> None:
+    advantages = grpo_advantages(REWARDS, group_size=3)
+    deviation = math.sqrt((1 + 9 + 4) / 2)
+    assert advantages[3:].tolist() == pytest.approx(
+        [-1 / deviation, 3 / deviation, -2 / deviation], rel=1e-5
+    )
+
+
+def test_leave_one_out_is_the_reward_less_the_mean_of_the_others() -> None:
+    advantages = grpo_advantages(
+        REWARDS, group_size=3, leave_one_out_baseline=True, normalize_std=False
+    )
+    assert advantages[3:].tolist() == pytest.approx([3 - 4.5, 7 - 2.5, 2 - 5.0])
+
+
+def test_equal_rewards_have_advantage_zero() -> None:
+    assert grpo_advantages(torch.full((7,), 0.1), group_size=7).tolist() == pytest.approx([0] * 7)
+
+
+@pytest.mark.parametrize("leave_one_out", [False, True])
+def test_a_group_of_one_has_no_baseline_and_gets_zero(leave_one_out: bool) -> None:
+    advantages = grpo_advantages(
+        REWARDS, group_size=1, leave_one_out_baseline=leave_one_out, normalize_std=False
+    )
+    assert advantages.tolist() == [0.0] * 6
+
+
+def test_groups_by_prompt_number_need_not_be_neighbours() -> None:
+    order = [0, 3, 1, 4, 5, 2]
+    advantages = grpo_advantages(REWARDS[order], prompt_ids=tensor([9, 4, 9, 4, 4, 9]))
+    torch.testing.assert_close(advantages, grpo_advantages(REWARDS, group_size=3)[order])
+
+
+def test_groups_by_prompt_tokens() -> None:
+    prompts = tensor([[5, 6], [5, 6], [5, 6], [5, 7], [5, 7], [5, 7]])
+    torch.testing.assert_close(
+        grpo_advantages(REWARDS, prompt_ids=prompts), grpo_advantages(REWARDS, group_size=3)
+    )
+
+
+def test_a_masked_row_is_not_part_of_its_group() -> None:
+    rewards = tensor([1.0, math.nan, 3.0])
+    advantages = grpo_advantages(
+        rewards, group_size=3, sample_mask=tensor([1, 0, 1]), normalize_std=False
+    )
+    assert advantages.tolist() == [-1.0, 0.0, 1.0]
+
+
+def test_an_empty_batch_has_no_advantages() -> None:
+    assert grpo_advantages(torch.zeros(0), group_size=4).shape == (0,)
+    assert grpo_advantages(torch.zeros(0), prompt_ids=torch.zeros(0, 3)).shape == (0,)
+
+
+@given(
+    rewards=st.lists(st.floats(-100, 100, width=32), min_size=1, max_size=12),
+    data=st.data(),
+    options=st.fixed_dictionaries(
+        {"normalize_std": st.booleans(), "leave_one_out_baseline": st.booleans()}
+    ),
+)
+def test_advantages_of_a_group_sum_to_zero(
+    rewards: list[float], data: st.DataObject, options: dict[str, Any]
+) -> None:
+    groups = data.draw(st.lists(st.integers(0, 3), min_size=len(rewards), max_size=len(rewards)))
+    prompt_ids = tensor(groups)
+    advantages = grpo_advantages(tensor(rewards), prompt_ids=prompt_ids, **options)
+    sums = torch.zeros(4).index_add(0, prompt_ids, advantages)
+    torch.testing.assert_close(sums, torch.zeros(4), atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("groups", [{}, {"group_size": 2, "prompt_ids": torch.zeros(6)}])
+def test_groups_are_given_in_exactly_one_way(groups: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="one of 'group_size' and 'prompt_ids'"):
+        grpo_advantages(REWARDS, **groups)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"rewards": torch.zeros(6, 1), "group_size": 2}, "'rewards' has shape"),
+        ({"rewards": REWARDS, "group_size": 4}, "do not fill groups of 4"),
+        ({"rewards": REWARDS, "prompt_ids": torch.zeros(5)}, "'prompt_ids' has shape"),
+        ({"rewards": REWARDS, "group_size": 2, "sample_mask": torch.ones(2)}, "'sample_mask' has"),
+        ({"rewards": tensor([1.0, math.nan]), "group_size": 2}, "reward of row 1 is nan"),
+    ],
+)
+def test_what_does_not_fit_is_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        grpo_advantages(**arguments)

@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import tensor
+
+from rl_core.errors import DataError
+from rl_core.interfaces import LossInputType, LossType
+from rl_losses import NLLLossFn, TopkKLLossFn
+
+Call = Callable[..., tuple[torch.Tensor, dict[str, float]]]
+
+
+def logits_of(*probabilities: float) -> torch.Tensor:
+    """One row of two tokens whose second is predicted with these probabilities."""
+    predicted = tensor(probabilities, dtype=torch.float64).log()
+    return torch.stack([predicted, torch.zeros_like(predicted)])[None]
+
+
+def teacher_of(indices: list[int], probabilities: list[float]) -> dict[str, torch.Tensor]:
+    return {
+        "teacher_topk_indices": tensor([[indices]]),
+        "teacher_topk_logits": tensor([[probabilities]], dtype=torch.float64).log() + 3.0,
+    }
+
+
+def test_forward_is_against_the_policys_whole_distribution(call: Call) -> None:
+    loss, metrics = call(
+        TopkKLLossFn(), logits_of(0.5, 0.3, 0.2), **teacher_of([2, 0], [0.75, 0.25])
+    )
+    expected = 0.75 * math.log(0.75 / 0.2) + 0.25 * math.log(0.25 / 0.5)
+    assert loss.item() == pytest.approx(expected)
+    assert metrics == {"kl": pytest.approx(expected), "teacher_mass": pytest.approx(0.7)}
+
+
+def test_reverse_renormalises_the_policy_over_the_topk(call: Call) -> None:
+    loss, _ = call(
+        TopkKLLossFn(direction="reverse"),
+        logits_of(0.6, 0.2, 0.2),
+        **teacher_of([2, 0], [0.5, 0.5]),
+    )
+    expected = 0.75 * math.log(0.75 / 0.5) + 0.25 * math.log(0.25 / 0.5)
+    assert loss.item() == pytest.approx(expected)
+
+
+def test_the_teachers_temperature_flattens_it(call: Call) -> None:
+    loss, _ = call(
+        TopkKLLossFn(teacher_temperature=2.0),
+        logits_of(0.5, 0.5),
+        **teacher_of([0, 1], [0.8, 0.2]),
+    )
+    assert loss.item() == pytest.approx(
+        (2 / 3) * math.log((2 / 3) / 0.5) + (1 / 3) * math.log((1 / 3) / 0.5)
+    )
+
+
+@pytest.mark.parametrize("direction", ["forward", "reverse"])
+def test_a_policy_equal_to_its_teacher_costs_nothing(call: Call, direction: str) -> None:
+    logits = torch.randn(3, 5, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    top = logits[:, :-1].topk(7)
+    loss, _ = call(
+        TopkKLLossFn.from_config({"direction": direction}),
+        logits,
+        teacher_topk_logits=top.values,
+        teacher_topk_indices=top.indices,
+    )
+    assert loss.item() == pytest.approx(0.0, abs=1e-12)
+
+
+@pytest.mark.parametrize("loss_type", list(LossType))
+def test_with_the_sequence_itself_as_teacher_it_is_the_nll(call: Call, loss_type: LossType) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(3, 6, 11, dtype=torch.float64, generator=generator).requires_grad_()
+    tokens = torch.randint(11, (3, 6), generator=generator)
+    scored = logits[:, :-1].log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0]
+    masks = {
+        "token_mask": tensor([[1, 1, 0, 1, 0, 0], [1] * 6, [0, 0, 1, 0, 0, 0]]),
+        "sample_mask": tensor([1, 0, 1]),
+    }
+    expected, _ = call(
+        NLLLossFn(loss_type=loss_type), torch.nn.functional.pad(scored, (1, 0)), **masks
+    )
+    loss, _ = call(
+        TopkKLLossFn(loss_type=loss_type),
+        logits,
+        teacher_topk_logits=torch.zeros(3, 5, 1),
+        teacher_topk_indices=tokens[:, 1:, None],
+        **masks,
+    )
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(
+        torch.autograd.grad(loss, logits), torch.autograd.grad(expected, logits)
+    )
+
+
+def test_a_teachers_logit_of_minus_infinity_adds_nothing(call: Call) -> None:
+    loss, _ = call(
+        TopkKLLossFn(), logits_of(0.5, 0.3, 0.2), **teacher_of([0, 1, 2], [0.5, 0.5, 0.0])
+    )
+    assert loss.item() == pytest.approx(0.5 * math.log(0.5 / 0.5) + 0.5 * math.log(0.5 / 0.3))
+
+
+def test_a_wider_teacher_is_cut_to_the_microbatch(call: Call) -> None:
+    teacher = teacher_of([2, 0], [0.75, 0.25])
+    wider = {key: torch.cat([value, value * 0], dim=1) for key, value in teacher.items()}
+    logits = logits_of(0.5, 0.3, 0.2)
+    assert call(TopkKLLossFn(), logits, **wider)[0] == call(TopkKLLossFn(), logits, **teacher)[0]
+
+
+def test_a_teacher_that_is_too_short_is_refused(call: Call) -> None:
+    with pytest.raises(DataError, match="covers 1 positions, 3 predict a token"):
+        call(TopkKLLossFn(), torch.zeros(1, 4, 3), **teacher_of([0], [1.0]))
+
+
+def test_it_asks_the_policy_for_logits() -> None:
+    assert TopkKLLossFn.input_type is LossInputType.LOGIT
