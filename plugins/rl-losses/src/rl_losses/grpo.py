@@ -38,7 +38,7 @@ class GRPOLossFn(ConfiguredLoss):
     Algorithms", eq. 7; the group's advantages and the KL inside the loss, Shao et al. 2024,
     "DeepSeekMath", eq. 3; the asymmetric clip and the token-level mean, Yu et al. 2025, "DAPO",
     eq. 8; the dual clip, Ye et al. 2020, "Mastering Complex Control in MOBA Games with Deep
-    Reinforcement Learning", eq. 5; the sequence's ratio
+    Reinforcement Learning" (dual-clip PPO); the sequence's ratio
     :math:`\rho = \exp(\frac{1}{|y|} \sum_t \log \rho_t)`, Zheng et al. 2025, "Group Sequence Policy
     Optimization", eq. 7; the truncated weight :math:`w_t = \min(\pi_{prev} / \pi_{gen}, C)` for an
     engine that disagrees with the trainer, Yao et al. 2025, "Your Efficient RL Framework Secretly
