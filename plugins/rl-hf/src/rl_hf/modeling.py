@@ -90,7 +90,7 @@ def load_tokenizer(
     if settings.exists():
         _check_remote_code(model_name, _read_json(settings), trust_remote_code)
     try:
-        with _quiet():
+        with quiet():
             tokenizer: PreTrainedTokenizerBase = transformers.AutoTokenizer.from_pretrained(
                 directory, trust_remote_code=trust_remote_code
             )
@@ -334,7 +334,7 @@ def _from_pretrained(
     auto_class: Any, directory: Path, arguments: dict[str, Any]
 ) -> tuple[Any, Any]:
     try:
-        with _quiet():
+        with quiet():
             model, info = auto_class.from_pretrained(
                 directory, output_loading_info=True, ignore_mismatched_sizes=True, **arguments
             )
@@ -362,7 +362,7 @@ def _check_complete(name: str, info: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def _quiet() -> Generator[None]:
+def quiet() -> Generator[None]:
     """Loading talks on stderr; what matters of it is raised instead."""
     logging = transformers.utils.logging
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()

@@ -9,15 +9,22 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rl_core.errors import RefitProtocolError
+from rl_core.errors import LifecycleError, RefitProtocolError
 from rl_core.interfaces import TensorSpec, WeightSink, WeightSource
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from torch import nn
 
-__all__ = ["ModelWeightSink", "ModelWeightSource", "model_tensors", "tensor_specs", "write_run"]
+__all__ = [
+    "ModelWeightSink",
+    "ModelWeightSource",
+    "SteadyWeightSource",
+    "model_tensors",
+    "tensor_specs",
+    "write_run",
+]
 
 
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -72,6 +79,43 @@ class ModelWeightSource(WeightSource):
         """See :meth:`WeightSource.tensors`."""
         for name in names:
             yield name, self._tensors[name].detach()
+
+
+class SteadyWeightSource(WeightSource):
+    """Another source, as long as the weights behind it stay the same.
+
+    Args:
+        source: Gives the tensors.
+        changes: Counts changes of the weights.
+    """
+
+    def __init__(self, source: WeightSource, changes: Callable[[], int]) -> None:
+        self._source = source
+        self._changes = changes
+        self._before = changes()
+
+    def specs(self) -> Sequence[TensorSpec]:
+        """See :meth:`WeightSource.specs`."""
+        return self._source.specs()
+
+    def tensors(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """See :meth:`WeightSource.tensors`.
+
+        Raises:
+            LifecycleError: The weights changed since this source was made.
+        """
+        for name, tensor in self._source.tensors(names):
+            self._check(name)
+            yield name, tensor
+            self._check(name)
+
+    def _check(self, name: str) -> None:
+        if self._changes() != self._before:
+            raise LifecycleError(
+                f"the policy's weights changed during a refit, at {name}",
+                fix="wait for the refit's futures before training, scoring the reference or "
+                "loading a checkpoint",
+            )
 
 
 class ModelWeightSink(WeightSink):
