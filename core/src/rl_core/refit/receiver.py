@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 import threading
-import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -17,13 +16,22 @@ from rl_core.errors import (
     RefitProtocolError,
     WeightsTornError,
 )
-from rl_core.futures import spawn
 from rl_core.interfaces.weights import TensorSpec  # noqa: TC001 - msgspec resolves it
+from rl_core.refit.jobs import TICK_S, Job, exclusively
 from rl_core.refit.manifest import WeightManifest, compare
-from rl_core.refit.messages import PROTOCOL, Codec, FromSender, Handles, Hello, Prepare, Process
+from rl_core.refit.messages import (
+    PROTOCOL,
+    Codec,
+    FromSender,
+    Handles,
+    Hello,
+    Offer,
+    Prepare,
+    Process,
+)
 from rl_core.refit.packing import Unpacker
 from rl_core.refit.plan import group_plan, make_plan
-from rl_core.refit.sender import DEFAULT_DEADLINE_S, TICK_S
+from rl_core.refit.sender import DEFAULT_DEADLINE_S
 from rl_core.refit.session import (
     Attach,
     Effect,
@@ -39,7 +47,7 @@ from rl_core.refit.transports.process import is_alive, this_process
 
 if TYPE_CHECKING:
     import concurrent.futures
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
     from rl_core.interfaces.weights import WeightSink
     from rl_core.refit.messages import RegionRef
@@ -180,10 +188,10 @@ class RefitReceiver:
             key = next(iter(unknown))
             raise ConfigError(f"refit: unknown option {key!r}", fix="use deadline_s", key=key)
         trainer = self._known_trainer()
-        if self._job is not None:
-            self._job.supersede()
-        job = self._job = _Receiving(self, trainer, deadline_s)
-        return spawn(f"refit-{self._name}", job.run)
+        if self._job is not None and not self._job.session.touched:
+            self._job.cancel("a newer refit was asked for")
+        self._job = _Receiving(self, trainer, deadline_s)
+        return self._job.start()
 
     def load_handles(self, handles: dict[str, Any]) -> bool:
         """Loads one group of tensors; the version moves with the call that completes the set.
@@ -203,36 +211,40 @@ class RefitReceiver:
         trainer = self._known_trainer()
         frame = _convert(handles, _HandleInfo, "get_weights_ipc_handles(keys)").frame
         message = Codec[Handles](Handles, trainer.channel.token).decode(frame)
-        with self._turn, self._lock:
+        with (
+            exclusively(self._turn, DEFAULT_DEADLINE_S, f"{self._name}: the refit before this one"),
+            exclusively(self._lock, DEFAULT_DEADLINE_S, f"{self._name}: generation"),
+        ):
             self._check_open()
-            if self._taking is None or self._taking.session != message.session:
-                if self._taking is not None:
-                    self._taking.sink.fail()
-                self._taking = _Taking(self, trainer, message)
-            try:
-                complete = self._taking.load(message, self._attach(message.region))
-                if complete:
-                    self._taking.sink.finish(message.version)
-                    self._publish(message.version)
-                    self._taking = None
-            except BaseException:
-                if self._taking is not None:
-                    self._taking.sink.fail()
-                    self._taking = None
-                raise
+            self._take(trainer, message)
         return True
 
     def close(self) -> None:
         """Ends a running refit and lets go of sockets and shared memory. Idempotent."""
         self._closed = True
         if self._job is not None:
-            self._job.cancel.set()
+            self._job.cancel("the receiver was closed")
         with self._turn:
             if self._region is not None:
                 self._region.close()
                 self._region = None
         if self._trainer is not None and not is_alive(self._trainer.channel.process):
             remove_channel(self._trainer.channel.address)
+
+    def _take(self, trainer: _Trainer, message: Handles) -> None:
+        if self._taking is not None and self._taking.session != message.session:
+            self._taking.sink.fail()
+            self._taking = None
+        taking = self._taking = self._taking or _Taking(self, trainer, message)
+        try:
+            if taking.load(message, self._attach(message.region)):
+                taking.sink.finish(message.version)
+                self._publish(message.version)
+                self._taking = None
+        except BaseException:
+            taking.sink.fail()
+            self._taking = None
+            raise
 
     def _check_open(self) -> None:
         if self._closed:
@@ -304,54 +316,35 @@ class _Taking:
         return not self._left
 
 
-class _Receiving:
-    """One refit over ``ipc``: performs the session's effects."""
+class _Receiving(Job[ReceiverSession]):
+    """One refit over ``ipc``."""
 
     def __init__(self, receiver: RefitReceiver, trainer: _Trainer, deadline_s: float) -> None:
-        self.cancel = threading.Event()
+        session = ReceiverSession(
+            Hello(PROTOCOL, receiver._id, receiver._name, this_process()),
+            manifest=trainer.manifest.digest,
+            dtypes=trainer.dtypes,
+            deadline_s=deadline_s,
+        )
+        super().__init__(session, receiver._turn, receiver._name)
         self._receiver = receiver
         self._trainer = trainer
-        self._until = time.monotonic() + deadline_s
-        self._session: ReceiverSession | None = None
+        self._codec = Codec[FromSender](FromSender, trainer.channel.token)
         self._sink: WeightSink | None = None
         self._locked = False
 
-    def supersede(self) -> None:
-        """Gives up if nothing was written yet."""
-        if self._session is None or not self._session.touched:
-            self.cancel.set()
-
-    def run(self) -> dict[str, Any]:
-        """Runs the refit to its end; a summary, or its error raised."""
-        receiver = self._receiver
-        remaining = max(0.0, self._until - time.monotonic())
-        if not receiver._turn.acquire(timeout=remaining):
-            raise RefitAborted(
-                f"{receiver._name}: the refit before this one did not end in time",
-                fix="raise deadline_s, or find out why that one hangs",
-                phase="DISCOVER",
-            )
-        try:
-            receiver._check_open()
-            return self._run(receiver)
-        finally:
-            receiver._turn.release()
-
-    def _run(self, receiver: RefitReceiver) -> dict[str, Any]:
-        channel, started = self._trainer.channel, time.monotonic()
+    def refit(self) -> dict[str, Any]:
+        """See :meth:`Job.refit`."""
+        receiver, session, channel = self._receiver, self.session, self._trainer.channel
+        receiver._check_open()
         self._client = IpcClient(channel.address)
-        self._codec = Codec[FromSender](FromSender, channel.token)
-        session = self._session = ReceiverSession(
-            Hello(PROTOCOL, receiver._id, receiver._name, this_process()),
-            manifest=self._trainer.manifest.digest,
-            dtypes=self._trainer.dtypes,
-            deadline_s=max(0.0, self._until - time.monotonic()),
-        )
         try:
-            self._loop(session)
+            self.perform(session.start())
+            self.drive()
         finally:
             self._release()
             self._client.close()
+            receiver._job = None if receiver._job is self else receiver._job
         if session.error is not None:
             if not is_alive(channel.process):
                 remove_channel(channel.address)
@@ -359,65 +352,42 @@ class _Receiving:
         return {
             "version": receiver.version,
             "bytes": self._wire.nbytes,
-            "seconds": time.monotonic() - started,
+            "seconds": sum(session.phase_seconds.values()),
             "name": receiver._name,
         }
 
-    def _loop(self, session: ReceiverSession) -> None:
-        self._perform(session, session.start())
-        watch = 0.0
-        while not session.phase.terminal:
-            self._pump(session, TICK_S)
-            if time.monotonic() >= watch:
-                watch = time.monotonic() + TICK_S
-                self._perform(session, self._watch(session))
-
-    def _pump(self, session: ReceiverSession, timeout_s: float) -> None:
+    def pump(self, timeout_s: float) -> None:
+        """See :meth:`Job.pump`."""
         frame = self._client.receive(timeout_s)
         if frame is None:
             return
         try:
-            effects = session.receive(self._codec.decode(frame))
+            effects = self.session.receive(self._codec.decode(frame))
         except RefitProtocolError as error:
-            effects = session.fail(error)
-        self._perform(session, effects)
+            effects = self.session.fail(error)
+        self.perform(effects)
 
-    def _watch(self, session: ReceiverSession) -> list[Effect]:
-        if self.cancel.is_set():
-            closed = self._receiver._closed
-            why = "the receiver was closed" if closed else "a newer refit was asked for"
-            return session.fail(RefitAborted(f"{session.phase}: {why}"))
-        if not is_alive(self._trainer.channel.process):
-            return session.lost("died")
-        return session.tick()
+    def lost_peers(self) -> list[Effect]:
+        """See :meth:`Job.lost_peers`."""
+        return [] if is_alive(self._trainer.channel.process) else self.session.lost("died")
 
-    def _perform(self, session: ReceiverSession, effects: Iterable[Effect]) -> None:
-        for effect in effects:
-            try:
-                following = self._do(session, effect)
-            except Exception as error:  # the session tells the sender and ends with it
-                following = session.fail(error)
-            self._perform(session, following)
-
-    def _do(self, session: ReceiverSession, effect: Effect) -> list[Effect]:
+    def do(self, effect: Effect) -> list[Effect]:
+        """See :meth:`Job.do`."""
+        session = self.session
         match effect:
             case Send(message):
                 self._client.send(self._codec.encode(message))
-            case Attach(prepare, version):
-                if not self._quiesce(session):
-                    return []
-                return session.attached(self._attach(session, prepare, version))
+            case Attach(prepare, offer):
+                if self._quiesce():
+                    return session.attached(self._attach(prepare, offer))
             case Load(index, digest):
-                start = index % self._prepare.slots * self._prepare.slot_bytes
-                data = self._region.data[start : start + self._prepare.slot_bytes]
-                view = self._region.view[start : start + self._prepare.slot_bytes]
-                self._unpacker.load(index, self._plan.buckets[index], data, view, digest)
+                slot = self._region.slot(index % self._prepare.slots, self._plan.slot_bytes)
+                self._unpacker.load(index, self._plan.buckets[index], *slot, digest)
                 return session.loaded(index)
-            case Install():
+            case Install(offer):
                 assert self._sink is not None
-                assert session.offer is not None
-                self._sink.finish(session.offer.version)
-                if session.offer.verify == "installed":
+                self._sink.finish(offer.version)
+                if offer.verify == "installed":
                     self._unpacker.check_installed(self._plan.slot_bytes)
                 return session.installed()
             case Publish(version):
@@ -427,26 +397,25 @@ class _Receiving:
                 return session.published()
         return []
 
-    def _quiesce(self, session: ReceiverSession) -> bool:
+    def _quiesce(self) -> bool:
         """Waits for the engine to stop generating; False if the session ended meanwhile."""
         while not self._receiver._lock.acquire(timeout=TICK_S):
-            self._pump(session, 0.0)
-            self._perform(session, self._watch(session))
-            if session.phase.terminal:
+            self.pump(0.0)
+            self.look()
+            if self.session.phase.terminal:
                 return False
         self._locked = True
         return True
 
-    def _attach(self, session: ReceiverSession, prepare: Prepare, version: int) -> str:
+    def _attach(self, prepare: Prepare, offer: Offer) -> str:
         """Derives the plan, maps the buffers and opens the sink; the plan's digest."""
-        assert session.offer is not None
         receiver = self._receiver
         self._prepare = prepare
         self._wire = self._trainer.manifest.cast(self._trainer.dtypes)
         self._plan = make_plan(self._wire, prepare.bucket_bytes)
-        layout = (len(self._plan.buckets), self._plan.slot_bytes)
-        if layout != (prepare.buckets, prepare.slot_bytes):
-            return self._plan.digest
+        layout = (self._plan.digest, len(self._plan.buckets), self._plan.slot_bytes)
+        if layout != (prepare.plan, prepare.buckets, prepare.slot_bytes):
+            raise RefitProtocolError("the two sides derive different plans", phase="PREPARE")
         if prepare.region is not None:
             if prepare.region.nbytes < prepare.slots * prepare.slot_bytes:
                 raise RefitProtocolError("the buffers are smaller than the plan needs")
@@ -454,22 +423,21 @@ class _Receiving:
         sink = receiver._sink()
         expected = WeightManifest.of(sink.specs())
         compare(self._wire, expected)
-        sink.begin(version)
+        sink.begin(offer.version)
         self._sink = sink
         self._unpacker = Unpacker(
             sink,
             self._wire,
             expected,
-            session=session.offer.session,
-            verify=session.offer.verify,
+            session=offer.session,
+            verify=offer.verify,
             touch=self._touch,
         )
         return self._plan.digest
 
     def _touch(self) -> None:
-        assert self._session is not None
-        self._session.touch()
-        self._receiver.torn = True
+        self.session.touch()
+        self._receiver._tear()
 
     def _release(self) -> None:
         """Tells the sink of a failure, and lets the engine generate again if it may."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import secrets
 import threading
-import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,16 +12,16 @@ from rl_core.errors import (
     CapabilityError,
     ConfigError,
     LifecycleError,
-    RefitAborted,
     RefitProtocolError,
 )
-from rl_core.futures import spawn
+from rl_core.refit.jobs import Job
 from rl_core.refit.manifest import WeightManifest
 from rl_core.refit.messages import (
     PROTOCOL,
     Codec,
     FromReceiver,
     Handles,
+    Hello,
     Offer,
     Prepare,
 )
@@ -44,7 +43,7 @@ from rl_core.refit.transports.process import is_alive, this_process
 
 if TYPE_CHECKING:
     import concurrent.futures
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
     from rl_core.interfaces.weights import WeightSource
 
@@ -56,8 +55,6 @@ DEFAULT_DEADLINE_S = 120.0
 SHM_DIR = "RL_CORE_SHM_DIR"
 #: Buffers of one bucket each: one is packed while the other is loaded.
 SLOTS = 2
-#: Seconds between looks at deadlines and at whether the peers live.
-TICK_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,15 +121,13 @@ class RefitSender:
         """Describes every tensor and where to fetch them, for the engine's ``prepare``."""
         self._check_open()
         manifest = WeightManifest.of(self._source().specs())
-        if self._channel is None:
-            self._channel = IpcServer()
         process = this_process()
         return {
             "protocol": PROTOCOL,
             "digest": manifest.digest,
             "tensors": manifest.to_info(),
             "channel": {
-                "address": self._channel.address,
+                "address": self._bind().address,
                 "token": self._token,
                 "pid": process.pid,
                 "started": process.started,
@@ -177,11 +172,12 @@ class RefitSender:
         version = self.version + 1 if version is None else version
         options = _Options(receivers, version, verify, isolation, bucket_bytes, deadline_s)
         options.check()
-        self.prepare()
-        if self._job is not None:
-            self._job.supersede()
-        job = self._job = _Sending(self, options)
-        return spawn(f"refit-{self._name}", job.run)
+        self._check_open()
+        self._bind()
+        if self._job is not None and self._job.session.phase in (Phase.DISCOVER, Phase.PREPARE):
+            self._job.cancel("a newer refit was asked for")
+        self._job = _Sending(self, self._source(), options)
+        return self._job.start()
 
     # -- the handles of old ---------------------------------------------------------------------
 
@@ -234,7 +230,7 @@ class RefitSender:
         """Ends a running refit and removes sockets and shared memory. Idempotent."""
         self._closed = True
         if self._job is not None:
-            self._job.cancel.set()
+            self._job.cancel("the sender was closed")
         with self._turn:
             if self._channel is not None:
                 self._channel.close()
@@ -249,6 +245,11 @@ class RefitSender:
     def _check_open(self) -> None:
         if self._closed:
             raise LifecycleError(f"{self._name}: the sender is closed", fix="build a new policy")
+
+    def _bind(self) -> IpcServer:
+        if self._channel is None:
+            self._channel = IpcServer()
+        return self._channel
 
     def _buffers(self, nbytes: int) -> SharedRegion:
         """Shared memory of that size: the one at hand if it fits, so that it is touched once."""
@@ -304,43 +305,14 @@ class _Handing:
         )
 
 
-class _Sending:
-    """One refit over ``ipc``: performs the session's effects."""
+class _Sending(Job[SenderSession]):
+    """One refit over ``ipc``."""
 
-    def __init__(self, sender: RefitSender, options: _Options) -> None:
-        self.cancel = threading.Event()
+    def __init__(self, sender: RefitSender, source: WeightSource, options: _Options) -> None:
         self._sender = sender
+        self._source = source
         self._options = options
-        self._session: SenderSession | None = None
-        self._until = time.monotonic() + options.deadline_s
-
-    def supersede(self) -> None:
-        """Gives up if the receivers are not complete yet."""
-        if self._session is None or self._session.phase in (Phase.DISCOVER, Phase.PREPARE):
-            self.cancel.set()
-
-    def run(self) -> dict[str, Any]:
-        """Runs the refit to its end; its report, or its error raised."""
-        sender = self._sender
-        remaining = max(0.0, self._until - time.monotonic())
-        if not sender._turn.acquire(timeout=remaining):
-            raise RefitAborted(
-                f"{sender._name}: the refit before this one did not end in time",
-                fix="raise deadline_s, or find out why that one hangs",
-                phase="DISCOVER",
-            )
-        try:
-            sender._check_open()
-            return self._run(sender)
-        finally:
-            sender._turn.release()
-
-    def _run(self, sender: RefitSender) -> dict[str, Any]:
-        options = self._options
-        assert sender._channel is not None
-        self._channel = sender._channel
-        self._source = sender._source()
-        self._manifest = WeightManifest.of(self._source.specs())
+        self._manifest = WeightManifest.of(source.specs())
         offer = Offer(
             secrets.token_hex(16),
             PROTOCOL,
@@ -350,115 +322,103 @@ class _Sending:
             options.verify,
             options.isolation,
         )
+        session = SenderSession(offer, receivers=options.receivers, deadline_s=options.deadline_s)
+        super().__init__(session, sender._turn, sender._name)
         self._codec = Codec[FromReceiver](FromReceiver, sender._token)
-        session = self._session = SenderSession(
-            offer,
-            receivers=options.receivers,
-            deadline_s=max(0.0, self._until - time.monotonic()),
-        )
-        self._loop(session)
+        self._channel = sender._bind()
+
+    def refit(self) -> dict[str, Any]:
+        """See :meth:`Job.refit`."""
+        sender, session = self._sender, self.session
+        sender._check_open()
+        self.drive()
         if session.phase is Phase.COMMITTED:
-            report = self._report(session)
-            sender.version = options.version
+            report = self._report()
+            sender.version = self._options.version
             sender._digests = (self._plan.digest, self._packer.digests)
+        sender._job = None if sender._job is self else sender._job
         if session.error is not None:
             raise session.error
         return report
 
-    def _loop(self, session: SenderSession) -> None:
-        watch = 0.0
-        while not session.phase.terminal:
-            for key, frame in self._channel.receive(TICK_S):
-                self._perform(session, self._receive(session, key, frame))
-            if time.monotonic() >= watch:
-                watch = time.monotonic() + TICK_S
-                self._perform(session, self._watch(session))
-
-    def _receive(self, session: SenderSession, key: str, frame: bytes) -> list[Effect]:
-        try:
-            return session.receive(key, self._codec.decode(frame))
-        except RefitProtocolError as error:
-            return session.corrupted(key, error)
-
-    def _watch(self, session: SenderSession) -> list[Effect]:
-        if self.cancel.is_set():
-            why = "the sender was closed" if self._sender._closed else "a newer refit was asked for"
-            return session.fail(RefitAborted(f"{session.phase}: {why}"))
-        for key, hello in session.peers.items():
-            if not is_alive(hello.process):
-                return session.lost(key, "died")
-        return session.tick()
-
-    def _perform(self, session: SenderSession, effects: Iterable[Effect]) -> None:
-        for effect in effects:
+    def pump(self, timeout_s: float) -> None:
+        """See :meth:`Job.pump`."""
+        for key, frame in self._channel.receive(timeout_s):
             try:
-                following = self._do(session, effect)
-            except Exception as error:  # the session tells the peers and ends with it
-                following = session.fail(error)
-            self._perform(session, following)
+                message = self._codec.decode(frame)
+            except RefitProtocolError as error:
+                self.perform(self.session.corrupted(key, error))
+                continue
+            if isinstance(message, Hello) and not is_alive(message.process):
+                continue  # it said so before it died, in a refit that is over
+            self.perform(self.session.receive(key, message))
 
-    def _do(self, session: SenderSession, effect: Effect) -> list[Effect]:
+    def lost_peers(self) -> list[Effect]:
+        """See :meth:`Job.lost_peers`."""
+        dead = [key for key, hello in self.session.peers.items() if not is_alive(hello.process)]
+        return self.session.lost(dead[0], "died") if dead else []
+
+    def do(self, effect: Effect) -> list[Effect]:
+        """See :meth:`Job.do`."""
         match effect:
             case Send(message, to):
                 frame = self._codec.encode(message)
-                keys = list(session.peers) if to is None else [to]
+                keys = list(self.session.peers) if to is None else [to]
                 gone = [key for key in keys if not self._channel.send(key, frame)]
-                return [e for key in gone for e in session.forget(key)]
+                return [following for key in gone for following in self.session.forget(key)]
             case MakePlan(dtypes):
-                return session.planned(self._make_plan(session, dtypes))
+                return self.session.planned(self._make_plan(dtypes))
             case Pack(index):
-                if index == 0 and not self._region.anonymous:
-                    self._region.unlink()
-                start = index % SLOTS * self._plan.slot_bytes
-                stop = start + self._plan.slot_bytes
-                region, bucket = self._region, self._plan.buckets[index]
-                parts = self._packer.pack(bucket, region.data[start:stop], region.view[start:stop])
-                digest = bucket_digest(session.offer.session, index, parts) if parts else ""
-                return session.packed(index, digest)
-            case _:
-                return []
+                return self.session.packed(index, self._pack(index))
+        return []
 
-    def _make_plan(self, session: SenderSession, dtypes: dict[str, str]) -> Prepare:
-        self._wire = self._manifest.cast(dtypes)
+    def _make_plan(self, dtypes: dict[str, str]) -> Prepare:
         self._casts = len(dtypes)
+        self._wire = self._manifest.cast(dtypes)
         self._plan: TransferPlan = make_plan(self._wire, self._options.bucket_bytes)
         hashed = self._options.verify != "none"
         self._packer = Packer(self._source, self._manifest, hashed=hashed)
-        slots = min(SLOTS, len(self._plan.buckets))
-        if slots:
-            self._region = self._sender._buffers(slots * self._plan.slot_bytes)
+        self._slots = min(SLOTS, len(self._plan.buckets))
+        if self._slots:
+            self._region = self._sender._buffers(self._slots * self._plan.slot_bytes)
         return Prepare(
-            session.offer.session,
+            self.session.offer.session,
             self._plan.digest,
             self._options.bucket_bytes,
             len(self._plan.buckets),
-            max(1, slots),
+            self._slots,
             self._plan.slot_bytes,
-            self._region.ref if slots else None,
-            session.remaining_s,
+            self._region.ref if self._slots else None,
+            self.session.remaining_s,
         )
 
-    def _report(self, session: SenderSession) -> dict[str, Any]:
-        seconds = sum(session.phase_seconds.values())
-        nbytes = self._wire.nbytes
-        plan_digest, before = self._sender._digests
+    def _pack(self, index: int) -> str:
+        if index == 0:
+            self._region.unlink()  # all receivers have it
+        slot = self._region.slot(index % self._slots, self._plan.slot_bytes)
+        parts = self._packer.pack(self._plan.buckets[index], *slot)
+        return bucket_digest(self.session.offer.session, index, parts) if parts else ""
+
+    def _report(self) -> dict[str, Any]:
+        options, phases = self._options, self.session.phase_seconds
+        seconds, nbytes = sum(phases.values()), self._wire.nbytes
+        plan, before = self._sender._digests
         unchanged = None
-        if self._options.verify != "none":
-            same = before if plan_digest == self._plan.digest else {}
+        if options.verify != "none":
+            same = before if plan == self._plan.digest else {}
             unchanged = sum(same.get(k) == v for k, v in self._packer.digests.items())
-        buckets = len(self._plan.buckets)
         return {
-            "version": self._options.version,
+            "version": options.version,
             "bytes": nbytes,
             "seconds": seconds,
             "gb_per_s": nbytes / seconds / 1e9,
-            "phases": session.phase_seconds,
-            "extra_memory_bytes": min(SLOTS, buckets) * self._plan.slot_bytes,
+            "phases": phases,
+            "extra_memory_bytes": self._slots * self._plan.slot_bytes,
             "tensors": len(self._wire.owned),
             "unchanged": unchanged,
             "cast": self._casts,
-            "buckets": buckets,
-            "receivers": self._options.receivers,
-            "verify": self._options.verify,
-            "isolation": self._options.isolation,
+            "buckets": len(self._plan.buckets),
+            "receivers": options.receivers,
+            "verify": options.verify,
+            "isolation": options.isolation,
         }

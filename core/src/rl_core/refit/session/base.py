@@ -15,7 +15,7 @@ from rl_core.errors import RefitError, RefitPeerError, RLError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from rl_core.refit.messages import Prepare
+    from rl_core.refit.messages import Offer, Prepare
 
 __all__ = [
     "Attach",
@@ -82,7 +82,7 @@ class Attach:
     """Receiver: stop generating, map the buffers, then call ``attached``."""
 
     prepare: Prepare
-    version: int
+    offer: Offer
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +96,8 @@ class Load:
 @dataclass(frozen=True, slots=True)
 class Install:
     """Receiver: finish the sink and verify what is installed, then call ``installed``."""
+
+    offer: Offer
 
 
 @dataclass(frozen=True, slots=True)

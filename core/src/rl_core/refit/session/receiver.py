@@ -216,7 +216,7 @@ class ReceiverSession(Session):
         assert self.offer is not None
         self._prepare = prepare
         self._deadline = min(self._deadline, self._clock() + prepare.deadline_s)
-        return [Attach(prepare, self.offer.version)]
+        return [Attach(prepare, self.offer)]
 
     def _on_bucket(self, bucket: BucketReady) -> list[Effect]:
         assert self._prepare is not None
@@ -238,7 +238,8 @@ class ReceiverSession(Session):
                 )
             )
         self._enter(Phase.SEAL)
-        return [Install()]
+        assert self.offer is not None
+        return [Install(self.offer)]
 
     def _on_commit(self, commit: Commit) -> list[Effect]:
         assert self.offer is not None

@@ -101,6 +101,11 @@ class SharedRegion:
             raise RefitProtocolError(f"{ref.path} is not the sender's shared memory")
         return cls(fd, ref, keep=False)
 
+    def slot(self, index: int, nbytes: int) -> tuple[torch.Tensor, memoryview]:
+        """One of the equal parts of the memory, as a tensor and as bytes."""
+        start = index * nbytes
+        return self.data[start : start + nbytes], self.view[start : start + nbytes]
+
     @property
     def anonymous(self) -> bool:
         """True if it has no name, so that peers can attach at any time."""
