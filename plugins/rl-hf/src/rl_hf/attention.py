@@ -61,6 +61,8 @@ def segment_attention(
 ) -> tuple[torch.Tensor, None]:
     """An attention function of transformers; ``query`` is ``[b, heads, tokens, head_dim]``."""
     if attention_mask is None or attention_mask.dtype != torch.int64:
+        if query.shape[2] == 1 and query.shape[1] > key.shape[1] and not module.training:
+            return _one_token_each(query, key, value, attention_mask, options["scaling"]), None
         output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
         return output, None
     lengths: list[int] = attention_mask.flatten().tolist()
@@ -72,6 +74,26 @@ def segment_attention(
         )
     ]
     return torch.cat(parts, dim=1), None
+
+
+def _one_token_each(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float,
+) -> torch.Tensor:
+    """Grouped-query attention of one token per row over its cache, which is not repeated.
+
+    Heads that share a key head stand in as its queries: ``[b, heads, 1, d]`` is
+    ``[b, key heads, group, d]``, and without causality among them the result is the same.
+    """
+    rows, heads, _, _ = query.shape
+    shared = key.shape[1]
+    output = torch.nn.functional.scaled_dot_product_attention(
+        query.reshape(rows, shared, heads // shared, -1), key, value, attn_mask=mask, scale=scaling
+    )
+    return output.reshape(rows, 1, heads, -1)
 
 
 def _window_mask(query: torch.Tensor, window: int | None) -> torch.Tensor | None:

@@ -1,0 +1,120 @@
+"""A key/value cache of rows of unequal length, written in place.
+
+A row owns a slot; its keys start at column 0 of the slot whatever its length, so rows come and go
+without touching their neighbours, and no step copies the cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from transformers.cache_utils import Cache, DynamicLayer
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["SlotCache", "Writes"]
+
+#: Capacity is a multiple of this many tokens, which suits the kernels' alignment.
+BLOCK = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Writes:
+    """Where the next forward pass puts its keys and values, one entry for each.
+
+    Attributes:
+        slots: ``[n]`` int64.
+        columns: ``[n]`` int64 positions in the row.
+        source: ``[n]`` int64 token of the pass, in row-major order; None if they are in order.
+        rows: Slots ``[0, rows)`` are attended to, or none but the pass's own tokens if 0.
+        width: Columns attended to.
+    """
+
+    slots: torch.Tensor
+    columns: torch.Tensor
+    source: torch.Tensor | None = None
+    rows: int = 0
+    width: int = 0
+
+
+class SlotCache(Cache):  # type: ignore[misc]
+    """Keys and values of up to ``slots`` rows; the columns grow with the longest.
+
+    Args:
+        slots: Rows that fit.
+        limit: Tokens that no row exceeds.
+    """
+
+    def __init__(self, slots: int, limit: int) -> None:
+        super().__init__(layers=[])
+        self._slots = slots
+        self._limit = _round_up(limit)
+        self._capacity = 0
+        self.writes: Writes | None = None
+
+    def reserve(self, columns: int) -> int:
+        """Makes room for rows of that many tokens, by half as much again if it must grow.
+
+        Returns:
+            The number of columns rounded up to whole blocks, which exist.
+        """
+        columns = _round_up(columns)
+        if columns > self._capacity:
+            self._capacity = max(columns, min(self._limit, _round_up(self._capacity * 3 // 2)))
+            for layer in self.layers:
+                layer.keys, layer.values = self._wider(layer.keys), self._wider(layer.values)
+        return columns
+
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        *_: Any,
+        **__: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Called by every attention layer with ``[b, heads, tokens, head_dim]``."""
+        writes = self.writes
+        assert writes is not None
+        while len(self.layers) <= layer_idx:
+            self.layers.append(DynamicLayer())
+        layer = self.layers[layer_idx]
+        if not layer.is_initialized:
+            layer.lazy_initialization(key_states, value_states)
+            layer.keys, layer.values = self._empty(key_states), self._empty(value_states)
+        _store(layer.keys, key_states, writes)
+        _store(layer.values, value_states, writes)
+        if not writes.rows:
+            return key_states, value_states
+        return (
+            layer.keys[: writes.rows, :, : writes.width],
+            layer.values[: writes.rows, :, : writes.width],
+        )
+
+    def move(self, source: torch.Tensor, target: torch.Tensor, width: int) -> None:
+        """Copies the first ``width`` columns of whole slots, ``[n]`` int64 each."""
+        for layer in self.layers:
+            layer.keys[target, :, :width] = layer.keys[source, :, :width]
+            layer.values[target, :, :width] = layer.values[source, :, :width]
+
+    def _empty(self, like: torch.Tensor) -> torch.Tensor:
+        # Zeros, since masked columns are multiplied by 0 and what lies there must be finite.
+        return like.new_zeros(self._slots, like.shape[1], self._capacity, like.shape[3])
+
+    def _wider(self, old: torch.Tensor) -> torch.Tensor:
+        new = self._empty(old)
+        new[:, :, : old.shape[2]] = old
+        return new
+
+
+def _store(stored: torch.Tensor, states: torch.Tensor, writes: Writes) -> None:
+    tokens = states.transpose(1, 2).flatten(0, 1)
+    if writes.source is not None:
+        tokens = tokens[writes.source]
+    stored[writes.slots, :, writes.columns] = tokens
+
+
+def _round_up(tokens: int) -> int:
+    return -(-tokens // BLOCK) * BLOCK
