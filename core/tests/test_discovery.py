@@ -83,7 +83,7 @@ def test_absent_engine_is_listed_with_the_command_that_installs_it(install: Inst
 def test_engine_out_of_range_names_both_versions(install: Install) -> None:
     install.toy(engine="EngineRequirement(('pluggy',), '>=90,<91')")
     listing = toy()
-    assert listing.status == "no engine"
+    assert listing.status == "wrong engine"
     assert listing.engine.startswith("pluggy ")
     with pytest.raises(MissingEngineError, match=r"needs pluggy >=90,<91; \d") as caught:
         check_engine(listing.provider, load_manifest(listing.provider))
@@ -254,7 +254,7 @@ def test_nested_attributes_are_loaded() -> None:
         "import rl_core",
         "import rl_core; rl_core.GenerationConfig, rl_core.ConfigError, rl_core.__version__",
         "from rl_core.plugins.discovery import list_backends; list_backends()",
-        "import rl_core.cli, rl_core.cli.backends",
+        "import rl_core.cli.backends",
         "from rl_core import create_generation, create_policy",
     ],
 )

@@ -1,130 +1,115 @@
 """The command ``rl``. Exit codes: 0 fine, 1 problems were found, 2 wrong usage.
 
-Plugins add sub-commands through the entry-point group ``rl_core.commands``, whose values are
-:class:`typer.Typer` instances. Each is imported when it is asked for (and for ``rl --help``); one
-that is broken is shown as broken and leaves the others alone.
+A sub-command is a callable that takes its arguments as a list of strings and returns an exit code
+or None, such as a :class:`typer.Typer` or a ``main(argv)`` on argparse; its program's name is in
+``sys.argv[0]``. Plugins add their own through the entry-point group ``rl_core.commands``. Each is
+imported when it is asked for (and for ``rl --help``); one that is broken is shown as broken and
+leaves the others alone. The command itself is built on argparse, because it must start quickly.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
-from typer.core import TyperGroup
+from typing import TYPE_CHECKING, TypeAlias
 
 from rl_core.errors import AmbiguousBackendError, BrokenPluginError, PluginError, RLError
 from rl_core.plugins.discovery import COMMANDS, load_object, providers
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from rl_core.plugins.discovery import Provider
 
-__all__ = ["app", "main"]
+    Command: TypeAlias = Callable[[list[str]], int | None]
 
-_OWN = {"backends": "rl_core.cli.backends:app"}
+__all__ = ["main"]
 
-
-class _LazyGroup(TyperGroup):
-    """Imports a sub-command when it is asked for."""
-
-    def list_commands(self, ctx: Any) -> list[str]:
-        return sorted({*_OWN, *(provider.name for provider in providers(COMMANDS))})
-
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        if cmd_name in _OWN:
-            return _group(cmd_name, load_object(_OWN[cmd_name]))
-        found = [provider for provider in providers(COMMANDS) if provider.name == cmd_name]
-        if not found:
-            return None
-        try:
-            return _group(cmd_name, _load(found))
-        except PluginError as error:
-            return _broken(cmd_name, error)
-
-    def invoke(self, ctx: Any) -> Any:
-        try:
-            return super().invoke(ctx)
-        except RLError as error:
-            if ctx.params.get("debug"):
-                raise
-            typer.secho(f"Error: {error.message}", err=True, fg="red")
-            if error.fix:
-                typer.echo(f"Fix: {error.fix}", err=True)
-            raise typer.Exit(1) from error
+_OWN = {
+    "backends": ("rl_core.cli.backends:main", "list, describe and examine the installed backends"),
+}
 
 
-def _load(found: Sequence[Provider]) -> typer.Typer:
+class _Parser(argparse.ArgumentParser):
+    """Lists the sub-commands in its help, the broken ones as broken."""
+
+    def format_help(self) -> str:
+        lines = {name: summary for name, (_, summary) in _OWN.items()}
+        lines |= {provider.name: _summary(provider.name) for provider in providers(COMMANDS)}
+        width = max(map(len, lines))
+        commands = (f"  {name:{width}}  {text}\n" for name, text in sorted(lines.items()))
+        return f"{super().format_help()}\ncommands:\n{''.join(commands)}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command.
+
+    Args:
+        argv: The arguments after the program's name; those of the process if None.
+
+    Returns:
+        The exit code. Wrong usage and ``--help`` raise SystemExit, as argparse does.
+    """
+    parser = _Parser(prog="rl", description="Any trainer, any engine, proven to agree.")
+    parser.add_argument("--version", action="store_true", help="print the version")
+    parser.add_argument("--debug", action="store_true", help="show tracebacks of errors")
+    parser.add_argument("command", nargs="?", help="one of the commands below")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="see rl COMMAND --help")
+    options = parser.parse_args(argv)
+    if options.version:
+        import rl_core
+
+        print(f"rl-core {rl_core.__version__}")
+        return 0
+    if options.command is None:
+        parser.print_help(sys.stderr)
+        return 2
+    return _run(parser, options)
+
+
+def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    try:
+        command = _find(options.command)
+        if command is None:
+            parser.error(f"there is no command {options.command!r}; see rl --help")
+        sys.argv[0] = f"rl {options.command}"
+        return command(options.arguments) or 0
+    except RLError as error:
+        if options.debug:
+            raise
+        print(f"Error: {error}", file=sys.stderr)
+        return 1
+
+
+def _find(name: str) -> Command | None:
+    if name in _OWN:
+        command: Command = load_object(_OWN[name][0])
+        return command
+    found = [provider for provider in providers(COMMANDS) if provider.name == name]
+    return _load(found) if found else None
+
+
+def _load(found: Sequence[Provider]) -> Command:
     provider = found[0]
     if len(found) > 1:
         raise AmbiguousBackendError(
             f"several plugins provide 'rl {provider.name}': {', '.join(map(str, found))}",
             fix="uninstall all but one",
         )
-    loaded = load_object(provider.value, provider)
-    if isinstance(loaded, typer.Typer):
-        return loaded
+    command: Command = load_object(provider.value, provider)
+    if callable(command):
+        return command
     raise provider.error(
         BrokenPluginError,
-        f"{provider}: {provider.value!r} is of type {type(loaded).__name__}, not a typer.Typer",
+        f"{provider}: {provider.value!r} is of type {type(command).__name__}, not callable",
         fix=f"report this to the authors of {provider.distribution}",
     )
 
 
-def _group(name: str, sub_app: typer.Typer) -> Any:
-    group = typer.main.get_group(sub_app)
-    group.name = name
-    return group
-
-
-def _broken(name: str, error: PluginError) -> Any:
-    """A command in the place of one that cannot be loaded; it raises when called."""
-    stand_in = typer.Typer(add_completion=False)
-
-    @stand_in.command(
-        name,
-        help=f"(broken) {error.message}",
-        context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
-    )
-    def command() -> None:
-        raise error
-
-    return typer.main.get_command(stand_in)
-
-
-app = typer.Typer(
-    name="rl",
-    cls=_LazyGroup,
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-    help="Any trainer, any engine, proven to agree.",
-)
-
-
-def _print_version(asked: bool) -> None:
-    if asked:
-        import rl_core
-
-        typer.echo(f"rl-core {rl_core.__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def _root(
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")] = False,
-    version: Annotated[
-        bool,
-        typer.Option(
-            "--version", help="Print the version.", callback=_print_version, is_eager=True
-        ),
-    ] = False,
-) -> None:
-    del debug, version  # read from the context, and handled by its callback
-
-
-def main() -> None:
-    """Runs the command line and exits."""
-    sys.exit(app())
+def _summary(name: str) -> str:
+    found = [provider for provider in providers(COMMANDS) if provider.name == name]
+    try:
+        _load(found)
+    except PluginError as error:
+        return f"(broken) {error.message}"
+    return f"from {found[0]}"

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from rl_core.plugins.discovery import (
     BackendListing,
@@ -21,83 +20,100 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from rich.console import Console
+    from rich.table import Table
     from rich.text import Text
 
     from rl_core.plugins.hookspecs import Finding
+    from rl_core.plugins.manifest import BackendManifest
 
-__all__ = ["app"]
+__all__ = ["main"]
 
-app = typer.Typer(
-    help="List, describe and examine the installed backends.",
-    no_args_is_help=True,
-    rich_markup_mode=None,
-)
-
-_Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-_Env = Annotated[
-    str | None,
-    typer.Option("--env", metavar="PATH", help="Look into another environment, by metadata only."),
-]
 _STYLES = {
     "ready": "green",
     "no engine": "yellow",
+    "wrong engine": "yellow",
     "not read": "dim",
     "incompatible": "red",
     "broken": "red",
 }
-_MARKS = {"ok": ("ok", "green"), "warning": ("warning", "yellow"), "error": ("error", "red")}
+_LEVELS = {"ok": "green", "warning": "yellow", "error": "red"}
 _ELSEWHERE = "Nothing is imported from another environment: this is what its metadata says."
 
 
-@app.command("list")
-def list_(env: _Env = None, as_json: _Json = False) -> None:
-    """List the backends; exit with 1 if one is broken, incompatible or ambiguous."""
-    listings = list_backends(site_packages(env) if env else None)
-    if as_json:
-        _print_json(listings, env)
+def main(argv: list[str]) -> int:
+    """Runs ``rl backends`` with the arguments after these words; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="rl backends", description="List, describe and examine the installed backends."
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for name, run, summary, more in (
+        (
+            "list",
+            _list,
+            "list the backends, whole and broken",
+            "Exits with 1 if one is broken, incompatible or ambiguous; a missing engine is no "
+            "problem here, because a driver needs none.",
+        ),
+        (
+            "info",
+            _info,
+            "show everything that a backend declares",
+            "Exits with 1 if it is broken, incompatible or ambiguous.",
+        ),
+        (
+            "doctor",
+            _doctor,
+            "look for faults and how to repair them",
+            "Exits with 1 if there is an error. A missing engine is an error only for a backend "
+            "that is given by name.",
+        ),
+    ):
+        command = commands.add_parser(name, help=summary, description=f"{summary}. {more}")
+        command.add_argument("--json", action="store_true", help="print JSON")
+        if name != "list":
+            nargs = "?" if name == "doctor" else None
+            command.add_argument("name", nargs=nargs, help="NAME, or DISTRIBUTION:NAME")
+        if name != "info":
+            text = "look into another environment, by its metadata only"
+            command.add_argument("--env", metavar="PATH", help=text)
+        command.set_defaults(run=run)
+    options = parser.parse_args(argv)
+    exit_code: int = options.run(options)
+    return exit_code
+
+
+def _list(options: argparse.Namespace) -> int:
+    listings = list_backends(site_packages(options.env) if options.env else None)
+    if options.json:
+        _print_json(listings, options.env)
     else:
-        _print_table(listings, env)
-    if any(_is_problem(listing) for listing in listings):
-        raise typer.Exit(1)
+        _print_table(listings, options.env)
+    return int(any(_is_problem(listing) for listing in listings))
 
 
-@app.command()
-def info(name: str, as_json: _Json = False) -> None:
-    """Show everything that the manifest of NAME (or DIST:NAME) declares."""
-    listings = [inspect_backend(provider) for provider in match_backends(name)]
-    if len(listings) > 1:
-        rivals = {listing.provider.distribution for listing in listings}
-        listings = [
-            dataclasses.replace(item, duplicates=tuple(rivals - {item.provider.distribution}))
-            for item in listings
-        ]
-    if as_json:
+def _info(options: argparse.Namespace) -> int:
+    found = match_backends(options.name)
+    listings = [
+        inspect_backend(item, [other.distribution for other in found if other is not item])
+        for item in found
+    ]
+    if options.json:
         _print_json(listings, None)
     else:
         for listing in listings:
             _print_info(listing)
-    if any(_is_problem(listing) for listing in listings):
-        raise typer.Exit(1)
+    return int(any(_is_problem(listing) for listing in listings))
 
 
-@app.command()
-def doctor(
-    name: Annotated[
-        str | None, typer.Argument(help="One backend; all of them if left out.")
-    ] = None,
-    env: _Env = None,
-    as_json: _Json = False,
-) -> None:
-    """Look for what is wrong and how to repair it; exit with 1 if there is an error."""
+def _doctor(options: argparse.Namespace) -> int:
     from rl_core.plugins.doctor import diagnose
 
-    findings = diagnose(name, site_packages(env) if env else None)
-    if as_json:
-        typer.echo(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=2))
+    findings = diagnose(options.name, site_packages(options.env) if options.env else None)
+    if options.json:
+        print(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=2))
     else:
-        _print_findings(findings, env)
-    if any(finding.level == "error" for finding in findings):
-        raise typer.Exit(1)
+        _print_findings(findings, options.env)
+    return int(any(finding.level == "error" for finding in findings))
 
 
 def _is_problem(listing: BackendListing) -> bool:
@@ -144,7 +160,7 @@ def _print_json(listings: Sequence[BackendListing], env: str | None) -> None:
         "environment": env,
         "backends": [_as_dict(listing) for listing in listings],
     }
-    typer.echo(json.dumps(document, indent=2))
+    print(json.dumps(document, indent=2))
 
 
 def _console() -> Console:
@@ -152,47 +168,62 @@ def _console() -> Console:
 
     console = Console(highlight=False)
     if not console.is_terminal:
-        console.width = 160  # a pipe has no width to fold to
+        console.width = 1000  # a pipe has no width to fold to
     return console
 
 
-def _styled(text: str, style: str) -> Text:
-    """Text that is shown as it is: what plugins say may contain brackets."""
+def _text(*parts: str | tuple[str, str]) -> Text:
+    """Text, partly ``(text, style)``, without markup: what plugins say may contain brackets."""
     from rich.text import Text
 
-    return Text(text, style=style)
+    return Text.assemble(*parts)
+
+
+def _columns(*headings: str) -> Table:
+    from rich.table import Table
+
+    table = Table(
+        box=None,
+        header_style="bold",
+        pad_edge=False,
+        padding=(0, 2, 0, 0),
+        show_header=any(headings),
+    )
+    for heading in headings:
+        table.add_column(heading, overflow="fold")
+    return table
 
 
 def _print_table(listings: Sequence[BackendListing], env: str | None) -> None:
-    from rich.table import Table
-
     console = _console()
     if not listings:
-        console.print("No backend is installed. Try: pip install rl-hf", markup=False)
+        console.print(_text("No backend is installed. Try: pip install rl-hf"))
         return
-    table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
-    for column in ("Backend", "Offers", "Plugin", "Engine", "Status"):
-        table.add_column(column, overflow="fold")
+    table = _columns("Backend", "Offers", "Plugin", "Engine", "Status")
     for item in listings:
-        manifest = item.manifest
-        wanted = (
-            f"{manifest.engine.distributions[0]} {manifest.engine.versions}" if manifest else ""
-        )
-        status = _styled(item.status, _STYLES[item.status])
-        if item.duplicates:
-            status.append(", ambiguous", style="red")
+        manifest, engine = item.manifest, _text(item.engine)
+        if manifest is None:
+            engine = _text("-")
+        elif item.status != "ready":
+            wanted = f"{manifest.engine.distributions[0]} {manifest.engine.versions}"
+            engine = _text((wanted, "dim"))
         table.add_row(
-            _styled(item.provider.name, "bold"),
+            _text((item.provider.name, "bold")),
             ", ".join(manifest.kinds) if manifest else "-",
-            _styled(str(item.provider), ""),
-            _styled(item.engine or wanted or "-", "" if item.engine else "dim"),
-            status,
+            _text(str(item.provider)),
+            engine,
+            _status(item),
         )
     console.print(table)
     for item in listings:
         _print_trouble(console, item)
     if env:
-        console.print(_styled(_ELSEWHERE, "dim"))
+        console.print(_text((_ELSEWHERE, "dim")))
+
+
+def _status(item: BackendListing) -> Text:
+    status = (item.status, _STYLES[item.status])
+    return _text(status, (", ambiguous", "red")) if item.duplicates else _text(status)
 
 
 def _print_trouble(console: Console, item: BackendListing) -> None:
@@ -206,78 +237,75 @@ def _print_trouble(console: Console, item: BackendListing) -> None:
 
 def _print_item(console: Console, name: str, style: str, text: str, fix: str) -> None:
     console.print()
-    console.print(_styled(f"{name}: ", f"bold {style}").append(text, style="default"))
+    console.print(_text((f"{name}: ", f"bold {style}"), text))
     if fix:
-        console.print(_styled("  Fix: ", "bold").append(fix, style="default"))
+        console.print(_text(("  Fix: ", "bold"), fix))
 
 
 def _print_info(listing: BackendListing) -> None:
-    from rich.table import Table
-
-    console, manifest = _console(), listing.manifest
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="dim")
-    grid.add_column(overflow="fold")
+    console, manifest, provider = _console(), listing.manifest, listing.provider
     facts = {
-        "plugin": str(listing.provider),
-        "entry point": listing.provider.value,
-        "location": listing.provider.location,
+        "plugin": str(provider),
+        "entry point": provider.value,
+        "location": provider.location,
         "status": listing.status,
     }
     if manifest is not None:
         engine = manifest.engine
-        source = listing.provider.distribution + (f"[{engine.extra}]" if engine.extra else "")
+        source = provider.distribution + (f"[{engine.extra}]" if engine.extra else "")
         facts |= {
             "contract": manifest.contract,
-            "engine": f"{' or '.join(engine.distributions)} {engine.versions}"
-            f" ({listing.engine or 'not installed'}; comes with {source})",
+            "engine": f"{' or '.join(engine.distributions)} {engine.versions}, from {source}",
+            "installed": listing.engine or "no",
             "devices": ", ".join(manifest.devices),
             "environment": ", ".join(f"{k}={v}" for k, v in manifest.environment.items()) or "-",
         }
         facts |= {f"{kind} factory": where for kind, where in manifest.factories.items()}
         facts |= {f"{kind} config": where for kind, where in manifest.configs.items()}
+    table = _columns("", "")
     for key, value in facts.items():
-        grid.add_row(key, _styled(value, ""))
-    title = _styled(listing.provider.name, "bold")
-    console.print(title.append(f"  {manifest.summary}" if manifest else "", style="default"))
-    console.print(grid)
+        table.add_row(_text((key, "dim")), _text(value))
+    summary = f"  {manifest.summary}" if manifest else ""
+    console.print(_text((provider.name, "bold"), summary))
+    console.print(table)
     if manifest is not None:
-        _print_capabilities(console, listing)
+        _print_capabilities(console, manifest)
     _print_trouble(console, listing)
 
 
-def _print_capabilities(console: Console, listing: BackendListing) -> None:
-    from rich.table import Table
-
+def _print_capabilities(console: Console, manifest: BackendManifest) -> None:
     styles = {"full": "green", "versioned": "green", "not_implemented": "yellow"}
-    table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
-    for column in ("Capability", "Of", "Level", "Devices", "Remark"):
-        table.add_column(column, overflow="fold")
-    for kind, capabilities in listing.manifest.capabilities.items() if listing.manifest else ():
+    table = _columns("Capability", "Of", "Level", "Devices", "Remark")
+    for kind, capabilities in manifest.capabilities.items():
         for name, capability in capabilities.items():
-            level = capability.level.replace("_", " ")
             offered = capability.level in ("full", "versioned")
             table.add_row(
                 name,
                 kind,
-                _styled(level, styles.get(capability.level, "dim")),
+                _text((capability.level.replace("_", " "), styles.get(capability.level, "dim"))),
                 ", ".join(capability.devices) if offered else "-",
-                _styled(" ".join(filter(None, (capability.engine, capability.reason))), ""),
+                _text(" ".join(filter(None, (capability.engine, capability.reason)))),
             )
     console.print()
     console.print(table)
 
 
 def _print_findings(findings: Sequence[Finding], env: str | None) -> None:
-    console = _console()
+    console, table = _console(), _columns("", "", "")
     for finding in findings:
-        mark, style = _MARKS[finding.level]
-        line = _styled(f"{mark:8}", f"bold {style}").append(finding.subject, style="bold")
-        console.print(line.append(f"  {finding.text}", style="default"))
-        if finding.fix:
-            console.print(_styled(f"{'':8}Fix: ", "bold").append(finding.fix, style="default"))
-    errors = sum(finding.level == "error" for finding in findings)
-    warnings = sum(finding.level == "warning" for finding in findings)
-    console.print(_styled(f"{errors} errors, {warnings} warnings", "bold"))
+        fix = (("\nFix: ", "bold"), finding.fix) if finding.fix else ()
+        table.add_row(
+            _text((finding.level, f"bold {_LEVELS[finding.level]}")),
+            _text((finding.subject, "bold")),
+            _text(finding.text, *fix),
+        )
+    console.print(table)
+    counts = (_count(findings, level) for level in ("error", "warning"))
+    console.print(_text((", ".join(counts), "bold")))
     if env:
-        console.print(_styled(_ELSEWHERE, "dim"))
+        console.print(_text((_ELSEWHERE, "dim")))
+
+
+def _count(findings: Sequence[Finding], level: str) -> str:
+    number = sum(finding.level == level for finding in findings)
+    return f"{number} {level}" if number == 1 else f"{number} {level}s"

@@ -117,9 +117,12 @@ class BackendListing:
 
     @property
     def status(self) -> str:
-        """One of ``ready``, ``no engine``, ``incompatible``, ``broken``, ``not read``."""
+        """``ready``, ``no engine``, ``wrong engine``, ``incompatible``, ``broken`` or ``not read``.
+
+        ``not read`` is a backend of another environment, of which only metadata is known.
+        """
         if isinstance(self.error, MissingEngineError):
-            return "no engine"
+            return "wrong engine" if self.engine else "no engine"
         if isinstance(self.error, IncompatiblePluginError):
             return "incompatible"
         if self.error is not None:

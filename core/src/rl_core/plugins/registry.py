@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rl_core.errors import AmbiguousBackendError, BackendNotFoundError
-from rl_core.plugins.config import nearest
 from rl_core.plugins.discovery import BACKENDS, Provider, check_engine, load_manifest, providers
 
 if TYPE_CHECKING:
@@ -95,6 +94,8 @@ def _canonical(distribution: str) -> str:
 
 
 def _not_found(name: str, short: str, known: Sequence[Provider]) -> BackendNotFoundError:
+    from rl_core.plugins.config import nearest
+
     names = sorted({provider.name for provider in known})
     match = nearest(short, names)
     others = [provider.qualified_name for provider in known if provider.name == short]

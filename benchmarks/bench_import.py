@@ -1,0 +1,74 @@
+"""What it costs to start: ``import rl_core`` and ``rl backends list`` over a bare interpreter.
+
+Every sample is a fresh process; cases take turns and medians are compared,
+so that a busy machine slows both. The target is less than 150 ms over the bare interpreter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+
+TARGET_MS = 150.0
+CASES = {
+    "python -c pass": ["-c", "pass"],
+    "import rl_core": ["-c", "import rl_core"],
+    "from rl_core import create_generation": ["-c", "from rl_core import create_generation"],
+    "rl backends list --json": ["-m", "rl_core.cli", "backends", "list", "--json"],
+    "rl backends list": ["-m", "rl_core.cli", "backends", "list"],
+    "import torch (for comparison)": ["-c", "import torch"],
+}
+BARE, *_ = CASES
+
+
+def milliseconds(arguments: list[str]) -> float:
+    """Wall time of one fresh process."""
+    start = time.perf_counter()
+    command = [sys.executable, *arguments]
+    result = subprocess.run(command, stdout=subprocess.DEVNULL, timeout=120, check=False)
+    if result.returncode not in (0, 1):  # 1: a plugin of this environment is broken
+        raise SystemExit(f"{arguments} exited with {result.returncode}")
+    return (time.perf_counter() - start) * 1e3
+
+
+def measure(repeats: int) -> list[dict[str, float | str | bool]]:
+    """Medians of all cases, with what they cost over the bare interpreter."""
+    for arguments in CASES.values():
+        milliseconds(arguments)  # bytecode and page cache are warm, as on every run but the first
+    rounds = [{name: milliseconds(CASES[name]) for name in CASES} for _ in range(repeats)]
+    samples = {name: [times[name] for times in rounds] for name in CASES}
+    bare = statistics.median(samples[BARE])
+    return [
+        {
+            "case": name,
+            "median_ms": statistics.median(times),
+            "over_bare_ms": statistics.median(times) - bare,
+            "within_target": statistics.median(times) - bare < TARGET_MS,
+        }
+        for name, times in samples.items()
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeats", type=int, default=15, help="processes per case")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    options = parser.parse_args()
+    rows = measure(options.repeats)
+    if options.json:
+        print(json.dumps({"target_ms": TARGET_MS, "cases": rows}, indent=2))
+        return
+    print(f"{'case':40}{'median':>10}{'over bare':>12}   target < {TARGET_MS:.0f} ms over bare")
+    for row in rows:
+        verdict = "yes" if row["within_target"] else "no"
+        print(
+            f"{row['case']:40}{row['median_ms']:7.1f} ms{row['over_bare_ms']:9.1f} ms   {verdict}"
+        )
+
+
+if __name__ == "__main__":
+    main()

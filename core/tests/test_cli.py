@@ -1,0 +1,162 @@
+"""What ``rl`` prints and how it exits."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from rl_core.cli import main
+
+if TYPE_CHECKING:
+    from conftest import Install
+
+NO_ENGINE = "EngineRequirement(('no-such-engine',), '>=2', extra='engine')"
+
+
+def rl(*arguments: str) -> tuple[int, str, str]:
+    """Exit code, standard output and standard error."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            code = main(arguments)
+        except SystemExit as exit_:
+            code = int(exit_.code or 0)
+    return code, out.getvalue(), err.getvalue()
+
+
+def row(output: str, name: str) -> list[str]:
+    (line,) = [line for line in output.splitlines() if line.startswith(f"{name} ")]
+    return [cell.strip() for cell in line.split("  ") if cell.strip()]
+
+
+def test_version() -> None:
+    code, out, _ = rl("--version")
+    assert (code, out.split()[0]) == (0, "rl-core")
+
+
+def test_list_shows_what_a_backend_offers_and_its_engine(install: Install) -> None:
+    install.toy()
+    cells = row(rl("backends", "list")[1], "toy")
+    assert cells[:3] == ["toy", "generation", "rl-toy 1.0"]
+    assert cells[3].startswith("pluggy ")
+    assert cells[4] == "ready"
+
+
+def test_list_tolerates_a_missing_engine_and_says_how_to_install_it(install: Install) -> None:
+    install.toy(engine=NO_ENGINE)
+    out = rl("backends", "list")[1]
+    assert row(out, "toy")[-1] == "no engine"
+    assert 'Fix: pip install "rl-toy[engine]"' in out
+
+
+def test_list_of_another_environment_says_that_nothing_was_imported(install: Install) -> None:
+    root = install.toy().parent
+    code, out, _ = rl("backends", "list", "--env", str(root))
+    assert (code, row(out, "toy")[-1]) == (0, "not read")
+    assert "Nothing is imported from another environment" in out
+
+
+def test_list_of_an_environment_without_backends_says_what_to_install(install: Install) -> None:
+    empty = install("rl-nothing", {}).parent
+    assert "pip install rl-hf" in rl("backends", "list", "--env", str(empty))[1]
+
+
+def test_info_shows_every_capability(install: Install) -> None:
+    install.toy()
+    code, out, _ = rl("backends", "info", "toy")
+    assert code == 0
+    assert row(out, "kv_scales") == ["kv_scales", "generation", "unsupported", "-"]
+    assert "toy.backend:Toy" in out
+
+
+def test_info_as_json_holds_the_manifest(install: Install) -> None:
+    install.toy()
+    (backend,) = json.loads(rl("backends", "info", "toy", "--json")[1])["backends"]
+    assert backend["manifest"]["capabilities"]["generation"]["sleep"]["level"] == "unsupported"
+    assert backend["manifest"]["engine"]["versions"] == ">=1"
+
+
+def test_info_of_an_ambiguous_name_shows_both_and_exits_with_one(install: Install) -> None:
+    install.toy("rl-toy")
+    install.toy("rl-toy-two")
+    code, out, _ = rl("backends", "info", "toy")
+    assert code == 1
+    assert "write 'rl-toy:toy'" in out
+    assert "write 'rl-toy-two:toy'" in out
+
+
+def test_unknown_backend_is_a_clean_error_with_its_fix(install: Install) -> None:
+    install.toy()
+    code, out, err = rl("backends", "info", "tyo")
+    assert (code, out) == (1, "")
+    assert "Error: no installed plugin provides the backend 'tyo'" in err
+    assert "Fix: write 'toy'" in err
+
+
+def test_debug_shows_the_traceback() -> None:
+    command = [sys.executable, "-m", "rl_core.cli", "--debug", "backends", "info", "qqqqqq"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 1
+    assert "Traceback" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["frob"], ["backends"], ["backends", "frob"], ["backends", "list", "--frob"]]
+)
+def test_wrong_usage_exits_with_two_and_says_so(arguments: list[str]) -> None:
+    code, out, err = rl(*arguments)
+    assert (code, out) == (2, "")
+    assert "usage: rl" in err
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["backends", "--help"]])
+def test_help_exits_with_zero(arguments: list[str]) -> None:
+    code, out, _ = rl(*arguments)
+    assert code == 0
+    assert "list, describe and examine" in out.lower()
+
+
+def test_doctor_of_a_whole_backend_exits_with_zero(install: Install) -> None:
+    install.toy()
+    code, out, _ = rl("backends", "doctor", "toy")
+    assert code == 0
+    assert "0 errors, 0 warnings" in out
+
+
+def test_doctor_of_a_backend_without_engine_exits_with_one(install: Install) -> None:
+    install.toy(engine=NO_ENGINE)
+    code, out, _ = rl("backends", "doctor", "toy")
+    assert code == 1
+    assert 'Fix: pip install "rl-toy[engine]"' in out
+    assert "1 error, 0 warnings" in out
+
+
+def test_doctor_as_json_lists_its_findings(install: Install) -> None:
+    install.toy()
+    (finding,) = json.loads(rl("backends", "doctor", "toy", "--json")[1])
+    assert (finding["level"], finding["subject"]) == ("ok", "toy")
+
+
+def test_command_that_two_plugins_provide_names_both(install: Install) -> None:
+    for name in ("rl-one", "rl-two"):
+        install(name, {"rl_core.commands": {"serve": "one:app"}})
+    code, _, err = rl("serve")
+    assert code == 1
+    assert "several plugins provide 'rl serve': rl-one 1.0, rl-two 1.0" in err
+
+
+def test_command_that_cannot_be_called_is_a_broken_plugin(install: Install) -> None:
+    install("rl-one", {"rl_core.commands": {"serve": "sys:version"}})
+    assert "'sys:version' is of type str, not callable" in rl("serve")[2]
+
+
+def test_command_gets_its_arguments_and_its_exit_code_is_kept(install: Install) -> None:
+    source = "def main(argv):\n    print(argv)\n    return 7\n"
+    install("rl-one", {"rl_core.commands": {"serve": "served:main"}}, {"served": source})
+    assert rl("serve", "--port", "1")[:2] == (7, "['--port', '1']\n")
