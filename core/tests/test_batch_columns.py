@@ -335,6 +335,12 @@ def test_a_shard_survives_ray_with_its_plan():
     assert received.micro_batch_indices == planned_shard().micro_batch_indices
 
 
+def test_a_slice_travels_without_the_rest_of_the_batch():
+    batch = BatchedDataDict({"x": torch.zeros(1000, 100)})
+    assert len(pickle.dumps(batch.slice(3, 5))) < 10_000
+    assert pickle.loads(pickle.dumps(batch.slice(3, 5)))["x"].shape == (2, 100)
+
+
 def test_the_type_argument_does_not_travel():
     class Unreadable(dict): ...
 

@@ -12,7 +12,14 @@ from rl_core.errors import DataError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["common_size", "concatenate", "index_of", "permutation_inverse", "take_rows"]
+__all__ = [
+    "common_size",
+    "concatenate",
+    "index_of",
+    "own_memory",
+    "permutation_inverse",
+    "take_rows",
+]
 
 
 def leading_size(key: str, value: Any) -> int:
@@ -54,8 +61,17 @@ def common_size(columns: Mapping[str, Any]) -> int:
 def take_rows(value: Any, rows: torch.Tensor) -> Any:
     """The given rows, copied; ``rows`` is int64 and in range."""
     if isinstance(value, torch.Tensor):
+        if len(rows) and torch.equal(rows, torch.arange(int(rows[0]), int(rows[0]) + len(rows))):
+            return value[int(rows[0]) : int(rows[0]) + len(rows)].clone()
         return value.index_select(0, rows.to(value.device))
     return list(map(value.__getitem__, rows.tolist()))
+
+
+def own_memory(value: Any) -> Any:
+    """A tensor that is a part of a larger storage is copied out of it."""
+    if isinstance(value, torch.Tensor) and value.untyped_storage().nbytes() > value.nbytes:
+        return value.clone()
+    return value
 
 
 def index_of(indices: Sequence[int] | torch.Tensor, size: int) -> torch.Tensor:

@@ -13,6 +13,7 @@ from rl_core.batch.columns import (
     common_size,
     concatenate,
     index_of,
+    own_memory,
     permutation_inverse,
     take_rows,
 )
@@ -51,8 +52,10 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
 
     def __getstate__(self) -> dict[str, Any]:
         # Left out is what typing adds to instances of a subscripted class: it may not import where
-        # the batch is read.
-        return {name: value for name, value in vars(self).items() if name in _STATE}
+        # the batch is read. Views are copied, or all of their storage would travel.
+        state = {name: value for name, value in vars(self).items() if name in _STATE}
+        state["data"] = {key: own_memory(value) for key, value in self.data.items()}
+        return state
 
     # -- size ----------------------------------------------------------------------------------
 
