@@ -67,11 +67,10 @@ def segment_attention(
         return output, None
     lengths: list[int] = attention_mask.flatten().tolist()
     window = options.get("sliding_window")
+    cut = (torch.split(tensor, lengths, dim=2) for tensor in (query, key, value))
     parts = [
         sdpa_attention_forward(module, q, k, v, _window_mask(q, window), **options)[0]
-        for q, k, v in zip(
-            query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True
-        )
+        for q, k, v in zip(*cut, strict=True)
     ]
     return torch.cat(parts, dim=1), None
 

@@ -69,6 +69,12 @@ class Forward:
         self.packed = packed
         self._segments = packed and uses_segments(base_model(model))
 
+    def over(self, model: nn.Module) -> Forward:
+        """The same way through another model of the same architecture."""
+        if model is self.model:
+            return self
+        return Forward(model, temperature=self.temperature, packed=self.packed)
+
     def __call__(self, rows: Sequences) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits of all tokens.
 

@@ -28,7 +28,9 @@ def token_logprobs(
     Returns:
         ``[N]`` float32.
     """
-    result: torch.Tensor = _TokenLogprobs.apply(logits, positions, targets, temperature)
+    result: torch.Tensor = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
+        logits, positions, targets, temperature
+    )
     return result
 
 

@@ -1,0 +1,250 @@
+"""Checkpoints: a Hugging Face directory with the training state beside it, whole or not there.
+
+A save writes into a hidden sibling, then a manifest of every file's size and digest, and renames
+the sibling into place last. What lacks its manifest, or disagrees with it, is not a checkpoint.
+Nothing is pickled: tensors are safetensors, the rest is JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import uuid
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import xxhash
+from safetensors import SafetensorError, safe_open
+
+from rl_core.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Mapping
+
+    import torch
+
+__all__ = [
+    "STATE_FILE",
+    "TENSORS_FILE",
+    "check_fit",
+    "model_weights",
+    "read_checkpoint",
+    "write_directory",
+]
+
+MANIFEST_FILE = "rl_checkpoint.json"
+#: In a directory of their own: engines read every safetensors file beside the model's.
+STATE_FILE = "rl_training/state.json"
+TENSORS_FILE = "rl_training/state.safetensors"
+FORMAT = 1
+
+
+@contextmanager
+def write_directory(path: str | Path) -> Generator[Path]:
+    """Gives a directory to write into that becomes ``path`` at the end, as a whole.
+
+    If the body raises, nothing stays. If the process is killed, ``path`` is what it was before (or
+    its former content is found and put back by the next load or save), and what was half written
+    goes with the next save.
+
+    Args:
+        path: A checkpoint or nothing; a checkpoint is replaced.
+
+    Raises:
+        CheckpointError: ``path`` is there and is not a checkpoint.
+    """
+    path = Path(os.path.abspath(path))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    recover(path)
+    replaceable = not path.exists() or (path / MANIFEST_FILE).exists()
+    if not replaceable and not (path.is_dir() and not any(path.iterdir())):
+        raise CheckpointError(
+            f"{path} is there and is not a checkpoint, so it is not replaced",
+            fix="save to another path, or remove it",
+            file=str(path),
+        )
+    for stale in path.parent.glob(f".{path.name}.*.partial"):
+        shutil.rmtree(stale, ignore_errors=True)
+    partial = path.parent / f".{path.name}.{uuid.uuid4().hex}.partial"
+    partial.mkdir()
+    try:
+        yield partial
+        _seal(partial)
+        _exchange(partial, path)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+        recover(path)
+
+
+def recover(path: Path) -> None:
+    """Puts the former checkpoint back if a save was killed between its two renames."""
+    former = _former(path)
+    if former.exists():
+        if path.exists():
+            shutil.rmtree(former, ignore_errors=True)
+        else:
+            former.rename(path)
+
+
+def read_checkpoint(path: str | Path) -> tuple[dict[str, Any], dict[str, torch.Tensor], Path]:
+    """Verifies every file of a checkpoint and reads its training state.
+
+    Returns:
+        The state (JSON), its tensors on the CPU, and the directory.
+
+    Raises:
+        CheckpointError: Something is missing, incomplete or altered; names the file.
+    """
+    path = Path(path)
+    recover(path)
+    if not path.is_dir():
+        raise CheckpointError(
+            f"there is no checkpoint at {path}", fix="check the path", file=str(path)
+        )
+    manifest = _read_json(path / MANIFEST_FILE)
+    if manifest.get("format") != FORMAT:
+        raise CheckpointError(
+            f"{path} has the checkpoint format {manifest.get('format')}, this is format {FORMAT}",
+            fix="load it with the version that wrote it",
+            file=str(path / MANIFEST_FILE),
+        )
+    files = manifest["files"]
+    for name in (STATE_FILE, TENSORS_FILE):
+        if name not in files:
+            raise CheckpointError(
+                f"{path} holds a model but no training state: {name} is missing",
+                fix="point at what save_checkpoint wrote; a model alone is a model_name",
+                file=str(path / name),
+            )
+    for name, (size, digest) in files.items():
+        _verify(path / name, size, digest)
+    return _read_json(path / STATE_FILE), read_tensors(path / TENSORS_FILE), path
+
+
+def read_tensors(file: Path) -> dict[str, torch.Tensor]:
+    """All tensors of one safetensors file.
+
+    Raises:
+        CheckpointError: It is missing or broken.
+    """
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            return {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"{file} cannot be read: {error}", fix="use another checkpoint", file=str(file)
+        ) from error
+
+
+def model_weights(path: Path) -> dict[str, torch.Tensor]:
+    """The weights of a Hugging Face directory, in one or several files, mapped and not copied."""
+    weights: dict[str, torch.Tensor] = {}
+    for file in sorted(path.glob("model*.safetensors")):
+        weights.update(read_tensors(file))
+    return weights
+
+
+def check_fit(
+    expected: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor], where: Path
+) -> None:
+    """Compares names and shapes before anything is written.
+
+    Raises:
+        CheckpointError: Names the tensors that are missing or of another shape.
+    """
+    missing = [name for name in expected if name not in found]
+    shapes = [
+        f"{name} is {list(found[name].shape)}, the model has {list(tensor.shape)}"
+        for name, tensor in expected.items()
+        if name in found and found[name].shape != tensor.shape
+    ]
+    if missing or shapes:
+        wrong = [f"{name} is missing" for name in missing] + shapes
+        more = f", and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+        raise CheckpointError(
+            f"the checkpoint {where} does not fit the model: {'; '.join(wrong[:5])}{more}",
+            fix="build the policy from the model the checkpoint was made with",
+            file=str(where),
+            names=missing,
+        )
+
+
+def _seal(directory: Path) -> None:
+    """Writes the manifest and waits until all of it is on disk."""
+    files = {}
+    for file in sorted(p for p in directory.rglob("*") if p.is_file()):
+        files[file.relative_to(directory).as_posix()] = [file.stat().st_size, _digest(file)]
+        _sync(file)
+    manifest = directory / MANIFEST_FILE
+    manifest.write_text(json.dumps({"format": FORMAT, "files": files}, indent=1))
+    _sync(manifest)
+    for inner in (directory, *(p for p in directory.rglob("*") if p.is_dir())):
+        _sync(inner)
+
+
+def _exchange(partial: Path, path: Path) -> None:
+    former = _former(path)
+    if path.exists():
+        path.rename(former)
+    partial.rename(path)
+    _sync(path.parent)
+    shutil.rmtree(former, ignore_errors=True)
+
+
+def _former(path: Path) -> Path:
+    return path.parent / f".{path.name}.former"
+
+
+def _verify(file: Path, size: int, digest: str) -> None:
+    found = file.stat().st_size if file.is_file() else None
+    if found is None:
+        problem = "is missing"
+    elif found != size:
+        problem = f"has {found} bytes instead of {size}"
+    elif _digest(file) != digest:
+        problem = "was altered: its digest is another"
+    else:
+        return
+    raise CheckpointError(
+        f"the checkpoint is incomplete: {file} {problem}",
+        fix="use another checkpoint; this one cannot be trusted",
+        file=str(file),
+    )
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise ValueError("it holds no object")  # noqa: TRY004 - it is the file's value
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"{file.parent} is not a checkpoint, or an incomplete one: it has no {file.name}",
+            fix="point at what save_checkpoint wrote",
+            file=str(file),
+        ) from error
+    except ValueError as error:
+        raise CheckpointError(
+            f"{file} is not valid JSON: {error}", fix="use another checkpoint", file=str(file)
+        ) from error
+    result: dict[str, Any] = content
+    return result
+
+
+def _digest(file: Path) -> str:
+    hasher = xxhash.xxh3_128()
+    with file.open("rb") as stream:
+        while block := stream.read(1 << 22):
+            hasher.update(block)
+    return hasher.hexdigest()
+
+
+def _sync(path: Path) -> None:
+    with suppress(PermissionError):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

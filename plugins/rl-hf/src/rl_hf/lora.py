@@ -1,0 +1,115 @@
+"""Low-rank adapters through peft: only they are trained, and a refit sends merged weights."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rl_core.errors import ConfigError
+from rl_core.interfaces import WeightSource
+from rl_hf.weights import model_tensors, tensor_specs
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from torch import nn
+    from transformers import PreTrainedModel
+
+    from rl_core.interfaces import TensorSpec
+
+__all__ = ["MergedWeightSource", "add_adapters", "merged_state"]
+
+ADAPTER = "default"
+
+
+def add_adapters(model: PreTrainedModel, config: Mapping[str, Any], *, seed: int) -> nn.Module:
+    """Wraps a model so that its adapters are trained and its weights are not.
+
+    Args:
+        model: A loaded model; its linear layers are replaced in place.
+        config: A checked :class:`~rl_hf.config.LoraConfig`.
+        seed: Of the adapters' initial values; the global random state is left as it was.
+
+    Raises:
+        ConfigError: peft is not installed, or the target modules are not in the model.
+    """
+    try:
+        import peft
+    except ImportError as error:
+        raise ConfigError(
+            "lora needs peft, which is not installed",
+            fix='pip install "rl-hf[lora]"',
+            key="lora",
+        ) from error
+    settings = peft.LoraConfig(
+        task_type="CAUSAL_LM",
+        r=config.get("r", 16),
+        lora_alpha=config.get("alpha", 32),
+        lora_dropout=config.get("dropout", 0.0),
+        target_modules=config.get("target_modules"),
+    )
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            wrapped: nn.Module = peft.get_peft_model(model, settings)
+    except ValueError as error:
+        raise ConfigError(
+            f"peft cannot put adapters into {type(model).__name__}: {error}",
+            fix="name modules of this model in lora.target_modules, or use 'all-linear'",
+            key="lora.target_modules",
+        ) from error
+    return wrapped
+
+
+class MergedWeightSource(WeightSource):
+    """The full weights with the adapters added in, one tensor at a time, under base names.
+
+    ``weight + B A * alpha / r`` is made when it is asked for; the model is not touched. Weights
+    without an adapter are given as they are and declared as frozen.
+
+    Args:
+        model: What :func:`add_adapters` returned.
+    """
+
+    def __init__(self, model: Any) -> None:
+        base = model.get_base_model()
+        layers = _adapted(base)
+        self._layers = {f"{name}.weight": layer for name, layer in layers.items()}
+        inside = tuple(f"{name}." for name in layers)
+        self._tensors = {
+            name.replace(".base_layer.", ".") if name.startswith(inside) else name: tensor
+            for name, tensor in model_tensors(base).items()
+            if ".base_layer." in name or not name.startswith(inside)
+        }
+
+    def specs(self) -> Sequence[TensorSpec]:
+        """See :meth:`WeightSource.specs`."""
+        return [
+            replace(spec, trainable=spec.name in self._layers)
+            for spec in tensor_specs(self._tensors)
+        ]
+
+    @torch.no_grad()
+    def tensors(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """See :meth:`WeightSource.tensors`."""
+        for name in names:
+            tensor = self._tensors[name].detach()
+            if name in self._layers:
+                update = self._layers[name].get_delta_weight(ADAPTER)
+                tensor = (tensor + update).to(tensor.dtype)
+            yield name, tensor
+
+
+def merged_state(model: nn.Module) -> dict[str, torch.Tensor]:
+    """All merged weights at once, on the CPU, aliases left out."""
+    source = MergedWeightSource(model)
+    names = [spec.name for spec in source.specs() if spec.alias_of is None]
+    return {name: tensor.cpu() for name, tensor in source.tensors(names)}
+
+
+def _adapted(base: nn.Module) -> dict[str, Any]:
+    from peft.tuners.lora import LoraLayer
+
+    return {name: module for name, module in base.named_modules() if isinstance(module, LoraLayer)}

@@ -1,0 +1,80 @@
+"""Ways to run a model for a while and leave it as it was found."""
+
+from __future__ import annotations
+
+import base64
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Sequence
+
+    from torch import nn
+
+__all__ = ["RandomStream", "running"]
+
+
+@contextmanager
+def running(model: nn.Module, *, training: bool) -> Generator[None]:
+    """Puts a model into training or evaluation mode, with or without gradients."""
+    before = {module: module.training for module in model.modules()}
+    model.train(training)
+    try:
+        with torch.set_grad_enabled(training):
+            yield
+    finally:
+        for module, flag in before.items():
+            module.training = flag
+
+
+class RandomStream:
+    """Torch's random numbers for one owner, independent of everybody else's in the process.
+
+    Args:
+        seed: Where the stream starts.
+        device: Whose generator belongs to it, besides the CPU's.
+    """
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self._devices = [device] if device.type == "cuda" else []
+        with self.kept():
+            torch.manual_seed(seed)
+            self._states = self._read()
+
+    @contextmanager
+    def drawn(self) -> Generator[None]:
+        """Random numbers come from the stream, which moves on."""
+        with self.kept():
+            self._write(self._states)
+            try:
+                yield
+            finally:
+                self._states = self._read()
+
+    @contextmanager
+    def kept(self) -> Generator[None]:
+        """Nobody's random state moves: torch's is restored afterwards."""
+        with torch.random.fork_rng(devices=self._devices):
+            yield
+
+    def state(self) -> list[str]:
+        """Where the stream is, for a checkpoint."""
+        return [base64.b64encode(bytes(state.tolist())).decode() for state in self._states]
+
+    def set_state(self, states: Sequence[str]) -> None:
+        """Goes where :meth:`state` was; a device the checkpoint does not know is left alone."""
+        decoded = [
+            torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+            for text in states
+        ]
+        self._states = [*decoded, *self._states[len(decoded) :]][: len(self._states)]
+
+    def _read(self) -> list[torch.Tensor]:
+        return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, self._devices)]
+
+    def _write(self, states: Sequence[torch.Tensor]) -> None:
+        torch.set_rng_state(states[0])
+        for device, state in zip(self._devices, states[1:], strict=True):
+            torch.cuda.set_rng_state(state, device)

@@ -1,0 +1,192 @@
+"""AdamW with float32 master weights and a learning rate that is a function of the step."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rl_core.errors import CapabilityError, ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import nn
+
+__all__ = ["Optimizer", "check_schedule", "learning_rate"]
+
+#: State that AdamW keeps for each tensor.
+MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+
+
+def learning_rate(step: int, base: float, schedule: Mapping[str, Any]) -> float:
+    """The learning rate of optimizer step ``step``, counted from 0.
+
+    Args:
+        step: Steps taken before this one.
+        base: The full rate.
+        schedule: A checked :class:`~rl_hf.config.SchedulerConfig`.
+    """
+    name, warmup = schedule.get("name", "constant"), int(schedule.get("warmup_steps", 0))
+    if step < warmup:
+        return base * (step + 1) / warmup
+    if name == "constant":
+        return base
+    span = max(1, schedule["total_steps"] - warmup)
+    done = min(1.0, (step - warmup) / span)
+    left = 1 - done if name == "linear" else (1 + math.cos(math.pi * done)) / 2
+    lowest: float = schedule.get("min_lr_ratio", 0.0)
+    return base * (lowest + (1 - lowest) * left)
+
+
+class Optimizer:
+    """Steps over the trainable parameters of a model.
+
+    Half-precision parameters get a float32 master each: gradients are moved into the master's as
+    soon as they are made, so that accumulating and stepping lose nothing, and the parameter is the
+    master rounded.
+
+    Args:
+        model: Its parameters that require gradients are trained.
+        config: A checked :class:`~rl_hf.config.HuggingFacePolicyConfig`.
+
+    Raises:
+        CapabilityError: A parameter is float16, which needs loss scaling.
+    """
+
+    def __init__(self, model: nn.Module, config: Mapping[str, Any]) -> None:
+        self._schedule = config.get("scheduler", {})
+        settings = config.get("optimizer", {})
+        self.base_lr = float(settings.get("lr", 1e-5))
+        self.steps = 0
+        self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        self.masters = {name: _master(name, p) for name, p in self.parameters.items()}
+        masters = list(self.masters.values())
+        groups: list[dict[str, Any]] = [
+            {"params": [m for m in masters if m.dim() > 1]},
+            # Biases and the weights of norms.
+            {"params": [m for m in masters if m.dim() <= 1], "weight_decay": 0.0},
+        ]
+        self._adamw = torch.optim.AdamW(
+            groups,
+            lr=self.base_lr,
+            betas=settings.get("betas", (0.9, 0.999)),
+            eps=settings.get("eps", 1e-8),
+            weight_decay=settings.get("weight_decay", 0.01),
+        )
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the next step."""
+        return learning_rate(self.steps, self.base_lr, self._schedule)
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """The float32 gradients accumulated so far; parameters without one are left out."""
+        return {n: m.grad for n, m in self.masters.items() if m.grad is not None}
+
+    def set_zero_gradients(self, names: set[str]) -> None:
+        """Gives these parameters a gradient of 0 where they have none."""
+        for name in names:
+            master = self.masters[name]
+            if master.grad is None:
+                master.grad = torch.zeros_like(master)
+
+    def clear(self) -> None:
+        """Forgets the gradients."""
+        for tensor in (*self.masters.values(), *self.parameters.values()):
+            tensor.grad = None
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Takes one step along the accumulated gradients and forgets them."""
+        for group in self._adamw.param_groups:
+            group["lr"] = self.lr
+        self._adamw.step()
+        for name, parameter in self.parameters.items():
+            if self.masters[name] is not parameter:
+                parameter.copy_(self.masters[name])
+        self.steps += 1
+        self.clear()
+
+    def to(self, device: torch.device | None) -> None:
+        """Moves the moments and masters to a device, or to each parameter's if None."""
+        for name, master in self.masters.items():
+            target = self.parameters[name].device if device is None else device
+            if master is not self.parameters[name]:
+                master.data = master.data.to(target)
+            state = self._adamw.state.get(master, {})
+            for key in MOMENTS[1:]:
+                if key in state:
+                    state[key] = state[key].to(target)
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Moments and masters by name, for a checkpoint."""
+        tensors = {}
+        for name, master in self.masters.items():
+            if master is not self.parameters[name]:
+                tensors[f"master.{name}"] = master.detach()
+            for key, value in self._adamw.state.get(master, {}).items():
+                tensors[f"{key}.{name}"] = value
+        return tensors
+
+    def expected_state(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What :meth:`load_state` will read, in the shapes it must have.
+
+        Args:
+            tensors: The state at hand; a parameter without a step counter has no moments.
+        """
+        expected: dict[str, torch.Tensor] = {}
+        for name, master in self.masters.items():
+            if master is not self.parameters[name]:
+                expected[f"master.{name}"] = master
+            if f"step.{name}" in tensors:
+                expected |= {f"{key}.{name}": master for key in MOMENTS[1:]}
+        return expected
+
+    @torch.no_grad()
+    def load_state(self, tensors: Mapping[str, torch.Tensor], steps: int) -> None:
+        """Takes over what :meth:`state` gave, after the parameters themselves were set."""
+        self.steps = steps
+        self._adamw.state.clear()
+        for name, master in self.masters.items():
+            if master is not self.parameters[name]:
+                master.copy_(tensors[f"master.{name}"])
+            state = {key: tensors.get(f"{key}.{name}") for key in MOMENTS}
+            if state["step"] is not None:
+                self._adamw.state[master] = {
+                    # AdamW keeps its step counter on the CPU.
+                    key: value.clone() if key == "step" else value.to(master.device, copy=True)
+                    for key, value in state.items()
+                    if value is not None
+                }
+
+
+def check_schedule(schedule: Mapping[str, Any]) -> None:
+    """Raises ConfigError if a schedule that falls does not say when it ends."""
+    if schedule.get("name", "constant") != "constant" and "total_steps" not in schedule:
+        raise ConfigError(
+            f"the {schedule['name']} schedule does not say when it ends",
+            fix="set scheduler.total_steps to the number of optimizer steps",
+            key="scheduler.total_steps",
+        )
+
+
+def _master(name: str, parameter: nn.Parameter) -> nn.Parameter:
+    if parameter.dtype == torch.float16:
+        raise CapabilityError(
+            f"{name} is float16, whose gradients vanish without loss scaling",
+            fix="train in bfloat16 or float32",
+        )
+    if parameter.dtype != torch.bfloat16:
+        return parameter
+    master = torch.nn.Parameter(parameter.detach().float())
+
+    def collect(made: torch.Tensor) -> None:
+        assert made.grad is not None
+        gradient = made.grad.float()
+        master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+        made.grad = None
+
+    parameter.register_post_accumulate_grad_hook(collect)  # type: ignore[no-untyped-call]
+    return master

@@ -1,0 +1,170 @@
+"""Data-parallel workers: sums and small messages over a process group of their own.
+
+The default process group of torch is left to whoever owns the process. Messages are JSON in byte
+tensors; nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from rl_core.errors import ConfigError, DeadlineError, TrainingError, WorkerDiedError
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Iterable
+
+    from rl_core.interfaces import WorkerContext
+
+__all__ = ["DataParallel"]
+
+#: Longest wait for a peer that is still working on its rows.
+TIMEOUT_S = 600.0
+#: Gradients are summed in flat pieces of about this many elements.
+PIECE_ELEMENTS = 1 << 24
+
+
+class DataParallel:
+    """One rank's connection to its peers; alone, every method returns at once.
+
+    Args:
+        worker: Who this is among how many, and where rank 0 listens; None is alone.
+        device: Where the gradients are.
+        timeout_s: Longest wait for a peer.
+
+    Raises:
+        ConfigError: There are peers but no port to meet at.
+        DeadlineError: The peers did not all come in time.
+    """
+
+    def __init__(
+        self,
+        worker: WorkerContext | None = None,
+        device: torch.device | None = None,
+        *,
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:
+        self.rank = worker.rank if worker else 0
+        self.size = worker.world_size if worker else 1
+        self._timeout = timedelta(seconds=timeout_s)
+        self._messages: Any = None
+        self._tensors: Any = None
+        if worker is not None and self.size > 1:
+            self._connect(worker, device or torch.device("cpu"))
+
+    def _connect(self, worker: WorkerContext, device: torch.device) -> None:
+        if not worker.master_port:
+            raise ConfigError(
+                f"{worker.world_size} data-parallel workers have no port to meet at",
+                fix="give WorkerContext.master_port a free TCP port of rank 0's node",
+                key="master_port",
+            )
+        try:
+            store = c10d.TCPStore(  # type: ignore[attr-defined]
+                worker.master_addr,
+                worker.master_port,
+                worker.world_size,
+                is_master=worker.rank == 0,
+                timeout=self._timeout,
+            )
+            self._messages = dist.ProcessGroupGloo(
+                c10d.PrefixStore("messages", store), self.rank, self.size, self._timeout
+            )
+            self._tensors = self._messages
+            if device.type == "cuda":
+                options = dist.ProcessGroupNCCL.Options()
+                options._timeout = self._timeout
+                self._tensors = dist.ProcessGroupNCCL(
+                    c10d.PrefixStore("tensors", store), self.rank, self.size, options
+                )
+        except (RuntimeError, dist.DistError) as error:
+            raise DeadlineError(
+                f"rank {self.rank} of {self.size} did not reach its peers at "
+                f"{worker.master_addr}:{worker.master_port}: {error}",
+                fix="start all data-parallel workers, with one master_addr and master_port",
+                seconds=self._timeout.total_seconds(),
+            ) from error
+
+    def sum_(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Replaces tensors of one dtype and device by their sums over all ranks."""
+        if self.size == 1:
+            return
+        for piece in _pieces(tensors):
+            flat = torch.cat([tensor.reshape(-1) for tensor in piece])
+            self._wait(self._tensors.allreduce([flat]))
+            parts = torch.split(flat, [tensor.numel() for tensor in piece])
+            for tensor, part in zip(piece, parts, strict=True):
+                tensor.copy_(part.view_as(tensor))
+
+    def gather(self, value: Any) -> list[Any]:
+        """Everybody's value, by rank; numbers, strings, lists and dicts of them."""
+        if self.size == 1:
+            return [value]
+        mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        self._wait(self._messages.allgather([sizes], [torch.tensor([len(mine)])]))
+        width = max(int(size) for size in sizes)
+        padded = torch.zeros(width, dtype=torch.uint8)
+        padded[: len(mine)] = mine
+        parts = [torch.zeros(width, dtype=torch.uint8) for _ in range(self.size)]
+        self._wait(self._messages.allgather([parts], [padded]))
+        return [
+            json.loads(bytes(part[: int(size)].tolist()))
+            for part, size in zip(parts, sizes, strict=True)
+        ]
+
+    @contextmanager
+    def together(self, what: str) -> Generator[None]:
+        """A piece of work of each rank's own; if it fails on one, all raise.
+
+        Raises:
+            TrainingError: A peer's work failed; the own error is raised as it is.
+        """
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as raised:
+            if self.size == 1:
+                raise
+            error = raised
+        outcomes = self.gather(None if error is None else f"{type(error).__name__}: {error}")
+        if error is not None:
+            raise error
+        for rank, failure in enumerate(outcomes):
+            if failure is not None:
+                raise TrainingError(
+                    f"data-parallel rank {rank} failed at {what}, so no rank went on: {failure}",
+                    fix=f"correct what rank {rank} says",
+                    rank=rank,
+                )
+
+    def close(self) -> None:
+        """Leaves the group. Idempotent."""
+        self._messages = self._tensors = None
+
+    def _wait(self, work: Any) -> None:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise WorkerDiedError(
+                f"data-parallel rank {self.rank} lost a peer: {error}",
+                fix="look at the other workers' errors and start the group again",
+                rank=self.rank,
+            ) from error
+
+
+def _pieces(tensors: Iterable[torch.Tensor]) -> Generator[list[torch.Tensor]]:
+    piece: list[torch.Tensor] = []
+    for tensor in tensors:
+        if piece and sum(t.numel() for t in piece) + tensor.numel() > PIECE_ELEMENTS:
+            yield piece
+            piece = []
+        piece.append(tensor)
+    if piece:
+        yield piece

@@ -1,0 +1,150 @@
+"""The weights a policy started with, kept while training changes the policy's own."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from abc import ABC, abstractmethod
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from rl_core.errors import CapabilityError
+from rl_hf.weights import model_tensors, tensor_specs
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+    from torch import nn
+
+__all__ = ["Reference", "make_reference"]
+
+
+class Reference(ABC):
+    """Gives the model with the weights of the start, for a while."""
+
+    @abstractmethod
+    def keep(self, model: nn.Module) -> None:
+        """Called before the weights change; remembers them the first time."""
+
+    @abstractmethod
+    def using(self, model: nn.Module) -> Any:
+        """A context manager over a model with the weights of the start.
+
+        The policy's own weights are in ``model`` again afterwards, whatever happened.
+        """
+
+    def to(self, device: torch.device) -> None:
+        """Moves what stands beside the policy's own weights."""
+        del device
+
+    def close(self) -> None:
+        """Lets go of what was kept. Idempotent."""
+
+
+def make_reference(kind: str, model: nn.Module) -> Reference:
+    """The reference policy of a model as it is now.
+
+    Args:
+        kind: ``"copy"``, ``"swap"``, ``"none"``, or ``"adapter"`` for a model with adapters.
+        model: The policy's model, before any training.
+    """
+    if kind == "copy":
+        return _Copy(model)
+    kinds: dict[str, type[Reference]] = {
+        "swap": _Swap,
+        "none": _Nothing,
+        "adapter": _WithoutAdapter,
+    }
+    return kinds[kind]()
+
+
+class _Copy(Reference):
+    """A second model; made at once, so that it scores from the same memory all along."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._copy = copy.deepcopy(model).requires_grad_(requires_grad=False)
+
+    def keep(self, model: nn.Module) -> None:
+        del model
+
+    @contextmanager
+    def using(self, model: nn.Module) -> Generator[nn.Module]:
+        del model
+        yield self._copy
+
+    def to(self, device: torch.device) -> None:
+        self._copy.to(device)
+
+
+class _Swap(Reference):
+    """A file on disk, without a name, whose tensors take the place of the policy's for a call."""
+
+    def __init__(self) -> None:
+        self._file: Any = None
+
+    def keep(self, model: nn.Module) -> None:
+        if self._file is not None:
+            return
+        tensors = model_tensors(model)
+        owned = {
+            spec.name: tensors[spec.name].detach().cpu().contiguous()
+            for spec in tensor_specs(tensors)
+            if spec.alias_of is None
+        }
+        with tempfile.TemporaryDirectory(prefix="rl-hf-reference-") as directory:
+            path = Path(directory, "weights.safetensors")
+            save_file(owned, path)
+            self._file = safe_open(path, framework="pt")
+            # The first tensor maps the file; from then on it lives without its name, and goes
+            # with this process however that ends.
+            self._file.get_tensor(next(iter(owned)))
+
+    @contextmanager
+    def using(self, model: nn.Module) -> Generator[nn.Module]:
+        if self._file is None:
+            yield model
+            return
+        tensors = model_tensors(model)
+        own: dict[str, torch.Tensor] = {}
+        try:
+            with torch.no_grad():
+                for name in self._file.keys():  # noqa: SIM118 - it is a file, not a dict
+                    own[name] = tensors[name].detach().to("cpu", copy=True)
+                    tensors[name].copy_(self._file.get_tensor(name))
+            yield model
+        finally:
+            with torch.no_grad():
+                for name, value in own.items():
+                    tensors[name].copy_(value)
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file = None
+
+
+class _WithoutAdapter(Reference):
+    """The base weights, which adapters leave as they were."""
+
+    def keep(self, model: nn.Module) -> None:
+        del model
+
+    @contextmanager
+    def using(self, model: nn.Module) -> Generator[nn.Module]:
+        with model.disable_adapter():  # type: ignore[operator]
+            yield model
+
+
+class _Nothing(Reference):
+    def keep(self, model: nn.Module) -> None:
+        del model
+
+    def using(self, model: nn.Module) -> Any:
+        raise CapabilityError(
+            f"this policy was built with reference='none' and has no reference {type(model)}",
+            fix="build it with reference='swap' or 'copy'",
+        )

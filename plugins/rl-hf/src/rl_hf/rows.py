@@ -1,0 +1,210 @@
+"""Batches on their way into the policy: checked, masked, and cut into microbatches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from rl_core.backends.prompts import input_lengths
+from rl_core.batch import BatchedDataDict, plan_microbatches
+from rl_core.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["Limits", "Microbatching", "cut", "scoring_rows", "training_rows"]
+
+#: What generation calls the keys that scoring needs.
+GENERATED = {"input_ids": "output_ids", "input_lengths": "unpadded_sequence_lengths"}
+
+DEFAULT_ROWS = 8
+DEFAULT_TOKENS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the model can read.
+
+    Attributes:
+        vocab_size: Token ids are below it.
+        context: Most tokens of a row; None if the model names no limit.
+    """
+
+    vocab_size: int
+    context: int | None
+
+
+def scoring_rows(data: BatchedDataDict[Any], limits: Limits) -> tuple[torch.Tensor, torch.Tensor]:
+    """Checks rows that are to be scored.
+
+    Args:
+        data: ``input_ids`` with ``input_lengths`` (or ``attention_mask``), or what a generation
+            returned: ``output_ids`` with ``unpadded_sequence_lengths``.
+        limits: The model's.
+
+    Returns:
+        ``[B, S]`` int64 ids and ``[B]`` int64 lengths, on the CPU.
+
+    Raises:
+        DataError: Names the row and what is wrong with it.
+    """
+    if "input_ids" not in data and all(key in data for key in GENERATED.values()):
+        data = BatchedDataDict({key: data[source] for key, source in GENERATED.items()})
+    if "input_lengths" not in data and "attention_mask" not in data:
+        raise DataError(
+            f"the batch has neither input_lengths nor attention_mask, only {sorted(data)}",
+            fix="add input_lengths, an int64 tensor of shape [rows]",
+            key="input_lengths",
+        )
+    lengths = input_lengths(data)
+    ids = data["input_ids"].to(torch.int64)
+    real = torch.arange(ids.shape[1]) < lengths[:, None]
+    outside = real & ((ids < 0) | (ids >= limits.vocab_size))
+    if outside.any():
+        row, position = outside.nonzero()[0].tolist()
+        raise DataError(
+            f"row {row}: token {int(ids[row, position])} at position {position} is outside the "
+            f"vocabulary of {limits.vocab_size}",
+            fix="tokenise with the model's own tokenizer; pad only past input_lengths",
+            row=row,
+            key="input_ids",
+        )
+    if limits.context is not None and (lengths > limits.context).any():
+        row = int((lengths > limits.context).nonzero()[0])
+        raise DataError(
+            f"row {row}: {int(lengths[row])} tokens, the model's context is {limits.context}",
+            fix="shorten the row",
+            row=row,
+            key="input_lengths",
+        )
+    return ids, lengths
+
+
+def training_rows(data: BatchedDataDict[Any], limits: Limits) -> BatchedDataDict[Any]:
+    """Checks rows that are to be learned from and completes their masks.
+
+    Args:
+        data: See :class:`~rl_core.interfaces.TrainingDatumSpec`. A missing ``token_mask`` or
+            ``sample_mask`` is all ones.
+        limits: The model's.
+
+    Returns:
+        A new batch of the same columns, ``token_mask`` zero at position 0 and on padding.
+
+    Raises:
+        DataError: Names the row or key and what is wrong with it.
+    """
+    ids, lengths = scoring_rows(data, limits)
+    rows = BatchedDataDict[Any](dict(data))
+    rows["input_ids"], rows["input_lengths"] = ids, lengths
+    positions = torch.arange(ids.shape[1])
+    scored = (positions > 0) & (positions < lengths[:, None])
+    tokens = _mask(data, "token_mask", ids.shape)
+    rows["token_mask"] = torch.where(scored, tokens, torch.zeros((), dtype=tokens.dtype))
+    rows["sample_mask"] = _mask(data, "sample_mask", ids.shape[:1])
+    _ = rows.size
+    return rows
+
+
+def _mask(data: BatchedDataDict[Any], key: str, shape: torch.Size) -> torch.Tensor:
+    mask = data.get(key)
+    if mask is None:
+        return torch.ones(shape)
+    if not isinstance(mask, torch.Tensor) or mask.shape != shape:
+        found = list(mask.shape) if isinstance(mask, torch.Tensor) else type(mask).__name__
+        raise DataError(
+            f"{key} must be a tensor of shape {list(shape)}, not {found}",
+            fix=f"give one value for each of {list(shape)}, or leave {key} out for all ones",
+            key=key,
+        )
+    mask = mask.float() if mask.dtype == torch.bool else mask
+    if mask.is_floating_point() and not mask.isfinite().all():
+        raise DataError(f"{key} holds values that are not finite", fix="use 0 and 1", key=key)
+    return mask
+
+
+def cut(rows: BatchedDataDict[Any], index: torch.Tensor) -> BatchedDataDict[Any]:
+    """Some rows, their ``[B, S, ...]`` columns narrowed to the longest of them."""
+    width = rows["input_ids"].shape[1]
+    chosen = rows.select_indices(index)
+    longest = int(chosen["input_lengths"].max())
+    for key, value in chosen.items():
+        if isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[1] == width:
+            chosen[key] = value[:, :longest]
+    return chosen
+
+
+class Microbatching:
+    """Which rows go through the model together, as the configuration says.
+
+    Args:
+        config: A checked :class:`~rl_hf.config.HuggingFacePolicyConfig`.
+
+    Raises:
+        ConfigError: Dynamic batching and sequence packing are both enabled.
+    """
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self._dynamic = _enabled(config.get("dynamic_batching"))
+        self._packing = _enabled(config.get("sequence_packing"))
+        if self._dynamic and self._packing:
+            raise ConfigError(
+                "dynamic_batching and sequence_packing are both enabled",
+                fix="enable one of them; packing wastes less",
+                key="sequence_packing",
+            )
+        rows = config.get("train_micro_batch_size", DEFAULT_ROWS)
+        self._sizes = {"train": rows, "logprob": config.get("logprob_batch_size") or rows}
+
+    @property
+    def packed(self) -> bool:
+        """Whether the rows of a microbatch are laid end to end."""
+        return self._packing is not None
+
+    def plan(
+        self,
+        lengths: torch.Tensor,
+        kind: Literal["train", "logprob"],
+        *,
+        width: int,
+        size: int | None = None,
+        group_size: int = 1,
+    ) -> list[torch.Tensor]:
+        """Row indices of each microbatch.
+
+        Args:
+            lengths: ``[B]`` int64.
+            width: Padded width of the batch.
+            kind: Which of the configured sizes applies.
+            size: Rows per microbatch, which then overrides the configuration.
+            group_size: So many neighbouring rows stay together.
+
+        Raises:
+            DataError: A row (or group) does not fit, or the rows are not whole groups.
+        """
+        if not len(lengths):
+            return []
+        batching = self._packing or self._dynamic
+        if size is not None or batching is None:
+            size = size or self._sizes[kind]
+            return plan_microbatches(lengths, micro_batch_size=size, group_size=group_size)
+        tokens = batching.get("train_mb_tokens", DEFAULT_TOKENS)
+        bound = {"max_tokens_per_microbatch": batching.get(f"{kind}_mb_tokens", tokens)}
+        if self._packing:
+            packing: Any = bound | _some(batching, "algorithm", "sequence_length_pad_multiple")
+            return plan_microbatches(lengths, sequence_packing_args=packing, group_size=group_size)
+        dynamic: Any = {"sequence_length_round": 64} | bound
+        dynamic |= _some(batching, "sequence_length_round")
+        return plan_microbatches(
+            lengths, dynamic_batching_args=dynamic, width=width, group_size=group_size
+        )
+
+
+def _enabled(batching: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    return batching if batching and batching.get("enabled") else None
+
+
+def _some(mapping: Mapping[str, Any], *keys: str) -> dict[str, Any]:
+    return {key: mapping[key] for key in keys if key in mapping}
