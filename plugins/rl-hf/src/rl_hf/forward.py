@@ -16,9 +16,8 @@ from rl_hf.logprobs import token_logprobs
 
 if TYPE_CHECKING:
     from torch import nn
-    from transformers import PreTrainedModel
 
-__all__ = ["Forward", "Sequences", "check_packing"]
+__all__ = ["Forward", "Sequences", "base_model", "check_packing"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,11 +134,10 @@ class Forward:
         return values, indices
 
 
-def base_model(model: Any) -> PreTrainedModel:
+def base_model(model: Any) -> Any:
     """The transformers model itself, also inside an adapter's wrapper."""
     inner = getattr(model, "get_base_model", None)
-    result: PreTrainedModel = inner() if inner is not None else model
-    return result
+    return model if inner is None else inner()
 
 
 @torch.no_grad()

@@ -13,13 +13,14 @@ from rl_core.errors import CapabilityError, DataError, LifecycleError
 from rl_core.plugins.config import check_config
 from rl_hf import saving
 from rl_hf.config import HuggingFaceGenerationConfig, HuggingFacePolicyConfig
-from rl_hf.forward import Forward, Sequences, check_packing
+from rl_hf.forward import Forward, Sequences, base_model, check_packing
 from rl_hf.lora import MergedWeightSource, add_adapters
 from rl_hf.modeling import load_model, load_tokenizer, model_device
 from rl_hf.modes import RandomStream, running
 from rl_hf.optimizer import Optimizer, check_schedule
 from rl_hf.parallel import DataParallel
 from rl_hf.placement import Placement
+from rl_hf.policy_generation import PolicyGeneration
 from rl_hf.reference import make_reference
 from rl_hf.reward import reward_scores
 from rl_hf.rows import Limits, Microbatching, scoring_rows, training_rows
@@ -163,6 +164,24 @@ class HuggingFacePolicy(PolicyBackend):
             values[rows, : top.shape[1]] = top.cpu()
             indices[rows, : top.shape[1]] = index.cpu()
         return BatchedDataDict({"topk_logits": values, "topk_indices": indices})
+
+    def generate(self, data: BatchedDataDict[Any], greedy: bool = False) -> BatchedDataDict[Any]:
+        """See :meth:`PolicyInterface.generate`; samples as the key ``generation`` says.
+
+        The temperature is the policy's unless that key has its own.
+
+        Raises:
+            ConfigError: The model has no pad token.
+            DataError: A row is left-padded, empty, too long or inconsistent with its length.
+        """
+        self._ready("generate")
+        return self._generation.generate(data, greedy)
+
+    @cached_property
+    def _generation(self) -> PolicyGeneration:
+        config = _generation_config(self.config)
+        model = base_model(self.model)
+        return PolicyGeneration(model, self.tokenizer, config, lambda: self._sender.version)
 
     def score(
         self, data: BatchedDataDict[Any], micro_batch_size: int | None = None
@@ -380,7 +399,8 @@ class HuggingFacePolicy(PolicyBackend):
             self._sender.close()
             self._reference.close()
             self._group.close()
-            self.__dict__.pop("_optimizer", None)
+            for name in ("_optimizer", "_generation"):
+                self.__dict__.pop(name, None)
             del self.model, self._forward, self._trainer, self._placement
             if self._device.type == "cuda":
                 torch.cuda.empty_cache()
@@ -408,13 +428,18 @@ class HuggingFacePolicy(PolicyBackend):
 def _checked(config: Mapping[str, Any]) -> dict[str, Any]:
     checked = check_config(HuggingFacePolicyConfig, config, what="policy backend 'hf'")
     check_schedule(checked.get("scheduler", {}))
-    generation = {"backend": "hf", "model_name": checked["model_name"]}
-    check_config(
+    _generation_config(checked)
+    return checked
+
+
+def _generation_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    shared = ("model_name", "temperature")
+    defaults = {"backend": "hf", **{key: config[key] for key in shared if key in config}}
+    return check_config(
         HuggingFaceGenerationConfig,
-        {**generation, **checked.get("generation", {})},
+        {**defaults, **config.get("generation", {})},
         what="policy backend 'hf', generation",
     )
-    return checked
 
 
 def _labels(model: Any) -> int | None:
