@@ -1,7 +1,7 @@
 """What it costs to start: ``import rl_core`` and ``rl backends list`` over a bare interpreter.
 
-Every sample is a fresh process; cases take turns and medians are compared,
-so that a busy machine slows both. The target is less than 150 ms over the bare interpreter.
+Every sample is a fresh process; cases take turns, so that a busy machine slows all of them. The
+target is a median of less than 150 ms over the bare interpreter; the best is shown beside it.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ def measure(repeats: int) -> list[dict[str, float | str | bool]]:
             "case": name,
             "median_ms": statistics.median(times),
             "over_bare_ms": statistics.median(times) - bare,
+            "best_over_bare_ms": min(times) - min(samples[BARE]),
             "within_target": statistics.median(times) - bare < TARGET_MS,
         }
         for name, times in samples.items()
@@ -62,12 +63,11 @@ def main() -> None:
     if options.json:
         print(json.dumps({"target_ms": TARGET_MS, "cases": rows}, indent=2))
         return
-    print(f"{'case':40}{'median':>10}{'over bare':>12}   target < {TARGET_MS:.0f} ms over bare")
+    print(f"{'case':38}{'median':>11}{'over bare':>11}{'best':>11}  target < {TARGET_MS:.0f} ms")
     for row in rows:
-        verdict = "yes" if row["within_target"] else "no"
-        print(
-            f"{row['case']:40}{row['median_ms']:7.1f} ms{row['over_bare_ms']:9.1f} ms   {verdict}"
-        )
+        times = (row["median_ms"], row["over_bare_ms"], row["best_over_bare_ms"])
+        verdict = "met" if row["within_target"] else "missed"
+        print(f"{row['case']:38}{''.join(f'{time:8.1f} ms' for time in times)}  {verdict}")
 
 
 if __name__ == "__main__":

@@ -144,6 +144,7 @@ def test_broken_manifest_is_listed_with_its_cause(
             "{'generation': {'sleep': Capability('versioned', engine='new')}}",
             "names no engine range: 'new'",
         ),
+        ("environment", "{'THREADS': 1}", "environment must map strings to strings"),
         ("engine", "None", "not an EngineRequirement"),
         ("engine", "EngineRequirement((), '>=1')", "at least one name"),
         ("engine", "EngineRequirement('pluggy', '>=1')", "at least one name"),

@@ -192,10 +192,13 @@ def _version(dist: Distribution) -> str:
 
 
 def _field(dist: Distribution, key: str) -> str:
+    # The mail parser behind dist.metadata costs more than the rest of a listing.
     try:
-        return str(dist.metadata[key] or "unknown")
-    except Exception:  # a METADATA file that is missing or not readable; listing goes on
-        return "unknown"
+        lines = (dist.read_text("METADATA") or dist.read_text("PKG-INFO") or "").splitlines()
+    except (OSError, UnicodeDecodeError):
+        lines = []
+    found = (line.partition(":") for line in lines if line.startswith(f"{key}:"))
+    return next((value.strip() for _, _, value in found), "unknown")
 
 
 def _location(dist: Distribution) -> str:
@@ -284,10 +287,8 @@ def _check_contract(provider: Provider, manifest: BackendManifest) -> None:
 def engine_version(engine: EngineRequirement) -> tuple[str, str] | None:
     """The installed ``(distribution, version)`` of an engine, or None. Imports nothing."""
     for name in engine.distributions:
-        try:
-            return name, importlib_metadata.version(name)
-        except importlib_metadata.PackageNotFoundError:
-            continue
+        for dist in _distributions(name=name):
+            return name, _version(dist)
     return None
 
 

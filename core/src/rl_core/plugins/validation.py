@@ -61,6 +61,8 @@ def manifest_problems(manifest: BackendManifest, name: str) -> list[str]:
             problems.append(f"{field} and factories have different kinds")
     for kind, capabilities in manifest.capabilities.items():
         problems += _capability_problems(kind, capabilities)
+    if not all(isinstance(text, str) for item in manifest.environment.items() for text in item):
+        problems.append("environment must map strings to strings")
     return [*problems, *_engine_problems(manifest.engine)]
 
 
