@@ -142,7 +142,9 @@ def batch_tasks(rows: int, width: int, parts: int, shards: int) -> Tasks:
 
 
 def ragged_task(rows: int, width: int, parts: int) -> Tasks:
-    pieces = [columns(rows // parts, width - width * part // (2 * parts), part) for part in range(parts)]
+    pieces = [
+        columns(rows // parts, width - width * part // (2 * parts), part) for part in range(parts)
+    ]
     dicts = [BatchedDataDict(piece) for piece in pieces]
     peers = [as_tensordict(piece) for piece in pieces]
 

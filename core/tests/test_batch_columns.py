@@ -167,6 +167,11 @@ def test_repeat_interleave_copies_list_items():
     assert batch["notes"] == [["a"], ["b"]]
 
 
+def test_repeat_refuses_a_negative_number():
+    with pytest.raises(DataError, match="-1 times"):
+        make_batch().repeat_interleave(-1)
+
+
 def test_truncate_narrows_tensors_that_have_the_dim():
     batch = make_batch()
     batch.truncate_tensors(1, 2)
@@ -250,6 +255,11 @@ def test_a_batch_without_rows_may_lack_keys_and_does_not_decide_dtypes():
 def test_batches_that_do_not_fit_name_the_key(other):
     with pytest.raises(DataError, match="'a'"):
         BatchedDataDict.from_batches([{"a": torch.tensor([[1]])}, {"a": other}])
+
+
+def test_batches_of_another_kind_than_the_first_name_the_key():
+    with pytest.raises(DataError, match="'a' is a list in one batch and a tensor in another"):
+        BatchedDataDict.from_batches([{"a": [1]}, {"a": torch.tensor([1])}])
 
 
 @given(widths=st.lists(st.integers(0, 5), min_size=1, max_size=6), rows=st.integers(1, 3))

@@ -114,6 +114,16 @@ def test_tensors_keep_their_bits(alone, dtype):
     assert torch.equal(gathered["view"], tensor[:, 0])
 
 
+@pytest.mark.parametrize(
+    "tensor", [torch.tensor(3), torch.empty(0, 4), torch.randn(2, 3).to(torch.bfloat16)]
+)
+def test_tensors_inside_lists_keep_dtype_and_shape(alone, tensor):
+    received = BatchedDataDict({"log": [{"ids": tensor}]}).all_gather()["log"][0]["ids"]
+    assert received.dtype == tensor.dtype
+    assert received.shape == tensor.shape
+    assert torch.equal(received, tensor)
+
+
 @pytest.mark.parametrize("item", [(1, 2), {1: "a"}, {1, 2}, object(), 1j])
 def test_a_value_that_cannot_travel_is_refused_with_its_key_and_type(alone, item):
     with pytest.raises(DataError, match=f"key 'bad': .* {type(item).__name__}"):

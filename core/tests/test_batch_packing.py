@@ -204,6 +204,18 @@ def test_a_plan_needs_exactly_one_way():
         plan_microbatches(torch.tensor([1]))
 
 
+def test_a_micro_batch_size_below_one_is_refused():
+    with pytest.raises(ConfigError, match="micro_batch_size is 0"):
+        plan_microbatches(torch.tensor([1]), micro_batch_size=0)
+
+
+def test_a_negative_length_is_named_by_its_row():
+    with pytest.raises(DataError, match="row 1 has the length -2"):
+        plan_microbatches(
+            torch.tensor([1, -2]), dynamic_batching_args={"max_tokens_per_microbatch": 9}
+        )
+
+
 def test_a_misspelt_argument_is_refused():
     with pytest.raises(ConfigError, match="max_tokens_per_microbatch"):
         plan_microbatches(torch.tensor([1]), sequence_packing_args={"max_token_per_microbatch": 10})

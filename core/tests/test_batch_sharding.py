@@ -31,6 +31,10 @@ def rows_of(shards) -> list[list[int]]:
     return [shard["row"] for shard in shards]
 
 
+def in_whole_groups(rows: list[int], group: int) -> bool:
+    return rows == [first + step for first in rows[::group] for step in range(group)]
+
+
 def test_shards_are_runs_of_the_batch():
     assert rows_of(make_batch([1] * 8).shard_by_batch_size(2)) == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
@@ -97,9 +101,7 @@ def test_dynamic_shards_keep_every_clause(data, shards, chunks, group):
                 assert one.size * width <= 24
                 assert int(one["input_lengths"].max()) <= width
                 assert width % rounding == 0 or width == WIDTH
-                assert one["row"] == [
-                    first + step for first in one["row"][::group] for step in range(group)
-                ]
+                assert in_whole_groups(one["row"], group)
         assert {row // per_chunk for part in batches for row in part["row"]} == {index}
     restored = BatchedDataDict.from_batches(parts)
     restored.reorder_data(order)
@@ -115,12 +117,13 @@ def test_dynamic_shards_keep_every_clause(data, shards, chunks, group):
     microbatch_order=st.sampled_from(["largest_first", "packer"]),
 )
 def test_packed_shards_keep_every_clause(data, shards, chunks, algorithm, microbatch_order):
-    per_chunk = shards * data.draw(st.integers(1, 5))
+    group = data.draw(st.sampled_from([1, 2]))
+    per_chunk = shards * group * data.draw(st.integers(1, 5))
     size = per_chunk * chunks
     lengths = data.draw(st.lists(st.integers(1, WIDTH), min_size=size, max_size=size))
     multiple = data.draw(st.sampled_from([1, 4, 5]))
     args = {
-        "max_tokens_per_microbatch": 24,
+        "max_tokens_per_microbatch": 30,
         "sequence_length_pad_multiple": multiple,
         "input_key": "input_ids",
         "input_lengths_key": "input_lengths",
@@ -128,7 +131,9 @@ def test_packed_shards_keep_every_clause(data, shards, chunks, algorithm, microb
         "microbatch_order": microbatch_order,
     }
     batch = make_batch(lengths)
-    parts, order = batch.shard_by_batch_size(shards, per_chunk, sequence_packing_args=args)
+    parts, order = batch.shard_by_batch_size(
+        shards, per_chunk, sequence_packing_args=args, group_size=group
+    )
     assert list(chain(*rows_of(parts))) == order
     assert sorted(order) == list(range(size))
     for index in range(chunks):
@@ -142,7 +147,8 @@ def test_packed_shards_keep_every_clause(data, shards, chunks, algorithm, microb
                 for one in bins
             ]
             assert loads == part.micro_batch_lengths[0]
-            assert 0 < max(loads) <= 24
+            assert 0 < max(loads) <= 30
+            assert all(in_whole_groups(rows, group) for rows in rows_of(bins))
             assert part.get_microbatch_iterator_for_packable_sequences_len()[1] == max(loads)
             assert list(chain(*rows_of(bins))) == part["row"]
             if microbatch_order == "largest_first":
@@ -244,6 +250,14 @@ def test_a_plan_does_not_outlive_a_new_order():
 def test_what_cannot_be_sharded_says_why(call, error, message):
     with pytest.raises(error, match=message):
         make_batch([1, 2, 3, 4, 5, 6]).shard_by_batch_size(**call)
+
+
+@pytest.mark.parametrize("way", ["dynamic_batching_args", "sequence_packing_args"])
+def test_a_length_above_the_width_is_named_by_its_row(way):
+    with pytest.raises(DataError, match=f"row 3 has the length 13 in a batch of width {WIDTH}"):
+        make_batch([1, 2, 3, 13]).shard_by_batch_size(
+            1, 2, **{way: {"max_tokens_per_microbatch": 99}}
+        )
 
 
 def test_get_batch_needs_a_size_without_a_plan():

@@ -90,11 +90,14 @@ class PlanScope:
         first_row: Index of the first of the rows; the plan and its errors count from there.
         group_size: So many neighbouring rows stay in one microbatch.
         shards: Number of shards that work in step.
+        width: Padded width of the batch, where known: no row is longer, and rounding up stops
+            there.
     """
 
     first_row: int = 0
     group_size: int = 1
     shards: int = 1
+    width: int | None = None
 
 
 def plan_microbatches(
@@ -114,7 +117,8 @@ def plan_microbatches(
             whole groups, but never below one.
         dynamic_batching_args: Instead of a fixed size.
         sequence_packing_args: Instead of a fixed size.
-        width: Padded width of the batch; rounding a length up stops there.
+        width: Padded width of the batch: no row is longer, and dynamic batching rounds up no
+            further.
         group_size: So many neighbouring rows stay in one microbatch (2 for preference pairs).
 
     Returns:
@@ -122,7 +126,8 @@ def plan_microbatches(
 
     Raises:
         ConfigError: Not exactly one of the three ways is given, or its arguments are wrong.
-        DataError: A row or group is longer than a microbatch, or B is no multiple of the group.
+        DataError: A row or group is longer than a microbatch, a row is longer than ``width``, or B
+            is no multiple of the group.
     """
     given = (micro_batch_size, dynamic_batching_args, sequence_packing_args)
     if sum(way is not None for way in given) != 1:
@@ -132,12 +137,11 @@ def plan_microbatches(
             fix="give exactly one of them",
             key="micro_batch_size",
         )
-    scope = PlanScope(group_size=group_size)
+    scope = PlanScope(group_size=group_size, width=width)
     if sequence_packing_args is not None:
         return [part.rows for part in plan_packed(lengths, sequence_packing_args, scope)[0]]
     if dynamic_batching_args is not None:
-        plan = plan_dynamic(lengths, dynamic_batching_args, scope, width=width)[0]
-        return [part.rows for part in plan]
+        return [part.rows for part in plan_dynamic(lengths, dynamic_batching_args, scope)[0]]
     assert micro_batch_size is not None
     if micro_batch_size < 1:
         raise ConfigError(
@@ -150,11 +154,7 @@ def plan_microbatches(
 
 
 def plan_dynamic(
-    lengths: torch.Tensor,
-    args: DynamicBatchingArgs,
-    scope: PlanScope,
-    *,
-    width: int | None = None,
+    lengths: torch.Tensor, args: DynamicBatchingArgs, scope: PlanScope
 ) -> list[list[Microbatch]]:
     """Dynamic batching of rows dealt to shards that work in step.
 
@@ -165,7 +165,6 @@ def plan_dynamic(
         lengths: ``[B]`` integer tokens of each row.
         args: The bound and the rounding.
         scope: Its ``shards`` divide ``B / group_size``.
-        width: Padded width of the batch; rounding up stops there.
 
     Returns:
         For each shard its microbatches, shortest first.
@@ -184,8 +183,8 @@ def plan_dynamic(
             fix="dynamic batching needs a multiple of the shards; sequence packing does not",
         )
     widths = _round_up(groups, options.get("sequence_length_round", 1))
-    if width is not None:
-        widths = np.minimum(widths, max(width, 1))
+    if scope.width is not None:
+        widths = np.minimum(widths, max(scope.width, 1))
     _check_fits(widths * scope.group_size, bound, scope)
     order = np.argsort(widths, kind="stable").reshape(-1, shards)
     tops: list[int] = widths[order].max(axis=1).tolist() if len(order) else []
@@ -258,13 +257,14 @@ def _row_lengths(lengths: torch.Tensor, scope: PlanScope) -> np.ndarray[Any, Any
     """``[groups, group_size]`` int64 lengths, at least 1."""
     flat = torch.as_tensor(lengths).detach().cpu().to(torch.int64).numpy()
     check_groups(len(flat), scope.group_size)
-    negative = np.flatnonzero(flat < 0)
-    if len(negative):
-        row = int(negative[0])
+    wrong = np.flatnonzero((flat < 0) | (flat > (np.inf if scope.width is None else scope.width)))
+    if len(wrong):
+        row = scope.first_row + int(wrong[0])
         raise DataError(
-            f"row {scope.first_row + row} has the length {int(flat[row])}",
-            fix="give each row's number of tokens",
-            row=scope.first_row + row,
+            f"row {row} has the length {int(flat[wrong[0]])}"
+            + ("" if scope.width is None else f" in a batch of width {scope.width}"),
+            fix="give each row's number of tokens, padding left out",
+            row=row,
         )
     groups: np.ndarray[Any, Any] = np.maximum(flat, 1).reshape(-1, scope.group_size)
     return groups

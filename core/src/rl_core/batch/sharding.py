@@ -103,11 +103,11 @@ def planned_shards(
 
     def plan(start: int) -> list[list[Microbatch]]:
         part = lengths[start : start + batch_size]
-        where = PlanScope(first_row=start, group_size=group_size, shards=shards)
+        scope = PlanScope(start, group_size, shards, width)
         if sequence_packing_args is not None:
-            return plan_packed(part, sequence_packing_args, where)
+            return plan_packed(part, sequence_packing_args, scope)
         assert dynamic_batching_args is not None
-        return plan_dynamic(part, dynamic_batching_args, where, width=width)
+        return plan_dynamic(part, dynamic_batching_args, scope)
 
     plans = [plan(start) for start in range(0, len(lengths), max(batch_size, 1))]
     return [_layout([chunk[shard] for chunk in plans]) for shard in range(shards)]
