@@ -7,6 +7,9 @@ attention is causal within each of them. Any other mask goes to torch's fused at
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,12 +18,16 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Generator, Sequence
 
     from torch import nn
     from transformers import PreTrainedModel
 
-__all__ = ["SEGMENTS", "segment_mask", "uses_segments"]
+__all__ = ["SEGMENTS", "observed", "segment_mask", "uses_segments"]
+
+#: Called with an attention module, queries, keys and values.
+Observer = Callable[["nn.Module", torch.Tensor, torch.Tensor, torch.Tensor], None]
+_observer: ContextVar[Observer | None] = ContextVar("attention_observer", default=None)
 
 #: Name of the implementation among those of transformers.
 SEGMENTS = "rl_hf_segments"
@@ -51,6 +58,16 @@ def uses_segments(model: PreTrainedModel) -> bool:
     return True
 
 
+@contextmanager
+def observed(observer: Observer) -> Generator[None]:
+    """Shows every layer's queries, keys and values to an observer, as attention gets them."""
+    token = _observer.set(observer)
+    try:
+        yield
+    finally:
+        _observer.reset(token)
+
+
 def segment_attention(
     module: nn.Module,
     query: torch.Tensor,
@@ -60,6 +77,8 @@ def segment_attention(
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """An attention function of transformers; ``query`` is ``[b, heads, tokens, head_dim]``."""
+    if (observer := _observer.get()) is not None:
+        observer(module, query, key, value)
     if attention_mask is None or attention_mask.dtype != torch.int64:
         if query.shape[2] == 1 and query.shape[1] > key.shape[1] and not module.training:
             return _one_token_each(query, key, value, attention_mask, options["scaling"]), None

@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rl_core.errors import CapabilityError
-from rl_hf.attention import segment_mask, uses_segments
+from rl_hf.attention import observed, segment_mask, uses_segments
 from rl_hf.logprobs import token_logprobs
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from rl_hf.attention import Observer
 
 __all__ = ["Forward", "Sequences", "base_model", "check_packing"]
 
@@ -67,6 +69,26 @@ class Forward:
         self.temperature = temperature
         self.packed = packed
         self._segments = packed and uses_segments(base_model(model))
+
+    def observed(self, rows: Sequences, observer: Observer) -> None:
+        """Runs sequences end to end, showing an observer the attention of every real token.
+
+        Raises:
+            CapabilityError: The model's attention is not torch's fused one.
+        """
+        if not uses_segments(base_model(self.model)):
+            raise CapabilityError(
+                f"the attention of {type(base_model(self.model)).__name__} cannot be observed",
+                fix="set attn_implementation to 'sdpa'; other kinds of layers have no such cache",
+            )
+        index, positions = rows.tokens()
+        with observed(observer):
+            self.model(
+                input_ids=rows.ids[index, positions][None],
+                position_ids=positions[None],
+                attention_mask=segment_mask(rows.sizes),
+                use_cache=False,
+            )
 
     def over(self, model: nn.Module) -> Forward:
         """The same way through another model of the same architecture."""

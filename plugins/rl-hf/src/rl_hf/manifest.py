@@ -34,9 +34,7 @@ BACKEND = BackendManifest(
             "topk_logits": _FULL,
             "offload": _CUDA,
             "policy_generate": _FULL,
-            "fp8_kv_scales": Capability(
-                "unsupported", reason="no engine of this plugin takes FP8 scales"
-            ),
+            "fp8_kv_scales": Capability("full", reason="with torch's fused attention"),
             "score": Capability("full", reason="with a sequence classification checkpoint"),
             "collective": _COLLECTIVE,
         },

@@ -66,7 +66,7 @@ class DataParallel:
                 key="master_port",
             )
         try:
-            store = c10d.TCPStore(  # type: ignore[attr-defined]
+            store = dist.TCPStore(  # type: ignore[attr-defined]
                 worker.master_addr,
                 worker.master_port,
                 worker.world_size,

@@ -13,22 +13,22 @@ from rl_core.errors import CapabilityError, DataError, LifecycleError
 from rl_core.plugins.config import check_config
 from rl_hf import saving
 from rl_hf.config import HuggingFaceGenerationConfig, HuggingFacePolicyConfig
-from rl_hf.forward import Forward, Sequences, base_model, check_packing
+from rl_hf.forward import Forward, base_model, check_packing
 from rl_hf.lora import MergedWeightSource, add_adapters
 from rl_hf.modeling import load_model, load_tokenizer, model_device
-from rl_hf.modes import RandomStream, running
+from rl_hf.modes import RandomStream
 from rl_hf.optimizer import Optimizer, check_schedule
 from rl_hf.parallel import DataParallel
 from rl_hf.placement import Placement
 from rl_hf.policy_generation import PolicyGeneration
 from rl_hf.reference import make_reference
-from rl_hf.reward import reward_scores
-from rl_hf.rows import Limits, Microbatching, scoring_rows, training_rows
+from rl_hf.rows import Limits, Microbatching, training_rows
+from rl_hf.scoring import Scorer
 from rl_hf.training import Trainer, summary
 from rl_hf.weights import ModelWeightSource, SteadyWeightSource
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
     from pathlib import Path
 
     from torch import nn
@@ -86,6 +86,7 @@ class HuggingFacePolicy(PolicyBackend):
         self._reference = make_reference(kind, self.model)
         spread = bool(self.config.get("device_map"))
         self._placement = Placement(self.model, self._device, spread=spread)
+        self._scorer = Scorer(self._forward, self._microbatching, self._limits, self._device)
         self._group = DataParallel(worker, self._device)
         self._random = RandomStream(seed + self._group.rank, self._device)
         self._trainer = Trainer(
@@ -119,7 +120,8 @@ class HuggingFacePolicy(PolicyBackend):
             DataError: Names the row and what is wrong with it.
         """
         self._ready("get_logprobs")
-        return BatchedDataDict({"logprobs": self._logprobs(self.model, data, micro_batch_size)})
+        scores = self._scorer.logprobs(self.model, data, micro_batch_size)
+        return BatchedDataDict({"logprobs": scores})
 
     def get_reference_policy_logprobs(
         self, data: BatchedDataDict[Any], micro_batch_size: int | None = None
@@ -134,7 +136,7 @@ class HuggingFacePolicy(PolicyBackend):
         self._changes += 1
         try:
             with self._reference.using(self.model) as model:
-                scores = self._logprobs(model, data, micro_batch_size)
+                scores = self._scorer.logprobs(model, data, micro_batch_size)
         finally:
             self._changes += 1
         return BatchedDataDict({"reference_logprobs": scores})
@@ -150,20 +152,27 @@ class HuggingFacePolicy(PolicyBackend):
             DataError: ``k`` is not within the vocabulary, or a row is wrong.
         """
         self._ready("get_topk_logits")
-        if not 1 <= k <= self._limits.vocab_size:
-            raise DataError(
-                f"k is {k}, the vocabulary has {self._limits.vocab_size} tokens",
-                fix="ask for at least 1 and at most all of them",
-                key="k",
-            )
-        ids, lengths = scoring_rows(data, self._limits)
-        shape = (*ids[:, 1:].shape, k)
-        values, indices = torch.zeros(shape), torch.zeros(shape, dtype=torch.int64)
-        for rows, part in self._parts(ids, lengths, micro_batch_size):
-            top, index = self._forward.topk(part, k)
-            values[rows, : top.shape[1]] = top.cpu()
-            indices[rows, : top.shape[1]] = index.cpu()
+        values, indices = self._scorer.topk(data, k, micro_batch_size)
         return BatchedDataDict({"topk_logits": values, "topk_indices": indices})
+
+    def calibrate_qkv_fp8_scales(
+        self,
+        data: BatchedDataDict[Any],
+        micro_batch_size: int | None = None,
+        percentile: float = 99.9,
+        margin: float = 1.05,
+        include_q: bool = False,
+    ) -> dict[str, Any]:
+        """See :meth:`PolicyInterface.calibrate_qkv_fp8_scales` and :mod:`rl_hf.calibration`.
+
+        Raises:
+            CapabilityError: The model's attention cannot be observed.
+            DataError: There is no row, or ``percentile`` or ``margin`` is out of range.
+        """
+        self._ready("calibrate_qkv_fp8_scales")
+        return self._scorer.calibrate(
+            data, micro_batch_size, percentile=percentile, margin=margin, include_q=include_q
+        )
 
     def generate(self, data: BatchedDataDict[Any], greedy: bool = False) -> BatchedDataDict[Any]:
         """See :meth:`PolicyInterface.generate`; samples as the key ``generation`` says.
@@ -199,34 +208,7 @@ class HuggingFacePolicy(PolicyBackend):
                 fix="load a sequence classification checkpoint with num_labels=1",
             )
         self._placement.model_to_device()
-        ids, lengths = scoring_rows(data, self._limits)
-        scores = torch.zeros(len(ids))
-        for rows, part in self._parts(ids, lengths, micro_batch_size):
-            scores[rows] = reward_scores(self.model, part).cpu()
-        return BatchedDataDict({"scores": scores})
-
-    def _logprobs(
-        self, model: nn.Module, data: BatchedDataDict[Any], size: int | None
-    ) -> torch.Tensor:
-        ids, lengths = scoring_rows(data, self._limits)
-        forward = self._forward.over(model)
-        result = torch.zeros(ids.shape)
-        for rows, part in self._parts(ids, lengths, size, model):
-            scores = forward.logprobs(part)
-            result[rows, : scores.shape[1]] = scores.cpu()
-        return result
-
-    def _parts(
-        self,
-        ids: torch.Tensor,
-        lengths: torch.Tensor,
-        size: int | None,
-        model: nn.Module | None = None,
-    ) -> Iterator[tuple[torch.Tensor, Sequences]]:
-        """Microbatches to score: their rows, and the sequences on the device."""
-        with running(model or self.model, training=False):
-            for rows in self._microbatching.plan(lengths, "logprob", width=ids.shape[1], size=size):
-                yield rows, Sequences.of(ids[rows], lengths[rows], self._device)
+        return BatchedDataDict({"scores": self._scorer.rewards(data, micro_batch_size)})
 
     # -- training -------------------------------------------------------------------------------
 
@@ -401,7 +383,7 @@ class HuggingFacePolicy(PolicyBackend):
             self._group.close()
             for name in ("_optimizer", "_generation"):
                 self.__dict__.pop(name, None)
-            del self.model, self._forward, self._trainer, self._placement
+            del self.model, self._forward, self._scorer, self._trainer, self._placement
             if self._device.type == "cuda":
                 torch.cuda.empty_cache()
         return True

@@ -1,0 +1,83 @@
+"""Scales for an FP8 key/value cache, from the keys and values that attention sees.
+
+Keys are observed where a cache would hold them: after their norm and their rotation. Magnitudes are
+counted in bins of the float32 format, 1/512 wide relatively, so the result does not depend on how
+rows were split and is never below the percentile.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rl_core.errors import TrainingError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["Calibration"]
+
+#: Largest finite value of float8_e4m3fn.
+E4M3_MAX = 448.0
+#: Mantissa bits of a float32 that a bin does not tell apart.
+COARSE_BITS = 14
+BINS = 1 << (31 - COARSE_BITS)
+
+
+class Calibration:
+    """An observer for :func:`rl_hf.attention.observed`.
+
+    Args:
+        include_q: Also observe the queries.
+    """
+
+    def __init__(self, *, include_q: bool = False) -> None:
+        self._kinds = ("q", "k", "v") if include_q else ("k", "v")
+        self._counts: dict[tuple[int, str], torch.Tensor] = {}
+
+    def __call__(
+        self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> None:
+        """Counts the magnitudes of one layer's ``[b, heads, tokens, head_dim]`` tensors."""
+        seen = {"q": query, "k": key, "v": value}
+        layer: Any = module.layer_idx
+        for kind in self._kinds:
+            bits = seen[kind].detach().float().abs().contiguous().view(torch.int32)
+            counts = torch.bincount((bits >> COARSE_BITS).flatten(), minlength=BINS).cpu()
+            before = self._counts.get((layer, kind))
+            self._counts[layer, kind] = counts if before is None else before + counts
+
+    def scales(self, percentile: float, margin: float) -> dict[str, Any]:
+        """The factor that brings ``percentile`` of the magnitudes, times ``margin``, to 448.
+
+        Returns:
+            ``{"format": "e4m3", "layers": {"layer_0": {"k_scale": ..., "v_scale": ...}, ...}}``;
+            a cache stores ``x / scale``.
+
+        Raises:
+            TrainingError: A key or value is not finite.
+        """
+        layers: dict[str, dict[str, float]] = {}
+        for (layer, kind), counts in sorted(self._counts.items()):
+            largest = _percentile(counts, percentile)
+            if not math.isfinite(largest):
+                raise TrainingError(
+                    f"layer {layer}: {kind} holds values that are not finite",
+                    fix="find out which rows or weights make them",
+                    layer=layer,
+                )
+            smallest = torch.finfo(torch.float32).tiny
+            scale = max(largest * margin / E4M3_MAX, smallest)
+            layers.setdefault(f"layer_{layer}", {})[f"{kind}_scale"] = scale
+        return {"format": "e4m3", "layers": layers}
+
+
+def _percentile(counts: torch.Tensor, percentile: float) -> float:
+    """Upper edge of the bin that holds the percentile."""
+    below = counts.cumsum(0)
+    wanted = max(1, math.ceil(int(below[-1]) * percentile / 100))
+    index = int(torch.searchsorted(below, wanted))
+    edge = torch.tensor((index + 1) << COARSE_BITS, dtype=torch.int32)
+    return float(edge.view(torch.float32))
