@@ -2,7 +2,14 @@
 
 ``refit(policy, generation)`` is the whole of it for users. Backends hold a :class:`RefitSender` or
 a :class:`RefitReceiver`. ``docs/refit.md`` states the protocol.
+
+The package can be called, because Python puts it in the place of ``rl_core.refit``, the function,
+as soon as anything imports it.
 """
+
+import sys
+from types import ModuleType
+from typing import Any
 
 from rl_core.refit.driver import RefitReport, refit
 from rl_core.refit.manifest import WeightManifest
@@ -18,3 +25,12 @@ __all__ = [
     "WeightManifest",
     "refit",
 ]
+
+
+class _CallablePackage(ModuleType):
+    def __call__(self, *args: Any, **options: Any) -> RefitReport:
+        """As :func:`rl_core.refit.driver.refit`."""
+        return refit(*args, **options)
+
+
+sys.modules[__name__].__class__ = _CallablePackage

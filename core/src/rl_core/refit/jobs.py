@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from abc import ABC, abstractmethod
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ from rl_core.refit.session import Session
 
 if TYPE_CHECKING:
     import concurrent.futures
+    import threading
     from collections.abc import Generator, Iterable
 
     from rl_core.refit.session import Effect
@@ -58,7 +58,7 @@ class Job(ABC, Generic[S]):
         self.session = session
         self._turn = turn
         self._name = name
-        self._cancelled: str | None = None
+        self.cancelled: str | None = None
 
     def start(self) -> concurrent.futures.Future[dict[str, Any]]:
         """Begins; the future ends with the session."""
@@ -66,7 +66,7 @@ class Job(ABC, Generic[S]):
 
     def cancel(self, why: str) -> None:
         """Makes the session fail at its next look."""
-        self._cancelled = why
+        self.cancelled = why
 
     @abstractmethod
     def refit(self) -> dict[str, Any]:
@@ -94,14 +94,14 @@ class Job(ABC, Generic[S]):
         looked = 0.0
         while not self.session.phase.terminal:
             self.pump(TICK_S)
-            if time.monotonic() - looked > TICK_S:
+            if self.cancelled or time.monotonic() - looked > TICK_S:
                 self.look()
                 looked = time.monotonic()
 
     def look(self) -> None:
         """Notices cancellation, dead peers and deadlines."""
-        if self._cancelled:
-            cause = RefitAborted(f"{self._name}: {self._cancelled}", fix="refit again")
+        if self.cancelled:
+            cause = RefitAborted(f"{self._name}: {self.cancelled}", fix="refit again")
             effects = self.session.fail(cause)
         else:
             effects = self.lost_peers() or self.session.tick()

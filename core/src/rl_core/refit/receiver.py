@@ -135,6 +135,8 @@ class RefitReceiver:
         self._taking: _Taking | None = None
         self._turn = threading.Lock()
         self._job: _Receiving | None = None
+        self._commits = 0
+        self._summary: dict[str, Any] = {}
         self._closed = False
 
     def check(self) -> None:
@@ -167,7 +169,10 @@ class RefitReceiver:
             )
         sink = self._sink()
         dtypes = compare(manifest, WeightManifest.of(sink.specs()), casts=sink.casts)
-        self._trainer = _Trainer(manifest, theirs.channel, dtypes)
+        trainer = _Trainer(manifest, theirs.channel, dtypes)
+        if self._job is not None and self._trainer != trainer:
+            self._job.cancel("the engine was prepared for other tensors or another trainer")
+        self._trainer = trainer
 
     def receive_ipc(
         self, *, deadline_s: float = DEFAULT_DEADLINE_S, **unknown: Any
@@ -188,8 +193,6 @@ class RefitReceiver:
             key = next(iter(unknown))
             raise ConfigError(f"refit: unknown option {key!r}", fix="use deadline_s", key=key)
         trainer = self._known_trainer()
-        if self._job is not None and not self._job.session.touched:
-            self._job.cancel("a newer refit was asked for")
         self._job = _Receiving(self, trainer, deadline_s)
         return self._job.start()
 
@@ -273,6 +276,7 @@ class RefitReceiver:
             self.torn = True  # until the caches of the old weights are gone
             self._on_commit(version)
         self.version = version
+        self._commits += 1
         self.torn = False
 
     def _tear(self) -> None:
@@ -329,6 +333,7 @@ class _Receiving(Job[ReceiverSession]):
         super().__init__(session, receiver._turn, receiver._name)
         self._receiver = receiver
         self._trainer = trainer
+        self._commits = receiver._commits
         self._codec = Codec[FromSender](FromSender, trainer.channel.token)
         self._sink: WeightSink | None = None
         self._locked = False
@@ -337,6 +342,8 @@ class _Receiving(Job[ReceiverSession]):
         """See :meth:`Job.refit`."""
         receiver, session, channel = self._receiver, self.session, self._trainer.channel
         receiver._check_open()
+        if receiver._commits != self._commits:
+            return receiver._summary  # the call before took the refit that this one was for
         self._client = IpcClient(channel.address)
         try:
             self.perform(session.start())
@@ -349,12 +356,13 @@ class _Receiving(Job[ReceiverSession]):
             if not is_alive(channel.process):
                 remove_channel(channel.address)
             raise session.error
-        return {
+        receiver._summary = {
             "version": receiver.version,
             "bytes": self._wire.nbytes,
             "seconds": sum(session.phase_seconds.values()),
             "name": receiver._name,
         }
+        return receiver._summary
 
     def pump(self, timeout_s: float) -> None:
         """See :meth:`Job.pump`."""

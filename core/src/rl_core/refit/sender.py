@@ -344,6 +344,8 @@ class _Sending(Job[SenderSession]):
     def pump(self, timeout_s: float) -> None:
         """See :meth:`Job.pump`."""
         for key, frame in self._channel.receive(timeout_s):
+            if self.cancelled:
+                return  # whoever says hello now means the next refit, and says it again
             try:
                 message = self._codec.decode(frame)
             except RefitProtocolError as error:

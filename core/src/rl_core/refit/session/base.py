@@ -191,9 +191,9 @@ class Session(ABC):
 def peer_error(kind: str, message: str, *, phase: Phase, peer: str) -> RefitError:
     """The error that another side reported, as an error of the same class on this side."""
     cls = getattr(errors, kind, None) if kind in errors.__all__ else None
-    if not (isinstance(cls, type) and issubclass(cls, RefitError)):
+    if not (isinstance(cls, type) and issubclass(cls, RefitError)) or cls is RefitError:
         cls = RefitPeerError
-    return cls(f"{phase}: {peer} failed: {message}", phase=phase.value, peer=peer)
+    return cls(f"{peer} failed: {message}", phase=phase.value, peer=peer)
 
 
 def describe(error: BaseException) -> tuple[str, str]:

@@ -64,7 +64,9 @@ class SharedRegion:
             fd, path = _open_file(directory)
         try:
             os.fchmod(fd, 0o600)
-            os.posix_fallocate(fd, 0, nbytes)
+            if nbytes > os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE:
+                raise OSError("the host has less memory than that")
+            os.posix_fallocate(fd, 0, nbytes)  # so that a lack shows here, not as a signal later
             stat = os.fstat(fd)
             ref = RegionRef(
                 path or f"/proc/{os.getpid()}/fd/{fd}", nbytes, stat.st_dev, stat.st_ino
