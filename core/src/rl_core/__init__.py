@@ -1,8 +1,7 @@
 """Contracts, batches, weight refits and plugin discovery for RL post-training.
 
 Every public name is here and is imported when it is first used, so that ``import rl_core`` costs
-next to nothing: no torch, no ray, no engine. Weight transfers are in :mod:`rl_core.refit`
-(``rl_core.refit.refit(policy, generation)``).
+next to nothing: no torch, no ray, no engine.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rl_core import refit
     from rl_core.backends import GenerationBackend, PolicyBackend
     from rl_core.batch import BatchedDataDict, SlicedDataDict, verify_right_padding
     from rl_core.checks import (
@@ -74,6 +72,7 @@ if TYPE_CHECKING:
     )
     from rl_core.plugins.factory import create_generation, create_policy
     from rl_core.plugins.manifest import BackendManifest, Capability, EngineRequirement
+    from rl_core.refit import refit
 
 __all__ = [
     "__version__",
@@ -168,7 +167,7 @@ __version__: str
 
 def __getattr__(name: str) -> Any:
     if name == "refit":
-        return importlib.import_module("rl_core.refit")
+        return importlib.import_module("rl_core.refit")  # the package can be called
     if name == "__version__":
         from importlib.metadata import version
 
