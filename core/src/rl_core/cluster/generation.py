@@ -1,0 +1,224 @@
+"""A generation backend whose replicas run as Ray actors."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rl_core.backends.prompts import CONSUMED_KEYS, PromptBatch, SamplingParams
+from rl_core.batch import BatchedDataDict
+from rl_core.cluster.sharding import collect, deal
+from rl_core.cluster.worker_group import WorkerGroup
+from rl_core.errors import DeadlineError, WeightsTornError
+from rl_core.interfaces import GenerationInterface
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Mapping
+
+    from rl_core.backends.prompts import ModelFacts
+    from rl_core.cluster.virtual_cluster import RayVirtualCluster
+    from rl_core.interfaces import Future, GenerationOutputSpec
+    from rl_core.plugins.manifest import BackendManifest
+
+__all__ = ["RemoteGeneration"]
+
+
+class RemoteGeneration(GenerationInterface):
+    """Replicas of one engine; behaves as the embedded backend does.
+
+    Every row is sampled from a stream of its own that is fixed before the rows are dealt out, so
+    that a seed gives the same tokens with any number of replicas.
+
+    Args:
+        cluster: Where the replicas run.
+        manifest: The backend.
+        config: Its checked configuration.
+        num_workers: How many replicas; as many as the cluster has bundles if None.
+        call_deadline_s: Seconds that any one call may take.
+    """
+
+    def __init__(
+        self,
+        cluster: RayVirtualCluster,
+        manifest: BackendManifest,
+        config: Mapping[str, Any],
+        *,
+        num_workers: int | None = None,
+        call_deadline_s: float = 3600.0,
+    ) -> None:
+        self.config = dict(config)
+        # Samples are multiplied here: a replica completes each of its rows once.
+        once = {key: value for key, value in config.items() if key != "num_samples"}
+        self._group = WorkerGroup(
+            cluster,
+            manifest,
+            "generation",
+            once,
+            num_workers=num_workers,
+            call_deadline_s=call_deadline_s,
+        )
+        self.receiver_count = self._group.size
+        self.facts: ModelFacts = self._group.attributes("facts")[0]
+        self.sampling = SamplingParams.from_config(config, self.facts)
+
+    # -- generation -----------------------------------------------------------------------------
+
+    def generate(
+        self, data: BatchedDataDict[Any], greedy: bool = False
+    ) -> BatchedDataDict[GenerationOutputSpec]:
+        """See :meth:`GenerationInterface.generate`."""
+        prompts, extras, shards = self._split(data)
+        calls = [
+            self._group.submit(rank, "generate", prompts.select_indices(rows), greedy)
+            for rank, rows in shards.items()
+        ]
+        output = collect(
+            self._group.wait(calls),
+            torch.cat(list(shards.values())),
+            prompts.size,
+            output_ids=self.facts.pad_token_id,
+        )
+        _same_version(output["weights_version"].unique().tolist())
+        output.update(extras)
+        return output
+
+    async def generate_async(
+        self, data: BatchedDataDict[Any], greedy: bool = False
+    ) -> AsyncIterator[tuple[int, BatchedDataDict[GenerationOutputSpec]]]:
+        """See :meth:`GenerationInterface.generate_async`."""
+        prompts, extras, shards = self._split(data)
+        stream_id = uuid.uuid4().hex
+        streams = {
+            rank: self._group.stream(rank, stream_id, prompts.select_indices(rows), greedy)
+            for rank, rows in shards.items()
+        }
+        pending = {asyncio.create_task(_next(stream)): rank for rank, stream in streams.items()}
+        try:
+            while pending:
+                for task in await self._first(pending):
+                    rank = pending.pop(task)
+                    if (reference := task.result()) is None:
+                        continue
+                    pending[asyncio.create_task(_next(streams[rank]))] = rank
+                    [(index, output)] = await asyncio.to_thread(self._group.wait, [reference])
+                    row = int(shards[rank][index])
+                    output.update({key: value[row : row + 1] for key, value in extras.items()})
+                    yield row, output
+        finally:
+            for task, rank in pending.items():
+                task.cancel()
+                self._group.abandon(rank, stream_id)
+
+    async def _first(self, pending: Mapping[asyncio.Task[Any], int]) -> set[asyncio.Task[Any]]:
+        deadline = self._group.call_deadline_s
+        done, _ = await asyncio.wait(pending, timeout=deadline, return_when=asyncio.FIRST_COMPLETED)
+        if not done:
+            raise DeadlineError(
+                f"{self._group.name}: no row finished within {deadline:g} s",
+                fix="raise call_deadline_s, or look at the workers' logs",
+                seconds=deadline,
+            )
+        return done
+
+    def _split(
+        self, data: BatchedDataDict[Any]
+    ) -> tuple[BatchedDataDict[Any], dict[str, Any], dict[int, torch.Tensor]]:
+        """Checks the batch and deals its rows to ranks.
+
+        Returns:
+            The prompts with a seed for each row, the keys that are only carried through (they stay
+            here), and for each rank its rows.
+        """
+        if self.sampling.num_samples > 1:
+            data = data.repeat_interleave(self.sampling.num_samples)
+        stops = self.config.get("stop_strings") or ()
+        checked = PromptBatch.from_data(data, self.sampling, self.facts, stops)
+        consumed = {key: data[key] for key in data if key in CONSUMED_KEYS}
+        extras = {key: data[key] for key in data if key not in CONSUMED_KEYS}
+        prompts: BatchedDataDict[Any] = BatchedDataDict({**consumed, "seed": checked.seeds})
+        table = deal(checked.lengths, self._group.size)
+        shards = {rank: rows[rows < len(checked)] for rank, rows in enumerate(table)}
+        # An empty batch still goes to one replica, for a result of the right keys.
+        shards = {rank: rows for rank, rows in shards.items() if len(rows) or rank == 0}
+        return prompts, extras, shards
+
+    def prepare_for_generation(self, *args: Any, **kwargs: Any) -> bool:
+        """See :meth:`GenerationInterface.prepare_for_generation`."""
+        return all(self._group.call_all("prepare_for_generation", *args, **kwargs))
+
+    def finish_generation(self, *args: Any, **kwargs: Any) -> bool:
+        """See :meth:`GenerationInterface.finish_generation`."""
+        return all(self._group.call_all("finish_generation", *args, **kwargs))
+
+    def shutdown(self) -> bool:
+        """See :meth:`GenerationInterface.shutdown`."""
+        return self._group.shutdown()
+
+    # -- refit ----------------------------------------------------------------------------------
+
+    @property
+    def weights_version(self) -> int:
+        """The version that all replicas serve.
+
+        Raises:
+            WeightsTornError: They differ.
+        """
+        return _same_version(self._group.attributes("weights_version"))
+
+    @property
+    def requires_kv_scale_sync(self) -> bool:
+        """See :attr:`GenerationInterface.requires_kv_scale_sync`."""
+        return any(self._group.attributes("requires_kv_scale_sync"))
+
+    def prepare_refit_info(self, state_dict_info: dict[str, Any]) -> None:
+        """See :meth:`GenerationInterface.prepare_refit_info`."""
+        self._group.call_all("prepare_refit_info", state_dict_info)
+
+    def update_weights_via_ipc_zmq(self, *args: Any, **kwargs: Any) -> list[Future]:
+        """One Ray reference for each replica; see the interface."""
+        return self._refit("update_weights_via_ipc_zmq", *args, **kwargs)
+
+    def init_collective(
+        self, ip: str, port: int, world_size: int, *, train_world_size: int = 1
+    ) -> list[Future]:
+        """One Ray reference for each replica; see the interface."""
+        self._group.require("collective")
+        return self._refit(
+            "init_collective", ip, port, world_size, train_world_size=train_world_size
+        )
+
+    def update_weights_from_collective(self, info: dict[str, Any] | None = None) -> list[Future]:
+        """One Ray reference for each replica; see the interface."""
+        self._group.require("collective")
+        return self._refit("update_weights_from_collective", info)
+
+    def update_weights(self, ipc_handles: dict[str, Any]) -> bool:
+        """See :meth:`GenerationInterface.update_weights`."""
+        return all(self._group.call_all("update_weights", ipc_handles))
+
+    def invalidate_kv_cache(self) -> bool:
+        """See :meth:`GenerationInterface.invalidate_kv_cache`."""
+        return all(self._group.call_all("invalidate_kv_cache"))
+
+    def _refit(self, method: str, *args: Any, **kwargs: Any) -> list[Future]:
+        return [
+            self._group.submit_refit(rank, method, *args, **kwargs) for rank in self._group.ranks
+        ]
+
+
+async def _next(stream: Any) -> Any:
+    """The next reference of Ray's generator, or None at its end."""
+    return await anext(stream, None)
+
+
+def _same_version(versions: list[int]) -> int:
+    if len(set(versions)) > 1:
+        raise WeightsTornError(
+            f"the replicas serve different weights: versions {sorted(set(versions))}",
+            fix="refit all of them: refit(policy, generation)",
+            phase="serving",
+        )
+    return versions[0] if versions else 0

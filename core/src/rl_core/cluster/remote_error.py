@@ -1,0 +1,95 @@
+"""An exception of a worker as text, and as an instance of a class that the driver knows.
+
+Engines raise exceptions that cannot be unpickled where the engine is not installed. A worker
+therefore never sends its exception: it sends a :class:`WorkerError` made of text, which is also
+an instance of the nearest class of :mod:`rl_core.errors` or of the built-in exceptions.
+"""
+
+from __future__ import annotations
+
+import builtins
+import traceback
+from functools import cache
+from typing import Any
+
+from rl_core import errors
+from rl_core.errors import RLError, WorkerError
+
+__all__ = ["worker_error"]
+
+_PLAIN = (str, int, float, bool, type(None))
+#: Built-in exceptions that cannot be made from a message alone.
+_SHAPED = (BaseExceptionGroup, UnicodeDecodeError, UnicodeEncodeError, UnicodeTranslateError)
+
+
+def worker_error(error: BaseException, worker: str) -> WorkerError:
+    """Makes the error that travels to the driver.
+
+    Args:
+        error: As it was caught in the worker.
+        worker: The worker's name, for the message.
+
+    Returns:
+        An error whose message names worker, class and text, and whose ``details`` hold
+        ``worker``, ``remote_type``, ``remote_traceback`` and the details of a core error. It is
+        an instance of :class:`WorkerError` and of the nearest known class of ``error``.
+    """
+    remote_type = f"{type(error).__module__}.{type(error).__qualname__}"
+    text, fix, details = str(error), None, {}
+    if isinstance(error, RLError):
+        text, fix = error.message, error.fix
+        details = {key: _plain(value) for key, value in error.details.items()}
+    details |= {
+        "worker": worker,
+        "remote_type": remote_type,
+        "remote_traceback": "".join(traceback.format_exception(error)),
+    }
+    return _rebuild(
+        _known_ancestor(type(error)),
+        f"{type(error).__qualname__} in {worker}: {text}",
+        fix,
+        details,
+    )
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    return value if type(value) in _PLAIN else repr(value)
+
+
+def _known_ancestor(cls: type[BaseException]) -> str:
+    """Name of the nearest class that every process has."""
+    return next(
+        base.__name__
+        for base in cls.__mro__
+        if _known(base.__name__) is base and not issubclass(base, _SHAPED)
+    )
+
+
+def _known(name: str) -> type[BaseException] | None:
+    found = getattr(errors, name, None) or getattr(builtins, name, None)
+    return found if isinstance(found, type) and issubclass(found, BaseException) else None
+
+
+def _rebuild(name: str, message: str, fix: str | None, details: dict[str, Any]) -> WorkerError:
+    return _class_of(name)(message, fix=fix, **details)
+
+
+@cache
+def _class_of(name: str) -> type[WorkerError]:
+    """WorkerError, combined with the named class unless one is the other's ancestor."""
+    base = _known(name)
+    if base is None or issubclass(WorkerError, base):
+        return WorkerError
+    if issubclass(base, WorkerError):
+        return base
+
+    def reduce(self: WorkerError) -> tuple[Any, ...]:
+        return _rebuild, (name, self.message, self.fix, self.details)
+
+    # The message travels as text alone, so the other class's own constructor is not run.
+    namespace = {"__reduce__": reduce, "__module__": __name__, "__init__": RLError.__init__}
+    return type(f"{name}InWorker", (WorkerError, base), namespace)

@@ -1,0 +1,117 @@
+"""Which rows go to which worker, and how results find their places again."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rl_core.backends.prompts import input_lengths
+from rl_core.batch import BatchedDataDict
+from rl_core.errors import DataError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["collect", "deal", "padded_shards", "training_shards"]
+
+
+def deal(lengths: torch.Tensor, parts: int) -> torch.Tensor:
+    """Deals items to parts so that sums of lengths are close and counts differ by one at most.
+
+    Args:
+        lengths: ``[N]`` size of each item.
+        parts: How many parts.
+
+    Returns:
+        ``[parts, ceil(N / parts)]`` int64 indices, ascending in each row; N stands for "none".
+    """
+    count = len(lengths)
+    rounds = -(-count // parts)
+    table = torch.full((rounds * parts,), count)
+    table[:count] = torch.argsort(lengths, descending=True, stable=True)
+    table = table.view(rounds, parts)
+    table[1::2] = table[1::2].flip(1)  # back and forth, so that nobody always gets the longest
+    return table.T.sort(dim=1).values
+
+
+def collect(
+    results: Sequence[BatchedDataDict[Any]], indices: torch.Tensor, rows: int, **pad: int
+) -> BatchedDataDict[Any]:
+    """Puts the rows of several results into their original order.
+
+    Args:
+        results: One batch for each part.
+        indices: Original index of every row of all parts, one after the other; those from
+            ``rows`` on are dropped.
+        rows: How many rows there are to be.
+        **pad: Pad values by key.
+    """
+    merged: BatchedDataDict[Any] = BatchedDataDict.from_batches(list(results), pad_value_dict=pad)
+    return merged.select_indices(torch.argsort(indices, stable=True)[:rows])
+
+
+def padded_shards(
+    data: BatchedDataDict[Any], parts: int
+) -> tuple[list[BatchedDataDict[Any]], torch.Tensor]:
+    """Shards of equal row count, by repeating the first row where one is missing.
+
+    Args:
+        data: Rows to score, or what a generation returned.
+        parts: How many shards.
+
+    Returns:
+        The shards, and what :func:`collect` needs as ``indices``.
+    """
+    generated = "input_ids" not in data and "unpadded_sequence_lengths" in data
+    lengths = data["unpadded_sequence_lengths"] if generated else input_lengths(data)
+    table = deal(lengths, parts)
+    rows = torch.where(table < len(lengths), table, 0)
+    return [data.select_indices(part) for part in rows], table.flatten()
+
+
+def training_shards(
+    data: BatchedDataDict[Any], parts: int, gbs: int, group_size: int
+) -> tuple[list[BatchedDataDict[Any]], int]:
+    """Divides the rows of every global batch, groups kept whole, into equally many rows.
+
+    Args:
+        data: See :class:`~rl_core.interfaces.TrainingDatumSpec`.
+        parts: How many workers.
+        gbs: Rows for each step.
+        group_size: Neighbouring rows that stay together.
+
+    Returns:
+        One batch for each worker, steps in order, and the global batch size that these make,
+        rows without influence (``sample_mask`` 0) included.
+
+    Raises:
+        DataError: The rows are no multiple of ``gbs``, or ``gbs`` none of the group size.
+    """
+    lengths = input_lengths(data)
+    if not len(lengths) or len(lengths) % gbs or gbs % group_size:
+        raise DataError(
+            f"{len(lengths)} rows are no multiple of a global batch of {gbs}, "
+            f"or that is none of the loss's group size {group_size}",
+            fix="drop or repeat rows, set another gbs, or fill up with rows of sample_mask 0",
+            key="gbs",
+        )
+    sizes = lengths.view(-1, group_size).sum(1)
+    missing = len(sizes)
+    tables = []
+    for index, step in enumerate(sizes.view(-1, gbs // group_size)):
+        table = deal(step, parts)
+        tables.append(torch.where(table < len(step), table + index * len(step), missing))
+    groups = torch.cat(tables, dim=1)
+    rows = (groups[..., None] * group_size + torch.arange(group_size)).flatten(1)
+    return [_masked(data, part) for part in rows], tables[0].numel() * group_size
+
+
+def _masked(data: BatchedDataDict[Any], rows: torch.Tensor) -> BatchedDataDict[Any]:
+    """The rows; for an index past the end, the first row with ``sample_mask`` 0."""
+    real = rows < data.size
+    shard = data.select_indices(torch.where(real, rows, 0))
+    if not real.all():
+        mask = shard.get("sample_mask", torch.ones(len(rows)))
+        shard["sample_mask"] = mask * real.to(mask.dtype)
+    return shard

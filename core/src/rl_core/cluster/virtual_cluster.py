@@ -1,0 +1,208 @@
+"""A set of bundles (CPUs and GPUs), reserved in Ray, that worker groups share."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from typing import TYPE_CHECKING, Any, Self
+
+from rl_core.cluster.runtime import acquire_ray, import_ray, release_ray
+from rl_core.errors import ConfigError, LifecycleError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+__all__ = ["RayVirtualCluster"]
+
+
+class RayVirtualCluster:
+    """Reserves one bundle for each worker, and holds the workers to it.
+
+    ::
+
+        with RayVirtualCluster([4]) as cluster:  # one node, four bundles
+            generation = create_generation(config, cluster)
+
+    Several worker groups can share the bundles: each then counts as a fraction of every bundle's
+    CPUs and GPU, and they take turns on the device.
+
+    Args:
+        bundle_ct_per_node_list: For each node, how many bundles it gives.
+        use_gpus: One GPU in each bundle. None: if Ray has any GPU.
+        num_gpus_per_node: How many GPUs a node has; asking for more of a node is refused.
+        num_cpus_per_bundle: CPUs in each bundle.
+        name: A prefix of the names of placement groups.
+        max_colocated_worker_groups: Worker groups that share the bundles.
+        py_executables: For a backend's name, the Python that its workers run with (that of an
+            environment which has the engine), instead of this one.
+        deadline_s: Seconds to wait for the resources.
+        ray_options: Passed on to ``ray.init`` if Ray does not run yet.
+
+    Raises:
+        ConfigError: An argument is out of bounds, or the resources are not there in time; the
+            message has what was asked for and what there is.
+    """
+
+    def __init__(
+        self,
+        bundle_ct_per_node_list: Sequence[int],
+        *,
+        use_gpus: bool | None = None,
+        num_gpus_per_node: int | None = None,
+        num_cpus_per_bundle: int = 1,
+        name: str = "",
+        max_colocated_worker_groups: int = 1,
+        py_executables: Mapping[str, str] | None = None,
+        deadline_s: float = 60.0,
+        ray_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._groups: list[Any] = []  # placement groups
+        self._claims: list[str] = []
+        self._owns_ray = False
+        self.bundles = _check_bundles(bundle_ct_per_node_list)
+        self.num_cpus_per_bundle = _at_least_one("num_cpus_per_bundle", num_cpus_per_bundle)
+        self.max_colocated_worker_groups = _at_least_one(
+            "max_colocated_worker_groups", max_colocated_worker_groups
+        )
+        self.name = name or f"cluster-{uuid.uuid4().hex[:8]}"
+        self.py_executables = dict(py_executables or {})
+        self._owns_ray = acquire_ray(sum(self.bundles) * num_cpus_per_bundle, ray_options or {})
+        try:
+            self.use_gpus = self._has_gpus() if use_gpus is None else use_gpus
+            self._check_gpus(num_gpus_per_node)
+            self._reserve(deadline_s)
+        except BaseException:
+            self.shutdown()
+            raise
+
+    @property
+    def world_size(self) -> int:
+        """How many bundles there are."""
+        return sum(self.bundles)
+
+    def claim(self, owner: str) -> None:
+        """Takes one of the places for worker groups.
+
+        Raises:
+            ConfigError: All places are taken.
+            LifecycleError: The cluster is shut down.
+        """
+        if not self._groups:
+            raise LifecycleError(
+                f"the cluster {self.name} is shut down", fix="make a new RayVirtualCluster"
+            )
+        if len(self._claims) >= self.max_colocated_worker_groups:
+            raise ConfigError(
+                f"{owner} finds no place on the cluster {self.name}: its "
+                f"{self.max_colocated_worker_groups} place(s) are taken by "
+                f"{', '.join(self._claims)}",
+                fix=f"set max_colocated_worker_groups={len(self._claims) + 1}, "
+                "or give each group a cluster of its own",
+                key="max_colocated_worker_groups",
+            )
+        self._claims.append(owner)
+
+    def release(self, owner: str) -> None:
+        """Gives a place back."""
+        self._claims.remove(owner)
+
+    def actor_options(self, bundle: int) -> dict[str, Any]:
+        """Ray's options for the worker that a group puts on the given bundle."""
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        places = [(node, i) for node, count in enumerate(self.bundles) for i in range(count)]
+        node, index = places[bundle]
+        share = 1 / self.max_colocated_worker_groups
+        return {
+            "num_cpus": self.num_cpus_per_bundle * share,
+            "num_gpus": share if self.use_gpus else 0,
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                placement_group=self._groups[node],
+                placement_group_bundle_index=index,
+                placement_group_capture_child_tasks=True,
+            ),
+        }
+
+    def shutdown(self) -> None:
+        """Gives the bundles back, which ends workers that still run on them. Idempotent."""
+        groups, self._groups = self._groups, []
+        owns_ray, self._owns_ray = self._owns_ray, False
+        ray = import_ray()
+        if groups and ray.is_initialized():
+            from ray.util import remove_placement_group
+
+            for group in groups:
+                remove_placement_group(group)
+        if owns_ray:
+            release_ray()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+
+    def _reserve(self, deadline_s: float) -> None:
+        from ray.util import placement_group
+
+        bundle = {"CPU": float(self.num_cpus_per_bundle)} | ({"GPU": 1.0} if self.use_gpus else {})
+        end = time.monotonic() + deadline_s
+        for node, count in enumerate(self.bundles):
+            group = placement_group(
+                [dict(bundle) for _ in range(count)],
+                strategy="STRICT_PACK",
+                name=f"{self.name}-node{node}",
+            )
+            self._groups.append(group)
+        for node, group in enumerate(self._groups):
+            if not group.wait(max(0.0, end - time.monotonic())):
+                raise self._no_room(node, bundle, deadline_s)
+
+    def _no_room(self, node: int, bundle: dict[str, float], deadline_s: float) -> ConfigError:
+        nodes = [
+            {key: entry["Resources"].get(key, 0.0) for key in bundle}
+            for entry in import_ray().nodes()
+            if entry["Alive"]
+        ]
+        free = import_ray().available_resources()
+        return ConfigError(
+            f"the cluster {self.name} was not ready within {deadline_s:g} s. Asked for: "
+            f"{self.bundles} bundles of {_show(bundle)} each; entry {node} found no node. "
+            f"Ray has: {'; '.join(map(_show, nodes))}; "
+            f"free now: {_show({key: free.get(key, 0.0) for key in bundle})}",
+            fix="ask for fewer bundles, shut other clusters down, or add nodes",
+            key="bundle_ct_per_node_list",
+        )
+
+    @staticmethod
+    def _has_gpus() -> bool:
+        return bool(import_ray().cluster_resources().get("GPU", 0))
+
+    def _check_gpus(self, num_gpus_per_node: int | None) -> None:
+        if self.use_gpus and num_gpus_per_node and max(self.bundles) > num_gpus_per_node:
+            raise ConfigError(
+                f"a node is asked for {max(self.bundles)} bundles with a GPU each, "
+                f"and has {num_gpus_per_node}",
+                fix="ask for at most num_gpus_per_node bundles of a node",
+                key="bundle_ct_per_node_list",
+            )
+
+
+def _check_bundles(counts: Sequence[int]) -> list[int]:
+    if not counts:
+        raise ConfigError(
+            "bundle_ct_per_node_list is empty",
+            fix="[2] asks for two bundles on one node",
+            key="bundle_ct_per_node_list",
+        )
+    return [_at_least_one("bundle_ct_per_node_list", count) for count in counts]
+
+
+def _at_least_one(key: str, value: int) -> int:
+    if value < 1:
+        raise ConfigError(f"{key} is {value}", fix="give a number of at least 1", key=key)
+    return value
+
+
+def _show(resources: Mapping[str, float]) -> str:
+    return ", ".join(f"{count:g} {kind}" for kind, count in resources.items())

@@ -1,0 +1,117 @@
+"""What runs in a worker process: one embedded backend behind a few remote methods."""
+
+from __future__ import annotations
+
+import functools
+import os
+import socket
+import threading
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+from rl_core.cluster.remote_error import worker_error
+from rl_core.futures import wait
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Mapping, Sequence
+
+    from rl_core.interfaces import WorkerContext
+    from rl_core.plugins.manifest import Kind
+
+__all__ = ["CONCURRENCY_GROUPS", "Worker"]
+
+#: Threads of the actor. Work is done one call at a time and always by the same thread; refits
+#: and questions get through meanwhile.
+CONCURRENCY_GROUPS = {"work": 1, "refit": 2, "control": 2}
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _as_text(method: Callable[P, T]) -> Callable[P, T]:
+    """Raises errors made of text, so that no foreign exception is ever pickled."""
+
+    @functools.wraps(method)
+    def guarded(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return method(*args, **kwargs)
+        except Exception as error:
+            raise worker_error(error, str(getattr(args[0], "name", "a worker"))) from None
+
+    return guarded
+
+
+class Worker:
+    """The actor. It does nothing until :meth:`build`, whose errors arrive like any other's."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._backend: Any = None
+        self._abandoned: set[str] = set()
+        self._stream_lock = threading.Lock()
+
+    @_as_text
+    def place(self) -> dict[str, Any]:
+        """Where this process is: ``node``, ``address``, a free TCP ``port`` and ``pid``."""
+        import ray
+
+        with socket.socket() as free:
+            free.bind(("", 0))
+            port = free.getsockname()[1]
+        return {
+            "node": ray.get_runtime_context().get_node_id(),
+            "address": ray.util.get_node_ip_address(),
+            "port": port,
+            "pid": os.getpid(),
+        }
+
+    @_as_text
+    def build(self, kind: Kind, config: Mapping[str, Any], context: WorkerContext) -> None:
+        """Loads the backend from what is installed in this process's environment."""
+        from rl_core.plugins.discovery import load_object
+        from rl_core.plugins.registry import resolve
+
+        manifest = resolve(config["backend"], kind, engine=True)
+        self._backend = load_object(manifest.factories[kind]).from_config(config, worker=context)
+
+    @_as_text
+    def attribute(self, name: str) -> Any:
+        """An attribute of the backend."""
+        return getattr(self._backend, name)
+
+    @_as_text
+    def call(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Calls a method of the backend."""
+        return getattr(self._backend, method)(*args, **kwargs)
+
+    @_as_text
+    def call_and_wait(
+        self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any], timeout_s: float
+    ) -> Any:
+        """Calls a method that returns futures and waits for them; the first one's result."""
+        results = wait(getattr(self._backend, method)(*args, **kwargs), timeout_s)
+        return results[0] if results else None
+
+    def stream(self, stream_id: str, data: Any, greedy: bool) -> Generator[Any]:
+        """Yields ``(row, output)`` from the backend's ``generate_async`` until abandoned."""
+        import asyncio
+
+        rows = None
+        loop = asyncio.new_event_loop()
+        try:
+            rows = self._backend.generate_async(data, greedy)
+            while stream_id not in self._abandoned:
+                try:
+                    yield loop.run_until_complete(anext(rows))
+                except StopAsyncIteration:
+                    return
+        except Exception as error:
+            raise worker_error(error, self.name) from None
+        finally:
+            if rows is not None:
+                loop.run_until_complete(rows.aclose())
+            loop.close()
+            self._abandoned.discard(stream_id)
+
+    def abandon(self, stream_id: str) -> None:
+        """Ends a stream whose reader is gone."""
+        self._abandoned.add(stream_id)

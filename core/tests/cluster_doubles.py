@@ -1,0 +1,186 @@
+"""A test double of a backend: no engine, but every answer shows what the worker was given.
+
+Workers import it by its entry point, from a directory on their ``PYTHONPATH``.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+
+from rl_core.backends import Completion, GenerationBackend, ModelFacts, PolicyBackend
+from rl_core.batch import BatchedDataDict
+from rl_core.errors import ConfigError, DataError
+from rl_core.interfaces import GenerationConfig, PolicyConfig, TensorSpec, WeightSink, WeightSource
+from rl_core.interfaces.loss import LossFunction
+from rl_core.plugins.manifest import (
+    GENERATION_CAPABILITIES,
+    POLICY_CAPABILITIES,
+    BackendManifest,
+    Capability,
+    EngineRequirement,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from rl_core.interfaces import WorkerContext
+
+VOCAB, PAD, EOS, CONTEXT = 1000, 0, 1, 64
+#: Tokens of a prompt that make the double fail.
+RAISE_FOREIGN, RAISE_DATA, EXIT, FINISH_LATE = 901, 902, 903, 904
+
+NONE = Capability("unsupported", reason="a double")
+BACKEND = BackendManifest(
+    name="double",
+    summary="A test double",
+    factories={
+        "generation": "cluster_doubles:DoubleGeneration",
+        "policy": "cluster_doubles:DoublePolicy",
+    },
+    configs={
+        "generation": "cluster_doubles:DoubleConfig",
+        "policy": "cluster_doubles:DoublePolicyConfig",
+    },
+    capabilities={
+        "generation": dict.fromkeys(GENERATION_CAPABILITIES, NONE),
+        "policy": dict.fromkeys(POLICY_CAPABILITIES, NONE),
+    },
+    engine=EngineRequirement(("torch",), ">=2"),
+)
+
+
+class DoubleConfig(GenerationConfig):
+    pass
+
+
+class DoublePolicyConfig(PolicyConfig):
+    pass
+
+
+class OneTensorSource(WeightSource):
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.weight = weight
+
+    def specs(self) -> Sequence[TensorSpec]:
+        return [TensorSpec("weight", tuple(self.weight.shape), "float32")]
+
+    def tensors(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from ((name, self.weight) for name in names)
+
+
+class OneTensorSink(WeightSink):
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.weight = weight
+
+    def specs(self) -> Sequence[TensorSpec]:
+        return OneTensorSource(self.weight).specs()
+
+    def write(self, name: str, offset: int, data: torch.Tensor, *, of: TensorSpec) -> None:
+        self.weight.view(-1)[offset : offset + len(data)] = data
+
+
+class DoubleGeneration(GenerationBackend):
+    """Tokens are drawn from each row's seed (greedy: counted up); log-probs are ``-weight``."""
+
+    def __init__(self, model_name: str, **config: Any) -> None:
+        if model_name == "missing":
+            raise ConfigError("no model at 'missing'", fix="make one", key="model_name")
+        self.weight = torch.ones(8)
+        self.environment = os.environ.get("DOUBLE_SETTING", "")
+        super().__init__(config, ModelFacts(PAD, (EOS,), VOCAB, CONTEXT))
+
+    def complete(self, prompts: Any, sampling: Any) -> Iterator[Completion]:
+        late = []
+        for row in range(len(prompts)):
+            ids = prompts.token_ids(row)
+            self._fail(ids)
+            done = self._completion(row, ids, prompts, sampling)
+            if FINISH_LATE in ids:
+                late.append(done)
+            else:
+                yield done
+        yield from late
+
+    def _completion(self, row: int, ids: list[int], prompts: Any, sampling: Any) -> Completion:
+        if sampling.greedy:
+            new = [(ids[-1] + i) % 900 for i in range(1, 2 + len(ids))]
+        else:
+            generator = torch.Generator().manual_seed(int(prompts.seeds[row]))
+            new = torch.randint(2, 900, (len(ids),), generator=generator).tolist()
+        new = new[: int(prompts.budgets[row])]
+        return Completion(row, new, [-float(self.weight[0])] * len(new), True)
+
+    def _fail(self, ids: list[int]) -> None:
+        if RAISE_FOREIGN in ids:
+            from only_in_workers import EngineError
+
+            raise EngineError(object(), "the engine is on fire")
+        if RAISE_DATA in ids:
+            raise DataError("row 7: a bad row", fix="mend it", row=7)
+        if EXIT in ids:
+            os._exit(3)
+
+    def weight_sink(self) -> WeightSink:
+        return OneTensorSink(self.weight)
+
+    def on_wake(self, tags: frozenset[str]) -> None:
+        pass
+
+    def on_sleep(self, tags: frozenset[str]) -> None:
+        pass
+
+    def on_shutdown(self) -> None:
+        pass
+
+
+class DoublePolicy(PolicyBackend):
+    """Scores ``-token``; training reports which rows a worker saw, and who it is."""
+
+    def __init__(self, worker: WorkerContext | None, config: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.worker, self.config = worker, config
+        self.weight = torch.full((8,), 3.0)
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], *, worker: WorkerContext | None = None) -> Self:
+        return cls(worker, config)
+
+    def weight_source(self) -> WeightSource:
+        return OneTensorSource(self.weight)
+
+    def get_logprobs(self, data: Any, micro_batch_size: int | None = None) -> Any:
+        return BatchedDataDict({"logprobs": -data["input_ids"].float()})
+
+    def get_reference_policy_logprobs(self, data: Any, micro_batch_size: int | None = None) -> Any:
+        return BatchedDataDict({"reference_logprobs": -data["input_ids"].float()})
+
+    def train(
+        self,
+        data: Any,
+        loss_fn: LossFunction,
+        eval_mode: bool = False,
+        *,
+        gbs: int | None = None,
+        mbs: int | None = None,
+    ) -> dict[str, Any]:
+        assert self.worker is not None
+        with open(f"{self.config['model_name']}/rank{self.worker.rank}", "w") as file:
+            print(data["input_ids"][:, 0].tolist(), data["sample_mask"].tolist(), gbs, file=file)
+        return {"loss": 0.5, "rank": self.worker.rank, "world_size": self.worker.world_size}
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        raise KeyError("no such checkpoint")
+
+    def shutdown(self) -> bool:
+        self._sender.close()
+        return True
+
+
+class PairLoss(LossFunction):
+    group_size = 2
+
+    def __call__(self, inputs: Any, data: Any, **counts: Any) -> Any:
+        raise NotImplementedError
