@@ -23,8 +23,8 @@ from rl_core import (
     GenerationInterface,
     create_generation,
     create_policy,
-    refit,
 )
+from rl_core.refit import refit
 from rl_losses import DPOLossFn, NLLLossFn
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)

@@ -20,9 +20,9 @@ from rl_core import (
     RayVirtualCluster,
     create_generation,
     create_policy,
-    refit,
     validate_log_probability_consistency,
 )
+from rl_core.refit import refit
 from rl_losses import GRPOLossFn, NLLLossFn, grpo_advantages
 
 Show = Callable[[str, int, float], None]
