@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import types
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,6 +17,7 @@ from rl_core.errors import (
     IncompatiblePluginError,
     MissingEngineError,
     PluginError,
+    RefitProtocolError,
 )
 from rl_core.plugins.discovery import BACKENDS, HOOKS
 from rl_core.plugins.doctor import diagnose
@@ -238,10 +240,24 @@ def test_events_reach_every_plugin_although_one_raises(
     hooks(install, "def on_event(event):\n    event.data['seen'].append(event.name)\n", "rl-two")
     seen: list[str] = []
     with caplog.at_level(logging.ERROR):
-        emit("refit.committed", seen=seen)
-    assert seen == ["refit.committed"]
-    assert "rl-one 1.0 (hooks) failed to observe refit.committed" in caplog.text
+        emit("refit_committed", seen=seen)
+    assert seen == ["refit_committed"]
+    assert "rl-one 1.0 (hooks) failed to observe refit_committed" in caplog.text
     assert "ZeroDivisionError" in caplog.text
+
+
+def test_refit_reports_to_hooks_also_when_it_fails(
+    install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rl_core.refit import refit
+
+    seen: list[str] = []
+    monkeypatch.setattr("builtins.seen_events", seen, raising=False)
+    hooks(install, "def on_event(event):\n    seen_events.append(event.name)\n")
+    policy_without_tensors: Any = types.SimpleNamespace(prepare_refit_info=lambda: None)
+    with pytest.raises(RefitProtocolError):
+        refit(policy_without_tensors, generation=policy_without_tensors)
+    assert seen == ["refit_started", "refit_failed"]
 
 
 def test_doctor_asks_every_plugin_and_reports_the_one_that_raises(install: Install) -> None:

@@ -57,7 +57,7 @@ class Event:
     """Something that happened.
 
     Attributes:
-        name: Dotted, such as ``"refit.committed"``.
+        name: Such as ``"refit_committed"``.
         data: The facts: strings, numbers and lists of these.
     """
 
@@ -216,7 +216,7 @@ def emit(name: str, /, **data: Any) -> None:
     """Tells every plugin that something happened. An observer that raises is logged, not fatal.
 
     Args:
-        name: The event, dotted, such as ``"refit.committed"``.
+        name: The event, such as ``"refit_committed"``.
         **data: Its facts.
     """
     for plugin, _, error in _outcomes("on_event", event=Event(name, data)):

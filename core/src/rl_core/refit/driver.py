@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from rl_core.errors import RefitProtocolError
 from rl_core.futures import wait
+from rl_core.plugins import hookspecs
 from rl_core.refit.sender import DEFAULT_BUCKET_BYTES, DEFAULT_DEADLINE_S
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ def refit(
         bucket_bytes: Size of each of the two buffers at most.
         deadline_s: Seconds for the whole refit.
         on_event: Called with ``"refit_started"``, ``"refit_committed"`` or ``"refit_failed"`` and
-            the facts.
+            the facts, which the hook ``on_event`` of every plugin gets too.
 
     Raises:
         ManifestMismatchError: The two disagree on the tensors; nothing was touched.
@@ -115,6 +116,7 @@ def refit(
     """
 
     def emit(event: str, **facts: Any) -> None:
+        hookspecs.emit(event, **facts)
         if on_event is not None:
             on_event(event, facts)
 
