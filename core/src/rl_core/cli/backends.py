@@ -46,37 +46,31 @@ def main(argv: list[str]) -> int:
         prog="rl backends", description="List, describe and examine the installed backends."
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for name, run, summary, more in (
-        (
-            "list",
-            _list,
-            "list the backends, whole and broken",
-            "Exits with 1 if one is broken, incompatible or ambiguous; a missing engine is no "
-            "problem here, because a driver needs none.",
-        ),
-        (
-            "info",
-            _info,
-            "show everything that a backend declares",
-            "Exits with 1 if it is broken, incompatible or ambiguous.",
-        ),
-        (
-            "doctor",
-            _doctor,
-            "look for faults and how to repair them",
-            "Exits with 1 if there is an error. A missing engine is an error only for a backend "
-            "that is given by name.",
-        ),
-    ):
-        command = commands.add_parser(name, help=summary, description=f"{summary}. {more}")
+    listing = commands.add_parser(
+        "list",
+        help="list the backends, whole and broken",
+        description="Exits with 1 if a backend is broken, incompatible or ambiguous. A missing "
+        "engine is no problem here, because a driver needs none.",
+    )
+    info = commands.add_parser(
+        "info",
+        help="show everything that a backend declares",
+        description="Exits with 1 if the backend is broken, incompatible or ambiguous.",
+    )
+    doctor = commands.add_parser(
+        "doctor",
+        help="look for faults and how to repair them",
+        description="Exits with 1 if there is an error. A missing engine is an error only for a "
+        "backend that is given by name.",
+    )
+    info.add_argument("name", help="NAME, or DISTRIBUTION:NAME")
+    doctor.add_argument("name", nargs="?", help="NAME, or DISTRIBUTION:NAME; all if left out")
+    for command, run in ((listing, _list), (info, _info), (doctor, _doctor)):
         command.add_argument("--json", action="store_true", help="print JSON")
-        if name != "list":
-            nargs = "?" if name == "doctor" else None
-            command.add_argument("name", nargs=nargs, help="NAME, or DISTRIBUTION:NAME")
-        if name != "info":
-            text = "look into another environment, by its metadata only"
-            command.add_argument("--env", metavar="PATH", help=text)
         command.set_defaults(run=run)
+    for command in (listing, doctor):
+        text = "look into another environment, by its metadata only"
+        command.add_argument("--env", metavar="PATH", help=text)
     options = parser.parse_args(argv)
     exit_code: int = options.run(options)
     return exit_code
