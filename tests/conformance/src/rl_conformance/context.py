@@ -178,9 +178,8 @@ class Context:
         """A new policy for this check alone; it trains with a fixed seed and a plain optimizer."""
         from rl_conformance.training import training_config
 
-        known = self.target.config_keys.get("policy", frozenset())
-        settings = {k: v for k, v in training_config().items() if not known or k in known}
-        backend = self.workshop.build("policy", dtype or self.settings.dtype, settings | config)
+        config = training_config() | config
+        backend = self.workshop.build("policy", dtype or self.settings.dtype, config)
         self._exit.callback(backend.shutdown)
         return backend  # type: ignore[no-any-return]
 

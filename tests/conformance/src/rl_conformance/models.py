@@ -10,7 +10,7 @@ from typing import Any
 
 from rl_conformance.quiet import no_progress_bars
 
-__all__ = ["FAMILIES", "make_tiny_model", "make_tokenizer"]
+__all__ = ["FAMILIES", "make_reward_model", "make_tiny_model", "make_tokenizer"]
 
 _MERGES = ("an", "er", "in", "on", "re", "th", "the", "ing", "12", "34")
 _PAD, _EOS, _BOS = "<pad>", "<eos>", "<bos>"
@@ -80,29 +80,59 @@ def make_tiny_model(
     Raises:
         KeyError: ``family`` is not one of :data:`FAMILIES`.
     """
+    from transformers import AutoModelForCausalLM
+
+    settings = {
+        "hidden_size": hidden_size,
+        "intermediate_size": 2 * hidden_size,
+        "num_hidden_layers": num_layers,
+        "max_position_embeddings": max_position_embeddings,
+        **FAMILIES[family],
+        **overrides,
+    }
+    return _write(Path(path), AutoModelForCausalLM, settings, seed, dtype, weight_scale)
+
+
+def make_reward_model(path: str | Path, *, seed: int = 0) -> Path:
+    """Writes a randomly initialised Qwen2-shaped checkpoint with a scoring head of one output.
+
+    Returns:
+        The directory.
+    """
+    from transformers import AutoModelForSequenceClassification
+
+    settings = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "max_position_embeddings": 256,
+        "num_labels": 1,
+        **FAMILIES["qwen2"],
+    }
+    return _write(Path(path), AutoModelForSequenceClassification, settings, seed, "float32", 10.0)
+
+
+def _write(
+    path: Path, factory: Any, settings: dict[str, Any], seed: int, dtype: str, weight_scale: float
+) -> Path:
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     tokenizer = make_tokenizer()
     settings = {
         "vocab_size": 272,
-        "hidden_size": hidden_size,
-        "intermediate_size": 2 * hidden_size,
-        "num_hidden_layers": num_layers,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "max_position_embeddings": max_position_embeddings,
         "pad_token_id": tokenizer.pad_token_id,
         "eos_token_id": tokenizer.eos_token_id,
         "bos_token_id": tokenizer.bos_token_id,
         "use_cache": True,
-        **FAMILIES[family],
-        **overrides,
+        **settings,
     }
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+        model = factory.from_config(config, dtype=getattr(torch, dtype))
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if name.endswith("norm.weight"):
@@ -111,7 +141,6 @@ def make_tiny_model(
                     parameter.normal_(0, 0.02 * weight_scale)
                 else:
                     parameter.mul_(weight_scale)
-    path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
     with no_progress_bars():
         model.save_pretrained(path)

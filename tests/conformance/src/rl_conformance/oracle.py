@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from pathlib import Path
 
-__all__ = ["Oracle", "truncated_distribution"]
+__all__ = ["Oracle", "reward_scores", "truncated_distribution"]
 
 
 class Oracle:
@@ -116,3 +116,17 @@ def truncated_distribution(logits: torch.Tensor, *, top_k: int, top_p: float) ->
         probabilities[before >= top_p] = 0
         probabilities /= probabilities.sum()
     return torch.zeros_like(probabilities).scatter(0, order, probabilities)
+
+
+def reward_scores(path: str | Path, ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """``[B]`` float32 output of a checkpoint's scoring head at each row's last token."""
+    from transformers import AutoModelForSequenceClassification
+
+    with no_progress_bars():
+        model = AutoModelForSequenceClassification.from_pretrained(
+            path, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
+    with torch.no_grad():
+        rows = zip(ids, lengths.tolist(), strict=True)
+        scores = [model(row[None, :length]).logits[0, 0] for row, length in rows]
+    return torch.stack(scores).float()

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, NotRequired
+from typing import Literal, NotRequired
 
 from rl_core.interfaces import GenerationConfig, PolicyConfig
-from rl_core.interfaces.constraints import Range
 
 __all__ = ["ReferenceGenerationConfig", "ReferencePolicyConfig"]
 
@@ -23,20 +22,12 @@ class ReferenceGenerationConfig(GenerationConfig):
 
 
 class ReferencePolicyConfig(PolicyConfig):
-    """A :class:`PolicyConfig` and what training needs.
+    """A :class:`PolicyConfig`, the dtype, and where to continue.
 
     Attributes:
         torch_dtype: Of the weights.
-        temperature: Divides the logits, > 0.
-        optimizer: ``lr`` of AdamW; ``weight_decay``.
-        max_grad_norm: The gradient is scaled down to it.
-        train_micro_batch_size: Rows per forward pass.
         resume_from: A checkpoint to continue from.
     """
 
     torch_dtype: NotRequired[Dtype]
-    temperature: NotRequired[Annotated[float, Range(gt=0)]]
-    optimizer: NotRequired[dict[str, float]]
-    max_grad_norm: NotRequired[Annotated[float, Range(gt=0)]]
-    train_micro_batch_size: NotRequired[Annotated[int, Range(ge=1)]]
     resume_from: NotRequired[str]

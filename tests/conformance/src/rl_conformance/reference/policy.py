@@ -1,0 +1,222 @@
+"""A policy without tricks: one row per forward pass, AdamW, one file per checkpoint."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections import defaultdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+
+from rl_conformance.oracle import Oracle
+from rl_conformance.quiet import no_progress_bars
+from rl_conformance.reference.weights import DictSource
+from rl_core.backends import PolicyBackend
+from rl_core.backends.prompts import input_lengths
+from rl_core.batch import BatchedDataDict
+from rl_core.errors import CheckpointError, TrainingError
+from rl_core.interfaces import LossInputType
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from rl_core.interfaces import LossFunction, WeightSource, WorkerContext
+
+__all__ = ["ReferencePolicy"]
+
+_STATE_FILE = "training_state.pt"
+
+
+class ReferencePolicy(PolicyBackend):
+    """The plainest trainer there is.
+
+    Args:
+        model_name: Directory of the checkpoint.
+        torch_dtype: Of the weights.
+        temperature: Divides the logits.
+        optimizer: ``lr`` and ``weight_decay`` of AdamW.
+        max_grad_norm: The gradient is scaled down to it.
+        train_micro_batch_size: Rows whose losses are computed together.
+        train_global_batch_size: Rows per step; all rows if None.
+        resume_from: A checkpoint to continue from.
+        **_: How rows are split, which cannot show: every row goes through the model alone.
+    """
+
+    def __init__(
+        self,
+        model_name: str,
+        *,
+        torch_dtype: str = "float32",
+        temperature: float = 1.0,
+        optimizer: Mapping[str, float] | None = None,
+        max_grad_norm: float | None = 1.0,
+        train_micro_batch_size: int = 1,
+        train_global_batch_size: int | None = None,
+        resume_from: str | None = None,
+        **_: Any,
+    ) -> None:
+        oracle = Oracle(model_name)
+        self.model: Any = oracle.model.to(getattr(torch, torch_dtype))
+        self.tokenizer = oracle.tokenizer
+        self.reference_model = copy.deepcopy(self.model)
+        self.temperature, self.max_grad_norm = temperature, max_grad_norm or float("inf")
+        self.mbs, self.gbs = train_micro_batch_size, train_global_batch_size
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), **(optimizer or {}))
+        if resume_from is not None:
+            self._load(Path(resume_from))
+        super().__init__()
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], *, worker: WorkerContext | None = None) -> Self:
+        """See :meth:`PolicyBackend.from_config`."""
+        return cls(**{key: value for key, value in config.items() if key != "backend"})
+
+    # -- scoring ---------------------------------------------------------------------------------
+
+    def get_logprobs(
+        self, data: BatchedDataDict[Any], micro_batch_size: int | None = None
+    ) -> BatchedDataDict[Any]:
+        """See :meth:`PolicyInterface.get_logprobs`."""
+        with torch.no_grad():
+            return BatchedDataDict({"logprobs": self._score(self.model, data)})
+
+    def get_reference_policy_logprobs(
+        self, data: BatchedDataDict[Any], micro_batch_size: int | None = None
+    ) -> BatchedDataDict[Any]:
+        """See :meth:`PolicyInterface.get_reference_policy_logprobs`."""
+        with torch.no_grad():
+            return BatchedDataDict({"reference_logprobs": self._score(self.reference_model, data)})
+
+    def get_topk_logits(
+        self, data: BatchedDataDict[Any], k: int, micro_batch_size: int | None = None
+    ) -> BatchedDataDict[Any]:
+        """See :meth:`PolicyInterface.get_topk_logits`."""
+        with torch.no_grad():
+            top = self._logits(self.model, data)[:, :-1].topk(k)
+        return BatchedDataDict({"topk_logits": top.values, "topk_indices": top.indices})
+
+    def _score(self, model: Any, data: BatchedDataDict[Any]) -> torch.Tensor:
+        ids, lengths = data["input_ids"], input_lengths(data)
+        scores = self._logits(model, data).log_softmax(-1)[:, :-1]
+        chosen = scores.gather(2, ids[:, 1:, None])[..., 0]
+        real = torch.arange(1, ids.shape[1]) < lengths[:, None]
+        return torch.cat([torch.zeros(len(ids), 1), chosen * real], 1)
+
+    def _logits(self, model: Any, data: BatchedDataDict[Any]) -> torch.Tensor:
+        """``[B, S, V]`` float32 with the temperature; 0 on padding."""
+        rows = []
+        width = data["input_ids"].shape[1]
+        for row, length in zip(data["input_ids"], input_lengths(data).tolist(), strict=True):
+            logits = model(row[None, :length], use_cache=False).logits[0].float()
+            rows.append(torch.nn.functional.pad(logits, (0, 0, 0, width - length)))
+        return torch.stack(rows) / self.temperature
+
+    # -- training --------------------------------------------------------------------------------
+
+    def train(
+        self,
+        data: BatchedDataDict[Any],
+        loss_fn: LossFunction,
+        eval_mode: bool = False,
+        *,
+        gbs: int | None = None,
+        mbs: int | None = None,
+    ) -> dict[str, Any]:
+        """See :meth:`PolicyInterface.train`."""
+        rows = gbs or self.gbs or data.size
+        result: dict[str, Any] = {}
+        for start in range(0, data.size, rows):
+            batch = data.slice(start, start + rows)
+            result = self._step(batch, loss_fn, eval_mode, mbs or self.mbs)
+        return result
+
+    def _step(
+        self, batch: BatchedDataDict[Any], loss_fn: LossFunction, eval_mode: bool, mbs: int
+    ) -> dict[str, Any]:
+        weights = batch["token_mask"][:, 1:] * batch["sample_mask"][:, None]
+        counts = {
+            "global_valid_seqs": batch["sample_mask"].sum(),
+            "global_valid_toks": weights.sum(),
+        }
+        self.optimizer.zero_grad()
+        total, metrics = 0.0, defaultdict[str, float](float)
+        with torch.set_grad_enabled(not eval_mode):
+            for part in self._parts(batch, max(mbs, loss_fn.group_size)):
+                loss, shares = loss_fn(self._inputs(part, loss_fn), part, **counts)
+                if not torch.isfinite(loss):
+                    raise TrainingError("the loss is not finite", fix="look at the batch")
+                if loss.requires_grad:
+                    loss.backward()  # type: ignore[no-untyped-call]
+                total += float(loss.detach())
+                for key, value in shares.items():
+                    metrics[key] += value
+        norm = 0.0 if eval_mode else self._update()
+        return {
+            **metrics,
+            "loss": total,
+            "grad_norm": norm,
+            "lr": self.optimizer.param_groups[0]["lr"],
+            **{key: float(value) for key, value in counts.items()},
+        }
+
+    def _parts(self, batch: BatchedDataDict[Any], size: int) -> Iterator[BatchedDataDict[Any]]:
+        for start in range(0, batch.size, size):
+            yield batch.slice(start, min(start + size, batch.size))
+
+    def _inputs(self, part: BatchedDataDict[Any], loss_fn: LossFunction) -> torch.Tensor:
+        if loss_fn.input_type is LossInputType.LOGIT:
+            return self._logits(self.model, part)
+        return self._score(self.model, part)
+
+    def _update(self) -> float:
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.max_grad_norm)
+        if not torch.isfinite(norm):
+            self.optimizer.zero_grad()
+            raise TrainingError("the gradient is not finite", fix="look at the batch")
+        self.optimizer.step()
+        return float(norm)
+
+    # -- the rest --------------------------------------------------------------------------------
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """See :meth:`PolicyInterface.save_checkpoint`; the training state is renamed in last."""
+        path = Path(args[0] if args else kwargs["path"])
+        with no_progress_bars():
+            self.model.save_pretrained(path)
+        self.tokenizer.save_pretrained(path)
+        state = {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "rng": torch.get_rng_state(),
+        }
+        torch.save(state, path / "partial")
+        os.replace(path / "partial", path / _STATE_FILE)
+
+    def _load(self, path: Path) -> None:
+        try:
+            state = torch.load(path / _STATE_FILE, weights_only=True)
+        except (OSError, RuntimeError) as error:
+            raise CheckpointError(f"{path} is not a whole checkpoint: {error}") from error
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        torch.set_rng_state(state["rng"])
+
+    def weight_source(self) -> WeightSource:
+        """See :meth:`PolicyBackend.weight_source`."""
+        return DictSource(self.model.state_dict())
+
+    def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing to bring anywhere."""
+
+    def finish_training(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing to let go of."""
+
+    def prepare_for_lp_inference(self) -> None:
+        """Nothing to bring anywhere."""
+
+    def shutdown(self) -> bool:
+        """See :meth:`PolicyInterface.shutdown`."""
+        self._sender.close()
+        return True

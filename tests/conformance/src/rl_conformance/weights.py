@@ -1,0 +1,61 @@
+"""Reads weights through paths of their own: the policy's, the engine's, the checkpoint's."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rl_conformance.expect import NotRun, require, same_tensor
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import torch
+
+    from rl_core.interfaces import ColocatablePolicyInterface, GenerationInterface
+
+__all__ = ["checkpoint_weights", "engine_weights", "policy_weights", "same_weights"]
+
+
+def policy_weights(policy: ColocatablePolicyInterface) -> dict[str, torch.Tensor]:
+    """Copies of the policy's tensors under their names, aliases included."""
+    source: Any = getattr(policy, "weight_source", None)
+    if source is None:
+        raise NotRun("the policy does not run in this process as a PolicyBackend")
+    source = source()
+    specs = list(source.specs())
+    owned = [spec.name for spec in specs if spec.alias_of is None]
+    found = {name: tensor.detach().cpu().clone() for name, tensor in source.tensors(owned)}
+    return found | {s.name: found[s.alias_of] for s in specs if s.alias_of is not None}
+
+
+def engine_weights(generation: GenerationInterface) -> dict[str, torch.Tensor]:
+    """Copies of what the engine has installed, under the manifest's names."""
+    sink: Any = getattr(generation, "weight_sink", None)
+    if sink is None:
+        raise NotRun("the engine does not run in this process as a GenerationBackend")
+    sink = sink()
+    names = [spec.name for spec in sink.specs()]
+    return {name: tensor.detach().cpu().clone() for name, tensor in sink.read(names)}
+
+
+def checkpoint_weights(path: Path) -> dict[str, torch.Tensor]:
+    """The tensors in the safetensors files of a Hugging Face directory."""
+    from safetensors.torch import load_file
+
+    found: dict[str, torch.Tensor] = {}
+    for file in sorted(path.glob("model*.safetensors")):
+        found |= load_file(file)
+    require(found, f"{path} holds no model*.safetensors")
+    return found
+
+
+def same_weights(
+    got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], what: str
+) -> None:
+    """Fails unless both sides have the same names and the same bits."""
+    require(
+        got.keys() == expected.keys(),
+        f"{what}: names differ: {sorted(got.keys() ^ expected.keys())[:5]}",
+    )
+    for name, tensor in expected.items():
+        same_tensor(got[name], tensor, f"{what}: {name}")
