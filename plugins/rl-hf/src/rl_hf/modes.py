@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Sequence
+    from collections.abc import Generator, Mapping, Sequence
 
     from torch import nn
 
@@ -39,9 +39,8 @@ class RandomStream:
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self._devices = [device] if device.type == "cuda" else []
-        with self.kept():
-            torch.manual_seed(seed)
-            self._states = self._read()
+        generators = [torch.Generator(), *map(torch.Generator, self._devices)]
+        self._states = [generator.manual_seed(seed).get_state() for generator in generators]
 
     @contextmanager
     def drawn(self) -> Generator[None]:
@@ -59,17 +58,17 @@ class RandomStream:
         with torch.random.fork_rng(devices=self._devices):
             yield
 
-    def state(self) -> list[str]:
-        """Where the stream is, for a checkpoint."""
-        return [base64.b64encode(bytes(state.tolist())).decode() for state in self._states]
+    def state(self) -> dict[str, list[str]]:
+        """Where the stream is, and where torch's own numbers are, for a checkpoint."""
+        return {"stream": _encode(self._states), "process": _encode(self._read())}
 
-    def set_state(self, states: Sequence[str]) -> None:
-        """Goes where :meth:`state` was; a device the checkpoint does not know is left alone."""
-        decoded = [
-            torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
-            for text in states
-        ]
-        self._states = [*decoded, *self._states[len(decoded) :]][: len(self._states)]
+    def set_state(self, state: Mapping[str, Sequence[str]]) -> None:
+        """Goes where :meth:`state` was, torch's own numbers too.
+
+        Devices that the state does not know go on as they are.
+        """
+        self._states = _decode(state["stream"], self._states)
+        self._write(_decode(state["process"], self._read()))
 
     def _read(self) -> list[torch.Tensor]:
         return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, self._devices)]
@@ -78,3 +77,12 @@ class RandomStream:
         torch.set_rng_state(states[0])
         for device, state in zip(self._devices, states[1:], strict=True):
             torch.cuda.set_rng_state(state, device)
+
+
+def _encode(states: Sequence[torch.Tensor]) -> list[str]:
+    return [base64.b64encode(state.numpy().tobytes()).decode() for state in states]
+
+
+def _decode(texts: Sequence[str], before: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    states = [torch.frombuffer(bytearray(base64.b64decode(t)), dtype=torch.uint8) for t in texts]
+    return [*states, *before[len(states) :]][: len(before)]

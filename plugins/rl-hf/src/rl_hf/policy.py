@@ -309,6 +309,8 @@ class HuggingFacePolicy(PolicyBackend):
     def load_checkpoint(self, path: str | Path) -> None:
         """Continues where :meth:`save_checkpoint` was called; the reference stays as it was.
 
+        Torch's global random state is restored too.
+
         Raises:
             CheckpointError: It is missing, incomplete, altered or of another model; names the
                 file or the tensors. The policy is as it was.

@@ -1,0 +1,264 @@
+"""The policy scores: log-probs, reference, top-k logits, FP8 scales, rewards, generation."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import transformers
+
+from rl_conformance.models import FAMILIES
+from rl_conformance.oracle import Oracle
+from rl_core.batch import BatchedDataDict
+from rl_core.errors import CapabilityError, ConfigError, DataError, LifecycleError
+from rl_hf.policy import HuggingFacePolicy
+from rl_losses import NLLLossFn
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+LENGTHS = (20, 3, 1, 7, 16, 5)
+PACKED = {"enabled": True, "train_mb_tokens": 30}
+
+
+def batch(lengths: tuple[int, ...] = LENGTHS, width: int = 24) -> BatchedDataDict[Any]:
+    ids = torch.randint(3, 272, (len(lengths), width), generator=torch.Generator().manual_seed(7))
+    rows = torch.tensor(lengths)
+    ids[torch.arange(width) >= rows[:, None]] = 0
+    return BatchedDataDict({"input_ids": ids, "input_lengths": rows})
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"sequence_packing": PACKED},
+        {"sequence_packing": PACKED, "attn_implementation": "eager"},
+        {"dynamic_batching": {"enabled": True, "train_mb_tokens": 64, "sequence_length_round": 4}},
+    ],
+    ids=["padded", "packed", "packed-eager", "dynamic"],
+)
+def test_logprobs_equal_the_plain_forward_pass(tiny, family, config):
+    path, data = tiny(family), batch()
+    policy = HuggingFacePolicy(str(path), temperature=0.7, **config)
+    expected = Oracle(path).batch_logprobs(data["input_ids"], data["input_lengths"], 0.7)
+    for size in (None, 1, 4):
+        scores = policy.get_logprobs(data, size)["logprobs"]
+        assert scores.dtype == torch.float32
+        assert torch.equal(scores == 0, expected == 0)
+        torch.testing.assert_close(scores, expected, atol=1e-4, rtol=0)
+
+
+def test_packed_rows_with_a_window_equal_the_plain_forward_pass(tiny):
+    path = tiny("qwen2", use_sliding_window=True, sliding_window=6, max_window_layers=1)
+    data = batch()
+    policy = HuggingFacePolicy(str(path), sequence_packing=PACKED)
+    expected = Oracle(path).batch_logprobs(data["input_ids"], data["input_lengths"])
+    scores = policy.get_logprobs(data)["logprobs"]
+    torch.testing.assert_close(scores, expected, atol=1e-4, rtol=0)
+
+
+def test_a_model_that_lets_packed_rows_see_each_other_is_refused(tmp_path: Path):
+    config = transformers.MambaConfig(
+        vocab_size=272, hidden_size=32, num_hidden_layers=1, state_size=4
+    )
+    model = transformers.MambaForCausalLM(config)
+    with torch.no_grad():
+        for matrix in (p for p in model.parameters() if p.dim() > 1):
+            matrix.mul_(5)
+    model.save_pretrained(tmp_path)
+    HuggingFacePolicy(str(tmp_path))
+    with pytest.raises(CapabilityError, match="cannot pack"):
+        HuggingFacePolicy(str(tmp_path), sequence_packing=PACKED)
+
+
+def test_padding_width_and_what_stands_in_it_do_not_matter(tiny):
+    policy = HuggingFacePolicy(str(tiny()))
+    narrow, wide = batch(width=20), batch(width=20)
+    wide["input_ids"] = torch.cat([wide["input_ids"], torch.full((6, 9), -100)], 1)
+    a, b = policy.get_logprobs(narrow)["logprobs"], policy.get_logprobs(wide)["logprobs"]
+    assert torch.equal(a, b[:, :20])
+    assert not b[:, 20:].any()
+
+
+def test_an_empty_batch_gives_an_empty_result(tiny):
+    data = BatchedDataDict(
+        {"input_ids": torch.zeros(0, 5, dtype=torch.int64), "input_lengths": torch.zeros(0).long()}
+    )
+    assert HuggingFacePolicy(str(tiny())).get_logprobs(data)["logprobs"].shape == (0, 5)
+
+
+@pytest.mark.parametrize("reference", ["swap", "copy"])
+def test_training_leaves_the_reference_bit_for_bit(tiny, reference):
+    policy = HuggingFacePolicy(str(tiny()), reference=reference, optimizer={"lr": 1e-2})
+    data = batch()
+    before = policy.get_reference_policy_logprobs(data)["reference_logprobs"]
+    own = policy.get_logprobs(data)["logprobs"]
+    assert torch.equal(before, own)
+    policy.train(data, NLLLossFn())
+    trained = policy.get_logprobs(data)["logprobs"]
+    assert torch.equal(policy.get_reference_logprobs(data)["reference_logprobs"], before)
+    assert torch.equal(policy.get_logprobs(data)["logprobs"], trained)
+    assert not torch.equal(trained, own)
+
+
+@pytest.mark.parametrize("reference", ["swap", "copy"])
+def test_a_failing_reference_call_leaves_weights_and_modes(tiny, reference, monkeypatch):
+    policy = HuggingFacePolicy(str(tiny()), reference=reference, optimizer={"lr": 1e-2})
+    data = batch()
+    policy.train(data, NLLLossFn())
+    before = {name: tensor.clone() for name, tensor in policy.model.state_dict().items()}
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("a fault in the forward pass")
+
+    monkeypatch.setattr("rl_hf.forward.Forward.__call__", fail)
+    with pytest.raises(RuntimeError, match="a fault"):
+        policy.get_reference_policy_logprobs(data)
+    assert torch.is_grad_enabled()
+    for name, tensor in policy.model.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+
+
+def test_without_a_reference_asking_for_it_is_refused(tiny):
+    policy = HuggingFacePolicy(str(tiny()), reference="none")
+    with pytest.raises(CapabilityError, match="no reference"):
+        policy.get_reference_policy_logprobs(batch())
+
+
+def test_topk_logits_are_the_largest_of_the_plain_forward_pass(tiny):
+    path, data = tiny(), batch()
+    out = HuggingFacePolicy(str(path), sequence_packing=PACKED).get_topk_logits(data, 5)
+    oracle = Oracle(path)
+    assert out["topk_logits"].shape == (6, 23, 5)
+    for row, length in enumerate(LENGTHS):
+        ids = data["input_ids"][row, :length].tolist()
+        expected = oracle.logits(ids)[:-1].topk(5)
+        found = out["topk_logits"][row, : length - 1]
+        torch.testing.assert_close(found, expected.values, atol=1e-4, rtol=0)
+        assert torch.equal(out["topk_indices"][row, : length - 1], expected.indices)
+        assert not out["topk_logits"][row, length - 1 :].any()
+
+
+def test_more_than_the_vocabulary_is_no_topk(tiny):
+    with pytest.raises(DataError, match="272 tokens"):
+        HuggingFacePolicy(str(tiny())).get_topk_logits(batch(), 273)
+
+
+def test_fp8_scales_cover_the_cached_keys_and_values(tiny):
+    path, data = tiny("qwen3"), batch()
+    policy = HuggingFacePolicy(str(path))
+    scales = policy.calibrate_qkv_fp8_scales(data, percentile=100, margin=1.0)
+    largest: dict[str, float] = {}
+    model = transformers.AutoModelForCausalLM.from_pretrained(path)
+    for row, length in enumerate(LENGTHS):
+        cache = model(data["input_ids"][row : row + 1, :length], use_cache=True).past_key_values
+        for layer, cached in enumerate(cache.layers):
+            for kind, tensor in (("k", cached.keys), ("v", cached.values)):
+                name = f"{layer} {kind}"
+                largest[name] = max(largest.get(name, 0.0), float(tensor.abs().max()))
+    for layer in (0, 1):
+        for kind in ("k", "v"):
+            seen = scales["layers"][f"layer_{layer}"][f"{kind}_scale"] * 448
+            assert largest[f"{layer} {kind}"] * 0.9999 <= seen <= largest[f"{layer} {kind}"] * 1.003
+    assert "q_scale" not in scales["layers"]["layer_0"]
+
+
+def test_fp8_scales_do_not_depend_on_microbatches_and_fall_with_the_percentile(tiny):
+    policy, data = HuggingFacePolicy(str(tiny())), batch()
+    whole = policy.calibrate_qkv_fp8_scales(data, 6, percentile=90, include_q=True)
+    split = policy.calibrate_qkv_fp8_scales(data, 1, percentile=90, include_q=True)
+    top = policy.calibrate_qkv_fp8_scales(data, percentile=100, include_q=True)
+    for layer, scales in whole["layers"].items():
+        for kind, scale in scales.items():
+            assert split["layers"][layer][kind] == pytest.approx(scale, rel=0.01)
+            assert scale < top["layers"][layer][kind]
+
+
+def test_rewards_come_from_each_rows_last_token(tmp_path: Path):
+    config = transformers.LlamaConfig(
+        vocab_size=272,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_labels=1,
+        pad_token_id=0,
+    )
+    model = transformers.LlamaForSequenceClassification(config).eval()
+    model.save_pretrained(tmp_path)
+    policy, data = HuggingFacePolicy(str(tmp_path)), batch()
+    data["input_ids"][0, 19] = 0  # the pad token as a real one
+    scores = policy.score(data)["scores"]
+    for row, length in enumerate(LENGTHS):
+        hidden = model.model(data["input_ids"][row : row + 1, :length]).last_hidden_state
+        torch.testing.assert_close(scores[row], model.score(hidden[0, -1])[0])
+    with pytest.raises(CapabilityError, match="language model"):
+        policy.get_logprobs(data)
+
+
+def test_a_language_model_does_not_score(tiny):
+    with pytest.raises(CapabilityError, match="one label"):
+        HuggingFacePolicy(str(tiny())).score(batch())
+
+
+def test_generated_logprobs_are_the_policys_own(tiny):
+    policy = HuggingFacePolicy(
+        str(tiny()), temperature=0.8, generation={"max_new_tokens": 6, "seed": 3}
+    )
+    out = policy.generate(batch(), greedy=False)
+    scores = policy.get_logprobs(out)["logprobs"]
+    made = out["logprobs"] != 0
+    assert made.any()
+    torch.testing.assert_close(scores[made], out["logprobs"][made], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("change", "row", "words"),
+    [
+        ({"input_lengths": torch.tensor([20, 3, 0, 7, 16, 5])}, 2, "length 0"),
+        ({"input_lengths": torch.tensor([20, 3, 1, 99, 16, 5])}, 3, "width"),
+        ({"input_ids": torch.full((6, 24), 272)}, 0, "vocabulary of 272"),
+        ({"attention_mask": torch.ones(6, 24)}, 0, "disagree"),
+    ],
+)
+def test_a_wrong_row_is_named(tiny, change, row, words):
+    with pytest.raises(DataError, match=words) as error:
+        HuggingFacePolicy(str(tiny())).get_logprobs(BatchedDataDict({**batch(), **change}))
+    assert error.value.details["row"] == row
+
+
+def test_a_row_past_the_context_is_named(tiny):
+    data = batch((4, 300), width=300)
+    with pytest.raises(DataError, match="row 1: 300 tokens, the model's context is 256"):
+        HuggingFacePolicy(str(tiny())).get_logprobs(data)
+
+
+@pytest.mark.parametrize(
+    ("config", "key"),
+    [
+        ({"learning_rate": 1e-3}, "learning_rate"),
+        ({"optimizer": {"lr": "fast"}}, "optimizer.lr"),
+        ({"generation": {"max_new_token": 3}}, "max_new_token"),
+        ({"scheduler": {"name": "cosine"}}, "scheduler.total_steps"),
+        ({"load_in_8bit": True}, "load_in_8bit"),
+        (
+            {"sequence_packing": {"enabled": True}, "dynamic_batching": {"enabled": True}},
+            "sequence_packing",
+        ),
+    ],
+)
+def test_a_wrong_configuration_names_its_key(tiny, config, key):
+    with pytest.raises(ConfigError) as error:
+        HuggingFacePolicy(str(tiny()), **config)
+    assert error.value.details["key"] == key
+
+
+def test_after_shutdown_calls_are_refused_and_shutdown_is_not(tiny):
+    policy = HuggingFacePolicy(str(tiny()))
+    assert policy.shutdown()
+    assert policy.shutdown()
+    with pytest.raises(LifecycleError, match="after shutdown"):
+        policy.get_logprobs(batch())
