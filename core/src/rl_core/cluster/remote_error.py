@@ -32,8 +32,11 @@ def worker_error(error: BaseException, worker: str) -> WorkerError:
     Returns:
         An error whose message names worker, class and text, and whose ``details`` hold
         ``worker``, ``remote_type``, ``remote_traceback`` and the details of a core error. It is
-        an instance of :class:`WorkerError` and of the nearest known class of ``error``.
+        an instance of :class:`WorkerError` and of the nearest known class of ``error``. One that
+        came from another worker is returned as it is.
     """
+    if isinstance(error, WorkerError):
+        return error
     remote_type = f"{type(error).__module__}.{type(error).__qualname__}"
     text, fix, details = str(error), None, {}
     if isinstance(error, RLError):

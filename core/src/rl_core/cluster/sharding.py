@@ -108,9 +108,9 @@ def training_shards(
 
 
 def _masked(data: BatchedDataDict[Any], rows: torch.Tensor) -> BatchedDataDict[Any]:
-    """The rows; for an index past the end, the first row with ``sample_mask`` 0."""
+    """The rows; indices past the end start again at the first row, with ``sample_mask`` 0."""
     real = rows < data.size
-    shard = data.select_indices(torch.where(real, rows, 0))
+    shard = data.select_indices(rows % data.size)
     if not real.all():
         mask = shard.get("sample_mask", torch.ones(len(rows)))
         shard["sample_mask"] = mask * real.to(mask.dtype)
