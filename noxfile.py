@@ -57,7 +57,7 @@ def types(session: nox.Session) -> None:
 @nox.session
 def tests(session: nox.Session) -> None:
     """Unit, property, integration and example tests, with coverage."""
-    install_workspace(session, *TEST_TOOLS, "matplotlib")
+    install_workspace(session, *TEST_TOOLS, "matplotlib", "typer")
     # Two processes with one thread each are faster on two cores than the other way round.
     session.env["OMP_NUM_THREADS"] = "1"
     (OUT / "tests").mkdir(parents=True, exist_ok=True)
@@ -94,14 +94,14 @@ def reports(plugin: str, device: str) -> list[str]:
 @nox.session
 def quickstart(session: nox.Session) -> None:
     """A GRPO run that learns to add, with generation in a process of its own."""
-    install_workspace(session, "matplotlib")
+    install_workspace(session, "matplotlib", "typer")
     session.run("python", "-m", "examples.grpo", *session.posargs)
 
 
 @nox.session
 def bench(session: nox.Session) -> None:
     """Every benchmark, as ratios within one run; JSON under out/bench."""
-    install_workspace(session, "matplotlib", "tensordict")
+    install_workspace(session, "matplotlib", "tensordict", "typer")
     folder = OUT / "bench"
     folder.mkdir(parents=True, exist_ok=True)
     for script in sorted((ROOT / "benchmarks").glob("bench_*.py")):
