@@ -1,0 +1,301 @@
+"""The decoding engine against plain forward passes, whoever shares the batch."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rl_conformance.models import FAMILIES
+from rl_conformance.oracle import Oracle
+from rl_core.backends import Completion, PromptBatch, SamplingParams
+from rl_core.errors import ConfigError, RLError
+from rl_hf.decoders import GroupDecoder, SlotDecoder, fits_slots
+from rl_hf.decoding import DecodingEngine
+from rl_hf.modeling import load_model, load_tokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from transformers import PreTrainedModel
+
+LENGTHS = (1, 3, 40, 17, 17, 9, 120, 2, 64, 33)
+GREEDY = SamplingParams(greedy=True)
+
+
+def prompts(
+    lengths: Sequence[int] = LENGTHS,
+    budgets: Sequence[int] | int = 12,
+    stops: Sequence[tuple[str, ...]] | None = None,
+    seed: int = 0,
+) -> PromptBatch:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, 269, (len(lengths), max(lengths)), generator=generator)
+    sizes = torch.tensor(lengths)
+    ids[torch.arange(max(lengths)) >= sizes[:, None]] = 0
+    return PromptBatch(
+        ids,
+        sizes,
+        torch.tensor(budgets).expand(len(lengths)).clone(),
+        stops or [()] * len(lengths),
+        torch.arange(len(lengths)) * 1000 + 17,
+    )
+
+
+def load(path: Path, **config: Any) -> PreTrainedModel:
+    return load_model({"model_name": str(path), **config}, for_training=False)
+
+
+def run(engine: DecodingEngine, batch: PromptBatch, sampling: SamplingParams) -> list[Completion]:
+    done = sorted(engine(batch, sampling), key=lambda completion: completion.row)
+    assert [completion.row for completion in done] == list(range(len(batch)))
+    return done
+
+
+def assert_same(left: Sequence[Completion], right: Sequence[Completion]) -> None:
+    for ours, theirs in zip(left, right, strict=True):
+        assert list(ours.token_ids) == list(theirs.token_ids)
+        assert ours.truncated == theirs.truncated
+        torch.testing.assert_close(
+            torch.tensor(ours.logprobs), torch.tensor(theirs.logprobs), atol=1e-4, rtol=0
+        )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("max_batch_size", [1, 3, 256])
+def test_greedy_rows_are_the_plain_forward_passes(
+    tiny: Callable[..., Path], family: str, max_batch_size: int
+):
+    path, batch = tiny(family), prompts(budgets=range(3, 13))
+    oracle = Oracle(path)
+    sampling = SamplingParams(greedy=True, stop_token_ids=(oracle.eos_token_id,))
+    engine = DecodingEngine(load(path), max_batch_size=max_batch_size)
+    for row, done in enumerate(run(engine, batch, sampling)):
+        prompt = batch.token_ids(row)
+        expected = oracle.greedy(prompt, int(batch.budgets[row]))
+        assert list(done.token_ids) == expected
+        assert done.truncated == (expected[-1] != oracle.eos_token_id)
+        scores = oracle.logprobs([*prompt, *expected])[len(prompt) :]
+        torch.testing.assert_close(torch.tensor(done.logprobs), scores, atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_known_families_share_slots(tiny: Callable[..., Path], family: str):
+    assert fits_slots(load(tiny(family)))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"attn_implementation": "eager"},
+        {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
+    ],
+)
+def test_other_attention_decodes_in_groups_and_says_so(
+    tiny: Callable[..., Path], overrides: dict[str, Any], caplog: pytest.LogCaptureFixture
+):
+    config = {key: value for key, value in overrides.items() if key == "attn_implementation"}
+    path = tiny(**{key: value for key, value in overrides.items() if key not in config})
+    oracle, batch = Oracle(path), prompts((4, 12, 4, 12, 30))
+    with caplog.at_level(logging.WARNING):
+        engine = DecodingEngine(load(path, **config))
+    assert "equal length" in caplog.text
+    for row, done in enumerate(run(engine, batch, GREEDY)):
+        ids = oracle.greedy(batch.token_ids(row), 12, stops=())
+        assert list(done.token_ids)[: len(ids)] == ids
+
+
+def test_a_model_that_lets_packed_prompts_see_each_other_decodes_in_groups(
+    tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+):
+    model = load(tiny())
+    forward = type(model.model.layers[0].self_attn).forward
+
+    def blind(self: Any, *args: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
+        return forward(self, *args, attention_mask=None, **kwargs)
+
+    monkeypatch.setattr(type(model.model.layers[0].self_attn), "forward", blind)
+    assert not fits_slots(model)
+
+
+def test_groups_and_slots_agree(tiny: Callable[..., Path]):
+    engine, batch = DecodingEngine(load(tiny("llama"))), prompts(budgets=range(1, 11))
+    sampling = SamplingParams(temperature=1.5, stop_token_ids=tuple(range(3, 40)))
+    slots = run(engine, batch, sampling)
+    assert len({len(done.token_ids) for done in slots}) > 2
+    engine._fits_slots = False
+    assert_same(run(engine, batch, sampling), slots)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        GREEDY,
+        SamplingParams(),
+        SamplingParams(temperature=1.3, top_k=20, top_p=0.9),
+        SamplingParams(repetition_penalty=1.5),
+        SamplingParams(greedy=True, repetition_penalty=1.5),
+    ],
+)
+@settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
+@given(order=st.permutations(range(len(LENGTHS))), keep=st.integers(1, len(LENGTHS)))
+def test_rows_do_not_depend_on_order_or_company(
+    tiny: Callable[..., Path], sampling: SamplingParams, order: list[int], keep: int
+):
+    batch = prompts()
+    rows = order[:keep]
+    engine = DecodingEngine(load(tiny()))
+    together = run(engine, batch, sampling)
+    apart = run(
+        DecodingEngine(load(tiny()), max_batch_size=2),
+        batch.select(torch.tensor(rows)),
+        sampling,
+    )
+    assert_same(apart, [together[row] for row in rows])
+
+
+def test_equal_prompts_with_their_own_seeds_differ(tiny: Callable[..., Path]):
+    one = prompts((20,))
+    batch = one.select(torch.zeros(8, dtype=torch.int64))
+    batch = PromptBatch(
+        batch.input_ids, batch.lengths, batch.budgets, batch.stop_strings, torch.arange(8)
+    )
+    done = run(DecodingEngine(load(tiny())), batch, SamplingParams(temperature=2.0))
+    assert len({tuple(completion.token_ids) for completion in done}) == 8
+
+
+def test_equal_prompts_are_computed_once(
+    tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+):
+    model = load(tiny())
+    engine, widths = DecodingEngine(model), []
+    forward = model.forward
+    monkeypatch.setattr(
+        model, "forward", lambda **kw: (widths.append(kw["input_ids"].numel()), forward(**kw))[1]
+    )
+    batch = prompts((20, 30)).select(torch.tensor([0, 1, 0, 0, 1]))
+    done = run(engine, batch, GREEDY)
+    assert widths[0] == 50
+    assert_same([done[2], done[3], done[4]], [done[0], done[0], done[1]])
+
+
+def test_finished_rows_leave_the_batch(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch):
+    model = load(tiny())
+    engine, sizes = DecodingEngine(model), []
+    forward = model.forward
+    monkeypatch.setattr(
+        model, "forward", lambda **kw: (sizes.append(len(kw["input_ids"])), forward(**kw))[1]
+    )
+    run(engine, prompts((5, 5, 5, 5), budgets=(1, 2, 4, 4)), GREEDY)
+    assert sizes == [1, 3, 2, 2]
+
+
+def test_waiting_rows_take_the_place_of_finished_ones(
+    tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+):
+    model = load(tiny())
+    engine, passes = DecodingEngine(model, max_batch_size=2), []
+    forward = model.forward
+    monkeypatch.setattr(model, "forward", lambda **kw: (passes.append(1), forward(**kw))[1])
+    run(engine, prompts((5, 5, 5, 5), budgets=(9, 2, 3, 4)), GREEDY)
+    # One pass admits two rows and two passes one row each; eight steps move the longest row on.
+    assert len(passes) == 3 + 8
+
+
+def test_a_prompt_longer_than_a_pass_is_admitted_alone(
+    tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("rl_hf.decoders.PREFILL_TOKENS", 50)
+    batch = prompts((120, 30, 30, 5))
+    few = run(DecodingEngine(load(tiny())), batch, GREEDY)
+    monkeypatch.undo()
+    assert_same(few, run(DecodingEngine(load(tiny())), batch, GREEDY))
+
+
+def test_rows_are_yielded_when_they_finish(tiny: Callable[..., Path]):
+    done = DecodingEngine(load(tiny()))(prompts((5, 6, 7), budgets=(9, 1, 4)), GREEDY)
+    assert [completion.row for completion in done] == [1, 2, 0]
+
+
+def test_a_stop_token_is_kept_and_ends_its_row_only(tiny: Callable[..., Path]):
+    path = tiny()
+    batch, engine = prompts(), DecodingEngine(load(path))
+    free = run(engine, batch, GREEDY)
+    stop = free[3].token_ids[4]
+    for before, after in zip(
+        free,
+        run(engine, batch, SamplingParams(greedy=True, stop_token_ids=(stop, 10**6))),
+        strict=True,
+    ):
+        tokens = list(before.token_ids)
+        cut = tokens.index(stop) + 1 if stop in tokens else len(tokens)
+        assert list(after.token_ids) == tokens[:cut]
+        assert after.truncated == (stop not in tokens)
+
+
+def test_stop_strings_end_their_own_row_only(tiny: Callable[..., Path]):
+    path = tiny()
+    tokenizer = load_tokenizer(str(path))
+    engine = DecodingEngine(load(path), tokenizer)
+    free = run(engine, prompts(), GREEDY)
+    assert tokenizer is not None
+    string = tokenizer.decode(list(free[2].token_ids[4:6]))
+    stops = [(string,) if row == 2 else ("never to be seen",) for row in range(len(LENGTHS))]
+    done = run(engine, prompts(stops=stops), GREEDY)
+    assert list(done[2].token_ids) == list(free[2].token_ids[: len(done[2].token_ids)])
+    assert string in tokenizer.decode(list(done[2].token_ids))
+    assert string not in tokenizer.decode(list(done[2].token_ids[:-1]))
+    assert not done[2].truncated
+    assert_same([*done[:2], *done[3:]], [*free[:2], *free[3:]])
+
+
+def test_stop_strings_without_a_tokenizer_name_the_row(tiny: Callable[..., Path]):
+    stops = [()] * 3 + [("x",)] + [()] * 6
+    with pytest.raises(ConfigError, match="row 3 has stop strings"):
+        DecodingEngine(load(tiny()))(prompts(stops=stops), GREEDY)
+
+
+def test_logits_that_are_not_finite_name_the_row(tiny: Callable[..., Path]):
+    model = load(tiny("llama"))
+    engine = DecodingEngine(model)
+    with torch.no_grad():
+        model.lm_head.weight[5] = torch.nan
+    with pytest.raises(RLError, match="row 0: the model's logits are not finite"):
+        list(engine(prompts((4,)), SamplingParams()))
+
+
+def test_the_model_trains_on_where_it_was_training(tiny: Callable[..., Path]):
+    model = load(tiny(attention_dropout=0.5)).train()
+    engine = DecodingEngine(model)
+    rows = engine(prompts((5, 5), budgets=(1, 5)), GREEDY)
+    next(rows)
+    assert model.training
+    assert torch.is_grad_enabled()
+    dropped = [*rows]
+    model.eval()
+    assert_same(dropped, run(engine, prompts((5, 5), budgets=(1, 5)), GREEDY)[1:])
+
+
+def test_bfloat16_scores_are_those_of_bfloat16_logits(tiny: Callable[..., Path]):
+    model = load(tiny("llama"), torch_dtype="bfloat16")
+    (done,) = run(DecodingEngine(model), prompts((30,)), GREEDY)
+    ids = [*prompts((30,)).token_ids(0), *done.token_ids]
+    with torch.no_grad():
+        scores = model(torch.tensor([ids])).logits[0].float().log_softmax(-1)[29:-1]
+    chosen = scores.gather(-1, torch.tensor(done.token_ids)[:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(done.logprobs), chosen, atol=0.2, rtol=0)
+
+
+def test_decoders_declare_what_they_admit(tiny: Callable[..., Path]):
+    model = load(tiny())
+    slots, group = SlotDecoder(model, 32, 64), GroupDecoder(model, 32)
+    assert slots.room([5] * 10, 22, last=False) == 10
+    assert slots.room([5] * 3, 29, last=False) == 0
+    assert slots.room([5] * 3, 29, last=True) == 3
+    assert group.room([7, 7, 5], 0, last=True) == 2
+    assert group.room([7, 7, 5], 1, last=True) == 0
