@@ -158,7 +158,7 @@ def test_fp8_scales_cover_the_cached_keys_and_values(tiny):
         for layer, cached in enumerate(cache.layers):
             for kind, tensor in (("k", cached.keys), ("v", cached.values)):
                 name = f"{layer} {kind}"
-                largest[name] = max(largest.get(name, 0.0), float(tensor.abs().max()))
+                largest[name] = max(largest.get(name, 0.0), float(tensor.detach().abs().max()))
     for layer in (0, 1):
         for kind in ("k", "v"):
             seen = scales["layers"][f"layer_{layer}"][f"{kind}_scale"] * 448
