@@ -42,33 +42,34 @@ def progress_for(steps: int) -> Iterator[Show]:
 
 
 def print_summary(runs: list[Run]) -> None:
-    """One row for each seed, and the mean of the seeds."""
-    table = Table(title="GRPO on additions")
-    table.add_column("seed")
-    for heading in ("reward before", "after", "max log-prob error", "agree", "refit GB/s"):
-        table.add_column(heading, justify="right")
-    table.add_column("median step: generate / score / train / refit / check", justify="right")
-    table.add_column("total", justify="right")
+    """What was learned, and where the time went: a row for each seed, and the mean of rewards."""
+    learned = Table("seed", title="GRPO on additions")
+    for heading in ("reward before", "after", "max log-prob error", "steps that agree"):
+        learned.add_column(heading, justify="right")
+    times = Table("seed", title="Median step, milliseconds")
+    phases = list(runs[0].steps[0].seconds)
+    for heading in (*phases, "refit GB/s", "whole run"):
+        times.add_column(heading, justify="right")
     for one in runs:
-        table.add_row(
-            str(one.settings.seed),
+        seed = str(one.settings.seed)
+        learned.add_row(
+            seed,
             f"{one.reward_before:.3f}",
             f"{one.reward_after:.3f}",
             f"{max(step.logprob_error for step in one.steps):.1e}",
-            f"{sum(step.consistent for step in one.steps)}/{len(one.steps)}",
-            f"{median(step.refit_gb_per_s for step in one.steps):.2f}",
-            " / ".join(
-                f"{median(step.seconds[phase] for step in one.steps) * 1e3:.0f}"
-                for phase in one.steps[0].seconds
-            )
-            + " ms",
-            f"{one.seconds:.0f} s",
+            f"{sum(step.consistent for step in one.steps)} of {len(one.steps)}",
         )
+        middle = [median(step.seconds[phase] for step in one.steps) for phase in phases]
+        speed = median(step.refit_gb_per_s for step in one.steps)
+        shown = [f"{seconds * 1e3:.0f}" for seconds in middle]
+        times.add_row(seed, *shown, f"{speed:.2f}", f"{one.seconds:.0f} s")
     if len(runs) > 1:
         before, after = (mean(getattr(r, f"reward_{w}") for r in runs) for w in ("before", "after"))
-        table.add_section()
-        table.add_row("mean", f"{before:.3f}", f"{after:.3f}")
-    Console().print(table)
+        learned.add_section()
+        learned.add_row("mean", f"{before:.3f}", f"{after:.3f}")
+    console = Console()
+    console.print(learned)
+    console.print(times)
 
 
 def plot(runs: list[Run], path: Path) -> None:
