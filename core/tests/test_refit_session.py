@@ -142,7 +142,8 @@ class Network:
                     self.at_receiver(key, receiver.loaded(index))
                 case Install():
                     self.at_receiver(key, receiver.installed())
-                case Publish():
+                case Publish(version):
+                    assert version == 1
                     self.served.add(key)
                     self.at_receiver(key, receiver.published())
 
@@ -164,6 +165,13 @@ class Network:
         except RefitProtocolError as error:
             effects = receiver.fail(error)
         self.at_receiver(key, effects)
+
+    def deliver_one(self) -> None:
+        """Delivers the oldest frame to the sender, else the oldest to a receiver."""
+        if self.to_sender:
+            self.deliver_up(0)
+        elif self.to_receiver:
+            self.deliver_down(0)
 
     def settle(self, steps: int = 1000) -> None:
         """Delivers in order until nothing moves."""
@@ -187,13 +195,15 @@ class Network:
 class Unreliable(RuleBasedStateMachine):
     """Anything may happen to any frame and any process, in any order."""
 
-    @initialize(receivers=st.integers(1, 3), buckets=st.integers(0, 5))
-    def begin(self, receivers: int, buckets: int) -> None:
+    @initialize(receivers=st.integers(1, 3), buckets=st.integers(0, 4), progress=st.integers(0, 40))
+    def begin(self, receivers: int, buckets: int, progress: int) -> None:
         earlier = Network(receivers, buckets, session="earlier")
         earlier.settle()
         self.network = Network(receivers, buckets)
         self.network.seen_by_sender += earlier.seen_by_sender
         self.network.seen_by_receiver += earlier.seen_by_receiver
+        for _ in range(progress):
+            self.network.deliver_one()
 
     @rule(steps=st.integers(1, 30))
     def all_is_well_for_a_while(self, steps: int) -> None:
@@ -235,9 +245,9 @@ class Unreliable(RuleBasedStateMachine):
         network = self.network
         seen = network.seen_by_sender if up else network.seen_by_receiver
         if seen:
-            (network.to_sender if up else network.to_receiver).append(
-                data.draw(st.sampled_from(seen))
-            )
+            queue = network.to_sender if up else network.to_receiver
+            queue.insert(0, data.draw(st.sampled_from(seen)))
+            (network.deliver_up if up else network.deliver_down)(0)
 
     @precondition(lambda self: self.network.slots)
     @rule(data=st.data())
@@ -324,7 +334,7 @@ def in_transfer(receivers: int = 1) -> Network:
 def test_a_damaged_bucket_is_found_before_it_is_written():
     network = Network(1, buckets=2)
     while not network.slots:
-        network.deliver_up(0) if network.to_sender else network.deliver_down(0)
+        network.deliver_one()
     network.slots = dict.fromkeys(network.slots, b"damaged")
     network.settle()
     assert network.receiver["r0"].phase is Phase.ABORTED
@@ -453,6 +463,49 @@ def test_a_receiver_is_torn_by_a_message_out_of_turn_in_transfer(message: object
     network.at_receiver("r0", network.receiver["r0"].receive(message))
     assert network.receiver["r0"].phase is Phase.TORN
     assert isinstance(network.receiver["r0"].error, RefitProtocolError)
+
+
+def test_a_seal_before_the_last_bucket_is_refused():
+    network = in_transfer()
+    receiver = network.receiver["r0"]
+    network.at_receiver(
+        "r0", receiver.receive(Seal("this", seal_digest("this", receiver._digests)))
+    )
+    assert receiver.phase is Phase.TORN
+    assert not network.served
+
+
+def sealed(receivers: int = 1) -> Network:
+    """A network right after the first receiver was sealed."""
+    network = Network(receivers, buckets=1)
+    while network.receiver["r0"].phase is not Phase.COMMIT:
+        network.deliver_one()
+    return network
+
+
+@pytest.mark.parametrize("commit", [Commit("earlier", 1), Commit("this", 2)])
+def test_a_commit_of_another_refit_commits_nothing(commit: Commit):
+    network = sealed()
+    network.at_receiver("r0", network.receiver["r0"].receive(commit))
+    assert network.receiver["r0"].phase is Phase.TORN
+    assert not network.served
+
+
+def test_nobody_commits_before_the_last_receiver_is_sealed():
+    network = sealed(receivers=2)
+    network.to_receiver = [frame for frame in network.to_receiver if frame[0] != "r1"]
+    network.settle()
+    assert network.sender.phase is Phase.SEAL
+    assert not network.served
+
+
+def test_a_receiver_sealed_on_other_bytes_stops_the_commit():
+    network = sealed()
+    network.to_sender.clear()
+    network.at_sender(network.sender.receive("r0", Sealed("this", "other")))
+    network.settle()
+    assert isinstance(network.sender.error, RefitProtocolError)
+    assert not network.served
 
 
 @pytest.mark.parametrize("kind", ["RefitCorrupted", "ManifestMismatchError"])
