@@ -1,0 +1,101 @@
+"""Adapters: only they learn, the reference is the base, a refit sends merged weights."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from rl_core.batch import BatchedDataDict
+from rl_core.errors import ConfigError, LifecycleError
+from rl_hf.policy import HuggingFacePolicy
+from rl_hf.weights import ModelWeightSource
+from rl_losses import NLLLossFn
+
+
+def batch() -> BatchedDataDict[Any]:
+    ids = torch.randint(3, 272, (4, 12), generator=torch.Generator().manual_seed(7))
+    return BatchedDataDict({"input_ids": ids, "input_lengths": torch.tensor([12, 3, 7, 9])})
+
+
+def with_adapters(path: Any, **config: Any) -> HuggingFacePolicy:
+    lora = {"r": 4, "alpha": 8.0, "target_modules": "all-linear"}
+    return HuggingFacePolicy(str(path), lora=lora, optimizer={"lr": 1e-2}, **config)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_a_refit_sends_the_merged_weights_under_the_base_names(tiny, family):
+    policy = with_adapters(tiny(family))
+    policy.train(batch(), NLLLossFn())
+    before = {name: tensor.clone() for name, tensor in policy.model.state_dict().items()}
+    source = policy.weight_source()
+    names = [spec.name for spec in source.specs() if spec.alias_of is None]
+    sent = dict(source.tensors(names))
+    merged = ModelWeightSource(copy.deepcopy(policy.model).merge_and_unload())
+    assert [s.name for s in source.specs()] == [s.name for s in merged.specs()]
+    for name, tensor in merged.tensors(names):
+        assert torch.equal(sent[name], tensor), name
+    for name, tensor in policy.model.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+
+
+def test_only_merged_weights_are_declared_as_trainable(tiny):
+    specs = with_adapters(tiny()).weight_source().specs()
+    assert {s.name for s in specs if s.trainable} == {
+        s.name for s in specs if "proj.weight" in s.name
+    }
+
+
+def test_only_adapters_learn(tiny):
+    policy = with_adapters(tiny())
+    before = {name: tensor.clone() for name, tensor in policy.model.named_parameters()}
+    policy.train(batch(), NLLLossFn())
+    moved = {n for n, p in policy.model.named_parameters() if not torch.equal(p, before[n])}
+    assert moved
+    assert all("lora_" in name for name in moved)
+
+
+def test_the_reference_is_the_base_model_bit_for_bit(tiny):
+    plain = HuggingFacePolicy(str(tiny())).get_logprobs(batch())["logprobs"]
+    policy = with_adapters(tiny())
+    policy.train(batch(), NLLLossFn())
+    trained = policy.get_logprobs(batch())["logprobs"]
+    found = policy.get_reference_policy_logprobs(batch())["reference_logprobs"]
+    assert torch.equal(found, plain)
+    assert torch.equal(policy.get_logprobs(batch())["logprobs"], trained)
+    assert all(p.requires_grad == ("lora_" in n) for n, p in policy.model.named_parameters())
+
+
+def test_packed_rows_reach_the_adapters(tiny):
+    packing = {"sequence_packing": {"enabled": True, "train_mb_tokens": 20}}
+    losses = []
+    for config in ({}, packing):
+        policy = with_adapters(tiny(), **config)
+        losses.append([policy.train(batch(), NLLLossFn())["loss"] for _ in range(3)])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+def test_adapters_start_from_the_seed_and_leave_the_global_random_state(tiny):
+    state = torch.get_rng_state()
+    made = [with_adapters(tiny(), seed=seed).model.state_dict() for seed in (1, 1, 2)]
+    name = next(name for name in made[0] if "lora_A" in name)
+    assert torch.equal(made[0][name], made[1][name])
+    assert not torch.equal(made[0][name], made[2][name])
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_target_modules_that_are_not_there_are_named(tiny):
+    with pytest.raises(ConfigError, match="no_proj"):
+        HuggingFacePolicy(str(tiny()), lora={"target_modules": ["no_proj"]})
+
+
+def test_weights_that_change_during_a_refit_end_it(tiny):
+    policy = with_adapters(tiny())
+    source = policy.weight_source()
+    stream = source.tensors([spec.name for spec in source.specs() if spec.alias_of is None])
+    next(stream)
+    policy.train(batch(), NLLLossFn())
+    with pytest.raises(LifecycleError, match="during a refit"):
+        next(stream)
