@@ -6,7 +6,7 @@ Workers import it by its entry point, from a directory on their ``PYTHONPATH``.
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NotRequired, Self
 
 import torch
 
@@ -53,7 +53,7 @@ BACKEND = BackendManifest(
 
 
 class DoubleConfig(GenerationConfig):
-    pass
+    fault: NotRequired[str]
 
 
 class DoublePolicyConfig(PolicyConfig):
@@ -83,12 +83,16 @@ class OneTensorSink(WeightSink):
 
 
 class DoubleGeneration(GenerationBackend):
-    """Tokens are drawn from each row's seed (greedy: counted up); log-probs are ``-weight``."""
+    """Tokens are drawn from each row's seed (greedy: counted up); log-probs are ``-weight``.
+
+    ``fault`` makes it break one promise.
+    """
 
     def __init__(self, model_name: str, **config: Any) -> None:
         if model_name == "missing":
             raise ConfigError("no model at 'missing'", fix="make one", key="model_name")
         self.weight = torch.ones(8)
+        self.fault = config.get("fault")
         self.environment = os.environ.get("DOUBLE_SETTING", "")
         super().__init__(config, ModelFacts(PAD, (EOS,), VOCAB, CONTEXT))
 
@@ -106,12 +110,17 @@ class DoubleGeneration(GenerationBackend):
 
     def _completion(self, row: int, ids: list[int], prompts: Any, sampling: Any) -> Completion:
         if sampling.greedy:
-            new = [(ids[-1] + i) % 900 for i in range(1, 2 + len(ids))]
+            new = [(ids[-1] + i) % 900 for i in range(1, CONTEXT)]
         else:
             generator = torch.Generator().manual_seed(int(prompts.seeds[row]))
             new = torch.randint(2, 900, (len(ids),), generator=generator).tolist()
-        new = new[: int(prompts.budgets[row])]
-        return Completion(row, new, [-float(self.weight[0])] * len(new), True)
+        new = new[: int(prompts.budgets[row]) + (self.fault == "overrun")]
+        logprobs = [-float(self.weight[0])] * len(new)
+        if self.fault == "drift":
+            logprobs[0] -= 1.0
+        if self.fault == "other token":
+            new[0] += 5
+        return Completion(row, new, logprobs, self.fault != "unmarked")
 
     def _fail(self, ids: list[int]) -> None:
         if RAISE_FOREIGN in ids:

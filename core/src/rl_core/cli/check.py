@@ -1,0 +1,144 @@
+"""``rl check logprobs|max-model-len|generation-consistency``: diagnostics of a model."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["main"]
+
+
+def main(argv: list[str]) -> int:
+    """Runs ``rl check`` with the arguments after these words; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="rl check",
+        description="Run a diagnostic on a model. Exits with 1 if it fails.",
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    logprobs = commands.add_parser(
+        "logprobs", help="do trainer and engine give the same tokens the same log-probs"
+    )
+    logprobs.add_argument("--policy", default="hf", metavar="NAME", help="the trainer")
+    logprobs.add_argument("--policy-config", **_JSON, help="further keys of its configuration")
+    logprobs.add_argument("--rows", type=int, default=16, help="prompts of random tokens")
+    logprobs.add_argument("--max-new-tokens", type=int, default=64)
+    context = commands.add_parser("max-model-len", help="does the engine keep to its context")
+    context.add_argument("--max-model-len", type=int, default=32, help="the limit to set")
+    decoding = commands.add_parser(
+        "generation-consistency", help="does decoding agree with prefill over long outputs"
+    )
+    decoding.add_argument("--max-new-tokens", type=int, default=256)
+    for command, run in (
+        (logprobs, _logprobs),
+        (context, _max_model_len),
+        (decoding, _generation_consistency),
+    ):
+        command.add_argument("model", help="directory (or hub name) of the checkpoint")
+        command.add_argument("--generation", default="hf", metavar="NAME", help="the engine")
+        command.add_argument(
+            "--generation-config", **_JSON, help="further keys of its configuration"
+        )
+        command.add_argument("--json", action="store_true", help="print JSON")
+        command.set_defaults(run=run)
+    for command in (logprobs, decoding):
+        command.add_argument("--threshold", type=float, default=1.05, help="of mean exp(|error|)")
+    options = parser.parse_args(argv)
+    result, facts = options.run(options)
+    if options.json:
+        document = {"passed": result.passed, **dataclasses.asdict(result)}
+        print(json.dumps(document, indent=2))
+    else:
+        _print(result.passed, facts)
+    return int(not result.passed)
+
+
+def _object(text: str) -> dict[str, Any]:
+    found = json.loads(text)
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(f"not a JSON object: {text}")
+    return found
+
+
+_JSON: dict[str, Any] = {"type": _object, "default": {}, "metavar": "JSON"}
+
+
+def _logprobs(options: argparse.Namespace) -> tuple[Any, dict[str, str]]:
+    from rl_core.checks import measure_log_probability_consistency, random_prompts
+    from rl_core.plugins.factory import create_generation, create_policy
+
+    generation = {"backend": options.generation, "model_name": options.model}
+    generation |= {"max_new_tokens": options.max_new_tokens, **options.generation_config}
+    policy = {"backend": options.policy, "model_name": options.model, **options.policy_config}
+    with ExitStack() as stack:
+        engine: Any = create_generation(generation)
+        stack.callback(engine.shutdown)
+        trainer = create_policy(policy)
+        stack.callback(trainer.shutdown)
+        facts = engine.facts
+        lengths = [1 + row % (facts.max_model_len // 2) for row in range(options.rows)]
+        prompts = random_prompts(facts.vocab_size, lengths, avoid=facts.pad_token_id)
+        result = measure_log_probability_consistency(trainer, engine, prompts, options.threshold)
+    lines = {"error": f"{result.error:.6f}, must be below {result.threshold:g}"}
+    for mode, agreement in (("greedy", result.greedy), ("sampled", result.sampled)):
+        lines[mode] = _describe(agreement) if agreement else "cannot be compared"
+    return result, lines
+
+
+def _max_model_len(options: argparse.Namespace) -> tuple[Any, dict[str, str]]:
+    from rl_core.checks import test_max_model_len_respected
+
+    result = test_max_model_len_respected(
+        options.model,
+        backend=options.generation,
+        max_model_len=options.max_model_len,
+        **options.generation_config,
+    )
+    pairs = zip(result.prompt_lengths, result.total_lengths, strict=True)
+    rows = ", ".join(f"{length} -> {total}" for length, total in pairs)
+    lines = {"limit": f"{result.max_model_len} tokens", "rows": rows}
+    return result, lines | {f"problem {i + 1}": text for i, text in enumerate(result.problems)}
+
+
+def _generation_consistency(options: argparse.Namespace) -> tuple[Any, dict[str, str]]:
+    from rl_core.checks import test_generation_consistency
+
+    result = test_generation_consistency(
+        options.model,
+        backend=options.generation,
+        max_new_tokens=options.max_new_tokens,
+        threshold=options.threshold,
+        **options.generation_config,
+    )
+    return result, {
+        "error": f"{result.agreement.error:.6f}, must be below {result.threshold:g}",
+        "decode against prefill": _describe(result.agreement),
+        "same tokens": f"{result.same_tokens:.1%}, must reach {result.min_same_tokens:.0%}",
+        "longest output": f"{result.tokens_generated} tokens",
+    }
+
+
+def _describe(agreement: Any) -> str:
+    return (
+        f"mean exp(|d|) {agreement.error:.6f}, mean |d| {agreement.mean:.2e}, "
+        f"max |d| {agreement.max:.2e}, {agreement.tokens} tokens, "
+        f"worst row {agreement.worst_row} ({agreement.row_errors[agreement.worst_row]:.6f})"
+    )
+
+
+def _print(passed: bool, facts: Mapping[str, str]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table.grid(padding=(0, 2))
+    for key, value in facts.items():
+        table.add_row(Text(key, style="dim"), Text(value))
+    console = Console(highlight=False)
+    console.print(table)
+    console.print(Text("passed", "bold green") if passed else Text("failed", "bold red"))

@@ -1,0 +1,193 @@
+"""The diagnostics: what they measure, and that they fail where they must."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from cluster_doubles import DoubleGeneration
+
+from rl_core.batch import BatchedDataDict
+from rl_core.checks import (
+    Agreement,
+    measure_log_probability_consistency,
+    random_prompts,
+    test_generation_consistency,
+    test_max_model_len_respected,
+    validate_log_probability_consistency,
+)
+from rl_core.cli import main
+from rl_core.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from conftest import Install
+
+
+class ShiftedScores:
+    """A test double of a policy: scores every token ``-1 + shift``; the engine's are -1."""
+
+    def __init__(self, shift: float = 0.0, **config: Any) -> None:
+        self.shift, self.config = shift, config
+
+    def get_logprobs(self, data: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
+        return BatchedDataDict({"logprobs": torch.full(data["input_ids"].shape, -1.0 + self.shift)})
+
+
+def policy(shift: float = 0.0, **config: Any) -> Any:
+    return ShiftedScores(shift, **config)
+
+
+def engine(**config: Any) -> DoubleGeneration:
+    return DoubleGeneration("none", max_new_tokens=4, **config)
+
+
+PROMPTS = random_prompts(900, [1, 5, 3])
+
+
+# -- log-probs -------------------------------------------------------------------------------------
+
+
+def test_equal_scores_have_error_one() -> None:
+    result = measure_log_probability_consistency(policy(), engine(), PROMPTS)
+    assert result.greedy is not None
+    assert (result.error, result.greedy.max, result.greedy.tokens) == (1.0, 0.0, 12)
+    assert result.passed
+
+
+@pytest.mark.parametrize("shift", [0.3, -0.3])
+def test_the_error_is_the_mean_exponential_of_the_distance(shift: float) -> None:
+    result = measure_log_probability_consistency(policy(shift), engine(), PROMPTS)
+    assert result.error == pytest.approx(math.exp(0.3))
+
+
+def test_the_error_must_be_below_the_threshold() -> None:
+    arguments = (policy(0.1), engine(), PROMPTS)
+    assert validate_log_probability_consistency(*arguments, threshold=1.2)
+    assert not validate_log_probability_consistency(*arguments, threshold=1.1)
+
+
+def test_a_score_that_is_not_a_number_fails() -> None:
+    assert not validate_log_probability_consistency(policy(math.nan), engine(), PROMPTS)
+
+
+def test_prompts_without_room_are_an_error_not_a_pass() -> None:
+    full = random_prompts(900, [64])
+    with pytest.raises(DataError, match="nothing to compare"):
+        validate_log_probability_consistency(policy(), engine(), full)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"temperature": 0.5}, "of temperature 0.5, the policy's of 1"),
+        ({"top_k": 3}, "top_k=3"),
+        ({"top_p": 0.9}, "top_p=0.9"),
+        ({"repetition_penalty": 1.1}, "repetition_penalty=1.1"),
+    ],
+)
+def test_an_engine_of_another_distribution_is_refused(config: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        validate_log_probability_consistency(policy(), engine(**config), PROMPTS)
+
+
+def test_raw_log_probs_are_not_those_of_a_tempered_policy() -> None:
+    with pytest.raises(ConfigError, match="of temperature 1, the policy's of 2"):
+        validate_log_probability_consistency(
+            policy(temperature=2.0), engine(temperature=2.0, logprobs_mode="raw"), PROMPTS
+        )
+
+
+def test_at_another_temperature_only_sampled_rows_are_compared() -> None:
+    result = measure_log_probability_consistency(
+        policy(temperature=2.0), engine(temperature=2.0), PROMPTS
+    )
+    assert result.greedy is None
+    assert result.sampled is not None
+
+
+def test_an_engine_that_never_samples_is_compared_on_greedy_rows() -> None:
+    result = measure_log_probability_consistency(policy(), engine(do_sample=False), PROMPTS)
+    assert result.sampled is None
+    assert result.greedy is not None
+
+
+def test_only_counted_tokens_matter_and_the_worst_row_is_named() -> None:
+    one = torch.tensor([[5.0, -1.0, 0.0], [0.0, -1.0, -1.0], [9.0, 9.0, 9.0]])
+    other = torch.tensor([[0.0, -1.0, 0.0], [0.0, -1.5, -1.0], [0.0, 0.0, 0.0]])
+    counted = torch.tensor([[False, True, False], [False, True, True], [False] * 3])
+    found = Agreement.between(one, other, counted)
+    assert found.row_errors == pytest.approx((1.0, (math.exp(0.5) + 1) / 2, 1.0))
+    assert (found.worst_row, found.tokens, found.max) == (1, 3, 0.5)
+
+
+# -- the engine alone ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def double(install: Install) -> str:
+    install("rl-double", {"rl_core.backends": {"double": "cluster_doubles:BACKEND"}})
+    return "double"
+
+
+def test_a_limit_that_holds_passes(double: str) -> None:
+    result = test_max_model_len_respected("none", backend=double, max_model_len=16)
+    assert result.passed
+    assert result.prompt_lengths == (1, 8, 15, 16)
+    assert result.total_lengths == (16, 16, 16, 16)
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"), [("overrun", "8 tokens grew to 17"), ("unmarked", "not marked as truncated")]
+)
+def test_a_limit_that_does_not_hold_fails(double: str, fault: str, said: str) -> None:
+    result = test_max_model_len_respected("none", backend=double, max_model_len=16, fault=fault)
+    assert not result.passed
+    assert said in " ".join(result.problems)
+
+
+def test_decoding_that_agrees_with_prefill_passes(double: str) -> None:
+    result = test_generation_consistency("none", backend=double, max_new_tokens=30)
+    assert result.passed
+    assert (result.tokens_generated, result.agreement.tokens) == (30, 4 * 16)
+
+
+def test_log_probs_that_differ_from_prefill_fail(double: str) -> None:
+    result = test_generation_consistency("none", backend=double, fault="drift")
+    assert result.agreement.error > 2.0
+    assert not result.passed
+
+
+def test_tokens_that_differ_from_prefill_fail(double: str) -> None:
+    result = test_generation_consistency("none", backend=double, fault="other token")
+    assert result.same_tokens < 0.5
+    assert not result.passed
+
+
+def test_the_checks_are_not_collected_as_tests() -> None:
+    for check in (test_max_model_len_respected, test_generation_consistency):
+        assert vars(check)["__test__"] is False
+
+
+# -- rl check --------------------------------------------------------------------------------------
+
+
+def test_the_command_prints_figures_and_exits_with_zero(
+    double: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", "max-model-len", "none", "--generation", double]) == 0
+    printed = capsys.readouterr().out
+    assert "32 -> 32" in printed
+    assert "passed" in printed
+
+
+def test_the_command_exits_with_one_and_prints_json(
+    double: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--generation", double, "--generation-config", '{"fault": "drift"}', "--json"]
+    assert main(["check", "generation-consistency", "none", *arguments]) == 1
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["passed"] is False
+    assert printed["agreement"]["error"] > 2.0
