@@ -1,1 +1,182 @@
-"""TBD."""
+"""D1 to D5: what is known of a backend before it runs, and how it fails."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+from rl_conformance.expect import raises, require
+from rl_conformance.outcome import Status
+from rl_conformance.registry import check, checks_of
+from rl_core.errors import ConfigError, MissingEngineError, WorkerError
+from rl_core.plugins.config import config_keys
+from rl_core.plugins.discovery import check_engine, load_object
+from rl_core.plugins.manifest import EngineRequirement
+from rl_core.plugins.registry import find_backend
+from rl_core.plugins.validation import manifest_problems
+
+if TYPE_CHECKING:
+    from rl_conformance.context import Context
+
+#: Lists the backends where the given modules cannot be imported, and says what was imported.
+_LISTING = """
+import importlib.abc, json, sys
+hidden = set(json.loads(sys.argv[1]))
+class Hide(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in hidden:
+            raise ModuleNotFoundError(f"{name} is hidden", name=name)
+sys.meta_path.insert(0, Hide())
+from rl_core.plugins.discovery import list_backends
+found = {item.provider.name: item.manifest is not None for item in list_backends()}
+print(json.dumps({"found": found, "loaded": sorted(hidden & set(sys.modules))}))
+"""
+
+
+def _require_installed(ctx: Context) -> str:
+    if not ctx.target.installed:
+        ctx.not_run("the backend is not installed under a name", excused=True)
+    return ctx.target.name.rpartition(":")[2]
+
+
+@check("D1")
+def listed_without_its_engine(ctx: Context) -> None:
+    """Its manifest loads where torch, ray and the engine cannot be imported."""
+    name = _require_installed(ctx)
+    hidden = ["torch", "ray", *_engine_modules(ctx.manifest.engine)]
+    listing = subprocess.run(  # noqa: S603 - this interpreter, our own script
+        [sys.executable, "-c", _LISTING, json.dumps(hidden)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    require(not listing.returncode, f"the listing failed: {listing.stderr}")
+    answer = json.loads(listing.stdout)
+    require(answer["found"].get(name), f"{name} was not listed whole: {answer['found']}")
+    require(not answer["loaded"], f"the listing imported {answer['loaded']}")
+
+
+def _engine_modules(engine: EngineRequirement) -> list[str]:
+    """Top-level modules that the engine's distributions install."""
+    from importlib.metadata import packages_distributions
+
+    wanted = {name.lower() for name in engine.distributions}
+    return [
+        module
+        for module, owners in packages_distributions().items()
+        if wanted & {owner.lower() for owner in owners}
+    ]
+
+
+@check("D2")
+def the_manifest_is_complete(ctx: Context) -> None:
+    """Kinds, factories, configurations, capabilities, engine: nothing is missing."""
+    problems = manifest_problems(ctx.manifest, ctx.target.name.rpartition(":")[2])
+    require(not problems, "; ".join(problems))
+
+
+@check("D2")
+def factories_and_configurations_load(ctx: Context) -> None:
+    """Every factory has from_config, every configuration is a TypedDict with the common keys."""
+    for kind, reference in ctx.manifest.factories.items():
+        factory = load_object(reference)
+        require(callable(getattr(factory, "from_config", None)), f"{reference} has no from_config")
+        keys = config_keys(load_object(ctx.manifest.configs[kind]))
+        require({"backend", "model_name"} <= keys.keys(), f"{kind}: lacks common keys")
+
+
+@check("D3", timeout_s=900.0)
+def declares_what_it_does(ctx: Context) -> None:
+    """Each full capability passes its checks, each other one is refused cleanly."""
+    wrong, looked_at = [], set()
+    for each in checks_of():
+        if each.capability is None or each.clause.id == "D3":
+            continue
+        looked_at.add(each.capability)
+        outcome = ctx.outcome_of(each)
+        if outcome.status.bad or outcome.status is Status.KNOWN_FAILURE:
+            wrong.append(f"{each.capability} ({outcome.check}): {outcome.status}")
+    declared = {name for found in ctx.manifest.capabilities.values() for name in found}
+    require(declared <= looked_at, f"no check looks at {sorted(declared - looked_at)}")
+    require(not wrong, "; ".join(wrong))
+
+
+_KINDS: dict[str, dict[str, Any]] = {
+    "generation": {"kind": "generation"},
+    "policy": {"kind": "policy"},
+}
+
+
+def _offered(ctx: Context, kind: str) -> dict[str, Any]:
+    """A configuration that is right but for a model that is not there."""
+    if kind not in ctx.manifest.kinds:
+        ctx.not_run(f"the backend offers no {kind}", excused=True)
+    return {"backend": ctx.target.name, "model_name": str(ctx.directory() / "no-such-model")}
+
+
+@check("D4", cases=_KINDS)
+def an_unknown_key_is_named(ctx: Context, kind: str) -> None:
+    """ConfigError names the key, the nearest match and the allowed ones, before loading."""
+    config, make = _offered(ctx, kind), getattr(ctx.target, f"make_{kind}")
+    with raises(ConfigError, "modelname", "model_name") as caught:
+        make({**config, "modelname": "x"})
+    listed = [key for key in ctx.target.config_keys[kind] if key in str(caught.error)]
+    require(len(listed) > 3, f"the allowed keys are not listed: {caught.error}")
+    require(caught.error.details["key"] == "modelname", "details do not name the key")
+
+
+@check("D4", cases=_KINDS)
+def an_ill_typed_value_is_named(ctx: Context, kind: str) -> None:
+    """ConfigError names the key and what it should be, before loading."""
+    config, make = _offered(ctx, kind), getattr(ctx.target, f"make_{kind}")
+    with raises(ConfigError, "model_name"):
+        make({**config, "model_name": 7})
+    with raises(ConfigError, "temperature"):
+        make({**config, "temperature": "warm"})
+
+
+@check("D4", cases=_KINDS)
+def a_missing_model_is_named(ctx: Context, kind: str) -> None:
+    """A path that is not there raises an error naming it."""
+    config, make = _offered(ctx, kind), getattr(ctx.target, f"make_{kind}")
+    with raises(ValueError, "no-such-model"):
+        make(config)
+
+
+@check("D4")
+def a_missing_engine_comes_with_its_command(ctx: Context) -> None:
+    """The error has the pip command that installs the engine."""
+    name = _require_installed(ctx)
+    engine = EngineRequirement(("no-such-engine-of-rl-conformance",), ">=1", "engine")
+    manifest = dataclasses.replace(ctx.manifest, engine=engine)
+    with raises(MissingEngineError, "pip install", "[engine]", name):
+        check_engine(find_backend(ctx.target.name), manifest)
+
+
+@check("D5", modules=("ray",), timeout_s=300.0)
+def a_workers_exception_arrives_with_its_traceback(ctx: Context) -> None:
+    """It is a WorkerError and an error of its own class, with the remote traceback as text."""
+    from rl_core.cluster import RayVirtualCluster
+    from rl_core.plugins.factory import create_generation, create_policy
+
+    _require_installed(ctx)
+    kind = ctx.manifest.kinds[0]
+    create = {"generation": create_generation, "policy": create_policy}[kind]
+    config = ctx.target.base_config(kind, ctx.settings.dtype, ctx.settings.device)
+    data = ctx.prompts(4, 4)
+    data["input_ids"][1] = data["input_ids"][1].roll(1)
+    data["input_lengths"][1] = 0
+    with RayVirtualCluster([1], use_gpus=ctx.settings.device == "cuda") as cluster:
+        backend: Any = ctx.closing(create({**config, "model_name": str(ctx.model())}, cluster))
+        with raises(WorkerError, "row 1") as caught:
+            if kind == "generation":
+                backend.prepare_for_generation()
+                backend.generate(data, greedy=True)
+            else:
+                backend.get_logprobs(data)
+        require(isinstance(caught.error, ValueError), "it is not also an error of its own class")
+        require("Traceback" in caught.error.remote_traceback, "the remote traceback is missing")
+        backend.shutdown()

@@ -1,0 +1,261 @@
+"""Backends in processes of their own, which can be killed.
+
+A peer is ``python -m rl_conformance.peers``, driven by lines of JSON over two pipes; nothing that
+crosses is unpickled on either side.
+"""
+
+from __future__ import annotations
+
+import base64
+import concurrent.futures
+import json
+import os
+import signal
+import subprocess
+import sys
+from typing import IO, TYPE_CHECKING, Any, Self
+from unittest import mock
+
+import torch
+
+from rl_conformance.batches import pad_rows
+from rl_conformance.target import Target
+from rl_core.batch import BatchedDataDict
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from rl_conformance.context import Context
+
+__all__ = ["PeerGoneError", "RemoteGeneration", "RemotePolicy"]
+
+#: Seconds within which a peer must start or answer.
+_ANSWER_S = 90.0
+
+
+class PeerGoneError(Exception):
+    """The peer's process ended."""
+
+
+class _Peer:
+    """A backend in a process of its own.
+
+    Args:
+        ctx: Says which backend.
+        kind: ``"generation"`` or ``"policy"``.
+        config: Its configuration.
+    """
+
+    def __init__(self, ctx: Context, kind: str, config: dict[str, Any]) -> None:
+        reference = kind not in ctx.manifest.kinds or not ctx.target.installed
+        name = "" if reference else ctx.target.name
+        spec = {
+            "backend": name,
+            "kind": kind,
+            "dtype": ctx.settings.dtype,
+            "device": ctx.settings.device,
+            "config": config,
+        }
+        to_read, to_write = os.pipe(), os.pipe()
+        self.process = subprocess.Popen(  # noqa: S603 - this interpreter, this module
+            [sys.executable, "-m", __name__, str(to_read[0]), str(to_write[1])],
+            pass_fds=(to_read[0], to_write[1]),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        os.close(to_read[0])
+        os.close(to_write[1])
+        self._out, self._in = os.fdopen(to_read[1], "w"), os.fdopen(to_write[0])
+        self._pool = concurrent.futures.ThreadPoolExecutor(1)
+        self.ask(**spec)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def ask(self, **command: Any) -> Any:
+        """The peer's answer; an error of the peer is raised here."""
+        return self.begin(**command).result(_ANSWER_S)
+
+    def begin(self, **command: Any) -> concurrent.futures.Future[Any]:
+        """A future of the peer's answer."""
+        return self._pool.submit(self._exchange, command)
+
+    def _exchange(self, command: dict[str, Any]) -> Any:
+        try:
+            print(json.dumps(command), file=self._out, flush=True)
+        except BrokenPipeError as error:
+            raise PeerGoneError("the peer is gone") from error
+        line = self._in.readline()
+        if not line:
+            raise PeerGoneError("the peer ended without an answer")
+        answer = json.loads(line)
+        if "error" in answer:
+            import rl_core.errors
+
+            kind = getattr(rl_core.errors, answer["error"], RuntimeError)
+            raise kind(answer["message"])
+        return answer["value"]
+
+    def close(self) -> None:
+        """Kills the process, if it is still there."""
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait(_ANSWER_S)
+        self._pool.shutdown()
+        for stream in (self._in, self._out, self.process.stderr):
+            if stream is not None:
+                try:
+                    stream.close()
+                except BrokenPipeError:
+                    continue
+
+
+class RemoteGeneration(_Peer):
+    """A generation backend in its own process, awake, with the methods that a refit calls."""
+
+    def __init__(self, ctx: Context, **config: Any) -> None:
+        config = {"model_name": str(ctx.model()), "max_new_tokens": 8, **config}
+        super().__init__(ctx, "generation", config)
+
+    @property
+    def weights_version(self) -> int:
+        """See :class:`rl_core.interfaces.GenerationInterface`."""
+        return int(self.ask(do="version"))
+
+    def prepare_refit_info(self, info: dict[str, Any]) -> None:
+        """See :class:`rl_core.interfaces.GenerationInterface`."""
+        self.ask(do="prepare", info=info)
+
+    def update_weights_via_ipc_zmq(self, **options: Any) -> list[concurrent.futures.Future[Any]]:
+        """See :class:`rl_core.interfaces.GenerationInterface`."""
+        return [self.begin(do="receive", options=options)]
+
+    def die_at(self, method: str, count: int) -> None:
+        """Kills the process with SIGKILL at the given call of a method of its sink."""
+        self.ask(do="die", method=method, count=count)
+
+    def generate(self, data: BatchedDataDict[Any], greedy: bool) -> BatchedDataDict[Any]:
+        """See :class:`rl_core.interfaces.GenerationInterface`; only the keys that are compared."""
+        lengths = data["input_lengths"].tolist()
+        rows = [row[:n] for row, n in zip(data["input_ids"].tolist(), lengths, strict=True)]
+        answer = self.ask(do="generate", rows=rows, greedy=greedy)
+        return BatchedDataDict({key: torch.tensor(value) for key, value in answer.items()})
+
+
+class RemotePolicy(_Peer):
+    """A policy in its own process, with the methods that a refit calls."""
+
+    def __init__(self, ctx: Context, **config: Any) -> None:
+        super().__init__(ctx, "policy", {"model_name": str(ctx.model()), **config})
+
+    def prepare_refit_info(self) -> dict[str, Any]:
+        """See :class:`rl_core.interfaces.ColocatablePolicyInterface`."""
+        info: dict[str, Any] = self.ask(do="info")
+        return info
+
+    def stream_weights_via_ipc_zmq(self, **options: Any) -> list[concurrent.futures.Future[Any]]:
+        """See :class:`rl_core.interfaces.ColocatablePolicyInterface`."""
+        return [self.begin(do="stream", options=options)]
+
+    def die_at_tensor(self, count: int) -> None:
+        """Kills the process with SIGKILL when its source has yielded so many tensors."""
+        self.ask(do="die", method="tensors", count=count)
+
+
+# -- the peer's side ---------------------------------------------------------------------------
+
+
+def _serve(commands: IO[str], answers: IO[str]) -> None:
+    backend: Any = None
+    for line in commands:
+        command = json.loads(line)
+        try:
+            if backend is None:
+                backend = _build(command)
+                answer: dict[str, Any] = {"value": None}
+            else:
+                answer = {"value": _ACTIONS[command.pop("do")](backend, **command)}
+        except Exception as error:  # noqa: BLE001 - it is raised again on the other side
+            answer = {"error": type(error).__name__, "message": str(error)}
+        print(json.dumps(answer, default=_plain), file=answers, flush=True)
+
+
+def _plain(value: Any) -> Any:
+    return base64.b64encode(value).decode() if isinstance(value, bytes) else str(value)
+
+
+def _build(spec: dict[str, Any]) -> Any:
+    from rl_conformance.reference import reference_target
+
+    kind = spec["kind"]
+    target = Target.find(spec["backend"]) if spec["backend"] else reference_target()
+    base = target.base_config(kind, spec["dtype"], spec["device"])
+    backend = getattr(target, f"make_{kind}")(base | spec["config"])
+    if kind == "generation":
+        backend.prepare_for_generation()
+    return backend
+
+
+def _generate(backend: Any, rows: list[list[int]], greedy: bool) -> dict[str, Any]:
+    output = backend.generate(pad_rows(rows), greedy=greedy)
+    return {k: v.tolist() for k, v in output.items() if isinstance(v, torch.Tensor)}
+
+
+def _wait(futures: list[Any], deadline_s: float) -> Any:
+    from rl_core.futures import wait
+
+    return wait(futures, deadline_s + 10)[0]
+
+
+def _receive(backend: Any, options: dict[str, Any]) -> Any:
+    futures = backend.update_weights_via_ipc_zmq(**options)
+    return _wait(futures, float(options.get("deadline_s", _ANSWER_S)))
+
+
+def _stream(backend: Any, options: dict[str, Any]) -> Any:
+    futures = backend.stream_weights_via_ipc_zmq(**options)
+    return _wait(futures, float(options.get("deadline_s", _ANSWER_S)))
+
+
+def _die(backend: Any, method: str, count: int) -> None:
+    """Puts a SIGKILL into a method of the backend's sink, or between two tensors of its source."""
+    calls = iter(range(1 << 30))
+
+    def perhaps() -> None:
+        if next(calls) == count:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    owner = backend.weight_source() if method == "tensors" else backend.weight_sink()
+    original = getattr(type(owner), method)
+
+    def dying(*args: Any, **kwargs: Any) -> Any:
+        perhaps()
+        return original(*args, **kwargs)
+
+    def dying_source(*args: Any, **kwargs: Any) -> Iterator[Any]:
+        for item in original(*args, **kwargs):
+            perhaps()
+            yield item
+
+    fault = dying_source if method == "tensors" else dying
+    mock.patch.object(type(owner), method, fault).start()
+
+
+_ACTIONS: dict[str, Callable[..., Any]] = {
+    "version": lambda backend: backend.weights_version,
+    "prepare": lambda backend, info: backend.prepare_refit_info(info),
+    "receive": _receive,
+    "generate": _generate,
+    "info": lambda backend: backend.prepare_refit_info(),
+    "stream": _stream,
+    "die": _die,
+}
+
+
+if __name__ == "__main__":
+    with os.fdopen(int(sys.argv[1])) as given, os.fdopen(int(sys.argv[2]), "w") as taken:
+        _serve(given, taken)

@@ -1,0 +1,100 @@
+"""What the refit checks have in common."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rl_conformance.batches import generated_mask
+from rl_conformance.expect import require
+from rl_conformance.weights import engine_weights, policy_weights, same_weights
+from rl_core.batch import BatchedDataDict
+from rl_core.refit import refit
+
+if TYPE_CHECKING:
+    from rl_conformance.context import Context
+    from rl_core.interfaces import ColocatablePolicyInterface, GenerationInterface
+    from rl_core.refit import RefitReport
+
+__all__ = ["DEADLINE_S", "agree", "equal", "greedy", "odd_tensors", "run_refit", "unequal_pair"]
+
+#: Seconds that a refit of a tiny model may take before a check calls it hung.
+DEADLINE_S = 30.0
+
+
+def unequal_pair(
+    ctx: Context, **config: Any
+) -> tuple[ColocatablePolicyInterface, GenerationInterface]:
+    """A policy and an engine, awake, with different weights."""
+    policy = ctx.fresh_policy(model_name=str(ctx.model("qwen2", seed=1)))
+    generation = ctx.fresh_generation(model_name=str(ctx.model("qwen2", seed=0)), **config)
+    generation.prepare_for_generation()
+    return policy, generation
+
+
+def run_refit(policy: Any, generation: Any, **options: Any) -> RefitReport:
+    """A refit with the checks' deadline."""
+    return refit(policy, generation, **({"deadline_s": DEADLINE_S} | options))
+
+
+def equal(policy: ColocatablePolicyInterface, generation: GenerationInterface) -> None:
+    """Fails unless what the engine holds is the policy's, bit for bit, in the engine's dtype."""
+    theirs, ours = policy_weights(policy), engine_weights(generation)
+    expected = {
+        name: tensor.to(ours[name].dtype) if name in ours else tensor
+        for name, tensor in theirs.items()
+    }
+    same_weights(ours, expected, "engine")
+
+
+def greedy(ctx: Context, generation: GenerationInterface) -> BatchedDataDict[Any]:
+    """The engine's greedy output for fixed prompts."""
+    return generation.generate(ctx.prompts(5, 9, 3), greedy=True)
+
+
+def agree(
+    ctx: Context, policy: ColocatablePolicyInterface, generation: GenerationInterface
+) -> None:
+    """Fails unless the engine's greedy log-probs are the policy's, within tolerance."""
+    data, output = ctx.prompts(5, 9, 3), greedy(ctx, generation)
+    sequences = BatchedDataDict[Any](
+        {
+            "input_ids": output["output_ids"],
+            "input_lengths": output["unpadded_sequence_lengths"],
+        }
+    )
+    policy.prepare_for_lp_inference()
+    inside = generated_mask(data, output)
+    require(inside.any(), "nothing was generated")
+    expected = policy.get_logprobs(sequences)["logprobs"]
+    ctx.measure_error(output["logprobs"][inside], expected[inside])
+
+
+def odd_tensors(seed: int) -> dict[str, torch.Tensor]:
+    """Every shape and dtype that makes a careless transfer stumble.
+
+    Tied, strided, transposed, 0-d and empty tensors, six dtypes, odd byte sizes.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    tied = normal(33, 7)
+    return {
+        "large": normal(300, 301),
+        "tied": tied,
+        "tied.again": tied,
+        "transposed": normal(13, 17).t(),
+        "strided": normal(40, 6)[::3, 1::2],
+        "scalar": normal(1)[0],
+        "empty": torch.empty(0, 4),
+        "half": normal(5, 3).half(),
+        "bfloat16": normal(7).bfloat16(),
+        "double": normal(3).double(),
+        "counter": torch.tensor(seed + 2**40),
+        "bytes": torch.arange(11, dtype=torch.uint8) + seed,
+        "flags": normal(9) > 0,
+        "last": normal(1, 1, 5),
+    }
