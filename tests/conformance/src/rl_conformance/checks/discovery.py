@@ -167,16 +167,17 @@ def a_workers_exception_arrives_with_its_traceback(ctx: Context) -> None:
     create = {"generation": create_generation, "policy": create_policy}[kind]
     config = ctx.target.base_config(kind, ctx.settings.dtype, ctx.settings.device)
     data = ctx.prompts(4, 4)
-    data["input_ids"][1] = data["input_ids"][1].roll(1)
     data["input_lengths"][1] = 0
     with RayVirtualCluster([1], use_gpus=ctx.settings.device == "cuda") as cluster:
-        backend: Any = ctx.closing(create({**config, "model_name": str(ctx.model())}, cluster))
-        with raises(WorkerError, "row 1") as caught:
-            if kind == "generation":
-                backend.prepare_for_generation()
-                backend.generate(data, greedy=True)
-            else:
-                backend.get_logprobs(data)
-        require(isinstance(caught.error, ValueError), "it is not also an error of its own class")
-        require("Traceback" in caught.error.remote_traceback, "the remote traceback is missing")
-        backend.shutdown()
+        backend: Any = create({**config, "model_name": str(ctx.model())}, cluster)
+        try:
+            with raises(WorkerError, "row 1") as caught:
+                if kind == "generation":
+                    backend.prepare_for_generation()
+                    backend.generate(data, greedy=True)
+                else:
+                    backend.get_logprobs(data)
+        finally:
+            backend.shutdown()
+    require(isinstance(caught.error, ValueError), "it is not also an error of its own class")
+    require("Traceback" in caught.error.remote_traceback, "the remote traceback is missing")

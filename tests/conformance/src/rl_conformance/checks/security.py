@@ -1,1 +1,209 @@
-"""TBD."""
+"""S1 to S3: what a stranger can do, and what a model repository can."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+import stat
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import zmq
+
+from rl_conformance.doubles import TensorEngine, TensorPolicy
+from rl_conformance.expect import raises, require
+from rl_conformance.peers import RemotePolicy
+from rl_conformance.refits import DEADLINE_S, odd_tensors, run_refit
+from rl_conformance.registry import check
+from rl_conformance.weights import same_weights
+from rl_core.errors import ConfigError, RefitProtocolError, RLError
+from rl_core.refit import messages
+from rl_core.refit.transports.memory import SharedRegion
+
+if TYPE_CHECKING:
+    from rl_conformance.context import Context
+
+
+class _Bomb:
+    """Fault: bytes that create a file when they are unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.path),)
+
+
+_TOKEN = "of the checks"
+
+
+def _authentic(body: bytes) -> bytes:
+    """A frame with the right code around any bytes."""
+    return messages.Codec[Any](object, _TOKEN)._code(body) + body
+
+
+_FRAMES: dict[str, Any] = {
+    "empty": b"",
+    "short": b"0123456789abcdef",
+    "unsigned": b"x" * 64,
+    "truncated": messages.Codec[Any](object, _TOKEN).encode(messages.Seal("s", "d"))[:-3],
+    "oversized": b"x" * (messages.MAX_FRAME_BYTES + 1),
+    "no_msgpack": _authentic(b"\xc1" * 9),
+    "unknown_message": _authentic(b"\x81\xa4type\xa4Nope"),
+    "nested": _authentic(b"\x91" * 100_000),
+}
+
+
+@check("S1", cases={name: {"frame": frame} for name, frame in _FRAMES.items()}, needs=())
+def a_malformed_frame_is_refused(ctx: Context, frame: bytes) -> None:
+    """Both directions raise RefitProtocolError, whatever the bytes."""
+    for kind in (messages.FromSender, messages.FromReceiver):
+        with raises(RefitProtocolError):
+            messages.Codec[Any](kind, _TOKEN).decode(frame)
+
+
+@check("S1", needs=())
+def nothing_is_unpickled(ctx: Context) -> None:
+    """A pickle that would act when loaded is refused and does not act."""
+    path = ctx.directory() / "unpickled"
+    bomb = pickle.dumps(_Bomb(path))
+    with raises(RefitProtocolError):
+        messages.Codec[Any](messages.FromSender, _TOKEN).decode(_authentic(bomb))
+    engine = ctx.closing(TensorEngine(odd_tensors(2)))
+    policy = ctx.closing(TensorPolicy(odd_tensors(1)))
+    engine.prepare_refit_info(policy.prepare_refit_info())
+    with raises(RLError):
+        engine.receiver.load_handles({"protocol": messages.PROTOCOL, "frame": _authentic(bomb)})
+    require(not path.exists(), "the pickle was loaded")
+
+
+@check("S1")
+def malformed_refit_info_is_refused(ctx: Context) -> None:
+    """The engine refuses what is no description of tensors."""
+    generation = ctx.fresh_generation()
+    wrong: tuple[Any, ...] = ({}, {"protocol": 1}, {"protocol": 99, "tensors": []}, {"tensors": "x"})
+    for info in wrong:
+        with raises(RLError):
+            generation.prepare_refit_info(info)
+
+
+@check("S2", needs=())
+def a_stranger_on_the_socket_is_refused(ctx: Context) -> None:
+    """Frames from someone without the token neither join nor disturb a refit."""
+    policy = ctx.closing(TensorPolicy(odd_tensors(1)))
+    engine = ctx.closing(TensorEngine(odd_tensors(2)))
+    info = policy.prepare_refit_info()
+    context: zmq.Context[Any] = zmq.Context()
+    stranger = context.socket(zmq.DEALER)
+    try:
+        stranger.connect(info["channel"]["address"])
+        for frame in (b"", b"let me in", _authentic(b"\x80"), os.urandom(4096)):
+            stranger.send(frame)
+        stranger.send_multipart([b"several", b"parts"])
+        report = run_refit(policy, engine)
+    finally:
+        context.destroy(0)
+    require(report.receivers == 1, f"{report.receivers} receivers took part")
+    same_weights(engine.tensors, policy.tensors, "engine")
+
+
+@check("S2", needs=())
+def the_socket_is_in_a_private_directory(ctx: Context) -> None:
+    """Mode 0700, this user's, an unguessable name, and gone after close."""
+    policies = [TensorPolicy(odd_tensors(1)) for _ in range(2)]
+    directories = []
+    for policy in policies:
+        address = policy.prepare_refit_info()["channel"]["address"]
+        directories.append(Path(address.removeprefix("ipc://")).parent)
+    for policy, directory in zip(policies, directories, strict=True):
+        found = directory.stat()
+        require(found.st_uid == os.getuid(), f"{directory} is another user's")
+        require(stat.S_IMODE(found.st_mode) == 0o700, f"{directory} is {oct(found.st_mode)}")
+        policy.close()
+        require(not directory.exists(), f"{directory} is still there after close")
+    require(directories[0] != directories[1], "two senders share a directory")
+
+
+@check("S2", needs=())
+def tokens_are_unguessable(ctx: Context) -> None:
+    """At least 128 bits that are new for every sender."""
+    tokens = set()
+    for _ in range(3):
+        policy = ctx.closing(TensorPolicy(odd_tensors(1)))
+        tokens.add(policy.prepare_refit_info()["channel"]["token"])
+    require(len(tokens) == 3, "senders share a token")
+    require(min(map(len, tokens)) >= 32, f"a token of {min(map(len, tokens))} characters")
+
+
+@check("S2", needs=(), cases={"anonymous": {"named": False}, "named": {"named": True}})
+def shared_memory_is_private(ctx: Context, named: bool) -> None:
+    """Mode 0600 and this user's, with a name or without; a name goes with close."""
+    region = SharedRegion.create(4096, directory=str(ctx.directory()) if named else None)
+    path = Path(region.ref.path)
+    found = path.stat()
+    require(stat.S_IMODE(found.st_mode) == 0o600, f"{path} is {oct(found.st_mode)}")
+    require(found.st_uid == os.getuid(), f"{path} is another user's")
+    region.close()
+    require(not path.exists(), f"{path} is still there after close")
+
+
+@check("S2", timeout_s=180.0)
+def a_survivor_cleans_up_after_a_killed_trainer(ctx: Context) -> None:
+    """What a trainer killed by SIGKILL leaves is gone once the engine is shut down."""
+    generation = ctx.fresh_generation()
+    generation.prepare_for_generation()
+    with RemotePolicy(ctx) as policy:
+        info = policy.prepare_refit_info()
+        directory = Path(info["channel"]["address"].removeprefix("ipc://")).parent
+        require(directory.exists(), f"{directory} is not there while the trainer lives")
+        policy.die_at_tensor(1)
+        generation.prepare_refit_info(info)
+        policy.stream_weights_via_ipc_zmq(deadline_s=DEADLINE_S)
+        (receiving,) = generation.update_weights_via_ipc_zmq(deadline_s=DEADLINE_S)
+        require(receiving.exception(DEADLINE_S + 10), "a killed trainer committed a refit")
+    generation.shutdown()
+    require(not directory.exists(), f"{directory} is still there")
+
+
+_REMOTE = """
+import os
+os.mkdir({marker!r})
+from transformers import Qwen2Config, Qwen2ForCausalLM
+class RemoteConfig(Qwen2Config):
+    model_type = "remote-of-rl-conformance"
+class RemoteModel(Qwen2ForCausalLM):
+    config_class = RemoteConfig
+"""
+
+
+@check(
+    "S3",
+    cases={"generation": {"kind": "generation"}, "policy": {"kind": "policy"}},
+    needs=(),
+)
+def remote_code_does_not_run(ctx: Context, kind: str) -> None:
+    """A checkpoint that brings code raises ConfigError and its code is not imported."""
+    if kind not in ctx.manifest.kinds:
+        ctx.not_run(f"the backend offers no {kind}", excused=True)
+    path, marker = _with_remote_code(ctx)
+    with raises(ConfigError, "trust_remote_code"):
+        getattr(ctx, f"fresh_{kind}")(model_name=str(path))
+    require(not marker.exists(), "the repository's code was run")
+
+
+def _with_remote_code(ctx: Context) -> tuple[Path, Path]:
+    """A checkpoint whose configuration and model are classes of its own, and what they create."""
+    path, marker = ctx.directory() / "remote", ctx.directory() / "code-was-run"
+    shutil.copytree(ctx.model("qwen2"), path)
+    (path / "remote_code.py").write_text(_REMOTE.format(marker=str(marker)))
+    config = json.loads((path / "config.json").read_text())
+    config["model_type"] = "remote-of-rl-conformance"
+    config["architectures"] = ["RemoteModel"]
+    config["auto_map"] = {
+        "AutoConfig": "remote_code.RemoteConfig",
+        "AutoModelForCausalLM": "remote_code.RemoteModel",
+    }
+    (path / "config.json").write_text(json.dumps(config))
+    return path, marker
