@@ -158,8 +158,8 @@ def test_every_element_is_planned_once_aligned_and_inside_its_bucket(specs, buck
             assert segment.start % ALIGN == 0
             assert segment.start >= end
             end = segment.stop
-            assert end - segment.start == segment.count * dtype_of(segment.spec).itemsize
-            planned.setdefault(segment.spec.name, []).append((segment.offset, segment.count))
+            assert end - segment.start == segment.elements * dtype_of(segment.spec).itemsize
+            planned.setdefault(segment.spec.name, []).append((segment.offset, segment.elements))
         assert 0 < end <= bucket_bytes
     for spec in specs:
         position = 0

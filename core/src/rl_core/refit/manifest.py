@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -88,10 +88,14 @@ class WeightManifest:
         """Plain dicts, one per tensor, for ``prepare_refit_info``."""
         tied = {spec.alias_of for spec in self.tensors if spec.alias_of}
         return [
-            asdict(spec)
-            | {
+            {
+                "name": spec.name,
                 "shape": list(spec.shape),
+                "dtype": spec.dtype,
+                "role": spec.role,
                 "alias_group": spec.alias_of or (spec.name if spec.name in tied else None),
+                "alias_of": spec.alias_of,
+                "trainable": spec.trainable,
             }
             for spec in self.tensors
         ]
@@ -126,6 +130,8 @@ class WeightManifest:
         Raises:
             RefitProtocolError: A cast is not between plain floating-point dtypes.
         """
+        if not dtypes:
+            return self
         for name, dtype in dtypes.items():
             spec = self.by_name.get(name)
             if spec is None or not _castable(spec.dtype, dtype):
@@ -133,7 +139,7 @@ class WeightManifest:
                     f"manifest: {name} cannot be sent as {dtype}", phase="DISCOVER"
                 )
         return WeightManifest(
-            tuple(replace(s, dtype=dtypes.get(s.name, s.dtype)) for s in self.tensors)
+            tuple(replace(s, dtype=dtypes[s.name]) if s.name in dtypes else s for s in self.tensors)
         )
 
 

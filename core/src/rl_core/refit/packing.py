@@ -84,8 +84,7 @@ class Packer:
         parts = []
         for segment in bucket.segments:
             tensor = self._take(segment.spec.name)
-            target = data[segment.start : segment.stop].view(dtype_of(segment.spec))
-            copy_run(target, tensor, segment.offset)
+            copy_run(segment.of(data), tensor, segment.offset)
             if self._hashed:
                 part = xxhash.xxh3_128_digest(view[segment.start : segment.stop])
                 parts.append(part)
@@ -166,7 +165,7 @@ class Unpacker:
                     self._installed.setdefault(segment.spec.name, []).append((segment, part))
         self._touch()
         for segment in bucket.segments:
-            run = data[segment.start : segment.stop].view(dtype_of(segment.spec))
+            run = segment.of(data)
             for spec in self._targets[segment.spec.name]:
                 self._sink.write(spec.name, segment.offset, run.to(dtype_of(spec)), of=spec)
 

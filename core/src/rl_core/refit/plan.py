@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import xxhash
@@ -15,6 +15,8 @@ from rl_core.refit.manifest import dtype_of, numel
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    import torch
+
     from rl_core.interfaces.weights import TensorSpec
     from rl_core.refit.manifest import WeightManifest
 
@@ -24,23 +26,26 @@ __all__ = ["ALIGN", "Bucket", "Segment", "TransferPlan", "group_plan", "make_pla
 ALIGN = 64
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
+class Segment(NamedTuple):
     """A run of elements of one tensor, and its place in a bucket.
 
     Attributes:
         spec: The whole tensor, with the dtype it travels in.
         offset: Index of the first element in the flattened tensor.
-        count: Elements.
+        elements: How many.
         start: First byte in the bucket.
         stop: Byte after the last.
     """
 
     spec: TensorSpec
     offset: int
-    count: int
+    elements: int
     start: int
     stop: int
+
+    def of(self, slot: torch.Tensor) -> torch.Tensor:
+        """The segment's elements in a slot: 1-D, of the dtype that travels."""
+        return slot[self.start : self.stop].view(dtype_of(self.spec))
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +75,7 @@ class TransferPlan:
     def digest(self) -> str:
         """128-bit hash over the place of every segment."""
         layout = [
-            [(s.spec.name, s.spec.dtype, s.offset, s.count, s.start) for s in bucket.segments]
+            [(s.spec.name, s.spec.dtype, s.offset, s.elements, s.start) for s in bucket.segments]
             for bucket in self.buckets
         ]
         return xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(layout))
