@@ -41,7 +41,8 @@ def generated_mask(data: BatchedDataDict[Any], output: BatchedDataDict[Any]) -> 
     """``[B, W]`` True where a token was generated."""
     positions = torch.arange(output["output_ids"].shape[1])
     ends = output["unpadded_sequence_lengths"][:, None]
-    return (positions >= data["input_lengths"][:, None]) & (positions < ends)
+    inside: torch.Tensor = (positions >= data["input_lengths"][:, None]) & (positions < ends)
+    return inside
 
 
 def generated(data: BatchedDataDict[Any], output: BatchedDataDict[Any]) -> list[list[int]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from pathlib import Path
+from pathlib import Path  # noqa: TC003 - typer resolves it
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -142,12 +142,12 @@ def _print_summary(report: RunReport) -> None:
     table = Table("clause", "status", "checks", "worst figure", "at most", "asks for", box=None)
     for result in report.results():
         worst, status = worst_measure(result), status_text(result)
-        figures = (f"{worst.name} {worst.value:.3g}", f"{worst.tolerance:.3g}") if worst else ("", "")
         table.add_row(
             result.clause.id,
             f"[{_COLOURS[status]}]{status}[/]",
             f"{result.ran}/{len(result.outcomes)}",
-            *figures,
+            f"{worst.name} {worst.value:.3g}" if worst else "",
+            f"{worst.tolerance:.3g}" if worst else "",
             result.clause.title,
         )
     console = Console()

@@ -237,7 +237,7 @@ class Context:
             raise NotRun(f"the manifest declares no tolerance for {dtype}", excused=True)
         return self.manifest.tolerances[dtype]
 
-    # -- verdicts ------------------------------------------------------------------------------------
+    # -- verdicts ------------------------------------------------------------------------------
 
     def measure(self, name: str, value: float, tolerance: float, unit: str = "") -> None:
         """Records a figure, and fails the check if it is above its tolerance or not a number."""

@@ -177,4 +177,3 @@ def failing_write(sink: type[WeightSink], after: int) -> Any:
         go(name, offset, data)
 
     return _writing(sink, write)
-

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import datetime
+import datetime as dt
 import os
 import platform
 from importlib import metadata
@@ -33,5 +33,5 @@ def describe(target: Target, settings: Settings) -> dict[str, Any]:
         "device": settings.device,
         "dtype": settings.dtype,
         "model": settings.model or "the suite's tiny models",
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "date": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
     }

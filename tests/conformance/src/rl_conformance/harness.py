@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from rl_conformance.registry import Check, Function
     from rl_conformance.target import Target
-    from rl_core.plugins.manifest import Capability
+    from rl_core.plugins.manifest import Capability, Kind
 
 __all__ = ["Harness"]
 
@@ -71,11 +71,11 @@ class Harness:
         context = Context(self.workshop, self.outcome)
         function, passed = self._function(check)
         status, message, excused = self._attempt(context, check, function, passed)
-        reason = self.known.get(check.id) or self.known.get(check.clause.id)
-        if reason is not None and status in (Status.FAILED, Status.ERROR):
-            status, message = Status.KNOWN_FAILURE, f"{reason}: {message}"
-        elif reason is not None and status is Status.PASSED:
-            status, message = Status.UNEXPECTED_PASS, f"it is listed as failing: {reason}"
+        listed = self.known.get(check.id) or self.known.get(check.clause.id)
+        if listed and status in (Status.FAILED, Status.ERROR):
+            status, message = Status.KNOWN_FAILURE, f"{listed}: {message}"
+        elif listed and status is Status.PASSED:
+            status, message = Status.UNEXPECTED_PASS, f"it is listed as failing: {listed}"
         return Outcome(
             check.id,
             check.title,
@@ -100,7 +100,7 @@ class Harness:
             return Status.NOT_RUN, str(skipped), skipped.excused
         except CheckFailed as failure:
             result = Status.FAILED, str(failure), False
-        except Exception:  # noqa: BLE001 - whatever a backend raises is its result
+        except Exception:
             result = Status.ERROR, traceback.format_exc(limit=-8), False
         else:
             return passed, self._reason(check) if passed is not Status.PASSED else "", False
@@ -121,6 +121,8 @@ class Harness:
         if lacking := [kind for kind in check.needs if not self._offers(kind)]:
             return f"the backend offers no {lacking[0]}", True
         capability = self._capability(check)
+        if check.capability is not None and capability is None:
+            return f"the backend offers no kind with {check.capability}", True
         if capability is not None and device not in capability.devices:
             return f"declared for {', '.join(capability.devices)} only", True
         if lacking := [name for name in check.modules if not importlib.util.find_spec(name)]:
@@ -131,23 +133,28 @@ class Harness:
         return kind == "pair" or kind in self.target.manifest.kinds
 
     def _capability(self, check: Check) -> Capability | None:
-        if check.capability is None:
+        kind = self._capability_kind(check)
+        if kind is None or check.capability is None:
             return None
-        kind = self._capability_kind(check.capability, check)
-        return self.target.manifest.capabilities[kind][check.capability]  # type: ignore[index]
+        return self.target.manifest.capabilities[kind][check.capability]
 
-    def _capability_kind(self, capability: str, check: Check) -> str:
-        declared = self.target.manifest.capabilities
-        preferred = [kind for kind in (*check.needs, "generation", "policy") if kind in declared]
-        return next(kind for kind in preferred if capability in declared[kind])  # type: ignore[index]
+    def _capability_kind(self, check: Check) -> Kind | None:
+        """The kind of backend whose capability the check is about, if the target offers it."""
+        kinds: tuple[Kind, ...] = ("generation", "policy")
+        for kind in sorted(kinds, key=lambda k: k not in check.needs):
+            if check.capability in self.target.manifest.capabilities.get(kind, {}):
+                return kind
+        return None
 
     def _function(self, check: Check) -> tuple[Function, Status]:
         """What to run, and the status that follows when it succeeds."""
         capability = self._capability(check)
         if capability is None or capability.level == "full" or self._in_range(capability):
             return check.function, Status.PASSED
+        kind = self._capability_kind(check)
+        assert kind is not None
         assert check.capability is not None
-        refused = refusal_for(self._capability_kind(check.capability, check), check.capability)
+        refused = refusal_for(kind, check.capability)
         lacking = capability.level == "not_implemented"
         return refused, Status.NOT_IMPLEMENTED if lacking else Status.UNSUPPORTED
 

@@ -11,7 +11,7 @@
 
 from __future__ import annotations
 
-import datetime
+import datetime as dt
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -23,21 +23,23 @@ from rl_core.errors import ConfigError
 __all__ = ["read_ledger"]
 
 
-def read_ledger(path: str | Path, today: datetime.date | None = None) -> dict[str, str]:
+def read_ledger(path: str | Path, today: dt.date | None = None) -> dict[str, str]:
     """Reasons of the known failures, by check id or clause number.
 
     Raises:
         ConfigError: The file cannot be read, or an entry is incomplete, unknown or expired.
     """
-    today = today or datetime.datetime.now(datetime.UTC).date()
+    today = today or dt.datetime.now(dt.UTC).date()
     try:
         entries = tomllib.loads(Path(path).read_text(encoding="utf-8")).get("failure", [])
     except (OSError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"the ledger {path} cannot be read: {error}", key="known_failures") from error
+        raise ConfigError(
+            f"the ledger {path} cannot be read: {error}", key="known_failures"
+        ) from error
     return {entry["check"]: _reason(path, entry, today) for entry in entries}
 
 
-def _reason(path: str | Path, entry: dict[str, Any], today: datetime.date) -> str:
+def _reason(path: str | Path, entry: dict[str, Any], today: dt.date) -> str:
     missing = {"check", "reason", "link", "expires"} - set(entry)
     if missing:
         problem = f"lacks {', '.join(sorted(missing))}"

@@ -13,7 +13,7 @@ import psutil
 
 __all__ = ["Leftovers"]
 
-_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - it is only listed
+_SHARED_MEMORY = Path("/dev/shm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ def _listening(process: psutil.Process) -> list[str]:
 def _device_bytes() -> int:
     import torch
 
-    if not torch.cuda.is_initialized():
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return 0
     torch.cuda.empty_cache()
     return torch.cuda.memory_allocated()

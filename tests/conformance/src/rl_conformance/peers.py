@@ -57,7 +57,7 @@ class _Peer:
             "config": config,
         }
         to_read, to_write = os.pipe(), os.pipe()
-        self.process = subprocess.Popen(  # noqa: S603 - this interpreter, this module
+        self.process = subprocess.Popen(
             [sys.executable, "-m", __name__, str(to_read[0]), str(to_write[1])],
             pass_fds=(to_read[0], to_write[1]),
             stdout=subprocess.DEVNULL,
@@ -179,7 +179,7 @@ def _serve(commands: IO[str], answers: IO[str]) -> None:
                 answer: dict[str, Any] = {"value": None}
             else:
                 answer = {"value": _ACTIONS[command.pop("do")](backend, **command)}
-        except Exception as error:  # noqa: BLE001 - it is raised again on the other side
+        except Exception as error:
             answer = {"error": type(error).__name__, "message": str(error)}
         print(json.dumps(answer, default=_plain), file=answers, flush=True)
 

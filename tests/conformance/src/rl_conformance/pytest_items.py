@@ -113,7 +113,9 @@ def finish_session(
         )
         if path:
             several = len(found) > 1
-            write_reports(report, {"json": path.with_stem(f"{path.stem}-{name}") if several else path})
+            write_reports(
+                report, {"json": path.with_stem(f"{path.stem}-{name}") if several else path}
+            )
         if report.verdict is Verdict.INCOMPLETE and not session.exitstatus:
             _say(config, f"{name}: incomplete, without a result: {', '.join(report.missing)}")
             session.exitstatus = pytest.ExitCode.TESTS_FAILED

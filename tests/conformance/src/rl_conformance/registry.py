@@ -123,7 +123,9 @@ def check(
     return register
 
 
-def refusal(kind: Literal["generation", "policy"], capability: str) -> Callable[[Function], Function]:
+def refusal(
+    kind: Literal["generation", "policy"], capability: str
+) -> Callable[[Function], Function]:
     """Registers the negative check of a capability: the call is refused and touches nothing."""
 
     def register(function: Function) -> Function:

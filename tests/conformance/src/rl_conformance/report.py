@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import xml.etree.ElementTree as ET  # noqa: S405 - it is only written
-from pathlib import Path
+import xml.etree.ElementTree as ET
 from typing import TYPE_CHECKING, Any
 
 from rl_conformance.outcome import Outcome, RunReport, Status
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
 
     from rl_conformance.outcome import ClauseResult, Measure
 
@@ -153,7 +153,7 @@ def worst_measure(result: ClauseResult) -> Measure | None:
 
 def write_reports(report: RunReport, files: dict[str, Path | None]) -> None:
     """Writes the formats that have a file: ``json``, ``junit``, ``markdown``, ``html``."""
-    texts = {
+    texts: dict[str, Callable[[RunReport], str]] = {
         "json": to_json,
         "junit": to_junit,
         "markdown": to_markdown,

@@ -44,17 +44,18 @@ def run(
         on_outcome: Told of each outcome as it comes.
     """
     started = time.perf_counter()
-    clauses = tuple(CLAUSES) if checks is None else tuple(dict.fromkeys(c.clause.id for c in checks))
+    chosen = all_checks() if checks is None else checks
+    clauses = CLAUSES if checks is None else dict.fromkeys(c.clause.id for c in chosen)
     outcomes = []
     with Harness(target, settings, known) as harness:
-        for check in all_checks() if checks is None else checks:
+        for check in chosen:
             outcomes.append(harness.outcome(check))
             on_outcome(outcomes[-1])
     return RunReport(
         target.name,
         tuple(outcomes),
         describe(target, settings),
-        clauses,
+        tuple(clauses),
         selection,
         time.perf_counter() - started,
     )

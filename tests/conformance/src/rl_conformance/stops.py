@@ -47,9 +47,7 @@ def find_stop(oracle: Oracle, steps: int) -> Stop:
             continue
         for other_prompt, other in full:
             if token not in other and oracle.eos_token_id not in other:
-                return Stop(
-                    prompt, path[:3], token, other_prompt=other_prompt, other_tokens=other
-                )
+                return Stop(prompt, path[:3], token, other_prompt=other_prompt, other_tokens=other)
     raise NotRun("no prompt of this model has a usable stop token")
 
 

@@ -7,13 +7,14 @@ is what it is checked against.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from rl_conformance.registry import Check, checks_of
 from rl_conformance.target import Target
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import pytest
 
 __all__ = [

@@ -53,7 +53,7 @@ class Target:
 
         provider = find_backend(name)
         manifest = resolve(name)
-        keys = {
+        keys: dict[str, frozenset[str]] = {
             kind: frozenset(config_keys(load_object(reference, provider)))
             for kind, reference in manifest.configs.items()
         }
@@ -71,5 +71,5 @@ class Target:
         """The keys that put a backend of this kind on a device, in a dtype."""
         known = self.config_keys.get(kind, frozenset())
         config: dict[str, Any] = {"backend": self.name}
-        config |= {key: dtype for key in [k for k in _DTYPE_KEYS if k in known][:1]}
+        config |= dict.fromkeys([key for key in _DTYPE_KEYS if key in known][:1], dtype)
         return config | ({"device": device} if "device" in known else {})

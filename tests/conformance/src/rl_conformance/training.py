@@ -105,7 +105,7 @@ class InfiniteGradientLoss(NegativeLogLikelihood):
 
 
 def _weights(inputs: torch.Tensor, data: BatchedDataDict[Any]) -> torch.Tensor:
-    weights = data["token_mask"] * data["sample_mask"][:, None]
+    weights: torch.Tensor = data["token_mask"] * data["sample_mask"][:, None]
     weights = weights[:, : inputs.shape[1]].to(inputs.device).float()
     weights[:, 0] = 0
     return weights

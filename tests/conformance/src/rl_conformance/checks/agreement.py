@@ -58,7 +58,9 @@ def an_empty_mask_is_an_error(ctx: Context) -> None:
 def _diagnosed(ctx: Context) -> dict[str, Any]:
     """Configuration of the backend under test for the library calls."""
     if not ctx.target.installed:
-        ctx.not_run("the diagnostics take a backend by name; this one is not installed", excused=True)
+        ctx.not_run(
+            "the diagnostics take a backend by name; this one is not installed", excused=True
+        )
     return ctx.target.base_config("generation", ctx.settings.dtype, ctx.settings.device)
 
 
@@ -82,7 +84,7 @@ def the_diagnostics_are_commands(ctx: Context) -> None:
     """rl check runs them, and says by its exit code what came of them."""
     _diagnosed(ctx)
     command = [sys.executable, "-m", "rl_core.cli", "check", "max-model-len", str(ctx.model())]
-    done = subprocess.run(  # noqa: S603 - this interpreter
+    done = subprocess.run(
         [*command, "--generation", ctx.target.name],
         capture_output=True,
         text=True,
@@ -99,9 +101,7 @@ _DTYPES: dict[str, dict[str, Any]] = {
 
 
 @check("A3", cases=_DTYPES)
-def the_pair_agrees_before_and_after_training(
-    ctx: Context, dtype: str, threshold: float
-) -> None:
+def the_pair_agrees_before_and_after_training(ctx: Context, dtype: str, threshold: float) -> None:
     """Mean of exp(|difference|) below the threshold, at first and after three steps and a refit."""
     policy, generation = ctx.fresh_pair(dtype=dtype, seed=1, max_new_tokens=16)
     data = ctx.prompts(*_PROMPTS)

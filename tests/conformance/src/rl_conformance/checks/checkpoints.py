@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -15,6 +14,8 @@ from rl_conformance.weights import checkpoint_weights, policy_weights, same_weig
 from rl_core.errors import RLError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from rl_conformance.context import Context
     from rl_core.interfaces import ColocatablePolicyInterface
 
@@ -40,7 +41,7 @@ def the_step_after_resuming_is_bit_equal(ctx: Context) -> None:
     The model has dropout, so that a random state that does not resume shows.
     """
     path = ctx.directory() / "checkpoint"
-    config = {
+    config: dict[str, Any] = {
         "model_name": str(ctx.model("qwen2", attention_dropout=0.5)),
         "scheduler": {"name": "linear", "total_steps": 8},
     }
@@ -120,9 +121,7 @@ def an_interrupted_save_spares_the_one_before(ctx: Context) -> None:
         same_weights(policy_weights(resumed), old, f"what resumes after a stop at {operation}")
 
 
-def _save_interrupted_at(
-    policy: ColocatablePolicyInterface, operation: str, path: Path
-) -> bool:
+def _save_interrupted_at(policy: ColocatablePolicyInterface, operation: str, path: Path) -> bool:
     """Whether the save went through the operation, and so was interrupted."""
     with mock.patch(operation, side_effect=Interrupted):
         try:

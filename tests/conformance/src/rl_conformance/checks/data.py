@@ -61,8 +61,18 @@ def unequal_sizes_are_named(ctx: Context) -> None:
 def batches_are_padded_to_the_longest(ctx: Context) -> None:
     """Wider tensors are right-padded with 0 or the key's value; the rest is concatenated."""
     parts = [
-        {"ids": torch.tensor([[1, 2]]), "mask": torch.tensor([[1, 1]]), "n": torch.tensor([7]), "s": ["a"]},
-        {"ids": torch.tensor([[3, 4, 5]]), "mask": torch.ones(1, 3).long(), "n": torch.tensor([8]), "s": ["b"]},
+        {
+            "ids": torch.tensor([[1, 2]]),
+            "mask": torch.tensor([[1, 1]]),
+            "n": torch.tensor([7]),
+            "s": ["a"],
+        },
+        {
+            "ids": torch.tensor([[3, 4, 5]]),
+            "mask": torch.ones(1, 3).long(),
+            "n": torch.tensor([8]),
+            "s": ["b"],
+        },
     ]
     merged = BatchedDataDict[Any].from_batches(parts, pad_value_dict={"ids": 9})
     same_tensor(merged["ids"], torch.tensor([[1, 2, 9], [3, 4, 5]]), "ids")
@@ -205,9 +215,7 @@ def shuffled_packing_is_seeded(ctx: Context) -> None:
     require(first[1] == second[1], "two packings with one seed differ")
 
 
-def _undone(
-    data: BatchedDataDict[Any], parts: list[Any], order: list[int]
-) -> None:
+def _undone(data: BatchedDataDict[Any], parts: list[Any], order: list[int]) -> None:
     """The order that came with the shards brings the rows back."""
     merged = BatchedDataDict[Any].from_batches(parts)
     require(sorted(merged["number"].tolist()) == list(range(12)), "rows were lost or doubled")
@@ -259,7 +267,9 @@ def _planned() -> BatchedDataDict[Any]:
     data = _batch()
     data["bfloat16"] = torch.randn(12, 3, generator=torch.Generator().manual_seed(0)).bfloat16()
     data["tuples"] = [(n, str(n)) for n in range(12)]
-    return data.shard_by_batch_size(2, dynamic_batching_args=args)[0][0]
+    shards, _ = data.shard_by_batch_size(2, dynamic_batching_args=args)
+    planned: BatchedDataDict[Any] = shards[0]
+    return planned
 
 
 def _survived(got: Any, expected: BatchedDataDict[Any]) -> None:
@@ -272,7 +282,7 @@ def _survived(got: Any, expected: BatchedDataDict[Any]) -> None:
 @check("B6")
 def a_batch_survives_pickling(ctx: Context) -> None:
     """Bit for bit, microbatch metadata and list types included."""
-    _survived(pickle.loads(pickle.dumps(_planned())), _planned())  # noqa: S301 - our own bytes
+    _survived(pickle.loads(pickle.dumps(_planned())), _planned())
 
 
 @check("B6")

@@ -54,7 +54,7 @@ def left_padded_mask_is_refused(ctx: Context) -> None:
     data = ctx.prompts(6, 6, 6)
     mask = torch.ones(3, 6, dtype=torch.int64)
     mask[2, :2] = 0
-    masked = BatchedDataDict({"input_ids": data["input_ids"], "attention_mask": mask})
+    masked = BatchedDataDict[Any]({"input_ids": data["input_ids"], "attention_mask": mask})
     with raises(ValueError, "row 2"):
         ctx.generation().generate(masked, greedy=True)
 
@@ -113,7 +113,11 @@ def output_has_the_declared_types(ctx: Context) -> None:
     output = ctx.generation().generate(ctx.prompts(3, 5), greedy=True)
     require(set(output) >= _OUTPUT_KEYS, f"missing keys: {_OUTPUT_KEYS - set(output)}")
     integer = _OUTPUT_KEYS - {"logprobs", "truncated"}
-    types = {"logprobs": torch.float32, "truncated": torch.bool, **dict.fromkeys(integer, torch.int64)}
+    types = {
+        "logprobs": torch.float32,
+        "truncated": torch.bool,
+        **dict.fromkeys(integer, torch.int64),
+    }
     for key, dtype in types.items():
         require(output[key].dtype == dtype, f"{key} is {output[key].dtype}, not {dtype}")
         require(output[key].device.type == "cpu", f"{key} is on {output[key].device}")
@@ -175,7 +179,7 @@ def stop_token_ends_the_row_and_is_kept(ctx: Context) -> None:
     data = ctx.batch([stop.prompt, stop.other_prompt])
     generation = ctx.generation(stop_token_ids=[stop.token])
     rows = generated(data, generation.generate(data, greedy=True))
-    require(rows == [stop.tokens, stop.other_tokens], f"got {rows}, expected a stop at {stop.token}")
+    require(rows == [stop.tokens, stop.other_tokens], f"got {rows}, the stop is {stop.token}")
 
 
 @check("G7")

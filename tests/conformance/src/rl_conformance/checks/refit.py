@@ -107,6 +107,12 @@ _MISMATCHES: dict[str, dict[str, Any]] = {
 }
 
 
+def _spec(item: dict[str, Any]) -> TensorSpec:
+    fields = {field.name for field in dataclasses.fields(TensorSpec)}
+    known = {key: value for key, value in item.items() if key in fields}
+    return TensorSpec(**known | {"shape": tuple(item["shape"])})
+
+
 @check("R2", cases=_MISMATCHES)
 def a_mismatch_is_named_and_nothing_is_touched(ctx: Context, kind: str, change: Any) -> None:
     """ManifestMismatchError lists the name; the engine serves the old version."""
@@ -115,7 +121,9 @@ def a_mismatch_is_named_and_nothing_is_touched(ctx: Context, kind: str, change: 
     info: Any = policy.prepare_refit_info()
     fields = {field.name for field in dataclasses.fields(TensorSpec)}
     specs = [
-        TensorSpec(**{k: v for k, v in item.items() if k in fields} | {"shape": tuple(item["shape"])})
+        TensorSpec(
+            **{k: v for k, v in item.items() if k in fields} | {"shape": tuple(item["shape"])}
+        )
         for item in info["tensors"]
     ]
     changed, name = change(specs)

@@ -235,7 +235,7 @@ def damaged_bytes_never_commit(ctx: Context) -> None:
 def _attempt(policy: Any, engine: Any, **options: Any) -> BaseException | None:
     try:
         run_refit(policy, engine, **options)
-    except Exception as error:  # noqa: BLE001 - it is what the check looks at
+    except Exception as error:
         return error
     return None
 

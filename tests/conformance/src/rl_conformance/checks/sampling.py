@@ -21,7 +21,9 @@ _ERROR_RATE = 1e-4
 _DRAWS = 2048
 
 
-def _scores(ctx: Context, data: BatchedDataDict[Any], output: BatchedDataDict[Any], **how: Any) -> torch.Tensor:
+def _scores(
+    ctx: Context, data: BatchedDataDict[Any], output: BatchedDataDict[Any], **how: Any
+) -> torch.Tensor:
     """The oracle's log-probs of the generated tokens, in the order of the mask."""
     oracle, expected = ctx.oracle(), []
     for prompt, row in zip(data["input_ids"].tolist(), generated(data, output), strict=True):
@@ -53,9 +55,7 @@ def processed_logprobs_are_of_the_sampled_distribution(ctx: Context, how: dict[s
 def raw_logprobs_are_of_the_logits(ctx: Context) -> None:
     """In raw mode temperature and truncation do not show."""
     data = ctx.prompts(5, 5, 5, 5)
-    generation = ctx.generation(
-        seed=1, temperature=1.4, top_k=20, top_p=0.9, logprobs_mode="raw"
-    )
+    generation = ctx.generation(seed=1, temperature=1.4, top_k=20, top_p=0.9, logprobs_mode="raw")
     output = generation.generate(data)
     got = output["logprobs"][generated_mask(data, output)]
     ctx.measure_error(got, _scores(ctx, data, output))
@@ -65,7 +65,9 @@ def raw_logprobs_are_of_the_logits(ctx: Context) -> None:
 def greedy_ignores_temperature_and_truncation(ctx: Context) -> None:
     """With greedy=True the log-prob is raw and the token the argmax."""
     data = ctx.prompts(5, 5, 5, 5)
-    output = ctx.generation(temperature=1.4, top_k=20, top_p=0.9, seed=1).generate(data, greedy=True)
+    output = ctx.generation(temperature=1.4, top_k=20, top_p=0.9, seed=1).generate(
+        data, greedy=True
+    )
     expected = [ctx.oracle().greedy(row, 8) for row in data["input_ids"].tolist()]
     require(generated(data, output) == expected, "the tokens are not the argmax")
     got = output["logprobs"][generated_mask(data, output)]

@@ -105,7 +105,7 @@ _SPLITS: dict[str, dict[str, Any]] = {
 def splitting_does_not_show(ctx: Context, key: str, value: dict[str, Any]) -> None:
     """Dynamic batching and sequence packing give the same log-probs."""
     data = ctx.prompts(*_LENGTHS)
-    got = ctx.policy(**{key: value}).get_logprobs(data)["logprobs"]
+    got = ctx.policy(dtype=None, **{key: value}).get_logprobs(data)["logprobs"]
     ctx.measure_error(got, ctx.policy().get_logprobs(data)["logprobs"])
 
 

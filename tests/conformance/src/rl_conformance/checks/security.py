@@ -83,7 +83,12 @@ def nothing_is_unpickled(ctx: Context) -> None:
 def malformed_refit_info_is_refused(ctx: Context) -> None:
     """The engine refuses what is no description of tensors."""
     generation = ctx.fresh_generation()
-    wrong: tuple[Any, ...] = ({}, {"protocol": 1}, {"protocol": 99, "tensors": []}, {"tensors": "x"})
+    wrong: tuple[Any, ...] = (
+        {},
+        {"protocol": 1},
+        {"protocol": 99, "tensors": []},
+        {"tensors": "x"},
+    )
     for info in wrong:
         with raises(RLError):
             generation.prepare_refit_info(info)

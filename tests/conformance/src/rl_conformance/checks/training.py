@@ -203,7 +203,10 @@ def _compare_masked(
 @check("P7")
 def a_fully_masked_batch_changes_nothing(ctx: Context) -> None:
     """Without one valid token the loss is 0 and the log-probs stay."""
-    data, policy = training_batch((9, 6)), _trained(ctx, optimizer={"lr": 1e-3, "weight_decay": 0.0})
+    data, policy = (
+        training_batch((9, 6)),
+        _trained(ctx, optimizer={"lr": 1e-3, "weight_decay": 0.0}),
+    )
     before = _scores(policy, data)
     data["sample_mask"][:] = 0
     policy.prepare_for_training()

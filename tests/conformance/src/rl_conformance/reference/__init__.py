@@ -6,7 +6,6 @@ suite itself is tested with.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from rl_core.plugins.manifest import (
@@ -18,6 +17,8 @@ from rl_core.plugins.manifest import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from rl_conformance.target import Target
 
 __all__ = ["MANIFEST", "make_reference", "reference_target"]

@@ -50,7 +50,7 @@ class ReferencePolicy(PolicyBackend):
         *,
         torch_dtype: str = "float32",
         temperature: float = 1.0,
-        optimizer: Mapping[str, float] | None = None,
+        optimizer: Mapping[str, Any] | None = None,
         max_grad_norm: float | None = 1.0,
         train_micro_batch_size: int = 1,
         train_global_batch_size: int | None = None,
