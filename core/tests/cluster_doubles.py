@@ -95,6 +95,8 @@ class DoubleGeneration(GenerationBackend):
         self.fault = config.get("fault")
         self.environment = os.environ.get("DOUBLE_SETTING", "")
         super().__init__(config, ModelFacts(PAD, (EOS,), VOCAB, CONTEXT))
+        if self.fault == "no facts":
+            del self.facts
 
     def complete(self, prompts: Any, sampling: Any) -> Iterator[Completion]:
         late = []

@@ -238,6 +238,25 @@ def test_a_worker_has_the_variables_of_the_manifest(pair: RemoteGeneration) -> N
     assert pair._group.attributes("environment") == ["from manifest"] * 2
 
 
+def test_workers_run_with_the_python_of_their_backend(
+    shared: RayVirtualCluster, manifest: Any, tmp_path: Path
+) -> None:
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nDOUBLE_SETTING="of python" exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    with RayVirtualCluster([1], py_executables={"double": str(python)}) as cluster:
+        generation = RemoteGeneration(cluster, manifest, CONFIG)
+        assert generation._group.attributes("environment") == ["of python"]
+
+
+def test_a_python_that_is_not_there_is_refused(shared: RayVirtualCluster, manifest: Any) -> None:
+    with (
+        RayVirtualCluster([1], py_executables={"double": "/nowhere/python"}) as cluster,
+        pytest.raises(ConfigError, match="/nowhere/python"),
+    ):
+        RemoteGeneration(cluster, manifest, CONFIG)
+
+
 def test_unsupported_transports_are_refused_here(pair: RemoteGeneration) -> None:
     with pytest.raises(CapabilityError, match="collective"):
         pair.init_collective("127.0.0.1", 1, 2)
@@ -280,6 +299,15 @@ def test_a_backend_that_cannot_be_built_leaves_the_place_free(
     with pytest.raises(ConfigError, match="no model at 'missing'") as caught:
         RemoteGeneration(cluster, manifest, {**CONFIG, "model_name": "missing"}, num_workers=1)
     assert caught.value.details["key"] == "model_name"
+    cluster.claim("another group")
+
+
+def test_a_backend_without_facts_is_an_error_that_leaves_no_worker(
+    cluster: RayVirtualCluster, manifest: Any
+) -> None:
+    config = {**CONFIG, "fault": "no facts"}
+    with pytest.raises(AttributeError, match="facts"):
+        RemoteGeneration(cluster, manifest, config, num_workers=1)
     cluster.claim("another group")
 
 

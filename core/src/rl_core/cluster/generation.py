@@ -61,8 +61,12 @@ class RemoteGeneration(GenerationInterface):
             call_deadline_s=call_deadline_s,
         )
         self.receiver_count = self._group.size
-        self.facts: ModelFacts = self._group.attributes("facts")[0]
-        self.sampling = SamplingParams.from_config(config, self.facts)
+        try:
+            self.facts: ModelFacts = self._group.attributes("facts")[0]
+            self.sampling = SamplingParams.from_config(config, self.facts)
+        except BaseException:
+            self._group.shutdown()
+            raise
 
     # -- generation -----------------------------------------------------------------------------
 

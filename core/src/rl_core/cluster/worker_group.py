@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import shutil
 import uuid
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
 
 __all__ = ["WorkerGroup"]
 
+#: Seconds for the processes to start, before any model is loaded.
+_START_DEADLINE_S = 300.0
 _SHUTDOWN_DEADLINE_S = 60.0
 
 
@@ -73,6 +77,7 @@ class WorkerGroup:
     def _start(self, manifest: BackendManifest, kind: Kind, config: Mapping[str, Any]) -> None:
         environment: dict[str, Any] = {"env_vars": dict(manifest.environment)}
         if executable := self._cluster.py_executables.get(manifest.name):
+            _check_executable(manifest.name, executable)
             environment["py_executable"] = executable
         actor_class = import_ray().remote(concurrency_groups=CONCURRENCY_GROUPS)(Worker)
         for rank in range(self.size):
@@ -80,7 +85,8 @@ class WorkerGroup:
             options = self._cluster.actor_options(rank)
             actor = actor_class.options(name=name, runtime_env=environment, **options).remote(name)
             self._actors.append(actor)
-        self.places = self.wait(self._remote(rank, "place", "control") for rank in self.ranks)
+        starting = [self._remote(rank, "place", "control") for rank in self.ranks]
+        self.places = wait(starting, min(_START_DEADLINE_S, self.call_deadline_s))
         self.wait(
             self._remote(rank, "build", "work", kind, dict(config), context)
             for rank, context in zip(self.ranks, _contexts(self.places), strict=True)
@@ -164,7 +170,7 @@ class WorkerGroup:
         Raises:
             WorkerError: A backend failed to shut down; its process is gone all the same.
         """
-        actors = self._actors
+        actors = self._actors if import_ray().is_initialized() else []
         try:
             calls = [
                 actor.call.options(concurrency_group="control").remote("shutdown", (), {})
@@ -192,6 +198,16 @@ class WorkerGroup:
 def _unless_dead(calls: Sequence[Future], timeout_s: float) -> None:
     with suppress(WorkerDiedError):  # which is what a shutdown is for
         wait(calls, timeout_s)
+
+
+def _check_executable(backend: str, executable: str) -> None:
+    """Ray would wait for ever for a Python that is not there; on other nodes only it can tell."""
+    if len(import_ray().nodes()) == 1 and not shutil.which(shlex.split(executable)[0]):
+        raise ConfigError(
+            f"the Python for workers of {backend!r} does not exist: {executable}",
+            fix="correct py_executables of the RayVirtualCluster",
+            key="py_executables",
+        )
 
 
 def _checked_size(num_workers: int | None, bundles: int) -> int:
