@@ -30,7 +30,9 @@ def make_tokenizer() -> Any:
 def make_model(path: Path, seed: int) -> Path:
     """Writes a randomly initialised Qwen2-shaped checkpoint with its tokenizer to ``path``."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     tokenizer = make_tokenizer()
     config = Qwen2Config(
         vocab_size=16,
