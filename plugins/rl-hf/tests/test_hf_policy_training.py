@@ -272,7 +272,10 @@ def test_bfloat16_learns_from_steps_below_its_resolution(tiny):
 
 def test_float16_is_refused_for_training_alone(tiny):
     policy = HuggingFacePolicy(str(tiny()), torch_dtype="float16")
+    policy.prepare_for_lp_inference()
     policy.get_logprobs(batch())
+    policy.train(batch(), NLLLossFn(), eval_mode=True)
+    policy.offload_after_refit()
     with pytest.raises(CapabilityError, match="loss scaling"):
         policy.train(batch(), NLLLossFn())
 
@@ -289,11 +292,12 @@ def test_lifecycle_calls_are_idempotent_and_leave_results(tiny):
 
 def test_schedules_follow_their_formula():
     linear = {"name": "linear", "warmup_steps": 2, "total_steps": 6, "min_lr_ratio": 0.5}
-    rates = [learning_rate(step, 1.0, linear) for step in range(8)]
+    config = {"optimizer": {"lr": 1.0}, "scheduler": linear}
+    rates = [learning_rate(step, config) for step in range(8)]
     assert rates == pytest.approx([0.5, 1, 1, 0.875, 0.75, 0.625, 0.5, 0.5])
-    cosine = {"name": "cosine", "total_steps": 4}
-    assert learning_rate(2, 1.0, cosine) == pytest.approx(0.5)
-    assert learning_rate(9, 1.0, cosine) == pytest.approx(0.0)
+    config["scheduler"] = {"name": "cosine", "total_steps": 4}
+    assert learning_rate(2, config) == pytest.approx(0.5)
+    assert learning_rate(9, config) == pytest.approx(0.0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

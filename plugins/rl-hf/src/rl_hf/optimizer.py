@@ -16,18 +16,20 @@ if TYPE_CHECKING:
 
 __all__ = ["Optimizer", "check_schedule", "learning_rate"]
 
+DEFAULT_LR = 1e-5
 #: State that AdamW keeps for each tensor.
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 
 
-def learning_rate(step: int, base: float, schedule: Mapping[str, Any]) -> float:
+def learning_rate(step: int, config: Mapping[str, Any]) -> float:
     """The learning rate of optimizer step ``step``, counted from 0.
 
     Args:
         step: Steps taken before this one.
-        base: The full rate.
-        schedule: A checked :class:`~rl_hf.config.SchedulerConfig`.
+        config: A checked :class:`~rl_hf.config.HuggingFacePolicyConfig`.
     """
+    base = float(config.get("optimizer", {}).get("lr", DEFAULT_LR))
+    schedule = config.get("scheduler", {})
     name, warmup = schedule.get("name", "constant"), int(schedule.get("warmup_steps", 0))
     if step < warmup:
         return base * (step + 1) / warmup
@@ -56,9 +58,8 @@ class Optimizer:
     """
 
     def __init__(self, model: nn.Module, config: Mapping[str, Any]) -> None:
-        self._schedule = config.get("scheduler", {})
+        self._config = config
         settings = config.get("optimizer", {})
-        self.base_lr = float(settings.get("lr", 1e-5))
         self.steps = 0
         self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self.masters = {name: _master(name, p) for name, p in self.parameters.items()}
@@ -70,7 +71,7 @@ class Optimizer:
         ]
         self._adamw = torch.optim.AdamW(
             groups,
-            lr=self.base_lr,
+            lr=self.lr,
             betas=settings.get("betas", (0.9, 0.999)),
             eps=settings.get("eps", 1e-8),
             weight_decay=settings.get("weight_decay", 0.01),
@@ -79,7 +80,7 @@ class Optimizer:
     @property
     def lr(self) -> float:
         """Learning rate of the next step."""
-        return learning_rate(self.steps, self.base_lr, self._schedule)
+        return learning_rate(self.steps, self._config)
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """The float32 gradients accumulated so far; parameters without one are left out."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self
 
@@ -17,7 +18,7 @@ from rl_hf.forward import Forward, base_model, check_packing
 from rl_hf.lora import MergedWeightSource, add_adapters
 from rl_hf.modeling import load_model, load_tokenizer, model_device
 from rl_hf.modes import RandomStream
-from rl_hf.optimizer import Optimizer, check_schedule
+from rl_hf.optimizer import Optimizer, check_schedule, learning_rate
 from rl_hf.parallel import DataParallel
 from rl_hf.placement import Placement
 from rl_hf.policy_generation import PolicyGeneration
@@ -28,7 +29,7 @@ from rl_hf.training import Trainer, summary
 from rl_hf.weights import ModelWeightSource, SteadyWeightSource
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Generator, Mapping
     from pathlib import Path
 
     from torch import nn
@@ -133,12 +134,9 @@ class HuggingFacePolicy(PolicyBackend):
         """
         self._ready("get_reference_policy_logprobs")
         self._placement.reference_to_device(self._reference)
-        self._changes += 1
-        try:
-            with self._reference.using(self.model) as model:
-                scores = self._scorer.logprobs(model, data, micro_batch_size)
-        finally:
-            self._changes += 1
+        moves = self._reference.moves_weights
+        with self._changing(really=moves), self._reference.using(self.model) as model:
+            scores = self._scorer.logprobs(model, data, micro_batch_size)
         return BatchedDataDict({"reference_logprobs": scores})
 
     def get_topk_logits(
@@ -248,12 +246,14 @@ class HuggingFacePolicy(PolicyBackend):
         batches = [rows.slice(at, at + local) for at in range(0, rows.size, local)]
         options: dict[str, Any] = {"device": self._device, "size": mbs}
         if eval_mode:
-            lr = self._optimizer.lr
+            lr = learning_rate(self._steps, self.config)
             return summary(self._trainer.evaluate(b, loss_fn, lr=lr, **options) for b in batches)
         self.prepare_for_training()
         self._reference.keep(self.model)
-        self._changes += 1
-        return summary(self._trainer.step(b, loss_fn, self._optimizer, **options) for b in batches)
+        with self._changing():
+            return summary(
+                self._trainer.step(b, loss_fn, self._optimizer, **options) for b in batches
+            )
 
     def _local_batch(self, rows: int, gbs: int | None, eval_mode: bool) -> int:
         """Rows of this worker in one global batch."""
@@ -290,7 +290,12 @@ class HuggingFacePolicy(PolicyBackend):
 
     @cached_property
     def _optimizer(self) -> Optimizer:
+        """Made when training begins; a policy that only scores needs no masters."""
         return Optimizer(self.model, self.config)
+
+    @property
+    def _steps(self) -> int:
+        return self._optimizer.steps if "_optimizer" in self.__dict__ else 0
 
     # -- checkpoints ----------------------------------------------------------------------------
 
@@ -317,8 +322,8 @@ class HuggingFacePolicy(PolicyBackend):
         """
         self._ready("load_checkpoint")
         self._reference.keep(self.model)
-        self._changes += 1
-        saving.load(path, self.model, self._optimizer, self._group.rank, self._random)
+        with self._changing():
+            saving.load(path, self.model, self._optimizer, self._group.rank, self._random)
 
     def export_hf(self, path: str | Path) -> None:
         """Writes the model alone (adapters merged) in the format its architecture is published in.
@@ -346,6 +351,15 @@ class HuggingFacePolicy(PolicyBackend):
         """See :meth:`PolicyBackend.stream_weights_via_ipc_zmq`; only rank 0 sends."""
         return [] if self._group.rank else super().stream_weights_via_ipc_zmq(*args, **kwargs)
 
+    @contextmanager
+    def _changing(self, *, really: bool = True) -> Generator[None]:
+        """A refit that runs at the same time notices."""
+        self._changes += really
+        try:
+            yield
+        finally:
+            self._changes += really
+
     # -- lifecycle ------------------------------------------------------------------------------
 
     def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:
@@ -357,24 +371,28 @@ class HuggingFacePolicy(PolicyBackend):
     def finish_training(self, *args: Any, **kwargs: Any) -> None:
         """Frees the device memory of gradients and optimizer. Idempotent."""
         self._check_open("finish_training")
-        self._placement.optimizer_to_host(self._optimizer)
+        self._offload_optimizer()
 
     def prepare_for_lp_inference(self) -> None:
         """Brings the model to the device, without the optimizer. Idempotent."""
         self._check_open("prepare_for_lp_inference")
-        self._placement.optimizer_to_host(self._optimizer)
+        self._offload_optimizer()
         self._placement.model_to_device()
 
     def offload_before_refit(self) -> None:
         """Frees the device memory of gradients and optimizer; the weights stay to be sent."""
         self._check_open("offload_before_refit")
-        self._placement.optimizer_to_host(self._optimizer)
+        self._offload_optimizer()
 
     def offload_after_refit(self) -> None:
         """Frees the device memory of everything. Idempotent."""
         self._check_open("offload_after_refit")
-        self._placement.optimizer_to_host(self._optimizer)
+        self._offload_optimizer()
         self._placement.model_to_host(self._reference)
+
+    def _offload_optimizer(self) -> None:
+        if "_optimizer" in self.__dict__:
+            self._placement.optimizer_to_host(self._optimizer)
 
     def shutdown(self) -> bool:
         """See :meth:`PolicyInterface.shutdown`."""

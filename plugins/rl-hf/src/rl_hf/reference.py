@@ -25,7 +25,13 @@ __all__ = ["Reference", "make_reference"]
 
 
 class Reference(ABC):
-    """Gives the model with the weights of the start, for a while."""
+    """Gives the model with the weights of the start, for a while.
+
+    Attributes:
+        moves_weights: True if the policy's own weights are elsewhere in the meantime.
+    """
+
+    moves_weights: bool = False
 
     @abstractmethod
     def keep(self, model: nn.Module) -> None:
@@ -83,6 +89,8 @@ class _Copy(Reference):
 
 class _Swap(Reference):
     """A file on disk, without a name, whose tensors take the place of the policy's for a call."""
+
+    moves_weights = True
 
     def __init__(self) -> None:
         self._file: Any = None
