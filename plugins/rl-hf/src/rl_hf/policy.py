@@ -23,7 +23,7 @@ from rl_hf.parallel import DataParallel
 from rl_hf.placement import Placement
 from rl_hf.policy_generation import PolicyGeneration
 from rl_hf.reference import make_reference
-from rl_hf.rows import Limits, Microbatching, training_rows
+from rl_hf.rows import Limits, Microbatching, rows_per_step, training_rows
 from rl_hf.scoring import Scorer
 from rl_hf.training import Trainer, summary
 from rl_hf.weights import ModelWeightSource, SteadyWeightSource
@@ -241,7 +241,9 @@ class HuggingFacePolicy(PolicyBackend):
         self._ready("train")
         with self._group.together("checking the batch"):
             rows = training_rows(data, self._limits)
-            local = self._local_batch(rows.size, gbs, eval_mode)
+            if gbs is None and not eval_mode:
+                gbs = self.config.get("train_global_batch_size")
+            local = rows_per_step(rows.size, gbs, self._group.size)
         self._check_same_rows(rows.size, local)
         batches = [rows.slice(at, at + local) for at in range(0, rows.size, local)]
         options: dict[str, Any] = {"device": self._device, "size": mbs}
@@ -254,31 +256,6 @@ class HuggingFacePolicy(PolicyBackend):
             return summary(
                 self._trainer.step(b, loss_fn, self._optimizer, **options) for b in batches
             )
-
-    def _local_batch(self, rows: int, gbs: int | None, eval_mode: bool) -> int:
-        """Rows of this worker in one global batch."""
-        if gbs is None and not eval_mode:
-            gbs = self.config.get("train_global_batch_size")
-        if rows == 0:
-            raise DataError("there are no rows to train on", fix="pass at least one row")
-        if gbs is None:
-            return rows
-        local, left = divmod(gbs, self._group.size)
-        if gbs < 1 or left:
-            raise DataError(
-                f"a global batch of {gbs} rows cannot be dealt to {self._group.size} workers",
-                fix="use a multiple of the data-parallel workers",
-                key="gbs",
-            )
-        if rows % local:
-            everybody = f" of each of {self._group.size} workers" if self._group.size > 1 else ""
-            raise DataError(
-                f"{rows} rows{everybody} are no multiple of the {local} rows{everybody} in a "
-                f"global batch of {gbs}",
-                fix="drop or repeat rows, set another gbs, or fill up with rows of sample_mask 0",
-                key="gbs",
-            )
-        return local
 
     def _check_same_rows(self, rows: int, local: int) -> None:
         everybody = self._group.gather([rows, local])

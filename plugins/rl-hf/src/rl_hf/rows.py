@@ -14,7 +14,7 @@ from rl_core.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["Limits", "Microbatching", "cut", "scoring_rows", "training_rows"]
+__all__ = ["Limits", "Microbatching", "cut", "rows_per_step", "scoring_rows", "training_rows"]
 
 #: What generation calls the keys that scoring needs.
 GENERATED = {"input_ids": "output_ids", "input_lengths": "unpadded_sequence_lengths"}
@@ -134,6 +134,39 @@ def cut(rows: BatchedDataDict[Any], index: torch.Tensor) -> BatchedDataDict[Any]
         if isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[1] == width:
             chosen[key] = value[:, :longest]
     return chosen
+
+
+def rows_per_step(rows: int, gbs: int | None, workers: int) -> int:
+    """Rows that one worker brings to each global batch.
+
+    Args:
+        rows: Rows the worker has.
+        gbs: Rows of a global batch over all workers; None is all rows there are.
+        workers: Number of data-parallel workers.
+
+    Raises:
+        DataError: There are no rows, or the numbers do not divide.
+    """
+    if rows == 0:
+        raise DataError("there are no rows to train on", fix="pass at least one row")
+    if gbs is None:
+        return rows
+    local, left = divmod(gbs, workers)
+    if gbs < 1 or left:
+        raise DataError(
+            f"a global batch of {gbs} rows cannot be dealt to {workers} workers",
+            fix="use a positive multiple of the data-parallel workers",
+            key="gbs",
+        )
+    if rows % local:
+        each = f" of each of {workers} workers" if workers > 1 else ""
+        raise DataError(
+            f"{rows} rows{each} are no multiple of the {local} rows{each} in a global batch of "
+            f"{gbs}",
+            fix="drop or repeat rows, set another gbs, or fill up with rows of sample_mask 0",
+            key="gbs",
+        )
+    return local
 
 
 class Microbatching:
