@@ -139,7 +139,8 @@ def _print_summary(report: RunReport) -> None:
 
     from rl_conformance.report import status_text, worst_measure
 
-    table = Table("clause", "status", "checks", "worst figure", "at most", "asks for", box=None)
+    table = Table("clause", "status", "checks", "worst figure", "at most", box=None)
+    table.add_column("asks for", no_wrap=True, overflow="ellipsis")
     for result in report.results():
         worst, status = worst_measure(result), status_text(result)
         table.add_row(

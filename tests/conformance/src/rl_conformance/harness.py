@@ -125,8 +125,8 @@ class Harness:
             return f"the backend offers no kind with {check.capability}", True
         if capability is not None and device not in capability.devices:
             return f"declared for {', '.join(capability.devices)} only", True
-        if lacking := [name for name in check.modules if not importlib.util.find_spec(name)]:
-            return f"{lacking[0]} is not installed", False
+        if absent := [name for name in check.modules if not importlib.util.find_spec(name)]:
+            return f"{absent[0]} is not installed", False
         return None
 
     def _offers(self, kind: str) -> bool:

@@ -12,7 +12,7 @@ import torch
 from rl_conformance.quiet import no_progress_bars
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
 __all__ = ["Oracle", "reward_scores", "truncated_distribution"]
@@ -37,6 +37,7 @@ class Oracle:
         self.pad_token_id = int(self.tokenizer.pad_token_id)
         self.eos_token_id = int(self.model.config.eos_token_id)
         self.context = int(self.model.config.max_position_embeddings)
+        self._paths: dict[tuple[int, ...], list[int]] = {}
 
     def logits(self, ids: Sequence[int]) -> torch.Tensor:
         """``[len(ids), V]`` float32; position t predicts token t+1."""
@@ -59,14 +60,12 @@ class Oracle:
             out[row, :length] = self.logprobs(ids[row, :length].tolist(), temperature)
         return out
 
-    def greedy(self, prompt: Sequence[int], steps: int, stops: Iterable[int] = ()) -> list[int]:
-        """The argmax continuation, up to and with the first of ``stops`` or the model's eos."""
-        ids, ends = list(prompt), {self.eos_token_id, *stops}
-        for _ in range(steps):
-            ids.append(int(self.logits(ids)[-1].argmax()))
-            if ids[-1] in ends:
-                break
-        return ids[len(prompt) :]
+    def greedy(self, prompt: Sequence[int], steps: int) -> list[int]:
+        """The argmax continuation, up to and with the model's eos."""
+        path = self._paths.setdefault(tuple(prompt), [])
+        while len(path) < steps and self.eos_token_id not in path:
+            path.append(int(self.logits([*prompt, *path])[-1].argmax()))
+        return path[:steps]
 
     def distribution(
         self, prompt: Sequence[int], *, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0

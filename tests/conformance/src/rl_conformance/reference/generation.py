@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rl_conformance.oracle import Oracle, truncated_distribution
+from rl_conformance.oracle import truncated_distribution
+from rl_conformance.reference.loading import load_once
 from rl_conformance.reference.weights import DictSink
 from rl_core.backends import Completion, GenerationBackend, ModelFacts
 
@@ -29,9 +31,9 @@ class ReferenceGeneration(GenerationBackend):
     """
 
     def __init__(self, model_name: str, torch_dtype: str = "float32", **config: Any) -> None:
-        oracle = Oracle(model_name)
-        self.model, self.tokenizer = oracle.model, oracle.tokenizer
-        self.model.to(getattr(torch, torch_dtype))
+        oracle = load_once(str(model_name))
+        self.model = copy.deepcopy(oracle.model).to(getattr(torch, torch_dtype))
+        self.tokenizer = oracle.tokenizer
         facts = ModelFacts(
             pad_token_id=oracle.pad_token_id,
             eos_token_ids=(oracle.eos_token_id,),
@@ -42,15 +44,24 @@ class ReferenceGeneration(GenerationBackend):
 
     def complete(self, prompts: PromptBatch, sampling: SamplingParams) -> Iterator[Completion]:
         """See :meth:`GenerationBackend.complete`; all rows advance by one token in turn."""
-        seen: dict[tuple[int, ...], torch.Tensor] = {}
         rows = [_Row(prompts, row) for row in range(len(prompts))]
         while rows:
+            logits = self.next_logits({tuple(row.ids) for row in rows})
             for row in rows:
-                logits = self._logits(tuple(row.ids), seen)
-                self.step(row, logits, sampling)
+                self.step(row, logits[tuple(row.ids)], sampling)
                 if row.done is not None:
                     yield row.done
             rows = [row for row in rows if row.done is None]
+
+    def next_logits(self, prefixes: set[tuple[int, ...]]) -> dict[tuple[int, ...], torch.Tensor]:
+        """``[V]`` float64 logits after each prefix; prefixes of one length go together."""
+        found: dict[tuple[int, ...], torch.Tensor] = {}
+        for length in {len(ids) for ids in prefixes}:
+            group = sorted(ids for ids in prefixes if len(ids) == length)
+            with torch.no_grad():
+                logits = self.model(torch.tensor(group), use_cache=False).logits[:, -1]
+            found |= dict(zip(group, logits.double(), strict=True))
+        return found
 
     def step(self, row: _Row, logits: torch.Tensor, sampling: SamplingParams) -> None:
         """Appends one token to a row, and ends it where it must end."""
@@ -94,15 +105,6 @@ class ReferenceGeneration(GenerationBackend):
     def on_shutdown(self) -> None:
         """Lets go of the model."""
         del self.model
-
-    def _logits(
-        self, ids: tuple[int, ...], seen: dict[tuple[int, ...], torch.Tensor]
-    ) -> torch.Tensor:
-        if ids not in seen:
-            with torch.no_grad():
-                output = self.model(torch.tensor([ids]), use_cache=False)
-            seen[ids] = output.logits[0, -1].double()
-        return seen[ids]
 
 
 class _Row:

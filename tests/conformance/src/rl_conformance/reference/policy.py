@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from rl_conformance.oracle import Oracle
 from rl_conformance.quiet import no_progress_bars
+from rl_conformance.reference.loading import load_once
 from rl_conformance.reference.weights import DictSource
 from rl_core.backends import PolicyBackend
 from rl_core.backends.prompts import input_lengths
@@ -57,8 +57,8 @@ class ReferencePolicy(PolicyBackend):
         resume_from: str | None = None,
         **_: Any,
     ) -> None:
-        oracle = Oracle(model_name)
-        self.model: Any = oracle.model.to(getattr(torch, torch_dtype))
+        oracle = load_once(str(model_name))
+        self.model: Any = copy.deepcopy(oracle.model).to(getattr(torch, torch_dtype))
         self.tokenizer = oracle.tokenizer
         self.reference_model = copy.deepcopy(self.model)
         self.temperature, self.max_grad_norm = temperature, max_grad_norm or float("inf")

@@ -1,0 +1,103 @@
+"""The suite against backends that carry one bug each: it must fail there and nowhere else."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from rl_conformance import mutants
+from rl_conformance.context import Settings
+from rl_conformance.outcome import Status
+from rl_conformance.run import run, select
+from rl_core.errors import DataError
+
+if TYPE_CHECKING:
+    from rl_conformance.outcome import RunReport
+    from rl_conformance.target import Target
+
+#: What is left out here: a process of its own, thousands of draws, or many models.
+_GENERATION = "not (G10 and not top_k) and not many_rows"
+_POLICY = "not P9"
+_REFIT = "not killed and not crosses and not R6 and not odd_tensors and not disturbed"
+
+
+def _broken(report: RunReport) -> set[str]:
+    return {outcome.clause for outcome in report.outcomes if outcome.status.bad}
+
+
+def _run(target: Target, kind: str, expression: str) -> RunReport:
+    checks = select([kind], expression)
+    report = run(target, Settings(), checks, selection=expression)
+    assert {outcome.check for outcome in report.outcomes} == {check.id for check in checks}
+    return report
+
+
+@pytest.mark.parametrize(
+    ("kind", "expression"),
+    [("generation", _GENERATION), ("policy", _POLICY), ("refit", _REFIT), ("agreement", "A1")],
+)
+def test_the_reference_passes(kind: str, expression: str) -> None:
+    report = _run(mutants.target(), kind, expression)
+    assert not [o for o in report.outcomes if o.status.bad]
+    assert report.counts()[Status.PASSED] > 0
+
+
+@pytest.mark.parametrize(
+    ("mutant", "clauses"),
+    [
+        (mutants.LogprobsOffByOne, {"G4", "G11"}),
+        (mutants.LogprobsOfAnotherTemperature, {"G4"}),
+        (mutants.LostLogprobsAreZero, {"G3", "G4", "G11"}),
+        (mutants.SeedIsIgnored, {"G9", "G17"}),
+        (mutants.PaddingShows, {"G8", "G11"}),
+        (mutants.StopStringsAreMerged, {"G7"}),
+        (mutants.TopKIsOffByOne, {"G4", "G10"}),
+        (mutants.StopTokenIsDropped, {"G7"}),
+    ],
+)
+def test_generation_mutants_fail_where_they_are_broken(mutant: Any, clauses: set[str]) -> None:
+    assert _broken(_run(mutants.target(mutant), "generation", _GENERATION)) == clauses
+
+
+@pytest.mark.parametrize(
+    ("mutant", "clauses"),
+    [
+        (mutants.ReferenceTrainsAlong, {"P3"}),
+        (mutants.EvalModeTrains, {"P6"}),
+        (mutants.MicrobatchesAreAveraged, {"P5", "P6"}),
+        (mutants.NanReachesTheWeights, {"P5", "P7"}),
+        (mutants.ScoresTheNextToken, {"P1", "P5", "P6", "P7"}),
+    ],
+)
+def test_policy_mutants_fail_where_they_are_broken(mutant: Any, clauses: set[str]) -> None:
+    assert _broken(_run(mutants.target(policy=mutant), "policy", _POLICY)) == clauses
+
+
+@pytest.mark.parametrize(
+    ("mutant", "clauses"),
+    [
+        (mutants.VersionMovesAlthoughTheRefitFailed, {"R10", "R15"}),
+        (mutants.TornWeightsAreServed, {"R8", "R15"}),
+        (mutants.PrefixCacheOutlivesTheRefit, {"R1", "R10"}),
+    ],
+)
+def test_refit_mutants_fail_where_they_are_broken(mutant: Any, clauses: set[str]) -> None:
+    assert _broken(_run(mutants.target(mutant), "refit", _REFIT)) == clauses
+
+
+def test_a_consistency_check_that_passes_on_nothing_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    from rl_conformance.checks import agreement
+
+    honest = agreement.validate_log_probability_consistency
+
+    def empty_mask_passes(*args: Any) -> bool:
+        try:
+            return honest(*args)
+        except DataError:
+            return True
+
+    monkeypatch.setattr(agreement, "validate_log_probability_consistency", empty_mask_passes)
+    report = _run(mutants.target(), "agreement", "A1")
+    failed = {outcome.check for outcome in report.outcomes if outcome.status.bad}
+    assert failed == {"A1/an_empty_mask_is_an_error"}

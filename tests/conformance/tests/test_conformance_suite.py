@@ -1,0 +1,470 @@
+"""The harness, its three entrances and its reports."""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ET
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from rl_conformance import GenerationConformance, mutants
+from rl_conformance.catalogue import CLAUSES
+from rl_conformance.context import Settings
+from rl_conformance.expect import CheckFailed, fail, raises, require, same_tensor
+from rl_conformance.harness import Harness
+from rl_conformance.ledger import read_ledger
+from rl_conformance.outcome import Measure, Outcome, RunReport, Status, Verdict
+from rl_conformance.reference import MANIFEST, reference_target
+from rl_conformance.registry import Check, all_checks, refusal_for
+from rl_conformance.report import from_json, to_html, to_json, to_junit, to_markdown
+from rl_conformance.run import run, select
+from rl_conformance.statistics import chi_square_p_value
+from rl_core.errors import ConfigError
+from rl_core.plugins.manifest import GENERATION_CAPABILITIES, POLICY_CAPABILITIES
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from rl_conformance.context import Context
+
+pytest_plugins = ["pytester"]
+
+
+def _check(function: Any, **changes: Any) -> Check:
+    parts: dict[str, Any] = {
+        "clause": CLAUSES["B1"],
+        "name": function.__name__,
+        "title": "A check of the tests",
+        "function": function,
+        "needs": (),
+        "capability": None,
+        "device": "any",
+        "modules": (),
+        "timeout_s": 10.0,
+    }
+    return Check(**(parts | changes))
+
+
+def _outcome(function: Any, known: dict[str, str] | None = None, **changes: Any) -> Outcome:
+    with Harness(reference_target(), Settings(), known) as harness:
+        return harness.outcome(_check(function, **changes))
+
+
+def passes(ctx: Context) -> None:
+    pass
+
+
+def fails(ctx: Context) -> None:
+    fail("the contract is broken")
+
+
+def raises_something(ctx: Context) -> None:
+    raise KeyError("not a verdict")
+
+
+# -- the catalogue ---------------------------------------------------------------------------------
+
+
+def test_every_clause_has_a_check() -> None:
+    assert {check.clause.id for check in all_checks()} == set(CLAUSES)
+
+
+def test_the_catalogue_has_every_clause_of_the_contract() -> None:
+    chapters = {"B": 7, "D": 5, "G": 17, "P": 13, "R": 15, "A": 3, "S": 3}
+    expected = [f"{letter}{n}" for letter, last in chapters.items() for n in range(1, last + 1)]
+    assert list(CLAUSES) == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "capability"),
+    [("generation", name) for name in GENERATION_CAPABILITIES]
+    + [("policy", name) for name in POLICY_CAPABILITIES],
+)
+def test_every_capability_has_checks_and_a_refusal(kind: str, capability: str) -> None:
+    assert any(check.capability == capability for check in all_checks())
+    assert callable(refusal_for(kind, capability))
+
+
+# -- statuses --------------------------------------------------------------------------------------
+
+
+def test_a_check_that_returns_has_passed() -> None:
+    assert _outcome(passes).status is Status.PASSED
+
+
+def test_a_check_that_fails_says_why() -> None:
+    outcome = _outcome(fails)
+    assert (outcome.status, outcome.message) == (Status.FAILED, "the contract is broken")
+
+
+def test_an_unexpected_exception_is_an_error_with_its_traceback() -> None:
+    outcome = _outcome(raises_something)
+    assert outcome.status is Status.ERROR
+    assert "not a verdict" in outcome.message
+
+
+def test_a_check_that_hangs_fails() -> None:
+    def hangs(ctx: Context) -> None:
+        time.sleep(60)
+
+    outcome = _outcome(hangs, timeout_s=0.2)
+    assert outcome.status is Status.FAILED
+    assert "did not end" in outcome.message
+
+
+def test_a_known_failure_is_no_failure() -> None:
+    outcome = _outcome(fails, {"B1/fails": "see the tracker"})
+    assert outcome.status is Status.KNOWN_FAILURE
+    assert "see the tracker" in outcome.message
+
+
+def test_a_known_failure_that_passes_is_bad() -> None:
+    assert _outcome(passes, {"B1": "see the tracker"}).status is Status.UNEXPECTED_PASS
+
+
+def test_a_missing_module_blocks_the_run() -> None:
+    outcome = _outcome(passes, modules=("no_such_module_of_the_suite",))
+    assert (outcome.status, outcome.excused) == (Status.NOT_RUN, False)
+
+
+def test_a_check_for_another_device_is_excused() -> None:
+    outcome = _outcome(passes, device="cuda")
+    assert (outcome.status, outcome.excused) == (Status.NOT_RUN, True)
+
+
+def test_a_kind_that_is_not_offered_is_excused() -> None:
+    manifest = replace(MANIFEST, factories={"generation": MANIFEST.factories["generation"]})
+    with Harness(reference_target(manifest=manifest)) as harness:
+        outcome = harness.outcome(_check(passes, needs=("policy",)))
+    assert (outcome.status, outcome.excused) == (Status.NOT_RUN, True)
+
+
+def test_an_unsupported_capability_runs_its_refusal() -> None:
+    (check,) = select(["policy"], "P13")
+    with Harness(reference_target()) as harness:
+        outcome = harness.outcome(check)
+    assert outcome.status is Status.UNSUPPORTED
+
+
+def test_a_capability_that_is_not_refused_fails() -> None:
+    (check,) = select(["generation"], "G16 and equal")
+    capabilities = MANIFEST.capabilities["generation"]
+    declared = {**capabilities, "async_generation": capabilities["sleep"]}
+    manifest = replace(MANIFEST, capabilities={**MANIFEST.capabilities, "generation": declared})
+    with Harness(reference_target(manifest=manifest)) as harness:
+        outcome = harness.outcome(check)
+    assert outcome.status is Status.FAILED
+    assert "nothing was raised" in outcome.message
+
+
+def test_a_measure_above_its_tolerance_fails() -> None:
+    def measures(ctx: Context) -> None:
+        ctx.measure("error", 2.0, 1.0)
+
+    outcome = _outcome(measures)
+    assert outcome.status is Status.FAILED
+    assert outcome.measures == (Measure("error", 2.0, 1.0),)
+
+
+def test_a_measure_that_is_not_a_number_fails() -> None:
+    def measures(ctx: Context) -> None:
+        ctx.measure("error", float("nan"), 1.0)
+
+    assert _outcome(measures).status is Status.FAILED
+
+
+def test_a_check_runs_once() -> None:
+    calls = []
+    with Harness(reference_target()) as harness:
+        check = _check(calls.append, name="counted")
+        assert harness.outcome(check) is harness.outcome(check)
+    assert len(calls) == 1
+
+
+# -- verdicts --------------------------------------------------------------------------------------
+
+
+def _report(*outcomes: Outcome, clauses: tuple[str, ...] = ("B1", "B2")) -> RunReport:
+    return RunReport("mine", outcomes, {"torch": "1"}, clauses, seconds=1.0)
+
+
+GOOD = Outcome("B1/good", "Good", Status.PASSED, 0.1, "", (Measure("error", 0.5, 1.0),))
+BAD = Outcome("B2/bad", "Bad", Status.FAILED, 0.1, "<broken> & sad")
+SKIPPED = Outcome("B2/skipped", "Skipped", Status.NOT_RUN, message="no GPU")
+
+
+def test_a_clause_without_a_status_makes_the_run_incomplete() -> None:
+    report = _report(GOOD)
+    assert (report.verdict, report.missing) == (Verdict.INCOMPLETE, ["B2"])
+
+
+def test_a_needed_check_that_did_not_run_makes_it_incomplete() -> None:
+    assert _report(GOOD, SKIPPED).verdict is Verdict.INCOMPLETE
+
+
+def test_an_excused_check_does_not() -> None:
+    assert _report(GOOD, replace(SKIPPED, excused=True)).verdict is Verdict.CONFORMANT
+
+
+def test_nothing_passed_is_not_conformant() -> None:
+    assert _report(replace(SKIPPED, excused=True), clauses=("B2",)).verdict is Verdict.INCOMPLETE
+
+
+def test_one_failure_fails_the_run() -> None:
+    assert _report(GOOD, BAD).verdict is Verdict.FAILED
+
+
+def test_a_needed_check_that_did_not_run_takes_the_pass_away() -> None:
+    (result,) = _report(replace(GOOD, check="B2/good"), SKIPPED, clauses=("B2",)).results()
+    assert result.status is Status.NOT_RUN
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_cuda_without_a_gpu_is_not_run_and_not_conformant() -> None:
+    report = run(mutants.target(), Settings(device="cuda"))
+    assert {r.status for r in report.results()} == {Status.NOT_RUN}
+    assert report.verdict is Verdict.INCOMPLETE
+    assert {o.message for o in report.outcomes} == {"this machine has no CUDA device"}
+
+
+# -- reports ---------------------------------------------------------------------------------------
+
+
+def test_json_survives_a_round_trip() -> None:
+    report = _report(GOOD, BAD)
+    assert from_json(to_json(report)) == report
+
+
+def test_json_of_another_schema_is_refused() -> None:
+    with pytest.raises(ValueError, match="schema 99"):
+        from_json(json.dumps({"schema": 99}))
+
+
+def test_junit_counts_what_is_missing_as_an_error() -> None:
+    report = _report(BAD, replace(SKIPPED, check="B1/x"), clauses=("B1", "B2", "B3"))
+    (suite,) = ET.fromstring(to_junit(report))
+    counts = {key: suite.get(key) for key in ("tests", "failures", "errors", "skipped")}
+    assert counts == {"tests": "4", "failures": "1", "errors": "2", "skipped": "1"}
+
+
+def test_markdown_has_a_row_for_each_clause_and_the_reasons() -> None:
+    text = to_markdown(_report(GOOD, BAD))
+    assert "| B1 | " in text
+    assert "| error 0.5 | 1 |" in text
+    assert "B2/bad: failed: <broken> & sad" in text
+
+
+def test_html_is_one_page_without_references() -> None:
+    page = to_html([_report(GOOD, BAD)])
+    assert "&lt;broken&gt; &amp; sad" in page
+    assert not any(word in page for word in ("http:", "https:", "src=", "<link", "url("))
+
+
+def test_html_shows_several_backends() -> None:
+    page = to_html([_report(GOOD), replace(_report(GOOD, BAD), backend="theirs")])
+    assert "<th>mine</th>" in page
+    assert "<th>theirs</th>" in page
+
+
+# -- selection and ledger --------------------------------------------------------------------------
+
+
+def test_a_clause_number_selects_its_own_checks_only() -> None:
+    assert {check.clause.id for check in select([], "G1 or R1")} == {"G1", "R1"}
+
+
+def test_words_select_by_name() -> None:
+    assert [c.name for c in select([], "G8 and not (order or neighbours)")] == [
+        "greedy_is_deterministic"
+    ]
+
+
+@pytest.mark.parametrize("expression", ["G1 +", "G1 + G2", "f()", "nothing_is_called_so"])
+def test_an_expression_that_selects_nothing_is_refused(expression: str) -> None:
+    with pytest.raises(ConfigError):
+        select([], expression)
+
+
+def test_the_ledger_gives_reasons(tmp_path: Path) -> None:
+    file = tmp_path / "known.toml"
+    entry = 'check="G10"\nreason="why"\nlink="where"\nexpires=2030-01-01\n'
+    file.write_text(f"[[failure]]\n{entry}")
+    assert read_ledger(file, dt.date(2029, 1, 1)) == {"G10": "why (where)"}
+
+
+@pytest.mark.parametrize(
+    ("entry", "problem"),
+    [
+        ('check="G10"\nreason="why"\nexpires=2030-01-01', "lacks link"),
+        ('check="G99"\nreason="w"\nlink="l"\nexpires=2030-01-01', "names no clause"),
+        ('check="G10"\nreason="w"\nlink="l"\nexpires=2028-01-01', "expired"),
+        ("check=", "cannot be read"),
+    ],
+)
+def test_a_stale_ledger_is_refused(tmp_path: Path, entry: str, problem: str) -> None:
+    file = tmp_path / "known.toml"
+    file.write_text(f"[[failure]]\n{entry}\n")
+    with pytest.raises(ConfigError, match=problem):
+        read_ledger(file, dt.date(2029, 1, 1))
+
+
+# -- expectations and statistics -------------------------------------------------------------------
+
+
+def test_raises_fails_when_nothing_is_raised() -> None:
+    with pytest.raises(CheckFailed, match="nothing was raised"), raises(ValueError):
+        pass
+
+
+def test_raises_fails_when_the_message_names_nothing() -> None:
+    with pytest.raises(CheckFailed, match="does not name"), raises(ValueError, "row 1"):
+        raise ValueError("something is wrong")
+
+
+def test_require_holds_its_message() -> None:
+    with pytest.raises(CheckFailed, match="because"):
+        require(False, "because")
+
+
+@pytest.mark.parametrize(
+    "other", [torch.zeros(2, 1), torch.zeros(2).double(), torch.tensor([0.0, 1.0])]
+)
+def test_same_tensor_wants_shape_dtype_and_bits(other: torch.Tensor) -> None:
+    with pytest.raises(CheckFailed):
+        same_tensor(torch.zeros(2), other, "it")
+
+
+def test_chi_square_knows_the_quantiles() -> None:
+    # 3.841 is the 95 % quantile with one degree of freedom: (10 + d)^2 ... of 100 fair throws.
+    deviation = (3.841 * 25) ** 0.5
+    counts = torch.tensor([50 + deviation, 50 - deviation])
+    assert chi_square_p_value(counts, torch.tensor([0.5, 0.5])) == pytest.approx(0.05, abs=1e-3)
+
+
+def test_chi_square_rejects_another_distribution() -> None:
+    counts = torch.tensor([600, 400])
+    assert chi_square_p_value(counts, torch.tensor([0.5, 0.5])) < 1e-4
+
+
+# -- the entrances ---------------------------------------------------------------------------------
+
+
+def test_overriding_a_check_is_refused() -> None:
+    name = next(name for name in vars(GenerationConformance) if name.startswith("test_G8"))
+    with pytest.raises(TypeError, match=name):
+        type("TestMine", (GenerationConformance,), {"backend": "mine", name: lambda self: None})
+
+
+def test_deleting_a_check_by_none_is_refused() -> None:
+    name = next(name for name in vars(GenerationConformance) if name.startswith("test_G8"))
+    with pytest.raises(TypeError, match=name):
+        type("TestMine", (GenerationConformance,), {"backend": "mine", name: None})
+
+
+def test_the_plugin_imports_nothing_heavy() -> None:
+    script = (
+        "import sys; import rl_conformance.plugin; "
+        "print([m for m in ('torch', 'rl_core', 'transformers') if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.strip() == "[]"
+
+
+PROJECT = """
+from rl_conformance import GenerationConformance, mutants
+
+class TestMine(GenerationConformance):
+    backend = "mine"
+
+    @classmethod
+    def target(cls):
+        return mutants.target({mutant}name="mine")
+"""
+
+
+def _pytest(pytester: pytest.Pytester, mutant: str, *args: str) -> pytest.RunResult:
+    pytester.makepyfile(PROJECT.format(mutant=mutant))
+    return pytester.runpytest_inprocess("-p", "no:cacheprovider", *args)
+
+
+def test_a_derived_class_runs_the_checks(pytester: pytest.Pytester) -> None:
+    result = _pytest(pytester, "", "-k", "test_G7", "--rl-report", "out/report.json")
+    result.assert_outcomes(passed=4, deselected=len(_methods()) - 4)
+    report = from_json((pytester.path / "out" / "report.json").read_text())
+    assert (report.backend, report.clauses) == ("mine", ("G7",))
+    assert report.verdict is Verdict.CONFORMANT
+
+
+def test_a_derived_class_fails_where_the_backend_does(pytester: pytest.Pytester) -> None:
+    result = _pytest(pytester, "mutants.StopTokenIsDropped, ", "-k", "test_G7")
+    result.assert_outcomes(passed=3, failed=1, deselected=len(_methods()) - 4)
+    result.stdout.fnmatch_lines(["*stop_token_ends_the_row_and_is_kept*failed*"])
+
+
+def _methods() -> list[str]:
+    return [name for name in vars(GenerationConformance) if name.startswith("test_")]
+
+
+def test_an_unrelated_run_is_left_alone(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile("def test_something(): pass")
+    result = pytester.runpytest_inprocess("-p", "no:cacheprovider")
+    result.assert_outcomes(passed=1)
+    result.stdout.fnmatch_lines(["collected 1 item"])
+    result.stdout.no_fnmatch_line("*incomplete*")
+
+
+def test_the_option_adds_the_suite(pytester: pytest.Pytester) -> None:
+    pytest.importorskip("rl_hf")
+    result = pytester.runpytest_inprocess(
+        "-p", "no:cacheprovider", "--rl-backend", "hf", "-k", "left_padd", "--rl-report", "r.json"
+    )
+    result.assert_outcomes(passed=2, deselected=len(all_checks()) - 2)
+    assert from_json((pytester.path / "r.json").read_text()).clauses == ("G1",)
+
+
+def test_a_whole_run_that_lacks_a_status_fails_the_session(pytester: pytest.Pytester) -> None:
+    pytest.importorskip("rl_hf")
+    pytester.makeconftest(
+        "import rl_conformance.pytest_items as items\n"
+        "from rl_conformance.run import select\n"
+        "items.all_checks = lambda: select([], 'B7')\n"
+    )
+    result = pytester.runpytest_inprocess("-p", "no:cacheprovider", "--rl-backend", "hf")
+    result.assert_outcomes(passed=3)
+    result.stdout.fnmatch_lines(["*hf: incomplete, without a result: B1, *"])
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+
+
+def _rl(*args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "rl_core.cli", "conformance", *args],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_the_command_writes_every_report(tmp_path: Path) -> None:
+    pytest.importorskip("rl_hf")
+    files = {name: tmp_path / f"report.{name}" for name in ("json", "junit", "markdown", "html")}
+    options = [part for name, file in files.items() for part in (f"--{name}", str(file))]
+    done = _rl("run", "hf", "-k", "B7 or impossible_length", *options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "hf: conformant" in done.stdout
+    assert "Only a part" in done.stdout
+    assert all(file.stat().st_size for file in files.values())
+
+
+def test_the_command_names_a_backend_that_is_not_there() -> None:
+    done = _rl("run", "no-such-backend")
+    assert done.returncode == 1
+    assert "no-such-backend" in done.stderr
