@@ -106,7 +106,7 @@ def test_other_attention_decodes_in_groups_and_says_so(
         engine = DecodingEngine(load(path, **config))
     assert "equal length" in caplog.text
     for row, done in enumerate(run(engine, batch, GREEDY)):
-        ids = oracle.greedy(batch.token_ids(row), 12, stops=())
+        ids = oracle.greedy(batch.token_ids(row), 12)
         assert list(done.token_ids)[: len(ids)] == ids
 
 

@@ -120,7 +120,8 @@ def test_code_in_the_checkpoint_runs_only_if_trusted(
     (broken / "extra.py").write_text(
         "from pathlib import Path\n"
         f"Path({str(witness)!r}).touch()\n"
-        "from transformers import Qwen2ForCausalLM as Model\n"
+        "from transformers import Qwen2ForCausalLM\n"
+        "class Model(Qwen2ForCausalLM): pass\n"
     )
     if trust:
         load(broken, trust_remote_code=True)

@@ -296,9 +296,11 @@ class _Run:
 @contextmanager
 def _evaluating(model: PreTrainedModel) -> Generator[None]:
     """Without dropout, and as it was afterwards."""
-    training = model.training
+    if not model.training:  # the usual case, and switching visits every module
+        yield
+        return
     model.eval()
     try:
         yield
     finally:
-        model.train(training)
+        model.train()

@@ -96,8 +96,10 @@ class SlotCache(Cache):  # type: ignore[misc]
     def move(self, source: torch.Tensor, target: torch.Tensor, width: int) -> None:
         """Copies the first ``width`` columns of whole slots, ``[n]`` int64 each."""
         for layer in self.layers:
-            layer.keys[target, :, :width] = layer.keys[source, :, :width]
-            layer.values[target, :, :width] = layer.values[source, :, :width]
+            # With a device map, layers live on devices of their own.
+            old, new = source.to(layer.keys.device), target.to(layer.keys.device)
+            layer.keys[new, :, :width] = layer.keys[old, :, :width]
+            layer.values[new, :, :width] = layer.values[old, :, :width]
 
     def _empty(self, like: torch.Tensor) -> torch.Tensor:
         # Zeros, since masked columns are multiplied by 0 and what lies there must be finite.
@@ -110,10 +112,10 @@ class SlotCache(Cache):  # type: ignore[misc]
 
 
 def _store(stored: torch.Tensor, states: torch.Tensor, writes: Writes) -> None:
-    tokens = states.transpose(1, 2).flatten(0, 1)
+    tokens, device = states.transpose(1, 2).flatten(0, 1), stored.device
     if writes.source is not None:
-        tokens = tokens[writes.source]
-    stored[writes.slots, :, writes.columns] = tokens
+        tokens = tokens[writes.source.to(device)]
+    stored[writes.slots.to(device), :, writes.columns.to(device)] = tokens
 
 
 def _round_up(tokens: int) -> int:
