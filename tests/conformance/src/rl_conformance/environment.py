@@ -26,7 +26,7 @@ def describe(target: Target, settings: Settings) -> dict[str, Any]:
         "contract": target.manifest.contract,
         **target.versions,
         "python": platform.python_version(),
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "cuda": torch.version.cuda if cuda else None,
         "gpu": torch.cuda.get_device_name() if cuda else None,
         "platform": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",

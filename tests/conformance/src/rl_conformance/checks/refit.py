@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,15 @@ from rl_conformance.doubles import (
 from rl_conformance.expect import raises, require, same_tensor
 from rl_conformance.leftovers import Leftovers
 from rl_conformance.peers import RemoteGeneration
-from rl_conformance.refits import agree, equal, greedy, odd_tensors, run_refit, unequal_pair
+from rl_conformance.refits import (
+    DEADLINE_S,
+    agree,
+    equal,
+    greedy,
+    odd_tensors,
+    run_refit,
+    unequal_pair,
+)
 from rl_conformance.registry import check, refusal
 from rl_conformance.training import NegativeLogLikelihood, training_batch
 from rl_conformance.weights import checkpoint_weights, same_weights
@@ -333,11 +342,18 @@ def no_receiver_advances_alone(ctx: Context) -> None:
     """If one engine fails, it is named and no engine advances; the next refit brings all on."""
     policy = ctx.closing(TensorPolicy(odd_tensors(1)))
     engines = [ctx.closing(TensorEngine(odd_tensors(n), f"engine-{n}")) for n in (2, 3)]
-    with broken_tensor(engines[1], "large"), raises(Exception, "engine-3"):
-        run_refit(policy, SeveralEngines(*engines), bucket_bytes=4096)
+    both = SeveralEngines(*engines)
+    with broken_tensor(engines[1], "large"):
+        both.prepare_refit_info(policy.prepare_refit_info())
+        options: dict[str, Any] = {"deadline_s": DEADLINE_S}
+        (sending,) = policy.stream_weights_via_ipc_zmq(receivers=2, **options)
+        receiving = both.update_weights_via_ipc_zmq(**options)
+        error = sending.exception(DEADLINE_S + 10)
+        concurrent.futures.wait(receiving, DEADLINE_S)
+    require("engine-3" in str(error), f"the failed engine is not named: {error!r}")
     versions = [engine.weights_version for engine in engines]
     require(versions == [0, 0], f"after a failure the versions are {versions}")
-    run_refit(policy, SeveralEngines(*engines))
+    run_refit(policy, both)
     for engine in engines:
         same_weights(engine.tensors, policy.tensors, "engine")
 
