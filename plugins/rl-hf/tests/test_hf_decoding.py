@@ -254,6 +254,16 @@ def test_stop_strings_end_their_own_row_only(tiny: Callable[..., Path]):
     assert_same([*done[:2], *done[3:]], [*free[:2], *free[3:]])
 
 
+def test_stop_tokens_still_end_rows_that_watch_for_strings(tiny: Callable[..., Path]):
+    path = tiny()
+    engine = DecodingEngine(load(path), load_tokenizer(str(path)))
+    stop = run(engine, prompts((8,)), GREEDY)[0].token_ids[2]
+    sampling = SamplingParams(greedy=True, stop_token_ids=(stop,))
+    (done,) = run(engine, prompts((8,), stops=[("never to be seen",)]), sampling)
+    assert done.token_ids[-1] == stop
+    assert not done.truncated
+
+
 def test_stop_strings_without_a_tokenizer_name_the_row(tiny: Callable[..., Path]):
     stops = [()] * 3 + [("x",)] + [()] * 6
     with pytest.raises(ConfigError, match="row 3 has stop strings"):
