@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_core.batch import pack, packing_metrics, plan_microbatches
+from rl_core.batch import pack, plan_microbatches
 from rl_core.batch.packing import ALGORITHMS
 from rl_core.errors import ConfigError, DataError
 
@@ -107,17 +107,6 @@ def test_an_unknown_algorithm_is_named_with_the_nearest():
     with pytest.raises(ConfigError, match="'concatenative'") as caught:
         pack([1], 2, "concatenate")
     assert caught.value.details["key"] == "algorithm"
-
-
-def test_metrics_count_bins_bound_and_efficiency():
-    metrics = packing_metrics([6, 6, 6, 2], [[0, 3], [1], [2]], 10)
-    assert (metrics.bins, metrics.lower_bound) == (3, 3)
-    assert metrics.efficiency == pytest.approx(20 / 30)
-    assert (metrics.max_load, metrics.min_load) == (8, 6)
-
-
-def test_metrics_of_nothing_are_zero():
-    assert packing_metrics([], [], 10).bins == 0
 
 
 def covered(parts: list[torch.Tensor]) -> list[int]:
@@ -233,3 +222,9 @@ def test_a_group_above_the_bound_is_named_by_its_first_row():
             sequence_packing_args={"max_tokens_per_microbatch": 10},
             group_size=2,
         )
+
+
+@pytest.mark.parametrize("lengths", [torch.tensor([[1, 2], [3, 4]]), torch.tensor([1.5, 2.0])])
+def test_lengths_must_be_integers_one_for_each_row(lengths):
+    with pytest.raises(DataError, match=r"integers of shape \[rows\]"):
+        plan_microbatches(lengths, sequence_packing_args={"max_tokens_per_microbatch": 8})

@@ -114,9 +114,8 @@ def test_dynamic_shards_keep_every_clause(data, shards, chunks, group):
     shards=st.integers(1, 3),
     chunks=st.integers(1, 3),
     algorithm=st.sampled_from(sorted(ALGORITHMS)),
-    microbatch_order=st.sampled_from(["largest_first", "packer"]),
 )
-def test_packed_shards_keep_every_clause(data, shards, chunks, algorithm, microbatch_order):
+def test_packed_shards_keep_every_clause(data, shards, chunks, algorithm):
     group = data.draw(st.sampled_from([1, 2]))
     per_chunk = shards * group * data.draw(st.integers(1, 5))
     size = per_chunk * chunks
@@ -128,7 +127,6 @@ def test_packed_shards_keep_every_clause(data, shards, chunks, algorithm, microb
         "input_key": "input_ids",
         "input_lengths_key": "input_lengths",
         "algorithm": algorithm,
-        "microbatch_order": microbatch_order,
     }
     batch = make_batch(lengths)
     parts, order = batch.shard_by_batch_size(
@@ -151,8 +149,7 @@ def test_packed_shards_keep_every_clause(data, shards, chunks, algorithm, microb
             assert all(in_whole_groups(rows, group) for rows in rows_of(bins))
             assert part.get_microbatch_iterator_for_packable_sequences_len()[1] == max(loads)
             assert list(chain(*rows_of(bins))) == part["row"]
-            if microbatch_order == "largest_first":
-                assert loads == sorted(loads, reverse=True)
+            assert loads == sorted(loads, reverse=True)
         assert {row // per_chunk for part in batches for row in part["row"]} == {index}
     restored = BatchedDataDict.from_batches(parts)
     restored.reorder_data(order)
@@ -243,7 +240,7 @@ def test_a_plan_does_not_outlive_a_new_order():
                 "dynamic_batching_args": {"max_tokens_per_microbatch": 9, "input_key": "ids"},
             },
             MissingKeyError,
-            "no tensor 'ids'",
+            "a tensor 'ids'",
         ),
     ],
 )
@@ -273,3 +270,23 @@ def test_get_batch_past_the_last_is_an_error():
     )
     with pytest.raises(DataError, match="no batch 1 of 1"):
         shards[0].get_batch(1)
+
+
+@pytest.mark.parametrize("way", ["dynamic_batching_args", "sequence_packing_args"])
+def test_planned_shards_never_lose_the_rows_that_have_no_length(way):
+    batch = make_batch([1, 2, 3, 4])
+    batch["input_lengths"] = batch["input_lengths"][:3]
+    with pytest.raises(DataError, match="disagree on the number of rows"):
+        batch.shard_by_batch_size(1, **{way: {"max_tokens_per_microbatch": 40}})
+
+
+def test_a_plan_for_rows_without_width_names_the_key():
+    batch = BatchedDataDict({"input_ids": torch.arange(2), "input_lengths": torch.ones(2).long()})
+    with pytest.raises(MissingKeyError, match="'input_ids' of 2 or more dims"):
+        batch.shard_by_batch_size(1, sequence_packing_args={"max_tokens_per_microbatch": 4})
+
+
+@pytest.mark.parametrize("size", [0, 3])
+def test_the_number_of_microbatches_is_refused_where_the_iterator_is(size):
+    with pytest.raises(DataError, match="no multiple of the microbatch size"):
+        make_batch([1, 2, 3, 4]).get_microbatch_iterator_len(size)

@@ -6,17 +6,15 @@ from rl_core.batch.microbatches import (
     SequencePackingArgs,
     plan_microbatches,
 )
-from rl_core.batch.packing import PackingMetrics, pack, packing_metrics
+from rl_core.batch.packing import pack
 from rl_core.batch.padding import verify_right_padding
 
 __all__ = [
     "BatchedDataDict",
     "DynamicBatchingArgs",
-    "PackingMetrics",
     "SequencePackingArgs",
     "SlicedDataDict",
     "pack",
-    "packing_metrics",
     "plan_microbatches",
     "verify_right_padding",
 ]

@@ -278,9 +278,10 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
             ConfigError: Arguments are wrong or exclude each other.
             DataError: Numbers do not divide, or a row exceeds the bound of a microbatch.
         """
+        size = self.size
         if dynamic_batching_args is None and sequence_packing_args is None:
             parts = plan_shards(
-                self.size, shards, batch_size, uneven=allow_uneven_shards, group_size=group_size
+                size, shards, batch_size, uneven=allow_uneven_shards, group_size=group_size
             )
             return [self._shard(rows) for rows in parts]
         args = sequence_packing_args if dynamic_batching_args is None else dynamic_batching_args
@@ -291,7 +292,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
             batch_size,
             dynamic_batching_args=dynamic_batching_args,
             sequence_packing_args=sequence_packing_args,
-            width=self._column(args.get("input_key", "input_ids")).shape[1],
+            width=self._column(args.get("input_key", "input_ids"), 2).shape[1],
             uneven=allow_uneven_shards,
             group_size=group_size,
         )
@@ -339,16 +340,16 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         Raises:
             DataError: The rows are no multiple of it.
         """
+        count = self.get_microbatch_iterator_len(microbatch_size)
+        return (self.slice(i * microbatch_size, (i + 1) * microbatch_size) for i in range(count))
+
+    def get_microbatch_iterator_len(self, microbatch_size: int) -> int:
+        """Number of microbatches of :meth:`make_microbatch_iterator`; raises as that does."""
         if microbatch_size < 1 or self.size % microbatch_size:
             raise DataError(
                 f"{self.size} rows are no multiple of the microbatch size {microbatch_size}",
                 fix="use a size that divides the rows",
             )
-        starts = range(0, self.size, microbatch_size)
-        return (self.slice(start, start + microbatch_size) for start in starts)
-
-    def get_microbatch_iterator_len(self, microbatch_size: int) -> int:
-        """Number of microbatches of :meth:`make_microbatch_iterator`."""
         return self.size // microbatch_size
 
     def make_microbatch_iterator_with_dynamic_shapes(
@@ -401,11 +402,11 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
             )
         return indices[0], lengths[0]
 
-    def _column(self, key: str) -> torch.Tensor:
+    def _column(self, key: str, dims: int = 1) -> torch.Tensor:
         value = self.data.get(key)
-        if not isinstance(value, torch.Tensor):
+        if not isinstance(value, torch.Tensor) or value.dim() < dims:
             raise MissingKeyError(
-                f"the batch has no tensor {key!r}, which the microbatch plan needs",
+                f"the microbatch plan needs a tensor {key!r} of {dims} or more dims",
                 fix="add it, or name another with input_key and input_lengths_key",
                 key=key,
             )

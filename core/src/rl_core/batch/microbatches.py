@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, NotRequired, TypedDict
+from typing import Annotated, Any, NotRequired, TypedDict
 
 import numpy as np
 import torch
@@ -54,9 +54,6 @@ class SequencePackingArgs(TypedDict):
         input_lengths_key: Key of the ``[B]`` lengths. Default ``"input_lengths"``.
         algorithm: See :data:`rl_core.batch.packing.ALGORITHMS`. Default
             ``"modified_first_fit_decreasing"``.
-        microbatch_order: ``"largest_first"`` (the default) gives every shard its bins by falling
-            load, so that shards in step work on bins alike; ``"packer"`` keeps the algorithm's
-            order.
         seed: Of ``"first_fit_shuffle"``. Default 0.
     """
 
@@ -65,7 +62,6 @@ class SequencePackingArgs(TypedDict):
     input_key: NotRequired[str]
     input_lengths_key: NotRequired[str]
     algorithm: NotRequired[str]
-    microbatch_order: NotRequired[Literal["largest_first", "packer"]]
     seed: NotRequired[int]
 
 
@@ -216,7 +212,7 @@ def plan_packed(
         scope: Group size and shards.
 
     Returns:
-        For each shard its bins.
+        For each shard its bins, by falling load.
 
     Raises:
         ConfigError: ``args`` are wrong.
@@ -232,9 +228,7 @@ def plan_packed(
     if not bins:
         return [[] for _ in range(scope.shards)]
     loads = bin_loads(groups, bins)
-    order = np.arange(len(bins))
-    if options.get("microbatch_order", "largest_first") == "largest_first":
-        order = np.argsort(-loads, kind="stable")
+    order = np.argsort(-loads, kind="stable")  # so that shards in step work on bins alike
     return [
         [
             Microbatch(_expand(np.array(bins[i], dtype=np.int64), scope), int(loads[i]))
@@ -255,7 +249,12 @@ def check_groups(rows: int, group_size: int) -> None:
 
 def _row_lengths(lengths: torch.Tensor, scope: PlanScope) -> np.ndarray[Any, Any]:
     """``[groups, group_size]`` int64 lengths, at least 1."""
-    flat = torch.as_tensor(lengths).detach().cpu().to(torch.int64).numpy()
+    if lengths.dim() != 1 or lengths.is_floating_point():
+        raise DataError(
+            f"lengths are {lengths.dtype} of shape {list(lengths.shape)}",
+            fix="give integers of shape [rows]",
+        )
+    flat = lengths.detach().cpu().to(torch.int64).numpy()
     check_groups(len(flat), scope.group_size)
     wrong = np.flatnonzero((flat < 0) | (flat > (np.inf if scope.width is None else scope.width)))
     if len(wrong):

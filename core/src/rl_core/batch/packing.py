@@ -13,7 +13,6 @@ little space they waste; none looks at every open bin for every sequence:
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -25,7 +24,7 @@ from rl_core.plugins.config import nearest
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = ["ALGORITHMS", "PackingMetrics", "pack", "packing_metrics"]
+__all__ = ["ALGORITHMS", "bin_loads", "pack"]
 
 Lengths: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
 Bins: TypeAlias = "list[list[int]]"
@@ -74,39 +73,6 @@ def pack(
         )
     bins = ALGORITHMS[algorithm](sizes, capacity, seed) if len(sizes) else []
     return _split_heaviest(bins, sizes, -len(bins) % bin_multiple)
-
-
-@dataclass(frozen=True, slots=True)
-class PackingMetrics:
-    """How good a packing is.
-
-    Attributes:
-        bins: Number of bins used.
-        lower_bound: No packing needs fewer: the larger of total tokens over capacity and the
-            number of sequences longer than half a bin.
-        efficiency: Share of the bins' capacity that holds tokens, in [0, 1].
-        max_load: Tokens in the fullest bin.
-        min_load: Tokens in the emptiest bin.
-    """
-
-    bins: int
-    lower_bound: int
-    efficiency: float
-    max_load: int
-    min_load: int
-
-
-def packing_metrics(
-    lengths: Sequence[int] | Lengths, bins: Sequence[Sequence[int]], capacity: int
-) -> PackingMetrics:
-    """Measures a packing; all zero for no bins."""
-    sizes = np.asarray(lengths, dtype=np.int64)
-    if not bins:
-        return PackingMetrics(0, 0, 0.0, 0, 0)
-    loads = bin_loads(sizes, bins)
-    bound = max(-int(-sizes.sum() // capacity), int((2 * sizes > capacity).sum()))
-    efficiency = float(loads.sum() / (len(bins) * capacity))
-    return PackingMetrics(len(bins), bound, efficiency, int(loads.max()), int(loads.min()))
 
 
 def bin_loads(lengths: Lengths, bins: Sequence[Sequence[int]]) -> Lengths:
