@@ -20,7 +20,7 @@ CONSTRAINTS = str(ROOT / "constraints.txt")
 CORE, LOSSES, CONFORMANCE = "core", "plugins/rl-losses", "tests/conformance"
 PLUGINS = {"hf": "plugins/rl-hf"}
 DISTRIBUTIONS = [CORE, LOSSES, *PLUGINS.values(), CONFORMANCE]
-TEST_TOOLS = ["pytest", "pytest-cov", "pytest-timeout", "pytest-xdist", "hypothesis", "build"]
+TEST_TOOLS = ["pytest", "pytest-cov", "pytest-timeout", "pytest-xdist", "hypothesis", "hatchling"]
 
 
 def install(session: nox.Session, *requirements: str) -> None:

@@ -51,6 +51,15 @@ BUCKET = 1024
 SOON = 20.0
 
 
+@pytest.fixture(autouse=True)
+def own_temporary_directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Tests that run beside this one leave things of their own in the common place."""
+    with tempfile.TemporaryDirectory(prefix="t", dir=tempfile.gettempdir()) as folder:
+        monkeypatch.setenv("TMPDIR", folder)
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        yield
+
+
 @pytest.fixture
 def pair() -> Iterator[tuple[Trainer, Engine]]:
     tensors = make_tensors()

@@ -197,7 +197,8 @@ def grpo_step(
         report = refit(policy, generation)
     with timed(seconds, "check"):
         generation.prepare_for_generation()
-        consistent = validate_log_probability_consistency(policy, generation, prompts.slice(0, 32))
+        some = prompts.slice(0, min(32, prompts.size))
+        consistent = validate_log_probability_consistency(policy, generation, some)
     error = (batch["prev_logprobs"] - batch["generation_logprobs"]) * batch["token_mask"]
     return Step(
         reward=float(rewards.mean()),

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from rl_core.errors import ConfigError
 from rl_core.plugins.manifest import GENERATION_CAPABILITIES, POLICY_CAPABILITIES
@@ -115,6 +116,8 @@ def test_code_in_the_checkpoint_runs_only_if_trusted(
     modules = str(broken.parent / "modules")
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", modules)
     monkeypatch.setattr(sys, "path", [*sys.path])
+    # transformers registers trusted code for every later model of the same configuration class.
+    monkeypatch.setattr(AutoModelForCausalLM._model_mapping, "_extra_content", {})
     edit(broken / "config.json", auto_map={"AutoModelForCausalLM": "extra.Model"})
     witness = broken / "was_run"
     (broken / "extra.py").write_text(
