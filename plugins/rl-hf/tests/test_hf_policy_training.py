@@ -303,7 +303,8 @@ def test_schedules_follow_their_formula():
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_token_logprobs_and_their_gradient_equal_log_softmax(dtype, monkeypatch):
     monkeypatch.setattr("rl_hf.logprobs.CHUNK_ELEMENTS", 22)
-    logits = torch.randn(9, 11, dtype=dtype, requires_grad=True)
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(9, 11, dtype=dtype, requires_grad=True, generator=generator)
     positions, targets = torch.tensor([0, 3, 4, 8]), torch.tensor([1, 0, 10, 5])
     scale = torch.tensor([1.0, -2.0, 0.5, 3.0])
     found = token_logprobs(logits, positions, targets, 0.7)
@@ -311,4 +312,6 @@ def test_token_logprobs_and_their_gradient_equal_log_softmax(dtype, monkeypatch)
     expected = (logits.float() / 0.7).log_softmax(-1)[positions, targets]
     (wanted,) = torch.autograd.grad((expected * scale).sum(), logits)
     torch.testing.assert_close(found, expected)
-    torch.testing.assert_close(gradient, wanted)
+    # The arithmetic is float32 whatever the logits are.
+    atol, rtol = (1e-5, 1.6e-2) if dtype is torch.bfloat16 else (1e-6, 1e-5)
+    torch.testing.assert_close(gradient, wanted, atol=atol, rtol=rtol)
