@@ -126,7 +126,7 @@ class Ours:
 def measure(
     path: Path, data: BatchedDataDict[Any], stops: list[int], *, new_tokens: int, rounds: int
 ) -> dict[str, dict[str, float]]:
-    contenders = {
+    contenders: dict[str, Peer | Ours] = {
         "model.generate": Peer(path, stops, new_tokens),
         "rl-hf": Ours(path, stops, new_tokens),
     }
