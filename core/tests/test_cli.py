@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import subprocess
 import sys
 from typing import TYPE_CHECKING
@@ -160,3 +161,55 @@ def test_command_gets_its_arguments_and_its_exit_code_is_kept(install: Install) 
     source = "def main(argv):\n    print(argv)\n    return 7\n"
     install("rl-one", {"rl_core.commands": {"serve": "served:main"}}, {"served": source})
     assert rl("serve", "--port", "1")[:2] == (7, "['--port', '1']\n")
+
+
+def test_what_plugins_print_is_not_part_of_the_json(install: Install) -> None:
+    install.toy()
+    noisy = "import os\nprint('hello')\nos.system('echo from a child')\n"
+    (install.root / "toy" / "__init__.py").write_text(noisy)
+    command = [sys.executable, "-m", "rl_core.cli", "backends", "list", "--json"]
+    environment = {**os.environ, "PYTHONPATH": str(install.root)}
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    assert "toy" in [backend["name"] for backend in json.loads(result.stdout)["backends"]]
+    assert {"hello", "from a child"} <= set(result.stderr.splitlines())
+
+
+def test_json_shows_a_manifest_as_it_is_declared(install: Install) -> None:
+    install.toy(tolerances="{'float32': 1e-4}", devices="frozenset({'cpu'})")
+    (backend,) = json.loads(rl("backends", "info", "toy", "--json")[1])["backends"]
+    assert backend["manifest"]["tolerances"] == {"float32": 1e-4}
+
+
+def test_misspelt_command_is_told_the_nearest() -> None:
+    assert "did you mean 'check'?" in rl("chek")[2]
+
+
+def test_command_of_a_plugin_does_not_hide_ours_in_the_help(install: Install) -> None:
+    install("rl-one", {"rl_core.commands": {"check": "one:app"}})
+    assert "check a model" in rl("--help")[1]
+
+
+@pytest.mark.parametrize("text", ["{", "[1]"])
+def test_check_refuses_what_is_no_json_object(text: str) -> None:
+    code, _, err = rl("check", "max-model-len", "m", "--generation-config", text)
+    assert (code, f"not a JSON object: {text}" in err) == (2, True)
+
+
+@pytest.mark.parametrize("check", ["max-model-len", "generation-consistency"])
+def test_configuration_as_json_has_the_last_word(install: Install, check: str) -> None:
+    install.toy()
+    given = {"max_model_len": 8, "max_new_tokens": 8, "model_name": "m", "toy_sise": 1}
+    config = json.dumps({**given, "backend": "toy"})
+    code, _, err = rl("check", check, "other", "--generation-config", config)
+    assert (code, "unknown key 'toy_sise'" in err) == (1, True)
+
+
+def test_check_that_finds_no_number_is_still_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    from rl_core import checks
+
+    nan = float("nan")
+    agreement = checks.Agreement(nan, nan, nan, 1, (nan,))
+    found = checks.GenerationConsistency(agreement, 1.0, 1, 1.05, 0.95)
+    monkeypatch.setattr(checks, "test_generation_consistency", lambda **_: found)
+    code, out, _ = rl("check", "generation-consistency", "m", "--json")
+    assert (code, json.loads(out, parse_constant=pytest.fail)["agreement"]["error"]) == (1, None)

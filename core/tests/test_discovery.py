@@ -266,3 +266,17 @@ def test_light_uses_import_neither_torch_nor_ray_nor_an_engine(code: str) -> Non
         [sys.executable, "-c", f"{code}\n{check}"], capture_output=True, text=True, timeout=60
     )
     assert result.stderr.strip() == ""
+
+
+def test_directory_that_is_on_the_path_twice_counts_once(
+    install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = install.toy().parent
+    monkeypatch.setattr(sys, "path", [*sys.path, str(root)])
+    assert [listing.duplicates for listing in toys()] == [()]
+
+
+def test_engine_without_a_version_is_out_of_range(install: Install) -> None:
+    (install("toy-engine", {}) / "METADATA").unlink()
+    install.toy(engine="EngineRequirement(('toy-engine',), '>=2,<3')")
+    assert toy().status == "wrong engine"

@@ -198,7 +198,7 @@ def env(tmp_path_factory: pytest.TempPathFactory) -> Environment:
 def test_whole_backend_is_ready(env: Environment) -> None:
     whole = env.list()["rl-whole:whole"]
     assert whole["status"] == "ready"
-    assert whole["manifest"]["engine"]["installed"] == "toy-engine 1.5"
+    assert whole["engine"] == "toy-engine 1.5"
     assert env.create("whole") == "rl_whole.backend\n"
 
 

@@ -268,6 +268,32 @@ def test_doctor_asks_every_plugin_and_reports_the_one_that_raises(install: Insta
     assert any("rl-one 1.0" in f.text for f in findings if f.level == "error")
 
 
+@pytest.mark.parametrize(
+    "source", ["    yield Finding('ok', 'gpu', 'x')\n    1 / 0\n", "    return ['all is well']\n"]
+)
+def test_doctor_reports_a_plugin_whose_findings_cannot_be_read(
+    install: Install, source: str
+) -> None:
+    hooks(install, f"def doctor_checks():\n{source}")
+    (finding,) = doctor_findings()
+    assert (finding.level, "doctor_checks raised" in finding.text) == ("error", True)
+
+
+@pytest.mark.parametrize("result", ["['A']", "{'A': 1}"])
+def test_variables_that_are_no_strings_are_the_plugins_fault(install: Install, result: str) -> None:
+    install.toy()
+    hooks(install, f"def worker_environment():\n    return {result}\n")
+    with pytest.raises(PluginError, match=r"rl-hooks 1\.0 .* worker_environment raised"):
+        worker_environment(CONFIG, "generation", resolve("toy"))
+
+
+def test_mapper_that_raises_is_the_plugins_fault(install: Install) -> None:
+    install.toy()
+    hooks(install, "def weight_name_mappers():\n    return {}.__getitem__\n")
+    with pytest.raises(PluginError, match=r"rl-hooks 1\.0 .* weight_name_mappers raised KeyError"):
+        map_weight_name("w", resolve("toy"))
+
+
 # -- the doctor ------------------------------------------------------------------------------------
 
 
@@ -321,3 +347,9 @@ def test_doctor_finds_two_plugins_with_one_command(install: Install) -> None:
 def test_doctor_refuses_a_name_that_nothing_provides() -> None:
     with pytest.raises(BackendNotFoundError):
         diagnose("qqqqqq")
+
+
+def test_doctor_examines_a_backend_whose_metadata_has_no_name(install: Install) -> None:
+    info = install.toy()
+    (info / "METADATA").unlink()
+    assert "its metadata is incomplete" in texts("toy", "error")

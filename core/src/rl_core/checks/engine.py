@@ -235,7 +235,9 @@ def _cuts(output: BatchedDataDict[Any], positions: int) -> tuple[torch.Tensor, t
 def _engine(
     backend: str, model_name: str, cluster: RayVirtualCluster | None, config: dict[str, Any]
 ) -> Generator[Any]:
-    engine = create_generation({"backend": backend, "model_name": model_name, **config}, cluster)
+    # One completion for each prompt, whose places in the output are then known.
+    config = {"backend": backend, "model_name": model_name, **config, "num_samples": 1}
+    engine = create_generation(config, cluster)
     try:
         engine.prepare_for_generation()
         yield engine

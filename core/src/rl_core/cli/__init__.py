@@ -35,8 +35,8 @@ class _Parser(argparse.ArgumentParser):
     """Lists the sub-commands in its help, the broken ones as broken."""
 
     def format_help(self) -> str:
-        lines = {name: summary for name, (_, summary) in _OWN.items()}
-        lines |= {provider.name: _summary(provider.name) for provider in providers(COMMANDS)}
+        lines = {provider.name: _summary(provider.name) for provider in providers(COMMANDS)}
+        lines |= {name: summary for name, (_, summary) in _OWN.items()}
         width = max(map(len, lines))
         commands = (f"  {name:{width}}  {text}\n" for name, text in sorted(lines.items()))
         return f"{super().format_help()}\ncommands:\n{''.join(commands)}"
@@ -51,11 +51,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code. Wrong usage and ``--help`` raise SystemExit, as argparse does.
     """
-    parser = _Parser(prog="rl", description="Any trainer, any engine, proven to agree.")
+    parser = _Parser(
+        prog="rl",
+        usage="rl [--version] [--debug] COMMAND ...",
+        description="Any trainer, any engine, proven to agree.",
+    )
     parser.add_argument("--version", action="store_true", help="print the version")
     parser.add_argument("--debug", action="store_true", help="show tracebacks of errors")
-    parser.add_argument("command", nargs="?", help="one of the commands below")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="see rl COMMAND --help")
+    parser.add_argument("command", nargs="?", help=argparse.SUPPRESS)
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.version:
         import rl_core
@@ -72,7 +76,12 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     try:
         command = _find(options.command)
         if command is None:
-            parser.error(f"there is no command {options.command!r}; see rl --help")
+            from rl_core.plugins.config import nearest
+
+            names = [*_OWN, *(provider.name for provider in providers(COMMANDS))]
+            close = nearest(options.command, names)
+            hint = f"did you mean {close!r}?" if close else "see rl --help"
+            parser.error(f"there is no command {options.command!r}; {hint}")
         sys.argv[0] = f"rl {options.command}"
         return command(options.arguments) or 0
     except RLError as error:

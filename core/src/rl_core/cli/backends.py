@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+from rl_core.cli.output import chatter_to_stderr
 from rl_core.plugins.discovery import (
     BackendListing,
     inspect_backend,
@@ -17,7 +19,7 @@ from rl_core.plugins.manifest import CONTRACT_VERSION
 from rl_core.plugins.registry import match_backends
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from rich.console import Console
     from rich.table import Table
@@ -25,6 +27,9 @@ if TYPE_CHECKING:
 
     from rl_core.plugins.hookspecs import Finding
     from rl_core.plugins.manifest import BackendManifest
+
+    #: A JSON document, how to show it to people, and whether there is a problem.
+    Answer: TypeAlias = tuple[Any, Callable[[], None], bool]
 
 __all__ = ["main"]
 
@@ -72,51 +77,57 @@ def main(argv: list[str]) -> int:
         text = "look into another environment, by its metadata only"
         command.add_argument("--env", metavar="PATH", help=text)
     options = parser.parse_args(argv)
-    exit_code: int = options.run(options)
-    return exit_code
-
-
-def _list(options: argparse.Namespace) -> int:
-    listings = list_backends(site_packages(options.env) if options.env else None)
+    with chatter_to_stderr():
+        document, show, failed = options.run(options)
     if options.json:
-        _print_json(listings, options.env)
+        print(json.dumps(document, indent=2, default=_plain))
     else:
-        _print_table(listings, options.env)
-    return int(any(_is_problem(listing) for listing in listings))
+        show()
+    return int(failed)
 
 
-def _info(options: argparse.Namespace) -> int:
+def _list(options: argparse.Namespace) -> Answer:
+    listings = list_backends(site_packages(options.env) if options.env else None)
+    return _answer(listings, lambda: _print_table(listings, options.env), options.env)
+
+
+def _info(options: argparse.Namespace) -> Answer:
     found = match_backends(options.name)
     listings = [
         inspect_backend(item, [other.distribution for other in found if other is not item])
         for item in found
     ]
-    if options.json:
-        _print_json(listings, None)
-    else:
+
+    def show() -> None:
         for listing in listings:
             _print_info(listing)
-    return int(any(_is_problem(listing) for listing in listings))
+
+    return _answer(listings, show)
 
 
-def _doctor(options: argparse.Namespace) -> int:
+def _doctor(options: argparse.Namespace) -> Answer:
     from rl_core.plugins.doctor import diagnose
 
     findings = diagnose(options.name, site_packages(options.env) if options.env else None)
-    if options.json:
-        print(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=2))
-    else:
-        _print_findings(findings, options.env)
-    return int(any(finding.level == "error" for finding in findings))
+    failed = any(finding.level == "error" for finding in findings)
+    return findings, lambda: _print_findings(findings, options.env), failed
 
 
-def _is_problem(listing: BackendListing) -> bool:
-    return listing.status in ("broken", "incompatible") or bool(listing.duplicates)
+def _answer(
+    listings: Sequence[BackendListing], show: Callable[[], None], env: str | None = None
+) -> Answer:
+    document = {
+        "contract": CONTRACT_VERSION,
+        "environment": env,
+        "backends": [_as_dict(listing) for listing in listings],
+    }
+    failed = any(item.status in ("broken", "incompatible") or item.duplicates for item in listings)
+    return document, show, failed
 
 
 def _as_dict(listing: BackendListing) -> dict[str, Any]:
     provider, manifest, error = listing.provider, listing.manifest, listing.error
-    facts: dict[str, Any] = {
+    return {
         "name": provider.name,
         "qualified_name": provider.qualified_name,
         "distribution": provider.distribution,
@@ -124,37 +135,19 @@ def _as_dict(listing: BackendListing) -> dict[str, Any]:
         "entry_point": provider.value,
         "location": provider.location,
         "status": listing.status,
-        "duplicates": list(listing.duplicates),
+        "engine": listing.engine or None,
+        "duplicates": listing.duplicates,
         "error": error
         and {"type": type(error).__name__, "message": error.message, "fix": error.fix},
-        "manifest": None,
+        "manifest": manifest and {"kinds": manifest.kinds, **_plain(manifest)},
     }
-    if manifest is not None:
-        facts["manifest"] = {
-            "summary": manifest.summary,
-            "contract": manifest.contract,
-            "kinds": list(manifest.kinds),
-            "factories": dict(manifest.factories),
-            "configs": dict(manifest.configs),
-            "engine": {**dataclasses.asdict(manifest.engine), "installed": listing.engine or None},
-            "environment": dict(manifest.environment),
-            "devices": list(manifest.devices),
-            "tolerances": {dtype: list(bound) for dtype, bound in manifest.tolerances.items()},
-            "capabilities": {
-                kind: {name: dataclasses.asdict(value) for name, value in capabilities.items()}
-                for kind, capabilities in manifest.capabilities.items()
-            },
-        }
-    return facts
 
 
-def _print_json(listings: Sequence[BackendListing], env: str | None) -> None:
-    document = {
-        "contract": CONTRACT_VERSION,
-        "environment": env,
-        "backends": [_as_dict(listing) for listing in listings],
-    }
-    print(json.dumps(document, indent=2))
+def _plain(value: Any) -> Any:
+    """For JSON: what plugins declare is shown as it is, whatever it is."""
+    if dataclasses.is_dataclass(value):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    return dict(value) if isinstance(value, Mapping) else repr(value)
 
 
 def _console() -> Console:

@@ -8,6 +8,8 @@ import json
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
+from rl_core.cli.output import chatter_to_stderr
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -49,31 +51,45 @@ def main(argv: list[str]) -> int:
     for command in (logprobs, decoding):
         command.add_argument("--threshold", type=float, default=1.05, help="of mean exp(|error|)")
     options = parser.parse_args(argv)
-    result, facts = options.run(options)
+    with chatter_to_stderr():
+        result, facts = options.run(options)
     if options.json:
+        import msgspec  # writes what is not a number as null, as JSON asks
+
         document = {"passed": result.passed, **dataclasses.asdict(result)}
-        print(json.dumps(document, indent=2))
+        print(msgspec.json.format(msgspec.json.encode(document), indent=2).decode())
     else:
         _print(result.passed, facts)
     return int(not result.passed)
 
 
 def _object(text: str) -> dict[str, Any]:
-    found = json.loads(text)
-    if not isinstance(found, dict):
-        raise argparse.ArgumentTypeError(f"not a JSON object: {text}")
-    return found
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if isinstance(found, dict):
+        return found
+    raise argparse.ArgumentTypeError(f"not a JSON object: {text}")
 
 
 _JSON: dict[str, Any] = {"type": _object, "default": {}, "metavar": "JSON"}
+
+
+def _generation(options: argparse.Namespace) -> dict[str, Any]:
+    """The engine's configuration; what the user wrote as JSON has the last word."""
+    return {
+        "backend": options.generation,
+        "model_name": options.model,
+        **options.generation_config,
+    }
 
 
 def _logprobs(options: argparse.Namespace) -> tuple[Any, dict[str, str]]:
     from rl_core.checks import measure_log_probability_consistency, random_prompts
     from rl_core.plugins.factory import create_generation, create_policy
 
-    generation = {"backend": options.generation, "model_name": options.model}
-    generation |= {"max_new_tokens": options.max_new_tokens, **options.generation_config}
+    generation = {"max_new_tokens": options.max_new_tokens, **_generation(options)}
     policy = {"backend": options.policy, "model_name": options.model, **options.policy_config}
     with ExitStack() as stack:
         engine: Any = create_generation(generation)
@@ -93,12 +109,8 @@ def _logprobs(options: argparse.Namespace) -> tuple[Any, dict[str, str]]:
 def _max_model_len(options: argparse.Namespace) -> tuple[Any, dict[str, str]]:
     from rl_core.checks import test_max_model_len_respected
 
-    result = test_max_model_len_respected(
-        options.model,
-        backend=options.generation,
-        max_model_len=options.max_model_len,
-        **options.generation_config,
-    )
+    config = {"max_model_len": options.max_model_len, **_generation(options)}
+    result = test_max_model_len_respected(**config)
     pairs = zip(result.prompt_lengths, result.total_lengths, strict=True)
     rows = ", ".join(f"{length} -> {total}" for length, total in pairs)
     lines = {"limit": f"{result.max_model_len} tokens", "rows": rows}
@@ -108,13 +120,8 @@ def _max_model_len(options: argparse.Namespace) -> tuple[Any, dict[str, str]]:
 def _generation_consistency(options: argparse.Namespace) -> tuple[Any, dict[str, str]]:
     from rl_core.checks import test_generation_consistency
 
-    result = test_generation_consistency(
-        options.model,
-        backend=options.generation,
-        max_new_tokens=options.max_new_tokens,
-        threshold=options.threshold,
-        **options.generation_config,
-    )
+    config = {"max_new_tokens": options.max_new_tokens, **_generation(options)}
+    result = test_generation_consistency(threshold=options.threshold, **config)
     return result, {
         "error": f"{result.agreement.error:.6f}, must be below {result.threshold:g}",
         "decode against prefill": _describe(result.agreement),

@@ -143,12 +143,12 @@ def providers(group: str, path: Sequence[str] | None = None) -> list[Provider]:
         distribution contains.
     """
     where = {} if path is None else {"path": list(path)}
-    found = [
+    found = {  # a set, because a directory may be on the path twice
         provider
         for dist in _distributions(**where)
         for provider in _entry_points(dist, group)
         if not _is_shadowed(dist, where)
-    ]
+    }
     return sorted(found, key=lambda p: (p.name, p.distribution))
 
 
@@ -161,10 +161,10 @@ def _entry_points(dist: Distribution, group: str) -> Iterator[Provider]:
         text = dist.read_text("entry_points.txt") or ""
     except (OSError, UnicodeDecodeError) as error:
         text, problem = "", f"entry_points.txt cannot be read: {error}"
-        yield Provider("?", _name(dist), _version(dist), "", group, _location(dist), problem)
+        yield Provider("?", *_facts(dist), "", group, _location(dist), problem)
     if f"[{group}]" not in text.replace(" ", ""):
         return
-    facts = (_name(dist), _version(dist))
+    facts = _facts(dist)
     try:
         entry_points = list(dist.entry_points.select(group=group))
     except Exception as error:
@@ -179,26 +179,19 @@ def _entry_points(dist: Distribution, group: str) -> Iterator[Provider]:
 
 def _is_shadowed(dist: Distribution, where: dict[str, list[str]]) -> bool:
     """Whether another copy of the distribution comes first on the path, as imports see it."""
-    first = next(iter(_distributions(name=_name(dist), **where)), dist)
+    first = next(iter(_distributions(name=_facts(dist)[0], **where)), dist)
     return _location(first) != _location(dist)
 
 
-def _name(dist: Distribution) -> str:
-    return _field(dist, "Name")
-
-
-def _version(dist: Distribution) -> str:
-    return _field(dist, "Version")
-
-
-def _field(dist: Distribution, key: str) -> str:
+def _facts(dist: Distribution) -> tuple[str, str]:
+    """Name and version, ``"unknown"`` where the metadata lacks them."""
     # The mail parser behind dist.metadata costs more than the rest of a listing.
     try:
         lines = (dist.read_text("METADATA") or dist.read_text("PKG-INFO") or "").splitlines()
     except (OSError, UnicodeDecodeError):
         lines = []
-    found = (line.partition(":") for line in lines if line.startswith(f"{key}:"))
-    return next((value.strip() for _, _, value in found), "unknown")
+    keys = {key: value.strip() for key, _, value in (s.partition(":") for s in reversed(lines))}
+    return keys.get("Name", "unknown"), keys.get("Version", "unknown")
 
 
 def _location(dist: Distribution) -> str:
@@ -288,7 +281,7 @@ def engine_version(engine: EngineRequirement) -> tuple[str, str] | None:
     """The installed ``(distribution, version)`` of an engine, or None. Imports nothing."""
     for name in engine.distributions:
         for dist in _distributions(name=name):
-            return name, _version(dist)
+            return name, _facts(dist)[1]
     return None
 
 
@@ -301,8 +294,6 @@ def check_engine(provider: Provider, manifest: BackendManifest) -> str:
     Raises:
         MissingEngineError: It is not installed or out of range; the fix is the pip command.
     """
-    from packaging.specifiers import SpecifierSet
-
     engine = manifest.engine
     wanted = f"{engine.distributions[0]} {engine.versions}".strip()
     installed = engine_version(engine)
@@ -315,7 +306,7 @@ def check_engine(provider: Provider, manifest: BackendManifest) -> str:
             engine=engine.distributions[0],
         )
     name, version = installed
-    if not SpecifierSet(engine.versions).contains(version, prereleases=True):
+    if not _is_within(version, engine.versions):
         raise provider.error(
             MissingEngineError,
             f"the backend '{manifest.name}' ({provider}) needs {wanted}; {version} is installed",
@@ -326,19 +317,26 @@ def check_engine(provider: Provider, manifest: BackendManifest) -> str:
     return f"{name} {version}"
 
 
+def _is_within(version: str, specifier: str) -> bool:
+    from packaging.specifiers import SpecifierSet
+    from packaging.version import InvalidVersion, Version
+
+    try:
+        return SpecifierSet(specifier).contains(Version(version), prereleases=True)
+    except InvalidVersion:  # such as what a half-removed distribution leaves
+        return False
+
+
 def inspect_backend(provider: Provider, duplicates: Iterable[str] = ()) -> BackendListing:
     """Loads the manifest and looks for the engine; what fails is part of the answer."""
-    others = tuple(duplicates)
-    manifest = None
+    manifest, engine, problem = None, "", None
     try:
         manifest = load_manifest(provider)
-        engine = check_engine(provider, manifest)
+        engine = " ".join(engine_version(manifest.engine) or ())
+        check_engine(provider, manifest)
     except PluginError as error:
-        installed = engine_version(manifest.engine) if manifest else None
-        return BackendListing(
-            provider, manifest, " ".join(installed or ()), error, duplicates=others
-        )
-    return BackendListing(provider, manifest, engine, duplicates=others)
+        problem = error
+    return BackendListing(provider, manifest, engine, problem, tuple(duplicates))
 
 
 def list_backends(path: Sequence[str] | None = None) -> list[BackendListing]:
@@ -366,7 +364,7 @@ def site_packages(environment: str) -> list[str]:
         environment: The root of a virtual environment, or a directory of packages itself.
 
     Raises:
-        ConfigError: There is no such directory, or no packages in it.
+        ConfigError: There is no such directory.
     """
     root = Path(environment)
     if not root.is_dir():

@@ -129,8 +129,12 @@ def _references(provider: Provider, manifest: BackendManifest) -> Iterator[Findi
 
 def _extra(provider: Provider, manifest: BackendManifest) -> Iterator[Finding]:
     extra = manifest.engine.extra
-    declared = importlib_metadata.metadata(provider.distribution).get_all("Provides-Extra") or []
-    if extra and extra not in declared:
+    try:
+        metadata = importlib_metadata.metadata(provider.distribution)
+    except importlib_metadata.PackageNotFoundError:  # its metadata has no name
+        yield _authors(provider, "its metadata is incomplete")
+        return
+    if extra and extra not in (metadata.get_all("Provides-Extra") or []):
         yield _authors(provider, f"its manifest names the extra {extra!r}, which it does not have")
 
 

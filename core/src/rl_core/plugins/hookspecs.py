@@ -131,8 +131,13 @@ def _manager() -> tuple[pluggy.PluginManager, tuple[PluginError, ...]]:
     return manager, tuple(broken)
 
 
-def _outcomes(hook: str, **arguments: Any) -> Iterator[tuple[str, Any, Exception | None]]:
-    """Calls one plugin after the other; yields its name with the result or the exception."""
+def _outcomes(
+    hook: str, read: Callable[[Any], Any] | None = None, **arguments: Any
+) -> Iterator[tuple[str, Any, Exception | None]]:
+    """Calls one plugin after the other; yields its name with the result or the exception.
+
+    ``read`` makes of each result what the caller needs; what it raises is the plugin's fault too.
+    """
     manager, broken = _manager()
     for error in broken:
         yield str(error.details.get("distribution", "")), None, error
@@ -141,7 +146,8 @@ def _outcomes(hook: str, **arguments: Any) -> Iterator[tuple[str, Any, Exception
         others = [other for _, other in registered if other is not plugin]
         try:
             for result in manager.subset_hook_caller(hook, others)(**arguments):
-                yield name, result, None
+                found = read(result) if read else result
+                yield name, found, None
         except Exception as error:
             yield name, None, _named(error, name, hook)
 
@@ -161,8 +167,10 @@ def _named(error: Exception, plugin: str, hook: str) -> Exception:
     return named
 
 
-def _results(hook: str, **arguments: Any) -> Iterator[tuple[str, Any]]:
-    for plugin, result, error in _outcomes(hook, **arguments):
+def _results(
+    hook: str, read: Callable[[Any], Any] | None = None, **arguments: Any
+) -> Iterator[tuple[str, Any]]:
+    for plugin, result, error in _outcomes(hook, read, **arguments):
         if error is not None:
             raise error
         yield plugin, result
@@ -188,7 +196,7 @@ def worker_environment(
         PluginError: Two plugins want different values, or one is broken.
     """
     wanted: dict[str, tuple[str, str]] = {}
-    calls = _results("worker_environment", config=config, kind=kind, manifest=manifest)
+    calls = _results("worker_environment", _strings, config=config, kind=kind, manifest=manifest)
     for plugin, variables in calls:
         for key, value in variables.items():
             other, before = wanted.setdefault(key, (plugin, value))
@@ -201,15 +209,22 @@ def worker_environment(
     return {**manifest.environment, **{key: value for key, (_, value) in wanted.items()}}
 
 
+def _strings(variables: Mapping[str, str]) -> dict[str, str]:
+    if not all(isinstance(text, str) for item in variables.items() for text in item):
+        raise TypeError(f"names and values must be strings: {variables}")
+    return dict(variables)
+
+
 def map_weight_name(name: str, manifest: BackendManifest) -> str:
     """A tensor's name after every plugin's mapper for this backend.
 
     Raises:
         PluginError: A plugin is broken, or its hook raised.
     """
-    for _, mapper in _results("weight_name_mappers", manifest=manifest):
-        name = mapper(name)
-    return name
+    names = [name]
+    for _, mapped in _results("weight_name_mappers", lambda to: to(names[-1]), manifest=manifest):
+        names.append(mapped)
+    return names[-1]
 
 
 def emit(name: str, /, **data: Any) -> None:
@@ -224,10 +239,17 @@ def emit(name: str, /, **data: Any) -> None:
             _log.error("%s failed to observe %s: %s", plugin, name, error, exc_info=error)
 
 
+def _findings(result: Iterable[Finding]) -> list[Finding]:
+    found = list(result)
+    if not all(isinstance(finding, Finding) for finding in found):
+        raise TypeError(f"these are not all Findings: {found}")
+    return found
+
+
 def doctor_findings() -> list[Finding]:
     """What every plugin's ``doctor_checks`` found; one that is broken is a finding itself."""
     findings: list[Finding] = []
-    for plugin, result, error in _outcomes("doctor_checks"):
+    for plugin, result, error in _outcomes("doctor_checks", _findings):
         if error is None:
             findings += result
         else:
