@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import json
+import re
 import subprocess
 import sys
 import time
@@ -460,6 +461,7 @@ def test_the_command_writes_every_report(tmp_path: Path) -> None:
     done = _rl("run", "hf", "-k", "B7 or impossible_length", *options)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "hf: conformant" in done.stdout
+    assert re.search(r"B7 +passed +3/3", done.stdout)
     assert "Only a part" in done.stdout
     assert all(file.stat().st_size for file in files.values())
 

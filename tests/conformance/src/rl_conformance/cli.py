@@ -139,8 +139,10 @@ def _print_summary(report: RunReport) -> None:
 
     from rl_conformance.report import status_text, worst_measure
 
-    table = Table("clause", "status", "checks", "worst figure", "at most", box=None)
-    table.add_column("asks for", no_wrap=True, overflow="ellipsis")
+    table = Table(box=None, expand=True)
+    for column in ("clause", "status", "checks", "worst figure", "at most"):
+        table.add_column(column, no_wrap=True)
+    table.add_column("asks for", no_wrap=True, overflow="ellipsis", ratio=1)
     for result in report.results():
         worst, status = worst_measure(result), status_text(result)
         table.add_row(

@@ -3,13 +3,31 @@
 from __future__ import annotations
 
 import functools
+import json
+from pathlib import Path
 
 from rl_conformance.oracle import Oracle
+from rl_core.errors import ConfigError
 
 __all__ = ["load_once"]
 
 
 @functools.lru_cache(maxsize=8)
 def load_once(path: str) -> Oracle:
-    """The checkpoint in float32. Shared: copy what you change."""
+    """The checkpoint in float32. Shared: copy what you change.
+
+    Raises:
+        ConfigError: There is no checkpoint, or it wants to run code of its own.
+    """
+    file = Path(path, "config.json")
+    if not file.exists():
+        raise ConfigError(
+            f"there is no checkpoint at {path}", fix="check the path", key="model_name"
+        )
+    if "auto_map" in json.loads(file.read_text(encoding="utf-8")):
+        raise ConfigError(
+            f"the checkpoint {path} brings code of its own; the reference has no trust_remote_code",
+            fix="use a checkpoint of an architecture that transformers knows",
+            key="model_name",
+        )
     return Oracle(path)
