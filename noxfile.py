@@ -127,13 +127,13 @@ def wheels(session: nox.Session) -> None:
             silent=True,
         )
     built = sorted(str(wheel) for wheel in folder.glob("*.whl"))
-    empty = Path(session.create_tmp()) / "empty"
+    empty = Path(session.create_tmp()).resolve() / "empty"
     shutil.rmtree(empty, ignore_errors=True)
     session.run("python", "-m", "venv", str(empty))
     scripts = empty / ("Scripts" if sys.platform == "win32" else "bin")
     session.run(str(scripts / "pip"), "install", "-q", "-c", CONSTRAINTS, *built, external=True)
     elsewhere = {**os.environ, "PYTHONPATH": ""}
-    with session.chdir(session.create_tmp()):
+    with session.chdir(empty):
         run = [str(scripts / "rl")]
         session.run(*run, "backends", "list", external=True, env=elsewhere)
         session.run(*run, "backends", "doctor", "hf", external=True, env=elsewhere)

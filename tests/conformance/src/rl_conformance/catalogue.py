@@ -149,7 +149,7 @@ _ENTRIES = (
     Clause(
         "R9",
         "damaged, lost, repeated or reordered messages never commit",
-        scope="the state machines are driven with damaged messages; no bytes are damaged in flight",
+        scope="disturbed messages reach the state machines; bytes are damaged in shared memory",
     ),
     Clause("R10", "the version moves on commit only, and caches do not outlive it"),
     Clause("R11", "a staged refit that fails leaves the old version serving", capability="staged"),
@@ -157,7 +157,7 @@ _ENTRIES = (
     Clause(
         "R13",
         "of several receivers all advance or none",
-        scope="two receivers in one process",
+        scope="two receivers in one process; the one that fails is a double that holds tensors",
     ),
     Clause("R14", "FP8 scales travel with the weights", capability="kv_scales"),
     Clause("R15", 'verify="installed" catches a loader that does not load'),
