@@ -137,7 +137,7 @@ def wheels(session: nox.Session) -> None:
         run = [str(scripts / "rl")]
         session.run(*run, "backends", "list", external=True, env=elsewhere)
         session.run(*run, "backends", "doctor", "hf", external=True, env=elsewhere)
-        smoke = ["conformance", "run", "hf", "--smoke"]
+        smoke = ["conformance", "run", "hf", "-k", "B1 or D1 or G3 or P1 or R1"]
         session.run(*run, *smoke, external=True, env=elsewhere)
 
 
