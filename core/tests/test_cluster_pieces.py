@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import time
 from typing import Any
 
 import pytest
@@ -13,7 +14,9 @@ from hypothesis import strategies as st
 from rl_core.batch import BatchedDataDict
 from rl_core.cluster.remote_error import worker_error
 from rl_core.cluster.sharding import collect, deal, padded_shards, training_shards
+from rl_core.cluster.worker_group import _wait_for_all
 from rl_core.errors import DataError, RefitPeerError, RLError, WorkerError
+from rl_core.futures import spawn
 
 LENGTHS = st.lists(st.integers(1, 50), max_size=40)
 PARTS = st.integers(1, 5)
@@ -139,3 +142,27 @@ def test_each_step_has_its_own_rows_in_whole_groups(
 def test_a_global_batch_that_splits_groups_is_refused() -> None:
     with pytest.raises(DataError, match="group size 2"):
         training_shards(rows([1] * 6), 2, 3, 2)
+
+
+def test_an_empty_batch_is_dealt_and_collected() -> None:
+    batch = BatchedDataDict(
+        {"input_ids": torch.empty(0, 3, dtype=torch.int64), "input_lengths": torch.empty(0).long()}
+    )
+    shards, indices = padded_shards(batch, 2)
+    assert [shard.size for shard in shards] == [0, 0]
+    assert collect(shards, indices, 0)["input_ids"].shape == (0, 3)
+
+
+def test_a_global_batch_of_no_rows_is_refused() -> None:
+    ones = torch.ones(4, 1, dtype=torch.int64)
+    batch = BatchedDataDict({"input_ids": ones, "input_lengths": ones[:, 0]})
+    with pytest.raises(DataError, match="global batch of 0"):
+        training_shards(batch, 2, 0, 1)
+
+
+def test_a_shutdown_waits_for_the_workers_after_one_that_fails() -> None:
+    failing = spawn("failing", lambda: 1 / 0)
+    slow = spawn("slow", lambda: time.sleep(0.2))
+    with pytest.raises(ZeroDivisionError):
+        _wait_for_all([failing, slow])
+    assert slow.done()

@@ -10,8 +10,8 @@ import torch
 
 from rl_core.backends.prompts import CONSUMED_KEYS, PromptBatch, SamplingParams
 from rl_core.batch import BatchedDataDict
+from rl_core.cluster.remote import RemoteBackend
 from rl_core.cluster.sharding import collect, deal
-from rl_core.cluster.worker_group import WorkerGroup
 from rl_core.errors import DeadlineError, WeightsTornError
 from rl_core.interfaces import GenerationInterface
 
@@ -19,54 +19,28 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
 
     from rl_core.backends.prompts import ModelFacts
-    from rl_core.cluster.virtual_cluster import RayVirtualCluster
     from rl_core.interfaces import Future, GenerationOutputSpec
-    from rl_core.plugins.manifest import BackendManifest
 
 __all__ = ["RemoteGeneration"]
 
 
-class RemoteGeneration(GenerationInterface):
+class RemoteGeneration(RemoteBackend, GenerationInterface):
     """Replicas of one engine; behaves as the embedded backend does.
 
     Every row is sampled from a stream of its own that is fixed before the rows are dealt out, so
     that a seed gives the same tokens with any number of replicas.
-
-    Args:
-        cluster: Where the replicas run.
-        manifest: The backend.
-        config: Its checked configuration.
-        num_workers: How many replicas; as many as the cluster has bundles if None.
-        call_deadline_s: Seconds that any one call may take.
     """
 
-    def __init__(
-        self,
-        cluster: RayVirtualCluster,
-        manifest: BackendManifest,
-        config: Mapping[str, Any],
-        *,
-        num_workers: int | None = None,
-        call_deadline_s: float = 3600.0,
-    ) -> None:
-        self.config = dict(config)
-        # Samples are multiplied here: a replica completes each of its rows once.
-        once = {key: value for key, value in config.items() if key != "num_samples"}
-        self._group = WorkerGroup(
-            cluster,
-            manifest,
-            "generation",
-            once,
-            num_workers=num_workers,
-            call_deadline_s=call_deadline_s,
-        )
+    _kind = "generation"
+
+    def _connect(self) -> None:
         self.receiver_count = self._group.size
-        try:
-            self.facts: ModelFacts = self._group.attributes("facts")[0]
-            self.sampling = SamplingParams.from_config(config, self.facts)
-        except BaseException:
-            self._group.shutdown()
-            raise
+        self.facts: ModelFacts = self._group.attributes("facts")[0]
+        self.sampling = SamplingParams.from_config(self.config, self.facts)
+
+    def _worker_config(self) -> dict[str, Any]:
+        # Samples are multiplied here: a replica completes each of its rows once.
+        return {key: value for key, value in self.config.items() if key != "num_samples"}
 
     # -- generation -----------------------------------------------------------------------------
 
@@ -157,10 +131,6 @@ class RemoteGeneration(GenerationInterface):
         """See :meth:`GenerationInterface.finish_generation`."""
         return all(self._group.call_all("finish_generation", *args, **kwargs))
 
-    def shutdown(self) -> bool:
-        """See :meth:`GenerationInterface.shutdown`."""
-        return self._group.shutdown()
-
     # -- refit ----------------------------------------------------------------------------------
 
     @property
@@ -185,15 +155,6 @@ class RemoteGeneration(GenerationInterface):
         """One Ray reference for each replica; see the interface."""
         return self._refit("update_weights_via_ipc_zmq", *args, **kwargs)
 
-    def init_collective(
-        self, ip: str, port: int, world_size: int, *, train_world_size: int = 1
-    ) -> list[Future]:
-        """One Ray reference for each replica; see the interface."""
-        self._group.require("collective")
-        return self._refit(
-            "init_collective", ip, port, world_size, train_world_size=train_world_size
-        )
-
     def update_weights_from_collective(self, info: dict[str, Any] | None = None) -> list[Future]:
         """One Ray reference for each replica; see the interface."""
         self._group.require("collective")
@@ -206,11 +167,6 @@ class RemoteGeneration(GenerationInterface):
     def invalidate_kv_cache(self) -> bool:
         """See :meth:`GenerationInterface.invalidate_kv_cache`."""
         return all(self._group.call_all("invalidate_kv_cache"))
-
-    def _refit(self, method: str, *args: Any, **kwargs: Any) -> list[Future]:
-        return [
-            self._group.submit_refit(rank, method, *args, **kwargs) for rank in self._group.ranks
-        ]
 
 
 async def _next(stream: Any) -> Any:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from rl_core.cluster.remote import RemoteBackend
 from rl_core.cluster.sharding import collect, padded_shards, training_shards
-from rl_core.cluster.worker_group import WorkerGroup
 from rl_core.interfaces import ColocatablePolicyInterface
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from rl_core.batch import BatchedDataDict
-    from rl_core.cluster.virtual_cluster import RayVirtualCluster
     from rl_core.interfaces import (
         Future,
         GenerationDatumSpec,
@@ -23,43 +20,18 @@ if TYPE_CHECKING:
         ScoreOutputSpec,
         TopkLogitsOutputSpec,
     )
-    from rl_core.plugins.manifest import BackendManifest
 
 __all__ = ["RemotePolicy"]
 
 
-class RemotePolicy(ColocatablePolicyInterface):
+class RemotePolicy(RemoteBackend, ColocatablePolicyInterface):
     """Data-parallel workers of one trainer; behaves as the embedded backend does.
 
     What each worker is given is said in :class:`~rl_core.interfaces.WorkerContext`. The weights
     are the same everywhere, so rank 0 hands them over.
-
-    Args:
-        cluster: Where the workers run.
-        manifest: The backend.
-        config: Its checked configuration.
-        num_workers: How many; as many as the cluster has bundles if None.
-        call_deadline_s: Seconds that any one call may take.
     """
 
-    def __init__(
-        self,
-        cluster: RayVirtualCluster,
-        manifest: BackendManifest,
-        config: Mapping[str, Any],
-        *,
-        num_workers: int | None = None,
-        call_deadline_s: float = 3600.0,
-    ) -> None:
-        self.config = dict(config)
-        self._group = WorkerGroup(
-            cluster,
-            manifest,
-            "policy",
-            config,
-            num_workers=num_workers,
-            call_deadline_s=call_deadline_s,
-        )
+    _kind = "policy"
 
     # -- scoring --------------------------------------------------------------------------------
 
@@ -162,10 +134,6 @@ class RemotePolicy(ColocatablePolicyInterface):
         """See :meth:`PolicyInterface.save_checkpoint`."""
         self._group.call_all("save_checkpoint", *args, **kwargs)
 
-    def shutdown(self) -> bool:
-        """See :meth:`PolicyInterface.shutdown`."""
-        return self._group.shutdown()
-
     # -- refit ----------------------------------------------------------------------------------
 
     def offload_before_refit(self) -> None:
@@ -185,27 +153,12 @@ class RemotePolicy(ColocatablePolicyInterface):
         """One Ray reference, of rank 0; see the interface."""
         return [self._group.submit_refit(0, "stream_weights_via_ipc_zmq", *args, **kwargs)]
 
-    def init_collective(
-        self, ip: str, port: int, world_size: int, *, train_world_size: int = 1
-    ) -> list[Future]:
-        """One Ray reference for each worker; see the interface."""
-        self._group.require("collective")
-        return [
-            self._group.submit_refit(
-                rank, "init_collective", ip, port, world_size, train_world_size=train_world_size
-            )
-            for rank in self._group.ranks
-        ]
-
     def broadcast_weights_for_collective(
         self, kv_scales: dict[str, float] | None = None
     ) -> list[Future]:
         """One Ray reference for each worker; see the interface."""
         self._group.require("collective")
-        return [
-            self._group.submit_refit(rank, "broadcast_weights_for_collective", kv_scales)
-            for rank in self._group.ranks
-        ]
+        return self._refit("broadcast_weights_for_collective", kv_scales)
 
     def prepare_weights_for_ipc(self, *args: Any, **kwargs: Any) -> list[list[str]]:
         """See :meth:`ColocatablePolicyInterface.prepare_weights_for_ipc`."""

@@ -89,7 +89,7 @@ def training_shards(
         DataError: The rows are no multiple of ``gbs``, or ``gbs`` none of the group size.
     """
     lengths = input_lengths(data)
-    if not len(lengths) or len(lengths) % gbs or gbs % group_size:
+    if not len(lengths) or gbs < 1 or len(lengths) % gbs or gbs % group_size:
         raise DataError(
             f"{len(lengths)} rows are no multiple of a global batch of {gbs}, "
             f"or that is none of the loss's group size {group_size}",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 import socket
-import threading
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from rl_core.cluster.remote_error import worker_error
@@ -47,7 +46,6 @@ class Worker:
         self.name = name
         self._backend: Any = None
         self._abandoned: set[str] = set()
-        self._stream_lock = threading.Lock()
 
     @_as_text
     def place(self) -> dict[str, Any]:

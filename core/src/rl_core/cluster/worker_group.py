@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import shlex
 import shutil
+import time
 import uuid
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from rl_core.cluster.runtime import import_ray
@@ -172,12 +172,10 @@ class WorkerGroup:
         """
         actors = self._actors if import_ray().is_initialized() else []
         try:
-            calls = [
+            _wait_for_all(
                 actor.call.options(concurrency_group="control").remote("shutdown", (), {})
                 for actor in actors
-            ]
-            for call in calls:
-                _unless_dead([call], _SHUTDOWN_DEADLINE_S)
+            )
         finally:
             self._end()
         return True
@@ -185,19 +183,30 @@ class WorkerGroup:
     def _end(self) -> None:
         actors, self._actors = self._actors, []
         ray = import_ray()
-        if ray.is_initialized():
-            for actor in actors:
-                ray.kill(actor)
-            for actor in actors:
-                _unless_dead([actor.place.remote()], _SHUTDOWN_DEADLINE_S)
-        if self._claimed:
-            self._claimed = False
-            self._cluster.release(self.name)
+        try:
+            if ray.is_initialized():
+                for actor in actors:
+                    ray.kill(actor)
+                _wait_for_all(actor.place.remote() for actor in actors)
+        finally:
+            if self._claimed:
+                self._claimed = False
+                self._cluster.release(self.name)
 
 
-def _unless_dead(calls: Sequence[Future], timeout_s: float) -> None:
-    with suppress(WorkerDiedError):  # which is what a shutdown is for
-        wait(calls, timeout_s)
+def _wait_for_all(calls: Iterable[Future]) -> None:
+    """Waits also for the calls after one that fails, and raises the first failure."""
+    end = time.monotonic() + _SHUTDOWN_DEADLINE_S
+    failures = []
+    for call in list(calls):
+        try:
+            wait(call, max(0.0, end - time.monotonic()))
+        except WorkerDiedError:
+            pass  # which is what a shutdown is for
+        except Exception as error:
+            failures.append(error)
+    if failures:
+        raise failures[0]
 
 
 def _check_executable(backend: str, executable: str) -> None:
