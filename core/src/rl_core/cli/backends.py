@@ -8,10 +8,10 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from rl_core.cli.output import chatter_to_stderr
+from rl_core.cli.output import chatter_to_stderr, console_for_result
 from rl_core.plugins.discovery import (
     BackendListing,
-    inspect_backend,
+    inspect_all,
     list_backends,
     site_packages,
 )
@@ -92,11 +92,7 @@ def _list(options: argparse.Namespace) -> Answer:
 
 
 def _info(options: argparse.Namespace) -> Answer:
-    found = match_backends(options.name)
-    listings = [
-        inspect_backend(item, [other.distribution for other in found if other is not item])
-        for item in found
-    ]
+    listings = inspect_all(match_backends(options.name))
 
     def show() -> None:
         for listing in listings:
@@ -150,15 +146,6 @@ def _plain(value: Any) -> Any:
     return dict(value) if isinstance(value, Mapping) else repr(value)
 
 
-def _console() -> Console:
-    from rich.console import Console
-
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = 1000  # a pipe has no width to fold to
-    return console
-
-
 def _text(*parts: str | tuple[str, str]) -> Text:
     """Text, partly ``(text, style)``, without markup: what plugins say may contain brackets."""
     from rich.text import Text
@@ -182,7 +169,7 @@ def _columns(*headings: str) -> Table:
 
 
 def _print_table(listings: Sequence[BackendListing], env: str | None) -> None:
-    console = _console()
+    console = console_for_result()
     if not listings:
         console.print(_text("No backend is installed. Try: pip install rl-hf"))
         return
@@ -230,7 +217,7 @@ def _print_item(console: Console, name: str, style: str, text: str, fix: str) ->
 
 
 def _print_info(listing: BackendListing) -> None:
-    console, manifest, provider = _console(), listing.manifest, listing.provider
+    console, manifest, provider = console_for_result(), listing.manifest, listing.provider
     facts = {
         "plugin": str(provider),
         "entry point": provider.value,
@@ -278,7 +265,7 @@ def _print_capabilities(console: Console, manifest: BackendManifest) -> None:
 
 
 def _print_findings(findings: Sequence[Finding], env: str | None) -> None:
-    console, table = _console(), _columns("", "", "")
+    console, table = console_for_result(), _columns("", "", "")
     for finding in findings:
         fix = (("\nFix: ", "bold"), finding.fix) if finding.fix else ()
         table.add_row(

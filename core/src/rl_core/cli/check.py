@@ -8,7 +8,7 @@ import json
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from rl_core.cli.output import chatter_to_stderr
+from rl_core.cli.output import chatter_to_stderr, console_for_result
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -139,13 +139,12 @@ def _describe(agreement: Any) -> str:
 
 
 def _print(passed: bool, facts: Mapping[str, str]) -> None:
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     table = Table.grid(padding=(0, 2))
     for key, value in facts.items():
         table.add_row(Text(key, style="dim"), Text(value))
-    console = Console(highlight=False)
+    console = console_for_result()
     console.print(table)
     console.print(Text("passed", "bold green") if passed else Text("failed", "bold red"))

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Generator
 
-__all__ = ["chatter_to_stderr"]
+    from rich.console import Console
+
+__all__ = ["chatter_to_stderr", "console_for_result"]
 
 
 @contextmanager
@@ -28,3 +30,13 @@ def chatter_to_stderr() -> Generator[None]:
     finally:
         os.dup2(saved, 1)
         os.close(saved)
+
+
+def console_for_result() -> Console:
+    """Where results are shown; in a pipe they are not folded, because a pipe has no width."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = 1000
+    return console

@@ -42,6 +42,7 @@ __all__ = [
     "Provider",
     "check_engine",
     "engine_version",
+    "inspect_all",
     "inspect_backend",
     "list_backends",
     "load_manifest",
@@ -327,7 +328,7 @@ def _is_within(version: str, specifier: str) -> bool:
         return False
 
 
-def inspect_backend(provider: Provider, duplicates: Iterable[str] = ()) -> BackendListing:
+def inspect_backend(provider: Provider, duplicates: Sequence[str] = ()) -> BackendListing:
     """Loads the manifest and looks for the engine; what fails is part of the answer."""
     manifest, engine, problem = None, "", None
     try:
@@ -346,14 +347,18 @@ def list_backends(path: Sequence[str] | None = None) -> list[BackendListing]:
         path: Directories of another environment. Nothing is imported from there, so listings have
             no manifest and say nothing of the engine.
     """
-    found = providers(BACKENDS, path)
+    return inspect_all(providers(BACKENDS, path), metadata_only=path is not None)
+
+
+def inspect_all(found: Sequence[Provider], *, metadata_only: bool = False) -> list[BackendListing]:
+    """Listings of these providers, each with its rivals among them."""
     listings = []
     for provider in found:
         others = [p.distribution for p in found if p.name == provider.name and p is not provider]
-        if path is None or provider.problem:
-            listings.append(inspect_backend(provider, others))
-        else:
+        if metadata_only and not provider.problem:
             listings.append(BackendListing(provider, duplicates=tuple(others)))
+        else:
+            listings.append(inspect_backend(provider, others))
     return listings
 
 
