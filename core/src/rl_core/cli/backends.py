@@ -73,9 +73,8 @@ def main(argv: list[str]) -> int:
     for command, run in ((listing, _list), (info, _info), (doctor, _doctor)):
         command.add_argument("--json", action="store_true", help="print JSON")
         command.set_defaults(run=run)
-    for command in (listing, doctor):
-        text = "look into another environment, by its metadata only"
-        command.add_argument("--env", metavar="PATH", help=text)
+    text = "look into another environment, by its metadata only"
+    listing.add_argument("--env", metavar="PATH", help=text)
     options = parser.parse_args(argv)
     with chatter_to_stderr():
         document, show, failed = options.run(options)
@@ -104,9 +103,9 @@ def _info(options: argparse.Namespace) -> Answer:
 def _doctor(options: argparse.Namespace) -> Answer:
     from rl_core.plugins.doctor import diagnose
 
-    findings = diagnose(options.name, site_packages(options.env) if options.env else None)
+    findings = diagnose(options.name)
     failed = any(finding.level == "error" for finding in findings)
-    return findings, lambda: _print_findings(findings, options.env), failed
+    return findings, lambda: _print_findings(findings), failed
 
 
 def _answer(
@@ -264,7 +263,7 @@ def _print_capabilities(console: Console, manifest: BackendManifest) -> None:
     console.print(table)
 
 
-def _print_findings(findings: Sequence[Finding], env: str | None) -> None:
+def _print_findings(findings: Sequence[Finding]) -> None:
     console, table = console_for_result(), _columns("", "", "")
     for finding in findings:
         fix = (("\nFix: ", "bold"), finding.fix) if finding.fix else ()
@@ -276,8 +275,6 @@ def _print_findings(findings: Sequence[Finding], env: str | None) -> None:
     console.print(table)
     counts = (_count(findings, level) for level in ("error", "warning"))
     console.print(_text((", ".join(counts), "bold")))
-    if env:
-        console.print(_text((_ELSEWHERE, "dim")))
 
 
 def _count(findings: Sequence[Finding], level: str) -> str:

@@ -286,11 +286,8 @@ def engine_version(engine: EngineRequirement) -> tuple[str, str] | None:
     return None
 
 
-def check_engine(provider: Provider, manifest: BackendManifest) -> str:
+def check_engine(provider: Provider, manifest: BackendManifest) -> None:
     """Makes sure, from metadata alone, that the engine is installed here and in range.
-
-    Returns:
-        ``"distribution version"`` of what is installed.
 
     Raises:
         MissingEngineError: It is not installed or out of range; the fix is the pip command.
@@ -315,7 +312,6 @@ def check_engine(provider: Provider, manifest: BackendManifest) -> str:
             engine=name,
             engine_version=version,
         )
-    return f"{name} {version}"
 
 
 def _is_within(version: str, specifier: str) -> bool:

@@ -32,46 +32,40 @@ __all__ = ["diagnose"]
 _HEAVY = ("torch", "ray", "transformers", "vllm", "sglang", "megatron")
 
 
-def diagnose(name: str | None = None, path: Sequence[str] | None = None) -> list[Finding]:
+def diagnose(name: str | None = None) -> list[Finding]:
     """Examines one backend, or all of them and every other plugin.
 
     Args:
         name: A backend's name or ``dist:name``; its engine must then be installed here. Without a
             name a missing engine is only a warning, because a driver needs none.
-        path: Directories of another environment; nothing is imported from there.
 
     Raises:
         BackendNotFoundError: Nothing installed provides ``name``.
     """
     findings: list[Finding] = []
-    chosen = providers(BACKENDS, path) if name is None else match_backends(name, path)
+    chosen = providers(BACKENDS) if name is None else match_backends(name)
     for provider in chosen:
-        if path is None:
-            findings += _examine(provider, strict=name is not None)
-        else:
-            findings.append(_from_metadata(provider))
-    for group in GROUPS if name is None else (BACKENDS,):
-        findings += _collisions(group, path, None if name is None else {p.name for p in chosen})
-    if name is None and path is None:
+        findings += _examine(provider, strict=name is not None)
+    findings += _collisions(BACKENDS, chosen)
+    if name is None:
+        for group in GROUPS[1:]:
+            others = providers(group)
+            findings += _collisions(group, others)
+            findings += (_malformed(provider) for provider in others if provider.problem)
         findings += doctor_findings()
     return findings or [
         Finding("warning", "plugins", "no plugin is installed", "pip install rl-hf")
     ]
 
 
-def _from_metadata(provider: Provider) -> Finding:
-    if provider.problem:
-        return Finding("error", str(provider), provider.problem, "reinstall it")
-    return Finding("ok", provider.name, f"declared by {provider} as {provider.value}")
+def _malformed(provider: Provider) -> Finding:
+    return Finding("error", str(provider), provider.problem, "reinstall it")
 
 
-def _collisions(
-    group: str, path: Sequence[str] | None, names: set[str] | None
-) -> Iterator[Finding]:
-    found = providers(group, path)
+def _collisions(group: str, found: Sequence[Provider]) -> Iterator[Finding]:
     counts = Counter(provider.name for provider in found)
     for name, count in counts.items():
-        if count > 1 and (names is None or name in names):
+        if count > 1:
             rivals = [provider for provider in found if provider.name == name]
             forms = " or ".join(repr(p.qualified_name) for p in rivals)
             yield Finding(
@@ -80,8 +74,6 @@ def _collisions(
                 f"several plugins provide it in {group}: {', '.join(map(str, rivals))}",
                 f"uninstall one{f', or write {forms}' if group == BACKENDS else ''}",
             )
-    if group != BACKENDS:
-        yield from (_from_metadata(provider) for provider in found if provider.problem)
 
 
 def _examine(provider: Provider, *, strict: bool) -> Iterator[Finding]:

@@ -15,17 +15,16 @@ if TYPE_CHECKING:
 __all__ = ["find_backend", "match_backends", "resolve"]
 
 
-def match_backends(name: str, path: Sequence[str] | None = None) -> list[Provider]:
+def match_backends(name: str) -> list[Provider]:
     """All providers that a name may mean, from metadata alone.
 
     Args:
         name: As ``rl backends list`` shows it, or ``dist:name``.
-        path: Directories of another environment.
 
     Raises:
         BackendNotFoundError: Nothing installed provides it; names the nearest match.
     """
-    known = providers(BACKENDS, path)
+    known = providers(BACKENDS)
     distribution, _, short = name.rpartition(":")
     found = [
         provider
