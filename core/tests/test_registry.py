@@ -155,7 +155,13 @@ def test_policy_is_not_built_from_a_generation_backend(install: Install) -> None
 
 def test_factory_that_cannot_be_imported_is_a_broken_plugin(install: Install) -> None:
     install.toy(factories="{'generation': 'toy.nowhere:Toy'}")
-    with pytest.raises(BrokenPluginError, match=r"rl-toy 1\.0: cannot load 'toy\.nowhere:Toy'"):
+    with pytest.raises(BrokenPluginError, match=r"rl-toy 1\.0: cannot load 'toy\.nowhere:Toy"):
+        create_generation(CONFIG)
+
+
+def test_factory_without_from_config_is_a_broken_plugin(install: Install) -> None:
+    install.toy(factories="{'generation': 'toy.config:ToyConfig'}")
+    with pytest.raises(BrokenPluginError, match=r"rl-toy 1\.0: cannot load .*from_config"):
         create_generation(CONFIG)
 
 

@@ -69,7 +69,8 @@ class Worker:
         from rl_core.plugins.registry import resolve
 
         manifest = resolve(config["backend"], kind, engine=True)
-        self._backend = load_object(manifest.factories[kind]).from_config(config, worker=context)
+        build = load_object(f"{manifest.factories[kind]}.from_config")
+        self._backend = build(config, worker=context)
 
     @_as_text
     def attribute(self, name: str) -> Any:

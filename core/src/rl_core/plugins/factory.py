@@ -74,7 +74,7 @@ def _create(kind: Kind, config: Mapping[str, Any], cluster: RayVirtualCluster | 
         return _remote(kind, cluster, manifest, checked)
     for variable, value in environment.items():
         os.environ.setdefault(variable, value)
-    return load_object(manifest.factories[kind], provider).from_config(checked)
+    return load_object(f"{manifest.factories[kind]}.from_config", provider)(checked)
 
 
 def _remote(
