@@ -27,15 +27,9 @@ __all__ = ["ShardLayout", "plan_shards", "planned_shards"]
 
 @dataclass(frozen=True, slots=True)
 class ShardLayout:
-    """The rows of one shard, in order, and its microbatches for each global batch.
+    """The rows of one shard (``[b]`` int64 indices into the batch), in order, and its plan.
 
-    Attributes:
-        rows: ``[b]`` int64 indices into the batch.
-        micro_batch_indices: For each global batch the ``[start, end)`` pairs of its microbatches,
-            counted from the first row that the shard has of that global batch.
-        micro_batch_lengths: For each global batch the widths (dynamic batching) or packed tokens
-            (sequence packing) of its microbatches.
-        elem_counts_per_gb: For each global batch how many of its rows the shard has.
+    The plan's attributes are those of :class:`~rl_core.batch.BatchedDataDict`.
     """
 
     rows: torch.Tensor
