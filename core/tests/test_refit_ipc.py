@@ -52,8 +52,11 @@ SOON = 20.0
 
 
 @pytest.fixture(autouse=True)
-def own_temporary_directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def own_temporary_directory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[None]:
     """Tests that run beside this one leave things of their own in the common place."""
+    tmp_path_factory.getbasetemp()  # pytest's own directory stays where it is
     with tempfile.TemporaryDirectory(prefix="t", dir=tempfile.gettempdir()) as folder:
         monkeypatch.setenv("TMPDIR", folder)
         monkeypatch.setattr(tempfile, "tempdir", folder)
@@ -250,7 +253,7 @@ def test_one_failing_receiver_keeps_all_others_from_the_new_version(pair):
 
 
 def wait_until_torn(engine: Engine) -> None:
-    with engine.receiver._turn:  # its refit is over
+    with engine.receiver.turn:  # its refit is over
         engine.receiver.check()
 
 
@@ -512,7 +515,7 @@ def test_closing_one_side_ends_a_running_refit_on_both(pair, side):
 
 
 def sending_phase(trainer: Trainer) -> str:
-    return trainer.sender._job.session.phase.value
+    return trainer.sender.jobs[0].session.phase.value
 
 
 def test_a_closed_endpoint_refuses_and_closes_twice(pair):

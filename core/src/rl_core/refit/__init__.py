@@ -12,9 +12,10 @@ from types import ModuleType
 from typing import Any
 
 from rl_core.refit.driver import RefitReport, refit
+from rl_core.refit.jobs import DEFAULT_BUCKET_BYTES, DEFAULT_DEADLINE_S
 from rl_core.refit.manifest import WeightManifest
 from rl_core.refit.receiver import RefitReceiver
-from rl_core.refit.sender import DEFAULT_BUCKET_BYTES, DEFAULT_DEADLINE_S, RefitSender
+from rl_core.refit.sender import RefitSender
 
 __all__ = [
     "DEFAULT_BUCKET_BYTES",

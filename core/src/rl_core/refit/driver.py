@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 from rl_core.errors import RefitProtocolError
 from rl_core.futures import wait
 from rl_core.plugins import hookspecs
-from rl_core.refit.sender import DEFAULT_BUCKET_BYTES, DEFAULT_DEADLINE_S
+from rl_core.refit.jobs import DEFAULT_BUCKET_BYTES, DEFAULT_DEADLINE_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -1,29 +1,32 @@
-"""The loop around a session: one refit in a thread of its own."""
+"""What both endpoints share: refits in threads of their own that take turns."""
 
 from __future__ import annotations
 
+import threading
 import time
 from abc import ABC, abstractmethod
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from rl_core.errors import DeadlineError, RefitAborted
+from rl_core.errors import ConfigError, DeadlineError, LifecycleError, RefitAborted
 from rl_core.futures import spawn
-from rl_core.refit.session import Session
+from rl_core.refit.session import Phase, Session
 
 if TYPE_CHECKING:
     import concurrent.futures
-    import threading
     from collections.abc import Generator, Iterable
 
     from rl_core.refit.session import Effect
 
-__all__ = ["TICK_S", "Job", "exclusively"]
+__all__ = ["DEFAULT_BUCKET_BYTES", "DEFAULT_DEADLINE_S", "TICK_S", "Endpoint", "Job", "exclusively"]
 
+DEFAULT_BUCKET_BYTES = 64 << 20
+DEFAULT_DEADLINE_S = 120.0
 #: Seconds between looks at deadlines and at whether the peers live.
 TICK_S = 0.05
 
 S = TypeVar("S", bound=Session)
+J = TypeVar("J", bound="Job[Any]")
 
 
 @contextmanager
@@ -45,28 +48,77 @@ def exclusively(lock: Any, timeout_s: float, what: str) -> Generator[None]:
         lock.release()
 
 
+class Endpoint(ABC, Generic[J]):
+    """One side of every refit of a trainer or an engine.
+
+    Attributes:
+        version: Last committed version, 0 at first.
+        closed: True once nothing more is taken on.
+        name: How errors on the other side call this one.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.version = 0
+        self.closed = False
+        self.name = name
+        self.turn = threading.Lock()
+        self.jobs: list[J] = []
+
+    def start(self, job: J, unknown: dict[str, Any]) -> concurrent.futures.Future[dict[str, Any]]:
+        """Lets a refit begin as soon as those before it have ended; ``unknown`` must be empty."""
+        refuse_unknown(unknown)
+        self.jobs.append(job)
+        return spawn(f"refit-{self.name}", job.run)
+
+    def waiting(self) -> list[J]:
+        """The refits in which nothing was sent yet."""
+        return [job for job in self.jobs if job.session.phase in (Phase.DISCOVER, Phase.PREPARE)]
+
+    def close(self) -> None:
+        """Ends every refit and lets go of sockets and shared memory. Idempotent.
+
+        Raises:
+            DeadlineError: A refit hangs in the backend's code.
+        """
+        self.closed = True
+        for job in list(self.jobs):
+            job.cancelled = "closed"
+        with exclusively(self.turn, DEFAULT_DEADLINE_S, f"{self.name}: a running refit"):
+            self.let_go()
+
+    @abstractmethod
+    def let_go(self) -> None:
+        """Frees what is held between refits."""
+
+    def check_open(self) -> None:
+        """Raises LifecycleError once closed."""
+        if self.closed:
+            raise LifecycleError(f"{self.name}: closed for refits", fix="build a new backend")
+
+
 class Job(ABC, Generic[S]):
-    """Performs a session's effects until it ends.
+    """One refit: performs a session's effects until it ends.
 
     Args:
         session: The state machine; its deadline has begun.
-        turn: Refits of one endpoint take turns.
-        name: Of the endpoint.
+        endpoint: Whose refit it is.
     """
 
-    def __init__(self, session: S, turn: threading.Lock, name: str) -> None:
+    def __init__(self, session: S, endpoint: Endpoint[Any]) -> None:
         self.session = session
-        self._turn = turn
-        self._name = name
+        self.endpoint = endpoint
         self.cancelled: str | None = None
 
-    def start(self) -> concurrent.futures.Future[dict[str, Any]]:
-        """Begins; the future ends with the session."""
-        return spawn(f"refit-{self._name}", self._run)
-
-    def cancel(self, why: str) -> None:
-        """Makes the session fail at its next look."""
-        self.cancelled = why
+    def run(self) -> dict[str, Any]:
+        """Waits for its turn, then refits."""
+        endpoint = self.endpoint
+        before = f"{endpoint.name}: the refit before this one"
+        try:
+            with exclusively(endpoint.turn, self.session.remaining_s, before):
+                endpoint.check_open()
+                return self.refit()
+        finally:
+            endpoint.jobs.remove(self)
 
     @abstractmethod
     def refit(self) -> dict[str, Any]:
@@ -84,11 +136,6 @@ class Job(ABC, Generic[S]):
     def do(self, effect: Effect) -> list[Effect]:
         """Performs one effect; what follows from it."""
 
-    def _run(self) -> dict[str, Any]:
-        before = f"{self._name}: the refit before this one"
-        with exclusively(self._turn, self.session.remaining_s, before):
-            return self.refit()
-
     def drive(self) -> None:
         """Runs the session to its end."""
         looked = 0.0
@@ -101,7 +148,7 @@ class Job(ABC, Generic[S]):
     def look(self) -> None:
         """Notices cancellation, dead peers and deadlines."""
         if self.cancelled:
-            cause = RefitAborted(f"{self._name}: {self.cancelled}", fix="refit again")
+            cause = RefitAborted(f"{self.endpoint.name}: {self.cancelled}", fix="refit again")
             effects = self.session.fail(cause)
         else:
             effects = self.lost_peers() or self.session.tick()
@@ -112,6 +159,17 @@ class Job(ABC, Generic[S]):
         for effect in effects:
             try:
                 following = self.do(effect)
-            except Exception as error:  # the session tells the peers, and ends with it
+            except BaseException as error:  # the session tells the peers, and ends with it
                 following = self.session.fail(error)
             self.perform(following)
+
+
+def refuse_unknown(unknown: dict[str, Any]) -> None:
+    """Raises ConfigError for an option that nobody knows."""
+    for key in unknown:
+        raise ConfigError(
+            f"refit: unknown option {key!r}",
+            fix="a sender takes receivers, version, verify, isolation, bucket_bytes and "
+            "deadline_s, a receiver deadline_s",
+            key=key,
+        )

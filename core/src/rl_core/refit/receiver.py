@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import secrets
-import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import msgspec
 
-from rl_core.errors import (
-    ConfigError,
-    LifecycleError,
-    RefitAborted,
-    RefitProtocolError,
-    WeightsTornError,
-)
+from rl_core.errors import LifecycleError, RefitAborted, RefitProtocolError, WeightsTornError
 from rl_core.interfaces.weights import TensorSpec  # noqa: TC001 - msgspec resolves it
-from rl_core.refit.jobs import TICK_S, Job, exclusively
+from rl_core.refit.jobs import DEFAULT_DEADLINE_S, TICK_S, Endpoint, Job, exclusively
 from rl_core.refit.manifest import WeightManifest, compare
 from rl_core.refit.messages import (
     PROTOCOL,
@@ -31,12 +24,12 @@ from rl_core.refit.messages import (
 )
 from rl_core.refit.packing import Unpacker
 from rl_core.refit.plan import group_plan, make_plan
-from rl_core.refit.sender import DEFAULT_DEADLINE_S
 from rl_core.refit.session import (
     Attach,
     Effect,
     Install,
     Load,
+    Phase,
     Publish,
     ReceiverSession,
     Send,
@@ -47,6 +40,7 @@ from rl_core.refit.transports.process import is_alive, this_process
 
 if TYPE_CHECKING:
     import concurrent.futures
+    import threading
     from collections.abc import Callable
 
     from rl_core.interfaces.weights import WeightSink
@@ -101,7 +95,7 @@ class _Trainer:
     dtypes: dict[str, str]
 
 
-class RefitReceiver:
+class RefitReceiver(Endpoint["_Receiving"]):
     """Takes weights into an engine; one for the engine's whole life.
 
     Args:
@@ -111,7 +105,6 @@ class RefitReceiver:
         on_commit: Called with the new version before it serves; drops caches.
 
     Attributes:
-        version: Of the weights that serve; moves only on commit.
         torn: True while the weights are neither old nor new.
     """
 
@@ -123,21 +116,17 @@ class RefitReceiver:
         lock: threading.RLock,
         on_commit: Callable[[int], None] | None = None,
     ) -> None:
-        self.version = 0
+        super().__init__(name)
         self.torn = False
         self._sink = sink
-        self._name = name
         self._lock = lock
         self._on_commit = on_commit
         self._id = secrets.token_hex(16)
         self._trainer: _Trainer | None = None
         self._region: SharedRegion | None = None
         self._taking: _Taking | None = None
-        self._turn = threading.Lock()
-        self._job: _Receiving | None = None
-        self._commits = 0
-        self._summary: dict[str, Any] = {}
-        self._closed = False
+        self._taken = ""  # the last refit by handles that is over
+        self._waited: _Receiving | None = None
 
     def check(self) -> None:
         """Raises unless the weights are whole.
@@ -147,7 +136,7 @@ class RefitReceiver:
         """
         if self.torn:
             raise WeightsTornError(
-                f"{self._name}: the weights are partly of version {self.version} and partly newer",
+                f"{self.name}: the weights are partly of version {self.version} and partly newer",
                 fix="refit again; the engine needs no restart",
                 version=self.version,
             )
@@ -159,20 +148,22 @@ class RefitReceiver:
             RefitProtocolError: It is not such a dict, or of another protocol version.
             ManifestMismatchError: The tensors are not those of the engine; nothing was touched.
         """
-        self._check_open()
+        self.check_open()
         theirs = _convert(info, _Info, "prepare_refit_info()")
         manifest = WeightManifest(theirs.tensors)
         if manifest.digest != theirs.digest:
             raise RefitProtocolError(
-                f"{self._name}: the trainer's tensors do not have the digest that came with them",
+                f"{self.name}: the trainer's tensors do not have the digest that came with them",
                 phase="DISCOVER",
             )
         sink = self._sink()
         dtypes = compare(manifest, WeightManifest.of(sink.specs()), casts=sink.casts)
         trainer = _Trainer(manifest, theirs.channel, dtypes)
-        if self._job is not None and self._trainer != trainer:
-            self._job.cancel("the engine was prepared for other tensors or another trainer")
+        for job in self.waiting():
+            if job.trainer != trainer:
+                job.cancelled = "the engine was prepared for other tensors or another trainer"
         self._trainer = trainer
+        self._waited = self._last_waiting()
 
     def receive_ipc(
         self, *, deadline_s: float = DEFAULT_DEADLINE_S, **unknown: Any
@@ -189,12 +180,9 @@ class RefitReceiver:
         Raises:
             LifecycleError: ``prepare`` was not called.
         """
-        if unknown:
-            key = next(iter(unknown))
-            raise ConfigError(f"refit: unknown option {key!r}", fix="use deadline_s", key=key)
-        trainer = self._known_trainer()
-        self._job = _Receiving(self, trainer, deadline_s)
-        return self._job.start()
+        job = _Receiving(self, self._known_trainer(), deadline_s)
+        job.before, self._waited = self._waited or self._last_waiting(), None
+        return self.start(job, unknown)
 
     def load_handles(self, handles: dict[str, Any]) -> bool:
         """Loads one group of tensors; the version moves with the call that completes the set.
@@ -215,49 +203,55 @@ class RefitReceiver:
         frame = _convert(handles, _HandleInfo, "get_weights_ipc_handles(keys)").frame
         message = Codec[Handles](Handles, trainer.channel.token).decode(frame)
         with (
-            exclusively(self._turn, DEFAULT_DEADLINE_S, f"{self._name}: the refit before this one"),
-            exclusively(self._lock, DEFAULT_DEADLINE_S, f"{self._name}: generation"),
+            exclusively(self.turn, DEFAULT_DEADLINE_S, f"{self.name}: the refit before this one"),
+            exclusively(self._lock, DEFAULT_DEADLINE_S, f"{self.name}: generation"),
         ):
-            self._check_open()
+            self.check_open()
             self._take(trainer, message)
         return True
 
-    def close(self) -> None:
-        """Ends a running refit and lets go of sockets and shared memory. Idempotent."""
-        self._closed = True
-        if self._job is not None:
-            self._job.cancel("the receiver was closed")
-        with self._turn:
-            if self._region is not None:
-                self._region.close()
-                self._region = None
+    def let_go(self) -> None:
+        """See :meth:`Endpoint.let_go`."""
+        if self._region is not None:
+            self._region.close()
+            self._region = None
         if self._trainer is not None and not is_alive(self._trainer.channel.process):
             remove_channel(self._trainer.channel.address)
 
     def _take(self, trainer: _Trainer, message: Handles) -> None:
+        if message.session == self._taken:
+            raise RefitAborted(
+                f"{self.name}: the refit of these handles is over",
+                fix="begin another with prepare_weights_for_ipc",
+                phase="TRANSFER",
+            )
         if self._taking is not None and self._taking.session != message.session:
-            self._taking.sink.fail()
-            self._taking = None
+            self._give_up_taking()
         taking = self._taking = self._taking or _Taking(self, trainer, message)
         try:
             if taking.load(message, self._attach(message.region)):
                 taking.sink.finish(message.version)
                 self._publish(message.version)
-                self._taking = None
+                self._taking, self._taken = None, message.session
         except BaseException:
-            taking.sink.fail()
-            self._taking = None
+            self._give_up_taking()
             raise
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise LifecycleError(f"{self._name}: the receiver is closed", fix="build a new backend")
+    def _give_up_taking(self) -> None:
+        """Ends a refit by handles that is not complete, and will not be."""
+        taking, self._taking = self._taking, None
+        if taking is not None:
+            self._taken = taking.session
+            taking.sink.fail()
+
+    def _last_waiting(self) -> _Receiving | None:
+        return next((job for job in reversed(self.waiting()) if not job.cancelled), None)
 
     def _known_trainer(self) -> _Trainer:
-        self._check_open()
+        self.check_open()
         if self._trainer is None:
             raise LifecycleError(
-                f"{self._name}: no trainer is known",
+                f"{self.name}: no trainer is known",
                 fix="call prepare_refit_info(policy.prepare_refit_info()) first",
             )
         return self._trainer
@@ -276,7 +270,6 @@ class RefitReceiver:
             self.torn = True  # until the caches of the old weights are gone
             self._on_commit(version)
         self.version = version
-        self._commits += 1
         self.torn = False
 
     def _tear(self) -> None:
@@ -325,44 +318,46 @@ class _Receiving(Job[ReceiverSession]):
 
     def __init__(self, receiver: RefitReceiver, trainer: _Trainer, deadline_s: float) -> None:
         session = ReceiverSession(
-            Hello(PROTOCOL, receiver._id, receiver._name, this_process()),
+            Hello(PROTOCOL, receiver._id, receiver.name, this_process()),
             manifest=trainer.manifest.digest,
             dtypes=trainer.dtypes,
             deadline_s=deadline_s,
         )
-        super().__init__(session, receiver._turn, receiver._name)
+        super().__init__(session, receiver)
+        self.trainer = trainer
+        self.before: _Receiving | None = None
+        self.summary: dict[str, Any] = {}
         self._receiver = receiver
-        self._trainer = trainer
-        self._commits = receiver._commits
         self._codec = Codec[FromSender](FromSender, trainer.channel.token)
         self._sink: WeightSink | None = None
         self._locked = False
 
     def refit(self) -> dict[str, Any]:
         """See :meth:`Job.refit`."""
-        receiver, session, channel = self._receiver, self.session, self._trainer.channel
-        receiver._check_open()
-        if receiver._commits != self._commits:
-            return receiver._summary  # the call before took the refit that this one was for
+        receiver, session, channel = self._receiver, self.session, self.trainer.channel
+        before, self.before = self.before, None
+        if before is not None and before.session.phase is Phase.COMMITTED:
+            return before.summary  # the call before took the refit that this one was for
         self._client = IpcClient(channel.address)
         try:
             self.perform(session.start())
             self.drive()
         finally:
-            self._release()
-            self._client.close()
-            receiver._job = None if receiver._job is self else receiver._job
+            try:
+                self._release()
+            finally:
+                self._client.close()
         if session.error is not None:
             if not is_alive(channel.process):
-                remove_channel(channel.address)
+                receiver.let_go()
             raise session.error
-        receiver._summary = {
+        self.summary = {
             "version": receiver.version,
             "bytes": self._wire.nbytes,
             "seconds": sum(session.phase_seconds.values()),
-            "name": receiver._name,
+            "name": receiver.name,
         }
-        return receiver._summary
+        return self.summary
 
     def pump(self, timeout_s: float) -> None:
         """See :meth:`Job.pump`."""
@@ -377,7 +372,7 @@ class _Receiving(Job[ReceiverSession]):
 
     def lost_peers(self) -> list[Effect]:
         """See :meth:`Job.lost_peers`."""
-        return [] if is_alive(self._trainer.channel.process) else self.session.lost("died")
+        return [] if is_alive(self.trainer.channel.process) else self.session.lost("died")
 
     def do(self, effect: Effect) -> list[Effect]:
         """See :meth:`Job.do`."""
@@ -419,7 +414,7 @@ class _Receiving(Job[ReceiverSession]):
         """Derives the plan, maps the buffers and opens the sink; the plan's digest."""
         receiver = self._receiver
         self._prepare = prepare
-        self._wire = self._trainer.manifest.cast(self._trainer.dtypes)
+        self._wire = self.trainer.manifest.cast(self.trainer.dtypes)
         self._plan = make_plan(self._wire, prepare.bucket_bytes)
         layout = (self._plan.digest, len(self._plan.buckets), self._plan.slot_bytes)
         if layout != (prepare.plan, prepare.buckets, prepare.slot_bytes):
@@ -428,6 +423,7 @@ class _Receiving(Job[ReceiverSession]):
             if prepare.region.nbytes < prepare.slots * prepare.slot_bytes:
                 raise RefitProtocolError("the buffers are smaller than the plan needs")
             self._region = receiver._attach(prepare.region)
+        receiver._give_up_taking()
         sink = receiver._sink()
         expected = WeightManifest.of(sink.specs())
         compare(self._wire, expected)

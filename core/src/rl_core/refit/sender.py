@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import os
 import secrets
-import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rl_core.errors import (
-    CapabilityError,
-    ConfigError,
-    LifecycleError,
-    RefitProtocolError,
-)
-from rl_core.refit.jobs import Job
+from rl_core.errors import CapabilityError, ConfigError, LifecycleError, RefitProtocolError
+from rl_core.refit.driver import RefitReport
+from rl_core.refit.jobs import DEFAULT_BUCKET_BYTES, DEFAULT_DEADLINE_S, Endpoint, Job, exclusively
 from rl_core.refit.manifest import WeightManifest
 from rl_core.refit.messages import (
     PROTOCOL,
@@ -47,10 +42,8 @@ if TYPE_CHECKING:
 
     from rl_core.interfaces.weights import WeightSource
 
-__all__ = ["DEFAULT_BUCKET_BYTES", "DEFAULT_DEADLINE_S", "RefitSender"]
+__all__ = ["RefitSender"]
 
-DEFAULT_BUCKET_BYTES = 64 << 20
-DEFAULT_DEADLINE_S = 120.0
 #: Environment variable: a directory in memory for peers in another PID namespace.
 SHM_DIR = "RL_CORE_SHM_DIR"
 #: Buffers of one bucket each: one is packed while the other is loaded.
@@ -88,38 +81,31 @@ class _Options:
                 )
 
 
-class RefitSender:
+class RefitSender(Endpoint["_Sending"]):
     """Sends a trainer's weights; one for the trainer's whole life.
 
-    Sockets and buffers are made at the first use and kept. Refits run one after another; one that
-    still waits for its receivers is given up when the next is asked for.
+    Sockets and buffers are made at the first use and kept. Refits run one after another; those
+    that still wait for their receivers are given up when the next is asked for.
 
     Args:
         source: Gives the tensors as they are now; called once for each refit.
         name: How errors on the other side call this one.
-
-    Attributes:
-        version: Last committed version, 0 at first.
     """
 
     def __init__(self, source: Callable[[], WeightSource], *, name: str) -> None:
-        self.version = 0
+        super().__init__(name)
         self._source = source
-        self._name = name
         self._token = secrets.token_hex(32)
         self._channel: IpcServer | None = None
         self._region: SharedRegion | None = None
         self._digests: tuple[str, dict[str, bytes]] = ("", {})
         self._handing: _Handing | None = None
-        self._turn = threading.Lock()
-        self._job: _Sending | None = None
-        self._closed = False
 
     # -- the transport of today -----------------------------------------------------------------
 
     def prepare(self) -> dict[str, Any]:
         """Describes every tensor and where to fetch them, for the engine's ``prepare``."""
-        self._check_open()
+        self.check_open()
         manifest = WeightManifest.of(self._source().specs())
         process = this_process()
         return {
@@ -150,7 +136,7 @@ class RefitSender:
 
         Args:
             receivers: Engines that must take part; all commit or none.
-            version: Of the new weights; the last one plus 1 if None.
+            version: Of the new weights, also one that goes back; the last one plus 1 if None.
             verify: ``"none"``; ``"wire"``: every bucket is hashed on both sides; ``"installed"``:
                 besides, the engine reads its tensors back before the commit.
             isolation: ``"quiesced"``: engines do not generate while they are written to.
@@ -165,19 +151,15 @@ class RefitSender:
             ConfigError: An option is unknown or not legal.
             CapabilityError: ``isolation="staged"``.
         """
-        if unknown:
-            key = next(iter(unknown))
-            legal = "receivers, version, verify, isolation, bucket_bytes, deadline_s"
-            raise ConfigError(f"refit: unknown option {key!r}", fix=f"use {legal}", key=key)
-        version = self.version + 1 if version is None else version
+        self.check_open()
+        for job in self.waiting():
+            job.cancelled = "a newer refit was asked for"
+        if version is None:
+            going = [job.options.version for job in list(self.jobs) if not job.cancelled]
+            version = max([self.version, *going[-1:]]) + 1
         options = _Options(receivers, version, verify, isolation, bucket_bytes, deadline_s)
         options.check()
-        self._check_open()
-        self._bind()
-        if self._job is not None and self._job.session.phase in (Phase.DISCOVER, Phase.PREPARE):
-            self._job.cancel("a newer refit was asked for")
-        self._job = _Sending(self, self._source(), options)
-        return self._job.start()
+        return self.start(_Sending(self, self._source(), options), unknown)
 
     # -- the handles of old ---------------------------------------------------------------------
 
@@ -186,7 +168,7 @@ class RefitSender:
 
         Aliases and empty tensors are not listed: nothing is sent for them.
         """
-        self._check_open()
+        self.check_open()
         if self._handing is not None:
             self._handing.region.close()
         manifest = WeightManifest.of(self._source().specs())
@@ -206,45 +188,33 @@ class RefitSender:
             LifecycleError: :meth:`groups` was not called.
             ConfigError: A key is not a tensor of the model.
         """
-        self._check_open()
+        self.check_open()
         if self._handing is None:
             raise LifecycleError(
-                f"{self._name}: handles were asked for before groups",
+                f"{self.name}: handles were asked for before groups",
                 fix="call prepare_weights_for_ipc first",
             )
         if unknown := sorted(set(keys) - self._handing.left):
             raise ConfigError(
-                f"{self._name}: {unknown[0]!r} is not a tensor that is left to hand over",
+                f"{self.name}: {unknown[0]!r} is not a tensor that is left to hand over",
                 fix="pass each group of prepare_weights_for_ipc once",
                 key=unknown[0],
             )
-        with self._turn:
+        with exclusively(self.turn, DEFAULT_DEADLINE_S, f"{self.name}: a running refit"):
             message = self._handing.hand_over(self._source(), keys)
         if not self._handing.left:
-            self.version = self._handing.version
+            self.version = max(self.version, self._handing.version)
         return {"protocol": PROTOCOL, "frame": Codec[Handles](Handles, self._token).encode(message)}
 
-    # -- the end --------------------------------------------------------------------------------
+    # -- what is held ---------------------------------------------------------------------------
 
-    def close(self) -> None:
-        """Ends a running refit and removes sockets and shared memory. Idempotent."""
-        self._closed = True
-        if self._job is not None:
-            self._job.cancel("the sender was closed")
-        with self._turn:
-            if self._channel is not None:
-                self._channel.close()
-                self._channel = None
-            if self._region is not None:
-                self._region.close()
-                self._region = None
-            if self._handing is not None:
-                self._handing.region.close()
-                self._handing = None
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise LifecycleError(f"{self._name}: the sender is closed", fix="build a new policy")
+    def let_go(self) -> None:
+        """See :meth:`Endpoint.let_go`."""
+        handed = self._handing.region if self._handing else None
+        for held in (self._channel, self._region, handed):
+            if held is not None:
+                held.close()
+        self._channel = self._region = self._handing = None
 
     def _bind(self) -> IpcServer:
         if self._channel is None:
@@ -309,37 +279,34 @@ class _Sending(Job[SenderSession]):
     """One refit over ``ipc``."""
 
     def __init__(self, sender: RefitSender, source: WeightSource, options: _Options) -> None:
+        self.options = options
         self._sender = sender
         self._source = source
-        self._options = options
         self._manifest = WeightManifest.of(source.specs())
         offer = Offer(
             secrets.token_hex(16),
             PROTOCOL,
-            sender._name,
+            sender.name,
             options.version,
             self._manifest.digest,
             options.verify,
             options.isolation,
         )
         session = SenderSession(offer, receivers=options.receivers, deadline_s=options.deadline_s)
-        super().__init__(session, sender._turn, sender._name)
+        super().__init__(session, sender)
         self._codec = Codec[FromReceiver](FromReceiver, sender._token)
         self._channel = sender._bind()
 
     def refit(self) -> dict[str, Any]:
         """See :meth:`Job.refit`."""
-        sender, session = self._sender, self.session
-        sender._check_open()
         self.drive()
-        if session.phase is Phase.COMMITTED:
+        if self.session.phase is Phase.COMMITTED:
             report = self._report()
-            sender.version = self._options.version
-            sender._digests = (self._plan.digest, self._packer.digests)
-        sender._job = None if sender._job is self else sender._job
-        if session.error is not None:
-            raise session.error
-        return report
+            self._sender.version = self.options.version
+            self._sender._digests = (self._plan.digest, self._packer.digests)
+        if self.session.error is not None:
+            raise self.session.error
+        return report.as_dict()
 
     def pump(self, timeout_s: float) -> None:
         """See :meth:`Job.pump`."""
@@ -367,6 +334,8 @@ class _Sending(Job[SenderSession]):
                 frame = self._codec.encode(message)
                 keys = list(self.session.peers) if to is None else [to]
                 gone = [key for key in keys if not self._channel.send(key, frame)]
+                if gone:
+                    self.pump(0.0)  # why it went may be here already
                 return [following for key in gone for following in self.session.forget(key)]
             case MakePlan(dtypes):
                 return self.session.planned(self._make_plan(dtypes))
@@ -377,8 +346,8 @@ class _Sending(Job[SenderSession]):
     def _make_plan(self, dtypes: dict[str, str]) -> Prepare:
         self._casts = len(dtypes)
         self._wire = self._manifest.cast(dtypes)
-        self._plan: TransferPlan = make_plan(self._wire, self._options.bucket_bytes)
-        hashed = self._options.verify != "none"
+        self._plan: TransferPlan = make_plan(self._wire, self.options.bucket_bytes)
+        hashed = self.options.verify != "none"
         self._packer = Packer(self._source, self._manifest, hashed=hashed)
         self._slots = min(SLOTS, len(self._plan.buckets))
         if self._slots:
@@ -386,7 +355,7 @@ class _Sending(Job[SenderSession]):
         return Prepare(
             self.session.offer.session,
             self._plan.digest,
-            self._options.bucket_bytes,
+            self.options.bucket_bytes,
             len(self._plan.buckets),
             self._slots,
             self._plan.slot_bytes,
@@ -401,26 +370,24 @@ class _Sending(Job[SenderSession]):
         parts = self._packer.pack(self._plan.buckets[index], *slot)
         return bucket_digest(self.session.offer.session, index, parts) if parts else ""
 
-    def _report(self) -> dict[str, Any]:
-        options, phases = self._options, self.session.phase_seconds
-        seconds, nbytes = sum(phases.values()), self._wire.nbytes
+    def _report(self) -> RefitReport:
+        phases, nbytes = self.session.phase_seconds, self._wire.nbytes
+        seconds = sum(phases.values())
         plan, before = self._sender._digests
-        unchanged = None
-        if options.verify != "none":
-            same = before if plan == self._plan.digest else {}
-            unchanged = sum(same.get(k) == v for k, v in self._packer.digests.items())
-        return {
-            "version": options.version,
-            "bytes": nbytes,
-            "seconds": seconds,
-            "gb_per_s": nbytes / seconds / 1e9,
-            "phases": phases,
-            "extra_memory_bytes": self._slots * self._plan.slot_bytes,
-            "tensors": len(self._wire.owned),
-            "unchanged": unchanged,
-            "cast": self._casts,
-            "buckets": len(self._plan.buckets),
-            "receivers": options.receivers,
-            "verify": options.verify,
-            "isolation": options.isolation,
-        }
+        same = before if plan == self._plan.digest else {}
+        unchanged = sum(same.get(k) == v for k, v in self._packer.digests.items())
+        return RefitReport(
+            version=self.options.version,
+            bytes=nbytes,
+            seconds=seconds,
+            gb_per_s=nbytes / seconds / 1e9,
+            phases=phases,
+            extra_memory_bytes=self._slots * self._plan.slot_bytes,
+            tensors=len(self._wire.owned),
+            unchanged=None if self.options.verify == "none" else unchanged,
+            cast=self._casts,
+            buckets=len(self._plan.buckets),
+            receivers=self.options.receivers,
+            verify=self.options.verify,
+            isolation=self.options.isolation,
+        )
