@@ -26,7 +26,7 @@ def main(
     model: Annotated[
         Path | None, typer.Option(help="Checkpoint to start from; a tiny one is made if absent.")
     ] = None,
-    steps: Annotated[int, typer.Option(min=1, help="GRPO steps.")] = 60,
+    steps: Annotated[int, typer.Option(min=1, help="GRPO steps.")] = 100,
     warmup: Annotated[int, typer.Option(min=0, help="Supervised steps before.")] = 75,
     prompts: Annotated[int, typer.Option(min=1, help="Problems per step.")] = 64,
     samples: Annotated[int, typer.Option(min=2, help="Completions per problem.")] = 16,
