@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from abc import abstractmethod
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -18,14 +18,15 @@ from rl_core.backends.prompts import (
     assemble_output,
     greedy_params,
 )
-from rl_core.errors import CapabilityError, ConfigError, LifecycleError
+from rl_core.batch import BatchedDataDict
+from rl_core.errors import CapabilityError, ConfigError, LifecycleError, PluginError
 from rl_core.interfaces import GenerationInterface
-from rl_core.refit import RefitReceiver
+from rl_core.refit import DEFAULT_DEADLINE_S, RefitReceiver
+from rl_core.refit.jobs import exclusively
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Generator, Iterator, Mapping
 
-    from rl_core.batch import BatchedDataDict
     from rl_core.interfaces import Future, GenerationOutputSpec, WeightSink, WorkerContext
 
 __all__ = ["GenerationBackend"]
@@ -66,7 +67,7 @@ class GenerationBackend(GenerationInterface):
         )
         self.sampling = SamplingParams.from_config(config, self.facts)
         self._awake: frozenset[str] = frozenset()
-        self._closed = False
+        self._closed = self._ended = False
         self._lock = threading.RLock()
         self._receiver = RefitReceiver(
             self.weight_sink,
@@ -177,6 +178,9 @@ class GenerationBackend(GenerationInterface):
         self, data: BatchedDataDict[Any], greedy: bool
     ) -> tuple[BatchedDataDict[Any], PromptBatch, SamplingParams]:
         sampling = self.sampling
+        if not data:
+            nothing = torch.zeros(0, dtype=torch.int64)
+            data = BatchedDataDict({"input_ids": nothing[:, None], "input_lengths": nothing})
         if sampling.num_samples > 1:
             data = data.repeat_interleave(sampling.num_samples)
         prompts = PromptBatch.from_data(
@@ -190,9 +194,20 @@ class GenerationBackend(GenerationInterface):
         rows = (prompts.budgets > 0).nonzero().flatten()
         if not len(rows):
             return
-        original = rows.tolist()
+        original = dict(enumerate(rows.tolist()))
         for done in self.complete(prompts.select(rows), sampling):
-            yield Completion(original[done.row], done.token_ids, done.logprobs, done.truncated)
+            row = original.pop(done.row, -1)
+            count = len(done.token_ids)
+            if row < 0 or count != len(done.logprobs) or count > prompts.budgets[row]:
+                raise self._fault(f"gave row {done.row} twice or with too many tokens or log-probs")
+            yield Completion(row, done.token_ids, done.logprobs, done.truncated)
+        if original:
+            raise self._fault(f"did not complete rows {list(original.values())[:5]}")
+
+    def _fault(self, what: str) -> PluginError:
+        return PluginError(
+            f"{type(self).__name__}.complete {what}", fix="report it to the backend's author"
+        )
 
     @contextmanager
     def _serving(self) -> Generator[None]:
@@ -231,10 +246,11 @@ class GenerationBackend(GenerationInterface):
 
     def shutdown(self) -> bool:
         """See :meth:`GenerationInterface.shutdown`."""
-        if not self._closed:
-            self._closed = True
-            self._receiver.close()
-            with self._lock:
+        self._closed = True
+        self._receiver.close()
+        with exclusively(self._lock, DEFAULT_DEADLINE_S, f"{type(self).__name__}.generate"):
+            if not self._ended:
+                self._ended = True
                 self.on_shutdown()
         return True
 
@@ -319,5 +335,5 @@ def _pump(
         last = error
     finally:
         rows.close()  # type: ignore[attr-defined]
-        if not loop.is_closed():
+        with suppress(RuntimeError):  # the loop is closed: nobody reads
             loop.call_soon_threadsafe(queue.put_nowait, last)

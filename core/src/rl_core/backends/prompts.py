@@ -18,6 +18,8 @@ from rl_core.errors import DataError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from typing_extensions import TypeIs
+
 __all__ = [
     "Completion",
     "ModelFacts",
@@ -30,6 +32,7 @@ __all__ = [
 
 #: Keys that a generation consumes; every other key is carried through to the output.
 CONSUMED_KEYS = frozenset({"input_ids", "input_lengths", "attention_mask", "stop_strings", "seed"})
+INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,14 +157,15 @@ class PromptBatch:
             DataError: Names the row and what is wrong with it.
         """
         lengths = input_lengths(data, filler=(facts.pad_token_id, 0))
+        rows = data.size
         ids = data["input_ids"].to(torch.int64)
         _check_vocabulary(ids, lengths, facts.vocab_size)
         _check_context(lengths, facts.max_model_len)
         budgets = (facts.max_model_len - lengths).clamp(max=sampling.max_new_tokens)
-        seeds = data.get("seed")
+        seeds = _row_integers(data, "seed", rows)
         if seeds is None:
-            seeds = row_seeds(sampling.seed, len(lengths))
-        return cls(ids, lengths, budgets, _merge_stops(data, stop_strings, len(lengths)), seeds)
+            seeds = row_seeds(sampling.seed, rows)
+        return cls(ids, lengths, budgets, _merge_stops(data, stop_strings, rows), seeds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,40 +203,53 @@ def input_lengths(data: BatchedDataDict[Any], filler: Sequence[int] = ()) -> tor
         DataError: Not right-padded, not consistent, or a length outside ``[1, S]``; names the row.
     """
     ids = data.get("input_ids")
-    if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or ids.is_floating_point():
+    if not _is_integer(ids) or ids.dim() != 2:
         raise DataError(
             "input_ids must be an integer tensor of shape [rows, width]", key="input_ids"
         )
-    mask, lengths = data.get("attention_mask"), data.get("input_lengths")
-    if mask is None and lengths is None:
-        raise DataError(
-            "the batch has neither input_lengths nor attention_mask",
-            fix="add input_lengths, an int64 tensor of shape [rows]",
-            key="input_lengths",
-        )
+    mask, lengths = data.get("attention_mask"), _row_integers(data, "input_lengths", len(ids))
     if mask is not None:
         from_mask = _lengths_from_mask(mask, ids)
         if lengths is not None:
             _fail_row(lengths != from_mask, "input_lengths and attention_mask disagree")
         lengths = from_mask
-    assert lengths is not None
-    lengths = lengths.to(torch.int64)
-    if lengths.shape != ids.shape[:1]:
+    if lengths is None:
         raise DataError(
-            f"input_lengths has shape {list(lengths.shape)}, input_ids has {ids.shape[0]} rows",
+            "the batch has neither input_lengths nor attention_mask",
+            fix="add input_lengths, an int64 tensor of shape [rows]",
             key="input_lengths",
         )
     _fail_row(lengths < 1, "the prompt is empty (length 0)")
     _fail_row(lengths > ids.shape[1], f"the length is above the padded width {ids.shape[1]}")
     if filler:
-        _check_filler(ids, lengths, filler)
+        _check_filler(ids.to(torch.int64), lengths, filler)
     return lengths
 
 
-def _lengths_from_mask(mask: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    if mask.shape != ids.shape:
+def _is_integer(value: object) -> TypeIs[torch.Tensor]:
+    return isinstance(value, torch.Tensor) and value.dtype in INTEGERS
+
+
+def _row_integers(data: BatchedDataDict[Any], key: str, rows: int) -> torch.Tensor | None:
+    """The column as ``[rows]`` int64, or None without it."""
+    value = data.get(key)
+    if value is None:
+        return None
+    if not _is_integer(value) or value.shape != (rows,):
+        found = f"{list(value.shape)} {value.dtype}" if hasattr(value, "shape") else repr(value)
         raise DataError(
-            f"attention_mask has shape {list(mask.shape)}, input_ids has {list(ids.shape)}",
+            f"{key} must be an integer tensor of shape [{rows}], not {found}",
+            fix=f"give each row one {key}",
+            key=key,
+        )
+    return value.to(torch.int64)
+
+
+def _lengths_from_mask(mask: object, ids: torch.Tensor) -> torch.Tensor:
+    if not isinstance(mask, torch.Tensor) or mask.shape != ids.shape:
+        found = getattr(mask, "shape", type(mask).__name__)
+        raise DataError(
+            f"attention_mask ({found}) is not a tensor of input_ids' shape {list(ids.shape)}",
             key="attention_mask",
         )
     ones = mask.to(torch.bool)
@@ -285,15 +302,16 @@ def _fail_row(bad: torch.Tensor, message: str) -> None:
 def _merge_stops(
     data: BatchedDataDict[Any], shared: Sequence[str], rows: int
 ) -> list[tuple[str, ...]]:
-    own = data.get("stop_strings") or [None] * rows
-    if len(own) != rows:
+    own = data.get("stop_strings")
+    own = [None] * rows if own is None else own
+    if not isinstance(own, list):
         raise DataError(
-            f"stop_strings has {len(own)} entries for {rows} rows",
-            fix="give one list (or None) for each row",
+            f"stop_strings must be a list with a list (or None) for each row, not {own!r}",
             key="stop_strings",
         )
     for row, strings in enumerate(own):
-        if isinstance(strings, str) or not all(isinstance(s, str) and s for s in strings or ()):
+        sound = strings is None or isinstance(strings, (list, tuple))
+        if not sound or not all(isinstance(s, str) and s for s in strings or ()):
             raise DataError(
                 f"row {row}: stop_strings must be a list of non-empty strings or None, "
                 f"not {strings!r}",
@@ -329,13 +347,16 @@ def assemble_output(
     kept = min(width, prompts.input_ids.shape[1])
     is_prompt = positions[:kept] < prompts.lengths[:, None]
     ids[:, :kept] = torch.where(is_prompt, prompts.input_ids[:, :kept], pad_token_id)
-    logprobs = torch.zeros(rows, width)
+    logprobs = torch.zeros(rows, width, dtype=torch.float32)
     generated = (positions >= prompts.lengths[:, None]) & (positions < totals[:, None])
     # Boolean assignment fills row by row, which is the order of the sorted completions.
     ids[generated] = torch.tensor([t for c in done for t in c.token_ids], dtype=torch.int64)
-    logprobs[generated] = torch.tensor([x for c in done for x in c.logprobs])
-    output: BatchedDataDict[Any] = BatchedDataDict(
+    logprobs[generated] = torch.tensor([x for c in done for x in c.logprobs], dtype=torch.float32)
+    carried = {key: value for key, value in data.items() if key not in CONSUMED_KEYS}
+    # Ours come last: a batch that was an output before has columns of the same names.
+    return BatchedDataDict(
         {
+            **carried,
             "output_ids": ids,
             "generation_lengths": lengths,
             "unpadded_sequence_lengths": totals,
@@ -344,8 +365,6 @@ def assemble_output(
             "weights_version": torch.full((rows,), weights_version, dtype=torch.int64),
         }
     )
-    output.update({key: value for key, value in data.items() if key not in CONSUMED_KEYS})
-    return output
 
 
 def greedy_params(sampling: SamplingParams) -> SamplingParams:
