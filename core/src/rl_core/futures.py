@@ -45,8 +45,8 @@ def wait(futures: Sequence[Future] | Future, timeout_s: float) -> list[Any]:
             timeout=max(0.0, end - time.monotonic()),
             return_when=concurrent.futures.FIRST_COMPLETED,
         )
-        for future in done:
-            if error := future.exception():
+        for future in waited:  # of several failures, the first one's
+            if future in done and (error := future.exception()):
                 raise _unwrapped(error)
         if not done:
             late = [i for i, future in enumerate(waited) if future in pending]

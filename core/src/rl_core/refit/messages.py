@@ -47,6 +47,10 @@ class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True
     """Base of all messages: the class name is the tag."""
 
 
+class _InSession(_Message, frozen=True):
+    session: str
+
+
 class Process(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A process, so that it can be watched: number, start time and PID namespace."""
 
@@ -73,10 +77,9 @@ class Hello(_Message, frozen=True):
     process: Process
 
 
-class Offer(_Message, frozen=True):
+class Offer(_InSession, frozen=True):
     """Sender: this refit is on offer."""
 
-    session: str
     protocol: int
     sender: str
     version: int
@@ -85,18 +88,16 @@ class Offer(_Message, frozen=True):
     isolation: str
 
 
-class Ready(_Message, frozen=True):
+class Ready(_InSession, frozen=True):
     """Receiver: the manifest is the one I checked; send these tensors in these dtypes."""
 
-    session: str
     manifest: str
     dtypes: dict[str, str]
 
 
-class Prepare(_Message, frozen=True):
+class Prepare(_InSession, frozen=True):
     """Sender: the plan and where its buffers are."""
 
-    session: str
     plan: str
     bucket_bytes: int
     buckets: int
@@ -106,77 +107,67 @@ class Prepare(_Message, frozen=True):
     deadline_s: float
 
 
-class Prepared(_Message, frozen=True):
+class Prepared(_InSession, frozen=True):
     """Receiver: nothing generates any more, and my plan is the same."""
 
-    session: str
     plan: str
 
 
-class BucketReady(_Message, frozen=True):
+class BucketReady(_InSession, frozen=True):
     """Sender: a bucket lies in its slot. ``digest`` is empty when nothing is verified."""
 
-    session: str
     index: int
     digest: str
 
 
-class Loaded(_Message, frozen=True):
+class Loaded(_InSession, frozen=True):
     """Receiver: the bucket is installed, its slot is free."""
 
-    session: str
     index: int
 
 
-class Seal(_Message, frozen=True):
+class Seal(_InSession, frozen=True):
     """Sender: that was all; ``digest`` covers all buckets."""
 
-    session: str
     digest: str
 
 
-class Sealed(_Message, frozen=True):
+class Sealed(_InSession, frozen=True):
     """Receiver: everything is installed and verified; I await your decision."""
 
-    session: str
     digest: str
 
 
-class Commit(_Message, frozen=True):
+class Commit(_InSession, frozen=True):
     """Sender: every receiver is sealed; the version counts."""
 
-    session: str
     version: int
 
 
-class Done(_Message, frozen=True):
+class Done(_InSession, frozen=True):
     """Receiver: the version serves."""
 
-    session: str
     version: int
 
 
-class Abort(_Message, frozen=True):
+class Abort(_InSession, frozen=True):
     """Sender: given up. ``kind`` is the name of the error class behind it."""
 
-    session: str
     kind: str
     message: str
 
 
-class Failed(_Message, frozen=True):
+class Failed(_InSession, frozen=True):
     """Receiver: given up; ``torn`` if weights were touched."""
 
-    session: str
     kind: str
     message: str
     torn: bool
 
 
-class Handles(_Message, frozen=True):
+class Handles(_InSession, frozen=True):
     """One group of tensors handed over by the older handle methods."""
 
-    session: str
     manifest: str
     version: int
     keys: tuple[str, ...]

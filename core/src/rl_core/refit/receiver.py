@@ -51,16 +51,9 @@ __all__ = ["RefitReceiver"]
 T = TypeVar("T")
 
 
-class _Channel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _Channel(Process, frozen=True, forbid_unknown_fields=True):
     address: str
     token: str
-    pid: int
-    started: str
-    namespace: str
-
-    @property
-    def process(self) -> Process:
-        return Process(self.pid, self.started, self.namespace)
 
 
 class _Info(msgspec.Struct, frozen=True):
@@ -215,7 +208,7 @@ class RefitReceiver(Endpoint["_Receiving"]):
         if self._region is not None:
             self._region.close()
             self._region = None
-        if self._trainer is not None and not is_alive(self._trainer.channel.process):
+        if self._trainer is not None and not is_alive(self._trainer.channel):
             remove_channel(self._trainer.channel.address)
 
     def _take(self, trainer: _Trainer, message: Handles) -> None:
@@ -272,7 +265,8 @@ class RefitReceiver(Endpoint["_Receiving"]):
         self.version = version
         self.torn = False
 
-    def _tear(self) -> None:
+    def tear(self) -> None:
+        """The next write makes the weights neither old nor new."""
         self.torn = True
 
 
@@ -296,7 +290,7 @@ class _Taking:
             WeightManifest.of(self.sink.specs()),
             session=message.session,
             verify="wire",
-            touch=receiver._tear,
+            touch=receiver.tear,
         )
         self._left = {spec.name for spec in trainer.manifest.owned}
 
@@ -348,7 +342,7 @@ class _Receiving(Job[ReceiverSession]):
             finally:
                 self._client.close()
         if session.error is not None:
-            if not is_alive(channel.process):
+            if not is_alive(channel):
                 receiver.let_go()
             raise session.error
         self.summary = {
@@ -372,7 +366,7 @@ class _Receiving(Job[ReceiverSession]):
 
     def lost_peers(self) -> list[Effect]:
         """See :meth:`Job.lost_peers`."""
-        return [] if is_alive(self.trainer.channel.process) else self.session.lost("died")
+        return [] if is_alive(self.trainer.channel) else self.session.lost("died")
 
     def do(self, effect: Effect) -> list[Effect]:
         """See :meth:`Job.do`."""
@@ -416,11 +410,10 @@ class _Receiving(Job[ReceiverSession]):
         self._prepare = prepare
         self._wire = self.trainer.manifest.cast(self.trainer.dtypes)
         self._plan = make_plan(self._wire, prepare.bucket_bytes)
-        layout = (self._plan.digest, len(self._plan.buckets), self._plan.slot_bytes)
-        if layout != (prepare.plan, prepare.buckets, prepare.slot_bytes):
+        if self._plan.digest != prepare.plan or len(self._plan.buckets) != prepare.buckets:
             raise RefitProtocolError("the two sides derive different plans", phase="PREPARE")
         if prepare.region is not None:
-            if prepare.region.nbytes < prepare.slots * prepare.slot_bytes:
+            if prepare.region.nbytes < prepare.slots * self._plan.slot_bytes:
                 raise RefitProtocolError("the buffers are smaller than the plan needs")
             self._region = receiver._attach(prepare.region)
         receiver._give_up_taking()
@@ -441,7 +434,7 @@ class _Receiving(Job[ReceiverSession]):
 
     def _touch(self) -> None:
         self.session.touch()
-        self._receiver._tear()
+        self._receiver.tear()
 
     def _release(self) -> None:
         """Tells the sink of a failure, and lets the engine generate again if it may."""

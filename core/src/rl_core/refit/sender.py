@@ -7,6 +7,8 @@ import secrets
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from rl_core.errors import CapabilityError, ConfigError, LifecycleError, RefitProtocolError
 from rl_core.refit.driver import RefitReport
 from rl_core.refit.jobs import DEFAULT_BUCKET_BYTES, DEFAULT_DEADLINE_S, Endpoint, Job, exclusively
@@ -107,7 +109,6 @@ class RefitSender(Endpoint["_Sending"]):
         """Describes every tensor and where to fetch them, for the engine's ``prepare``."""
         self.check_open()
         manifest = WeightManifest.of(self._source().specs())
-        process = this_process()
         return {
             "protocol": PROTOCOL,
             "digest": manifest.digest,
@@ -115,9 +116,7 @@ class RefitSender(Endpoint["_Sending"]):
             "channel": {
                 "address": self._bind().address,
                 "token": self._token,
-                "pid": process.pid,
-                "started": process.started,
-                "namespace": process.namespace,
+                **msgspec.structs.asdict(this_process()),
             },
         }
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from rl_core import errors
-from rl_core.errors import RefitError, RefitPeerError, RLError
+from rl_core.errors import RefitError, RefitPeerError, RefitProtocolError, RLError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -161,6 +161,11 @@ class Session(ABC):
     @abstractmethod
     def fail(self, error: BaseException) -> list[Effect]:
         """Ends the session for a reason on this side, and tells the others."""
+
+    def _refuse(self, what: str, peer: str = "") -> list[Effect]:
+        """Ends the session for a message that is not legal now."""
+        details = {"peer": peer} if peer else {}
+        return self.fail(RefitProtocolError(f"{self.phase}: {what}", **details))
 
     @abstractmethod
     def _awaited(self) -> str:

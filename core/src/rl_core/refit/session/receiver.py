@@ -122,9 +122,7 @@ class ReceiverSession(Session):
             return self._on_abort(message)
         handler = self.TABLE.get((self.phase, type(message)))
         if handler is None or not ours:
-            return self.fail(
-                RefitProtocolError(f"{self.phase}: {type(message).__name__} is out of turn")
-            )
+            return self._refuse(f"{type(message).__name__} is out of turn")
         effects: list[Effect] = getattr(self, handler)(message)
         return effects
 
@@ -134,9 +132,7 @@ class ReceiverSession(Session):
             return []
         assert self._prepare is not None
         if plan != self._prepare.plan:
-            return self.fail(
-                RefitProtocolError(f"{self.phase}: the two sides derive different plans")
-            )
+            return self._refuse("the two sides derive different plans")
         self._enter(Phase.TRANSFER)
         return [Send(Prepared(self._session, plan))]
 
@@ -162,8 +158,7 @@ class ReceiverSession(Session):
         """The new version serves."""
         if self.phase.terminal:
             return []
-        assert self.offer is not None
-        done = Send(Done(self._session, self.offer.version))
+        done = Send(Done(self._session, self._offer.version))
         return [done, self._end(Phase.COMMITTED)]
 
     def lost(self, why: str) -> list[Effect]:
@@ -212,19 +207,16 @@ class ReceiverSession(Session):
 
     def _on_prepare(self, prepare: Prepare) -> list[Effect]:
         if self._prepare is not None:
-            return self.fail(RefitProtocolError(f"{self.phase}: Prepare came twice"))
-        assert self.offer is not None
+            return self._refuse("Prepare came twice")
         self._prepare = prepare
         self._deadline = min(self._deadline, self._clock() + prepare.deadline_s)
-        return [Attach(prepare, self.offer)]
+        return [Attach(prepare, self._offer)]
 
     def _on_bucket(self, bucket: BucketReady) -> list[Effect]:
         assert self._prepare is not None
         expected = len(self._digests)
         if bucket.index != expected or expected >= self._prepare.buckets:
-            return self.fail(
-                RefitProtocolError(f"{self.phase}: bucket {bucket.index}, expected {expected}")
-            )
+            return self._refuse(f"bucket {bucket.index}, expected {expected}")
         self._digests.append(bucket.digest)
         return [Load(bucket.index, bucket.digest)]
 
@@ -232,21 +224,13 @@ class ReceiverSession(Session):
         assert self._prepare is not None
         complete = self._loaded == self._prepare.buckets
         if not complete or seal.digest != seal_digest(self._session, self._digests):
-            return self.fail(
-                RefitProtocolError(
-                    f"{self.phase}: sealed after {self._loaded} of {self._prepare.buckets} buckets"
-                )
-            )
+            return self._refuse(f"sealed after {self._loaded} of {self._prepare.buckets} buckets")
         self._enter(Phase.SEAL)
-        assert self.offer is not None
-        return [Install(self.offer)]
+        return [Install(self._offer)]
 
     def _on_commit(self, commit: Commit) -> list[Effect]:
-        assert self.offer is not None
-        if commit.version != self.offer.version:
-            return self.fail(
-                RefitProtocolError(f"{self.phase}: Commit of version {commit.version}")
-            )
+        if commit.version != self._offer.version:
+            return self._refuse(f"Commit of version {commit.version}")
         return [Publish(commit.version)]
 
     def _on_abort(self, abort: Abort) -> list[Effect]:
@@ -263,9 +247,13 @@ class ReceiverSession(Session):
     # -- helpers -----------------------------------------------------------------------------------
 
     @property
-    def _session(self) -> str:
+    def _offer(self) -> Offer:
         assert self.offer is not None
-        return self.offer.session
+        return self.offer
+
+    @property
+    def _session(self) -> str:
+        return self._offer.session
 
     def _awaited(self) -> str:
         return f"sender ({self.offer.sender})" if self.offer else "the sender"

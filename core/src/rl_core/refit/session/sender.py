@@ -265,9 +265,7 @@ class SenderSession(Session):
         return Abort(self.offer.session, *describe(error))
 
     def _break(self, peer: _Peer, what: str) -> list[Effect]:
-        return self.fail(
-            RefitProtocolError(f"{self.phase}: {peer.name} sent {what}", peer=peer.name)
-        )
+        return self._refuse(f"{peer.name} sent {what}", peer.name)
 
     def _awaited(self) -> str:
         if len(self._peers) < self._receivers:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 import weakref
@@ -32,7 +33,7 @@ class IpcServer:
         self.address = f"ipc://{directory}/socket"
         context = zmq.Context()
         #: Runs once, at the latest when the process ends.
-        self.close = weakref.finalize(self, _shut, context, directory)
+        self.close = weakref.finalize(self, _shut, context, directory, os.getpid())
         self._socket = context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
@@ -97,7 +98,9 @@ class IpcClient:
         self._context.destroy(_LINGER_MS)
 
 
-def _shut(context: zmq.Context[zmq.Socket[bytes]], directory: str) -> None:
+def _shut(context: zmq.Context[zmq.Socket[bytes]], directory: str, owner: int) -> None:
+    if os.getpid() != owner:
+        return  # a forked child ends, not the server
     context.destroy(_LINGER_MS)
     shutil.rmtree(directory, ignore_errors=True)
 

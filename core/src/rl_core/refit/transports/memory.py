@@ -38,12 +38,10 @@ class SharedRegion:
         view: The same bytes for hashing.
     """
 
-    def __init__(self, fd: int, ref: RegionRef, *, keep: bool) -> None:
+    def __init__(self, fd: int, ref: RegionRef, *, owned: bool) -> None:
         self.ref = ref
-        self._fd: int | None = fd if keep else None
+        self._fd = fd if owned else None
         mapped = mmap.mmap(fd, ref.nbytes, flags=_FLAGS)
-        if not keep:
-            os.close(fd)
         self.view = memoryview(mapped)
         self.data = torch.frombuffer(mapped, dtype=torch.uint8)
 
@@ -59,9 +57,7 @@ class SharedRegion:
         Raises:
             RefitError: There is not enough memory.
         """
-        fd, path = _open_anonymous() if directory is None else (None, "")
-        if fd is None:
-            fd, path = _open_file(directory)
+        fd, path = _open(directory)
         try:
             os.fchmod(fd, 0o600)
             if nbytes > os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE:
@@ -71,7 +67,7 @@ class SharedRegion:
             ref = RegionRef(
                 path or f"/proc/{os.getpid()}/fd/{fd}", nbytes, stat.st_dev, stat.st_ino
             )
-            return cls(fd, ref, keep=True)
+            return cls(fd, ref, owned=True)
         except OSError as error:
             os.close(fd)
             if path:
@@ -90,18 +86,20 @@ class SharedRegion:
         """
         try:
             fd = os.open(ref.path, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                stat = os.fstat(fd)
+                found = (stat.st_dev, stat.st_ino, stat.st_size, stat.st_uid)
+                if found == (ref.device, ref.inode, ref.nbytes, os.geteuid()):
+                    return cls(fd, ref, owned=False)
+            finally:
+                os.close(fd)
         except OSError as error:
             raise RefitProtocolError(
-                f"the sender's shared memory {ref.path} cannot be opened: {error}",
+                f"the sender's shared memory {ref.path} cannot be mapped: {error}",
                 fix="run both sides as one user in one PID namespace, or set RL_CORE_SHM_DIR "
                 "to a directory in memory that both see",
             ) from error
-        stat = os.fstat(fd)
-        found = (stat.st_dev, stat.st_ino, stat.st_size, stat.st_uid)
-        if found != (ref.device, ref.inode, ref.nbytes, os.geteuid()):
-            os.close(fd)
-            raise RefitProtocolError(f"{ref.path} is not the sender's shared memory")
-        return cls(fd, ref, keep=False)
+        raise RefitProtocolError(f"{ref.path} is not the sender's shared memory")
 
     def slot(self, index: int, nbytes: int) -> tuple[torch.Tensor, memoryview]:
         """One of the equal parts of the memory, as a tensor and as bytes."""
@@ -129,13 +127,10 @@ class SharedRegion:
         self.view = memoryview(b"")
 
 
-def _open_anonymous() -> tuple[int | None, str]:
-    if not (hasattr(os, "memfd_create") and Path("/proc/self/fd").is_dir()):
-        return None, ""
-    return os.memfd_create("rl-refit", os.MFD_CLOEXEC), ""
-
-
-def _open_file(directory: str | None) -> tuple[int, str]:
+def _open(directory: str | None) -> tuple[int, str]:
+    """A descriptor of new memory, and its path if it has a name."""
+    if directory is None and hasattr(os, "memfd_create") and Path("/proc/self/fd").is_dir():
+        return os.memfd_create("rl-refit", os.MFD_CLOEXEC), ""
     fast = Path("/dev/shm")  # noqa: S108 - the file is exclusive, private and unguessable
     base = directory or (str(fast) if fast.is_dir() else tempfile.gettempdir())
     path = os.path.join(base, f"rl-refit-{secrets.token_hex(16)}")
