@@ -40,6 +40,7 @@ from rl_core.errors import (
     WeightsTornError,
 )
 from rl_core.futures import wait
+from rl_core.plugins import hookspecs
 from rl_core.refit import refit
 from rl_core.refit.transports.memory import SharedRegion
 from rl_core.refit.transports.process import is_alive, this_process
@@ -183,10 +184,16 @@ def test_a_version_may_be_chosen(pair):
     assert go(trainer, engine).version == engine.receiver.version == 42
 
 
-def test_events_tell_of_start_and_commit(pair):
+def test_plugins_hear_of_start_commit_and_failure(pair, monkeypatch):
     events = []
-    go(*pair, on_event=lambda name, facts: events.append((name, facts.get("version"))))
-    assert events == [("refit_started", None), ("refit_committed", 1)]
+    monkeypatch.setattr(
+        hookspecs, "emit", lambda name, **facts: events.append((name, facts.get("version")))
+    )
+    go(*pair)
+    with pytest.raises(ConfigError):
+        go(*pair, version=0)
+    started = ("refit_started", None)
+    assert events == [started, ("refit_committed", 1), started, ("refit_failed", None)]
 
 
 def test_a_file_in_a_chosen_directory_serves_where_processes_cannot_see_each_other(

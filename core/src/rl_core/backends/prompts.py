@@ -352,11 +352,8 @@ def assemble_output(
     # Boolean assignment fills row by row, which is the order of the sorted completions.
     ids[generated] = torch.tensor([t for c in done for t in c.token_ids], dtype=torch.int64)
     logprobs[generated] = torch.tensor([x for c in done for x in c.logprobs], dtype=torch.float32)
-    carried = {key: value for key, value in data.items() if key not in CONSUMED_KEYS}
-    # Ours come last: a batch that was an output before has columns of the same names.
-    return BatchedDataDict(
+    output: BatchedDataDict[Any] = BatchedDataDict(
         {
-            **carried,
             "output_ids": ids,
             "generation_lengths": lengths,
             "unpadded_sequence_lengths": totals,
@@ -365,6 +362,10 @@ def assemble_output(
             "weights_version": torch.full((rows,), weights_version, dtype=torch.int64),
         }
     )
+    # A batch that was an output before has columns of the same names; they are not carried.
+    hidden = CONSUMED_KEYS | set(output)
+    output.update({key: value for key, value in data.items() if key not in hidden})
+    return output
 
 
 def greedy_params(sampling: SamplingParams) -> SamplingParams:

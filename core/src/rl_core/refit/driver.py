@@ -12,8 +12,6 @@ from rl_core.plugins import hookspecs
 from rl_core.refit.jobs import DEFAULT_BUCKET_BYTES, DEFAULT_DEADLINE_S
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from rl_core.interfaces import ColocatablePolicyInterface, GenerationInterface
 
 __all__ = ["RefitReport", "refit"]
@@ -94,7 +92,6 @@ def refit(
     isolation: str = "quiesced",
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     deadline_s: float = DEFAULT_DEADLINE_S,
-    on_event: Callable[[str, dict[str, Any]], None] | None = None,
 ) -> RefitReport:
     """Gives the policy's weights to the engine, and returns once they serve.
 
@@ -106,21 +103,16 @@ def refit(
         isolation: ``"quiesced"``.
         bucket_bytes: Size of each of the two buffers at most.
         deadline_s: Seconds for the whole refit.
-        on_event: Called with ``"refit_started"``, ``"refit_committed"`` or ``"refit_failed"`` and
-            the facts, which the hook ``on_event`` of every plugin gets too.
+
+    The hook ``on_event`` of every plugin gets ``"refit_started"``, then ``"refit_committed"`` or
+    ``"refit_failed"``, with the facts.
 
     Raises:
         ManifestMismatchError: The two disagree on the tensors; nothing was touched.
         RefitError: The transfer failed; if the engine is torn, it takes another refit.
         DeadlineError: Neither side said why it is late.
     """
-
-    def emit(event: str, **facts: Any) -> None:
-        hookspecs.emit(event, **facts)
-        if on_event is not None:
-            on_event(event, facts)
-
-    emit("refit_started", verify=verify, isolation=isolation)
+    hookspecs.emit("refit_started", verify=verify, isolation=isolation)
     try:
         info = policy.prepare_refit_info()
         if info is None:
@@ -137,7 +129,7 @@ def refit(
         receiving = generation.update_weights_via_ipc_zmq(deadline_s=deadline_s)
         report = RefitReport.of(wait([*sending, *receiving], deadline_s + _GRACE_S))
     except Exception as error:
-        emit("refit_failed", error=type(error).__name__, message=str(error))
+        hookspecs.emit("refit_failed", error=type(error).__name__, message=str(error))
         raise
-    emit("refit_committed", **report.as_dict())
+    hookspecs.emit("refit_committed", **report.as_dict())
     return report
