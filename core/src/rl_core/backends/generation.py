@@ -17,8 +17,8 @@ from rl_core.backends.prompts import (
     SamplingParams,
     assemble_output,
     greedy_params,
+    repeated,
 )
-from rl_core.batch import BatchedDataDict
 from rl_core.errors import CapabilityError, ConfigError, LifecycleError, PluginError
 from rl_core.interfaces import GenerationInterface
 from rl_core.refit import DEFAULT_DEADLINE_S, RefitReceiver
@@ -27,6 +27,7 @@ from rl_core.refit.jobs import exclusively
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Generator, Iterator, Mapping
 
+    from rl_core.batch import BatchedDataDict
     from rl_core.interfaces import Future, GenerationOutputSpec, WeightSink, WorkerContext
 
 __all__ = ["GenerationBackend"]
@@ -178,11 +179,7 @@ class GenerationBackend(GenerationInterface):
         self, data: BatchedDataDict[Any], greedy: bool
     ) -> tuple[BatchedDataDict[Any], PromptBatch, SamplingParams]:
         sampling = self.sampling
-        if not data:
-            nothing = torch.zeros(0, dtype=torch.int64)
-            data = BatchedDataDict({"input_ids": nothing[:, None], "input_lengths": nothing})
-        if sampling.num_samples > 1:
-            data = data.repeat_interleave(sampling.num_samples)
+        data = repeated(data, sampling.num_samples)
         prompts = PromptBatch.from_data(
             data, sampling, self.facts, self.config.get("stop_strings") or ()
         )

@@ -14,6 +14,7 @@ import torch
 
 from rl_core.batch import BatchedDataDict
 from rl_core.errors import DataError
+from rl_core.interfaces import GenerationOutputSpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -26,12 +27,15 @@ __all__ = [
     "PromptBatch",
     "SamplingParams",
     "assemble_output",
+    "carried",
     "input_lengths",
+    "repeated",
     "row_seeds",
 ]
 
 #: Keys that a generation consumes; every other key is carried through to the output.
 CONSUMED_KEYS = frozenset({"input_ids", "input_lengths", "attention_mask", "stop_strings", "seed"})
+OUTPUT_KEYS = frozenset(GenerationOutputSpec.__annotations__) - {"__extra__"}
 INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 
 
@@ -362,10 +366,24 @@ def assemble_output(
             "weights_version": torch.full((rows,), weights_version, dtype=torch.int64),
         }
     )
-    # A batch that was an output before has columns of the same names; they are not carried.
-    hidden = CONSUMED_KEYS | set(output)
-    output.update({key: value for key, value in data.items() if key not in hidden})
+    output.update(carried(data))
     return output
+
+
+def repeated(data: BatchedDataDict[Any], num_samples: int) -> BatchedDataDict[Any]:
+    """A row for each sample; a batch without any keys is one without rows."""
+    if not data:
+        nothing = torch.zeros(0, 0, dtype=torch.int64)
+        return BatchedDataDict({"input_ids": nothing, "input_lengths": nothing.view(0)})
+    return data.repeat_interleave(num_samples) if num_samples > 1 else data
+
+
+def carried(data: BatchedDataDict[Any]) -> dict[str, Any]:
+    """The columns that go to the output as they are.
+
+    Those of an earlier output, in a batch that was one, make room for the new ones.
+    """
+    return {k: v for k, v in data.items() if k not in CONSUMED_KEYS and k not in OUTPUT_KEYS}
 
 
 def greedy_params(sampling: SamplingParams) -> SamplingParams:

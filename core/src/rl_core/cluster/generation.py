@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rl_core.backends.prompts import CONSUMED_KEYS, PromptBatch, SamplingParams
+from rl_core.backends.prompts import CONSUMED_KEYS, PromptBatch, SamplingParams, carried, repeated
 from rl_core.batch import BatchedDataDict
 from rl_core.cluster.remote import RemoteBackend
 from rl_core.cluster.sharding import collect, deal
@@ -83,7 +83,9 @@ class RemoteGeneration(RemoteBackend, GenerationInterface):
                     pending[asyncio.create_task(_next(streams[rank]))] = rank
                     [(index, output)] = await asyncio.to_thread(self._group.wait, [reference])
                     row = int(shards[rank][index])
-                    output.update({key: value[row : row + 1] for key, value in extras.items()})
+                    output.update(
+                        {k: None if v is None else v[row : row + 1] for k, v in extras.items()}
+                    )
                     yield row, output
         finally:
             for task, rank in pending.items():
@@ -110,12 +112,11 @@ class RemoteGeneration(RemoteBackend, GenerationInterface):
             The prompts with a seed for each row, the keys that are only carried through (they stay
             here), and for each rank its rows.
         """
-        if self.sampling.num_samples > 1:
-            data = data.repeat_interleave(self.sampling.num_samples)
+        data = repeated(data, self.sampling.num_samples)
         stops = self.config.get("stop_strings") or ()
         checked = PromptBatch.from_data(data, self.sampling, self.facts, stops)
         consumed = {key: data[key] for key in data if key in CONSUMED_KEYS}
-        extras = {key: data[key] for key in data if key not in CONSUMED_KEYS}
+        extras = carried(data)
         prompts: BatchedDataDict[Any] = BatchedDataDict({**consumed, "seed": checked.seeds})
         table = deal(checked.lengths, self._group.size)
         shards = {rank: rows[rows < len(checked)] for rank, rows in enumerate(table)}
