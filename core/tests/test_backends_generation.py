@@ -267,6 +267,13 @@ def test_samples_equal_a_batch_that_was_repeated_before(make):
     assert samples["id"] == repeated["id"]
 
 
+def test_samples_of_a_row_with_a_seed_of_its_own_differ_and_repeat(make):
+    data = batch([5], [8], seed=torch.tensor([3, 30]))
+    first, second = (make(num_samples=3).generate(data)["output_ids"] for _ in range(2))
+    assert torch.equal(first, second)
+    assert len({tuple(row) for row in first.tolist()}) == 6
+
+
 def test_do_sample_false_is_greedy(make):
     out = make(do_sample=False).generate(batch([5]))
     assert out["output_ids"].tolist() == [[5, 6, 7, 8, 9]]

@@ -371,11 +371,20 @@ def assemble_output(
 
 
 def repeated(data: BatchedDataDict[Any], num_samples: int) -> BatchedDataDict[Any]:
-    """A row for each sample; a batch without any keys is one without rows."""
+    """A row for each sample; a batch without any keys is one without rows.
+
+    Sample k of a row with a ``seed`` of its own draws from ``seed + k``: samples that are all alike
+    are of no use.
+    """
     if not data:
         nothing = torch.zeros(0, 0, dtype=torch.int64)
         return BatchedDataDict({"input_ids": nothing, "input_lengths": nothing.view(0)})
-    return data.repeat_interleave(num_samples) if num_samples > 1 else data
+    if num_samples == 1:
+        return data
+    rows = data.repeat_interleave(num_samples)
+    if isinstance(seeds := rows.get("seed"), torch.Tensor) and seeds.dim() == 1:
+        rows["seed"] = seeds + torch.arange(len(seeds)) % num_samples
+    return rows
 
 
 def carried(data: BatchedDataDict[Any]) -> dict[str, Any]:
