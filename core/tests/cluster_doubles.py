@@ -116,7 +116,8 @@ class DoubleGeneration(GenerationBackend):
         else:
             generator = torch.Generator().manual_seed(int(prompts.seeds[row]))
             new = torch.randint(2, 900, (len(ids),), generator=generator).tolist()
-        new = new[: int(prompts.budgets[row]) + (self.fault == "overrun")]
+        slack = {"overrun": 1, "early": -1}.get(self.fault or "", 0)
+        new = new[: int(prompts.budgets[row]) + slack]
         logprobs = [-float(self.weight[0])] * len(new)
         if self.fault == "drift":
             logprobs[0] -= 1.0

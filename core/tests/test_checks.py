@@ -20,7 +20,7 @@ from rl_core.checks import (
     validate_log_probability_consistency,
 )
 from rl_core.cli import main
-from rl_core.errors import ConfigError, DataError
+from rl_core.errors import ConfigError, DataError, PluginError
 
 if TYPE_CHECKING:
     from conftest import Install
@@ -140,12 +140,17 @@ def test_a_limit_that_holds_passes(double: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "said"), [("overrun", "8 tokens grew to 17"), ("unmarked", "not marked as truncated")]
+    ("fault", "said"), [("early", "8 tokens grew to 15"), ("unmarked", "not marked as truncated")]
 )
 def test_a_limit_that_does_not_hold_fails(double: str, fault: str, said: str) -> None:
     result = test_max_model_len_respected("none", backend=double, max_model_len=16, fault=fault)
     assert not result.passed
     assert said in " ".join(result.problems)
+
+
+def test_an_engine_that_overruns_the_limit_is_stopped_before_any_check(double: str) -> None:
+    with pytest.raises(PluginError, match="too many tokens"):
+        test_max_model_len_respected("none", backend=double, max_model_len=16, fault="overrun")
 
 
 def test_decoding_that_agrees_with_prefill_passes(double: str) -> None:
