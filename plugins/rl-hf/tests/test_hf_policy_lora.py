@@ -97,3 +97,10 @@ def test_weights_that_change_during_a_refit_end_it(tiny):
     policy.train(batch(), NLLLossFn())
     with pytest.raises(LifecycleError, match="during a refit"):
         next(stream)
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
+@pytest.mark.parametrize("module", ["lm_head", "embed_tokens"])
+def test_adapters_on_tied_modules_are_refused(tiny, module):
+    with pytest.raises(ConfigError, match="share one weight"):
+        HuggingFacePolicy(str(tiny("qwen2")), lora={"r": 4, "target_modules": [module]})

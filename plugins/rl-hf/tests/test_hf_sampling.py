@@ -167,3 +167,11 @@ def test_half_precision_logits_are_scored_in_single_precision():
     token, logprob = Sampler(SamplingParams(greedy=True))(logits, one, one)
     assert logprob.dtype == torch.float32
     torch.testing.assert_close(logprob, logits[0].float().log_softmax(-1)[token])
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+@pytest.mark.parametrize("temperature", [1e-45, 1e-38, 1e-6])
+def test_a_temperature_near_zero_takes_the_argmax(temperature, top_p):
+    tokens, logprobs = draw(SamplingParams(temperature=temperature, top_p=top_p), LOGITS, 8)
+    assert tokens.tolist() == [max(range(len(LOGITS)), key=LOGITS.__getitem__)] * 8
+    assert logprobs.tolist() == [0.0] * 8

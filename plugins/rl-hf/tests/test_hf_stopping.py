@@ -59,3 +59,20 @@ def test_a_match_may_span_tokens_that_add_no_text_of_their_own():
     assert len(half) == 2
     tokens = [*TOKENIZER.encode("caf"), *half]
     assert watched(tokens, ["fé"]) == len(tokens)
+
+
+class _Bytes:
+    """A tokenizer of single bytes, but for one long token."""
+
+    LONG = 256
+
+    def decode(self, tokens, **_):
+        pieces = (b"-" * 40 if token == self.LONG else bytes([token]) for token in tokens)
+        return b"".join(pieces).decode(errors="replace")
+
+
+def test_a_long_last_token_does_not_push_a_match_out_of_sight():
+    text = "\N{GRINNING FACE}" * 12 + "-"
+    watcher = StopStrings([text], _Bytes())
+    tokens = [*text[:-1].encode(), _Bytes.LONG]
+    assert [watcher.push(token) for token in tokens] == [False] * 48 + [True]

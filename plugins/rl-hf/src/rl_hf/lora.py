@@ -33,7 +33,8 @@ def add_adapters(model: PreTrainedModel, config: Mapping[str, Any], *, seed: int
         seed: Of the adapters' initial values; the global random state is left as it was.
 
     Raises:
-        ConfigError: peft is not installed, or the target modules are not in the model.
+        ConfigError: peft is not installed, or the target modules are not in the model
+            or share their weight with another module.
     """
     try:
         import peft
@@ -60,7 +61,24 @@ def add_adapters(model: PreTrainedModel, config: Mapping[str, Any], *, seed: int
             fix="name modules of this model in lora.target_modules, or use 'all-linear'",
             key="lora.target_modules",
         ) from error
+    _check_untied(wrapped)
     return wrapped
+
+
+def _check_untied(model: Any) -> None:
+    """A merged weight has one value, and tied modules with one adapter between them have two."""
+    base = model.get_base_model()
+    adapted = _adapted(base)
+    owners: dict[str, str] = {}
+    for spec in tensor_specs(model_tensors(base)):
+        module = spec.name.rsplit(".base_layer.", 1)[0].removesuffix(".weight")
+        other = owners.setdefault(spec.alias_of or spec.name, module)
+        if other != module and {module, other} & adapted.keys():
+            raise ConfigError(
+                f"{other} and {module} share one weight, so an adapter of either cannot be merged",
+                fix="leave both out of lora.target_modules, or untie them in the checkpoint",
+                key="lora.target_modules",
+            )
 
 
 class MergedWeightSource(WeightSource):

@@ -20,6 +20,9 @@ __all__ = ["Sampler", "uniforms"]
 #: less than its mass in some row.
 NUCLEUS_CANDIDATES = 512
 
+#: Temperatures below this are this: the reciprocal must be a float32. It is an argmax by far.
+COLDEST = 1e-30
+
 # Constants of the splitmix64 generator (Steele, Lea and Flood 2014), as signed 64-bit numbers.
 _GAMMA = -0x61C8864680B583EB
 _MIX = (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)
@@ -60,7 +63,8 @@ class Sampler:
         if params.greedy:
             tokens = scores.argmax(-1)
             return tokens, _log_softmax_at(raw, tokens)
-        scores = scores / params.temperature if params.temperature != 1.0 else scores
+        if params.temperature != 1.0:
+            scores = _heated(scores, params.temperature)
         points = uniforms(seeds, counts)
         if params.top_k or params.top_p < 1.0:
             tokens, logprobs = self._truncated(scores, points)
@@ -107,6 +111,12 @@ def penalised(logits: torch.Tensor, seen: torch.Tensor, penalty: float) -> torch
     """Logits of tokens seen before, divided by the penalty, or multiplied if negative."""
     lowered = torch.where(logits > 0, logits / penalty, logits * penalty)
     return torch.where(seen, lowered, logits)
+
+
+def _heated(scores: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Scores below the row's largest, divided by the temperature: what overflows is -inf."""
+    below = scores - scores.amax(-1, keepdim=True)
+    return below / max(temperature, COLDEST)
 
 
 def uniforms(seeds: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
