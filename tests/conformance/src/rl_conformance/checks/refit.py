@@ -191,12 +191,12 @@ def the_older_handles_are_exact(ctx: Context) -> None:
     agree(ctx, policy, generation)
 
 
-_REFITS = 20
+_REFITS = 100
 
 
 @check("R6", timeout_s=300.0)
 def refit_after_refit_stays_exact(ctx: Context) -> None:
-    """Twenty refits of changing weights: each exact, and nothing grows."""
+    """A hundred refits of changing weights: each exact, and nothing grows."""
     policy, generation = unequal_pair(ctx)
     data, loss = training_batch((9, 14, 6)), NegativeLogLikelihood()
     before, memory = Leftovers.now(), 0

@@ -14,6 +14,7 @@ from rl_conformance.training import (
     NanLoss,
     NegativeLogLikelihood,
     training_batch,
+    training_config,
 )
 from rl_conformance.weights import policy_weights, same_weights
 from rl_core.errors import TrainingError
@@ -111,6 +112,41 @@ def one_step_for_each_global_batch(ctx: Context) -> None:
     for start in (0, 4):
         in_turn.train(data.slice(start, start + 4), NegativeLogLikelihood(), mbs=2)
     ctx.measure_error(_scores(at_once, probe), _scores(in_turn, probe))
+
+
+@check("P5", modules=("ray",), timeout_s=300.0)
+def two_ranks_train_as_one(ctx: Context) -> None:
+    """Each of two workers has half of the global batch: loss, norm and log-probs are one's."""
+    from rl_core.cluster import RayVirtualCluster
+    from rl_core.plugins.factory import create_policy
+
+    if not ctx.target.installed:
+        ctx.not_run("the backend is not installed under a name", excused=True)
+    if ctx.settings.device == "cuda" and torch.cuda.device_count() < 2:
+        ctx.not_run("two workers need two GPUs", excused=True)
+    # The ranks' counts of tokens are far apart: a mean over ranks is not the mean over tokens.
+    data = training_batch(sorted(_LENGTHS, reverse=True))
+    probe = training_batch((11, 6, 19, 4), seed=9)
+    alone = _trained(ctx)
+    base = ctx.target.base_config("policy", ctx.settings.dtype, ctx.settings.device)
+    config = base | training_config() | {"model_name": str(ctx.model())}
+    with RayVirtualCluster([2], use_gpus=ctx.settings.device == "cuda") as cluster:
+        ranks = create_policy(config, cluster)
+        try:
+            ranks.prepare_for_training()
+            for _ in range(2):
+                one, two = (p.train(data, NegativeLogLikelihood()) for p in (alone, ranks))
+                ctx.measure("loss_error", _apart(one, two, "loss"), ctx.tolerance[1])
+                norm = _apart(one, two, "grad_norm") / float(one["grad_norm"])
+                ctx.measure("grad_norm_relative_error", norm, 1e-3)
+                require(_apart(one, two, "global_valid_toks") == 0, f"counts: {one}, {two}")
+            ctx.measure_error(_scores(ranks, probe), _scores(alone, probe))
+        finally:
+            ranks.shutdown()
+
+
+def _apart(one: dict[str, Any], two: dict[str, Any], key: str) -> float:
+    return abs(float(one[key]) - float(two[key]))
 
 
 @check("P6")
