@@ -1,7 +1,7 @@
 # ruff: noqa: D101, D102
 """How fast a packed refit over shared memory is, against memcpy on the same host in the same run.
 
-    python benchmarks/bench_refit.py [--gb 1] [--tensors 200] [--receivers 1] [--json]
+    python benchmarks/bench_refit.py [--gb 1] [--tensors 200] [--receivers 1] [--json FILE]
 
 The bounds: ``one copy`` is a single memcpy of the same bytes; ``two copies`` is what packed data
 must cost at least, pack and load, run by two processes at the same time through shared memory with
@@ -16,6 +16,7 @@ import multiprocessing
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -210,14 +211,13 @@ def main() -> None:
     parser.add_argument("--receivers", type=int, default=1)
     parser.add_argument("--bucket-mb", type=int, default=DEFAULT_BUCKET_BYTES >> 20)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--json", type=Path, help="file to write the figures to")
     args = parser.parse_args()
     result = measure(
         int(args.gb * 1e9), args.tensors, args.receivers, args.repeats, args.bucket_mb << 20
     )
     if args.json:
-        print(json.dumps(result, indent=2))
-        return
+        args.json.write_text(json.dumps(result, indent=2) + "\n")
     print(f"{result['bytes'] / 1e9:.2f} GB in {args.tensors} tensors, {args.receivers} receivers")
     for row in result["rows"]:
         ratio = f"{row['of_two_copies']:.2f} of two copies" if "of_two_copies" in row else ""
