@@ -154,7 +154,12 @@ def backends(
                     "betas": (0.9, 0.99),
                     "weight_decay": 0.0,
                 },
-                "scheduler": {"name": "constant", "warmup_steps": 10 * settings.updates},
+                "scheduler": {
+                    "name": "linear",
+                    "warmup_steps": 10 * settings.updates,
+                    "total_steps": max(settings.steps, 11) * settings.updates,
+                    "min_lr_ratio": 0.1,
+                },
                 "seed": settings.seed,
             }
         )
