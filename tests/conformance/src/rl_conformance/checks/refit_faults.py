@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -121,46 +122,53 @@ def torn_weights_are_never_served(ctx: Context) -> None:
 Send = Callable[[IpcServer, str, bytes], bool]
 
 
-class _Line:
+class _Line(ABC):
     """Fault: what happens to the sender's messages on their way, by their number."""
 
     def __init__(self, at: int) -> None:
         self.at = at
         self.sent: list[bytes] = []
 
+    @abstractmethod
     def carry(self, send: Send, server: IpcServer, key: str, frame: bytes) -> bool:
-        """Carries one message; the subclass decides how."""
+        """Carries one message, or does not."""
+
+
+class _Altered(_Line):
+    """One message is carried in another way."""
+
+    def carry(self, send: Send, server: IpcServer, key: str, frame: bytes) -> bool:
         self.sent.append(frame)
         if len(self.sent) - 1 == self.at:
             return self.disturb(send, server, key, frame)
         return send(server, key, frame)
 
+    @abstractmethod
     def disturb(self, send: Send, server: IpcServer, key: str, frame: bytes) -> bool:
         """What happens to the chosen message."""
-        raise NotImplementedError
 
 
-class _Lost(_Line):
+class _Lost(_Altered):
     def disturb(self, send: Send, server: IpcServer, key: str, frame: bytes) -> bool:
         return True
 
 
-class _Doubled(_Line):
+class _Doubled(_Altered):
     def disturb(self, send: Send, server: IpcServer, key: str, frame: bytes) -> bool:
         return send(server, key, frame) and send(server, key, frame)
 
 
-class _Flipped(_Line):
+class _Flipped(_Altered):
     def disturb(self, send: Send, server: IpcServer, key: str, frame: bytes) -> bool:
         return send(server, key, frame[:-1] + bytes([frame[-1] ^ 1]))
 
 
-class _Cut(_Line):
+class _Cut(_Altered):
     def disturb(self, send: Send, server: IpcServer, key: str, frame: bytes) -> bool:
         return send(server, key, frame[: len(frame) // 2])
 
 
-class _Replayed(_Line):
+class _Replayed(_Altered):
     def disturb(self, send: Send, server: IpcServer, key: str, frame: bytes) -> bool:
         return send(server, key, self.sent[-2])
 
