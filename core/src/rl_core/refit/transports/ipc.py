@@ -1,115 +1,145 @@
-"""Control messages between processes of one host: ZeroMQ on a socket in a private directory."""
+"""Between processes of one host: ZeroMQ on a socket in a private directory, and shared memory.
+
+Tensors on the CPU lie in memory that all processes map; on a GPU, in memory that receivers open
+through CUDA IPC. Either way a receiver reads the sender's own memory.
+"""
 
 from __future__ import annotations
 
 import os
 import shutil
+import socket
 import tempfile
 import weakref
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import zmq
+import msgspec
 
-from rl_core.errors import RefitError
-from rl_core.refit.messages import MAX_FRAME_BYTES
+from rl_core.errors import ConfigError, RefitProtocolError
+from rl_core.refit.transports.base import ReceiverEnd, SenderEnd, Transport
+from rl_core.refit.transports.control import ControlClient, ControlServer
+from rl_core.refit.transports.memory import SharedRegion
 
-__all__ = ["IpcClient", "IpcServer", "remove_channel"]
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import torch
+
+    from rl_core.refit.transports.base import Lane
+
+__all__ = ["IPC", "IpcReceiver", "IpcSender"]
 
 _PREFIX = "rl-refit-"
-#: Milliseconds in which last words are still delivered after a close.
-_LINGER_MS = 200
+_SCHEME = "ipc://"
 
 
-class IpcServer:
-    """The sender's end, for any number of clients over its whole life.
+class _Address(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    endpoint: str
 
-    Attributes:
-        address: Where clients connect; only this user can.
+
+class IpcSender(ControlServer, SenderEnd):
+    """The sender's end, in a directory that this user alone can enter.
+
+    Raises:
+        RefitError: The path of the temporary directory is too long for a socket.
     """
+
+    reads_memory = True
 
     def __init__(self) -> None:
-        directory = tempfile.mkdtemp(prefix=_PREFIX)
-        self.address = f"ipc://{directory}/socket"
-        context = zmq.Context()
-        #: Runs once, at the latest when the process ends.
-        self.close = weakref.finalize(self, _shut, context, directory, os.getpid())
-        self._socket = context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        self._directory = tempfile.mkdtemp(prefix=_PREFIX)
+        self._remove = weakref.finalize(self, _remove, self._directory, os.getpid())
         try:
-            self._socket.bind(self.address)
-        except zmq.ZMQError as error:
-            self.close()
-            raise RefitError(
-                f"{self.address} cannot be bound: {error}",
-                fix="set TMPDIR to a short path on a local disk",
-            ) from error
-
-    def receive(self, timeout_s: float) -> list[tuple[str, bytes]]:
-        """Frames that are there, with their connection; waits for the first up to the timeout."""
-        frames = []
-        if self._socket.poll(int(timeout_s * 1000)):
-            while True:
-                try:
-                    parts = self._socket.recv_multipart(zmq.NOBLOCK)
-                except zmq.Again:
-                    break
-                if len(parts) == 2:  # anything else is not from one of our clients
-                    frames.append((parts[0].hex(), parts[1]))
-        return frames
-
-    def send(self, key: str, frame: bytes) -> bool:
-        """Sends to one connection; False if it is gone."""
-        try:
-            self._socket.send_multipart([bytes.fromhex(key), frame], zmq.NOBLOCK)
-        except zmq.ZMQError as error:
-            if error.errno in (zmq.EHOSTUNREACH, zmq.EAGAIN):
-                return False
+            super().__init__(f"{_SCHEME}{self._directory}/socket")
+        except BaseException:
+            self._remove()
             raise
-        return True
+        self.address = {"endpoint": self.endpoint}
 
+    def lane(self, nbytes: int, device: torch.device, receivers: Sequence[str]) -> Lane:
+        """See :meth:`SenderEnd.lane`."""
+        if device.type == "cuda":
+            from rl_core.refit.transports.cuda import CudaRegion
 
-class IpcClient:
-    """The receiver's end, for one refit.
-
-    Args:
-        address: The server's.
-    """
-
-    def __init__(self, address: str) -> None:
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-        self._socket.connect(address)
-
-    def receive(self, timeout_s: float) -> bytes | None:
-        """The next frame, or None after the timeout."""
-        if not self._socket.poll(int(timeout_s * 1000)):
-            return None
-        return self._socket.recv_multipart()[-1]
-
-    def send(self, frame: bytes) -> None:
-        """Sends a frame."""
-        self._socket.send(frame, zmq.NOBLOCK)
+            return CudaRegion.create(nbytes, device)
+        return SharedRegion.create(nbytes, self._directory)
 
     def close(self) -> None:
-        """Closes the socket, once what was sent is delivered or a moment has passed."""
-        self._context.destroy(_LINGER_MS)
+        """See :meth:`SenderEnd.close`."""
+        super().close()
+        self._remove()
 
 
-def _shut(context: zmq.Context[zmq.Socket[bytes]], directory: str, owner: int) -> None:
-    if os.getpid() != owner:
-        return  # a forked child ends, not the server
-    context.destroy(_LINGER_MS)
-    shutil.rmtree(directory, ignore_errors=True)
+class IpcReceiver(ControlClient, ReceiverEnd):
+    """A receiver's end; it clears away what a sender that was killed could not."""
+
+    def attach(self, ref: Mapping[str, Any], receiver: str) -> Lane:
+        """See :meth:`ReceiverEnd.attach`."""
+        if ref.get("kind") == "cuda":
+            from rl_core.refit.transports.cuda import CudaRegion
+
+            return CudaRegion.attach(ref)
+        return SharedRegion.attach(ref)
+
+    def disconnect(self) -> None:
+        """See :meth:`ReceiverEnd.disconnect`."""
+        lost = self.lost()
+        super().disconnect()
+        if lost:
+            _clear(self.endpoint)
+
+    def close(self) -> None:
+        """See :meth:`ReceiverEnd.close`."""
+        super().close()
+        _clear(self.endpoint)
 
 
-def remove_channel(address: str) -> None:
-    """Removes the directory of a server that died without doing so."""
-    socket = Path(address.removeprefix("ipc://"))
-    if socket.parent.name.startswith(_PREFIX):
-        with suppress(OSError):
-            socket.unlink()
-        with suppress(OSError):
-            socket.parent.rmdir()
+class _Ipc(Transport):
+    """Takes no options."""
+
+    def sender(self, **options: Any) -> IpcSender:
+        _check(options)
+        return IpcSender()
+
+    def receiver(self, address: Mapping[str, Any], **options: Any) -> IpcReceiver:
+        _check(options)
+        try:
+            endpoint = msgspec.convert(address, _Address).endpoint
+        except msgspec.ValidationError as error:
+            raise RefitProtocolError(f"a malformed ipc address: {error}") from error
+        if not endpoint.startswith(_SCHEME):
+            raise RefitProtocolError(f"{endpoint!r} is no ipc endpoint")
+        return IpcReceiver(endpoint)
+
+
+#: The transport named ``ipc``.
+IPC: Transport = _Ipc()
+
+
+def _check(options: Mapping[str, Any]) -> None:
+    for key in options:
+        raise ConfigError(
+            f"the ipc transport has no option {key!r}", fix="give it no options", key=key
+        )
+
+
+def _remove(directory: str, owner: int) -> None:
+    if os.getpid() == owner:  # a forked child ends, not the sender
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _clear(endpoint: str) -> None:
+    """Removes the directory of a sender that is dead: one that lives accepts connections."""
+    path = Path(endpoint.removeprefix(_SCHEME))
+    if not path.parent.name.startswith(_PREFIX):
+        return
+    with socket.socket(socket.AF_UNIX) as probe, suppress(OSError):
+        probe.setblocking(False)
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            for file in (path, *path.parent.glob("memory-*")):
+                file.unlink(missing_ok=True)
+            path.parent.rmdir()

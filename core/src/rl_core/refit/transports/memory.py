@@ -1,9 +1,8 @@
-"""Memory that two processes share, and that nothing can leave behind.
+"""Memory that processes of one host share, and that nothing can leave behind.
 
 On Linux it has no name at all: an anonymous file that a peer opens through the owner's entry in
 ``/proc`` (which only the same user may), gone with the last process that maps it, and not subject
-to the size of ``/dev/shm``. Elsewhere it is a file of this user alone with an unguessable name,
-removed as soon as all receivers have it.
+to the size of ``/dev/shm``. Elsewhere it is a file in the sender's private directory.
 """
 
 from __future__ import annotations
@@ -11,17 +10,19 @@ from __future__ import annotations
 import mmap
 import os
 import secrets
-import tempfile
+import weakref
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
+import msgspec
 import torch
 
 from rl_core.errors import RefitError, RefitProtocolError
-from rl_core.refit.messages import RegionRef
+from rl_core.refit.transports.base import Lane
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from typing import Self
 
 __all__ = ["SharedRegion"]
@@ -29,109 +30,110 @@ __all__ = ["SharedRegion"]
 _FLAGS = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
 
 
-class SharedRegion:
+class _Ref(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A path to open, and what must be found there."""
+
+    kind: Literal["memory"]
+    path: str
+    nbytes: int
+    device: int
+    inode: int
+
+
+class SharedRegion(Lane):
     """Bytes shared between processes, mapped and touched once, used by many refits.
 
-    Attributes:
-        ref: What a peer needs to attach.
-        data: All bytes, as a uint8 tensor ``[nbytes]``.
-        view: The same bytes for hashing.
+    What the sender writes is there for receivers at once: nothing is published or awaited.
     """
 
-    def __init__(self, fd: int, ref: RegionRef, *, owned: bool) -> None:
-        self.ref = ref
-        self._fd = fd if owned else None
-        mapped = mmap.mmap(fd, ref.nbytes, flags=_FLAGS)
-        self.view = memoryview(mapped)
-        self.data = torch.frombuffer(mapped, dtype=torch.uint8)
+    def __init__(self, fd: int, ref: _Ref) -> None:
+        self.ref = msgspec.to_builtins(ref)
+        self.data = torch.frombuffer(
+            mmap.mmap(fd, ref.nbytes, flags=_FLAGS), dtype=torch.uint8, count=ref.nbytes
+        )
+        self._give_back: weakref.finalize[..., SharedRegion] | None = None
 
     @classmethod
-    def create(cls, nbytes: int, *, directory: str | None = None) -> Self:
+    def create(cls, nbytes: int, directory: str) -> Self:
         """New zeroed memory.
 
         Args:
             nbytes: At least 1.
-            directory: Make a file there, for peers that cannot see this process in ``/proc``
-                (another PID namespace). By default no file is made where that is possible.
+            directory: Private to this user; where a file is made if memory cannot go without one.
 
         Raises:
             RefitError: There is not enough memory.
         """
-        fd, path = _open(directory)
+        fd, name = _open(directory)
         try:
-            os.fchmod(fd, 0o600)
             if nbytes > os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE:
                 raise OSError("the host has less memory than that")
             os.posix_fallocate(fd, 0, nbytes)  # so that a lack shows here, not as a signal later
             stat = os.fstat(fd)
-            ref = RegionRef(
-                path or f"/proc/{os.getpid()}/fd/{fd}", nbytes, stat.st_dev, stat.st_ino
-            )
-            return cls(fd, ref, owned=True)
+            path = name or f"/proc/{os.getpid()}/fd/{fd}"
+            region = cls(fd, _Ref("memory", path, nbytes, stat.st_dev, stat.st_ino))
         except OSError as error:
-            os.close(fd)
-            if path:
-                os.unlink(path)
+            _let_go(fd, name, os.getpid())
             raise RefitError(
                 f"{nbytes} bytes of shared memory cannot be had: {error}",
                 fix="lower bucket_bytes, or give the host (or container) more memory",
             ) from error
+        region._give_back = weakref.finalize(region, _let_go, fd, name, os.getpid())
+        return region
 
     @classmethod
-    def attach(cls, ref: RegionRef) -> Self:
+    def attach(cls, ref: Mapping[str, Any]) -> Self:
         """Maps the memory of another process.
 
         Raises:
             RefitProtocolError: It is not there, or is not what ``ref`` describes.
         """
         try:
-            fd = os.open(ref.path, os.O_RDWR | os.O_CLOEXEC)
-            try:
-                stat = os.fstat(fd)
-                found = (stat.st_dev, stat.st_ino, stat.st_size, stat.st_uid)
-                if found == (ref.device, ref.inode, ref.nbytes, os.geteuid()):
-                    return cls(fd, ref, owned=False)
-            finally:
-                os.close(fd)
-        except OSError as error:
-            raise RefitProtocolError(
-                f"the sender's shared memory {ref.path} cannot be mapped: {error}",
-                fix="run both sides as one user in one PID namespace, or set RL_CORE_SHM_DIR "
-                "to a directory in memory that both see",
-            ) from error
-        raise RefitProtocolError(f"{ref.path} is not the sender's shared memory")
-
-    def slot(self, index: int, nbytes: int) -> tuple[torch.Tensor, memoryview]:
-        """One of the equal parts of the memory, as a tensor and as bytes."""
-        start = index * nbytes
-        return self.data[start : start + nbytes], self.view[start : start + nbytes]
-
-    @property
-    def anonymous(self) -> bool:
-        """True if it has no name, so that peers can attach at any time."""
-        return self.ref.path.startswith("/proc/")
-
-    def unlink(self) -> None:
-        """Removes the name, if there is one; whoever has the memory keeps it."""
-        if not self.anonymous:
-            with suppress(FileNotFoundError):
-                os.unlink(self.ref.path)
+            wanted = msgspec.convert(ref, _Ref)
+            fd = os.open(wanted.path, os.O_RDWR | os.O_CLOEXEC)
+        except msgspec.ValidationError as error:
+            raise RefitProtocolError(f"a malformed reference to memory: {error}") from error
+        except (OSError, ValueError) as error:
+            raise _unmapped(wanted.path, error) from error
+        try:
+            stat = os.fstat(fd)
+            found = (stat.st_dev, stat.st_ino, stat.st_size, stat.st_uid)
+            if found == (wanted.device, wanted.inode, wanted.nbytes, os.geteuid()):
+                return cls(fd, wanted)
+        except (OSError, ValueError) as error:
+            raise _unmapped(wanted.path, error) from error
+        finally:
+            os.close(fd)
+        raise RefitProtocolError(f"{wanted.path} is not the sender's shared memory")
 
     def close(self) -> None:
         """Lets go; the memory is gone once every process and tensor has let go of it."""
-        if self._fd is not None:
-            self.unlink()
-            os.close(self._fd)
-            self._fd = None
+        if self._give_back is not None:
+            self._give_back()
         self.data = torch.empty(0, dtype=torch.uint8)
-        self.view = memoryview(b"")
 
 
-def _open(directory: str | None) -> tuple[int, str]:
+def _unmapped(path: str, error: Exception) -> RefitProtocolError:
+    return RefitProtocolError(
+        f"the sender's shared memory {path} cannot be mapped: {error}",
+        fix="run both sides as one user in one PID namespace, or use the collective transport",
+    )
+
+
+def _open(directory: str) -> tuple[int, str]:
     """A descriptor of new memory, and its path if it has a name."""
-    if directory is None and hasattr(os, "memfd_create") and Path("/proc/self/fd").is_dir():
-        return os.memfd_create("rl-refit", os.MFD_CLOEXEC), ""
-    fast = Path("/dev/shm")  # noqa: S108 - the file is exclusive, private and unguessable
-    base = directory or (str(fast) if fast.is_dir() else tempfile.gettempdir())
-    path = os.path.join(base, f"rl-refit-{secrets.token_hex(16)}")
+    if hasattr(os, "memfd_create") and Path("/proc/self/fd").is_dir():
+        fd = os.memfd_create("rl-refit", os.MFD_CLOEXEC)
+        os.fchmod(fd, 0o600)
+        return fd, ""
+    path = os.path.join(directory, f"memory-{secrets.token_hex(16)}")
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), path
+
+
+def _let_go(fd: int, name: str, owner: int) -> None:
+    if os.getpid() != owner:
+        return  # a forked child ends; the memory may still be asked for
+    os.close(fd)
+    if name:
+        with suppress(FileNotFoundError):
+            os.unlink(name)

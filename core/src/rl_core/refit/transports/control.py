@@ -1,0 +1,212 @@
+"""Control messages over ZeroMQ, and the knowledge of who is still there.
+
+Both ends see within milliseconds that a process died, because its connection closes, and within
+seconds that one is stopped or cut off, because its heartbeats do not come. What the frames mean,
+and whether they are authentic, is for :mod:`rl_core.refit.messages` to say.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+
+import zmq
+
+from rl_core.errors import RefitError
+from rl_core.refit.messages import MAX_FRAME_BYTES
+
+__all__ = ["ControlClient", "ControlServer"]
+
+#: Milliseconds in which last words are still delivered after a close.
+_LINGER_MS = 200
+_HEARTBEAT_MS = 500
+#: Milliseconds of silence after which a peer counts as gone.
+_SILENCE_MS = 3000
+#: Connections that may wait to be accepted: as many engines as may start a refit at once.
+_BACKLOG = 1024
+#: What tells a client that its server is gone. A refused connection is as good as a broken one,
+#: because a server's endpoint is known only once it listens.
+_LOST = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_CONNECT_RETRIED
+
+_Socket = zmq.Socket[bytes]
+
+
+class _Watched:
+    """A socket, and whether a connection of it was lost."""
+
+    def __init__(self, context: zmq.Context[_Socket], kind: int, events: int) -> None:
+        self.socket = context.socket(kind)
+        self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        self.socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
+        self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _SILENCE_MS)
+        self.socket.setsockopt(zmq.HANDSHAKE_IVL, _SILENCE_MS)
+        self._monitor: _Socket = self.socket.get_monitor_socket(events)
+        self._poller = zmq.Poller()
+        self._poller.register(self.socket, zmq.POLLIN)
+        self._poller.register(self._monitor, zmq.POLLIN)
+        self.lost = False
+
+    def wait(self, timeout_s: float) -> None:
+        """Until a frame is there or a connection is lost, or for so long."""
+        self._poller.poll(int(timeout_s * 1000))
+        self.look()
+
+    def look(self) -> None:
+        """Takes note of lost connections."""
+        while _received(self._monitor) is not None:
+            self.lost = True
+
+    def close(self) -> None:
+        """Closes; what was sent is delivered in the background, or a moment has passed."""
+        self.socket.disable_monitor()
+        self._monitor.close(0)
+        self.socket.close(_LINGER_MS)
+
+
+class ControlServer:
+    """The sender's end, for any number of clients over its whole life.
+
+    Args:
+        bind: A ZeroMQ address, such as ``tcp://127.0.0.1:*``.
+
+    Attributes:
+        endpoint: Where clients connect.
+
+    Raises:
+        RefitError: It cannot be bound.
+    """
+
+    def __init__(self, bind: str) -> None:
+        context = zmq.Context()
+        #: Runs once, at the latest when the process ends.
+        self._destroy = weakref.finalize(self, _destroy, context, os.getpid())
+        self._watched = _Watched(context, zmq.ROUTER, zmq.EVENT_DISCONNECTED)
+        self._socket = self._watched.socket
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.setsockopt(zmq.BACKLOG, _BACKLOG)
+        self._socket.setsockopt(zmq.IPV6, "[" in bind)
+        try:
+            self._socket.bind(bind)
+        except zmq.ZMQError as error:
+            self._destroy()
+            raise RefitError(
+                f"{bind} cannot be bound: {error}",
+                fix="set TMPDIR to a short path on a local disk"
+                if bind.startswith("ipc:")
+                else "give an address of this host",
+            ) from error
+        self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def receive(self, timeout_s: float) -> list[tuple[str, bytes]]:
+        """Frames that are there, each with its connection.
+
+        Waits for the first up to the timeout, or until a connection is lost; what came before a
+        loss is returned at the latest by the call that notes it.
+        """
+        self._watched.wait(timeout_s)
+        frames = []
+        while (parts := _received(self._socket)) is not None:
+            if len(parts) == 2:  # anything else is not from one of our clients
+                frames.append((parts[0].hex(), parts[1]))
+        return frames
+
+    def send(self, key: str, frame: bytes) -> bool:
+        """Sends to one connection; False if it is gone, or has long stopped to read."""
+        try:
+            self._socket.send_multipart([bytes.fromhex(key), frame], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            if error.errno in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+                return False
+            raise
+        return True
+
+    def departed(self) -> bool:
+        """Whether :meth:`receive` noted that a connection was lost since this was last asked."""
+        lost, self._watched.lost = self._watched.lost, False
+        return lost
+
+    def close(self) -> None:
+        """Closes all connections, once what was sent is delivered or a moment has passed."""
+        self._destroy()
+
+
+class ControlClient:
+    """A receiver's end, for its whole life; each refit has a connection of its own.
+
+    Args:
+        endpoint: The server's.
+    """
+
+    def __init__(self, endpoint: str) -> None:
+        self.endpoint = endpoint
+        self._context = zmq.Context()
+        self._destroy = weakref.finalize(self, _destroy, self._context, os.getpid())
+        self._watched: _Watched | None = None
+
+    def connect(self) -> None:
+        """Begins a refit: a new connection, on which nothing of earlier refits arrives.
+
+        Raises:
+            RefitError: The endpoint is none.
+        """
+        self.disconnect()
+        watched = _Watched(self._context, zmq.DEALER, _LOST)
+        watched.socket.setsockopt(zmq.RECONNECT_IVL, -1)  # a lost connection stays lost
+        watched.socket.setsockopt(zmq.IPV6, "[" in self.endpoint)
+        try:
+            watched.socket.connect(self.endpoint)
+        except zmq.ZMQError as error:
+            watched.close()
+            raise RefitError(f"{self.endpoint} cannot be connected to: {error}") from error
+        self._watched = watched
+
+    def disconnect(self) -> None:
+        """Ends it; what was sent is delivered in the background, or a moment has passed."""
+        watched, self._watched = self._watched, None
+        if watched is not None and not self._context.closed:
+            watched.close()
+
+    def receive(self, timeout_s: float) -> bytes | None:
+        """The next frame; None after the timeout, or when the server is lost."""
+        assert self._watched is not None, "connect() first"
+        parts = _received(self._watched.socket)
+        if parts is None:
+            self._watched.wait(timeout_s)
+            parts = _received(self._watched.socket)
+        return None if parts is None else parts[-1]
+
+    def send(self, frame: bytes) -> None:
+        """Sends a frame; into the void if the server is lost, which :meth:`lost` tells."""
+        assert self._watched is not None, "connect() first"
+        try:
+            self._watched.socket.send(frame, zmq.NOBLOCK)
+        except zmq.Again:
+            self._watched.look()
+
+    def lost(self) -> bool:
+        """Whether the server is gone, and all that it sent before was received.
+
+        Its connection broke or was refused, or it was silent for some seconds.
+        """
+        if self._watched is None:
+            return False
+        self._watched.look()
+        return self._watched.lost and not self._watched.socket.poll(0)
+
+    def close(self) -> None:
+        """Closes, once what was sent is delivered or a moment has passed. Idempotent."""
+        self.disconnect()
+        self._destroy()
+
+
+def _received(socket: _Socket) -> list[bytes] | None:
+    """The parts of the next message, if one is there."""
+    try:
+        return socket.recv_multipart(zmq.NOBLOCK)
+    except zmq.Again:
+        return None
+
+
+def _destroy(context: zmq.Context[_Socket], owner: int) -> None:
+    if os.getpid() == owner:  # a forked child ends, not the one whose sockets these are
+        context.destroy(_LINGER_MS)
