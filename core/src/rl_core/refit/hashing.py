@@ -104,7 +104,7 @@ def run_digests(runs: Sequence[torch.Tensor], kind: str | None = None) -> list[l
         return _folded(runs, BLOCK, _CHUNK)
     return [
         [
-            xxhash.xxh3_128_digest(memoryview(run[start : start + BLOCK].cpu().numpy()))
+            xxhash.xxh3_128_digest(run[start : start + BLOCK].cpu().numpy().data)
             for start in range(0, run.numel(), BLOCK)
         ]
         for run in runs
