@@ -47,8 +47,8 @@ class CudaRegion(Lane):
     keeps memory with a count forever once it is dropped: a receiver that never attaches or is
     killed would leak it, and a second one take the count below zero. So the memory is shared once
     in its life, its count is given back at once, and receivers attach without one. What keeps the
-    memory is the sender's region alone, which closes last: after a session no receiver reads it.
-    A receiver that closes later still only unmaps it.
+    memory is the sender's region alone. Close the receivers' first: after the sender's, torch uses
+    the memory for something else, and CUDA leaves undefined what reading it gives then.
     """
 
     def __init__(self, data: torch.Tensor, ref: _Ref) -> None:
