@@ -8,6 +8,7 @@ and whether they are authentic, is for :mod:`rl_core.refit.messages` to say.
 from __future__ import annotations
 
 import os
+import time
 import weakref
 
 import zmq
@@ -31,8 +32,14 @@ _LOST = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_CONNECT_RETRIED
 _Socket = zmq.Socket[bytes]
 
 
+#: Seconds for which a loss may be known before the socket knows whose it was, and the pause
+#: between two looks.
+_DOUBT_S = 1.0
+_LOOK_S = 0.005
+
+
 class _Watched:
-    """A socket, and whether a connection of it was lost."""
+    """A socket, and how many of its connections were lost."""
 
     def __init__(self, context: zmq.Context[_Socket], kind: int, events: int) -> None:
         self.socket = context.socket(kind)
@@ -44,7 +51,7 @@ class _Watched:
         self._poller = zmq.Poller()
         self._poller.register(self.socket, zmq.POLLIN)
         self._poller.register(self._monitor, zmq.POLLIN)
-        self.lost = False
+        self.losses = 0
 
     def wait(self, timeout_s: float) -> None:
         """Until a frame is there or a connection is lost, or for so long."""
@@ -54,7 +61,7 @@ class _Watched:
     def look(self) -> None:
         """Takes note of lost connections."""
         while _received(self._monitor) is not None:
-            self.lost = True
+            self.losses += 1
 
     def close(self) -> None:
         """Closes; what was sent is delivered in the background, or a moment has passed."""
@@ -96,18 +103,23 @@ class ControlServer:
                 else "give an address of this host",
             ) from error
         self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._known: set[str] = set()
+        self._departed: list[str] = []
+        self._unexplained = 0
+        self._doubt_ends = 0.0
 
     def receive(self, timeout_s: float) -> list[tuple[str, bytes]]:
         """Frames that are there, each with its connection.
 
-        Waits for the first up to the timeout, or until a connection is lost; what came before a
-        loss is returned at the latest by the call that notes it.
+        Waits for the first up to the timeout, or until a connection is lost.
         """
-        self._watched.wait(timeout_s)
+        self._watched.wait(min(timeout_s, _LOOK_S) if self._unexplained else timeout_s)
+        self._explain()  # before the frames are read, so that last words come before the loss
         frames = []
         while (parts := _received(self._socket)) is not None:
             if len(parts) == 2:  # anything else is not from one of our clients
                 frames.append((parts[0].hex(), parts[1]))
+        self._known.update({key for key, _ in frames}.difference(self._departed))
         return frames
 
     def send(self, key: str, frame: bytes) -> bool:
@@ -120,14 +132,35 @@ class ControlServer:
             raise
         return True
 
-    def departed(self) -> bool:
-        """Whether :meth:`receive` noted that a connection was lost since this was last asked."""
-        lost, self._watched.lost = self._watched.lost, False
-        return lost
+    def departed(self) -> list[str]:
+        """Connections that :meth:`receive` found lost since this was last asked.
+
+        All that was sent on them was received.
+        """
+        departed, self._departed = self._departed, []
+        return departed
 
     def close(self) -> None:
         """Closes all connections, once what was sent is delivered or a moment has passed."""
         self._destroy()
+
+    def _explain(self) -> None:
+        """Finds out whose connections were lost.
+
+        The monitor counts losses but cannot name them; the socket refuses to send to a connection
+        that is gone, a moment later. So all are sent an empty frame, which clients pass over.
+        """
+        now = time.monotonic()
+        if self._watched.losses:
+            self._unexplained += self._watched.losses
+            self._watched.losses, self._doubt_ends = 0, now + _DOUBT_S
+        elif now > self._doubt_ends:
+            self._unexplained = 0  # those were strangers
+        if self._unexplained:
+            gone = [key for key in self._known if not self.send(key, b"")]
+            self._known.difference_update(gone)
+            self._departed += gone
+            self._unexplained = max(self._unexplained - len(gone), 0)
 
 
 class ControlClient:
@@ -169,11 +202,11 @@ class ControlClient:
     def receive(self, timeout_s: float) -> bytes | None:
         """The next frame; None after the timeout, or when the server is lost."""
         assert self._watched is not None, "connect() first"
-        parts = _received(self._watched.socket)
-        if parts is None:
+        frame = _frame(self._watched)
+        if frame is None:
             self._watched.wait(timeout_s)
-            parts = _received(self._watched.socket)
-        return None if parts is None else parts[-1]
+            frame = _frame(self._watched)
+        return frame
 
     def send(self, frame: bytes) -> None:
         """Sends a frame; into the void if the server is lost, which :meth:`lost` tells."""
@@ -191,12 +224,20 @@ class ControlClient:
         if self._watched is None:
             return False
         self._watched.look()
-        return self._watched.lost and not self._watched.socket.poll(0)
+        return self._watched.losses > 0 and not self._watched.socket.poll(0)
 
     def close(self) -> None:
         """Closes, once what was sent is delivered or a moment has passed. Idempotent."""
         self.disconnect()
         self._destroy()
+
+
+def _frame(watched: _Watched) -> bytes | None:
+    """The next frame with anything in it."""
+    while (parts := _received(watched.socket)) is not None:
+        if parts[-1]:
+            return parts[-1]
+    return None
 
 
 def _received(socket: _Socket) -> list[bytes] | None:

@@ -48,9 +48,8 @@ class SharedRegion(Lane):
 
     def __init__(self, fd: int, ref: _Ref) -> None:
         self.ref = msgspec.to_builtins(ref)
-        self.data = torch.frombuffer(
-            mmap.mmap(fd, ref.nbytes, flags=_FLAGS), dtype=torch.uint8, count=ref.nbytes
-        )
+        self._mapped = mmap.mmap(fd, ref.nbytes, flags=_FLAGS)
+        self.data = torch.frombuffer(self._mapped, dtype=torch.uint8, count=ref.nbytes)
         self._give_back: weakref.finalize[..., SharedRegion] | None = None
 
     @classmethod
@@ -105,6 +104,12 @@ class SharedRegion(Lane):
         finally:
             os.close(fd)
         raise RefitProtocolError(f"{wanted.path} is not the sender's shared memory")
+
+    def home(self, start: int, stop: int) -> torch.Tensor:
+        """See :meth:`Lane.home`."""
+        return torch.frombuffer(
+            self._mapped, dtype=torch.uint8, offset=start, count=stop - start
+        )
 
     def close(self) -> None:
         """Lets go; the memory is gone once every process and tensor has let go of it."""

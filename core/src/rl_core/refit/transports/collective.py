@@ -1,0 +1,325 @@
+"""Between hosts: ZeroMQ over TCP, and broadcasts in a process group made for this refit's members.
+
+The sender's address is that of a store at which all meet; it listens on no other interface. There
+receivers read the endpoint of the control channel, and members of a group each other's addresses.
+The store itself is open to whoever reaches the port. Such a stranger can disturb a refit. He
+cannot speak in it, because control messages are authenticated; and bytes that he slips in are
+found out unless the refit is told to verify nothing.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+import secrets
+import socket
+import threading
+import time
+import weakref
+from contextlib import closing, suppress
+from datetime import timedelta
+from ipaddress import ip_address
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+
+from rl_core.errors import ConfigError, DeadlineError, LifecycleError, RefitProtocolError
+from rl_core.refit.transports.base import ReceiverEnd, SenderEnd, Transport
+from rl_core.refit.transports.control import ControlClient, ControlServer
+from rl_core.refit.transports.groups import GroupLane, Meeting
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+__all__ = ["COLLECTIVE", "CollectiveReceiver", "CollectiveSender"]
+
+_ENDPOINT = "refit/control"
+_JOINED = "refit/joined"
+_STORE_TIMEOUT = timedelta(seconds=10)
+_POLL_S = 0.02
+
+_Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+class _SenderOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    ip: str
+    port: _Port
+    receivers: Annotated[int, msgspec.Meta(ge=1)]
+    backend: Literal["gloo", "nccl"] | None = None
+
+
+class _ReceiverOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    device: str = "cpu"
+
+
+class _Address(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    ip: str
+    port: _Port
+
+
+class _Ref(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    kind: Literal["group"]
+    epoch: str
+    backend: Literal["gloo", "nccl"]
+    members: tuple[str, ...]
+    nbytes: Annotated[int, msgspec.Meta(ge=1)]
+
+
+class CollectiveSender(ControlServer, SenderEnd):
+    """The sender's end.
+
+    Args:
+        ip: An address of this host that the receivers reach.
+        port: Where they meet; 0 takes a free one.
+        receivers: How many :meth:`rendezvous` waits for; more may join later.
+        backend: ``"nccl"`` between GPUs, else ``"gloo"``; by default as the tensors' device asks.
+
+    Raises:
+        ConfigError: The address is not this host's, or is in use.
+    """
+
+    def __init__(
+        self, ip: str, port: int, receivers: int, backend: Literal["gloo", "nccl"] | None = None
+    ) -> None:
+        listener = _listen(ip, port)
+        host, port = listener.getsockname()[:2]
+        self._receivers, self._backend = receivers, backend
+        self._closed = threading.Event()
+        self._lanes: weakref.WeakSet[GroupLane] = weakref.WeakSet()
+        super().__init__(f"tcp://[{host}]:*" if ":" in host else f"tcp://{host}:*")
+        self._store: c10d.TCPStore | None = c10d.TCPStore(
+            host,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=_STORE_TIMEOUT,
+            master_listen_fd=listener.detach(),
+        )
+        self._store.set(_ENDPOINT, self.endpoint)
+        self.address = {"ip": host, "port": port}
+
+    def rendezvous(self, deadline_s: float) -> None:
+        """Waits until as many receivers have joined as were announced.
+
+        Raises:
+            DeadlineError: Fewer came; says how many.
+            LifecycleError: This end was closed.
+        """
+        joined = 0
+
+        def complete() -> bool:
+            nonlocal joined
+            joined = _open(self._store).add(_JOINED, 0)
+            return joined >= self._receivers
+
+        if not _poll(complete, deadline_s, self._closed):
+            missing = self._receivers - joined
+            raise DeadlineError(
+                f"{missing} of {self._receivers} receivers did not join {_name(self.address)} "
+                f"within {deadline_s:g} s",
+                fix="start them with this address, and let them reach it (firewall, network)",
+                seconds=deadline_s,
+                missing=missing,
+            )
+
+    def lane(self, nbytes: int, device: torch.device, receivers: Sequence[str]) -> GroupLane:
+        """See :meth:`SenderEnd.lane`; returns before the receivers have joined the group."""
+        backend = self._backend or ("nccl" if device.type == "cuda" else "gloo")
+        members = tuple(receivers)
+        ref = _Ref("group", secrets.token_hex(8), backend, members, nbytes)
+        meeting = _meeting(_open(self._store), ref, 0, self.address)
+        lane = GroupLane(msgspec.to_builtins(ref), meeting, _place(backend, device))
+        self._lanes.add(lane)
+        return lane
+
+    def close(self) -> None:
+        """See :meth:`SenderEnd.close`."""
+        self._closed.set()
+        for lane in list(self._lanes):
+            lane.close()
+        super().close()
+        self._store = None
+
+
+class CollectiveReceiver(ControlClient, ReceiverEnd):
+    """A receiver's end; :meth:`rendezvous` comes first.
+
+    Args:
+        address: The sender's.
+        device: Where its buffers are if the group is one of NCCL; gloo's are on the CPU.
+    """
+
+    def __init__(self, address: Mapping[str, Any], device: torch.device) -> None:
+        super().__init__("")
+        self._address, self._device = address, device
+        self._store: c10d.TCPStore | None = None
+        self._closed = threading.Event()
+        self._lanes: weakref.WeakSet[GroupLane] = weakref.WeakSet()
+
+    def rendezvous(self, deadline_s: float) -> None:
+        """Waits until the sender is there, and joins it; again if the sender was replaced.
+
+        Raises:
+            DeadlineError: It did not come.
+            LifecycleError: This end was closed.
+        """
+        ip, port = self._address["ip"], self._address["port"]
+
+        def listens() -> bool:
+            with suppress(OSError), closing(socket.create_connection((ip, port), 1)):
+                return True
+            return False
+
+        ends = time.monotonic() + deadline_s
+        cause = "nobody listens there"
+        if _poll(listens, deadline_s, self._closed):
+            try:
+                left = timedelta(seconds=max(ends - time.monotonic(), 1))
+                store = c10d.TCPStore(ip, port, wait_for_workers=False, timeout=left)
+                self.endpoint = store.get(_ENDPOINT).decode()
+                store.set_timeout(_STORE_TIMEOUT)
+                store.add(_JOINED, 1)
+                self._store = store
+                return
+            except dist.DistError as error:
+                cause = str(error).splitlines()[0]
+        raise DeadlineError(
+            f"the sender was not at {_name(self._address)} within {deadline_s:g} s: {cause}",
+            fix="start the sender first or soon, and let this host reach it (firewall, network)",
+            seconds=deadline_s,
+        )
+
+    def connect(self) -> None:
+        """See :meth:`ReceiverEnd.connect`.
+
+        Raises:
+            LifecycleError: The sender was never met.
+        """
+        _open(self._store)
+        super().connect()
+
+    def attach(self, ref: Mapping[str, Any], receiver: str) -> GroupLane:
+        """See :meth:`ReceiverEnd.attach`; returns before the group is complete."""
+        try:
+            wanted = msgspec.convert(ref, _Ref)
+        except msgspec.ValidationError as error:
+            raise RefitProtocolError(f"a malformed reference to a group: {error}") from error
+        if receiver not in wanted.members:
+            raise RefitProtocolError(f"{receiver} is not a member of the sender's group")
+        if wanted.backend == "nccl" and self._device.type != "cuda":
+            raise RefitProtocolError(
+                f"the sender broadcasts between GPUs, and {receiver} receives on {self._device}",
+                fix="give the receiver a device, or the sender backend='gloo'",
+            )
+        rank = 1 + wanted.members.index(receiver)
+        meeting = _meeting(_open(self._store), wanted, rank, self._address)
+        lane = GroupLane(ref, meeting, _place(wanted.backend, self._device))
+        self._lanes.add(lane)
+        return lane
+
+    def close(self) -> None:
+        """See :meth:`ReceiverEnd.close`."""
+        self._closed.set()
+        for lane in list(self._lanes):
+            lane.close()
+        super().close()
+        self._store = None
+
+
+class _Collective(Transport):
+    """Options: those of :class:`CollectiveSender` and :class:`CollectiveReceiver`."""
+
+    def sender(self, **options: Any) -> CollectiveSender:
+        given = _options(options, _SenderOptions)
+        return CollectiveSender(given.ip, given.port, given.receivers, given.backend)
+
+    def receiver(self, address: Mapping[str, Any], **options: Any) -> CollectiveReceiver:
+        name = _options(options, _ReceiverOptions).device
+        try:
+            device = torch.device(name)
+        except RuntimeError as error:
+            raise ConfigError(f"device={name!r}: {error}", key="device") from error
+        try:
+            where = msgspec.convert(address, _Address)
+        except msgspec.ValidationError as error:
+            raise RefitProtocolError(f"a malformed collective address: {error}") from error
+        return CollectiveReceiver({"ip": where.ip, "port": where.port}, device)
+
+
+#: The transport named ``collective``.
+COLLECTIVE: Transport = _Collective()
+
+
+def _options(given: Mapping[str, Any], kind: type[T]) -> T:
+    try:
+        return msgspec.convert(dict(given), kind)
+    except msgspec.ValidationError as error:
+        names = re.findall(r"`\$?\.?(\w+)`", str(error))
+        raise ConfigError(
+            f"the collective transport's options: {error}",
+            fix=f"it takes {', '.join(field.name for field in msgspec.structs.fields(kind))}",
+            key=names[-1] if names else "",
+        ) from error
+
+
+def _listen(ip: str, port: int) -> socket.socket:
+    """A socket that listens on one interface of this host."""
+    try:
+        family, _, _, _, where = socket.getaddrinfo(ip, port, type=socket.SOCK_STREAM)[0]
+        if ip_address(where[0]).is_unspecified:
+            raise OSError("it stands for all addresses, and receivers need one")
+        listener = socket.socket(family)
+    except OSError as error:
+        raise _unusable(ip, port, error) from error
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(where)
+        listener.listen(1024)
+    except OSError as error:
+        listener.close()
+        raise _unusable(ip, port, error) from error
+    return listener
+
+
+def _unusable(ip: str, port: int, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"the sender cannot listen on {ip}:{port}: {error.strerror or error}",
+        fix="give an address of the trainer's host that the engines reach, and a free port",
+        key="port" if error.errno == errno.EADDRINUSE else "ip",
+    )
+
+
+def _poll(done: Callable[[], bool], deadline_s: float, closed: threading.Event) -> bool:
+    """Whether it became so in time."""
+    ends = time.monotonic() + deadline_s
+    while not done():
+        if time.monotonic() >= ends:
+            return False
+        if closed.wait(_POLL_S):
+            raise LifecycleError("this end of the collective transport was closed")
+    return True
+
+
+def _open(store: c10d.TCPStore | None) -> c10d.TCPStore:
+    if store is None:
+        raise LifecycleError(
+            "this end of the collective transport is not connected",
+            fix="call init_collective on both sides first",
+        )
+    return store
+
+
+def _meeting(store: c10d.TCPStore, ref: _Ref, rank: int, address: Mapping[str, Any]) -> Meeting:
+    return Meeting(store, ref.epoch, rank, 1 + len(ref.members), address["ip"], address["port"])
+
+
+def _place(backend: str, device: torch.device) -> torch.device:
+    return device if backend == "nccl" else torch.device("cpu")
+
+
+def _name(address: Mapping[str, Any]) -> str:
+    return f"{address['ip']}:{address['port']}"

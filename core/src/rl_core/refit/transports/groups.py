@@ -1,0 +1,279 @@
+"""A lane over a process group of its own: what the sender publishes is broadcast to the members.
+
+The group belongs to one lane. It is no default group and knows nothing of one, and it dies with
+the lane: members that left or joined, or a broadcast that failed, call for a new lane.
+
+Making a group, waiting for a broadcast and letting a group go all block, the last of them in gloo
+for as long as a member that hangs lets a broadcast hang. So each lane has a thread that does all
+three, and nobody waits for that thread for long.
+
+The NCCL half is written against torch's documented interface and was never run: there was no
+machine with two GPUs.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+import threading
+import weakref
+from collections import deque
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+import torch
+from torch._C import _distributed_c10d as c10d
+
+from rl_core.errors import RefitError, RefitPeerError, RefitProtocolError
+from rl_core.refit.transports.base import Lane
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Mapping, Sequence
+
+__all__ = ["GroupLane", "Meeting"]
+
+#: For the members' connections to each other, once all of them are there.
+_JOIN = timedelta(seconds=30)
+#: For one broadcast, in which a member may first have to load the bucket before it.
+_MOVE = timedelta(seconds=600)
+#: Seconds that a close waits for the lane's thread.
+_GOODBYE_S = 0.5
+#: Seconds for which :meth:`GroupLane.arrived` waits, so that asking in a loop costs little.
+_PATIENCE_S = 0.001
+_NCCL_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+_CUDA: Any = torch.cuda  # its streams and events are not typed
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where the members of a group find each other.
+
+    Attributes:
+        store: A ``TCPStore`` that reaches all members.
+        name: Of this group; never used before.
+        rank: This member's; 0 is the sender.
+        size: Number of members.
+        host: The sender's address; members use the interface from which they reach it.
+        port: The store's.
+    """
+
+    store: Any
+    name: str
+    rank: int
+    size: int
+    host: str
+    port: int
+
+
+@dataclass
+class _Span:
+    """Bytes that travel, or are to come."""
+
+    data: torch.Tensor
+    written: torch.cuda.Event | None
+    done: threading.Event = field(default_factory=threading.Event)
+
+
+class _Backend(Protocol):
+    def open(self, store: c10d.Store, meeting: Meeting) -> Any:
+        """The group; blocks until all members open it."""
+
+    def move(self, group: Any, span: _Span) -> None:
+        """Broadcasts from rank 0; returns when the bytes are here, or gone from here."""
+
+
+class _Gloo:
+    def open(self, store: c10d.Store, meeting: Meeting) -> Any:
+        gloo: Any = c10d.ProcessGroupGloo
+        options = gloo._Options()
+        options._devices = [gloo.create_device(hostname=_local_address(meeting))]
+        options._threads = 1  # broadcasts arrive one after the other, so the first is here first
+        options._timeout = _JOIN
+        return gloo(store, meeting.rank, meeting.size, options)
+
+    def move(self, group: Any, span: _Span) -> None:
+        group.broadcast([span.data], _from_sender()).wait()
+
+
+class _Nccl:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = _CUDA.Stream(device)
+
+    def open(self, store: c10d.Store, meeting: Meeting) -> Any:
+        nccl: Any = c10d.ProcessGroupNCCL
+        options = nccl.Options()
+        options._timeout = _MOVE
+        with _survive_errors():
+            return nccl(store, meeting.rank, meeting.size, options)
+
+    def move(self, group: Any, span: _Span) -> None:
+        with torch.cuda.stream(self._stream):
+            if span.written is not None:
+                self._stream.wait_event(span.written)
+            group.broadcast([span.data], _from_sender()).wait()  # the stream waits, not the host
+            self._stream.synchronize()
+
+
+class _Carrier:
+    """The thread that owns the group, and what it was given to do."""
+
+    def __init__(self, backend: _Backend, meeting: Meeting) -> None:
+        self._backend, self._meeting = backend, meeting
+        self._spans: queue.SimpleQueue[_Span | None] = queue.SimpleQueue()
+        self._stopped = threading.Event()
+        self._group: Any = None
+        self.failure = ""
+        self._thread = threading.Thread(
+            target=self._run, name=f"rl-refit-{meeting.name}", daemon=True
+        )
+        self._thread.start()
+
+    def take(self, span: _Span) -> None:
+        """Puts a broadcast in line."""
+        self._spans.put(span)
+
+    def check(self) -> None:
+        """Raises if nothing will be carried any more."""
+        if self.failure or self._stopped.is_set():
+            raise RefitPeerError(
+                f"the broadcast from the sender failed: {self.failure or 'the lane was closed'}",
+                fix="refit again; the survivors form a new group",
+                phase="TRANSFER",
+            )
+
+    def stop(self) -> None:
+        """Ends the thread; if it is stuck in the group, it ends when the group lets it."""
+        self._stopped.set()
+        self._spans.put(None)
+        if self._group is not None:
+            threading.Thread(target=self._group.abort, daemon=True).start()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(_GOODBYE_S)
+
+    def _run(self) -> None:
+        try:
+            self._group = self._meet()
+            while (span := self._spans.get()) is not None:
+                self._backend.move(self._group, span)
+                if self._stopped.is_set():
+                    return  # an aborted broadcast ends like one that succeeded
+                span.done.set()
+        except RuntimeError as error:  # torch raises nothing narrower
+            self.failure = str(error).splitlines()[0]
+        finally:
+            self._group = None
+
+    def _meet(self) -> Any:
+        """The group, once all members are at its door; to wait there can be given up."""
+        meeting = self._meeting
+        store = c10d.PrefixStore(f"refit/{meeting.name}", meeting.store.clone())
+        there, pause = store.add("members", 1), 0.0005
+        while there < meeting.size:
+            if self._stopped.wait(pause):
+                return None
+            there, pause = store.add("members", 0), min(2 * pause, 0.02)
+        return self._backend.open(store, meeting)
+
+
+class GroupLane(Lane):
+    """One member's end of a group that was made for one sender and its receivers.
+
+    Args:
+        ref: See :class:`Lane`.
+        meeting: Where the group is made, which begins at once and is not waited for.
+        device: Where ``data`` is: the CPU for gloo, a GPU for NCCL.
+
+    Raises:
+        RefitError: There is not enough memory.
+    """
+
+    outlives_failure: ClassVar[bool] = False
+
+    def __init__(self, ref: Mapping[str, Any], meeting: Meeting, device: torch.device) -> None:
+        self.ref = ref
+        try:
+            self.data = torch.zeros(ref["nbytes"], dtype=torch.uint8, device=device)
+        except RuntimeError as error:
+            raise RefitError(
+                f"a buffer of {ref['nbytes']} bytes cannot be had on {device}: {error}",
+                fix="lower bucket_bytes",
+            ) from error
+        self._cuda = device.type == "cuda"
+        self._expected: deque[_Span] = deque()
+        self._carrier = _Carrier(_Nccl(device) if self._cuda else _Gloo(), meeting)
+        self._stop = weakref.finalize(self, self._carrier.stop)
+
+    def serves(self, receivers: Sequence[str]) -> bool:
+        """See :meth:`Lane.serves`."""
+        return tuple(receivers) == tuple(self.ref["members"]) and not self._carrier.failure
+
+    def publish(self, start: int, stop: int) -> None:
+        """See :meth:`Lane.publish`.
+
+        Raises:
+            RefitPeerError: What was published before did not arrive.
+        """
+        self._carrier.check()
+        written = _CUDA.Event() if self._cuda else None
+        if written is not None:
+            written.record(torch.cuda.current_stream(self.data.device))
+        self._carrier.take(_Span(self.data[start:stop], written))
+
+    def expect(self, start: int, stop: int) -> None:
+        """See :meth:`Lane.expect`."""
+        span = _Span(self.data[start:stop], None)
+        self._expected.append(span)
+        self._carrier.take(span)
+
+    def arrived(self) -> bool:
+        """See :meth:`Lane.arrived`; waits for a moment, so that it may be asked in a loop."""
+        if not self._expected:
+            raise RefitProtocolError("nothing is expected", phase="TRANSFER")
+        if self._expected[0].done.wait(_PATIENCE_S):
+            return True
+        self._carrier.check()
+        return False
+
+    def release(self) -> None:
+        """See :meth:`Lane.release`."""
+        if self._cuda:
+            torch.cuda.current_stream(self.data.device).synchronize()
+        self._expected.popleft()
+
+    def close(self) -> None:
+        """See :meth:`Lane.close`; takes a moment, however the other members are."""
+        self._stop()
+        self._expected.clear()
+        self.data = torch.empty(0, dtype=torch.uint8)
+
+
+def _from_sender() -> c10d.BroadcastOptions:
+    options = c10d.BroadcastOptions()
+    options.rootRank, options.rootTensor = 0, 0
+    options.timeout = _MOVE
+    options.asyncOp = True
+    return options
+
+
+def _local_address(meeting: Meeting) -> str:
+    """The address of the interface from which this host reaches the sender."""
+    family = socket.AF_INET6 if ":" in meeting.host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((meeting.host, meeting.port))  # sends nothing
+        return str(probe.getsockname()[0])
+
+
+@contextmanager
+def _survive_errors() -> Generator[None]:
+    """A group made in here reports a failed peer; by default torch ends the process instead."""
+    before = os.environ.get(_NCCL_ERRORS)
+    os.environ[_NCCL_ERRORS] = before or "2"  # clean up only
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_NCCL_ERRORS]
