@@ -16,7 +16,7 @@ import torch
 from rl_core.errors import RefitError, RefitProtocolError
 from rl_core.refit.hashing import block_digests, tensor_digest
 from rl_core.refit.transports import cuda
-from rl_core.refit.transports.cuda import CudaRegion
+from rl_core.refit.transports.cuda import CudaRegion, uuid_of, visible_gpus
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -134,6 +134,18 @@ def test_a_gpu_that_is_not_visible_is_named_with_the_fix() -> None:
     assert caught.value.details["uuid"] == REF["uuid"]
     assert caught.value.fix
     assert f"add {REF['uuid']} to the receiver's CUDA_VISIBLE_DEVICES" in caught.value.fix
+
+
+def test_the_cpu_has_no_uuid() -> None:
+    assert uuid_of(torch.device("cpu")) is None
+
+
+@gpu
+@needs_gpu
+def test_every_visible_gpu_has_a_uuid_of_its_own() -> None:
+    devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    assert visible_gpus() == tuple(uuid_of(device) for device in devices)
+    assert len(set(visible_gpus())) == len(devices)
 
 
 class FullGpu:

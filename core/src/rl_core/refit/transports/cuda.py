@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from typing import Self
 
-__all__ = ["CudaRegion"]
+__all__ = ["CudaRegion", "uuid_of", "visible_gpus"]
 
 _STORAGE: Any = torch.UntypedStorage  # what these have for sharing is not typed
 _CUDA: Any = torch.cuda
@@ -82,8 +82,8 @@ class CudaRegion(Lane):
                 fix="give the trainer's process torch's own caching allocator, or use the "
                 "collective transport",
             ) from error
-        uuid = _uuid(data.device)
-        ref = _Ref("cuda", uuid, handle, nbytes, offset, os.getpid(), secrets.token_hex(16))
+        key = secrets.token_hex(16)
+        ref = _Ref("cuda", _uuid(data.device), handle, nbytes, offset, os.getpid(), key)
         region = cls(data, ref)
         _OWNED[region._key] = region
         return region
@@ -169,7 +169,7 @@ def _index_of(uuid: str) -> int:
     Raises:
         RefitProtocolError: It does not see that GPU.
     """
-    seen = [_uuid(index) for index in range(torch.cuda.device_count())]
+    seen = visible_gpus()
     if uuid in seen:
         return seen.index(uuid)
     raise RefitProtocolError(
@@ -180,6 +180,15 @@ def _index_of(uuid: str) -> int:
     )
 
 
+def visible_gpus() -> tuple[str, ...]:
+    """UUIDs of the GPUs that this process sees, in the order of their indices here."""
+    return tuple(_uuid(index) for index in range(torch.cuda.device_count()))
+
+
+def uuid_of(device: torch.device) -> str | None:
+    """A GPU's UUID, as CUDA_VISIBLE_DEVICES takes it; None for other devices."""
+    return _uuid(device) if device.type == "cuda" else None
+
+
 def _uuid(device: torch.device | int) -> str:
-    """A GPU's UUID as CUDA_VISIBLE_DEVICES takes it."""
     return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
