@@ -273,7 +273,7 @@ class GenerationBackend(GenerationInterface):
     def update_weights_via_ipc_zmq(self, *args: Any, **kwargs: Any) -> list[Future]:
         """See :meth:`GenerationInterface.update_weights_via_ipc_zmq`."""
         self._check_open("update_weights_via_ipc_zmq")
-        return [self._receiver.receive_ipc(*args, **kwargs)]
+        return [self._receiver.receive(*args, **kwargs)]
 
     def update_weights(self, ipc_handles: dict[str, Any]) -> bool:
         """See :meth:`GenerationInterface.update_weights`."""
@@ -284,11 +284,18 @@ class GenerationBackend(GenerationInterface):
         self, ip: str, port: int, world_size: int, *, train_world_size: int = 1
     ) -> list[Future]:
         """See :meth:`GenerationInterface.init_collective`."""
-        raise _no_collective(self)
+        self._check_open("init_collective")
+        del world_size, train_world_size  # the trainer counts
+        return [self._receiver.open("collective", DEFAULT_DEADLINE_S, {"ip": ip, "port": port})]
 
-    def update_weights_from_collective(self, info: dict[str, Any] | None = None) -> list[Future]:
+    def update_weights_from_collective(
+        self, info: dict[str, Any] | None = None, **options: Any
+    ) -> list[Future]:
         """See :meth:`GenerationInterface.update_weights_from_collective`."""
-        raise _no_collective(self)
+        self._check_open("update_weights_from_collective")
+        if info is not None:
+            self._receiver.prepare(info)
+        return [self._receiver.receive(transport="collective", **options)]
 
     def invalidate_kv_cache(self) -> bool:
         """Nothing outlives a call unless a backend says otherwise."""
@@ -306,13 +313,6 @@ def _tags(args: tuple[Any, ...], kwargs: dict[str, Any]) -> frozenset[str]:
             f"unknown tags {sorted(unknown)}", fix=f"use some of {sorted(TAGS)}", key="tags"
         )
     return chosen
-
-
-def _no_collective(backend: object) -> CapabilityError:
-    return CapabilityError(
-        f"{type(backend).__name__} does not take the collective transport",
-        fix="use the ipc transport: refit(policy, generation)",
-    )
 
 
 def _pump(

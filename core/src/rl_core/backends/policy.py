@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from rl_core.errors import CapabilityError
 from rl_core.interfaces import ColocatablePolicyInterface
-from rl_core.refit import RefitSender
+from rl_core.refit import DEFAULT_DEADLINE_S, RefitSender
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -33,6 +33,7 @@ class PolicyBackend(ColocatablePolicyInterface):
 
     def __init__(self) -> None:
         self._sender = RefitSender(self.weight_source, name=type(self).__name__)
+        self._collective_receivers = 1
 
     @classmethod
     @abstractmethod
@@ -56,7 +57,7 @@ class PolicyBackend(ColocatablePolicyInterface):
 
     def stream_weights_via_ipc_zmq(self, *args: Any, **kwargs: Any) -> list[Future]:
         """See :meth:`ColocatablePolicyInterface.stream_weights_via_ipc_zmq`."""
-        return [self._sender.stream_ipc(*args, **kwargs)]
+        return [self._sender.send(*args, **kwargs)]
 
     def prepare_weights_for_ipc(self, *args: Any, **kwargs: Any) -> list[list[str]]:
         """See :meth:`ColocatablePolicyInterface.prepare_weights_for_ipc`."""
@@ -70,13 +71,19 @@ class PolicyBackend(ColocatablePolicyInterface):
         self, ip: str, port: int, world_size: int, *, train_world_size: int = 1
     ) -> list[Future]:
         """See :meth:`ColocatablePolicyInterface.init_collective`."""
-        raise self._refuse("the collective transport", "use refit(policy, generation)")
+        receivers = world_size - train_world_size
+        self._collective_receivers = receivers
+        opened = self._sender.open(
+            "collective", DEFAULT_DEADLINE_S, ip=ip, port=port, receivers=receivers
+        )
+        return [opened]
 
     def broadcast_weights_for_collective(
-        self, kv_scales: dict[str, float] | None = None
+        self, kv_scales: dict[str, float] | None = None, **options: Any
     ) -> list[Future]:
         """See :meth:`ColocatablePolicyInterface.broadcast_weights_for_collective`."""
-        raise self._refuse("the collective transport", "use refit(policy, generation)")
+        options.setdefault("receivers", self._collective_receivers)
+        return [self._sender.send(transport="collective", kv_scales=kv_scales or {}, **options)]
 
     # -- optional capabilities ------------------------------------------------------------------
 

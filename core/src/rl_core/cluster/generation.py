@@ -156,10 +156,21 @@ class RemoteGeneration(RemoteBackend, GenerationInterface):
         """One Ray reference for each replica; see the interface."""
         return self._refit("update_weights_via_ipc_zmq", *args, **kwargs)
 
-    def update_weights_from_collective(self, info: dict[str, Any] | None = None) -> list[Future]:
+    def update_weights_from_collective(
+        self, info: dict[str, Any] | None = None, **options: Any
+    ) -> list[Future]:
         """One Ray reference for each replica; see the interface."""
         self._group.require("collective")
-        return self._refit("update_weights_from_collective", info)
+        return self._refit("update_weights_from_collective", info, **options)
+
+    def init_collective(
+        self, ip: str, port: int, world_size: int, *, train_world_size: int = 1
+    ) -> list[Future]:
+        """One Ray reference for each replica; see the interface."""
+        self._group.require("collective")
+        return self._refit(
+            "init_collective", ip, port, world_size, train_world_size=train_world_size
+        )
 
     def update_weights(self, ipc_handles: dict[str, Any]) -> bool:
         """See :meth:`GenerationInterface.update_weights`."""

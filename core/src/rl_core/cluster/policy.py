@@ -153,12 +153,24 @@ class RemotePolicy(RemoteBackend, ColocatablePolicyInterface):
         """One Ray reference, of rank 0; see the interface."""
         return [self._group.submit_refit(0, "stream_weights_via_ipc_zmq", *args, **kwargs)]
 
-    def broadcast_weights_for_collective(
-        self, kv_scales: dict[str, float] | None = None
+    def init_collective(
+        self, ip: str, port: int, world_size: int, *, train_world_size: int = 1
     ) -> list[Future]:
-        """One Ray reference for each worker; see the interface."""
+        """One Ray reference, of rank 0; see the interface."""
         self._group.require("collective")
-        return self._refit("broadcast_weights_for_collective", kv_scales)
+        return [
+            self._group.submit_refit(
+                0, "init_collective", ip, port, world_size, train_world_size=train_world_size
+            )
+        ]
+
+    def broadcast_weights_for_collective(
+        self, kv_scales: dict[str, float] | None = None, **options: Any
+    ) -> list[Future]:
+        """One Ray reference, of rank 0; see the interface."""
+        self._group.require("collective")
+        method = "broadcast_weights_for_collective"
+        return [self._group.submit_refit(0, method, kv_scales, **options)]
 
     def prepare_weights_for_ipc(self, *args: Any, **kwargs: Any) -> list[list[str]]:
         """See :meth:`ColocatablePolicyInterface.prepare_weights_for_ipc`."""

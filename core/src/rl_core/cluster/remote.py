@@ -64,15 +64,6 @@ class RemoteBackend:
         ranks = self._group.ranks
         return [self._group.submit_refit(rank, method, *args, **kwargs) for rank in ranks]
 
-    def init_collective(
-        self, ip: str, port: int, world_size: int, *, train_world_size: int = 1
-    ) -> list[Future]:
-        """One Ray reference for each worker; see the interface."""
-        self._group.require("collective")
-        return self._refit(
-            "init_collective", ip, port, world_size, train_world_size=train_world_size
-        )
-
     def shutdown(self) -> bool:
         """Ends the workers; see the interface."""
         return self._group.shutdown()

@@ -100,7 +100,10 @@ class GenerationInterface(ABC):
 
     @abstractmethod
     def update_weights_via_ipc_zmq(self, *args: Any, **kwargs: Any) -> list[Future]:
-        """Receives one refit over the ``ipc`` transport; the futures end with its commit."""
+        """Receives one refit over the ``ipc`` transport; the futures end with its commit.
+
+        Keywords: ``transport`` (the name of another one) and ``deadline_s``.
+        """
 
     @abstractmethod
     def init_collective(
@@ -116,11 +119,14 @@ class GenerationInterface(ABC):
         """
 
     @abstractmethod
-    def update_weights_from_collective(self, info: dict[str, Any] | None = None) -> list[Future]:
+    def update_weights_from_collective(
+        self, info: dict[str, Any] | None = None, **options: Any
+    ) -> list[Future]:
         """Receives one refit over the ``collective`` transport.
 
         Args:
             info: The older way to hand over what ``prepare_refit_info`` takes.
+            **options: ``deadline_s``.
         """
 
     @abstractmethod

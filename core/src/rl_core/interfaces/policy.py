@@ -187,11 +187,14 @@ class ColocatablePolicyInterface(PolicyInterface):
 
     @abstractmethod
     def stream_weights_via_ipc_zmq(self, *args: Any, **kwargs: Any) -> list[Future]:
-        """Sends one refit over the ``ipc`` transport; the futures end with its commit."""
+        """Sends one refit over the ``ipc`` transport; the futures end with its commit.
+
+        Keywords: those of :class:`~rl_core.refit.SendOptions`.
+        """
 
     @abstractmethod
     def broadcast_weights_for_collective(
-        self, kv_scales: dict[str, float] | None = None
+        self, kv_scales: dict[str, float] | None = None, **options: Any
     ) -> list[Future]:
         """Sends one refit over the ``collective`` transport.
 

@@ -7,19 +7,19 @@ generations of the interface) is written once in :mod:`rl_core.refit` on top of 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import msgspec
+
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     import torch
 
 __all__ = ["TensorSpec", "WeightSink", "WeightSource"]
 
 
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
+class TensorSpec(msgspec.Struct, frozen=True):
     """One tensor as the manifest names it.
 
     Attributes:
@@ -29,7 +29,7 @@ class TensorSpec:
         role: ``"parameter"`` or ``"buffer"``.
         alias_of: Name of the tensor whose storage it shares (tied weights). Aliases are declared
             and sent once; a sink that needs a second copy makes it.
-        trainable: False for frozen tensors, which a delta may leave out.
+        trainable: False for frozen tensors.
     """
 
     name: str
@@ -41,7 +41,14 @@ class TensorSpec:
 
 
 class WeightSource(ABC):
-    """The trainer's side: which tensors there are, and their values."""
+    """The trainer's side: which tensors there are, and their values.
+
+    Attributes:
+        device: Where the tensors are, such as ``"cuda:0"``. Buffers are made there if the engines
+            can reach it, otherwise on the CPU.
+    """
+
+    device: str = "cpu"
 
     @abstractmethod
     def specs(self) -> Sequence[TensorSpec]:
@@ -52,7 +59,30 @@ class WeightSource(ABC):
         """Yields the named tensors in that order, of the declared shape and dtype, any device.
 
         A tensor may be made on the fly (gathered, merged, cast) and dropped once the next is
-        asked for; it need not be contiguous. Called once per refit; aliases are not asked for.
+        asked for; it need not be contiguous. Aliases are not asked for. Called once per refit,
+        and once before it for a delta, which hashes all tensors first.
+        """
+
+    def persistent(self) -> Mapping[str, torch.Tensor] | None:
+        """The tensors behind the owned names, if each keeps its storage from refit to refit.
+
+        With these a refit is ``direct``: core moves their storage, once, to memory that engines
+        read (it assigns ``tensor.data``; whoever holds the tensor object sees no difference), and
+        no refit packs them any more.
+
+        Returns:
+            Contiguous tensors of one device under all owned names, the same objects as long as
+            the model lives, or None if tensors are made on the fly.
+        """
+        return None
+
+    def confirm(self) -> None:
+        """Raises unless all that was given since this source was made is of one state.
+
+        Called before the commit, when everything was read.
+
+        Raises:
+            LifecycleError: The weights changed meanwhile.
         """
 
 
@@ -89,6 +119,34 @@ class WeightSink(ABC):
                 buffer that is reused after the call returns.
             of: The sender's description of the whole tensor.
         """
+
+    def targets(self) -> Mapping[str, torch.Tensor] | None:
+        """Tensors that may be written in place instead of through :meth:`write`, which is faster.
+
+        Returns:
+            Contiguous tensors of the declared shapes and dtypes under all owned names, the same
+            objects with the same storage from refit to refit, or None.
+        """
+        return None
+
+    def scale_kv(self, scales: Mapping[str, float]) -> None:
+        """Takes the scales of an FP8 key/value cache that travel with the weights.
+
+        Called before :meth:`finish`, if the sender has any.
+
+        Args:
+            scales: As ``PolicyInterface.calibrate_qkv_fp8_scales`` gives them, by name.
+
+        Raises:
+            CapabilityError: The engine has no such cache.
+        """
+        from rl_core.errors import CapabilityError
+
+        raise CapabilityError(
+            f"{type(self).__name__} takes no key/value scales",
+            fix="refit without kv_scales, or implement WeightSink.scale_kv",
+            capability="kv_scales",
+        )
 
     def finish(self, version: int) -> None:
         """All tensors were written: refreshes what derives from them (tied copies, caches)."""

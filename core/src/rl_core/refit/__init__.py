@@ -11,10 +11,11 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from rl_core.refit.driver import RefitReport, refit
-from rl_core.refit.jobs import DEFAULT_BUCKET_BYTES, DEFAULT_DEADLINE_S
+from rl_core.refit.driver import refit
 from rl_core.refit.manifest import WeightManifest
+from rl_core.refit.options import DEFAULT_BUCKET_BYTES, DEFAULT_DEADLINE_S, SendOptions
 from rl_core.refit.receiver import RefitReceiver
+from rl_core.refit.report import RefitReport
 from rl_core.refit.sender import RefitSender
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "RefitReceiver",
     "RefitReport",
     "RefitSender",
+    "SendOptions",
     "WeightManifest",
     "refit",
 ]

@@ -8,8 +8,9 @@ from abc import ABC, abstractmethod
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from rl_core.errors import ConfigError, DeadlineError, LifecycleError, RefitAborted
+from rl_core.errors import DeadlineError, LifecycleError, RefitAborted
 from rl_core.futures import spawn
+from rl_core.refit.options import DEFAULT_DEADLINE_S
 from rl_core.refit.session import Phase, Session
 
 if TYPE_CHECKING:
@@ -18,10 +19,8 @@ if TYPE_CHECKING:
 
     from rl_core.refit.session import Effect
 
-__all__ = ["DEFAULT_BUCKET_BYTES", "DEFAULT_DEADLINE_S", "TICK_S", "Endpoint", "Job", "exclusively"]
+__all__ = ["TICK_S", "Endpoint", "Job", "exclusively"]
 
-DEFAULT_BUCKET_BYTES = 64 << 20
-DEFAULT_DEADLINE_S = 120.0
 #: Seconds between looks at deadlines and at whether the peers live.
 TICK_S = 0.05
 
@@ -64,9 +63,8 @@ class Endpoint(ABC, Generic[J]):
         self.turn = threading.Lock()
         self.jobs: list[J] = []
 
-    def start(self, job: J, unknown: dict[str, Any]) -> concurrent.futures.Future[dict[str, Any]]:
-        """Lets a refit begin as soon as those before it have ended; ``unknown`` must be empty."""
-        refuse_unknown(unknown)
+    def start(self, job: J) -> concurrent.futures.Future[dict[str, Any]]:
+        """Lets a refit begin as soon as those before it have ended."""
         self.jobs.append(job)
         return spawn(f"refit-{self.name}", job.run)
 
@@ -162,14 +160,3 @@ class Job(ABC, Generic[S]):
             except BaseException as error:  # the session tells the peers, and ends with it
                 following = self.session.fail(error)
             self.perform(following)
-
-
-def refuse_unknown(unknown: dict[str, Any]) -> None:
-    """Raises ConfigError for an option that nobody knows."""
-    for key in unknown:
-        raise ConfigError(
-            f"refit: unknown option {key!r}",
-            fix="a sender takes receivers, version, verify, isolation, bucket_bytes and "
-            "deadline_s, a receiver deadline_s",
-            key=key,
-        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from rl_core.interfaces.weights import TensorSpec
 
-__all__ = ["WeightManifest", "compare", "dtype_of", "numel"]
+__all__ = ["WeightManifest", "compare", "dtype_of", "nbytes", "numel"]
 
 #: Dtypes between which a sender may round; quantised formats need scales and are not among them.
 CASTABLE = frozenset({"float64", "float32", "float16", "bfloat16"})
@@ -35,6 +35,11 @@ _SHOWN = 5
 def numel(spec: TensorSpec) -> int:
     """Elements of the tensor a spec describes."""
     return math.prod(spec.shape)
+
+
+def nbytes(spec: TensorSpec) -> int:
+    """Bytes of the tensor a spec describes."""
+    return numel(spec) * dtype_of(spec).itemsize
 
 
 def dtype_of(spec: TensorSpec) -> torch.dtype:
@@ -80,9 +85,10 @@ class WeightManifest:
         return None
 
     @classmethod
-    def of(cls, specs: Iterable[TensorSpec]) -> WeightManifest:
-        """The manifest of a source's or a sink's specs."""
-        return cls(tuple(specs))
+    def of(cls, specs: Iterable[TensorSpec], known: WeightManifest | None = None) -> WeightManifest:
+        """The manifest of a source's or a sink's specs; ``known`` itself if it is the same."""
+        tensors = tuple(specs)
+        return known if known is not None and known.tensors == tensors else cls(tensors)
 
     def to_info(self) -> list[dict[str, Any]]:
         """Plain dicts, one per tensor, for ``prepare_refit_info``."""
@@ -115,32 +121,44 @@ class WeightManifest:
         """128-bit hash over every field of every tensor, in order."""
         return xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(self.tensors))
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Bytes of the tensors that are sent."""
-        return sum(numel(s) * dtype_of(s).itemsize for s in self.owned)
+        return sum(map(nbytes, self.owned))
+
+    @cached_property
+    def info(self) -> list[dict[str, Any]]:
+        """:meth:`to_info`, made once."""
+        return self.to_info()
 
     def root(self, name: str) -> str:
         """The tensor that owns the storage of ``name``."""
         return self.by_name[name].alias_of or name
 
     def cast(self, dtypes: Mapping[str, str]) -> WeightManifest:
-        """The manifest with other dtypes for some names.
+        """The manifest with other dtypes for some names; the last one is kept.
 
         Raises:
             RefitProtocolError: A cast is not between plain floating-point dtypes.
         """
         if not dtypes:
             return self
+        known: tuple[Mapping[str, str], WeightManifest] | None = self.__dict__.get("_last_cast")
+        if known is not None and known[0] == dtypes:
+            return known[1]
         for name, dtype in dtypes.items():
             spec = self.by_name.get(name)
             if spec is None or not _castable(spec.dtype, dtype):
                 raise RefitProtocolError(
                     f"manifest: {name} cannot be sent as {dtype}", phase="DISCOVER"
                 )
-        return WeightManifest(
-            tuple(replace(s, dtype=dtypes[s.name]) if s.name in dtypes else s for s in self.tensors)
+        replace = msgspec.structs.replace
+        tensors = (
+            replace(s, dtype=dtypes[s.name]) if s.name in dtypes else s for s in self.tensors
         )
+        manifest = WeightManifest(tuple(tensors))
+        self.__dict__["_last_cast"] = (dict(dtypes), manifest)
+        return manifest
 
 
 def compare(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
@@ -31,14 +31,12 @@ __all__ = [
     "Offer",
     "Prepare",
     "Prepared",
-    "Process",
     "Ready",
-    "RegionRef",
     "Seal",
     "Sealed",
 ]
 
-PROTOCOL = 1
+PROTOCOL = 2
 MAX_FRAME_BYTES = 8 << 20
 _CODE_BYTES = 16
 
@@ -51,34 +49,17 @@ class _InSession(_Message, frozen=True):
     session: str
 
 
-class Process(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A process, so that it can be watched: number, start time and PID namespace."""
-
-    pid: int
-    started: str
-    namespace: str
-
-
-class RegionRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where shared memory is: a path to open, and what must be found there."""
-
-    path: str
-    nbytes: int
-    device: int
-    inode: int
-
-
 class Hello(_Message, frozen=True):
     """Receiver: here I am. Repeated until an offer comes."""
 
     protocol: int
     receiver: str
     name: str
-    process: Process
+    pid: int
 
 
 class Offer(_InSession, frozen=True):
-    """Sender: this refit is on offer."""
+    """Sender: this refit is on offer. With ``delta``, only what a receiver lacks will be sent."""
 
     protocol: int
     sender: str
@@ -86,24 +67,36 @@ class Offer(_InSession, frozen=True):
     manifest: str
     verify: str
     isolation: str
+    delta: bool
+    kv_scales: dict[str, float]
 
 
 class Ready(_InSession, frozen=True):
-    """Receiver: the manifest is the one I checked; send these tensors in these dtypes."""
+    """Receiver: the manifest is the one I checked; send these tensors in these dtypes.
+
+    ``holds`` has the digest of every tensor that I know to have, 16 bytes each, in the manifest's
+    order, zeros for the others; it is empty without ``delta``. ``gpus`` are the UUIDs of the
+    devices that I can reach.
+    """
 
     manifest: str
     dtypes: dict[str, str]
+    holds: bytes
+    gpus: tuple[str, ...]
 
 
 class Prepare(_InSession, frozen=True):
-    """Sender: the plan and where its buffers are."""
+    """Sender: the plan and how to reach its lane.
+
+    ``skip`` has a byte for each tensor, 1 for those that are not sent; empty if all are.
+    """
 
     plan: str
     bucket_bytes: int
     buckets: int
-    slots: int
-    slot_bytes: int
-    region: RegionRef | None
+    direct: bool
+    skip: bytes
+    lane: dict[str, Any]
     deadline_s: float
 
 
@@ -114,10 +107,10 @@ class Prepared(_InSession, frozen=True):
 
 
 class BucketReady(_InSession, frozen=True):
-    """Sender: a bucket lies in its slot. ``digest`` is empty when nothing is verified."""
+    """Sender: a bucket lies in the lane; the digest of each block, empty without verification."""
 
     index: int
-    digest: str
+    digests: bytes
 
 
 class Loaded(_InSession, frozen=True):
@@ -127,7 +120,7 @@ class Loaded(_InSession, frozen=True):
 
 
 class Seal(_InSession, frozen=True):
-    """Sender: that was all; ``digest`` covers all buckets."""
+    """Sender: that was all; ``digest`` covers every tensor of the model, sent or held."""
 
     digest: str
 
@@ -171,8 +164,8 @@ class Handles(_InSession, frozen=True):
     manifest: str
     version: int
     keys: tuple[str, ...]
-    region: RegionRef
-    digest: str
+    lane: dict[str, Any]
+    digests: bytes
 
 
 FromSender = Offer | Prepare | BucketReady | Seal | Commit | Abort

@@ -1,51 +1,71 @@
-"""The plan: how tensors are laid out in buckets. Both sides derive it from the manifest alone."""
+"""The plan: which bytes of which tensors lie where. Both sides derive it from the manifest alone.
+
+``packed`` plans share a few slots between all buckets; a ``direct`` plan (no slots) gives every
+tensor a place of its own, which is where the trainer keeps it.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import xxhash
 
 from rl_core.errors import ConfigError
-from rl_core.refit.manifest import dtype_of, numel
+from rl_core.refit.hashing import BLOCK
+from rl_core.refit.manifest import dtype_of, nbytes, numel
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     import torch
 
     from rl_core.interfaces.weights import TensorSpec
     from rl_core.refit.manifest import WeightManifest
 
-__all__ = ["ALIGN", "Bucket", "Segment", "TransferPlan", "group_plan", "make_plan"]
+__all__ = ["ALIGN", "SLOTS", "Bucket", "Planner", "Segment", "TransferPlan", "arena", "make_plan"]
 
-#: Bytes to which every segment is aligned in its bucket: a cache line, and any dtype's size.
+#: Bytes to which every segment is aligned: a cache line, and any dtype's size.
 ALIGN = 64
+#: Buffers of a packed refit: one is packed while the other is loaded.
+SLOTS = 2
 
 
 class Segment(NamedTuple):
-    """A run of elements of one tensor, and its place in a bucket.
+    """A run of elements of one tensor, and its place in the lane.
 
     Attributes:
+        tensor: Index of the tensor in the manifest's ``owned``.
         spec: The whole tensor, with the dtype it travels in.
         offset: Index of the first element in the flattened tensor.
         elements: How many.
-        start: First byte in the bucket.
+        start: First byte in the lane.
         stop: Byte after the last.
     """
 
+    tensor: int
     spec: TensorSpec
     offset: int
     elements: int
     start: int
     stop: int
 
-    def of(self, slot: torch.Tensor) -> torch.Tensor:
-        """The segment's elements in a slot: 1-D, of the dtype that travels."""
-        return slot[self.start : self.stop].view(dtype_of(self.spec))
+    @property
+    def last(self) -> bool:
+        """True if the tensor ends here."""
+        return self.offset + self.elements == numel(self.spec)
+
+    def of(self, lane: torch.Tensor) -> torch.Tensor:
+        """The segment's elements: 1-D, of the dtype that travels."""
+        return lane[self.start : self.stop].view(dtype_of(self.spec))
+
+    def blocks(self, size: int) -> list[tuple[int, int]]:
+        """First and last byte, in the lane, of the pieces that are hashed one by one."""
+        edges = [*range(self.start, self.stop, size), self.stop]
+        return list(pairwise(edges))
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,33 +75,65 @@ class Bucket:
     segments: tuple[Segment, ...]
 
     @property
-    def nbytes(self) -> int:
-        """Bytes from the bucket's start to the end of its last segment."""
+    def start(self) -> int:
+        """First byte in the lane."""
+        return self.segments[0].start
+
+    @property
+    def stop(self) -> int:
+        """Byte after the last in the lane."""
         return self.segments[-1].stop
 
 
 @dataclass(frozen=True)
 class TransferPlan:
-    """Every bucket of one refit, in order."""
+    """Every bucket of one refit, in order.
+
+    Attributes:
+        buckets: What travels.
+        slots: Buckets that fit the lane at once; 0 for ``direct``.
+        lane_bytes: Size of the lane.
+        block_bytes: Largest piece of a segment that is hashed at once.
+        sent: Indices of the tensors that travel.
+    """
 
     buckets: tuple[Bucket, ...]
+    slots: int
+    lane_bytes: int
+    block_bytes: int
+    sent: tuple[int, ...]
+
+    @property
+    def direct(self) -> bool:
+        """Every tensor has a place of its own."""
+        return self.slots == 0
 
     @cached_property
-    def slot_bytes(self) -> int:
-        """Size of a buffer that holds any of the buckets, a multiple of the alignment."""
-        return _align(max((bucket.nbytes for bucket in self.buckets), default=0))
+    def nbytes(self) -> int:
+        """Bytes that travel, without padding."""
+        return sum(s.stop - s.start for bucket in self.buckets for s in bucket.segments)
 
     @cached_property
     def digest(self) -> str:
         """128-bit hash over the place of every segment."""
         layout = [
-            [(s.spec.name, s.spec.dtype, s.offset, s.elements, s.start) for s in bucket.segments]
-            for bucket in self.buckets
+            [
+                (s.tensor, s.spec.name, s.spec.dtype, s.offset, s.elements, s.start)
+                for s in b.segments
+            ]
+            for b in self.buckets
         ]
-        return xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(layout))
+        whole = (layout, self.slots, self.lane_bytes, self.block_bytes)
+        return xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(whole))
 
 
-def make_plan(manifest: WeightManifest, bucket_bytes: int) -> TransferPlan:
+def make_plan(
+    manifest: WeightManifest,
+    bucket_bytes: int,
+    *,
+    direct: bool = False,
+    wanted: Callable[[int], bool] | None = None,
+) -> TransferPlan:
     """Fills buckets in the manifest's order.
 
     A tensor that fits in a bucket is never split, so that loaders mostly see whole tensors; a
@@ -90,6 +142,8 @@ def make_plan(manifest: WeightManifest, bucket_bytes: int) -> TransferPlan:
     Args:
         manifest: With the dtypes that travel.
         bucket_bytes: Upper bound of a bucket's size; rounded down to the alignment.
+        direct: Give every tensor a place of its own.
+        wanted: Tells by their index which tensors travel; all if None.
 
     Raises:
         ConfigError: ``bucket_bytes`` is smaller than the alignment.
@@ -101,34 +155,84 @@ def make_plan(manifest: WeightManifest, bucket_bytes: int) -> TransferPlan:
             fix="use some tens of megabytes",
             key="bucket_bytes",
         )
-    buckets: list[Bucket] = []
-    filling: list[Segment] = []
+    sent = [i for i in range(len(manifest.owned)) if wanted is None or wanted(i)]
+    buckets = _fill(manifest, sent, size)
+    if direct:
+        places, end = arena(manifest.owned)
+        moved = [
+            [_at(s, places[s.tensor] + s.offset * dtype_of(s.spec).itemsize) for s in bucket]
+            for bucket in buckets
+        ]
+        slots, lane = 0, end
+    else:
+        slots = max(1, min(SLOTS, len(buckets)))
+        slot = _align(max((bucket[-1].stop for bucket in buckets), default=0))
+        moved = [[_at(s, i % slots * slot + s.start) for s in b] for i, b in enumerate(buckets)]
+        lane = slots * slot
+    return TransferPlan(
+        tuple(Bucket(tuple(bucket)) for bucket in moved), slots, lane, min(BLOCK, size), tuple(sent)
+    )
 
-    def close() -> None:
-        if filling:
-            buckets.append(Bucket(tuple(filling)))
-            filling.clear()
 
-    for spec in manifest.owned:
+def _fill(manifest: WeightManifest, sent: Iterable[int], size: int) -> list[list[Segment]]:
+    """Buckets whose segments are placed from 0 on."""
+    # Pieces are cut so that their blocks are those of the whole tensor.
+    piece = size // BLOCK * BLOCK or size
+    buckets: list[list[Segment]] = []
+    position = size + 1  # no bucket is open
+    for index in sent:
+        spec = manifest.owned[index]
         itemsize, total, offset = dtype_of(spec).itemsize, numel(spec), 0
         while offset < total:
-            start = _align(filling[-1].stop) if filling else 0
-            if filling and start + (total - offset) * itemsize > size:
-                close()
+            start, left = _align(position), total - offset
+            if start + left * itemsize > size:
+                buckets.append([])
                 start = 0
-            count = min(total - offset, size // itemsize)
-            filling.append(Segment(spec, offset, count, start, start + count * itemsize))
+            count = left if left * itemsize <= size else piece // itemsize
+            position = start + count * itemsize
+            buckets[-1].append(Segment(index, spec, offset, count, start, position))
             offset += count
-    close()
-    return TransferPlan(tuple(buckets))
+    return buckets
 
 
-def group_plan(manifest: WeightManifest, names: Iterable[str]) -> TransferPlan:
-    """All of the named tensors in one bucket, in the manifest's order."""
-    wanted = set(names)
-    part = type(manifest)(tuple(spec for spec in manifest.owned if spec.name in wanted))
-    return make_plan(part, part.nbytes + ALIGN * (len(part.tensors) + 1))
+def arena(owned: Iterable[TensorSpec]) -> tuple[list[int], int]:
+    """The place of every tensor when all have one, and the end."""
+    places, position = [], 0
+    for spec in owned:
+        places.append(position)
+        position = _align(position + nbytes(spec))
+    return places, position
+
+
+def _at(segment: Segment, start: int) -> Segment:
+    return segment._replace(start=start, stop=start + segment.stop - segment.start)
 
 
 def _align(position: int) -> int:
     return -(-position // ALIGN) * ALIGN
+
+
+class Planner:
+    """Makes plans, and keeps the last one: refits of a model mostly repeat it."""
+
+    def __init__(self) -> None:
+        self._key: object = None
+        self._plan: TransferPlan | None = None
+
+    def plan(
+        self, manifest: WeightManifest, bucket_bytes: int, *, direct: bool, skip: bytes
+    ) -> TransferPlan:
+        """As :func:`make_plan`.
+
+        Args:
+            manifest: With the dtypes that travel.
+            bucket_bytes: Upper bound of a bucket's size.
+            direct: Give every tensor a place of its own.
+            skip: A byte for each tensor, 0 for those that travel; empty if all do.
+        """
+        key = (manifest.digest, bucket_bytes, direct, skip)
+        if self._plan is None or key != self._key:
+            wanted = (lambda index: not skip[index]) if skip else None
+            self._plan = make_plan(manifest, bucket_bytes, direct=direct, wanted=wanted)
+            self._key = key
+        return self._plan

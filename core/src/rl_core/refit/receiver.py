@@ -8,63 +8,48 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import msgspec
 
-from rl_core.errors import LifecycleError, RefitAborted, RefitProtocolError, WeightsTornError
+from rl_core.errors import (
+    LifecycleError,
+    RefitAborted,
+    RefitProtocolError,
+    WeightsTornError,
+)
+from rl_core.futures import spawn
 from rl_core.interfaces.weights import TensorSpec  # noqa: TC001 - msgspec resolves it
-from rl_core.refit.jobs import DEFAULT_DEADLINE_S, TICK_S, Endpoint, Job, exclusively
+from rl_core.refit.handles import Taking
+from rl_core.refit.jobs import Endpoint, exclusively
 from rl_core.refit.manifest import WeightManifest, compare
-from rl_core.refit.messages import (
-    PROTOCOL,
-    Codec,
-    FromSender,
-    Handles,
-    Hello,
-    Offer,
-    Prepare,
-    Process,
-)
-from rl_core.refit.packing import Unpacker
-from rl_core.refit.plan import group_plan, make_plan
-from rl_core.refit.session import (
-    Attach,
-    Effect,
-    Install,
-    Load,
-    Phase,
-    Publish,
-    ReceiverSession,
-    Send,
-)
-from rl_core.refit.transports.ipc import IpcClient, remove_channel
-from rl_core.refit.transports.memory import SharedRegion
-from rl_core.refit.transports.process import is_alive, this_process
+from rl_core.refit.messages import PROTOCOL, Codec, Handles
+from rl_core.refit.options import DEFAULT_DEADLINE_S
+from rl_core.refit.plan import Planner
+from rl_core.refit.receiving import Receiving
+from rl_core.refit.transports import find_transport
+from rl_core.refit.transports.base import NoLane
 
 if TYPE_CHECKING:
     import concurrent.futures
     import threading
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from rl_core.interfaces.weights import WeightSink
-    from rl_core.refit.messages import RegionRef
+    from rl_core.refit.plan import TransferPlan
+    from rl_core.refit.transports.base import Lane, ReceiverEnd
 
-__all__ = ["RefitReceiver"]
+__all__ = ["RefitReceiver", "Trainer"]
 
 T = TypeVar("T")
 
 
-class _Channel(Process, frozen=True, forbid_unknown_fields=True):
-    address: str
-    token: str
-
-
 class _Info(msgspec.Struct, frozen=True):
-    protocol: Literal[1]
+    protocol: Literal[2]
     digest: str
     tensors: tuple[TensorSpec, ...]
-    channel: _Channel
+    token: str
+    channels: dict[str, dict[str, Any]]
 
 
 class _HandleInfo(msgspec.Struct, frozen=True):
-    protocol: Literal[1]
+    protocol: Literal[2]
     frame: bytes
 
 
@@ -80,15 +65,16 @@ def _convert(given: object, kind: type[T], origin: str) -> T:
 
 
 @dataclass(frozen=True, slots=True)
-class _Trainer:
+class Trainer:
     """What ``prepare`` learnt of the other side."""
 
     manifest: WeightManifest
-    channel: _Channel
+    token: str
+    channels: dict[str, dict[str, Any]]
     dtypes: dict[str, str]
 
 
-class RefitReceiver(Endpoint["_Receiving"]):
+class RefitReceiver(Endpoint["Receiving"]):
     """Takes weights into an engine; one for the engine's whole life.
 
     Args:
@@ -99,6 +85,9 @@ class RefitReceiver(Endpoint["_Receiving"]):
 
     Attributes:
         torn: True while the weights are neither old nor new.
+        known: Digests, by name, of the tensors that the engine is known to have.
+        id: Tells this receiver from all others.
+        planner: Keeps the last plan.
     """
 
     def __init__(
@@ -111,15 +100,19 @@ class RefitReceiver(Endpoint["_Receiving"]):
     ) -> None:
         super().__init__(name)
         self.torn = False
-        self._sink = sink
-        self._lock = lock
+        self.known: dict[str, bytes] = {}
+        self.id = secrets.token_hex(16)
+        self.planner = Planner()
+        self.lock = lock
+        self.new_sink = sink
         self._on_commit = on_commit
-        self._id = secrets.token_hex(16)
-        self._trainer: _Trainer | None = None
-        self._region: SharedRegion | None = None
-        self._taking: _Taking | None = None
+        self._trainer: Trainer | None = None
+        self._expected: WeightManifest | None = None
+        self._ends: dict[str, tuple[dict[str, Any], ReceiverEnd]] = {}
+        self._lanes: dict[tuple[ReceiverEnd, bool], Lane] = {}
+        self._taking: Taking | None = None
         self._taken = ""  # the last refit by handles that is over
-        self._waited: _Receiving | None = None
+        self._waited: Receiving | None = None
 
     def check(self) -> None:
         """Raises unless the weights are whole.
@@ -134,6 +127,12 @@ class RefitReceiver(Endpoint["_Receiving"]):
                 version=self.version,
             )
 
+    def forget(self) -> None:
+        """The engine's weights were changed by something else: a delta must not rely on them."""
+        self.known = {}
+
+    # -- refits -----------------------------------------------------------------------------------
+
     def prepare(self, info: dict[str, Any]) -> None:
         """Takes what the sender's ``prepare`` returned.
 
@@ -142,40 +141,57 @@ class RefitReceiver(Endpoint["_Receiving"]):
             ManifestMismatchError: The tensors are not those of the engine; nothing was touched.
         """
         self.check_open()
+        sink = self.new_sink()
+        expected = self.manifest_of(sink)
         theirs = _convert(info, _Info, "prepare_refit_info()")
-        manifest = WeightManifest(theirs.tensors)
+        known = None if self._trainer is None else self._trainer.manifest
+        manifest = WeightManifest.of(theirs.tensors, known)
         if manifest.digest != theirs.digest:
             raise RefitProtocolError(
                 f"{self.name}: the trainer's tensors do not have the digest that came with them",
                 phase="DISCOVER",
             )
-        sink = self._sink()
-        dtypes = compare(manifest, WeightManifest.of(sink.specs()), casts=sink.casts)
-        trainer = _Trainer(manifest, theirs.channel, dtypes)
+        dtypes = compare(manifest, expected, casts=sink.casts)
+        trainer = Trainer(manifest, theirs.token, theirs.channels, dtypes)
         for job in self.waiting():
             if job.trainer != trainer:
                 job.cancelled = "the engine was prepared for other tensors or another trainer"
         self._trainer = trainer
         self._waited = self._last_waiting()
 
-    def receive_ipc(
-        self, *, deadline_s: float = DEFAULT_DEADLINE_S, **unknown: Any
+    def open(
+        self, transport: str, deadline_s: float, address: dict[str, Any], **options: Any
+    ) -> concurrent.futures.Future[None]:
+        """Goes to where a sender listens on a transport, anew if it did before.
+
+        Returns:
+            A future that is done when the sender was found.
+        """
+        self.check_open()
+        end = self._connect(transport, address, options)
+        return spawn(f"{transport}-{self.name}", lambda: end.rendezvous(deadline_s))
+
+    def receive(
+        self, *, transport: str = "ipc", deadline_s: float = DEFAULT_DEADLINE_S
     ) -> concurrent.futures.Future[dict[str, Any]]:
         """Starts to take one refit from the sender that ``prepare`` was told of.
 
         Args:
+            transport: Name of the transport that the sender uses.
             deadline_s: Seconds for the whole refit, the wait for the sender included.
-            **unknown: Refused.
 
         Returns:
             A future of a dict with ``version``, ``bytes``, ``seconds`` and ``name``.
 
         Raises:
-            LifecycleError: ``prepare`` was not called.
+            LifecycleError: ``prepare`` was not called, or the sender does not offer the transport.
         """
-        job = _Receiving(self, self._known_trainer(), deadline_s)
+        trainer = self._known_trainer()
+        job = Receiving(self, self._end(trainer, transport), trainer, deadline_s)
         job.before, self._waited = self._waited or self._last_waiting(), None
-        return self.start(job, unknown)
+        return self.start(job)
+
+    # -- the handles of old -----------------------------------------------------------------------
 
     def load_handles(self, handles: dict[str, Any]) -> bool:
         """Loads one group of tensors; the version moves with the call that completes the set.
@@ -194,24 +210,16 @@ class RefitReceiver(Endpoint["_Receiving"]):
         """
         trainer = self._known_trainer()
         frame = _convert(handles, _HandleInfo, "get_weights_ipc_handles(keys)").frame
-        message = Codec[Handles](Handles, trainer.channel.token).decode(frame)
+        message = Codec[Handles](Handles, trainer.token).decode(frame)
         with (
             exclusively(self.turn, DEFAULT_DEADLINE_S, f"{self.name}: the refit before this one"),
-            exclusively(self._lock, DEFAULT_DEADLINE_S, f"{self.name}: generation"),
+            exclusively(self.lock, DEFAULT_DEADLINE_S, f"{self.name}: generation"),
         ):
             self.check_open()
             self._take(trainer, message)
         return True
 
-    def let_go(self) -> None:
-        """See :meth:`Endpoint.let_go`."""
-        if self._region is not None:
-            self._region.close()
-            self._region = None
-        if self._trainer is not None and not is_alive(self._trainer.channel):
-            remove_channel(self._trainer.channel.address)
-
-    def _take(self, trainer: _Trainer, message: Handles) -> None:
+    def _take(self, trainer: Trainer, message: Handles) -> None:
         if message.session == self._taken:
             raise RefitAborted(
                 f"{self.name}: the refit of these handles is over",
@@ -219,28 +227,110 @@ class RefitReceiver(Endpoint["_Receiving"]):
                 phase="TRANSFER",
             )
         if self._taking is not None and self._taking.session != message.session:
-            self._give_up_taking()
-        taking = self._taking = self._taking or _Taking(self, trainer, message)
+            self.give_up_handles()
+        if self._taking is None:
+            sink, manifest = self.new_sink(), trainer.manifest
+            self._taking = Taking(sink, manifest, message, known=self.known, touch=self._tear)
         try:
-            if taking.load(message, self._attach(message.region)):
-                taking.sink.finish(message.version)
-                self._publish(message.version)
+            lane = self._attach(self._end(trainer, "ipc"), False, message.lane)
+            if self._taking.load(message, lane):
+                self._taking.sink.finish(message.version)
+                self.publish(message.version)
                 self._taking, self._taken = None, message.session
         except BaseException:
-            self._give_up_taking()
+            self.give_up_handles()
             raise
 
-    def _give_up_taking(self) -> None:
+    def give_up_handles(self) -> None:
         """Ends a refit by handles that is not complete, and will not be."""
         taking, self._taking = self._taking, None
         if taking is not None:
             self._taken = taking.session
             taking.sink.fail()
 
-    def _last_waiting(self) -> _Receiving | None:
+    # -- what is held, and asked for by the refits ------------------------------------------------
+
+    def manifest_of(self, sink: WeightSink) -> WeightManifest:
+        """The sink's manifest, the one that is known if nothing changed."""
+        self._expected = WeightManifest.of(sink.specs(), self._expected)
+        return self._expected
+
+    def lane(self, end: ReceiverEnd, plan: TransferPlan, ref: Mapping[str, Any]) -> Lane:
+        """The lane that a plan is for.
+
+        Raises:
+            RefitProtocolError: It is not there, or too small.
+        """
+        if not plan.buckets:
+            return NoLane()
+        lane = self._attach(end, plan.direct, ref)
+        if lane.data.numel() < plan.lane_bytes:
+            raise RefitProtocolError("the sender's memory is smaller than the plan needs")
+        return lane
+
+    def drop_broken_lanes(self) -> None:
+        """After a failure: lets go of lanes that it may have broken."""
+        for key, lane in list(self._lanes.items()):
+            if not lane.outlives_failure:
+                self._lanes.pop(key).close()
+
+    def publish(self, version: int) -> None:
+        """The weights are whole, and of this version."""
+        if self._on_commit is not None:
+            self.torn = True  # until the caches of the old weights are gone
+            self._on_commit(version)
+        self.version = version
+        self.torn = False
+
+    def let_go(self) -> None:
+        """See :meth:`Endpoint.let_go`."""
+        for transport in list(self._ends):
+            self._disconnect(transport)
+
+    def _tear(self) -> None:
+        self.torn = True
+
+    def _attach(self, end: ReceiverEnd, direct: bool, ref: Mapping[str, Any]) -> Lane:
+        """This side of the sender's lane, attached once for as long as it stays the same."""
+        known = self._lanes.get((end, direct))
+        if known is not None and known.ref == ref:
+            return known
+        if known is not None:
+            self._lanes.pop((end, direct)).close()
+        lane = self._lanes[end, direct] = end.attach(ref, self.id)
+        return lane
+
+    def _end(self, trainer: Trainer, transport: str) -> ReceiverEnd:
+        if transport not in trainer.channels:
+            raise LifecycleError(
+                f"{self.name}: the trainer offers {', '.join(trainer.channels)}, not {transport}",
+                fix="open it on both sides (init_collective), then prepare_refit_info again",
+            )
+        address = trainer.channels[transport]
+        known = self._ends.get(transport)
+        if known is not None and known[0] == address:
+            return known[1]
+        return self._connect(transport, address, {})
+
+    def _connect(
+        self, transport: str, address: dict[str, Any], options: dict[str, Any]
+    ) -> ReceiverEnd:
+        self._disconnect(transport)
+        end = find_transport(transport).receiver(address, **options)
+        self._ends[transport] = (address, end)
+        return end
+
+    def _disconnect(self, transport: str) -> None:
+        if transport in self._ends:
+            _, end = self._ends.pop(transport)
+            for key in [key for key in self._lanes if key[0] is end]:
+                self._lanes.pop(key).close()
+            end.close()
+
+    def _last_waiting(self) -> Receiving | None:
         return next((job for job in reversed(self.waiting()) if not job.cancelled), None)
 
-    def _known_trainer(self) -> _Trainer:
+    def _known_trainer(self) -> Trainer:
         self.check_open()
         if self._trainer is None:
             raise LifecycleError(
@@ -248,199 +338,3 @@ class RefitReceiver(Endpoint["_Receiving"]):
                 fix="call prepare_refit_info(policy.prepare_refit_info()) first",
             )
         return self._trainer
-
-    def _attach(self, ref: RegionRef) -> SharedRegion:
-        """The sender's shared memory, mapped once for as long as it stays the same."""
-        if self._region is None or self._region.ref != ref:
-            if self._region is not None:
-                self._region.close()
-                self._region = None
-            self._region = SharedRegion.attach(ref)
-        return self._region
-
-    def _publish(self, version: int) -> None:
-        if self._on_commit is not None:
-            self.torn = True  # until the caches of the old weights are gone
-            self._on_commit(version)
-        self.version = version
-        self.torn = False
-
-    def tear(self) -> None:
-        """The next write makes the weights neither old nor new."""
-        self.torn = True
-
-
-class _Taking:
-    """A refit by handles in progress."""
-
-    def __init__(self, receiver: RefitReceiver, trainer: _Trainer, message: Handles) -> None:
-        if message.manifest != trainer.manifest.digest:
-            raise RefitAborted(
-                "the trainer's tensors are no longer those that were checked",
-                fix="pass the policy's prepare_refit_info() to the engine again",
-                phase="PREPARE",
-            )
-        self.session = message.session
-        self.sink = receiver._sink()
-        self.sink.begin(message.version)
-        self._manifest = trainer.manifest
-        self._unpacker = Unpacker(
-            self.sink,
-            trainer.manifest,
-            WeightManifest.of(self.sink.specs()),
-            session=message.session,
-            verify="wire",
-            touch=receiver.tear,
-        )
-        self._left = {spec.name for spec in trainer.manifest.owned}
-
-    def load(self, message: Handles, region: SharedRegion) -> bool:
-        """Writes one group; True once all are there."""
-        keys = set(message.keys)
-        plan = group_plan(self._manifest, message.keys)
-        found = {segment.spec.name for b in plan.buckets for segment in b.segments}
-        if found != keys or plan.slot_bytes > region.ref.nbytes:
-            raise RefitProtocolError("handles of tensors that are not in the manifest")
-        for bucket in plan.buckets:
-            self._unpacker.load(0, bucket, region.data, region.view, message.digest)
-        self._left -= keys
-        return not self._left
-
-
-class _Receiving(Job[ReceiverSession]):
-    """One refit over ``ipc``."""
-
-    def __init__(self, receiver: RefitReceiver, trainer: _Trainer, deadline_s: float) -> None:
-        session = ReceiverSession(
-            Hello(PROTOCOL, receiver._id, receiver.name, this_process()),
-            manifest=trainer.manifest.digest,
-            dtypes=trainer.dtypes,
-            deadline_s=deadline_s,
-        )
-        super().__init__(session, receiver)
-        self.trainer = trainer
-        self.before: _Receiving | None = None
-        self.summary: dict[str, Any] = {}
-        self._receiver = receiver
-        self._codec = Codec[FromSender](FromSender, trainer.channel.token)
-        self._sink: WeightSink | None = None
-        self._locked = False
-
-    def refit(self) -> dict[str, Any]:
-        """See :meth:`Job.refit`."""
-        receiver, session, channel = self._receiver, self.session, self.trainer.channel
-        before, self.before = self.before, None
-        if before is not None and before.session.phase is Phase.COMMITTED:
-            return before.summary  # the call before took the refit that this one was for
-        self._client = IpcClient(channel.address)
-        try:
-            self.perform(session.start())
-            self.drive()
-        finally:
-            try:
-                self._release()
-            finally:
-                self._client.close()
-        if session.error is not None:
-            if not is_alive(channel):
-                receiver.let_go()
-            raise session.error
-        self.summary = {
-            "version": receiver.version,
-            "bytes": self._wire.nbytes,
-            "seconds": sum(session.phase_seconds.values()),
-            "name": receiver.name,
-        }
-        return self.summary
-
-    def pump(self, timeout_s: float) -> None:
-        """See :meth:`Job.pump`."""
-        frame = self._client.receive(timeout_s)
-        if frame is None:
-            return
-        try:
-            effects = self.session.receive(self._codec.decode(frame))
-        except RefitProtocolError as error:
-            effects = self.session.fail(error)
-        self.perform(effects)
-
-    def lost_peers(self) -> list[Effect]:
-        """See :meth:`Job.lost_peers`."""
-        return [] if is_alive(self.trainer.channel) else self.session.lost("died")
-
-    def do(self, effect: Effect) -> list[Effect]:
-        """See :meth:`Job.do`."""
-        session = self.session
-        match effect:
-            case Send(message):
-                self._client.send(self._codec.encode(message))
-            case Attach(prepare, offer):
-                if self._quiesce():
-                    return session.attached(self._attach(prepare, offer))
-            case Load(index, digest):
-                slot = self._region.slot(index % self._prepare.slots, self._plan.slot_bytes)
-                self._unpacker.load(index, self._plan.buckets[index], *slot, digest)
-                return session.loaded(index)
-            case Install(offer):
-                assert self._sink is not None
-                self._sink.finish(offer.version)
-                if offer.verify == "installed":
-                    self._unpacker.check_installed(self._plan.slot_bytes)
-                return session.installed()
-            case Publish(version):
-                session.touch()
-                self._receiver._publish(version)
-                self._sink = None
-                return session.published()
-        return []
-
-    def _quiesce(self) -> bool:
-        """Waits for the engine to stop generating; False if the session ended meanwhile."""
-        while not self._receiver._lock.acquire(timeout=TICK_S):
-            self.pump(0.0)
-            self.look()
-            if self.session.phase.terminal:
-                return False
-        self._locked = True
-        return True
-
-    def _attach(self, prepare: Prepare, offer: Offer) -> str:
-        """Derives the plan, maps the buffers and opens the sink; the plan's digest."""
-        receiver = self._receiver
-        self._prepare = prepare
-        self._wire = self.trainer.manifest.cast(self.trainer.dtypes)
-        self._plan = make_plan(self._wire, prepare.bucket_bytes)
-        if self._plan.digest != prepare.plan or len(self._plan.buckets) != prepare.buckets:
-            raise RefitProtocolError("the two sides derive different plans", phase="PREPARE")
-        if prepare.region is not None:
-            if prepare.region.nbytes < prepare.slots * self._plan.slot_bytes:
-                raise RefitProtocolError("the buffers are smaller than the plan needs")
-            self._region = receiver._attach(prepare.region)
-        receiver._give_up_taking()
-        sink = receiver._sink()
-        expected = WeightManifest.of(sink.specs())
-        compare(self._wire, expected)
-        sink.begin(offer.version)
-        self._sink = sink
-        self._unpacker = Unpacker(
-            sink,
-            self._wire,
-            expected,
-            session=offer.session,
-            verify=offer.verify,
-            touch=self._touch,
-        )
-        return self._plan.digest
-
-    def _touch(self) -> None:
-        self.session.touch()
-        self._receiver.tear()
-
-    def _release(self) -> None:
-        """Tells the sink of a failure, and lets the engine generate again if it may."""
-        try:
-            if self._sink is not None:
-                self._sink.fail()
-        finally:
-            if self._locked:
-                self._receiver._lock.release()

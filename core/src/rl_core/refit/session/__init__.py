@@ -1,9 +1,10 @@
 """The refit protocol without I/O: messages in, messages and effects out."""
 
 from rl_core.refit.session.base import (
+    Announced,
     Attach,
+    Confirm,
     Effect,
-    End,
     Install,
     Load,
     MakePlan,
@@ -12,17 +13,17 @@ from rl_core.refit.session.base import (
     Publish,
     Send,
     Session,
-    bucket_digest,
-    seal_digest,
 )
-from rl_core.refit.session.receiver import VERIFY_LEVELS, ReceiverSession
+from rl_core.refit.session.receiver import ISOLATION_LEVELS, VERIFY_LEVELS, ReceiverSession
 from rl_core.refit.session.sender import SenderSession
 
 __all__ = [
+    "ISOLATION_LEVELS",
     "VERIFY_LEVELS",
+    "Announced",
     "Attach",
+    "Confirm",
     "Effect",
-    "End",
     "Install",
     "Load",
     "MakePlan",
@@ -33,6 +34,4 @@ __all__ = [
     "Send",
     "SenderSession",
     "Session",
-    "bucket_digest",
-    "seal_digest",
 ]

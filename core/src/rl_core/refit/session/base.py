@@ -7,20 +7,25 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import xxhash
-
 from rl_core import errors
-from rl_core.errors import RefitError, RefitPeerError, RefitProtocolError, RLError
+from rl_core.errors import (
+    CapabilityError,
+    RefitError,
+    RefitPeerError,
+    RefitProtocolError,
+    RLError,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable
 
-    from rl_core.refit.messages import Offer, Prepare
+    from rl_core.refit.messages import Offer, Prepare, Ready
 
 __all__ = [
+    "Announced",
     "Attach",
+    "Confirm",
     "Effect",
-    "End",
     "Install",
     "Load",
     "MakePlan",
@@ -29,9 +34,8 @@ __all__ = [
     "Publish",
     "Send",
     "Session",
-    "bucket_digest",
+    "describe",
     "peer_error",
-    "seal_digest",
 ]
 
 _MESSAGE_CHARS = 4000
@@ -65,24 +69,36 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class MakePlan:
-    """Sender: lay the tensors out in these dtypes, then call ``planned``."""
+    """Sender: lay the tensors out for what the receivers said, then call ``planned``."""
 
-    dtypes: dict[str, str]
+    ready: tuple[Ready, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Pack:
-    """Sender: fill a slot with a bucket, then call ``packed``."""
+    """Sender: put a bucket into the lane, then call ``packed``."""
 
     index: int
 
 
 @dataclass(frozen=True, slots=True)
+class Confirm:
+    """Sender: make sure that all was of one state, then call ``confirmed``."""
+
+
+@dataclass(frozen=True, slots=True)
 class Attach:
-    """Receiver: stop generating, map the buffers, then call ``attached``."""
+    """Receiver: attach to the lane (and, if quiesced, stop generating), then call ``attached``."""
 
     prepare: Prepare
     offer: Offer
+
+
+@dataclass(frozen=True, slots=True)
+class Announced:
+    """Receiver: a bucket is on its way; begin to fetch it at once."""
+
+    index: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,14 +106,15 @@ class Load:
     """Receiver: verify a bucket and write it to the sink, then call ``loaded``."""
 
     index: int
-    digest: str
+    digests: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Install:
-    """Receiver: finish the sink and verify what is installed, then call ``installed``."""
+    """Receiver: finish the sink, verify what is installed, then call ``installed``."""
 
     offer: Offer
+    digest: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,19 +124,13 @@ class Publish:
     version: int
 
 
-@dataclass(frozen=True, slots=True)
-class End:
-    """The session is over, with an error unless all went well."""
-
-    phase: Phase
-    error: RLError | None
-
-
-Effect = Send | MakePlan | Pack | Attach | Load | Install | Publish | End
+Effect = Send | MakePlan | Pack | Confirm | Attach | Announced | Load | Install | Publish
 
 
 class Session(ABC):
     """Base of the two state machines. No I/O, no threads, no clock of its own.
+
+    Once :attr:`phase` is terminal, :attr:`error` tells why unless all went well.
 
     Args:
         deadline_s: Seconds from now within which the session must end.
@@ -178,10 +189,9 @@ class Session(ABC):
         self._entered = now
         self.phase = phase
 
-    def _end(self, phase: Phase, error: BaseException | None = None) -> End:
+    def _end(self, phase: Phase, error: BaseException | None = None) -> None:
         self.error = None if error is None else self._typed(error)
         self._enter(phase)
-        return End(phase, self.error)
 
     def _typed(self, error: BaseException) -> RLError:
         """The error itself if it is ours, else one of ours that it causes."""
@@ -193,25 +203,15 @@ class Session(ABC):
         return error
 
 
-def peer_error(kind: str, message: str, *, phase: Phase, peer: str) -> RefitError:
+def peer_error(kind: str, message: str, *, phase: Phase, peer: str) -> RLError:
     """The error that another side reported, as an error of the same class on this side."""
-    cls = getattr(errors, kind, None) if kind in errors.__all__ else None
-    if not (isinstance(cls, type) and issubclass(cls, RefitError)) or cls is RefitError:
-        cls = RefitPeerError
+    found = getattr(errors, kind, None) if kind in errors.__all__ else None
+    cls: type[RLError] = RefitPeerError
+    if isinstance(found, type) and issubclass(found, RefitError | CapabilityError):
+        cls = RefitPeerError if found is RefitError else found
     return cls(f"{peer} failed: {message}", phase=phase.value, peer=peer)
 
 
 def describe(error: BaseException) -> tuple[str, str]:
     """Class name and bounded text of an error, for a message to the other side."""
     return type(error).__name__, str(error)[:_MESSAGE_CHARS]
-
-
-def bucket_digest(session: str, index: int, parts: Iterable[bytes]) -> str:
-    """Hash of a bucket from those of its segments, bound to its place and its session."""
-    head = f"{session}/{index}/".encode()
-    return xxhash.xxh3_128_hexdigest(head + b"".join(parts))
-
-
-def seal_digest(session: str, digests: Sequence[str]) -> str:
-    """Hash over all buckets' digests, in order."""
-    return xxhash.xxh3_128_hexdigest("/".join([session, "", *digests]).encode())

@@ -31,6 +31,7 @@ from rl_core.refit.messages import (
     Sealed,
 )
 from rl_core.refit.session.base import (
+    Announced,
     Attach,
     Effect,
     Install,
@@ -40,15 +41,15 @@ from rl_core.refit.session.base import (
     Send,
     Session,
     describe,
-    seal_digest,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["VERIFY_LEVELS", "ReceiverSession"]
+__all__ = ["ISOLATION_LEVELS", "VERIFY_LEVELS", "ReceiverSession"]
 
 VERIFY_LEVELS = ("none", "wire", "installed")
+ISOLATION_LEVELS = ("quiesced", "staged")
 #: Seconds between two ``Hello`` messages while there is no offer.
 HELLO_INTERVAL_S = 0.5
 
@@ -58,12 +59,17 @@ class ReceiverSession(Session):
 
     The driver calls :meth:`start`, then :meth:`receive` with what arrives, performs the effects,
     and answers each with :meth:`attached`, :meth:`loaded`, :meth:`installed` or
-    :meth:`published`. It calls :meth:`touch` right before the first byte is written.
+    :meth:`published`. It calls :meth:`touch` right before the engine's first byte is written.
+
+    With ``isolation="staged"`` the driver undoes what it wrote when the session ends otherwise
+    than COMMITTED, which is then ABORTED and never TORN.
 
     Args:
         hello: Who this receiver is.
         manifest: Digest of the trainer's manifest that was checked against the engine's.
         dtypes: Dtypes the sender must cast to, by name.
+        holds: What this side has, as in ``Ready``.
+        gpus: UUIDs of the devices that this side can reach.
         deadline_s: Seconds within which the session ends.
         clock: Monotonic seconds.
     """
@@ -84,6 +90,8 @@ class ReceiverSession(Session):
         *,
         manifest: str,
         dtypes: dict[str, str],
+        holds: bytes = b"",
+        gpus: tuple[str, ...] = (),
         deadline_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -93,9 +101,10 @@ class ReceiverSession(Session):
         self._hello = hello
         self._manifest = manifest
         self._dtypes = dtypes
+        self._holds = holds
+        self._gpus = gpus
         self._prepare: Prepare | None = None
-        self._digests: list[str] = []
-        self._loaded = 0
+        self._announced = self._loaded = 0
         self._hello_at = 0.0
 
     def start(self) -> list[Effect]:
@@ -111,7 +120,7 @@ class ReceiverSession(Session):
             return self.start()
         return []
 
-    # -- what happens ---------------------------------------------------------------------------
+    # -- what happens -----------------------------------------------------------------------------
 
     def receive(self, message: FromSender) -> list[Effect]:
         """Takes one message of the sender."""
@@ -127,7 +136,7 @@ class ReceiverSession(Session):
         return effects
 
     def attached(self, plan: str) -> list[Effect]:
-        """Nothing generates any more and the buffers are mapped; ``plan`` is our plan's digest."""
+        """The lane is attached and the sink is ready; ``plan`` is our plan's digest."""
         if self.phase.terminal:
             return []
         assert self._prepare is not None
@@ -147,19 +156,24 @@ class ReceiverSession(Session):
         self._loaded += 1
         return [Send(Loaded(self._session, index))]
 
-    def installed(self) -> list[Effect]:
-        """The sink is finished and verified; only the sender's decision is missing."""
+    def installed(self, digest: str) -> list[Effect]:
+        """All is installed and verified; only the sender's decision is missing.
+
+        Args:
+            digest: Over every tensor of the model, as in ``Seal``.
+        """
         if self.phase.terminal:
             return []
         self._enter(Phase.COMMIT)
-        return [Send(Sealed(self._session, seal_digest(self._session, self._digests)))]
+        return [Send(Sealed(self._session, digest))]
 
     def published(self) -> list[Effect]:
         """The new version serves."""
         if self.phase.terminal:
             return []
         done = Send(Done(self._session, self._offer.version))
-        return [done, self._end(Phase.COMMITTED)]
+        self._end(Phase.COMMITTED)
+        return [done]
 
     def lost(self, why: str) -> list[Effect]:
         """The sender is gone."""
@@ -175,24 +189,25 @@ class ReceiverSession(Session):
         """See :meth:`Session.fail`."""
         if self.phase.terminal:
             return []
-        end = self._end(Phase.TORN if self.touched else Phase.ABORTED, error)
+        self._end(self._end_of_failure, error)
         if self.offer is None:
-            return [end]
+            return []
         assert self.error is not None
-        return [Send(Failed(self._session, *describe(self.error), self.touched)), end]
+        torn = self.phase is Phase.TORN
+        return [Send(Failed(self._session, *describe(self.error), torn))]
 
-    # -- handlers, in the order of the phases ------------------------------------------------------
+    # -- handlers, in the order of the phases -----------------------------------------------------
 
     def _on_offer(self, offer: Offer) -> list[Effect]:
         self.offer = offer
         if offer.protocol != PROTOCOL:
             error = f"the sender speaks refit protocol {offer.protocol}, this side {PROTOCOL}"
             return self.fail(RefitProtocolError(error, fix="install the same rl-core"))
-        if offer.verify not in VERIFY_LEVELS or offer.isolation != "quiesced":
+        if offer.verify not in VERIFY_LEVELS or offer.isolation not in ISOLATION_LEVELS:
             return self.fail(
                 CapabilityError(
                     f"verify={offer.verify!r} with isolation={offer.isolation!r} is not offered",
-                    fix=f'use isolation="quiesced" and one of {VERIFY_LEVELS}',
+                    fix=f"use one of {VERIFY_LEVELS} and one of {ISOLATION_LEVELS}",
                 )
             )
         if offer.manifest != self._manifest:
@@ -203,7 +218,8 @@ class ReceiverSession(Session):
                 )
             )
         self._enter(Phase.PREPARE)
-        return [Send(Ready(offer.session, self._manifest, self._dtypes))]
+        holds = self._holds if offer.delta else b""
+        return [Send(Ready(offer.session, self._manifest, self._dtypes, holds, self._gpus))]
 
     def _on_prepare(self, prepare: Prepare) -> list[Effect]:
         if self._prepare is not None:
@@ -214,19 +230,18 @@ class ReceiverSession(Session):
 
     def _on_bucket(self, bucket: BucketReady) -> list[Effect]:
         assert self._prepare is not None
-        expected = len(self._digests)
+        expected = self._announced
         if bucket.index != expected or expected >= self._prepare.buckets:
             return self._refuse(f"bucket {bucket.index}, expected {expected}")
-        self._digests.append(bucket.digest)
-        return [Load(bucket.index, bucket.digest)]
+        self._announced += 1
+        return [Announced(bucket.index), Load(bucket.index, bucket.digests)]
 
     def _on_seal(self, seal: Seal) -> list[Effect]:
         assert self._prepare is not None
-        complete = self._loaded == self._prepare.buckets
-        if not complete or seal.digest != seal_digest(self._session, self._digests):
+        if self._loaded != self._prepare.buckets:
             return self._refuse(f"sealed after {self._loaded} of {self._prepare.buckets} buckets")
         self._enter(Phase.SEAL)
-        return [Install(self._offer)]
+        return [Install(self._offer, seal.digest)]
 
     def _on_commit(self, commit: Commit) -> list[Effect]:
         if commit.version != self._offer.version:
@@ -237,19 +252,25 @@ class ReceiverSession(Session):
         what = f"{self.phase}: the sender gave up: {abort.message}"
         details = {"phase": self.phase.value, "peer": self._awaited(), "cause": abort.kind}
         error: RefitError
-        if self.touched:
+        if self._end_of_failure is Phase.TORN:
             fix = "refit again; generation is refused until one commits"
             error = WeightsTornError(what, fix=fix, **details)
         else:
             error = RefitAborted(what, fix="refit again; the old weights serve", **details)
-        return [self._end(Phase.TORN if self.touched else Phase.ABORTED, error)]
+        self._end(self._end_of_failure, error)
+        return []
 
-    # -- helpers -----------------------------------------------------------------------------------
+    # -- helpers ----------------------------------------------------------------------------------
 
     @property
     def _offer(self) -> Offer:
         assert self.offer is not None
         return self.offer
+
+    @property
+    def _end_of_failure(self) -> Phase:
+        written = self.touched and self._offer.isolation == "quiesced"
+        return Phase.TORN if written else Phase.ABORTED
 
     @property
     def _session(self) -> str:

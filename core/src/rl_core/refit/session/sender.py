@@ -25,6 +25,7 @@ from rl_core.refit.messages import (
     Sealed,
 )
 from rl_core.refit.session.base import (
+    Confirm,
     Effect,
     MakePlan,
     Pack,
@@ -33,7 +34,6 @@ from rl_core.refit.session.base import (
     Session,
     describe,
     peer_error,
-    seal_digest,
 )
 
 if TYPE_CHECKING:
@@ -46,8 +46,9 @@ __all__ = ["SenderSession"]
 class _Peer:
     hello: Hello
     name: str
-    #: The last phase in which the peer did its part.
+    #: The phases in which the peer did its part.
     did: set[Phase] = field(default_factory=set)
+    ready: Ready | None = None
     loaded: int = 0
 
 
@@ -55,7 +56,8 @@ class SenderSession(Session):
     """One refit, seen from the trainer.
 
     The driver calls :meth:`receive` with what arrives, performs the effects, and answers
-    ``MakePlan`` with :meth:`planned` and ``Pack`` with :meth:`packed`.
+    ``MakePlan`` with :meth:`planned`, ``Pack`` with :meth:`packed` and ``Confirm`` with
+    :meth:`confirmed`.
 
     Args:
         offer: What every receiver is told first.
@@ -88,15 +90,17 @@ class SenderSession(Session):
         self._peers: dict[str, _Peer] = {}
         self._dtypes: dict[str, str] | None = None
         self._prepare: Prepare | None = None
-        self._digests: list[str] = []
+        self._window = 0
+        self._packed = 0
         self._packing = False
+        self._seal: Seal | None = None
 
     @property
     def peers(self) -> dict[str, Hello]:
         """Who takes part, by connection."""
         return {key: peer.hello for key, peer in self._peers.items()}
 
-    # -- what happens ---------------------------------------------------------------------------
+    # -- what happens -----------------------------------------------------------------------------
 
     def receive(self, key: str, message: FromReceiver) -> list[Effect]:
         """Takes one message from the connection ``key``."""
@@ -119,26 +123,34 @@ class SenderSession(Session):
         effects: list[Effect] = getattr(self, handler)(peer, message)
         return effects
 
-    def planned(self, prepare: Prepare) -> list[Effect]:
-        """The plan is made and its buffers exist."""
+    def planned(self, prepare: Prepare, window: int) -> list[Effect]:
+        """The plan is made and its lane exists; ``window`` buckets may be under way at once."""
         if self.phase.terminal:
             return []
-        self._prepare = prepare
+        self._prepare, self._window = prepare, window
         return [Send(prepare)]
 
-    def packed(self, index: int, digest: str) -> list[Effect]:
-        """A bucket lies in its slot."""
+    def packed(self, index: int, digests: bytes) -> list[Effect]:
+        """A bucket lies in the lane."""
         if self.phase.terminal:
             return []
         self._packing = False
-        self._digests.append(digest)
-        return [Send(BucketReady(self.offer.session, index, digest)), *self._advance()]
+        self._packed += 1
+        return [Send(BucketReady(self.offer.session, index, digests)), *self._advance()]
+
+    def confirmed(self, digest: str) -> list[Effect]:
+        """All that was sent is of one state, whose digest is this."""
+        if self.phase.terminal:
+            return []
+        self._seal = Seal(self.offer.session, digest)
+        return [Send(self._seal)]
 
     def lost(self, key: str, why: str) -> list[Effect]:
-        """A peer is gone. One that was never ready is forgotten: it may come again."""
-        peer = self._peers.pop(key, None)
-        if peer is None or self.phase.terminal:
+        """A peer is gone; that matters unless it was done."""
+        peer = self._peers.get(key)
+        if peer is None or self.phase.terminal or Phase.COMMIT in peer.did:
             return []
+        del self._peers[key]
         return self.fail(
             RefitPeerError(
                 f"{self.phase}: {peer.name} {why}",
@@ -168,12 +180,14 @@ class SenderSession(Session):
         if self.phase.terminal:
             return []
         if self.phase is Phase.COMMIT:
-            return [self._end(Phase.COMMITTED, error)]
-        end = self._end(Phase.TORN if self._digests else Phase.ABORTED, error)
+            self._end(Phase.COMMITTED, error)
+            return []
+        written = self._packed and self.offer.isolation == "quiesced"
+        self._end(Phase.TORN if written else Phase.ABORTED, error)
         assert self.error is not None
-        return [Send(self._abort(self.error)), end]
+        return [Send(self._abort(self.error))]
 
-    # -- handlers, in the order of the phases ------------------------------------------------------
+    # -- handlers, in the order of the phases -----------------------------------------------------
 
     def _on_hello(self, key: str, hello: Hello) -> list[Effect]:
         if self.phase is not Phase.DISCOVER or key in self._peers:
@@ -182,7 +196,7 @@ class SenderSession(Session):
         for old in earlier:
             if effects := self.forget(old):
                 return effects
-        name = f"receiver {len(self._peers)} ({hello.name}, pid {hello.process.pid})"
+        name = f"receiver {len(self._peers)} ({hello.name}, pid {hello.pid})"
         refusal = None
         if hello.protocol != PROTOCOL:
             refusal = f"this side speaks refit protocol {PROTOCOL}, not {hello.protocol}"
@@ -204,11 +218,12 @@ class SenderSession(Session):
                     peer=peer.name,
                 )
             )
-        self._dtypes = message.dtypes
+        self._dtypes, peer.ready = message.dtypes, message
         if not self._all_did(peer):
             return []
         self._enter(Phase.PREPARE)
-        return [MakePlan(message.dtypes)]
+        everybody = tuple(p.ready for p in self._peers.values() if p.ready is not None)
+        return [MakePlan(everybody)]
 
     def _on_prepared(self, peer: _Peer, message: Prepared) -> list[Effect]:
         if self._prepare is None or message.plan != self._prepare.plan:
@@ -219,13 +234,13 @@ class SenderSession(Session):
         return self._advance()
 
     def _on_loaded(self, peer: _Peer, message: Loaded) -> list[Effect]:
-        if message.index != peer.loaded or message.index >= len(self._digests):
+        if message.index != peer.loaded or message.index >= self._packed:
             return self._break(peer, f"Loaded({message.index}), expected {peer.loaded}")
         peer.loaded += 1
         return self._advance()
 
     def _on_sealed(self, peer: _Peer, message: Sealed) -> list[Effect]:
-        if message.digest != self._seal().digest:
+        if self._seal is None or message.digest != self._seal.digest:
             return self._break(peer, "Sealed with another digest")
         if not self._all_did(peer):
             return []
@@ -235,26 +250,24 @@ class SenderSession(Session):
     def _on_done(self, peer: _Peer, message: Done) -> list[Effect]:
         if message.version != self.offer.version:
             return self._break(peer, f"Done with version {message.version}")
-        return [self._end(Phase.COMMITTED)] if self._all_did(peer) else []
+        if self._all_did(peer):
+            self._end(Phase.COMMITTED)
+        return []
 
-    # -- helpers -----------------------------------------------------------------------------------
+    # -- helpers ----------------------------------------------------------------------------------
 
     def _advance(self) -> list[Effect]:
-        """Packs the next bucket once its slot is free; seals when all are loaded."""
+        """Packs the next bucket once there is room for it; seals when all are loaded."""
         assert self._prepare is not None
         slowest = min(peer.loaded for peer in self._peers.values())
         if slowest == self._prepare.buckets:
             self._enter(Phase.SEAL)
-            return [Send(self._seal())]
-        following = len(self._digests)
-        room = following - slowest < self._prepare.slots
-        if self._packing or following == self._prepare.buckets or not room:
+            return [Confirm()]
+        room = self._packed - slowest < self._window
+        if self._packing or self._packed == self._prepare.buckets or not room:
             return []
         self._packing = True
-        return [Pack(following)]
-
-    def _seal(self) -> Seal:
-        return Seal(self.offer.session, seal_digest(self.offer.session, self._digests))
+        return [Pack(self._packed)]
 
     def _all_did(self, peer: _Peer) -> bool:
         peer.did.add(self.phase)
@@ -275,5 +288,5 @@ class SenderSession(Session):
 
     def _is_late(self, peer: _Peer) -> bool:
         if self.phase is Phase.TRANSFER:
-            return peer.loaded < len(self._digests)
+            return peer.loaded < self._packed
         return self.phase not in peer.did

@@ -107,9 +107,7 @@ class SharedRegion(Lane):
 
     def home(self, start: int, stop: int) -> torch.Tensor:
         """See :meth:`Lane.home`."""
-        return torch.frombuffer(
-            self._mapped, dtype=torch.uint8, offset=start, count=stop - start
-        )
+        return torch.frombuffer(self._mapped, dtype=torch.uint8, offset=start, count=stop - start)
 
     def close(self) -> None:
         """Lets go; the memory is gone once every process and tensor has let go of it."""

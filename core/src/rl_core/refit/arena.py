@@ -1,0 +1,55 @@
+"""Memory in which a trainer's tensors live and that engines can read."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from rl_core.refit.manifest import dtype_of, nbytes
+from rl_core.refit.plan import arena
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from rl_core.refit.manifest import WeightManifest
+    from rl_core.refit.transports.base import Lane
+
+__all__ = ["adopt", "why_not_at_home"]
+
+
+def why_not_at_home(
+    manifest: WeightManifest, tensors: Mapping[str, torch.Tensor], device: torch.device
+) -> str | None:
+    """Why these tensors cannot live in shared memory; None if they can."""
+    for spec in manifest.tensors:
+        tensor = tensors.get(spec.name)
+        if spec.alias_of is not None:
+            if tensor is not None and tensor is not tensors.get(spec.alias_of):
+                return f"{spec.name} shares memory with {spec.alias_of} by another tensor object"
+            continue
+        if tensor is None:
+            return f"the source keeps no tensor {spec.name}"
+        if tensor.device != device:
+            return f"{spec.name} is on {tensor.device}, which engines cannot read"
+        if tensor.shape != spec.shape or tensor.dtype != dtype_of(spec):
+            return f"{spec.name} is not kept as it is declared"
+        if not tensor.is_contiguous() or tensor.untyped_storage().nbytes() != nbytes(spec):
+            return f"{spec.name} is a view of other memory"
+    return None
+
+
+@torch.no_grad()
+def adopt(lane: Lane, manifest: WeightManifest, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Moves tensors into a lane, each to its place; those that are there stay.
+
+    One tensor is moved at a time, so that memory for one more is enough.
+    """
+    base = lane.data.data_ptr()
+    for spec, place in zip(manifest.owned, arena(manifest.owned)[0], strict=True):
+        tensor = tensors[spec.name]
+        if tensor.data_ptr() == base + place:
+            continue
+        home = lane.home(place, place + nbytes(spec)).view(dtype_of(spec)).view(spec.shape)
+        home.copy_(tensor)
+        tensor.data = home

@@ -1,0 +1,175 @@
+"""Refits by handles, the older interface: one group of tensors at a time."""
+
+from __future__ import annotations
+
+import secrets
+from typing import TYPE_CHECKING
+
+import torch
+
+from rl_core.errors import ConfigError, RefitAborted, RefitProtocolError
+from rl_core.refit.digests import DigestTable
+from rl_core.refit.loading import Loader
+from rl_core.refit.manifest import WeightManifest
+from rl_core.refit.messages import Codec, Handles
+from rl_core.refit.packing import SlotPacker
+from rl_core.refit.plan import ALIGN, TransferPlan, make_plan
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from rl_core.interfaces.weights import WeightSink, WeightSource
+    from rl_core.refit.transports.base import Lane, SenderEnd
+
+__all__ = ["Handing", "Taking"]
+
+
+def _group_plan(manifest: WeightManifest, names: Iterable[str]) -> TransferPlan:
+    """All of the named tensors in one bucket, in the manifest's order."""
+    wanted = set(names)
+    sizes = [spec for spec in manifest.owned if spec.name in wanted]
+    room = WeightManifest(tuple(sizes)).nbytes + ALIGN * (len(sizes) + 1)
+    return make_plan(manifest, room, wanted=lambda index: manifest.owned[index].name in wanted)
+
+
+class Handing:
+    """The trainer's side of a refit by handles.
+
+    Args:
+        end: Makes the memory that is handed over.
+        manifest: The trainer's tensors.
+        version: Of these weights.
+        bucket_bytes: Size of a group at most, unless it is one larger tensor.
+        name: Of the sender.
+
+    Attributes:
+        groups: Names, grouped.
+        left: Names that were not handed over yet.
+        version: Of these weights.
+    """
+
+    def __init__(
+        self, end: SenderEnd, manifest: WeightManifest, version: int, bucket_bytes: int, name: str
+    ) -> None:
+        self.version = version
+        self.left = {spec.name for spec in manifest.owned}
+        self.groups: list[list[str]] = []
+        self._manifest = manifest
+        self._name = name
+        self._session = secrets.token_hex(16)
+        for bucket in make_plan(manifest, bucket_bytes).buckets:
+            before = self.groups[-1][-1:] if self.groups else []
+            # Pieces of a split tensor come together.
+            names = [s.spec.name for s in bucket.segments if [s.spec.name] != before]
+            if names:
+                self.groups.append(names)
+        sizes = [_group_plan(manifest, group).lane_bytes for group in self.groups]
+        self._lane = end.lane(max(sizes, default=ALIGN), torch.device("cpu"), [])
+
+    def hand_over(self, source: WeightSource, keys: list[str], token: str) -> bytes:
+        """Packs some tensors into the memory; the frame that tells of it.
+
+        Raises:
+            ConfigError: A key is not a tensor that is left, or they are too many.
+        """
+        if unknown := sorted(set(keys) - self.left):
+            raise ConfigError(
+                f"{self._name}: {unknown[0]!r} is not a tensor that is left to hand over",
+                fix="pass each group of prepare_weights_for_ipc once",
+                key=unknown[0],
+            )
+        plan = _group_plan(self._manifest, keys)
+        if plan.lane_bytes > self._lane.data.numel():
+            raise ConfigError(
+                f"{len(keys)} tensors of {plan.lane_bytes} bytes are more than a group holds",
+                fix="pass one group of prepare_weights_for_ipc at a time",
+                key="keys",
+            )
+        table = DigestTable(self._manifest)
+        packer = SlotPacker(plan, self._lane, table, source, self._manifest)
+        digests = b"".join(packer.put(index) for index in range(len(plan.buckets)))
+        self.left -= set(keys)
+        message = Handles(
+            self._session,
+            self._manifest.digest,
+            self.version,
+            tuple(self._manifest.owned[index].name for index in plan.sent),
+            dict(self._lane.ref),
+            digests,
+        )
+        return Codec[Handles](Handles, token).encode(message)
+
+    def close(self) -> None:
+        """Lets go of the memory."""
+        self._lane.close()
+
+
+class Taking:
+    """The engine's side of a refit by handles.
+
+    Args:
+        sink: Where to write.
+        manifest: The trainer's tensors, as they were checked.
+        message: The first group.
+        known: Digests, by name, of what the engine has; kept up to date.
+        touch: Called before anything is written.
+
+    Attributes:
+        session: Which refit it is.
+        sink: Where it is written.
+    """
+
+    def __init__(
+        self,
+        sink: WeightSink,
+        manifest: WeightManifest,
+        message: Handles,
+        *,
+        known: dict[str, bytes],
+        touch: Callable[[], None],
+    ) -> None:
+        if message.manifest != manifest.digest:
+            raise RefitAborted(
+                "the trainer's tensors are no longer those that were checked",
+                fix="pass the policy's prepare_refit_info() to the engine again",
+                phase="PREPARE",
+            )
+        self.session = message.session
+        self.sink = sink
+        self._manifest = manifest
+        self._known = known
+        self._touch = touch
+        self._left = {spec.name for spec in manifest.owned}
+        sink.begin(message.version)
+
+    def load(self, message: Handles, lane: Lane) -> bool:
+        """Writes one group.
+
+        Returns:
+            True if it was the last.
+
+        Raises:
+            RefitProtocolError: A tensor of it came before.
+            RefitCorrupted: The bytes are not those that the sender packed.
+        """
+        plan = _group_plan(self._manifest, message.keys)
+        if not self._left.issuperset(message.keys) or plan.lane_bytes > lane.data.numel():
+            raise RefitProtocolError(
+                "handles that came before, or that do not fit the trainer's tensors",
+                fix="pass each result of get_weights_ipc_handles once",
+                phase="TRANSFER",
+            )
+        loader = Loader(
+            self.sink,
+            self._manifest,
+            WeightManifest.of(self.sink.specs()),
+            plan,
+            lane.data,
+            verify="wire",
+            known=self._known,
+            touch=self._touch,
+        )
+        for index in range(len(plan.buckets)):
+            loader.load(index, message.digests)
+        self._left -= set(message.keys)
+        return not self._left

@@ -1,0 +1,92 @@
+"""The choices that a refit offers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, Self
+
+from rl_core.errors import ConfigError
+from rl_core.refit.session import ISOLATION_LEVELS, VERIFY_LEVELS
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["DEFAULT_BUCKET_BYTES", "DEFAULT_DEADLINE_S", "MODES", "SendOptions"]
+
+DEFAULT_BUCKET_BYTES = 64 << 20
+DEFAULT_DEADLINE_S = 120.0
+MODES = ("auto", "direct", "packed")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendOptions:
+    """How one refit is sent.
+
+    Attributes:
+        transport: Name of an installed transport.
+        receivers: Engines that must take part; all commit or none.
+        version: Of the new weights, also one that goes back; the last one plus 1 if None.
+        verify: ``"none"``; ``"wire"``: every block is hashed on both sides; ``"installed"``:
+            besides, the engine reads its tensors back before the commit.
+        isolation: ``"quiesced"``: engines do not generate while they are written to, in place;
+            ``"staged"``: they go on with the old weights until all new ones are there, in a second
+            copy, and after a refit that fails.
+        mode: ``"direct"``: engines read the trainer's own memory, where the source keeps its
+            tensors; ``"packed"``: tensors go through two buffers; ``"auto"``: direct if possible.
+        delta: Send only what the engines do not have already. Needs a hash.
+        join: Bring engines that come late to the last committed version, the weights of which
+            must still be the trainer's.
+        kv_scales: Scales of an FP8 key/value cache, applied with the weights.
+        bucket_bytes: Size of each buffer at most.
+        deadline_s: Seconds for the whole refit.
+
+    Raises:
+        ConfigError: A value is not legal.
+    """
+
+    transport: str = "ipc"
+    receivers: int = 1
+    version: int | None = None
+    verify: str = "wire"
+    isolation: str = "quiesced"
+    mode: str = "auto"
+    delta: bool = False
+    join: bool = False
+    kv_scales: Mapping[str, float] = field(default_factory=dict)
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES
+    deadline_s: float = DEFAULT_DEADLINE_S
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Self:
+        """Options by name.
+
+        Raises:
+            ConfigError: One is unknown, or its value is not legal.
+        """
+        known = [option.name for option in fields(cls)]
+        for key in given:
+            if key not in known:
+                raise ConfigError(
+                    f"refit: unknown option {key!r}", fix=f"use some of {known}", key=key
+                )
+        return cls(**given)
+
+    def __post_init__(self) -> None:
+        choices = {"verify": VERIFY_LEVELS, "isolation": ISOLATION_LEVELS, "mode": MODES}
+        for key, legal in choices.items():
+            if getattr(self, key) not in legal:
+                raise _illegal(key, getattr(self, key), f"use one of {legal}")
+        least = {"receivers": 1, "version": 1, "bucket_bytes": 64}
+        for key, smallest in least.items():
+            value = getattr(self, key)
+            if value is not None and value < smallest:
+                raise _illegal(key, value, f"the least is {smallest}")
+        if not self.deadline_s > 0:
+            raise _illegal("deadline_s", self.deadline_s, "give the seconds that a refit may take")
+        if self.verify == "none" and (self.delta or self.join):
+            fix = 'use verify="wire": delta and join compare hashes'
+            raise _illegal("verify", self.verify, fix)
+
+
+def _illegal(key: str, value: object, fix: str) -> ConfigError:
+    return ConfigError(f"refit: {key}={value!r} is not legal", fix=fix, key=key)

@@ -1,0 +1,270 @@
+"""One refit, as the engine performs it."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+from rl_core.errors import CapabilityError, RefitProtocolError, WeightsTornError
+from rl_core.refit.digests import DigestTable
+from rl_core.refit.jobs import TICK_S, Job
+from rl_core.refit.loading import Loader
+from rl_core.refit.manifest import WeightManifest, compare
+from rl_core.refit.messages import PROTOCOL, Codec, FromSender, Hello
+from rl_core.refit.session import (
+    Announced,
+    Attach,
+    Effect,
+    Install,
+    Load,
+    Phase,
+    Publish,
+    ReceiverSession,
+    Send,
+)
+from rl_core.refit.staging import StagedSink
+from rl_core.refit.transports.cuda import visible_gpus
+
+if TYPE_CHECKING:
+    from rl_core.interfaces.weights import WeightSink
+    from rl_core.refit.messages import Offer, Prepare
+    from rl_core.refit.plan import TransferPlan
+    from rl_core.refit.receiver import RefitReceiver, Trainer
+    from rl_core.refit.transports.base import Lane, ReceiverEnd
+
+__all__ = ["Receiving"]
+
+#: Seconds between two looks at a lane whose bytes have not arrived.
+_PAUSE_S = 0.0002
+
+
+class Receiving(Job[ReceiverSession]):
+    """One refit.
+
+    Args:
+        receiver: Whose.
+        end: What it is received over.
+        trainer: Who sends, and what.
+        deadline_s: Seconds that it may take.
+
+    Attributes:
+        before: A refit that was waiting when this one was asked for, and may take its place.
+        summary: What it did, once it is committed.
+    """
+
+    def __init__(
+        self, receiver: RefitReceiver, end: ReceiverEnd, trainer: Trainer, deadline_s: float
+    ) -> None:
+        holds = DigestTable(trainer.manifest.cast(trainer.dtypes), receiver.known).flat
+        session = ReceiverSession(
+            Hello(PROTOCOL, receiver.id, receiver.name, os.getpid()),
+            manifest=trainer.manifest.digest,
+            dtypes=trainer.dtypes,
+            holds=holds,
+            gpus=visible_gpus(),
+            deadline_s=deadline_s,
+        )
+        super().__init__(session, receiver)
+        self.trainer = trainer
+        self.before: Receiving | None = None
+        self.summary: dict[str, Any] = {}
+        self._receiver = receiver
+        self._end = end
+        self._codec = Codec[FromSender](FromSender, trainer.token)
+        self._loads: deque[Load] = deque()
+        self._plan: TransferPlan
+        self._lane: Lane
+        self._loader: Loader
+        self._sink: WeightSink | None = None
+        self._locked = False
+        self._torn_before = receiver.torn
+
+    def refit(self) -> dict[str, Any]:
+        """See :meth:`Job.refit`."""
+        session, receiver = self.session, self._receiver
+        before, self.before = self.before, None
+        if before is not None and before.session.phase is Phase.COMMITTED:
+            return before.summary  # the call before took the refit that this one was for
+        self._end.connect()
+        try:
+            self.perform(session.start())
+            self.drive()
+        finally:
+            try:
+                self._release()
+            finally:
+                self._end.disconnect()
+        if session.error is not None:
+            receiver.drop_broken_lanes()
+            raise session.error
+        self.summary = {
+            "version": receiver.version,
+            "bytes": self._plan.nbytes,
+            "seconds": sum(session.phase_seconds.values()),
+            "name": receiver.name,
+        }
+        return self.summary
+
+    # -- what arrives -----------------------------------------------------------------------------
+
+    def pump(self, timeout_s: float) -> None:
+        """Takes every message that is there, then loads one bucket.
+
+        What follows is thus on its way while a bucket is loaded, and the end of the refit is known
+        before another one is written.
+        """
+        frame = self._end.receive(0.0 if self._loads else timeout_s)
+        while frame is not None:
+            try:
+                effects = self.session.receive(self._codec.decode(frame))
+            except RefitProtocolError as error:
+                effects = self.session.fail(error)
+            self.perform(effects)
+            frame = None if self.session.phase.terminal else self._end.receive(0.0)
+        if self._loads and not self.session.phase.terminal:
+            self.perform(self._load_next())
+
+    def lost_peers(self) -> list[Effect]:
+        """See :meth:`Job.lost_peers`."""
+        return self.session.lost("died or does not answer") if self._end.lost() else []
+
+    def do(self, effect: Effect) -> list[Effect]:
+        """See :meth:`Job.do`."""
+        session = self.session
+        match effect:
+            case Send(message):
+                self._end.send(self._codec.encode(message))
+            case Attach(prepare, offer):
+                if offer.isolation == "staged" or self._quiesce():
+                    return session.attached(self._attach(prepare, offer))
+            case Announced(index):
+                bucket = self._plan.buckets[index]
+                self._lane.expect(bucket.start, bucket.stop)
+            case Load():
+                self._loads.append(effect)
+            case Install(offer, digest):
+                if self._locked or self._quiesce():
+                    return session.installed(self._install(offer, digest))
+            case Publish(version):
+                self._publish(version)
+                return session.published()
+        return []
+
+    def _load_next(self) -> list[Effect]:
+        """Loads the first bucket that waits, once its bytes are here."""
+        load = self._loads[0]
+        try:
+            if not self._lane.arrived():
+                time.sleep(_PAUSE_S)
+                return []
+            self._loads.popleft()
+            self._loader.load(load.index, load.digests)
+            self._lane.release()
+        except BaseException as error:  # the session tells the sender, and ends with it
+            return self.session.fail(error)
+        return self.session.loaded(load.index)
+
+    # -- what is done with it ---------------------------------------------------------------------
+
+    def _quiesce(self) -> bool:
+        """Waits for the engine to stop generating; False if the session ended meanwhile."""
+        while not self._receiver.lock.acquire(timeout=TICK_S):
+            self.pump(0.0)
+            self.look()
+            if self.session.phase.terminal:
+                return False
+        self._locked = True
+        return True
+
+    def _attach(self, prepare: Prepare, offer: Offer) -> str:
+        """Derives the plan, attaches to the lane and opens the sink; the plan's digest."""
+        receiver, trainer = self._receiver, self.trainer
+        wire = trainer.manifest.cast(trainer.dtypes)
+        if len(prepare.skip) not in (0, len(wire.owned)):
+            raise RefitProtocolError("the sender skips tensors of another model", phase="PREPARE")
+        self._plan = plan = receiver.planner.plan(
+            wire, prepare.bucket_bytes, direct=prepare.direct, skip=prepare.skip
+        )
+        if plan.digest != prepare.plan or len(plan.buckets) != prepare.buckets:
+            raise RefitProtocolError("the two sides derive different plans", phase="PREPARE")
+        self._lane = receiver.lane(self._end, plan, prepare.lane)
+        receiver.give_up_handles()
+        sink = receiver.new_sink()
+        expected = receiver.manifest_of(sink)
+        compare(wire, expected)
+        known, touch = receiver.known, self._touch
+        if offer.isolation == "staged":
+            sink, known, touch = self._staged(sink, wire, expected), dict(known), _nothing
+        sink.begin(offer.version)
+        self._sink = sink
+        self._loader = Loader(
+            sink,
+            wire,
+            expected,
+            plan,
+            self._lane.data,
+            verify=offer.verify,
+            known=known,
+            touch=touch,
+        )
+        return plan.digest
+
+    def _staged(
+        self, sink: WeightSink, wire: WeightManifest, expected: WeightManifest
+    ) -> StagedSink:
+        if self.session.offer is not None and self.session.offer.kv_scales:
+            raise CapabilityError(
+                "key/value scales cannot be taken back, so they do not travel with a staged refit",
+                fix='use isolation="quiesced"',
+                capability="staged",
+            )
+        sent = {wire.owned[index].name for index in self._plan.sent}
+        names = {spec.name for spec in expected.owned if wire.root(spec.name) in sent}
+        return StagedSink(sink, names, self._receiver.version, self._touch)
+
+    def _install(self, offer: Offer, digest: str) -> str:
+        """Finishes the sink and verifies what is there; the digest of all of it."""
+        assert self._sink is not None
+        found = self._loader.check_sealed(digest)
+        if offer.kv_scales:
+            self._sink.scale_kv(offer.kv_scales)
+        self._sink.finish(offer.version)
+        if offer.verify == "installed":
+            self._loader.check_installed()
+        return found
+
+    def _publish(self, version: int) -> None:
+        self.session.touch()
+        self._receiver.publish(version)
+        self._receiver.known = self._loader.table.known
+        self._sink = None
+
+    def _touch(self) -> None:
+        if not self.session.touched:
+            self._torn_before = self._receiver.torn
+        self.session.touch()
+        self._receiver.torn = True
+
+    def _release(self) -> None:
+        """Tells the sink of a failure, and lets the engine generate again if it may."""
+        try:
+            if self._sink is not None:
+                self._sink.fail()
+                if isinstance(self._sink, StagedSink):
+                    self._receiver.torn = self._torn_before
+        except Exception as error:
+            raise WeightsTornError(
+                f"{self._receiver.name}: the engine could not be told of a refit that failed: "
+                f"{type(error).__name__}: {error}",
+                fix="refit again",
+                phase=self.session.phase.value,
+            ) from error
+        finally:
+            if self._locked:
+                self._receiver.lock.release()
+
+
+def _nothing() -> None:
+    """A second copy may be written at any time."""

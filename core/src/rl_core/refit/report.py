@@ -1,0 +1,117 @@
+"""What a refit did, in numbers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import cache
+from typing import Any, Self
+
+import torch
+
+from rl_core.errors import RefitProtocolError
+
+__all__ = ["RefitReport", "copy_rate"]
+
+#: Bytes that the copy rate is measured with: more than any cache holds, little else.
+_PROBE_BYTES = 48 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class RefitReport:
+    """What a committed refit did.
+
+    Attributes:
+        version: The version that serves now.
+        bytes: Bytes sent: each tensor once, in the engine's dtype.
+        seconds: From the first message to the last commit.
+        gb_per_s: ``bytes / seconds / 1e9``.
+        of_copy_rate: ``gb_per_s`` as a fraction of :func:`copy_rate` where the tensors are.
+        phases: Seconds in each phase, as the sender saw them.
+        extra_memory_bytes: Size of the sender's buffers; 0 if they are the tensors' own memory.
+        tensors: Tensors sent, without aliases and empty ones.
+        skipped: Tensors that were not sent because every engine had them.
+        unchanged: Tensors that are bit for bit what they were in the version before; None if that
+            is not known, because nothing was hashed.
+        cast: Tensors that were rounded to another dtype for the engine.
+        buckets: Buckets sent.
+        receivers: Engines that committed.
+        transport: What moved the bytes.
+        mode: ``"direct"`` or ``"packed"``.
+        verify: How the transfer was verified.
+        isolation: Whether engines served meanwhile.
+        attempts: How often it was tried, this time included.
+    """
+
+    version: int
+    bytes: int
+    seconds: float
+    gb_per_s: float
+    of_copy_rate: float
+    phases: Mapping[str, float]
+    extra_memory_bytes: int
+    tensors: int
+    skipped: int
+    unchanged: int | None
+    cast: int
+    buckets: int
+    receivers: int
+    transport: str
+    mode: str
+    verify: str
+    isolation: str
+    attempts: int = 1
+
+    @classmethod
+    def of(cls, results: list[Any], attempts: int) -> Self:
+        """The report among the results of both sides' futures.
+
+        Raises:
+            RefitProtocolError: The policy returned none.
+        """
+        for result in results:
+            if isinstance(result, Mapping) and "phases" in result:
+                return cls(**{**result, "attempts": attempts})
+        raise RefitProtocolError(
+            "the policy's futures returned no report",
+            fix="derive the policy from rl_core.backends.PolicyBackend",
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        same = "" if self.unchanged is None else f", {self.unchanged} unchanged"
+        skipped = f", {self.skipped} held already" if self.skipped else ""
+        return (
+            f"refit to version {self.version}: {self.bytes / 1e6:.1f} MB in {self.seconds:.3f} s "
+            f"({self.gb_per_s:.2f} GB/s, {self.of_copy_rate:.0%} of a plain copy), "
+            f"{self.tensors} tensors{skipped}{same}, {self.receivers} "
+            f"receiver{'s' * (self.receivers > 1)}, {self.transport} {self.mode}, "
+            f"verify={self.verify}, {self.extra_memory_bytes / 1e6:.1f} MB of buffers"
+        )
+
+
+@cache
+def copy_rate(device: str) -> float:
+    """Bytes per second of a plain copy on a device, by the threads that torch uses here.
+
+    Measured once per process, with 100 MB that are given back.
+    """
+    source = torch.ones(_PROBE_BYTES // 4, device=device)
+    target = torch.zeros_like(source)
+    times = []
+    for _ in range(4):
+        _settle(device)
+        began = time.perf_counter()
+        target.copy_(source)
+        _settle(device)
+        times.append(time.perf_counter() - began)
+    return _PROBE_BYTES / min(times)
+
+
+def _settle(device: str) -> None:
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize(device)

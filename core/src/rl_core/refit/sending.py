@@ -1,0 +1,266 @@
+"""One refit, as the trainer performs it."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from typing import TYPE_CHECKING, Any
+
+from rl_core.errors import ConfigError, LifecycleError, RefitProtocolError
+from rl_core.plugins import hookspecs
+from rl_core.refit.arena import adopt, why_not_at_home
+from rl_core.refit.digests import DIGEST_BYTES, DigestTable
+from rl_core.refit.hashing import BLOCK, kind_for
+from rl_core.refit.jobs import Job
+from rl_core.refit.messages import PROTOCOL, Codec, FromReceiver, Offer, Prepare
+from rl_core.refit.packing import DirectPacker, Packer, SlotPacker, digest_all
+from rl_core.refit.report import RefitReport, copy_rate
+from rl_core.refit.session import Confirm, Effect, MakePlan, Pack, Phase, Send, SenderSession
+
+if TYPE_CHECKING:
+    import torch
+
+    from rl_core.interfaces.weights import WeightSource
+    from rl_core.refit.messages import Ready
+    from rl_core.refit.options import SendOptions
+    from rl_core.refit.plan import TransferPlan
+    from rl_core.refit.sender import RefitSender
+    from rl_core.refit.transports.base import Lane, SenderEnd
+
+__all__ = ["Sending"]
+
+#: Buckets of a direct refit that may be announced and not loaded: enough to keep loaders busy.
+_DIRECT_WINDOW = 3
+#: Seconds between two events that tell of progress; short refits have none.
+_PROGRESS_S = 1.0
+
+
+class Sending(Job[SenderSession]):
+    """One refit.
+
+    Args:
+        sender: Whose.
+        end: What it is sent over.
+        source: The tensors as they are now.
+        options: How.
+        version: Of these weights.
+    """
+
+    def __init__(
+        self,
+        sender: RefitSender,
+        end: SenderEnd,
+        source: WeightSource,
+        options: SendOptions,
+        version: int,
+    ) -> None:
+        self.options = options
+        self.version = version
+        self._sender = sender
+        self._end = end
+        self._source = source
+        self._manifest = sender.manifest_of(source)
+        offer = Offer(
+            secrets.token_hex(16),
+            PROTOCOL,
+            sender.name,
+            version,
+            self._manifest.digest,
+            options.verify,
+            options.isolation,
+            options.delta,
+            dict(options.kv_scales),
+        )
+        session = SenderSession(offer, receivers=options.receivers, deadline_s=options.deadline_s)
+        super().__init__(session, sender)
+        self._codec = Codec[FromReceiver](FromReceiver, sender.token)
+        self._table: DigestTable | None = None
+        self._plan: TransferPlan
+        self._packer: Packer
+        self._lane: Lane | None = None
+        self._told = time.monotonic()
+
+    def refit(self) -> dict[str, Any]:
+        """See :meth:`Job.refit`."""
+        try:
+            self.drive()
+        finally:
+            committed = self.session.phase is Phase.COMMITTED
+            if not committed:
+                self._sender.drop_broken_lanes()
+        if committed:
+            report = self._report()
+            self._sender.version = self.version
+            self._sender.committed = self._table
+        if self.session.error is not None:
+            raise self.session.error
+        return report.as_dict()
+
+    def pump(self, timeout_s: float) -> None:
+        """See :meth:`Job.pump`."""
+        for key, frame in self._end.receive(timeout_s):
+            if self.cancelled:
+                return  # whoever says hello now means the next refit, and says it again
+            try:
+                message = self._codec.decode(frame)
+            except RefitProtocolError as error:
+                self.perform(self.session.corrupted(key, error))
+                continue
+            self.perform(self.session.receive(key, message))
+
+    def lost_peers(self) -> list[Effect]:
+        """See :meth:`Job.lost_peers`."""
+        return [effect for key in self._end.departed() for effect in self.session.forget(key)]
+
+    def do(self, effect: Effect) -> list[Effect]:
+        """See :meth:`Job.do`."""
+        match effect:
+            case Send(message, to):
+                frame = self._codec.encode(message)
+                keys = list(self.session.peers) if to is None else [to]
+                gone = [key for key in keys if not self._end.send(key, frame)]
+                if gone:
+                    self.pump(0.0)  # why it went may be here already
+                return [following for key in gone for following in self.session.forget(key)]
+            case MakePlan(ready):
+                prepare = self._make_plan(ready)
+                return self.session.planned(prepare, self._plan.slots or _DIRECT_WINDOW)
+            case Pack(index):
+                self._tell(index)
+                return self.session.packed(index, self._packer.put(index))
+            case Confirm():
+                return self.session.confirmed(self._confirm())
+        return []
+
+    # -- what is sent, and where it lies ----------------------------------------------------------
+
+    def _make_plan(self, ready: tuple[Ready, ...]) -> Prepare:
+        self._wire = self._manifest.cast(ready[0].dtypes)
+        self._casts = len(ready[0].dtypes)
+        device = self._sender.lane_device(self._source, ready)
+        tensors = self._at_home(device)
+        skip = self._skip([r.holds for r in ready], kind_for(device))
+        if self._table is None and self.options.verify != "none":
+            self._table = DigestTable(self._wire)
+        self._plan = plan = self._sender.planner.plan(
+            self._wire, self.options.bucket_bytes, direct=tensors is not None, skip=skip
+        )
+        if plan.buckets:
+            receivers = [hello.receiver for hello in self.session.peers.values()]
+            size = self.options.bucket_bytes
+            lane = self._sender.lane(self._end, plan, device, receivers, size)
+            self._lane = lane
+            if tensors is None:
+                source, manifest = self._source, self._manifest
+                self._packer = SlotPacker(plan, lane, self._table, source, manifest)
+            else:
+                adopt(lane, self._wire, tensors)
+                self._packer = DirectPacker(plan, lane, self._table)
+        return Prepare(
+            self.session.offer.session,
+            plan.digest,
+            self.options.bucket_bytes,
+            len(plan.buckets),
+            plan.direct,
+            skip,
+            dict(self._lane.ref) if self._lane else {},
+            self.session.remaining_s,
+        )
+
+    def _at_home(self, device: torch.device) -> dict[str, torch.Tensor] | None:
+        """The source's own tensors, if receivers can read them where they are."""
+        mode = self.options.mode
+        if mode == "packed":
+            return None
+        obstacle = None
+        if not self._end.reads_memory:
+            obstacle = f"the transport {self.options.transport} does not share memory"
+        elif self._casts:
+            obstacle = f"the engine wants {self._casts} tensors in another dtype"
+        tensors = {} if obstacle else self._source.persistent()
+        if tensors is None:
+            obstacle = "the source makes its tensors on the fly"
+        elif not obstacle:
+            obstacle = why_not_at_home(self._manifest, tensors, device)
+        if obstacle and mode == "direct":
+            raise ConfigError(
+                f"refit: mode='direct' is not possible: {obstacle}",
+                fix='use mode="auto" or mode="packed"',
+                key="mode",
+            )
+        return None if obstacle or tensors is None else dict(tensors)
+
+    def _skip(self, holds: list[bytes], kind: str) -> bytes:
+        """For each tensor 1 if every receiver has it as it is now."""
+        if not any(map(any, holds)):  # nobody has anything, or nobody was asked
+            return b""
+        block = min(BLOCK, self.options.bucket_bytes // 64 * 64)
+        self._table = digest_all(self._source, self._manifest, self._wire, block, kind)
+        now = self._table.flat
+        starts = range(0, len(now), DIGEST_BYTES)
+        return bytes(
+            all(held[i : i + DIGEST_BYTES] == now[i : i + DIGEST_BYTES] for held in holds)
+            for i in starts
+        )
+
+    # -- the end ----------------------------------------------------------------------------------
+
+    def _confirm(self) -> str:
+        """Makes sure that what was sent is one state, and gives its digest."""
+        self._source.confirm()
+        if self._table is None:
+            return ""
+        if self.options.join:
+            before = self._sender.committed
+            if before is None or before.digest != self._table.digest:
+                raise LifecycleError(
+                    f"{self._sender.name}: the weights are no longer those of version "
+                    f"{self.version}, which the other engines serve",
+                    fix="let the late engine take part in the next refit of all, or join before "
+                    "training goes on",
+                    version=self.version,
+                )
+        return self._table.digest
+
+    def _report(self) -> RefitReport:
+        phases, plan = self.session.phase_seconds, self._plan
+        seconds = sum(phases.values())
+        rate = plan.nbytes / seconds
+        lane = 0 if plan.direct or self._lane is None else self._lane.data.numel()
+        device = "cpu" if self._lane is None else str(self._lane.data.device)
+        return RefitReport(
+            version=self.version,
+            bytes=plan.nbytes,
+            seconds=seconds,
+            gb_per_s=rate / 1e9,
+            of_copy_rate=rate / copy_rate(device),
+            phases=phases,
+            extra_memory_bytes=lane,
+            tensors=len(plan.sent),
+            skipped=len(self._wire.owned) - len(plan.sent),
+            unchanged=self._unchanged(),
+            cast=self._casts,
+            buckets=len(plan.buckets),
+            receivers=self.options.receivers,
+            transport=self.options.transport,
+            mode="direct" if plan.direct else "packed",
+            verify=self.options.verify,
+            isolation=self.options.isolation,
+        )
+
+    def _unchanged(self) -> int | None:
+        before, now = self._sender.committed, self._table
+        if before is None or now is None:
+            return None
+        return sum(before.known.get(name) == digest for name, digest in now.known.items())
+
+    def _tell(self, index: int) -> None:
+        if time.monotonic() - self._told > _PROGRESS_S:
+            self._told = time.monotonic()
+            hookspecs.emit(
+                "refit_progress",
+                version=self.version,
+                buckets=len(self._plan.buckets),
+                sent=index,
+                bytes=self._plan.nbytes,
+            )

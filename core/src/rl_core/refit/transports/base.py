@@ -1,0 +1,187 @@
+"""What a transport is: control messages between one sender and its receivers, and bytes.
+
+A transport is found by its name in the entry-point group ``rl_core.transports``; the entry is an
+instance of :class:`Transport`. The session decides what is said and when; a transport only moves
+frames, and makes bytes that the sender wrote to its :class:`Lane` appear in the receivers'.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+__all__ = ["Lane", "NoLane", "ReceiverEnd", "SenderEnd", "Transport"]
+
+
+class Lane(ABC):
+    """One end of a stretch of bytes that a sender fills and receivers read.
+
+    Attributes:
+        data: The bytes on this side, uint8 ``[nbytes]``; allocated and touched once.
+        ref: Plain data from which a receiver attaches; sent inside an authenticated message.
+        outlives_failure: A refit that fails leaves the lane as good as new.
+    """
+
+    data: torch.Tensor
+    ref: Mapping[str, Any]
+    outlives_failure: ClassVar[bool] = True
+
+    def serves(self, receivers: Sequence[str]) -> bool:
+        """Sender: whether these receivers, in this order, can use the lane as it is."""
+        return True
+
+    def home(self, start: int, stop: int) -> torch.Tensor:
+        """Sender: some of the bytes as a tensor that owns its storage, where that is possible."""
+        return self.data[start:stop]
+
+    def publish(self, start: int, stop: int) -> None:
+        """Sender: these bytes are written; lets the receivers have them. Does not wait."""
+
+    def expect(self, start: int, stop: int) -> None:
+        """Receiver: these bytes were announced and their place here is free. Does not wait."""
+
+    def arrived(self) -> bool:
+        """Receiver: whether what was expected first, and not yet released, is here.
+
+        Raises:
+            RefitPeerError: It will not come any more.
+        """
+        return True
+
+    def release(self) -> None:
+        """Receiver: all that was copied from the first expected bytes is done with."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Lets go; whatever waits on the other side for bytes is unblocked. Idempotent."""
+
+
+class NoLane(Lane):
+    """The lane of a refit in which nothing is sent."""
+
+    def __init__(self) -> None:
+        self.data = torch.empty(0, dtype=torch.uint8)
+        self.ref = {}
+
+    def close(self) -> None:
+        """There is nothing to let go of."""
+
+
+class SenderEnd(ABC):
+    """The sender's end of a transport, for any number of receivers over its whole life.
+
+    Attributes:
+        address: Plain data from which receivers connect; travels in ``prepare_refit_info``.
+        reads_memory: Receivers read the sender's own memory: what ``direct`` needs.
+    """
+
+    address: Mapping[str, Any]
+    reads_memory: ClassVar[bool] = False
+
+    @abstractmethod
+    def receive(self, timeout_s: float) -> list[tuple[str, bytes]]:
+        """Frames that are there, each with its connection; waits for the first."""
+
+    @abstractmethod
+    def send(self, key: str, frame: bytes) -> bool:
+        """Sends to one connection; False if it is gone."""
+
+    @abstractmethod
+    def departed(self) -> list[str]:
+        """Connections that were lost since this was last asked."""
+
+    def rendezvous(self, deadline_s: float) -> None:
+        """Waits for the receivers that :attr:`address` alone does not bring here.
+
+        Raises:
+            DeadlineError: Says who is missing.
+        """
+
+    @abstractmethod
+    def lane(self, nbytes: int, device: torch.device, receivers: Sequence[str]) -> Lane:
+        """New memory that these receivers can attach to.
+
+        Args:
+            nbytes: At least 1.
+            device: Where the sender's tensors are.
+            receivers: Their ids, as in ``Hello``, in one order for all.
+
+        Raises:
+            RefitError: There is not enough memory.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends everything and leaves nothing behind. Idempotent."""
+
+
+class ReceiverEnd(ABC):
+    """A receiver's end of a transport, for its whole life."""
+
+    def rendezvous(self, deadline_s: float) -> None:
+        """Waits for the sender, where that must be done before the first refit.
+
+        Raises:
+            DeadlineError: It did not come.
+        """
+
+    @abstractmethod
+    def connect(self) -> None:
+        """Begins a refit: a new connection, on which nothing of earlier refits arrives."""
+
+    @abstractmethod
+    def disconnect(self) -> None:
+        """Ends it, once what was sent is delivered or a moment has passed. Idempotent."""
+
+    @abstractmethod
+    def receive(self, timeout_s: float) -> bytes | None:
+        """The next frame, or None after the timeout."""
+
+    @abstractmethod
+    def send(self, frame: bytes) -> None:
+        """Sends a frame."""
+
+    @abstractmethod
+    def lost(self) -> bool:
+        """Whether the sender is gone: its process died, or does not answer."""
+
+    @abstractmethod
+    def attach(self, ref: Mapping[str, Any], receiver: str) -> Lane:
+        """This side of the sender's lane, which the caller keeps as long as ``ref`` is the same.
+
+        Args:
+            ref: As the sender gave it.
+            receiver: This receiver's id.
+
+        Raises:
+            RefitProtocolError: It is not there, or is not what ``ref`` describes.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends everything and leaves nothing behind. Idempotent."""
+
+
+class Transport(ABC):
+    """Makes both ends of one kind of transport."""
+
+    @abstractmethod
+    def sender(self, **options: Any) -> SenderEnd:
+        """The sender's end.
+
+        Raises:
+            ConfigError: An option is unknown or not legal.
+        """
+
+    @abstractmethod
+    def receiver(self, address: Mapping[str, Any], **options: Any) -> ReceiverEnd:
+        """A receiver's end for the sender of :attr:`SenderEnd.address`.
+
+        Raises:
+            RefitProtocolError: The address is malformed.
+        """
