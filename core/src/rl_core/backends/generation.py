@@ -19,7 +19,7 @@ from rl_core.backends.prompts import (
     greedy_params,
     repeated,
 )
-from rl_core.errors import CapabilityError, ConfigError, LifecycleError, PluginError
+from rl_core.errors import ConfigError, LifecycleError, PluginError
 from rl_core.interfaces import GenerationInterface
 from rl_core.refit import DEFAULT_DEADLINE_S, RefitReceiver
 from rl_core.refit.jobs import exclusively

@@ -200,6 +200,7 @@ class ColocatablePolicyInterface(PolicyInterface):
 
         Args:
             kv_scales: FP8 scales that travel with the weights.
+            **options: Those of :class:`~rl_core.refit.SendOptions`.
         """
 
     @abstractmethod
