@@ -36,13 +36,15 @@ if TYPE_CHECKING:
 __all__ = ["GroupLane", "Meeting"]
 
 #: For the members' connections to each other, once all of them are there.
-_JOIN = timedelta(seconds=30)
+_JOIN = timedelta(seconds=10)
 #: For one broadcast, in which a member may first have to load the bucket before it.
 _MOVE = timedelta(seconds=600)
 #: Seconds that a close waits for the lane's thread.
 _GOODBYE_S = 0.5
 #: Seconds for which :meth:`GroupLane.arrived` waits, so that asking in a loop costs little.
 _PATIENCE_S = 0.001
+#: More than the members of any group: taken from their number by one that leaves.
+_NEVER = 1 << 30
 _NCCL_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _CUDA: Any = torch.cuda  # its streams and events are not typed
 
@@ -52,7 +54,7 @@ class Meeting:
     """Where the members of a group find each other.
 
     Attributes:
-        store: A ``TCPStore`` that reaches all members.
+        store: Reaches all members.
         name: Of this group; never used before.
         rank: This member's; 0 is the sender.
         size: Number of members.
@@ -60,7 +62,7 @@ class Meeting:
         port: The store's.
     """
 
-    store: Any
+    store: c10d.Store
     name: str
     rank: int
     size: int
@@ -84,6 +86,9 @@ class _Backend(Protocol):
     def move(self, group: Any, span: _Span) -> None:
         """Broadcasts from rank 0; returns when the bytes are here, or gone from here."""
 
+    def abort(self, group: Any) -> None:
+        """Makes whatever blocks in the group return, as far as that is possible."""
+
 
 class _Gloo:
     def open(self, store: c10d.Store, meeting: Meeting) -> Any:
@@ -96,6 +101,9 @@ class _Gloo:
 
     def move(self, group: Any, span: _Span) -> None:
         group.broadcast([span.data], _from_sender()).wait()
+
+    def abort(self, group: Any) -> None:
+        """Gloo has no way; a broadcast ends when a member's connection does, or its time."""
 
 
 class _Nccl:
@@ -116,6 +124,9 @@ class _Nccl:
                 self._stream.wait_event(span.written)
             group.broadcast([span.data], _from_sender()).wait()  # the stream waits, not the host
             self._stream.synchronize()
+
+    def abort(self, group: Any) -> None:
+        threading.Thread(target=group.abort, daemon=True).start()  # which may hang itself
 
 
 class _Carrier:
@@ -149,15 +160,16 @@ class _Carrier:
         """Ends the thread; if it is stuck in the group, it ends when the group lets it."""
         self._stopped.set()
         self._spans.put(None)
-        if self._group is not None:
-            threading.Thread(target=self._group.abort, daemon=True).start()
+        if (group := self._group) is not None:
+            self._backend.abort(group)
+            del group  # the thread lets it go
         if threading.current_thread() is not self._thread:
             self._thread.join(_GOODBYE_S)
 
     def _run(self) -> None:
         try:
             self._group = self._meet()
-            while (span := self._spans.get()) is not None:
+            while not self._stopped.is_set() and (span := self._spans.get()) is not None:
                 self._backend.move(self._group, span)
                 if self._stopped.is_set():
                     return  # an aborted broadcast ends like one that succeeded
@@ -170,12 +182,15 @@ class _Carrier:
     def _meet(self) -> Any:
         """The group, once all members are at its door; to wait there can be given up."""
         meeting = self._meeting
-        store = c10d.PrefixStore(f"refit/{meeting.name}", meeting.store.clone())
+        store = c10d.PrefixStore(f"refit/{meeting.name}", meeting.store)
         there, pause = store.add("members", 1), 0.0005
-        while there < meeting.size:
+        while 0 < there < meeting.size:
             if self._stopped.wait(pause):
+                store.add("members", -_NEVER)
                 return None
             there, pause = store.add("members", 0), min(2 * pause, 0.02)
+        if there < 0:
+            raise RuntimeError("a member left before all were there")
         return self._backend.open(store, meeting)
 
 
