@@ -23,6 +23,9 @@ _LINGER_MS = 200
 _HEARTBEAT_MS = 500
 #: Milliseconds of silence after which a peer counts as gone.
 _SILENCE_MS = 3000
+#: A lost connection stays lost for longer than any refit. Not -1, with which ZeroMQ throws away
+#: what was received on it and not yet read.
+_NEVER_MS = 3_600_000
 #: Connections that may wait to be accepted: as many engines as may start a refit at once.
 _BACKLOG = 1024
 #: What tells a client that its server is gone. A refused connection is as good as a broken one,
@@ -184,7 +187,7 @@ class ControlClient:
         """
         self.disconnect()
         watched = _Watched(self._context, zmq.DEALER, _LOST)
-        watched.socket.setsockopt(zmq.RECONNECT_IVL, -1)  # a lost connection stays lost
+        watched.socket.setsockopt(zmq.RECONNECT_IVL, _NEVER_MS)
         watched.socket.setsockopt(zmq.IPV6, "[" in self.endpoint)
         try:
             watched.socket.connect(self.endpoint)
