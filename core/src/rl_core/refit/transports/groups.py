@@ -223,8 +223,8 @@ class GroupLane(Lane):
         self._stop = weakref.finalize(self, self._carrier.stop)
 
     def serves(self, receivers: Sequence[str]) -> bool:
-        """See :meth:`Lane.serves`."""
-        return tuple(receivers) == tuple(self.ref["members"]) and not self._carrier.failure
+        """See :meth:`Lane.serves`; their ranks are those of ``ref``, in whatever order they are."""
+        return set(receivers) == set(self.ref["members"]) and not self._carrier.failure
 
     def publish(self, start: int, stop: int) -> None:
         """See :meth:`Lane.publish`.
