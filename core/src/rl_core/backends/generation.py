@@ -237,6 +237,7 @@ class GenerationBackend(GenerationInterface):
         with self._lock:
             self._check_open("finish_generation")
             if awake := tags & self._awake:
+                self._receiver.let_go_of_weights()
                 self.on_sleep(awake)
                 self._awake -= awake
         return True

@@ -27,6 +27,7 @@ __all__ = ["main"]
 
 _OWN = {
     "backends": ("rl_core.cli.backends:main", "list, describe and examine the installed backends"),
+    "refit": ("rl_core.cli.refit:main", "measure the transfer of weights on this host"),
     "check": ("rl_core.cli.check:main", "check a model: log-probs, context length, decoding"),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from rl_core.refit.manifest import WeightManifest
     from rl_core.refit.transports.base import Lane
 
-__all__ = ["adopt", "why_not_at_home"]
+__all__ = ["Arena", "why_not_at_home"]
 
 
 def why_not_at_home(
@@ -39,17 +40,37 @@ def why_not_at_home(
     return None
 
 
-@torch.no_grad()
-def adopt(lane: Lane, manifest: WeightManifest, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Moves tensors into a lane, each to its place; those that are there stay.
+class Arena:
+    """Remembers which tensors were moved into a lane, so that this is looked at once."""
 
-    One tensor is moved at a time, so that memory for one more is enough.
-    """
-    base = lane.data.data_ptr()
-    for spec, place in zip(manifest.owned, arena(manifest.owned)[0], strict=True):
-        tensor = tensors[spec.name]
-        if tensor.data_ptr() == base + place:
-            continue
-        home = lane.home(place, place + nbytes(spec)).view(dtype_of(spec)).view(spec.shape)
-        home.copy_(tensor)
-        tensor.data = home
+    def __init__(self) -> None:
+        self._lane: Lane | None = None
+        self._tensors: list[torch.Tensor] = []
+        self._places: list[int] = []
+
+    def holds(self, tensors: Mapping[str, torch.Tensor]) -> bool:
+        """Whether these are the tensors that were moved, and are where they were moved to."""
+        given = tensors.values()
+        same = len(given) == len(self._tensors) and all(map(operator.is_, given, self._tensors))
+        return same and [tensor.data_ptr() for tensor in given] == self._places
+
+    @torch.no_grad()
+    def adopt(
+        self, lane: Lane, manifest: WeightManifest, tensors: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Moves tensors into a lane, each to its place; those that are there stay.
+
+        One tensor is moved at a time, so that memory for one more is enough.
+        """
+        if self._lane is lane and self.holds(tensors):
+            return
+        base = lane.data.data_ptr()
+        for spec, place in zip(manifest.owned, arena(manifest.owned)[0], strict=True):
+            tensor = tensors[spec.name]
+            if tensor.data_ptr() == base + place:
+                continue
+            home = lane.home(place, place + nbytes(spec)).view(dtype_of(spec)).view(spec.shape)
+            home.copy_(tensor)
+            tensor.data = home
+        self._lane, self._tensors = lane, list(tensors.values())
+        self._places = [tensor.data_ptr() for tensor in self._tensors]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 import xxhash
 
-from rl_core.refit.hashing import block_digests, hash_views, run_digests, tensor_digest
+from rl_core.refit.hashing import block_digests, hash_views, kind_for, run_digests, tensor_digest
 from rl_core.refit.manifest import dtype_of, numel
 
 if TYPE_CHECKING:
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
     from rl_core.interfaces.weights import TensorSpec
     from rl_core.refit.manifest import WeightManifest
-    from rl_core.refit.plan import Bucket, Segment
+    from rl_core.refit.plan import Bucket, Segment, TransferPlan
 
-__all__ = ["DIGEST_BYTES", "DigestTable", "as_view", "copy_run", "digest_of", "hasher"]
+__all__ = ["DIGEST_BYTES", "DigestTable", "Window", "Digester", "as_view", "copy_run", "hasher"]
 
 DIGEST_BYTES = 16
 _UNKNOWN = bytes(DIGEST_BYTES)
@@ -33,14 +33,40 @@ def hasher(
 ) -> Callable[[], list[bytes]]:
     """A function that digests the blocks of some segments, on the device where they are."""
     if lane.device.type == "cpu":
-        views = [
-            as_view(lane[start:stop])
-            for segment in segments
-            for start, stop in segment.blocks(block_bytes)
-        ]
+        whole = as_view(lane)
+        views = [whole[a:b] for s in segments for a, b in s.blocks(block_bytes)]
         return lambda: hash_views(views)
     parts = [lane[s.start : s.stop] for s in segments]
     return lambda: [digest for run in run_digests(parts) for digest in run]
+
+
+class Window:
+    """A plan's segments seen through a lane. Views are made once, for all refits of the plan.
+
+    Args:
+        plan: What lies where.
+        data: The lane's bytes.
+    """
+
+    def __init__(self, plan: TransferPlan, data: torch.Tensor) -> None:
+        self.plan = plan
+        self.data = data
+        self._views: dict[int, list[torch.Tensor]] = {}
+        self._hashers: dict[int, Callable[[], list[bytes]]] = {}
+
+    def views(self, index: int) -> list[torch.Tensor]:
+        """The segments of a bucket: 1-D, of the dtypes that travel."""
+        if index not in self._views:
+            segments = self.plan.buckets[index].segments
+            self._views[index] = [segment.of(self.data) for segment in segments]
+        return self._views[index]
+
+    def digests(self, index: int) -> list[bytes]:
+        """The digests of a bucket's blocks, as they are now."""
+        if index not in self._hashers:
+            segments = self.plan.buckets[index].segments
+            self._hashers[index] = hasher(segments, self.data, self.plan.block_bytes)
+        return self._hashers[index]()
 
 
 class DigestTable:
@@ -60,7 +86,12 @@ class DigestTable:
         """Takes the block digests of a bucket; buckets come in order."""
         position = 0
         for segment in bucket.segments:
-            blocks = -(-(segment.stop - segment.start) // block_bytes)
+            nbytes = segment.stop - segment.start
+            if nbytes <= block_bytes and segment.whole:
+                self.known[segment.spec.name] = digests[position]
+                position += 1
+                continue
+            blocks = -(-nbytes // block_bytes)
             part = digests[position : position + blocks]
             position += blocks
             if segment.last and not self._open:
@@ -87,28 +118,59 @@ class DigestTable:
         return xxhash.xxh3_128_hexdigest(self._manifest.digest.encode() + self.flat)
 
 
-def digest_of(tensor: torch.Tensor, spec: TensorSpec, block_bytes: int, kind: str) -> bytes:
-    """The digest that a tensor gets when it travels as ``spec`` says.
+class Digester:
+    """Digests tensors as they would travel.
 
     Args:
-        tensor: Any strides, dtype and device; at most a block of it is copied.
-        spec: With the dtype that travels.
         block_bytes: Largest piece that is hashed at once.
         kind: As of :func:`rl_core.refit.hashing.kind_for`, for the device of the lane.
+        keep: Tensors stay where they are, so that views of them are made once, and held.
     """
-    dtype = dtype_of(spec)
-    step, total = block_bytes // dtype.itemsize, numel(spec)
-    if tensor.is_contiguous() and tensor.dtype == dtype:
+
+    def __init__(self, block_bytes: int, kind: str, *, keep: bool) -> None:
+        self._block = block_bytes
+        self._kind = kind
+        self._keep = keep
+        self._views: dict[tuple[str, int], list[memoryview]] = {}
+
+    def of(self, tensor: torch.Tensor, spec: TensorSpec) -> bytes:
+        """The digest that a tensor gets when it travels as ``spec`` says.
+
+        Args:
+            tensor: Any strides, dtype and device; at most a block of it is copied.
+            spec: With the dtype that travels.
+        """
+        dtype = dtype_of(spec)
+        step, total = self._block // dtype.itemsize, numel(spec)
+        if not tensor.is_contiguous() or tensor.dtype != dtype:
+            return tensor_digest(self._copied(tensor, spec))
+        if self._kind == kind_for(tensor.device) == "xxh3":
+            return tensor_digest(hash_views(self._seen(tensor, spec.name)))
         flat = tensor.detach().reshape(-1)
         parts = [flat[offset : offset + step].view(torch.uint8) for offset in range(0, total, step)]
-        return tensor_digest([digest for run in run_digests(parts, kind) for digest in run])
-    scratch = torch.empty(min(step, total), dtype=dtype, device=tensor.device)
-    digests: list[bytes] = []
-    for offset in range(0, total, step):
-        part = scratch[: total - offset]
-        copy_run(part, tensor, offset)
-        digests += block_digests(part.view(torch.uint8), kind)
-    return tensor_digest(digests)
+        return tensor_digest([digest for run in run_digests(parts, self._kind) for digest in run])
+
+    def _seen(self, tensor: torch.Tensor, name: str) -> list[memoryview]:
+        key = (name, tensor.data_ptr())
+        views = self._views.get(key)
+        if views is None:
+            whole = as_view(tensor)
+            starts = range(0, len(whole), self._block)
+            views = [whole[start : start + self._block] for start in starts]
+            if self._keep:
+                self._views[key] = views
+        return views
+
+    def _copied(self, tensor: torch.Tensor, spec: TensorSpec) -> list[bytes]:
+        dtype = dtype_of(spec)
+        step, total = self._block // dtype.itemsize, numel(spec)
+        scratch = torch.empty(min(step, total), dtype=dtype, device=tensor.device)
+        digests: list[bytes] = []
+        for offset in range(0, total, step):
+            part = scratch[: total - offset]
+            copy_run(part, tensor, offset)
+            digests += block_digests(part.view(torch.uint8), self._kind)
+        return digests
 
 
 def copy_run(target: torch.Tensor, source: torch.Tensor, offset: int) -> None:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from rl_core.errors import ConfigError, RefitAborted, RefitProtocolError
-from rl_core.refit.digests import DigestTable
-from rl_core.refit.loading import Loader
+from rl_core.refit.digests import DigestTable, Window
+from rl_core.refit.loading import Loader, Route
 from rl_core.refit.manifest import WeightManifest
 from rl_core.refit.messages import Codec, Handles
 from rl_core.refit.packing import SlotPacker
@@ -86,7 +86,8 @@ class Handing:
                 key="keys",
             )
         table = DigestTable(self._manifest)
-        packer = SlotPacker(plan, self._lane, table, source, self._manifest)
+        window = Window(plan, self._lane.data)
+        packer = SlotPacker(window, self._lane, table, source, self._manifest)
         digests = b"".join(packer.put(index) for index in range(len(plan.buckets)))
         self.left -= set(keys)
         message = Handles(
@@ -159,16 +160,9 @@ class Taking:
                 fix="pass each result of get_weights_ipc_handles once",
                 phase="TRANSFER",
             )
-        loader = Loader(
-            self.sink,
-            self._manifest,
-            WeightManifest.of(self.sink.specs()),
-            plan,
-            lane.data,
-            verify="wire",
-            known=self._known,
-            touch=self._touch,
-        )
+        expected = WeightManifest.of(self.sink.specs())
+        route = Route(self.sink, self._manifest, expected, plan, lane.data)
+        loader = Loader(route, verify="wire", known=self._known, touch=self._touch)
         for index in range(len(plan.buckets)):
             loader.load(index, message.digests)
         self._left -= set(message.keys)

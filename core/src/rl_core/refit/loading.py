@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from rl_core.errors import RefitCorrupted
-from rl_core.refit.digests import DIGEST_BYTES, DigestTable, as_view, digest_of, hasher
+from rl_core.refit.digests import DIGEST_BYTES, Digester, DigestTable, as_view, hasher
 from rl_core.refit.hashing import hash_views, kind_for
 from rl_core.refit.manifest import dtype_of
 
@@ -17,27 +17,29 @@ if TYPE_CHECKING:
 
     from rl_core.interfaces.weights import TensorSpec, WeightSink
     from rl_core.refit.manifest import WeightManifest
-    from rl_core.refit.plan import Bucket, Segment, TransferPlan
+    from rl_core.refit.plan import Segment, TransferPlan
 
-__all__ = ["Loader"]
+__all__ = ["Loader", "Route"]
 
-#: Segments of at most this many bytes are hashed and copied in groups, so that what was hashed is
-#: copied while it is still in the cache, and a group costs little more than its bytes.
+#: Segments of at most this many bytes are hashed and copied in groups of about a megabyte: what
+#: was hashed is copied while it is in the cache, and a group costs little more than its bytes.
 _SMALL = 256 << 10
 _GROUP = 1 << 20
+#: Below this, copying bytes is faster than telling torch to.
+_TINY = 64 << 10
 
 
 class _Step(NamedTuple):
     """Some bytes that are verified, then written."""
 
-    digests: Callable[[], list[bytes]]
-    blocks: int
-    writes: list[Callable[[], object]]
     name: str
+    blocks: int
+    digests: Callable[[], list[bytes]]
+    writes: list[Callable[[], object]]
 
 
-class Loader:
-    """Writes the buckets of one refit to a sink.
+class Route:
+    """The way from a lane to an engine's tensors: views and copies, made once for many refits.
 
     Args:
         sink: The engine's tensors.
@@ -45,9 +47,6 @@ class Loader:
         expected: The sink's own.
         plan: What lies where in the lane.
         data: The receiver's end of the lane, uint8.
-        verify: ``"none"``, ``"wire"`` or ``"installed"``.
-        known: Digests, by name, of what the engine has; kept up to date.
-        touch: Called before anything is written.
     """
 
     def __init__(
@@ -57,24 +56,122 @@ class Loader:
         expected: WeightManifest,
         plan: TransferPlan,
         data: torch.Tensor,
-        *,
-        verify: str,
-        known: dict[str, bytes],
-        touch: Callable[[], None],
     ) -> None:
-        self.table = DigestTable(wire, known)
-        self._sink = sink
-        self._wire = wire
-        self._expected = expected
-        self._plan = plan
-        self._data = data
-        self._verify = verify
-        self._touch = touch
+        self.sink = sink
+        self.wire = wire
+        self.expected = expected
+        self.plan = plan
+        self.data = data
         self._targets: Mapping[str, torch.Tensor] = sink.targets() or {}
+        self._where = [target.data_ptr() for target in self._targets.values()]
         # What the trainer ties and the engine does not is written to each of its storages.
         self._places: dict[str, list[TensorSpec]] = {}
         for spec in expected.owned:
             self._places.setdefault(wire.root(spec.name), []).append(spec)
+        self._steps: dict[int, list[_Step]] = {}
+        self.digester = Digester(plan.block_bytes, kind_for(data.device), keep=bool(self._targets))
+
+    def leads(
+        self,
+        sink: WeightSink,
+        wire: WeightManifest,
+        expected: WeightManifest,
+        plan: TransferPlan,
+        data: torch.Tensor,
+    ) -> bool:
+        """Whether it is the way between these; ``sink`` takes the place of the one before."""
+        same = wire is self.wire and expected is self.expected and plan is self.plan
+        targets = sink.targets()
+        if not same or data is not self.data or not targets:
+            return False
+        known = self._targets
+        if targets is not known and any(known.get(n) is not t for n, t in targets.items()):
+            return False
+        self.sink = sink
+        return [target.data_ptr() for target in targets.values()] == self._where
+
+    def steps(self, index: int) -> list[_Step]:
+        """What is done with a bucket."""
+        if index not in self._steps:
+            self._steps[index] = list(self._make_steps(self.plan.buckets[index].segments))
+        return self._steps[index]
+
+    def _make_steps(self, segments: Sequence[Segment]) -> Iterator[_Step]:
+        group: list[Segment] = []
+        size = 0
+        for segment in segments:
+            nbytes = segment.stop - segment.start
+            if nbytes > _SMALL and self.data.device.type == "cpu":
+                yield from self._by_blocks(segment)
+                continue
+            group.append(segment)
+            size += nbytes
+            if size > _GROUP and self.data.device.type == "cpu":
+                yield self._together(group)
+                group, size = [], 0
+        if group:
+            yield self._together(group)
+
+    def _together(self, segments: Sequence[Segment]) -> _Step:
+        """One step for whole segments."""
+        size = self.plan.block_bytes
+        blocks = sum(-(-(s.stop - s.start) // size) for s in segments)
+        digests = hasher(segments, self.data, size)
+        writes = [write for s in segments for write in self._writes(s, s.start, s.stop)]
+        return _Step(segments[0].spec.name, blocks, digests, writes)
+
+    def _by_blocks(self, segment: Segment) -> Iterator[_Step]:
+        """A step for every block if blocks can be written one by one, else one for all."""
+        if any(spec.name not in self._targets for spec in self._places[segment.spec.name]):
+            yield self._together([segment])
+            return
+        for start, stop in segment.blocks(self.plan.block_bytes):
+            digests = partial(hash_views, [as_view(self.data[start:stop])])
+            writes = self._writes(segment, start, stop)
+            yield _Step(segment.spec.name, 1, digests, writes)
+
+    def _writes(self, segment: Segment, start: int, stop: int) -> list[Callable[[], object]]:
+        """Calls that write some bytes of a segment wherever the engine wants them."""
+        dtype = dtype_of(segment.spec)
+        run = self.data[start:stop].view(dtype)
+        offset = segment.offset + (start - segment.start) // dtype.itemsize
+        writes: list[Callable[[], object]] = []
+        for spec in self._places[segment.spec.name]:
+            target = self._targets.get(spec.name)
+            if target is None:
+                data = run.to(dtype_of(spec))
+                writes.append(partial(self.sink.write, spec.name, offset, data, of=spec))
+                continue
+            part = target.detach().view(-1)[offset : offset + len(run)]
+            plain = part.dtype == dtype and part.device == run.device
+            if plain and part.device.type == "cpu" and stop - start <= _TINY:
+                writes.append(partial(_assign, as_view(part), as_view(run)))
+            else:
+                writes.append(partial(part.copy_, run))
+        return writes
+
+
+def _assign(target: memoryview, source: memoryview) -> None:
+    target[:] = source
+
+
+class Loader:
+    """Writes the buckets of one refit.
+
+    Args:
+        route: From where to where.
+        verify: ``"none"``, ``"wire"`` or ``"installed"``.
+        known: Digests, by name, of what the engine has; kept up to date.
+        touch: Called before anything is written.
+    """
+
+    def __init__(
+        self, route: Route, *, verify: str, known: dict[str, bytes], touch: Callable[[], None]
+    ) -> None:
+        self.table = DigestTable(route.wire, known)
+        self._route = route
+        self._verify = verify
+        self._touch = touch
 
     @torch.no_grad()
     def load(self, index: int, digests: bytes) -> None:
@@ -87,17 +184,18 @@ class Loader:
         Raises:
             RefitCorrupted: A block is not what the sender packed; it is not written.
         """
-        bucket = self._plan.buckets[index]
         self._touch()
         if self._verify == "none":
             self.table.known.clear()
-            for step in self._steps(bucket):
+            for step in self._route.steps(index):
                 for write in step.writes:
                     write()
             return
+        plan = self._route.plan
+        bucket = plan.buckets[index]
         self.table.forget(bucket)
         found: list[bytes] = []
-        for step in self._steps(bucket):
+        for step in self._route.steps(index):
             begin = len(found) * DIGEST_BYTES
             blocks = step.digests()
             if b"".join(blocks) != digests[begin : begin + step.blocks * DIGEST_BYTES]:
@@ -110,7 +208,7 @@ class Loader:
             for write in step.writes:
                 write()
             found += blocks
-        self.table.add(bucket, found, self._plan.block_bytes)
+        self.table.add(bucket, found, plan.block_bytes)
 
     def check_sealed(self, digest: str) -> str:
         """Compares all that the engine has, sent now or held before, with the sender's.
@@ -136,11 +234,12 @@ class Loader:
         Raises:
             RefitCorrupted: Names every tensor that is not what arrived.
         """
-        names = [spec.name for spec in self._expected.tensors]
+        route = self._route
+        names = [spec.name for spec in route.expected.tensors]
         wrong, seen = [], set()
-        for name, tensor in self._sink.read(names):
+        for name, tensor in route.sink.read(names):
             seen.add(name)
-            spec = self._expected.by_name[name]
+            spec = route.expected.by_name[name]
             sound = tensor.shape == spec.shape and tensor.dtype == dtype_of(spec)
             if not (sound and self._matches(spec, tensor)):
                 wrong.append(name)
@@ -156,58 +255,5 @@ class Loader:
     def _matches(self, spec: TensorSpec, tensor: torch.Tensor) -> bool:
         if tensor.numel() == 0:
             return True
-        known = self.table.known.get(self._wire.root(spec.name))
-        kind = kind_for(self._data.device)
-        return digest_of(tensor, spec, self._plan.block_bytes, kind) == known
-
-    # -- what is done with a bucket ---------------------------------------------------------------
-
-    def _steps(self, bucket: Bucket) -> Iterator[_Step]:
-        group: list[Segment] = []
-        size = 0
-        for segment in bucket.segments:
-            nbytes = segment.stop - segment.start
-            if nbytes > _SMALL:
-                yield from self._blockwise(segment)
-                continue
-            group.append(segment)
-            size += nbytes
-            if size > _GROUP:
-                yield self._together(group)
-                group, size = [], 0
-        if group:
-            yield self._together(group)
-
-    def _together(self, segments: Sequence[Segment]) -> _Step:
-        """One step for whole segments."""
-        size = self._plan.block_bytes
-        writes = [write for s in segments for write in self._writes(s, s.start, s.stop)]
-        blocks = sum(-(-(s.stop - s.start) // size) for s in segments)
-        digests = hasher(segments, self._data, size)
-        return _Step(digests, blocks, writes, segments[0].spec.name)
-
-    def _blockwise(self, segment: Segment) -> Iterator[_Step]:
-        """A step for every block if blocks can be written one by one, else one for all."""
-        in_place = all(s.name in self._targets for s in self._places[segment.spec.name])
-        if not in_place or self._data.device.type != "cpu":
-            yield self._together([segment])
-            return
-        for start, stop in segment.blocks(self._plan.block_bytes):
-            view = as_view(self._data[start:stop])
-            digests = partial(hash_views, [view])
-            yield _Step(digests, 1, self._writes(segment, start, stop), segment.spec.name)
-
-    def _writes(self, segment: Segment, start: int, stop: int) -> list[Callable[[], object]]:
-        """Calls that write some bytes of a segment wherever the engine wants them."""
-        dtype = dtype_of(segment.spec)
-        run = self._data[start:stop].view(dtype)
-        offset = segment.offset + (start - segment.start) // dtype.itemsize
-        writes: list[Callable[[], object]] = []
-        for spec in self._places[segment.spec.name]:
-            target = self._targets.get(spec.name)
-            if target is None:
-                data = run.to(dtype_of(spec))
-                writes.append(partial(self._sink.write, spec.name, offset, data, of=spec))
-            else:
-                writes.append(partial(target.view(-1)[offset : offset + len(run)].copy_, run))
-        return writes
+        known = self.table.known.get(self._route.wire.root(spec.name))
+        return self._route.digester.of(tensor, spec) == known

@@ -8,15 +8,16 @@ from typing import TYPE_CHECKING
 import torch
 
 from rl_core.errors import ManifestMismatchError
-from rl_core.refit.digests import DigestTable, copy_run, digest_of, hasher
+from rl_core.refit.digests import Digester, DigestTable, copy_run
 from rl_core.refit.manifest import dtype_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from rl_core.interfaces.weights import TensorSpec, WeightSource
+    from rl_core.refit.digests import Window
     from rl_core.refit.manifest import WeightManifest
-    from rl_core.refit.plan import Bucket, TransferPlan
+    from rl_core.refit.plan import Bucket
     from rl_core.refit.transports.base import Lane
 
 __all__ = ["DirectPacker", "Packer", "SlotPacker", "digest_all", "take"]
@@ -52,10 +53,10 @@ def digest_all(
     kind: str,
 ) -> DigestTable:
     """The digest of every tensor as it is now, in the dtype that travels."""
-    table = DigestTable(wire)
+    table, digester = DigestTable(wire), Digester(block_bytes, kind, keep=False)
     with torch.no_grad():
         for spec, tensor in take(source, declared.owned):
-            table.known[spec.name] = digest_of(tensor, wire.by_name[spec.name], block_bytes, kind)
+            table.known[spec.name] = digester.of(tensor, wire.by_name[spec.name])
     return table
 
 
@@ -63,16 +64,15 @@ class Packer(ABC):
     """Puts the buckets of one refit into a lane, in order.
 
     Args:
-        plan: What goes where.
+        window: What goes where.
         lane: The sender's end of the lane.
         table: Collects the digests of what is put; None if nothing is hashed.
     """
 
-    def __init__(self, plan: TransferPlan, lane: Lane, table: DigestTable | None) -> None:
-        self._plan = plan
+    def __init__(self, window: Window, lane: Lane, table: DigestTable | None) -> None:
+        self._window = window
         self._lane = lane
         self._table = table
-        self._hashers: dict[int, Callable[[], list[bytes]]] = {}
 
     def put(self, index: int) -> bytes:
         """Makes a bucket ready in the lane.
@@ -83,33 +83,27 @@ class Packer(ABC):
         Raises:
             ManifestMismatchError: The source yields something else than its specs say.
         """
-        bucket = self._plan.buckets[index]
+        plan = self._window.plan
+        bucket = plan.buckets[index]
+        found: list[bytes] = []
         with torch.no_grad():
-            self._fill(bucket)
-            found = self._digests(index, bucket)
+            self._fill(index, bucket)
+            if self._table is not None:
+                found = self._window.digests(index)
+                self._table.add(bucket, found, plan.block_bytes)
         self._lane.publish(bucket.start, bucket.stop)
-        return found
+        return b"".join(found)
 
     @abstractmethod
-    def _fill(self, bucket: Bucket) -> None:
+    def _fill(self, index: int, bucket: Bucket) -> None:
         """Copies what is not there yet."""
-
-    def _digests(self, index: int, bucket: Bucket) -> bytes:
-        if self._table is None:
-            return b""
-        size = self._plan.block_bytes
-        if index not in self._hashers:
-            self._hashers[index] = hasher(bucket.segments, self._lane.data, size)
-        found = self._hashers[index]()
-        self._table.add(bucket, found, size)
-        return b"".join(found)
 
 
 class SlotPacker(Packer):
     """Copies tensors into slots that are used again and again; asks for each once, in order.
 
     Args:
-        plan: What goes where.
+        window: What goes where.
         lane: The sender's end of the lane.
         table: Collects the digests of what is put; None if nothing is hashed.
         source: The trainer's tensors.
@@ -118,25 +112,25 @@ class SlotPacker(Packer):
 
     def __init__(
         self,
-        plan: TransferPlan,
+        window: Window,
         lane: Lane,
         table: DigestTable | None,
         source: WeightSource,
         declared: WeightManifest,
     ) -> None:
-        super().__init__(plan, lane, table)
-        self._tensors = take(source, [declared.owned[index] for index in plan.sent])
+        super().__init__(window, lane, table)
+        self._tensors = take(source, [declared.owned[index] for index in window.plan.sent])
         self._tensor = torch.empty(0)
 
-    def _fill(self, bucket: Bucket) -> None:
-        for segment in bucket.segments:
+    def _fill(self, index: int, bucket: Bucket) -> None:
+        for segment, view in zip(bucket.segments, self._window.views(index), strict=True):
             if segment.offset == 0:
                 _, self._tensor = next(self._tensors)
-            copy_run(segment.of(self._lane.data), self._tensor, segment.offset)
+            copy_run(view, self._tensor, segment.offset)
 
 
 class DirectPacker(Packer):
     """The trainer's tensors live in the lane: there is nothing to copy."""
 
-    def _fill(self, bucket: Bucket) -> None:
+    def _fill(self, index: int, bucket: Bucket) -> None:
         pass

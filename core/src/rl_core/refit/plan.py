@@ -44,6 +44,7 @@ class Segment(NamedTuple):
         elements: How many.
         start: First byte in the lane.
         stop: Byte after the last.
+        last: The tensor ends here.
     """
 
     tensor: int
@@ -52,11 +53,12 @@ class Segment(NamedTuple):
     elements: int
     start: int
     stop: int
+    last: bool
 
     @property
-    def last(self) -> bool:
-        """True if the tensor ends here."""
-        return self.offset + self.elements == numel(self.spec)
+    def whole(self) -> bool:
+        """This is all of the tensor."""
+        return self.last and self.offset == 0
 
     def of(self, lane: torch.Tensor) -> torch.Tensor:
         """The segment's elements: 1-D, of the dtype that travels."""
@@ -190,8 +192,9 @@ def _fill(manifest: WeightManifest, sent: Iterable[int], size: int) -> list[list
                 start = 0
             count = left if left * itemsize <= size else piece // itemsize
             position = start + count * itemsize
-            buckets[-1].append(Segment(index, spec, offset, count, start, position))
             offset += count
+            last = offset == total
+            buckets[-1].append(Segment(index, spec, offset - count, count, start, position, last))
     return buckets
 
 
@@ -213,11 +216,12 @@ def _align(position: int) -> int:
 
 
 class Planner:
-    """Makes plans, and keeps the last one: refits of a model mostly repeat it."""
+    """Makes plans, and keeps the last few: refits of a model mostly repeat them."""
+
+    _KEPT = 3
 
     def __init__(self) -> None:
-        self._key: object = None
-        self._plan: TransferPlan | None = None
+        self._plans: dict[object, TransferPlan] = {}
 
     def plan(
         self, manifest: WeightManifest, bucket_bytes: int, *, direct: bool, skip: bytes
@@ -231,8 +235,11 @@ class Planner:
             skip: A byte for each tensor, 0 for those that travel; empty if all do.
         """
         key = (manifest.digest, bucket_bytes, direct, skip)
-        if self._plan is None or key != self._key:
+        plan = self._plans.pop(key, None)
+        if plan is None:
             wanted = (lambda index: not skip[index]) if skip else None
-            self._plan = make_plan(manifest, bucket_bytes, direct=direct, wanted=wanted)
-            self._key = key
-        return self._plan
+            plan = make_plan(manifest, bucket_bytes, direct=direct, wanted=wanted)
+        self._plans[key] = plan
+        for oldest in list(self._plans)[: -self._KEPT]:
+            del self._plans[oldest]
+        return plan

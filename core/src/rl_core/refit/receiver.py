@@ -18,6 +18,7 @@ from rl_core.futures import spawn
 from rl_core.interfaces.weights import TensorSpec  # noqa: TC001 - msgspec resolves it
 from rl_core.refit.handles import Taking
 from rl_core.refit.jobs import Endpoint, exclusively
+from rl_core.refit.loading import Route
 from rl_core.refit.manifest import WeightManifest, compare
 from rl_core.refit.messages import PROTOCOL, Codec, Handles
 from rl_core.refit.options import DEFAULT_DEADLINE_S
@@ -110,6 +111,7 @@ class RefitReceiver(Endpoint["Receiving"]):
         self._expected: WeightManifest | None = None
         self._ends: dict[str, tuple[dict[str, Any], ReceiverEnd]] = {}
         self._lanes: dict[tuple[ReceiverEnd, bool], Lane] = {}
+        self._route: Route | None = None
         self._taking: Taking | None = None
         self._taken = ""  # the last refit by handles that is over
         self._waited: Receiving | None = None
@@ -187,7 +189,7 @@ class RefitReceiver(Endpoint["Receiving"]):
             LifecycleError: ``prepare`` was not called, or the sender does not offer the transport.
         """
         trainer = self._known_trainer()
-        job = Receiving(self, self._end(trainer, transport), trainer, deadline_s)
+        job = Receiving(self, self.end(transport), trainer, deadline_s)
         job.before, self._waited = self._waited or self._last_waiting(), None
         return self.start(job)
 
@@ -232,7 +234,7 @@ class RefitReceiver(Endpoint["Receiving"]):
             sink, manifest = self.new_sink(), trainer.manifest
             self._taking = Taking(sink, manifest, message, known=self.known, touch=self._tear)
         try:
-            lane = self._attach(self._end(trainer, "ipc"), False, message.lane)
+            lane = self._attach(self.end("ipc"), False, message.lane)
             if self._taking.load(message, lane):
                 self._taking.sink.finish(message.version)
                 self.publish(message.version)
@@ -268,6 +270,24 @@ class RefitReceiver(Endpoint["Receiving"]):
             raise RefitProtocolError("the sender's memory is smaller than the plan needs")
         return lane
 
+    def route(
+        self,
+        sink: WeightSink,
+        wire: WeightManifest,
+        expected: WeightManifest,
+        plan: TransferPlan,
+        lane: Lane,
+    ) -> Route:
+        """The way from a lane into a sink: the one that is known, if nothing was moved."""
+        known = self._route
+        if known is None or not known.leads(sink, wire, expected, plan, lane.data):
+            known = self._route = Route(sink, wire, expected, plan, lane.data)
+        return known
+
+    def let_go_of_weights(self) -> None:
+        """Drops what refits keep of the engine's tensors, so that their memory can be freed."""
+        self._route = None
+
     def drop_broken_lanes(self) -> None:
         """After a failure: lets go of lanes that it may have broken."""
         for key, lane in list(self._lanes.items()):
@@ -284,6 +304,7 @@ class RefitReceiver(Endpoint["Receiving"]):
 
     def let_go(self) -> None:
         """See :meth:`Endpoint.let_go`."""
+        self._route = None
         for transport in list(self._ends):
             self._disconnect(transport)
 
@@ -300,7 +321,13 @@ class RefitReceiver(Endpoint["Receiving"]):
         lane = self._lanes[end, direct] = end.attach(ref, self.id)
         return lane
 
-    def _end(self, trainer: Trainer, transport: str) -> ReceiverEnd:
+    def end(self, transport: str) -> ReceiverEnd:
+        """This side's end of a transport that the trainer offers.
+
+        Raises:
+            LifecycleError: It does not, or is not known.
+        """
+        trainer = self._known_trainer()
         if transport not in trainer.channels:
             raise LifecycleError(
                 f"{self.name}: the trainer offers {', '.join(trainer.channels)}, not {transport}",

@@ -199,16 +199,8 @@ class Receiving(Job[ReceiverSession]):
             sink, known, touch = self._staged(sink, wire, expected), dict(known), _nothing
         sink.begin(offer.version)
         self._sink = sink
-        self._loader = Loader(
-            sink,
-            wire,
-            expected,
-            plan,
-            self._lane.data,
-            verify=offer.verify,
-            known=known,
-            touch=touch,
-        )
+        route = receiver.route(sink, wire, expected, plan, self._lane)
+        self._loader = Loader(route, verify=offer.verify, known=known, touch=touch)
         return plan.digest
 
     def _staged(

@@ -11,6 +11,8 @@ import torch
 
 from rl_core.errors import LifecycleError
 from rl_core.futures import spawn
+from rl_core.refit.arena import Arena
+from rl_core.refit.digests import Window
 from rl_core.refit.handles import Handing
 from rl_core.refit.jobs import Endpoint, exclusively
 from rl_core.refit.manifest import WeightManifest
@@ -50,7 +52,8 @@ class RefitSender(Endpoint["Sending"]):
     Attributes:
         token: The secret that messages are authenticated with.
         committed: Digests of what was committed last, if it was hashed.
-        planner: Keeps the last plan.
+        planner: Keeps the last plans.
+        arena: Knows the tensors that engines read where they are.
     """
 
     def __init__(self, source: Callable[[], WeightSource], *, name: str) -> None:
@@ -62,6 +65,8 @@ class RefitSender(Endpoint["Sending"]):
         self._manifest: WeightManifest | None = None
         self._ends: dict[str, SenderEnd] = {}
         self._lanes: dict[tuple[SenderEnd, bool], Lane] = {}
+        self.arena = Arena()
+        self._windows: list[Window] = []
         self._handing: Handing | None = None
 
     # -- refits -----------------------------------------------------------------------------------
@@ -70,7 +75,7 @@ class RefitSender(Endpoint["Sending"]):
         """Describes every tensor and where to fetch them, for the engine's ``prepare``."""
         self.check_open()
         manifest = self.manifest_of(self._source())
-        self._end(_LOCAL)
+        self.end(_LOCAL)
         return {
             "protocol": PROTOCOL,
             "digest": manifest.digest,
@@ -110,7 +115,7 @@ class RefitSender(Endpoint["Sending"]):
         """
         self.check_open()
         chosen = SendOptions.of(options)
-        end = self._end(chosen.transport)
+        end = self.end(chosen.transport)
         version = self._next_version(chosen)
         for job in self.waiting():
             job.cancelled = "a newer refit was asked for"
@@ -141,7 +146,7 @@ class RefitSender(Endpoint["Sending"]):
             self._handing.close()
         manifest = self.manifest_of(self._source())
         self._handing = Handing(
-            self._end(_LOCAL), manifest, self.version + 1, bucket_bytes, name=self.name
+            self.end(_LOCAL), manifest, self.version + 1, bucket_bytes, name=self.name
         )
         return self._handing.groups
 
@@ -208,6 +213,14 @@ class RefitSender(Endpoint["Sending"]):
         lane = self._lanes[key] = end.lane(plan.lane_bytes, device, receivers)
         return lane
 
+    def window(self, plan: TransferPlan, lane: Lane) -> Window:
+        """The plan's segments in a lane, whose views are made once."""
+        for window in self._windows:
+            if window.plan is plan and window.data is lane.data:
+                return window
+        self._windows = [Window(plan, lane.data), *self._windows[:1]]
+        return self._windows[0]
+
     def drop_broken_lanes(self) -> None:
         """After a failure: lets go of lanes that it may have broken."""
         for key, lane in list(self._lanes.items()):
@@ -224,12 +237,14 @@ class RefitSender(Endpoint["Sending"]):
             self._drop_lanes(end)
             end.close()
         self._ends.clear()
+        self._windows = []
 
     def _drop_lanes(self, end: SenderEnd) -> None:
         for key in [key for key in self._lanes if key[0] is end]:
             self._lanes.pop(key).close()
 
-    def _end(self, transport: str) -> SenderEnd:
+    def end(self, transport: str) -> SenderEnd:
+        """This side's end of a transport."""
         if transport not in self._ends:
             self._ends[transport] = find_transport(transport).sender()
         return self._ends[transport]

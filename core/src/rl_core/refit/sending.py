@@ -8,16 +8,19 @@ from typing import TYPE_CHECKING, Any
 
 from rl_core.errors import ConfigError, LifecycleError, RefitProtocolError
 from rl_core.plugins import hookspecs
-from rl_core.refit.arena import adopt, why_not_at_home
+from rl_core.refit.arena import why_not_at_home
 from rl_core.refit.digests import DIGEST_BYTES, DigestTable
 from rl_core.refit.hashing import BLOCK, kind_for
 from rl_core.refit.jobs import Job
 from rl_core.refit.messages import PROTOCOL, Codec, FromReceiver, Offer, Prepare
 from rl_core.refit.packing import DirectPacker, Packer, SlotPacker, digest_all
+from rl_core.refit.plan import ALIGN
 from rl_core.refit.report import RefitReport, copy_rate
 from rl_core.refit.session import Confirm, Effect, MakePlan, Pack, Phase, Send, SenderSession
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
 
     from rl_core.interfaces.weights import WeightSource
@@ -139,23 +142,30 @@ class Sending(Job[SenderSession]):
         self._casts = len(ready[0].dtypes)
         device = self._sender.lane_device(self._source, ready)
         tensors = self._at_home(device)
-        skip = self._skip([r.holds for r in ready], kind_for(device))
-        if self._table is None and self.options.verify != "none":
+        if self.options.verify != "none":
             self._table = DigestTable(self._wire)
-        self._plan = plan = self._sender.planner.plan(
-            self._wire, self.options.bucket_bytes, direct=tensors is not None, skip=skip
-        )
-        if plan.buckets:
-            receivers = [hello.receiver for hello in self.session.peers.values()]
-            size = self.options.bucket_bytes
-            lane = self._sender.lane(self._end, plan, device, receivers, size)
-            self._lane = lane
-            if tensors is None:
-                source, manifest = self._source, self._manifest
-                self._packer = SlotPacker(plan, lane, self._table, source, manifest)
-            else:
-                adopt(lane, self._wire, tensors)
-                self._packer = DirectPacker(plan, lane, self._table)
+        receivers = [hello.receiver for hello in self.session.peers.values()]
+        holds = [r.holds for r in ready]
+        if tensors is None:
+            skip = self._skip(holds, lambda: self._digest_source(kind_for(device)))
+            plan = self._plan_of(skip, direct=False)
+            self._open_lane(plan, device, receivers)
+            if self._lane is not None:
+                window = self._sender.window(plan, self._lane)
+                self._packer = SlotPacker(
+                    window, self._lane, self._table, self._source, self._manifest
+                )
+        else:
+            everything = self._plan_of(b"", direct=True)
+            self._open_lane(everything, device, receivers)
+            if self._lane is not None:
+                self._sender.arena.adopt(self._lane, self._wire, tensors)
+            skip = self._skip(holds, lambda: self._digest_lane(everything))
+            plan = self._plan_of(skip, direct=True)
+            if self._lane is not None:
+                window = self._sender.window(plan, self._lane)
+                self._packer = DirectPacker(window, self._lane, self._table)
+        self._plan = plan
         return Prepare(
             self.session.offer.session,
             plan.digest,
@@ -166,6 +176,15 @@ class Sending(Job[SenderSession]):
             dict(self._lane.ref) if self._lane else {},
             self.session.remaining_s,
         )
+
+    def _plan_of(self, skip: bytes, *, direct: bool) -> TransferPlan:
+        size = self.options.bucket_bytes
+        return self._sender.planner.plan(self._wire, size, direct=direct, skip=skip)
+
+    def _open_lane(self, plan: TransferPlan, device: torch.device, receivers: list[str]) -> None:
+        if plan.buckets:
+            size = self.options.bucket_bytes
+            self._lane = self._sender.lane(self._end, plan, device, receivers, size)
 
     def _at_home(self, device: torch.device) -> dict[str, torch.Tensor] | None:
         """The source's own tensors, if receivers can read them where they are."""
@@ -180,7 +199,7 @@ class Sending(Job[SenderSession]):
         tensors = {} if obstacle else self._source.persistent()
         if tensors is None:
             obstacle = "the source makes its tensors on the fly"
-        elif not obstacle:
+        elif not obstacle and not self._sender.arena.holds(tensors):
             obstacle = why_not_at_home(self._manifest, tensors, device)
         if obstacle and mode == "direct":
             raise ConfigError(
@@ -190,18 +209,31 @@ class Sending(Job[SenderSession]):
             )
         return None if obstacle or tensors is None else dict(tensors)
 
-    def _skip(self, holds: list[bytes], kind: str) -> bytes:
-        """For each tensor 1 if every receiver has it as it is now."""
+    def _skip(self, holds: list[bytes], digest: Callable[[], None]) -> bytes:
+        """For each tensor 1 if every receiver has it as it is now; empty if all are sent."""
         if not any(map(any, holds)):  # nobody has anything, or nobody was asked
             return b""
-        block = min(BLOCK, self.options.bucket_bytes // 64 * 64)
-        self._table = digest_all(self._source, self._manifest, self._wire, block, kind)
+        digest()
+        assert self._table is not None
         now = self._table.flat
         starts = range(0, len(now), DIGEST_BYTES)
         return bytes(
             all(held[i : i + DIGEST_BYTES] == now[i : i + DIGEST_BYTES] for held in holds)
             for i in starts
         )
+
+    def _digest_source(self, kind: str) -> None:
+        """Digests every tensor as the source gives it."""
+        block = min(BLOCK, self.options.bucket_bytes // ALIGN * ALIGN)
+        self._table = digest_all(self._source, self._manifest, self._wire, block, kind)
+
+    def _digest_lane(self, everything: TransferPlan) -> None:
+        """Digests every tensor where it is at home."""
+        assert self._lane is not None
+        assert self._table is not None
+        window = self._sender.window(everything, self._lane)
+        for index, bucket in enumerate(everything.buckets):
+            self._table.add(bucket, window.digests(index), everything.block_bytes)
 
     # -- the end ----------------------------------------------------------------------------------
 

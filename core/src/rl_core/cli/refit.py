@@ -1,0 +1,124 @@
+"""``rl refit bench``: what this host can do, and how close refits come to it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+from typing import TYPE_CHECKING, Any
+
+from rl_core.cli.output import chatter_to_stderr, console_for_result
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from rl_core.refit.bench import Bench, Row
+
+__all__ = ["main"]
+
+
+def main(argv: list[str]) -> int:
+    """Runs ``rl refit`` with the arguments after these words; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="rl refit", description="The transfer of weights.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    bench = commands.add_parser(
+        "bench",
+        help="measure refits against plain copies on this host",
+        description="Measures refits between processes of this host against plain copies of the "
+        "same bytes by as many processes, each of one thread.",
+    )
+    bench.add_argument("--gb", type=float, default=1.0, help="size of the model (default: 1)")
+    bench.add_argument("--tensors", type=int, default=200, help="in how many tensors")
+    bench.add_argument("--receivers", type=int, default=1, help="how many engines")
+    bench.add_argument("--bucket-mb", type=int, default=64, help="size of each buffer")
+    bench.add_argument("--repeats", type=int, default=5, help="runs of which the best counts")
+    bench.add_argument("--device", default="cpu", help="where the tensors are, such as cuda:0")
+    bench.add_argument("--collective", action="store_true", help="also the collective transport")
+    bench.add_argument("--deadline", type=float, default=120.0, help="seconds for one step")
+    bench.add_argument("--json", action="store_true", help="print JSON")
+    options = parser.parse_args(argv)
+    with chatter_to_stderr():
+        result = _bench(options)
+    if options.json:
+        print(json.dumps(result, indent=2))
+    else:
+        _print(result)
+    return 0
+
+
+def _bench(options: argparse.Namespace) -> dict[str, Any]:
+    import torch
+
+    from rl_core.refit.bench import Bench
+
+    bench = Bench(
+        nbytes=int(options.gb * 1e9),
+        tensors=options.tensors,
+        receivers=options.receivers,
+        repeats=options.repeats,
+        bucket_bytes=options.bucket_mb << 20,
+        device=options.device,
+        deadline_s=options.deadline,
+    )
+    rows = []
+    with bench:
+        for row in _measure(bench, options.collective):
+            print(f"{row.what}: {row.gb_per_s:.2f} GB/s", file=sys.stderr)
+            rows.append(row.as_dict())
+    cuda = torch.device(options.device).type == "cuda"
+    return {
+        "host": {
+            "processor": platform.processor() or platform.machine(),
+            "cores": os.cpu_count(),
+            "device": torch.cuda.get_device_name(options.device) if cuda else "cpu",
+            "torch": torch.__version__,
+        },
+        "bytes": bench.nbytes,
+        "tensors": options.tensors,
+        "receivers": options.receivers,
+        "bucket_bytes": options.bucket_mb << 20,
+        "rows": rows,
+        "reports": [report.as_dict() for report in bench.reports],
+    }
+
+
+def _measure(bench: Bench, collective: bool) -> Iterator[Row]:
+    one = bench.one_copy()
+    yield one
+    for verify in ("none", "wire", "installed"):
+        yield bench.refit(one, mode="direct", verify=verify)
+    two = bench.two_copies()
+    yield two
+    for verify in ("none", "wire", "installed"):
+        yield bench.refit(two, mode="packed", verify=verify)
+    yield bench.refit(two, mode="packed", isolation="staged")
+    yield bench.refit(one, mode="direct", delta=True)
+    if collective:
+        bench.open_collective()
+        yield bench.refit(two, transport="collective", mode="packed")
+
+
+def _print(result: dict[str, Any]) -> None:
+    from rich.table import Table
+
+    host = result["host"]
+    table = Table(
+        title=f"{result['bytes'] / 1e9:.2f} GB in {result['tensors']} tensors to "
+        f"{result['receivers']} engine(s), {host['device']}, {host['cores']} cores",
+        title_justify="left",
+    )
+    table.add_column("what")
+    for heading in ("best ms", "median ms", "GB/s", "of its bound"):
+        table.add_column(heading, justify="right")
+    for row in result["rows"]:
+        ratio = "" if row["of_bound"] is None else f"{row['of_bound']:.2f} of {row['bound']}"
+        table.add_row(
+            row["what"],
+            f"{row['seconds'] * 1e3:.1f}",
+            f"{row['median_seconds'] * 1e3:.1f}",
+            f"{row['gb_per_s']:.2f}",
+            ratio,
+        )
+    console_for_result().print(table)
