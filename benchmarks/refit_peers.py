@@ -338,7 +338,7 @@ def chosen(only: str | None) -> list[Contender]:
 def main(
     gb: Annotated[float, typer.Option(help="Bytes of all tensors, in 10^9.")] = 1.0,
     tensors: Annotated[int, typer.Option(help="How many there are.")] = 200,
-    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "bfloat16",
     repeats: Annotated[int, typer.Option(help="Timed rounds of each way.")] = 3,
     only: Annotated[str | None, typer.Option(help="Peers, with commas between.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write figures here.")] = None,

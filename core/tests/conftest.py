@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Protocol
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, Protocol
 
 import pytest
 
 from rl_core.plugins import hookspecs
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
+
+    from refit_doubles import Engine, Trainer
 
 #: The fields of a valid manifest of a backend "toy", as Python expressions.
 TOY_MANIFEST = {
@@ -119,3 +122,24 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
     for name in set(sys.modules) - before:
         if str(getattr(sys.modules[name], "__file__", "")).startswith(str(root)):
             del sys.modules[name]
+
+
+@pytest.fixture
+def keep() -> Iterator[Callable[[Any], Any]]:
+    """Hands back what it is given, and closes it after the test."""
+    with ExitStack() as stack:
+
+        def keep(party: Any) -> Any:
+            stack.callback(party.close)
+            return party
+
+        yield keep
+
+
+@pytest.fixture
+def pair(keep: Callable[[Any], Any]) -> tuple[Trainer, Engine]:
+    """A trainer with every awkward kind of tensor, and an engine with zeros in their place."""
+    from refit_doubles import Engine, Trainer, blank, make_tensors
+
+    tensors = make_tensors()
+    return keep(Trainer(tensors)), keep(Engine(blank(tensors)))

@@ -8,12 +8,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rl_core.interfaces import TensorSpec, WeightSink, WeightSource
-from rl_core.refit import RefitReceiver, RefitSender
+from rl_core.refit import RefitReceiver, RefitSender, refit
 
 if TYPE_CHECKING:
+    import concurrent.futures
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+    from rl_core.refit import RefitReport
+
 Tensors = dict[str, torch.Tensor]
+
+#: Small, so that the tensors of :func:`make_tensors` take many buckets.
+BUCKET = 1024
+#: Seconds within which everything must have happened.
+SOON = 20.0
 
 
 def describe(tensors: Tensors, ties: Mapping[str, str] | None = None) -> list[TensorSpec]:
@@ -27,9 +35,14 @@ def describe(tensors: Tensors, ties: Mapping[str, str] | None = None) -> list[Te
 
 
 class DictSource(WeightSource):
-    def __init__(self, tensors: Tensors, ties: Mapping[str, str] | None = None) -> None:
-        self.tensor, self.ties = tensors, ties
+    """``before`` runs before each tensor that is asked for, ``at_confirm`` before the commit."""
+
+    def __init__(
+        self, tensors: Tensors, ties: Mapping[str, str] | None = None, *, at_home: bool = False
+    ) -> None:
+        self.tensor, self.ties, self.at_home = tensors, ties, at_home
         self.before: Callable[[str], Any] = lambda name: None
+        self.at_confirm: Callable[[], Any] = lambda: None
 
     def specs(self) -> Sequence[TensorSpec]:
         return describe(self.tensor, self.ties)
@@ -38,6 +51,12 @@ class DictSource(WeightSource):
         for name in names:
             self.before(name)
             yield name, self.tensor[name]
+
+    def persistent(self) -> Mapping[str, torch.Tensor] | None:
+        return self.tensor if self.at_home else None
+
+    def confirm(self) -> None:
+        self.at_confirm()
 
 
 class DictSink(WeightSink):
@@ -74,23 +93,47 @@ class DictSink(WeightSink):
             yield name, self.tensor[name]
 
 
+class InPlaceSink(DictSink):
+    """Its tensors are written directly."""
+
+    def targets(self) -> Mapping[str, torch.Tensor]:
+        return self.tensor
+
+
+class MuteSink(DictSink):
+    """Cannot say what is installed."""
+
+    read = WeightSink.read
+
+
 class Trainer:
-    def __init__(self, tensors: Tensors, ties: Mapping[str, str] | None = None) -> None:
-        self.source = DictSource(tensors, ties)
+    def __init__(
+        self, tensors: Tensors, ties: Mapping[str, str] | None = None, *, at_home: bool = False
+    ) -> None:
+        self.source = DictSource(tensors, ties, at_home=at_home)
         self.sender = RefitSender(lambda: self.source, name="trainer")
 
     def prepare_refit_info(self) -> dict[str, Any]:
         return self.sender.prepare()
 
     def stream_weights_via_ipc_zmq(self, **options: Any) -> list[Any]:
-        return [self.sender.stream_ipc(**options)]
+        return [self.sender.send(**options)]
+
+    def close(self) -> None:
+        self.sender.close()
 
 
 class Engine:
     receiver_count = 1
 
-    def __init__(self, tensors: Tensors, ties: Mapping[str, str] | None = None) -> None:
-        self.sink = DictSink(tensors, ties)
+    def __init__(
+        self,
+        tensors: Tensors,
+        ties: Mapping[str, str] | None = None,
+        *,
+        kind: type[DictSink] = DictSink,
+    ) -> None:
+        self.sink = kind(tensors, ties)
         self.lock = threading.RLock()
         self.receiver = RefitReceiver(
             lambda: self.sink,
@@ -103,7 +146,70 @@ class Engine:
         self.receiver.prepare(info)
 
     def update_weights_via_ipc_zmq(self, **options: Any) -> list[Any]:
-        return [self.receiver.receive_ipc(**options)]
+        return [self.receiver.receive(**options)]
+
+    def snapshot(self) -> Tensors:
+        """Copies of what is installed."""
+        return {name: t.clone() for name, t in self.sink.tensor.items()}
+
+    def idle(self) -> Engine:
+        """Itself, once its refits are over."""
+        with self.receiver.turn:
+            return self
+
+    def may_generate(self) -> bool:
+        """Whether another thread could generate now."""
+        result: list[bool] = []
+
+        def attempt() -> None:
+            result.append(self.lock.acquire(blocking=False))
+            if result[0]:
+                self.lock.release()
+
+        thread = threading.Thread(target=attempt)
+        thread.start()
+        thread.join(SOON)
+        return result[0]
+
+    def close(self) -> None:
+        self.receiver.close()
+
+
+class Replicas:
+    """Engines that take one refit together."""
+
+    def __init__(self, *engines: Engine) -> None:
+        self.engines = engines
+        self.receiver_count = len(engines)
+
+    def prepare_refit_info(self, info: dict[str, Any]) -> None:
+        for engine in self.engines:
+            engine.prepare_refit_info(info)
+
+    def update_weights_via_ipc_zmq(self, **options: Any) -> list[Any]:
+        return [f for e in self.engines for f in e.update_weights_via_ipc_zmq(**options)]
+
+
+def go(trainer: Trainer, engine: Engine | Replicas, **options: Any) -> RefitReport:
+    """A refit of small buckets that ends soon."""
+    return refit(trainer, engine, **{"bucket_bytes": BUCKET, "deadline_s": SOON} | options)
+
+
+def begin(
+    trainer: Trainer, engine: Engine, **options: Any
+) -> tuple[concurrent.futures.Future[Any], concurrent.futures.Future[Any]]:
+    """A refit of small buckets that is under way on both sides."""
+    engine.prepare_refit_info(trainer.prepare_refit_info())
+    sending = trainer.sender.send(**{"bucket_bytes": BUCKET, "deadline_s": SOON} | options)
+    return sending, engine.receiver.receive(deadline_s=SOON)
+
+
+def fails(
+    trainer: Trainer, engine: Engine, **options: Any
+) -> tuple[BaseException | None, BaseException | None]:
+    """What each side says of a refit that fails: the sender, then the receiver."""
+    sending, receiving = begin(trainer, engine, **options)
+    return sending.exception(SOON), receiving.exception(SOON)
 
 
 def make_tensors(seed: int = 0) -> Tensors:
@@ -122,47 +228,24 @@ def make_tensors(seed: int = 0) -> Tensors:
     }
 
 
+def make_persistent(seed: int = 0) -> Tensors:
+    """The same values in tensors that can be moved to shared memory."""
+    return {name: t.clone().contiguous() for name, t in make_tensors(seed).items()}
+
+
 def blank(tensors: Tensors) -> Tensors:
     return {name: torch.zeros(t.shape, dtype=t.dtype) for name, t in tensors.items()}
 
 
 def same(left: Tensors, right: Tensors) -> bool:
-    return all(torch.equal(left[name], right[name]) for name in left)
+    """Whether the names are the same, and all bits."""
+    return left.keys() == right.keys() and all(
+        left[name].dtype == right[name].dtype
+        and left[name].shape == right[name].shape
+        and torch.equal(_bits(left[name]), _bits(right[name]))
+        for name in left
+    )
 
 
-def engine_process(connection: Any, tensors: Tensors, stall: str | None) -> None:
-    """Serves ``(method, arguments)`` until None comes; says "stalled" and hangs at ``stall``."""
-    engine = Engine(blank(tensors))
-
-    def hang() -> None:
-        connection.send("stalled")
-        threading.Event().wait(600)
-
-    if stall:
-        engine.sink.on[stall] = hang
-    commands: dict[str, Callable[..., Any]] = {
-        "prepare": engine.prepare_refit_info,
-        "receive": lambda s: engine.receiver.receive_ipc(deadline_s=s).result(),
-        "handles": engine.receiver.load_handles,
-        "installed": lambda: (engine.receiver.version, engine.receiver.torn, engine.sink.tensor),
-    }
-    while (command := connection.recv()) is not None:
-        try:
-            connection.send((True, commands[command[0]](*command[1:])))
-        except Exception as error:
-            connection.send((False, error))
-    engine.receiver.close()
-
-
-def trainer_process(connection: Any, tensors: Tensors, stall: str) -> None:
-    """Sends its description, then streams one refit and hangs before the tensor ``stall``."""
-    trainer = Trainer(tensors)
-
-    def before(name: str) -> None:
-        if name == stall:
-            connection.send("stalled")
-            threading.Event().wait(600)
-
-    trainer.source.before = before
-    connection.send(trainer.prepare_refit_info())
-    trainer.sender.stream_ipc(bucket_bytes=1024, deadline_s=60).result()
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)

@@ -1,138 +1,74 @@
-"""Refits over shared memory, within a process and between processes, and every way to fail."""
+"""Refits over shared memory: exact, for several engines, refused before anything is touched."""
 
 from __future__ import annotations
 
 import gc
 import glob
-import multiprocessing
 import os
-import signal
 import tempfile
-import threading
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
 
 import pytest
 import torch
 import zmq
+from fault_processes import Remote
 from refit_doubles import (
+    BUCKET,
+    SOON,
     Engine,
-    Tensors,
+    InPlaceSink,
+    Replicas,
     Trainer,
+    begin,
     blank,
-    engine_process,
+    fails,
+    go,
     make_tensors,
     same,
-    trainer_process,
 )
 
 from rl_core.errors import (
-    CapabilityError,
-    ConfigError,
     LifecycleError,
     ManifestMismatchError,
     RefitAborted,
-    RefitCorrupted,
     RefitError,
-    RefitPeerError,
     RefitProtocolError,
     WeightsTornError,
 )
-from rl_core.futures import wait
-from rl_core.plugins import hookspecs
-from rl_core.refit import refit
+from rl_core.refit.transports import find_transport
 from rl_core.refit.transports.memory import SharedRegion
-from rl_core.refit.transports.process import is_alive, this_process
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-BUCKET = 1024
-SOON = 20.0
-
-
-@pytest.fixture(autouse=True)
-def own_temporary_directory(
-    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[None]:
-    """Tests that run beside this one leave things of their own in the common place."""
-    tmp_path_factory.getbasetemp()  # pytest's own directory stays where it is
-    with tempfile.TemporaryDirectory(prefix="t", dir=tempfile.gettempdir()) as folder:
-        monkeypatch.setenv("TMPDIR", folder)
-        monkeypatch.setattr(tempfile, "tempdir", folder)
-        yield
-
-
-@pytest.fixture
-def pair() -> Iterator[tuple[Trainer, Engine]]:
-    tensors = make_tensors()
-    trainer, engine = Trainer(tensors), Engine(blank(tensors))
-    yield trainer, engine
-    trainer.sender.close()
-    engine.receiver.close()
-
-
-def go(trainer: Trainer, engine: Engine, **options: Any) -> Any:
-    return refit(trainer, engine, **{"bucket_bytes": BUCKET, "deadline_s": SOON} | options)
-
-
-def left_behind() -> set[str]:
-    """What a refit could leave in the file system."""
-    places = ["/dev/shm", tempfile.gettempdir()]
-    return {path for place in places for path in glob.glob(f"{place}/rl-refit-*")}
-
-
-@contextmanager
-def raises_within(engine: Engine, trainer: Trainer, **options: Any) -> Iterator[dict[str, Any]]:
-    """Runs a refit that must fail on both sides; yields each side's error."""
-    trainer_info = trainer.prepare_refit_info()
-    engine.prepare_refit_info(trainer_info)
-    options = {"bucket_bytes": BUCKET, "deadline_s": SOON} | options
-    sending = trainer.sender.stream_ipc(**options)
-    receiving = engine.receiver.receive_ipc(deadline_s=SOON)
-    yield {"sender": sending.exception(SOON), "receiver": receiving.exception(SOON)}
-
 
 # -- exact --------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("kind", ["written", "in place"])
 @pytest.mark.parametrize("verify", ["none", "wire", "installed"])
-def test_every_kind_of_tensor_arrives_bit_for_bit(pair, verify):
-    trainer, engine = pair
+def test_every_kind_of_tensor_arrives_bit_for_bit(keep, verify, kind):
+    tensors = make_tensors()
+    trainer = keep(Trainer(tensors))
+    if kind == "written":
+        engine = keep(Engine(blank(tensors)))
+    else:
+        engine = keep(Engine(blank(tensors), kind=InPlaceSink))
     report = go(trainer, engine, verify=verify)
-    assert same(trainer.source.tensor, engine.sink.tensor)
+    assert same(tensors, engine.sink.tensor)
     assert engine.sink.calls[0] == "begin"
     assert engine.sink.calls[-2:] == ["finish", "commit"]
+    assert ("write" in engine.sink.calls) == (kind == "written")
     assert report.version == engine.receiver.version == trainer.sender.version == 1
 
 
-def test_the_report_counts_what_was_sent(pair):
-    trainer, engine = pair
-    report = go(trainer, engine)
-    sent = [t for t in trainer.source.tensor.values() if t.numel()]
-    assert report.tensors == len(sent)
-    assert report.bytes == sum(t.numel() * t.element_size() for t in sent)
-    assert report.extra_memory_bytes <= 2 * BUCKET
-    assert report.buckets > report.bytes // BUCKET
-    assert set(report.phases) == {"DISCOVER", "PREPARE", "TRANSFER", "SEAL", "COMMIT"}
-    assert report.seconds == pytest.approx(sum(report.phases.values()))
-    assert report.as_dict()["verify"] == "wire"
-    assert "version 1" in str(report)
+def test_nan_and_infinity_arrive_bit_for_bit(keep):
+    bits = [0x7FC00000, 0x7FC00123, 0x7F800000, -0x80000000, 1]
+    odd = torch.tensor(bits, dtype=torch.int32).view(torch.float32)
+    trainer, engine = keep(Trainer({"w": odd})), keep(Engine({"w": torch.zeros(5)}))
+    go(trainer, engine, verify="installed")
+    assert same({"w": odd}, engine.sink.tensor)
 
 
-def test_unchanged_tensors_are_reported(pair):
-    trainer, engine = pair
-    assert go(trainer, engine).unchanged == 0
-    trainer.source.tensor["scalar"].add_(1)
-    report = go(trainer, engine)
-    assert report.unchanged == report.tensors - 1
-    assert go(trainer, engine, verify="none").unchanged is None
-
-
-def test_floats_are_rounded_to_an_engine_that_casts_before_they_travel():
+def test_floats_are_rounded_to_an_engine_that_casts_before_they_travel(keep):
     tensors = {"w": torch.randn(100, 7), "b": torch.randn(7), "n": torch.arange(3)}
-    trainer, engine = Trainer(tensors), Engine(blank(tensors))
+    trainer, engine = keep(Trainer(tensors)), keep(Engine(blank(tensors)))
     engine.sink.tensor |= {"w": torch.zeros(100, 7, dtype=torch.bfloat16)}
     engine.sink.casts = True
     report = go(trainer, engine, verify="installed")
@@ -140,27 +76,26 @@ def test_floats_are_rounded_to_an_engine_that_casts_before_they_travel():
     assert torch.equal(engine.sink.tensor["b"], tensors["b"])
     assert report.cast == 1
     assert report.bytes == 100 * 7 * 2 + 7 * 4 + 3 * 8
-    trainer.sender.close()
 
 
-def test_a_tied_tensor_is_sent_once_and_written_to_every_storage_of_the_engine():
+@pytest.mark.parametrize("at_home", [False, True])
+def test_a_tied_tensor_is_sent_once_and_written_to_every_storage_of_the_engine(keep, at_home):
     weight = torch.randn(30, 20)
-    trainer = Trainer({"embed": weight, "head": weight}, ties={"head": "embed"})
-    engine = Engine({"embed": torch.zeros(30, 20), "head": torch.zeros(30, 20)})
+    ties = {"head": "embed"}
+    trainer = keep(Trainer({"embed": weight, "head": weight}, ties, at_home=at_home))
+    engine = keep(Engine({"embed": torch.zeros(30, 20), "head": torch.zeros(30, 20)}))
     report = go(trainer, engine, verify="installed")
     assert report.tensors == 1
     assert torch.equal(engine.sink.tensor["embed"], weight)
     assert torch.equal(engine.sink.tensor["head"], weight)
-    trainer.sender.close()
 
 
-def test_the_engine_may_own_a_tied_tensor_under_its_other_name():
+def test_the_engine_may_own_a_tied_tensor_under_its_other_name(keep):
     weight, mine = torch.randn(30, 20), torch.zeros(30, 20)
-    trainer = Trainer({"embed": weight, "head": weight}, ties={"head": "embed"})
-    engine = Engine({"embed": mine, "head": mine}, ties={"embed": "head"})
+    trainer = keep(Trainer({"embed": weight, "head": weight}, {"head": "embed"}))
+    engine = keep(Engine({"embed": mine, "head": mine}, {"embed": "head"}))
     go(trainer, engine, verify="installed")
     assert torch.equal(mine, weight)
-    trainer.sender.close()
 
 
 def test_weights_that_require_grad_are_sent_without_a_graph(pair):
@@ -171,11 +106,12 @@ def test_weights_that_require_grad_are_sent_without_a_graph(pair):
     assert not engine.sink.tensor["big"].requires_grad
 
 
-def test_a_model_without_elements_commits():
-    trainer, engine = Trainer({"e": torch.empty(0)}), Engine({"e": torch.empty(0)})
+@pytest.mark.parametrize("at_home", [False, True])
+def test_a_model_without_elements_commits(keep, at_home):
+    trainer = keep(Trainer({"e": torch.empty(0)}, at_home=at_home))
+    engine = keep(Engine({"e": torch.empty(0)}))
     assert go(trainer, engine).bytes == 0
     assert engine.receiver.version == 1
-    trainer.sender.close()
 
 
 def test_a_version_may_be_chosen(pair):
@@ -184,55 +120,49 @@ def test_a_version_may_be_chosen(pair):
     assert go(trainer, engine).version == engine.receiver.version == 42
 
 
-def test_plugins_hear_of_start_commit_and_failure(pair, monkeypatch):
-    events = []
-    monkeypatch.setattr(
-        hookspecs, "emit", lambda name, **facts: events.append((name, facts.get("version")))
-    )
-    go(*pair)
-    with pytest.raises(ConfigError):
-        go(*pair, version=0)
-    started = ("refit_started", None)
-    assert events == [started, ("refit_committed", 1), started, ("refit_failed", None)]
+def test_two_processes_refit_exactly_by_stream_and_by_handles(keep):
+    trainer = keep(Trainer({}))
+    with Remote("engine") as engine:
+        for seed in (1, 2):
+            trainer.source.tensor = make_tensors(seed)
+            engine.meet(trainer.prepare_refit_info())
+            sending = trainer.sender.send(bucket_bytes=BUCKET, deadline_s=SOON)
+            engine.begin()
+            assert sending.result(SOON)["version"] == engine.outcome()["version"] == seed
+            assert engine.holds(seed)
+        trainer.source.tensor = make_tensors(3)
+        for keys in trainer.sender.groups(BUCKET):
+            engine.load_handles(trainer.sender.handles(keys))
+        assert engine.version() == 3
+        assert not engine.torn()
+        assert engine.holds(3)
 
 
-def test_a_file_in_a_chosen_directory_serves_where_processes_cannot_see_each_other(
-    pair, tmp_path, monkeypatch
-):
-    monkeypatch.setenv("RL_CORE_SHM_DIR", str(tmp_path))
+def test_a_hundred_refits_leave_nothing_behind(pair):
     trainer, engine = pair
-    seen: list[list[Path]] = []
-    engine.sink.on["begin"] = lambda: seen.append(list(tmp_path.iterdir()))
-    engine.sink.on["finish"] = lambda: seen.append(list(tmp_path.iterdir()))
-    for _ in range(2):
-        go(trainer, engine)
+
+    def held() -> tuple[int, int, list[str]]:
+        gc.collect()
+        maps = Path("/proc/self/maps").read_text().count("rl-refit")
+        places = ["/dev/shm", tempfile.gettempdir()]
+        files = [path for place in places for path in glob.glob(f"{place}/rl-refit-*")]
+        return len(os.listdir("/proc/self/fd")), maps, sorted(files)
+
+    go(trainer, engine)
+    before = held()
+    for version in range(2, 102):
+        trainer.source.tensor["scalar"].fill_(version)
+        assert go(trainer, engine).version == version
         assert same(trainer.source.tensor, engine.sink.tensor)
-        (attaching,), sealing = seen[-2:]
-        assert attaching.name.startswith("rl-refit-")
-        assert not sealing
+    assert held() == before
 
 
-# -- several receivers -----------------------------------------------------------------------------
+# -- several receivers ----------------------------------------------------------------------------
 
 
-class Replicas:
-    """Engines that take one refit together."""
-
-    def __init__(self, *engines: Engine) -> None:
-        self.engines = engines
-        self.receiver_count = len(engines)
-
-    def prepare_refit_info(self, info: dict[str, Any]) -> None:
-        for engine in self.engines:
-            engine.prepare_refit_info(info)
-
-    def update_weights_via_ipc_zmq(self, **options: Any) -> list[Any]:
-        return [f for e in self.engines for f in e.update_weights_via_ipc_zmq(**options)]
-
-
-def test_three_receivers_take_one_pack(pair):
+def test_three_receivers_take_one_pack(keep, pair):
     trainer, first = pair
-    others = [Engine(blank(trainer.source.tensor)) for _ in range(2)]
+    others = [keep(Engine(blank(trainer.source.tensor))) for _ in range(2)]
     asked: list[str] = []
     trainer.source.before = asked.append
     report = go(trainer, Replicas(first, *others))
@@ -243,15 +173,15 @@ def test_three_receivers_take_one_pack(pair):
         assert engine.receiver.version == 1
 
 
-def test_one_failing_receiver_keeps_all_others_from_the_new_version(pair):
+def test_one_failing_receiver_keeps_all_others_from_the_new_version(keep, pair):
     trainer, good = pair
-    bad = Engine(blank(trainer.source.tensor))
+    bad = keep(Engine(blank(trainer.source.tensor)))
     bad.sink.on["finish"] = lambda: 1 / 0
     replicas = Replicas(good, bad)
     with pytest.raises(RefitError, match="division by zero"):
         go(trainer, replicas)
     with pytest.raises(WeightsTornError):
-        wait_until_torn(good)
+        good.idle().receiver.check()
     assert (good.receiver.version, bad.receiver.version, trainer.sender.version) == (0, 0, 0)
     bad.sink.on.clear()
     go(trainer, replicas)
@@ -259,18 +189,23 @@ def test_one_failing_receiver_keeps_all_others_from_the_new_version(pair):
     assert good.receiver.version == bad.receiver.version == 1
 
 
-def wait_until_torn(engine: Engine) -> None:
-    with engine.receiver.turn:  # its refit is over
-        engine.receiver.check()
+def test_engines_of_two_dtypes_cannot_share_a_refit(keep):
+    trainer = keep(Trainer({"w": torch.randn(30)}))
+    wide, narrow = (keep(Engine({"w": torch.zeros(30)})) for _ in range(2))
+    narrow.sink.tensor = {"w": torch.zeros(30, dtype=torch.bfloat16)}
+    narrow.sink.casts = True
+    with pytest.raises(RefitError, match="dtype"):
+        go(trainer, Replicas(wide, narrow))
+    assert wide.idle().sink.calls == narrow.idle().sink.calls == []
 
 
-# -- refused before anything is touched ------------------------------------------------------------
+# -- refused before anything is touched -----------------------------------------------------------
 
 
 def test_a_manifest_mismatch_names_everything_and_touches_nothing(pair):
     trainer, engine = pair
     go(trainer, engine)
-    before = {name: t.clone() for name, t in engine.sink.tensor.items()}
+    before = engine.snapshot()
     engine.sink.calls.clear()
     trainer.source.tensor = make_tensors(1) | {"scalar": torch.randn(2), "extra": torch.ones(1)}
     trainer.source.tensor["half"] = trainer.source.tensor["half"].float()
@@ -292,259 +227,59 @@ def test_a_trainer_that_changed_after_the_check_is_refused(pair):
     trainer, engine = pair
     engine.prepare_refit_info(trainer.prepare_refit_info())
     trainer.source.tensor["late"] = torch.ones(1)
-    trainer.sender.stream_ipc(deadline_s=SOON)
+    trainer.sender.send(deadline_s=SOON)
     with pytest.raises(RefitAborted, match="prepare_refit_info"):
-        engine.receiver.receive_ipc(deadline_s=SOON).result(SOON)
+        engine.receiver.receive(deadline_s=SOON).result(SOON)
     assert engine.sink.calls == []
 
 
-@pytest.mark.parametrize(
-    ("option", "error"),
-    [
-        ({"verfy": "wire"}, ConfigError),
-        ({"verify": "maybe"}, ConfigError),
-        ({"receivers": 0}, ConfigError),
-        ({"version": 0}, ConfigError),
-        ({"deadline_s": 0}, ConfigError),
-        ({"isolation": "loose"}, ConfigError),
-        ({"isolation": "staged"}, CapabilityError),
-    ],
-)
-def test_a_bad_option_is_refused_by_name(pair, option, error):
-    with pytest.raises(error, match=next(iter(option))):
-        pair[0].sender.stream_ipc(**option)
+def test_an_engine_that_changed_after_the_check_is_refused(pair):
+    trainer, engine = pair
+    engine.prepare_refit_info(trainer.prepare_refit_info())
+    engine.sink.tensor["flags"] = torch.zeros(14, dtype=torch.bool)
+    sending = trainer.sender.send(deadline_s=SOON)
+    receiving = engine.receiver.receive(deadline_s=SOON)
+    assert isinstance(receiving.exception(SOON), ManifestMismatchError)
+    assert isinstance(sending.exception(SOON), ManifestMismatchError)
+    assert engine.sink.calls == []
 
 
 def test_receiving_before_prepare_is_a_lifecycle_error(pair):
     with pytest.raises(LifecycleError, match="prepare_refit_info"):
-        pair[1].receiver.receive_ipc()
+        pair[1].receiver.receive()
 
 
-@pytest.mark.parametrize("damage", ["protocol", "digest", "tensors", "channel"])
-def test_a_damaged_description_is_refused(pair, damage):
-    info = pair[0].prepare_refit_info()
-    info[damage] = {"protocol": 2, "digest": "0", "tensors": [{"name": 1}], "channel": {}}[damage]
+def test_a_transport_that_the_trainer_did_not_open_is_a_lifecycle_error(pair):
+    trainer, engine = pair
+    engine.prepare_refit_info(trainer.prepare_refit_info())
+    with pytest.raises(LifecycleError, match="collective"):
+        engine.receiver.receive(transport="collective")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("protocol", 1),
+        ("digest", "0"),
+        ("tensors", [{"name": 1}]),
+        ("token", None),
+        ("channels", {"ipc": "here"}),
+    ],
+)
+def test_a_damaged_description_is_refused(pair, field, value):
+    trainer, engine = pair
     with pytest.raises(RefitProtocolError):
-        pair[1].prepare_refit_info(info)
+        engine.prepare_refit_info(trainer.prepare_refit_info() | {field: value})
 
 
-# -- failures within a process ---------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("call", ["begin", "write", "finish", "commit"])
-def test_a_sink_that_raises_fails_both_sides_and_the_next_refit_recovers(pair, call):
-    trainer, engine = pair
-    go(trainer, engine)
-    trainer.source.tensor["big"].mul_(2)
-    engine.sink.on[call] = lambda: 1 / 0
-    with raises_within(engine, trainer) as errors:
-        assert isinstance(errors["receiver"], RefitError)
-        assert isinstance(errors["sender"], RefitPeerError)
-        assert "ZeroDivisionError" in str(errors["sender"])
-        assert "receiver 0" in errors["sender"].peer
-    assert engine.receiver.version == 1
-    assert engine.receiver.torn == (call != "begin")
-    assert ("fail" in engine.sink.calls) == (call != "begin")
-    engine.sink.on.clear()
-    go(trainer, engine)
-    engine.receiver.check()
-    assert same(trainer.source.tensor, engine.sink.tensor)
-
-
-def test_a_source_that_raises_fails_both_sides_and_the_next_refit_recovers(pair):
-    trainer, engine = pair
-    trainer.source.before = lambda name: 1 / 0 if name == "flags" else None
-    with raises_within(engine, trainer) as errors:
-        assert isinstance(errors["sender"].__cause__, ZeroDivisionError)
-        assert isinstance(errors["receiver"], WeightsTornError)
-    with pytest.raises(WeightsTornError, match="refit again"):
-        engine.receiver.check()
-    trainer.source.before = lambda name: None
-    go(trainer, engine)
-    engine.receiver.check()
-
-
-def test_a_source_that_yields_another_shape_than_declared_is_named(pair):
-    trainer, engine = pair
-    declared = trainer.source.specs()
-    trainer.source.specs = lambda: declared
-    trainer.source.tensor["counts"] = torch.zeros(8, dtype=torch.int64)
-    with raises_within(engine, trainer) as errors:
-        assert isinstance(errors["sender"], ManifestMismatchError)
-        assert "counts" in str(errors["sender"])
-
-
-@pytest.mark.parametrize("fault", ["drop", "misplace", "convert"])
-def test_installed_catches_a_loader_that_is_wrong(pair, fault):
-    trainer, engine = pair
-    write = engine.sink.write
-
-    def wrong(name: str, offset: int, data: torch.Tensor, **kwargs: Any) -> None:
-        if name != "big" or offset == 0:
-            write(name, offset, data, **kwargs)
-        elif fault == "misplace":
-            write(name, offset - 1, data, **kwargs)
-        elif fault == "convert":
-            write(name, offset, data.bfloat16().float(), **kwargs)
-
-    engine.sink.write = wrong
-    with raises_within(engine, trainer, verify="installed") as errors:
-        assert isinstance(errors["receiver"], RefitCorrupted)
-        assert errors["receiver"].details["tensors"] == ["big"]
-        assert isinstance(errors["sender"], RefitCorrupted)
-    assert engine.receiver.torn
-
-
-def test_bytes_damaged_in_shared_memory_are_noticed(pair):
-    trainer, engine = pair
-    go(trainer, engine)
-    engine.sink.on["begin"] = lambda: damage_after_pack(trainer)
-    with raises_within(engine, trainer) as errors:
-        assert isinstance(errors["receiver"], RefitCorrupted)
-        assert isinstance(errors["sender"], RefitCorrupted)
-    assert engine.receiver.version == 1
-
-
-def damage_after_pack(trainer: Trainer) -> None:
-    """From the second tensor on, the first slot is overwritten behind the sender's back."""
-    trainer.source.before = lambda name: trainer.sender._region.data[:8].fill_(7)
-
-
-def test_a_refit_waits_for_generation_to_end_and_generation_for_the_refit(pair):
-    trainer, engine = pair
-    engine.prepare_refit_info(trainer.prepare_refit_info())
-    generating, may_end, free = threading.Event(), threading.Event(), []
-
-    def generate() -> None:
-        with engine.lock:
-            generating.set()
-            may_end.wait(SOON)
-            assert "begin" not in engine.sink.calls
-
-    thread = threading.Thread(target=generate)
-    thread.start()
-    generating.wait(SOON)
-    engine.sink.on["finish"] = lambda: free.append(try_lock(engine))
-    futures = [trainer.sender.stream_ipc(deadline_s=SOON), engine.receiver.receive_ipc()]
-    with pytest.raises(TimeoutError):
-        futures[0].result(0.3)
-    may_end.set()
-    wait(futures, SOON)
-    thread.join(SOON)
-    assert free == [False]
-    assert try_lock(engine)
-
-
-def try_lock(engine: Engine) -> bool:
-    """Whether another thread could generate now."""
-    result = []
-
-    def attempt() -> None:
-        result.append(engine.lock.acquire(blocking=False))
-        if result[0]:
-            engine.lock.release()
-
-    thread = threading.Thread(target=attempt)
-    thread.start()
-    thread.join(SOON)
-    return result[0]
-
-
-def test_a_deadline_while_the_engine_generates_is_an_error_on_both_sides(pair):
-    trainer, engine = pair
-    engine.prepare_refit_info(trainer.prepare_refit_info())
-    with engine.lock:
-        sending = trainer.sender.stream_ipc(deadline_s=0.5)
-        receiving = engine.receiver.receive_ipc(deadline_s=SOON)
-        assert isinstance(sending.exception(SOON), RefitPeerError)
-        assert sending.exception().phase == "PREPARE"
-        assert isinstance(receiving.exception(SOON), RefitError)
-    engine.receiver.check()
-    go(trainer, engine)
-
-
-def test_without_a_receiver_the_sender_gives_up_at_its_deadline(pair):
-    error = pair[0].sender.stream_ipc(deadline_s=0.2).exception(SOON)
-    assert isinstance(error, RefitPeerError)
-    assert "1 of 1 receivers" in str(error)
-
-
-def test_without_a_sender_the_receiver_gives_up_at_its_deadline(pair):
-    trainer, engine = pair
-    engine.prepare_refit_info(trainer.prepare_refit_info())
-    error = engine.receiver.receive_ipc(deadline_s=0.2).exception(SOON)
-    assert isinstance(error, RefitPeerError)
-    assert error.phase == "DISCOVER"
-
-
-def test_a_refit_that_waits_in_vain_gives_way_to_the_next(pair):
-    trainer, engine = pair
-    engine.prepare_refit_info(trainer.prepare_refit_info())
-    waiting = trainer.sender.stream_ipc(deadline_s=600)
-    go(trainer, engine)
-    assert isinstance(waiting.exception(SOON), RefitAborted)
-    assert engine.receiver.version == 1
-
-
-def test_a_receiver_that_waits_already_takes_the_refit_of_the_next_call_too(pair):
-    trainer, engine = pair
-    engine.prepare_refit_info(trainer.prepare_refit_info())
-    waiting = engine.receiver.receive_ipc(deadline_s=600)
-    go(trainer, engine)
-    assert waiting.result(SOON)["version"] == engine.receiver.version == 1
-
-
-def test_a_receiver_that_waits_for_another_trainer_gives_way(pair):
-    trainer, engine = pair
-    other = Trainer(make_tensors())
-    engine.prepare_refit_info(other.prepare_refit_info())
-    waiting = engine.receiver.receive_ipc(deadline_s=600)
-    go(trainer, engine)
-    assert isinstance(waiting.exception(SOON), RefitAborted)
-    other.sender.close()
-
-
-@pytest.mark.parametrize("side", ["sender", "receiver"])
-def test_closing_one_side_ends_a_running_refit_on_both(pair, side):
-    trainer, engine = pair
-    engine.prepare_refit_info(trainer.prepare_refit_info())
-    entered = threading.Event()
-    with engine.lock:
-        engine.lock.acquire(blocking=False)
-        engine.lock.release()
-        sending = trainer.sender.stream_ipc(deadline_s=600)
-        receiving = engine.receiver.receive_ipc(deadline_s=600)
-        while sending_phase(trainer) != "PREPARE":
-            entered.wait(0.01)
-        (trainer.sender if side == "sender" else engine.receiver).close()
-        assert isinstance(sending.exception(SOON), RefitError)
-        assert isinstance(receiving.exception(SOON), RefitError)
-
-
-def sending_phase(trainer: Trainer) -> str:
-    return trainer.sender.jobs[0].session.phase.value
-
-
-def test_a_closed_endpoint_refuses_and_closes_twice(pair):
-    trainer, engine = pair
-    go(trainer, engine)
-    for endpoint in (trainer.sender, engine.receiver):
-        endpoint.close()
-        endpoint.close()
-    with pytest.raises(LifecycleError):
-        trainer.sender.prepare()
-    with pytest.raises(LifecycleError):
-        engine.receiver.receive_ipc()
-
-
-# -- strangers -------------------------------------------------------------------------------------
+# -- strangers ------------------------------------------------------------------------------------
 
 
 def test_a_stranger_on_the_socket_is_refused_and_does_no_harm(pair):
     trainer, engine = pair
-    info = trainer.prepare_refit_info()
+    endpoint = trainer.prepare_refit_info()["channels"]["ipc"]["endpoint"]
     with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
-        stranger.connect(info["channel"]["address"])
+        stranger.connect(endpoint)
         for frame in (b"", b"noise", b"x" * 1000, b"x" * (9 << 20)):
             stranger.send(frame)
         stranger.send_multipart([b"three", b"parts", b"here"])
@@ -555,258 +290,81 @@ def test_a_stranger_on_the_socket_is_refused_and_does_no_harm(pair):
 
 def test_a_receiver_with_the_wrong_token_gets_a_typed_error_at_once(pair):
     trainer, engine = pair
-    info = trainer.prepare_refit_info()
-    info["channel"] = info["channel"] | {"token": "guess"}
-    engine.prepare_refit_info(info)
-    trainer.sender.stream_ipc(deadline_s=SOON)
-    error = engine.receiver.receive_ipc(deadline_s=600).exception(SOON)
+    engine.prepare_refit_info(trainer.prepare_refit_info() | {"token": "guess"})
+    trainer.sender.send(deadline_s=SOON)
+    error = engine.receiver.receive(deadline_s=600).exception(SOON)
     assert isinstance(error, RefitProtocolError)
     assert "token" in str(error)
 
 
-def test_socket_and_memory_are_for_this_user_alone(pair, tmp_path):
+def test_the_socket_is_in_a_directory_for_this_user_alone_and_gone_afterwards(pair):
     trainer, engine = pair
     go(trainer, engine)
-    address = trainer.prepare_refit_info()["channel"]["address"]
-    directory = Path(address.removeprefix("ipc://")).parent
+    endpoint = trainer.prepare_refit_info()["channels"]["ipc"]["endpoint"]
+    directory = Path(endpoint.removeprefix("ipc://")).parent
     assert directory.stat().st_mode & 0o777 == 0o700
-    region = SharedRegion.create(10, directory=str(tmp_path))
-    assert Path(region.ref.path).stat().st_mode & 0o777 == 0o600
-    region.close()
-    assert not list(tmp_path.iterdir())
     trainer.sender.close()
     assert not directory.exists()
 
 
-def test_memory_that_is_not_what_was_announced_is_refused():
-    region = SharedRegion.create(100)
-    for change in ({"nbytes": 99}, {"inode": region.ref.inode + 1}, {"path": "/nothing/here"}):
-        fields = {name: getattr(region.ref, name) for name in ("path", "nbytes", "device", "inode")}
-        with pytest.raises(RefitProtocolError):
-            SharedRegion.attach(type(region.ref)(**fields | change))
+@pytest.mark.parametrize("address", [{}, {"endpoint": 1}, {"endpoint": "tcp://127.0.0.1:1"}])
+def test_an_address_that_is_none_is_refused(address):
+    with pytest.raises(RefitProtocolError, match="ipc"):
+        find_transport("ipc").receiver(address)
+
+
+# -- shared memory --------------------------------------------------------------------------------
+
+
+def test_memory_is_for_this_user_alone_and_has_no_name(tmp_path):
+    region = SharedRegion.create(10, str(tmp_path))
+    assert Path(region.ref["path"]).stat().st_mode & 0o777 == 0o600
+    assert not list(tmp_path.iterdir())
     region.close()
 
 
-def test_more_memory_than_there_is_is_a_typed_error():
+def test_memory_that_needs_a_name_loses_it_at_the_end(tmp_path, monkeypatch):
+    monkeypatch.delattr(os, "memfd_create")
+    region = SharedRegion.create(10, str(tmp_path))
+    [file] = tmp_path.iterdir()
+    assert file.stat().st_mode & 0o777 == 0o600
+    region.data.fill_(7)
+    attached = SharedRegion.attach(region.ref)
+    assert attached.data.tolist() == [7] * 10
+    region.close()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "change", [{"nbytes": 99}, {"inode": 1}, {"path": "/nothing/here"}, {"path": 3}, {"more": 1}]
+)
+def test_memory_that_is_not_what_was_announced_is_refused(tmp_path, change):
+    region = SharedRegion.create(100, str(tmp_path))
+    with pytest.raises(RefitProtocolError):
+        SharedRegion.attach({**region.ref, **change})
+    region.close()
+
+
+def test_more_memory_than_there_is_is_a_typed_error(tmp_path):
     with pytest.raises(RefitError, match="shared memory"):
-        SharedRegion.create(1 << 60)
+        SharedRegion.create(1 << 60, str(tmp_path))
 
 
-# -- the older handles -----------------------------------------------------------------------------
-
-
-def hand_over(trainer: Trainer, engine: Engine) -> None:
-    engine.prepare_refit_info(trainer.prepare_refit_info())
-    for keys in trainer.sender.groups(BUCKET):
-        assert engine.receiver.load_handles(trainer.sender.handles(keys)) is True
-
-
-def test_handles_bring_every_tensor_and_move_the_version_once(pair):
+def test_an_engine_that_cannot_map_the_memory_says_so_on_both_sides(pair, monkeypatch):
     trainer, engine = pair
-    for version in (1, 2):
-        hand_over(trainer, engine)
-        assert same(trainer.source.tensor, engine.sink.tensor)
-        assert engine.receiver.version == trainer.sender.version == version
-    assert go(trainer, engine).version == 3
 
+    def closed(path: str, *_: object) -> int:
+        raise PermissionError(path)
 
-def test_handles_are_cast_for_an_engine_that_casts():
-    trainer, engine = Trainer({"w": torch.randn(30)}), Engine({"w": torch.zeros(30).bfloat16()})
-    engine.sink.casts = True
-    hand_over(trainer, engine)
-    assert torch.equal(engine.sink.tensor["w"], trainer.source.tensor["w"].bfloat16())
+    sending, receiving = begin(trainer, engine)
+    sending.result(SOON)
+    receiving.result(SOON)
     trainer.sender.close()
-
-
-def test_between_two_handles_the_engine_is_torn(pair):
-    trainer, engine = pair
-    engine.prepare_refit_info(trainer.prepare_refit_info())
-    first, *_ = trainer.sender.groups(BUCKET)
-    engine.receiver.load_handles(trainer.sender.handles(first))
-    with pytest.raises(WeightsTornError):
-        engine.receiver.check()
-    assert engine.receiver.version == 0
-    hand_over(trainer, engine)
+    trainer = Trainer(trainer.source.tensor)
+    monkeypatch.setattr("rl_core.refit.transports.memory.os.open", closed)
+    sender, receiver = fails(trainer, engine)
+    assert isinstance(sender, RefitProtocolError)
+    assert isinstance(receiver, RefitProtocolError)
+    assert "PID namespace" in str(receiver)
     engine.receiver.check()
-
-
-def test_handles_that_were_overwritten_are_noticed(pair):
-    trainer, engine = pair
-    engine.prepare_refit_info(trainer.prepare_refit_info())
-    first, second, *_ = trainer.sender.groups(BUCKET)
-    stale = trainer.sender.handles(first)
-    trainer.sender.handles(second)
-    with pytest.raises(RefitCorrupted):
-        engine.receiver.load_handles(stale)
-
-
-def test_handles_are_asked_for_by_group(pair):
-    trainer, _ = pair
-    with pytest.raises(LifecycleError, match="prepare_weights_for_ipc"):
-        trainer.sender.handles(["big"])
-    trainer.sender.groups(BUCKET)
-    with pytest.raises(ConfigError, match="typo"):
-        trainer.sender.handles(["typo"])
-
-
-def test_forged_handles_are_refused(pair):
-    trainer, engine = pair
-    engine.prepare_refit_info(trainer.prepare_refit_info())
-    handles = trainer.sender.handles(trainer.sender.groups(BUCKET)[0])
-    handles["frame"] = handles["frame"][:-1] + bytes([handles["frame"][-1] ^ 1])
-    with pytest.raises(RefitProtocolError):
-        engine.receiver.load_handles(handles)
-    with pytest.raises(RefitProtocolError):
-        engine.receiver.load_handles({"w": b"not handles"})
-    assert engine.sink.calls == []
-
-
-# -- two processes ---------------------------------------------------------------------------------
-
-
-class Child:
-    """A process of its own and the pipe to it; killed at the end whatever happens."""
-
-    def __init__(self, target: Any, *args: Any) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=target, args=(theirs, *args), daemon=True)
-        self.process.start()
-        theirs.close()
-
-    def get(self) -> Any:
-        assert self.pipe.poll(60), "the child says nothing"
-        return self.pipe.recv()
-
-    def start(self, *command: Any) -> None:
-        self.pipe.send(command)
-
-    def ask(self, *command: Any) -> Any:
-        self.start(*command)
-        ok, result = self.get()
-        if not ok:
-            raise result
-        return result
-
-    def kill(self) -> None:
-        os.kill(self.process.pid, signal.SIGKILL)
-        self.process.join(SOON)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.process.kill()
-        self.process.join(SOON)
-        self.pipe.close()
-
-
-def engine_child(tensors: Tensors, stall: str | None = None) -> Child:
-    return Child(engine_process, tensors, stall)
-
-
-def test_two_processes_refit_exactly_by_stream_and_by_handles():
-    tensors = make_tensors()
-    trainer = Trainer(tensors)
-    with engine_child(tensors) as engine:
-        engine.ask("prepare", trainer.prepare_refit_info())
-        for seed in (1, 2):
-            trainer.source.tensor = make_tensors(seed)
-            sending = trainer.sender.stream_ipc(bucket_bytes=BUCKET, deadline_s=SOON)
-            assert engine.ask("receive", SOON)["version"] == seed
-            assert sending.result(SOON)["version"] == seed
-            assert same(trainer.source.tensor, engine.ask("installed")[2])
-        trainer.source.tensor = make_tensors(3)
-        for keys in trainer.sender.groups(BUCKET):
-            engine.ask("handles", trainer.sender.handles(keys))
-        version, torn, installed = engine.ask("installed")
-        assert (version, torn) == (3, False)
-        assert same(trainer.source.tensor, installed)
-    trainer.sender.close()
-
-
-def test_a_receiver_killed_in_any_phase_is_named_and_the_next_refit_succeeds():
-    tensors = make_tensors()
-    before = left_behind()
-    trainer = Trainer(tensors)
-    phases = {"begin": "PREPARE", "write": "TRANSFER", "finish": "SEAL", "commit": "COMMIT"}
-    children = {call: engine_child(tensors, call) for call in [*phases, None]}
-    try:
-        for call, phase in phases.items():
-            with children[call] as engine:
-                engine.ask("prepare", trainer.prepare_refit_info())
-                sending = trainer.sender.stream_ipc(bucket_bytes=BUCKET, deadline_s=600)
-                engine.start("receive", SOON)
-                assert engine.get() == "stalled"
-                engine.kill()
-                error = sending.exception(SOON)
-                assert isinstance(error, RefitPeerError)
-                assert error.phase == phase
-                assert str(engine.process.pid) in error.peer
-        with children[None] as engine:
-            engine.ask("prepare", trainer.prepare_refit_info())
-            sending = trainer.sender.stream_ipc(bucket_bytes=BUCKET, deadline_s=SOON)
-            engine.ask("receive", SOON)
-            sending.result(SOON)
-            assert same(tensors, engine.ask("installed")[2])
-    finally:
-        for child in children.values():
-            child.__exit__()
-    trainer.sender.close()
-    assert left_behind() == before
-
-
-def test_a_sender_killed_in_transfer_tears_the_engine_which_recovers_and_cleans_up():
-    tensors = make_tensors()
-    before = left_behind()
-    engine = Engine(blank(tensors))
-    with Child(trainer_process, tensors, "flags") as trainer:
-        info = trainer.get()
-        engine.prepare_refit_info(info)
-        receiving = engine.receiver.receive_ipc(deadline_s=600)
-        assert trainer.get() == "stalled"
-        trainer.kill()
-        error = receiving.exception(SOON)
-        assert isinstance(error, RefitPeerError)
-        assert error.phase == "TRANSFER"
-        with pytest.raises(WeightsTornError):
-            engine.receiver.check()
-        again = engine.receiver.receive_ipc(deadline_s=600).exception(SOON)
-        assert isinstance(again, RefitPeerError)
-    assert left_behind() == before
-    successor = Trainer(tensors)
-    go(successor, engine)
-    engine.receiver.check()
-    assert same(tensors, engine.sink.tensor)
-    successor.sender.close()
-
-
-def test_a_hundred_refits_leave_nothing_behind(pair):
-    trainer, engine = pair
-
-    def held() -> tuple[int, int, set[str]]:
-        maps = Path("/proc/self/maps").read_text().count("rl-refit")
-        return len(os.listdir("/proc/self/fd")), maps, left_behind()
-
-    go(trainer, engine)
-    gc.collect()
-    before = held()
-    for version in range(2, 102):
-        trainer.source.tensor["scalar"].fill_(version)
-        assert go(trainer, engine).version == version
-        assert same(trainer.source.tensor, engine.sink.tensor)
-    assert held() == before
-
-
-def test_a_process_is_alive_until_it_is_gone_even_as_a_zombie():
-    me = this_process()
-    assert is_alive(me)
-    assert not is_alive(type(me)(me.pid, "1", me.namespace))
-    child = os.posix_spawn("/bin/sleep", ["sleep", "600"], {})
-    process = type(me)(child, Path(f"/proc/{child}/stat").read_text().split()[21], me.namespace)
-    assert is_alive(process)
-    os.kill(child, signal.SIGKILL)
-    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
-    assert not is_alive(process)
-    os.waitpid(child, 0)
-    assert not is_alive(process)
+    trainer.close()

@@ -32,8 +32,9 @@ def take(
         ManifestMismatchError: The source yields something else than its specs say.
     """
     tensors = iter(source.tensors([spec.name for spec in specs]))
+    nothing = ("nothing", torch.empty(0))
     for spec in specs:
-        name, tensor = next(tensors, ("nothing", torch.empty(0)))
+        name, tensor = next(tensors, nothing)
         sound = name == spec.name and tensor.shape == spec.shape
         if not sound or tensor.dtype != dtype_of(spec):
             raise ManifestMismatchError(

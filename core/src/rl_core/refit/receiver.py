@@ -109,6 +109,7 @@ class RefitReceiver(Endpoint["Receiving"]):
         self._on_commit = on_commit
         self._trainer: Trainer | None = None
         self._expected: WeightManifest | None = None
+        self._matched: tuple[WeightManifest | None, WeightManifest | None] = (None, None)
         self._ends: dict[str, tuple[dict[str, Any], ReceiverEnd]] = {}
         self._lanes: dict[tuple[ReceiverEnd, bool], Lane] = {}
         self._route: Route | None = None
@@ -256,6 +257,16 @@ class RefitReceiver(Endpoint["Receiving"]):
         """The sink's manifest, the one that is known if nothing changed."""
         self._expected = WeightManifest.of(sink.specs(), self._expected)
         return self._expected
+
+    def check_match(self, wire: WeightManifest, expected: WeightManifest) -> None:
+        """Compares a trainer's manifest, in the dtypes that travel, with the engine's.
+
+        Raises:
+            ManifestMismatchError: They differ.
+        """
+        if self._matched[0] is not wire or self._matched[1] is not expected:
+            compare(wire, expected)
+            self._matched = (wire, expected)
 
     def lane(self, end: ReceiverEnd, plan: TransferPlan, ref: Mapping[str, Any]) -> Lane:
         """The lane that a plan is for.

@@ -11,7 +11,7 @@ from rl_core.errors import CapabilityError, RefitProtocolError, WeightsTornError
 from rl_core.refit.digests import DigestTable
 from rl_core.refit.jobs import TICK_S, Job
 from rl_core.refit.loading import Loader
-from rl_core.refit.manifest import WeightManifest, compare
+from rl_core.refit.manifest import WeightManifest
 from rl_core.refit.messages import PROTOCOL, Codec, FromSender, Hello
 from rl_core.refit.session import (
     Announced,
@@ -193,7 +193,7 @@ class Receiving(Job[ReceiverSession]):
         receiver.give_up_handles()
         sink = receiver.new_sink()
         expected = receiver.manifest_of(sink)
-        compare(wire, expected)
+        receiver.check_match(wire, expected)
         known, touch = receiver.known, self._touch
         if offer.isolation == "staged":
             sink, known, touch = self._staged(sink, wire, expected), dict(known), _nothing
