@@ -1,0 +1,443 @@
+"""Processes that are killed or stopped in every phase of a refit, and what the others make of it.
+
+Whoever survives gets a typed error that names phase and peer long before the refit's deadline,
+keeps nothing, and takes the next refit as it is.
+"""
+
+from __future__ import annotations
+
+import multiprocessing.forkserver
+import multiprocessing.resource_tracker
+import tempfile
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import pytest
+from fault_processes import (
+    FIRST,
+    LATE,
+    EngineParty,
+    Remote,
+    TrainerParty,
+    census,
+    gained,
+    until,
+)
+
+from rl_core.errors import RefitAborted, RefitPeerError, WeightsTornError
+
+if TYPE_CHECKING:
+    from collections import Counter
+    from collections.abc import Iterator
+
+
+ISOLATIONS = ["quiesced", "staged"]
+OLD, NEW, NEXT = 0, 1, 2
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Whatever happened: once all is closed, all is as it was before."""
+    multiprocessing.set_forkserver_preload(["rl_core.refit"])
+    multiprocessing.forkserver.ensure_running()
+    multiprocessing.resource_tracker.ensure_running()
+    with tempfile.TemporaryDirectory(prefix="t") as folder:
+        monkeypatch.setenv("TMPDIR", folder)
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        before = census()
+        yield
+        assert gained(before) == {}
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+class Cast:
+    """Trainer and engines of one test; closed or killed at its end."""
+
+    def __init__(self, stack: ExitStack, **options: Any) -> None:
+        self.stack, self.options = stack, options
+
+    def here(self, kind: type[Any]) -> Any:
+        party = kind(**self.options)
+        self.stack.callback(party.close)
+        return party
+
+    def elsewhere(self, kind: str) -> Any:
+        return self.stack.enter_context(Remote(kind, **self.options))
+
+
+def introduce(trainer: Any, *engines: Any) -> None:
+    info = trainer.info()
+    for engine in engines:
+        engine.meet(info)
+
+
+def begin(trainer: Any, *engines: Any, **options: Any) -> None:
+    trainer.begin(**{"receivers": len(engines)} | options)
+    for engine in engines:
+        engine.begin()
+
+
+def refit(trainer: Any, *engines: Any, seed: int) -> None:
+    """A refit that succeeds, and is exact."""
+    trainer.load(seed)
+    introduce(trainer, *engines)
+    begin(trainer, *engines)
+    report = trainer.outcome()
+    for engine in engines:
+        assert engine.outcome()["version"] == report["version"]
+        engine.check()
+        assert engine.holds(seed)
+
+
+def assert_whole_unless(torn: bool, engine: Any, *, old: int) -> None:
+    """``check`` refuses if the weights are torn, and only then; else they are the old ones."""
+    assert engine.torn() == torn
+    if torn:
+        with pytest.raises(WeightsTornError, match="refit again"):
+            engine.check()
+    else:
+        engine.check()
+        assert engine.holds(old)
+
+
+# -- the sender dies -------------------------------------------------------------------------------
+
+
+class SenderDies(NamedTuple):
+    """Where the trainer is stopped, and what the engine then says."""
+
+    at: str | None
+    phase: str
+    torn: bool
+
+
+SENDER_DIES = {
+    "before it offers anything": SenderDies(None, "DISCOVER", torn=False),
+    "while it prepares": SenderDies("device", "PREPARE", torn=False),
+    "before the first byte": SenderDies(FIRST, "TRANSFER", torn=False),
+    "in the middle": SenderDies(LATE, "TRANSFER", torn=True),
+    "before it seals": SenderDies("confirm", "TRANSFER", torn=True),
+}
+
+
+@pytest.mark.parametrize("isolation", ISOLATIONS)
+@pytest.mark.parametrize("case", SENDER_DIES.values(), ids=SENDER_DIES)
+def test_an_engine_survives_a_trainer_that_is_killed(stack, case, isolation):
+    cast = Cast(stack)
+    engine, trainer = cast.here(EngineParty), cast.elsewhere("trainer")
+    refit(trainer, engine, seed=OLD)
+    trainer.load(NEW)
+    engine.begin()
+    if case.at is not None:
+        trainer.stall(case.at)
+        trainer.begin(isolation=isolation)
+        trainer.reached()
+    until(lambda: engine.phase() == case.phase)
+    trainer.kill()
+    assert_names_the_sender(engine.failure(), case.phase)
+    assert_whole_unless(case.torn and isolation == "quiesced", engine, old=OLD)
+    refit(cast.elsewhere("trainer"), engine, seed=NEXT)
+
+
+def assert_names_the_sender(error: BaseException | None, phase: str) -> None:
+    assert isinstance(error, RefitPeerError)
+    assert error.phase == phase
+    assert "sender" in error.peer
+
+
+@pytest.mark.parametrize("isolation", ISOLATIONS)
+def test_an_engine_that_generates_hears_all_the_same_that_its_trainer_was_killed(stack, isolation):
+    cast = Cast(stack)
+    engine, trainer = cast.here(EngineParty), cast.elsewhere("trainer")
+    refit(trainer, engine, seed=OLD)
+    trainer.load(NEW)
+    engine.generate()
+    begin(trainer, engine, isolation=isolation)
+    # A staged refit needs the engine to stop only when all is there.
+    phase = "PREPARE" if isolation == "quiesced" else "SEAL"
+    until(lambda: engine.phase() == phase)
+    trainer.kill()
+    assert_names_the_sender(engine.failure(), phase)
+    assert_whole_unless(False, engine, old=OLD)
+    engine.end_generation()
+    refit(cast.elsewhere("trainer"), engine, seed=NEXT)
+
+
+@pytest.mark.parametrize("isolation", ISOLATIONS)
+def test_an_engine_that_sealed_and_was_never_told_does_not_advance(stack, isolation):
+    cast = Cast(stack)
+    engine, late = cast.here(EngineParty), cast.elsewhere("engine")
+    trainer = cast.elsewhere("trainer")
+    refit(trainer, engine, late, seed=OLD)
+    trainer.load(NEW)
+    late.stall("finish")
+    begin(trainer, engine, late, isolation=isolation)
+    late.reached()
+    until(lambda: engine.phase() == "COMMIT")
+    trainer.kill()
+    late.release()
+    for waiting in (engine, late):
+        assert_names_the_sender(waiting.failure(), "COMMIT")
+        assert waiting.version() == 1
+        assert_whole_unless(isolation == "quiesced", waiting, old=OLD)
+    refit(cast.elsewhere("trainer"), engine, late, seed=NEXT)
+
+
+@pytest.mark.parametrize("isolation", ISOLATIONS)
+def test_an_engine_that_was_told_to_commit_needs_its_trainer_no_more(stack, isolation):
+    cast = Cast(stack)
+    engine, trainer = cast.here(EngineParty), cast.elsewhere("trainer")
+    refit(trainer, engine, seed=OLD)
+    trainer.load(NEW)
+    engine.stall("commit")
+    begin(trainer, engine, isolation=isolation)
+    engine.reached()
+    trainer.kill()
+    engine.release()
+    assert engine.outcome()["version"] == engine.version() == 2
+    assert_whole_unless(False, engine, old=NEW)
+    refit(cast.elsewhere("trainer"), engine, seed=NEXT)
+
+
+# -- a receiver dies -------------------------------------------------------------------------------
+
+
+class ReceiverDies(NamedTuple):
+    """Who stops the refit and where, and whether other engines were written to by then."""
+
+    by: str
+    at: str
+    phase: str
+    torn: bool
+
+
+RECEIVER_DIES = {
+    "before it is prepared": ReceiverDies("engine", "targets", "PREPARE", torn=False),
+    "before the first byte": ReceiverDies("trainer", FIRST, "TRANSFER", torn=False),
+    "in the middle": ReceiverDies("trainer", LATE, "TRANSFER", torn=True),
+    "before it has sealed": ReceiverDies("engine", "finish", "SEAL", torn=True),
+}
+
+
+@pytest.mark.parametrize("bystanders", [0, 1])
+@pytest.mark.parametrize("isolation", ISOLATIONS)
+@pytest.mark.parametrize("case", RECEIVER_DIES.values(), ids=RECEIVER_DIES)
+def test_a_trainer_and_its_other_engines_survive_an_engine_that_is_killed(
+    stack, case, isolation, bystanders
+):
+    cast = Cast(stack)
+    trainer, victim = cast.here(TrainerParty), cast.elsewhere("engine")
+    others = [cast.here(EngineParty) for _ in range(bystanders)]
+    refit(trainer, victim, *others, seed=OLD)
+    trainer.load(NEW)
+    stopped = trainer if case.by == "trainer" else victim
+    stopped.stall(case.at)
+    begin(trainer, victim, *others, isolation=isolation)
+    stopped.reached()
+    until(lambda: trainer.phase() == case.phase)
+    victim.kill()
+    if stopped is trainer:
+        trainer.release()
+    assert_names(victim, trainer.failure(), case.phase)
+    assert trainer.version() == 1
+    for other in others:
+        assert isinstance(other.failure(), RefitAborted | WeightsTornError)
+        assert other.version() == 1
+        assert_whole_unless(case.torn and isolation == "quiesced", other, old=OLD)
+    refit(trainer, cast.elsewhere("engine"), *others, seed=NEXT)
+
+
+def assert_names(victim: Remote, error: BaseException | None, phase: str) -> None:
+    assert isinstance(error, RefitPeerError)
+    assert error.phase == phase
+    assert f"pid {victim.pid}" in error.peer
+
+
+@pytest.mark.parametrize("bystanders", [0, 1])
+def test_an_engine_killed_while_others_are_awaited_is_named(stack, bystanders):
+    cast = Cast(stack)
+    trainer, victim = cast.here(TrainerParty), cast.elsewhere("engine")
+    others = [cast.here(EngineParty) for _ in range(bystanders)]
+    introduce(trainer, victim, *others)
+    begin(trainer, victim, *others, receivers=2 + bystanders)
+    until(lambda: trainer.ready() == 1 + bystanders)
+    victim.kill()
+    assert_names(victim, trainer.failure(), "DISCOVER")
+    for other in others:
+        assert isinstance(other.failure(), RefitAborted)
+        assert not other.torn()
+    refit(trainer, cast.elsewhere("engine"), *others, seed=NEXT)
+
+
+def test_an_engine_killed_while_it_generates_is_named(stack):
+    cast = Cast(stack)
+    trainer, victim = cast.here(TrainerParty), cast.elsewhere("engine")
+    introduce(trainer, victim)
+    victim.generate()
+    begin(trainer, victim)
+    until(lambda: trainer.phase() == "PREPARE")
+    victim.kill()
+    assert_names(victim, trainer.failure(), "PREPARE")
+    refit(trainer, cast.elsewhere("engine"), seed=NEXT)
+
+
+@pytest.mark.parametrize("bystanders", [0, 1])
+@pytest.mark.parametrize("isolation", ISOLATIONS)
+def test_a_version_counts_although_an_engine_was_killed_while_it_committed(
+    stack, isolation, bystanders
+):
+    cast = Cast(stack)
+    trainer, victim = cast.here(TrainerParty), cast.elsewhere("engine")
+    others = [cast.here(EngineParty) for _ in range(bystanders)]
+    refit(trainer, victim, *others, seed=OLD)
+    trainer.load(NEW)
+    victim.stall("commit")
+    begin(trainer, victim, *others, isolation=isolation)
+    victim.reached()
+    victim.kill()
+    assert_names(victim, trainer.failure(), "COMMIT")
+    assert trainer.version() == 2
+    for other in others:
+        assert other.outcome()["version"] == 2
+        assert_whole_unless(False, other, old=NEW)
+    refit(trainer, cast.elsewhere("engine"), *others, seed=NEXT)
+
+
+# -- tensors that are read where the trainer keeps them --------------------------------------------
+
+
+def test_an_engine_killed_while_it_reads_the_trainers_own_tensors_does_them_no_harm(stack):
+    cast = Cast(stack, at_home=True)
+    trainer, victim = cast.here(TrainerParty), cast.elsewhere("engine")
+    introduce(trainer, victim)
+    victim.stall("write")
+    begin(trainer, victim, mode="direct")
+    victim.reached()
+    victim.kill()
+    assert_names(victim, trainer.failure(), "TRANSFER")
+    assert trainer.holds(OLD)
+    refit(trainer, cast.elsewhere("engine"), seed=NEXT)
+
+
+def test_an_engine_whose_trainer_is_killed_while_it_reads_its_tensors_is_torn(stack):
+    cast = Cast(stack, at_home=True)
+    engine, trainer = cast.here(EngineParty), cast.elsewhere("trainer")
+    introduce(trainer, engine)
+    engine.stall("write")
+    begin(trainer, engine, mode="direct")
+    engine.reached()
+    trainer.kill()
+    engine.release()
+    assert_names_the_sender(engine.failure(), "TRANSFER")
+    assert_whole_unless(True, engine, old=OLD)
+    refit(cast.elsewhere("trainer"), engine, seed=NEXT)
+
+
+# -- not dead, but stopped -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("transport", ["ipc", "collective"])
+def test_an_engine_gives_up_a_trainer_that_hangs_and_both_can_go_on(stack, transport):
+    cast = Cast(stack, transport=transport)
+    engine, trainer = cast.here(EngineParty), cast.elsewhere("trainer")
+    introduce(trainer, engine)
+    trainer.stall(LATE)
+    begin(trainer, engine)
+    trainer.reached()
+    trainer.stop()
+    assert_names_the_sender(engine.failure(), "TRANSFER")
+    assert_whole_unless(True, engine, old=OLD)
+    trainer.go_on()
+    trainer.release()
+    assert isinstance(trainer.failure(), RefitPeerError)
+    refit(trainer, engine, seed=NEXT)
+
+
+@pytest.mark.parametrize("transport", ["ipc", "collective"])
+def test_a_trainer_gives_up_an_engine_that_hangs_and_both_can_go_on(stack, transport):
+    cast = Cast(stack, transport=transport)
+    trainer, engine = cast.here(TrainerParty), cast.elsewhere("engine")
+    introduce(trainer, engine)
+    engine.stall("write")
+    begin(trainer, engine)
+    engine.reached()
+    engine.stop()
+    assert_names(engine, trainer.failure(), "TRANSFER")
+    engine.go_on()
+    engine.release()
+    assert isinstance(engine.failure(), RefitPeerError | RefitAborted | WeightsTornError)
+    assert_whole_unless(True, engine, old=OLD)
+    refit(trainer, engine, seed=NEXT)
+
+
+# -- between hosts ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("at", "phase"), [("device", "PREPARE"), (LATE, "TRANSFER"), ("confirm", "TRANSFER")]
+)
+def test_an_engine_elsewhere_survives_a_trainer_that_is_killed(stack, at, phase):
+    cast = Cast(stack, transport="collective")
+    engine, trainer = cast.here(EngineParty), cast.elsewhere("trainer")
+    introduce(trainer, engine)
+    trainer.stall(at)
+    begin(trainer, engine)
+    trainer.reached()
+    until(lambda: engine.phase() == phase)
+    trainer.kill()
+    assert_names_the_sender(engine.failure(), phase)
+    assert engine.torn() == (phase == "TRANSFER")
+    refit(cast.elsewhere("trainer"), engine, seed=NEXT)
+
+
+@pytest.mark.parametrize("bystanders", [0, 1])
+@pytest.mark.parametrize(
+    ("at", "phase"),
+    [("targets", "PREPARE"), ("write", "TRANSFER"), ("finish", "SEAL"), ("commit", "COMMIT")],
+)
+def test_a_trainer_and_engines_elsewhere_survive_an_engine_that_is_killed(
+    stack, at, phase, bystanders
+):
+    cast = Cast(stack, transport="collective")
+    trainer, victim = cast.here(TrainerParty), cast.elsewhere("engine")
+    others = [cast.here(EngineParty) for _ in range(bystanders)]
+    introduce(trainer, victim, *others)
+    victim.stall(at)
+    begin(trainer, victim, *others)
+    victim.reached()
+    until(lambda: trainer.phase() == phase)
+    victim.kill()
+    assert_names(victim, trainer.failure(), phase)
+    for other in others:
+        assert isinstance(other.failure(), RefitAborted | WeightsTornError | None)
+        assert other.version() == trainer.version() == (phase == "COMMIT")
+    refit(trainer, cast.elsewhere("engine"), *others, seed=NEXT)
+
+
+# -- what survivors hold ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("transport", ["ipc", "collective"])
+@pytest.mark.parametrize("survivor", ["trainer", "engine"])
+def test_who_survives_many_deaths_holds_no_more_than_after_the_first(stack, survivor, transport):
+    cast = Cast(stack, transport=transport)
+    here = cast.here(TrainerParty if survivor == "trainer" else EngineParty)
+    after_first: Counter[str] | None = None
+    for _ in range(3):
+        there = cast.elsewhere("engine" if survivor == "trainer" else "trainer")
+        trainer, engine = (here, there) if survivor == "trainer" else (there, here)
+        refit(trainer, engine, seed=OLD)
+        there.stall("finish" if there is engine else "confirm")
+        begin(trainer, engine)
+        there.reached()
+        there.kill()
+        assert isinstance(here.failure(), RefitPeerError)
+        there.close()
+        if after_first is None:
+            after_first = census()
+    assert gained(after_first) == {}
