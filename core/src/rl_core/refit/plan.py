@@ -77,6 +77,11 @@ class Bucket:
     segments: tuple[Segment, ...]
 
     @property
+    def name(self) -> str:
+        """What errors call it: its first tensor."""
+        return f"from {self.segments[0].spec.name} on"
+
+    @property
     def start(self) -> int:
         """First byte in the lane."""
         return self.segments[0].start

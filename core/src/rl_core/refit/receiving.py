@@ -155,6 +155,7 @@ class Receiving(Job[ReceiverSession]):
     def _load_next(self) -> list[Effect]:
         """Loads the first bucket that waits, once its bytes are here."""
         load = self._loads[0]
+        self.session.at = self._plan.buckets[load.index].name
         try:
             if not self._lane.arrived():
                 time.sleep(_PAUSE_S)
@@ -218,6 +219,7 @@ class Receiving(Job[ReceiverSession]):
 
     def _install(self, offer: Offer, digest: str) -> str:
         """Finishes the sink and verifies what is there; the digest of all of it."""
+        self.session.at = ""
         assert self._sink is not None
         found = self._loader.check_sealed(digest)
         if offer.kv_scales:

@@ -129,9 +129,11 @@ class Sending(Job[SenderSession]):
                 prepare = self._make_plan(ready)
                 return self.session.planned(prepare, self._plan.slots or _DIRECT_WINDOW)
             case Pack(index):
+                self.session.at = self._plan.buckets[index].name
                 self._tell(index)
                 return self.session.packed(index, self._packer.put(index))
             case Confirm():
+                self.session.at = ""
                 return self.session.confirmed(self._confirm())
         return []
 

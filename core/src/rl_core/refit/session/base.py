@@ -138,12 +138,14 @@ class Session(ABC):
 
     Attributes:
         phase: Where the session is.
+        at: What is being transferred, for errors; the driver says it.
         error: Why it failed, once it has.
         phase_seconds: Time spent in each phase that was left.
     """
 
     def __init__(self, deadline_s: float, clock: Callable[[], float]) -> None:
         self.phase = Phase.DISCOVER
+        self.at = ""
         self.error: RLError | None = None
         self.phase_seconds: dict[str, float] = {}
         self._clock = clock
@@ -156,6 +158,11 @@ class Session(ABC):
         """Seconds until the deadline, at least 0."""
         return max(0.0, self._deadline - self._clock())
 
+    @property
+    def place(self) -> str:
+        """The phase, and what is being transferred in it."""
+        return f"{self.phase} ({self.at})" if self.at else str(self.phase)
+
     def tick(self) -> list[Effect]:
         """To be called now and then: ends the session once its deadline has passed."""
         if self.phase.terminal or self.remaining_s:
@@ -163,7 +170,7 @@ class Session(ABC):
         who = self._awaited()
         return self.fail(
             RefitPeerError(
-                f"{self.phase}: {who} did not answer within {self._seconds:g} s",
+                f"{self.place}: {who} did not answer within {self._seconds:g} s",
                 fix="look at the other side's log; raise deadline_s if the model is large",
                 peer=who,
             )

@@ -179,7 +179,7 @@ class ReceiverSession(Session):
         """The sender is gone."""
         return self.fail(
             RefitPeerError(
-                f"{self.phase}: {self._awaited()} {why}",
+                f"{self.place}: {self._awaited()} {why}",
                 fix="restart the trainer and refit again",
                 peer=self._awaited(),
             )

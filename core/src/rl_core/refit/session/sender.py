@@ -153,7 +153,7 @@ class SenderSession(Session):
         del self._peers[key]
         return self.fail(
             RefitPeerError(
-                f"{self.phase}: {peer.name} {why}",
+                f"{self.place}: {peer.name} {why}",
                 fix="restart that engine; the others take the next refit as they are",
                 peer=peer.name,
             )
