@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rl_core.refit.manifest import dtype_of, nbytes
+from rl_core.refit.manifest import dtype_of, nbytes, numel
 from rl_core.refit.plan import arena
 
 if TYPE_CHECKING:
@@ -29,6 +29,8 @@ def why_not_at_home(
             if tensor is not None and tensor is not tensors.get(spec.alias_of):
                 return f"{spec.name} shares memory with {spec.alias_of} by another tensor object"
             continue
+        if not numel(spec):
+            continue
         if tensor is None:
             return f"the source keeps no tensor {spec.name}"
         if tensor.device != device:
@@ -45,11 +47,14 @@ class Arena:
 
     def __init__(self) -> None:
         self._lane: Lane | None = None
+        self._manifest: WeightManifest | None = None
         self._tensors: list[torch.Tensor] = []
         self._places: list[int] = []
 
-    def holds(self, tensors: Mapping[str, torch.Tensor]) -> bool:
+    def holds(self, manifest: WeightManifest, tensors: Mapping[str, torch.Tensor]) -> bool:
         """Whether these are the tensors that were moved, and are where they were moved to."""
+        if manifest is not self._manifest:
+            return False
         given = tensors.values()
         same = len(given) == len(self._tensors) and all(map(operator.is_, given, self._tensors))
         return same and [tensor.data_ptr() for tensor in given] == self._places
@@ -62,7 +67,7 @@ class Arena:
 
         One tensor is moved at a time, so that memory for one more is enough.
         """
-        if self._lane is lane and self.holds(tensors):
+        if self._lane is lane and self.holds(manifest, tensors):
             return
         base = lane.data.data_ptr()
         for spec, place in zip(manifest.owned, arena(manifest.owned)[0], strict=True):
@@ -72,5 +77,5 @@ class Arena:
             home = lane.home(place, place + nbytes(spec)).view(dtype_of(spec)).view(spec.shape)
             home.copy_(tensor)
             tensor.data = home
-        self._lane, self._tensors = lane, list(tensors.values())
+        self._lane, self._manifest, self._tensors = lane, manifest, list(tensors.values())
         self._places = [tensor.data_ptr() for tensor in self._tensors]

@@ -50,13 +50,21 @@ class Tensors(WeightSource, WeightSink):
         count: How many.
         fill: Value of every element.
         device: Where they are.
+        flat: Put them into one piece of memory, which plain copies can use too.
     """
 
-    def __init__(self, nbytes: int, count: int, fill: float = 0.0, device: str = "cpu") -> None:
+    def __init__(
+        self, nbytes: int, count: int, fill: float, device: str, *, flat: bool = False
+    ) -> None:
         each = max(1, nbytes // count // 2)
         self.device = device
+        self.flat = torch.empty(each * count if flat else 0, dtype=torch.bfloat16, device=device)
         self.held = {
-            f"layers.{i}.weight": torch.full((each,), fill, dtype=torch.bfloat16, device=device)
+            f"layers.{i}.weight": (
+                self.flat[i * each : (i + 1) * each]
+                if flat
+                else torch.empty(each, dtype=torch.bfloat16, device=device)
+            ).fill_(fill)
             for i in range(count)
         }
         self._specs = [TensorSpec(name, (each,), "bfloat16") for name in self.held]
@@ -307,7 +315,7 @@ class _Engine:
 def _serve(connection: Connection, nbytes: int, count: int, device: str, deadline_s: float) -> None:
     """An engine's process: does what it is told until the trainer is gone."""
     torch.set_num_threads(1)
-    tensors = Tensors(nbytes, count, 0.0, device)
+    tensors = Tensors(nbytes, count, 0.0, device, flat=True)
     receiver = RefitReceiver(lambda: tensors, name="engine", lock=threading.RLock())
     copier = _Copier(tensors, connection)
     commands: dict[str, Callable[[Any], Any]] = {
@@ -336,8 +344,7 @@ class _Copier:
     """Plain copies into an engine's memory."""
 
     def __init__(self, tensors: Tensors, connection: Connection) -> None:
-        size = sum(t.nbytes for t in tensors.held.values())
-        self._flat = torch.zeros(size, dtype=torch.uint8, device=tensors.device)
+        self._flat = tensors.flat.view(torch.uint8)
         self._connection = connection
         self._lane: Lane
 

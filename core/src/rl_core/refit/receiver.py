@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     import threading
     from collections.abc import Callable, Mapping
 
+    import torch
+
     from rl_core.interfaces.weights import WeightSink
     from rl_core.refit.plan import TransferPlan
     from rl_core.refit.transports.base import Lane, ReceiverEnd
@@ -88,7 +90,8 @@ class RefitReceiver(Endpoint["Receiving"]):
         torn: True while the weights are neither old nor new.
         known: Digests, by name, of the tensors that the engine is known to have.
         id: Tells this receiver from all others.
-        planner: Keeps the last plan.
+        planner: Keeps the last plans.
+        second_copy: Memory of staged refits, kept between them.
     """
 
     def __init__(
@@ -104,6 +107,7 @@ class RefitReceiver(Endpoint["Receiving"]):
         self.known: dict[str, bytes] = {}
         self.id = secrets.token_hex(16)
         self.planner = Planner()
+        self.second_copy: dict[str, torch.Tensor] = {}
         self.lock = lock
         self.new_sink = sink
         self._on_commit = on_commit
@@ -298,6 +302,7 @@ class RefitReceiver(Endpoint["Receiving"]):
     def let_go_of_weights(self) -> None:
         """Drops what refits keep of the engine's tensors, so that their memory can be freed."""
         self._route = None
+        self.second_copy = {}
 
     def drop_broken_lanes(self) -> None:
         """After a failure: lets go of lanes that it may have broken."""
@@ -315,7 +320,7 @@ class RefitReceiver(Endpoint["Receiving"]):
 
     def let_go(self) -> None:
         """See :meth:`Endpoint.let_go`."""
-        self._route = None
+        self.let_go_of_weights()
         for transport in list(self._ends):
             self._disconnect(transport)
 

@@ -11,7 +11,6 @@ from rl_core.errors import CapabilityError, RefitProtocolError, WeightsTornError
 from rl_core.refit.digests import DigestTable
 from rl_core.refit.jobs import TICK_S, Job
 from rl_core.refit.loading import Loader
-from rl_core.refit.manifest import WeightManifest
 from rl_core.refit.messages import PROTOCOL, Codec, FromSender, Hello
 from rl_core.refit.session import (
     Announced,
@@ -29,6 +28,7 @@ from rl_core.refit.transports.cuda import visible_gpus
 
 if TYPE_CHECKING:
     from rl_core.interfaces.weights import WeightSink
+    from rl_core.refit.manifest import WeightManifest
     from rl_core.refit.messages import Offer, Prepare
     from rl_core.refit.plan import TransferPlan
     from rl_core.refit.receiver import RefitReceiver, Trainer
@@ -215,7 +215,8 @@ class Receiving(Job[ReceiverSession]):
             )
         sent = {wire.owned[index].name for index in self._plan.sent}
         names = {spec.name for spec in expected.owned if wire.root(spec.name) in sent}
-        return StagedSink(sink, names, self._receiver.version, self._touch)
+        receiver = self._receiver
+        return StagedSink(sink, names, receiver.version, receiver.second_copy, self._touch)
 
     def _install(self, offer: Offer, digest: str) -> str:
         """Finishes the sink and verifies what is there; the digest of all of it."""

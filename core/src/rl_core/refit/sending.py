@@ -201,7 +201,7 @@ class Sending(Job[SenderSession]):
         tensors = {} if obstacle else self._source.persistent()
         if tensors is None:
             obstacle = "the source makes its tensors on the fly"
-        elif not obstacle and not self._sender.arena.holds(tensors):
+        elif not obstacle and not self._sender.arena.holds(self._manifest, tensors):
             obstacle = why_not_at_home(self._manifest, tensors, device)
         if obstacle and mode == "direct":
             raise ConfigError(

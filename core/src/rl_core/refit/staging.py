@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 __all__ = ["StagedSink"]
 
+#: Elements that are exchanged at a time: few enough for a cache.
+_SWAPPED = 128 << 10
+
 
 class StagedSink(WeightSink):
     """Collects tensors beside an engine's, and exchanges the two at once.
@@ -27,6 +30,8 @@ class StagedSink(WeightSink):
         sink: The engine's own; it must be able to read what is installed.
         sent: Names of the engine's tensors that are sent; the others stay as they are.
         before: Version that the engine has.
+        memory: The second copy's tensors by name, kept from refit to refit; those that are
+            missing are made.
         touch: Called before the engine's tensors are written.
 
     Raises:
@@ -34,7 +39,12 @@ class StagedSink(WeightSink):
     """
 
     def __init__(
-        self, sink: WeightSink, sent: Collection[str], before: int, touch: Callable[[], None]
+        self,
+        sink: WeightSink,
+        sent: Collection[str],
+        before: int,
+        memory: dict[str, torch.Tensor],
+        touch: Callable[[], None],
     ) -> None:
         if type(sink).read is WeightSink.read:
             raise CapabilityError(
@@ -46,7 +56,8 @@ class StagedSink(WeightSink):
         self._touch = touch
         self._before = before
         self._specs = [s for s in sink.specs() if s.name in sent]
-        self._device = next((t.device for t in (sink.targets() or {}).values()), None)
+        self._targets: Mapping[str, torch.Tensor] = sink.targets() or {}
+        self._memory = memory
         self._staged: dict[str, torch.Tensor] = {}
         self._exchanged: list[TensorSpec] = []
 
@@ -56,10 +67,14 @@ class StagedSink(WeightSink):
 
     def begin(self, version: int) -> None:
         """Takes the memory of the second copy; the engine goes on."""
-        self._staged = {
-            s.name: torch.empty(s.shape, dtype=dtype_of(s), device=self._device)
-            for s in self._specs
-        }
+        device = next((target.device for target in self._targets.values()), torch.device("cpu"))
+        for spec in self._specs:
+            kept = self._memory.get(spec.name)
+            wanted = (spec.shape, dtype_of(spec), device)
+            if kept is None or (tuple(kept.shape), kept.dtype, kept.device) != wanted:
+                kept = torch.empty(spec.shape, dtype=dtype_of(spec), device=device)
+                self._memory[spec.name] = kept
+            self._staged[spec.name] = kept
 
     def targets(self) -> Mapping[str, torch.Tensor]:
         """The second copy."""
@@ -94,12 +109,25 @@ class StagedSink(WeightSink):
         return self._sink.read(names)
 
     def _exchange(self, spec: TensorSpec) -> None:
+        new, target = self._staged[spec.name], self._targets.get(spec.name)
+        if target is not None:
+            _swap(new.view(-1), target.detach().view(-1))
+            return
         [(_, installed)] = self._sink.read([spec.name])
-        before = installed.clone()
-        new = self._staged[spec.name]
-        self._staged[spec.name] = before
+        before = self._staged[spec.name] = installed.clone()
         self._put(spec, new)
+        self._staged[spec.name] = new.copy_(before)
 
     def _put(self, spec: TensorSpec, tensor: torch.Tensor) -> None:
         if tensor.numel():
             self._sink.write(spec.name, 0, tensor.reshape(-1), of=spec)
+
+
+def _swap(one: torch.Tensor, other: torch.Tensor) -> None:
+    """Exchanges the elements of two 1-D tensors, some of them at a time."""
+    scratch = torch.empty_like(one[:_SWAPPED])
+    for start in range(0, len(one), _SWAPPED):
+        a, b = one[start : start + _SWAPPED], other[start : start + _SWAPPED]
+        kept = scratch[: len(a)].copy_(a)
+        a.copy_(b)
+        b.copy_(kept)
