@@ -272,7 +272,7 @@ PEERS = {
             ),
             "one put": lambda folder, _: RayStore(folder, whole=True, zero_copy=False),
         },
-        "put copies with several threads",
+        "its store may copy large buffers with several threads",
     ),
     "torch_save": Contender(
         "torch.save in /dev/shm",
