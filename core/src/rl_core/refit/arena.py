@@ -23,6 +23,7 @@ def why_not_at_home(
     manifest: WeightManifest, tensors: Mapping[str, torch.Tensor], device: torch.device
 ) -> str | None:
     """Why these tensors cannot live in shared memory; None if they can."""
+    owners: dict[int, str] = {}
     for spec in manifest.tensors:
         tensor = tensors.get(spec.name)
         if spec.alias_of is not None:
@@ -39,6 +40,8 @@ def why_not_at_home(
             return f"{spec.name} is not kept as it is declared"
         if not tensor.is_contiguous() or tensor.untyped_storage().nbytes() != nbytes(spec):
             return f"{spec.name} is a view of other memory"
+        if (owner := owners.setdefault(tensor.data_ptr(), spec.name)) != spec.name:
+            return f"{spec.name} shares memory with {owner}, and does not say so"
     return None
 
 
@@ -70,10 +73,16 @@ class Arena:
         if self._lane is lane and self.holds(manifest, tensors):
             return
         base = lane.data.data_ptr()
-        for spec, place in zip(manifest.owned, arena(manifest.owned)[0], strict=True):
-            tensor = tensors[spec.name]
-            if tensor.data_ptr() == base + place:
-                continue
+        here = range(base, base + lane.data.numel())
+        moves = [
+            (tensors[spec.name], spec, place)
+            for spec, place in zip(manifest.owned, arena(manifest.owned)[0], strict=True)
+            if tensors[spec.name].data_ptr() != base + place
+        ]
+        for tensor, _, _ in moves:
+            if tensor.data_ptr() in here:  # in the place of another one, which comes back to it
+                tensor.data = tensor.clone()
+        for tensor, spec, place in moves:
             home = lane.home(place, place + nbytes(spec)).view(dtype_of(spec)).view(spec.shape)
             home.copy_(tensor)
             tensor.data = home

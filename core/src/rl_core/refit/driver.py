@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
 from rl_core.errors import (
-    CapabilityError,
     DeadlineError,
     ManifestMismatchError,
     RefitError,
     RefitProtocolError,
+    RLError,
 )
 from rl_core.futures import wait
 from rl_core.plugins import hookspecs
@@ -17,7 +18,7 @@ from rl_core.refit.options import SendOptions
 from rl_core.refit.report import RefitReport
 
 if TYPE_CHECKING:
-    from rl_core.interfaces import ColocatablePolicyInterface, GenerationInterface
+    from rl_core.interfaces import ColocatablePolicyInterface, Future, GenerationInterface
 
 __all__ = ["refit"]
 
@@ -59,10 +60,11 @@ def refit(
         try:
             report = _attempt(policy, generation, chosen, options, attempt)
         except Exception as error:
-            again = isinstance(error, RefitError | DeadlineError) and attempt <= retries
+            hopeless = isinstance(error, ManifestMismatchError) or attempt > retries
+            again = isinstance(error, RefitError | DeadlineError) and not hopeless
             what = {"error": type(error).__name__, "message": str(error), "attempt": attempt}
             hookspecs.emit("refit_retried" if again else "refit_failed", **what)
-            if not again or isinstance(error, ManifestMismatchError | CapabilityError):
+            if not again:
                 raise
             attempt += 1
             options["delta"] = chosen.verify != "none"
@@ -92,4 +94,21 @@ def _attempt(
     receiving = generation.update_weights_via_ipc_zmq(
         transport=chosen.transport, deadline_s=chosen.deadline_s
     )
-    return RefitReport.of(wait([*sending, *receiving], chosen.deadline_s + _GRACE_S), attempt)
+    results = _outcome([*sending, *receiving], chosen.deadline_s + _GRACE_S)
+    return RefitReport.of(results, attempt)
+
+
+def _outcome(futures: list[Future], timeout_s: float) -> list[Any]:
+    """As :func:`wait`; of several errors, the one that the others repeat."""
+    try:
+        return wait(futures, timeout_s)
+    except RLError as error:
+        first = error
+    end = time.monotonic() + _GRACE_S
+    for future in futures if "cause" in first.details else ():
+        try:
+            wait(future, max(0.0, end - time.monotonic()))
+        except RLError as error:
+            if "cause" not in error.details and not isinstance(error, DeadlineError):
+                raise error from None
+    raise first

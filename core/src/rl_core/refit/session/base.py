@@ -216,7 +216,7 @@ def peer_error(kind: str, message: str, *, phase: Phase, peer: str) -> RLError:
     cls: type[RLError] = RefitPeerError
     if isinstance(found, type) and issubclass(found, RefitError | CapabilityError):
         cls = RefitPeerError if found is RefitError else found
-    return cls(f"{peer} failed: {message}", phase=phase.value, peer=peer)
+    return cls(f"{peer} failed: {message}", phase=phase.value, peer=peer, cause=kind)
 
 
 def describe(error: BaseException) -> tuple[str, str]:
