@@ -8,6 +8,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from rl_core.errors import CapabilityError, RefitProtocolError, WeightsTornError
+from rl_core.interfaces.weights import WeightSink
 from rl_core.refit.digests import DigestTable
 from rl_core.refit.jobs import TICK_S, Job
 from rl_core.refit.loading import Loader
@@ -27,7 +28,6 @@ from rl_core.refit.staging import StagedSink
 from rl_core.refit.transports.cuda import visible_gpus
 
 if TYPE_CHECKING:
-    from rl_core.interfaces.weights import WeightSink
     from rl_core.refit.manifest import WeightManifest
     from rl_core.refit.messages import Offer, Prepare
     from rl_core.refit.plan import TransferPlan
@@ -193,6 +193,8 @@ class Receiving(Job[ReceiverSession]):
         self._lane = receiver.lane(self._end, plan, prepare.lane)
         receiver.give_up_handles()
         sink = receiver.new_sink()
+        if offer.kv_scales and type(sink).scale_kv is WeightSink.scale_kv:
+            sink.scale_kv(offer.kv_scales)  # refuses, and nothing was touched
         expected = receiver.manifest_of(sink)
         receiver.check_match(wire, expected)
         known, touch = receiver.known, self._touch

@@ -228,8 +228,26 @@ class RefitSender(Endpoint["Sending"]):
                 del self._lanes[key]
                 lane.close()
 
+    def let_go_of_weights(self) -> None:
+        """Lets go of the memory that engines read the trainer's tensors in.
+
+        To be called when the tensors have left it (a trainer that gives its device away); the
+        next direct refit moves them again. Waits for a refit that is running.
+
+        Raises:
+            DeadlineError: That refit hangs.
+        """
+        with exclusively(self.turn, DEFAULT_DEADLINE_S, f"{self.name}: a running refit"):
+            self._forget_weights()
+
+    def _forget_weights(self) -> None:
+        self.arena, self._windows = Arena(), []
+        for key in [key for key in self._lanes if key[1]]:
+            self._lanes.pop(key).close()
+
     def let_go(self) -> None:
         """See :meth:`Endpoint.let_go`."""
+        self._forget_weights()
         if self._handing is not None:
             self._handing.close()
             self._handing = None
@@ -237,7 +255,6 @@ class RefitSender(Endpoint["Sending"]):
             self._drop_lanes(end)
             end.close()
         self._ends.clear()
-        self._windows = []
 
     def _drop_lanes(self, end: SenderEnd) -> None:
         for key in [key for key in self._lanes if key[0] is end]:

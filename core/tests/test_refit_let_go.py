@@ -1,0 +1,94 @@
+"""A trainer that gives its device away takes its tensors out of what engines read."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from refit_doubles import DictSink, Engine, Trainer, blank, fails, go, make_persistent, same
+
+from rl_core.errors import CapabilityError
+from rl_core.refit.transports.memory import SharedRegion
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+
+@pytest.fixture
+def trainer(keep: Callable[[Any], Any]) -> Trainer:
+    return keep(Trainer(make_persistent(), at_home=True))
+
+
+@pytest.fixture
+def engine(keep: Callable[[Any], Any], trainer: Trainer) -> Engine:
+    return keep(Engine(blank(trainer.source.tensor)))
+
+
+def test_memory_that_the_tensors_left_is_let_go_of(monkeypatch, trainer, engine):
+    regions: list[Any] = []
+    create = SharedRegion.create.__func__  # type: ignore[attr-defined]
+
+    def remembered(cls: type[SharedRegion], *args: Any) -> SharedRegion:
+        region = create(cls, *args)
+        regions.append(weakref.ref(region))
+        return region
+
+    monkeypatch.setattr(SharedRegion, "create", classmethod(remembered))
+    go(trainer, engine)
+    for tensor in trainer.source.tensor.values():
+        tensor.data = tensor.data.clone()
+    trainer.sender.let_go_of_weights()
+    gc.collect()
+    assert [region() for region in regions] == [None]
+
+
+def test_the_next_refit_moves_them_again(trainer, engine):
+    go(trainer, engine)
+    for name, tensor in make_persistent(1).items():
+        trainer.source.tensor[name].data = tensor
+    trainer.sender.let_go_of_weights()
+    assert go(trainer, engine).mode == "direct"
+    assert same(make_persistent(1), engine.sink.tensor)
+
+
+def test_tensors_that_stayed_are_whole_and_move_to_new_memory(trainer, engine):
+    go(trainer, engine)
+    trainer.sender.let_go_of_weights()
+    gc.collect()
+    assert same(make_persistent(), trainer.source.tensor)
+    trainer.source.tensor["big"].add_(1)
+    assert go(trainer, engine).mode == "direct"
+    assert torch.equal(trainer.source.tensor["big"], engine.sink.tensor["big"])
+
+
+def test_a_trainer_that_is_closed_holds_no_tensor(trainer, engine):
+    go(trainer, engine)
+    tensors = [weakref.ref(tensor) for tensor in trainer.source.tensor.values()]
+    trainer.close()
+    trainer.source.tensor = {}
+    gc.collect()
+    assert [tensor() for tensor in tensors] == [None] * len(tensors)
+
+
+def test_scales_for_an_engine_without_are_refused_before_anything_is_written(trainer, engine):
+    for error in fails(trainer, engine, kv_scales={"layers.0.k": 0.5}):
+        assert isinstance(error, CapabilityError)
+    assert engine.idle().sink.calls == []
+    assert not engine.receiver.torn
+
+
+class _Scaled(DictSink):
+    """Has a cache with scales."""
+
+    def scale_kv(self, scales: Mapping[str, float]) -> None:
+        self._called(f"scale {dict(scales)}")
+
+
+def test_scales_are_given_before_the_refit_is_finished(keep, trainer):
+    engine = keep(Engine(blank(trainer.source.tensor), kind=_Scaled))
+    go(trainer, engine, kv_scales={"layers.0.k": 0.5})
+    calls = engine.sink.calls
+    assert calls.index("scale {'layers.0.k': 0.5}") == calls.index("finish") - 1
