@@ -59,6 +59,7 @@ class StagedSink(WeightSink):
         self._targets: Mapping[str, torch.Tensor] = sink.targets() or {}
         self._memory = memory
         self._staged: dict[str, torch.Tensor] = {}
+        self._begun = False
         self._exchanged: list[TensorSpec] = []
 
     def specs(self) -> Sequence[TensorSpec]:
@@ -87,16 +88,17 @@ class StagedSink(WeightSink):
     def finish(self, version: int) -> None:
         """Exchanges the two copies; the engine must not generate."""
         self._sink.begin(version)
+        self._begun = True
         self._touch()
         for spec in self._specs:
-            self._exchanged.append(spec)
             self._exchange(spec)
         self._sink.finish(version)
 
     def fail(self) -> None:
         """Gives the engine back what it had, if anything was taken."""
-        if not self._exchanged:
+        if not self._begun:
             return
+        self._begun = False
         self._sink.fail()
         self._sink.begin(self._before)
         for spec in self._exchanged:
@@ -111,10 +113,14 @@ class StagedSink(WeightSink):
     def _exchange(self, spec: TensorSpec) -> None:
         new, target = self._staged[spec.name], self._targets.get(spec.name)
         if target is not None:
+            self._exchanged.append(spec)
             _swap(new.view(-1), target.detach().view(-1))
+            self._exchanged.append(spec)
             return
         [(_, installed)] = self._sink.read([spec.name])
         before = self._staged[spec.name] = installed.clone()
+        self._exchanged.append(spec)
+        self._exchanged.append(spec)  # from here on there is something to give back
         self._put(spec, new)
         self._staged[spec.name] = new.copy_(before)
 
