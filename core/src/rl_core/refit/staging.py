@@ -113,13 +113,11 @@ class StagedSink(WeightSink):
     def _exchange(self, spec: TensorSpec) -> None:
         new, target = self._staged[spec.name], self._targets.get(spec.name)
         if target is not None:
-            self._exchanged.append(spec)
             _swap(new.view(-1), target.detach().view(-1))
             self._exchanged.append(spec)
             return
         [(_, installed)] = self._sink.read([spec.name])
         before = self._staged[spec.name] = installed.clone()
-        self._exchanged.append(spec)
         self._exchanged.append(spec)  # from here on there is something to give back
         self._put(spec, new)
         self._staged[spec.name] = new.copy_(before)
