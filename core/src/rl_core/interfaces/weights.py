@@ -97,9 +97,11 @@ class WeightSink(ABC):
         casts: True if the engine chooses its own floating-point dtype: where :meth:`specs` names
             another float dtype than the trainer's, the sender rounds to it before sending.
             Otherwise a difference in dtype is a mismatch.
+        device: Where the tensors are, such as ``"cuda:0"``.
     """
 
     casts: bool = False
+    device: str = "cpu"
 
     @abstractmethod
     def specs(self) -> Sequence[TensorSpec]:

@@ -217,10 +217,9 @@ class Loader:
             The digest.
 
         Raises:
-            RefitCorrupted: They differ; nothing counts as held any more.
+            RefitCorrupted: They differ: the engine does not have what it is known to have.
         """
         if self._verify != "none" and self.table.digest != digest:
-            self.table.known.clear()
             raise RefitCorrupted(
                 "the engine's tensors, with those it held before, are not the sender's",
                 fix="refit again without delta",
@@ -245,7 +244,6 @@ class Loader:
                 wrong.append(name)
         wrong += [name for name in names if name not in seen]
         if wrong:
-            self.table.known.clear()
             raise RefitCorrupted(
                 f"{len(wrong)} tensors are not installed as they arrived: {', '.join(wrong[:5])}",
                 fix="the engine's loader drops, misplaces or converts them",

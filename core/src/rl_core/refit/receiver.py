@@ -14,7 +14,7 @@ from rl_core.errors import (
     RefitProtocolError,
     WeightsTornError,
 )
-from rl_core.futures import spawn
+from rl_core.futures import spawn, wait
 from rl_core.interfaces.weights import TensorSpec  # noqa: TC001 - msgspec resolves it
 from rl_core.refit.handles import Taking
 from rl_core.refit.jobs import Endpoint, exclusively
@@ -25,7 +25,7 @@ from rl_core.refit.options import DEFAULT_DEADLINE_S
 from rl_core.refit.plan import Planner
 from rl_core.refit.receiving import Receiving
 from rl_core.refit.transports import find_transport
-from rl_core.refit.transports.base import NoLane
+from rl_core.refit.transports.base import CPU, NoLane
 
 if TYPE_CHECKING:
     import concurrent.futures
@@ -116,6 +116,7 @@ class RefitReceiver(Endpoint["Receiving"]):
         self._matched: tuple[WeightManifest | None, WeightManifest | None] = (None, None)
         self._ends: dict[str, tuple[dict[str, Any], ReceiverEnd]] = {}
         self._lanes: dict[tuple[ReceiverEnd, bool], Lane] = {}
+        self._meetings: dict[ReceiverEnd, concurrent.futures.Future[None]] = {}
         self._route: Route | None = None
         self._taking: Taking | None = None
         self._taken = ""  # the last refit by handles that is over
@@ -176,7 +177,23 @@ class RefitReceiver(Endpoint["Receiving"]):
         """
         self.check_open()
         end = self._connect(transport, address, options)
-        return spawn(f"{transport}-{self.name}", lambda: end.rendezvous(deadline_s))
+        meeting = spawn(f"{transport}-{self.name}", lambda: end.rendezvous(deadline_s))
+        self._meetings[end] = meeting
+        return meeting
+
+    def meet(self, end: ReceiverEnd, deadline_s: float) -> None:
+        """Waits until the sender is found, if that was not done before.
+
+        Raises:
+            DeadlineError: It was not there in time.
+        """
+        if end not in self._meetings:
+            self._meetings[end] = spawn(self.name, lambda: end.rendezvous(deadline_s))
+        try:
+            wait(self._meetings[end], deadline_s)
+        except BaseException:
+            del self._meetings[end]
+            raise
 
     def receive(
         self, *, transport: str = "ipc", deadline_s: float = DEFAULT_DEADLINE_S
@@ -239,7 +256,7 @@ class RefitReceiver(Endpoint["Receiving"]):
             sink, manifest = self.new_sink(), trainer.manifest
             self._taking = Taking(sink, manifest, message, known=self.known, touch=self._tear)
         try:
-            lane = self._attach(self.end("ipc"), False, message.lane)
+            lane = self._attach(self.end("ipc"), False, message.lane, CPU)
             if self._taking.load(message, lane):
                 self._taking.sink.finish(message.version)
                 self.publish(message.version)
@@ -272,7 +289,9 @@ class RefitReceiver(Endpoint["Receiving"]):
             compare(wire, expected)
             self._matched = (wire, expected)
 
-    def lane(self, end: ReceiverEnd, plan: TransferPlan, ref: Mapping[str, Any]) -> Lane:
+    def lane(
+        self, end: ReceiverEnd, plan: TransferPlan, ref: Mapping[str, Any], device: torch.device
+    ) -> Lane:
         """The lane that a plan is for.
 
         Raises:
@@ -280,7 +299,7 @@ class RefitReceiver(Endpoint["Receiving"]):
         """
         if not plan.buckets:
             return NoLane()
-        lane = self._attach(end, plan.direct, ref)
+        lane = self._attach(end, plan.direct, ref, device)
         if lane.data.numel() < plan.lane_bytes:
             raise RefitProtocolError("the sender's memory is smaller than the plan needs")
         return lane
@@ -327,14 +346,16 @@ class RefitReceiver(Endpoint["Receiving"]):
     def _tear(self) -> None:
         self.torn = True
 
-    def _attach(self, end: ReceiverEnd, direct: bool, ref: Mapping[str, Any]) -> Lane:
+    def _attach(
+        self, end: ReceiverEnd, direct: bool, ref: Mapping[str, Any], device: torch.device
+    ) -> Lane:
         """This side of the sender's lane, attached once for as long as it stays the same."""
         known = self._lanes.get((end, direct))
         if known is not None and known.ref == ref:
             return known
         if known is not None:
             self._lanes.pop((end, direct)).close()
-        lane = self._lanes[end, direct] = end.attach(ref, self.id)
+        lane = self._lanes[end, direct] = end.attach(ref, self.id, device)
         return lane
 
     def end(self, transport: str) -> ReceiverEnd:
@@ -366,6 +387,7 @@ class RefitReceiver(Endpoint["Receiving"]):
     def _disconnect(self, transport: str) -> None:
         if transport in self._ends:
             _, end = self._ends.pop(transport)
+            self._meetings.pop(end, None)
             for key in [key for key in self._lanes if key[0] is end]:
                 self._lanes.pop(key).close()
             end.close()

@@ -7,7 +7,14 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from rl_core.errors import CapabilityError, RefitProtocolError, WeightsTornError
+import torch
+
+from rl_core.errors import (
+    CapabilityError,
+    RefitCorrupted,
+    RefitProtocolError,
+    WeightsTornError,
+)
 from rl_core.interfaces.weights import WeightSink
 from rl_core.refit.digests import DigestTable
 from rl_core.refit.jobs import TICK_S, Job
@@ -57,12 +64,11 @@ class Receiving(Job[ReceiverSession]):
     def __init__(
         self, receiver: RefitReceiver, end: ReceiverEnd, trainer: Trainer, deadline_s: float
     ) -> None:
-        holds = DigestTable(trainer.manifest.cast(trainer.dtypes), receiver.known).flat
         session = ReceiverSession(
             Hello(PROTOCOL, receiver.id, receiver.name, os.getpid()),
             manifest=trainer.manifest.digest,
             dtypes=trainer.dtypes,
-            holds=holds,
+            holds=self._holds,
             gpus=visible_gpus(),
             deadline_s=deadline_s,
         )
@@ -79,7 +85,7 @@ class Receiving(Job[ReceiverSession]):
         self._loader: Loader
         self._sink: WeightSink | None = None
         self._locked = False
-        self._torn_before = receiver.torn
+        self._torn_before = False
 
     def refit(self) -> dict[str, Any]:
         """See :meth:`Job.refit`."""
@@ -87,6 +93,7 @@ class Receiving(Job[ReceiverSession]):
         before, self.before = self.before, None
         if before is not None and before.session.phase is Phase.COMMITTED:
             return before.summary  # the call before took the refit that this one was for
+        receiver.meet(self._end, session.remaining_s)
         self._end.connect()
         try:
             self.perform(session.start())
@@ -190,9 +197,11 @@ class Receiving(Job[ReceiverSession]):
         )
         if plan.digest != prepare.plan or len(plan.buckets) != prepare.buckets:
             raise RefitProtocolError("the two sides derive different plans", phase="PREPARE")
-        self._lane = receiver.lane(self._end, plan, prepare.lane)
         receiver.give_up_handles()
+        self._torn_before = receiver.torn
         sink = receiver.new_sink()
+        device = torch.device(sink.device)
+        self._lane = receiver.lane(self._end, plan, prepare.lane, device)
         if offer.kv_scales and type(sink).scale_kv is WeightSink.scale_kv:
             sink.scale_kv(offer.kv_scales)  # refuses, and nothing was touched
         expected = receiver.manifest_of(sink)
@@ -224,12 +233,16 @@ class Receiving(Job[ReceiverSession]):
         """Finishes the sink and verifies what is there; the digest of all of it."""
         self.session.at = ""
         assert self._sink is not None
-        found = self._loader.check_sealed(digest)
-        if offer.kv_scales:
-            self._sink.scale_kv(offer.kv_scales)
-        self._sink.finish(offer.version)
-        if offer.verify == "installed":
-            self._loader.check_installed()
+        try:
+            found = self._loader.check_sealed(digest)
+            if offer.kv_scales:
+                self._sink.scale_kv(offer.kv_scales)
+            self._sink.finish(offer.version)
+            if offer.verify == "installed":
+                self._loader.check_installed()
+        except RefitCorrupted:
+            self._receiver.forget()  # who knows what else is not as it was thought to be
+            raise
         return found
 
     def _publish(self, version: int) -> None:
@@ -238,9 +251,11 @@ class Receiving(Job[ReceiverSession]):
         self._receiver.known = self._loader.table.known
         self._sink = None
 
+    def _holds(self) -> bytes:
+        wire = self.trainer.manifest.cast(self.trainer.dtypes)
+        return DigestTable(wire, self._receiver.known).flat
+
     def _touch(self) -> None:
-        if not self.session.touched:
-            self._torn_before = self._receiver.torn
         self.session.touch()
         self._receiver.torn = True
 

@@ -7,8 +7,6 @@ import socket
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from rl_core.errors import LifecycleError
 from rl_core.futures import spawn
 from rl_core.refit.arena import Arena
@@ -21,15 +19,15 @@ from rl_core.refit.options import DEFAULT_BUCKET_BYTES, DEFAULT_DEADLINE_S, Send
 from rl_core.refit.plan import SLOTS, Planner
 from rl_core.refit.sending import Sending
 from rl_core.refit.transports import find_transport
-from rl_core.refit.transports.cuda import uuid_of
 
 if TYPE_CHECKING:
     import concurrent.futures
     from collections.abc import Callable, Sequence
 
+    import torch
+
     from rl_core.interfaces.weights import WeightSource
     from rl_core.refit.digests import DigestTable
-    from rl_core.refit.messages import Ready
     from rl_core.refit.plan import TransferPlan
     from rl_core.refit.transports.base import Lane, SenderEnd
 
@@ -181,13 +179,6 @@ class RefitSender(Endpoint["Sending"]):
         """The source's manifest, the one that is known if nothing changed."""
         self._manifest = WeightManifest.of(source.specs(), self._manifest)
         return self._manifest
-
-    def lane_device(self, source: WeightSource, ready: Sequence[Ready]) -> torch.device:
-        """Where the lane is made: where the tensors are, if every receiver can reach it."""
-        device = torch.device(source.device)
-        uuid = uuid_of(device)
-        reached = uuid is not None and all(uuid in receiver.gpus for receiver in ready)
-        return device if reached else torch.device("cpu")
 
     def lane(
         self,

@@ -6,6 +6,8 @@ import secrets
 import time
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from rl_core.errors import ConfigError, LifecycleError, RefitProtocolError
 from rl_core.plugins import hookspecs
 from rl_core.refit.arena import why_not_at_home
@@ -20,8 +22,6 @@ from rl_core.refit.session import Confirm, Effect, MakePlan, Pack, Phase, Send, 
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    import torch
 
     from rl_core.interfaces.weights import WeightSource
     from rl_core.refit.messages import Ready
@@ -142,7 +142,7 @@ class Sending(Job[SenderSession]):
     def _make_plan(self, ready: tuple[Ready, ...]) -> Prepare:
         self._wire = self._manifest.cast(ready[0].dtypes)
         self._casts = len(ready[0].dtypes)
-        device = self._sender.lane_device(self._source, ready)
+        device = self._end.place(torch.device(self._source.device), [r.gpus for r in ready])
         tensors = self._at_home(device)
         if self.options.verify != "none":
             self._table = DigestTable(self._wire)

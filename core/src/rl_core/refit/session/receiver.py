@@ -68,7 +68,7 @@ class ReceiverSession(Session):
         hello: Who this receiver is.
         manifest: Digest of the trainer's manifest that was checked against the engine's.
         dtypes: Dtypes the sender must cast to, by name.
-        holds: What this side has, as in ``Ready``.
+        holds: Says what this side has, as in ``Ready``.
         gpus: UUIDs of the devices that this side can reach.
         deadline_s: Seconds within which the session ends.
         clock: Monotonic seconds.
@@ -90,7 +90,7 @@ class ReceiverSession(Session):
         *,
         manifest: str,
         dtypes: dict[str, str],
-        holds: bytes = b"",
+        holds: Callable[[], bytes] = bytes,
         gpus: tuple[str, ...] = (),
         deadline_s: float,
         clock: Callable[[], float] = time.monotonic,
@@ -218,7 +218,7 @@ class ReceiverSession(Session):
                 )
             )
         self._enter(Phase.PREPARE)
-        holds = self._holds if offer.delta else b""
+        holds = self._holds() if offer.delta else b""
         return [Send(Ready(offer.session, self._manifest, self._dtypes, holds, self._gpus))]
 
     def _on_prepare(self, prepare: Prepare) -> list[Effect]:

@@ -15,7 +15,9 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["Lane", "NoLane", "ReceiverEnd", "SenderEnd", "Transport"]
+CPU = torch.device("cpu")
+
+__all__ = ["CPU", "Lane", "NoLane", "ReceiverEnd", "SenderEnd", "Transport"]
 
 
 class Lane(ABC):
@@ -32,7 +34,7 @@ class Lane(ABC):
     outlives_failure: ClassVar[bool] = True
 
     def serves(self, receivers: Sequence[str]) -> bool:
-        """Sender: whether these receivers, in this order, can use the lane as it is."""
+        """Sender: whether just these receivers can use the lane as it is."""
         return True
 
     def home(self, start: int, stop: int) -> torch.Tensor:
@@ -102,6 +104,18 @@ class SenderEnd(ABC):
             DeadlineError: Says who is missing.
         """
 
+    def place(self, device: torch.device, gpus: Sequence[Sequence[str]]) -> torch.device:
+        """Where a lane is made for tensors on ``device``.
+
+        Args:
+            device: The sender's.
+            gpus: UUIDs of the GPUs that each receiver sees.
+
+        Returns:
+            ``device`` itself if the receivers can reach what lies there, else the CPU.
+        """
+        return CPU
+
     @abstractmethod
     def lane(self, nbytes: int, device: torch.device, receivers: Sequence[str]) -> Lane:
         """New memory that these receivers can attach to.
@@ -151,12 +165,13 @@ class ReceiverEnd(ABC):
         """Whether the sender is gone: its process died, or does not answer."""
 
     @abstractmethod
-    def attach(self, ref: Mapping[str, Any], receiver: str) -> Lane:
+    def attach(self, ref: Mapping[str, Any], receiver: str, device: torch.device = CPU) -> Lane:
         """This side of the sender's lane, which the caller keeps as long as ``ref`` is the same.
 
         Args:
             ref: As the sender gave it.
             receiver: This receiver's id.
+            device: Where the engine's tensors are.
 
         Raises:
             RefitProtocolError: It is not there, or is not what ``ref`` describes.

@@ -27,8 +27,9 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from rl_core.errors import ConfigError, DeadlineError, LifecycleError, RefitProtocolError
-from rl_core.refit.transports.base import ReceiverEnd, SenderEnd, Transport
+from rl_core.refit.transports.base import CPU, ReceiverEnd, SenderEnd, Transport
 from rl_core.refit.transports.control import ControlClient, ControlServer
+from rl_core.refit.transports.cuda import uuid_of
 from rl_core.refit.transports.groups import GroupLane, Meeting
 
 if TYPE_CHECKING:
@@ -52,8 +53,8 @@ class _SenderOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     backend: Literal["gloo", "nccl"] | None = None
 
 
-class _ReceiverOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    device: str = "cpu"
+class _NoOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    pass
 
 
 class _Address(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -126,6 +127,12 @@ class CollectiveSender(ControlServer, SenderEnd):
                 missing=missing,
             )
 
+    def place(self, device: torch.device, gpus: Sequence[Sequence[str]]) -> torch.device:
+        """See :meth:`SenderEnd.place`: NCCL wants a GPU of its own for every member."""
+        own = uuid_of(device)
+        others = all(any(uuid != own for uuid in seen) for seen in gpus)
+        return device if own is not None and others and self._backend != "gloo" else CPU
+
     def lane(self, nbytes: int, device: torch.device, receivers: Sequence[str]) -> GroupLane:
         """See :meth:`SenderEnd.lane`; returns before the receivers have joined the group."""
         backend = self._backend or ("nccl" if device.type == "cuda" else "gloo")
@@ -150,12 +157,11 @@ class CollectiveReceiver(ControlClient, ReceiverEnd):
 
     Args:
         address: The sender's.
-        device: Where its buffers are if the group is one of NCCL; gloo's are on the CPU.
     """
 
-    def __init__(self, address: Mapping[str, Any], device: torch.device) -> None:
+    def __init__(self, address: Mapping[str, Any]) -> None:
         super().__init__("")
-        self._address, self._device = address, device
+        self._address = address
         self._store: c10d.TCPStore | None = None
         self._closed = threading.Event()
         self._lanes: weakref.WeakSet[GroupLane] = weakref.WeakSet()
@@ -202,7 +208,9 @@ class CollectiveReceiver(ControlClient, ReceiverEnd):
         _open(self._store)
         super().connect()
 
-    def attach(self, ref: Mapping[str, Any], receiver: str) -> GroupLane:
+    def attach(
+        self, ref: Mapping[str, Any], receiver: str, device: torch.device = CPU
+    ) -> GroupLane:
         """See :meth:`ReceiverEnd.attach`; returns before the group is complete."""
         try:
             wanted = msgspec.convert(ref, _Ref)
@@ -210,14 +218,14 @@ class CollectiveReceiver(ControlClient, ReceiverEnd):
             raise RefitProtocolError(f"a malformed reference to a group: {error}") from error
         if receiver not in wanted.members:
             raise RefitProtocolError(f"{receiver} is not a member of the sender's group")
-        if wanted.backend == "nccl" and self._device.type != "cuda":
+        if wanted.backend == "nccl" and device.type != "cuda":
             raise RefitProtocolError(
-                f"the sender broadcasts between GPUs, and {receiver} receives on {self._device}",
-                fix="give the receiver a device, or the sender backend='gloo'",
+                f"the sender broadcasts between GPUs, and {receiver} receives on {device}",
+                fix="put the engine's tensors on a GPU, or give the sender backend='gloo'",
             )
         rank = 1 + wanted.members.index(receiver)
         meeting = _meeting(_open(self._store), wanted, rank, self._address)
-        lane = GroupLane(ref, meeting, _place(wanted.backend, self._device))
+        lane = GroupLane(ref, meeting, _place(wanted.backend, device))
         self._lanes.add(lane)
         return lane
 
@@ -231,23 +239,19 @@ class CollectiveReceiver(ControlClient, ReceiverEnd):
 
 
 class _Collective(Transport):
-    """Options: those of :class:`CollectiveSender` and :class:`CollectiveReceiver`."""
+    """Options: those of :class:`CollectiveSender`; a receiver has none."""
 
     def sender(self, **options: Any) -> CollectiveSender:
         given = _options(options, _SenderOptions)
         return CollectiveSender(given.ip, given.port, given.receivers, given.backend)
 
     def receiver(self, address: Mapping[str, Any], **options: Any) -> CollectiveReceiver:
-        name = _options(options, _ReceiverOptions).device
-        try:
-            device = torch.device(name)
-        except RuntimeError as error:
-            raise ConfigError(f"device={name!r}: {error}", key="device") from error
+        _options(options, _NoOptions)
         try:
             where = msgspec.convert(address, _Address)
         except msgspec.ValidationError as error:
             raise RefitProtocolError(f"a malformed collective address: {error}") from error
-        return CollectiveReceiver({"ip": where.ip, "port": where.port}, device)
+        return CollectiveReceiver({"ip": where.ip, "port": where.port})
 
 
 #: The transport named ``collective``.

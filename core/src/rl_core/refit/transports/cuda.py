@@ -169,7 +169,7 @@ def _index_of(uuid: str) -> int:
     Raises:
         RefitProtocolError: It does not see that GPU.
     """
-    seen = visible_gpus()
+    seen = [_uuid(index) for index in range(torch.cuda.device_count())]
     if uuid in seen:
         return seen.index(uuid)
     raise RefitProtocolError(
@@ -181,7 +181,9 @@ def _index_of(uuid: str) -> int:
 
 
 def visible_gpus() -> tuple[str, ...]:
-    """UUIDs of the GPUs that this process sees, in the order of their indices here."""
+    """UUIDs of the GPUs that this process sees, by index; none before it has used one."""
+    if not _CUDA.is_initialized():
+        return ()
     return tuple(_uuid(index) for index in range(torch.cuda.device_count()))
 
 

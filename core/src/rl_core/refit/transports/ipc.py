@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from rl_core.errors import ConfigError, RefitProtocolError
-from rl_core.refit.transports.base import ReceiverEnd, SenderEnd, Transport
+from rl_core.refit.transports.base import CPU, ReceiverEnd, SenderEnd, Transport
 from rl_core.refit.transports.control import ControlClient, ControlServer
+from rl_core.refit.transports.cuda import CudaRegion, uuid_of
 from rl_core.refit.transports.memory import SharedRegion
 
 if TYPE_CHECKING:
@@ -58,11 +59,14 @@ class IpcSender(ControlServer, SenderEnd):
             raise
         self.address = {"endpoint": self.endpoint}
 
+    def place(self, device: torch.device, gpus: Sequence[Sequence[str]]) -> torch.device:
+        """See :meth:`SenderEnd.place`: all receivers must see the very GPU."""
+        uuid = uuid_of(device)
+        return device if uuid is not None and all(uuid in seen for seen in gpus) else CPU
+
     def lane(self, nbytes: int, device: torch.device, receivers: Sequence[str]) -> Lane:
         """See :meth:`SenderEnd.lane`."""
         if device.type == "cuda":
-            from rl_core.refit.transports.cuda import CudaRegion
-
             return CudaRegion.create(nbytes, device)
         return SharedRegion.create(nbytes, self._directory)
 
@@ -75,11 +79,9 @@ class IpcSender(ControlServer, SenderEnd):
 class IpcReceiver(ControlClient, ReceiverEnd):
     """A receiver's end; it clears away what a sender that was killed could not."""
 
-    def attach(self, ref: Mapping[str, Any], receiver: str) -> Lane:
+    def attach(self, ref: Mapping[str, Any], receiver: str, device: torch.device = CPU) -> Lane:
         """See :meth:`ReceiverEnd.attach`."""
         if ref.get("kind") == "cuda":
-            from rl_core.refit.transports.cuda import CudaRegion
-
             return CudaRegion.attach(ref)
         return SharedRegion.attach(ref)
 
