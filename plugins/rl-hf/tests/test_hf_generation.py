@@ -227,7 +227,7 @@ def test_a_refit_installs_the_weights_and_the_version(tiny: Callable[..., Path])
         info = sender.prepare()
         backend.prepare_refit_info(info)
         futures = [
-            sender.stream_ipc(deadline_s=60),
+            sender.send(deadline_s=60),
             *backend.update_weights_via_ipc_zmq(deadline_s=60),
         ]
         for future in futures:

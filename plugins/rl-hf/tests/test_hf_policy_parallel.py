@@ -24,6 +24,8 @@ WORKER = """
     from rl_core.batch import BatchedDataDict
     from rl_core.errors import RLError
     from rl_core.interfaces import WorkerContext
+    from rl_core.refit import refit
+    from rl_hf.generation import HuggingFaceGeneration
     from rl_hf.policy import HuggingFacePolicy
     from rl_losses import NLLLossFn
 
@@ -46,11 +48,19 @@ WORKER = """
     policy.save_checkpoint(f"{directory}/checkpoint")
     resumed = policy.train(mine, NLLLossFn())["loss"]
     policy.load_checkpoint(f"{directory}/checkpoint")
+    if rank == 0:
+        engine = HuggingFaceGeneration(model)
+        assert refit(policy, engine).mode == "direct"
+        engine.shutdown()
     again = policy.train(mine, NLLLossFn())["loss"]
     result = {
         "steps": steps, "evaluation": evaluation, "resumed": [resumed, again],
         "weights": sum(float(p.double().abs().sum()) for p in policy.model.parameters()),
-        "sends": len(policy.stream_weights_via_ipc_zmq(deadline_s=5)) if rank else None,
+        "sends": len(
+            policy.stream_weights_via_ipc_zmq(deadline_s=5)
+            + policy.init_collective("127.0.0.1", 1, size + 1, train_world_size=size)
+            + policy.broadcast_weights_for_collective(deadline_s=5)
+        ) if rank else None,
         "info": policy.prepare_refit_info() is not None,
     }
     if size > 1:
@@ -109,7 +119,7 @@ def test_both_workers_hold_the_same_weights_and_results(results):
     assert first["steps"] == second["steps"]
 
 
-def test_both_workers_resume_from_one_checkpoint(results):
+def test_both_workers_resume_from_one_checkpoint_and_after_a_refit_of_rank_0(results):
     for result in results[1]:
         assert result["resumed"][0] == result["resumed"][1]
 

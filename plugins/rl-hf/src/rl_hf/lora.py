@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 
 from rl_core.errors import ConfigError
 from rl_core.interfaces import WeightSource
-from rl_hf.weights import model_tensors, tensor_specs
+from rl_hf.weights import device_of, model_tensors, tensor_specs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -101,11 +101,12 @@ class MergedWeightSource(WeightSource):
             for name, tensor in model_tensors(base).items()
             if ".base_layer." in name or not name.startswith(inside)
         }
+        self.device = device_of(self._tensors)
 
     def specs(self) -> Sequence[TensorSpec]:
         """See :meth:`WeightSource.specs`."""
         return [
-            replace(spec, trainable=spec.name in self._layers)
+            msgspec.structs.replace(spec, trainable=spec.name in self._layers)
             for spec in tensor_specs(self._tensors)
         ]
 

@@ -8,7 +8,6 @@ __all__ = ["BACKEND"]
 
 _FULL = Capability("full")
 _CUDA = Capability("full", devices=("cuda",), reason="host memory is what the weights sleep in")
-_COLLECTIVE = Capability("not_implemented", reason="refits go over the ipc transport")
 
 BACKEND = BackendManifest(
     name="hf",
@@ -26,8 +25,8 @@ BACKEND = BackendManifest(
             "sleep": _CUDA,
             "async_generation": _FULL,
             "multi_sample": _FULL,
-            "collective": _COLLECTIVE,
-            "staged": Capability("not_implemented", reason="a refit writes in place"),
+            "collective": _FULL,
+            "staged": Capability("full", reason="with memory for a second copy of the weights"),
             "kv_scales": Capability("unsupported", reason="the KV cache has the model's dtype"),
         },
         "policy": {
@@ -36,7 +35,7 @@ BACKEND = BackendManifest(
             "policy_generate": _FULL,
             "fp8_kv_scales": Capability("full", reason="with torch's fused attention"),
             "score": Capability("full", reason="with a sequence classification checkpoint"),
-            "collective": _COLLECTIVE,
+            "collective": _FULL,
         },
     },
     engine=EngineRequirement(("transformers",), ">=5.10,<6"),

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import nn
 
     from rl_hf.optimizer import Optimizer
@@ -26,10 +28,19 @@ class Placement:
         model: The policy's model, on its device.
         device: That device.
         spread: True if the model is on several devices.
+        left: Called when the model has left its device, for others to let go of its memory there.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device, *, spread: bool) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        *,
+        spread: bool,
+        left: Callable[[], None],
+    ) -> None:
         self._model = model
+        self._left = left
         self._device = device
         self._moves = device.type != "cpu" and not spread
         self._model_here = True
@@ -45,6 +56,7 @@ class Placement:
         if self._moves:
             self._model.to(HOST)
             self._model_here = False
+            self._left()
             reference.to(HOST)
             torch.cuda.empty_cache()
 

@@ -86,7 +86,9 @@ class HuggingFacePolicy(PolicyBackend):
         kind = "adapter" if self._adapters else self.config.get("reference", "swap")
         self._reference = make_reference(kind, self.model)
         spread = bool(self.config.get("device_map"))
-        self._placement = Placement(self.model, self._device, spread=spread)
+        self._placement = Placement(
+            self.model, self._device, spread=spread, left=self._sender.let_go_of_weights
+        )
         self._scorer = Scorer(self._forward, self._microbatching, self._limits, self._device)
         self._group = DataParallel(worker, self._device)
         self._random = RandomStream(seed + self._group.rank, self._device)
@@ -327,6 +329,22 @@ class HuggingFacePolicy(PolicyBackend):
     def stream_weights_via_ipc_zmq(self, *args: Any, **kwargs: Any) -> list[Future]:
         """See :meth:`PolicyBackend.stream_weights_via_ipc_zmq`; only rank 0 sends."""
         return [] if self._group.rank else super().stream_weights_via_ipc_zmq(*args, **kwargs)
+
+    def init_collective(
+        self, ip: str, port: int, world_size: int, *, train_world_size: int = 1
+    ) -> list[Future]:
+        """See :meth:`PolicyBackend.init_collective`; only rank 0 joins, the others count."""
+        if self._group.rank:
+            return []
+        return super().init_collective(ip, port, world_size, train_world_size=train_world_size)
+
+    def broadcast_weights_for_collective(
+        self, kv_scales: dict[str, float] | None = None, **options: Any
+    ) -> list[Future]:
+        """See :meth:`PolicyBackend.broadcast_weights_for_collective`; only rank 0 sends."""
+        if self._group.rank:
+            return []
+        return super().broadcast_weights_for_collective(kv_scales, **options)
 
     @contextmanager
     def _changing(self, *, really: bool = True) -> Generator[None]:

@@ -21,6 +21,7 @@ __all__ = [
     "ModelWeightSink",
     "ModelWeightSource",
     "SteadyWeightSource",
+    "device_of",
     "model_tensors",
     "tensor_specs",
     "write_run",
@@ -55,6 +56,11 @@ def tensor_specs(tensors: Mapping[str, torch.Tensor]) -> list[TensorSpec]:
     return specs
 
 
+def device_of(tensors: Mapping[str, torch.Tensor]) -> str:
+    """Where a model is; of one that is spread over devices, where it begins."""
+    return str(next((tensor.device for tensor in tensors.values()), "cpu"))
+
+
 def _identity(tensor: torch.Tensor) -> object:
     if tensor.numel() == 0 or tensor.is_meta:
         return id(tensor)
@@ -70,6 +76,7 @@ class ModelWeightSource(WeightSource):
 
     def __init__(self, model: nn.Module) -> None:
         self._tensors = model_tensors(model)
+        self.device = device_of(self._tensors)
 
     def specs(self) -> Sequence[TensorSpec]:
         """See :meth:`WeightSource.specs`."""
@@ -80,16 +87,21 @@ class ModelWeightSource(WeightSource):
         for name in names:
             yield name, self._tensors[name].detach()
 
+    def persistent(self) -> Mapping[str, torch.Tensor] | None:
+        """See :meth:`WeightSource.persistent`."""
+        return _if_contiguous(self._tensors)
+
 
 class SteadyWeightSource(WeightSource):
     """Another source, as long as the weights behind it stay the same.
 
     Args:
         source: Gives the tensors.
-        changes: Counts changes of the weights.
+        changes: Counts how often a change of the weights began or ended; odd during one.
     """
 
     def __init__(self, source: WeightSource, changes: Callable[[], int]) -> None:
+        self.device = source.device
         self._source = source
         self._changes = changes
         self._before = changes()
@@ -105,14 +117,23 @@ class SteadyWeightSource(WeightSource):
             LifecycleError: The weights changed since this source was made.
         """
         for name, tensor in self._source.tensors(names):
-            self._check(name)
+            self._check(f", at {name}")
             yield name, tensor
-            self._check(name)
+            self._check(f", at {name}")
 
-    def _check(self, name: str) -> None:
-        if self._changes() != self._before:
+    def persistent(self) -> Mapping[str, torch.Tensor] | None:
+        """See :meth:`WeightSource.persistent`."""
+        return self._source.persistent()
+
+    def confirm(self) -> None:
+        """See :meth:`WeightSource.confirm`."""
+        self._check()
+        self._source.confirm()
+
+    def _check(self, place: str = "") -> None:
+        if self._changes() != self._before or self._before % 2:
             raise LifecycleError(
-                f"the policy's weights changed during a refit, at {name}",
+                f"the policy's weights changed during a refit{place}",
                 fix="wait for the refit's futures before training, scoring the reference or "
                 "loading a checkpoint",
             )
@@ -132,6 +153,7 @@ class ModelWeightSink(WeightSink):
 
     def __init__(self, model: nn.Module) -> None:
         self._tensors = model_tensors(model)
+        self.device = device_of(self._tensors)
 
     def specs(self) -> Sequence[TensorSpec]:
         """See :meth:`WeightSink.specs`."""
@@ -158,10 +180,18 @@ class ModelWeightSink(WeightSink):
             )
         write_run(target, offset, data)
 
+    def targets(self) -> Mapping[str, torch.Tensor] | None:
+        """See :meth:`WeightSink.targets`."""
+        return _if_contiguous(self._tensors)
+
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """See :meth:`WeightSink.read`."""
         for name in names:
             yield name, self._tensors[name].detach()
+
+
+def _if_contiguous(tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor] | None:
+    return tensors if all(tensor.is_contiguous() for tensor in tensors.values()) else None
 
 
 def write_run(target: torch.Tensor, offset: int, data: torch.Tensor) -> None:

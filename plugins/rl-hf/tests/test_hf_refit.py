@@ -1,0 +1,219 @@
+"""A policy whose parameters engines read in place stays the policy that it was."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from rl_core.batch import BatchedDataDict
+from rl_core.errors import CapabilityError, ConfigError, LifecycleError
+from rl_core.refit import refit
+from rl_hf.generation import HuggingFaceGeneration
+from rl_hf.placement import Placement
+from rl_hf.policy import HuggingFacePolicy
+from rl_hf.reference import make_reference
+from rl_losses import NLLLossFn
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+OPTIONS: dict[str, Any] = {"optimizer": {"lr": 1e-3}}
+LORA = {"r": 4, "alpha": 8.0, "target_modules": "all-linear"}
+
+
+def batch() -> BatchedDataDict[Any]:
+    ids = torch.randint(3, 272, (4, 12), generator=torch.Generator().manual_seed(7))
+    lengths = torch.tensor([12, 3, 7, 9])
+    ids[torch.arange(12) >= lengths[:, None]] = 0
+    return BatchedDataDict({"input_ids": ids, "input_lengths": lengths})
+
+
+def weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[n], right[n]) for n in left)
+
+
+def train(policy: HuggingFacePolicy) -> float:
+    return policy.train(batch(), NLLLossFn())["loss"]
+
+
+@pytest.fixture
+def engine(tiny) -> Iterator[HuggingFaceGeneration]:
+    engine = HuggingFaceGeneration(str(tiny(seed=1)), max_new_tokens=4)
+    engine.prepare_for_generation()
+    yield engine
+    engine.shutdown()
+
+
+@pytest.fixture
+def moved(tiny, engine) -> Iterator[HuggingFacePolicy]:
+    """A policy after a direct refit."""
+    policy = HuggingFacePolicy(str(tiny()), **OPTIONS)
+    assert refit(policy, engine).mode == "direct"
+    yield policy
+    policy.shutdown()
+
+
+def test_the_engine_is_written_in_place(moved, engine):
+    assert same(weights(engine._model), weights(moved.model))
+    before = {n: p.data_ptr() for n, p in engine._model.named_parameters()}
+    train(moved)
+    refit(moved, engine)
+    assert same(weights(engine._model), weights(moved.model))
+    assert {n: p.data_ptr() for n, p in engine._model.named_parameters()} == before
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_training_goes_on_as_if_there_had_been_no_refit(tiny, dtype):
+    plain = HuggingFacePolicy(str(tiny()), torch_dtype=dtype, **OPTIONS)
+    policy = HuggingFacePolicy(str(tiny()), torch_dtype=dtype, **OPTIONS)
+    engine = HuggingFaceGeneration(str(tiny(seed=1)), torch_dtype=dtype)
+    expected, losses = [train(plain) for _ in range(4)], []
+    for _ in range(4):
+        losses.append(train(policy))
+        assert refit(policy, engine).mode == "direct"
+        assert same(weights(engine._model), weights(policy.model))
+    assert losses == expected
+    assert same(weights(policy.model), weights(plain.model))
+    for backend in (plain, policy, engine):
+        backend.shutdown()
+
+
+def test_the_parameters_stay_the_same_objects(tiny, engine):
+    policy = HuggingFacePolicy(str(tiny()), **OPTIONS)
+    before = dict(policy.model.named_parameters())
+    refit(policy, engine)
+    assert all(before[name] is p for name, p in policy.model.named_parameters())
+    assert policy.model.lm_head.weight is policy.model.get_input_embeddings().weight
+    policy.shutdown()
+
+
+def test_a_checkpoint_after_a_refit_resumes_bit_for_bit(moved, engine, tiny, tmp_path):
+    train(moved)
+    moved.save_checkpoint(tmp_path / "ck")
+    saved = weights(moved.model)
+    expected = [train(moved) for _ in range(2)]
+    fresh = HuggingFacePolicy(str(tiny()), resume_from=str(tmp_path / "ck"), **OPTIONS)
+    assert [train(fresh) for _ in range(2)] == expected
+    fresh.shutdown()
+    moved.load_checkpoint(tmp_path / "ck")
+    assert same(weights(moved.model), saved)
+    assert refit(moved, engine).mode == "direct"
+    assert same(weights(engine._model), saved)
+
+
+@pytest.mark.parametrize("kind", ["swap", "copy"])
+def test_the_reference_is_where_it_was(tiny, engine, kind):
+    policy = HuggingFacePolicy(str(tiny()), reference=kind, **OPTIONS)
+    start = policy.get_logprobs(batch())["logprobs"]
+    refit(policy, engine)
+    train(policy)
+    trained = weights(policy.model)
+    reference = policy.get_reference_policy_logprobs(batch())["reference_logprobs"]
+    assert torch.equal(reference, start)
+    assert same(weights(policy.model), trained)
+    refit(policy, engine)
+    assert same(weights(engine._model), trained)
+    policy.shutdown()
+
+
+def test_a_copy_of_the_model_has_memory_of_its_own(moved):
+    other = copy.deepcopy(moved.model)
+    before = weights(moved.model)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    assert same(weights(moved.model), before)
+
+
+def test_the_model_is_saved_and_exported(moved, tmp_path):
+    moved.model.save_pretrained(tmp_path / "saved")
+    moved.export_hf(tmp_path / "exported")
+    for name in ("saved", "exported"):
+        found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name)
+        assert same(weights(found), weights(moved.model)), name
+
+
+def test_adapters_are_merged_on_the_fly(tiny, engine):
+    policy = HuggingFacePolicy(str(tiny()), lora=LORA, optimizer={"lr": 1e-2})
+    with pytest.raises(ConfigError, match="on the fly"):
+        refit(policy, engine, mode="direct")
+    for _ in range(2):
+        train(policy)
+        assert refit(policy, engine, verify="installed").mode == "packed"
+        merged = copy.deepcopy(policy.model).merge_and_unload()
+        assert same(weights(engine._model), weights(merged))
+    policy.shutdown()
+
+
+def test_only_what_training_changed_is_sent_as_a_delta(moved, engine):
+    assert refit(moved, engine, delta=True).tensors == 0
+    with torch.no_grad():
+        moved.model.get_input_embeddings().weight.mul_(2)
+    assert refit(moved, engine, delta=True).tensors == 1
+    assert same(weights(engine._model), weights(moved.model))
+
+
+@pytest.mark.parametrize("merged", [False, True], ids=["plain", "lora"])
+def test_weights_that_changed_are_not_confirmed(tiny, merged):
+    policy = HuggingFacePolicy(str(tiny()), lora=LORA if merged else None, **OPTIONS)
+    source = policy.weight_source()
+    source.confirm()
+    train(policy)
+    with pytest.raises(LifecycleError, match="during a refit"):
+        source.confirm()
+    with policy._changing():
+        half = policy.weight_source()
+        with pytest.raises(LifecycleError, match="during a refit"):
+            half.confirm()
+    policy.shutdown()
+
+
+def test_scales_are_refused_and_the_engine_serves_on(moved, engine):
+    before = engine.generate(batch(), greedy=True)["logprobs"]
+    with pytest.raises(CapabilityError, match="scales"):
+        refit(moved, engine, kv_scales={"layers.0.k_scale": 0.5})
+    assert torch.equal(engine.generate(batch(), greedy=True)["logprobs"], before)
+
+
+def test_who_reads_the_weights_is_told_when_they_leave_their_device():
+    told: list[str] = []
+    model = nn.Linear(2, 2)
+    reference = make_reference("none", model)
+    elsewhere = Placement(
+        model, torch.device("cuda"), spread=False, left=lambda: told.append("left")
+    )
+    elsewhere.model_to_host(reference)
+    assert told == ["left"]
+    here = Placement(model, torch.device("cpu"), spread=False, left=lambda: told.append("stays"))
+    here.model_to_host(reference)
+    assert told == ["left"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_offloading_frees_the_memory_that_engines_read(tiny):
+    path = str(tiny(hidden_size=512, num_layers=4))
+    before = torch.cuda.memory_allocated()
+    policy = HuggingFacePolicy(path, device="cuda", **OPTIONS)
+    engine = HuggingFaceGeneration(path, device="cuda")
+    for _ in range(2):
+        policy.prepare_for_training()
+        train(policy)
+        engine.prepare_for_generation()
+        assert refit(policy, engine).mode == "direct"
+        assert same(weights(engine._model), weights(policy.model))
+        policy.offload_after_refit()
+        engine.finish_generation()
+        assert torch.cuda.memory_allocated() - before < 1 << 20
+    policy.shutdown()
+    engine.shutdown()
