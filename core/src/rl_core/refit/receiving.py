@@ -198,7 +198,7 @@ class Receiving(Job[ReceiverSession]):
         if plan.digest != prepare.plan or len(plan.buckets) != prepare.buckets:
             raise RefitProtocolError("the two sides derive different plans", phase="PREPARE")
         receiver.give_up_handles()
-        self._torn_before = receiver.torn
+        self._torn_before = False
         sink = receiver.new_sink()
         device = torch.device(sink.device)
         self._lane = receiver.lane(self._end, plan, prepare.lane, device)
@@ -264,9 +264,10 @@ class Receiving(Job[ReceiverSession]):
         try:
             if self._sink is not None:
                 self._sink.fail()
-                if isinstance(self._sink, StagedSink):
+                if isinstance(self._sink, StagedSink) and self.session.touched:
                     self._receiver.torn = self._torn_before
         except Exception as error:
+            self._receiver.forget()
             raise WeightsTornError(
                 f"{self._receiver.name}: the engine could not be told of a refit that failed: "
                 f"{type(error).__name__}: {error}",
