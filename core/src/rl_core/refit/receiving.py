@@ -198,7 +198,7 @@ class Receiving(Job[ReceiverSession]):
         if plan.digest != prepare.plan or len(plan.buckets) != prepare.buckets:
             raise RefitProtocolError("the two sides derive different plans", phase="PREPARE")
         receiver.give_up_handles()
-        self._torn_before = False
+        self._torn_before = receiver.torn
         sink = receiver.new_sink()
         device = torch.device(sink.device)
         self._lane = receiver.lane(self._end, plan, prepare.lane, device)
@@ -264,7 +264,7 @@ class Receiving(Job[ReceiverSession]):
         try:
             if self._sink is not None:
                 self._sink.fail()
-                if isinstance(self._sink, StagedSink) and self.session.touched:
+                if isinstance(self._sink, StagedSink):
                     self._receiver.torn = self._torn_before
         except Exception as error:
             self._receiver.forget()
