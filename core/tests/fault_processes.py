@@ -8,22 +8,27 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import multiprocessing.forkserver
+import multiprocessing.resource_tracker
 import os
 import signal
 import tempfile
 import threading
 import time
 from collections import Counter
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from functools import cache
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from refit_doubles import DictSink, DictSource, Engine, Trainer, blank, make_tensors
+from torch._C import _distributed_c10d as c10d
 
 if TYPE_CHECKING:
     import concurrent.futures
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    import pytest
     from refit_doubles import Tensors
 
     from rl_core.refit.session import Phase
@@ -306,3 +311,27 @@ def gained(before: Counter[str]) -> Counter[str]:
     while (more := census() - before) and time.monotonic() < ends:
         time.sleep(0.01)
     return more
+
+
+@cache
+def warm_up() -> None:
+    """Starts what a process has once, and keeps."""
+    multiprocessing.set_forkserver_preload(["rl_core.refit"])
+    multiprocessing.forkserver.ensure_running()
+    multiprocessing.resource_tracker.ensure_running()
+    c10d.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+@contextmanager
+def as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Whatever happens within: once all is closed, nothing is here that was not here before.
+
+    Temporary files go to a place of this test alone.
+    """
+    warm_up()
+    with tempfile.TemporaryDirectory(prefix="t") as folder:
+        monkeypatch.setenv("TMPDIR", folder)
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        before = census()
+        yield
+        assert gained(before) == {}

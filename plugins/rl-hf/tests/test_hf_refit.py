@@ -21,7 +21,6 @@ from rl_losses import NLLLossFn
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 OPTIONS: dict[str, Any] = {"optimizer": {"lr": 1e-3}}
 LORA = {"r": 4, "alpha": 8.0, "target_modules": "all-linear"}

@@ -329,6 +329,13 @@ class RefitReceiver(Endpoint["Receiving"]):
             if not lane.outlives_failure:
                 self._lanes.pop(key).close()
 
+    def clear_away(self) -> None:
+        """Removes what a trainer that was killed left behind on transports not used here."""
+        channels = {} if self._trainer is None else self._trainer.channels
+        for transport, address in channels.items():
+            if transport not in self._ends:
+                find_transport(transport).receiver(address).close()
+
     def publish(self, version: int) -> None:
         """The weights are whole, and of this version."""
         if self._on_commit is not None:
@@ -340,6 +347,7 @@ class RefitReceiver(Endpoint["Receiving"]):
     def let_go(self) -> None:
         """See :meth:`Endpoint.let_go`."""
         self.let_go_of_weights()
+        self.clear_away()
         for transport in list(self._ends):
             self._disconnect(transport)
 

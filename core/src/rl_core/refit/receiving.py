@@ -105,6 +105,7 @@ class Receiving(Job[ReceiverSession]):
                 self._end.disconnect()
         if session.error is not None:
             receiver.drop_broken_lanes()
+            receiver.clear_away()
             raise session.error
         self.summary = {
             "version": receiver.version,
