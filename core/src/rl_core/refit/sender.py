@@ -171,6 +171,7 @@ class RefitSender(Endpoint["Sending"]):
             frame = self._handing.hand_over(self._source(), keys, self.token)
         if not self._handing.left:
             self.version = max(self.version, self._handing.version)
+            self.committed = None
         return {"protocol": PROTOCOL, "frame": frame}
 
     # -- what is held, and asked for by the refits ------------------------------------------------

@@ -251,7 +251,7 @@ class Sending(Job[SenderSession]):
                     f"{self._sender.name}: the weights are no longer those of version "
                     f"{self.version}, which the other engines serve",
                     fix="let the late engine take part in the next refit of all, or join before "
-                    "training goes on",
+                    "training goes on, in the dtypes and with the bucket_bytes of the others",
                     version=self.version,
                 )
         return self._table.digest
