@@ -32,7 +32,9 @@ def main(argv: list[str]) -> int:
     bench.add_argument("--gb", type=float, default=1.0, help="size of the model (default: 1)")
     bench.add_argument("--tensors", type=int, default=200, help="in how many tensors")
     bench.add_argument("--receivers", type=int, default=1, help="how many engines")
-    bench.add_argument("--bucket-mb", type=int, default=64, help="size of each buffer")
+    bench.add_argument(
+        "--bucket-mb", type=int, help="size of each buffer (default: as refits have)"
+    )
     bench.add_argument("--repeats", type=int, default=5, help="runs of which the best counts")
     bench.add_argument("--device", default="cpu", help="where the tensors are, such as cuda:0")
     bench.add_argument("--collective", action="store_true", help="also the collective transport")
@@ -58,7 +60,7 @@ def _bench(options: argparse.Namespace) -> dict[str, Any]:
         tensors=options.tensors,
         receivers=options.receivers,
         repeats=options.repeats,
-        bucket_bytes=options.bucket_mb << 20,
+        bucket_bytes=None if options.bucket_mb is None else options.bucket_mb << 20,
         device=options.device,
         deadline_s=options.deadline,
     )
@@ -78,7 +80,7 @@ def _bench(options: argparse.Namespace) -> dict[str, Any]:
         "bytes": bench.nbytes,
         "tensors": options.tensors,
         "receivers": options.receivers,
-        "bucket_bytes": options.bucket_mb << 20,
+        "bucket_mb": options.bucket_mb,
         "rows": rows,
         "reports": [report.as_dict() for report in bench.reports],
     }

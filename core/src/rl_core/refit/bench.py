@@ -22,7 +22,7 @@ import torch
 from rl_core.errors import ConfigError, DeadlineError
 from rl_core.futures import wait
 from rl_core.interfaces.weights import TensorSpec, WeightSink, WeightSource
-from rl_core.refit.options import DEFAULT_BUCKET_BYTES, DEFAULT_DEADLINE_S
+from rl_core.refit.options import DEFAULT_DEADLINE_S, SendOptions
 from rl_core.refit.plan import SLOTS
 from rl_core.refit.receiver import RefitReceiver
 from rl_core.refit.report import RefitReport
@@ -129,7 +129,7 @@ class Bench:
         tensors: In how many tensors.
         receivers: How many engines.
         repeats: Runs of which the best counts, after one that warms up.
-        bucket_bytes: Size of each buffer.
+        bucket_bytes: Size of each buffer; the default of the data mode if None.
         device: Where trainer and engines keep their tensors.
         deadline_s: Seconds for any one step.
     """
@@ -140,7 +140,7 @@ class Bench:
         tensors: int = 200,
         receivers: int = 1,
         repeats: int = 5,
-        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        bucket_bytes: int | None = None,
         device: str = "cpu",
         deadline_s: float = DEFAULT_DEADLINE_S,
     ) -> None:
@@ -190,7 +190,9 @@ class Bench:
     def two_copies(self) -> Row:
         """The bytes go through two slots."""
         flat = torch.ones(self.nbytes, dtype=torch.uint8, device=self.tensors.device)
-        size = min(self._bucket, self.nbytes)
+        device = torch.device(self.tensors.device)
+        bucket = SendOptions(bucket_bytes=self._bucket).bucket_for(device, direct=False)
+        size = min(bucket, self.nbytes)
         with closing(self._lane(SLOTS * size)) as lane:
             self._tell("attach", dict(lane.ref))
             times = [self._through_slots(flat, lane, size) for _ in range(self._repeats + 1)][1:]

@@ -9,6 +9,7 @@ import torch
 
 from rl_core.errors import ConfigError, RefitAborted, RefitProtocolError
 from rl_core.refit.digests import DigestTable, Window
+from rl_core.refit.hashing import kind_for
 from rl_core.refit.loading import Loader, Route
 from rl_core.refit.manifest import WeightManifest
 from rl_core.refit.messages import Codec, Handles
@@ -161,7 +162,9 @@ class Taking:
                 phase="TRANSFER",
             )
         expected = WeightManifest.of(self.sink.specs())
-        route = Route(self.sink, self._manifest, expected, plan, lane.data)
+        route = Route(
+            self.sink, self._manifest, expected, plan, lane.data, kind_for(lane.data.device)
+        )
         loader = Loader(route, verify="wire", known=self._known, touch=self._touch)
         for index in range(len(plan.buckets)):
             loader.load(index, message.digests)

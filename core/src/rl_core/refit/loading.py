@@ -9,7 +9,7 @@ import torch
 
 from rl_core.errors import RefitCorrupted
 from rl_core.refit.digests import DIGEST_BYTES, Digester, DigestTable, as_view, hasher
-from rl_core.refit.hashing import hash_views, kind_for
+from rl_core.refit.hashing import hash_views
 from rl_core.refit.manifest import dtype_of
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ class Route:
         expected: The sink's own.
         plan: What lies where in the lane.
         data: The receiver's end of the lane, uint8.
+        kind: Of all digests, as of :func:`rl_core.refit.hashing.kind_for`.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class Route:
         expected: WeightManifest,
         plan: TransferPlan,
         data: torch.Tensor,
+        kind: str,
     ) -> None:
         self.sink = sink
         self.wire = wire
@@ -69,7 +71,7 @@ class Route:
         for spec in expected.owned:
             self._places.setdefault(wire.root(spec.name), []).append(spec)
         self._steps: dict[int, list[_Step]] = {}
-        self.digester = Digester(plan.block_bytes, kind_for(data.device), keep=bool(self._targets))
+        self.digester = Digester(plan.block_bytes, kind, keep=bool(self._targets))
 
     def leads(
         self,

@@ -88,7 +88,8 @@ class Ready(_InSession, frozen=True):
 class Prepare(_InSession, frozen=True):
     """Sender: the plan and how to reach its lane.
 
-    ``skip`` has a byte for each tensor, 1 for those that are not sent; empty if all are.
+    ``skip`` has a byte for each tensor, 1 for those that are not sent; empty if all are. ``hash``
+    is the kind of all digests, as of ``hashing.kind_for``.
     """
 
     plan: str
@@ -98,6 +99,7 @@ class Prepare(_InSession, frozen=True):
     skip: bytes
     lane: dict[str, Any]
     deadline_s: float
+    hash: str = "xxh3"
 
 
 class Prepared(_InSession, frozen=True):

@@ -11,9 +11,14 @@ from rl_core.refit.session import ISOLATION_LEVELS, VERIFY_LEVELS
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    import torch
+
 __all__ = ["DEFAULT_BUCKET_BYTES", "DEFAULT_DEADLINE_S", "MODES", "SendOptions"]
 
-DEFAULT_BUCKET_BYTES = 64 << 20
+#: Buffers that fit a CPU's last cache together pass bytes on without the memory's help.
+DEFAULT_BUCKET_BYTES = 16 << 20
+#: Where nothing is packed on the CPU, larger buckets have fewer messages and no disadvantage.
+_LARGE_BUCKET_BYTES = 64 << 20
 DEFAULT_DEADLINE_S = 120.0
 MODES = ("auto", "direct", "packed")
 
@@ -37,7 +42,8 @@ class SendOptions:
         join: Bring engines that come late to the last committed version, the weights of which
             must still be the trainer's.
         kv_scales: Scales of an FP8 key/value cache, applied with the weights.
-        bucket_bytes: Size of each buffer at most.
+        bucket_bytes: Size of each buffer at most, and of what is announced at once; what suits the
+            data mode and the device if None.
         deadline_s: Seconds for the whole refit.
 
     Raises:
@@ -53,7 +59,7 @@ class SendOptions:
     delta: bool = False
     join: bool = False
     kv_scales: Mapping[str, float] = field(default_factory=dict)
-    bucket_bytes: int = DEFAULT_BUCKET_BYTES
+    bucket_bytes: int | None = None
     deadline_s: float = DEFAULT_DEADLINE_S
 
     @classmethod
@@ -70,6 +76,13 @@ class SendOptions:
                     f"refit: unknown option {key!r}", fix=f"use some of {known}", key=key
                 )
         return cls(**given)
+
+    def bucket_for(self, device: torch.device, *, direct: bool) -> int:
+        """The size of buckets for a lane on a device."""
+        if self.bucket_bytes is not None:
+            return self.bucket_bytes
+        packed_here = device.type == "cpu" and not direct
+        return DEFAULT_BUCKET_BYTES if packed_here else _LARGE_BUCKET_BYTES
 
     def __post_init__(self) -> None:
         choices = {"verify": VERIFY_LEVELS, "isolation": ISOLATION_LEVELS, "mode": MODES}

@@ -311,11 +311,12 @@ class RefitReceiver(Endpoint["Receiving"]):
         expected: WeightManifest,
         plan: TransferPlan,
         lane: Lane,
+        kind: str,
     ) -> Route:
         """The way from a lane into a sink: the one that is known, if nothing was moved."""
         known = self._route
         if known is None or not known.leads(sink, wire, expected, plan, lane.data):
-            known = self._route = Route(sink, wire, expected, plan, lane.data)
+            known = self._route = Route(sink, wire, expected, plan, lane.data, kind)
         return known
 
     def let_go_of_weights(self) -> None:

@@ -212,7 +212,7 @@ class Receiving(Job[ReceiverSession]):
             sink, known, touch = self._staged(sink, wire, expected), dict(known), _nothing
         sink.begin(offer.version)
         self._sink = sink
-        route = receiver.route(sink, wire, expected, plan, self._lane)
+        route = receiver.route(sink, wire, expected, plan, self._lane, prepare.hash)
         self._loader = Loader(route, verify=offer.verify, known=known, touch=touch)
         return plan.digest
 

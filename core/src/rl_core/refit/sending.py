@@ -144,6 +144,7 @@ class Sending(Job[SenderSession]):
         self._casts = len(ready[0].dtypes)
         device = self._end.place(torch.device(self._source.device), [r.gpus for r in ready])
         tensors = self._at_home(device)
+        self._bucket = self.options.bucket_for(device, direct=tensors is not None)
         if self.options.verify != "none":
             self._table = DigestTable(self._wire)
         receivers = [hello.receiver for hello in self.session.peers.values()]
@@ -171,21 +172,22 @@ class Sending(Job[SenderSession]):
         return Prepare(
             self.session.offer.session,
             plan.digest,
-            self.options.bucket_bytes,
+            self._bucket,
             len(plan.buckets),
             plan.direct,
             skip,
             dict(self._lane.ref) if self._lane else {},
             self.session.remaining_s,
+            kind_for(device),
         )
 
     def _plan_of(self, skip: bytes, *, direct: bool) -> TransferPlan:
-        size = self.options.bucket_bytes
+        size = self._bucket
         return self._sender.planner.plan(self._wire, size, direct=direct, skip=skip)
 
     def _open_lane(self, plan: TransferPlan, device: torch.device, receivers: list[str]) -> None:
         if plan.buckets:
-            size = self.options.bucket_bytes
+            size = self._bucket
             self._lane = self._sender.lane(self._end, plan, device, receivers, size)
 
     def _at_home(self, device: torch.device) -> dict[str, torch.Tensor] | None:
@@ -226,7 +228,7 @@ class Sending(Job[SenderSession]):
 
     def _digest_source(self, kind: str) -> None:
         """Digests every tensor as the source gives it."""
-        block = min(BLOCK, self.options.bucket_bytes // ALIGN * ALIGN)
+        block = min(BLOCK, self._bucket // ALIGN * ALIGN)
         self._table = digest_all(self._source, self._manifest, self._wire, block, kind)
 
     def _digest_lane(self, everything: TransferPlan) -> None:

@@ -207,6 +207,8 @@ class Session(ABC):
             wrapped.__cause__ = error
             error = wrapped
         error.details.setdefault("phase", self.phase.value)
+        if isinstance(error, RefitPeerError):
+            error.details.setdefault("peer", self._awaited())
         return error
 
 

@@ -10,6 +10,7 @@ import os
 import shutil
 import socket
 import tempfile
+import time
 import weakref
 from contextlib import suppress
 from pathlib import Path
@@ -34,6 +35,9 @@ __all__ = ["IPC", "IpcReceiver", "IpcSender"]
 
 _PREFIX = "rl-refit-"
 _SCHEME = "ipc://"
+#: Age in seconds from which a socket that refuses connections is a dead sender's; one that is
+#: just being made does so, too.
+_GRACE_S = 60.0
 
 
 class _Address(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -50,6 +54,7 @@ class IpcSender(ControlServer, SenderEnd):
     reads_memory = True
 
     def __init__(self) -> None:
+        _sweep()
         self._directory = tempfile.mkdtemp(prefix=_PREFIX)
         self._remove = weakref.finalize(self, _remove, self._directory, os.getpid())
         try:
@@ -130,6 +135,15 @@ def _check(options: Mapping[str, Any]) -> None:
 def _remove(directory: str, owner: int) -> None:
     if os.getpid() == owner:  # a forked child ends, not the sender
         shutil.rmtree(directory, ignore_errors=True)
+
+
+def _sweep() -> None:
+    """Clears away what senders left that were killed, and that no receiver cleared away."""
+    for directory in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        with suppress(OSError):  # gone meanwhile
+            found = directory.lstat()  # not what another user made it point to
+            if found.st_uid == os.geteuid() and time.time() - found.st_mtime > _GRACE_S:
+                _clear(f"{_SCHEME}{directory}/socket")
 
 
 def _clear(endpoint: str) -> None:
