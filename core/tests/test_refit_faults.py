@@ -26,7 +26,6 @@ from fault_processes import (
 )
 
 from rl_core.errors import RefitAborted, RefitPeerError, WeightsTornError
-from rl_core.refit.transports.ipc import IPC
 
 if TYPE_CHECKING:
     from collections import Counter
@@ -354,7 +353,6 @@ def test_an_engine_gives_up_a_trainer_that_hangs_and_both_can_go_on(stack, trans
     trainer.release()
     assert isinstance(trainer.failure(), RefitPeerError)
     refit(trainer, engine, seed=NEXT)
-    clear_away(trainer)
 
 
 @pytest.mark.parametrize("transport", ["ipc", "collective"])
@@ -374,15 +372,6 @@ def test_a_trainer_gives_up_an_engine_that_hangs_and_both_can_go_on(stack, trans
     refit(trainer, engine, seed=NEXT)
 
 
-def clear_away(*dead: Remote) -> None:
-    """Between hosts a killed trainer's directory stays until the next trainer starts there."""
-    for process in dead:
-        process.kill()
-    for path in Path(tempfile.gettempdir()).iterdir():
-        os.utime(path, (0, 0))
-    IPC.sender().close()
-
-
 # -- between hosts ---------------------------------------------------------------------------------
 
 
@@ -400,9 +389,20 @@ def test_an_engine_elsewhere_survives_a_trainer_that_is_killed(stack, at, phase)
     trainer.kill()
     assert_names_the_sender(engine.failure(), phase)
     assert engine.torn() == (phase == "TRANSFER")
-    successor = cast.elsewhere("trainer")
-    refit(successor, engine, seed=NEXT)
-    clear_away(successor)
+    refit(cast.elsewhere("trainer"), engine, seed=NEXT)
+
+
+def test_the_next_trainer_clears_away_what_one_left_that_no_engine_saw_die(stack):
+    cast = Cast(stack)
+    victim = cast.elsewhere("trainer")
+    victim.info()
+    victim.kill()
+    (left,) = Path(tempfile.gettempdir()).iterdir()
+    cast.here(TrainerParty).info()
+    assert left.exists()  # it could be one that is just being made
+    os.utime(left, (0, 0))
+    cast.here(TrainerParty).info()
+    assert not left.exists()
 
 
 @pytest.mark.parametrize("bystanders", [0, 1])
@@ -452,7 +452,6 @@ def test_who_survives_many_deaths_holds_no_more_than_after_the_first(stack, surv
         there.kill()
         assert isinstance(here.failure(), RefitPeerError)
         there.close()
-        clear_away()
         if after_first is None:
             after_first = census()
     assert gained(after_first) == {}
