@@ -5,34 +5,24 @@ from __future__ import annotations
 import gc
 import os
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
-from refit_doubles import Engine, Trainer, blank, make_tensors, same
+from refit_doubles import (
+    BUCKET,
+    SOON,
+    Engine,
+    Trainer,
+    begin,
+    blank,
+    go,
+    make_tensors,
+    same,
+)
 
-from rl_core.errors import RefitAborted, RefitError
+from rl_core.errors import DeadlineError, RefitAborted, RefitError, RefitPeerError
 from rl_core.futures import spawn, wait
-from rl_core.refit import refit
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-BUCKET = 1024
-SOON = 20.0
-
-
-@pytest.fixture
-def pair() -> Iterator[tuple[Trainer, Engine]]:
-    tensors = make_tensors()
-    trainer, engine = Trainer(tensors), Engine(blank(tensors))
-    yield trainer, engine
-    trainer.sender.close()
-    engine.receiver.close()
-
-
-def go(trainer: Trainer, engine: Engine, **options: Any) -> Any:
-    return refit(trainer, engine, **{"bucket_bytes": BUCKET, "deadline_s": SOON} | options)
 
 
 class Gate:
@@ -44,30 +34,6 @@ class Gate:
     def __call__(self, *_: Any) -> None:
         self.reached.set()
         assert self.opened.wait(SOON)
-
-
-def test_handles_that_a_streamed_refit_overtook_are_refused(pair):
-    trainer, engine = pair
-    engine.prepare_refit_info(trainer.prepare_refit_info())
-    first, second, *_ = trainer.sender.groups(BUCKET)
-    engine.receiver.load_handles(trainer.sender.handles(first))
-    go(trainer, engine)
-    late = trainer.sender.handles(second)
-    with pytest.raises(RefitAborted, match="over"):
-        engine.receiver.load_handles(late)
-    engine.receiver.check()
-    assert engine.sink.calls.count("begin") == engine.sink.calls.count("fail") + 1
-
-
-def test_handles_that_are_loaded_twice_after_the_commit_are_refused(pair):
-    trainer, engine = pair
-    engine.prepare_refit_info(trainer.prepare_refit_info())
-    for keys in trainer.sender.groups(BUCKET):
-        last = trainer.sender.handles(keys)
-        engine.receiver.load_handles(last)
-    with pytest.raises(RefitAborted, match="over"):
-        engine.receiver.load_handles(last)
-    engine.receiver.check()
 
 
 def test_refits_asked_for_at_once_take_turns_and_have_versions_of_their_own(pair):
@@ -89,11 +55,11 @@ def test_closing_ends_the_running_refit_and_those_that_wait_behind_it(pair, side
     trainer, engine = pair
     engine.prepare_refit_info(trainer.prepare_refit_info())
     gate = engine.sink.on["write"] = Gate()
-    sending = [trainer.sender.stream_ipc(bucket_bytes=BUCKET, deadline_s=600)]
-    receiving = [engine.receiver.receive_ipc(deadline_s=600)]
+    sending = [trainer.sender.send(bucket_bytes=BUCKET, deadline_s=600)]
+    receiving = [engine.receiver.receive(deadline_s=600)]
     assert gate.reached.wait(SOON)
-    sending.append(trainer.sender.stream_ipc(bucket_bytes=BUCKET, deadline_s=600))
-    receiving.append(engine.receiver.receive_ipc(deadline_s=600))
+    sending.append(trainer.sender.send(bucket_bytes=BUCKET, deadline_s=600))
+    receiving.append(engine.receiver.receive(deadline_s=600))
     close = trainer.sender.close if side == "trainer" else engine.receiver.close
     closing = spawn("closing", close)
     while not (trainer.sender.closed or engine.receiver.closed):
@@ -104,12 +70,12 @@ def test_closing_ends_the_running_refit_and_those_that_wait_behind_it(pair, side
         assert isinstance(future.exception(SOON), Exception)
 
 
-def test_an_engine_prepared_for_another_trainer_finishes_the_running_refit_first(pair):
+def test_an_engine_prepared_for_another_trainer_finishes_the_running_refit_first(keep, pair):
     trainer, engine = pair
     gate = engine.sink.on["write"] = Gate()
     running = spawn("running", lambda: go(trainer, engine))
     assert gate.reached.wait(SOON)
-    other = Trainer(make_tensors(1))
+    other = keep(Trainer(make_tensors(1)))
     taking_over = spawn("other", lambda: go(other, engine, version=9))
     while len(engine.receiver.jobs) < 2:
         assert not taking_over.done(), taking_over.exception()
@@ -118,16 +84,14 @@ def test_an_engine_prepared_for_another_trainer_finishes_the_running_refit_first
     assert running.result(SOON).version == 1
     assert taking_over.result(SOON).version == 9
     assert same(other.source.tensor, engine.sink.tensor)
-    other.sender.close()
 
 
-def test_one_trainer_brings_two_engines_to_its_weights_in_turn(pair):
+def test_one_trainer_brings_two_engines_to_its_weights_in_turn(keep, pair):
     trainer, engine = pair
-    other = Engine(blank(trainer.source.tensor))
+    other = keep(Engine(blank(trainer.source.tensor)))
     assert [go(trainer, e).version for e in (engine, other, engine)] == [1, 2, 3]
     assert (engine.receiver.version, other.receiver.version) == (3, 2)
     assert same(trainer.source.tensor, other.sink.tensor)
-    other.receiver.close()
 
 
 def test_a_sink_whose_fail_raises_leaves_no_socket_behind(pair):
@@ -159,8 +123,8 @@ def test_an_engine_that_is_told_to_stop_tells_the_sender(pair, stop):
         raise stop("enough")
 
     engine.sink.on["write"] = exit_now
-    sending = trainer.sender.stream_ipc(bucket_bytes=BUCKET, deadline_s=600)
-    receiving = engine.receiver.receive_ipc(deadline_s=600)
+    sending = trainer.sender.send(bucket_bytes=BUCKET, deadline_s=600)
+    receiving = engine.receiver.receive(deadline_s=600)
     assert stop.__name__ in str(sending.exception(SOON))
     assert isinstance(receiving.exception(SOON), RefitError)
     assert engine.receiver.torn
@@ -191,8 +155,84 @@ def test_a_version_may_go_back_with_the_weights(pair):
     assert go(trainer, engine).version == 4
 
 
-def test_a_refit_that_gave_way_is_named_so(pair):
+# -- refits that wait in vain ---------------------------------------------------------------------
+
+
+def test_a_refit_that_waits_in_vain_gives_way_to_the_next(pair):
     trainer, engine = pair
-    waiting = trainer.sender.stream_ipc(deadline_s=600)
+    engine.prepare_refit_info(trainer.prepare_refit_info())
+    waiting = trainer.sender.send(deadline_s=600)
+    go(trainer, engine)
+    error = waiting.exception(SOON)
+    assert isinstance(error, RefitAborted)
+    assert "a newer refit" in str(error)
+    assert engine.receiver.version == 1
+
+
+def test_a_receiver_that_waits_already_takes_the_refit_of_the_next_call_too(pair):
+    trainer, engine = pair
+    engine.prepare_refit_info(trainer.prepare_refit_info())
+    waiting = engine.receiver.receive(deadline_s=600)
+    go(trainer, engine)
+    assert waiting.result(SOON)["version"] == engine.receiver.version == 1
+
+
+def test_a_receiver_that_waits_for_another_trainer_gives_way(keep, pair):
+    trainer, engine = pair
+    other = keep(Trainer(make_tensors()))
+    engine.prepare_refit_info(other.prepare_refit_info())
+    waiting = engine.receiver.receive(deadline_s=600)
     go(trainer, engine)
     assert isinstance(waiting.exception(SOON), RefitAborted)
+
+
+@pytest.mark.parametrize("side", ["sender", "receiver"])
+def test_closing_one_side_ends_a_running_refit_on_both(pair, side):
+    trainer, engine = pair
+    with engine.lock:
+        sending, receiving = begin(trainer, engine, deadline_s=600)
+        while trainer.sender.jobs[0].session.phase != "PREPARE":
+            assert not sending.done()
+        (trainer.sender if side == "sender" else engine.receiver).close()
+        assert isinstance(sending.exception(SOON), RefitError)
+        assert isinstance(receiving.exception(SOON), RefitError)
+
+
+def test_a_receiver_that_was_prepared_for_another_trainer_before_its_turn_keeps_to_its_own(
+    keep, pair
+):
+    trainer, engine = pair
+    other = keep(Trainer(make_tensors(1)))
+    gate = engine.sink.on["write"] = Gate()
+    first = begin(trainer, engine)
+    assert gate.reached.wait(SOON)
+    second = begin(trainer, engine)  # waits for its turn
+    engine.prepare_refit_info(other.prepare_refit_info())
+    third = other.sender.send(version=9, deadline_s=SOON), engine.receiver.receive(deadline_s=SOON)
+    gate.opened.set()
+    wait(first, SOON)
+    assert isinstance(second[1].exception(SOON), RefitAborted)
+    assert wait(third, SOON)[0]["version"] == engine.receiver.version == 9
+    assert same(other.source.tensor, engine.sink.tensor)
+
+
+@pytest.mark.parametrize(
+    ("ends_by", "error"),
+    [
+        ("close", RefitAborted),
+        ("another sender", RefitAborted),
+        ("deadline", (RefitPeerError, DeadlineError)),
+    ],
+)
+def test_an_engine_whose_collective_sender_does_not_come_gives_up(keep, pair, ends_by, error):
+    trainer, engine = pair
+    info = trainer.prepare_refit_info()
+    info["channels"]["collective"] = {"ip": "127.0.0.1", "port": 1}  # nobody listens
+    engine.prepare_refit_info(info)
+    seconds = 0.3 if ends_by == "deadline" else 600
+    receiving = engine.receiver.receive(transport="collective", deadline_s=seconds)
+    if ends_by == "close":
+        engine.close()
+    elif ends_by == "another sender":
+        go(keep(Trainer(make_tensors())), engine)
+    assert isinstance(receiving.exception(SOON), error)

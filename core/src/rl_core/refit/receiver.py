@@ -14,7 +14,7 @@ from rl_core.errors import (
     RefitProtocolError,
     WeightsTornError,
 )
-from rl_core.futures import spawn, wait
+from rl_core.futures import spawn
 from rl_core.interfaces.weights import TensorSpec  # noqa: TC001 - msgspec resolves it
 from rl_core.refit.handles import Taking
 from rl_core.refit.jobs import Endpoint, exclusively
@@ -176,24 +176,22 @@ class RefitReceiver(Endpoint["Receiving"]):
             A future that is done when the sender was found.
         """
         self.check_open()
-        end = self._connect(transport, address, options)
+        for job in self.waiting():
+            if job.transport == transport:
+                job.cancelled = f"the transport {transport} is opened anew"
+        with exclusively(self.turn, deadline_s, f"{self.name}: a running refit"):
+            end = self._connect(transport, address, options)
         meeting = spawn(f"{transport}-{self.name}", lambda: end.rendezvous(deadline_s))
         self._meetings[end] = meeting
         return meeting
 
-    def meet(self, end: ReceiverEnd, deadline_s: float) -> None:
-        """Waits until the sender is found, if that was not done before.
-
-        Raises:
-            DeadlineError: It was not there in time.
-        """
-        if end not in self._meetings:
-            self._meetings[end] = spawn(self.name, lambda: end.rendezvous(deadline_s))
-        try:
-            wait(self._meetings[end], deadline_s)
-        except BaseException:
-            del self._meetings[end]
-            raise
+    def meeting(self, end: ReceiverEnd, deadline_s: float) -> concurrent.futures.Future[None]:
+        """A future that is done when the sender is found; what failed before is tried again."""
+        known = self._meetings.get(end)
+        if known is None or (known.done() and known.exception() is not None):
+            known = spawn(self.name, lambda: end.rendezvous(deadline_s))
+            self._meetings[end] = known
+        return known
 
     def receive(
         self, *, transport: str = "ipc", deadline_s: float = DEFAULT_DEADLINE_S
@@ -211,7 +209,8 @@ class RefitReceiver(Endpoint["Receiving"]):
             LifecycleError: ``prepare`` was not called, or the sender does not offer the transport.
         """
         trainer = self._known_trainer()
-        job = Receiving(self, self.end(transport), trainer, deadline_s)
+        self._address(trainer, transport)
+        job = Receiving(self, transport, trainer, deadline_s)
         job.before, self._waited = self._waited or self._last_waiting(), None
         return self.start(job)
 
@@ -367,23 +366,29 @@ class RefitReceiver(Endpoint["Receiving"]):
         lane = self._lanes[end, direct] = end.attach(ref, self.id, device)
         return lane
 
-    def end(self, transport: str) -> ReceiverEnd:
-        """This side's end of a transport that the trainer offers.
+    def end(self, transport: str, trainer: Trainer | None = None) -> ReceiverEnd:
+        """This side's end of a transport; it takes the place of one to another sender.
+
+        Args:
+            transport: Its name.
+            trainer: Whose; the one that is known last if None.
 
         Raises:
-            LifecycleError: It does not, or is not known.
+            LifecycleError: The trainer does not offer it, or none is known.
         """
-        trainer = self._known_trainer()
+        address = self._address(trainer or self._known_trainer(), transport)
+        known = self._ends.get(transport)
+        if known is not None and known[0] == address:
+            return known[1]
+        return self._connect(transport, address, {})
+
+    def _address(self, trainer: Trainer, transport: str) -> dict[str, Any]:
         if transport not in trainer.channels:
             raise LifecycleError(
                 f"{self.name}: the trainer offers {', '.join(trainer.channels)}, not {transport}",
                 fix="open it on both sides (init_collective), then prepare_refit_info again",
             )
-        address = trainer.channels[transport]
-        known = self._ends.get(transport)
-        if known is not None and known[0] == address:
-            return known[1]
-        return self._connect(transport, address, {})
+        return trainer.channels[transport]
 
     def _connect(
         self, transport: str, address: dict[str, Any], options: dict[str, Any]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import os
 import time
 from collections import deque
@@ -52,7 +53,7 @@ class Receiving(Job[ReceiverSession]):
 
     Args:
         receiver: Whose.
-        end: What it is received over.
+        transport: Name of what it is received over.
         trainer: Who sends, and what.
         deadline_s: Seconds that it may take.
 
@@ -62,7 +63,7 @@ class Receiving(Job[ReceiverSession]):
     """
 
     def __init__(
-        self, receiver: RefitReceiver, end: ReceiverEnd, trainer: Trainer, deadline_s: float
+        self, receiver: RefitReceiver, transport: str, trainer: Trainer, deadline_s: float
     ) -> None:
         session = ReceiverSession(
             Hello(PROTOCOL, receiver.id, receiver.name, os.getpid()),
@@ -73,11 +74,12 @@ class Receiving(Job[ReceiverSession]):
             deadline_s=deadline_s,
         )
         super().__init__(session, receiver)
+        self.transport = transport
         self.trainer = trainer
         self.before: Receiving | None = None
         self.summary: dict[str, Any] = {}
         self._receiver = receiver
-        self._end = end
+        self._end: ReceiverEnd
         self._codec = Codec[FromSender](FromSender, trainer.token)
         self._loads: deque[Load] = deque()
         self._plan: TransferPlan
@@ -93,11 +95,12 @@ class Receiving(Job[ReceiverSession]):
         before, self.before = self.before, None
         if before is not None and before.session.phase is Phase.COMMITTED:
             return before.summary  # the call before took the refit that this one was for
-        receiver.meet(self._end, session.remaining_s)
-        self._end.connect()
+        self._end = receiver.end(self.transport, self.trainer)
         try:
-            self.perform(session.start())
-            self.drive()
+            if self._meet():
+                self._end.connect()
+                self.perform(session.start())
+                self.drive()
         finally:
             try:
                 self._release()
@@ -114,6 +117,17 @@ class Receiving(Job[ReceiverSession]):
             "name": receiver.name,
         }
         return self.summary
+
+    def _meet(self) -> bool:
+        """Waits for the sender where that comes first; False if the session ended meanwhile."""
+        meeting = self._receiver.meeting(self._end, self.session.remaining_s)
+        while not meeting.done():
+            if self.cancelled or not self.session.remaining_s:
+                self.look()
+                return False
+            concurrent.futures.wait([meeting], TICK_S)
+        meeting.result()
+        return True
 
     # -- what arrives -----------------------------------------------------------------------------
 

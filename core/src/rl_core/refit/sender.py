@@ -92,10 +92,14 @@ class RefitSender(Endpoint["Sending"]):
             A future that is done when the receivers are there.
         """
         self.check_open()
-        if (known := self._ends.pop(transport, None)) is not None:
-            self._drop_lanes(known)
-            known.close()
-        end = self._ends[transport] = find_transport(transport).sender(**options)
+        for job in self.waiting():
+            if job.options.transport == transport:
+                job.cancelled = f"the transport {transport} is opened anew"
+        with exclusively(self.turn, deadline_s, f"{self.name}: a running refit"):
+            if (known := self._ends.pop(transport, None)) is not None:
+                self._drop_lanes(known)
+                known.close()
+            end = self._ends[transport] = find_transport(transport).sender(**options)
         return spawn(f"{transport}-{self.name}", lambda: end.rendezvous(deadline_s))
 
     def send(self, **options: Any) -> concurrent.futures.Future[dict[str, Any]]:
