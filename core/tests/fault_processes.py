@@ -11,6 +11,7 @@ import multiprocessing
 import multiprocessing.forkserver
 import multiprocessing.resource_tracker
 import os
+import resource
 import signal
 import tempfile
 import threading
@@ -96,7 +97,17 @@ class _Party:
     endpoint: Any
     double: Any
     at_home: bool
+    megabytes: int
     future: concurrent.futures.Future[dict[str, Any]]
+
+    def tensors(self, seed: int) -> Tensors:
+        """What a trainer with this seed has: every awkward kind, and one that is large."""
+        tensors = make_tensors(seed)
+        if self.at_home:
+            tensors = {name: tensor.clone().contiguous() for name, tensor in tensors.items()}
+        if self.megabytes:
+            tensors["huge"] = torch.arange(seed, seed + (self.megabytes << 18), dtype=torch.int32)
+        return tensors
 
     def stall(self, call: str) -> None:
         self.gate = self.double.on[call] = Stall()
@@ -122,7 +133,17 @@ class _Party:
 
     def holds(self, seed: int) -> bool:
         """Whether every byte is that of the trainer with this seed."""
-        return exact(awkward_tensors(seed, at_home=self.at_home), self.double.tensor)
+        return exact(self.tensors(seed), self.double.tensor)
+
+    def limit(self, kind: str, bytes_: int) -> None:
+        """Lets this process have no more of ``"FSIZE"`` or ``"AS"``, -1 for no limit."""
+        which = getattr(resource, f"RLIMIT_{kind}")
+        resource.setrlimit(which, (bytes_, resource.getrlimit(which)[1]))
+
+    def limit_growth(self, bytes_: int) -> None:
+        """Lets this process map that much more memory than it has."""
+        with open("/proc/self/statm") as statm:
+            self.limit("AS", int(statm.read().split()[0]) * resource.getpagesize() + bytes_)
 
     def close(self) -> None:
         self.endpoint.close()
@@ -131,8 +152,10 @@ class _Party:
 class TrainerParty(_Party):
     """A trainer whose tensors are those of ``make_tensors``, or such as can be read in place."""
 
-    def __init__(self, transport: str = "ipc", *, at_home: bool = False) -> None:
-        self.at_home, self.transport = at_home, transport
+    def __init__(
+        self, transport: str = "ipc", *, at_home: bool = False, megabytes: int = 0
+    ) -> None:
+        self.at_home, self.transport, self.megabytes = at_home, transport, megabytes
         self.trainer = Trainer({})
         self.endpoint = self.trainer.sender
         self.double = self.trainer.source = StallingSource({}, at_home=at_home)
@@ -140,7 +163,7 @@ class TrainerParty(_Party):
 
     def load(self, seed: int) -> None:
         """Trains: other values, in the same storage where that is to stay."""
-        for name, tensor in awkward_tensors(seed, at_home=self.at_home).items():
+        for name, tensor in self.tensors(seed).items():
             if self.at_home and name in self.double.tensor:
                 self.double.tensor[name].copy_(tensor)
             else:
@@ -163,11 +186,13 @@ class TrainerParty(_Party):
 class EngineParty(_Party):
     """An engine that begins with zeros."""
 
-    def __init__(self, transport: str = "ipc", *, at_home: bool = False) -> None:
-        self.at_home, self.transport = at_home, transport
+    def __init__(
+        self, transport: str = "ipc", *, at_home: bool = False, megabytes: int = 0
+    ) -> None:
+        self.at_home, self.transport, self.megabytes = at_home, transport, megabytes
         self.engine = Engine({})
         self.endpoint = self.engine.receiver
-        tensors = blank(awkward_tensors(0, at_home=at_home))
+        tensors = blank(self.tensors(0))
         self.double = self.engine.sink = StallingSink(tensors)
 
     def meet(self, info: dict[str, Any]) -> None:
@@ -265,11 +290,6 @@ def serve(
             pipe.send((True, getattr(party, name)(*positional, **named)))
         except Exception as error:
             pipe.send((False, error))
-
-
-def awkward_tensors(seed: int, *, at_home: bool = False) -> Tensors:
-    tensors = make_tensors(seed)
-    return {name: t.clone().contiguous() for name, t in tensors.items()} if at_home else tensors
 
 
 def exact(left: Tensors, right: Tensors) -> bool:
