@@ -1,4 +1,4 @@
-"""Named test doubles: plain tensors as a trainer and an engine, and faults of every kind."""
+"""Named test doubles: plain tensors as a trainer and an engine, and several engines as one."""
 
 from __future__ import annotations
 
@@ -8,33 +8,15 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-from rl_conformance.expect import NotRun
 from rl_conformance.reference.weights import DictSink, DictSource
-from rl_core.refit import RefitReceiver, RefitSender
+from rl_core.refit import DEFAULT_DEADLINE_S, RefitReceiver, RefitSender
 
 if TYPE_CHECKING:
     from collections.abc import Generator
 
     import torch
 
-    from rl_core.interfaces import GenerationInterface, TensorSpec, WeightSink
-
-__all__ = [
-    "InjectedFault",
-    "SeveralEngines",
-    "TensorEngine",
-    "TensorPolicy",
-    "broken_tensor",
-    "casting_down",
-    "dropping",
-    "failing_write",
-    "misplacing",
-    "sink_class",
-]
-
-
-class InjectedFault(Exception):
-    """Raised by a double on purpose."""
+__all__ = ["SeveralEngines", "TensorEngine", "TensorPolicy", "broken_tensor"]
 
 
 class TensorPolicy:
@@ -50,7 +32,12 @@ class TensorPolicy:
 
     def stream_weights_via_ipc_zmq(self, **options: Any) -> list[Any]:
         """See :class:`rl_core.interfaces.ColocatablePolicyInterface`."""
-        return [self.sender.stream_ipc(**options)]
+        return [self.sender.send(**options)]
+
+    def init_collective(self, ip: str, port: int, world_size: int) -> list[Any]:
+        """See :class:`rl_core.interfaces.ColocatablePolicyInterface`."""
+        options = {"ip": ip, "port": port, "receivers": world_size - 1}
+        return [self.sender.open("collective", DEFAULT_DEADLINE_S, **options)]
 
     def close(self) -> None:
         """Removes sockets and shared memory."""
@@ -58,13 +45,22 @@ class TensorPolicy:
 
 
 class TensorEngine:
-    """Named tensors as the engine's side of a refit."""
+    """Named tensors as the engine's side of a refit.
 
-    def __init__(self, tensors: dict[str, torch.Tensor], name: str = "tensors") -> None:
+    Args:
+        tensors: What is installed.
+        name: How the trainer's errors call it.
+        sink: Writes into them.
+    """
+
+    def __init__(
+        self,
+        tensors: dict[str, torch.Tensor],
+        name: str = "tensors",
+        sink: type[DictSink] = DictSink,
+    ) -> None:
         self.tensors = tensors
-        self.receiver = RefitReceiver(
-            lambda: DictSink(self.tensors), name=name, lock=threading.RLock()
-        )
+        self.receiver = RefitReceiver(lambda: sink(self.tensors), name=name, lock=threading.RLock())
 
     @property
     def weights_version(self) -> int:
@@ -77,7 +73,11 @@ class TensorEngine:
 
     def update_weights_via_ipc_zmq(self, **options: Any) -> list[Any]:
         """See :class:`rl_core.interfaces.GenerationInterface`."""
-        return [self.receiver.receive_ipc(**options)]
+        return [self.receiver.receive(**options)]
+
+    def init_collective(self, ip: str, port: int, world_size: int) -> list[Any]:
+        """See :class:`rl_core.interfaces.GenerationInterface`."""
+        return [self.receiver.open("collective", DEFAULT_DEADLINE_S, {"ip": ip, "port": port})]
 
     def close(self) -> None:
         """Lets go of sockets and shared memory."""
@@ -115,65 +115,14 @@ class SeveralEngines:
         for engine in self.engines:
             engine.prepare_refit_info(info)
 
-    def update_weights_via_ipc_zmq(self, **options: Any) -> list[concurrent.futures.Future[Any]]:
+    def init_collective(self, *meeting: Any, **options: Any) -> list[Any]:
         """Their futures, one after another."""
-        return [f for engine in self.engines for f in engine.update_weights_via_ipc_zmq(**options)]
+        return [f for e in self.engines for f in e.init_collective(*meeting, **options)]
 
+    def update_weights_via_ipc_zmq(self, **options: Any) -> list[Any]:
+        """Their futures, one after another."""
+        return [f for e in self.engines for f in e.update_weights_via_ipc_zmq(**options)]
 
-def sink_class(generation: GenerationInterface) -> type[WeightSink]:
-    """The class that writes into the engine, for a fault to be put into it."""
-    make: Any = getattr(generation, "weight_sink", None)
-    if make is None:
-        raise NotRun("the engine does not run in this process as a GenerationBackend")
-    return type(make())
-
-
-@contextmanager
-def _writing(sink: type[WeightSink], write: Any) -> Generator[None]:
-    original = sink.write
-
-    def faulty(self: WeightSink, name: str, offset: int, data: torch.Tensor, **of: Any) -> None:
-        write(lambda n, o, d: original(self, n, o, d, **of), name, offset, data, of["of"])
-
-    with mock.patch.object(sink, "write", faulty):
-        yield
-
-
-def dropping(sink: type[WeightSink], tensor: str) -> Any:
-    """Fault: the loader silently leaves one tensor out."""
-
-    def write(go: Any, name: str, offset: int, data: torch.Tensor, of: TensorSpec) -> None:
-        if name != tensor:
-            go(name, offset, data)
-
-    return _writing(sink, write)
-
-
-def misplacing(sink: type[WeightSink], tensor: str) -> Any:
-    """Fault: the loader writes one tensor's elements in the wrong order."""
-
-    def write(go: Any, name: str, offset: int, data: torch.Tensor, of: TensorSpec) -> None:
-        go(name, offset, data.roll(1) if name == tensor else data)
-
-    return _writing(sink, write)
-
-
-def casting_down(sink: type[WeightSink], tensor: str) -> Any:
-    """Fault: the loader rounds one tensor to bfloat16 on the way in."""
-
-    def write(go: Any, name: str, offset: int, data: torch.Tensor, of: TensorSpec) -> None:
-        go(name, offset, data.bfloat16().to(data.dtype) if name == tensor else data)
-
-    return _writing(sink, write)
-
-
-def failing_write(sink: type[WeightSink], after: int) -> Any:
-    """Fault: the loader raises once it has written ``after`` runs of elements."""
-    count = iter(range(1 << 30))
-
-    def write(go: Any, name: str, offset: int, data: torch.Tensor, of: TensorSpec) -> None:
-        if next(count) == after:
-            raise InjectedFault("the loader gave up")
-        go(name, offset, data)
-
-    return _writing(sink, write)
+    def update_weights_from_collective(self, *info: Any, **options: Any) -> list[Any]:
+        """Their futures, one after another."""
+        return [f for e in self.engines for f in e.update_weights_from_collective(*info, **options)]

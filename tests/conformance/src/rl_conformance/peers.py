@@ -134,6 +134,23 @@ class RemoteGeneration(_Peer):
         """See :class:`rl_core.interfaces.GenerationInterface`."""
         return [self.begin(do="receive", options=options)]
 
+    def init_collective(
+        self, *meeting: Any, train_world_size: int = 1
+    ) -> list[concurrent.futures.Future[Any]]:
+        """See :class:`rl_core.interfaces.GenerationInterface`."""
+        return [self.begin(do="join", meeting=meeting, trainers=train_world_size)]
+
+    def update_weights_from_collective(
+        self, info: Any = None, **options: Any
+    ) -> list[concurrent.futures.Future[Any]]:
+        """See :class:`rl_core.interfaces.GenerationInterface`."""
+        return [self.begin(do="receive_collective", info=info, options=options)]
+
+    def digests(self) -> dict[str, list[str]]:
+        """Dtype and digest of every tensor that is installed."""
+        found: dict[str, list[str]] = self.ask(do="digests")
+        return found
+
     def die_at(self, method: str, count: int) -> None:
         """Kills the process with SIGKILL at the given call of a method of its sink."""
         self.ask(do="die", method=method, count=count)
@@ -161,9 +178,12 @@ class RemotePolicy(_Peer):
         """See :class:`rl_core.interfaces.ColocatablePolicyInterface`."""
         return [self.begin(do="stream", options=options)]
 
-    def die_at_tensor(self, count: int) -> None:
-        """Kills the process with SIGKILL when its source has yielded so many tensors."""
-        self.ask(do="die", method="tensors", count=count)
+    def die_at(self, method: str, count: int) -> None:
+        """Kills the process with SIGKILL at the given call of a method of its source.
+
+        Where the method is ``tensors``, at the tensor of that number.
+        """
+        self.ask(do="die", method=method, count=count)
 
 
 # -- the peer's side ---------------------------------------------------------------------------
@@ -216,20 +236,37 @@ def _receive(backend: Any, options: dict[str, Any]) -> Any:
     return _wait(futures, float(options.get("deadline_s", _ANSWER_S)))
 
 
+def _receive_collective(backend: Any, info: Any, options: dict[str, Any]) -> Any:
+    given = () if info is None else (info,)
+    futures = backend.update_weights_from_collective(*given, **options)
+    return _wait(futures, float(options.get("deadline_s", _ANSWER_S)))
+
+
+def _join(backend: Any, meeting: list[Any], trainers: int) -> None:
+    _wait(backend.init_collective(*meeting, train_world_size=trainers), _ANSWER_S)
+
+
+def _digests(backend: Any) -> dict[str, list[str]]:
+    from rl_conformance.weights import digests, engine_weights
+
+    return digests(engine_weights(backend))
+
+
 def _stream(backend: Any, options: dict[str, Any]) -> Any:
     futures = backend.stream_weights_via_ipc_zmq(**options)
     return _wait(futures, float(options.get("deadline_s", _ANSWER_S)))
 
 
 def _die(backend: Any, method: str, count: int) -> None:
-    """Puts a SIGKILL into a method of the backend's sink, or between two tensors of its source."""
+    """Puts a SIGKILL into a method of the backend's sink or source, or between two tensors."""
     calls = iter(range(1 << 30))
 
     def perhaps() -> None:
         if next(calls) == count:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    owner = backend.weight_source() if method == "tensors" else backend.weight_sink()
+    sends = hasattr(backend, "weight_source")
+    owner = backend.weight_source() if sends else backend.weight_sink()
     original = getattr(type(owner), method)
 
     def dying(*args: Any, **kwargs: Any) -> Any:
@@ -243,12 +280,19 @@ def _die(backend: Any, method: str, count: int) -> None:
 
     fault = dying_source if method == "tensors" else dying
     mock.patch.object(type(owner), method, fault).start()
+    # What would bypass the method is switched off.
+    for bypassed, other in (("tensors", "persistent"), ("write", "targets")):
+        if method == bypassed:
+            mock.patch.object(type(owner), other, return_value=None).start()
 
 
 _ACTIONS: dict[str, Callable[..., Any]] = {
     "version": lambda backend: backend.weights_version,
     "prepare": lambda backend, info: backend.prepare_refit_info(info),
     "receive": _receive,
+    "receive_collective": _receive_collective,
+    "join": _join,
+    "digests": _digests,
     "generate": _generate,
     "info": lambda backend: backend.prepare_refit_info(),
     "stream": _stream,

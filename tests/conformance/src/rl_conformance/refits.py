@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,10 +19,25 @@ if TYPE_CHECKING:
     from rl_core.interfaces import ColocatablePolicyInterface, GenerationInterface
     from rl_core.refit import RefitReport
 
-__all__ = ["DEADLINE_S", "agree", "equal", "greedy", "odd_tensors", "run_refit", "unequal_pair"]
+__all__ = [
+    "DEADLINE_S",
+    "MODES",
+    "agree",
+    "attempt",
+    "equal",
+    "free_port",
+    "greedy",
+    "odd_tensors",
+    "run_refit",
+    "supports",
+    "unequal_pair",
+    "whole_tensors",
+]
 
 #: Seconds that a refit of a tiny model may take before a check calls it hung.
 DEADLINE_S = 30.0
+#: Cases of checks that hold however the tensors travel.
+MODES: dict[str, dict[str, Any]] = {mode: {"mode": mode} for mode in ("direct", "packed")}
 
 
 def unequal_pair(
@@ -36,6 +53,30 @@ def unequal_pair(
 def run_refit(policy: Any, generation: Any, **options: Any) -> RefitReport:
     """A refit with the checks' deadline."""
     return refit(policy, generation, **({"deadline_s": DEADLINE_S} | options))
+
+
+def attempt(policy: Any, generation: Any, **options: Any) -> BaseException | None:
+    """What a refit ends with; None if it commits."""
+    try:
+        run_refit(policy, generation, **options)
+    except Exception as error:
+        return error
+    return None
+
+
+def free_port() -> int:
+    """A TCP port of this host that nobody listens on."""
+    with closing(socket.socket()) as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def supports(ctx: Context, policy: ColocatablePolicyInterface, mode: str) -> None:
+    """Ends the check unless the policy's tensors can be sent in that mode."""
+    source: Any = getattr(policy, "weight_source", None)
+    if mode == "direct" and (source is None or source().persistent() is None):
+        ctx.not_run("the policy makes its tensors on the fly", excused=True)
 
 
 def equal(policy: ColocatablePolicyInterface, generation: GenerationInterface) -> None:
@@ -98,3 +139,10 @@ def odd_tensors(seed: int) -> dict[str, torch.Tensor]:
         "flags": normal(9) > 0,
         "last": normal(1, 1, 5),
     }
+
+
+def whole_tensors(seed: int) -> dict[str, torch.Tensor]:
+    """The same values in tensors that engines can read where they are."""
+    odd = odd_tensors(seed)
+    owned = {name: tensor.clone().contiguous() for name, tensor in odd.items()}
+    return owned | {"tied.again": owned["tied"]}

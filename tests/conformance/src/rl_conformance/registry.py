@@ -27,6 +27,8 @@ _MODULES = (
     "training",
     "checkpoints",
     "refit",
+    "refit_collective",
+    "refit_staged",
     "refit_faults",
     "agreement",
     "security",

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import TYPE_CHECKING, Any
 
 from rl_conformance.expect import NotRun, require, same_tensor
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     import torch
 
     from rl_core.interfaces import ColocatablePolicyInterface, GenerationInterface
 
-__all__ = ["checkpoint_weights", "engine_weights", "policy_weights", "same_weights"]
+__all__ = ["checkpoint_weights", "digests", "engine_weights", "policy_weights", "same_weights"]
 
 
 def policy_weights(policy: ColocatablePolicyInterface) -> dict[str, torch.Tensor]:
@@ -46,6 +48,20 @@ def checkpoint_weights(path: Path) -> dict[str, torch.Tensor]:
     for file in sorted(path.glob("model*.safetensors")):
         found |= load_file(file)
     require(found, f"{path} holds no model*.safetensors")
+    return found
+
+
+def digests(
+    tensors: Mapping[str, torch.Tensor], dtypes: Mapping[str, str] | None = None
+) -> dict[str, list[str]]:
+    """Dtype and SHA-256 of each tensor's bytes, in another dtype where ``dtypes`` names one."""
+    import torch
+
+    found = {}
+    for name, tensor in tensors.items():
+        dtype = (dtypes or {}).get(name, str(tensor.dtype).removeprefix("torch."))
+        whole = tensor.to(getattr(torch, dtype)).contiguous().reshape(-1).view(torch.uint8)
+        found[name] = [dtype, hashlib.sha256(whole.numpy().tobytes()).hexdigest()]
     return found
 
 

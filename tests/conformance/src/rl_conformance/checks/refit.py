@@ -1,50 +1,76 @@
-"""R1 to R7, R10 to R14: refits that go well, and what they promise."""
+"""R1 to R7, R10, R12 to R14: refits that go well, and what they promise."""
 
 from __future__ import annotations
 
 import concurrent.futures
-import dataclasses
-from typing import TYPE_CHECKING, Any
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, ClassVar
 
+import msgspec
 import psutil
 import torch
 
-from rl_conformance.doubles import (
-    SeveralEngines,
-    TensorEngine,
-    TensorPolicy,
-    broken_tensor,
-    failing_write,
-    sink_class,
-)
+from rl_conformance.doubles import SeveralEngines, TensorEngine, TensorPolicy, broken_tensor
 from rl_conformance.expect import raises, require, same_tensor
+from rl_conformance.faults import InjectedFault, failing_write, sink_class
 from rl_conformance.leftovers import Leftovers
 from rl_conformance.peers import RemoteGeneration
+from rl_conformance.reference import make_reference
+from rl_conformance.reference.weights import DictSink
 from rl_conformance.refits import (
     DEADLINE_S,
+    MODES,
     agree,
     equal,
     greedy,
     odd_tensors,
     run_refit,
+    supports,
     unequal_pair,
+    whole_tensors,
 )
 from rl_conformance.registry import check, refusal
 from rl_conformance.training import NegativeLogLikelihood, training_batch
-from rl_conformance.weights import checkpoint_weights, same_weights
-from rl_core.errors import CapabilityError, ManifestMismatchError, RLError
+from rl_conformance.weights import checkpoint_weights, digests, policy_weights, same_weights
+from rl_core.errors import CapabilityError, ManifestMismatchError
 from rl_core.interfaces import TensorSpec
 from rl_core.refit import WeightManifest
 
 if TYPE_CHECKING:
+    from collections.abc import Generator
+
     from rl_conformance.context import Context
 
 
-@check("R1", cases={level: {"verify": level} for level in ("none", "wire", "installed")})
-def the_engine_equals_the_policy(ctx: Context, verify: str) -> None:
+_LEVELS = ("none", "wire", "installed")
+
+
+@check(
+    "R1",
+    cases={f"{m}_{v}": {"mode": m, "verify": v} for m in MODES for v in _LEVELS},
+)
+def the_engine_equals_the_policy(ctx: Context, mode: str, verify: str) -> None:
     """After a refit tensors are equal bit for bit and log-probs within tolerance."""
     policy, generation = unequal_pair(ctx)
-    run_refit(policy, generation, verify=verify)
+    supports(ctx, policy, mode)
+    report = run_refit(policy, generation, mode=mode, verify=verify)
+    require(report.mode == mode, f"the mode was {report.mode}")
+    equal(policy, generation)
+    agree(ctx, policy, generation)
+
+
+@check("R1")
+def a_delta_is_exact(ctx: Context) -> None:
+    """A refit that sends only what changed leaves the engine equal; nothing changed, none sent."""
+    policy, generation = unequal_pair(ctx)
+    report = run_refit(policy, generation, delta=True)
+    require(report.skipped == 0, f"{report.skipped} tensors were left out of the first refit")
+    report = run_refit(policy, generation, delta=True)
+    require(report.tensors == 0, f"{report.tensors} tensors were sent, none had changed")
+    policy.prepare_for_training()
+    policy.train(training_batch((9, 14, 6)), NegativeLogLikelihood())
+    report = run_refit(policy, generation, delta=True)
+    require(report.tensors > 0, "training changed nothing")
     equal(policy, generation)
     agree(ctx, policy, generation)
 
@@ -100,12 +126,14 @@ def _with_one_more(specs: list[TensorSpec]) -> tuple[list[TensorSpec], str]:
 
 def _misshaped(specs: list[TensorSpec]) -> tuple[list[TensorSpec], str]:
     first = specs[1]
-    return [specs[0], dataclasses.replace(first, shape=(*first.shape, 2)), *specs[2:]], first.name
+    changed = msgspec.structs.replace(first, shape=(*first.shape, 2))
+    return [specs[0], changed, *specs[2:]], first.name
 
 
 def _mistyped(specs: list[TensorSpec]) -> tuple[list[TensorSpec], str]:
     first = specs[1]
-    return [specs[0], dataclasses.replace(first, dtype="int8"), *specs[2:]], first.name
+    changed = msgspec.structs.replace(first, dtype="int8")
+    return [specs[0], changed, *specs[2:]], first.name
 
 
 _MISMATCHES: dict[str, dict[str, Any]] = {
@@ -116,25 +144,13 @@ _MISMATCHES: dict[str, dict[str, Any]] = {
 }
 
 
-def _spec(item: dict[str, Any]) -> TensorSpec:
-    fields = {field.name for field in dataclasses.fields(TensorSpec)}
-    known = {key: value for key, value in item.items() if key in fields}
-    return TensorSpec(**known | {"shape": tuple(item["shape"])})
-
-
 @check("R2", cases=_MISMATCHES)
 def a_mismatch_is_named_and_nothing_is_touched(ctx: Context, kind: str, change: Any) -> None:
     """ManifestMismatchError lists the name; the engine serves the old version."""
     policy, generation = unequal_pair(ctx)
     before = greedy(ctx, generation)
     info: Any = policy.prepare_refit_info()
-    fields = {field.name for field in dataclasses.fields(TensorSpec)}
-    specs = [
-        TensorSpec(
-            **{k: v for k, v in item.items() if k in fields} | {"shape": tuple(item["shape"])}
-        )
-        for item in info["tensors"]
-    ]
+    specs = list(msgspec.convert(info["tensors"], tuple[TensorSpec, ...]))
     changed, name = change(specs)
     manifest = WeightManifest.of(changed)
     tampered = info | {"tensors": manifest.to_info(), "digest": manifest.digest}
@@ -145,36 +161,36 @@ def a_mismatch_is_named_and_nothing_is_touched(ctx: Context, kind: str, change: 
     same_tensor(greedy(ctx, generation)["logprobs"], before["logprobs"], "logprobs")
 
 
-@check("R3", timeout_s=180.0)
-def a_refit_crosses_processes(ctx: Context) -> None:
-    """An engine in a process of its own gives the policy's log-probs, twice."""
+@check("R3", cases=MODES, timeout_s=240.0)
+def a_refit_crosses_processes(ctx: Context, mode: str) -> None:
+    """An engine in a process of its own: every way to verify, and a delta; bits and log-probs."""
     policy = ctx.fresh_policy(model_name=str(ctx.model("qwen2", seed=1)))
+    supports(ctx, policy, mode)
     with RemoteGeneration(ctx, model_name=str(ctx.model("qwen2", seed=0))) as generation:
-        for version in (1, 2):
-            run_refit(policy, generation)
-            require(generation.weights_version == version, f"version {generation.weights_version}")
-            agree(ctx, policy, generation)  # type: ignore[arg-type]
+        for number, verify in enumerate(("wire", "none", "installed"), 1):
+            run_refit(policy, generation, mode=mode, verify=verify)
+            require(generation.weights_version == number, f"version {generation.weights_version}")
+            _equal_there(policy, generation)
             policy.prepare_for_training()
             policy.train(training_batch((9, 14, 6)), NegativeLogLikelihood())
+        run_refit(policy, generation, mode=mode, delta=True)
+        report = run_refit(policy, generation, mode=mode, delta=True)
+        require(report.tensors == 0, f"{report.tensors} tensors were sent, none had changed")
+        _equal_there(policy, generation)
+        agree(ctx, policy, generation)  # type: ignore[arg-type]
 
 
-@check("R4", cases={"engine": {}}, needs=("generation",))
-@check("R4", cases={"trainer": {}}, needs=("policy",))
-def the_collective_transport_is_exact(ctx: Context) -> None:
-    """Not yet part of the suite: a backend that declares it is not proven."""
-    ctx.not_run("this version of the suite does not check the collective transport")
-
-
-@refusal("generation", "collective")
-def joining_a_group_is_refused(ctx: Context) -> None:
-    """init_collective and the update raise CapabilityError; the engine serves as before."""
-    generation = ctx.generation()
-    before = greedy(ctx, generation)
-    with raises(CapabilityError):
-        generation.init_collective("127.0.0.1", 1, 2)
-    with raises(CapabilityError):
-        generation.update_weights_from_collective()
-    same_tensor(greedy(ctx, generation)["logprobs"], before["logprobs"], "logprobs")
+def _equal_there(policy: Any, generation: RemoteGeneration) -> None:
+    """Fails unless the engine in the other process holds the policy's tensors, bit for bit."""
+    installed = generation.digests()
+    dtypes = {name: dtype for name, (dtype, _) in installed.items()}
+    expected = digests(policy_weights(policy), dtypes)
+    wrong = sorted(
+        name
+        for name in expected.keys() | installed.keys()
+        if expected.get(name) != installed.get(name)
+    )
+    require(not wrong, f"the engine differs in {len(wrong)} tensors: {', '.join(wrong[:3])}")
 
 
 @check("R5")
@@ -192,24 +208,38 @@ def the_older_handles_are_exact(ctx: Context) -> None:
 
 
 _REFITS = 100
+#: After which of them buffers and caches are warm.
+_WARM = 4
 
 
-@check("R6", timeout_s=300.0)
-def refit_after_refit_stays_exact(ctx: Context) -> None:
+@check("R6", cases=MODES, timeout_s=300.0)
+def refit_after_refit_stays_exact(ctx: Context, mode: str) -> None:
     """A hundred refits of changing weights: each exact, and nothing grows."""
     policy, generation = unequal_pair(ctx)
+    supports(ctx, policy, mode)
+    _repeat(ctx, policy, generation, mode=mode)
+
+
+@check("R6", capability="staged", timeout_s=300.0)
+def staged_refits_stay_exact(ctx: Context) -> None:
+    """The same with a second copy of the weights, which is taken and given back each time."""
+    policy, generation = unequal_pair(ctx)
+    _repeat(ctx, policy, generation, isolation="staged")
+
+
+def _repeat(ctx: Context, policy: Any, generation: Any, **options: Any) -> None:
     data, loss = training_batch((9, 14, 6)), NegativeLogLikelihood()
     before, memory = Leftovers.now(), 0
     for count in range(_REFITS):
         policy.prepare_for_training()
         policy.train(data, loss)
-        run_refit(policy, generation)
+        run_refit(policy, generation, **options)
         equal(policy, generation)
-        if count == 4:  # buffers and caches are warm
+        if count == _WARM:
             before, memory = Leftovers.now(), psutil.Process().memory_info().rss
     require(generation.weights_version == _REFITS, f"version {generation.weights_version}")
     grown = before.wait_until_back()
-    require(not grown, f"{_REFITS - 5} refits left behind: {grown}")
+    require(not grown, f"{_REFITS - _WARM - 1} refits left behind: {grown}")
     growth = psutil.Process().memory_info().rss - memory
     ctx.measure("memory_growth", growth, 16 << 20, "bytes")
 
@@ -234,13 +264,28 @@ def every_family_arrives(ctx: Context, family: str) -> None:
     equal(policy, generation)
 
 
-@check("R7", cases={f"buckets_of_{n}": {"bucket_bytes": n} for n in (64, 4096, 1 << 20)})
+_BUCKETS = (64, 4096, 1 << 20)
+
+
+@check("R7", cases={f"buckets_of_{n}": {"bucket_bytes": n} for n in _BUCKETS})
 def odd_tensors_arrive(ctx: Context, bucket_bytes: int) -> None:
     """Tied, strided, transposed, 0-d, empty, and ten dtypes and sizes, bit for bit."""
     policy = ctx.closing(TensorPolicy(odd_tensors(1)))
     engine = ctx.closing(TensorEngine(odd_tensors(2)))
-    run_refit(policy, engine, bucket_bytes=bucket_bytes, verify="installed")
+    report = run_refit(policy, engine, bucket_bytes=bucket_bytes, verify="installed")
+    require(report.mode == "packed", f"strided tensors were sent {report.mode}")
     same_weights(engine.tensors, policy.tensors, "engine")
+
+
+@check("R7", cases={f"buckets_of_{n}": {"bucket_bytes": n} for n in _BUCKETS})
+def odd_tensors_are_read_in_place(ctx: Context, bucket_bytes: int) -> None:
+    """The same where the engine reads the trainer's own memory, into strided tensors or not."""
+    policy = ctx.closing(TensorPolicy(whole_tensors(1)))
+    engines = [ctx.closing(TensorEngine(make(2))) for make in (odd_tensors, whole_tensors)]
+    options: dict[str, Any] = {"mode": "direct", "bucket_bytes": bucket_bytes}
+    run_refit(policy, SeveralEngines(*engines), verify="installed", **options)
+    for engine in engines:
+        same_weights(engine.tensors, policy.tensors, "engine")
 
 
 @check("R10")
@@ -287,41 +332,29 @@ def caches_do_not_outlive_the_version(ctx: Context) -> None:
     require(not torch.equal(old["output_ids"], new["output_ids"]), "the refit changed nothing")
 
 
-@check("R11")
-def a_failed_staged_refit_keeps_the_old_version(ctx: Context) -> None:
-    """With isolation="staged" a loader that raises leaves the engine serving."""
-    policy, generation = unequal_pair(ctx)
-    before = greedy(ctx, generation)
-    with failing_write(sink_class(generation), after=3), raises(RLError):
-        run_refit(policy, generation, isolation="staged")
-    after = greedy(ctx, generation)
-    same_tensor(after["logprobs"], before["logprobs"], "logprobs")
-    run_refit(policy, generation, isolation="staged")
-    equal(policy, generation)
-
-
-@refusal("generation", "staged")
-def staged_isolation_is_refused(ctx: Context) -> None:
-    """isolation="staged" raises CapabilityError and the engine serves as before."""
-    policy, generation = unequal_pair(ctx)
-    before = greedy(ctx, generation)
-    with raises(CapabilityError):
-        run_refit(policy, generation, isolation="staged")
-    require(generation.weights_version == 0, f"the version is {generation.weights_version}")
-    same_tensor(greedy(ctx, generation)["logprobs"], before["logprobs"], "logprobs")
-
-
 @check("R12", cases={f"buckets_of_{n >> 10}_KiB": {"bucket_bytes": n} for n in (64 << 10, 1 << 20)})
 def extra_memory_stays_bounded(ctx: Context, bucket_bytes: int) -> None:
     """Buffers and resident memory stay within two buckets plus the declared constant."""
     policy, generation = unequal_pair(ctx)
-    run_refit(policy, generation, bucket_bytes=1024)  # sockets, threads and code are warm
+    run_refit(policy, generation, bucket_bytes=1024, mode="packed")  # sockets and threads are warm
+    _bounded(ctx, policy, generation, 2 * bucket_bytes, bucket_bytes=bucket_bytes, mode="packed")
+
+
+@check("R12")
+def a_direct_refit_takes_no_buffers(ctx: Context) -> None:
+    """Once the tensors lie where engines read them, a refit takes no more than the constant."""
+    policy, generation = unequal_pair(ctx)
+    supports(ctx, policy, "direct")
+    run_refit(policy, generation, mode="direct")
+    _bounded(ctx, policy, generation, 0, mode="direct")
+
+
+def _bounded(ctx: Context, policy: Any, generation: Any, buffers: int, **options: Any) -> None:
     before = psutil.Process().memory_info().rss
-    report = run_refit(policy, generation, bucket_bytes=bucket_bytes)
+    report = run_refit(policy, generation, **options)
     grown = psutil.Process().memory_info().rss - before
-    ctx.measure("buffers", report.extra_memory_bytes, 2 * bucket_bytes, "bytes")
-    constant = ctx.manifest.refit_constant_bytes
-    ctx.measure("resident_growth", grown, 2 * bucket_bytes + constant, "bytes")
+    ctx.measure("buffers", report.extra_memory_bytes, buffers, "bytes")
+    ctx.measure("resident_growth", grown, buffers + ctx.manifest.refit_constant_bytes, "bytes")
 
 
 @check("R13")
@@ -337,35 +370,105 @@ def all_receivers_advance(ctx: Context) -> None:
         equal(policy, engine)
 
 
-@check("R13")
-def no_receiver_advances_alone(ctx: Context) -> None:
+class _Unwilling(DictSink):
+    """Fault: raises once it has written a little, while ``broken`` holds anything."""
+
+    broken: ClassVar[list[str]] = []
+
+    def targets(self) -> None:
+        """Everything is written through :meth:`write`."""
+
+    def write(self, name: str, offset: int, data: torch.Tensor, **of: Any) -> None:
+        """Raises in the midst of the tensors."""
+        if self.broken and name == "half":
+            raise InjectedFault("the loader gave up")
+        super().write(name, offset, data, **of)
+
+
+@check("R13", cases=MODES)
+def no_receiver_advances_alone(ctx: Context, mode: str) -> None:
     """If one engine fails, it is named and no engine advances; the next refit brings all on."""
-    policy = ctx.closing(TensorPolicy(odd_tensors(1)))
-    engines = [ctx.closing(TensorEngine(odd_tensors(n), f"engine-{n}")) for n in (2, 3)]
+    policy = ctx.closing(TensorPolicy(whole_tensors(1)))
+    engines = [
+        ctx.closing(TensorEngine(odd_tensors(n), f"engine-{n}", sink))
+        for n, sink in ((2, DictSink), (3, _Unwilling))
+    ]
     both = SeveralEngines(*engines)
-    with broken_tensor(engines[1], "large"):
-        both.prepare_refit_info(policy.prepare_refit_info())
-        options: dict[str, Any] = {"deadline_s": DEADLINE_S}
-        (sending,) = policy.stream_weights_via_ipc_zmq(receivers=2, **options)
-        receiving = both.update_weights_via_ipc_zmq(**options)
-        error = sending.exception(DEADLINE_S + 10)
-        concurrent.futures.wait(receiving, DEADLINE_S)
-    require("engine-3" in str(error), f"the failed engine is not named: {error!r}")
-    versions = [engine.weights_version for engine in engines]
-    require(versions == [0, 0], f"after a failure the versions are {versions}")
-    run_refit(policy, both)
+    for fault in (broken_tensor(engines[1], "large"), _unwilling()):
+        with fault:
+            error = _sent_to(policy, both, mode=mode)
+        require("engine-3" in str(error), f"the failed engine is not named: {error!r}")
+        versions = [engine.weights_version for engine in engines]
+        require(versions == [0, 0], f"after a failure the versions are {versions}")
+    run_refit(policy, both, mode=mode)
     for engine in engines:
         same_weights(engine.tensors, policy.tensors, "engine")
 
 
-@check("R14")
+@contextmanager
+def _unwilling() -> Generator[None]:
+    _Unwilling.broken.append("")
+    try:
+        yield
+    finally:
+        _Unwilling.broken.clear()
+
+
+def _sent_to(policy: TensorPolicy, engines: SeveralEngines, **options: Any) -> object:
+    """What the trainer's future ends with."""
+    engines.prepare_refit_info(policy.prepare_refit_info())
+    (sending,) = policy.stream_weights_via_ipc_zmq(receivers=2, deadline_s=DEADLINE_S, **options)
+    receiving = engines.update_weights_via_ipc_zmq(deadline_s=DEADLINE_S)
+    error = sending.exception(DEADLINE_S + 10)
+    concurrent.futures.wait(receiving, DEADLINE_S)
+    return error
+
+
+def _scaled_pair(ctx: Context) -> tuple[Any, Any, dict[str, float]]:
+    """An engine with an FP8 cache, if that is configured, the suite's policy, and its scales."""
+    known = "kv_cache_dtype" in ctx.target.config_keys.get("generation", ())
+    generation = ctx.fresh_generation(**({"kv_cache_dtype": "fp8"} if known else {}))
+    generation.prepare_for_generation()
+    config = {"model_name": str(ctx.model("qwen2", seed=1)), "torch_dtype": ctx.settings.dtype}
+    policy = ctx.closing(make_reference("policy", config))
+    require(generation.requires_kv_scale_sync is True, "requires_kv_scale_sync is not True")
+    layers = policy.calibrate_qkv_fp8_scales(ctx.prompts(5, 9, 3))["layers"]
+    scales = {f"{layer}.{kind}": s for layer, kinds in layers.items() for kind, s in kinds.items()}
+    return policy, generation, scales
+
+
+@check("R14", needs=("generation",))
 def scales_travel_with_the_weights(ctx: Context) -> None:
-    """Not yet part of the suite: a backend that declares it is not proven."""
-    ctx.not_run("this version of the suite does not check FP8 scales")
+    """The engine generates with the scales of the refit: coarse ones show, fine ones hardly."""
+    policy, generation, scales = _scaled_pair(ctx)
+    output = {}
+    for name, factor in (("fine", 1.0), ("coarse", 1e5), ("fine again", 1.0)):
+        run_refit(policy, generation, kv_scales={k: v * factor for k, v in scales.items()})
+        equal(policy, generation)
+        output[name] = greedy(ctx, generation)["logprobs"]
+    same_tensor(output["fine again"], output["fine"], "logprobs with the same scales")
+    require(not torch.equal(output["coarse"], output["fine"]), "the scales change nothing")
+
+
+@check("R14", needs=("generation",))
+def scales_do_not_outrun_the_weights(ctx: Context) -> None:
+    """Scales of a refit that fails before anything was written are not applied."""
+    policy, generation, scales = _scaled_pair(ctx)
+    run_refit(policy, generation, kv_scales=scales)
+    before = greedy(ctx, generation)["logprobs"]
+    coarse = {name: 1e5 * value for name, value in scales.items()}
+    with raises(CapabilityError):  # they cannot be taken back
+        run_refit(policy, generation, kv_scales=coarse, isolation="staged")
+    same_tensor(greedy(ctx, generation)["logprobs"], before, "logprobs")
 
 
 @refusal("generation", "kv_scales")
 def no_scales_are_asked_for(ctx: Context) -> None:
-    """Without kv_scales the engine says that it needs none."""
-    generation = ctx.generation()
+    """The engine says that it needs none, and refuses a refit with some as if it never came."""
+    policy, generation = unequal_pair(ctx)
     require(generation.requires_kv_scale_sync is False, "requires_kv_scale_sync is not False")
+    before = greedy(ctx, generation)
+    with raises(CapabilityError):
+        run_refit(policy, generation, kv_scales={"layer_0.k_scale": 0.5})
+    require(generation.weights_version == 0, f"the version is {generation.weights_version}")
+    same_tensor(greedy(ctx, generation)["logprobs"], before["logprobs"], "logprobs")

@@ -8,32 +8,37 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-from rl_conformance.doubles import (
-    TensorEngine,
-    TensorPolicy,
+from rl_conformance.doubles import TensorEngine, TensorPolicy
+from rl_conformance.expect import NotRun, fail, raises, require, same_tensor
+from rl_conformance.faults import (
     casting_down,
+    detached,
     dropping,
+    failing_finish,
     failing_write,
     misplacing,
     sink_class,
 )
-from rl_conformance.expect import fail, raises, require, same_tensor
 from rl_conformance.leftovers import Leftovers
 from rl_conformance.peers import RemoteGeneration, RemotePolicy
 from rl_conformance.refits import (
     DEADLINE_S,
+    MODES,
     agree,
+    attempt,
     equal,
     greedy,
-    odd_tensors,
     run_refit,
+    supports,
     unequal_pair,
+    whole_tensors,
 )
 from rl_conformance.registry import check
 from rl_conformance.weights import same_weights
 from rl_core.errors import RefitCorrupted, RefitError, RLError, WeightsTornError
-from rl_core.refit.transports.ipc import IpcServer
-from rl_core.refit.transports.memory import SharedRegion
+from rl_core.refit import messages
+from rl_core.refit.sender import RefitSender
+from rl_core.refit.transports.control import ControlServer
 
 if TYPE_CHECKING:
     from rl_conformance.context import Context
@@ -83,13 +88,19 @@ def _failure_of(policy: Any, generation: RemoteGeneration) -> BaseException:
     return error
 
 
-@check("R8", cases={f"after_{n}_tensors": {"count": n} for n in (0, 5)}, timeout_s=240.0)
-def a_killed_trainer_is_survived(ctx: Context, count: int) -> None:
+_TRAINERS: dict[str, dict[str, Any]] = {
+    **{f"after_{n}_tensors": {"method": "tensors", "count": n} for n in (0, 5)},
+    "before_the_commit": {"method": "confirm", "count": 0},
+}
+
+
+@check("R8", cases=_TRAINERS, timeout_s=240.0)
+def a_killed_trainer_is_survived(ctx: Context, method: str, count: int) -> None:
     """The engine gets a RefitError, serves no torn weights, and recovers with a new trainer."""
     policy, generation = unequal_pair(ctx)
     before = greedy(ctx, generation)
     with RemotePolicy(ctx, model_name=str(ctx.model("qwen2", seed=1))) as killed:
-        killed.die_at_tensor(count)
+        killed.die_at(method, count)
         generation.prepare_refit_info(killed.prepare_refit_info())
         killed.stream_weights_via_ipc_zmq(bucket_bytes=4096, deadline_s=DEADLINE_S)
         (receiving,) = generation.update_weights_via_ipc_zmq(deadline_s=DEADLINE_S)
@@ -98,18 +109,24 @@ def a_killed_trainer_is_survived(ctx: Context, count: int) -> None:
     try:
         same_tensor(greedy(ctx, generation)["logprobs"], before["logprobs"], "logprobs")
     except WeightsTornError:
-        require(count > 0, "torn although nothing had been sent")
+        require(count > 0 or method == "confirm", "torn although nothing had been sent")
     require(generation.weights_version == 0, f"the version is {generation.weights_version}")
     run_refit(policy, generation)
     equal(policy, generation)
     agree(ctx, policy, generation)
 
 
-@check("R8")
-def torn_weights_are_never_served(ctx: Context) -> None:
-    """After a loader that raises midway generate refuses, until a full refit commits."""
+_LATE: dict[str, dict[str, Any]] = {
+    "in_a_write": {"fault": lambda sink: failing_write(sink, after=5)},
+    "at_the_finish": {"fault": failing_finish},
+}
+
+
+@check("R8", cases=_LATE)
+def torn_weights_are_never_served(ctx: Context, fault: Any) -> None:
+    """After an engine that fails midway generate refuses, until a full refit commits."""
     policy, generation = unequal_pair(ctx)
-    with failing_write(sink_class(generation), after=5), raises(Exception):
+    with fault(sink_class(generation)), raises(Exception):
         run_refit(policy, generation)
     with raises(WeightsTornError):
         greedy(ctx, generation)
@@ -119,64 +136,67 @@ def torn_weights_are_never_served(ctx: Context) -> None:
 
 # -- R9: damaged -----------------------------------------------------------------------------------
 
-Send = Callable[[IpcServer, str, bytes], bool]
+Send = Callable[[ControlServer, str, bytes], bool]
 
 
 class _Line(ABC):
-    """Fault: what happens to the sender's messages on their way, by their number."""
+    """Fault: what happens to the sender's messages on their way, by their number.
+
+    Empty frames, with which a connection is tried, are no messages.
+    """
 
     def __init__(self, at: int) -> None:
         self.at = at
         self.sent: list[bytes] = []
 
     @abstractmethod
-    def carry(self, send: Send, server: IpcServer, key: str, frame: bytes) -> bool:
+    def carry(self, send: Send, server: ControlServer, key: str, frame: bytes) -> bool:
         """Carries one message, or does not."""
 
 
 class _Altered(_Line):
     """One message is carried in another way."""
 
-    def carry(self, send: Send, server: IpcServer, key: str, frame: bytes) -> bool:
+    def carry(self, send: Send, server: ControlServer, key: str, frame: bytes) -> bool:
         self.sent.append(frame)
         if len(self.sent) - 1 == self.at:
             return self.disturb(send, server, key, frame)
         return send(server, key, frame)
 
     @abstractmethod
-    def disturb(self, send: Send, server: IpcServer, key: str, frame: bytes) -> bool:
+    def disturb(self, send: Send, server: ControlServer, key: str, frame: bytes) -> bool:
         """What happens to the chosen message."""
 
 
 class _Lost(_Altered):
-    def disturb(self, send: Send, server: IpcServer, key: str, frame: bytes) -> bool:
+    def disturb(self, send: Send, server: ControlServer, key: str, frame: bytes) -> bool:
         return True
 
 
 class _Doubled(_Altered):
-    def disturb(self, send: Send, server: IpcServer, key: str, frame: bytes) -> bool:
+    def disturb(self, send: Send, server: ControlServer, key: str, frame: bytes) -> bool:
         return send(server, key, frame) and send(server, key, frame)
 
 
 class _Flipped(_Altered):
-    def disturb(self, send: Send, server: IpcServer, key: str, frame: bytes) -> bool:
+    def disturb(self, send: Send, server: ControlServer, key: str, frame: bytes) -> bool:
         return send(server, key, frame[:-1] + bytes([frame[-1] ^ 1]))
 
 
 class _Cut(_Altered):
-    def disturb(self, send: Send, server: IpcServer, key: str, frame: bytes) -> bool:
+    def disturb(self, send: Send, server: ControlServer, key: str, frame: bytes) -> bool:
         return send(server, key, frame[: len(frame) // 2])
 
 
 class _Replayed(_Altered):
-    def disturb(self, send: Send, server: IpcServer, key: str, frame: bytes) -> bool:
+    def disturb(self, send: Send, server: ControlServer, key: str, frame: bytes) -> bool:
         return send(server, key, self.sent[-2])
 
 
 class _Swapped(_Line):
     """The message waits until the next one has gone."""
 
-    def carry(self, send: Send, server: IpcServer, key: str, frame: bytes) -> bool:
+    def carry(self, send: Send, server: ControlServer, key: str, frame: bytes) -> bool:
         self.sent.append(frame)
         number = len(self.sent) - 1
         if number == self.at:
@@ -185,7 +205,12 @@ class _Swapped(_Line):
         return done and (send(server, key, self.sent[self.at]) if number == self.at + 1 else True)
 
 
-#: Offer, Prepare, then buckets: message 3 is in the midst of them.
+#: Ways on which tensors travel; an offer and a plan, then buckets: message 3 is in their midst.
+_WAYS: dict[str, dict[str, Any]] = {
+    "direct": {"mode": "direct"},
+    "packed": {"mode": "packed"},
+    "collective": {"transport": "collective"},
+}
 _DAMAGE: dict[str, dict[str, Any]] = {
     "lost": {"line": _Lost},
     "doubled": {"line": _Doubled},
@@ -196,56 +221,78 @@ _DAMAGE: dict[str, dict[str, Any]] = {
 }
 
 
-@check("R9", cases=_DAMAGE, needs=())
-def a_disturbed_message_never_commits(ctx: Context, line: type[_Line]) -> None:
+@check(
+    "R9",
+    cases={f"{d}_{w}": {**_DAMAGE[d], "way": _WAYS[w]} for d in _DAMAGE for w in _WAYS},
+    needs=(),
+)
+def a_disturbed_message_never_commits(ctx: Context, line: type[_Line], way: Any) -> None:
     """A bucket's message that is lost, doubled, damaged, replayed or swapped ends the refit."""
-    policy = ctx.closing(TensorPolicy(odd_tensors(1)))
-    engine = ctx.closing(TensorEngine(odd_tensors(2)))
-    disturbed, send = line(at=3), IpcServer.send
-    with mock.patch.object(IpcServer, "send", lambda s, k, f: disturbed.carry(send, s, k, f)):
-        error = _attempt(policy, engine, bucket_bytes=4096, deadline_s=3.0)
+    policy, engine = _doubles(ctx, way)
+    disturbed, send = line(at=3), ControlServer.send
+
+    def carry(server: ControlServer, key: str, frame: bytes) -> bool:
+        return disturbed.carry(send, server, key, frame) if frame else send(server, key, frame)
+
+    with mock.patch.object(ControlServer, "send", carry):
+        error = attempt(policy, engine, bucket_bytes=4096, deadline_s=3.0, **way)
     require(len(disturbed.sent) > 3, "the refit ended before the message was disturbed")
     require(isinstance(error, RLError), f"not an error of ours but {error!r}")
-    require(engine.weights_version == 0, f"it committed version {engine.weights_version}")
-    run_refit(policy, engine)
+    require(engine.weights_version == 1, f"it committed version {engine.weights_version}")
+    _recovers(policy, engine, way)
+
+
+def _doubles(ctx: Context, way: dict[str, Any]) -> tuple[TensorPolicy, TensorEngine]:
+    """Tensors as a trainer and an engine that have done a refit on that way, and differ again."""
+    policy = ctx.closing(TensorPolicy(whole_tensors(1)))
+    engine = ctx.closing(TensorEngine(whole_tensors(2)))
+    run_refit(policy, engine, bucket_bytes=4096, **way)
+    for name, tensor in whole_tensors(3).items():
+        policy.tensors[name].copy_(tensor)
+    return policy, engine
+
+
+def _recovers(policy: TensorPolicy, engine: TensorEngine, way: dict[str, Any]) -> None:
+    run_refit(policy, engine, **way)
     same_weights(engine.tensors, policy.tensors, "engine after the next refit")
 
 
-@check("R9", needs=())
-def damaged_bytes_never_commit(ctx: Context) -> None:
-    """A byte that changes in shared memory after it was packed is found before the commit."""
-    policy = ctx.closing(TensorPolicy(odd_tensors(1)))
-    engine = ctx.closing(TensorEngine(odd_tensors(2)))
-    regions: list[SharedRegion] = []
-    create, send = SharedRegion.create, IpcServer.send
-    count = iter(range(1 << 30))
+@check("R9", cases={name: {"way": way} for name, way in _WAYS.items()}, needs=())
+def damaged_bytes_never_commit(ctx: Context, way: Any) -> None:
+    """A byte that changes in a buffer, or in the tensor itself, once it was hashed is found."""
+    policy, engine = _doubles(ctx, way)
+    made, send, decode = RefitSender.window, ControlServer.send, _bucket_of(policy)
+    lanes: list[Any] = []
 
-    def remember(*args: Any, **kwargs: Any) -> SharedRegion:
-        regions.append(create(*args, **kwargs))
-        return regions[-1]
+    def remember(sender: RefitSender, plan: Any, lane: Any) -> Any:
+        lanes.append(lane)
+        return made(sender, plan, lane)
 
-    def damage(server: IpcServer, key: str, frame: bytes) -> bool:
-        if next(count) == 2:  # the first bucket's message: the bucket lies in its slot
-            regions[-1].data[5] ^= 64
+    def damage(server: ControlServer, key: str, frame: bytes) -> bool:
+        if frame and decode(frame) == 0:  # the first bucket lies in the lane
+            lanes[-1].data[5] ^= 64
         return send(server, key, frame)
 
     with (
-        mock.patch.object(SharedRegion, "create", remember),
-        mock.patch.object(IpcServer, "send", damage),
+        mock.patch.object(RefitSender, "window", remember),
+        mock.patch.object(ControlServer, "send", damage),
     ):
-        error = _attempt(policy, engine, bucket_bytes=4096, deadline_s=10.0)
+        error = attempt(policy, engine, bucket_bytes=4096, deadline_s=10.0, **way)
+    require(lanes, "nothing was damaged")
     require(isinstance(error, RefitCorrupted), f"not RefitCorrupted but {error!r}")
-    require(engine.weights_version == 0, f"it committed version {engine.weights_version}")
-    run_refit(policy, engine)
-    same_weights(engine.tensors, policy.tensors, "engine after the next refit")
+    require(engine.weights_version == 1, f"it committed version {engine.weights_version}")
+    _recovers(policy, engine, way)
 
 
-def _attempt(policy: Any, engine: Any, **options: Any) -> BaseException | None:
-    try:
-        run_refit(policy, engine, **options)
-    except Exception as error:
-        return error
-    return None
+def _bucket_of(policy: TensorPolicy) -> Callable[[bytes], int | None]:
+    """Reads the number of the bucket that a frame announces."""
+    codec = messages.Codec[Any](messages.FromSender, policy.sender.token)
+
+    def number(frame: bytes) -> int | None:
+        message = codec.decode(frame)
+        return message.index if isinstance(message, messages.BucketReady) else None
+
+    return number
 
 
 # -- R15: not what was installed -------------------------------------------------------------------
@@ -254,20 +301,51 @@ _LOADERS: dict[str, dict[str, Any]] = {
     "dropping": {"fault": dropping},
     "misplacing": {"fault": misplacing},
     "casting_down": {"fault": casting_down},
+    "detached": {"fault": detached},
 }
+_TENSOR = "model.layers.1.mlp.up_proj.weight"
 
 
 @check("R15", cases=_LOADERS)
 def a_loader_that_does_not_load_is_caught(ctx: Context, fault: Any) -> None:
     """The read-back differs from what was sent: RefitCorrupted, no commit, nothing served."""
     policy, generation = unequal_pair(ctx)
-    with (
-        fault(sink_class(generation), "model.layers.1.mlp.up_proj.weight"),
-        raises(RefitCorrupted, "up_proj"),
-    ):
-        run_refit(policy, generation, verify="installed")
+    with fault(sink_class(generation), _TENSOR):
+        error = attempt(policy, generation, verify="installed")
+    if isinstance(error, NotRun):
+        raise error
+    _is_corrupted(error)
     require(generation.weights_version == 0, f"the version is {generation.weights_version}")
     with raises(WeightsTornError):
         greedy(ctx, generation)
     run_refit(policy, generation, verify="installed")
     equal(policy, generation)
+
+
+@check("R15", cases=MODES)
+def what_a_delta_left_out_is_read_back_too(ctx: Context, mode: str) -> None:
+    """A tensor that changed in the engine behind the refit's back, and is not sent, is found."""
+    policy, generation = unequal_pair(ctx)
+    supports(ctx, policy, mode)
+    options: dict[str, Any] = {"mode": mode, "delta": True, "verify": "installed"}
+    run_refit(policy, generation, **options)
+    _overwrite(generation, _TENSOR)
+    _is_corrupted(attempt(policy, generation, **options))
+    require(generation.weights_version == 1, f"the version is {generation.weights_version}")
+    report = run_refit(policy, generation, **options)
+    require(report.skipped == 0, "the next refit still trusts what the engine holds")
+    equal(policy, generation)
+    agree(ctx, policy, generation)
+
+
+def _overwrite(generation: Any, tensor: str) -> None:
+    """Fault: one element of the engine's tensor is another one."""
+    sink = generation.weight_sink()
+    [(_, installed)] = sink.read([tensor])
+    of = next(spec for spec in sink.specs() if spec.name == tensor)
+    sink.write(tensor, 7, installed.reshape(-1)[7:8] + 1, of=of)
+
+
+def _is_corrupted(error: BaseException | None) -> None:
+    require(isinstance(error, RefitCorrupted), f"not RefitCorrupted but {error!r}")
+    require("up_proj" in str(error), f"the tensor is not named: {error}")

@@ -7,22 +7,28 @@ import os
 import pickle
 import shutil
 import stat
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
+import torch
 import zmq
 
 from rl_conformance.doubles import TensorEngine, TensorPolicy
 from rl_conformance.expect import raises, require
 from rl_conformance.peers import RemotePolicy
-from rl_conformance.refits import DEADLINE_S, odd_tensors, run_refit
+from rl_conformance.refits import DEADLINE_S, free_port, odd_tensors, run_refit
 from rl_conformance.registry import check
 from rl_conformance.weights import same_weights
 from rl_core.errors import ConfigError, RefitProtocolError, RLError
 from rl_core.refit import messages
+from rl_core.refit.transports import find_transport
 from rl_core.refit.transports.memory import SharedRegion
 
 if TYPE_CHECKING:
+    from collections.abc import Generator
+
     from rl_conformance.context import Context
 
 
@@ -94,34 +100,114 @@ def malformed_refit_info_is_refused(ctx: Context) -> None:
             generation.prepare_refit_info(info)
 
 
-@check("S2", needs=())
-def a_stranger_on_the_socket_is_refused(ctx: Context) -> None:
+@check("S1", needs=(), cases={name: {"name": name} for name in ("ipc", "collective")})
+def a_malformed_reference_is_refused(ctx: Context, name: str) -> None:
+    """Addresses and references to memory that are not what they must be: RefitProtocolError."""
+    transport = find_transport(name)
+    for address in ({}, {"endpoint": 7}, {"endpoint": "tcp://1.2.3.4:5"}, {"ip": [], "port": -1}):
+        with raises(RefitProtocolError):
+            transport.receiver(address)
+    policy = ctx.closing(TensorPolicy(odd_tensors(1)))
+    policy.init_collective("127.0.0.1", free_port(), 2)
+    sound = policy.prepare_refit_info()["channels"][name]
+    receiver = ctx.closing(transport.receiver(sound))
+    receiver.rendezvous(DEADLINE_S)
+    for ref in _references(ctx):
+        with raises(RefitProtocolError):
+            receiver.attach(ref, "somebody", torch.device("cpu"))
+
+
+def _references(ctx: Context) -> list[dict[str, Any]]:
+    """What no sender of ours would send: no reference, a wrong one, somebody else's file."""
+    other = ctx.directory() / "not-memory"
+    other.write_bytes(bytes(64))
+    found = other.stat()
+    file = {"kind": "memory", "path": str(other), "nbytes": 64, "device": found.st_dev}
+    gpu = {"kind": "cuda", "uuid": "GPU-0", "handle": b"x", "nbytes": 64, "offset": 0}
+    group = {"kind": "group", "epoch": "e", "backend": "gloo", "members": ["another"]}
+    return [
+        {},
+        {"kind": "memory"},
+        file | {"inode": found.st_ino + 1},
+        file | {"inode": found.st_ino, "nbytes": 1 << 40},
+        file | {"inode": found.st_ino, "path": str(other) + "-gone"},
+        file | {"inode": found.st_ino, "surplus": 1},
+        gpu | {"pid": 1, "key": "k"},
+        gpu | {"handle": 7, "pid": 1, "key": "k"},
+        group | {"nbytes": 0},
+        group | {"nbytes": 64},
+        group | {"nbytes": 64, "backend": "mpi"},
+    ]
+
+
+_TRANSPORTS = {name: {"transport": name} for name in ("ipc", "collective")}
+
+
+@check("S2", needs=(), cases=_TRANSPORTS)
+def a_stranger_on_the_socket_is_refused(ctx: Context, transport: str) -> None:
     """Frames from someone without the token neither join nor disturb a refit."""
     policy = ctx.closing(TensorPolicy(odd_tensors(1)))
     engine = ctx.closing(TensorEngine(odd_tensors(2)))
-    info = policy.prepare_refit_info()
+    run_refit(policy, engine, transport=transport)
+    for name, tensor in odd_tensors(3).items():
+        policy.tensors[name].copy_(tensor)
+    endpoint = policy.sender.end(transport).endpoint
     context: zmq.Context[Any] = zmq.Context()
     stranger = context.socket(zmq.DEALER)
     try:
-        stranger.connect(info["channel"]["address"])
-        for frame in (b"", b"let me in", _authentic(b"\x80"), os.urandom(4096)):
+        stranger.connect(endpoint)
+        for frame in (b"", b"let me in", _authentic(b"\x80"), os.urandom(4096), _hello()):
             stranger.send(frame)
         stranger.send_multipart([b"several", b"parts"])
-        report = run_refit(policy, engine)
+        report = run_refit(policy, engine, transport=transport)
+        told = _heard(stranger)
     finally:
         context.destroy(0)
     require(report.receivers == 1, f"{report.receivers} receivers took part")
     same_weights(engine.tensors, policy.tensors, "engine")
+    token = policy.sender.token.encode()
+    require(not any(token in frame for frame in told), "the stranger was told the token")
+    require(not any(b"Offer" in frame for frame in told), "the stranger was made an offer")
+
+
+def _hello() -> bytes:
+    """What a receiver says first, under another token."""
+    hello = messages.Hello(messages.PROTOCOL, "stranger", "stranger", os.getpid())
+    return messages.Codec[Any](object, _TOKEN).encode(hello)
+
+
+def _heard(stranger: Any) -> list[bytes]:
+    """All that was sent to a socket."""
+    frames: list[bytes] = []
+    while stranger.poll(100):
+        frames += stranger.recv_multipart()
+    return frames
+
+
+@check("S2", needs=())
+def a_group_listens_on_one_interface(ctx: Context) -> None:
+    """What the collective transport opens is reachable at the address that was given alone."""
+    policy = ctx.closing(TensorPolicy(odd_tensors(1)))
+    before = _listening()
+    policy.init_collective("127.0.0.1", free_port(), 2)
+    opened = _listening() - before
+    require(opened, "nothing listens")
+    require(all(ip == "127.0.0.1" for ip, _ in opened), f"it listens on {sorted(opened)}")
+    policy.close()
+    left = _listening() - before
+    require(not left, f"after close it listens on {sorted(left)}")
+
+
+def _listening() -> set[tuple[str, int]]:
+    connections = psutil.Process().net_connections(kind="tcp")
+    return {tuple(c.laddr) for c in connections if c.status == psutil.CONN_LISTEN}
 
 
 @check("S2", needs=())
 def the_socket_is_in_a_private_directory(ctx: Context) -> None:
     """Mode 0700, this user's, an unguessable name, and gone after close."""
     policies = [TensorPolicy(odd_tensors(1)) for _ in range(2)]
-    directories = []
-    for policy in policies:
-        address = policy.prepare_refit_info()["channel"]["address"]
-        directories.append(Path(address.removeprefix("ipc://")).parent)
+    directories = [_directory(policy.prepare_refit_info()) for policy in policies]
     for policy, directory in zip(policies, directories, strict=True):
         found = directory.stat()
         require(found.st_uid == os.getuid(), f"{directory} is another user's")
@@ -131,13 +217,17 @@ def the_socket_is_in_a_private_directory(ctx: Context) -> None:
     require(directories[0] != directories[1], "two senders share a directory")
 
 
+def _directory(info: dict[str, Any]) -> Path:
+    return Path(info["channels"]["ipc"]["endpoint"].removeprefix("ipc://")).parent
+
+
 @check("S2", needs=())
 def tokens_are_unguessable(ctx: Context) -> None:
     """At least 128 bits that are new for every sender."""
     tokens = set()
     for _ in range(3):
         policy = ctx.closing(TensorPolicy(odd_tensors(1)))
-        tokens.add(policy.prepare_refit_info()["channel"]["token"])
+        tokens.add(policy.prepare_refit_info()["token"])
     require(len(tokens) == 3, "senders share a token")
     require(min(map(len, tokens)) >= 32, f"a token of {min(map(len, tokens))} characters")
 
@@ -145,13 +235,28 @@ def tokens_are_unguessable(ctx: Context) -> None:
 @check("S2", needs=(), cases={"anonymous": {"named": False}, "named": {"named": True}})
 def shared_memory_is_private(ctx: Context, named: bool) -> None:
     """Mode 0600 and this user's, with a name or without; a name goes with close."""
-    region = SharedRegion.create(4096, directory=str(ctx.directory()) if named else None)
-    path = Path(region.ref.path)
+    directory = ctx.directory()
+    with _without_anonymous_files() if named else nullcontext():
+        region = SharedRegion.create(4096, str(directory))
+    path = Path(region.ref["path"])
+    require(path.is_relative_to(directory) == named, f"it lies at {path}")
     found = path.stat()
     require(stat.S_IMODE(found.st_mode) == 0o600, f"{path} is {oct(found.st_mode)}")
     require(found.st_uid == os.getuid(), f"{path} is another user's")
     region.close()
-    require(not path.exists(), f"{path} is still there after close")
+    left = path.exists() and path.stat().st_ino == found.st_ino
+    require(not left, f"{path} is still there after close")
+
+
+@contextmanager
+def _without_anonymous_files() -> Generator[None]:
+    """As on systems that have none."""
+    kept = vars(os).pop("memfd_create", None)
+    try:
+        yield
+    finally:
+        if kept is not None:
+            os.memfd_create = kept
 
 
 @check("S2", timeout_s=180.0)
@@ -161,9 +266,9 @@ def a_survivor_cleans_up_after_a_killed_trainer(ctx: Context) -> None:
     generation.prepare_for_generation()
     with RemotePolicy(ctx) as policy:
         info = policy.prepare_refit_info()
-        directory = Path(info["channel"]["address"].removeprefix("ipc://")).parent
+        directory = _directory(info)
         require(directory.exists(), f"{directory} is not there while the trainer lives")
-        policy.die_at_tensor(1)
+        policy.die_at("tensors", 1)
         generation.prepare_refit_info(info)
         policy.stream_weights_via_ipc_zmq(deadline_s=DEADLINE_S)
         (receiving,) = generation.update_weights_via_ipc_zmq(deadline_s=DEADLINE_S)

@@ -12,13 +12,15 @@ Dtype = Literal["float32", "bfloat16"]
 
 
 class ReferenceGenerationConfig(GenerationConfig):
-    """A :class:`GenerationConfig` and the dtype.
+    """A :class:`GenerationConfig` and the dtypes.
 
     Attributes:
         torch_dtype: Of the weights.
+        kv_cache_dtype: ``"fp8"`` rounds keys and values. Default ``"auto"``, which does not.
     """
 
     torch_dtype: NotRequired[Dtype]
+    kv_cache_dtype: NotRequired[Literal["auto", "fp8"]]
 
 
 class ReferencePolicyConfig(PolicyConfig):

@@ -8,17 +8,35 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rl_conformance.oracle import truncated_distribution
+from rl_conformance.reference.fp8 import rounded
 from rl_conformance.reference.loading import load_once
 from rl_conformance.reference.weights import DictSink
 from rl_core.backends import Completion, GenerationBackend, ModelFacts
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from rl_core.backends import PromptBatch, SamplingParams
     from rl_core.interfaces import WeightSink
 
-__all__ = ["ReferenceGeneration"]
+__all__ = ["ReferenceGeneration", "ScaledSink"]
+
+
+class ScaledSink(DictSink):
+    """Takes the scales of the key/value cache, too.
+
+    Args:
+        tensors: See :class:`DictSink`.
+        scales: Where they are put.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], scales: dict[str, float]) -> None:
+        super().__init__(tensors)
+        self.scales = scales
+
+    def scale_kv(self, scales: Mapping[str, float]) -> None:
+        """See :meth:`WeightSink.scale_kv`."""
+        self.scales.update(scales)
 
 
 class ReferenceGeneration(GenerationBackend):
@@ -27,12 +45,23 @@ class ReferenceGeneration(GenerationBackend):
     Args:
         model_name: Directory of the checkpoint.
         torch_dtype: Of the weights.
+        kv_cache_dtype: ``"fp8"`` rounds keys and values as such a cache would.
         **config: See :class:`rl_core.interfaces.GenerationConfig`.
     """
 
-    def __init__(self, model_name: str, torch_dtype: str = "float32", **config: Any) -> None:
+    def __init__(
+        self,
+        model_name: str,
+        torch_dtype: str = "float32",
+        kv_cache_dtype: str = "auto",
+        **config: Any,
+    ) -> None:
         oracle = load_once(str(model_name))
         self.model = copy.deepcopy(oracle.model).to(getattr(torch, torch_dtype))
+        self.kv_scales: dict[str, float] | None = None
+        if kv_cache_dtype == "fp8":
+            self.kv_scales = {}
+            rounded(self.model, self.kv_scales)
         self.tokenizer = oracle.tokenizer
         facts = ModelFacts(
             pad_token_id=oracle.pad_token_id,
@@ -94,7 +123,13 @@ class ReferenceGeneration(GenerationBackend):
 
     def weight_sink(self) -> WeightSink:
         """See :meth:`GenerationBackend.weight_sink`."""
-        return DictSink(self.model.state_dict())
+        tensors = self.model.state_dict(keep_vars=True)
+        return DictSink(tensors) if self.kv_scales is None else ScaledSink(tensors, self.kv_scales)
+
+    @property
+    def requires_kv_scale_sync(self) -> bool:
+        """See :attr:`GenerationInterface.requires_kv_scale_sync`."""
+        return self.kv_scales is not None
 
     def on_wake(self, tags: frozenset[str]) -> None:
         """Nothing sleeps."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from rl_conformance.quiet import no_progress_bars
+from rl_conformance.reference.fp8 import E4M3_MAX, observed
 from rl_conformance.reference.loading import load_once
 from rl_conformance.reference.weights import DictSource
 from rl_core.backends import PolicyBackend
@@ -96,6 +97,22 @@ class ReferencePolicy(PolicyBackend):
         with torch.no_grad():
             top = self._logits(self.model, data)[:, :-1].topk(k)
         return BatchedDataDict({"topk_logits": top.values, "topk_indices": top.indices})
+
+    def calibrate_qkv_fp8_scales(
+        self,
+        data: BatchedDataDict[Any],
+        micro_batch_size: int | None = None,
+        percentile: float = 99.9,
+        margin: float = 1.05,
+        include_q: bool = False,
+    ) -> dict[str, Any]:
+        """See :meth:`PolicyInterface.calibrate_qkv_fp8_scales`; the largest value counts."""
+        with torch.no_grad(), observed(self.model, "qkv" if include_q else "kv") as largest:
+            self._logits(self.model, data)
+        layers: dict[str, dict[str, float]] = defaultdict(dict)
+        for (layer, kind), value in largest.items():
+            layers[f"layer_{layer}"][f"{kind}_scale"] = value * margin / E4M3_MAX
+        return {"format": "e4m3", "layers": dict(layers)}
 
     def _score(self, model: Any, data: BatchedDataDict[Any]) -> torch.Tensor:
         ids, lengths = data["input_ids"], input_lengths(data)
@@ -205,7 +222,7 @@ class ReferencePolicy(PolicyBackend):
 
     def weight_source(self) -> WeightSource:
         """See :meth:`PolicyBackend.weight_source`."""
-        return DictSource(self.model.state_dict())
+        return DictSource(self.model.state_dict(keep_vars=True))
 
     def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:
         """Nothing to bring anywhere."""

@@ -27,8 +27,12 @@ def _specs(tensors: Mapping[str, torch.Tensor]) -> list[TensorSpec]:
     return specs
 
 
+def _if_contiguous(tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor] | None:
+    return tensors if all(tensor.is_contiguous() for tensor in tensors.values()) else None
+
+
 class DictSource(WeightSource):
-    """Offers named tensors as they are."""
+    """Offers named tensors as they are; engines may read them in place."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self.tensors_by_name = tensors
@@ -41,6 +45,10 @@ class DictSource(WeightSource):
         """See :meth:`WeightSource.tensors`."""
         for name in names:
             yield name, self.tensors_by_name[name].detach()
+
+    def persistent(self) -> Mapping[str, torch.Tensor] | None:
+        """See :meth:`WeightSource.persistent`."""
+        return _if_contiguous(self.tensors_by_name)
 
 
 class DictSink(WeightSink):
@@ -63,6 +71,10 @@ class DictSink(WeightSink):
         whole[offset : offset + data.numel()] = data
         if not target.is_contiguous():
             target.copy_(whole.view(target.shape))
+
+    def targets(self) -> Mapping[str, torch.Tensor] | None:
+        """See :meth:`WeightSink.targets`."""
+        return _if_contiguous(self.tensors_by_name)
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """See :meth:`WeightSink.read`."""

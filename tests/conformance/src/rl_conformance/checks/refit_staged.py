@@ -1,0 +1,94 @@
+"""R11: engines that serve while a refit is under way, and after one that failed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rl_conformance.doubles import SeveralEngines
+from rl_conformance.expect import raises, require, same_tensor
+from rl_conformance.faults import (
+    between_tensors,
+    dropping,
+    failing_finish,
+    failing_write,
+    sink_class,
+    source_class,
+)
+from rl_conformance.refits import agree, attempt, equal, greedy, run_refit, unequal_pair
+from rl_conformance.registry import check, refusal
+from rl_conformance.weights import engine_weights, same_weights
+from rl_core.errors import CapabilityError, RLError
+
+if TYPE_CHECKING:
+    from rl_conformance.context import Context
+
+_TENSOR = "model.layers.1.mlp.up_proj.weight"
+
+_FAULTS: dict[str, dict[str, Any]] = {
+    "at_a_write": {"fault": lambda sink: failing_write(sink, after=3)},
+    "at_the_finish": {"fault": failing_finish},
+    "at_the_read_back": {"fault": lambda sink: dropping(sink, _TENSOR)},
+}
+
+
+@check("R11", cases=_FAULTS)
+def a_failed_staged_refit_keeps_the_old_version(ctx: Context, fault: Any) -> None:
+    """A loader that fails at any point leaves the old version, its bytes and its output."""
+    policy, generation = unequal_pair(ctx)
+    before, weights = greedy(ctx, generation), engine_weights(generation)
+    with fault(sink_class(generation)):
+        error = attempt(policy, generation, isolation="staged", verify="installed")
+    require(isinstance(error, RLError), f"not an error of ours but {error!r}")
+    require(generation.weights_version == 0, f"the version is {generation.weights_version}")
+    same_weights(engine_weights(generation), weights, "after the failure")
+    same_tensor(greedy(ctx, generation)["logprobs"], before["logprobs"], "logprobs")
+    run_refit(policy, generation, isolation="staged")
+    equal(policy, generation)
+    agree(ctx, policy, generation)
+
+
+@check("R11")
+def another_engines_failure_is_survived(ctx: Context) -> None:
+    """If another engine of the refit fails at the last moment, this one serves what it had."""
+    policy, generation = unequal_pair(ctx)
+    other = ctx.fresh_generation()
+    other.prepare_for_generation()
+    before, weights = greedy(ctx, generation), engine_weights(generation)
+    both = SeveralEngines(generation, other)
+    with failing_finish(sink_class(generation)):  # of whichever comes first
+        error = attempt(policy, both, isolation="staged")
+    require(isinstance(error, RLError), f"not an error of ours but {error!r}")
+    for engine in (generation, other):
+        require(engine.weights_version == 0, f"an engine is at version {engine.weights_version}")
+    same_weights(engine_weights(generation), weights, "after the failure")
+    same_tensor(greedy(ctx, generation)["logprobs"], before["logprobs"], "logprobs")
+    run_refit(policy, both, isolation="staged")
+    for engine in (generation, other):
+        equal(policy, engine)
+
+
+@check("R11")
+def the_old_version_serves_meanwhile(ctx: Context) -> None:
+    """In the midst of the transfer the engine generates, with the old weights."""
+    policy, generation = unequal_pair(ctx)
+    before, seen = greedy(ctx, generation), []
+    with between_tensors(
+        source_class(policy), after=5, act=lambda: seen.append(greedy(ctx, generation))
+    ):
+        run_refit(policy, generation, isolation="staged", bucket_bytes=4096)
+    (during,) = seen
+    same_tensor(during["logprobs"], before["logprobs"], "logprobs during the transfer")
+    require(not during["weights_version"].any(), "rows of the old weights have the new version")
+    equal(policy, generation)
+    agree(ctx, policy, generation)
+
+
+@refusal("generation", "staged")
+def staged_isolation_is_refused(ctx: Context) -> None:
+    """isolation="staged" raises CapabilityError and the engine serves as before."""
+    policy, generation = unequal_pair(ctx)
+    before = greedy(ctx, generation)
+    with raises(CapabilityError):
+        run_refit(policy, generation, isolation="staged")
+    require(generation.weights_version == 0, f"the version is {generation.weights_version}")
+    same_tensor(greedy(ctx, generation)["logprobs"], before["logprobs"], "logprobs")

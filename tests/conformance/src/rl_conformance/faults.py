@@ -1,0 +1,164 @@
+"""Faults that are put into a backend's own source and sink for a while.
+
+What writes through a method is bypassed where core writes in place, and what is asked for tensor by
+tensor where engines read the trainer's memory; a fault in the one switches the other off.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+from rl_conformance.expect import NotRun
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Iterator, Mapping
+
+    import torch
+
+    from rl_core.interfaces import (
+        ColocatablePolicyInterface,
+        GenerationInterface,
+        TensorSpec,
+        WeightSink,
+        WeightSource,
+    )
+
+__all__ = [
+    "InjectedFault",
+    "between_tensors",
+    "casting_down",
+    "detached",
+    "dropping",
+    "failing_finish",
+    "failing_write",
+    "misplacing",
+    "one_by_one",
+    "sink_class",
+    "source_class",
+]
+
+
+class InjectedFault(Exception):
+    """Raised by a fault on purpose."""
+
+
+def sink_class(generation: GenerationInterface) -> type[WeightSink]:
+    """The class that writes into the engine, for a fault to be put into it."""
+    make: Any = getattr(generation, "weight_sink", None)
+    if make is None:
+        raise NotRun("the engine does not run in this process as a GenerationBackend")
+    return type(make())
+
+
+def source_class(policy: ColocatablePolicyInterface) -> type[WeightSource]:
+    """The class that gives the policy's tensors, for a fault to be put into it."""
+    make: Any = getattr(policy, "weight_source", None)
+    if make is None:
+        raise NotRun("the policy does not run in this process as a PolicyBackend")
+    return type(make())
+
+
+@contextmanager
+def one_by_one(sink: type[WeightSink], write: Callable[..., None]) -> Generator[None]:
+    """``write(go, name, offset, data, of)`` stands before every write; ``go`` is the real one."""
+    original = sink.write
+
+    def faulty(self: WeightSink, name: str, offset: int, data: torch.Tensor, **of: Any) -> None:
+        write(lambda n, o, d: original(self, n, o, d, **of), name, offset, data, of["of"])
+
+    with (
+        mock.patch.object(sink, "write", faulty),
+        mock.patch.object(sink, "targets", return_value=None),
+    ):
+        yield
+
+
+def dropping(sink: type[WeightSink], tensor: str) -> Any:
+    """Fault: the loader silently leaves one tensor out."""
+
+    def write(go: Any, name: str, offset: int, data: torch.Tensor, of: TensorSpec) -> None:
+        if name != tensor:
+            go(name, offset, data)
+
+    return one_by_one(sink, write)
+
+
+def misplacing(sink: type[WeightSink], tensor: str) -> Any:
+    """Fault: the loader writes one tensor's elements in the wrong order."""
+
+    def write(go: Any, name: str, offset: int, data: torch.Tensor, of: TensorSpec) -> None:
+        go(name, offset, data.roll(1) if name == tensor else data)
+
+    return one_by_one(sink, write)
+
+
+def casting_down(sink: type[WeightSink], tensor: str) -> Any:
+    """Fault: the loader rounds one tensor to bfloat16 on the way in."""
+
+    def write(go: Any, name: str, offset: int, data: torch.Tensor, of: TensorSpec) -> None:
+        go(name, offset, data.bfloat16().to(data.dtype) if name == tensor else data)
+
+    return one_by_one(sink, write)
+
+
+@contextmanager
+def detached(sink: type[WeightSink], tensor: str) -> Generator[None]:
+    """Fault: what is written in place is, for one tensor, no longer what the engine reads."""
+    original = sink.targets
+
+    def faulty(self: WeightSink) -> Mapping[str, torch.Tensor]:
+        targets = original(self)
+        if targets is None:
+            raise NotRun("the engine is not written in place", excused=True)
+        return {**targets, tensor: targets[tensor].detach().clone()}
+
+    with mock.patch.object(sink, "targets", faulty):
+        yield
+
+
+def failing_write(sink: type[WeightSink], after: int) -> Any:
+    """Fault: the loader raises once it has written ``after`` runs of elements."""
+    count = iter(range(1 << 30))
+
+    def write(go: Any, name: str, offset: int, data: torch.Tensor, of: TensorSpec) -> None:
+        if next(count) == after:
+            raise InjectedFault("the loader gave up")
+        go(name, offset, data)
+
+    return one_by_one(sink, write)
+
+
+@contextmanager
+def failing_finish(sink: type[WeightSink]) -> Generator[None]:
+    """Fault: the engine fails once, when all tensors were written."""
+    original, count = sink.finish, iter(range(1 << 30))
+
+    def faulty(self: WeightSink, version: int) -> None:
+        if next(count) == 0:
+            raise InjectedFault("the engine gave up")
+        original(self, version)
+
+    with mock.patch.object(sink, "finish", faulty):
+        yield
+
+
+@contextmanager
+def between_tensors(
+    source: type[WeightSource], after: int, act: Callable[[], object]
+) -> Generator[None]:
+    """``act`` is done once, in the sender's thread, when so many tensors were asked for."""
+    original = source.tensors
+
+    def faulty(self: WeightSource, names: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        for count, item in enumerate(original(self, names)):
+            if count == after:
+                act()
+            yield item
+
+    with (
+        mock.patch.object(source, "tensors", faulty),
+        mock.patch.object(source, "persistent", return_value=None),
+    ):
+        yield
