@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Self
 
@@ -92,10 +93,12 @@ class SendOptions:
         least = {"receivers": 1, "version": 1, "bucket_bytes": 64}
         for key, smallest in least.items():
             value = getattr(self, key)
-            if value is not None and value < smallest:
+            given = value is not None or key == "receivers"
+            if given and not (isinstance(value, int) and value >= smallest):
                 raise _illegal(key, value, f"the least is {smallest}")
-        if not self.deadline_s > 0:
-            raise _illegal("deadline_s", self.deadline_s, "give the seconds that a refit may take")
+        seconds: object = self.deadline_s
+        if not (isinstance(seconds, int | float) and 0 < seconds < math.inf):
+            raise _illegal("deadline_s", seconds, "give the seconds that a refit may take")
         if self.verify == "none" and (self.delta or self.join):
             fix = 'use verify="wire": delta and join compare hashes'
             raise _illegal("verify", self.verify, fix)
