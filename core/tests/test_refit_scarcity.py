@@ -167,7 +167,10 @@ def test_a_slow_engine_is_waited_for_with_two_buffers_and_a_fast_one_reads_what_
     assert same(tensors, slow.sink.tensor)
 
 
-def test_an_engine_that_is_slower_than_the_deadline_is_named(stack):
+@pytest.mark.parametrize(("deadline_s", "fast_deadline_s"), [(1.0, LATER), (LATER, 1.0)])
+def test_an_engine_that_is_slower_than_a_deadline_is_named_whoever_gives_up(
+    stack, deadline_s, fast_deadline_s
+):
     trainer, fast = TrainerParty(), EngineParty()
     stack.enter_context(closing(trainer))
     stack.enter_context(closing(fast))
@@ -176,7 +179,9 @@ def test_an_engine_that_is_slower_than_the_deadline_is_named(stack):
     for engine in (fast, slow):
         engine.meet(info)
     slow.stall("write")
-    begin(trainer, fast, slow, deadline_s=1.0)
+    trainer.begin(receivers=2, deadline_s=deadline_s)
+    fast.begin(fast_deadline_s)
+    slow.begin()
     slow.reached()
     error = trainer.failure()
     assert isinstance(error, RefitPeerError)

@@ -225,7 +225,9 @@ class ReceiverSession(Session):
         if self._prepare is not None:
             return self._refuse("Prepare came twice")
         self._prepare = prepare
-        self._deadline = min(self._deadline, self._clock() + prepare.deadline_s)
+        if prepare.deadline_s < self.remaining_s:
+            self._seconds = prepare.deadline_s
+            self._deadline = self._clock() + prepare.deadline_s
         return [Attach(prepare, self._offer)]
 
     def _on_bucket(self, bucket: BucketReady) -> list[Effect]:

@@ -39,6 +39,8 @@ from rl_core.refit.session.base import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from rl_core.errors import RLError
+
 __all__ = ["SenderSession"]
 
 
@@ -114,9 +116,8 @@ class SenderSession(Session):
         if message.session != self.offer.session:
             return self._break(peer, f"{type(message).__name__} of another session")
         if isinstance(message, Failed):
-            error = peer_error(message.kind, message.message, phase=self.phase, peer=peer.name)
             del self._peers[key]
-            return self.fail(error)
+            return self.fail(self._reported(peer, message))
         handler = self.TABLE.get((self.phase, type(message)))
         if handler is None or self.phase in peer.did:
             return self._break(peer, f"{type(message).__name__} out of turn")
@@ -280,11 +281,24 @@ class SenderSession(Session):
     def _break(self, peer: _Peer, what: str) -> list[Effect]:
         return self._refuse(f"{peer.name} sent {what}", peer.name)
 
+    def _reported(self, peer: _Peer, message: Failed) -> RLError:
+        """The error behind a failure; who gave up waiting for us waited for those we wait for."""
+        late = self._late()
+        if message.kind == RefitPeerError.__name__ and late:
+            return RefitPeerError(
+                f"{self.phase}: {late} kept {peer.name} waiting, which gave up",
+                fix="look at the log of who is late; raise deadline_s if the model is large",
+                peer=late,
+            )
+        return peer_error(message.kind, message.message, phase=self.phase, peer=peer.name)
+
     def _awaited(self) -> str:
         if len(self._peers) < self._receivers:
             return f"{self._receivers - len(self._peers)} of {self._receivers} receivers"
-        late = [p.name for p in self._peers.values() if self._is_late(p)]
-        return ", ".join(late) or "the source"
+        return self._late() or "the source"
+
+    def _late(self) -> str:
+        return ", ".join(p.name for p in self._peers.values() if self._is_late(p))
 
     def _is_late(self, peer: _Peer) -> bool:
         if self.phase is Phase.TRANSFER:
