@@ -1,0 +1,221 @@
+"""One thing goes wrong, at every step of a refit in turn: all commit the right bytes, or none.
+
+Where the state machine with its histories is a search, this is a list, and complete.
+"""
+
+from __future__ import annotations
+
+from contextlib import closing
+from typing import TYPE_CHECKING
+
+import pytest
+from refit_network import Network, forgeries
+from refit_parties import DEADLINE_S, NAMES, Kind
+
+from rl_core.refit.messages import Codec, FromReceiver, FromSender
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+ISOLATIONS = ["quiesced", "staged"]
+KINDS = [Kind(in_place=True), Kind(casts=True, ties=False)]
+
+
+#: More than a refit here has.
+STEPS = 20
+
+
+def refit_at(step: int, isolation: str, kind: Kind) -> Network:
+    """Two engines that have weights, so many steps into a refit to others."""
+    network = Network(2, kind)
+    network.trainer.train(NAMES)
+    network.start()
+    network.settle()
+    network.trainer.train(["a", "b", "c"])
+    network.start(isolation=isolation, verify="installed", delta=True, bucket_bytes=128)
+    network.settle(step)
+    return network
+
+
+def see_to_the_end(network: Network) -> None:
+    """All that must hold, then and later."""
+    run(network)
+    network.clock.now += DEADLINE_S
+    network.look()
+    run(network)
+    network.assert_recovers()
+
+
+def run(network: Network) -> None:
+    network.look()
+    while network.step():
+        network.assert_whole()
+        network.assert_all_or_none()
+
+
+def engine_dies(network: Network) -> None:
+    network.engine_dies(1)
+
+
+def deadline(network: Network) -> None:
+    network.clock.now += DEADLINE_S
+
+
+def trainer_gives_up(network: Network) -> None:
+    if network.trainer.job is not None:
+        network.trainer.job.cancelled = "not wanted any more"
+
+
+def engine_gives_up(network: Network) -> None:
+    if network.engines[1].job is not None:
+        network.engines[1].job.cancelled = "not wanted any more"
+
+
+def connection_lost_to_trainer(network: Network) -> None:
+    if network.engines[1].job is not None:
+        network.trainer.end.gone.append(network.engines[1].end.key)
+
+
+def connection_lost_to_engine(network: Network) -> None:
+    if network.engines[1].job is not None:
+        network.engines[1].end.is_lost = True
+
+
+def all_frames_lost(network: Network) -> None:
+    network.up.clear()
+    network.down.clear()
+
+
+def frames_lost_to_one_engine(network: Network) -> None:
+    if network.engines[1].job is not None:
+        lost = network.engines[1].end.key
+        network.down = [(key, frame) for key, frame in network.down if key != lost]
+
+
+def frames_repeated(network: Network) -> None:
+    network.up += network.up
+    network.down += network.down
+
+
+def frames_reversed(network: Network) -> None:
+    network.up.reverse()
+    network.down.reverse()
+
+
+def frames_damaged(network: Network) -> None:
+    def damaged(frame: bytes) -> bytes:
+        return frame[:-1] + bytes([frame[-1] ^ 1])
+
+    network.up = [(key, damaged(frame)) for key, frame in network.up]
+    network.down = [(key, damaged(frame)) for key, frame in network.down]
+
+
+def frame_of_another_session(network: Network) -> None:
+    if network.engines[1].job is not None:
+        network.down.insert(0, (network.engines[1].end.key, network.seen_down[-1]))
+
+
+def frame_to_the_trainer_of_another_session(network: Network) -> None:
+    if network.engines[1].job is not None and network.seen_up:
+        network.up.insert(0, (network.engines[1].end.key, network.seen_up[0]))
+
+
+def lane_damaged(network: Network) -> None:
+    if network.trainer.job is not None and network.lanes[-1].published:
+        network.damage(len(network.lanes[-1].published) - 1)
+
+
+def trained_meanwhile(network: Network) -> None:
+    network.trainer.train(["b", "scalar"])
+
+
+def generation_goes_on(network: Network) -> None:
+    network.engines[1].lock.looks = 6
+
+
+def late_engine(network: Network) -> None:
+    network.engine_dies(1)
+    network.receive(network.engines[1])
+
+
+def calls_fail(side: str, *calls: str) -> Callable[[Network], None]:
+    def disaster(network: Network) -> None:
+        party = network.trainer if side == "trainer" else network.engines[1]
+        party.faults.armed |= set(calls)
+
+    disaster.__name__ = f"{'_and_'.join(calls)}_of_{side}"
+    return disaster
+
+
+DISASTERS = [
+    engine_dies, Network.trainer_dies,
+    deadline, trainer_gives_up, engine_gives_up,
+    connection_lost_to_trainer, connection_lost_to_engine,
+    all_frames_lost, frames_lost_to_one_engine, frames_repeated, frames_reversed, frames_damaged,
+    frame_of_another_session, frame_to_the_trainer_of_another_session,
+    lane_damaged, trained_meanwhile, generation_goes_on, late_engine,
+    *(calls_fail("trainer", call) for call in ("tensors", "confirm", "lane", "publish")),
+    *(calls_fail("engine", call) for call in (
+        "begin", "write", "lose a write", "finish", "fail", "read", "commit", "attach", "expect",
+        "release",
+    )),
+    calls_fail("engine", "read", "fail"),
+    calls_fail("engine", "finish", "fail"),
+    calls_fail("engine", "commit", "fail"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=["in place", "cast"])
+@pytest.mark.parametrize("isolation", ISOLATIONS)
+@pytest.mark.parametrize("disaster", DISASTERS, ids=lambda disaster: disaster.__name__)
+def test_at_every_step(disaster: Callable[[Network], None], isolation: str, kind: Kind):
+    for step in range(STEPS):
+        with closing(refit_at(step, isolation, kind)) as network:
+            disaster(network)
+            see_to_the_end(network)
+
+
+@pytest.mark.parametrize("isolation", ISOLATIONS)
+def test_a_refit_has_fewer_steps_than_are_tried(isolation: str):
+    with closing(refit_at(STEPS - 1, isolation, KINDS[0])) as network:
+        assert network.trainer.job is None
+        assert network.trainer.sender.version == 2
+
+
+@pytest.mark.parametrize("isolation", ISOLATIONS)
+@pytest.mark.parametrize("side", ["up", "down"])
+def test_every_field_of_every_message_with_another_value(side: str, isolation: str):
+    """Written by someone who holds the token: the value is of the same type, and wrong."""
+    for step in range(STEPS):
+        number = 0
+        while forged(side, step, number, isolation):
+            number += 1
+
+
+def forged(side: str, step: int, number: int, isolation: str) -> bool:
+    """A refit in which one message is forged; False if there are not so many ways to do that."""
+    with closing(refit_at(step, isolation, KINDS[0])) as network:
+        queue, kind = {"up": (network.up, FromReceiver), "down": (network.down, FromSender)}[side]
+        if not queue:
+            return False
+        codec: Codec[FromReceiver | FromSender] = Codec(kind, network.trainer.sender.token)
+        key, frame = queue[0]
+        others = forgeries(codec.decode(frame))
+        if number == len(others):
+            return False
+        queue[0] = key, codec.encode(others[number])
+        see_to_the_end(network)
+        return True
+
+
+@pytest.mark.parametrize("isolation", ["quiesced", "staged"])
+@pytest.mark.parametrize("mode", ["packed", "direct"])
+@pytest.mark.parametrize("engines", [1, 3])
+def test_a_reliable_network_commits_everywhere(engines: int, mode: str, isolation: str):
+    with closing(Network(engines)) as network:
+        network.trainer.train(NAMES)
+        refit = network.start(mode=mode, isolation=isolation, bucket_bytes=64)
+        network.settle()
+        assert refit.succeeded
+        assert not network.errors
+        assert all(engine.weights == network.trained() for engine in network.engines)
