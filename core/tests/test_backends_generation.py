@@ -13,13 +13,13 @@ from refit_doubles import DictSink, Trainer
 from rl_core.backends import Completion, GenerationBackend, ModelFacts
 from rl_core.batch import BatchedDataDict
 from rl_core.errors import (
-    CapabilityError,
     ConfigError,
     DataError,
     LifecycleError,
     PluginError,
     WeightsTornError,
 )
+from rl_core.futures import wait
 from rl_core.refit import refit
 
 if TYPE_CHECKING:
@@ -435,13 +435,6 @@ def test_shutdown_happens_once_and_refuses_everything_after(make):
             call()
 
 
-def test_collective_is_refused_by_name(make):
-    with pytest.raises(CapabilityError, match="CountingEngine"):
-        make().init_collective("127.0.0.1", 1, 2)
-    with pytest.raises(CapabilityError):
-        make().update_weights_from_collective()
-
-
 # -- refit --------------------------------------------------------------------------------------
 
 
@@ -459,6 +452,24 @@ def test_rows_carry_the_version_that_made_them_and_a_torn_engine_makes_none(make
         engine.generate(batch([5]))
     assert engine.weights_version == 7
     trainer.sender.close()
+
+
+def test_weights_arrive_over_a_collective(make, keep):
+    engine, trainer = make(), keep(Trainer({"w": torch.ones(3)}))
+    port = trainer.prepare_refit_info()["port"]
+    opening = trainer.sender.open("collective", SOON, ip="127.0.0.1", port=port, receivers=1)
+    wait([opening, *engine.init_collective("127.0.0.1", port, 2)], SOON)
+    sending = trainer.sender.send(transport="collective", deadline_s=SOON)
+    info = trainer.prepare_refit_info()
+    wait([sending, *engine.update_weights_from_collective(info, deadline_s=SOON)], SOON)
+    assert engine.weights_version == 1
+    assert torch.equal(engine.weights["w"], torch.ones(3))
+
+
+def test_weights_from_a_collective_that_was_not_opened_are_a_lifecycle_error(make, keep):
+    trainer = keep(Trainer({"w": torch.ones(3)}))
+    with pytest.raises(LifecycleError, match="init_collective"):
+        make().update_weights_from_collective(trainer.prepare_refit_info())
 
 
 def test_a_shutdown_in_the_middle_of_a_refit_ends_both(make):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import replace
+from itertools import pairwise
 
 import msgspec
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from rl_core.errors import ConfigError, ManifestMismatchError, RefitProtocolError
 from rl_core.interfaces import TensorSpec
@@ -22,7 +23,6 @@ from rl_core.refit.messages import (
     FromSender,
     Hello,
     Loaded,
-    Process,
 )
 from rl_core.refit.packing import copy_run
 from rl_core.refit.plan import ALIGN, make_plan
@@ -148,25 +148,57 @@ SPECS = st.lists(
 )
 
 
-@given(specs=SPECS, bucket_bytes=st.integers(ALIGN, 2000))
-def test_every_element_is_planned_once_aligned_and_inside_its_bucket(specs, bucket_bytes):
-    plan = make_plan(manifest(*specs), bucket_bytes)
+@given(specs=SPECS, bucket_bytes=st.integers(ALIGN, 2000), direct=st.booleans())
+def test_every_element_is_planned_once_and_in_order(specs, bucket_bytes, direct):
+    plan = make_plan(manifest(*specs), bucket_bytes, direct=direct)
     planned: dict[str, list[tuple[int, int]]] = {}
-    for bucket in plan.buckets:
-        end = 0
-        for segment in bucket.segments:
-            assert segment.start % ALIGN == 0
-            assert segment.start >= end
-            end = segment.stop
-            assert end - segment.start == segment.elements * dtype_of(segment.spec).itemsize
-            planned.setdefault(segment.spec.name, []).append((segment.offset, segment.elements))
-        assert 0 < end <= bucket_bytes
+    for segment in (segment for bucket in plan.buckets for segment in bucket.segments):
+        planned.setdefault(segment.spec.name, []).append((segment.offset, segment.elements))
     for spec in specs:
         position = 0
         for offset, count in planned.get(spec.name, []):
             assert offset == position
             position += count
         assert position == numel(spec)
+
+
+@given(specs=SPECS, bucket_bytes=st.integers(ALIGN, 2000), direct=st.booleans())
+def test_segments_are_aligned_and_lie_in_the_lane_one_after_the_other(specs, bucket_bytes, direct):
+    plan = make_plan(manifest(*specs), bucket_bytes, direct=direct)
+    for bucket in plan.buckets:
+        end = bucket.start
+        for segment in bucket.segments:
+            assert segment.start % ALIGN == 0
+            assert segment.start >= end
+            end = segment.stop
+            assert end - segment.start == segment.elements * dtype_of(segment.spec).itemsize
+        assert 0 <= bucket.start < end == bucket.stop <= plan.lane_bytes
+
+
+@given(specs=SPECS, bucket_bytes=st.integers(ALIGN, 2000))
+def test_a_bucket_fits_its_slot_and_leaves_the_one_before_alone(specs, bucket_bytes):
+    plan = make_plan(manifest(*specs), bucket_bytes)
+    assert plan.lane_bytes <= 2 * bucket_bytes
+    for before, bucket in pairwise(plan.buckets):
+        assert bucket.start >= before.stop or bucket.stop <= before.start
+    assert all(bucket.stop - bucket.start <= bucket_bytes for bucket in plan.buckets)
+
+
+@given(specs=SPECS, bucket_bytes=st.integers(ALIGN, 2000), data=st.data())
+def test_a_direct_plan_gives_every_tensor_a_place_whatever_is_sent(specs, bucket_bytes, data):
+    model = manifest(*specs)
+    wanted = data.draw(
+        st.sets(st.sampled_from(range(len(model.owned))) if model.owned else st.nothing())
+    )
+    whole = make_plan(model, bucket_bytes, direct=True)
+    some = make_plan(model, bucket_bytes, direct=True, wanted=wanted.__contains__)
+    starts = {(s.spec.name, s.offset): s.start for b in whole.buckets for s in b.segments}
+    assert some.sent == tuple(sorted(wanted))
+    assert some.lane_bytes == whole.lane_bytes
+    for segment in (segment for bucket in some.buckets for segment in bucket.segments):
+        assert starts[segment.spec.name, segment.offset] == segment.start
+    ends = sorted((s.start, s.stop) for b in whole.buckets for s in b.segments)
+    assert all(stop <= start for (_, stop), (start, _) in pairwise(ends))
 
 
 @given(specs=SPECS, bucket_bytes=st.integers(ALIGN, 2000))
@@ -208,7 +240,7 @@ def test_a_run_is_copied_in_logical_order_whatever_the_strides(data):
 # -- messages ----------------------------------------------------------------------------------
 
 TOKEN = "secret"
-HELLO = Hello(1, "id", "engine", Process(1, "2", "3"))
+HELLO = Hello(1, "id", "engine", 2)
 
 
 def test_a_message_survives_the_wire():
@@ -231,7 +263,7 @@ def test_a_frame_written_with_another_token_is_refused():
 @given(position=st.integers(0, 10**6), bit=st.integers(0, 7))
 def test_a_flipped_bit_anywhere_is_noticed(position: int, bit: int):
     codec = Codec[FromSender](FromSender, TOKEN)
-    frame = bytearray(codec.encode(BucketReady("session", 7, "digest")))
+    frame = bytearray(codec.encode(BucketReady("session", 7, b"digest")))
     frame[position % len(frame)] ^= 1 << bit
     with pytest.raises(RefitProtocolError):
         codec.decode(bytes(frame))
@@ -240,7 +272,7 @@ def test_a_flipped_bit_anywhere_is_noticed(position: int, bit: int):
 @given(cut=st.integers(0, 40))
 def test_a_truncated_frame_is_refused(cut: int):
     codec = Codec[FromSender](FromSender, TOKEN)
-    frame = codec.encode(BucketReady("session", 7, "digest"))
+    frame = codec.encode(BucketReady("session", 7, b"digest"))
     with pytest.raises(RefitProtocolError):
         codec.decode(frame[: max(0, len(frame) - 1 - cut)])
 
@@ -252,9 +284,7 @@ def test_an_oversized_frame_is_refused_unread():
 
 def test_an_oversized_message_is_not_sent():
     with pytest.raises(RefitProtocolError, match="Hello"):
-        Codec[FromReceiver](FromReceiver, TOKEN).encode(
-            Hello(1, "i", "x" * MAX_FRAME_BYTES, Process(1, "", ""))
-        )
+        Codec[FromReceiver](FromReceiver, TOKEN).encode(Hello(1, "i", "x" * MAX_FRAME_BYTES, 2))
 
 
 @given(frame=st.binary(max_size=300))
