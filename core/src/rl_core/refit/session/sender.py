@@ -47,11 +47,15 @@ __all__ = ["SenderSession"]
 @dataclass
 class _Peer:
     hello: Hello
-    name: str
+    number: int
     #: The phases in which the peer did its part.
     did: set[Phase] = field(default_factory=set)
     ready: Ready | None = None
     loaded: int = 0
+
+    @property
+    def name(self) -> str:
+        return f"receiver {self.number} ({self.hello.name}, pid {self.hello.pid})"
 
 
 class SenderSession(Session):
@@ -197,7 +201,6 @@ class SenderSession(Session):
         for old in earlier:
             if effects := self.forget(old):
                 return effects
-        name = f"receiver {len(self._peers)} ({hello.name}, pid {hello.pid})"
         refusal = None
         if hello.protocol != PROTOCOL:
             refusal = f"this side speaks refit protocol {PROTOCOL}, not {hello.protocol}"
@@ -205,7 +208,8 @@ class SenderSession(Session):
             refusal = f"this refit has all of its {self._receivers} receivers"
         if refusal:
             return [Send(self._abort(RefitProtocolError(refusal)), key)]
-        self._peers[key] = _Peer(hello, name)
+        number = min(set(range(self._receivers)) - {p.number for p in self._peers.values()})
+        self._peers[key] = _Peer(hello, number)
         return [Send(self.offer, key)]
 
     def _on_ready(self, peer: _Peer, message: Ready) -> list[Effect]:
