@@ -1,0 +1,172 @@
+"""Both state machines of a refit, brought to any state on the way of one that goes well."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rl_core.refit.messages import (
+    PROTOCOL,
+    Abort,
+    BucketReady,
+    Commit,
+    Done,
+    Failed,
+    FromReceiver,
+    FromSender,
+    Hello,
+    Loaded,
+    Offer,
+    Prepare,
+    Prepared,
+    Ready,
+    Seal,
+    Sealed,
+)
+from rl_core.refit.session import (
+    Announced,
+    Attach,
+    Confirm,
+    Effect,
+    Install,
+    Load,
+    MakePlan,
+    Pack,
+    Phase,
+    Publish,
+    ReceiverSession,
+    Send,
+    SenderSession,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+S, DEADLINE_S = "this", 60.0
+OFFER = Offer(S, PROTOCOL, "trainer", 1, "manifest", "wire", "quiesced", False, {})
+READY = Ready(S, "manifest", {}, b"", ())
+PREPARE = Prepare(S, "plan", 64, 2, False, b"", {}, DEADLINE_S)
+HELLOS = [Hello(PROTOCOL, f"id{i}", "engine", 100 + i) for i in range(3)]
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def new_receiver(**options: Any) -> ReceiverSession:
+    return ReceiverSession(
+        HELLOS[0], **{"manifest": "manifest", "dtypes": {}, "deadline_s": DEADLINE_S} | options
+    )
+
+
+def new_sender(offer: Offer = OFFER, receivers: int = 2, **options: Any) -> SenderSession:
+    return SenderSession(offer, receivers=receivers, **{"deadline_s": DEADLINE_S} | options)
+
+
+# -- one refit that goes well, step by step --------------------------------------------------------
+
+Step = tuple[str, "Callable[[Any], list[Effect]]", Phase, list[Effect]]
+
+
+def loads(index: int) -> Callable[[ReceiverSession], list[Effect]]:
+    def step(receiver: ReceiverSession) -> list[Effect]:
+        receiver.touch()
+        return receiver.loaded(index)
+
+    return step
+
+
+def hears(message: FromSender) -> Callable[[ReceiverSession], list[Effect]]:
+    return lambda receiver: receiver.receive(message)
+
+
+def says(number: int, message: FromReceiver) -> Callable[[SenderSession], list[Effect]]:
+    return lambda sender: sender.receive(f"p{number}", message)
+
+
+def announced(index: int) -> list[Effect]:
+    return [Announced(index), Load(index, b"digests")]
+
+
+def sent(index: int) -> Send:
+    return Send(BucketReady(S, index, b"digests"))
+
+
+RECEIVER: list[Step] = [
+    ("discover", lambda r: r.start(), Phase.DISCOVER, [Send(HELLOS[0])]),
+    ("ready", hears(OFFER), Phase.PREPARE, [Send(READY)]),
+    ("attaching", hears(PREPARE), Phase.PREPARE, [Attach(PREPARE, OFFER)]),
+    ("prepared", lambda r: r.attached("plan"), Phase.TRANSFER, [Send(Prepared(S, "plan"))]),
+    ("first comes", hears(BucketReady(S, 0, b"digests")), Phase.TRANSFER, announced(0)),
+    ("first loaded", loads(0), Phase.TRANSFER, [Send(Loaded(S, 0))]),
+    ("second comes", hears(BucketReady(S, 1, b"digests")), Phase.TRANSFER, announced(1)),
+    ("all loaded", loads(1), Phase.TRANSFER, [Send(Loaded(S, 1))]),
+    ("installing", hears(Seal(S, "digest")), Phase.SEAL, [Install(OFFER, "digest")]),
+    ("sealed", lambda r: r.installed("digest"), Phase.COMMIT, [Send(Sealed(S, "digest"))]),
+    ("publishing", hears(Commit(S, 1)), Phase.COMMIT, [Publish(1)]),
+    ("committed", lambda r: r.published(), Phase.COMMITTED, [Send(Done(S, 1))]),
+]  # fmt: skip
+SENDER: list[Step] = [
+    ("nobody", lambda s: s.tick(), Phase.DISCOVER, []),
+    ("p0 there", says(0, HELLOS[0]), Phase.DISCOVER, [Send(OFFER, "p0")]),
+    ("all there", says(1, HELLOS[1]), Phase.DISCOVER, [Send(OFFER, "p1")]),
+    ("p0 ready", says(0, READY), Phase.DISCOVER, []),
+    ("planning", says(1, READY), Phase.PREPARE, [MakePlan((READY, READY))]),
+    ("planned", lambda s: s.planned(PREPARE, 2), Phase.PREPARE, [Send(PREPARE)]),
+    ("p0 prepared", says(0, Prepared(S, "plan")), Phase.PREPARE, []),
+    ("packing", says(1, Prepared(S, "plan")), Phase.TRANSFER, [Pack(0)]),
+    ("first sent", lambda s: s.packed(0, b"digests"), Phase.TRANSFER, [sent(0), Pack(1)]),
+    ("both sent", lambda s: s.packed(1, b"digests"), Phase.TRANSFER, [sent(1)]),
+    ("p0 loaded one", says(0, Loaded(S, 0)), Phase.TRANSFER, []),
+    ("p0 loaded both", says(0, Loaded(S, 1)), Phase.TRANSFER, []),
+    ("p1 loaded one", says(1, Loaded(S, 0)), Phase.TRANSFER, []),
+    ("confirming", says(1, Loaded(S, 1)), Phase.SEAL, [Confirm()]),
+    ("sealing", lambda s: s.confirmed("digest"), Phase.SEAL, [Send(Seal(S, "digest"))]),
+    ("p0 sealed", says(0, Sealed(S, "digest")), Phase.SEAL, []),
+    ("committing", says(1, Sealed(S, "digest")), Phase.COMMIT, [Send(Commit(S, 1))]),
+    ("p0 done", says(0, Done(S, 1)), Phase.COMMIT, []),
+    ("committed", says(1, Done(S, 1)), Phase.COMMITTED, []),
+]  # fmt: skip
+
+
+def brought(session: Any, path: list[Step], state: str) -> Any:
+    """The session, brought to a state; everything on the way is as the path says."""
+    for name, step, phase, effects in path:
+        assert step(session) == effects
+        assert session.phase is phase
+        if name == state:
+            return session
+    raise AssertionError(f"no such state: {state}")
+
+
+def receiver_at(state: str, **options: Any) -> ReceiverSession:
+    receiver: ReceiverSession = brought(new_receiver(**options), RECEIVER, state)
+    return receiver
+
+
+def sender_at(state: str, **options: Any) -> SenderSession:
+    sender: SenderSession = brought(new_sender(**options), SENDER, state)
+    return sender
+
+
+def states(path: list[Step]) -> list[str]:
+    return [name for name, *_ in path]
+
+
+FROM_SENDER: list[FromSender] = [
+    OFFER, PREPARE, *(BucketReady(S, index, b"digests") for index in range(3)),
+    Seal(S, "digest"), Commit(S, 1), Commit(S, 2), Abort(S, "RefitError", "why"),
+]  # fmt: skip
+FROM_RECEIVER: list[FromReceiver] = [
+    READY, Prepared(S, "plan"), Prepared(S, "other"), *(Loaded(S, index) for index in range(3)),
+    Sealed(S, "digest"), Sealed(S, "other"), Done(S, 1), Done(S, 2),
+    Failed(S, "RefitCorrupted", "why", True),
+]  # fmt: skip
+
+
+def failed(session: Any) -> list[Effect]:
+    """What a receiver says when it fails."""
+    kind, text = type(session.error).__name__, str(session.error)
+    return [Send(Failed(S, kind, text, session.phase is Phase.TORN))]
