@@ -16,10 +16,11 @@ if TYPE_CHECKING:
     from rl_conformance.outcome import RunReport
     from rl_conformance.target import Target
 
-#: What is left out here: a process of its own, thousands of draws, or many models.
+#: What is left out here: a process of its own, thousands of draws, many models or refits, and
+#: what the suite does with its own doubles alone.
 _GENERATION = "not (G10 and not top_k) and not many_rows"
 _POLICY = "not P9"
-_REFIT = "not killed and not crosses and not R6 and not odd_tensors and not disturbed"
+_REFIT = "not killed and not crosses and not R6 and not odd_tensors and not R9 or meanwhile"
 
 
 def _broken(report: RunReport) -> set[str]:
@@ -77,13 +78,24 @@ def test_policy_mutants_fail_where_they_are_broken(mutant: Any, clauses: set[str
 @pytest.mark.parametrize(
     ("mutant", "clauses"),
     [
-        (mutants.VersionMovesAlthoughTheRefitFailed, {"R10", "R15"}),
+        (mutants.VersionMovesAlthoughTheRefitFailed, {"R9", "R10", "R11", "R15"}),
         (mutants.TornWeightsAreServed, {"R8", "R15"}),
-        (mutants.PrefixCacheOutlivesTheRefit, {"R1", "R10"}),
+        (mutants.PrefixCacheOutlivesTheRefit, {"R1", "R4", "R10", "R11", "R14"}),
+        (mutants.InfoOfTheOlderSpellingIsLost, {"R4"}),
+        (mutants.OldWeightsAreNotGivenBack, {"R11"}),
+        (mutants.ScalesAreDropped, {"R14"}),
     ],
 )
-def test_refit_mutants_fail_where_they_are_broken(mutant: Any, clauses: set[str]) -> None:
+def test_engine_mutants_fail_where_they_are_broken(mutant: Any, clauses: set[str]) -> None:
     assert _broken(_run(mutants.target(mutant), "refit", _REFIT)) == clauses
+
+
+@pytest.mark.parametrize(
+    ("mutant", "clauses"),
+    [(mutants.EnginesReadACopy, {"R1", "R9"}), (mutants.TwoStatesAreOneVersion, {"R9"})],
+)
+def test_trainer_mutants_fail_where_they_are_broken(mutant: Any, clauses: set[str]) -> None:
+    assert _broken(_run(mutants.target(policy=mutant), "refit", _REFIT)) == clauses
 
 
 def test_a_consistency_check_that_passes_on_nothing_fails(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -133,19 +133,27 @@ _ENTRIES = (
     Clause("R1", "after a refit the engine equals the policy, bit for bit"),
     Clause("R2", "the manifest is compared, by name, before any weight is touched"),
     Clause("R3", "the ipc transport is exact between processes"),
-    Clause("R4", "the collective transport is exact", capability="collective"),
+    Clause(
+        "R4",
+        "the collective transport is exact",
+        capability="collective",
+        scope="gloo between processes of one host; one and two engines, one sending trainer of one "
+        "and of two",
+    ),
     Clause("R5", "the older handle path is exact"),
     Clause("R6", "refit after refit stays exact and nothing grows"),
     Clause("R7", "large, tied, strided, 0-d, empty and mixed tensors arrive exactly"),
     Clause(
         "R8",
         "a peer killed in any phase is an error before the deadline, and a refit recovers",
-        scope="killed before the first tensor, between two and before the commit",
+        scope="killed before the first tensor, between two and before the commit, over ipc; an "
+        "engine also over a group",
     ),
     Clause(
         "R9",
         "damaged, lost, repeated or reordered messages never commit",
-        scope="disturbed messages reach the state machines; bytes are damaged in shared memory",
+        scope="messages are disturbed before they are sent; bytes are damaged where the sender has "
+        "them",
     ),
     Clause("R10", "the version moves on commit only, and caches do not outlive it"),
     Clause("R11", "a staged refit that fails leaves the old version serving", capability="staged"),
@@ -155,7 +163,12 @@ _ENTRIES = (
         "of several receivers all advance or none",
         scope="two receivers in one process; the one that fails is a double that holds tensors",
     ),
-    Clause("R14", "FP8 scales travel with the weights", capability="kv_scales"),
+    Clause(
+        "R14",
+        "FP8 scales travel with the weights",
+        capability="kv_scales",
+        scope="that they are applied shows in log-probs; the trainer is the suite's own",
+    ),
     Clause("R15", 'verify="installed" catches a loader that does not load'),
     Clause("A1", "log-prob consistency is measured, and never over an empty mask"),
     Clause("A2", "the model diagnostics are library calls and commands"),

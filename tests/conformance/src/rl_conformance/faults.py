@@ -10,7 +10,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-from rl_conformance.expect import NotRun
+from rl_conformance.expect import NotRun, require
+from rl_core.refit.messages import BucketReady, Codec, FromSender
+from rl_core.refit.transports.control import ControlServer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Mapping
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "InjectedFault",
+    "at_the_first_bucket",
     "between_tensors",
     "casting_down",
     "detached",
@@ -109,9 +112,7 @@ def detached(sink: type[WeightSink], tensor: str) -> Generator[None]:
     original = sink.targets
 
     def faulty(self: WeightSink) -> Mapping[str, torch.Tensor]:
-        targets = original(self)
-        if targets is None:
-            raise NotRun("the engine is not written in place", excused=True)
+        targets = original(self) or {}
         return {**targets, tensor: targets[tensor].detach().clone()}
 
     with mock.patch.object(sink, "targets", faulty):
@@ -162,3 +163,23 @@ def between_tensors(
         mock.patch.object(source, "persistent", return_value=None),
     ):
         yield
+
+
+@contextmanager
+def at_the_first_bucket(token: str, act: Callable[[], object]) -> Generator[None]:
+    """``act`` is done once, in the sender's thread, when a bucket lies ready and before it is told.
+
+    Args:
+        token: The sender's, as ``prepare_refit_info`` gives it.
+        act: What happens to the weights.
+    """
+    codec, send, pending = Codec[Any](FromSender, token), ControlServer.send, [act]
+
+    def faulty(server: ControlServer, key: str, frame: bytes) -> bool:
+        if frame and pending and isinstance(codec.decode(frame), BucketReady):
+            pending.pop()()
+        return send(server, key, frame)
+
+    with mock.patch.object(ControlServer, "send", faulty):
+        yield
+    require(not pending, "the refit ended before its first bucket")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import secrets
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -9,15 +10,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rl_conformance.reference import reference_target
-from rl_conformance.reference.generation import ReferenceGeneration
+from rl_conformance.reference.generation import ReferenceGeneration, ScaledSink
 from rl_conformance.reference.policy import ReferencePolicy
+from rl_conformance.reference.weights import DictSource
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from rl_conformance.target import Target
     from rl_core.backends import Completion, PromptBatch, SamplingParams
     from rl_core.batch import BatchedDataDict
+    from rl_core.interfaces import TensorSpec, WeightSink, WeightSource
 
 
 def target(
@@ -135,6 +138,78 @@ class PrefixCacheOutlivesTheRefit(ReferenceGeneration):
         cache = self.__dict__.setdefault("prefixes", {})
         cache |= super().next_logits(prefixes - cache.keys())
         return {ids: cache[ids] for ids in prefixes}
+
+
+class InfoOfTheOlderSpellingIsLost(ReferenceGeneration):
+    """update_weights_from_collective takes the trainer's description and does not look at it."""
+
+    def update_weights_from_collective(self, info: Any = None, **options: Any) -> Any:
+        return super().update_weights_from_collective(**options)
+
+
+class _OneWay(ScaledSink):
+    """Once told of a failure it takes nothing more."""
+
+    failed = False
+
+    def fail(self) -> None:
+        self.failed = True
+
+    def write(self, name: str, offset: int, data: torch.Tensor, *, of: TensorSpec) -> None:
+        if not self.failed:
+            super().write(name, offset, data, of=of)
+
+    def targets(self) -> None:
+        return None
+
+
+class OldWeightsAreNotGivenBack(ReferenceGeneration):
+    """After a staged refit that failed late, the engine keeps what it has of the new weights."""
+
+    def weight_sink(self) -> WeightSink:
+        scales = {} if self.kv_scales is None else self.kv_scales
+        return _OneWay(self.model.state_dict(keep_vars=True), scales)
+
+
+class _Unscaled(ScaledSink):
+    def scale_kv(self, scales: Mapping[str, float]) -> None:
+        pass
+
+
+class ScalesAreDropped(ReferenceGeneration):
+    """Scales are accepted and never applied."""
+
+    def weight_sink(self) -> WeightSink:
+        sink = super().weight_sink()
+        if isinstance(sink, ScaledSink):
+            return _Unscaled(sink.tensors_by_name, sink.scales)
+        return sink
+
+
+class _Snapshot(DictSource):
+    def __init__(self, tensors: Mapping[str, torch.Tensor], kept: dict[str, torch.Tensor]) -> None:
+        super().__init__(tensors)
+        self._kept = kept
+
+    def persistent(self) -> Mapping[str, torch.Tensor]:
+        if not self._kept:
+            self._kept |= copy.deepcopy(dict(self.tensors_by_name))
+        return self._kept
+
+
+class EnginesReadACopy(ReferencePolicy):
+    """What engines read in place is a copy that training does not reach."""
+
+    def weight_source(self) -> WeightSource:
+        kept = self.__dict__.setdefault("snapshot", {})
+        return _Snapshot(self.model.state_dict(keep_vars=True), kept)
+
+
+class TwoStatesAreOneVersion(ReferencePolicy):
+    """Nobody asks whether the weights stayed the same while they were sent."""
+
+    def weight_source(self) -> WeightSource:
+        return DictSource(self.model.state_dict(keep_vars=True))
 
 
 class ReferenceTrainsAlong(ReferencePolicy):

@@ -29,6 +29,8 @@ _MODULES = (
     "refit",
     "refit_collective",
     "refit_staged",
+    "refit_several",
+    "refit_scales",
     "refit_faults",
     "agreement",
     "security",

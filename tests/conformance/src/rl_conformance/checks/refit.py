@@ -1,24 +1,19 @@
-"""R1 to R7, R10, R12 to R14: refits that go well, and what they promise."""
+"""R1 to R3, R5 to R7, R10, R12: refits that go well, and what they promise."""
 
 from __future__ import annotations
 
-import concurrent.futures
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import psutil
 import torch
 
-from rl_conformance.doubles import SeveralEngines, TensorEngine, TensorPolicy, broken_tensor
+from rl_conformance.doubles import SeveralEngines, TensorEngine, TensorPolicy
 from rl_conformance.expect import raises, require, same_tensor
-from rl_conformance.faults import InjectedFault, failing_write, sink_class
+from rl_conformance.faults import failing_write, sink_class
 from rl_conformance.leftovers import Leftovers
 from rl_conformance.peers import RemoteGeneration
-from rl_conformance.reference import make_reference
-from rl_conformance.reference.weights import DictSink
 from rl_conformance.refits import (
-    DEADLINE_S,
     MODES,
     agree,
     equal,
@@ -29,16 +24,14 @@ from rl_conformance.refits import (
     unequal_pair,
     whole_tensors,
 )
-from rl_conformance.registry import check, refusal
+from rl_conformance.registry import check
 from rl_conformance.training import NegativeLogLikelihood, training_batch
 from rl_conformance.weights import checkpoint_weights, digests, policy_weights, same_weights
-from rl_core.errors import CapabilityError, ManifestMismatchError
+from rl_core.errors import ManifestMismatchError
 from rl_core.interfaces import TensorSpec
 from rl_core.refit import WeightManifest
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
-
     from rl_conformance.context import Context
 
 
@@ -355,120 +348,3 @@ def _bounded(ctx: Context, policy: Any, generation: Any, buffers: int, **options
     grown = psutil.Process().memory_info().rss - before
     ctx.measure("buffers", report.extra_memory_bytes, buffers, "bytes")
     ctx.measure("resident_growth", grown, buffers + ctx.manifest.refit_constant_bytes, "bytes")
-
-
-@check("R13")
-def all_receivers_advance(ctx: Context) -> None:
-    """Two engines take one refit and both serve it."""
-    policy, first = unequal_pair(ctx)
-    second = ctx.fresh_generation()
-    second.prepare_for_generation()
-    report = run_refit(policy, SeveralEngines(first, second))
-    require(report.receivers == 2, f"{report.receivers} receivers took part")
-    for engine in (first, second):
-        require(engine.weights_version == 1, f"an engine is at {engine.weights_version}")
-        equal(policy, engine)
-
-
-class _Unwilling(DictSink):
-    """Fault: raises once it has written a little, while ``broken`` holds anything."""
-
-    broken: ClassVar[list[str]] = []
-
-    def targets(self) -> None:
-        """Everything is written through :meth:`write`."""
-
-    def write(self, name: str, offset: int, data: torch.Tensor, **of: Any) -> None:
-        """Raises in the midst of the tensors."""
-        if self.broken and name == "half":
-            raise InjectedFault("the loader gave up")
-        super().write(name, offset, data, **of)
-
-
-@check("R13", cases=MODES)
-def no_receiver_advances_alone(ctx: Context, mode: str) -> None:
-    """If one engine fails, it is named and no engine advances; the next refit brings all on."""
-    policy = ctx.closing(TensorPolicy(whole_tensors(1)))
-    engines = [
-        ctx.closing(TensorEngine(odd_tensors(n), f"engine-{n}", sink))
-        for n, sink in ((2, DictSink), (3, _Unwilling))
-    ]
-    both = SeveralEngines(*engines)
-    for fault in (broken_tensor(engines[1], "large"), _unwilling()):
-        with fault:
-            error = _sent_to(policy, both, mode=mode)
-        require("engine-3" in str(error), f"the failed engine is not named: {error!r}")
-        versions = [engine.weights_version for engine in engines]
-        require(versions == [0, 0], f"after a failure the versions are {versions}")
-    run_refit(policy, both, mode=mode)
-    for engine in engines:
-        same_weights(engine.tensors, policy.tensors, "engine")
-
-
-@contextmanager
-def _unwilling() -> Generator[None]:
-    _Unwilling.broken.append("")
-    try:
-        yield
-    finally:
-        _Unwilling.broken.clear()
-
-
-def _sent_to(policy: TensorPolicy, engines: SeveralEngines, **options: Any) -> object:
-    """What the trainer's future ends with."""
-    engines.prepare_refit_info(policy.prepare_refit_info())
-    (sending,) = policy.stream_weights_via_ipc_zmq(receivers=2, deadline_s=DEADLINE_S, **options)
-    receiving = engines.update_weights_via_ipc_zmq(deadline_s=DEADLINE_S)
-    error = sending.exception(DEADLINE_S + 10)
-    concurrent.futures.wait(receiving, DEADLINE_S)
-    return error
-
-
-def _scaled_pair(ctx: Context) -> tuple[Any, Any, dict[str, float]]:
-    """An engine with an FP8 cache, if that is configured, the suite's policy, and its scales."""
-    known = "kv_cache_dtype" in ctx.target.config_keys.get("generation", ())
-    generation = ctx.fresh_generation(**({"kv_cache_dtype": "fp8"} if known else {}))
-    generation.prepare_for_generation()
-    config = {"model_name": str(ctx.model("qwen2", seed=1)), "torch_dtype": ctx.settings.dtype}
-    policy = ctx.closing(make_reference("policy", config))
-    require(generation.requires_kv_scale_sync is True, "requires_kv_scale_sync is not True")
-    layers = policy.calibrate_qkv_fp8_scales(ctx.prompts(5, 9, 3))["layers"]
-    scales = {f"{layer}.{kind}": s for layer, kinds in layers.items() for kind, s in kinds.items()}
-    return policy, generation, scales
-
-
-@check("R14", needs=("generation",))
-def scales_travel_with_the_weights(ctx: Context) -> None:
-    """The engine generates with the scales of the refit: coarse ones show, fine ones hardly."""
-    policy, generation, scales = _scaled_pair(ctx)
-    output = {}
-    for name, factor in (("fine", 1.0), ("coarse", 1e5), ("fine again", 1.0)):
-        run_refit(policy, generation, kv_scales={k: v * factor for k, v in scales.items()})
-        equal(policy, generation)
-        output[name] = greedy(ctx, generation)["logprobs"]
-    same_tensor(output["fine again"], output["fine"], "logprobs with the same scales")
-    require(not torch.equal(output["coarse"], output["fine"]), "the scales change nothing")
-
-
-@check("R14", needs=("generation",))
-def scales_do_not_outrun_the_weights(ctx: Context) -> None:
-    """Scales of a refit that fails before anything was written are not applied."""
-    policy, generation, scales = _scaled_pair(ctx)
-    run_refit(policy, generation, kv_scales=scales)
-    before = greedy(ctx, generation)["logprobs"]
-    coarse = {name: 1e5 * value for name, value in scales.items()}
-    with raises(CapabilityError):  # they cannot be taken back
-        run_refit(policy, generation, kv_scales=coarse, isolation="staged")
-    same_tensor(greedy(ctx, generation)["logprobs"], before, "logprobs")
-
-
-@refusal("generation", "kv_scales")
-def no_scales_are_asked_for(ctx: Context) -> None:
-    """The engine says that it needs none, and refuses a refit with some as if it never came."""
-    policy, generation = unequal_pair(ctx)
-    require(generation.requires_kv_scale_sync is False, "requires_kv_scale_sync is not False")
-    before = greedy(ctx, generation)
-    with raises(CapabilityError):
-        run_refit(policy, generation, kv_scales={"layer_0.k_scale": 0.5})
-    require(generation.weights_version == 0, f"the version is {generation.weights_version}")
-    same_tensor(greedy(ctx, generation)["logprobs"], before["logprobs"], "logprobs")

@@ -64,6 +64,7 @@ class ReferencePolicy(PolicyBackend):
         self.reference_model = copy.deepcopy(self.model)
         self.temperature, self.max_grad_norm = temperature, max_grad_norm or float("inf")
         self.mbs, self.gbs = train_micro_batch_size, train_global_batch_size
+        self.steps = 0
         self.optimizer = torch.optim.AdamW(self.model.parameters(), **(optimizer or {}))
         if resume_from is not None:
             self._load(Path(resume_from))
@@ -193,6 +194,7 @@ class ReferencePolicy(PolicyBackend):
             self.optimizer.zero_grad()
             raise TrainingError("the gradient is not finite", fix="look at the batch")
         self.optimizer.step()
+        self.steps += 1
         return float(norm)
 
     # -- the rest --------------------------------------------------------------------------------
@@ -222,7 +224,7 @@ class ReferencePolicy(PolicyBackend):
 
     def weight_source(self) -> WeightSource:
         """See :meth:`PolicyBackend.weight_source`."""
-        return DictSource(self.model.state_dict(keep_vars=True))
+        return DictSource(self.model.state_dict(keep_vars=True), lambda: self.steps)
 
     def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:
         """Nothing to bring anywhere."""

@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from rl_core.errors import LifecycleError
 from rl_core.interfaces import TensorSpec, WeightSink, WeightSource
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 __all__ = ["DictSink", "DictSource"]
 
@@ -32,10 +33,18 @@ def _if_contiguous(tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Te
 
 
 class DictSource(WeightSource):
-    """Offers named tensors as they are; engines may read them in place."""
+    """Offers named tensors as they are; engines may read them in place.
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    Args:
+        tensors: By name, the same objects as long as they live.
+        changes: Counts their changes; a refit in which it moves is not confirmed.
+    """
+
+    def __init__(
+        self, tensors: Mapping[str, torch.Tensor], changes: Callable[[], int] = lambda: 0
+    ) -> None:
         self.tensors_by_name = tensors
+        self._changes, self._before = changes, changes()
 
     def specs(self) -> Sequence[TensorSpec]:
         """See :meth:`WeightSource.specs`."""
@@ -49,6 +58,11 @@ class DictSource(WeightSource):
     def persistent(self) -> Mapping[str, torch.Tensor] | None:
         """See :meth:`WeightSource.persistent`."""
         return _if_contiguous(self.tensors_by_name)
+
+    def confirm(self) -> None:
+        """See :meth:`WeightSource.confirm`."""
+        if self._changes() != self._before:
+            raise LifecycleError("the weights changed during a refit", fix="wait for its futures")
 
 
 class DictSink(WeightSink):

@@ -1,0 +1,66 @@
+"""R14: scales of an FP8 key/value cache that travel with the weights."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rl_conformance.expect import raises, require, same_tensor
+from rl_conformance.reference import make_reference
+from rl_conformance.refits import equal, greedy, run_refit, unequal_pair
+from rl_conformance.registry import check, refusal
+from rl_core.errors import CapabilityError
+
+if TYPE_CHECKING:
+    from rl_conformance.context import Context
+
+
+def _scaled_pair(ctx: Context) -> tuple[Any, Any, dict[str, float]]:
+    """An engine with an FP8 cache, if that is configured, the suite's policy, and its scales."""
+    known = "kv_cache_dtype" in ctx.target.config_keys.get("generation", ())
+    generation = ctx.fresh_generation(**({"kv_cache_dtype": "fp8"} if known else {}))
+    generation.prepare_for_generation()
+    config = {"model_name": str(ctx.model("qwen2", seed=1)), "torch_dtype": ctx.settings.dtype}
+    policy = ctx.closing(make_reference("policy", config))
+    require(generation.requires_kv_scale_sync is True, "requires_kv_scale_sync is not True")
+    layers = policy.calibrate_qkv_fp8_scales(ctx.prompts(5, 9, 3))["layers"]
+    scales = {f"{layer}.{kind}": s for layer, kinds in layers.items() for kind, s in kinds.items()}
+    return policy, generation, scales
+
+
+@check("R14", needs=("generation",))
+def scales_travel_with_the_weights(ctx: Context) -> None:
+    """The engine generates with the scales of the refit: coarse ones show, fine ones hardly."""
+    policy, generation, scales = _scaled_pair(ctx)
+    output = {}
+    for name, factor in (("fine", 1.0), ("coarse", 1e5), ("fine again", 1.0)):
+        run_refit(policy, generation, kv_scales={k: v * factor for k, v in scales.items()})
+        equal(policy, generation)
+        output[name] = greedy(ctx, generation)["logprobs"]
+    same_tensor(output["fine again"], output["fine"], "logprobs with the same scales")
+    require(not torch.equal(output["coarse"], output["fine"]), "the scales change nothing")
+
+
+@check("R14", needs=("generation",))
+def scales_do_not_outrun_the_weights(ctx: Context) -> None:
+    """Scales of a refit that fails before anything was written are not applied."""
+    policy, generation, scales = _scaled_pair(ctx)
+    run_refit(policy, generation, kv_scales=scales)
+    before = greedy(ctx, generation)["logprobs"]
+    coarse = {name: 1e5 * value for name, value in scales.items()}
+    with raises(CapabilityError):  # they cannot be taken back
+        run_refit(policy, generation, kv_scales=coarse, isolation="staged")
+    same_tensor(greedy(ctx, generation)["logprobs"], before, "logprobs")
+
+
+@refusal("generation", "kv_scales")
+def no_scales_are_asked_for(ctx: Context) -> None:
+    """The engine says that it needs none, and refuses a refit with some as if it never came."""
+    policy, generation = unequal_pair(ctx)
+    require(generation.requires_kv_scale_sync is False, "requires_kv_scale_sync is not False")
+    before = greedy(ctx, generation)
+    with raises(CapabilityError):
+        run_refit(policy, generation, kv_scales={"layer_0.k_scale": 0.5})
+    require(generation.weights_version == 0, f"the version is {generation.weights_version}")
+    same_tensor(greedy(ctx, generation)["logprobs"], before["logprobs"], "logprobs")
