@@ -6,7 +6,6 @@ import argparse
 import json
 import os
 import platform
-import sys
 from typing import TYPE_CHECKING, Any
 
 from rl_core.cli.output import chatter_to_stderr, console_for_result
@@ -52,6 +51,7 @@ def main(argv: list[str]) -> int:
 
 def _bench(options: argparse.Namespace) -> dict[str, Any]:
     import torch
+    from rich.console import Console
 
     from rl_core.refit.bench import Bench
 
@@ -65,9 +65,9 @@ def _bench(options: argparse.Namespace) -> dict[str, Any]:
         deadline_s=options.deadline,
     )
     rows = []
-    with bench:
+    with Console(stderr=True).status("starting engines") as status, bench:
         for row in _measure(bench, options.collective):
-            print(f"{row.what}: {row.gb_per_s:.2f} GB/s", file=sys.stderr)
+            status.update(f"{row.what}: {row.gb_per_s:.2f} GB/s; measuring what comes next")
             rows.append(row.as_dict())
     cuda = torch.device(options.device).type == "cuda"
     return {
@@ -96,7 +96,7 @@ def _measure(bench: Bench, collective: bool) -> Iterator[Row]:
     for verify in ("none", "wire", "installed"):
         yield bench.refit(two, mode="packed", verify=verify)
     yield bench.refit(two, mode="packed", isolation="staged")
-    yield bench.refit(one, mode="direct", delta=True)
+    yield bench.refit(one, mode="direct", delta=True, changed=0.1)
     if collective:
         bench.open_collective()
         yield bench.refit(two, transport="collective", mode="packed")
@@ -108,12 +108,13 @@ def _print(result: dict[str, Any]) -> None:
     host = result["host"]
     table = Table(
         title=f"{result['bytes'] / 1e9:.2f} GB in {result['tensors']} tensors to "
-        f"{result['receivers']} engine(s), {host['device']}, {host['cores']} cores",
+        f"{result['receivers']} engine{'s' * (result['receivers'] > 1)}, {host['device']}, "
+        f"{host['cores']} cores",
         title_justify="left",
     )
     table.add_column("what")
     for heading in ("best ms", "median ms", "GB/s", "of its bound"):
-        table.add_column(heading, justify="right")
+        table.add_column(heading, justify="right", no_wrap=True)
     for row in result["rows"]:
         ratio = "" if row["of_bound"] is None else f"{row['of_bound']:.2f} of {row['bound']}"
         table.add_row(
@@ -122,5 +123,6 @@ def _print(result: dict[str, Any]) -> None:
             f"{row['median_seconds'] * 1e3:.1f}",
             f"{row['gb_per_s']:.2f}",
             ratio,
+            style="dim" if row["of_bound"] is None else None,
         )
     console_for_result().print(table)

@@ -2,72 +2,76 @@
 
 Bounds, all by processes of one thread each that do nothing else:
 
-``one copy``: every engine's process copies the bytes out of shared memory, all at the same time.
+``one copy``: every engine's process copies the bytes out of shared memory, all at the same time;
+by ``copy_`` or ``memmove``, of all at once or of pieces, or in step with each other, so that they
+find in the cache what another one has read; the fastest counts.
 ``two copies``: the trainer's process copies them into two slots of shared memory while every
-engine's copies them out, with nothing but a pipe to tell when.
+engine's copies them out, with nothing between them but semaphores; with slots of several sizes,
+the fastest of which counts.
+
+A refit takes from the moment at which it is asked for on either side until both sides' futures
+are done. Some of the trainer's tensors change before each.
 """
 
 from __future__ import annotations
 
+import ctypes
+import math
 import multiprocessing
+import os
+import random
 import statistics
 import threading
 import time
 from contextlib import closing
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Self
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 
-from rl_core.errors import ConfigError, DeadlineError
+from rl_core.errors import ConfigError, DeadlineError, RefitCorrupted
 from rl_core.futures import wait
 from rl_core.interfaces.weights import TensorSpec, WeightSink, WeightSource
-from rl_core.refit.options import DEFAULT_DEADLINE_S, SendOptions
+from rl_core.refit.hashing import block_digests
+from rl_core.refit.options import DEFAULT_DEADLINE_S
 from rl_core.refit.plan import SLOTS
 from rl_core.refit.receiver import RefitReceiver
 from rl_core.refit.report import RefitReport
 from rl_core.refit.sender import RefitSender
+from rl_core.refit.transports.base import NoLane
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from multiprocessing.connection import Connection
+    from multiprocessing.synchronize import Semaphore
 
     from rl_core.refit.transports.base import Lane
 
 __all__ = ["Bench", "Row", "Tensors"]
 
-#: Bytes that a plain copy moves at once: what `copy_` takes for one tensor.
-_STEP = 64 << 20
+#: What a plain copy moves at once, if not all: what a cache holds.
+_PIECE = 4 << 20
+#: Slots through which plain copies are tried.
+_SLOT_BYTES = (1 << 20, 4 << 20, 16 << 20, 64 << 20)
 #: Seconds past the deadline in which a refit says itself what it waited for.
 _GRACE_S = 5.0
 
 
 class Tensors(WeightSource, WeightSink):
-    """Bfloat16 tensors of equal size: a model as far as a refit is concerned.
+    """Contiguous tensors by name: a model as far as a refit is concerned."""
 
-    Args:
-        nbytes: Of all together, about.
-        count: How many.
-        fill: Value of every element.
-        device: Where they are.
-        flat: Put them into one piece of memory, which plain copies can use too.
-    """
+    def __init__(self, held: Mapping[str, torch.Tensor]) -> None:
+        self.held = held
+        self._specs = [
+            TensorSpec(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+            for name, tensor in held.items()
+        ]
 
-    def __init__(
-        self, nbytes: int, count: int, fill: float, device: str, *, flat: bool = False
-    ) -> None:
-        each = max(1, nbytes // count // 2)
-        self.device = device
-        self.flat = torch.empty(each * count if flat else 0, dtype=torch.bfloat16, device=device)
-        self.held = {
-            f"layers.{i}.weight": (
-                self.flat[i * each : (i + 1) * each]
-                if flat
-                else torch.empty(each, dtype=torch.bfloat16, device=device)
-            ).fill_(fill)
-            for i in range(count)
-        }
-        self._specs = [TensorSpec(name, (each,), "bfloat16") for name in self.held]
+    @classmethod
+    def filled(cls, parts: Iterable[torch.Tensor], value: float) -> Self:
+        """Of flat tensors: the first is filled with a value, the next few with others."""
+        return cls({f"layers.{i}.weight": p.fill_(value + i % 128) for i, p in enumerate(parts)})
 
     def specs(self) -> Sequence[TensorSpec]:
         """See :meth:`WeightSource.specs`."""
@@ -85,9 +89,18 @@ class Tensors(WeightSource, WeightSink):
         """See :meth:`WeightSink.targets`."""
         return self.held
 
+    def change(self, names: Iterable[str]) -> None:
+        """Makes these tensors other ones, in one element."""
+        for name in names:
+            self.held[name].view(-1).view(torch.uint8)[:1].add_(1)
+
+    def digests(self) -> list[list[bytes]]:
+        """Of every tensor."""
+        return [block_digests(tensor.view(-1).view(torch.uint8)) for tensor in self.held.values()]
+
     def write(self, name: str, offset: int, data: torch.Tensor, *, of: TensorSpec) -> None:
         """See :meth:`WeightSink.write`."""
-        self.held[name][offset : offset + len(data)].copy_(data)
+        self.held[name].view(-1)[offset : offset + len(data)].copy_(data)
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """See :meth:`WeightSink.read`."""
@@ -151,15 +164,24 @@ class Bench:
                 fix="give at least one of each, and two bytes for every tensor",
                 key="tensors",
             )
-        self.tensors = Tensors(nbytes, tensors, 1.0, device)
+        each = nbytes // tensors // 2
+        parts = (torch.empty(each, dtype=torch.bfloat16, device=device) for _ in range(tensors))
+        self.tensors = Tensors.filled(parts, 1.0)
         self.nbytes = sum(t.nbytes for t in self.tensors.held.values())
         self.reports: list[RefitReport] = []
         self._repeats = repeats
         self._bucket = bucket_bytes
         self._deadline = deadline_s
+        self._device = torch.device(device)
+        self._random = random.Random(0)
         self._threads = torch.get_num_threads()
         self._sender = RefitSender(lambda: self.tensors, name="trainer")
-        self._engines = [_Engine(nbytes, tensors, device, deadline_s) for _ in range(receivers)]
+        self._engines = [_Engine(each, tensors, device, deadline_s) for _ in range(receivers)]
+
+    @property
+    def pids(self) -> list[int]:
+        """The trainer's process and the engines'."""
+        return [os.getpid(), *(engine.pid for engine in self._engines)]
 
     def __enter__(self) -> Self:
         """Starts the engines."""
@@ -184,55 +206,84 @@ class Bench:
         with closing(self._lane(self.nbytes)) as lane:
             lane.data.fill_(1)
             self._tell("attach", dict(lane.ref))
-            times = [max(self._tell("copy")) for _ in range(self._repeats + 1)][1:]
-        return self._row("one copy", times)
+            calls = ("copy_", "memmove") if self._device.type == "cpu" else ("copy_",)
+            ways = [(call, size) for call in calls for size in (_PIECE, self.nbytes)]
+            times = [self._timed(partial(self._tell, "copy", way)) for way in ways]
+            if len(self._engines) > 1:
+                times += [self._timed(partial(self._step_by_step, lane, s)) for s in _SLOT_BYTES]
+            self._tell("attach")
+        return self._row("one copy", min(times, key=min))
 
     def two_copies(self) -> Row:
         """The bytes go through two slots."""
-        flat = torch.ones(self.nbytes, dtype=torch.uint8, device=self.tensors.device)
-        device = torch.device(self.tensors.device)
-        bucket = SendOptions(bucket_bytes=self._bucket).bucket_for(device, direct=False)
-        size = min(bucket, self.nbytes)
-        with closing(self._lane(SLOTS * size)) as lane:
+        flat = torch.ones(self.nbytes, dtype=torch.uint8, device=self._device)
+        sizes = sorted({min(size, self.nbytes) for size in (*_SLOT_BYTES, self._bucket) if size})
+        with closing(self._lane(SLOTS * sizes[-1])) as lane:
             self._tell("attach", dict(lane.ref))
-            times = [self._through_slots(flat, lane, size) for _ in range(self._repeats + 1)][1:]
-        return self._row("two copies", times)
+            times = [self._timed(partial(self._step_by_step, lane, s, flat)) for s in sizes]
+            self._tell("attach")
+        return self._row("two copies", min(times, key=min))
 
     def _lane(self, nbytes: int) -> Lane:
-        return self._sender.end("ipc").lane(nbytes, torch.device(self.tensors.device), [])
+        return self._sender.end("ipc").lane(nbytes, self._device, [])
 
-    def _through_slots(self, flat: torch.Tensor, lane: Lane, size: int) -> float:
+    def _timed(self, run: Callable[[], list[tuple[float, float]]]) -> list[float]:
+        """Seconds from the first process's start to the last one's end, run by run."""
+        times = []
+        for _ in range(self._repeats + 1):
+            begun, ended = zip(*run(), strict=True)
+            times.append(max(ended) - min(begun))
+        return times[1:]
+
+    def _step_by_step(
+        self, lane: Lane, size: int, packed: torch.Tensor | None = None
+    ) -> list[tuple[float, float]]:
+        """Engines copy so many bytes at a time, of slots that are packed or of a whole lane."""
+        slots = -(-self.nbytes // size) if packed is None else SLOTS
         for engine in self._engines:
-            engine.say("load", size)
+            engine.say("load", (size, slots))
         began = time.perf_counter()
-        for index, start in enumerate(range(0, len(flat), size)):
-            if index >= SLOTS:
-                self._hear()
-            part, slot = flat[start : start + size], index % SLOTS * size
-            lane.data[slot : slot + len(part)].copy_(part)
-            lane.publish(slot, slot + len(part))
+        for index, start in enumerate(range(0, self.nbytes, size)):
             for engine in self._engines:
-                engine.connection.send(slot)
-        for _ in range(min(SLOTS, -(-len(flat) // size))):
-            self._hear()
-        seconds = time.perf_counter() - began
-        self._hear()
-        return seconds
+                engine.free.acquire(timeout=self._deadline)
+            if packed is not None:
+                part, slot = packed[start : start + size], index % SLOTS * size
+                lane.data[slot : slot + len(part)].copy_(part)
+                lane.publish(slot, slot + len(part))
+            for engine in self._engines:
+                engine.full.release()
+        return [(began, ended) for ended in self._hear()]
 
     # -- refits -----------------------------------------------------------------------------------
 
-    def refit(self, bound: Row | None = None, **options: Any) -> Row:
-        """One way to refit, as :class:`~rl_core.refit.options.SendOptions` tells it."""
+    def refit(self, bound: Row | None = None, *, changed: float = 1.0, **options: Any) -> Row:
+        """One way to refit.
+
+        Args:
+            bound: What to compare it with.
+            changed: Fraction of the tensors that change before each refit, others every time.
+            **options: Those of :class:`~rl_core.refit.options.SendOptions`.
+        """
         options = {"bucket_bytes": self._bucket, "deadline_s": self._deadline, **options}
-        transport = options.get("transport", "ipc")
-        reports = [self._refit_once(transport, options) for _ in range(self._repeats + 1)][1:]
-        self.reports.append(min(reports, key=lambda report: report.seconds))
+        runs = [self._refit_once(changed, options) for _ in range(self._repeats + 1)][1:]
+        self.reports.append(min(runs, key=lambda run: run[0])[1])
         last = self.reports[-1]
-        more = "".join(f", {key}" for key in ("delta",) if options.get(key))
+        what = f"{last.transport} {last.mode}, verify={last.verify}"
+        if options.get("delta"):
+            what += f", delta, {changed:.0%} changed"
         if last.isolation != "quiesced":
-            more += f", {last.isolation}"
-        what = f"{last.transport} {last.mode}, verify={last.verify}{more}"
-        return self._row(what, [report.seconds for report in reports], bound)
+            what += f", {last.isolation}"
+        return self._row(what, [seconds for seconds, _ in runs], bound)
+
+    def check(self) -> None:
+        """Compares what the engines hold with what the trainer holds.
+
+        Raises:
+            RefitCorrupted: They differ.
+        """
+        ours = self.tensors.digests()
+        if any(theirs != ours for theirs in self._tell("digests")):
+            raise RefitCorrupted("refit bench: an engine does not hold what the trainer holds")
 
     def open_collective(self) -> None:
         """Lets trainer and engines meet for the transport ``collective``."""
@@ -245,13 +296,16 @@ class Bench:
         wait(opened, self._deadline)
         self._tell("prepare", self._sender.prepare())
 
-    def _refit_once(self, transport: str, options: dict[str, Any]) -> RefitReport:
+    def _refit_once(self, changed: float, options: dict[str, Any]) -> tuple[float, RefitReport]:
+        names = list(self.tensors.held)
+        self.tensors.change(self._random.sample(names, math.ceil(changed * len(names))))
+        began = time.perf_counter()
         for engine in self._engines:
-            engine.say("receive", transport)
+            engine.say("receive", options.get("transport", "ipc"))
         sent = self._sender.send(receivers=len(self._engines), **options)
         report = RefitReport(**wait(sent, self._deadline + _GRACE_S)[0])
-        self._hear()
-        return report
+        ended = max([time.perf_counter(), *self._hear()])
+        return ended - began, report
 
     # -- the engines ------------------------------------------------------------------------------
 
@@ -278,13 +332,19 @@ class Bench:
 class _Engine:
     """One engine's process, seen from the trainer's."""
 
-    def __init__(self, nbytes: int, count: int, device: str, deadline_s: float) -> None:
+    def __init__(self, each: int, count: int, device: str, deadline_s: float) -> None:
         context = multiprocessing.get_context("spawn")
         self.connection, self._theirs = context.Pipe()
+        self.free, self.full = context.Semaphore(SLOTS), context.Semaphore(0)
         self._deadline = deadline_s
+        turns = _Turns(self.free, self.full, deadline_s)
         self._process = context.Process(
-            target=_serve, args=(self._theirs, nbytes, count, device, deadline_s), daemon=True
+            target=_serve, args=(self._theirs, turns, each, count, device), daemon=True
         )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid or 0
 
     def start(self) -> None:
         self._process.start()
@@ -314,18 +374,31 @@ class _Engine:
                 self._process.join()
 
 
-def _serve(connection: Connection, nbytes: int, count: int, device: str, deadline_s: float) -> None:
+class _Turns(NamedTuple):
+    """Who may use a slot."""
+
+    free: Semaphore
+    full: Semaphore
+    deadline_s: float
+
+
+def _serve(connection: Connection, turns: _Turns, each: int, count: int, device: str) -> None:
     """An engine's process: does what it is told until the trainer is gone."""
     torch.set_num_threads(1)
-    tensors = Tensors(nbytes, count, 0.0, device, flat=True)
+    flat = torch.empty(each * count, dtype=torch.bfloat16, device=device)
+    tensors, deadline_s = Tensors.filled(torch.split(flat, each), 0.0), turns.deadline_s
     receiver = RefitReceiver(lambda: tensors, name="engine", lock=threading.RLock())
-    copier = _Copier(tensors, connection)
+    copier = _Copier(flat, turns)
+
+    def receive(transport: str) -> float:
+        wait(receiver.receive(transport=transport, deadline_s=deadline_s), deadline_s)
+        return time.perf_counter()
+
     commands: dict[str, Callable[[Any], Any]] = {
         "prepare": receiver.prepare,
         "open": lambda meeting: wait(receiver.open("collective", deadline_s, meeting), deadline_s),
-        "receive": lambda transport: wait(
-            receiver.receive(transport=transport, deadline_s=deadline_s), deadline_s
-        ),
+        "receive": receive,
+        "digests": lambda _: tensors.digests(),
         "attach": lambda ref: copier.attach(receiver, ref),
         "copy": copier.copy,
         "load": copier.load,
@@ -345,26 +418,32 @@ def _serve(connection: Connection, nbytes: int, count: int, device: str, deadlin
 class _Copier:
     """Plain copies into an engine's memory."""
 
-    def __init__(self, tensors: Tensors, connection: Connection) -> None:
-        self._flat = tensors.flat.view(torch.uint8)
-        self._connection = connection
-        self._lane: Lane
+    def __init__(self, flat: torch.Tensor, turns: _Turns) -> None:
+        self._flat = flat.view(torch.uint8)
+        self._turns = turns
+        self._lane: Lane = NoLane()
 
-    def attach(self, receiver: RefitReceiver, ref: dict[str, Any]) -> None:
-        self._lane = receiver.end("ipc").attach(ref, receiver.id)
+    def attach(self, receiver: RefitReceiver, ref: dict[str, Any] | None) -> None:
+        self._lane.close()
+        self._lane = NoLane() if ref is None else receiver.end("ipc").attach(ref, receiver.id)
 
-    def copy(self, _: None) -> float:
+    def copy(self, way: tuple[str, int]) -> tuple[float, float]:
+        (call, size), data = way, self._lane.data
         began = time.perf_counter()
-        for start in range(0, len(self._flat), _STEP):
-            stop = min(start + _STEP, len(self._flat))
-            self._flat[start:stop].copy_(self._lane.data[start:stop])
+        for to, part in zip(torch.split(self._flat, size), torch.split(data, size), strict=True):
+            if call == "memmove":
+                ctypes.memmove(to.data_ptr(), part.data_ptr(), len(to))
+            else:
+                to.copy_(part)
         self._lane.release()
-        return time.perf_counter() - began
+        return began, time.perf_counter()
 
-    def load(self, size: int) -> None:
-        for start in range(0, len(self._flat), size):
-            part = self._flat[start : start + size]
-            slot = self._connection.recv()
+    def load(self, sizes: tuple[int, int]) -> float:
+        size, slots = sizes
+        for index, start in enumerate(range(0, len(self._flat), size)):
+            part, slot = self._flat[start : start + size], index % slots * size
+            self._turns.full.acquire(timeout=self._turns.deadline_s)
             part.copy_(self._lane.data[slot : slot + len(part)])
             self._lane.release()
-            self._connection.send(None)
+            self._turns.free.release()
+        return time.perf_counter()
