@@ -28,7 +28,7 @@ from refit_parties import (
 )
 from refit_wire import MemoryLane, TrainerEnd, Wire
 
-from rl_core.errors import RefitAborted, RLError
+from rl_core.errors import RefitAborted, RLError, WeightsTornError
 from rl_core.refit import jobs, receiving, sending
 from rl_core.refit import receiver as receiver_module
 from rl_core.refit import sender as sender_module
@@ -228,6 +228,7 @@ class Network:
         if engine.job is not None:
             return
         self._wire.engine = engine
+        engine.before = engine.weights, engine.receiver.torn
         engine.codec = Codec(FromReceiver, self.trainer.sender.token)
         engine.job = self._stepped.begin(engine.receiver.receive(deadline_s=DEADLINE_S))
 
@@ -392,9 +393,17 @@ class Network:
         for engine in self.engines:
             if engine.job is not None and engine.job.session.phase.terminal:
                 engine.faults.armed.discard("lose a write")
-                if self._conclude(engine.job):
-                    assert engine.job.session.phase is Phase.COMMITTED
+                self._assert_told(engine, engine.job, self._conclude(engine.job))
                 engine.job = None
+
+    def _assert_told(self, engine: Engine, job: Receiving, succeeded: bool) -> None:
+        """What an engine says of a refit that is over is how it is."""
+        phase = job.session.phase
+        assert succeeded == (phase is Phase.COMMITTED)
+        if phase is Phase.TORN:
+            assert engine.receiver.torn
+        elif not (succeeded or isinstance(self.errors[-1], WeightsTornError)):
+            assert (engine.weights, engine.receiver.torn) == engine.before
 
     def _conclude(self, job: Job[Any]) -> bool:
         error = self._stepped.end(job)

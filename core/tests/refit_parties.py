@@ -215,6 +215,7 @@ class Engine:
         self.end: EngineEnd
         self.codec: Codec[FromReceiver]  # for what it sends now
         self.job: Receiving | None = None
+        self.before: tuple[Weights, bool] = ({}, False)
         self._published = published
         self.receiver = RefitReceiver(
             lambda: Sink(self),
