@@ -35,13 +35,15 @@ __all__ = [
     "ContenderFailed",
     "Engine",
     "Link",
-    "Memcpy",
-    "Memmove",
+    "LocalCopy",
     "Method",
+    "SharedCopy",
     "Tensors",
     "TwoCopies",
     "WrongBytes",
+    "copy",
     "fill",
+    "move",
     "run",
 ]
 
@@ -212,8 +214,57 @@ class LocalLink(Link):
         return self.value
 
 
-class Memcpy(Method):
-    """The bound of one copy: one thread, within one process."""
+def copy(target: torch.Tensor, given: torch.Tensor) -> None:
+    """One copy, by torch."""
+    target.copy_(given)
+
+
+def move(target: torch.Tensor, given: torch.Tensor) -> None:
+    """One copy, by the C library, which for large blocks may use other instructions than torch."""
+    ctypes.memmove(target.data_ptr(), given.data_ptr(), target.nbytes)
+
+
+class SharedCopy(Method):
+    """The bound of one copy: one thread of the engine reads memory that it shares with the trainer.
+
+    Args:
+        folder: Where the memory is.
+        copy: Copies one run of bytes.
+        piece: Elements in a run at most.
+    """
+
+    def __init__(
+        self, folder: Path, copy: Callable[[torch.Tensor, torch.Tensor], None], piece: int
+    ) -> None:
+        super().__init__(folder)
+        self.copy, self.piece = copy, piece
+        self.shared: Tensors = {}
+
+    def _share(self, tensors: Tensors) -> None:
+        for index, (name, tensor) in enumerate(tensors.items()):
+            path = str(self.folder / str(index))
+            self.shared[name] = torch.from_file(
+                path, shared=True, size=tensor.numel(), dtype=tensor.dtype
+            )
+
+    def send(self, tensors: Tensors, tell: Callable[[Any], None]) -> None:
+        if not self.shared:  # in the first round, which warms up
+            self._share(tensors)
+            for name, tensor in tensors.items():
+                tensor.data = self.shared[name].copy_(tensor)
+        tell(None)
+
+    def load(self, told: None, targets: Tensors) -> None:
+        if not self.shared:
+            self._share(targets)
+        for name, target in targets.items():
+            runs = target.split(self.piece), self.shared[name].split(self.piece)
+            for one, other in zip(*runs, strict=True):
+                self.copy(one, other)
+
+
+class LocalCopy(Method):
+    """One copy within one process."""
 
     starts_engine = True
 
@@ -225,14 +276,6 @@ class Memcpy(Method):
 
     def load(self, told: Tensors, targets: Tensors) -> None:
         fill(targets, told)
-
-
-class Memmove(Memcpy):
-    """The same by the C library, which for large blocks may use other instructions than torch."""
-
-    def load(self, told: Tensors, targets: Tensors) -> None:
-        for name, target in targets.items():
-            ctypes.memmove(target.data_ptr(), told[name].data_ptr(), target.nbytes)
 
 
 class TwoCopies(Method):
@@ -393,12 +436,14 @@ class Contender:
         ways: How each way makes the method.
         note: What a reader of the figure should know.
         kind: ``"ours"``, ``"peer"`` or ``"bound"``.
+        copies: How often it moves each byte, at least.
     """
 
     name: str
     ways: Mapping[str, Callable[[Path, Case], Method]]
     note: str = ""
     kind: str = "peer"
+    copies: int = 2
 
     def __call__(self, case: Case) -> dict[str, Any]:
         """Measures every way.
@@ -423,6 +468,7 @@ class Contender:
         return {
             "what": self.name,
             "kind": self.kind,
+            "copies": self.copies,
             "seconds": min(times[best]),
             "median_seconds": statistics.median(times[best]),
             "gb_per_s": case.total / min(times[best]) / 1e9,

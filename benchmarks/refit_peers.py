@@ -292,11 +292,13 @@ PEERS = {
         "torch queue, file_descriptor",
         queue("file_descriptor", fresh=False),
         "the trainer's own tensors live in shared memory since the first put",
+        copies=1,
     ),
     "mp_fs": Contender(
         "torch queue, file_system",
         queue("file_system", fresh=False),
         "the trainer's own tensors live in shared memory since the first put",
+        copies=1,
     ),
     "mp_fresh": Contender(
         "torch queue, tensors made anew",
@@ -346,7 +348,7 @@ def main(
     """Measures what people use today against one copy of the same bytes."""
     case = Case(int(gb * 1e9), tensors, dtype, repeats)
     figures = document(case, chosen(only), said=Console(stderr=True).print)
-    show(figures)
+    show(figures, Console())
     if json_file is not None:
         json_file.write_text(json.dumps(figures, indent=2) + "\n")
 

@@ -10,33 +10,59 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from refit_pair import Case, Contender, ContenderFailed, Memcpy, Memmove, TwoCopies
+from refit_pair import (
+    Case,
+    Contender,
+    ContenderFailed,
+    LocalCopy,
+    SharedCopy,
+    TwoCopies,
+    copy,
+    move,
+)
 from rich.console import Console
 from rich.table import Table
 
-__all__ = ["document", "show"]
+__all__ = ["document", "host", "show"]
 
 ONE_COPY = "one copy"
 TWO_COPIES = "two copies"
-IN_ONE_BLOCK = {
-    ONE_COPY: Contender(
+ALL = 1 << 62
+PIECES = {"all at once": ALL, "in pieces of 4 MiB": (4 << 20) // 2}
+CALLS = {"torch": copy, "memmove": move}
+IN_ONE_BLOCK = [
+    Contender(
         ONE_COPY,
-        {"torch": lambda folder, _: Memcpy(folder), "memmove": lambda folder, _: Memmove(folder)},
-        "one thread, one process",
+        {
+            f"{call}, {how}": lambda folder, _, call=call, piece=piece: SharedCopy(
+                folder, CALLS[call], piece
+            )
+            for call in CALLS
+            for how, piece in PIECES.items()
+        },
+        "one thread of the engine's process, out of memory that the trainer's shares",
         kind="bound",
     ),
-    TWO_COPIES: Contender(
+    Contender(
         TWO_COPIES,
         {
             f"slots of {size} MiB": lambda folder, _, size=size: TwoCopies(folder, size << 20)
-            for size in (4, 16, 64)
+            for size in (1, 4, 16, 64)
         },
         "pack and load at the same time, in two processes",
         kind="bound",
     ),
-}
+    Contender(
+        "one copy, one process",
+        {"torch": lambda folder, _: LocalCopy(folder)},
+        "private memory on both sides",
+        kind="bound",
+    ),
+]
 TENSOR_BY_TENSOR = Contender(
-    "one copy, tensor by tensor", {"torch": lambda folder, _: Memcpy(folder)}, kind="bound"
+    "one copy, tensor by tensor",
+    {"torch": lambda folder, _: SharedCopy(folder, copy, ALL)},
+    kind="bound",
 )
 
 
@@ -55,47 +81,52 @@ def host() -> dict[str, Any]:
     }
 
 
-def bounds(case: Case) -> list[dict[str, Any]]:
-    """Rows of the bounds, for the same bytes in one block and tensor by tensor."""
-    flat = replace(case, nbytes=case.total, count=1)
-    rows = [bound(flat) for bound in IN_ONE_BLOCK.values()]
-    return [*rows, TENSOR_BY_TENSOR(case)]
-
-
 def document(
     case: Case,
-    contenders: Iterable[Contender],
+    peers: Iterable[Contender],
+    ours: Iterable[Contender] = (),
     *,
     said: Callable[[str], None] = lambda name: None,
 ) -> dict[str, Any]:
-    """Measures bounds and contenders in one run.
+    """Measures bounds, peers and ours in one run.
 
-    The bounds are measured before and after the others and the faster counts, so that a machine
-    that was busy at one end flatters nobody.
+    Bounds and ours are measured before the peers and after them and the faster counts, so that a
+    machine that was busy at one end flatters nobody.
 
     Raises:
         ContenderFailed: A bound could not be measured; a contender that fails has a row that
             says so.
         WrongBytes: A contender delivered other bytes.
     """
+    flat = replace(case, nbytes=case.total, count=1)
+    bounds = [*((bound, flat) for bound in IN_ONE_BLOCK), (TENSOR_BY_TENSOR, case)]
+    twice = [*bounds, *((one, case) for one in ours)]
     result = {"host": host(), "bytes": case.total, "tensors": case.count}
     result |= {"dtype": case.dtype, "repeats": case.repeats}
-    said("bounds")
-    before = bounds(case)
-    rows = []
-    for contender in contenders:
-        said(contender.name)
-        try:
-            rows.append(contender(case))
-        except ContenderFailed as failure:
-            rows.append({"what": contender.name, "kind": contender.kind, "failed": str(failure)})
-    said("bounds")
-    fastest = [
-        min(pair, key=lambda row: row["seconds"]) for pair in zip(before, bounds(case), strict=True)
-    ]
-    add_ratios([*fastest, *rows], fastest)
-    rows.sort(key=lambda row: row.get("seconds", float("inf")))
-    return result | {"rows": [*fastest, *rows]}
+    before = [measured(*one, said) for one in twice]
+    rows = [measured(one, case, said) for one in peers]
+    after = [measured(*one, said) for one in twice]
+    fastest = [min(pair, key=seconds_of) for pair in zip(before, after, strict=True)]
+    limits, rows = fastest[: len(bounds)], [*fastest[len(bounds) :], *rows]
+    add_ratios([*limits, *rows], limits)
+    rows.sort(key=seconds_of)
+    return result | {"rows": [*limits, *rows]}
+
+
+def measured(contender: Contender, case: Case, said: Callable[[str], None]) -> dict[str, Any]:
+    """The contender's row; for one that fails, and is no bound, a row that says so."""
+    said(contender.name)
+    try:
+        return contender(case)
+    except ContenderFailed as failure:
+        if contender.kind == "bound":
+            raise
+        return {"what": contender.name, "kind": contender.kind, "failed": str(failure)}
+
+
+def seconds_of(row: Mapping[str, Any]) -> float:
+    """Of the best round; infinite for a row that failed."""
+    return float(row.get("seconds", "inf"))
 
 
 def add_ratios(rows: list[dict[str, Any]], bounds: list[dict[str, Any]]) -> None:
@@ -105,9 +136,12 @@ def add_ratios(rows: list[dict[str, Any]], bounds: list[dict[str, Any]]) -> None
         if "seconds" in row:
             row["of_one_copy"] = seconds[ONE_COPY] / row["seconds"]
             row["of_two_copies"] = seconds[TWO_COPIES] / row["seconds"]
+            if row["kind"] == "ours":
+                row["bound"] = ONE_COPY if row["copies"] == 1 else TWO_COPIES
+                row["of_bound"] = seconds[row["bound"]] / row["seconds"]
 
 
-def show(document: Mapping[str, Any]) -> None:
+def show(document: Mapping[str, Any], console: Console) -> None:
     """Prints a document as a table."""
     table = Table(
         title=f"{document['bytes'] / 1e9:.2f} GB of {document['dtype']} "
@@ -129,7 +163,6 @@ def show(document: Mapping[str, Any]) -> None:
             f"{row['of_two_copies']:.2f}",
             row["way"],
         )
-    console = Console()
     console.print(table)
     for row in document["rows"]:
         if row.get("note"):

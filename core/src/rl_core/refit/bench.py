@@ -245,7 +245,7 @@ class Bench:
         began = time.perf_counter()
         for index, start in enumerate(range(0, self.nbytes, size)):
             for engine in self._engines:
-                engine.free.acquire(timeout=self._deadline)
+                _acquire(engine.free, self._deadline)
             if packed is not None:
                 part, slot = packed[start : start + size], index % SLOTS * size
                 lane.data[slot : slot + len(part)].copy_(part)
@@ -355,11 +355,7 @@ class _Engine:
 
     def hear(self) -> Any:
         if not self.connection.poll(self._deadline):
-            raise DeadlineError(
-                f"refit bench: an engine did not answer within {self._deadline:g} s",
-                fix="give it more time: --deadline",
-                seconds=self._deadline,
-            )
+            raise _late(self._deadline)
         answer = self.connection.recv()
         if isinstance(answer, Exception):
             raise answer
@@ -372,6 +368,19 @@ class _Engine:
             if self._process.is_alive():
                 self._process.kill()
                 self._process.join()
+
+
+def _acquire(turn: Semaphore, deadline_s: float) -> None:
+    if not turn.acquire(timeout=deadline_s):
+        raise _late(deadline_s)
+
+
+def _late(seconds: float) -> DeadlineError:
+    return DeadlineError(
+        f"refit bench: the other side did not answer within {seconds:g} s",
+        fix="give it more time: --deadline",
+        seconds=seconds,
+    )
 
 
 class _Turns(NamedTuple):
@@ -442,7 +451,7 @@ class _Copier:
         size, slots = sizes
         for index, start in enumerate(range(0, len(self._flat), size)):
             part, slot = self._flat[start : start + size], index % slots * size
-            self._turns.full.acquire(timeout=self._turns.deadline_s)
+            _acquire(self._turns.full, self._turns.deadline_s)
             part.copy_(self._lane.data[slot : slot + len(part)])
             self._lane.release()
             self._turns.free.release()
