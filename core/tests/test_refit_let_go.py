@@ -11,6 +11,7 @@ import torch
 from refit_doubles import DictSink, Engine, Trainer, blank, fails, go, make_persistent, same
 
 from rl_core.errors import CapabilityError
+from rl_core.refit.messages import Codec, Done
 from rl_core.refit.transports.memory import SharedRegion
 
 if TYPE_CHECKING:
@@ -71,6 +72,50 @@ def test_a_trainer_that_is_closed_holds_no_tensor(trainer, engine):
     trainer.source.tensor = {}
     gc.collect()
     assert [tensor() for tensor in tensors] == [None] * len(tensors)
+
+
+@pytest.mark.parametrize("verify", ["wire", "installed"])
+def test_memory_that_cannot_be_freed_otherwise_is_given_back_before_the_commit_is_told(
+    monkeypatch, trainer, engine, verify
+):
+    attached: list[Any] = []
+    attach = SharedRegion.attach.__func__  # type: ignore[attr-defined]
+
+    def remembered(cls: type[SharedRegion], ref: Any) -> SharedRegion:
+        region = attach(cls, ref)
+        attached.append(weakref.ref(region.data))
+        return region
+
+    seen: list[bool] = []
+
+    def done(message: Any) -> bytes:
+        if isinstance(message, Done):
+            gc.collect()
+            seen.append(attached[-1]() is None)
+        return encode(message)
+
+    monkeypatch.setattr(SharedRegion, "attach", classmethod(remembered))
+    monkeypatch.setattr(SharedRegion, "borrows", True)
+    encode = Codec(object, trainer.sender.token).encode
+    monkeypatch.setattr(Codec, "encode", lambda self, message: done(message))
+    for seed in (1, 2):
+        for name, tensor in make_persistent(seed).items():
+            trainer.source.tensor[name].copy_(tensor)
+        assert go(trainer, engine, verify=verify).mode == "direct"
+        assert same(make_persistent(seed), engine.sink.tensor)
+    assert seen == [True, True]
+    assert len(attached) == 2
+
+
+def test_memory_is_given_back_after_a_failure(monkeypatch, trainer, engine):
+    monkeypatch.setattr(SharedRegion, "borrows", True)
+
+    def refuse() -> None:
+        raise RuntimeError("the engine gave up")
+
+    engine.sink.on["finish"] = refuse
+    fails(trainer, engine)
+    assert engine.idle().receiver._lanes == {}
 
 
 def test_scales_for_an_engine_without_are_refused_before_anything_is_written(trainer, engine):

@@ -92,6 +92,11 @@ class Route:
         self.sink = sink
         return [target.data_ptr() for target in targets.values()] == self._where
 
+    def let_go(self) -> None:
+        """Forgets the lane's bytes; this way leads nowhere any more."""
+        self.data = self.data[:0].clone()
+        self._steps.clear()
+
     def steps(self, index: int) -> list[_Step]:
         """What is done with a bucket."""
         if index not in self._steps:

@@ -164,6 +164,8 @@ class RefitReceiver(Endpoint["Receiving"]):
         for job in self.waiting():
             if job.trainer != trainer:
                 job.cancelled = "the engine was prepared for other tensors or another trainer"
+        if self._trainer is not None and self._trainer.channels != trainer.channels:
+            self.clear_away()  # the one before may be dead, which its last refit saw too early
         self._trainer = trainer
         self._waited = self._last_waiting()
 
@@ -322,6 +324,14 @@ class RefitReceiver(Endpoint["Receiving"]):
         """Drops what refits keep of the engine's tensors, so that their memory can be freed."""
         self._route = None
         self.second_copy = {}
+
+    def give_back(self) -> None:
+        """Lets go of the trainer's own memory, if it could not be freed otherwise."""
+        for key in [key for key, lane in self._lanes.items() if key[1] and lane.borrows]:
+            if self._route is not None:
+                self._route.let_go()
+                self._route = None
+            self._lanes.pop(key).close()
 
     def drop_broken_lanes(self) -> None:
         """After a failure: lets go of lanes that it may have broken."""

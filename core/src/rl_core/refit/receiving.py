@@ -264,6 +264,7 @@ class Receiving(Job[ReceiverSession]):
         self.session.touch()
         self._receiver.publish(version)
         self._receiver.known = self._loader.table.known
+        self._receiver.give_back()  # before the sender is told: it may free the memory at once
         self._sink = None
 
     def _holds(self) -> bytes:
@@ -290,6 +291,7 @@ class Receiving(Job[ReceiverSession]):
                 phase=self.session.phase.value,
             ) from error
         finally:
+            self._receiver.give_back()
             if self._locked:
                 self._receiver.lock.release()
 

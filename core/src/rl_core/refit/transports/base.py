@@ -27,11 +27,14 @@ class Lane(ABC):
         data: The bytes on this side, uint8 ``[nbytes]``; allocated and touched once.
         ref: Plain data from which a receiver attaches; sent inside an authenticated message.
         outlives_failure: A refit that fails leaves the lane as good as new.
+        borrows: The sender cannot free the memory while a receiver is attached. If it is the
+            trainer's own (``direct``), receivers attach for one refit at a time.
     """
 
     data: torch.Tensor
     ref: Mapping[str, Any]
     outlives_failure: ClassVar[bool] = True
+    borrows: ClassVar[bool] = False
 
     def serves(self, receivers: Sequence[str]) -> bool:
         """Sender: whether just these receivers can use the lane as it is."""

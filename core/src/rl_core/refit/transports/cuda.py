@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from weakref import WeakValueDictionary
 
 import msgspec
@@ -50,6 +50,8 @@ class CudaRegion(Lane):
     memory is the sender's region alone. Close the receivers' first: after the sender's, torch uses
     the memory for something else, and CUDA leaves undefined what reading it gives then.
     """
+
+    borrows: ClassVar[bool] = True
 
     def __init__(self, data: torch.Tensor, ref: _Ref) -> None:
         self.data = data
