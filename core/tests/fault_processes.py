@@ -40,7 +40,7 @@ SOON = 20.0
 #: The deadline of refits that are to fail earlier, for another reason.
 LATER = 60.0
 #: How long threads and sockets that are let go may take to be gone.
-SETTLE_S = 5.0
+SETTLE_S = 15.0
 #: The last tensors of ``make_tensors``: others were sent before.
 FIRST, LATE = "big", "flags"
 
@@ -354,4 +354,5 @@ def as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setattr(tempfile, "tempdir", folder)
         before = census()
         yield
-        assert gained(before) == {}
+        left = gained(before)
+        assert not left, f"this was left: {dict(left)}"

@@ -392,6 +392,16 @@ def test_an_engine_elsewhere_survives_a_trainer_that_is_killed(stack, at, phase)
     refit(cast.elsewhere("trainer"), engine, seed=NEXT)
 
 
+def test_an_engine_that_meets_another_trainer_clears_away_what_the_first_left(stack):
+    cast = Cast(stack)
+    engine, victim = cast.here(EngineParty), cast.elsewhere("trainer")
+    introduce(victim, engine)
+    victim.kill()
+    (left,) = Path(tempfile.gettempdir()).iterdir()
+    introduce(cast.here(TrainerParty), engine)
+    assert not left.exists()
+
+
 def test_the_next_trainer_clears_away_what_one_left_that_no_engine_saw_die(stack):
     cast = Cast(stack)
     victim = cast.elsewhere("trainer")
