@@ -17,19 +17,21 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from typing import TYPE_CHECKING, Any, Self
 
+import pytest
 import torch
 from refit_doubles import DictSink, DictSource, Engine, Trainer, blank, make_tensors
 from torch._C import _distributed_c10d as c10d
+
+from rl_core.errors import RefitPeerError, WeightsTornError
 
 if TYPE_CHECKING:
     import concurrent.futures
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    import pytest
     from refit_doubles import Tensors
 
     from rl_core.refit.session import Phase
@@ -290,6 +292,68 @@ def serve(
             pipe.send((True, getattr(party, name)(*positional, **named)))
         except Exception as error:
             pipe.send((False, error))
+
+
+class Cast:
+    """Trainer and engines of one test; closed or killed at its end."""
+
+    def __init__(self, stack: ExitStack, **options: Any) -> None:
+        self.stack, self.options = stack, options
+
+    def here(self, kind: type[Any]) -> Any:
+        party = kind(**self.options)
+        self.stack.callback(party.close)
+        return party
+
+    def elsewhere(self, kind: str) -> Any:
+        return self.stack.enter_context(Remote(kind, **self.options))
+
+
+def introduce(trainer: Any, *engines: Any) -> None:
+    info = trainer.info()
+    for engine in engines:
+        engine.meet(info)
+
+
+def begin(trainer: Any, *engines: Any, **options: Any) -> None:
+    trainer.begin(**{"receivers": len(engines)} | options)
+    for engine in engines:
+        engine.begin()
+
+
+def refit(trainer: Any, *engines: Any, seed: int) -> None:
+    """A refit that succeeds, and is exact."""
+    trainer.load(seed)
+    introduce(trainer, *engines)
+    begin(trainer, *engines)
+    report = trainer.outcome()
+    for engine in engines:
+        assert engine.outcome()["version"] == report["version"]
+        engine.check()
+        assert engine.holds(seed)
+
+
+def assert_whole_unless(torn: bool, engine: Any, *, old: int) -> None:
+    """``check`` refuses if the weights are torn, and only then; else they are the old ones."""
+    assert engine.torn() == torn
+    if torn:
+        with pytest.raises(WeightsTornError, match="refit again"):
+            engine.check()
+    else:
+        engine.check()
+        assert engine.holds(old)
+
+
+def assert_names_the_sender(error: BaseException | None, phase: str) -> None:
+    assert isinstance(error, RefitPeerError)
+    assert error.phase == phase
+    assert "sender" in error.peer
+
+
+def assert_names(victim: Remote, error: BaseException | None, phase: str) -> None:
+    assert isinstance(error, RefitPeerError)
+    assert error.phase == phase
+    assert f"pid {victim.pid}" in error.peer
 
 
 def exact(left: Tensors, right: Tensors) -> bool:

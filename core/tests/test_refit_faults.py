@@ -6,29 +6,29 @@ keeps nothing, and takes the next refit as it is.
 
 from __future__ import annotations
 
-import os
-import tempfile
 from contextlib import ExitStack
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
 from fault_processes import (
     FIRST,
     LATE,
+    Cast,
     EngineParty,
-    Remote,
     TrainerParty,
     as_it_was,
-    census,
-    gained,
+    assert_names,
+    assert_names_the_sender,
+    assert_whole_unless,
+    begin,
+    introduce,
+    refit,
     until,
 )
 
 from rl_core.errors import RefitAborted, RefitPeerError, WeightsTornError
 
 if TYPE_CHECKING:
-    from collections import Counter
     from collections.abc import Iterator
 
 
@@ -46,56 +46,6 @@ def nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def stack() -> Iterator[ExitStack]:
     with ExitStack() as stack:
         yield stack
-
-
-class Cast:
-    """Trainer and engines of one test; closed or killed at its end."""
-
-    def __init__(self, stack: ExitStack, **options: Any) -> None:
-        self.stack, self.options = stack, options
-
-    def here(self, kind: type[Any]) -> Any:
-        party = kind(**self.options)
-        self.stack.callback(party.close)
-        return party
-
-    def elsewhere(self, kind: str) -> Any:
-        return self.stack.enter_context(Remote(kind, **self.options))
-
-
-def introduce(trainer: Any, *engines: Any) -> None:
-    info = trainer.info()
-    for engine in engines:
-        engine.meet(info)
-
-
-def begin(trainer: Any, *engines: Any, **options: Any) -> None:
-    trainer.begin(**{"receivers": len(engines)} | options)
-    for engine in engines:
-        engine.begin()
-
-
-def refit(trainer: Any, *engines: Any, seed: int) -> None:
-    """A refit that succeeds, and is exact."""
-    trainer.load(seed)
-    introduce(trainer, *engines)
-    begin(trainer, *engines)
-    report = trainer.outcome()
-    for engine in engines:
-        assert engine.outcome()["version"] == report["version"]
-        engine.check()
-        assert engine.holds(seed)
-
-
-def assert_whole_unless(torn: bool, engine: Any, *, old: int) -> None:
-    """``check`` refuses if the weights are torn, and only then; else they are the old ones."""
-    assert engine.torn() == torn
-    if torn:
-        with pytest.raises(WeightsTornError, match="refit again"):
-            engine.check()
-    else:
-        engine.check()
-        assert engine.holds(old)
 
 
 # -- the sender dies -------------------------------------------------------------------------------
@@ -135,12 +85,6 @@ def test_an_engine_survives_a_trainer_that_is_killed(stack, case, isolation):
     assert_names_the_sender(engine.failure(), case.phase)
     assert_whole_unless(case.torn and isolation == "quiesced", engine, old=OLD)
     refit(cast.elsewhere("trainer"), engine, seed=NEXT)
-
-
-def assert_names_the_sender(error: BaseException | None, phase: str) -> None:
-    assert isinstance(error, RefitPeerError)
-    assert error.phase == phase
-    assert "sender" in error.peer
 
 
 @pytest.mark.parametrize("isolation", ISOLATIONS)
@@ -247,12 +191,6 @@ def test_a_trainer_and_its_other_engines_survive_an_engine_that_is_killed(
         torn = other.torn() if case.torn is None else case.torn
         assert_whole_unless(torn and isolation == "quiesced", other, old=OLD)
     refit(trainer, cast.elsewhere("engine"), *others, seed=NEXT)
-
-
-def assert_names(victim: Remote, error: BaseException | None, phase: str) -> None:
-    assert isinstance(error, RefitPeerError)
-    assert error.phase == phase
-    assert f"pid {victim.pid}" in error.peer
 
 
 @pytest.mark.parametrize("bystanders", [0, 1])
@@ -370,98 +308,3 @@ def test_a_trainer_gives_up_an_engine_that_hangs_and_both_can_go_on(stack, trans
     assert isinstance(engine.failure(), RefitPeerError | RefitAborted | WeightsTornError)
     assert_whole_unless(True, engine, old=OLD)
     refit(trainer, engine, seed=NEXT)
-
-
-# -- between hosts ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("at", "phase"), [("device", "PREPARE"), (LATE, "TRANSFER"), ("confirm", "TRANSFER")]
-)
-def test_an_engine_elsewhere_survives_a_trainer_that_is_killed(stack, at, phase):
-    cast = Cast(stack, transport="collective")
-    engine, trainer = cast.here(EngineParty), cast.elsewhere("trainer")
-    introduce(trainer, engine)
-    trainer.stall(at)
-    begin(trainer, engine)
-    trainer.reached()
-    until(lambda: engine.phase() == phase)
-    trainer.kill()
-    assert_names_the_sender(engine.failure(), phase)
-    assert engine.torn() == (phase == "TRANSFER")
-    refit(cast.elsewhere("trainer"), engine, seed=NEXT)
-
-
-def test_an_engine_that_meets_another_trainer_clears_away_what_the_first_left(stack):
-    cast = Cast(stack)
-    engine, victim = cast.here(EngineParty), cast.elsewhere("trainer")
-    introduce(victim, engine)
-    victim.kill()
-    (left,) = Path(tempfile.gettempdir()).iterdir()
-    introduce(cast.here(TrainerParty), engine)
-    assert not left.exists()
-
-
-def test_the_next_trainer_clears_away_what_one_left_that_no_engine_saw_die(stack):
-    cast = Cast(stack)
-    victim = cast.elsewhere("trainer")
-    victim.info()
-    victim.kill()
-    (left,) = Path(tempfile.gettempdir()).iterdir()
-    cast.here(TrainerParty).info()
-    assert left.exists()  # it could be one that is just being made
-    os.utime(left, (0, 0))
-    cast.here(TrainerParty).info()
-    assert not left.exists()
-
-
-@pytest.mark.parametrize("bystanders", [0, 1])
-@pytest.mark.parametrize(
-    ("at", "phase"),
-    [(None, "PREPARE"), ("write", "TRANSFER"), ("finish", "SEAL"), ("commit", "COMMIT")],
-)
-def test_a_trainer_and_engines_elsewhere_survive_an_engine_that_is_killed(
-    stack, at, phase, bystanders
-):
-    cast = Cast(stack, transport="collective")
-    trainer, victim = cast.here(TrainerParty), cast.elsewhere("engine")
-    others = [cast.here(EngineParty) for _ in range(bystanders)]
-    introduce(trainer, victim, *others)
-    if at is None:
-        victim.generate()
-    else:
-        victim.stall(at)
-    begin(trainer, victim, *others)
-    if at is not None:
-        victim.reached()
-    until(lambda: trainer.phase() == phase)
-    victim.kill()
-    assert_names(victim, trainer.failure(), phase)
-    for other in others:
-        assert isinstance(other.failure(), RefitAborted | WeightsTornError | None)
-        assert other.version() == trainer.version() == (phase == "COMMIT")
-    refit(trainer, cast.elsewhere("engine"), *others, seed=NEXT)
-
-
-# -- what survivors hold ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("transport", ["ipc", "collective"])
-@pytest.mark.parametrize("survivor", ["trainer", "engine"])
-def test_who_survives_many_deaths_holds_no_more_than_after_the_first(stack, survivor, transport):
-    cast = Cast(stack, transport=transport)
-    here = cast.here(TrainerParty if survivor == "trainer" else EngineParty)
-    after_first: Counter[str] | None = None
-    for _ in range(3):
-        there = cast.elsewhere("engine" if survivor == "trainer" else "trainer")
-        trainer, engine = (here, there) if survivor == "trainer" else (there, here)
-        refit(trainer, engine, seed=OLD)
-        there.stall("finish" if there is engine else "confirm")
-        begin(trainer, engine)
-        there.reached()
-        there.kill()
-        assert isinstance(here.failure(), RefitPeerError)
-        there.close()
-        if after_first is None:
-            after_first = census()
-    assert gained(after_first) == {}

@@ -10,11 +10,11 @@ import tempfile
 import time
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from fault_processes import LATER, SOON, EngineParty, Remote, TrainerParty, as_it_was
+from fault_processes import LATER, SOON, EngineParty, Remote, TrainerParty, as_it_was, begin
 from refit_doubles import Engine, Trainer, blank, same
 
 from rl_core.errors import RefitAborted, RefitError, RefitPeerError, RefitProtocolError
@@ -36,12 +36,6 @@ def nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def stack() -> Iterator[ExitStack]:
     with ExitStack() as stack:
         yield stack
-
-
-def begin(trainer: Any, *engines: Any, **options: Any) -> None:
-    trainer.begin(**{"receivers": len(engines)} | options)
-    for engine in engines:
-        engine.begin()
 
 
 # -- memory ----------------------------------------------------------------------------------------
