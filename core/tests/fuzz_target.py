@@ -38,7 +38,7 @@ from rl_core.refit.session import (
     Send,
     SenderSession,
 )
-from rl_core.refit.transports.base import Lane
+from rl_core.refit.transports.base import NoLane
 from rl_core.refit.transports.ipc import IPC
 from rl_core.refit.transports.memory import SharedRegion
 
@@ -263,13 +263,9 @@ def perform(session: Any, effects: list[Effect]) -> None:
         perform(session, following)
 
 
-class Bytes(Lane):
+class Bytes(NoLane):
     def __init__(self) -> None:
-        self.data = torch.zeros(4096, dtype=torch.uint8)
-        self.ref = {"at": 1}
-
-    def close(self) -> None:
-        """Nothing is held."""
+        self.data, self.ref = torch.zeros(4096, dtype=torch.uint8), {"at": 1}
 
 
 class Line:
@@ -388,7 +384,10 @@ def prepare(choices: Choices, seen: Counter[str]) -> None:
 
 
 def address(choices: Choices, seen: Counter[str]) -> None:
-    given = plain(choices, {"endpoint": "ipc:///nowhere/rl-refit-0/socket"})
+    endpoint = choices.one_of(["ipc://", "", "tcp://"]) + choices.one_of(
+        [text for text in AWKWARD if isinstance(text, str)]
+    )
+    given = {"endpoint": endpoint} if choices.below(2) else plain(choices, {"endpoint": endpoint})
 
     def use() -> None:
         end = IPC.receiver(given)
@@ -431,19 +430,16 @@ def ends_typed(what: str, call: Callable[[], object], seen: Counter[str]) -> Non
         seen[f"{what}: done"] += 1
 
 
-#: What reads, and how often it is tried: the endpoints are slow.
+#: What reads, and how often it is tried.
 TARGETS = (
     [receiver_session] * 20 + [sender_session] * 20 + [prepare] * 8 + [reference] * 8
     + [handles] * 4 + [receiver_job] * 2 + [sender_job] * 2
+    + [address]
 )  # fmt: skip
 
 
 def one_input(data: bytes, seen: Counter[str]) -> None:
-    """One attempt.
-
-    Raises:
-        Exception: It ended as it may not.
-    """
+    """One attempt; raises if it ended as it may not."""
     choices = Choices(data)
     choices.one_of(TARGETS)(choices, seen)
 
