@@ -6,16 +6,18 @@ Where the state machine with its histories is a search, this is a list, and comp
 from __future__ import annotations
 
 from contextlib import closing
-from typing import TYPE_CHECKING
+from itertools import count
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from refit_network import Network, forgeries
+from refit_forgeries import forgeries, out_of_turn_to_engine, out_of_turn_to_trainer
+from refit_network import Network
 from refit_parties import DEADLINE_S, NAMES, Kind
 
 from rl_core.refit.messages import Codec, FromReceiver, FromSender
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
 ISOLATIONS = ["quiesced", "staged"]
 IN_PLACE, CAST = Kind(in_place=True), Kind(casts=True, ties=False)
@@ -25,14 +27,19 @@ IN_PLACE, CAST = Kind(in_place=True), Kind(casts=True, ties=False)
 STEPS = 20
 
 
-def refit_at(step: int, isolation: str, kind: Kind) -> Network:
+def refit_at(
+    step: int, isolation: str, kind: Kind, *, trained: Iterable[str] = "abc", **options: Any
+) -> Network:
     """Two engines that have weights, so many steps into a refit to others."""
     network = Network(2, kind)
     network.trainer.train(NAMES)
-    network.start()
+    network.start(bucket_bytes=1024)
     network.settle()
-    network.trainer.train(["a", "b", "c"])
-    network.start(isolation=isolation, verify="installed", delta=True, bucket_bytes=128)
+    network.trainer.train(trained)
+    network.start(
+        **{"verify": "installed", "delta": True, "bucket_bytes": 128, "isolation": isolation}
+        | options
+    )
     network.settle(step)
     return network
 
@@ -189,26 +196,66 @@ def test_a_refit_has_fewer_steps_than_are_tried(isolation: str):
 @pytest.mark.parametrize("side", ["up", "down"])
 def test_every_field_of_every_message_with_another_value(side: str, isolation: str):
     """Written by someone who holds the token: the value is of the same type, and wrong."""
-    for step in range(STEPS):
-        number = 0
-        while forged(side, step, number, isolation):
-            number += 1
 
-
-def forged(side: str, step: int, number: int, isolation: str) -> bool:
-    """A refit in which one message is forged; False if there are not so many ways to do that."""
-    with closing(refit_at(step, isolation, IN_PLACE)) as network:
+    def forge(network: Network, number: int) -> bool:
         queue, kind = {"up": (network.up, FromReceiver), "down": (network.down, FromSender)}[side]
         if not queue:
             return False
         codec: Codec[FromReceiver | FromSender] = Codec(kind, network.trainer.sender.token)
         key, frame = queue[0]
         others = forgeries(codec.decode(frame))
-        if number == len(others):
+        if number < len(others):
+            queue[0] = key, codec.encode(others[number])
+        return number < len(others)
+
+    try_all(forge, isolation)
+
+
+@pytest.mark.parametrize("isolation", ISOLATIONS)
+@pytest.mark.parametrize("verify", ["wire", "none"])
+def test_every_message_out_of_turn(verify: str, isolation: str):
+    """Written by someone who holds the token, at once to the trainer or to an engine."""
+
+    def interrupt(network: Network, number: int) -> bool:
+        engine = network.engines[1]
+        if network.trainer.job is None or engine.job is None:
             return False
-        queue[0] = key, codec.encode(others[number])
-        see_to_the_end(network)
+        codec: Codec[FromReceiver] = Codec(FromReceiver, network.trainer.sender.token)
+        up, down = out_of_turn_to_trainer(network), out_of_turn_to_engine(network, engine)
+        frames = [(engine.end.key, codec.encode(message)) for message in [*up, *down]]
+        if number < len(up):
+            network.to_trainer(frames[number])
+        elif number < len(frames):
+            network.to_engines(frames[number])
+        return number < len(frames)
+
+    try_all(interrupt, isolation, verify=verify, delta=False)
+
+
+@pytest.mark.parametrize("isolation", ISOLATIONS)
+def test_every_frame_of_a_session_before_with_the_same_weights(isolation: str):
+    """What was right to say then is of the same plan and the same digests as now."""
+
+    def replay(network: Network, number: int) -> bool:
+        engine = network.engines[1]
+        frames = [*dict.fromkeys(network.seen_up), *dict.fromkeys(network.seen_down)]
+        if engine.job is None or number == len(frames):
+            return False
+        up = frames[number] in network.seen_up
+        (network.to_trainer if up else network.to_engines)((engine.end.key, frames[number]))
         return True
+
+    try_all(replay, isolation, trained=[], delta=False, bucket_bytes=1024)
+
+
+def try_all(change: Callable[[Network, int], bool], isolation: str, **options: Any) -> None:
+    """Refits in which one thing is changed: in every way that there is, at every step."""
+    for step in range(STEPS):
+        for number in count():
+            with closing(refit_at(step, isolation, IN_PLACE, **options)) as network:
+                if not change(network, number):
+                    break
+                see_to_the_end(network)
 
 
 @pytest.mark.parametrize("isolation", ["quiesced", "staged"])

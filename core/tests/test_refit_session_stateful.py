@@ -8,7 +8,8 @@ from __future__ import annotations
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from refit_network import Network, forgeries
+from refit_forgeries import forgeries, out_of_turn_to_engine, out_of_turn_to_trainer
+from refit_network import Network
 from refit_parties import DEADLINE_S, NAMES, Engine, Kind
 
 from rl_core.errors import RLError
@@ -177,6 +178,19 @@ class Hostile(RuleBasedStateMachine):
             return
         queue[at] = key, codec.encode(data.draw(st.sampled_from(forgeries(message))))
         network.refit.forged = True
+
+    @precondition(lambda self: self.network.trainer.job and not self.network.refit.forged)
+    @rule(data=st.data(), number=NUMBERS, up=st.booleans())
+    def a_message_comes_out_of_turn(self, data: st.DataObject, number: int, up: bool) -> None:
+        """By whoever holds the token, as above."""
+        network, engine = self.network, self.engine(number)
+        if engine.job is None:
+            return
+        others = out_of_turn_to_trainer(network) if up else out_of_turn_to_engine(network, engine)
+        codec: Codec[FromReceiver] = Codec(FromReceiver, network.trainer.sender.token)
+        frame = engine.end.key, codec.encode(data.draw(st.sampled_from(others)))
+        network.refit.forged = True
+        (network.to_trainer if up else network.to_engines)(frame)
 
     @property
     def may_be_forged(self) -> bool:
