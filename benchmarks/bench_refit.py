@@ -1,228 +1,218 @@
-# ruff: noqa: D101, D102
-"""How fast a packed refit over shared memory is, against memcpy on the same host in the same run.
+"""How fast refits are: next to plain copies and to what people use today, in one run.
 
-    python benchmarks/bench_refit.py [--gb 1] [--tensors 200] [--receivers 1] [--json FILE]
+    python benchmarks/bench_refit.py [--only base,sweep,receivers,delta,growth] [--quick]
+                                     [--json FILE] [--plots DIR]
 
-The bounds: ``one copy`` is a single memcpy of the same bytes; ``two copies`` is what packed data
-must cost at least, pack and load, run by two processes at the same time through shared memory with
-nothing between them but two semaphores.
+``base``: one model, every data mode, every peer. ``sweep``: models of several sizes in few and in
+many tensors. ``receivers``: several engines. ``delta``: refits that send what changed. ``growth``:
+what a hundred refits leave behind. README.md says how each is measured.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import multiprocessing
-import threading
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-import torch
+import refit_report
+import refit_steps
+import typer
+from refit_ours import OURS
+from refit_pair import Case
+from refit_peers import PEERS
+from refit_targets import show, targets
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from rl_core.interfaces import TensorSpec, WeightSink, WeightSource
-from rl_core.refit import DEFAULT_BUCKET_BYTES, RefitReceiver, RefitSender
-from rl_core.refit.transports.memory import SharedRegion
+from rl_core.errors import RefitCorrupted, RLError
 
-Tensors = dict[str, torch.Tensor]
-SLOTS = 2
-
-
-def make(nbytes: int, count: int) -> Tensors:
-    """Float32 tensors of equal size, about ``nbytes`` together."""
-    each = max(1, nbytes // count // 4)
-    return {f"layers.{i}.weight": torch.full((each,), float(i)) for i in range(count)}
-
-
-class Source(WeightSource):
-    def __init__(self, tensors: Tensors) -> None:
-        self.held = tensors
-
-    def specs(self) -> Sequence[TensorSpec]:
-        return [TensorSpec(name, tuple(t.shape), "float32") for name, t in self.held.items()]
-
-    def tensors(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        for name in names:
-            yield name, self.held[name]
+MB = 1_000_000
+Said = Callable[[str], None]
 
 
-class Sink(WeightSink):
-    def __init__(self, tensors: Tensors) -> None:
-        self.held = tensors
+@dataclass(frozen=True)
+class Sizes:
+    """How much is measured."""
 
-    def specs(self) -> Sequence[TensorSpec]:
-        return Source(self.held).specs()
-
-    def write(self, name: str, offset: int, data: torch.Tensor, *, of: TensorSpec) -> None:
-        self.held[name][offset : offset + data.numel()].copy_(data)
-
-    def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        return Source(self.held).tensors(list(names))
-
-
-def engine(pipe: Any, nbytes: int, count: int) -> None:
-    """Another process: receives whatever it is told to, or copies for the two-copy bound."""
-    torch.set_num_threads(1)
-    tensors = make(nbytes, count)
-    receiver = RefitReceiver(lambda: Sink(tensors), name="engine", lock=threading.RLock())
-    while (command := pipe.recv()) is not None:
-        kind, argument = command
-        if kind == "prepare":
-            receiver.prepare(argument)
-        elif kind == "receive":
-            receiver.receive_ipc().result()
-        else:
-            load(tensors, *argument)
-        pipe.send("done")
-    receiver.close()
+    base_mb: int = 1000
+    base_tensors: int = 200
+    sweep_mb: tuple[int, ...] = (100, 1000, 4000)
+    sweep_tensors: tuple[int, ...] = (10, 100, 1000, 10_000)
+    receivers: tuple[int, ...] = (1, 2, 4, 8)
+    receivers_mb: int = 250
+    delta_mb: int = 1000
+    fractions: tuple[float, ...] = (0, 0.01, 0.1, 0.25, 0.5, 0.75, 1)
+    growth_mb: int = 50
+    growth_tens: int = 10
+    repeats: int = 5
 
 
-def load(tensors: Tensors, ref: Any, pipe: Any, rounds: int) -> None:
-    """The second copy of the bound: slot after slot, as they are announced."""
-    region = SharedRegion.attach(ref)
-    flat = torch.cat([t.view(-1) for t in tensors.values()]).view(torch.uint8)
-    size = region.ref.nbytes // SLOTS
-    pipe.send("ready")
-    for _ in range(rounds):
-        for start in range(0, flat.numel(), size):
-            slot = pipe.recv()
-            part = flat[start : start + size]
-            part.copy_(region.data[slot * size : slot * size + part.numel()])
-            pipe.send(slot)
+FULL = Sizes()
+QUICK = Sizes(
+    base_mb=100,
+    base_tensors=50,
+    sweep_mb=(20, 100),
+    sweep_tensors=(10, 1000),
+    receivers=(1, 2),
+    receivers_mb=50,
+    delta_mb=100,
+    fractions=(0, 0.1, 0.5, 1),
+    growth_mb=20,
+    growth_tens=2,
+    repeats=2,
+)
 
 
-def best(run: Callable[[], object], repeats: int) -> float:
-    times = []
-    for _ in range(repeats):
-        began = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - began)
-    return min(times)
-
-
-def one_copy(tensors: Tensors, repeats: int) -> float:
-    copies = {name: torch.zeros_like(t) for name, t in tensors.items()}
-
-    def copy() -> None:
-        for name, tensor in tensors.items():
-            copies[name].copy_(tensor)
-
-    copy()
-    return best(copy, repeats)
-
-
-def two_copies(tensors: Tensors, child: Any, repeats: int, bucket: int) -> float:
-    flat = torch.cat([t.view(-1) for t in tensors.values()]).view(torch.uint8)
-    region = SharedRegion.create(SLOTS * bucket)
-    ours, theirs = multiprocessing.get_context("spawn").Pipe()
-    child.send(("copy", (region.ref, theirs, repeats + 1)))
-    ours.recv()
-
-    def run() -> None:
-        free = list(range(SLOTS))
-        under_way = 0
-        for start in range(0, flat.numel(), bucket):
-            if not free:
-                free.append(ours.recv())
-                under_way -= 1
-            slot = free.pop(0)
-            part = flat[start : start + bucket]
-            where = slot * bucket
-            region.data[where : where + part.numel()].copy_(part)
-            ours.send(slot)
-            under_way += 1
-        for _ in range(under_way):
-            ours.recv()
-
-    run()
-    seconds = best(run, repeats)
-    child.recv()
-    region.close()
-    return seconds
-
-
-def refit(
-    sender: RefitSender, children: list[Any], verify: str, repeats: int, bucket: int
-) -> dict[str, Any]:
-    def run() -> dict[str, Any]:
-        for child in children:
-            child.send(("receive", None))
-        report = sender.stream_ipc(
-            verify=verify, receivers=len(children), bucket_bytes=bucket
-        ).result()
-        for child in children:
-            child.recv()
-        return report
-
-    run()
-    return min((run() for _ in range(repeats)), key=lambda report: report["seconds"])
-
-
-def measure(nbytes: int, count: int, receivers: int, repeats: int, bucket: int) -> dict[str, Any]:
-    """Rates in GB/s, and ratios to the bounds of this run."""
-    torch.set_num_threads(1)
-    context = multiprocessing.get_context("spawn")
-    tensors = make(nbytes, count)
-    pipes, processes = [], []
-    for _ in range(receivers):
-        ours, theirs = context.Pipe()
-        process = context.Process(target=engine, args=(theirs, nbytes, count), daemon=True)
-        process.start()
-        pipes.append(ours)
-        processes.append(process)
-    sender = RefitSender(lambda: Source(tensors), name="trainer")
-    info = sender.prepare()
-    for pipe in pipes:
-        pipe.send(("prepare", info))
-        pipe.recv()
-    total = sum(t.numel() * 4 for t in tensors.values())
-    one = one_copy(tensors, repeats)
-    two = two_copies(tensors, pipes[0], repeats, bucket)
-    rows = [
-        {"what": "one copy (memcpy)", "seconds": one},
-        {"what": "two copies (two processes)", "seconds": two},
-    ]
-    for verify in ("none", "wire", "installed"):
-        report = refit(sender, pipes, verify, repeats, bucket)
-        row = {"what": f"refit verify={verify}", "seconds": report["seconds"]}
-        rows.append(row | {"of_two_copies": two / report["seconds"]})
-        extra = report["extra_memory_bytes"]
-    for pipe, process in zip(pipes, processes, strict=True):
-        pipe.send(None)
-        process.join()
-    sender.close()
-    for row in rows:
-        row["gb_per_s"] = total / row["seconds"] / 1e9
-    return {
-        "bytes": total,
-        "tensors": count,
-        "receivers": receivers,
-        "bucket_bytes": bucket,
-        "extra_memory_bytes": extra,
-        "rows": rows,
-    }
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--gb", type=float, default=1.0)
-    parser.add_argument("--tensors", type=int, default=200)
-    parser.add_argument("--receivers", type=int, default=1)
-    parser.add_argument("--bucket-mb", type=int, default=DEFAULT_BUCKET_BYTES >> 20)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--json", type=Path, help="file to write the figures to")
-    args = parser.parse_args()
-    result = measure(
-        int(args.gb * 1e9), args.tensors, args.receivers, args.repeats, args.bucket_mb << 20
+def base(sizes: Sizes, said: Said) -> dict[str, Any]:
+    """Bounds, ours and peers, on one clock."""
+    case = Case(sizes.base_mb * MB, sizes.base_tensors, "bfloat16", sizes.repeats)
+    return refit_report.document(
+        case, PEERS.values(), OURS, said=lambda name: said(f"base: {name}")
     )
-    if args.json:
-        args.json.write_text(json.dumps(result, indent=2) + "\n")
-    print(f"{result['bytes'] / 1e9:.2f} GB in {args.tensors} tensors, {args.receivers} receivers")
-    for row in result["rows"]:
-        ratio = f"{row['of_two_copies']:.2f} of two copies" if "of_two_copies" in row else ""
-        print(f"  {row['what']:<28}{row['seconds']:8.3f} s{row['gb_per_s']:8.2f} GB/s  {ratio}")
+
+
+def sweep(sizes: Sizes, said: Said) -> list[dict[str, Any]]:
+    """A document for every size."""
+    found = []
+    for megabytes in sizes.sweep_mb:
+        for count in sizes.sweep_tensors:
+            said(f"sweep: {megabytes / 1000:g} GB in {count:,} tensors")
+            found.append(pace(megabytes * MB, count, 1, sizes.repeats))
+    return found
+
+
+def receivers(sizes: Sizes, said: Said) -> list[dict[str, Any]]:
+    """A document for every number of engines."""
+    found = []
+    for count in sizes.receivers:
+        said(f"receivers: {count}")
+        found.append(pace(sizes.receivers_mb * MB, 100, count, sizes.repeats))
+    return found
+
+
+def pace(nbytes: int, tensors: int, engines: int, repeats: int) -> dict[str, Any]:
+    """One document, or why there is none."""
+    size = {"bytes": nbytes, "tensors": tensors, "receivers": engines}
+    if (lack := refit_steps.lack_of_memory(nbytes, engines)) is not None:
+        return {**size, "skipped": lack}
+    return size | step(refit_steps.pace, nbytes, tensors, engines, repeats)
+
+
+def delta(sizes: Sizes, said: Said) -> dict[str, Any]:
+    """What a delta takes, by the fraction that changed."""
+    said("delta")
+    return step(refit_steps.delta, sizes.delta_mb * MB, 200, sizes.fractions, sizes.repeats)
+
+
+def growth(sizes: Sizes, said: Said) -> dict[str, Any]:
+    """What refits hold and leave behind."""
+    found: dict[str, Any] = {"growth": [], "memory": []}
+    for mode in ("direct", "packed"):
+        said(f"growth: {mode}")
+        many = step(refit_steps.growth, mode, sizes.growth_mb * MB, 100, sizes.growth_tens)
+        found["growth"].append(many)
+        large = step(refit_steps.memory, mode, sizes.delta_mb * MB, 200)
+        found["memory"].append(large)
+    return found
+
+
+def step(run: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
+    """One step in a process of its own; what fails says so, but wrong bytes end everything."""
+    try:
+        return refit_steps.apart(run, *args)
+    except RefitCorrupted:
+        raise
+    except (RLError, BrokenProcessPool) as error:
+        return {"failed": f"{type(error).__name__}: {error}"}
+
+
+SECTIONS = {
+    "base": base,
+    "sweep": sweep,
+    "receivers": receivers,
+    "delta": delta,
+    "growth": growth,
+}
+
+
+@contextmanager
+def progress() -> Iterator[Said]:
+    """A line on standard error that says what is measured; as many lines where it is a file."""
+    console = Console(stderr=True)
+    columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("starting", total=None)
+
+        def said(what: str) -> None:
+            bar.update(task, description=what)
+            if not console.is_terminal:
+                console.print(what)
+
+        yield said
+
+
+def chosen(only: str | None) -> list[str]:
+    """The sections with these names.
+
+    Raises:
+        BadParameter: There is no such section.
+    """
+    names = only.split(",") if only else list(SECTIONS)
+    if unknown := sorted(set(names) - set(SECTIONS)):
+        raise typer.BadParameter(f"unknown: {', '.join(unknown)}; there are {', '.join(SECTIONS)}")
+    return [name for name in SECTIONS if name in names]
+
+
+def main(
+    only: Annotated[str | None, typer.Option(help="Sections, with commas between.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Small sizes: does it all work?")] = False,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write figures here.")] = None,
+    plots: Annotated[Path | None, typer.Option(help="Folder to draw in.")] = None,
+) -> None:
+    """Measures refits against plain copies and peers, and says which targets are met."""
+    sizes = QUICK if quick else FULL
+    result: dict[str, Any] = {"host": refit_report.host(), "quick": quick}
+    with progress() as said:
+        for name in chosen(only):
+            result[name] = SECTIONS[name](sizes, said)
+            result["targets"] = [one.as_dict() for one in targets(result)]
+            if json_file is not None:  # what there is, after every section
+                json_file.write_text(json.dumps(result, indent=2) + "\n")
+    console = Console(width=None if Console().is_terminal else 160)
+    report(result, console)
+    if plots is not None:
+        from plots import draw
+
+        for path in draw([result], plots):
+            console.print(path)
+
+
+def report(result: dict[str, Any], console: Console) -> None:
+    """The table of all methods, what was left out, and the targets."""
+    if "base" in result:
+        refit_report.show(result["base"], console)
+    show(targets(result), console)
+    for name in SECTIONS:
+        for one, why in left_out(result.get(name, {})):
+            console.print(f"{name}: not measured: {one}: {why}", style="yellow")
+
+
+def left_out(figures: Any) -> Iterator[tuple[str, str]]:
+    """What was skipped or failed, anywhere in these figures, and why."""
+    if isinstance(figures, dict):
+        size = [f"{figures[key]:,} {key}" for key in ("bytes", "tensors") if key in figures]
+        for key in ("skipped", "failed"):
+            if isinstance(figures.get(key), str):
+                yield figures.get("what", " in ".join(size)), figures[key]
+        figures = figures.values()
+    if not isinstance(figures, (str, int, float, type(None))):
+        for one in figures:
+            yield from left_out(one)
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

@@ -4,14 +4,15 @@
 
 ``refit_rates`` shows our refits beside what people use today, with the bounds as lines, for the
 size that most methods were measured at. ``refit_sweep`` shows how much of its bound each of our
-refits reaches when the same bytes come in few or many tensors. README.md describes the files.
+refits reaches when the same bytes come in few or many tensors. ``refit_scaling`` shows what more
+engines cost, and when a delta pays. README.md describes the files.
 """
 
 from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,11 +23,16 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, NullLocator, PercentFormatter
+from refit_targets import OF_BOUND
 
+Result = dict[str, Any]
 Document = dict[str, Any]
 Size = tuple[int, int, str]
 
 INK, FAINT, OURS, PEER = "#22262b", "#8a9099", "#1f6f8b", "#c3c8ce"
+#: Of refits that copy once and twice.
+COLORS = {1: OURS, 2: "#c96f2e"}
+SMALL: dict[str, Any] = {"loc": "left", "fontsize": 10}
 STYLE = {
     "font.family": "DejaVu Sans",
     "font.size": 10,
@@ -39,20 +45,20 @@ STYLE = {
 }
 
 
-def read(files: Iterable[Path]) -> list[Document]:
-    """All documents of the files, each of which holds one or a list.
+def read(files: Iterable[Path]) -> list[Result]:
+    """The files' results; a document of ``refit_peers.py`` becomes the base of one.
 
     Raises:
-        BadParameter: There is none, or they are of different machines: rates do not compare.
+        BadParameter: They are of different machines: rates do not compare.
     """
-    documents: list[Document] = []
+    results: list[Result] = []
     for file in files:
         content = json.loads(file.read_text())
-        documents += content if isinstance(content, list) else [content]
-    machines = {(one["host"]["cpu"], one["host"]["cores"]) for one in documents}
+        results.append({"host": content["host"], "base": content} if "rows" in content else content)
+    machines = {(one["host"]["cpu"], one["host"]["cores"]) for one in results}
     if len(machines) != 1:
-        raise typer.BadParameter(f"documents of {len(machines)} machines: {sorted(machines)}")
-    return documents
+        raise typer.BadParameter(f"results of {len(machines)} machines: {sorted(machines)}")
+    return results
 
 
 def size_of(document: Document) -> Size:
@@ -86,8 +92,11 @@ def bare(axes: Axes) -> None:
     axes.tick_params(length=0)
 
 
-def draw_rates(documents: list[Document]) -> Figure:
-    """Bars of GB/s, fastest first, and the bounds as lines across them."""
+def draw_rates(results: list[Result]) -> Figure | None:
+    """Bars of GB/s, fastest first, and the bounds as lines across them; None without a base."""
+    documents = [result["base"] for result in results if "base" in result]
+    if not documents:
+        return None
     (nbytes, count, dtype), rows = fullest(documents)
     bars = sorted((row for row in rows if row["kind"] != "bound"), key=lambda row: row["gb_per_s"])
     bounds = {row["what"]: row for row in rows if row["what"] in ("one copy", "two copies")}
@@ -105,7 +114,7 @@ def draw_rates(documents: list[Document]) -> Figure:
     draw_bounds(axes, bounds)
     axes.set_xlim(0, 1.06 * max([*rates, *(row["gb_per_s"] for row in bounds.values())]))
     axes.xaxis.set_major_locator(NullLocator())
-    axes.set_xlabel(about(documents[0]["host"]), color=FAINT, fontsize=8, loc="left", labelpad=8)
+    axes.set_xlabel(about(results[0]["host"]), color=FAINT, fontsize=8, loc="left", labelpad=8)
     figure.suptitle(
         f"New weights in an engine's tensors: GB/s of {gigabytes(nbytes)} of {dtype} "
         f"in {count:,} tensors",
@@ -155,22 +164,21 @@ def about(host: dict[str, Any]) -> str:
     )
 
 
-def sweeps(documents: list[Document]) -> dict[str, dict[int, dict[int, float]]]:
+def sweeps(results: list[Result]) -> dict[str, dict[int, dict[int, float]]]:
     """Fractions of the bound by refit, bytes and tensors, of refits with several counts."""
     found: dict[str, dict[int, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
-    for document in documents:
-        for row in document["rows"]:
-            if row["kind"] == "ours" and "of_bound" in row:
-                what = f"{row['what']}\nof {row['bound']}"
-                found[what][size_of(document)[0]][document["tensors"]] = row["of_bound"]
+    for document in (one for result in results for one in result.get("sweep", ())):
+        for row in document.get("rows", ()):
+            if row["what"] in OF_BOUND:
+                found[row["what"]][size_of(document)[0]][document["tensors"]] = row["of_bound"]
     return {
         what: sizes for what, sizes in found.items() if any(len(one) > 1 for one in sizes.values())
     }
 
 
-def draw_sweep(documents: list[Document]) -> Figure | None:
+def draw_sweep(results: list[Result]) -> Figure | None:
     """Fraction of the bound against the number of tensors; None if nothing was swept."""
-    panels = sweeps(documents)
+    panels = sweeps(results)
     if not panels:
         return None
     across = 2 if len(panels) in (2, 4) else min(3, len(panels))
@@ -187,7 +195,11 @@ def draw_sweep(documents: list[Document]) -> Figure | None:
     marks = [Line2D([], [], color=colors[one], marker="o", label=gigabytes(one)) for one in known]
     figure.legend(handles=marks, loc="outside upper right", ncols=len(marks), frameon=False)
     figure.suptitle(
-        "Rate as a fraction of plain copies", x=0.01, ha="left", fontweight="bold", fontsize=11
+        "Rate as a fraction of plain copies; dotted: the target",
+        x=0.01,
+        ha="left",
+        fontweight="bold",
+        fontsize=11,
     )
     figure.supxlabel("tensors that the bytes come in", fontsize=10)
     return figure
@@ -199,6 +211,7 @@ def draw_panel(
     """One refit: a line per size of the model."""
     bare(axes)
     axes.axhline(1, color=INK, linewidth=1, linestyle=(0, (4, 3)))
+    axes.axhline(OF_BOUND[what], color=INK, linewidth=1, linestyle=":")
     for nbytes, fractions in sorted(sizes.items()):
         counts = sorted(fractions)
         rates = [fractions[count] for count in counts]
@@ -211,25 +224,80 @@ def draw_panel(
     axes.grid(axis="y", color="#e6e8eb", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.tick_params(labelbottom=True)
-    axes.set_title(what, loc="left", fontsize=10)
+    axes.set_title(f"{what}, of {'one copy' if 'direct' in what else 'two copies'}", **SMALL)
+
+
+def draw_scaling(results: list[Result]) -> Figure | None:
+    """Time against the number of engines, and of deltas against what changed; None without both."""
+    result = next((one for one in results if "receivers" in one and "delta" in one), None)
+    if result is None:
+        return None
+    figure = Figure(figsize=(9.6, 3.8), layout="constrained")
+    engines, deltas = figure.subplots(1, 2)
+    draw_engines(engines, [one for one in result["receivers"] if "rows" in one])
+    draw_deltas(deltas, result["delta"])
+    for axes in (engines, deltas):
+        bare(axes)
+        axes.set_ylim(bottom=0)
+        axes.grid(axis="y", color="#e6e8eb", linewidth=0.8)
+        axes.legend(frameon=False, fontsize=8)
+    return figure
+
+
+def draw_engines(axes: Axes, documents: list[Document]) -> None:
+    """Refits as lines, the bounds dashed."""
+    counts = [document["receivers"] for document in documents]
+    for copies, color in COLORS.items():
+        rows = [[row for row in one["rows"] if row["copies"] == copies] for one in documents]
+        for times in zip(*rows, strict=True):
+            kind = {"bound": "--", "ours": "-" if "none" in times[0]["what"] else ":"}
+            axes.plot(
+                counts,
+                [row["seconds"] * 1e3 for row in times],
+                color=color,
+                linestyle=kind[times[0]["kind"]],
+                marker="o",
+                markersize=4,
+                label=times[0]["what"],
+            )
+    axes.set_xticks(counts)
+    axes.set_xlabel("engines")
+    size = gigabytes(documents[0]["bytes"]) if documents else ""
+    axes.set_title(f"ms until all engines have {size}", **SMALL)
+
+
+def draw_deltas(axes: Axes, figures: dict[str, Any]) -> None:
+    """Deltas as lines, refits of everything dashed."""
+    for (mode, found), color in zip(figures.get("modes", {}).items(), COLORS.values(), strict=True):
+        parts, seconds = zip(*found["seconds"], strict=True)
+        times = [one * 1e3 for one in seconds]
+        axes.plot(parts, times, color=color, marker="o", markersize=4, label=f"{mode}, delta")
+        full = found["full_seconds"] * 1e3
+        axes.axhline(full, color=color, linestyle="--", label=f"{mode}, all")
+    axes.xaxis.set_major_formatter(PercentFormatter(1))
+    axes.set_xlabel("tensors that changed")
+    axes.set_title(f"ms for {gigabytes(figures.get('bytes', 0))}, verify=wire", **SMALL)
+
+
+def draw(results: list[Result], out: Path) -> Iterator[Path]:
+    """Draws all that the results allow, as PNG and SVG; yields the PNGs."""
+    out.mkdir(parents=True, exist_ok=True)
+    figures = {"rates": draw_rates, "sweep": draw_sweep, "scaling": draw_scaling}
+    with matplotlib.rc_context(STYLE):
+        for name, make in figures.items():
+            if (figure := make(results)) is not None:
+                figure.savefig(out / f"refit_{name}.png", dpi=160)
+                figure.savefig(out / f"refit_{name}.svg", metadata={"Date": None})
+                yield out / f"refit_{name}.png"
 
 
 def main(
     files: Annotated[list[Path], typer.Argument(help="What the benchmarks wrote with --json.")],
     out: Annotated[Path, typer.Option(help="Folder for the drawings.")] = Path("out/bench"),
 ) -> None:
-    """Draws refit_rates and, if there is a sweep, refit_sweep, as PNG and SVG."""
-    documents = read(files)
-    out.mkdir(parents=True, exist_ok=True)
-    with matplotlib.rc_context(STYLE):
-        for name, figure in (
-            ("refit_rates", draw_rates(documents)),
-            ("refit_sweep", draw_sweep(documents)),
-        ):
-            if figure is not None:
-                figure.savefig(out / f"{name}.png", dpi=160)
-                figure.savefig(out / f"{name}.svg", metadata={"Date": None})
-                typer.echo(out / f"{name}.png")
+    """Draws what there is of refit_rates, refit_sweep and refit_scaling."""
+    for path in draw(read(files), out):
+        typer.echo(path)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,3 @@
-# ruff: noqa: D102
 """Our refits as a method of ``refit_pair.py``: one clock with everybody else's."""
 
 from __future__ import annotations
