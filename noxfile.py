@@ -106,6 +106,8 @@ def bench(session: nox.Session) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for script in sorted((ROOT / "benchmarks").glob("bench_*.py")):
         session.run("python", str(script), "--json", str(folder / f"{script.stem}.json"))
+    plots = ["benchmarks/plots.py", str(folder / "bench_refit.json"), "--out", str(folder)]
+    session.run("python", *plots)
 
 
 @nox.session
