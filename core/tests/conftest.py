@@ -1,4 +1,4 @@
-"""Small plugins that are installed for one test: a real distribution on ``sys.path``."""
+"""What tests share: plugins that are installed for one of them, parties that are closed after it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import sys
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Protocol
 
+import hypothesis
 import pytest
 
 from rl_core.plugins import hookspecs
@@ -15,6 +16,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from refit_doubles import Engine, Trainer
+
+# How long an example takes says more about the machine than about what is tested.
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
 
 #: The fields of a valid manifest of a backend "toy", as Python expressions.
 TOY_MANIFEST = {
