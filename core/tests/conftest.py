@@ -1,4 +1,4 @@
-"""What tests share: plugins that are installed for one of them, parties that are closed after it."""
+"""Plugins that are installed for one test, and parties of a refit that are closed after it."""
 
 from __future__ import annotations
 
