@@ -51,6 +51,10 @@ class Clock:
         return self.now
 
 
+class BackendFault(Exception):
+    """What a backend may raise: nothing that core knows of."""
+
+
 class Faults:
     """Calls of a backend that will raise, once each."""
 
@@ -60,7 +64,7 @@ class Faults:
     def reached(self, call: str) -> None:
         if call in self.armed:
             self.armed.remove(call)
-            raise RuntimeError(f"{call} failed")
+            raise BackendFault(f"{call} failed")
 
 
 class Source(WeightSource):

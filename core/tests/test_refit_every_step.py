@@ -50,7 +50,7 @@ def see_to_the_end(network: Network) -> None:
     network.clock.now += DEADLINE_S
     network.look()
     run(network)
-    network.assert_recovers()
+    network.assert_recovers(delta=True)
 
 
 def run(network: Network) -> None:
@@ -211,8 +211,7 @@ def test_every_field_of_every_message_with_another_value(side: str, isolation: s
     try_all(forge, isolation)
 
 
-@pytest.mark.parametrize("isolation", ISOLATIONS)
-@pytest.mark.parametrize("verify", ["wire", "none"])
+@pytest.mark.parametrize(("isolation", "verify"), [("quiesced", "none"), ("staged", "wire")])
 def test_every_message_out_of_turn(verify: str, isolation: str):
     """Written by someone who holds the token, at once to the trainer or to an engine."""
 

@@ -254,7 +254,8 @@ class Hostile(RuleBasedStateMachine):
     def teardown(self) -> None:
         if hasattr(self, "network"):
             try:
-                self.network.assert_recovers()
+                self.network.assert_recovers(delta=True)
+                self.network.assert_recovers(delta=False)
             finally:
                 self.network.close()
 
