@@ -111,6 +111,14 @@ def bench(session: nox.Session) -> None:
 
 
 @nox.session
+def fuzz(session: nox.Session) -> None:
+    """A million inputs for all that reads what another process wrote, guided by coverage."""
+    install(session, "-e", CORE, "atheris")
+    target = ["core/tests/fuzz_messages.py", "--runs", "1000000"]
+    session.run("python", *target, *session.posargs)
+
+
+@nox.session
 def wheels(session: nox.Session) -> None:
     """Builds every wheel and tries them in an environment that has nothing else."""
     install(session, "build", "hatchling")
