@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import socket
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
@@ -55,12 +56,32 @@ def run_refit(policy: Any, generation: Any, **options: Any) -> RefitReport:
     return refit(policy, generation, **({"deadline_s": DEADLINE_S} | options))
 
 
+class _Watched:
+    """An engine whose refits can be waited for, also when the trainer's side has ended first."""
+
+    def __init__(self, generation: Any) -> None:
+        self._generation = generation
+        self.futures: list[concurrent.futures.Future[Any]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._generation, name)
+
+    def update_weights_via_ipc_zmq(self, **options: Any) -> list[concurrent.futures.Future[Any]]:
+        """The engine's own."""
+        futures = self._generation.update_weights_via_ipc_zmq(**options)
+        self.futures += futures
+        return futures  # type: ignore[no-any-return]
+
+
 def attempt(policy: Any, generation: Any, **options: Any) -> BaseException | None:
-    """What a refit ends with; None if it commits."""
+    """What a refit ends with, once every engine is done with it; None if it commits."""
+    watched = _Watched(generation)
     try:
-        run_refit(policy, generation, **options)
+        run_refit(policy, watched, **options)
     except Exception as error:
         return error
+    finally:
+        concurrent.futures.wait(watched.futures, DEADLINE_S)
     return None
 
 

@@ -16,6 +16,7 @@ from rl_conformance.peers import RemoteGeneration
 from rl_conformance.refits import (
     MODES,
     agree,
+    attempt,
     equal,
     greedy,
     odd_tensors,
@@ -306,8 +307,8 @@ def a_given_version_is_used(ctx: Context) -> None:
 def a_failed_refit_does_not_move_the_version(ctx: Context) -> None:
     """A loader that raises leaves the old version number."""
     policy, generation = unequal_pair(ctx)
-    with failing_write(sink_class(generation), after=3), raises(Exception):
-        run_refit(policy, generation)
+    with failing_write(sink_class(generation), after=3):
+        require(attempt(policy, generation) is not None, "a refit that failed is reported as done")
     require(generation.weights_version == 0, f"the version is {generation.weights_version}")
 
 
