@@ -10,7 +10,6 @@ bytes are compared with the trainer's.
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import statistics
 import tempfile
@@ -35,15 +34,11 @@ __all__ = [
     "ContenderFailed",
     "Engine",
     "Link",
-    "LocalCopy",
+    "LocalLink",
     "Method",
-    "SharedCopy",
     "Tensors",
-    "TwoCopies",
     "WrongBytes",
-    "copy",
     "fill",
-    "move",
     "run",
 ]
 
@@ -212,103 +207,6 @@ class LocalLink(Link):
 
     def answer(self) -> Any:
         return self.value
-
-
-def copy(target: torch.Tensor, given: torch.Tensor) -> None:
-    """One copy, by torch."""
-    target.copy_(given)
-
-
-def move(target: torch.Tensor, given: torch.Tensor) -> None:
-    """One copy, by the C library, which for large blocks may use other instructions than torch."""
-    ctypes.memmove(target.data_ptr(), given.data_ptr(), target.nbytes)
-
-
-class SharedCopy(Method):
-    """The bound of one copy: one thread of the engine reads memory that it shares with the trainer.
-
-    Args:
-        folder: Where the memory is.
-        copy: Copies one run of bytes.
-        piece: Elements in a run at most.
-    """
-
-    def __init__(
-        self, folder: Path, copy: Callable[[torch.Tensor, torch.Tensor], None], piece: int
-    ) -> None:
-        super().__init__(folder)
-        self.copy, self.piece = copy, piece
-        self.shared: Tensors = {}
-
-    def _share(self, tensors: Tensors) -> None:
-        for index, (name, tensor) in enumerate(tensors.items()):
-            path = str(self.folder / str(index))
-            self.shared[name] = torch.from_file(
-                path, shared=True, size=tensor.numel(), dtype=tensor.dtype
-            )
-
-    def send(self, tensors: Tensors, tell: Callable[[Any], None]) -> None:
-        if not self.shared:  # in the first round, which warms up
-            self._share(tensors)
-            for name, tensor in tensors.items():
-                tensor.data = self.shared[name].copy_(tensor)
-        tell(None)
-
-    def load(self, told: None, targets: Tensors) -> None:
-        if not self.shared:
-            self._share(targets)
-        for name, target in targets.items():
-            runs = target.split(self.piece), self.shared[name].split(self.piece)
-            for one, other in zip(*runs, strict=True):
-                self.copy(one, other)
-
-
-class LocalCopy(Method):
-    """One copy within one process."""
-
-    starts_engine = True
-
-    def connect(self, pipe: Any, case: Case) -> Link:
-        return LocalLink(Engine(self, case))
-
-    def send(self, tensors: Tensors, tell: Callable[[Any], None]) -> None:
-        tell(tensors)
-
-    def load(self, told: Tensors, targets: Tensors) -> None:
-        fill(targets, told)
-
-
-class TwoCopies(Method):
-    """The bound of packed data: a pack and a load, by two processes at the same time.
-
-    Between them are two slots of shared memory and two semaphores, and nothing else.
-    """
-
-    def __init__(self, folder: Path, slot: int) -> None:
-        super().__init__(folder)
-        self.slots = torch.ones(2, slot, dtype=torch.uint8).share_memory_()
-        self.free, self.full = CONTEXT.Semaphore(2), CONTEXT.Semaphore(0)
-
-    def _turns(self, tensors: Tensors) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Each run of a tensor, with its place in the slot whose turn it is."""
-        turn = 0
-        for tensor in tensors.values():
-            for part in tensor.view(torch.uint8).split(self.slots.shape[1]):
-                yield part, self.slots[turn, : part.numel()]
-                turn = 1 - turn
-
-    def send(self, tensors: Tensors, tell: Callable[[Any], None]) -> None:
-        tell(None)
-        for part, slot in self._turns(tensors):
-            self.free.acquire()
-            slot.copy_(part)
-            self.full.release()
-
-    def load(self, told: None, targets: Tensors) -> None:
-        for part, slot in self._turns(targets):
-            self.full.acquire()
-            part.copy_(slot)
-            self.free.release()
 
 
 def fill(targets: Tensors, given: Tensors) -> Tensors:

@@ -10,60 +10,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from refit_pair import (
-    Case,
-    Contender,
-    ContenderFailed,
-    LocalCopy,
-    SharedCopy,
-    TwoCopies,
-    copy,
-    move,
-)
+from refit_bounds import IN_ONE_BLOCK, ONE_COPY, TENSOR_BY_TENSOR, TWO_COPIES
+from refit_pair import Case, Contender, ContenderFailed
 from rich.console import Console
 from rich.table import Table
 
 __all__ = ["document", "host", "show"]
-
-ONE_COPY = "one copy"
-TWO_COPIES = "two copies"
-ALL = 1 << 62
-PIECES = {"all at once": ALL, "in pieces of 4 MiB": (4 << 20) // 2}
-CALLS = {"torch": copy, "memmove": move}
-IN_ONE_BLOCK = [
-    Contender(
-        ONE_COPY,
-        {
-            f"{call}, {how}": lambda folder, _, call=call, piece=piece: SharedCopy(
-                folder, CALLS[call], piece
-            )
-            for call in CALLS
-            for how, piece in PIECES.items()
-        },
-        "one thread of the engine's process, out of memory that the trainer's shares",
-        kind="bound",
-    ),
-    Contender(
-        TWO_COPIES,
-        {
-            f"slots of {size} MiB": lambda folder, _, size=size: TwoCopies(folder, size << 20)
-            for size in (1, 4, 16, 64)
-        },
-        "pack and load at the same time, in two processes",
-        kind="bound",
-    ),
-    Contender(
-        "one copy, one process",
-        {"torch": lambda folder, _: LocalCopy(folder)},
-        "private memory on both sides",
-        kind="bound",
-    ),
-]
-TENSOR_BY_TENSOR = Contender(
-    "one copy, tensor by tensor",
-    {"torch": lambda folder, _: SharedCopy(folder, copy, ALL)},
-    kind="bound",
-)
 
 
 def host() -> dict[str, Any]:
@@ -148,7 +100,15 @@ def show(document: Mapping[str, Any], console: Console) -> None:
         f"in {document['tensors']:,} tensors, best of {document['repeats']}"
     )
     left = ("what", "how")
-    for heading in ("what", "ms", "median", "GB/s", "of one copy", "of two copies", "how"):
+    for heading in (
+        "what",
+        "ms",
+        "median",
+        "GB/s",
+        "of one copy",
+        "of two copies",
+        "how",
+    ):
         table.add_column(heading, justify="left" if heading in left else "right")
     for row in document["rows"]:
         if "failed" in row:
