@@ -213,7 +213,7 @@ def test_every_field_of_every_message_with_another_value(side: str, isolation: s
 
 @pytest.mark.parametrize(("isolation", "verify"), [("quiesced", "none"), ("staged", "wire")])
 def test_every_message_out_of_turn(verify: str, isolation: str):
-    """Written by someone who holds the token, at once to the trainer or to an engine."""
+    """Written by someone who holds the token: to an engine, or in the name of one."""
 
     def interrupt(network: Network, number: int) -> bool:
         engine = network.engines[1]
@@ -224,6 +224,7 @@ def test_every_message_out_of_turn(verify: str, isolation: str):
         frames = [(engine.end.key, codec.encode(message)) for message in [*up, *down]]
         if number < len(up):
             network.to_trainer(frames[number])
+            frames_lost_to_one_engine(network)
         elif number < len(frames):
             network.to_engines(frames[number])
         return number < len(frames)
@@ -233,18 +234,21 @@ def test_every_message_out_of_turn(verify: str, isolation: str):
 
 @pytest.mark.parametrize("isolation", ISOLATIONS)
 def test_every_frame_of_a_session_before_with_the_same_weights(isolation: str):
-    """What was right to say then is of the same plan and the same digests as now."""
+    """What was right to say then is of the same plan, digests and version as now."""
 
     def replay(network: Network, number: int) -> bool:
-        engine = network.engines[1]
+        to, of = network.engines
         frames = [*dict.fromkeys(network.seen_up), *dict.fromkeys(network.seen_down)]
-        if engine.job is None or number == len(frames):
+        if to.job is None or of.job is None or number == len(frames):
             return False
-        up = frames[number] in network.seen_up
-        (network.to_trainer if up else network.to_engines)((engine.end.key, frames[number]))
+        if frames[number] in network.seen_up:
+            network.to_trainer((of.end.key, frames[number]))
+        else:
+            network.to_engines((to.end.key, frames[number]))
+        frames_lost_to_one_engine(network)
         return True
 
-    try_all(replay, isolation, trained=[], delta=False, bucket_bytes=1024)
+    try_all(replay, isolation, trained=[], delta=False, bucket_bytes=1024, join=True)
 
 
 def try_all(change: Callable[[Network, int], bool], isolation: str, **options: Any) -> None:
