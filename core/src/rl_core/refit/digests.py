@@ -55,10 +55,13 @@ class Window:
         self._hashers: dict[int, Callable[[], list[bytes]]] = {}
 
     def views(self, index: int) -> list[torch.Tensor]:
-        """The segments of a bucket: 1-D, of the dtypes that travel."""
+        """The segments of a bucket, of the dtypes that travel: whole tensors, or 1-D parts."""
         if index not in self._views:
             segments = self.plan.buckets[index].segments
-            self._views[index] = [segment.of(self.data) for segment in segments]
+            self._views[index] = [
+                segment.of(self.data).view(segment.spec.shape if segment.whole else -1)
+                for segment in segments
+            ]
         return self._views[index]
 
     def digests(self, index: int) -> list[bytes]:

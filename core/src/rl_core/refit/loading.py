@@ -25,8 +25,8 @@ __all__ = ["Loader", "Route"]
 #: was hashed is copied while it is in the cache, and a group costs little more than its bytes.
 _SMALL = 256 << 10
 _GROUP = 1 << 20
-#: Below this, copying bytes is faster than telling torch to.
-_TINY = 64 << 10
+#: Up to here, copying bytes is faster than telling torch to.
+_TINY = 512 << 10
 
 
 class _Step(NamedTuple):

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["DEFAULT_BUCKET_BYTES", "DEFAULT_DEADLINE_S", "MODES", "SendOptions"]
 
 #: Buffers that fit a CPU's last cache together pass bytes on without the memory's help.
-DEFAULT_BUCKET_BYTES = 16 << 20
+DEFAULT_BUCKET_BYTES = 8 << 20
 #: Where nothing is packed on the CPU, larger buckets have fewer messages and no disadvantage.
 _LARGE_BUCKET_BYTES = 64 << 20
 DEFAULT_DEADLINE_S = 120.0

@@ -127,7 +127,10 @@ class SlotPacker(Packer):
         for segment, view in zip(bucket.segments, self._window.views(index), strict=True):
             if segment.offset == 0:
                 _, self._tensor = next(self._tensors)
-            copy_run(view, self._tensor, segment.offset)
+            if segment.whole:
+                view.copy_(self._tensor)
+            else:
+                copy_run(view, self._tensor, segment.offset)
 
 
 class DirectPacker(Packer):
