@@ -18,7 +18,9 @@ ROOT = Path(__file__).parent
 OUT = ROOT / "out"
 CONSTRAINTS = str(ROOT / "constraints.txt")
 CORE, LOSSES, CONFORMANCE = "core", "plugins/rl-losses", "tests/conformance"
-PLUGINS = {"hf": "plugins/rl-hf"}
+PLUGINS = {"hf": "plugins/rl-hf", "vllm": "plugins/rl-vllm"}
+#: Engines that get an environment of their own, and what is installed there on a CPU.
+ENGINES = {"vllm": "plugins/rl-vllm"}
 DISTRIBUTIONS = [CORE, LOSSES, *PLUGINS.values(), CONFORMANCE]
 TEST_TOOLS = ["pytest", "pytest-cov", "pytest-timeout", "pytest-xdist", "hypothesis", "hatchling"]
 
@@ -34,6 +36,13 @@ def install_workspace(session: nox.Session, *requirements: str) -> None:
     extras = {CORE: "[ray]", PLUGINS["hf"]: "[lora,device-map]"}
     editable = [part for path in DISTRIBUTIONS for part in ("-e", path + extras.get(path, ""))]
     install(session, *editable, *requirements)
+
+
+def install_engine(session: nox.Session, plugin: str) -> None:
+    """The engine behind a plugin, for CPUs, if the plugin does not bring it itself."""
+    if plugin in ENGINES:
+        install(session, "--no-deps", "-r", f"{ENGINES[plugin]}/cpu-engine.txt")
+        install(session, "-r", f"{ENGINES[plugin]}/cpu-runtime.txt")
 
 
 @nox.session
@@ -68,8 +77,15 @@ def tests(session: nox.Session) -> None:
 @nox.session
 @nox.parametrize("plugin", list(PLUGINS), ids=list(PLUGINS))
 def conformance(session: nox.Session, plugin: str) -> None:
-    """The suite against one backend on the CPU, with its reports."""
-    install_workspace(session)
+    """The suite against one backend on the CPU, with its reports.
+
+    Before it, the tests of a plugin whose engine has an environment of its own.
+    """
+    install_workspace(session, *(TEST_TOOLS if plugin in ENGINES else ()))
+    install_engine(session, plugin)
+    if plugin in ENGINES:
+        session.env["OMP_NUM_THREADS"] = "1"
+        session.run("pytest", f"{PLUGINS[plugin]}/tests")
     session.run("rl", "conformance", "run", plugin, *reports(plugin, "cpu"), *session.posargs)
 
 
@@ -108,6 +124,16 @@ def bench(session: nox.Session) -> None:
         session.run("python", str(script), "--json", str(folder / f"{script.stem}.json"))
     plots = ["benchmarks/plots.py", str(folder / "bench_refit.json"), "--out", str(folder)]
     session.run("python", *plots)
+
+
+@nox.session(name="bench-engine")
+@nox.parametrize("plugin", list(ENGINES), ids=list(ENGINES))
+def bench_engine(session: nox.Session, plugin: str) -> None:
+    """A plugin next to its bare engine, in the engine's environment."""
+    install_workspace(session)
+    install_engine(session, plugin)
+    script = f"benchmarks/engine_{plugin}.py"
+    session.run("python", script, "--json", str(OUT / "bench" / f"engine_{plugin}.json"))
 
 
 @nox.session

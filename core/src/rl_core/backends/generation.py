@@ -27,6 +27,7 @@ from rl_core.refit.jobs import exclusively
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Generator, Iterator, Mapping
 
+    from rl_core.backends.receivers import Receiver
     from rl_core.batch import BatchedDataDict
     from rl_core.interfaces import Future, GenerationOutputSpec, WeightSink, WorkerContext
 
@@ -70,12 +71,7 @@ class GenerationBackend(GenerationInterface):
         self._awake: frozenset[str] = frozenset()
         self._closed = self._ended = False
         self._lock = threading.RLock()
-        self._receiver = RefitReceiver(
-            self.weight_sink,
-            name=type(self).__name__,
-            lock=self._lock,
-            on_commit=self._on_commit,
-        )
+        self._receiver = self.make_receiver(self._lock)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], *, worker: WorkerContext | None = None) -> Self:
@@ -102,6 +98,16 @@ class GenerationBackend(GenerationInterface):
     @abstractmethod
     def weight_sink(self) -> WeightSink:
         """Where a refit writes; called once for each refit."""
+
+    def make_receiver(self, lock: threading.RLock) -> Receiver:
+        """What takes refits: a receiver in this process, unless the weights are in another.
+
+        Args:
+            lock: Held while the engine generates, and by a refit while it writes.
+        """
+        return RefitReceiver(
+            self.weight_sink, name=type(self).__name__, lock=lock, on_commit=self._on_commit
+        )
 
     @abstractmethod
     def on_wake(self, tags: frozenset[str]) -> None:

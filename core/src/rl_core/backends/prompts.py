@@ -115,6 +115,8 @@ class PromptBatch:
         budgets: ``[B]`` int64 tokens that each row may generate, at least 1.
         stop_strings: For each row, config and row merged.
         seeds: ``[B]`` int64, one independent stream per row.
+        seeded: The seeds were asked for; otherwise they are fresh, and an engine may as well draw
+            from a stream of its own.
     """
 
     input_ids: torch.Tensor
@@ -122,6 +124,7 @@ class PromptBatch:
     budgets: torch.Tensor
     stop_strings: Sequence[tuple[str, ...]]
     seeds: torch.Tensor
+    seeded: bool = True
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -139,6 +142,7 @@ class PromptBatch:
             self.budgets[rows],
             [self.stop_strings[row] for row in rows.tolist()],
             self.seeds[rows],
+            self.seeded,
         )
 
     @classmethod
@@ -167,9 +171,10 @@ class PromptBatch:
         _check_context(lengths, facts.max_model_len)
         budgets = (facts.max_model_len - lengths).clamp(max=sampling.max_new_tokens)
         seeds = _row_integers(data, "seed", rows)
+        seeded = seeds is not None or sampling.seed is not None
         if seeds is None:
             seeds = row_seeds(sampling.seed, rows)
-        return cls(ids, lengths, budgets, _merge_stops(data, stop_strings, rows), seeds)
+        return cls(ids, lengths, budgets, _merge_stops(data, stop_strings, rows), seeds, seeded)
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ class RemoteGeneration(RemoteBackend, GenerationInterface):
     _kind = "generation"
 
     def _connect(self) -> None:
-        self.receiver_count = self._group.size
+        self.receiver_count = sum(self._group.attributes("receiver_count"))
         self.facts: ModelFacts = self._group.attributes("facts")[0]
         self.sampling = SamplingParams.from_config(self.config, self.facts)
 
@@ -117,7 +117,8 @@ class RemoteGeneration(RemoteBackend, GenerationInterface):
         checked = PromptBatch.from_data(data, self.sampling, self.facts, stops)
         consumed = {key: data[key] for key in data if key in CONSUMED_KEYS}
         extras = carried(data)
-        prompts: BatchedDataDict[Any] = BatchedDataDict({**consumed, "seed": checked.seeds})
+        seeds = {"seed": checked.seeds} if checked.seeded else {}
+        prompts: BatchedDataDict[Any] = BatchedDataDict({**consumed, **seeds})
         table = deal(checked.lengths, self._group.size)
         shards = {rank: rows[rows < len(checked)] for rank, rows in enumerate(table)}
         # An empty batch still goes to one replica, for a result of the right keys.

@@ -15,8 +15,9 @@ from typing import Any
 from rl_core import errors
 from rl_core.errors import RLError, WorkerError
 
-__all__ = ["worker_error"]
+__all__ = ["as_plain", "from_plain", "worker_error"]
 
+_SUFFIX = "InWorker"
 _PLAIN = (str, int, float, bool, type(None))
 #: Built-in exceptions that cannot be made from a message alone.
 _SHAPED = (BaseExceptionGroup, UnicodeDecodeError, UnicodeEncodeError, UnicodeTranslateError)
@@ -53,6 +54,23 @@ def worker_error(error: BaseException, worker: str) -> WorkerError:
         fix,
         details,
     )
+
+
+def as_plain(error: BaseException, worker: str) -> list[Any]:
+    """The error that :func:`worker_error` makes, as strings, numbers and lists of these.
+
+    For engines that do not run in Ray: it fits any message format.
+    """
+    remote = worker_error(error, worker)
+    known = next(b for b in type(remote).__mro__ if _known(b.__name__) is b)
+    name = type(remote).__name__.removesuffix(_SUFFIX)
+    return [name if _known(name) else known.__name__, remote.message, remote.fix, remote.details]
+
+
+def from_plain(plain: list[Any]) -> WorkerError:
+    """The error behind what :func:`as_plain` made of it."""
+    name, message, fix, details = plain
+    return _rebuild(str(name), str(message), fix, dict(details))
 
 
 def _plain(value: Any) -> Any:
@@ -95,4 +113,4 @@ def _class_of(name: str) -> type[WorkerError]:
 
     # The message travels as text alone, so the other class's own constructor is not run.
     namespace = {"__reduce__": reduce, "__module__": __name__, "__init__": RLError.__init__}
-    return type(f"{name}InWorker", (WorkerError, base), namespace)
+    return type(f"{name}{_SUFFIX}", (WorkerError, base), namespace)

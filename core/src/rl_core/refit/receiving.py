@@ -6,6 +6,7 @@ import concurrent.futures
 import os
 import time
 from collections import deque
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -69,7 +70,7 @@ class Receiving(Job[ReceiverSession]):
             Hello(PROTOCOL, receiver.id, receiver.name, os.getpid()),
             manifest=trainer.manifest.digest,
             dtypes=trainer.dtypes,
-            holds=self._holds,
+            holds=partial(_holds, receiver, trainer),
             gpus=visible_gpus(),
             deadline_s=deadline_s,
         )
@@ -267,10 +268,6 @@ class Receiving(Job[ReceiverSession]):
         self._receiver.give_back()  # before the sender is told: it may free the memory at once
         self._sink = None
 
-    def _holds(self) -> bytes:
-        wire = self.trainer.manifest.cast(self.trainer.dtypes)
-        return DigestTable(wire, self._receiver.known).flat
-
     def _touch(self) -> None:
         self.session.touch()
         self._receiver.torn = True
@@ -294,6 +291,11 @@ class Receiving(Job[ReceiverSession]):
             self._receiver.give_back()
             if self._locked:
                 self._receiver.lock.release()
+
+
+def _holds(receiver: RefitReceiver, trainer: Trainer) -> bytes:
+    """The digests of what the engine is known to have, in the trainer's order."""
+    return DigestTable(trainer.manifest.cast(trainer.dtypes), receiver.known).flat
 
 
 def _nothing() -> None:

@@ -19,7 +19,7 @@ _PAD, _EOS, _BOS = "<pad>", "<eos>", "<bos>"
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", "tie_word_embeddings": False},
     "qwen2": {"model_type": "qwen2", "tie_word_embeddings": True},
-    "qwen3": {"model_type": "qwen3", "tie_word_embeddings": True, "head_dim": 16},
+    "qwen3": {"model_type": "qwen3", "tie_word_embeddings": True, "head_dim": 32},
 }
 
 
@@ -53,11 +53,11 @@ def make_tiny_model(
     family: str = "qwen2",
     *,
     seed: int = 0,
-    hidden_size: int = 64,
+    hidden_size: int = 128,
     num_layers: int = 2,
     max_position_embeddings: int = 256,
     dtype: str = "float32",
-    weight_scale: float = 10.0,
+    weight_scale: float = 7.0,
     **overrides: Any,
 ) -> Path:
     """Writes a randomly initialised checkpoint with its tokenizer.
@@ -66,7 +66,8 @@ def make_tiny_model(
         path: Directory to write; made if missing.
         family: One of :data:`FAMILIES`.
         seed: Of the weights; the global random state is left as it was.
-        hidden_size: Width; four heads, two key/value heads.
+        hidden_size: Width; four heads, two key/value heads. Engines' kernels want heads of at
+            least 32.
         num_layers: Depth.
         max_position_embeddings: Context length in tokens.
         dtype: Torch dtype name the weights are stored in.
@@ -102,14 +103,14 @@ def make_reward_model(path: str | Path, *, seed: int = 0) -> Path:
     from transformers import AutoModelForSequenceClassification
 
     settings = {
-        "hidden_size": 64,
-        "intermediate_size": 128,
+        "hidden_size": 128,
+        "intermediate_size": 256,
         "num_hidden_layers": 2,
         "max_position_embeddings": 256,
         "num_labels": 1,
         **FAMILIES["qwen2"],
     }
-    return _write(Path(path), AutoModelForSequenceClassification, settings, seed, "float32", 10.0)
+    return _write(Path(path), AutoModelForSequenceClassification, settings, seed, "float32", 7.0)
 
 
 def _write(

@@ -1,0 +1,45 @@
+"""What a generation backend needs of the receiving side of refits, wherever that is."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import concurrent.futures
+
+__all__ = ["Receiver"]
+
+
+class Receiver(Protocol):
+    """A :class:`rl_core.refit.RefitReceiver`, or what stands for several in other processes.
+
+    Attributes:
+        version: Last committed version, 0 at first.
+    """
+
+    version: int
+
+    def check(self) -> None:
+        """Raises WeightsTornError unless the weights are whole."""
+
+    def prepare(self, info: dict[str, Any]) -> None:
+        """Takes what the sender's ``prepare`` returned."""
+
+    def open(
+        self, transport: str, deadline_s: float, address: dict[str, Any]
+    ) -> concurrent.futures.Future[None]:
+        """Goes to where a sender listens on a transport."""
+
+    def receive(
+        self, *, transport: str = ..., deadline_s: float = ...
+    ) -> concurrent.futures.Future[dict[str, Any]]:
+        """Starts to take one refit."""
+
+    def load_handles(self, handles: dict[str, Any]) -> bool:
+        """Loads one group of tensors by handles."""
+
+    def let_go_of_weights(self) -> None:
+        """Drops what is kept of the engine's tensors, before they sleep."""
+
+    def close(self) -> None:
+        """Ends every refit."""

@@ -1,0 +1,71 @@
+"""What the vLLM backend is configured with, as data: nothing heavy is imported here."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, NotRequired, TypedDict
+
+from rl_core.interfaces import GenerationConfig
+from rl_core.interfaces.constraints import Range
+
+__all__ = ["VllmConfig", "VllmEngineConfig"]
+
+
+class VllmEngineConfig(TypedDict, total=False):
+    """How the engine is started; the keys are vLLM's own unless said otherwise.
+
+    Attributes:
+        tensor_parallel_size: Processes that share every layer. Default 1.
+        pipeline_parallel_size: Processes that have some of the layers each. Default 1.
+        gpu_memory_utilization: Fraction of a GPU's memory that the engine takes.
+        kv_cache_memory_bytes: Size of the key/value cache, instead of what memory is left. On the
+            CPU, by default 512 MiB.
+        max_model_len: As the key of the same name outside.
+        max_num_seqs: Rows decoded together; others wait.
+        max_num_batched_tokens: Tokens of one step.
+        dtype: Of the weights, as ``torch_dtype`` outside.
+        enforce_eager: No CUDA graphs. Default True on the CPU, False elsewhere.
+        async_engine: Use vLLM's asynchronous engine. Default False.
+        kv_cache_dtype: Such as ``"fp8"``; the scales then travel with a refit.
+        load_format: ``"dummy"`` starts with random weights, for a refit to replace.
+        enable_prefix_caching: Keep the keys and values of prompts between calls.
+        seed: Of what is sampled without a seed of its own. Default: a fresh one.
+        sleep_level: What ``finish_generation`` does to the weights (not vLLM's key): 1 moves them
+            to host memory, 2 drops them, and generation waits for a refit. Default 1.
+        start_timeout_s: Seconds in which the engine must be there (not vLLM's key). Default 600.
+        verbose: Show what the engine logs (not vLLM's key); otherwise only an error shows the end
+            of it. Default False.
+        engine_args: Any other of the installed vLLM's engine arguments, by name.
+    """
+
+    tensor_parallel_size: Annotated[int, Range(ge=1)]
+    pipeline_parallel_size: Annotated[int, Range(ge=1)]
+    gpu_memory_utilization: Annotated[float, Range(gt=0, le=1)]
+    kv_cache_memory_bytes: Annotated[int, Range(ge=1)]
+    max_model_len: Annotated[int | None, Range(ge=1)]
+    max_num_seqs: Annotated[int, Range(ge=1)]
+    max_num_batched_tokens: Annotated[int, Range(ge=1)]
+    dtype: Literal["float32", "bfloat16", "float16", "auto"]
+    enforce_eager: bool
+    async_engine: bool
+    kv_cache_dtype: str
+    load_format: str
+    enable_prefix_caching: bool
+    seed: int
+    sleep_level: Literal[1, 2]
+    start_timeout_s: Annotated[float, Range(gt=0)]
+    verbose: bool
+    engine_args: dict[str, Any]
+
+
+class VllmConfig(GenerationConfig):
+    """Configuration of :class:`rl_vllm.generation.VllmGeneration`.
+
+    Attributes:
+        vllm_cfg: See :class:`VllmEngineConfig`.
+        torch_dtype: Dtype of the weights; ``"auto"``, the default, keeps the checkpoint's.
+        trust_remote_code: Run Python that comes with the checkpoint. Default False.
+    """
+
+    vllm_cfg: NotRequired[VllmEngineConfig]
+    torch_dtype: NotRequired[Literal["float32", "bfloat16", "float16", "auto"]]
+    trust_remote_code: NotRequired[bool]

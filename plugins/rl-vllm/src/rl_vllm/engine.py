@@ -1,0 +1,330 @@
+"""vLLM itself, behind the few calls that the host makes. Imported in the engine's process only."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import queue
+import secrets
+import threading
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any
+
+from vllm import EngineArgs, SamplingParams
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.platforms import current_platform
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.llm_engine import LLMEngine
+
+from rl_core.errors import CapabilityError, ConfigError
+from rl_core.plugins.config import nearest
+from rl_vllm.facts import facts_of, tokenizer_of
+from rl_vllm.private import check_version, engine_version
+from rl_vllm.wire import Row
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Coroutine, Iterator
+
+    from vllm.outputs import RequestOutput
+
+    from rl_vllm.wire import Prompt
+
+__all__ = ["Engine", "start"]
+
+#: Keys of ``vllm_cfg`` that are ours.
+_OURS = {"sleep_level", "start_timeout_s", "verbose", "async_engine", "engine_args", "dtype"}
+_CPU_CACHE_BYTES = 512 << 20
+_WAIT_S = 0.5
+
+
+def start(config: dict[str, Any]) -> tuple[Engine, dict[str, Any]]:
+    """Loads a model.
+
+    Args:
+        config: A checked :class:`rl_vllm.config.VllmConfig`.
+
+    Returns:
+        The engine, and what the backend must know of it.
+
+    Raises:
+        ConfigError: vLLM does not know an engine argument, or refuses the configuration.
+        IncompatiblePluginError: This vLLM is not one that was tested.
+    """
+    check_version()
+    given = config.get("vllm_cfg", {})
+    tokenizer = tokenizer_of(config)
+    arguments = _arguments(config, with_tokenizer=tokenizer is not None)
+    kind: type[Engine] = _AsyncEngine if given.get("async_engine") else _SyncEngine
+    engine = kind(arguments)
+    return engine, facts_of(engine.model_config, tokenizer, config) | {
+        "workers": engine.workers,
+        "fp8_cache": str(arguments.get("kv_cache_dtype", "auto")).startswith("fp8"),
+        "version": engine_version(),
+    }
+
+
+def _arguments(config: dict[str, Any], *, with_tokenizer: bool) -> dict[str, Any]:
+    """vLLM's engine arguments."""
+    given = config.get("vllm_cfg", {})
+    cpu = current_platform.is_cpu()
+    chosen = {
+        "model": config["model_name"],
+        "dtype": _dtype(config),
+        "trust_remote_code": config.get("trust_remote_code", False),
+        "skip_tokenizer_init": not with_tokenizer,
+        "generation_config": "vllm",
+        "logprobs_mode": f"{config.get('logprobs_mode', 'processed')}_logprobs",
+        "worker_extension_cls": "rl_vllm.worker.RefitExtension",
+        "disable_log_stats": True,
+        "seed": secrets.randbits(31),
+        "enforce_eager": cpu,
+        **({"kv_cache_memory_bytes": _CPU_CACHE_BYTES} if cpu else {}),
+        "max_model_len": config.get("max_model_len"),
+        **{key: value for key, value in given.items() if key not in _OURS},
+        **_known(given.get("engine_args", {})),
+    }
+    if not cpu:
+        chosen.setdefault("enable_sleep_mode", True)
+    return {key: value for key, value in chosen.items() if value is not None}
+
+
+def _known(extra: dict[str, Any]) -> dict[str, Any]:
+    known = [field.name for field in dataclasses.fields(EngineArgs)]
+    for key in extra:
+        if key not in known:
+            raise ConfigError(
+                f"vLLM {engine_version()} has no engine argument {key!r}",
+                fix=f"did you mean {nearest(key, known)!r}?" if nearest(key, known) else None,
+                key=f"vllm_cfg.engine_args.{key}",
+            )
+    return extra
+
+
+def _dtype(config: dict[str, Any]) -> str:
+    """The dtype of the weights; vLLM's own "auto" would round float32 checkpoints."""
+    named = config.get("vllm_cfg", {}).get("dtype") or config.get("torch_dtype") or "auto"
+    if named != "auto":
+        return str(named)
+    from transformers import AutoConfig
+
+    loaded = AutoConfig.from_pretrained(
+        config["model_name"], trust_remote_code=config.get("trust_remote_code", False)
+    )
+    found = getattr(loaded.get_text_config(), "dtype", None) or getattr(loaded, "dtype", None)
+    return "auto" if found is None else str(found).removeprefix("torch.")
+
+
+def _params(prompt: Prompt, sampling: dict[str, Any]) -> SamplingParams:
+    greedy = sampling["greedy"]
+    return SamplingParams(
+        temperature=0.0 if greedy else sampling["temperature"],
+        top_k=0 if greedy else sampling["top_k"],
+        top_p=1.0 if greedy else sampling["top_p"],
+        repetition_penalty=sampling["repetition_penalty"],
+        stop_token_ids=sampling["stop_token_ids"],
+        # The end-of-sequence tokens are among the stop tokens.
+        ignore_eos=True,
+        stop=prompt.stop_strings or None,
+        include_stop_str_in_output=bool(prompt.stop_strings),
+        detokenize=bool(prompt.stop_strings),
+        skip_special_tokens=False,
+        max_tokens=prompt.budget,
+        seed=None if greedy else prompt.seed,
+        logprobs=0,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def _row(output: RequestOutput) -> Row:
+    done = output.outputs[0]
+    ids = list(done.token_ids)
+    found = done.logprobs or []
+    # A log-prob of more than 0 is a rounding error.
+    logprobs = [min(0.0, found[i][token].logprob) for i, token in enumerate(ids)]
+    return Row(int(output.request_id), ids, logprobs, done.finish_reason == "length")
+
+
+class Engine(ABC):
+    """One vLLM engine.
+
+    Attributes:
+        model_config: vLLM's.
+        workers: Processes that hold a part of the model.
+    """
+
+    model_config: Any
+    workers: int
+
+    @abstractmethod
+    def complete(self, prompts: list[Prompt], sampling: dict[str, Any]) -> Iterator[list[Row]]:
+        """Generates; after each step, the rows that it completed."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Gives up what is being generated."""
+
+    @abstractmethod
+    def call_workers(self, method: str, *args: Any) -> list[Any]:
+        """Calls a method of every worker."""
+
+    @abstractmethod
+    def wake(self, tags: list[str]) -> None:
+        """Takes memory again."""
+
+    @abstractmethod
+    def sleep(self, tags: list[str], level: int) -> None:
+        """Gives memory back."""
+
+    @abstractmethod
+    def reset_caches(self) -> bool:
+        """Forgets keys and values of earlier prompts."""
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """Ends all workers."""
+
+
+def _check_tags(tags: list[str]) -> None:
+    if "weights" not in tags:
+        raise CapabilityError(
+            "vLLM does not put its cache to sleep without its weights",
+            fix='give finish_generation the tag "weights", too, or none',
+            capability="sleep",
+        )
+
+
+class _SyncEngine(Engine):
+    """vLLM's engine, stepped by the caller."""
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
+        self.model_config = self._engine.model_config
+        self.workers = self._engine.vllm_config.parallel_config.world_size
+        self._running: list[str] = []
+
+    def complete(self, prompts: list[Prompt], sampling: dict[str, Any]) -> Iterator[list[Row]]:
+        """See :meth:`Engine.complete`."""
+        for row, prompt in enumerate(prompts):
+            params = _params(prompt, sampling)
+            self._running.append(
+                self._engine.add_request(str(row), {"prompt_token_ids": prompt.token_ids}, params)
+                or str(row)
+            )
+        while self._engine.has_unfinished_requests():
+            yield [_row(output) for output in self._engine.step() if output.finished]
+        self._running.clear()
+
+    def abort(self) -> None:
+        """See :meth:`Engine.abort`."""
+        self._engine.abort_request(self._running, internal=True)
+        self._running.clear()
+        while self._engine.has_unfinished_requests():
+            self._engine.step()
+
+    def call_workers(self, method: str, *args: Any) -> list[Any]:
+        """See :meth:`Engine.call_workers`."""
+        return list(self._engine.collective_rpc(method, args=args))
+
+    def wake(self, tags: list[str]) -> None:
+        """See :meth:`Engine.wake`."""
+        if not current_platform.is_cpu() and self._engine.is_sleeping():
+            self._engine.wake_up(tags)
+
+    def sleep(self, tags: list[str], level: int) -> None:
+        """See :meth:`Engine.sleep`."""
+        if not current_platform.is_cpu() and not self._engine.is_sleeping():
+            _check_tags(tags)
+            self._engine.sleep(level)
+
+    def reset_caches(self) -> bool:
+        """See :meth:`Engine.reset_caches`."""
+        return bool(self._engine.reset_prefix_cache())
+
+    def shutdown(self) -> None:
+        """See :meth:`Engine.shutdown`."""
+        self._engine.engine_core.shutdown()
+
+
+class _AsyncEngine(Engine):
+    """vLLM's asynchronous engine, in an event loop of its own."""
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="vllm", daemon=True).start()
+        self._engine: AsyncLLM = self._wait(self._make(arguments))
+        self.model_config = self._engine.model_config
+        self.workers = self._engine.vllm_config.parallel_config.world_size
+        self._task: asyncio.Future[Any] | Any = None
+
+    async def _make(self, arguments: dict[str, Any]) -> AsyncLLM:
+        return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+
+    def _wait(self, work: Coroutine[Any, Any, Any] | Awaitable[Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(_as_coroutine(work), self._loop).result()
+
+    def complete(self, prompts: list[Prompt], sampling: dict[str, Any]) -> Iterator[list[Row]]:
+        """See :meth:`Engine.complete`."""
+        done: queue.Queue[Row | BaseException] = queue.Queue()
+
+        async def one(row: int, prompt: Prompt) -> None:
+            request = {"prompt_token_ids": prompt.token_ids}
+            name = f"{secrets.token_hex(4)}-{row}"
+            async for output in self._engine.generate(request, _params(prompt, sampling), name):
+                if output.finished:
+                    output.request_id = str(row)
+                    done.put(_row(output))
+
+        async def everything() -> None:
+            try:
+                await asyncio.gather(*(one(i, prompt) for i, prompt in enumerate(prompts)))
+            except BaseException as error:
+                done.put(error)
+                raise
+
+        self._task = asyncio.run_coroutine_threadsafe(everything(), self._loop)
+        left = len(prompts)
+        while left:
+            try:
+                rows = [done.get(timeout=_WAIT_S)]
+            except queue.Empty:
+                yield []
+                continue
+            while not done.empty():
+                rows.append(done.get())
+            if failed := [row for row in rows if isinstance(row, BaseException)]:
+                raise failed[0]
+            left -= len(rows)
+            yield rows  # type: ignore[misc]
+
+    def abort(self) -> None:
+        """See :meth:`Engine.abort`."""
+        self._task.cancel()
+
+    def call_workers(self, method: str, *args: Any) -> list[Any]:
+        """See :meth:`Engine.call_workers`."""
+        return list(self._wait(self._engine.collective_rpc(method, args=args)))
+
+    def wake(self, tags: list[str]) -> None:
+        """See :meth:`Engine.wake`."""
+        if not current_platform.is_cpu() and self._wait(self._engine.is_sleeping()):
+            self._wait(self._engine.wake_up(tags))
+
+    def sleep(self, tags: list[str], level: int) -> None:
+        """See :meth:`Engine.sleep`."""
+        if not current_platform.is_cpu() and not self._wait(self._engine.is_sleeping()):
+            _check_tags(tags)
+            self._wait(self._engine.sleep(level))
+
+    def reset_caches(self) -> bool:
+        """See :meth:`Engine.reset_caches`."""
+        return bool(self._wait(self._engine.reset_prefix_cache()))
+
+    def shutdown(self) -> None:
+        """See :meth:`Engine.shutdown`."""
+        self._loop.call_soon_threadsafe(self._engine.shutdown)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+
+
+async def _as_coroutine(work: Awaitable[Any]) -> Any:
+    return await work

@@ -1,0 +1,143 @@
+"""The engine's own process: ``python -m rl_vllm.host FD PARENT``.
+
+Answers the calls that come through a pipe, one at a time, until the pipe is closed. It ends when
+its parent is gone, however that ended and whatever it is doing: a thread of its own looks.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from rl_core.errors import LifecycleError
+from rl_vllm.wire import Prompt, Reply, Request, Row, decode, encode, failure
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from rl_vllm.engine import Engine
+
+__all__ = ["Host", "main"]
+
+#: Seconds between two looks at whether the parent is still there.
+_LOOK_S = 0.5
+#: Seconds between two signs of life while rows are generated.
+_ALIVE_S = 1.0
+
+
+class Host:
+    """What can be called.
+
+    Args:
+        pipe: To the backend.
+    """
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
+        self._engine: Engine | None = None
+        self.name = f"the vLLM engine (pid {os.getpid()})"
+
+    def serve(self) -> None:
+        """Answers until the pipe is closed."""
+        try:
+            while True:
+                request = decode(self._pipe.recv_bytes(), type=Request)
+                if request.method == "abort":
+                    continue  # of a call that was over already
+                self._answer(request)
+        except (EOFError, OSError):
+            return
+        finally:
+            if self._engine is not None:
+                self._engine.shutdown()
+
+    def _answer(self, request: Request) -> None:
+        methods: dict[str, Callable[..., Any]] = {
+            "start": self.start,
+            "generate": self.generate,
+            "refit": self.refit,
+            "wake": self.wake,
+            "sleep": self.sleep,
+            "reset_caches": self.reset_caches,
+        }
+        try:
+            reply = Reply(methods[request.method](**request.arguments))
+        except OSError:
+            raise
+        except Exception as error:
+            reply = failure(error, self.name)
+        self._pipe.send_bytes(encode(reply))
+
+    @property
+    def engine(self) -> Engine:
+        """The engine, once it is started."""
+        if self._engine is None:
+            raise LifecycleError(f"{self.name} was not started", fix="call start first")
+        return self._engine
+
+    def start(self, config: dict[str, Any]) -> dict[str, Any]:
+        """Loads the model; the facts of it."""
+        from rl_vllm.engine import start
+
+        self._engine, facts = start(config)
+        return facts
+
+    def generate(self, prompts: list[Any], sampling: dict[str, Any]) -> None:
+        """Completes rows and sends each as soon as it is done."""
+        rows = msgspec.convert(prompts, list[Prompt])
+        spoke = time.monotonic()
+        for done in self.engine.complete(rows, sampling):
+            if done or time.monotonic() - spoke > _ALIVE_S:
+                self._send_rows(done)
+                spoke = time.monotonic()
+            if self._pipe.poll(0):
+                self._pipe.recv_bytes()  # the only thing said now is that nobody reads any more
+                self.engine.abort()
+                return
+
+    def _send_rows(self, rows: list[Row]) -> None:
+        self._pipe.send_bytes(encode(Reply(rows=rows, last=False)))
+
+    def refit(self, call: bytes) -> list[bytes]:
+        """Calls every worker's :class:`rl_vllm.worker.WorkerRefits`; an answer from each."""
+        return self.engine.call_workers("rl_refit", call)
+
+    def wake(self, tags: list[str]) -> None:
+        """Takes memory again."""
+        self.engine.wake(tags)
+
+    def sleep(self, tags: list[str], level: int) -> None:
+        """Gives memory back."""
+        self.engine.sleep(tags, level)
+
+    def reset_caches(self) -> bool:
+        """Forgets the keys and values of prompts seen so far."""
+        return self.engine.reset_caches()
+
+
+def end_with(parent: int) -> None:
+    """Ends this process at once when the parent is gone."""
+
+    def look() -> None:
+        while os.getppid() == parent:
+            time.sleep(_LOOK_S)
+        os._exit(1)
+
+    threading.Thread(target=look, name="end-with-parent", daemon=True).start()
+
+
+def main() -> None:
+    """The process."""
+    end, parent = map(int, sys.argv[1:])
+    end_with(parent)
+    Host(Connection(end)).serve()
+
+
+if __name__ == "__main__":
+    main()

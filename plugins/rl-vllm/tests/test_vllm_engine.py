@@ -1,0 +1,199 @@
+"""Real engines: what they generate, what refits bring them to, and that they end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rl_core import create_policy
+from rl_core.batch import BatchedDataDict
+from rl_core.errors import ManifestMismatchError, RefitError, WorkerDiedError
+from rl_core.refit import refit
+from rl_vllm import VllmGenerationWorker
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+
+def prompts(rows: int = 4, width: int = 7) -> BatchedDataDict[Any]:
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(3, 260, (rows, width), generator=generator)
+    lengths = torch.arange(rows) % width + 1
+    ids[torch.arange(width) >= lengths[:, None]] = 0
+    return BatchedDataDict({"input_ids": ids, "input_lengths": lengths})
+
+
+def hf_policy(path: Path, **config: Any):
+    return create_policy({"backend": "hf", "model_name": str(path), "torch_dtype": "float32", **config})
+
+
+def difference(policy: Any, output: BatchedDataDict[Any]) -> float:
+    """Largest |engine - policy| log-prob over generated tokens."""
+    scored = policy.get_logprobs(
+        BatchedDataDict(
+            {
+                "input_ids": output["output_ids"],
+                "input_lengths": output["unpadded_sequence_lengths"],
+            }
+        )
+    )["logprobs"]
+    generated = output["logprobs"] != 0
+    assert generated.any()
+    return float((scored - output["logprobs"])[generated].abs().max())
+
+
+def shake(policy: Any, seed: int = 1) -> None:
+    """Other weights, as after training."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in policy.model.parameters():
+            parameter.mul_(1 + 0.3 * torch.rand(parameter.shape, generator=generator))
+
+
+CASES = {
+    "tied, fused bias": ("qwen2", {}),
+    "untied": ("llama", {}),
+    "two workers": ("qwen3", {"tensor_parallel_size": 2}),
+    "two stages": ("llama", {"pipeline_parallel_size": 2}),
+    "asynchronous, dummy weights": ("qwen2", {"async_engine": True, "load_format": "dummy"}),
+}
+
+
+@pytest.mark.parametrize("case", list(CASES))
+def test_refits_bring_the_engine_to_the_policy(case, start, tiny):
+    family, cfg = CASES[case]
+    engine, policy = start(family, cfg, torch_dtype="float32"), hf_policy(tiny(family))
+    if cfg.get("load_format") != "dummy":
+        assert difference(policy, engine.generate(prompts(), greedy=True)) < 1e-4
+    for seed, options in enumerate(
+        ({"verify": "installed"}, {"mode": "packed", "bucket_bytes": 20_000}, {"delta": True}), 1
+    ):
+        shake(policy, seed)
+        refit(policy, engine, deadline_s=60.0, **options)
+        assert engine.weights_version == seed
+        for greedy in (True, False):
+            assert difference(policy, engine.generate(prompts(), greedy=greedy)) < 1e-4
+    policy.shutdown()
+
+
+def test_a_staged_refit_that_fails_leaves_the_old_weights(start, tiny):
+    engine, policy = start("qwen2", torch_dtype="float32"), hf_policy(tiny("qwen2"))
+    before = engine.generate(prompts(), greedy=True)
+    shake(policy)
+    refit(policy, engine, isolation="staged", verify="installed", deadline_s=60.0)
+    after = engine.generate(prompts(), greedy=True)
+    assert not torch.equal(before["logprobs"], after["logprobs"])
+    assert difference(policy, after) < 1e-4
+    policy.shutdown()
+
+
+def test_another_model_is_refused_and_the_old_one_serves(start, tiny):
+    engine = start("qwen2", torch_dtype="float32")
+    other = hf_policy(tiny("llama"))
+    before = engine.generate(prompts(), greedy=True)
+    with pytest.raises(ManifestMismatchError) as caught:
+        refit(other, engine, deadline_s=30.0)
+    assert "model.layers.0.self_attn.q_proj.bias" in caught.value.details["missing"]
+    assert torch.equal(engine.generate(prompts(), greedy=True)["output_ids"], before["output_ids"])
+    other.shutdown()
+
+
+def test_rows_come_as_they_finish_and_may_be_left(start):
+    engine = start("qwen2", {"async_engine": True}, torch_dtype="float32")
+    whole = engine.generate(prompts(8), greedy=True)
+
+    async def stream(count: int) -> dict[int, list[int]]:
+        found: dict[int, list[int]] = {}
+        rows = engine.generate_async(prompts(8), greedy=True)
+        async for row, output in rows:
+            found[row] = output["output_ids"][0].tolist()
+            if len(found) == count:
+                break
+        await rows.aclose()
+        return found
+
+    everything = asyncio.run(stream(8))
+    for row, ids in everything.items():
+        assert whole["output_ids"][row, : len(ids)].tolist() == ids
+    assert len(asyncio.run(stream(2))) == 2
+    assert torch.equal(engine.generate(prompts(8), greedy=True)["output_ids"], whole["output_ids"])
+
+
+def test_the_worker_class_of_the_documents(tiny):
+    worker = VllmGenerationWorker(
+        str(tiny("qwen2")), max_new_tokens=3, vllm_cfg={"kv_cache_memory_bytes": 64 << 20}
+    )
+    output = worker.generate(torch.tensor([[5, 6, 7]]), greedy=True)
+    assert output["output_ids"][0, :3].tolist() == [5, 6, 7]
+    assert worker.shutdown()
+
+
+def test_an_engine_that_dies_is_told_with_its_last_words(start):
+    engine = start("qwen2")
+    os.kill(engine.pid, signal.SIGKILL)
+    with pytest.raises(WorkerDiedError, match=r"exit status -9"):
+        engine.generate(prompts())
+
+
+def test_a_refit_to_a_dead_engine_fails_soon(start, tiny):
+    engine, policy = start("qwen2", torch_dtype="float32"), hf_policy(tiny("qwen2"))
+    refit(policy, engine, deadline_s=60.0)
+    os.kill(engine.pid, signal.SIGKILL)
+    began = time.monotonic()
+    with pytest.raises((WorkerDiedError, RefitError)):
+        refit(policy, engine, deadline_s=60.0)
+    assert time.monotonic() - began < 30
+    policy.shutdown()
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_nothing_outlives_a_driver_that_is_killed(workers, tiny, tmp_path):
+    script = f"""
+        import sys, time
+        from rl_vllm import VllmGeneration
+        if __name__ == "__main__":
+            engine = VllmGeneration(None, {{"model_name": {str(tiny("qwen2"))!r}, "vllm_cfg": {{
+                "tensor_parallel_size": {workers}, "kv_cache_memory_bytes": 64 << 20}}}})
+            print(engine.pid, flush=True)
+            time.sleep(600)
+    """
+    path = tmp_path / "driver.py"
+    path.write_text(textwrap.dedent(script))
+    with subprocess.Popen([sys.executable, str(path)], stdout=subprocess.PIPE, text=True) as driver:
+        engine = int(driver.stdout.readline())
+        session = processes_of(engine)
+        assert len(session) >= workers
+        driver.kill()
+    end = time.monotonic() + 20
+    while alive := [pid for pid in session if running(pid)]:
+        assert time.monotonic() < end, f"{alive} of {session} live on"
+        time.sleep(0.1)
+
+
+def processes_of(session: int) -> list[int]:
+    """All processes of a session."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[3]) == session:
+            found.append(int(stat.parent.name))
+    return found
+
+
+def running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

@@ -1,0 +1,89 @@
+"""The plugin without its engine: what it declares, refuses and sets."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+import rl_vllm.private
+from rl_core import create_generation
+from rl_core.cluster.remote_error import as_plain, from_plain
+from rl_core.errors import ConfigError, IncompatiblePluginError, ManifestMismatchError
+from rl_vllm.environment import VARIABLES, engine_environment
+from rl_vllm.generation import VllmGeneration
+from rl_vllm.private import PRIVATE, check_version
+
+
+def test_the_manifest_and_the_backend_import_no_engine():
+    code = (
+        "import sys; import rl_vllm.manifest, rl_vllm.config; "
+        "assert not {'torch', 'vllm', 'ray', 'transformers'} & set(sys.modules); "
+        "import rl_vllm.generation; assert 'vllm' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("key", "config"),
+    [
+        ("vllm_cfg.tensor_paralel_size", {"vllm_cfg": {"tensor_paralel_size": 2}}),
+        ("vllm_cfg.tensor_parallel_size", {"vllm_cfg": {"tensor_parallel_size": 0}}),
+        ("vllm_cfg.dtype", {"vllm_cfg": {"dtype": "float64"}}),
+        ("torch_dtype", {"torch_dtype": "float32", "vllm_cfg": {"dtype": "bfloat16"}}),
+        ("max_model_len", {"max_model_len": 64, "vllm_cfg": {"max_model_len": 32}}),
+        ("model_name", {"model_name": "./nowhere"}),
+    ],
+)
+def test_wrong_keys_are_refused_before_anything_starts(key, config, tmp_path):
+    with pytest.raises(ConfigError) as caught:
+        VllmGeneration(None, {"model_name": str(tmp_path), **config})
+    assert caught.value.details["key"] == key
+
+
+def test_a_directory_without_a_model_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"no config\.json"):
+        VllmGeneration(None, {"model_name": str(tmp_path)})
+
+
+def test_without_the_engine_the_error_says_how_to_get_it(monkeypatch, tmp_path):
+    monkeypatch.setattr("rl_core.plugins.discovery.engine_version", lambda engine: None)
+    with pytest.raises(Exception, match=r"pip install.*rl-vllm\[engine\]"):
+        create_generation({"backend": "vllm", "model_name": str(tmp_path)})
+
+
+def test_another_vllm_is_refused_with_all_that_is_touched(monkeypatch):
+    monkeypatch.setattr(rl_vllm.private, "engine_version", lambda: "0.99.0")
+    with pytest.raises(IncompatiblePluginError, match=r"0\.99\.0 is outside") as caught:
+        check_version()
+    assert all(name in str(caught.value) for name in PRIVATE)
+
+
+def test_the_engine_gets_variables_that_this_process_does_not(monkeypatch):
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
+    before = dict(os.environ)
+    given = engine_environment("cpu", verbose=False)
+    assert given["TORCHDYNAMO_DISABLE"] == "1"
+    assert set(given) - set(before) <= {*VARIABLES["any"], *VARIABLES["cpu"]}
+    assert dict(os.environ) == before
+
+
+def test_what_is_exported_wins(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    assert engine_environment("cpu", verbose=False)["OMP_NUM_THREADS"] == "7"
+    monkeypatch.delenv("VLLM_LOGGING_LEVEL", raising=False)
+    assert "VLLM_LOGGING_LEVEL" not in engine_environment("cuda", verbose=True)
+
+
+def test_errors_cross_processes_as_text():
+    error = ManifestMismatchError("two differ", fix="load the same", missing=["a"], extra=object())
+    plain = as_plain(error, "worker 1")
+    again = from_plain(plain)
+    assert isinstance(again, ManifestMismatchError)
+    assert again.details["missing"] == ["a"]
+    assert again.fix == "load the same"
+    assert "worker 1" in str(again)
+    assert as_plain(again, "driver") == plain
+    assert isinstance(from_plain(as_plain(ZeroDivisionError("x"), "w")), ZeroDivisionError)

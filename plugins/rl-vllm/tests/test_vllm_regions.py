@@ -1,0 +1,122 @@
+"""Loaders are followed: what they fuse, shard and pad is found, written and read back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from rl_core.errors import CapabilityError
+from rl_core.interfaces import TensorSpec
+from rl_vllm.regions import Region, regions_of
+
+
+def spec(name: str, *shape: int) -> TensorSpec:
+    return TensorSpec(name, shape, "float32")
+
+
+def filled(*shape: int) -> torch.Tensor:
+    return torch.arange(float(torch.Size(shape).numel())).view(shape)
+
+
+class Model(nn.Module):
+    """Fuses two tensors, shards a third by columns, pads a fourth, ignores a fifth."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank = rank
+        self.fused = nn.Parameter(torch.full((8, 6), -1.0), requires_grad=False)
+        self.columns = nn.Parameter(torch.full((4, 3), -1.0), requires_grad=False)
+        self.padded = nn.Parameter(torch.full((7, 2), -1.0), requires_grad=False)
+        self.bias = nn.Parameter(torch.full((2,), -1.0), requires_grad=False)
+        self.scalar = nn.Parameter(torch.full((), -1.0), requires_grad=False)
+
+    def load_weights(self, weights) -> None:
+        for name, tensor in weights:
+            match name:
+                case "q" | "k":
+                    place = self.fused.data.narrow(0, 0 if name == "q" else 4, 4)
+                    place.copy_(tensor.narrow(0, 4 * self.rank, 4))
+                case "down":
+                    self.columns.data.copy_(tensor[:, 3 * self.rank : 3 * self.rank + 3])
+                case "embed":
+                    self.padded[: len(tensor)].data.copy_(tensor)
+                    self.padded[len(tensor) :].data.fill_(0)
+                case "bias":
+                    self.bias.data.copy_(tensor.to(torch.float32).narrow(0, 2 * self.rank, 2))
+                case "scalar":
+                    self.scalar.data.copy_(tensor)
+
+
+SPECS = [
+    spec("q", 8, 6),
+    spec("k", 8, 6),
+    spec("down", 4, 6),
+    spec("embed", 5, 2),
+    spec("bias", 4),
+    spec("scalar"),
+    spec("ignored", 3),
+]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_nothing_is_written_while_a_loader_is_asked(rank):
+    model = Model(rank)
+    regions_of(model, SPECS, torch.float32)
+    assert all((parameter == -1).all() for parameter in model.parameters())
+
+
+@settings(max_examples=50, deadline=None)
+@given(rank=st.integers(0, 1), cuts=st.lists(st.integers(1, 47), max_size=6))
+def test_what_is_written_piece_by_piece_is_what_the_loader_would_write(rank, cuts):
+    ours, theirs = Model(rank), Model(rank)
+    regions = regions_of(ours, SPECS, torch.float32)
+    tensors = {one.name: filled(*one.shape) + i for i, one in enumerate(SPECS)}
+    theirs.load_weights(tensors.items())
+    for name, tensor in tensors.items():
+        flat = tensor.reshape(-1)
+        edges = sorted({0, len(flat), *(cut for cut in cuts if cut < len(flat))})
+        for start, stop in zip(edges, edges[1:], strict=False):
+            for region in regions[name]:
+                region.write(start, flat[start:stop])
+    theirs.padded.data[5:] = -1  # padding is not a trainer's business
+    for (name, one), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(one, other), name
+    assert regions["ignored"] == []
+
+
+def test_what_two_workers_read_makes_the_tensor_whole():
+    models = [Model(rank) for rank in (0, 1)]
+    for name, shape in (("q", (8, 6)), ("down", (4, 6)), ("bias", (4,))):
+        tensor = filled(*shape) + 1
+        whole = torch.zeros(tensor.numel())
+        for model in models:
+            for region in regions_of(model, SPECS, torch.float32)[name]:
+                region.write(0, tensor.reshape(-1))
+                part = torch.zeros(tensor.numel())
+                region.read(part)
+                whole = torch.maximum(whole, part)
+        assert torch.equal(whole.view(shape), tensor)
+
+
+class Transposing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(3, 2), requires_grad=False)
+
+    def load_weights(self, weights) -> None:
+        for _, tensor in weights:
+            self.weight.data.copy_(tensor.t())
+
+
+def test_a_loader_that_cannot_be_followed_is_named():
+    with pytest.raises(CapabilityError, match="turned: vLLM lays"):
+        regions_of(Transposing(), [spec("turned", 2, 3)], torch.float32)
+
+
+def test_a_region_takes_only_its_part():
+    region = Region(torch.zeros(2, 2), 4, 1, 1)
+    region.write(3, torch.arange(3.0, 10.0))
+    assert region.target.tolist() == [[5, 6], [9, 0]]
