@@ -17,7 +17,7 @@ import torch
 
 from rl_core import create_policy
 from rl_core.batch import BatchedDataDict
-from rl_core.errors import ManifestMismatchError, RefitError, WorkerDiedError
+from rl_core.errors import ConfigError, ManifestMismatchError, RefitError, WorkerDiedError
 from rl_core.refit import refit
 from rl_vllm import VllmGenerationWorker
 
@@ -33,7 +33,9 @@ def prompts(rows: int = 4, width: int = 7) -> BatchedDataDict[Any]:
 
 
 def hf_policy(path: Path, **config: Any):
-    return create_policy({"backend": "hf", "model_name": str(path), "torch_dtype": "float32", **config})
+    return create_policy(
+        {"backend": "hf", "model_name": str(path), "torch_dtype": "float32", **config}
+    )
 
 
 def difference(policy: Any, output: BatchedDataDict[Any]) -> float:
@@ -63,7 +65,6 @@ CASES = {
     "tied, fused bias": ("qwen2", {}),
     "untied": ("llama", {}),
     "two workers": ("qwen3", {"tensor_parallel_size": 2}),
-    "two stages": ("llama", {"pipeline_parallel_size": 2}),
     "asynchronous, dummy weights": ("qwen2", {"async_engine": True, "load_format": "dummy"}),
 }
 
@@ -85,7 +86,7 @@ def test_refits_bring_the_engine_to_the_policy(case, start, tiny):
     policy.shutdown()
 
 
-def test_a_staged_refit_that_fails_leaves_the_old_weights(start, tiny):
+def test_a_staged_refit_exchanges_the_weights(start, tiny):
     engine, policy = start("qwen2", torch_dtype="float32"), hf_policy(tiny("qwen2"))
     before = engine.generate(prompts(), greedy=True)
     shake(policy)
@@ -126,6 +127,20 @@ def test_rows_come_as_they_finish_and_may_be_left(start):
         assert whole["output_ids"][row, : len(ids)].tolist() == ids
     assert len(asyncio.run(stream(2))) == 2
     assert torch.equal(engine.generate(prompts(8), greedy=True)["output_ids"], whole["output_ids"])
+
+
+@pytest.mark.parametrize(
+    ("key", "cfg"),
+    [
+        ("vllm_cfg.engine_args.max_num_seq", {"engine_args": {"max_num_seq": 4}}),
+        ("vllm_cfg.pipeline_parallel_size", {"pipeline_parallel_size": 2}),
+        ("vllm_cfg", {"max_model_len": 100_000}),
+    ],
+)
+def test_what_vllm_does_not_take_is_refused_with_the_key(key, cfg, start):
+    with pytest.raises(ConfigError) as caught:
+        start("qwen2", cfg)
+    assert caught.value.details["key"] == key
 
 
 def test_the_worker_class_of_the_documents(tiny):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -78,7 +80,7 @@ def test_what_is_written_piece_by_piece_is_what_the_loader_would_write(rank, cut
     for name, tensor in tensors.items():
         flat = tensor.reshape(-1)
         edges = sorted({0, len(flat), *(cut for cut in cuts if cut < len(flat))})
-        for start, stop in zip(edges, edges[1:], strict=False):
+        for start, stop in pairwise(edges):
             for region in regions[name]:
                 region.write(start, flat[start:stop])
     theirs.padded.data[5:] = -1  # padding is not a trainer's business

@@ -50,6 +50,8 @@ class GenerationBackend(GenerationInterface):
 
     #: Engines behind this object that take a refit each; a proxy over replicas has more.
     receiver_count = 1
+    #: True if refits are written in other processes, and :meth:`weight_sink` is for looking only.
+    weights_elsewhere = False
 
     def __init__(self, config: Mapping[str, Any], facts: ModelFacts) -> None:
         self.config = dict(config)

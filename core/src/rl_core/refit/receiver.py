@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 import msgspec
 
@@ -29,7 +29,6 @@ from rl_core.refit.transports.base import CPU, NoLane
 
 if TYPE_CHECKING:
     import concurrent.futures
-    import threading
     from collections.abc import Callable, Mapping
 
     import torch
@@ -77,6 +76,16 @@ class Trainer:
     dtypes: dict[str, str]
 
 
+class Lock(Protocol):
+    """What a receiver asks of a lock; one of :mod:`threading` will do."""
+
+    def acquire(self, *, timeout: float = ...) -> bool:
+        """Whether it was had in time."""
+
+    def release(self) -> None:
+        """Gives it back."""
+
+
 class RefitReceiver(Endpoint["Receiving"]):
     """Takes weights into an engine; one for the engine's whole life.
 
@@ -99,7 +108,7 @@ class RefitReceiver(Endpoint["Receiving"]):
         sink: Callable[[], WeightSink],
         *,
         name: str,
-        lock: threading.RLock,
+        lock: Lock,
         on_commit: Callable[[int], None] | None = None,
     ) -> None:
         super().__init__(name)

@@ -10,9 +10,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rl_vllm.actor import VllmGenerationWorker
     from rl_vllm.config import VllmConfig
     from rl_vllm.generation import VllmGeneration
-    from rl_vllm.actor import VllmGenerationWorker
 
 __all__ = ["VllmConfig", "VllmGeneration", "VllmGenerationWorker"]
 

@@ -24,7 +24,7 @@ from rl_vllm.private import check_version, engine_version
 from rl_vllm.wire import Row
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Coroutine, Iterator
+    from collections.abc import Awaitable, Callable, Coroutine, Iterator
 
     from vllm.outputs import RequestOutput
 
@@ -53,10 +53,21 @@ def start(config: dict[str, Any]) -> tuple[Engine, dict[str, Any]]:
     """
     check_version()
     given = config.get("vllm_cfg", {})
+    if current_platform.is_cpu() and given.get("pipeline_parallel_size", 1) > 1:
+        raise ConfigError(
+            f"vLLM {engine_version()} loses requests in a pipeline on the CPU (a KeyError in its "
+            "scheduler)",
+            fix="use tensor_parallel_size",
+            key="vllm_cfg.pipeline_parallel_size",
+        )
     tokenizer = tokenizer_of(config)
     arguments = _arguments(config, with_tokenizer=tokenizer is not None)
-    kind: type[Engine] = _AsyncEngine if given.get("async_engine") else _SyncEngine
-    engine = kind(arguments)
+    kind: Callable[[dict[str, Any]], Engine]
+    kind = _AsyncEngine if given.get("async_engine") else _SyncEngine
+    try:
+        engine = kind(arguments)
+    except ValueError as error:  # also what vLLM's models of its settings raise
+        raise ConfigError(f"vLLM refuses this: {error}", key="vllm_cfg") from error
     return engine, facts_of(engine.model_config, tokenizer, config) | {
         "workers": engine.workers,
         "fp8_cache": str(arguments.get("kv_cache_dtype", "auto")).startswith("fp8"),
@@ -65,7 +76,7 @@ def start(config: dict[str, Any]) -> tuple[Engine, dict[str, Any]]:
 
 
 def _arguments(config: dict[str, Any], *, with_tokenizer: bool) -> dict[str, Any]:
-    """vLLM's engine arguments."""
+    """The engine arguments of vLLM."""
     given = config.get("vllm_cfg", {})
     cpu = current_platform.is_cpu()
     chosen = {

@@ -80,7 +80,11 @@ def facts_of(model_config: Any, tokenizer: Any, config: Mapping[str, Any]) -> di
         )
     return {
         "pad_token_id": int(pad),
-        "eos_token_ids": list(eos) if isinstance(eos, list | tuple) else [] if eos is None else [eos],
+        "eos_token_ids": list(eos)
+        if isinstance(eos, list | tuple)
+        else []
+        if eos is None
+        else [eos],
         "vocab_size": vocab_size,
         "max_model_len": int(model_config.max_model_len),
     }

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import re
-import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from rl_core.backends import Completion, GenerationBackend, ModelFacts
-from rl_core.errors import CapabilityError, ConfigError, PluginError
+from rl_core.errors import ConfigError, PluginError
 from rl_core.plugins.config import check_config
 from rl_core.plugins.factory import create_generation
 from rl_vllm.config import VllmConfig
 from rl_vllm.environment import engine_environment
 from rl_vllm.process import EngineProcess
 from rl_vllm.receivers import WorkerReceivers
+from rl_vllm.remote_sink import RemoteSink
 from rl_vllm.wire import Prompt
 
 if TYPE_CHECKING:
+    import threading
     from collections.abc import Iterator, Mapping
 
     from rl_core.backends import PromptBatch, SamplingParams
@@ -104,6 +105,9 @@ class VllmGeneration(GenerationBackend):
         """Of the engine's process."""
         return self._process.pid
 
+    #: Refits do not go through :meth:`weight_sink`.
+    weights_elsewhere = True
+
     # -- generation -------------------------------------------------------------------------------
 
     def complete(self, prompts: PromptBatch, sampling: SamplingParams) -> Iterator[Completion]:
@@ -155,14 +159,8 @@ class VllmGeneration(GenerationBackend):
         return self._workers
 
     def weight_sink(self) -> WeightSink:
-        """The sinks are in the engine's workers.
-
-        Raises:
-            CapabilityError: Always.
-        """
-        raise CapabilityError(
-            "the weights are in vLLM's own processes", fix="refit through the backend's methods"
-        )
+        """What the engine holds, to be read; refits write in the engine's own processes."""
+        return RemoteSink(self._workers)
 
     @property
     def requires_kv_scale_sync(self) -> bool:
@@ -191,13 +189,13 @@ def _checked(config: dict[str, Any]) -> dict[str, Any]:
     """
     engine = config.get("vllm_cfg", {})
     for outside, inside in (("torch_dtype", "dtype"), ("max_model_len", "max_model_len")):
-        if None not in (config.get(outside), engine.get(inside)):
-            if config[outside] != engine[inside]:
-                raise ConfigError(
-                    f"{outside} is {config[outside]!r} and vllm_cfg.{inside} {engine[inside]!r}",
-                    fix="give one of them",
-                    key=outside,
-                )
+        one, other = config.get(outside), engine.get(inside)
+        if None not in (one, other) and one != other:
+            raise ConfigError(
+                f"{outside} is {one!r} and vllm_cfg.{inside} is {other!r}",
+                fix="give one of them",
+                key=outside,
+            )
     name = config["model_name"]
     if not Path(name).is_dir() and (not _HUB_NAME.fullmatch(name) or name.startswith(".")):
         raise ConfigError(

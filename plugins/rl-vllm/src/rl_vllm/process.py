@@ -46,11 +46,13 @@ class EngineProcess:
     def __init__(self, name: str, environment: Mapping[str, str], *, verbose: bool) -> None:
         self.name = name
         self._turn = threading.Lock()
-        self._log: IO[bytes] | None = None if verbose else tempfile.TemporaryFile()
+        self._log: IO[bytes] | None = None
+        if not verbose:
+            self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
         self._pipe, theirs = multiprocessing.Pipe()
         with theirs:
             end = theirs.fileno()
-            self._process = subprocess.Popen(
+            self._process = subprocess.Popen(  # noqa: S603 - our own module
                 [sys.executable, "-m", "rl_vllm.host", str(end), str(os.getpid())],
                 env=dict(environment),
                 pass_fds=[end],
@@ -139,8 +141,8 @@ class EngineProcess:
             reply = decode(self._pipe.recv_bytes(), type=Reply)
         except (EOFError, OSError) as error:
             raise self._died() from error
-        if (error := raised(reply)) is not None:
-            raise error
+        if (failure := raised(reply)) is not None:
+            raise failure
         return reply
 
     def _died(self) -> WorkerDiedError:
@@ -151,7 +153,7 @@ class EngineProcess:
             except subprocess.TimeoutExpired:
                 self._process.kill()
         return WorkerDiedError(
-            f"{self.name}: the engine's process {self.pid} ended (exit status {code}){self._tail()}",
+            f"{self.name}: the engine's process {self.pid} ended, exit status {code}{self._tail()}",
             fix="build a new backend; with vllm_cfg.verbose the engine's log is shown",
             worker=self.name,
         )
@@ -172,9 +174,7 @@ class EngineProcess:
         return f"; its last words:\n{text}" if text else ""
 
 
-def _end(
-    process: subprocess.Popen[bytes], pipe: Connection, owner: int, grace_s: float
-) -> None:
+def _end(process: subprocess.Popen[bytes], pipe: Connection, owner: int, grace_s: float) -> None:
     """Closes the pipe, which the engine takes for the end, and kills what does not follow."""
     if os.getpid() != owner:  # a forked child ends, not the one whose engine this is
         return

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import secrets
 import time
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from rl_core.errors import LifecycleError, RefitAborted, WeightsTornError
 from rl_core.futures import spawn
+from rl_core.interfaces import TensorSpec
 from rl_core.refit import DEFAULT_DEADLINE_S
 from rl_core.refit.jobs import exclusively
 from rl_vllm.wire import Reply, Request, decode, encode, raised
@@ -16,7 +19,7 @@ from rl_vllm.wire import Reply, Request, decode, encode, raised
 if TYPE_CHECKING:
     import concurrent.futures
     import threading
-    from collections.abc import Callable
+    from collections.abc import Callable, Generator
 
     from rl_core.errors import WorkerError
 
@@ -24,6 +27,7 @@ __all__ = ["WorkerReceivers"]
 
 #: Seconds for which an engine is asked to wait at a time, so that others get a word in.
 _SLICE_S = 0.25
+_PAUSE_S = 0.001
 #: Seconds that a call may take beyond what it waits for.
 _GRACE_S = 60.0
 
@@ -92,14 +96,16 @@ class WorkerReceivers:
         """See :meth:`RefitReceiver.open`."""
 
         def meet() -> None:
-            self._ask("open", transport=transport, deadline_s=deadline_s, address=address)
-            self._until_done(deadline_s)
+            key = secrets.token_hex(8)
+            arguments: dict[str, Any] = {"transport": transport, "address": address}
+            self._ask("open", key=key, deadline_s=deadline_s, **arguments)
+            self._until_done(key, time.monotonic() + deadline_s)
 
         return spawn(f"{transport}-{self.name}", meet)
 
     def load_handles(self, handles: dict[str, Any]) -> bool:
         """See :meth:`RefitReceiver.load_handles`."""
-        with exclusively(self._lock, DEFAULT_DEADLINE_S, f"{self.name}: generation"):
+        with self._generation_waits(DEFAULT_DEADLINE_S):
             before = self.version
             try:
                 self._take(self._ask("load_handles", handles=msgspec.msgpack.encode(handles)))
@@ -114,6 +120,19 @@ class WorkerReceivers:
         """See :meth:`RefitReceiver.let_go_of_weights`."""
         self._ask("let_go_of_weights")
 
+    def specs(self) -> list[TensorSpec]:
+        """What the engine expects."""
+        return msgspec.convert(self._ask("specs")[0], list[TensorSpec])
+
+    def read(self, name: str) -> bytes:
+        """The bytes of a tensor as it is installed."""
+        data: bytes = self._ask("read", name=name)[0]
+        return data
+
+    def write(self, name: str, offset: int, data: bytes) -> None:
+        """Writes elements of a tensor, past all refits."""
+        self._ask("write", name=name, offset=offset, data=data)
+
     def dropped(self) -> None:
         """The engine dropped its weights; only a refit brings it back."""
         self._take(self._ask("dropped"))
@@ -123,12 +142,11 @@ class WorkerReceivers:
         self._closed = True
 
     def _receive(self, transport: str, deadline_s: float) -> dict[str, Any]:
-        end = time.monotonic() + deadline_s
-        with exclusively(self._lock, deadline_s, f"{self.name}: generation or a refit before this"):
-            left = max(0.1, end - time.monotonic())
+        end, key = time.monotonic() + deadline_s, secrets.token_hex(8)
+        with ExitStack() as held:
             try:
-                self._ask("receive", transport=transport, deadline_s=left)
-                states = self._until_done(left)
+                self._ask("receive", key=key, transport=transport, deadline_s=deadline_s)
+                states = self._until_done(key, end, held)
             except BaseException:
                 self._look()
                 raise
@@ -136,14 +154,36 @@ class WorkerReceivers:
             self._commit()
         return {**states[0]["result"], "name": self.name}
 
-    def _until_done(self, deadline_s: float) -> list[dict[str, Any]]:
-        """The workers' states when all are done; the deadline is theirs to keep."""
+    def _until_done(
+        self, key: str, end: float, held: ExitStack | None = None
+    ) -> list[dict[str, Any]]:
+        """The workers' states when all are done; the deadline is theirs to keep.
+
+        Generation waits from the moment at which a worker asks for it until ``held`` ends.
+        """
+        asked = False
         while not self._closed:
-            states = self._ask("done", _SLICE_S, wait_s=_SLICE_S)
-            if all(state is not None for state in states):
+            patience = max(0.0, end - time.monotonic())
+            states = self._ask("done", patience, key=key, wait_s=_SLICE_S)
+            if all(state["done"] for state in states):
                 return states
+            if held and not asked and any(state.get("wants_lock") for state in states):
+                held.enter_context(self._generation_waits(patience))
+                asked = True
+            else:
+                time.sleep(_PAUSE_S)  # whoever generates meanwhile gets a turn
         self._ask("close")
         raise RefitAborted(f"{self.name}: closed", fix="refit again")
+
+    @contextmanager
+    def _generation_waits(self, deadline_s: float) -> Generator[None]:
+        """Holds the lock for the workers."""
+        with exclusively(self._lock, deadline_s, f"{self.name}: generation"):
+            self._ask("grant", granted=True)
+            try:
+                yield
+            finally:
+                self._ask("grant", granted=False)
 
     def _commit(self) -> None:
         self.torn = True  # until the caches of the old weights are gone

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rl_core.errors import CapabilityError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
 
     from torch import nn
 
@@ -83,11 +83,11 @@ class Region(NamedTuple):
         place[self.row : self.row + rows, self.column : self.column + columns] = self.target
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Takes down copies of marked tensors into others, and writes nothing."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.found: list[tuple[str, torch.Tensor, int, tuple[int, ...], tuple[int, ...]]] = []
         self._names: dict[int, str] = {}
         self._kept: list[torch.Tensor] = []
@@ -176,9 +176,7 @@ def _region(
     return Region(flat, width, *divmod(offset, width))
 
 
-def _rectangle(
-    shape: tuple[int, ...], stride: tuple[int, ...], width: int
-) -> tuple[int, int, int]:
+def _rectangle(shape: tuple[int, ...], stride: tuple[int, ...], width: int) -> tuple[int, int, int]:
     """Rows, columns and width of a view, or zeros if it is no rectangle."""
     dims = [(n, s) for n, s in zip(shape, stride, strict=True) if n != 1]
     merged: list[tuple[int, int]] = []

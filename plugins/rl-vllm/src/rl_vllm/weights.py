@@ -37,7 +37,7 @@ class EngineWeights:
 
     @cached_property
     def model(self) -> nn.Module:
-        """vLLM's model.
+        """The model that vLLM loaded.
 
         Raises:
             CapabilityError: It is quantised.
@@ -90,9 +90,11 @@ class EngineWeights:
         for spec in self.specs:
             if spec.alias_of is not None:
                 continue
-            [region, *more] = self.regions[spec.name] or [None]
-            whole = region is not None and region.target.numel() == _numel(spec)
-            if region is None or more or not whole or not region.target.is_contiguous():
+            regions = self.regions[spec.name]
+            if len(regions) != 1 or regions[0].target.numel() != _numel(spec):
+                return None
+            [region] = regions
+            if not region.target.is_contiguous():
                 return None
             found[spec.name] = region.target.view(spec.shape)
         return found

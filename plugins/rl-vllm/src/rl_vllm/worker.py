@@ -9,14 +9,13 @@ interface changed with every release so far. The worker extension did not.
 
 from __future__ import annotations
 
-import concurrent.futures
 import os
 import threading
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import torch
 
-from rl_core.errors import LifecycleError
 from rl_core.refit import RefitReceiver
 from rl_vllm.cpu_weights import keep_plain_weights
 from rl_vllm.sink import ModelSink
@@ -24,9 +23,10 @@ from rl_vllm.weights import EngineWeights
 from rl_vllm.wire import Reply, Request, decode, encode, failure
 
 if TYPE_CHECKING:
+    import concurrent.futures
     from collections.abc import Callable
 
-__all__ = ["RefitExtension", "WorkerRefits"]
+__all__ = ["GrantedLock", "RefitExtension", "WorkerRefits"]
 
 keep_plain_weights()  # before a model is loaded: vLLM imports this first
 
@@ -42,6 +42,34 @@ class RefitExtension:
         return bytes(encode(refits.answer(decode(frame, type=Request))))
 
 
+class GrantedLock:
+    """A lock that the backend holds for a worker: it keeps the engine from generating.
+
+    Args:
+        news: Set when the lock is asked for.
+    """
+
+    def __init__(self, news: threading.Event) -> None:
+        self.wanted = False
+        self._news = news
+        self._granted = threading.Event()
+
+    def acquire(self, timeout: float = -1) -> bool:
+        """Asks for it; whether it was granted in time."""
+        if not self._granted.is_set():
+            self.wanted = True
+            self._news.set()
+        return self._granted.wait(None if timeout < 0 else timeout)
+
+    def release(self) -> None:
+        """The backend notices by itself when a refit is over."""
+
+    def grant(self, granted: bool) -> None:
+        """The backend holds it, or does so no more."""
+        self.wanted = False
+        (self._granted.set if granted else self._granted.clear)()
+
+
 class WorkerRefits:
     """The refits of one worker.
 
@@ -52,10 +80,13 @@ class WorkerRefits:
     def __init__(self, worker: Any) -> None:
         self.name = f"vLLM worker {worker.rank} (pid {os.getpid()})"
         self._weights = EngineWeights(worker)
-        self._receiver = RefitReceiver(
-            lambda: ModelSink(self._weights), name=self.name, lock=threading.RLock()
-        )
-        self._future: concurrent.futures.Future[Any] | None = None
+        self._news = threading.Event()
+        self._lock = GrantedLock(self._news)
+        self._receiver = RefitReceiver(self._sink, name=self.name, lock=self._lock)
+        self._futures: dict[str, concurrent.futures.Future[Any]] = {}
+
+    def _sink(self) -> ModelSink:
+        return ModelSink(self._weights)
 
     def answer(self, request: Request) -> Reply:
         """Calls one of the methods below."""
@@ -64,36 +95,49 @@ class WorkerRefits:
             "receive": self.receive,
             "open": self.open,
             "done": self.done,
+            "grant": self._lock.grant,
             "state": self.state,
             "load_handles": self.load_handles,
             "let_go_of_weights": self._receiver.let_go_of_weights,
             "dropped": self.dropped,
             "close": self._receiver.close,
+            "specs": self.specs,
+            "read": self.read,
+            "write": self.write,
         }
         try:
             return Reply(methods[request.method](**request.arguments))
         except Exception as error:
             return failure(error, self.name)
 
+    # -- refits -----------------------------------------------------------------------------------
+
     def prepare(self, info: bytes) -> None:
         """See :meth:`RefitReceiver.prepare`."""
         self._receiver.prepare(msgspec.msgpack.decode(info))
 
-    def receive(self, transport: str, deadline_s: float) -> None:
+    def receive(self, key: str, transport: str, deadline_s: float) -> None:
         """Begins a refit; :meth:`done` tells of its end."""
-        self._future = self._receiver.receive(transport=transport, deadline_s=deadline_s)
+        self._begin(key, self._receiver.receive(transport=transport, deadline_s=deadline_s))
 
-    def open(self, transport: str, deadline_s: float, address: dict[str, Any]) -> None:
+    def open(self, key: str, transport: str, deadline_s: float, address: dict[str, Any]) -> None:
         """Begins to look for the sender; :meth:`done` tells of the end."""
-        self._future = self._receiver.open(transport, deadline_s, address)
+        self._begin(key, self._receiver.open(transport, deadline_s, address))
 
-    def done(self, wait_s: float) -> dict[str, Any] | None:
-        """What :meth:`receive` or :meth:`open` came to, or None if that takes longer."""
-        if self._future is None:
-            raise LifecycleError(f"{self.name}: nothing was begun", fix="call receive first")
-        if not concurrent.futures.wait([self._future], wait_s).done:
-            return None
-        return {"result": self._future.result(), **self.state()}
+    def _begin(self, key: str, future: concurrent.futures.Future[Any]) -> None:
+        self._futures[key] = future
+        future.add_done_callback(lambda _: self._news.set())
+
+    def done(self, key: str, wait_s: float) -> dict[str, Any]:
+        """How far :meth:`receive` or :meth:`open` is; waits for news."""
+        future = self._futures[key]
+        if not (future.done() or self._lock.wanted):
+            self._news.wait(wait_s)
+        self._news.clear()
+        if not future.done():
+            return {"done": False, "wants_lock": self._lock.wanted}
+        del self._futures[key]
+        return {"done": True, "result": future.result(), **self.state()}
 
     def load_handles(self, handles: bytes) -> dict[str, Any]:
         """See :meth:`RefitReceiver.load_handles`."""
@@ -109,3 +153,22 @@ class WorkerRefits:
     def state(self) -> dict[str, Any]:
         """The version that the worker has, and whether its weights are torn."""
         return {"version": self._receiver.version, "torn": self._receiver.torn}
+
+    # -- the weights themselves -------------------------------------------------------------------
+
+    def specs(self) -> list[Any]:
+        """See :meth:`WeightSink.specs`."""
+        return [msgspec.to_builtins(spec) for spec in self._sink().specs()]
+
+    def read(self, name: str) -> bytes:
+        """The bytes of a tensor; all workers of an engine at the same time."""
+        [(_, tensor)] = self._sink().read([name])
+        return bytes(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+
+    def write(self, name: str, offset: int, data: bytes) -> None:
+        """Writes elements of a tensor, past all refits."""
+        sink = self._sink()
+        [spec] = [one for one in sink.specs() if one.name == name]
+        run = torch.frombuffer(bytearray(data), dtype=getattr(torch, spec.dtype))
+        sink.write(name, offset, run, of=spec)
+        sink.finish(self._receiver.version)

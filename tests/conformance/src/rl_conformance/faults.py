@@ -52,6 +52,8 @@ def sink_class(generation: GenerationInterface) -> type[WeightSink]:
     make: Any = getattr(generation, "weight_sink", None)
     if make is None:
         raise NotRun("the engine does not run in this process as a GenerationBackend")
+    if getattr(generation, "weights_elsewhere", False):
+        raise NotRun("refits are written in processes of the engine, out of a fault's reach")
     return type(make())
 
 
