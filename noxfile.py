@@ -10,7 +10,7 @@ from pathlib import Path
 import nox
 
 nox.needs_version = ">=2024.10"
-nox.options.sessions = ["lint", "types", "tests", "conformance", "wheels"]
+nox.options.sessions = ["lint", "types", "tests", "conformance(hf)", "wheels"]
 nox.options.reuse_existing_virtualenvs = True
 nox.options.error_on_missing_interpreters = True
 
