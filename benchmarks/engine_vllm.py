@@ -75,9 +75,7 @@ class Bare:
     def __init__(self, path: Path, engine: dict[str, Any]) -> None:
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
-        environment = engine_environment(
-            "cuda" if torch.cuda.is_available() else "cpu", verbose=False
-        )
+        environment = engine_environment("cuda" if torch.cuda.is_available() else "cpu")
         environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING")  # as people run it
         arguments = (theirs, str(path), engine, environment)
         began = time.perf_counter()

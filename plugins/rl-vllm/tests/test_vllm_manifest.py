@@ -64,15 +64,18 @@ def test_another_vllm_is_refused_with_all_that_is_touched(monkeypatch):
 def test_the_engine_gets_variables_that_this_process_does_not(monkeypatch):
     monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
     before = dict(os.environ)
-    given = engine_environment("cpu", verbose=False)
-    assert given["TORCHDYNAMO_DISABLE"] == "1"
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8))
+    before.pop("OMP_NUM_THREADS", None)
+    given = engine_environment("cpu", workers=2)
+    assert (given["TORCHDYNAMO_DISABLE"], given["OMP_NUM_THREADS"]) == ("1", "4")
     assert set(given) - set(before) <= {*VARIABLES["any"], *VARIABLES["cpu"]}
     assert dict(os.environ) == before
 
 
 def test_what_is_exported_wins(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    assert engine_environment("cpu", verbose=False)["OMP_NUM_THREADS"] == "7"
+    assert engine_environment("cpu")["OMP_NUM_THREADS"] == "7"
     monkeypatch.delenv("VLLM_LOGGING_LEVEL", raising=False)
     assert "VLLM_LOGGING_LEVEL" not in engine_environment("cuda", verbose=True)
 

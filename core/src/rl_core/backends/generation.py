@@ -21,6 +21,7 @@ from rl_core.backends.prompts import (
 )
 from rl_core.errors import ConfigError, LifecycleError, PluginError
 from rl_core.interfaces import GenerationInterface
+from rl_core.plugins.discovery import load_object
 from rl_core.refit import DEFAULT_DEADLINE_S, RefitReceiver
 from rl_core.refit.jobs import exclusively
 
@@ -50,8 +51,6 @@ class GenerationBackend(GenerationInterface):
 
     #: Engines behind this object that take a refit each; a proxy over replicas has more.
     receiver_count = 1
-    #: True if refits are written in other processes, and :meth:`weight_sink` is for looking only.
-    weights_elsewhere = False
 
     def __init__(self, config: Mapping[str, Any], facts: ModelFacts) -> None:
         self.config = dict(config)
@@ -309,6 +308,19 @@ class GenerationBackend(GenerationInterface):
     def invalidate_kv_cache(self) -> bool:
         """Nothing outlives a call unless a backend says otherwise."""
         return True
+
+    def beside_weights(self, function: str, **arguments: Any) -> list[Any]:
+        """Calls a function in every process that refits write in, to look or to test.
+
+        Args:
+            function: ``"module:name"``, importable there. Its first argument makes the sink of a
+                refit.
+            **arguments: Plain values.
+
+        Returns:
+            What each call returned: plain values.
+        """
+        return [load_object(function)(self.weight_sink, **arguments)]
 
     def _on_commit(self, version: int) -> None:
         self.invalidate_kv_cache()

@@ -29,20 +29,24 @@ VARIABLES: Mapping[str, Mapping[str, tuple[str, str]]] = {
     "cpu": {
         "TORCHDYNAMO_DISABLE": ("1", "compiling takes 15 s of the first call, and a C++ compiler"),
         "VLLM_CPU_OMP_THREADS_BIND": ("nobind", "several engines share a host"),
-        "OMP_NUM_THREADS": ("1", "a thread for each worker; set it to the cores that are free"),
+        "OMP_NUM_THREADS": ("", "the cores of this process, shared by the engine's workers"),
     },
     "cuda": {},
 }
 
 
-def engine_environment(device: str, *, verbose: bool) -> dict[str, str]:
+def engine_environment(device: str, *, workers: int = 1, verbose: bool = False) -> dict[str, str]:
     """The environment of an engine's process: this one's, with what vLLM needs.
 
     Args:
         device: ``"cpu"`` or ``"cuda"``.
+        workers: Processes that will share the cores.
         verbose: Leave vLLM's logging as it is.
     """
     wanted = {**VARIABLES["any"], **VARIABLES[device]}
     if verbose:
         wanted.pop("VLLM_LOGGING_LEVEL")
-    return {name: value for name, (value, _) in wanted.items()} | dict(os.environ)
+    given = {name: value for name, (value, _) in wanted.items()}
+    if "OMP_NUM_THREADS" in given:
+        given["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // workers))
+    return given | dict(os.environ)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -70,7 +71,7 @@ class VllmGeneration(GenerationBackend):
         self._sleep_level = engine.get("sleep_level", 1)
         self._process = EngineProcess(
             f"vLLM with {checked['model_name']}",
-            engine_environment(_device(), verbose=verbose),
+            engine_environment(_device(), workers=_workers(engine), verbose=verbose),
             verbose=verbose,
         )
         try:
@@ -104,9 +105,6 @@ class VllmGeneration(GenerationBackend):
     def pid(self) -> int:
         """Of the engine's process."""
         return self._process.pid
-
-    #: Refits do not go through :meth:`weight_sink`.
-    weights_elsewhere = True
 
     # -- generation -------------------------------------------------------------------------------
 
@@ -162,6 +160,10 @@ class VllmGeneration(GenerationBackend):
         """What the engine holds, to be read; refits write in the engine's own processes."""
         return RemoteSink(self._workers)
 
+    def beside_weights(self, function: str, **arguments: Any) -> list[Any]:
+        """See :meth:`GenerationBackend.beside_weights`: in the engine's workers."""
+        return self._workers.call(function, arguments)
+
     @property
     def requires_kv_scale_sync(self) -> bool:
         """See :attr:`GenerationInterface.requires_kv_scale_sync`."""
@@ -211,6 +213,11 @@ def _checked(config: dict[str, Any]) -> dict[str, Any]:
         )
     inside = engine.get("max_model_len")
     return config if inside is None else {**config, "max_model_len": inside}
+
+
+def _workers(engine: Mapping[str, Any]) -> int:
+    sizes = (engine.get(f"{kind}_parallel_size", 1) for kind in ("tensor", "pipeline"))
+    return math.prod(sizes)
 
 
 def _device() -> str:

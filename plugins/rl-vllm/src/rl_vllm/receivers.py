@@ -133,6 +133,10 @@ class WorkerReceivers:
         """Writes elements of a tensor, past all refits."""
         self._ask("write", name=name, offset=offset, data=data)
 
+    def call(self, function: str, arguments: dict[str, Any]) -> list[Any]:
+        """Calls a function beside the weights in every worker."""
+        return self._ask("call", function=function, arguments=arguments)
+
     def dropped(self) -> None:
         """The engine dropped its weights; only a refit brings it back."""
         self._take(self._ask("dropped"))

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 
+from rl_core.plugins.discovery import load_object
 from rl_core.refit import RefitReceiver
 from rl_vllm.cpu_weights import keep_plain_weights
 from rl_vllm.sink import ModelSink
@@ -104,6 +105,7 @@ class WorkerRefits:
             "specs": self.specs,
             "read": self.read,
             "write": self.write,
+            "call": self.call,
         }
         try:
             return Reply(methods[request.method](**request.arguments))
@@ -159,6 +161,10 @@ class WorkerRefits:
     def specs(self) -> list[Any]:
         """See :meth:`WeightSink.specs`."""
         return [msgspec.to_builtins(spec) for spec in self._sink().specs()]
+
+    def call(self, function: str, arguments: dict[str, Any]) -> Any:
+        """See :meth:`GenerationBackend.beside_weights`."""
+        return load_object(function)(self._sink, **arguments)
 
     def read(self, name: str) -> bytes:
         """The bytes of a tensor; all workers of an engine at the same time."""

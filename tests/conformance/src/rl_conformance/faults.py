@@ -6,6 +6,9 @@ tensor where engines read the trainer's memory; a fault in the one switches the 
 
 from __future__ import annotations
 
+import os
+import secrets
+import signal
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -36,10 +39,12 @@ __all__ = [
     "dropping",
     "failing_finish",
     "failing_write",
+    "in_the_engine",
+    "kill_engine_at",
     "misplacing",
     "one_by_one",
-    "sink_class",
     "source_class",
+    "writes_in_place",
 ]
 
 
@@ -47,14 +52,85 @@ class InjectedFault(Exception):
     """Raised by a fault on purpose."""
 
 
-def sink_class(generation: GenerationInterface) -> type[WeightSink]:
-    """The class that writes into the engine, for a fault to be put into it."""
-    make: Any = getattr(generation, "weight_sink", None)
-    if make is None:
-        raise NotRun("the engine does not run in this process as a GenerationBackend")
-    if getattr(generation, "weights_elsewhere", False):
-        raise NotRun("refits are written in processes of the engine, out of a fault's reach")
-    return type(make())
+@contextmanager
+def in_the_engine(
+    generation: GenerationInterface, fault: Callable[..., Any], **arguments: Any
+) -> Generator[None]:
+    """Puts a fault into the class that writes into the engine, in whatever process that is.
+
+    Args:
+        generation: A :class:`rl_core.backends.GenerationBackend`.
+        fault: A function of this module that takes the class of the sink.
+        **arguments: Its further arguments.
+    """
+    beside = _beside(generation)
+    key = secrets.token_hex(8)
+    beside(f"{__name__}:begin", key=key, fault=fault.__name__, arguments=arguments)
+    try:
+        yield
+    finally:
+        beside(f"{__name__}:end", key=key)
+
+
+def writes_in_place(generation: GenerationInterface) -> bool:
+    """Whether core writes into the engine's own tensors."""
+    return all(_beside(generation)(f"{__name__}:has_targets"))
+
+
+def kill_engine_at(generation: GenerationInterface, method: str, count: int) -> list[int]:
+    """Puts a SIGKILL into a method of the engine's sink; the processes that it will hit."""
+    return list(_beside(generation)(f"{__name__}:die_at", method=method, count=count))
+
+
+def _beside(generation: GenerationInterface) -> Callable[..., list[Any]]:
+    beside: Any = getattr(generation, "beside_weights", None)
+    if beside is None:
+        raise NotRun("the engine is no GenerationBackend, so no fault can be put into it")
+    found: Callable[..., list[Any]] = beside
+    return found
+
+
+# -- called beside the weights ---------------------------------------------------------------------
+
+_ENTERED: dict[str, Any] = {}
+
+
+def begin(
+    make_sink: Callable[[], WeightSink], key: str, fault: str, arguments: dict[str, Any]
+) -> None:
+    """Puts a fault of this module into a sink's class."""
+    entered = globals()[fault](type(make_sink()), **arguments)
+    entered.__enter__()
+    _ENTERED[key] = entered
+
+
+def end(_: Callable[[], WeightSink], key: str) -> None:
+    """Takes it out."""
+    _ENTERED.pop(key).__exit__(None, None, None)
+
+
+def has_targets(make_sink: Callable[[], WeightSink]) -> bool:
+    """Whether tensors may be written in place."""
+    return bool(make_sink().targets())
+
+
+def die_at(make_sink: Callable[[], WeightSink], method: str, count: int) -> int:
+    """Kills this process at the given call of a method of its sink; its pid."""
+    sink = type(make_sink())
+    original, calls = getattr(sink, method), iter(range(1 << 30))
+
+    def dying(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) == count:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*args, **kwargs)
+
+    mock.patch.object(sink, method, dying).start()
+    if method == "write":  # what would bypass it is switched off
+        mock.patch.object(sink, "targets", return_value=None).start()
+    return os.getpid()
+
+
+# -- faults ----------------------------------------------------------------------------------------
 
 
 def source_class(policy: ColocatablePolicyInterface) -> type[WeightSource]:

@@ -19,6 +19,7 @@ from unittest import mock
 import torch
 
 from rl_conformance.batches import pad_rows
+from rl_conformance.faults import kill_engine_at
 from rl_conformance.target import Target
 from rl_core.batch import BatchedDataDict
 
@@ -151,9 +152,10 @@ class RemoteGeneration(_Peer):
         found: dict[str, list[str]] = self.ask(do="digests")
         return found
 
-    def die_at(self, method: str, count: int) -> None:
-        """Kills the process with SIGKILL at the given call of a method of its sink."""
-        self.ask(do="die", method=method, count=count)
+    def die_at(self, method: str, count: int) -> list[int]:
+        """Kills with SIGKILL at the given call of a method of its sink; which processes."""
+        pids: list[int] = self.ask(do="kill_engine", method=method, count=count)
+        return pids
 
     def generate(self, data: BatchedDataDict[Any], greedy: bool) -> BatchedDataDict[Any]:
         """See :class:`rl_core.interfaces.GenerationInterface`; only the keys that are compared."""
@@ -258,16 +260,14 @@ def _stream(backend: Any, options: dict[str, Any]) -> Any:
 
 
 def _die(backend: Any, method: str, count: int) -> None:
-    """Puts a SIGKILL into a method of the backend's sink or source, or between two tensors."""
+    """Puts a SIGKILL into a method of the backend's source, or between two tensors."""
     calls = iter(range(1 << 30))
+    source = type(backend.weight_source())
+    original = getattr(source, method)
 
     def perhaps() -> None:
         if next(calls) == count:
             os.kill(os.getpid(), signal.SIGKILL)
-
-    sends = hasattr(backend, "weight_source")
-    owner = backend.weight_source() if sends else backend.weight_sink()
-    original = getattr(type(owner), method)
 
     def dying(*args: Any, **kwargs: Any) -> Any:
         perhaps()
@@ -279,11 +279,9 @@ def _die(backend: Any, method: str, count: int) -> None:
             yield item
 
     fault = dying_source if method == "tensors" else dying
-    mock.patch.object(type(owner), method, fault).start()
-    # What would bypass the method is switched off.
-    for bypassed, other in (("tensors", "persistent"), ("write", "targets")):
-        if method == bypassed:
-            mock.patch.object(type(owner), other, return_value=None).start()
+    mock.patch.object(source, method, fault).start()
+    if method == "tensors":  # what would bypass it is switched off
+        mock.patch.object(source, "persistent", return_value=None).start()
 
 
 _ACTIONS: dict[str, Callable[..., Any]] = {
@@ -297,6 +295,7 @@ _ACTIONS: dict[str, Callable[..., Any]] = {
     "info": lambda backend: backend.prepare_refit_info(),
     "stream": _stream,
     "die": _die,
+    "kill_engine": kill_engine_at,
 }
 
 

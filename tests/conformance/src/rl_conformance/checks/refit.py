@@ -10,7 +10,7 @@ import torch
 
 from rl_conformance.doubles import SeveralEngines, TensorEngine, TensorPolicy
 from rl_conformance.expect import raises, require, same_tensor
-from rl_conformance.faults import failing_write, sink_class
+from rl_conformance.faults import failing_write, in_the_engine
 from rl_conformance.leftovers import Leftovers
 from rl_conformance.peers import RemoteGeneration
 from rl_conformance.refits import (
@@ -307,7 +307,7 @@ def a_given_version_is_used(ctx: Context) -> None:
 def a_failed_refit_does_not_move_the_version(ctx: Context) -> None:
     """A loader that raises leaves the old version number."""
     policy, generation = unequal_pair(ctx)
-    with failing_write(sink_class(generation), after=3):
+    with in_the_engine(generation, failing_write, after=3):
         require(attempt(policy, generation) is not None, "a refit that failed is reported as done")
     require(generation.weights_version == 0, f"the version is {generation.weights_version}")
 

@@ -17,8 +17,9 @@ from rl_conformance.faults import (
     dropping,
     failing_finish,
     failing_write,
+    in_the_engine,
     misplacing,
-    sink_class,
+    writes_in_place,
 )
 from rl_conformance.leftovers import Leftovers
 from rl_conformance.peers import RemoteGeneration, RemotePolicy
@@ -59,13 +60,14 @@ def a_killed_engine_is_reported(ctx: Context, method: str, count: int) -> None:
     policy = ctx.fresh_policy(model_name=str(ctx.model("qwen2", seed=1)))
     before = Leftovers.now()
     with RemoteGeneration(ctx) as generation:
-        generation.die_at(method, count)
+        pids = generation.die_at(method, count)
         started = time.monotonic()
         error = _failure_of(policy, generation)
         took = time.monotonic() - started
         require(took < DEADLINE_S, f"it took {took:.1f} s, the deadline is {DEADLINE_S:g} s")
         require(isinstance(error, RefitError), f"not a RefitError but {error!r}")
-        require(str(generation.process.pid) in str(error), f"the peer is not named: {error}")
+        named = any(str(pid) in str(error) for pid in pids)
+        require(named, f"the peer {pids} is not named: {error}")
     survivor = ctx.fresh_generation()
     survivor.prepare_for_generation()
     run_refit(policy, survivor)
@@ -118,16 +120,16 @@ def a_killed_trainer_is_survived(ctx: Context, method: str, count: int) -> None:
 
 
 _LATE: dict[str, dict[str, Any]] = {
-    "in_a_write": {"fault": lambda sink: failing_write(sink, after=5)},
-    "at_the_finish": {"fault": failing_finish},
+    "in_a_write": {"fault": failing_write, "how": {"after": 5}},
+    "at_the_finish": {"fault": failing_finish, "how": {}},
 }
 
 
 @check("R8", cases=_LATE)
-def torn_weights_are_never_served(ctx: Context, fault: Any) -> None:
+def torn_weights_are_never_served(ctx: Context, fault: Any, how: dict[str, Any]) -> None:
     """After an engine that fails midway generate refuses, until a full refit commits."""
     policy, generation = unequal_pair(ctx)
-    with fault(sink_class(generation)):
+    with in_the_engine(generation, fault, **how):
         require(attempt(policy, generation) is not None, "a refit that failed is reported as done")
     with raises(WeightsTornError):
         greedy(ctx, generation)
@@ -317,10 +319,9 @@ _TENSOR = "model.layers.1.mlp.up_proj.weight"
 def a_loader_that_does_not_load_is_caught(ctx: Context, fault: Any) -> None:
     """The read-back differs from what was sent: RefitCorrupted, no commit, nothing served."""
     policy, generation = unequal_pair(ctx)
-    loader = sink_class(generation)
-    if fault is detached and not loader.targets(generation.weight_sink()):  # type: ignore[attr-defined]
+    if fault is detached and not writes_in_place(generation):
         ctx.not_run("the engine is not written in place", excused=True)
-    with fault(loader, _TENSOR):
+    with in_the_engine(generation, fault, tensor=_TENSOR):
         _is_corrupted(attempt(policy, generation, verify="installed"))
     require(generation.weights_version == 0, f"the version is {generation.weights_version}")
     with raises(WeightsTornError):

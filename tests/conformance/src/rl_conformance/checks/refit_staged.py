@@ -11,7 +11,7 @@ from rl_conformance.faults import (
     dropping,
     failing_finish,
     failing_write,
-    sink_class,
+    in_the_engine,
     source_class,
 )
 from rl_conformance.refits import agree, attempt, equal, greedy, run_refit, unequal_pair
@@ -25,18 +25,20 @@ if TYPE_CHECKING:
 _TENSOR = "model.layers.1.mlp.up_proj.weight"
 
 _FAULTS: dict[str, dict[str, Any]] = {
-    "at_a_write": {"fault": lambda sink: failing_write(sink, after=3)},
-    "at_the_finish": {"fault": failing_finish},
-    "at_the_read_back": {"fault": lambda sink: dropping(sink, _TENSOR)},
+    "at_a_write": {"fault": failing_write, "how": {"after": 3}},
+    "at_the_finish": {"fault": failing_finish, "how": {}},
+    "at_the_read_back": {"fault": dropping, "how": {"tensor": _TENSOR}},
 }
 
 
 @check("R11", cases=_FAULTS)
-def a_failed_staged_refit_keeps_the_old_version(ctx: Context, fault: Any) -> None:
+def a_failed_staged_refit_keeps_the_old_version(
+    ctx: Context, fault: Any, how: dict[str, Any]
+) -> None:
     """A loader that fails at any point leaves the old version, its bytes and its output."""
     policy, generation = unequal_pair(ctx)
     before, weights = greedy(ctx, generation), engine_weights(generation)
-    with fault(sink_class(generation)):
+    with in_the_engine(generation, fault, **how):
         error = attempt(policy, generation, isolation="staged", verify="installed")
     require(isinstance(error, RLError), f"not an error of ours but {error!r}")
     require(generation.weights_version == 0, f"the version is {generation.weights_version}")
@@ -55,7 +57,7 @@ def another_engines_failure_is_survived(ctx: Context) -> None:
     other.prepare_for_generation()
     before, weights = greedy(ctx, generation), engine_weights(generation)
     both = SeveralEngines(generation, other)
-    with failing_finish(sink_class(generation)):  # of whichever comes first
+    with in_the_engine(generation, failing_finish):  # of whichever comes first, in one process
         error = attempt(policy, both, isolation="staged")
     require(isinstance(error, RLError), f"not an error of ours but {error!r}")
     for engine in (generation, other):
