@@ -203,6 +203,7 @@ RUNNING: dict[str, str] = {
     "nobody came": "trainer.begin()",
     "no trainer came": "engine.begin()",
     "in the middle": "engine.stall('write'); trainer.begin(); engine.begin(); engine.reached()",
+    "as bytes are copied": "trainer.begin(); engine.begin()",
     "at the end": "engine.stall('commit'); trainer.begin(); engine.begin(); engine.reached()",
     "between two refits": "trainer.begin(); engine.begin(); trainer.outcome(); engine.outcome()",
 }

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
+import concurrent.futures
+import os
 import threading
 import time
+import weakref
 from abc import ABC, abstractmethod
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -14,7 +18,6 @@ from rl_core.refit.options import DEFAULT_DEADLINE_S
 from rl_core.refit.session import Phase, Session
 
 if TYPE_CHECKING:
-    import concurrent.futures
     from collections.abc import Generator, Iterable
 
     from rl_core.refit.session import Effect
@@ -23,6 +26,9 @@ __all__ = ["TICK_S", "Endpoint", "Job", "exclusively"]
 
 #: Seconds between looks at deadlines and at whether the peers live.
 TICK_S = 0.05
+
+#: Seconds that refits get to end when the process does.
+_GOODBYE_S = 1.0
 
 S = TypeVar("S", bound=Session)
 J = TypeVar("J", bound="Job[Any]")
@@ -62,11 +68,13 @@ class Endpoint(ABC, Generic[J]):
         self.name = name
         self.turn = threading.Lock()
         self.jobs: list[J] = []
+        _endpoints.add(self)
 
     def start(self, job: J) -> concurrent.futures.Future[dict[str, Any]]:
         """Lets a refit begin as soon as those before it have ended."""
         self.jobs.append(job)
-        return spawn(f"refit-{self.name}", job.run)
+        job.future = spawn(f"refit-{self.name}", job.run)
+        return job.future
 
     def waiting(self) -> list[J]:
         """The refits in which nothing was sent yet."""
@@ -106,6 +114,7 @@ class Job(ABC, Generic[S]):
         self.session = session
         self.endpoint = endpoint
         self.cancelled: str | None = None
+        self.future: concurrent.futures.Future[dict[str, Any]] | None = None
 
     def run(self) -> dict[str, Any]:
         """Waits for its turn, then refits."""
@@ -160,3 +169,22 @@ class Job(ABC, Generic[S]):
             except BaseException as error:  # the session tells the peers, and ends with it
                 following = self.session.fail(error)
             self.perform(following)
+
+
+_endpoints: weakref.WeakSet[Endpoint[Any]] = weakref.WeakSet()
+_owner = os.getpid()
+
+
+@atexit.register
+def _end_refits() -> None:
+    """Ends refits before the interpreter does.
+
+    A thread that comes back from a copy while the interpreter is being torn down is unwound
+    through torch's C++ code, which ends the process with SIGABRT.
+    """
+    if os.getpid() != _owner:  # a forked child, in which no thread goes on
+        return
+    jobs = [job for endpoint in list(_endpoints) for job in list(endpoint.jobs)]
+    for job in jobs:
+        job.cancelled = "the process ends"
+    concurrent.futures.wait([job.future for job in jobs if job.future is not None], _GOODBYE_S)
