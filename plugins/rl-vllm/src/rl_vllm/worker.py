@@ -63,7 +63,8 @@ class GrantedLock:
         return self._granted.wait(None if timeout < 0 else timeout)
 
     def release(self) -> None:
-        """The backend notices by itself when a refit is over."""
+        """Gives it up: the refit after this one has to ask again."""
+        self._granted.clear()
 
     def grant(self, granted: bool) -> None:
         """The backend holds it, or does so no more."""
