@@ -68,8 +68,6 @@ class Host:
         }
         try:
             reply = Reply(methods[request.method](**request.arguments))
-        except OSError:
-            raise
         except Exception as error:
             reply = failure(error, self.name)
         self._pipe.send_bytes(encode(reply))

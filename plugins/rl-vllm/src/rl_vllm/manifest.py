@@ -6,8 +6,8 @@ from rl_core.plugins.manifest import BackendManifest, Capability, EngineRequirem
 
 __all__ = ["BACKEND", "VERSIONS"]
 
-#: Of vLLM; both ends are tested.
-VERSIONS = ">=0.27,<0.33"
+#: Of vLLM: what was tested.
+VERSIONS = ">=0.32,<0.33"
 
 _FULL = Capability("full")
 _CUDA = ("cuda",)

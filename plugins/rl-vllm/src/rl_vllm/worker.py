@@ -4,7 +4,7 @@
 called by name in every worker. vLLM's own weight-transfer engines would be the other way: they
 load tensors as they come, without versions, digests, a way back or several receivers that commit
 together, so that all of the refit protocol would have to live beside them anyway, and their
-interface changed with every release so far. The worker extension did not.
+interface is still changing between releases.
 """
 
 from __future__ import annotations
