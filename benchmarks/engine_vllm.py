@@ -67,6 +67,8 @@ def bare(pipe: Any, path: str, engine: dict[str, Any], environment: dict[str, st
         )
         seconds = time.perf_counter() - began
         pipe.send((seconds, [list(output.outputs[0].token_ids) for output in outputs]))
+    llm.llm_engine.engine_core.shutdown()
+    os._exit(0)  # a process with an engine does not end by itself
 
 
 class Bare:

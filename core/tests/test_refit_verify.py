@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from refit_doubles import (
     DictSink,
     Engine,
@@ -163,3 +165,24 @@ def test_what_is_damaged_is_right_after_the_next_refit(pair):
     trainer.source.tensor = make_tensors(1)
     go(trainer, engine, verify="installed", delta=True)
     assert same(trainer.source.tensor, engine.sink.tensor)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    sizes=st.lists(st.sampled_from([3, 1 << 10, 200 << 10, 300 << 10, 5 << 20]), max_size=8),
+    in_place=st.booleans(),
+    bucket_bytes=st.sampled_from([1 << 20, 8 << 20]),
+    mode=st.sampled_from(["direct", "packed"]),
+)
+@example([1 << 10, 300 << 10, 1 << 10], True, 8 << 20, "direct")
+def test_tensors_of_every_size_in_any_order_are_verified(sizes, in_place, bucket_bytes, mode):
+    tensors = {f"t{i}": (torch.arange(n) * (i + 7)).to(torch.uint8) for i, n in enumerate(sizes)}
+    tensors["last"] = torch.ones(5)
+    trainer = Trainer(tensors, at_home=True)
+    engine = Engine(blank(tensors), kind=InPlaceSink if in_place else DictSink)
+    try:
+        go(trainer, engine, verify="installed", mode=mode, bucket_bytes=bucket_bytes)
+        assert same(tensors, engine.sink.tensor)
+    finally:
+        trainer.close()
+        engine.close()

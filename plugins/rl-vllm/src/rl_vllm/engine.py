@@ -34,7 +34,12 @@ __all__ = ["Engine", "start"]
 
 #: Keys of ``vllm_cfg`` that are ours.
 _OURS = {"sleep_level", "start_timeout_s", "verbose", "async_engine", "engine_args", "dtype"}
-_CPU_CACHE_BYTES = 512 << 20
+_ON_CPU: dict[str, Any] = {
+    "enforce_eager": True,
+    "kv_cache_memory_bytes": 512 << 20,
+    # After a part of a prompt vLLM winds the row's generator back, which CPU generators cannot.
+    "enable_chunked_prefill": False,
+}
 _WAIT_S = 0.5
 
 
@@ -89,8 +94,7 @@ def _arguments(config: dict[str, Any], *, with_tokenizer: bool) -> dict[str, Any
         "worker_extension_cls": "rl_vllm.worker.RefitExtension",
         "disable_log_stats": True,
         "seed": secrets.randbits(31),
-        "enforce_eager": cpu,
-        **({"kv_cache_memory_bytes": _CPU_CACHE_BYTES} if cpu else {}),
+        **(_ON_CPU if cpu else {}),
         "max_model_len": config.get("max_model_len"),
         **{key: value for key, value in given.items() if key not in _OURS},
         **_known(given.get("engine_args", {})),
