@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -157,6 +158,28 @@ def test_an_engine_that_dies_is_told_with_its_last_words(start):
     os.kill(engine.pid, signal.SIGKILL)
     with pytest.raises(WorkerDiedError, match=r"exit status -9"):
         engine.generate(prompts())
+
+
+def test_engines_on_the_cpu_are_forked_from_one_process_that_ends_with_the_last(start):
+    first, second = start("qwen2"), start("llama")
+    server = psutil.Process(first.pid).parent()
+    assert server.parent() == psutil.Process()
+    assert psutil.Process(second.pid).parent() == server
+    assert first.generate(prompts(), greedy=True).size == 4
+    first.shutdown()
+    assert second.generate(prompts(), greedy=True).size == 4
+    second.shutdown()
+    assert not server.is_running()
+    assert not psutil.Process().children()
+
+
+def test_engines_end_with_the_process_that_forked_them_and_the_next_has_another(start):
+    engine = start("qwen2")
+    psutil.Process(engine.pid).parent().kill()
+    with pytest.raises(WorkerDiedError):
+        engine.generate(prompts())
+    another = start("qwen2")
+    assert another.generate(prompts(), greedy=True).size == 4
 
 
 def test_a_refit_to_a_dead_engine_fails_soon(start, tiny):

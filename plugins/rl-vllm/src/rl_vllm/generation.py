@@ -67,12 +67,13 @@ class VllmGeneration(GenerationBackend):
         given = {"backend": "vllm", **(config or {})}
         checked = _checked(check_config(VllmConfig, given, what=type(self).__name__))
         engine = checked.get("vllm_cfg", {})
-        verbose = engine.get("verbose", False)
+        verbose, device = engine.get("verbose", False), _device()
         self._sleep_level = engine.get("sleep_level", 1)
         self._process = EngineProcess(
             f"vLLM with {checked['model_name']}",
-            engine_environment(_device(), workers=_workers(engine), verbose=verbose),
+            engine_environment(device, workers=_workers(engine), verbose=verbose),
             verbose=verbose,
+            forked=device == "cpu",
         )
         try:
             facts = self._process.call(

@@ -6,10 +6,12 @@ its parent is gone, however that ended and whatever it is doing: a thread of its
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 import threading
 import time
+import traceback
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
@@ -23,10 +25,10 @@ if TYPE_CHECKING:
 
     from rl_vllm.engine import Engine
 
-__all__ = ["Host", "main"]
+__all__ = ["END_LOOK_S", "Host", "main", "run_host"]
 
 #: Seconds between two looks at whether the parent is still there.
-_LOOK_S = 0.5
+END_LOOK_S = 0.5
 #: Seconds between two signs of life while rows are generated.
 _ALIVE_S = 1.0
 
@@ -124,17 +126,29 @@ def end_with(parent: int) -> None:
 
     def look() -> None:
         while os.getppid() == parent:
-            time.sleep(_LOOK_S)
+            time.sleep(END_LOOK_S)
         os._exit(1)
 
     threading.Thread(target=look, name="end-with-parent", daemon=True).start()
 
 
+def run_host(pipe: int, parent: int) -> None:
+    """Answers what comes through a pipe, until that is closed or the parent is gone; then ends."""
+    end_with(parent)
+    status = 1
+    try:
+        Host(Connection(pipe)).serve()
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    os._exit(status)  # with vLLM imported, an interpreter takes three seconds to clear its modules
+
+
 def main() -> None:
     """The process."""
-    end, parent = map(int, sys.argv[1:])
-    end_with(parent)
-    Host(Connection(end)).serve()
+    run_host(*map(int, sys.argv[1:]))
 
 
 if __name__ == "__main__":

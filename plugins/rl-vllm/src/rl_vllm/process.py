@@ -13,6 +13,7 @@ import weakref
 from typing import IO, TYPE_CHECKING, Any
 
 from rl_core.errors import DeadlineError, WorkerDiedError
+from rl_vllm.forkserver import Forked, ForkServer
 from rl_vllm.wire import Reply, Request, decode, encode, raised
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ _TAIL = 4000
 
 
 class EngineProcess:
-    """One process that runs ``python -m rl_vllm.host``; it ends with this one, however that ends.
+    """One process that runs :mod:`rl_vllm.host`; it ends with this one, however that ends.
 
     Calls take turns. Everything the engine prints goes to a file without a name, whose end an
     error shows, or to this process's output.
@@ -41,27 +42,47 @@ class EngineProcess:
         name: How errors call it.
         environment: All of its variables.
         verbose: Print what the engine prints.
+        forked: Fork it from a :class:`~rl_vllm.forkserver.ForkServer`, where that can be done.
     """
 
-    def __init__(self, name: str, environment: Mapping[str, str], *, verbose: bool) -> None:
+    def __init__(
+        self, name: str, environment: Mapping[str, str], *, verbose: bool, forked: bool
+    ) -> None:
         self.name = name
         self._turn = threading.Lock()
         self._log: IO[bytes] | None = None
         if not verbose:
             self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
         self._pipe, theirs = multiprocessing.Pipe()
-        with theirs:
-            end = theirs.fileno()
-            self._process = subprocess.Popen(  # noqa: S603 - our own module
-                [sys.executable, "-m", "rl_vllm.host", str(end), str(os.getpid())],
-                env=dict(environment),
-                pass_fds=[end],
-                stdin=subprocess.DEVNULL,
-                stdout=self._log,
-                stderr=self._log and subprocess.STDOUT,
-                start_new_session=True,  # an interrupt is for this process, which tells the engine
-            )
-        self._finish = weakref.finalize(self, _end, self._process, self._pipe, os.getpid(), 0.0)
+        log = None if self._log is None else self._log.fileno()
+        forked = forked and hasattr(os, "pidfd_open")
+        self._server = ForkServer.obtain(environment, log) if forked else None
+        try:
+            with theirs:
+                self._process = self._start(theirs.fileno(), log, environment)
+        except BaseException:
+            self._pipe.close()
+            if self._server is not None:
+                self._server.release()
+            raise
+        self._finish = weakref.finalize(
+            self, _end, self._process, self._pipe, self._server, os.getpid(), 0.0
+        )
+
+    def _start(
+        self, end: int, log: int | None, environment: Mapping[str, str]
+    ) -> subprocess.Popen[bytes] | Forked:
+        if self._server is not None:
+            return self._server.fork(end, log, environment)
+        return subprocess.Popen(  # noqa: S603 - our own module
+            [sys.executable, "-m", "rl_vllm.host", str(end), str(os.getpid())],
+            env=dict(environment),
+            pass_fds=[end],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,  # an interrupt is for this process, which tells the engine
+        )
 
     @property
     def pid(self) -> int:
@@ -115,7 +136,7 @@ class EngineProcess:
     def close(self) -> None:
         """Ends the process and everything it started. Idempotent."""
         if self._finish.detach():
-            _end(self._process, self._pipe, os.getpid(), _GRACE_S)
+            _end(self._process, self._pipe, self._server, os.getpid(), _GRACE_S)
             if self._log is not None:
                 self._log.close()
 
@@ -174,7 +195,13 @@ class EngineProcess:
         return f"; its last words:\n{text}" if text else ""
 
 
-def _end(process: subprocess.Popen[bytes], pipe: Connection, owner: int, grace_s: float) -> None:
+def _end(
+    process: subprocess.Popen[bytes] | Forked,
+    pipe: Connection,
+    server: ForkServer | None,
+    owner: int,
+    grace_s: float,
+) -> None:
     """Closes the pipe, which the engine takes for the end, and kills what does not follow."""
     if os.getpid() != owner:  # a forked child ends, not the one whose engine this is
         return
@@ -183,4 +210,7 @@ def _end(process: subprocess.Popen[bytes], pipe: Connection, owner: int, grace_s
         process.wait(grace_s)
     except subprocess.TimeoutExpired:
         process.kill()
-        process.wait()
+        process.wait(_GRACE_S)
+    finally:
+        if server is not None:
+            server.release()
