@@ -117,8 +117,13 @@ def _run_with_progress(
     with Progress(*columns, transient=True) as progress:
         task = progress.add_task(target.name, total=len(checks))
 
+        def begin(check: Check) -> None:
+            progress.update(task, description=check.id)
+
         def advance(outcome: Outcome) -> None:
-            progress.update(task, advance=1, description=outcome.check)
+            progress.update(task, advance=1)
+            if not progress.console.is_terminal:  # a log: a line for each check
+                print(f"{outcome.status:<16} {outcome.check} ({outcome.seconds:.1f} s)", flush=True)
             if outcome.status.bad:
                 text = Text.assemble((f"{outcome.status} ", "red"), f"{outcome.check}\n")
                 progress.console.print(text.append(outcome.message.rstrip()))
@@ -129,6 +134,7 @@ def _run_with_progress(
             checks if selection else None,
             selection=selection,
             known=known,
+            on_start=begin,
             on_outcome=advance,
         )
 

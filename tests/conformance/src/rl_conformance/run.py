@@ -31,6 +31,7 @@ def run(
     *,
     selection: str = "",
     known: Mapping[str, str] | None = None,
+    on_start: Callable[[Check], None] = lambda _: None,
     on_outcome: Callable[[Outcome], None] = lambda _: None,
 ) -> RunReport:
     """Runs checks against a backend.
@@ -41,6 +42,7 @@ def run(
         checks: What to run; everything if None, and then every clause must get a status.
         selection: How ``checks`` were chosen, for the report.
         known: Reasons of known failures, by check id or clause number.
+        on_start: Told of each check that begins.
         on_outcome: Told of each outcome as it comes.
     """
     started = time.perf_counter()
@@ -49,6 +51,7 @@ def run(
     outcomes = []
     with Harness(target, settings, known) as harness:
         for check in chosen:
+            on_start(check)
             outcomes.append(harness.outcome(check))
             on_outcome(outcomes[-1])
     return RunReport(
