@@ -10,6 +10,7 @@ thread; the number that was wanted is set in the forked process.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -245,7 +246,9 @@ def _preload() -> None:
             importlib.import_module(module)
         except Exception as error:  # the first call of the engine tells it
             print(f"{module} cannot be imported: {error!r}", file=sys.stderr)
-            return
+            break
+    gc.collect()
+    gc.freeze()  # what is forked need not look through all of this, nor copy its pages
 
 
 def main() -> None:
