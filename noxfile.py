@@ -10,7 +10,15 @@ from pathlib import Path
 import nox
 
 nox.needs_version = ">=2024.10"
-nox.options.sessions = ["lint", "types", "tests", "conformance(hf)", "wheels"]
+nox.options.sessions = [
+    "lint",
+    "types",
+    "tests",
+    "conformance(hf)",
+    "conformance(vllm)",
+    "oldest(vllm)",
+    "wheels",
+]
 nox.options.reuse_existing_virtualenvs = True
 nox.options.error_on_missing_interpreters = True
 
@@ -38,10 +46,10 @@ def install_workspace(session: nox.Session, *requirements: str) -> None:
     install(session, *editable, *requirements)
 
 
-def install_engine(session: nox.Session, plugin: str) -> None:
+def install_engine(session: nox.Session, plugin: str, which: str = "cpu-engine") -> None:
     """The engine behind a plugin, for CPUs, if the plugin does not bring it itself."""
     if plugin in ENGINES:
-        install(session, "--no-deps", "-r", f"{ENGINES[plugin]}/cpu-engine.txt")
+        install(session, "--no-deps", "-r", f"{ENGINES[plugin]}/{which}.txt")
         install(session, "-r", f"{ENGINES[plugin]}/cpu-runtime.txt")
 
 
@@ -89,11 +97,23 @@ def conformance(session: nox.Session, plugin: str) -> None:
     session.run("rl", "conformance", "run", plugin, *reports(plugin, "cpu"), *session.posargs)
 
 
+@nox.session
+@nox.parametrize("plugin", list(ENGINES), ids=list(ENGINES))
+def oldest(session: nox.Session, plugin: str) -> None:
+    """A plugin's tests with the oldest engine that it supports."""
+    install_workspace(session, *TEST_TOOLS)
+    install_engine(session, plugin, "cpu-engine-oldest")
+    session.env["OMP_NUM_THREADS"] = "1"
+    session.run("pytest", f"{PLUGINS[plugin]}/tests", *session.posargs)
+
+
 @nox.session(name="conformance-gpu")
 @nox.parametrize("plugin", list(PLUGINS), ids=list(PLUGINS))
 def conformance_gpu(session: nox.Session, plugin: str) -> None:
     """The suite against one backend on a GPU; without one it reports not_run and fails."""
     install_workspace(session)
+    if plugin in ENGINES:
+        session.install("-e", f"{PLUGINS[plugin]}[engine]")  # brings the torch that it needs
     session.run("rl", "conformance", "run", plugin, *reports(plugin, "cuda"), *session.posargs)
 
 
@@ -111,6 +131,8 @@ def reports(plugin: str, device: str) -> list[str]:
 def quickstart(session: nox.Session) -> None:
     """A GRPO run that learns to add, with generation in a process of its own."""
     install_workspace(session, "matplotlib", "typer")
+    for plugin in set(ENGINES) & set(session.posargs):  # such as: -- --generation vllm
+        install_engine(session, plugin)
     session.run("python", "-m", "examples.grpo", *session.posargs)
 
 

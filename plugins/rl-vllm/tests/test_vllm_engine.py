@@ -18,9 +18,10 @@ import torch
 
 from rl_core import create_policy
 from rl_core.batch import BatchedDataDict
+from rl_core.cluster import RayVirtualCluster
 from rl_core.errors import ConfigError, ManifestMismatchError, RefitError, WorkerDiedError
 from rl_core.refit import refit
-from rl_vllm import VllmGenerationWorker
+from rl_vllm import VllmGeneration, VllmGenerationWorker
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -84,6 +85,38 @@ def test_refits_bring_the_engine_to_the_policy(case, start, tiny):
         assert engine.weights_version == seed
         for greedy in (True, False):
             assert difference(policy, engine.generate(prompts(), greedy=greedy)) < 1e-4
+    policy.shutdown()
+
+
+def test_every_way_of_the_bytes_reaches_every_worker(start, tiny):
+    engine = start("qwen2", {"tensor_parallel_size": 2}, torch_dtype="float32")
+    policy = hf_policy(tiny("qwen2"))
+    shake(policy, 1)
+    report = refit(policy, engine, transport="collective", verify="installed", deadline_s=60.0)
+    assert report.receivers == engine.receiver_count == 2
+    assert difference(policy, engine.generate(prompts(), greedy=True)) < 1e-4
+    shake(policy, 2)
+    engine.prepare_refit_info(policy.prepare_refit_info())
+    for group in policy.prepare_weights_for_ipc():
+        assert engine.update_weights(policy.get_weights_ipc_handles(group)) is True
+    assert engine.weights_version == 2
+    assert difference(policy, engine.generate(prompts(), greedy=True)) < 1e-4
+    policy.shutdown()
+
+
+def test_replicas_on_a_cluster_share_the_rows_and_a_refit(tiny):
+    engine_config = {"max_num_seqs": 16, "kv_cache_memory_bytes": 64 << 20}
+    config = {"model_name": str(tiny("qwen2")), "torch_dtype": "float32", "max_new_tokens": 6}
+    policy = hf_policy(tiny("qwen2"))
+    shake(policy)
+    with RayVirtualCluster([2], name="vllm-replicas") as cluster:
+        engine = VllmGeneration(cluster, {**config, "vllm_cfg": engine_config, "num_samples": 2})
+        engine.prepare_for_generation()
+        refit(policy, engine, deadline_s=60.0)
+        output = engine.generate(prompts(5))
+        assert output.size == 10
+        assert difference(policy, output) < 1e-4
+        engine.shutdown()
     policy.shutdown()
 
 
@@ -175,7 +208,9 @@ def test_engines_on_the_cpu_are_forked_from_one_process_that_ends_with_the_last(
 
 def test_engines_end_with_the_process_that_forked_them_and_the_next_has_another(start):
     engine = start("qwen2")
-    psutil.Process(engine.pid).parent().kill()
+    process = psutil.Process(engine.pid)
+    process.parent().kill()
+    process.wait(20)
     with pytest.raises(WorkerDiedError):
         engine.generate(prompts())
     another = start("qwen2")

@@ -7,7 +7,7 @@ from rl_core.plugins.manifest import BackendManifest, Capability, EngineRequirem
 __all__ = ["BACKEND", "VERSIONS"]
 
 #: Of vLLM: what was tested.
-VERSIONS = ">=0.32,<0.33"
+VERSIONS = ">=0.27,<0.33"
 
 _FULL = Capability("full")
 _CUDA = ("cuda",)

@@ -14,7 +14,7 @@ from rl_vllm.manifest import BACKEND, VERSIONS
 
 __all__ = ["PRIVATE", "check_version", "engine_version"]
 
-#: What is touched, and what for. Seen in 0.32.0.
+#: What is touched, and what for. Seen in 0.27.1 and 0.32.0.
 PRIVATE: dict[str, str] = {
     "vllm.v1.engine.llm_engine.LLMEngine": "the loop of requests: add_request, step, "
     "abort_request, has_unfinished_requests, collective_rpc, reset_prefix_cache, sleep, wake_up",
