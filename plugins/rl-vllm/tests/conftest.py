@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+import subprocess
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from rl_conformance.models import make_tiny_model
+from rl_vllm.environment import engine_environment
+from rl_vllm.forkserver import ForkServer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -35,8 +38,16 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     return make
 
 
+@pytest.fixture(scope="session")
+def imported() -> Iterator[None]:
+    """Keeps the process that has vLLM imported from test to test."""
+    server = ForkServer.obtain(engine_environment("cpu"), subprocess.DEVNULL)
+    yield
+    server.release()
+
+
 @pytest.fixture
-def start(tiny: Callable[..., Path]) -> Iterator[Callable[..., VllmGeneration]]:
+def start(imported: None, tiny: Callable[..., Path]) -> Iterator[Callable[..., VllmGeneration]]:
     """``start(family, vllm_cfg, **config)`` is an engine that is awake; all end with the test."""
     from rl_vllm import VllmGeneration
 

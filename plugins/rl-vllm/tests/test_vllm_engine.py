@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,9 +20,19 @@ import torch
 from rl_core import create_policy
 from rl_core.batch import BatchedDataDict
 from rl_core.cluster import RayVirtualCluster
-from rl_core.errors import ConfigError, ManifestMismatchError, RefitError, WorkerDiedError
+from rl_core.errors import (
+    ConfigError,
+    DataError,
+    DeadlineError,
+    ManifestMismatchError,
+    RefitError,
+    WorkerDiedError,
+    WorkerError,
+)
 from rl_core.refit import refit
-from rl_vllm import VllmGeneration, VllmGenerationWorker
+from rl_vllm import VllmGeneration, VllmGenerationWorker, receivers
+from rl_vllm.process import EngineBusyError
+from rl_vllm.wire import Prompt
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -177,13 +188,72 @@ def test_what_vllm_does_not_take_is_refused_with_the_key(key, cfg, start):
     assert caught.value.details["key"] == key
 
 
-def test_the_worker_class_of_the_documents(tiny):
+@pytest.mark.parametrize("temperature", [0.001, 2.5])
+def test_a_temperature_that_vllm_would_change_is_refused(temperature, start):
+    with pytest.raises(ConfigError) as caught:
+        start("qwen2", temperature=temperature)
+    assert caught.value.details["key"] == "temperature"
+
+
+def test_stop_strings_of_a_row_want_a_tokenizer(imported, tiny, tmp_path):
+    path = tmp_path / "bare"
+    shutil.copytree(tiny("qwen2"), path, ignore=shutil.ignore_patterns("*token*"))
+    config = {"model_name": str(path), "pad_token_id": 0, "max_new_tokens": 3}
+    engine = VllmGeneration(None, {**config, "vllm_cfg": {"kv_cache_memory_bytes": 64 << 20}})
+    engine.prepare_for_generation()
+    assert engine.generate(prompts()).size == 4
+    with pytest.raises(DataError, match="row 1"):
+        engine.generate(BatchedDataDict({**prompts(), "stop_strings": [[], ["x"], [], []]}))
+    engine.shutdown()
+
+
+def test_the_worker_class_of_the_documents(imported, tiny):
     worker = VllmGenerationWorker(
         str(tiny("qwen2")), max_new_tokens=3, vllm_cfg={"kv_cache_memory_bytes": 64 << 20}
     )
     output = worker.generate(torch.tensor([[5, 6, 7]]), greedy=True)
     assert output["output_ids"][0, :3].tolist() == [5, 6, 7]
     assert worker.shutdown()
+
+
+def test_a_call_that_was_given_up_does_not_answer_the_next(start):
+    engine = start("qwen2")
+    process = engine._process
+    with pytest.raises(DeadlineError):
+        process.call("reset_caches", 0.0)
+    assert process.call("sleep", 20.0, level=1) is None
+    assert process.call("reset_caches", 20.0) is True
+
+
+def test_a_refit_that_waits_for_a_long_generation_leaves_the_engine_whole(start, tiny, monkeypatch):
+    engine, policy = start("qwen2", torch_dtype="float32"), hf_policy(tiny("qwen2"))
+    refit(policy, engine, deadline_s=60.0)
+    monkeypatch.setattr(receivers, "_GRACE_S", 0.2)
+    with engine._process._turn:
+        (receiving,) = engine.update_weights_via_ipc_zmq(deadline_s=0.5)
+        assert isinstance(receiving.exception(20), EngineBusyError)
+    monkeypatch.undo()
+    assert difference(policy, engine.generate(prompts(), greedy=True)) < 1e-4
+    refit(policy, engine, deadline_s=60.0)
+    policy.shutdown()
+
+
+def test_requests_that_failed_are_not_answered_later(start):
+    engine = start("qwen2", torch_dtype="float32")
+    whole = engine.generate(prompts(), greedy=True)
+    row = Prompt([5, 6, 7], 9, None, [])
+    beyond = Prompt([10**6], 9, None, [])  # no token of the model
+    sampling = {
+        "greedy": True,
+        "temperature": 1.0,
+        "top_k": 0,
+        "top_p": 1.0,
+        "repetition_penalty": 1.0,
+        "stop_token_ids": [],
+    }
+    with pytest.raises(WorkerError, match="vocabulary"):
+        list(engine._process.stream("generate", prompts=[row, beyond], sampling=sampling))
+    assert torch.equal(engine.generate(prompts(), greedy=True)["output_ids"], whole["output_ids"])
 
 
 def test_an_engine_that_dies_is_told_with_its_last_words(start):
@@ -193,7 +263,14 @@ def test_an_engine_that_dies_is_told_with_its_last_words(start):
         engine.generate(prompts())
 
 
-def test_engines_on_the_cpu_are_forked_from_one_process_that_ends_with_the_last(start):
+@pytest.fixture
+def own_server(monkeypatch):
+    """Engines of this test are forked from a process of their own."""
+    monkeypatch.setenv("RL_VLLM_TEST", "own")
+
+
+def test_engines_on_the_cpu_are_forked_from_one_process_that_ends_with_the_last(start, own_server):
+    children = psutil.Process().children()
     first, second = start("qwen2"), start("llama")
     server = psutil.Process(first.pid).parent()
     assert server.parent() == psutil.Process()
@@ -203,10 +280,10 @@ def test_engines_on_the_cpu_are_forked_from_one_process_that_ends_with_the_last(
     assert second.generate(prompts(), greedy=True).size == 4
     second.shutdown()
     assert not server.is_running()
-    assert not psutil.Process().children()
+    assert psutil.Process().children() == children
 
 
-def test_engines_end_with_the_process_that_forked_them_and_the_next_has_another(start):
+def test_engines_end_with_the_process_that_forked_them_and_the_next_has_another(start, own_server):
     engine = start("qwen2")
     process = psutil.Process(engine.pid)
     process.parent().kill()
@@ -228,14 +305,17 @@ def test_a_refit_to_a_dead_engine_fails_soon(start, tiny):
     policy.shutdown()
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_nothing_outlives_a_driver_that_is_killed(workers, tiny, tmp_path):
+@pytest.mark.parametrize(
+    ("workers", "asynchronous"), [(1, False), (2, False), (1, True)], ids=["1", "2", "async"]
+)
+def test_nothing_outlives_a_driver_that_is_killed(workers, asynchronous, tiny, tmp_path):
     script = f"""
         import sys, time
         from rl_vllm import VllmGeneration
         if __name__ == "__main__":
             engine = VllmGeneration(None, {{"model_name": {str(tiny("qwen2"))!r}, "vllm_cfg": {{
-                "tensor_parallel_size": {workers}, "kv_cache_memory_bytes": 64 << 20}}}})
+                "tensor_parallel_size": {workers}, "async_engine": {asynchronous},
+                "kv_cache_memory_bytes": 64 << 20}}}})
             print(engine.pid, flush=True)
             time.sleep(600)
     """
@@ -244,7 +324,7 @@ def test_nothing_outlives_a_driver_that_is_killed(workers, tiny, tmp_path):
     with subprocess.Popen([sys.executable, str(path)], stdout=subprocess.PIPE, text=True) as driver:
         engine = int(driver.stdout.readline())
         session = processes_of(engine)
-        assert len(session) >= workers
+        assert len(session) >= workers + asynchronous
         driver.kill()
     end = time.monotonic() + 20
     while alive := [pid for pid in session if running(pid)]:

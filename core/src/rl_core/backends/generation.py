@@ -51,6 +51,8 @@ class GenerationBackend(GenerationInterface):
 
     #: Engines behind this object that take a refit each; a proxy over replicas has more.
     receiver_count = 1
+    #: Tags of the memory that is taken before the first ``prepare_for_generation``.
+    resident_at_first: frozenset[str] = frozenset()
 
     def __init__(self, config: Mapping[str, Any], facts: ModelFacts) -> None:
         self.config = dict(config)
@@ -70,6 +72,7 @@ class GenerationBackend(GenerationInterface):
         )
         self.sampling = SamplingParams.from_config(config, self.facts)
         self._awake: frozenset[str] = frozenset()
+        self._resident = self.resident_at_first
         self._closed = self._ended = False
         self._lock = threading.RLock()
         self._receiver = self.make_receiver(self._lock)
@@ -230,23 +233,29 @@ class GenerationBackend(GenerationInterface):
 
     def prepare_for_generation(self, *args: Any, **kwargs: Any) -> bool:
         """See :meth:`GenerationInterface.prepare_for_generation`."""
-        tags = _tags(args, kwargs)
+        tags = tags_of(args, kwargs)
         with self._lock:
             self._check_open("prepare_for_generation")
-            if asleep := tags - self._awake:
-                self.on_wake(asleep)
-                self._awake |= asleep
+            self._bring(tags)
+            self._awake |= tags
         return True
+
+    def _bring(self, tags: frozenset[str]) -> None:
+        """Takes the memory behind ``tags`` where it is asleep."""
+        if asleep := tags - self._resident:
+            self.on_wake(asleep)
+            self._resident |= asleep
 
     def finish_generation(self, *args: Any, **kwargs: Any) -> bool:
         """See :meth:`GenerationInterface.finish_generation`."""
-        tags = _tags(args, kwargs)
+        tags = tags_of(args, kwargs)
         with self._lock:
             self._check_open("finish_generation")
-            if awake := tags & self._awake:
+            if resident := tags & self._resident:
                 self._receiver.let_go_of_weights()
-                self.on_sleep(awake)
-                self._awake -= awake
+                self.on_sleep(resident)
+                self._resident -= resident
+            self._awake -= tags
         return True
 
     def shutdown(self) -> bool:
@@ -326,7 +335,12 @@ class GenerationBackend(GenerationInterface):
         self.invalidate_kv_cache()
 
 
-def _tags(args: tuple[Any, ...], kwargs: dict[str, Any]) -> frozenset[str]:
+def tags_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> frozenset[str]:
+    """The tags of a lifecycle call: all if none are given.
+
+    Raises:
+        ConfigError: There is no such tag.
+    """
     tags = kwargs.get("tags") or (args[0] if args else None)
     chosen = TAGS if tags is None else frozenset(tags)
     if unknown := chosen - TAGS:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 import queue
 import secrets
 import threading
+import time
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +19,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from rl_core.errors import CapabilityError, ConfigError
+from rl_core.errors import ConfigError, PluginError
 from rl_core.plugins.config import nearest
 from rl_vllm.facts import facts_of, tokenizer_of
 from rl_vllm.private import check_version, engine_version
@@ -41,6 +43,8 @@ _ON_CPU: dict[str, Any] = {
     "enable_chunked_prefill": False,
 }
 _WAIT_S = 0.5
+_PAUSE_S = 0.01
+_ALL = frozenset({"weights", "kv_cache"})
 
 
 def start(config: dict[str, Any]) -> tuple[Engine, dict[str, Any]]:
@@ -74,6 +78,8 @@ def start(config: dict[str, Any]) -> tuple[Engine, dict[str, Any]]:
     except ValueError as error:  # also what vLLM's models of its settings raise
         raise ConfigError(f"vLLM refuses this: {error}", key="vllm_cfg") from error
     return engine, facts_of(engine.model_config, tokenizer, config) | {
+        "has_tokenizer": tokenizer is not None,
+        "sleeps": not current_platform.is_cpu(),
         "workers": engine.workers,
         "fp8_cache": str(arguments.get("kv_cache_dtype", "auto")).startswith("fp8"),
         "version": engine_version(),
@@ -155,9 +161,15 @@ def _row(output: RequestOutput) -> Row:
     done = output.outputs[0]
     ids = list(done.token_ids)
     found = done.logprobs or []
+    logprobs = [found[i][token].logprob for i, token in enumerate(ids)]
+    row = int(output.request_id.rpartition("-")[2])
+    if not all(map(math.isfinite, logprobs)):
+        raise PluginError(
+            f"vLLM gave row {row} a log-prob that is not finite",
+            fix="look at the weights: float16 overflows where bfloat16 and float32 do not",
+        )
     # A log-prob of more than 0 is a rounding error.
-    logprobs = [min(0.0, found[i][token].logprob) for i, token in enumerate(ids)]
-    return Row(int(output.request_id), ids, logprobs, done.finish_reason == "length")
+    return Row(row, ids, [min(0.0, one) for one in logprobs], done.finish_reason == "length")
 
 
 class Engine(ABC):
@@ -170,6 +182,9 @@ class Engine(ABC):
 
     model_config: Any
     workers: int
+    _engine: Any
+    #: What sleeps; vLLM itself says only whether anything does.
+    _asleep: frozenset[str] = frozenset()
 
     @abstractmethod
     def complete(self, prompts: list[Prompt], sampling: dict[str, Any]) -> Iterator[list[Row]]:
@@ -184,12 +199,32 @@ class Engine(ABC):
         """Calls a method of every worker."""
 
     @abstractmethod
-    def wake(self, tags: list[str]) -> None:
-        """Takes memory again."""
+    def put_to_sleep(self, level: int) -> None:
+        """Gives all memory back, which vLLM does only if all of it is there."""
 
     @abstractmethod
-    def sleep(self, tags: list[str], level: int) -> None:
-        """Gives memory back."""
+    def wake_up(self, tags: list[str]) -> None:
+        """Takes memory again, which vLLM does only if none of it is there."""
+
+    def wake(self, tags: list[str]) -> None:
+        """Takes memory again, where it sleeps."""
+        if asleep := sorted(self._asleep & set(tags)):
+            self.wake_up(asleep)
+            self._asleep -= set(asleep)
+
+    def sleep(self, level: int) -> None:
+        """Gives all memory back; on the CPU, where vLLM frees nothing, nothing happens."""
+        if current_platform.is_cpu() or self._asleep == _ALL:
+            return
+        self.wake(sorted(self._asleep))
+        self.put_to_sleep(level)
+        self._asleep = _ALL
+
+    @property
+    def tokens_made(self) -> int:
+        """Of the rows that are not complete; a number that moves while the engine works."""
+        states = list(self._engine.output_processor.request_states.values())
+        return sum(state.detokenizer.num_output_tokens() for state in states)
 
     @abstractmethod
     def reset_caches(self) -> bool:
@@ -198,15 +233,6 @@ class Engine(ABC):
     @abstractmethod
     def shutdown(self) -> None:
         """Ends all workers."""
-
-
-def _check_tags(tags: list[str]) -> None:
-    if "weights" not in tags:
-        raise CapabilityError(
-            "vLLM does not put its cache to sleep without its weights",
-            fix='give finish_generation the tag "weights", too, or none',
-            capability="sleep",
-        )
 
 
 class _SyncEngine(Engine):
@@ -220,20 +246,23 @@ class _SyncEngine(Engine):
 
     def complete(self, prompts: list[Prompt], sampling: dict[str, Any]) -> Iterator[list[Row]]:
         """See :meth:`Engine.complete`."""
-        for row, prompt in enumerate(prompts):
-            params = _params(prompt, sampling)
-            self._running.append(
-                self._engine.add_request(str(row), {"prompt_token_ids": prompt.token_ids}, params)
-                or str(row)
-            )
-        while self._engine.has_unfinished_requests():
-            yield [_row(output) for output in self._engine.step() if output.finished]
+        call = secrets.token_hex(4)
+        try:
+            for row, prompt in enumerate(prompts):
+                name, request = f"{call}-{row}", {"prompt_token_ids": prompt.token_ids}
+                given = self._engine.add_request(name, request, _params(prompt, sampling))
+                self._running.append(given or name)
+            while self._engine.has_unfinished_requests():
+                yield [_row(output) for output in self._engine.step() if output.finished]
+        except BaseException:  # nothing of this call may be left in the next
+            self.abort()
+            raise
         self._running.clear()
 
     def abort(self) -> None:
         """See :meth:`Engine.abort`."""
-        self._engine.abort_request(self._running, internal=True)
-        self._running.clear()
+        running, self._running = self._running, []
+        self._engine.abort_request(running, internal=True)
         while self._engine.has_unfinished_requests():
             self._engine.step()
 
@@ -241,16 +270,13 @@ class _SyncEngine(Engine):
         """See :meth:`Engine.call_workers`."""
         return list(self._engine.collective_rpc(method, args=args))
 
-    def wake(self, tags: list[str]) -> None:
-        """See :meth:`Engine.wake`."""
-        if not current_platform.is_cpu() and self._engine.is_sleeping():
-            self._engine.wake_up(tags)
+    def put_to_sleep(self, level: int) -> None:
+        """See :meth:`Engine.put_to_sleep`."""
+        self._engine.sleep(level)
 
-    def sleep(self, tags: list[str], level: int) -> None:
-        """See :meth:`Engine.sleep`."""
-        if not current_platform.is_cpu() and not self._engine.is_sleeping():
-            _check_tags(tags)
-            self._engine.sleep(level)
+    def wake_up(self, tags: list[str]) -> None:
+        """See :meth:`Engine.wake_up`."""
+        self._engine.wake_up(tags)
 
     def reset_caches(self) -> bool:
         """See :meth:`Engine.reset_caches`."""
@@ -281,21 +307,22 @@ class _AsyncEngine(Engine):
     def complete(self, prompts: list[Prompt], sampling: dict[str, Any]) -> Iterator[list[Row]]:
         """See :meth:`Engine.complete`."""
         done: queue.Queue[Row | BaseException] = queue.Queue()
+        call = secrets.token_hex(4)
 
         async def one(row: int, prompt: Prompt) -> None:
             request = {"prompt_token_ids": prompt.token_ids}
-            name = f"{secrets.token_hex(4)}-{row}"
+            name = f"{call}-{row}"
             async for output in self._engine.generate(request, _params(prompt, sampling), name):
                 if output.finished:
-                    output.request_id = str(row)
                     done.put(_row(output))
 
         async def everything() -> None:
             try:
-                await asyncio.gather(*(one(i, prompt) for i, prompt in enumerate(prompts)))
-            except BaseException as error:
-                done.put(error)
-                raise
+                async with asyncio.TaskGroup() as group:
+                    for row, prompt in enumerate(prompts):
+                        group.create_task(one(row, prompt))
+            except BaseExceptionGroup as errors:
+                done.put(errors.exceptions[0])
 
         self._task = asyncio.run_coroutine_threadsafe(everything(), self._loop)
         left = len(prompts)
@@ -315,21 +342,20 @@ class _AsyncEngine(Engine):
     def abort(self) -> None:
         """See :meth:`Engine.abort`."""
         self._task.cancel()
+        while self._engine.output_processor.request_states:  # the rows end by themselves
+            time.sleep(_PAUSE_S)
 
     def call_workers(self, method: str, *args: Any) -> list[Any]:
         """See :meth:`Engine.call_workers`."""
         return list(self._wait(self._engine.collective_rpc(method, args=args)))
 
-    def wake(self, tags: list[str]) -> None:
-        """See :meth:`Engine.wake`."""
-        if not current_platform.is_cpu() and self._wait(self._engine.is_sleeping()):
-            self._wait(self._engine.wake_up(tags))
+    def put_to_sleep(self, level: int) -> None:
+        """See :meth:`Engine.put_to_sleep`."""
+        self._wait(self._engine.sleep(level))
 
-    def sleep(self, tags: list[str], level: int) -> None:
-        """See :meth:`Engine.sleep`."""
-        if not current_platform.is_cpu() and not self._wait(self._engine.is_sleeping()):
-            _check_tags(tags)
-            self._wait(self._engine.sleep(level))
+    def wake_up(self, tags: list[str]) -> None:
+        """See :meth:`Engine.wake_up`."""
+        self._wait(self._engine.wake_up(tags))
 
     def reset_caches(self) -> bool:
         """See :meth:`Engine.reset_caches`."""
@@ -337,9 +363,13 @@ class _AsyncEngine(Engine):
 
     def shutdown(self) -> None:
         """See :meth:`Engine.shutdown`."""
-        self._loop.call_soon_threadsafe(self._engine.shutdown)
+        self._wait(_call(self._engine.shutdown))
         self._loop.call_soon_threadsafe(self._loop.stop)
 
 
 async def _as_coroutine(work: Awaitable[Any]) -> Any:
     return await work
+
+
+async def _call(function: Callable[[], Any]) -> None:
+    function()

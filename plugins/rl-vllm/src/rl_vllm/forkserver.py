@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Forked", "ForkServer", "main"]
 
-#: Variables that a forked process may have of its own.
-_OWN = ("OMP_NUM_THREADS",)
+#: Variables that a forked process may have of its own; pytest sets the second for each test.
+_OWN = ("OMP_NUM_THREADS", "PYTEST_CURRENT_TEST")
 _PRELOADED = ("rl_vllm.engine", "rl_vllm.worker", "vllm.v1.worker.cpu_worker")
 _MESSAGE = 1 << 16
 #: Seconds for the server to import vLLM on a busy machine, and to answer.
@@ -66,7 +66,9 @@ class Forked:
             subprocess.TimeoutExpired: It still runs.
         """
         if self.returncode is None:
-            if not select.select([self._status], [], [], timeout)[0]:
+            ready = select.poll()  # select would not take high descriptors
+            ready.register(self._status, select.POLLIN)
+            if not ready.poll(timeout * 1e3):
                 raise subprocess.TimeoutExpired(["rl_vllm.forkserver"], timeout)
             # A server that was killed says nothing; what it forked ends with it.
             self.returncode = int(os.read(self._status, _MESSAGE) or -signal.SIGKILL)
@@ -89,7 +91,7 @@ class ForkServer:
     """
 
     _servers: dict[str, ForkServer] = {}  # noqa: RUF012 - one per environment and process
-    _turn = threading.Lock()
+    _turn = threading.RLock()  # a finalizer may release while its thread obtains
 
     def __init__(self, environment: Mapping[str, str], log: int | None) -> None:
         self.users = 0
@@ -99,7 +101,7 @@ class ForkServer:
         with theirs:
             self._process = subprocess.Popen(  # noqa: S603 - our own module
                 [sys.executable, "-m", __name__, str(theirs.fileno()), str(self._owner)],
-                env={**environment, **dict.fromkeys(_OWN, "1")},
+                env={**environment, "OMP_NUM_THREADS": "1"},
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -151,8 +153,8 @@ class ForkServer:
                 descriptors = [pipe, theirs, *([] if log is None else [log])]
                 socket.send_fds(self._control, [json.dumps(own).encode()], descriptors)
                 answer = self._control.recv(_MESSAGE)
-            if not answer:
-                raise ConnectionResetError("it ended")
+            if not answer.isdigit():
+                raise OSError(answer.decode() or "it ended")
         except OSError as error:
             os.close(status)
             raise WorkerDiedError(
@@ -212,7 +214,13 @@ def _serve(control: socket.socket, parent: int) -> tuple[dict[str, str], list[in
             message, descriptors, _, _ = socket.recv_fds(control, _MESSAGE, 3)
             if not message:
                 return None
-            pid = os.fork()
+            try:
+                pid = os.fork()
+            except OSError as error:  # others live on
+                for descriptor in descriptors:
+                    os.close(descriptor)
+                control.send(f"fork: {error}".encode())
+                continue
             if pid == 0:
                 children.forget_all()
                 os.close(descriptors.pop(1))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import re
+from itertools import repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from rl_core.backends import Completion, GenerationBackend, ModelFacts
-from rl_core.errors import ConfigError, PluginError
+from rl_core.backends.generation import TAGS, tags_of
+from rl_core.errors import CapabilityError, ConfigError, DataError, PluginError
 from rl_core.plugins.config import check_config
 from rl_core.plugins.factory import create_generation
 from rl_vllm.config import VllmConfig
@@ -31,6 +33,9 @@ __all__ = ["VllmGeneration"]
 
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _START_S = 600.0
+_SEEDS = (1 << 63) - 1
+#: vLLM raises what is lower to the first, and refuses what is higher than the second.
+_TEMPERATURES = 0.01, 2.0
 #: Seconds for calls that wake, sleep or reset.
 _CALL_S = 120.0
 
@@ -52,6 +57,8 @@ class VllmGeneration(GenerationBackend):
         WorkerDiedError: The engine did not start; the end of its log is in the message.
     """
 
+    resident_at_first = TAGS
+
     def __new__(
         cls, cluster: RayVirtualCluster | None = None, config: Mapping[str, Any] | None = None
     ) -> Any:
@@ -69,6 +76,7 @@ class VllmGeneration(GenerationBackend):
         engine = checked.get("vllm_cfg", {})
         verbose, device = engine.get("verbose", False), _device()
         self._sleep_level = engine.get("sleep_level", 1)
+        _check_devices(device, _workers(engine))
         self._process = EngineProcess(
             f"vLLM with {checked['model_name']}",
             engine_environment(device, workers=_workers(engine), verbose=verbose),
@@ -80,6 +88,8 @@ class VllmGeneration(GenerationBackend):
                 "start", engine.get("start_timeout_s", _START_S), config=checked
             )
             self.receiver_count = facts["workers"]
+            self._sleeps: bool = facts["sleeps"]
+            self._has_tokenizer: bool = facts["has_tokenizer"]
             self.engine_version: str = facts["version"]
             self._fp8_cache: bool = facts["fp8_cache"]
             super().__init__(
@@ -111,11 +121,13 @@ class VllmGeneration(GenerationBackend):
 
     def complete(self, prompts: PromptBatch, sampling: SamplingParams) -> Iterator[Completion]:
         """See :meth:`GenerationBackend.complete`."""
-        seeds = prompts.seeds.tolist() if prompts.seeded else [None] * len(prompts)
+        self._check_stop_strings(prompts)
+        # vLLM takes a seed of -1 for none; with its highest bit cleared it is still one of its own.
+        seeds = [s & _SEEDS for s in prompts.seeds.tolist()] if prompts.seeded else repeat(None)
         rows = [
             Prompt(prompts.token_ids(row), budget, seed, list(stops))
             for row, (budget, seed, stops) in enumerate(
-                zip(prompts.budgets.tolist(), seeds, prompts.stop_strings, strict=True)
+                zip(prompts.budgets.tolist(), seeds, prompts.stop_strings, strict=False)
             )
         ]
         how = {
@@ -129,6 +141,14 @@ class VllmGeneration(GenerationBackend):
         for done in self._process.stream("generate", prompts=rows, sampling=how):
             yield Completion(done.row, done.token_ids, done.logprobs, done.truncated)
 
+    def _check_stop_strings(self, prompts: PromptBatch) -> None:
+        stopped = [row for row, strings in enumerate(prompts.stop_strings) if strings]
+        if stopped and not self._has_tokenizer:
+            raise DataError(
+                f"row {stopped[0]} has stop strings, and {self._process.name} has no tokenizer",
+                fix="save the tokenizer beside the model, or use stop_token_ids",
+            )
+
     # -- lifecycle --------------------------------------------------------------------------------
 
     def on_wake(self, tags: frozenset[str]) -> None:
@@ -137,9 +157,25 @@ class VllmGeneration(GenerationBackend):
 
     def on_sleep(self, tags: frozenset[str]) -> None:
         """See :meth:`GenerationBackend.on_sleep`."""
-        self._process.call("sleep", _CALL_S, tags=sorted(tags), level=self._sleep_level)
-        if self._sleep_level == 2 and "weights" in tags:
+        self._process.call("sleep", _CALL_S, level=self._sleep_level)
+        if self._sleep_level == 2 and self._sleeps:
             self._workers.dropped()
+
+    def finish_generation(self, *args: Any, **kwargs: Any) -> bool:
+        """See :meth:`GenerationInterface.finish_generation`.
+
+        Raises:
+            CapabilityError: Only the cache is to sleep; vLLM gives back everything or nothing.
+        """
+        if not self._sleeps:
+            return super().finish_generation(*args, **kwargs)
+        if "weights" not in tags_of(args, kwargs):
+            raise CapabilityError(
+                "vLLM does not put its cache to sleep without its weights",
+                fix='give finish_generation the tag "weights", too, or none',
+                capability="sleep",
+            )
+        return super().finish_generation(tags=TAGS)
 
     def on_shutdown(self) -> None:
         """See :meth:`GenerationBackend.on_shutdown`."""
@@ -154,6 +190,7 @@ class VllmGeneration(GenerationBackend):
             name=self._process.name,
             lock=lock,
             on_commit=self._on_commit,
+            wake=lambda: self._bring(frozenset({"weights"})),
         )
         return self._workers
 
@@ -212,6 +249,14 @@ def _checked(config: dict[str, Any]) -> dict[str, Any]:
             fix="point model_name at the directory that save_pretrained wrote",
             key="model_name",
         )
+    temperature = config.get("temperature", 1.0)
+    if 0 < temperature < _TEMPERATURES[0] or temperature > _TEMPERATURES[1]:
+        raise ConfigError(
+            f"temperature is {temperature}; vLLM samples from {_TEMPERATURES[0]} to "
+            f"{_TEMPERATURES[1]} as asked, and otherwise not",
+            fix="use a temperature in that range, or greedy=True",
+            key="temperature",
+        )
     inside = engine.get("max_model_len")
     return config if inside is None else {**config, "max_model_len": inside}
 
@@ -219,6 +264,18 @@ def _checked(config: dict[str, Any]) -> dict[str, Any]:
 def _workers(engine: Mapping[str, Any]) -> int:
     sizes = (engine.get(f"{kind}_parallel_size", 1) for kind in ("tensor", "pipeline"))
     return math.prod(sizes)
+
+
+def _check_devices(device: str, workers: int) -> None:
+    import torch
+
+    if device == "cuda" and torch.cuda.device_count() < workers:
+        raise ConfigError(
+            f"{workers} workers want a GPU each, and this process sees {torch.cuda.device_count()}",
+            fix="without a cluster, all of a host's GPUs are seen; a bundle of a RayVirtualCluster "
+            "has one, so that replicas on it have one worker",
+            key="vllm_cfg.tensor_parallel_size",
+        )
 
 
 def _device() -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import signal
 import sys
 import threading
 import time
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from rl_core.errors import LifecycleError
-from rl_vllm.wire import Prompt, Reply, Request, Row, decode, encode, failure
+from rl_vllm.wire import Prompt, Reply, Request, decode, encode, failure
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,16 +44,16 @@ class Host:
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
         self._engine: Engine | None = None
+        self._now = Request("")
         self.name = f"the vLLM engine (pid {os.getpid()})"
 
     def serve(self) -> None:
         """Answers until the pipe is closed."""
         try:
             while True:
-                request = decode(self._pipe.recv_bytes(), type=Request)
-                if request.method == "abort":
-                    continue  # of a call that was over already
-                self._answer(request)
+                self._now = decode(self._pipe.recv_bytes(), type=Request)
+                if self._now.method != "abort":  # of a call that was over already
+                    self._answer(self._now)
         except (EOFError, OSError):
             return
         finally:
@@ -72,6 +73,10 @@ class Host:
             reply = Reply(methods[request.method](**request.arguments))
         except Exception as error:
             reply = failure(error, self.name)
+        self._send(reply)
+
+    def _send(self, reply: Reply) -> None:
+        reply.number = self._now.number
         self._pipe.send_bytes(encode(reply))
 
     @property
@@ -91,18 +96,16 @@ class Host:
     def generate(self, prompts: list[Any], sampling: dict[str, Any]) -> None:
         """Completes rows and sends each as soon as it is done."""
         rows = msgspec.convert(prompts, list[Prompt])
-        spoke = time.monotonic()
+        spoke, made = time.monotonic(), 0
         for done in self.engine.complete(rows, sampling):
-            if done or time.monotonic() - spoke > _ALIVE_S:
-                self._send_rows(done)
-                spoke = time.monotonic()
+            alive = time.monotonic() - spoke > _ALIVE_S and self.engine.tokens_made != made
+            if done or alive:
+                self._send(Reply(rows=done, last=False))
+                spoke, made = time.monotonic(), self.engine.tokens_made
             if self._pipe.poll(0):
                 self._pipe.recv_bytes()  # the only thing said now is that nobody reads any more
                 self.engine.abort()
                 return
-
-    def _send_rows(self, rows: list[Row]) -> None:
-        self._pipe.send_bytes(encode(Reply(rows=rows, last=False)))
 
     def refit(self, call: bytes) -> list[bytes]:
         """Calls every worker's :class:`rl_vllm.worker.WorkerRefits`; an answer from each."""
@@ -112,9 +115,9 @@ class Host:
         """Takes memory again."""
         self.engine.wake(tags)
 
-    def sleep(self, tags: list[str], level: int) -> None:
+    def sleep(self, level: int) -> None:
         """Gives memory back."""
-        self.engine.sleep(tags, level)
+        self.engine.sleep(level)
 
     def reset_caches(self) -> bool:
         """Forgets the keys and values of prompts seen so far."""
@@ -122,12 +125,15 @@ class Host:
 
 
 def end_with(parent: int) -> None:
-    """Ends this process at once when the parent is gone."""
+    """Ends this process, and all that it started, at once when the parent is gone.
+
+    The process leads a session of its own, so that its group has no other processes in it.
+    """
 
     def look() -> None:
         while os.getppid() == parent:
             time.sleep(END_LOOK_S)
-        os._exit(1)
+        os.killpg(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=look, name="end-with-parent", daemon=True).start()
 

@@ -27,6 +27,10 @@ PRIVATE: dict[str, str] = {
     "module.cpu_linear": "on the CPU, marks a module whose weights are packed",
     "VocabParallelEmbedding.org_vocab_size": "rows beyond it are padding",
     "vllm.distributed.parallel_state.get_world_group": "reads sharded tensors back",
+    "OutputProcessor.request_states, .detokenizer": "tokens made so far, as a sign of life",
+    "quant_method.unquantized_backend, module._cpu_unpacked_conv_weight": "layers whose weights "
+    "are rearranged after loading, and take no refit",
+    "Attention.impl.bmm1_scale, .bmm2_scale": "numbers made of the scales of an FP8 cache",
     "Attention._k_scale, ._v_scale, ._k_scale_float, ._v_scale_float": "scales of an FP8 cache",
 }
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 import weakref
+from contextlib import suppress
 from typing import IO, TYPE_CHECKING, Any
 
 from rl_core.errors import DeadlineError, WorkerDiedError
@@ -22,7 +25,7 @@ if TYPE_CHECKING:
 
     from rl_vllm.wire import Row
 
-__all__ = ["EngineProcess"]
+__all__ = ["EngineBusyError", "EngineProcess"]
 
 #: Seconds without a sign of life after which an engine that generates counts as hung.
 SILENCE_S = 300.0
@@ -30,6 +33,10 @@ SILENCE_S = 300.0
 _GRACE_S = 20.0
 _LOOK_S = 0.2
 _TAIL = 4000
+
+
+class EngineBusyError(DeadlineError):
+    """A call was not even begun in time, because of those before it."""
 
 
 class EngineProcess:
@@ -50,6 +57,7 @@ class EngineProcess:
     ) -> None:
         self.name = name
         self._turn = threading.Lock()
+        self._calls = 0
         self._log: IO[bytes] | None = None
         if not verbose:
             self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
@@ -100,13 +108,13 @@ class EngineProcess:
         Raises:
             WorkerError: It raised; an instance of the class that it raised, too.
             WorkerDiedError: The process is gone.
-            DeadlineError: It did not answer in time.
+            DeadlineError: It did not answer in time; :class:`EngineBusyError` if it was not asked.
         """
         end = time.monotonic() + timeout_s
         if not self._turn.acquire(timeout=timeout_s):
-            raise self._late(method, timeout_s)
+            raise self._busy(method, timeout_s)
         try:
-            self._send(Request(method, arguments))
+            self._send(Request(method, arguments, self._next()))
             return self._reply(method, end - time.monotonic()).value
         finally:
             self._turn.release()
@@ -114,13 +122,17 @@ class EngineProcess:
     def stream(self, method: str, **arguments: Any) -> Iterator[Row]:
         """Calls a method that gives rows; one that is not read to its end is given up."""
         if not self._turn.acquire(timeout=SILENCE_S):
-            raise self._late(method, SILENCE_S)
+            raise self._busy(method, SILENCE_S)
         done = False
         try:
-            self._send(Request(method, arguments))
+            self._send(Request(method, arguments, self._next()))
             while not done:
                 try:
                     reply = self._reply(method, SILENCE_S)
+                except DeadlineError:
+                    self.close()  # it hangs: nothing more can be asked of it
+                    done = True
+                    raise
                 except Exception:
                     done = True
                     raise
@@ -140,8 +152,12 @@ class EngineProcess:
             if self._log is not None:
                 self._log.close()
 
+    def _next(self) -> int:
+        self._calls += 1
+        return self._calls
+
     def _give_up(self, method: str) -> None:
-        self._send(Request("abort"))
+        self._send(Request("abort", number=self._calls))
         while not self._reply(method, SILENCE_S).last:
             pass
 
@@ -153,18 +169,27 @@ class EngineProcess:
 
     def _reply(self, method: str, timeout_s: float) -> Reply:
         end = time.monotonic() + timeout_s
-        try:
-            while not self._pipe.poll(min(_LOOK_S, max(0.0, end - time.monotonic()))):
-                if self._process.poll() is not None and not self._pipe.poll(0):
+        reply = Reply(number=-1)
+        while reply.number != self._calls:  # the answer to a call that was given up
+            while not self._ready(min(_LOOK_S, max(0.0, end - time.monotonic()))):
+                if self._process.poll() is not None and not self._ready(0):
                     raise self._died()
                 if time.monotonic() > end:
                     raise self._late(method, timeout_s)
-            reply = decode(self._pipe.recv_bytes(), type=Reply)
-        except (EOFError, OSError) as error:
-            raise self._died() from error
+            try:
+                reply = decode(self._pipe.recv_bytes(), type=Reply)
+            except (EOFError, OSError) as error:
+                raise self._died() from error
         if (failure := raised(reply)) is not None:
             raise failure
         return reply
+
+    def _ready(self, seconds: float) -> bool:
+        """Whether something can be read, or the process is gone."""
+        try:
+            return self._pipe.poll(seconds)
+        except OSError as error:
+            raise self._died() from error
 
     def _died(self) -> WorkerDiedError:
         code = None
@@ -177,6 +202,13 @@ class EngineProcess:
             f"{self.name}: the engine's process {self.pid} ended, exit status {code}{self._tail()}",
             fix="build a new backend; with vllm_cfg.verbose the engine's log is shown",
             worker=self.name,
+        )
+
+    def _busy(self, method: str, seconds: float) -> EngineBusyError:
+        return EngineBusyError(
+            f"{self.name}: {method} waited {seconds:.0f} s for the calls before it",
+            fix="wait until what is being generated is done, or give it more time",
+            seconds=seconds,
         )
 
     def _late(self, method: str, seconds: float) -> DeadlineError:
@@ -205,12 +237,18 @@ def _end(
     """Closes the pipe, which the engine takes for the end, and kills what does not follow."""
     if os.getpid() != owner:  # a forked child ends, not the one whose engine this is
         return
-    pipe.close()
+    if not pipe.closed:
+        # Forked children of this process may have the pipe, too: closing it would not be seen.
+        with suppress(OSError), socket.socket(fileno=os.dup(pipe.fileno())) as end:
+            end.shutdown(socket.SHUT_RDWR)
+        pipe.close()
     try:
         process.wait(grace_s)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait(_GRACE_S)
     finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # what it started and did not end
         if server is not None:
             server.release()

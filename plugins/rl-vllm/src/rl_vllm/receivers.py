@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from rl_core.cluster.remote_error import from_plain
 from rl_core.errors import LifecycleError, RefitAborted, WeightsTornError
 from rl_core.futures import spawn
 from rl_core.interfaces import TensorSpec
 from rl_core.refit import DEFAULT_DEADLINE_S
 from rl_core.refit.jobs import exclusively
+from rl_vllm.process import EngineBusyError
 from rl_vllm.wire import Reply, Request, decode, encode, raised
 
 if TYPE_CHECKING:
@@ -40,6 +42,7 @@ class WorkerReceivers:
         name: How errors call the engine.
         lock: Held while the engine generates.
         on_commit: Called with a new version before it serves; drops caches.
+        wake: Called before weights are read or written; makes sure that they are there.
     """
 
     def __init__(
@@ -49,6 +52,7 @@ class WorkerReceivers:
         name: str,
         lock: threading.RLock,
         on_commit: Callable[[int], None],
+        wake: Callable[[], None],
     ) -> None:
         self.version = 0
         self.torn = False
@@ -56,6 +60,7 @@ class WorkerReceivers:
         self._call = call
         self._lock = lock
         self._on_commit = on_commit
+        self._wake = wake
         self._channels: frozenset[str] | None = None
         self._closed = False
 
@@ -71,7 +76,7 @@ class WorkerReceivers:
 
     def prepare(self, info: dict[str, Any]) -> None:
         """See :meth:`RefitReceiver.prepare`."""
-        self._ask("prepare", info=msgspec.msgpack.encode(info))
+        self._ask("prepare", DEFAULT_DEADLINE_S, info=msgspec.msgpack.encode(info))
         self._channels = frozenset(info["channels"])
 
     def receive(
@@ -98,7 +103,7 @@ class WorkerReceivers:
         def meet() -> None:
             key = secrets.token_hex(8)
             arguments: dict[str, Any] = {"transport": transport, "address": address}
-            self._ask("open", key=key, deadline_s=deadline_s, **arguments)
+            self._ask("open", deadline_s, key=key, deadline_s=deadline_s, **arguments)
             self._until_done(key, time.monotonic() + deadline_s)
 
         return spawn(f"{transport}-{self.name}", meet)
@@ -126,11 +131,13 @@ class WorkerReceivers:
 
     def read(self, name: str) -> bytes:
         """The bytes of a tensor as it is installed."""
+        self._wake()
         data: bytes = self._ask("read", name=name)[0]
         return data
 
     def write(self, name: str, offset: int, data: bytes) -> None:
         """Writes elements of a tensor, past all refits."""
+        self._wake()
         self._ask("write", name=name, offset=offset, data=data)
 
     def call(self, function: str, arguments: dict[str, Any]) -> list[Any]:
@@ -149,8 +156,11 @@ class WorkerReceivers:
         end, key = time.monotonic() + deadline_s, secrets.token_hex(8)
         with ExitStack() as held:
             try:
-                self._ask("receive", key=key, transport=transport, deadline_s=deadline_s)
+                how = {"transport": transport, "deadline_s": deadline_s}
+                self._ask("receive", deadline_s, key=key, **how)
                 states = self._until_done(key, end, held)
+            except EngineBusyError:
+                raise  # generation did not wait, so nothing was written
             except BaseException:
                 self._look()
                 raise
@@ -170,6 +180,8 @@ class WorkerReceivers:
             patience = max(0.0, end - time.monotonic())
             states = self._ask("done", patience, key=key, wait_s=_SLICE_S)
             if all(state["done"] for state in states):
+                if errors := [from_plain(s["error"]) for s in states if s.get("error")]:
+                    raise min(errors, key=_is_consequence)
                 return states
             if held and not asked and any(state.get("wants_lock") for state in states):
                 held.enter_context(self._generation_waits(patience))
@@ -183,6 +195,7 @@ class WorkerReceivers:
     def _generation_waits(self, deadline_s: float) -> Generator[None]:
         """Holds the lock for the workers."""
         with exclusively(self._lock, deadline_s, f"{self.name}: generation"):
+            self._wake()  # what sleeps cannot be written to
             self._ask("grant", granted=True)
             try:
                 yield

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -89,5 +89,19 @@ class ModelSink(WeightSink):
             if not found or which not in ("q_scale", "k_scale", "v_scale"):
                 raise ConfigError(f"{name} is no scale of a layer of the model", key=name)
             for module in found:
-                getattr(module, f"_{which}").fill_(scale)
-                setattr(module, f"_{which}_float", float(scale))
+                _scale(module, which, float(scale), eager=self._weights.eager)
+
+
+def _scale(module: Any, which: str, scale: float, *, eager: bool) -> None:
+    """Sets one scale of a layer, also where vLLM keeps it as a number."""
+    impl: Any = getattr(module, "impl", None)
+    if hasattr(impl, "bmm1_scale"):
+        if not eager:
+            raise CapabilityError(
+                f"{type(impl).__name__} keeps the scales of the cache in its CUDA graphs",
+                fix="set vllm_cfg.enforce_eager, or another attention backend, such as FLASH_ATTN",
+                capability="kv_scales",
+            )
+        impl.bmm1_scale = impl.bmm2_scale = None  # computed anew from the scales below
+    getattr(module, f"_{which}").fill_(scale)
+    setattr(module, f"_{which}_float", scale)

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 __all__ = ["EngineWeights"]
 
+#: Kernels of experts that take the weights as they are loaded.
+_PLAIN_EXPERTS = ("TRITON", "BATCHED_TRITON")
 #: Seconds in which the workers of an engine must meet while a tensor is read back.
 _MEET_S = 60.0
 
@@ -53,6 +55,11 @@ class EngineWeights:
         return model
 
     @property
+    def eager(self) -> bool:
+        """No CUDA graphs were captured."""
+        return bool(self._worker.vllm_config.model_config.enforce_eager)
+
+    @property
     def device(self) -> torch.device:
         """Where the model is."""
         return next(self.model.parameters()).device
@@ -70,8 +77,10 @@ class EngineWeights:
         What no worker keeps is kept here, so that it can be compared.
 
         Raises:
-            CapabilityError: The model cannot be followed, or has weights that no tensor fills.
+            CapabilityError: The model cannot be followed, or has weights that no tensor fills, or
+                such as were rearranged after loading.
         """
+        _check_in_place(self.model)
         owned = [spec for spec in self.specs if spec.alias_of is None]
         dtype = self._worker.vllm_config.model_config.dtype
         regions = regions_of(self.model, owned, dtype)
@@ -156,6 +165,21 @@ def _checkpoint_specs(config: Any, dtype: torch.dtype, trust: bool) -> list[Tens
             )
         )
     return specs
+
+
+def _check_in_place(model: nn.Module) -> None:
+    """Makes sure that vLLM computes with what its loader wrote, where it wrote it."""
+    for name, module in model.named_modules():
+        backend = getattr(getattr(module, "quant_method", None), "unquantized_backend", None)
+        experts = backend is not None and getattr(backend, "name", "") not in _PLAIN_EXPERTS
+        if experts or hasattr(module, "_cpu_unpacked_conv_weight"):
+            raise CapabilityError(
+                f"vLLM rearranges the weights of {name} after loading"
+                + (f", for {backend}" if experts else ""),
+                fix="use a model without such layers; on CUDA, experts that run in Triton "
+                '(vllm_cfg.engine_args["moe_backend"]="triton") are left as they are',
+                capability="refit",
+            )
 
 
 def _check_filled(model: nn.Module, regions: Mapping[str, list[Region]]) -> None:

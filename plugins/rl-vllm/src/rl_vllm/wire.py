@@ -22,10 +22,12 @@ class Request(msgspec.Struct, array_like=True):
     Attributes:
         method: Of the host.
         arguments: Its keyword arguments.
+        number: Which call of the backend it is; 0 where calls cannot be mistaken.
     """
 
     method: str
     arguments: Plain = {}
+    number: int = 0
 
 
 class Prompt(msgspec.Struct, array_like=True):
@@ -61,12 +63,14 @@ class Reply(msgspec.Struct, array_like=True):
         rows: Rows that are complete; more follow.
         error: As :func:`rl_core.cluster.remote_error.as_plain` makes it.
         last: Nothing of this call follows.
+        number: The request's.
     """
 
     value: Any = None
     rows: list[Row] = []
     error: list[Any] | None = None
     last: bool = True
+    number: int = 0
 
 
 encode = msgspec.msgpack.Encoder().encode

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 
+from rl_core.cluster.remote_error import as_plain
 from rl_core.plugins.discovery import load_object
 from rl_core.refit import RefitReceiver
 from rl_vllm.cpu_weights import keep_plain_weights
@@ -128,7 +129,7 @@ class WorkerRefits:
         self._begin(key, self._receiver.open(transport, deadline_s, address))
 
     def _begin(self, key: str, future: concurrent.futures.Future[Any]) -> None:
-        self._futures[key] = future
+        self._futures = {k: f for k, f in self._futures.items() if not f.done()} | {key: future}
         future.add_done_callback(lambda _: self._news.set())
 
     def done(self, key: str, wait_s: float) -> dict[str, Any]:
@@ -139,7 +140,9 @@ class WorkerRefits:
         self._news.clear()
         if not future.done():
             return {"done": False, "wants_lock": self._lock.wanted}
-        del self._futures[key]
+        error = future.exception()
+        if error is not None:  # told when all workers are done, with what they are then
+            return {"done": True, "error": as_plain(error, self.name), **self.state()}
         return {"done": True, "result": future.result(), **self.state()}
 
     def load_handles(self, handles: bytes) -> dict[str, Any]:
