@@ -32,8 +32,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Forked", "ForkServer", "main"]
 
-#: Variables that a forked process may have of its own; pytest sets the second for each test.
-_OWN = ("OMP_NUM_THREADS", "PYTEST_CURRENT_TEST")
+#: Variables that a forked process may have of its own: torch sets the second while it is used, and
+#: pytest the third for each test.
+_OWN = ("OMP_NUM_THREADS", "TORCHINDUCTOR_CACHE_DIR", "PYTEST_CURRENT_TEST")
 _PRELOADED = ("rl_vllm.engine", "rl_vllm.worker", "vllm.v1.worker.cpu_worker")
 _MESSAGE = 1 << 16
 #: Seconds for the server to import vLLM on a busy machine, and to answer.
