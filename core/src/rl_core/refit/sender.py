@@ -133,7 +133,12 @@ class RefitSender(Endpoint["Sending"]):
             return self.version
         if options.version is not None:
             return options.version
-        going = [job.version for job in self.jobs if job not in self.waiting()]
+        waiting = self.waiting()
+        going = [
+            job.version
+            for job in self.jobs
+            if job not in waiting and not job.session.phase.terminal
+        ]
         return max([self.version, *going[-1:]]) + 1
 
     # -- the handles of old -----------------------------------------------------------------------
