@@ -382,6 +382,7 @@ def test_the_plugin_imports_nothing_heavy() -> None:
 
 PROJECT = """
 from rl_conformance import GenerationConformance, mutants
+from rl_conformance.mutants import engines
 
 class TestMine(GenerationConformance):
     backend = "mine"
@@ -406,7 +407,7 @@ def test_a_derived_class_runs_the_checks(pytester: pytest.Pytester) -> None:
 
 
 def test_a_derived_class_fails_where_the_backend_does(pytester: pytest.Pytester) -> None:
-    result = _pytest(pytester, "mutants.StopTokenIsDropped, ", "-k", "test_G7")
+    result = _pytest(pytester, "engines.StopTokenIsDropped, ", "-k", "test_G7")
     result.assert_outcomes(passed=3, failed=1, deselected=len(_methods()) - 4)
     result.stdout.fnmatch_lines(["*stop_token_ends_the_row_and_is_kept*failed*"])
 

@@ -100,6 +100,27 @@ def run(
     raise typer.Exit(_EXIT_CODES[report.verdict])
 
 
+@app.command()
+def mutants(
+    k: Annotated[str, typer.Option("-k", help="Only those with this in their name.")] = "",
+    json: Annotated[Path | None, typer.Option(help="Write the kill table as JSON.")] = None,
+    markdown: Annotated[Path | None, typer.Option(help="Write it as Markdown.")] = None,
+) -> None:
+    """Tests the suite: it must fail where a mutant is broken, and nowhere else."""
+    from rich.console import Console
+    from rich.progress import track
+
+    from rl_conformance.mutants import all_mutants, examine
+    from rl_conformance.mutants.table import kill_table, write_table
+
+    chosen = [mutant for mutant in all_mutants() if k.lower() in mutant.name.lower()]
+    console = Console(stderr=True)
+    autopsies = [examine(m) for m in track(chosen, "mutants", console=console, transient=True)]
+    Console().print(kill_table(autopsies))
+    write_table(autopsies, json, markdown)
+    raise typer.Exit(int(any(autopsy.verdict != "killed" for autopsy in autopsies)))
+
+
 def _run_with_progress(
     target: Target, settings: Settings, checks: list[Check], selection: str, known: dict[str, str]
 ) -> RunReport:

@@ -1,0 +1,43 @@
+"""Mutants: backends and cores with one thing broken, which the suite must notice, and where.
+
+Every clause of the contract that can be broken in this process has one. A mutant is *killed* if
+the suite fails in exactly the clauses that it breaks: the first is the one that it is about, the
+others cannot hold either. It *survives* if nothing fails, and *strays* if something else does.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+from rl_conformance.mutants.mutant import QUICK, Autopsy, Mutant, breaks, examine, target
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["QUICK", "UNBROKEN", "Autopsy", "Mutant", "all_mutants", "breaks", "examine", "target"]
+
+#: Clauses that no mutant is about yet, and why.
+UNBROKEN = {
+    "D1": "the check looks at an installed plugin",
+    "D5": "the check runs an installed plugin in a Ray worker",
+    "R3": "the check builds its engine in another process",
+    "R12": "none is written yet",
+    "R15": "the checks put the faults into the loader themselves",
+    "R13": "the check brings engines of its own",
+    "S2": "the checks open sockets and memory of their own",
+    "A2": "the checks run the library's diagnostics on a checkpoint",
+}
+
+_MODULES = ("batches", "engines", "trainers", "refits", "pairs")
+
+
+def all_mutants() -> Sequence[Mutant]:
+    """Every mutant, in the order of the clauses they are about."""
+    from rl_conformance.catalogue import CLAUSES
+    from rl_conformance.mutants.mutant import registered
+
+    for module in _MODULES:
+        importlib.import_module(f"{__name__}.{module}")
+    order = list(CLAUSES)
+    return sorted(registered, key=lambda mutant: order.index(mutant.breaks[0]))

@@ -1,0 +1,169 @@
+"""Mutants that take or give weights."""
+
+from __future__ import annotations
+
+import copy
+import os
+from typing import TYPE_CHECKING, Any
+
+from rl_conformance.mutants.mutant import breaks
+from rl_conformance.reference.generation import ReferenceGeneration, ScaledSink
+from rl_conformance.reference.policy import ReferencePolicy
+from rl_conformance.reference.weights import DictSink, DictSource
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+
+    from rl_core.interfaces import TensorSpec, WeightSink, WeightSource
+
+
+@breaks("R10", "R9", "R11", "R15")
+class VersionMovesAlthoughTheRefitFailed(ReferenceGeneration):
+    """The version counts attempts, not commits."""
+
+    attempts = 0
+
+    @property
+    def weights_version(self) -> int:
+        return max(self.attempts, self._receiver.version)
+
+    def update_weights_via_ipc_zmq(self, *args: Any, **kwargs: Any) -> Any:
+        self.attempts += 1
+        return super().update_weights_via_ipc_zmq(*args, **kwargs)
+
+
+@breaks("R8", "R15")
+class TornWeightsAreServed(ReferenceGeneration):
+    """Nobody asks whether the weights are whole."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._receiver.check = lambda: None  # type: ignore[method-assign]
+
+
+@breaks("R10", "R1", "R4", "R11", "R14")
+class PrefixCacheOutlivesTheRefit(ReferenceGeneration):
+    """Logits of known prefixes are kept over refits."""
+
+    def next_logits(self, prefixes: set[tuple[int, ...]]) -> dict[tuple[int, ...], torch.Tensor]:
+        cache = self.__dict__.setdefault("prefixes", {})
+        cache |= super().next_logits(prefixes - cache.keys())
+        return {ids: cache[ids] for ids in prefixes}
+
+
+@breaks("R4")
+class InfoOfTheOlderSpellingIsLost(ReferenceGeneration):
+    """update_weights_from_collective takes the trainer's description and does not look at it."""
+
+    def update_weights_from_collective(self, info: Any = None, **options: Any) -> Any:
+        return super().update_weights_from_collective(**options)
+
+
+class _OneWay(ScaledSink):
+    """Once told of a failure it takes nothing more."""
+
+    failed = False
+
+    def fail(self) -> None:
+        self.failed = True
+
+    def write(self, name: str, offset: int, data: torch.Tensor, *, of: TensorSpec) -> None:
+        if not self.failed:
+            super().write(name, offset, data, of=of)
+
+    def targets(self) -> None:
+        return None
+
+
+@breaks("R11")
+class OldWeightsAreNotGivenBack(ReferenceGeneration):
+    """After a staged refit that failed late, the engine keeps what it has of the new weights."""
+
+    def weight_sink(self) -> WeightSink:
+        scales = {} if self.kv_scales is None else self.kv_scales
+        return _OneWay(self.model.state_dict(keep_vars=True), scales)
+
+
+class _Unscaled(ScaledSink):
+    def scale_kv(self, scales: Mapping[str, float]) -> None:
+        pass
+
+
+@breaks("R14")
+class ScalesAreDropped(ReferenceGeneration):
+    """Scales are accepted and never applied."""
+
+    def weight_sink(self) -> WeightSink:
+        sink = super().weight_sink()
+        if isinstance(sink, ScaledSink):
+            return _Unscaled(sink.tensors_by_name, sink.scales)
+        return sink
+
+
+class _Snapshot(DictSource):
+    def __init__(self, tensors: Mapping[str, torch.Tensor], kept: dict[str, torch.Tensor]) -> None:
+        super().__init__(tensors)
+        self._kept = kept
+
+    def persistent(self) -> Mapping[str, torch.Tensor]:
+        if not self._kept:
+            self._kept |= copy.deepcopy(dict(self.tensors_by_name))
+        return self._kept
+
+
+@breaks("R1", "R9")
+class EnginesReadACopy(ReferencePolicy):
+    """What engines read in place is a copy that training does not reach."""
+
+    def weight_source(self) -> WeightSource:
+        kept = self.__dict__.setdefault("snapshot", {})
+        return _Snapshot(self.model.state_dict(keep_vars=True), kept)
+
+
+@breaks("R9")
+class TwoStatesAreOneVersion(ReferencePolicy):
+    """Nobody asks whether the weights stayed the same while they were sent."""
+
+    def weight_source(self) -> WeightSource:
+        return DictSource(self.model.state_dict(keep_vars=True))
+
+
+@breaks("R5")
+class TheOlderSpellingSaysNothing(ReferenceGeneration):
+    """update_weights does not say that it worked."""
+
+    def update_weights(self, ipc_handles: dict[str, Any]) -> Any:
+        super().update_weights(ipc_handles)
+
+
+@breaks("R6", checks="R6 and not staged")
+class ARefitLeavesAFileOpen(ReferenceGeneration):
+    """Each refit takes a descriptor and never gives it back."""
+
+    def update_weights_via_ipc_zmq(self, *args: Any, **kwargs: Any) -> Any:
+        self.__dict__.setdefault("kept", []).append(os.open(os.devnull, os.O_RDONLY))
+        return super().update_weights_via_ipc_zmq(*args, **kwargs)
+
+    def on_shutdown(self) -> None:
+        for descriptor in self.__dict__.pop("kept", []):
+            os.close(descriptor)
+        super().on_shutdown()
+
+
+class _FirstPieces(DictSink):
+    def write(self, name: str, offset: int, data: torch.Tensor, *, of: TensorSpec) -> None:
+        if offset == 0:
+            super().write(name, offset, data, of=of)
+
+    def targets(self) -> None:
+        return None
+
+
+@breaks("R7", checks="R7 or R1")
+class OnlyTheFirstPieceIsWritten(ReferenceGeneration):
+    """Of a tensor that is split over buckets, the rest is dropped."""
+
+    def weight_sink(self) -> WeightSink:
+        return _FirstPieces(self.model.state_dict(keep_vars=True))

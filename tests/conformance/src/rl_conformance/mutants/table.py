@@ -1,0 +1,92 @@
+"""The kill table: which mutant the suite noticed, and where."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from rl_conformance.mutants import UNBROKEN
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from rich.table import Table
+
+    from rl_conformance.mutants.mutant import Autopsy
+
+__all__ = ["kill_table", "write_table"]
+
+_COLOURS = {"killed": "green", "survived": "red", "strayed": "yellow"}
+
+
+def kill_table(autopsies: Sequence[Autopsy]) -> Table:
+    """For a terminal."""
+    from rich.table import Table
+
+    killed = sum(autopsy.verdict == "killed" for autopsy in autopsies)
+    table = Table("clause", "mutant", "", "failed", "checks", "s", box=None)
+    table.caption = f"{killed} of {len(autopsies)} killed where they are broken"
+    for autopsy in autopsies:
+        verdict = autopsy.verdict
+        table.add_row(
+            autopsy.mutant.breaks[0],
+            autopsy.mutant.name,
+            f"[{_COLOURS[verdict]}]{verdict}[/]",
+            " ".join(sorted(autopsy.failed)),
+            f"{sum(map(len, autopsy.failed.values()))} of {autopsy.looked}",
+            f"{autopsy.seconds:.1f}",
+        )
+    return table
+
+
+def write_table(
+    autopsies: Sequence[Autopsy], as_json: Path | None, as_markdown: Path | None
+) -> None:
+    """Writes it to files."""
+    if as_json is not None:
+        as_json.write_text(json.dumps([_plain(one) for one in autopsies], indent=1) + "\n")
+    if as_markdown is not None:
+        as_markdown.write_text(_markdown(autopsies))
+
+
+def _plain(autopsy: Autopsy) -> dict[str, Any]:
+    return {
+        "mutant": autopsy.mutant.name,
+        "bug": autopsy.mutant.bug,
+        "breaks": list(autopsy.mutant.breaks),
+        "verdict": autopsy.verdict,
+        "failed": autopsy.failed,
+        "looked": autopsy.looked,
+        "seconds": round(autopsy.seconds, 2),
+    }
+
+
+def _markdown(autopsies: Sequence[Autopsy]) -> str:
+    killed = sum(autopsy.verdict == "killed" for autopsy in autopsies)
+    rows = [
+        f"| {a.mutant.breaks[0]} | `{a.mutant.name}` | {a.mutant.bug} | {a.verdict} "
+        f"| {' '.join(sorted(a.failed))} | {sum(map(len, a.failed.values()))} of {a.looked} |"
+        for a in autopsies
+    ]
+    unbroken = [f"| {clause} | {why} |" for clause, why in UNBROKEN.items()]
+    return "\n".join(
+        [
+            "# Kill table of the conformance suite",
+            "",
+            f"{killed} of {len(autopsies)} mutants are killed where they are broken.",
+            "A mutant is a backend, or a core, with one bug. It is killed if the suite fails in",
+            "the clauses that cannot hold with it, and in no other of their chapters.",
+            "",
+            "| clause | mutant | bug | | failed in | checks that failed |",
+            "|---|---|---|---|---|---|",
+            *rows,
+            "",
+            "Clauses without a mutant yet:",
+            "",
+            "| clause | why |",
+            "|---|---|",
+            *unbroken,
+            "",
+        ]
+    )
