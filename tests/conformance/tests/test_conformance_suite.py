@@ -380,6 +380,9 @@ def test_the_plugin_imports_nothing_heavy() -> None:
     assert done.stdout.strip() == "[]"
 
 
+# Runs inside this process leave no new module behind, and torch cannot be imported twice.
+mutants.all_mutants()
+
 PROJECT = """
 from rl_conformance import GenerationConformance, mutants
 from rl_conformance.mutants import engines
