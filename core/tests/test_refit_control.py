@@ -6,6 +6,7 @@ import gc
 import os
 import socket
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -388,3 +389,19 @@ def test_more_memory_than_the_host_has_is_an_error_and_leaves_nothing(temporary)
         SharedRegion.create(1 << 50, str(temporary))
     assert len(os.listdir("/proc/self/fd")) == before
     assert not list(temporary.iterdir())
+
+
+@pytest.mark.parametrize("end", ["server", "client"])
+def test_an_end_that_is_dropped_in_a_cycle_does_not_hang_the_collector(end, temporary):
+    server = ControlServer(f"ipc://{temporary}/s")
+    client = ControlClient(server.endpoint)
+    client.connect()
+    cycle: list[Any] = [server if end == "server" else client]
+    cycle.append(cycle)
+    kept = client if end == "server" else server
+    del server, client, cycle
+    collecting = threading.Thread(target=gc.collect, daemon=True)
+    collecting.start()
+    collecting.join(SOON)
+    assert not collecting.is_alive()
+    kept.close()

@@ -88,9 +88,11 @@ class ControlServer:
 
     def __init__(self, bind: str) -> None:
         context = zmq.Context()
+        held: list[_Watched] = []
         #: Runs once, at the latest when the process ends.
-        self._destroy = weakref.finalize(self, _destroy, context, os.getpid())
+        self._destroy = weakref.finalize(self, _destroy, context, held, os.getpid())
         self._watched = _Watched(context, zmq.ROUTER, zmq.EVENT_DISCONNECTED)
+        held.append(self._watched)
         self._socket = self._watched.socket
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.BACKLOG, _BACKLOG)
@@ -176,7 +178,8 @@ class ControlClient:
     def __init__(self, endpoint: str) -> None:
         self.endpoint = endpoint
         self._context = zmq.Context()
-        self._destroy = weakref.finalize(self, _destroy, self._context, os.getpid())
+        self._held: list[_Watched] = []
+        self._destroy = weakref.finalize(self, _destroy, self._context, self._held, os.getpid())
         self._watched: _Watched | None = None
 
     def connect(self) -> None:
@@ -187,6 +190,7 @@ class ControlClient:
         """
         self.disconnect()
         watched = _Watched(self._context, zmq.DEALER, _LOST)
+        self._held[:] = [watched]
         watched.socket.setsockopt(zmq.RECONNECT_IVL, _NEVER_MS)
         watched.socket.setsockopt(zmq.IPV6, "[" in self.endpoint)
         try:
@@ -201,6 +205,7 @@ class ControlClient:
         watched, self._watched = self._watched, None
         if watched is not None and not self._context.closed:
             watched.close()
+        self._held.clear()
 
     def receive(self, timeout_s: float) -> bytes | None:
         """The next frame; None after the timeout, or when the server is lost."""
@@ -251,6 +256,12 @@ def _received(socket: _Socket) -> list[bytes] | None:
         return None
 
 
-def _destroy(context: zmq.Context[_Socket], owner: int) -> None:
+def _destroy(context: zmq.Context[_Socket], held: list[_Watched], owner: int) -> None:
+    """Closes all sockets of a context.
+
+    The context waits for them and knows them weakly: garbage that still holds its sockets would
+    wait for ever. So what they are held by is handed over, and lives until here.
+    """
     if os.getpid() == owner:  # a forked child ends, not the one whose sockets these are
         context.destroy(_LINGER_MS)
+    held.clear()
