@@ -479,3 +479,35 @@ def test_a_shutdown_in_the_middle_of_a_refit_ends_both(make):
     assert engine.shutdown() is True
     assert receiving.exception(SOON) is not None
     trainer.sender.close()
+
+
+class ResidentEngine(CountingEngine):
+    """Has its weights in memory from the start."""
+
+    resident_at_first = frozenset({"weights"})
+
+
+def test_memory_that_is_there_from_the_start_is_not_taken_again():
+    engine = ResidentEngine()
+    with pytest.raises(LifecycleError):
+        engine.generate(batch([5]))
+    engine.prepare_for_generation()
+    assert engine.calls == ["wake ['kv_cache']"]
+    engine.shutdown()
+
+
+def test_memory_that_was_not_asked_for_can_be_given_back():
+    engine = ResidentEngine()
+    engine.finish_generation()
+    assert engine.calls == ["sleep ['weights']"]
+    engine.shutdown()
+
+
+def test_brought_memory_is_not_taken_again_and_does_not_allow_to_generate():
+    engine = CountingEngine()
+    engine.bring(frozenset({"weights"}))
+    with pytest.raises(LifecycleError):
+        engine.generate(batch([5]))
+    engine.prepare_for_generation()
+    assert engine.calls == ["wake ['weights']", "wake ['kv_cache']"]
+    engine.shutdown()

@@ -188,6 +188,13 @@ def test_what_vllm_does_not_take_is_refused_with_the_key(key, cfg, start):
     assert caught.value.details["key"] == key
 
 
+def test_a_seed_of_minus_one_is_a_seed(start):
+    engine = start("qwen2")
+    data = BatchedDataDict({**prompts(), "seed": torch.full((4,), -1)})
+    drawn = [engine.generate(data)["output_ids"] for _ in range(2)]
+    assert torch.equal(*drawn)
+
+
 @pytest.mark.parametrize("temperature", [0.001, 2.5])
 def test_a_temperature_that_vllm_would_change_is_refused(temperature, start):
     with pytest.raises(ConfigError) as caught:
@@ -219,8 +226,12 @@ def test_the_worker_class_of_the_documents(imported, tiny):
 def test_a_call_that_was_given_up_does_not_answer_the_next(start):
     engine = start("qwen2")
     process = engine._process
-    with pytest.raises(DeadlineError):
-        process.call("reset_caches", 0.0)
+    os.kill(process.pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(DeadlineError):
+            process.call("reset_caches", 0.2)
+    finally:
+        os.kill(process.pid, signal.SIGCONT)
     assert process.call("sleep", 20.0, level=1) is None
     assert process.call("reset_caches", 20.0) is True
 

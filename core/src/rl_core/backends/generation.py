@@ -71,8 +71,8 @@ class GenerationBackend(GenerationInterface):
             max_model_len=limit,
         )
         self.sampling = SamplingParams.from_config(config, self.facts)
-        self._awake: frozenset[str] = frozenset()
-        self._resident = self.resident_at_first
+        self._awake: frozenset[str] = frozenset()  # what the user asked for: generate needs all
+        self._resident = self.resident_at_first  # what has memory, asked for or not
         self._closed = self._ended = False
         self._lock = threading.RLock()
         self._receiver = self.make_receiver(self._lock)
@@ -236,12 +236,15 @@ class GenerationBackend(GenerationInterface):
         tags = tags_of(args, kwargs)
         with self._lock:
             self._check_open("prepare_for_generation")
-            self._bring(tags)
+            self.bring(tags)
             self._awake |= tags
         return True
 
-    def _bring(self, tags: frozenset[str]) -> None:
-        """Takes the memory behind ``tags`` where it is asleep."""
+    def bring(self, tags: frozenset[str]) -> None:
+        """Takes the memory behind ``tags`` where it is asleep; the caller may still not generate.
+
+        For a subclass that needs memory outside a call of its user, such as a refit's weights.
+        """
         if asleep := tags - self._resident:
             self.on_wake(asleep)
             self._resident |= asleep

@@ -19,7 +19,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from rl_core.errors import ConfigError, PluginError
+from rl_core.errors import ConfigError, DeadlineError, PluginError
 from rl_core.plugins.config import nearest
 from rl_vllm.facts import facts_of, tokenizer_of
 from rl_vllm.private import check_version, engine_version
@@ -44,6 +44,7 @@ _ON_CPU: dict[str, Any] = {
 }
 _WAIT_S = 0.5
 _PAUSE_S = 0.01
+_ABORT_S = 60.0
 _ALL = frozenset({"weights", "kv_cache"})
 
 
@@ -342,7 +343,13 @@ class _AsyncEngine(Engine):
     def abort(self) -> None:
         """See :meth:`Engine.abort`."""
         self._task.cancel()
-        while self._engine.output_processor.request_states:  # the rows end by themselves
+        give_up = time.monotonic() + _ABORT_S
+        while left := len(self._engine.output_processor.request_states):  # they end by themselves
+            if time.monotonic() > give_up:
+                raise DeadlineError(
+                    f"vLLM still runs {left} rows {_ABORT_S:.0f} s after they were given up",
+                    fix="shut the engine down and build it anew",
+                )
             time.sleep(_PAUSE_S)
 
     def call_workers(self, method: str, *args: Any) -> list[Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from itertools import repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -123,11 +122,13 @@ class VllmGeneration(GenerationBackend):
         """See :meth:`GenerationBackend.complete`."""
         self._check_stop_strings(prompts)
         # vLLM takes a seed of -1 for none; with its highest bit cleared it is still one of its own.
-        seeds = [s & _SEEDS for s in prompts.seeds.tolist()] if prompts.seeded else repeat(None)
+        seeds: list[int | None] = [None] * len(prompts)
+        if prompts.seeded:
+            seeds = [seed & _SEEDS for seed in prompts.seeds.tolist()]
         rows = [
             Prompt(prompts.token_ids(row), budget, seed, list(stops))
             for row, (budget, seed, stops) in enumerate(
-                zip(prompts.budgets.tolist(), seeds, prompts.stop_strings, strict=False)
+                zip(prompts.budgets.tolist(), seeds, prompts.stop_strings, strict=True)
             )
         ]
         how = {
@@ -190,7 +191,7 @@ class VllmGeneration(GenerationBackend):
             name=self._process.name,
             lock=lock,
             on_commit=self._on_commit,
-            wake=lambda: self._bring(frozenset({"weights"})),
+            wake=lambda: self.bring(frozenset({"weights"})),
         )
         return self._workers
 
