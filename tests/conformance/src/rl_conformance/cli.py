@@ -112,8 +112,15 @@ def mutants(
 
     from rl_conformance.mutants import all_mutants, examine
     from rl_conformance.mutants.table import kill_table, write_table
+    from rl_core.errors import ConfigError
 
     chosen = [mutant for mutant in all_mutants() if k.lower() in mutant.name.lower()]
+    if not chosen:
+        raise ConfigError(
+            f"no mutant has {k!r} in its name",
+            fix="docs/reports has the kill table with all names",
+            key="-k",
+        )
     console = Console(stderr=True)
     autopsies = [examine(m) for m in track(chosen, "mutants", console=console, transient=True)]
     Console().print(kill_table(autopsies))

@@ -206,7 +206,7 @@ def _listening() -> set[tuple[str, int]]:
 @check("S2", needs=())
 def the_socket_is_in_a_private_directory(ctx: Context) -> None:
     """Mode 0700, this user's, an unguessable name, and gone after close."""
-    policies = [TensorPolicy(odd_tensors(1)) for _ in range(2)]
+    policies = [ctx.closing(TensorPolicy(odd_tensors(1))) for _ in range(2)]
     directories = [_directory(policy.prepare_refit_info()) for policy in policies]
     for policy, directory in zip(policies, directories, strict=True):
         found = directory.stat()

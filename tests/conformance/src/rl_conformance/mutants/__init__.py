@@ -25,7 +25,6 @@ UNBROKEN = {
     "R12": "none is written yet",
     "R15": "the checks put the faults into the loader themselves",
     "R13": "the check brings engines of its own",
-    "S2": "the checks open sockets and memory of their own",
     "A2": "the checks run the library's diagnostics on a checkpoint",
 }
 

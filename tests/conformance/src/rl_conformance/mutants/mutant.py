@@ -108,7 +108,7 @@ def target(
 
 
 def breaks(*clauses: str, checks: str | None = None) -> Callable[[Any], Any]:
-    """Registers a mutant: a class of backend, or a context manager that breaks something else.
+    """Registers a mutant: a class of backend, or what makes a context in which all else is broken.
 
     Args:
         *clauses: What does not hold any more; first what the mutant is about.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import runpy
-from contextlib import contextmanager, suppress
+import tempfile
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ from rl_core.refit import receiver
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+    from contextlib import AbstractContextManager
 
     from rl_conformance.target import Target
     from rl_core.backends import Completion, PromptBatch, SamplingParams
@@ -71,8 +73,7 @@ registered += [
 
 
 @breaks("A1")
-@contextmanager
-def an_empty_mask_passes() -> Iterator[None]:
+def an_empty_mask_passes() -> AbstractContextManager[Any]:
     """Nothing to compare counts as agreement."""
     name = "validate_log_probability_consistency"
     honest = getattr(agreement, name)
@@ -83,8 +84,7 @@ def an_empty_mask_passes() -> Iterator[None]:
         except DataError:
             return True
 
-    with mock.patch.object(agreement, name, lenient):
-        yield
+    return mock.patch.object(agreement, name, lenient)
 
 
 @breaks("A3", "A1", checks="A1 or A3")
@@ -97,8 +97,7 @@ class LogprobsAreOff(ReferenceGeneration):
 
 
 @breaks("R2")
-@contextmanager
-def names_are_not_compared() -> Iterator[None]:
+def names_are_not_compared() -> AbstractContextManager[Any]:
     """What trainer and engine call their tensors is found out while they are written."""
 
     def lenient(*args: Any, **kwargs: Any) -> dict[str, str]:
@@ -106,8 +105,20 @@ def names_are_not_compared() -> Iterator[None]:
             return manifests.compare(*args, **kwargs)
         return {}
 
-    with mock.patch.object(receiver, "compare", lenient):
-        yield
+    return mock.patch.object(receiver, "compare", lenient)
+
+
+@breaks("S2", checks="S2 and (private_directory or unguessable)")
+def the_directory_is_everybodys() -> AbstractContextManager[Any]:
+    """Whoever has an account may look into the socket's directory."""
+    honest = tempfile.mkdtemp
+
+    def make(*args: Any, **kwargs: Any) -> str:
+        path = honest(*args, **kwargs)
+        Path(path).chmod(0o755)
+        return path
+
+    return mock.patch.object(tempfile, "mkdtemp", make)
 
 
 @breaks("S1")
