@@ -113,7 +113,7 @@ def the_directory_is_everybodys() -> AbstractContextManager[Any]:
     """Whoever has an account may look into the socket's directory."""
     honest = tempfile.mkdtemp
 
-    def make(*args: Any, **kwargs: Any) -> str:
+    def make(*args: Any, **kwargs: Any) -> Any:
         path = honest(*args, **kwargs)
         Path(path).chmod(0o755)
         return path
