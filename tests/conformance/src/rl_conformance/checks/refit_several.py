@@ -44,7 +44,7 @@ def all_receivers_advance(ctx: Context) -> None:
 
 
 class _Unwilling(DictSink):
-    """Fault: raises once it has written a little, while ``broken`` holds anything."""
+    """Fault: raises in the midst of the tensors or behind the last, as ``broken`` says."""
 
     broken: ClassVar[list[str]] = []
 
@@ -52,10 +52,16 @@ class _Unwilling(DictSink):
         """Everything is written through :meth:`write`."""
 
     def write(self, name: str, offset: int, data: torch.Tensor, **of: Any) -> None:
-        """Raises in the midst of the tensors."""
-        if self.broken and name == "half":
+        """Raises at one of the tensors."""
+        if "write" in self.broken and name == "half":
             raise InjectedFault("the loader gave up")
         super().write(name, offset, data, **of)
+
+    def finish(self, version: int) -> None:
+        """Raises when the other engine may have everything."""
+        if "finish" in self.broken:
+            raise InjectedFault("the engine gave up")
+        super().finish(version)
 
 
 @check("R13", cases=MODES)
@@ -67,7 +73,7 @@ def no_receiver_advances_alone(ctx: Context, mode: str) -> None:
         for n, sink in ((2, DictSink), (3, _Unwilling))
     ]
     both = SeveralEngines(*engines)
-    for fault in (broken_tensor(engines[1], "large"), _unwilling()):
+    for fault in (broken_tensor(engines[1], "large"), _unwilling("write"), _unwilling("finish")):
         with fault:
             error = _sent_to(policy, both, mode=mode)
         require("engine-3" in str(error), f"the failed engine is not named: {error!r}")
@@ -79,8 +85,8 @@ def no_receiver_advances_alone(ctx: Context, mode: str) -> None:
 
 
 @contextmanager
-def _unwilling() -> Generator[None]:
-    _Unwilling.broken.append("")
+def _unwilling(where: str) -> Generator[None]:
+    _Unwilling.broken.append(where)
     try:
         yield
     finally:

@@ -107,25 +107,29 @@ def target(
     )
 
 
-def breaks(*clauses: str, checks: str | None = None) -> Callable[[Any], Any]:
+def breaks(
+    *clauses: str, checks: str | None = None, of: Callable[[], Target] = target, slow: bool = False
+) -> Callable[[Any], Any]:
     """Registers a mutant: a class of backend, or what makes a context in which all else is broken.
 
     Args:
         *clauses: What does not hold any more; first what the mutant is about.
         checks: Expression of the checks to run, where the quick ones do not show it.
+        of: What a context breaks, if not the reference.
+        slow: See :class:`Mutant`.
     """
 
     def register(broken: Any) -> Any:
         bug = (inspect.getdoc(broken) or "").partition("\n")[0]
         if not inspect.isclass(broken):
-            registered.append(Mutant(broken.__name__, bug, clauses, target, broken, checks))
+            registered.append(Mutant(broken.__name__, bug, clauses, of, broken, checks, slow))
             return broken
         role = "policy" if issubclass(broken, ReferencePolicy) else "generation"
 
         def make() -> Target:
             return target(**{role: broken})  # type: ignore[arg-type]
 
-        registered.append(Mutant(broken.__name__, bug, clauses, make, checks=checks))
+        registered.append(Mutant(broken.__name__, bug, clauses, make, checks=checks, slow=slow))
         return broken
 
     return register

@@ -5,16 +5,22 @@ from __future__ import annotations
 import copy
 import os
 from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import torch
 
 from rl_conformance.mutants.mutant import breaks
+from rl_conformance.reference import MANIFEST
 from rl_conformance.reference.generation import ReferenceGeneration, ScaledSink
 from rl_conformance.reference.policy import ReferencePolicy
-from rl_conformance.reference.weights import DictSink, DictSource
+from rl_conformance.reference.weights import DictSource
+from rl_core.refit.loading import Loader
+from rl_core.refit.receiving import Receiving
+from rl_core.refit.transports.memory import SharedRegion
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    import torch
+    from contextlib import AbstractContextManager
 
     from rl_core.interfaces import TensorSpec, WeightSink, WeightSource
 
@@ -152,18 +158,59 @@ class ARefitLeavesAFileOpen(ReferenceGeneration):
         super().on_shutdown()
 
 
-class _FirstPieces(DictSink):
-    def write(self, name: str, offset: int, data: torch.Tensor, *, of: TensorSpec) -> None:
-        if offset == 0:
-            super().write(name, offset, data, of=of)
-
-    def targets(self) -> None:
-        return None
-
-
-@breaks("R7", checks="R7 or R1")
-class OnlyTheFirstPieceIsWritten(ReferenceGeneration):
-    """Of a tensor that is split over buckets, the rest is dropped."""
+@breaks("R12", checks="R12 or R1")
+class ARefitTakesMoreThanItSays(ReferenceGeneration):
+    """Each refit keeps memory that no report has."""
 
     def weight_sink(self) -> WeightSink:
-        return _FirstPieces(self.model.state_dict(keep_vars=True))
+        kept = self.__dict__.setdefault("kept", [])
+        kept.append(torch.ones(2 * MANIFEST.refit_constant_bytes, dtype=torch.uint8))
+        return super().weight_sink()
+
+
+@breaks("R9", checks="R9 and damaged")
+def digests_are_not_compared() -> AbstractContextManager[Any]:
+    """What arrives is written, whatever its digest."""
+    return mock.patch.object(Loader, "load", _load_blindly)
+
+
+@torch.no_grad()
+def _load_blindly(loader: Any, index: int, digests: bytes) -> None:
+    loader._touch()
+    for step in loader._route.steps(index):
+        for write in step.writes:
+            write()
+    route = loader._route
+    loader.table.add(route.plan.buckets[index], digests, route.plan.block_bytes)
+
+
+@breaks("R15", "R11")
+def nothing_is_read_back() -> AbstractContextManager[Any]:
+    """verify="installed" believes the loader."""
+    return mock.patch.object(Loader, "check_installed", lambda loader: None)
+
+
+@breaks("R13", checks="R13")
+def engines_publish_when_they_have_all() -> AbstractContextManager[Any]:
+    """An engine serves the new weights before it is known whether the others can."""
+    honest = Receiving._install
+
+    def early(receiving: Any, offer: Any, digest: str) -> str:
+        found = honest(receiving, offer, digest)
+        receiving._receiver.publish(offer.version)
+        return found
+
+    return mock.patch.object(Receiving, "_install", early)
+
+
+@breaks("R3", checks="R3 or (R1 and not trained)")
+def memory_is_called_as_its_owner_calls_it() -> AbstractContextManager[Any]:
+    """The reference to shared memory means something in the trainer's process only."""
+    honest = SharedRegion.create.__func__  # type: ignore[attr-defined]
+
+    def create(cls: Any, *args: Any) -> Any:
+        region = honest(cls, *args)
+        region.ref["path"] = region.ref["path"].replace(f"/proc/{os.getpid()}/", "/proc/self/")
+        return region
+
+    return mock.patch.object(SharedRegion, "create", classmethod(create))

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from rl_conformance.mutants import UNBROKEN
-
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
@@ -69,7 +67,6 @@ def _markdown(autopsies: Sequence[Autopsy]) -> str:
         f"| {' '.join(sorted(a.failed))} | {sum(map(len, a.failed.values()))} of {a.looked} |"
         for a in autopsies
     ]
-    unbroken = [f"| {clause} | {why} |" for clause, why in UNBROKEN.items()]
     return "\n".join(
         [
             "# Kill table of the conformance suite",
@@ -81,12 +78,6 @@ def _markdown(autopsies: Sequence[Autopsy]) -> str:
             "| clause | mutant | bug | | failed in | checks that failed |",
             "|---|---|---|---|---|---|",
             *rows,
-            "",
-            "Clauses without a mutant yet:",
-            "",
-            "| clause | why |",
-            "|---|---|",
-            *unbroken,
             "",
         ]
     )
