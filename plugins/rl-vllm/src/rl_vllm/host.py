@@ -7,6 +7,7 @@ its parent is gone, however that ended and whatever it is doing: a thread of its
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import signal
 import sys
@@ -58,6 +59,8 @@ class Host:
             return
         finally:
             if self._engine is not None:
+                # vLLM collects garbage twice here, a second each; this process ends anyway.
+                gc.collect = _nothing
                 self._engine.shutdown()
 
     def _answer(self, request: Request) -> None:
@@ -122,6 +125,11 @@ class Host:
     def reset_caches(self) -> bool:
         """Forgets the keys and values of prompts seen so far."""
         return self.engine.reset_caches()
+
+
+def _nothing(generation: int = 2) -> int:
+    del generation
+    return 0
 
 
 def end_with(parent: int) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from rl_conformance.context import Settings
     from rl_core.interfaces import ColocatablePolicyInterface, GenerationInterface
     from rl_core.plugins.manifest import BackendManifest
 
@@ -29,6 +30,8 @@ class Target:
         config_keys: For each kind, the configuration keys it knows.
         versions: Of the plugin and of its engine, for the report.
         installed: Whether discovery finds it under its name.
+        tiny: For each kind, the configuration that the plugin wants for the suite's tiny models;
+            the entry point of the backend's name in the group ``rl_core.conformance``.
     """
 
     name: str
@@ -38,6 +41,7 @@ class Target:
     config_keys: Mapping[str, frozenset[str]]
     versions: Mapping[str, str] = field(default_factory=dict)
     installed: bool = True
+    tiny: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @classmethod
     def find(cls, name: str) -> Target:
@@ -47,7 +51,7 @@ class Target:
             PluginError: It is missing, ambiguous, broken or incompatible.
         """
         from rl_core.plugins.config import config_keys
-        from rl_core.plugins.discovery import engine_version, load_object
+        from rl_core.plugins.discovery import CONFORMANCE, engine_version, load_object, providers
         from rl_core.plugins.factory import create_generation, create_policy
         from rl_core.plugins.registry import find_backend, resolve
 
@@ -58,18 +62,35 @@ class Target:
             for kind, reference in manifest.configs.items()
         }
         engine = engine_version(manifest.engine)
+        own = (provider.distribution, provider.name)
+        tiny: dict[str, Mapping[str, Any]] = {}
+        for found in providers(CONFORMANCE):
+            if (found.distribution, found.name) == own:
+                tiny |= load_object(found.value, found)
         return cls(
             name=name,
             manifest=manifest,
             make_generation=create_generation,
             make_policy=create_policy,
             config_keys=keys,
+            tiny=tiny,
             versions={"plugin": str(provider), "engine": " ".join(engine or ("not installed",))},
         )
 
-    def base_config(self, kind: str, dtype: str, device: str) -> dict[str, Any]:
-        """The keys that put a backend of this kind on a device, in a dtype."""
+    def base_config(
+        self, kind: str, settings: Settings, dtype: str | None = None
+    ) -> dict[str, Any]:
+        """The keys that a backend of this kind needs in any check of a run.
+
+        Args:
+            kind: ``"generation"`` or ``"policy"``.
+            settings: Of the run.
+            dtype: Of the weights, if not that of the run.
+        """
         known = self.config_keys.get(kind, frozenset())
         config: dict[str, Any] = {"backend": self.name}
-        config |= dict.fromkeys([key for key in _DTYPE_KEYS if key in known][:1], dtype)
-        return config | ({"device": device} if "device" in known else {})
+        if settings.model is None:
+            config |= self.tiny.get(kind, {})
+        named = [key for key in _DTYPE_KEYS if key in known][:1]
+        config |= dict.fromkeys(named, dtype or settings.dtype)
+        return config | ({"device": settings.device} if "device" in known else {})
