@@ -5,13 +5,24 @@ A run gives every entry a status; a run that leaves one out is incomplete. Impor
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Literal, get_args
 
-__all__ = ["CLAUSES", "KINDS", "Clause", "Kind"]
+__all__ = ["CLAUSES", "KINDS", "LOOSEST", "Clause", "Kind", "Level"]
 
 Kind = Literal["data", "discovery", "generation", "policy", "refit", "agreement", "security"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
+
+Level = Literal["must", "if_declared"]
+
+#: Loosest ``(mean, max)`` absolute log-prob difference that a manifest may declare, by dtype; every
+#: other dtype of fewer than 32 bits as bfloat16.
+LOOSEST: dict[str, tuple[float, float]] = {
+    "float64": (1e-4, 1e-3),
+    "float32": (1e-4, 1e-3),
+    "bfloat16": (2e-2, 2e-1),
+}
+_DECLARED = "|log-prob difference|: mean and maximum as the manifest declares for the dtype"
 
 _KIND_OF_LETTER: dict[str, Kind] = {
     "B": "data",
@@ -34,6 +45,7 @@ class Clause:
         capability: The capability that binds a backend to it, or None if it binds every backend.
         since: First version of the contract that has it.
         device: ``"any"``, or ``"cuda"`` if nothing of it can be seen on a CPU.
+        tolerance: What a measured value may come to, "" where nothing is measured.
         scope: Which part the suite checks now, "" if all of it.
     """
 
@@ -42,7 +54,17 @@ class Clause:
     capability: str | None = None
     since: str = "1.0"
     device: Literal["any", "cuda"] = "any"
+    tolerance: str = ""
     scope: str = ""
+
+    def as_dict(self) -> dict[str, str | None]:
+        """For JSON."""
+        return {**asdict(self), "kind": self.kind, "level": self.level}
+
+    @property
+    def level(self) -> Level:
+        """Whom it binds: every backend, or those that declare its capability."""
+        return "must" if self.capability is None else "if_declared"
 
     @property
     def kind(self) -> Kind:
@@ -78,86 +100,147 @@ _ENTRIES = (
     Clause("G1", "prompts are right-padded; anything else is refused, naming the row"),
     Clause("G2", "the output is the prompt, the generated tokens, then padding"),
     Clause("G3", "log-probs are 0 on prompt and padding, finite and <= 0 elsewhere"),
-    Clause("G4", "log-probs are raw or processed, as configured"),
+    Clause("G4", "log-probs are raw or processed, as configured", tolerance=_DECLARED),
     Clause("G5", "truncated means stopped by length"),
     Clause("G6", "max_new_tokens and the context length are never exceeded"),
     Clause("G7", "stop tokens and stop strings end their own row and are kept"),
-    Clause("G8", "greedy output is deterministic and independent of the rest of the batch"),
+    Clause(
+        "G8",
+        "greedy output is deterministic and independent of the rest of the batch",
+        tolerance=_DECLARED,
+    ),
     Clause("G9", "a seed makes sampling reproducible, and only a seed does"),
-    Clause("G10", "the sampled distribution is the declared one"),
-    Clause("G11", "greedy log-probs agree with a float32 reference"),
+    Clause(
+        "G10",
+        "the sampled distribution is the declared one",
+        tolerance="chi-square at an error rate of 1e-4",
+    ),
+    Clause(
+        "G11",
+        "greedy log-probs agree with a float32 reference",
+        tolerance=f"{_DECLARED}; the token's logit within twice the maximum of the largest",
+    ),
     Clause("G12", "one row, many rows, ragged rows, extra keys and no rows at all"),
     Clause(
         "G13",
         "waking and sleeping are idempotent; sleeping releases memory",
+        tolerance=f"{_DECLARED}; memory kept: at most 1 - released_fraction of the manifest",
         scope="the amount that is released is measured on CUDA only",
     ),
     Clause("G14", "a call in the wrong state raises; shutdown leaves nothing behind"),
     Clause("G15", "every row carries the version of the weights that made it"),
-    Clause("G16", "rows are yielded as they finish", capability="async_generation"),
+    Clause(
+        "G16", "rows are yielded as they finish", capability="async_generation", tolerance=_DECLARED
+    ),
     Clause("G17", "n samples per prompt equal repeat_interleave(n)", capability="multi_sample"),
-    Clause("P1", "log-probs score token t given those before it, at the policy's temperature"),
-    Clause("P2", "log-probs do not depend on how rows are split, padded or packed"),
-    Clause("P3", "the reference policy never moves and never harms the policy"),
-    Clause("P4", "top-k logits are sorted and belong to the next token", capability="topk_logits"),
+    Clause(
+        "P1",
+        "log-probs score token t given those before it, at the policy's temperature",
+        tolerance=_DECLARED,
+    ),
+    Clause(
+        "P2", "log-probs do not depend on how rows are split, padded or packed", tolerance=_DECLARED
+    ),
+    Clause(
+        "P3", "the reference policy never moves and never harms the policy", tolerance=_DECLARED
+    ),
+    Clause(
+        "P4",
+        "top-k logits are sorted and belong to the next token",
+        capability="topk_logits",
+        tolerance=_DECLARED,
+    ),
     Clause(
         "P5",
         "one optimizer step per global batch, whatever the microbatches",
+        tolerance=f"{_DECLARED}; loss: that maximum; gradient norm: 1e-3 of it",
         scope="one and two data-parallel ranks, on one node",
     ),
-    Clause("P6", "eval_mode changes nothing"),
-    Clause("P7", "what is not finite or masked never reaches the weights"),
+    Clause(
+        "P6", "eval_mode changes nothing", tolerance="loss: the maximum that the manifest declares"
+    ),
+    Clause(
+        "P7",
+        "what is not finite or masked never reaches the weights",
+        tolerance=f"{_DECLARED}; loss and gradient norm: 1e-5 of them",
+    ),
     Clause("P8", "training moves log-probs the way the loss says"),
     Clause(
         "P9",
         "a checkpoint resumes bit for bit, and an interrupted one never loads",
+        tolerance=_DECLARED,
         scope="a save is interrupted by an exception at each of its file operations",
     ),
     Clause(
         "P10",
         "the lifecycle calls are idempotent and leave results unchanged",
+        tolerance="memory kept: at most 1 - released_fraction of the manifest",
         scope="the amount that is released is measured on CUDA only",
     ),
     Clause(
         "P11",
         "policy.generate keeps G1 to G12",
         capability="policy_generate",
+        tolerance="as G1 to G12",
         scope="the checks of G1 to G12 that need no further configuration",
     ),
     Clause(
         "P12",
         "FP8 key/value scales come from observed magnitudes",
         capability="fp8_kv_scales",
+        tolerance="1e-3 of a scale",
     ),
-    Clause("P13", "score returns one float per row", capability="score"),
-    Clause("R1", "after a refit the engine equals the policy, bit for bit"),
+    Clause("P13", "score returns one float per row", capability="score", tolerance=_DECLARED),
+    Clause("R1", "after a refit the engine equals the policy, bit for bit", tolerance=_DECLARED),
     Clause("R2", "the manifest is compared, by name, before any weight is touched"),
-    Clause("R3", "the ipc transport is exact between processes"),
+    Clause("R3", "the ipc transport is exact between processes", tolerance=_DECLARED),
     Clause(
         "R4",
         "the collective transport is exact",
         capability="collective",
+        tolerance=_DECLARED,
         scope="gloo between processes of one host; one and two engines, one sending trainer of one "
         "and of two",
     ),
-    Clause("R5", "the older handle path is exact"),
-    Clause("R6", "refit after refit stays exact and nothing grows"),
-    Clause("R7", "large, tied, strided, 0-d, empty and mixed tensors arrive exactly"),
+    Clause("R5", "the older handle path is exact", tolerance=_DECLARED),
+    Clause(
+        "R6",
+        "refit after refit stays exact and nothing grows",
+        tolerance="16 MiB of resident memory over 95 refits",
+    ),
+    Clause(
+        "R7",
+        "large, tied, strided, 0-d, empty and mixed tensors arrive exactly",
+        tolerance=_DECLARED,
+    ),
     Clause(
         "R8",
         "a peer killed in any phase is an error before the deadline, and a refit recovers",
+        tolerance=_DECLARED,
         scope="killed before the first tensor, between two and before the commit, over ipc; an "
         "engine also over a group",
     ),
     Clause(
         "R9",
         "damaged, lost, repeated or reordered messages never commit",
+        tolerance=_DECLARED,
         scope="messages are disturbed before they are sent; bytes are damaged where the sender has "
         "them",
     ),
-    Clause("R10", "the version moves on commit only, and caches do not outlive it"),
-    Clause("R11", "a staged refit that fails leaves the old version serving", capability="staged"),
-    Clause("R12", "extra memory during a refit stays under its bound"),
+    Clause(
+        "R10", "the version moves on commit only, and caches do not outlive it", tolerance=_DECLARED
+    ),
+    Clause(
+        "R11",
+        "a staged refit that fails leaves the old version serving",
+        capability="staged",
+        tolerance=_DECLARED,
+    ),
+    Clause(
+        "R12",
+        "extra memory during a refit stays under its bound",
+        tolerance="two buckets, and refit_constant_bytes of the manifest",
+    ),
     Clause(
         "R13",
         "of several receivers all advance or none",
@@ -167,12 +250,21 @@ _ENTRIES = (
         "R14",
         "FP8 scales travel with the weights",
         capability="kv_scales",
+        tolerance=_DECLARED,
         scope="that they are applied shows in log-probs; the trainer is the suite's own",
     ),
-    Clause("R15", 'verify="installed" catches a loader that does not load'),
+    Clause("R15", 'verify="installed" catches a loader that does not load', tolerance=_DECLARED),
     Clause("A1", "log-prob consistency is measured, and never over an empty mask"),
-    Clause("A2", "the model diagnostics are library calls and commands"),
-    Clause("A3", "policy and generation agree, before and after training"),
+    Clause(
+        "A2",
+        "the model diagnostics are library calls and commands",
+        tolerance="mean exp(|log-prob difference|) below 1.05",
+    ),
+    Clause(
+        "A3",
+        "policy and generation agree, before and after training",
+        tolerance="mean exp(|log-prob difference|) below 1.001 in float32, 1.05 in bfloat16",
+    ),
     Clause("S1", "malformed messages are refused; nothing is unpickled"),
     Clause("S2", "sockets and shared memory are this user's alone, and are removed"),
     Clause("S3", "remote code runs only with trust_remote_code=True"),

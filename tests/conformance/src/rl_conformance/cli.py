@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from rl_conformance.context import Settings
     from rl_conformance.outcome import Outcome, RunReport
     from rl_conformance.registry import Check
+    from rl_conformance.reports import Matrix
     from rl_conformance.target import Target
 
 __all__ = ["app"]
@@ -45,18 +46,26 @@ def main() -> None:
 
 
 @app.command("list")
-def list_checks() -> None:
-    """Lists every clause with its checks."""
-    from rich.console import Console
-    from rich.table import Table
-
+def list_checks(
+    json: Annotated[bool, typer.Option("--json", help="Everything, as JSON.")] = False,
+) -> None:
+    """Lists every clause with its checks: the catalogue."""
     from rl_conformance.catalogue import CLAUSES
     from rl_conformance.registry import all_checks
 
-    table = Table("clause", "asks for", "checks", box=None)
-    for clause in CLAUSES.values():
-        own = [check.name for check in all_checks() if check.clause is clause]
-        table.add_row(clause.id, clause.title, "\n".join(own))
+    own = {c: [each for each in all_checks() if each.clause is c] for c in CLAUSES.values()}
+    if json:
+        _print_json([{**c.as_dict(), "checks": [e.as_dict() for e in own[c]]} for c in own])
+        return
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table("clause", "since", "binds", "asks for", "checks", box=None)
+    for clause, checks in own.items():
+        binds = "everyone" if clause.level == "must" else f"with {clause.capability}"
+        names = escape("\n".join(check.id for check in checks))
+        table.add_row(clause.id, clause.since, binds, clause.title, names)
     Console().print(table)
 
 
@@ -81,23 +90,45 @@ def run(
     junit: Annotated[Path | None, typer.Option(help="Write it as JUnit XML.")] = None,
     markdown: Annotated[Path | None, typer.Option(help="Write it as Markdown.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write it as one HTML page.")] = None,
+    badge: Annotated[
+        Path | None, typer.Option(help="Write a badge: .svg, or .json for shields.io.")
+    ] = None,
 ) -> None:
     """Runs the suite; exit code 0 only if it is complete and nothing failed."""
     from rl_conformance.context import Settings
     from rl_conformance.ledger import read_ledger
-    from rl_conformance.report import write_reports
+    from rl_conformance.reports import ReportFiles
     from rl_conformance.run import select
     from rl_conformance.target import Target
 
+    files = ReportFiles(json, junit, markdown, html, badge)
     target = Target.find(name)
     known = read_ledger(known_failures) if known_failures else {}
     checks = select(kind or [], k)
     selection = " and ".join([*(kind or []), *([k] if k else [])])
     settings = Settings(device.value, dtype, str(model) if model else None)
     report = _run_with_progress(target, settings, checks, selection, known)
-    write_reports(report, {"json": json, "junit": junit, "markdown": markdown, "html": html})
+    files.write(report)
     _print_summary(report)
     raise typer.Exit(_EXIT_CODES[report.verdict])
+
+
+@app.command()
+def merge(
+    reports: Annotated[list[Path], typer.Argument(help="Files that `run --json` wrote.")],
+    html: Annotated[Path | None, typer.Option(help="Write the matrix as one HTML page.")] = None,
+    markdown: Annotated[Path | None, typer.Option(help="Write it as Markdown.")] = None,
+) -> None:
+    """Makes one matrix of several runs, of one backend or of many."""
+    from rl_conformance.reports import Matrix, matrix_to_markdown, to_html
+    from rl_conformance.reports.files import write_text
+
+    matrix = Matrix.read(reports)
+    if html:
+        write_text(html, to_html(matrix))
+    if markdown:
+        write_text(markdown, matrix_to_markdown(matrix))
+    _print_matrix(matrix)
 
 
 @app.command()
@@ -126,6 +157,12 @@ def mutants(
     Console().print(kill_table(autopsies))
     write_table(autopsies, json, markdown)
     raise typer.Exit(int(any(autopsy.verdict != "killed" for autopsy in autopsies)))
+
+
+def _print_json(value: object) -> None:
+    import json
+
+    print(json.dumps(value, indent=1))
 
 
 def _run_with_progress(
@@ -167,11 +204,31 @@ def _run_with_progress(
         )
 
 
+def _print_matrix(matrix: Matrix) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None)
+    table.add_column("clause")
+    for column in matrix.columns:
+        table.add_column("\n".join([column.name, *column.where]))
+    table.add_column("asks for", no_wrap=True, overflow="ellipsis")
+    for row in matrix.rows:
+        statuses = [f"[{_COLOURS.get(s, 'default')}]{s}[/]" for s in row.statuses]
+        table.add_row(row.clause.id, *statuses, row.clause.title)
+    console = Console()
+    console.print(table)
+    for column in matrix.columns:
+        console.print(f"{column.label}: {column.report.verdict}", markup=False)
+    for fact in matrix.disagreements:
+        console.print(f"[yellow]The runs differ:[/] {fact}")
+
+
 def _print_summary(report: RunReport) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from rl_conformance.report import status_text, worst_measure
+    from rl_conformance.reports import status_text, worst_measure
 
     table = Table(box=None, expand=True)
     for column in ("clause", "status", "checks", "worst figure", "at most"):

@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from rl_conformance.expect import NotRun, fail
+from rl_conformance.figures import Histogram
 from rl_conformance.outcome import Measure
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from rl_conformance.figures import Figure
     from rl_conformance.oracle import Oracle
     from rl_conformance.outcome import Outcome
     from rl_conformance.registry import Check
@@ -89,7 +91,7 @@ class Workshop:
 
             return make_reference(kind, {**config, "torch_dtype": dtype})
         make: Callable[[dict[str, Any]], Any] = getattr(self.target, f"make_{kind}")
-        return make(self.target.base_config(kind, dtype, self.settings.device) | config)
+        return make(self.target.base_config(kind, self.settings, dtype) | config)
 
     def share(self, kind: str, dtype: str, config: dict[str, Any]) -> Any:
         """A running backend with that configuration, kept for other checks."""
@@ -124,11 +126,13 @@ class Context:
         workshop: What the checks of the run share.
         outcome_of: What came of another check, which is run if it was not yet.
         measures: What the check measured.
+        figures: What it recorded for the plots of the report.
     """
 
     workshop: Workshop
     outcome_of: Callable[[Check], Outcome]
     measures: list[Measure] = field(default_factory=list)
+    figures: list[Figure] = field(default_factory=list)
     _exit: ExitStack = field(default_factory=ExitStack)
 
     @property
@@ -255,6 +259,18 @@ class Context:
             fail("there is nothing to compare")
         self.measure("mean_abs_error", float(difference.mean()), mean)
         self.measure("max_abs_error", float(difference.max()), largest)
+
+    def record(self, figure: Figure) -> None:
+        """Keeps a figure for the plots of the report. It has no say in the verdict."""
+        self.figures.append(figure)
+
+    def record_errors(
+        self, title: str, name: str, got: Any, expected: Any, tolerance: float | None = None
+    ) -> None:
+        """Keeps the distribution of the absolute differences of log-probs."""
+        if got.shape == expected.shape:  # else there is none, and measure_error says so
+            distances = (got.double() - expected.double()).abs().flatten().tolist()
+            self.record(Histogram.of(title, name, distances, tolerance=tolerance, unit="nats"))
 
     def not_run(self, reason: str, *, excused: bool = False) -> NoReturn:
         """Ends the check as not run."""

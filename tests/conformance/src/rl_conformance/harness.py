@@ -32,7 +32,7 @@ class Harness:
     Args:
         target: The backend under test.
         settings: Where it runs.
-        known: Reasons of known failures, by check id or clause number.
+        known: Reasons of known failures, by check id.
     """
 
     def __init__(
@@ -71,11 +71,13 @@ class Harness:
         context = Context(self.workshop, self.outcome)
         function, passed = self._function(check)
         status, message, excused = self._attempt(context, check, function, passed)
-        listed = self.known.get(check.id) or self.known.get(check.clause.id)
-        if listed and status in (Status.FAILED, Status.ERROR):
-            status, message = Status.KNOWN_FAILURE, f"{listed}: {message}"
-        elif listed and status is Status.PASSED:
-            status, message = Status.UNEXPECTED_PASS, f"it is listed as failing: {listed}"
+        if listed := self.known.get(check.id):
+            if status in (Status.FAILED, Status.ERROR):
+                status, message = Status.KNOWN_FAILURE, f"{listed}: {message}"
+            elif status is not Status.NOT_RUN:
+                said = "passes" if status is Status.PASSED else f"is {status}"
+                status = Status.UNEXPECTED_PASS
+                message = f"it {said} and is listed as failing: {listed}; take the entry out"
         return Outcome(
             check.id,
             check.title,
@@ -84,6 +86,7 @@ class Harness:
             message,
             tuple(context.measures),
             excused,
+            tuple(context.figures),
         )
 
     def _attempt(

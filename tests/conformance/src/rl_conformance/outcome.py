@@ -7,9 +7,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rl_conformance.catalogue import CLAUSES, Clause
+from rl_conformance.figures import figure_as_dict, figures_from
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from rl_conformance.figures import Figure
 
 __all__ = ["ClauseResult", "Measure", "Outcome", "RunReport", "Status", "Verdict"]
 
@@ -83,6 +86,7 @@ class Outcome:
         measures: What it measured.
         excused: For ``not_run``: True if the profile does not ask for it, so that the run is
             complete without it.
+        figures: What it recorded for the plots of the report.
     """
 
     check: str
@@ -92,6 +96,7 @@ class Outcome:
     message: str = ""
     measures: tuple[Measure, ...] = ()
     excused: bool = False
+    figures: tuple[Figure, ...] = ()
 
     @property
     def clause(self) -> str:
@@ -111,6 +116,7 @@ class Outcome:
                 {"name": m.name, "value": m.value, "tolerance": m.tolerance, "unit": m.unit}
                 for m in self.measures
             ],
+            "figures": [figure_as_dict(figure) for figure in self.figures],
         }
 
     @classmethod
@@ -124,6 +130,7 @@ class Outcome:
             message=data["message"],
             excused=data["excused"],
             measures=tuple(Measure(**m) for m in data["measures"]),
+            figures=figures_from(data.get("figures", ())),
         )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import concurrent.futures
+import dataclasses
 import json
 import os
 import signal
@@ -19,6 +20,7 @@ from unittest import mock
 import torch
 
 from rl_conformance.batches import pad_rows
+from rl_conformance.context import Settings
 from rl_conformance.faults import kill_engine_at
 from rl_conformance.target import Target
 from rl_core.batch import BatchedDataDict
@@ -53,8 +55,7 @@ class _Peer:
         spec = {
             "backend": name,
             "kind": kind,
-            "dtype": ctx.settings.dtype,
-            "device": ctx.settings.device,
+            "settings": dataclasses.asdict(ctx.settings),
             "config": config,
         }
         to_read, to_write = os.pipe(), os.pipe()
@@ -215,7 +216,7 @@ def _build(spec: dict[str, Any]) -> Any:
 
     kind = spec["kind"]
     target = Target.find(spec["backend"]) if spec["backend"] else reference_target()
-    base = target.base_config(kind, spec["dtype"], spec["device"])
+    base = target.base_config(kind, Settings(**spec["settings"]))
     backend = getattr(target, f"make_{kind}")(base | spec["config"])
     if kind == "generation":
         backend.prepare_for_generation()

@@ -28,10 +28,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--rl-report", metavar="FILE", type=Path, help="write the report as JSON")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     """Starts listening for outcomes where a report may be wanted."""
-    if not hasattr(config, "workerinput"):
-        config.pluginmanager.register(_Reporter(config), "rl-conformance-reporter")
+    if hasattr(config, "workerinput"):
+        return
+    config.pluginmanager.register(_Reporter(config), "rl-conformance-reporter")
+    if config.getoption("rl_backend") and config.getoption("dist", "no") == "load":
+        config.option.dist = "loadgroup"  # what looks at the same outcomes stays together
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -24,8 +24,8 @@ class GenerationView(Context):
     @classmethod
     @contextmanager
     def of(cls, ctx: Context) -> Generator[Context]:
-        """A view on the same run; its measures count as the context's."""
-        view = cls(ctx.workshop, ctx.outcome_of, ctx.measures)
+        """A view on the same run; what it measures and records counts as the context's."""
+        view = cls(ctx.workshop, ctx.outcome_of, ctx.measures, ctx.figures)
         try:
             yield view
         finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,7 +14,7 @@ from rl_conformance.harness import Harness
 from rl_conformance.ledger import read_ledger
 from rl_conformance.outcome import Outcome, RunReport, Status, Verdict
 from rl_conformance.registry import all_checks
-from rl_conformance.report import write_reports
+from rl_conformance.reports import ReportFiles
 from rl_conformance.target import Target
 
 if TYPE_CHECKING:
@@ -28,10 +29,14 @@ _HARNESSES = pytest.StashKey[dict[tuple[str, Settings], Harness]]()
 
 def suite_items(session: pytest.Session, backend: str) -> list[pytest.Item]:
     """One item for each check of the suite."""
-    return [
-        ConformanceItem.from_parent(session, name=f"{backend}::{check.id}", check=check)
-        for check in all_checks()
-    ]
+    items: list[pytest.Item] = []
+    for check in all_checks():
+        name = f"{backend}::{check.id}"
+        item = ConformanceItem.from_parent(session, name=name, check=check)
+        if check.summary or check.capability is not None:  # it asks for all that have one
+            item.add_marker(pytest.mark.xdist_group("capabilities"))
+        items.append(item)
+    return items
 
 
 class ConformanceItem(pytest.Item):
@@ -66,10 +71,22 @@ def harness_for(config: pytest.Config, find: Any, name: str, **settings: Any) ->
     key = (name, Settings(**chosen))
     kept = config.stash.setdefault(_HARNESSES, {})
     if key not in kept:
+        _share_cores(config)
         ledger = config.getoption("rl_known_failures")
         kept[key] = Harness(find(name), key[1], read_ledger(ledger) if ledger else {})
         config.add_cleanup(kept[key].close)
     return kept[key]
+
+
+def _share_cores(config: pytest.Config) -> None:
+    """Gives each of xdist's processes its part: more threads than cores wait for each other."""
+    workers = int(getattr(config, "workerinput", {}).get("workercount", 1))
+    if workers > 1 and "OMP_NUM_THREADS" not in os.environ:
+        import torch
+
+        threads = max(1, (os.cpu_count() or 1) // workers)
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+        torch.set_num_threads(threads)
 
 
 def conduct(item: pytest.Item, harness: Harness, check: Check) -> None:
@@ -102,7 +119,8 @@ def finish_session(
     for name in {*found, *([asked] if asked else [])}:
         outcomes = tuple(found.get(name, ()))
         chosen = tuple(id_ for id_ in CLAUSES if any(o.clause == id_ for o in outcomes))
-        whole = name == asked and not selection
+        complete = {o.check for o in outcomes} >= {check.id for check in all_checks()}
+        whole = not selection and (name == asked or complete)
         report = RunReport(
             name,
             outcomes,
@@ -113,9 +131,8 @@ def finish_session(
         )
         if path:
             several = len(found) > 1
-            write_reports(
-                report, {"json": path.with_stem(f"{path.stem}-{name}") if several else path}
-            )
+            file = path.with_stem(f"{path.stem}-{name}") if several else path
+            ReportFiles(json=file).write(report)
         if report.verdict is Verdict.INCOMPLETE and not session.exitstatus:
             _say(config, f"{name}: incomplete, without a result: {', '.join(report.missing)}")
             session.exitstatus = pytest.ExitCode.TESTS_FAILED

@@ -28,8 +28,10 @@ __all__ = [
     "equal",
     "free_port",
     "greedy",
+    "modes_of",
     "odd_tensors",
     "run_refit",
+    "scores_of_both",
     "supports",
     "unequal_pair",
     "whole_tensors",
@@ -93,10 +95,16 @@ def free_port() -> int:
         return port
 
 
+def modes_of(policy: ColocatablePolicyInterface) -> list[str]:
+    """The modes in which the policy's tensors can be sent."""
+    source: Any = getattr(policy, "weight_source", None)
+    in_place = source is not None and source().persistent() is not None
+    return [mode for mode in MODES if mode != "direct" or in_place]
+
+
 def supports(ctx: Context, policy: ColocatablePolicyInterface, mode: str) -> None:
     """Ends the check unless the policy's tensors can be sent in that mode."""
-    source: Any = getattr(policy, "weight_source", None)
-    if mode == "direct" and (source is None or source().persistent() is None):
+    if mode not in modes_of(policy):
         ctx.not_run("the policy makes its tensors on the fly", excused=True)
 
 
@@ -119,7 +127,14 @@ def agree(
     ctx: Context, policy: ColocatablePolicyInterface, generation: GenerationInterface
 ) -> None:
     """Fails unless the engine's greedy log-probs are the policy's, within tolerance."""
-    data, output = ctx.prompts(5, 9, 3), greedy(ctx, generation)
+    ctx.measure_error(*scores_of_both(policy, generation, ctx.prompts(5, 9, 3)))
+
+
+def scores_of_both(
+    policy: ColocatablePolicyInterface, generation: GenerationInterface, data: BatchedDataDict[Any]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs of the engine's greedy tokens, as the engine has them and as the policy."""
+    output = generation.generate(data, greedy=True)
     sequences = BatchedDataDict[Any](
         {
             "input_ids": output["output_ids"],
@@ -129,8 +144,7 @@ def agree(
     policy.prepare_for_lp_inference()
     inside = generated_mask(data, output)
     require(inside.any(), "nothing was generated")
-    expected = policy.get_logprobs(sequences)["logprobs"]
-    ctx.measure_error(output["logprobs"][inside], expected[inside])
+    return output["logprobs"][inside], policy.get_logprobs(sequences)["logprobs"][inside]
 
 
 def odd_tensors(seed: int) -> dict[str, torch.Tensor]:

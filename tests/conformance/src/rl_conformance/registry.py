@@ -60,6 +60,7 @@ class Check:
         modules: Optional distributions it needs, such as ``("ray",)``.
         timeout_s: Seconds after which it counts as hung.
         case: Keyword arguments of the function.
+        summary: Whether it asks what came of others, and so comes after them.
     """
 
     clause: Clause
@@ -72,11 +73,24 @@ class Check:
     modules: tuple[str, ...]
     timeout_s: float
     case: Mapping[str, Any] = field(default_factory=dict)
+    summary: bool = False
 
     @property
     def id(self) -> str:
         """``clause/name``, unique in the suite."""
         return f"{self.clause.id}/{self.name}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "id": self.id,
+            "title": self.title,
+            "capability": self.capability,
+            "device": self.device,
+            "needs": list(self.needs),
+            "modules": list(self.modules),
+            "timeout_s": self.timeout_s,
+        }
 
     def __call__(self, ctx: Context) -> None:
         self.function(ctx, **self.case)
@@ -91,6 +105,7 @@ def check(
     modules: tuple[str, ...] = (),
     timeout_s: float = 120.0,
     cases: Mapping[str, Mapping[str, Any]] | None = None,
+    summary: bool = False,
 ) -> Callable[[Function], Function]:
     """Registers a function as a check of a clause.
 
@@ -102,6 +117,7 @@ def check(
         modules: Optional modules it imports.
         timeout_s: Seconds after which it counts as hung.
         cases: Keyword arguments by case name; each case is a check of its own.
+        summary: It asks what came of others, and so comes after them.
     """
     entry = CLAUSES[clause]
 
@@ -118,6 +134,7 @@ def check(
                 modules=modules,
                 timeout_s=timeout_s,
                 case=values,
+                summary=summary,
             )
             if found.id in _checks:
                 raise ValueError(f"two checks are named {found.id}")
@@ -146,11 +163,11 @@ def refusal_for(kind: str, capability: str) -> Function:
 
 
 def all_checks() -> list[Check]:
-    """Every check, in the order of the catalogue."""
+    """Every check, in the order of the catalogue but for summaries, which are the last."""
     for module in _MODULES:
         importlib.import_module(f"rl_conformance.checks.{module}")
     order = {clause: position for position, clause in enumerate(CLAUSES)}
-    return sorted(_checks.values(), key=lambda c: order[c.clause.id])
+    return sorted(_checks.values(), key=lambda c: (c.summary, order[c.clause.id]))
 
 
 def checks_of(*kinds: str) -> list[Check]:

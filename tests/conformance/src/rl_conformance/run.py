@@ -41,7 +41,7 @@ def run(
         settings: Where it runs.
         checks: What to run; everything if None, and then every clause must get a status.
         selection: How ``checks`` were chosen, for the report.
-        known: Reasons of known failures, by check id or clause number.
+        known: Reasons of known failures, by check id.
         on_start: Told of each check that begins.
         on_outcome: Told of each outcome as it comes.
     """

@@ -8,7 +8,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from rl_conformance.expect import raises, require
-from rl_conformance.refits import run_refit
+from rl_conformance.refits import run_refit, scores_of_both
 from rl_conformance.registry import check
 from rl_conformance.training import AdvantageLoss, training_batch
 from rl_core.checks import (
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from rl_conformance.context import Context
 
 _PROMPTS = (5, 9, 3, 14)
+#: Of the plots: greedy tokens, each once.
+_ERRORS = "Log-prob error of the engine against the policy"
 
 
 @check("A1")
@@ -32,6 +34,7 @@ def a_true_pair_passes(ctx: Context) -> None:
     data = ctx.prompts(*_PROMPTS)
     require(validate_log_probability_consistency(policy, generation, data) is True, "not True")
     found = measure_log_probability_consistency(policy, generation, data)
+    ctx.record_errors(_ERRORS, "equal weights", *scores_of_both(policy, generation, data))
     require(found.greedy and found.sampled, "greedy or sampled was left out")
 
 
@@ -61,7 +64,7 @@ def _diagnosed(ctx: Context) -> dict[str, Any]:
         ctx.not_run(
             "the diagnostics take a backend by name; this one is not installed", excused=True
         )
-    return ctx.target.base_config("generation", ctx.settings.dtype, ctx.settings.device)
+    return ctx.target.base_config("generation", ctx.settings)
 
 
 @check("A2", needs=("generation",))
@@ -108,7 +111,8 @@ def the_pair_agrees_before_and_after_training(ctx: Context, dtype: str, threshol
     training = training_batch((12, 7, 20, 9))
     training["advantages"] = training["sample_mask"].clone()
     for moment in ("before", "after"):
-        policy.prepare_for_lp_inference()
+        both = scores_of_both(policy, generation, data)
+        ctx.record_errors(_ERRORS, f"{dtype}, {moment} training", *both)
         found = measure_log_probability_consistency(policy, generation, data, threshold)
         ctx.measure(f"mean_exp_difference_{moment}", found.error, threshold)
         policy.prepare_for_training()

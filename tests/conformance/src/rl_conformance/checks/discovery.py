@@ -8,6 +8,7 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
 
+from rl_conformance.catalogue import LOOSEST
 from rl_conformance.expect import raises, require
 from rl_conformance.outcome import Status
 from rl_conformance.registry import check, checks_of
@@ -79,6 +80,15 @@ def the_manifest_is_complete(ctx: Context) -> None:
 
 
 @check("D2")
+def tolerances_are_not_declared_away(ctx: Context) -> None:
+    """No dtype has a tolerance beyond the contract's."""
+    for dtype, declared in ctx.manifest.tolerances.items():
+        loosest = LOOSEST.get(dtype, LOOSEST["bfloat16"])
+        within = all(own <= most for own, most in zip(declared, loosest, strict=True))
+        require(within, f"{dtype}: {declared} is above {loosest}")
+
+
+@check("D2")
 def factories_and_configurations_load(ctx: Context) -> None:
     """Every factory has from_config, every configuration is a TypedDict with the common keys."""
     for kind, reference in ctx.manifest.factories.items():
@@ -88,7 +98,7 @@ def factories_and_configurations_load(ctx: Context) -> None:
         require({"backend", "model_name"} <= keys.keys(), f"{kind}: lacks common keys")
 
 
-@check("D3", timeout_s=900.0)
+@check("D3", timeout_s=900.0, summary=True)
 def declares_what_it_does(ctx: Context) -> None:
     """Each full capability passes its checks, each other one is refused cleanly."""
     wrong, looked_at = [], set()
@@ -165,7 +175,7 @@ def a_workers_exception_arrives_with_its_traceback(ctx: Context) -> None:
     _require_installed(ctx)
     kind = ctx.manifest.kinds[0]
     create: Any = {"generation": create_generation, "policy": create_policy}[kind]
-    config = ctx.target.base_config(kind, ctx.settings.dtype, ctx.settings.device)
+    config = ctx.target.base_config(kind, ctx.settings)
     data, cuda = ctx.prompts(4, 4), ctx.settings.device == "cuda"
     with RayVirtualCluster([1], use_gpus=cuda) as cluster:
         backend = create({**config, "model_name": str(ctx.model())}, cluster)

@@ -193,7 +193,10 @@ def greedy_agrees_with_the_reference(ctx: Context, family: str) -> None:
     ends = output["unpadded_sequence_lengths"]
     expected = oracle.batch_logprobs(output["output_ids"], ends)
     inside = generated_mask(data, output)
-    ctx.measure_error(output["logprobs"][inside], expected[inside])
+    got, expected = output["logprobs"][inside], expected[inside]
+    title = "Log-prob error of generation against the float32 reference"
+    ctx.record_errors(title, family, got, expected, ctx.tolerance[1])
+    ctx.measure_error(got, expected)
     gaps = []
     for row, end in enumerate(ends.tolist()):
         ids, start = output["output_ids"][row, :end], int(data["input_lengths"][row])

@@ -29,6 +29,10 @@ def logprobs_agree_with_the_reference(ctx: Context, family: str) -> None:
     path, data = ctx.model(family), ctx.prompts(*_LENGTHS)
     got = ctx.policy(model_name=str(path)).get_logprobs(data)["logprobs"]
     expected = ctx.oracle(path).batch_logprobs(data["input_ids"], data["input_lengths"])
+    title = "Log-prob error of the policy against the float32 reference"
+    scored = expected != 0
+    if got.shape == expected.shape:
+        ctx.record_errors(title, family, got[scored], expected[scored], ctx.tolerance[1])
     ctx.measure_error(got, expected)
 
 

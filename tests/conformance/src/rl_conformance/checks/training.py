@@ -128,7 +128,7 @@ def two_ranks_train_as_one(ctx: Context) -> None:
     data = training_batch(sorted(_LENGTHS, reverse=True))
     probe = training_batch((11, 6, 19, 4), seed=9)
     alone = _trained(ctx)
-    base = ctx.target.base_config("policy", ctx.settings.dtype, ctx.settings.device)
+    base = ctx.target.base_config("policy", ctx.settings)
     config = base | training_config() | {"model_name": str(ctx.model())}
     with RayVirtualCluster([2], use_gpus=ctx.settings.device == "cuda") as cluster:
         ranks = create_policy(config, cluster)

@@ -55,6 +55,13 @@ registered += [
         checks="D2",
     ),
     Mutant(
+        "ATolerancePassesAnything",
+        "The manifest declares how far log-probs may be off, and is generous.",
+        ("D2",),
+        lambda: reference_target(manifest=replace(MANIFEST, tolerances={"float32": (1.0, 9.0)})),
+        checks="D2",
+    ),
+    Mutant(
         "ACapabilityIsClaimed",
         "A capability is declared as full, and is wrong.",
         ("D3", "G17"),

@@ -1,0 +1,102 @@
+"""One HTML page that needs nothing else: no style sheet, script, font or picture from elsewhere."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from rl_conformance.outcome import Status
+from rl_conformance.reports.plots import LEFT, RIGHT, WIDTH, charts
+from rl_conformance.reports.summary import reason, status_text, tally, worst_measure
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+    from rl_conformance.outcome import ClauseResult, RunReport
+    from rl_conformance.reports.matrix import Matrix
+
+__all__ = ["to_html"]
+
+#: A mark for each status, so that colour is not the only thing that tells them apart.
+_MARKS = {
+    "passed": "✓",
+    "part": "✓",
+    "conformant": "✓",
+    "failed": "✗",
+    "error": "✗",
+    "unexpected_pass": "✗",
+    "incomplete": "?",
+    "known_failure": "!",
+    "unsupported": "-",
+    "not_implemented": "-",
+    "not_run": "○",
+}
+
+
+def to_html(matrix: Matrix) -> str:
+    """The matrix of runs and clauses, with every figure."""
+    template = _environment().get_template("report.html.j2")
+    return template.render(
+        matrix=matrix,
+        charts=charts(matrix),
+        statuses=_statuses(matrix),
+        shares=[_shares(column.report) for column in matrix.columns],
+        size={"width": WIDTH, "left": LEFT, "right": RIGHT},
+    )
+
+
+@cache
+def _environment() -> Environment:
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    environment = Environment(
+        loader=PackageLoader("rl_conformance"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters.update(number=_number, words=_words, seconds=_seconds, fact=_fact)
+    environment.globals.update(
+        worst=worst_measure, tally=tally, look=_look, reason=reason, marks=_MARKS
+    )
+    return environment
+
+
+def _look(result: ClauseResult) -> str:
+    """The status that a cell shows; ``part`` if it passed but not all of its checks ran."""
+    status = status_text(result)
+    return "part" if status == "passed" and result.ran < len(result.outcomes) else status
+
+
+def _statuses(matrix: Matrix) -> list[str]:
+    """Those that occur, in the order of their definition."""
+    seen = {status for row in matrix.rows for status in row.statuses}
+    return [status for status in [*map(str, Status), "incomplete"] if status in seen]
+
+
+def _shares(report: RunReport) -> list[tuple[str, int]]:
+    """How many clauses look how."""
+    counts = Counter(_look(result) for result in report.results())
+    return [(look, counts[look]) for look in _MARKS if counts[look]]
+
+
+def _number(value: float) -> str:
+    text = f"{value:,.0f}" if 1e3 <= abs(value) < 1e15 else f"{value:.3g}"
+    return text.translate({ord(","): "\N{NARROW NO-BREAK SPACE}", ord("-"): "\N{MINUS SIGN}"})
+
+
+def _words(identifier: Any) -> str:
+    return str(identifier).replace("_", " ")
+
+
+def _fact(value: Any) -> str:
+    """As people write it: of a time, no letters in the midst."""
+    return re.sub(r"^([\d-]+)T([\d:]+)\+00:00$", r"\1 \2 UTC", str(value))
+
+
+def _seconds(value: float) -> str:
+    scaled, unit = (value, "s") if value >= 1 else (value * 1e3, "ms")
+    return f"{scaled:.0f} {unit}" if scaled >= 10 else f"{scaled:.2g} {unit}"
