@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -30,7 +32,16 @@ PLUGINS = {"hf": "plugins/rl-hf", "vllm": "plugins/rl-vllm"}
 #: Engines that get an environment of their own, and what is installed there on a CPU.
 ENGINES = {"vllm": "plugins/rl-vllm"}
 DISTRIBUTIONS = [CORE, LOSSES, *PLUGINS.values(), CONFORMANCE]
-TEST_TOOLS = ["pytest", "pytest-cov", "pytest-timeout", "pytest-xdist", "hypothesis", "hatchling"]
+TEST_TOOLS = [
+    "pytest",
+    "pytest-cov",
+    "pytest-timeout",
+    "pytest-xdist",
+    "hypothesis",
+    "hatchling",
+    "ruff",
+    "playwright",  # drives an installed Chromium, or one from `playwright install chromium`
+]
 
 
 def install(session: nox.Session, *requirements: str) -> None:
@@ -122,8 +133,8 @@ def reports(plugin: str, device: str) -> list[str]:
     folder = OUT / "conformance"
     folder.mkdir(parents=True, exist_ok=True)
     stem = folder / f"{plugin}-{device}"
-    kinds = {"--json": "json", "--junit": "xml", "--markdown": "md", "--html": "html"}
-    options = [part for flag, end in kinds.items() for part in (flag, f"{stem}.{end}")]
+    kinds = {"json": "json", "junit": "xml", "markdown": "md", "html": "html", "badge": "svg"}
+    options = [part for kind, end in kinds.items() for part in (f"--{kind}", f"{stem}.{end}")]
     return ["--device", device, *options]
 
 
@@ -197,6 +208,30 @@ def wheels(session: nox.Session) -> None:
         session.run(*run, "backends", "doctor", "hf", external=True, env=elsewhere)
         smoke = ["conformance", "run", "hf", "-k", "B1 or D1 or G3 or P1 or R1"]
         session.run(*run, *smoke, external=True, env=elsewhere)
+    follow_tutorial(session, empty)
+
+
+def follow_tutorial(session: nox.Session, environment: Path) -> None:
+    """Somebody else's backend, from nothing to a whole report, as the tutorial says."""
+    directory = environment.parent / "tutorial"
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir()
+    tutorial = ["tests/tutorial.py", "docs/write-a-backend.md"]
+    where = ["--directory", str(directory), "--environment", str(environment)]
+    # The models are tiny: a second thread costs more than it brings.
+    settings = {"PIP_CONSTRAINT": CONSTRAINTS, "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
+    session.run("python", *tutorial, *where, env={"PYTHONPATH": "", **settings})
+    require_whole(session, directory / "rl-mine" / "report.json")
+
+
+def require_whole(session: nox.Session, path: Path) -> None:
+    """Fails unless a report has a status for every clause of the contract, and none is bad."""
+    report = json.loads(path.read_text(encoding="utf-8"))
+    statuses = {clause["id"]: clause["status"] for clause in report["clauses"]}
+    contract = (ROOT / "docs" / "contract.md").read_text(encoding="utf-8")
+    without = [c for c in re.findall(r"(?m)^- ([A-Z]\d+) ", contract) if not statuses.get(c)]
+    if report["verdict"] != "conformant" or report["selection"] or without:
+        session.error(f"{path}: {report['verdict']}, without a status: {without}")
 
 
 @nox.session

@@ -1,0 +1,1 @@
+"""``rl new``: a small backend that keeps the contract, as the start of one's own."""

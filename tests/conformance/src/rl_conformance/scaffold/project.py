@@ -1,0 +1,155 @@
+"""A plugin project made from the templates: its name, its files, where it goes."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import TYPE_CHECKING
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from rl_core.errors import ConfigError
+from rl_core.plugins.discovery import BACKENDS, providers
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+__all__ = ["TRANSFORMERS", "Project", "clashes"]
+
+#: The engine of a new project, at the versions that this suite is made for.
+TRANSFORMERS = ">=5.10,<6"
+
+_LONGEST = 20
+_NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
+#: Their distributions ``rl-...`` are this project's own.
+_RESERVED = ("conformance", "core", "losses", "reference")
+
+
+@dataclass(frozen=True, slots=True)
+class Project:
+    """A project named after its backend.
+
+    Attributes:
+        name: Of the backend; see :meth:`named`.
+    """
+
+    name: str
+
+    @classmethod
+    def named(cls, name: str) -> Project:
+        """The project of a backend.
+
+        Args:
+            name: Lower-case words of letters and digits, joined by hyphens.
+
+        Raises:
+            ConfigError: The name cannot be that of a backend and of a distribution.
+        """
+        if problem := _problem(name):
+            suggestion = _suggestion(name)
+            fix = f"write {suggestion!r}" if suggestion else "choose another name, such as 'mine'"
+            raise ConfigError(f"no backend can be named {name!r}: {problem}", fix=fix, key="name")
+        return cls(name)
+
+    @property
+    def distribution(self) -> str:
+        """What is installed, and the name of the directory."""
+        return f"rl-{self.name}"
+
+    @property
+    def package(self) -> str:
+        """What is imported."""
+        return self.distribution.replace("-", "_")
+
+    def files(self) -> dict[str, str]:
+        """The text of every file by its path."""
+        environment = Environment(
+            loader=PackageLoader("rl_conformance.scaffold"),
+            autoescape=False,  # it is source code, and the name is checked
+            undefined=StrictUndefined,
+            keep_trailing_newline=True,
+        )
+        values = {
+            "name": self.name,
+            "distribution": self.distribution,
+            "package": self.package,
+            "title": self.name.title().replace("-", ""),
+            "ours": _compatible_with(version("rl-core")),
+            "transformers": TRANSFORMERS,
+        }
+        return {
+            self._path(template): environment.get_template(template).render(values)
+            for template in environment.list_templates()
+        }
+
+    def _path(self, template: str) -> str:
+        path = template.removesuffix(".j2").replace("PACKAGE", self.package)
+        return path.replace("dot_", ".")
+
+    def write(self, parent: Path) -> Path:
+        """Writes the project into a directory of its own.
+
+        Args:
+            parent: Where that directory is made.
+
+        Returns:
+            The directory.
+
+        Raises:
+            ConfigError: It is there and not empty.
+        """
+        directory = parent / self.distribution
+        if directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):
+            raise ConfigError(
+                f"{directory} is there already, and nothing is overwritten",
+                fix="choose another --directory, or move it away",
+                key="directory",
+            )
+        for path, text in self.files().items():
+            file = directory / path
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text, encoding="utf-8")
+        return directory
+
+
+def clashes(project: Project) -> list[str]:
+    """What is installed under the same name, and what follows from it, a sentence for each.
+
+    It may be an earlier life of the same project, so this is no error.
+    """
+    both = f"with both, users must write {project.distribution}:{project.name}"
+    consequences = {project.distribution: "installing the new project takes its place"}
+    return [
+        f"{found} is installed and provides {found.name!r}, too: "
+        f"{consequences.get(found.distribution, both)}"
+        for found in providers(BACKENDS)
+        if found.name == project.name
+    ]
+
+
+def _problem(name: str) -> str:
+    """Why a name cannot be used, or ""."""
+    if not _NAME.fullmatch(name):
+        return "a name has lower-case letters, digits and single hyphens, and begins with a letter"
+    if name.startswith("rl-"):
+        return "the distribution is called rl-NAME anyway"
+    if name in _RESERVED:
+        return f"rl-{name} is a part of rl-core's own project"
+    if len(name) > _LONGEST:
+        return f"it has {len(name)} characters, and {_LONGEST} is the limit"
+    return ""
+
+
+def _suggestion(name: str) -> str:
+    """The nearest name that can be used, or ""."""
+    words = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+    nearest = re.sub(r"^(rl-)+|^[^a-z]+", "", words)[:_LONGEST].rstrip("-")
+    return "" if _problem(nearest) else nearest
+
+
+def _compatible_with(installed: str) -> str:
+    """The range of versions in which nothing breaks: semantic versioning, also before 1.0."""
+    major, minor = (int(part) for part in installed.split(".")[:2])
+    following = f"{major + 1}" if major else f"0.{minor + 1}"
+    return f">={major}.{minor},<{following}"
