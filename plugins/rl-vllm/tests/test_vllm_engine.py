@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from pathlib import Path
@@ -332,15 +333,38 @@ def test_nothing_outlives_a_driver_that_is_killed(workers, asynchronous, tiny, t
     """
     path = tmp_path / "driver.py"
     path.write_text(textwrap.dedent(script))
-    with subprocess.Popen([sys.executable, str(path)], stdout=subprocess.PIPE, text=True) as driver:
-        engine = int(driver.stdout.readline())
-        session = processes_of(engine)
-        assert len(session) >= workers + asynchronous
-        driver.kill()
-    end = time.monotonic() + 20
-    while alive := [pid for pid in session if running(pid)]:
-        assert time.monotonic() < end, f"{alive} of {session} live on"
-        time.sleep(0.1)
+    with tempfile.TemporaryDirectory(prefix="t") as temporary:  # short enough for a socket
+        environment = {**os.environ, "TMPDIR": temporary}
+        with subprocess.Popen(
+            [sys.executable, str(path)], stdout=subprocess.PIPE, text=True, env=environment
+        ) as driver:
+            engine = int(driver.stdout.readline())
+            session = processes_of(engine)
+            assert len(session) >= workers + asynchronous
+            assert bool(sockets_in(temporary)) == (workers + asynchronous > 1)
+            driver.kill()
+        end = time.monotonic() + 20
+        while alive := [pid for pid in session if running(pid)]:
+            assert time.monotonic() < end, f"{alive} of {session} live on"
+            time.sleep(0.1)
+        assert not sockets_in(temporary)
+        assert not list(Path(temporary).glob("rl-vllm-*"))
+
+
+@pytest.mark.parametrize("cfg", [{"tensor_parallel_size": 2}, {"async_engine": True}], ids=str)
+def test_vllms_sockets_are_private_and_go_with_the_engine(cfg, start, monkeypatch):
+    with tempfile.TemporaryDirectory(prefix="t") as temporary:
+        monkeypatch.setattr(tempfile, "tempdir", temporary)
+        engine = start("qwen2", cfg)
+        found = sockets_in(temporary)
+        assert found
+        assert {path.parent.stat().st_mode & 0o777 for path in found} == {0o700}
+        engine.shutdown()
+        assert not list(Path(temporary).glob("rl-vllm-*"))
+
+
+def sockets_in(directory: str) -> list[Path]:
+    return [path for path in Path(directory).rglob("*") if path.is_socket()]
 
 
 def processes_of(session: int) -> list[int]:

@@ -25,7 +25,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from rl_core.errors import WorkerDiedError
-from rl_vllm.host import END_LOOK_S, run_host
+from rl_vllm.host import END_LOOK_S, SOCKETS, VLLMS_SOCKETS, run_host
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -34,7 +34,13 @@ __all__ = ["Forked", "ForkServer", "main"]
 
 #: Variables that a forked process may have of its own: torch sets the second while it is used, and
 #: pytest the third for each test.
-_OWN = ("OMP_NUM_THREADS", "TORCHINDUCTOR_CACHE_DIR", "PYTEST_CURRENT_TEST")
+_OWN = (
+    "OMP_NUM_THREADS",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "PYTEST_CURRENT_TEST",
+    SOCKETS,
+    VLLMS_SOCKETS,
+)
 _PRELOADED = ("rl_vllm.engine", "rl_vllm.worker", "vllm.v1.worker.cpu_worker")
 _MESSAGE = 1 << 16
 #: Seconds for the server to import vLLM on a busy machine, and to answer.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import gc
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -27,7 +28,11 @@ if TYPE_CHECKING:
 
     from rl_vllm.engine import Engine
 
-__all__ = ["END_LOOK_S", "Host", "main", "run_host"]
+__all__ = ["END_LOOK_S", "SOCKETS", "VLLMS_SOCKETS", "Host", "main", "run_host"]
+
+#: Variables with the directory of the engine's sockets, which vLLM itself leaves behind: the first
+#: tells vLLM, the second that it is ours to remove.
+VLLMS_SOCKETS, SOCKETS = "VLLM_RPC_BASE_PATH", "RL_VLLM_SOCKETS"
 
 #: Seconds between two looks at whether the parent is still there.
 END_LOOK_S = 0.5
@@ -132,6 +137,11 @@ def _nothing(generation: int = 2) -> int:
     return 0
 
 
+def _remove_sockets() -> None:
+    if SOCKETS in os.environ:
+        shutil.rmtree(os.environ[SOCKETS], ignore_errors=True)
+
+
 def end_with(parent: int) -> None:
     """Ends this process, and all that it started, at once when the parent is gone.
 
@@ -141,6 +151,7 @@ def end_with(parent: int) -> None:
     def look() -> None:
         while os.getppid() == parent:
             time.sleep(END_LOOK_S)
+        _remove_sockets()
         os.killpg(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=look, name="end-with-parent", daemon=True).start()
@@ -156,6 +167,7 @@ def run_host(pipe: int, parent: int) -> None:
     except BaseException:
         traceback.print_exc()
     atexit._run_exitfuncs()
+    _remove_sockets()
     sys.stdout.flush()
     os._exit(status)  # with vLLM imported, an interpreter takes three seconds to clear its modules
 

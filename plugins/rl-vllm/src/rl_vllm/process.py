@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -17,6 +18,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from rl_core.errors import DeadlineError, WorkerDiedError
 from rl_vllm.forkserver import Forked, ForkServer
+from rl_vllm.host import SOCKETS, VLLMS_SOCKETS
 from rl_vllm.wire import Reply, Request, decode, encode, raised
 
 if TYPE_CHECKING:
@@ -62,6 +64,8 @@ class EngineProcess:
         if not verbose:
             self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
         self._pipe, theirs = multiprocessing.Pipe()
+        sockets = tempfile.mkdtemp(prefix="rl-vllm-", dir=environment.get(VLLMS_SOCKETS))
+        environment = {**environment, VLLMS_SOCKETS: sockets, SOCKETS: sockets}
         log = None if self._log is None else self._log.fileno()
         forked = forked and hasattr(os, "pidfd_open")
         self._server = ForkServer.obtain(environment, log) if forked else None
@@ -72,10 +76,10 @@ class EngineProcess:
             self._pipe.close()
             if self._server is not None:
                 self._server.release()
+            shutil.rmtree(sockets, ignore_errors=True)
             raise
-        self._finish = weakref.finalize(
-            self, _end, self._process, self._pipe, self._server, os.getpid(), 0.0
-        )
+        self._owned = (self._process, self._pipe, self._server, sockets, os.getpid())
+        self._finish = weakref.finalize(self, _end, *self._owned, 0.0)
 
     def _start(
         self, end: int, log: int | None, environment: Mapping[str, str]
@@ -148,7 +152,7 @@ class EngineProcess:
     def close(self) -> None:
         """Ends the process and everything it started. Idempotent."""
         if self._finish.detach():
-            _end(self._process, self._pipe, self._server, os.getpid(), _GRACE_S)
+            _end(*self._owned, _GRACE_S)
             if self._log is not None:
                 self._log.close()
 
@@ -231,6 +235,7 @@ def _end(
     process: subprocess.Popen[bytes] | Forked,
     pipe: Connection,
     server: ForkServer | None,
+    sockets: str,
     owner: int,
     grace_s: float,
 ) -> None:
@@ -250,5 +255,6 @@ def _end(
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # what it started and did not end
+        shutil.rmtree(sockets, ignore_errors=True)
         if server is not None:
             server.release()
