@@ -363,6 +363,18 @@ def test_vllms_sockets_are_private_and_go_with_the_engine(cfg, start, monkeypatc
         assert not list(Path(temporary).glob("rl-vllm-*"))
 
 
+def test_the_directory_of_a_killed_engine_does_not_wait_for_its_driver(start, monkeypatch):
+    with tempfile.TemporaryDirectory(prefix="t") as temporary:
+        monkeypatch.setattr(tempfile, "tempdir", temporary)
+        engine = start("qwen2")
+        assert list(Path(temporary).glob("rl-vllm-*"))
+        os.kill(engine.pid, signal.SIGKILL)
+        end = time.monotonic() + 20
+        while list(Path(temporary).glob("rl-vllm-*")):
+            assert time.monotonic() < end, "nobody removed it"
+            time.sleep(0.1)
+
+
 def sockets_in(directory: str) -> list[Path]:
     return [path for path in Path(directory).rglob("*") if path.is_socket()]
 

@@ -16,6 +16,7 @@ import json
 import os
 import select
 import selectors
+import shutil
 import signal
 import socket
 import subprocess
@@ -181,17 +182,18 @@ def _common(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 class _Children:
-    """The processes that were forked, and where each one's exit status is to go."""
+    """The processes that were forked, where each one's exit status is to go, and its sockets."""
 
     def __init__(self) -> None:
         self.selector = selectors.PollSelector()  # epoll would be shared by what is forked
 
-    def add(self, pid: int, status: int) -> None:
-        self.selector.register(os.pidfd_open(pid), selectors.EVENT_READ, (pid, status))
+    def add(self, pid: int, status: int, sockets: str) -> None:
+        self.selector.register(os.pidfd_open(pid), selectors.EVENT_READ, (pid, status, sockets))
 
     def reap(self, key: selectors.SelectorKey) -> None:
-        pid, status = key.data
+        pid, status, sockets = key.data
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        shutil.rmtree(sockets, ignore_errors=True)  # it was killed, and the driver may be, too
         with suppress(BrokenPipeError):
             os.write(status, str(code).encode())
         self._forget(key)
@@ -232,7 +234,7 @@ def _serve(control: socket.socket, parent: int) -> tuple[dict[str, str], list[in
                 children.forget_all()
                 os.close(descriptors.pop(1))
                 return json.loads(message), descriptors
-            children.add(pid, descriptors.pop(1))
+            children.add(pid, descriptors.pop(1), json.loads(message)[SOCKETS])
             for descriptor in descriptors:
                 os.close(descriptor)
             control.send(str(pid).encode())
