@@ -100,12 +100,14 @@ def conformance(session: nox.Session, plugin: str) -> None:
 
     Before it, the tests of a plugin whose engine has an environment of its own.
     """
-    install_workspace(session, *(TEST_TOOLS if plugin in ENGINES else ()))
+    install_workspace(session, *(TEST_TOOLS if plugin in ENGINES else ["pytest-xdist"]))
     install_engine(session, plugin)
     if plugin in ENGINES:
         session.env["OMP_NUM_THREADS"] = "1"
         session.run("pytest", f"{PLUGINS[plugin]}/tests")
-    session.run("rl", "conformance", "run", plugin, *reports(plugin, "cpu"), *session.posargs)
+    # In two processes, unless a part is asked for.
+    how = session.posargs or ["-n", "2"]
+    session.run("rl", "conformance", "run", plugin, *reports(plugin, "cpu"), *how)
 
 
 @nox.session

@@ -340,7 +340,7 @@ class TestMine(GenerationConformance):
 
 def _pytest(pytester: pytest.Pytester, mutant: str, *args: str) -> pytest.RunResult:
     pytester.makepyfile(PROJECT.format(mutant=mutant))
-    return pytester.runpytest_inprocess("-p", "no:cacheprovider", *args)
+    return pytester.runpytest_subprocess("-p", "no:cacheprovider", *args)
 
 
 def test_a_derived_class_runs_the_checks(pytester: pytest.Pytester) -> None:
@@ -371,7 +371,7 @@ def test_an_unrelated_run_is_left_alone(pytester: pytest.Pytester) -> None:
 
 def test_the_option_adds_the_suite(pytester: pytest.Pytester) -> None:
     pytest.importorskip("rl_hf")
-    result = pytester.runpytest_inprocess(
+    result = pytester.runpytest_subprocess(
         "-p", "no:cacheprovider", "--rl-backend", "hf", "-k", "left_padd", "--rl-report", "r.json"
     )
     result.assert_outcomes(passed=2, deselected=len(all_checks()) - 2)
@@ -385,10 +385,31 @@ def test_a_whole_run_that_lacks_a_status_fails_the_session(pytester: pytest.Pyte
         "from rl_conformance.run import select\n"
         "items.all_checks = lambda: select([], 'B7')\n"
     )
-    result = pytester.runpytest_inprocess("-p", "no:cacheprovider", "--rl-backend", "hf")
+    result = pytester.runpytest_subprocess("-p", "no:cacheprovider", "--rl-backend", "hf")
     result.assert_outcomes(passed=3)
     result.stdout.fnmatch_lines(["*hf: incomplete, without a result: B1, *"])
     assert result.ret == pytest.ExitCode.TESTS_FAILED
+
+
+def test_a_check_that_takes_its_process_along_leaves_the_run_incomplete(
+    pytester: pytest.Pytester,
+) -> None:
+    pytester.makeconftest(
+        "import dataclasses, os\n"
+        "import rl_conformance.pytest_items as items\n"
+        "from rl_conformance.run import select\n"
+        "checks = select([], 'B7')\n"
+        "fatal = dataclasses.replace(checks[1], function=lambda ctx: os._exit(3))\n"
+        "items.all_checks = lambda: [checks[0], fatal, *checks[2:]]\n"
+    )
+    options = ["--rl-backend", "reference", "-n", "2", "--rl-report", "r.json"]
+    result = pytester.runpytest_subprocess("-p", "no:cacheprovider", *options)
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    report = from_json((pytester.path / "r.json").read_text())
+    assert report.verdict is Verdict.INCOMPLETE
+    assert "B7" in report.missing
+    [lost] = [outcome for outcome in report.outcomes if outcome.status is Status.NOT_RUN]
+    assert "its process ended" in lost.message
 
 
 def _rl(*args: str) -> subprocess.CompletedProcess[str]:
@@ -420,6 +441,12 @@ def test_the_command_lists_the_catalogue() -> None:
     shown = _rl("list").stdout
     assert "R11" in shown
     assert all(check["id"] in shown.replace("\n", "") for check in one["checks"])
+
+
+def test_a_part_is_not_run_in_several_processes() -> None:
+    done = _rl("run", "reference", "-n", "2", "-k", "B7")
+    assert done.returncode == 1
+    assert "-n runs everything" in done.stderr
 
 
 def test_the_command_names_a_backend_that_is_not_there() -> None:

@@ -83,6 +83,9 @@ def run(
     k: Annotated[
         str, typer.Option("-k", help='Only matching checks, such as "G3 or (G8 and order)".')
     ] = "",
+    processes: Annotated[
+        int, typer.Option("-n", min=1, help="Run everything in so many processes.")
+    ] = 1,
     known_failures: Annotated[
         Path | None, typer.Option(help="The ledger of known failures (TOML).")
     ] = None,
@@ -97,9 +100,11 @@ def run(
     """Runs the suite; exit code 0 only if it is complete and nothing failed."""
     from rl_conformance.context import Settings
     from rl_conformance.ledger import read_ledger
+    from rl_conformance.parallel import run_in_processes
     from rl_conformance.reports import ReportFiles
     from rl_conformance.run import select
     from rl_conformance.target import Target
+    from rl_core.errors import ConfigError
 
     files = ReportFiles(json, junit, markdown, html, badge)
     target = Target.find(name)
@@ -107,7 +112,12 @@ def run(
     checks = select(kind or [], k)
     selection = " and ".join([*(kind or []), *([k] if k else [])])
     settings = Settings(device.value, dtype, str(model) if model else None)
-    report = _run_with_progress(target, settings, checks, selection, known)
+    if processes > 1:
+        if selection:
+            raise ConfigError("-n runs everything", fix="leave out --kind and -k, or -n", key="-n")
+        report = run_in_processes(name, settings, known_failures, processes)
+    else:
+        report = _run_with_progress(target, settings, checks, selection, known)
     files.write(report)
     _print_summary(report)
     raise typer.Exit(_EXIT_CODES[report.verdict])
@@ -153,7 +163,12 @@ def mutants(
             key="-k",
         )
     console = Console(stderr=True)
-    autopsies = [examine(m) for m in track(chosen, "mutants", console=console, transient=True)]
+    autopsies = []
+    for mutant in track(chosen, "mutants", console=console, transient=True):
+        autopsies.append(found := examine(mutant))
+        if not console.is_terminal:  # a log: a line for each
+            what = f"{found.verdict:<8} {mutant.breaks[0]} {mutant.name}"
+            print(f"{what} ({found.seconds:.1f} s)", flush=True)
     Console().print(kill_table(autopsies))
     write_table(autopsies, json, markdown)
     raise typer.Exit(int(any(autopsy.verdict != "killed" for autopsy in autopsies)))

@@ -6,6 +6,7 @@ is loaded in every pytest run of an environment, so it imports neither torch nor
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,6 +56,7 @@ class _Reporter:
 
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
+        self.started = time.perf_counter()
         self.found: dict[str, list[Outcome]] = {}
         self.environments: dict[str, dict[str, Any]] = {}
 
@@ -78,4 +80,5 @@ class _Reporter:
             return
         from rl_conformance.pytest_items import finish_session
 
-        finish_session(session, self.found, self.environments)
+        seconds = time.perf_counter() - self.started
+        finish_session(session, self.found, self.environments, seconds)

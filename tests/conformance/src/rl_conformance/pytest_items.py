@@ -111,8 +111,16 @@ def finish_session(
     session: pytest.Session,
     found: Mapping[str, Sequence[Outcome]],
     environments: Mapping[str, Mapping[str, Any]],
+    seconds: float,
 ) -> None:
-    """Writes the report, and fails a session whose run of the suite is incomplete."""
+    """Writes the report, and fails a session whose run of the suite is incomplete.
+
+    Args:
+        session: That ends.
+        found: Outcomes by backend.
+        environments: What each backend ran with.
+        seconds: How long the session took.
+    """
     config = session.config
     path, asked = config.getoption("rl_report"), config.getoption("rl_backend")
     selection = " ".join(filter(None, [config.option.keyword, config.option.markexpr]))
@@ -123,11 +131,11 @@ def finish_session(
         whole = not selection and (name == asked or complete)
         report = RunReport(
             name,
-            outcomes,
+            _in_order(outcomes, fill=whole),
             environments.get(name, {}),
             tuple(CLAUSES) if whole else chosen,
             "" if whole else selection or "the classes that were collected",
-            sum(o.seconds for o in outcomes),
+            seconds,
         )
         if path:
             several = len(found) > 1
@@ -136,6 +144,16 @@ def finish_session(
         if report.verdict is Verdict.INCOMPLETE and not session.exitstatus:
             _say(config, f"{name}: incomplete, without a result: {', '.join(report.missing)}")
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def _in_order(outcomes: Sequence[Outcome], *, fill: bool) -> tuple[Outcome, ...]:
+    """As the catalogue has them; ``fill`` adds those that a process took with it when it ended."""
+    found = {outcome.check: outcome for outcome in outcomes}
+    lost = "pytest was stopped, or its process ended, before there was a result"
+    for check in all_checks() if fill else ():
+        found.setdefault(check.id, Outcome(check.id, check.title, Status.NOT_RUN, message=lost))
+    order = [check.id for check in all_checks()]
+    return tuple(sorted(found.values(), key=lambda outcome: order.index(outcome.check)))
 
 
 def _say(config: pytest.Config, text: str) -> None:

@@ -1,0 +1,64 @@
+"""A whole run in several processes: pytest with xdist deals the checks out."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rl_conformance.reports import read_report
+from rl_core.errors import ConfigError, WorkerDiedError
+
+if TYPE_CHECKING:
+    from rl_conformance.context import Settings
+    from rl_conformance.outcome import RunReport
+
+__all__ = ["run_in_processes"]
+
+
+def run_in_processes(
+    backend: str, settings: Settings, known_failures: Path | None, processes: int
+) -> RunReport:
+    """Runs every check; what pytest says of its progress is printed.
+
+    Args:
+        backend: Its name.
+        settings: Where it runs.
+        known_failures: The ledger.
+        processes: How many.
+
+    Raises:
+        ConfigError: pytest-xdist is not installed.
+        WorkerDiedError: pytest ended without a report.
+    """
+    if importlib.util.find_spec("xdist") is None:
+        raise ConfigError(
+            "several processes need pytest-xdist, which is not installed",
+            fix='pip install "rl-conformance[parallel]"',
+            key="processes",
+        )
+    options = {
+        "--rl-backend": backend,
+        "--rl-device": settings.device,
+        "--rl-dtype": settings.dtype,
+        "--rl-model": settings.model and os.path.abspath(settings.model),
+        "--rl-known-failures": known_failures and os.path.abspath(known_failures),
+        "-n": processes,
+    }
+    with tempfile.TemporaryDirectory(prefix="rl-conformance-") as folder:
+        # No configuration and no tests of the directory where the user happens to be.
+        command = [sys.executable, "-m", "pytest", "-c", os.devnull, "--rootdir", folder]
+        command += ["-p", "no:cacheprovider", "-q", "-rfE", "--rl-report", f"{folder}/report.json"]
+        command += [f"{part}" for option in options.items() if option[1] for part in option]
+        done = subprocess.run(command, cwd=folder)
+        report = Path(folder, "report.json")
+        if not report.exists():
+            raise WorkerDiedError(
+                f"pytest ended with exit code {done.returncode} and without a report",
+                fix="look at what it printed above, or leave out -n",
+            )
+        return read_report(report)
