@@ -139,6 +139,18 @@ def test_a_missing_module_blocks_the_run() -> None:
     assert (outcome.status, outcome.excused) == (Status.NOT_RUN, False)
 
 
+def test_a_clause_that_is_newer_than_the_backend_is_excused() -> None:
+    outcome = _outcome(fails, clause=replace(CLAUSES["B1"], since="1.10"))
+    assert (outcome.status, outcome.excused) == (Status.NOT_RUN, True)
+    assert "new in contract 1.10" in outcome.message
+
+
+def test_a_contract_without_a_minor_number_excuses_nothing() -> None:
+    target = reference_target(manifest=replace(MANIFEST, contract="1"))
+    with Harness(target, Settings()) as harness:
+        assert harness.outcome(_check(fails)).status is Status.FAILED
+
+
 def test_a_check_for_another_device_is_excused() -> None:
     outcome = _outcome(passes, device="cuda")
     assert (outcome.status, outcome.excused) == (Status.NOT_RUN, True)

@@ -114,10 +114,15 @@ class Harness:
 
     def _excuse(self, check: Check) -> tuple[str, bool] | None:
         """Why the check does not run, and whether the run is complete without it."""
+        from packaging.version import Version
+
+        manifest, since = self.target.manifest, check.clause.since
+        if Version(since) > Version(manifest.contract):
+            return f"new in contract {since}, the backend keeps {manifest.contract}", True
         device = self.settings.device
         if device == "cuda" and not _cuda_available():
             return "this machine has no CUDA device", False
-        if device not in self.target.manifest.devices:
+        if device not in manifest.devices:
             return f"the backend does not run on {device}", False
         if check.device not in ("any", device):
             return f"means something on {check.device} only", True
