@@ -238,9 +238,12 @@ def test_the_report_of_a_class_with_every_check_is_of_the_whole_suite(
     options = {"rl_report": tmp_path / "report.json", "rl_backend": None}
     option = SimpleNamespace(keyword="", markexpr="")
     session: Any = SimpleNamespace(
-        config=SimpleNamespace(getoption=options.get, option=option), exitstatus=0
+        config=SimpleNamespace(getoption=options.get, option=option),
+        exitstatus=0,
+        shouldstop=False,
+        shouldfail=False,
     )
-    finish_session(session, {"mine": outcomes}, {})
+    finish_session(session, {("mine", "cpu", "float32"): outcomes}, {}, 1.0)
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["selection"] == ("the classes that were collected" if left_out else "")
 

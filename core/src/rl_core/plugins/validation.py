@@ -60,7 +60,9 @@ def manifest_problems(manifest: BackendManifest, name: str) -> list[str]:
         if set(getattr(manifest, field)) != set(manifest.factories):
             problems.append(f"{field} and factories have different kinds")
     for kind, capabilities in manifest.capabilities.items():
-        problems += _capability_problems(kind, capabilities)
+        problems += _capability_problems(kind, capabilities, set(manifest.devices))
+    if not _is_version(manifest.contract):
+        problems.append(f"contract is {manifest.contract!r}, not a version such as '1.0'")
     if not all(isinstance(text, str) for item in manifest.environment.items() for text in item):
         problems.append("environment must map strings to strings")
     return [*problems, *_engine_problems(manifest.engine)]
@@ -74,7 +76,7 @@ def _reference_problems(field: str, references: Mapping[Kind, str]) -> Iterator[
             yield f"{field}[{kind!r}] is {reference!r}, not 'module:attribute'"
 
 
-def _capability_problems(kind: str, declared: Any) -> Iterator[str]:
+def _capability_problems(kind: str, declared: Any, devices: set[str]) -> Iterator[str]:
     if not isinstance(declared, Mapping):
         yield f"capabilities[{kind!r}] is not a mapping"
         return
@@ -88,6 +90,8 @@ def _capability_problems(kind: str, declared: Any) -> Iterator[str]:
             yield f"capability {name!r} is {capability!r}, not a Capability of a known level"
         elif capability.level == "versioned" and not _is_range(capability.engine):
             yield f"capability {name!r} names no engine range: {capability.engine!r}"
+        elif not devices & set(capability.devices):
+            yield f"capability {name!r} holds on {capability.devices}, none of {sorted(devices)}"
 
 
 def _engine_problems(engine: Any) -> Iterator[str]:
@@ -98,6 +102,15 @@ def _engine_problems(engine: Any) -> Iterator[str]:
         yield "engine.distributions must be a tuple with at least one name"
     if not _is_range(engine.versions):
         yield f"engine.versions is {engine.versions!r}, not a PEP 440 range such as '>=1.0,<2'"
+
+
+def _is_version(version: Any) -> bool:
+    from packaging.version import InvalidVersion, Version
+
+    try:
+        return bool(Version(version).release)
+    except (InvalidVersion, TypeError):
+        return False
 
 
 def _is_range(specifier: str) -> bool:

@@ -35,6 +35,7 @@ SILENCE_S = 300.0
 _GRACE_S = 20.0
 _LOOK_S = 0.2
 _TAIL = 4000
+_LONGEST = 50
 
 
 class EngineBusyError(DeadlineError):
@@ -64,13 +65,14 @@ class EngineProcess:
         if not verbose:
             self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
         self._pipe, theirs = multiprocessing.Pipe()
-        sockets = tempfile.mkdtemp(prefix="rl-vllm-", dir=environment.get(VLLMS_SOCKETS))
+        sockets = _directory(environment.get(VLLMS_SOCKETS) or tempfile.gettempdir())
         environment = {**environment, VLLMS_SOCKETS: sockets, SOCKETS: sockets}
         log = None if self._log is None else self._log.fileno()
         forked = forked and hasattr(os, "pidfd_open")
-        self._server = ForkServer.obtain(environment, log) if forked else None
+        self._server: ForkServer | None = None
         try:
             with theirs:
+                self._server = ForkServer.obtain(environment, log) if forked else None
                 self._process = self._start(theirs.fileno(), log, environment)
         except BaseException:
             self._pipe.close()
@@ -229,6 +231,15 @@ class EngineProcess:
         tail = os.pread(self._log.fileno(), _TAIL, max(0, size - _TAIL))
         text = tail.decode(errors="replace").strip()
         return f"; its last words:\n{text}" if text else ""
+
+
+def _directory(parent: str) -> str:
+    """A private directory for sockets, whose names have 36 more characters of the 107 there may be.
+
+    The parent is left where it is too long.
+    """
+    short = parent if len(parent) < _LONGEST and os.path.isdir(parent) else "/tmp"  # noqa: S108
+    return tempfile.mkdtemp(prefix="rl-vllm-", dir=short)
 
 
 def _end(

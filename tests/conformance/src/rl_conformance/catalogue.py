@@ -8,7 +8,16 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Literal, get_args
 
-__all__ = ["CLAUSES", "KINDS", "LOOSEST", "Clause", "Kind", "Level"]
+__all__ = [
+    "CLAUSES",
+    "KINDS",
+    "LARGEST_CONSTANT",
+    "LEAST_RELEASED",
+    "LOOSEST",
+    "Clause",
+    "Kind",
+    "Level",
+]
 
 Kind = Literal["data", "discovery", "generation", "policy", "refit", "agreement", "security"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -22,6 +31,8 @@ LOOSEST: dict[str, tuple[float, float]] = {
     "float32": (1e-4, 1e-3),
     "bfloat16": (2e-2, 2e-1),
 }
+#: The most that a manifest may set as ``refit_constant_bytes``, the least as ``released_fraction``.
+LARGEST_CONSTANT, LEAST_RELEASED = 256 << 20, 0.5
 _DECLARED = "|log-prob difference|: mean and maximum as the manifest declares for the dtype"
 
 _KIND_OF_LETTER: dict[str, Kind] = {

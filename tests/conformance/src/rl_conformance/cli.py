@@ -108,13 +108,21 @@ def run(
 
     files = ReportFiles(json, junit, markdown, html, badge)
     target = Target.find(name)
+    if dtype not in target.manifest.tolerances:
+        raise ConfigError(
+            f"{name} declares no tolerance for {dtype!r}",
+            fix=f"use one of {', '.join(target.manifest.tolerances)}",
+            key="dtype",
+        )
     known = read_ledger(known_failures) if known_failures else {}
     checks = select(kind or [], k)
     selection = " and ".join([*(kind or []), *([k] if k else [])])
     settings = Settings(device.value, dtype, str(model) if model else None)
     if processes > 1:
-        if selection:
-            raise ConfigError("-n runs everything", fix="leave out --kind and -k, or -n", key="-n")
+        if selection or device is Device.CUDA:
+            raise ConfigError(
+                "-n runs everything, on a CPU", fix="leave out -n, or --kind and -k", key="-n"
+            )
         report = run_in_processes(name, settings, known_failures, processes)
     else:
         report = _run_with_progress(target, settings, checks, selection, known)
@@ -221,12 +229,13 @@ def _run_with_progress(
 
 def _print_matrix(matrix: Matrix) -> None:
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     table = Table(box=None)
     table.add_column("clause")
     for column in matrix.columns:
-        table.add_column("\n".join([column.name, *column.where]))
+        table.add_column(escape("\n".join([column.name, *column.where])))
     table.add_column("asks for", no_wrap=True, overflow="ellipsis")
     for row in matrix.rows:
         statuses = [f"[{_COLOURS.get(s, 'default')}]{s}[/]" for s in row.statuses]
@@ -236,11 +245,12 @@ def _print_matrix(matrix: Matrix) -> None:
     for column in matrix.columns:
         console.print(f"{column.label}: {column.report.verdict}", markup=False)
     for fact in matrix.disagreements:
-        console.print(f"[yellow]The runs differ:[/] {fact}")
+        console.print(f"[yellow]The runs differ:[/] {escape(fact)}")
 
 
 def _print_summary(report: RunReport) -> None:
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     from rl_conformance.reports import status_text, worst_measure
@@ -263,7 +273,7 @@ def _print_summary(report: RunReport) -> None:
     console.print(table)
     reasons = {o.message for o in report.outcomes if o.status == "not_run" and not o.excused}
     for reason in sorted(reasons):
-        console.print(f"[red]not run:[/] {reason}")
+        console.print(f"[red]not run:[/] {escape(reason)}")
     counts = ", ".join(f"{n} {status}" for status, n in report.counts().items())
     if report.selection:
         console.print(f"Only a part of the suite was run: {report.selection}", markup=False)

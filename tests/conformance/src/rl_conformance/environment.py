@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import json
 import os
 import platform
 from importlib import metadata
@@ -33,5 +34,6 @@ def describe(target: Target, settings: Settings) -> dict[str, Any]:
         "device": settings.device,
         "dtype": settings.dtype,
         "model": settings.model or "the suite's tiny models",
+        "settings": json.dumps(own) if (own := target.own_settings(settings)) else None,
         "date": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
     }

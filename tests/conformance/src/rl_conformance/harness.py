@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Harness"]
 
+#: Seconds in which all shared backends must shut down.
+_DISCARD_S = 120.0
+
 
 class Harness:
     """Runs the checks of one backend.
@@ -102,22 +105,29 @@ class Harness:
         except NotRun as skipped:
             return Status.NOT_RUN, str(skipped), skipped.excused
         except CheckFailed as failure:
-            result = Status.FAILED, str(failure), False
+            return self._discarding(Status.FAILED, str(failure))
+        except KeyboardInterrupt:
+            raise
+        except BaseException:  # a backend may call sys.exit or pytest.skip: that is no verdict
+            return self._discarding(Status.ERROR, traceback.format_exc(limit=-8))
+        return passed, self._reason(check) if passed is not Status.PASSED else "", False
+
+    def _discarding(self, status: Status, message: str) -> tuple[Status, str, bool]:
+        """The result of a check after which no backend is used again."""
+        try:
+            with _deadline(_DISCARD_S):
+                self.workshop.discard()
         except Exception:
-            result = Status.ERROR, traceback.format_exc(limit=-8), False
-        else:
-            return passed, self._reason(check) if passed is not Status.PASSED else "", False
-        self.workshop.discard()
-        return result
+            ended = traceback.format_exc(limit=-8)
+            return Status.ERROR, f"{message}\nand then a shutdown failed:\n{ended}", False
+        return status, message, False
 
     # -- what applies ------------------------------------------------------------------------------
 
     def _excuse(self, check: Check) -> tuple[str, bool] | None:
         """Why the check does not run, and whether the run is complete without it."""
-        from packaging.version import Version
-
         manifest, since = self.target.manifest, check.clause.since
-        if Version(since) > Version(manifest.contract):
+        if _newer(since, manifest.contract):
             return f"new in contract {since}, the backend keeps {manifest.contract}", True
         device = self.settings.device
         if device == "cuda" and not _cuda_available():
@@ -131,7 +141,8 @@ class Harness:
         capability = self._capability(check)
         if check.capability is not None and capability is None:
             return f"the backend offers no kind with {check.capability}", True
-        if capability is not None and device not in capability.devices:
+        offered = capability is not None and capability.level in ("full", "versioned")
+        if capability is not None and offered and device not in capability.devices:
             return f"declared for {', '.join(capability.devices)} only", True
         if absent := [name for name in check.modules if not importlib.util.find_spec(name)]:
             return f"{absent[0]} is not installed", False
@@ -182,6 +193,16 @@ class Harness:
         capability = self._capability(check)
         declared = f": {capability.reason}" if capability and capability.reason else ""
         return f"declared, and refused before anything was touched{declared}"
+
+
+def _newer(since: str, contract: str) -> bool:
+    """Whether a clause is younger than the contract that a backend keeps."""
+    from packaging.version import InvalidVersion, Version
+
+    try:
+        return Version(since) > Version(contract)
+    except InvalidVersion:
+        return False  # D2 says so
 
 
 def _cuda_available() -> bool:

@@ -55,7 +55,7 @@ def read_ledger(path: str | Path, today: dt.date | None = None) -> dict[str, str
     try:
         text = Path(path).read_text(encoding="utf-8")
         ledger = msgspec.convert(tomllib.loads(text), _Ledger)
-    except (OSError, tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
+    except (OSError, UnicodeError, tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
         raise ConfigError(
             f"the ledger {path} cannot be read: {error}",
             fix="an entry is [[failure]] with check, reason, link and expires (a date)",

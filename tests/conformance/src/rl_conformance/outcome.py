@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -72,6 +73,16 @@ class Measure:
     tolerance: float
     unit: str = ""
 
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON, which has no word for what is not a number: that is text."""
+        value = self.value if math.isfinite(self.value) else str(self.value)
+        return {"name": self.name, "value": value, "tolerance": self.tolerance, "unit": self.unit}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Measure:
+        """Reads what :meth:`as_dict` wrote."""
+        return cls(data["name"], float(data["value"]), data["tolerance"], data["unit"])
+
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
@@ -112,10 +123,7 @@ class Outcome:
             "seconds": round(self.seconds, 4),
             "message": self.message,
             "excused": self.excused,
-            "measures": [
-                {"name": m.name, "value": m.value, "tolerance": m.tolerance, "unit": m.unit}
-                for m in self.measures
-            ],
+            "measures": [m.as_dict() for m in self.measures],
             "figures": [figure_as_dict(figure) for figure in self.figures],
         }
 
@@ -129,7 +137,7 @@ class Outcome:
             seconds=data["seconds"],
             message=data["message"],
             excused=data["excused"],
-            measures=tuple(Measure(**m) for m in data["measures"]),
+            measures=tuple(Measure.from_dict(m) for m in data["measures"]),
             figures=figures_from(data.get("figures", ())),
         )
 

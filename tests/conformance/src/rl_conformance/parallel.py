@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rl_conformance.outcome import Verdict
 from rl_conformance.reports import read_report
 from rl_core.errors import ConfigError, WorkerDiedError
 
@@ -33,7 +34,7 @@ def run_in_processes(
 
     Raises:
         ConfigError: pytest-xdist is not installed.
-        WorkerDiedError: pytest ended without a report.
+        WorkerDiedError: pytest ended without a report, or with another verdict than that.
     """
     if importlib.util.find_spec("xdist") is None:
         raise ConfigError(
@@ -54,11 +55,16 @@ def run_in_processes(
         command = [sys.executable, "-m", "pytest", "-c", os.devnull, "--rootdir", folder]
         command += ["-p", "no:cacheprovider", "-q", "-rfE", "--rl-report", f"{folder}/report.json"]
         command += [f"{part}" for option in options.items() if option[1] for part in option]
-        done = subprocess.run(command, cwd=folder)
-        report = Path(folder, "report.json")
-        if not report.exists():
+        # Nor what its user has set for pytest elsewhere.
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
+        done = subprocess.run(command, cwd=folder, env=environment)
+        file = Path(folder, "report.json")
+        report = read_report(file) if file.exists() else None
+        sound = report is not None and report.verdict is Verdict.CONFORMANT
+        if report is None or (done.returncode != 0) == sound:
             raise WorkerDiedError(
-                f"pytest ended with exit code {done.returncode} and without a report",
+                f"pytest ended with exit code {done.returncode} and "
+                f"{report.verdict if report else 'without a report'}",
                 fix="look at what it printed above, or leave out -n",
             )
-        return read_report(report)
+        return report

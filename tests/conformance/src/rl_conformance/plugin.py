@@ -35,7 +35,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput"):
         return
     config.pluginmanager.register(_Reporter(config), "rl-conformance-reporter")
-    if config.getoption("rl_backend") and config.getoption("dist", "no") == "load":
+    if config.getoption("rl_backend") and config.getoption("dist", "no") != "no":
+        if config.getoption("rl_device") == "cuda":
+            raise pytest.UsageError("--rl-device cuda: memory is measured; leave out -n")
         config.option.dist = "loadgroup"  # what looks at the same outcomes stays together
 
 
@@ -43,8 +45,12 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(
     session: pytest.Session, config: pytest.Config, items: list[pytest.Item]
 ) -> None:
-    """Adds the suite's items."""
+    """Adds the suite's items. A ledger that is not whole ends the run here."""
     name = config.getoption("rl_backend")
+    if config.getoption("rl_known_failures"):
+        from rl_conformance.pytest_items import known_failures
+
+        known_failures(config)
     if name:
         from rl_conformance.pytest_items import suite_items
 
@@ -57,8 +63,8 @@ class _Reporter:
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
         self.started = time.perf_counter()
-        self.found: dict[str, list[Outcome]] = {}
-        self.environments: dict[str, dict[str, Any]] = {}
+        self.found: dict[tuple[str, str, str], list[Outcome]] = {}
+        self.environments: dict[tuple[str, str, str], dict[str, Any]] = {}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Takes the outcome out of a finished test."""
@@ -68,10 +74,10 @@ class _Reporter:
             if key == _PROPERTY and isinstance(value, dict):
                 from rl_conformance.outcome import Outcome
 
-                self.found.setdefault(value["backend"], []).append(
-                    Outcome.from_dict(value["outcome"])
-                )
-                self.environments[value["backend"]] = value["environment"]
+                environment = value["environment"]
+                run = (value["backend"], environment["device"], environment["dtype"])
+                self.found.setdefault(run, []).append(Outcome.from_dict(value["outcome"]))
+                self.environments[run] = environment
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """Writes the report; a whole run that lacks a status fails the session."""

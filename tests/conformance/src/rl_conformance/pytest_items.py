@@ -16,13 +16,16 @@ from rl_conformance.outcome import Outcome, RunReport, Status, Verdict
 from rl_conformance.registry import all_checks
 from rl_conformance.reports import ReportFiles
 from rl_conformance.target import Target
+from rl_core.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from rl_conformance.registry import Check
 
-__all__ = ["conduct", "finish_session", "harness_for", "suite_items"]
+__all__ = ["conduct", "finish_session", "harness_for", "known_failures", "suite_items"]
+
+Run = tuple[str, str, str]
 
 _HARNESSES = pytest.StashKey[dict[tuple[str, Settings], Harness]]()
 
@@ -72,10 +75,22 @@ def harness_for(config: pytest.Config, find: Any, name: str, **settings: Any) ->
     kept = config.stash.setdefault(_HARNESSES, {})
     if key not in kept:
         _share_cores(config)
-        ledger = config.getoption("rl_known_failures")
-        kept[key] = Harness(find(name), key[1], read_ledger(ledger) if ledger else {})
+        kept[key] = Harness(find(name), key[1], known_failures(config))
         config.add_cleanup(kept[key].close)
     return kept[key]
+
+
+def known_failures(config: pytest.Config) -> dict[str, str]:
+    """What the ledger says.
+
+    Raises:
+        pytest.UsageError: It is not whole, or stale.
+    """
+    ledger = config.getoption("rl_known_failures")
+    try:
+        return read_ledger(ledger) if ledger else {}
+    except ConfigError as error:
+        raise pytest.UsageError(str(error)) from error
 
 
 def _share_cores(config: pytest.Config) -> None:
@@ -109,41 +124,60 @@ def conduct(item: pytest.Item, harness: Harness, check: Check) -> None:
 
 def finish_session(
     session: pytest.Session,
-    found: Mapping[str, Sequence[Outcome]],
-    environments: Mapping[str, Mapping[str, Any]],
+    found: Mapping[Run, Sequence[Outcome]],
+    environments: Mapping[Run, Mapping[str, Any]],
     seconds: float,
 ) -> None:
-    """Writes the report, and fails a session whose run of the suite is incomplete.
+    """Writes the reports, and fails a session in which a run of the suite is incomplete.
 
     Args:
         session: That ends.
-        found: Outcomes by backend.
-        environments: What each backend ran with.
+        found: Outcomes by backend, device and dtype.
+        environments: What each of them ran with.
         seconds: How long the session took.
     """
     config = session.config
     path, asked = config.getoption("rl_report"), config.getoption("rl_backend")
-    selection = " ".join(filter(None, [config.option.keyword, config.option.markexpr]))
-    for name in {*found, *([asked] if asked else [])}:
-        outcomes = tuple(found.get(name, ()))
-        chosen = tuple(id_ for id_ in CLAUSES if any(o.clause == id_ for o in outcomes))
-        complete = {o.check for o in outcomes} >= {check.id for check in all_checks()}
-        whole = not selection and (name == asked or complete)
-        report = RunReport(
-            name,
-            _in_order(outcomes, fill=whole),
-            environments.get(name, {}),
-            tuple(CLAUSES) if whole else chosen,
-            "" if whole else selection or "the classes that were collected",
-            seconds,
-        )
+    runs = dict(found)
+    if asked and not any(run[0] == asked for run in runs):
+        runs[asked, config.getoption("rl_device"), config.getoption("rl_dtype")] = ()
+    for run, outcomes in runs.items():
+        report = _report(session, run, outcomes, environments.get(run, {}), seconds)
         if path:
-            several = len(found) > 1
-            file = path.with_stem(f"{path.stem}-{name}") if several else path
+            file = path.with_stem("-".join([path.stem, *run])) if len(runs) > 1 else path
             ReportFiles(json=file).write(report)
         if report.verdict is Verdict.INCOMPLETE and not session.exitstatus:
-            _say(config, f"{name}: incomplete, without a result: {', '.join(report.missing)}")
+            _say(config, f"{run[0]}: incomplete, without a result: {', '.join(report.missing)}")
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def _report(
+    session: pytest.Session,
+    run: Run,
+    outcomes: Sequence[Outcome],
+    environment: Mapping[str, Any],
+    seconds: float,
+) -> RunReport:
+    options = session.config.option
+    selection = " ".join(filter(None, [options.keyword, options.markexpr]))
+    seen = {outcome.clause for outcome in outcomes}
+    complete = {o.check for o in outcomes} >= {check.id for check in all_checks()}
+    asked = run[0] == session.config.getoption("rl_backend")
+    whole = not selection and (asked or complete or _stopped(session))
+    return RunReport(
+        run[0],
+        _in_order(outcomes, fill=whole),
+        environment,
+        tuple(CLAUSES) if whole else tuple(id_ for id_ in CLAUSES if id_ in seen),
+        "" if whole else selection or "the classes that were collected",
+        seconds,
+    )
+
+
+def _stopped(session: pytest.Session) -> bool:
+    """Whether tests that were collected did not run."""
+    broken = (pytest.ExitCode.INTERRUPTED, pytest.ExitCode.INTERNAL_ERROR)
+    return bool(session.shouldstop or session.shouldfail or session.exitstatus in broken)
 
 
 def _in_order(outcomes: Sequence[Outcome], *, fill: bool) -> tuple[Outcome, ...]:

@@ -7,6 +7,7 @@ is what it is checked against.
 from __future__ import annotations
 
 import re
+from inspect import getattr_static
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from rl_conformance.registry import Check, checks_of
@@ -44,8 +45,14 @@ class _Suite:
 
     def __init_subclass__(cls, kinds: tuple[str, ...] = (), **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        inherited = {name for base in cls.__mro__[1:] for name in vars(base) if _is_test(name)}
-        if overridden := sorted(inherited & set(vars(cls))):
+        ours = {
+            name: method
+            for base in cls.__mro__[1:]
+            if base.__module__ == __name__
+            for name, method in vars(base).items()
+            if _is_test(name)
+        }
+        if overridden := sorted(n for n, m in ours.items() if getattr_static(cls, n) is not m):
             raise TypeError(
                 f"{cls.__name__} overrides {', '.join(overridden)}: checks of the conformance "
                 "suite cannot be overridden; list a known failure in the ledger instead"

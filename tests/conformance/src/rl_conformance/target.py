@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from rl_core.errors import BrokenPluginError
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from rl_conformance.context import Settings
     from rl_core.interfaces import ColocatablePolicyInterface, GenerationInterface
+    from rl_core.plugins.discovery import Provider
     from rl_core.plugins.manifest import BackendManifest
 
 __all__ = ["Target"]
@@ -30,8 +33,8 @@ class Target:
         config_keys: For each kind, the configuration keys it knows.
         versions: Of the plugin and of its engine, for the report.
         installed: Whether discovery finds it under its name.
-        tiny: For each kind, the configuration that the plugin wants for the suite's tiny models;
-            the entry point of the backend's name in the group ``rl_core.conformance``.
+        tiny: By device and kind, the configuration that the plugin wants for the suite's tiny
+            models; the entry point of the backend's name in the group ``rl_core.conformance``.
     """
 
     name: str
@@ -41,7 +44,7 @@ class Target:
     config_keys: Mapping[str, frozenset[str]]
     versions: Mapping[str, str] = field(default_factory=dict)
     installed: bool = True
-    tiny: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    tiny: Mapping[str, Mapping[str, Mapping[str, Any]]] = field(default_factory=dict)
 
     @classmethod
     def find(cls, name: str) -> Target:
@@ -63,10 +66,10 @@ class Target:
         }
         engine = engine_version(manifest.engine)
         own = (provider.distribution, provider.name)
-        tiny: dict[str, Mapping[str, Any]] = {}
+        tiny: dict[str, Any] = {}
         for found in providers(CONFORMANCE):
             if (found.distribution, found.name) == own:
-                tiny |= load_object(found.value, found)
+                tiny |= _checked(load_object(found.value, found), found)
         return cls(
             name=name,
             manifest=manifest,
@@ -76,6 +79,10 @@ class Target:
             tiny=tiny,
             versions={"plugin": str(provider), "engine": " ".join(engine or ("not installed",))},
         )
+
+    def own_settings(self, settings: Settings) -> Mapping[str, Mapping[str, Any]]:
+        """What the plugin wants for the models of a run, by kind."""
+        return self.tiny.get(settings.device, {}) if settings.model is None else {}
 
     def base_config(
         self, kind: str, settings: Settings, dtype: str | None = None
@@ -89,8 +96,23 @@ class Target:
         """
         known = self.config_keys.get(kind, frozenset())
         config: dict[str, Any] = {"backend": self.name}
-        if settings.model is None:
-            config |= self.tiny.get(kind, {})
+        config |= self.own_settings(settings).get(kind, {})
         named = [key for key in _DTYPE_KEYS if key in known][:1]
         config |= dict.fromkeys(named, dtype or settings.dtype)
         return config | ({"device": settings.device} if "device" in known else {})
+
+
+def _checked(tiny: Any, provider: Provider) -> dict[str, Any]:
+    """Settings for tiny models: by device and kind, and none that choose what is examined."""
+    try:
+        for kinds in tiny.values():
+            for config in kinds.values():
+                sound = not {"backend", "model_name"} & config.keys()
+                if not sound:
+                    raise TypeError("it sets backend or model_name")
+        return dict(tiny)
+    except (AttributeError, TypeError) as error:
+        raise BrokenPluginError(
+            f"{provider}: {provider.value!r} holds no configurations by device and kind: {error}",
+            fix=f"report this to the authors of {provider.distribution}",
+        ) from error

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
 
-from rl_conformance.catalogue import LOOSEST
+from rl_conformance.catalogue import LARGEST_CONSTANT, LEAST_RELEASED, LOOSEST
 from rl_conformance.expect import raises, require
 from rl_conformance.outcome import Status
 from rl_conformance.registry import check, checks_of
@@ -81,11 +81,16 @@ def the_manifest_is_complete(ctx: Context) -> None:
 
 @check("D2")
 def tolerances_are_not_declared_away(ctx: Context) -> None:
-    """No dtype has a tolerance beyond the contract's."""
-    for dtype, declared in ctx.manifest.tolerances.items():
+    """There are some, and none lets more pass than the contract does."""
+    manifest = ctx.manifest
+    require(manifest.tolerances, "the manifest declares no tolerances")
+    for dtype, declared in manifest.tolerances.items():
         loosest = LOOSEST.get(dtype, LOOSEST["bfloat16"])
         within = all(own <= most for own, most in zip(declared, loosest, strict=True))
         require(within, f"{dtype}: {declared} is above {loosest}")
+    constant, fraction = manifest.refit_constant_bytes, manifest.released_fraction
+    require(constant <= LARGEST_CONSTANT, f"refit_constant_bytes is {constant}")
+    require(fraction >= LEAST_RELEASED, f"released_fraction is {fraction}")
 
 
 @check("D2")

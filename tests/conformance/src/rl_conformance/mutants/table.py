@@ -15,6 +15,11 @@ if TYPE_CHECKING:
 
 __all__ = ["kill_table", "write_table"]
 
+_EXPLAINED = """\
+A mutant is a backend, or a core, with one bug. It is killed if the suite fails in the clauses that
+cannot hold with it, and in no other. What looks at it are the checks of those clauses' chapters
+that take no processes, thousands of draws or dozens of models; or a selection, where only such
+checks show the bug, or where it breaks all that comes after."""
 _COLOURS = {"killed": "green", "survived": "red", "strayed": "yellow"}
 
 
@@ -72,10 +77,7 @@ def _markdown(autopsies: Sequence[Autopsy]) -> str:
             "# Kill table of the conformance suite",
             "",
             f"{killed} of {len(autopsies)} mutants are killed where they are broken.",
-            "A mutant is a backend, or a core, with one bug. It is killed if the suite fails in the",
-            "clauses that cannot hold with it, and in no other. What looks at it are the checks of those",
-            "clauses' chapters that take no processes, thousands of draws or dozens of models; or a",
-            "selection, where only such checks show the bug, or where it breaks all that comes after.",
+            _EXPLAINED,
             "",
             "| clause | mutant | bug | | failed in | checks that failed |",
             "|---|---|---|---|---|---|",

@@ -71,4 +71,4 @@ class ReportFiles:
 def write_text(path: Path, text: str) -> None:
     """Writes a file, and the directories it lies in."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
+    path.write_text(text, encoding="utf-8", errors="backslashreplace")

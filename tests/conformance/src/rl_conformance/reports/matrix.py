@@ -74,7 +74,7 @@ class Row:
     @property
     def bad(self) -> bool:
         """Whether a column fails or lacks a result."""
-        return any(c is not None and (c.status is None or c.status.bad) for c in self.cells)
+        return any(c and (c.status is None or c.status.bad or c.blocked) for c in self.cells)
 
     def checks(self) -> list[tuple[str, str, tuple[Outcome | None, ...]]]:
         """Id and title of each check, with what came of it in each column."""

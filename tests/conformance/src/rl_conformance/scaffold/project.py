@@ -8,6 +8,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
+from packaging.version import Version
 
 from rl_core.errors import ConfigError
 from rl_core.plugins.discovery import BACKENDS, providers
@@ -23,7 +24,7 @@ TRANSFORMERS = ">=5.10,<6"
 _LONGEST = 20
 _NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 #: Their distributions ``rl-...`` are this project's own.
-_RESERVED = ("conformance", "core", "losses", "reference")
+_RESERVED = ("conformance", "core", "hf", "losses", "megatron", "reference", "sglang", "vllm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +151,6 @@ def _suggestion(name: str) -> str:
 
 def _compatible_with(installed: str) -> str:
     """The range of versions in which nothing breaks: semantic versioning, also before 1.0."""
-    major, minor = (int(part) for part in installed.split(".")[:2])
+    major, minor = (*Version(installed).release, 0)[:2]
     following = f"{major + 1}" if major else f"0.{minor + 1}"
     return f">={major}.{minor},<{following}"

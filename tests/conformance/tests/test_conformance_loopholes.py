@@ -1,0 +1,165 @@
+"""Ways to look conformant without being it, which must not work."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from rl_conformance import GenerationConformance
+from rl_conformance.context import Settings
+from rl_conformance.harness import Harness
+from rl_conformance.outcome import Measure, Outcome, RunReport, Status, Verdict
+from rl_conformance.reference import MANIFEST, reference_target
+from rl_conformance.reference.generation import ReferenceGeneration
+from rl_conformance.registry import all_checks
+from rl_conformance.reports import Matrix, from_json, to_json
+from rl_conformance.run import run, select
+from rl_conformance.target import Target
+from rl_core.errors import BrokenPluginError
+from rl_core.plugins import discovery
+from rl_core.plugins.manifest import Capability
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from rl_conformance.context import Context
+
+
+def _outcome_of(function: Callable[[Context], None]) -> Outcome:
+    check = replace(select([], "B7")[0], function=function)
+    with Harness(reference_target(), Settings()) as harness:
+        return harness.outcome(check)
+
+
+@pytest.mark.parametrize("leave", [lambda: sys.exit(0), lambda: pytest.skip("no")])
+def test_a_backend_that_ends_the_program_or_skips_its_check_errs(leave: Callable[[], Any]) -> None:
+    def leaves(ctx: Context) -> None:
+        leave()
+
+    assert _outcome_of(leaves).status is Status.ERROR
+
+
+def test_a_shutdown_that_raises_is_an_error_and_the_run_goes_on() -> None:
+    class Clinging(ReferenceGeneration):
+        def on_shutdown(self) -> None:
+            raise OSError("it does not let go")
+
+    target = reference_target(make_generation=Clinging.from_config)
+    check = select([], "G15")[0]
+
+    def fails(ctx: Context) -> None:
+        ctx.generation()
+        raise ValueError("the check's own")
+
+    broken = replace(check, function=fails)
+    with Harness(target, Settings()) as harness:
+        outcome = harness.outcome(broken)
+        assert outcome.status is Status.ERROR
+        assert "the check's own" in outcome.message
+        assert "does not let go" in outcome.message
+        assert harness.outcome(select([], "B7")[0]).status is Status.PASSED
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"tolerances": {}},
+        {"tolerances": {"float32": (1e-4, 1e-2)}},
+        {"tolerances": {"float16": (0.5, 0.5)}},
+        {"refit_constant_bytes": 1 << 40},
+        {"released_fraction": 0.0},
+        {"contract": "1.x"},
+    ],
+    ids="-".join,
+)
+def test_a_manifest_cannot_declare_the_contract_away(changes: dict[str, Any]) -> None:
+    checks = select([], "D2")
+    report = run(reference_target(manifest=replace(MANIFEST, **changes)), Settings(), checks)
+    assert report.verdict is Verdict.FAILED
+
+
+def test_a_capability_for_no_device_is_no_declaration() -> None:
+    generation = {**MANIFEST.capabilities["generation"], "staged": Capability("full", devices=())}
+    capabilities = {**MANIFEST.capabilities, "generation": generation}
+    target = reference_target(manifest=replace(MANIFEST, capabilities=capabilities))
+    assert run(target, Settings(), select([], "D2")).verdict is Verdict.FAILED
+
+
+def test_a_refusal_is_looked_at_on_every_device() -> None:
+    refused = Capability("unsupported", devices=("cuda",), reason="so it says")
+    policy = {**MANIFEST.capabilities["policy"], "score": refused}
+    target = reference_target(
+        manifest=replace(MANIFEST, capabilities={**MANIFEST.capabilities, "policy": policy})
+    )
+    check = next(check for check in all_checks() if check.capability == "score")
+    with Harness(target, Settings()) as harness:
+        assert harness.outcome(check).status is Status.UNSUPPORTED
+
+
+def test_a_dtype_without_a_tolerance_leaves_the_run_incomplete() -> None:
+    manifest = replace(MANIFEST, tolerances={"bfloat16": (1e-2, 1e-1)})
+    [check] = [c for c in select([], "G11") if "argmax" not in c.name][:1]
+    report = run(reference_target(manifest=manifest), Settings(), [check], selection="G11")
+    assert report.verdict is Verdict.INCOMPLETE
+
+
+@pytest.mark.parametrize(
+    "tiny",
+    [
+        {"cpu": {"generation": {"backend": "reference"}}},
+        {"cpu": {"policy": {"model_name": "another"}}},
+        {"cpu": {"generation": "fast"}},
+        ["cpu"],
+    ],
+)
+def test_settings_for_tiny_models_cannot_put_another_in_its_place(
+    tiny: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    provider = next(p for p in discovery.providers(discovery.BACKENDS) if p.name == "reference")
+    settings = replace(provider, group=discovery.CONFORMANCE, value="rl_conformance_tiny:TINY")
+    real = discovery.providers
+    monkeypatch.setattr(
+        discovery, "providers", lambda group: [settings] if group == settings.group else real(group)
+    )
+    module = type(sys)("rl_conformance_tiny")
+    module.TINY = tiny  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    with pytest.raises(BrokenPluginError, match="by device and kind"):
+        Target.find("reference")
+
+
+def test_settings_for_tiny_models_are_in_the_report() -> None:
+    tiny = {"cpu": {"generation": {"max_new_tokens": 9}}}
+    report = run(reference_target(tiny=tiny), Settings(), select([], "B7"), selection="B7")
+    assert json.loads(report.environment["settings"]) == tiny["cpu"]
+    with_a_model = Settings(model="somewhere")
+    assert not reference_target(tiny=tiny).own_settings(with_a_model)
+
+
+def test_a_mixin_cannot_override_a_check() -> None:
+    name = next(name for name in vars(GenerationConformance) if name.startswith("test_G8"))
+    mixin = type("Mixin", (), {name: lambda self: None})
+    with pytest.raises(TypeError, match=name):
+        type("TestMine", (mixin, GenerationConformance), {"backend": "mine"})
+
+
+def test_a_clause_that_could_not_run_counts_as_a_failure_on_the_page() -> None:
+    outcome = Outcome("B7/x", "x", Status.NOT_RUN, message="Ray is missing")
+    report = RunReport("mine", (outcome,), clauses=("B7",), selection="B7")
+    assert report.verdict is Verdict.INCOMPLETE
+    assert Matrix.of([report]).rows[0].bad
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_what_is_not_a_number_is_legal_json(value: float) -> None:
+    measure = Measure("error", value, 1.0)
+    outcome = Outcome("B7/x", "x", Status.FAILED, measures=(measure,))
+    text = to_json(RunReport("mine", (outcome,), clauses=("B7",)))
+    json.loads(text, parse_constant=pytest.fail)
+    [read] = from_json(text).outcomes[0].measures
+    assert repr(read.value) == repr(value)
