@@ -161,7 +161,7 @@ def test_only_differences_and_only_failures(show: Callable[..., Page]) -> None:
     page.get_by_label("Only differences").check()
     assert _shown(page) == list(_TROUBLE)
     page.get_by_label("Only failures").check()
-    assert _shown(page) == ["B2", "D3", "G5"]
+    assert _shown(page) == ["B2", "D3", "G5", "R3"]
 
 
 def test_one_run_has_no_differences_to_filter_by(show: Callable[..., Page]) -> None:
