@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import datetime as dt
+import math
 import os
 from collections import defaultdict
 from pathlib import Path
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
 __all__ = ["ReferencePolicy"]
 
 _STATE_FILE = "training_state.pt"
+#: For which a rank waits for the others.
+_MEETING = dt.timedelta(minutes=2)
 
 
 class ReferencePolicy(PolicyBackend):
@@ -64,7 +68,7 @@ class ReferencePolicy(PolicyBackend):
         self.reference_model = copy.deepcopy(self.model)
         self.temperature, self.max_grad_norm = temperature, max_grad_norm or float("inf")
         self.mbs, self.gbs = train_micro_batch_size, train_global_batch_size
-        self.steps = 0
+        self.steps, self.ranks = 0, 1
         self.optimizer = torch.optim.AdamW(self.model.parameters(), **(optimizer or {}))
         if resume_from is not None:
             self._load(Path(resume_from))
@@ -73,7 +77,27 @@ class ReferencePolicy(PolicyBackend):
     @classmethod
     def from_config(cls, config: Mapping[str, Any], *, worker: WorkerContext | None = None) -> Self:
         """See :meth:`PolicyBackend.from_config`."""
-        return cls(**{key: value for key, value in config.items() if key != "backend"})
+        policy = cls(**{key: value for key, value in config.items() if key != "backend"})
+        if worker is not None and worker.world_size > 1:
+            policy.join(worker)
+        return policy
+
+    def join(self, worker: WorkerContext) -> None:
+        """Makes it one of several data-parallel ranks, which meet at the first one's address."""
+        torch.distributed.init_process_group(
+            "gloo",
+            init_method=f"tcp://{worker.master_addr}:{worker.master_port}",
+            rank=worker.rank,
+            world_size=worker.world_size,
+            timeout=_MEETING,
+        )
+        self.ranks = worker.world_size
+
+    def _summed(self, values: torch.Tensor) -> torch.Tensor:
+        """Over all ranks, in place."""
+        if self.ranks > 1:
+            torch.distributed.all_reduce(values)
+        return values
 
     # -- scoring ---------------------------------------------------------------------------------
 
@@ -143,7 +167,7 @@ class ReferencePolicy(PolicyBackend):
         mbs: int | None = None,
     ) -> dict[str, Any]:
         """See :meth:`PolicyInterface.train`."""
-        rows = gbs or self.gbs or data.size
+        rows = (gbs or self.gbs or data.size * self.ranks) // self.ranks
         result: dict[str, Any] = {}
         for start in range(0, data.size, rows):
             batch = data.slice(start, start + rows)
@@ -155,25 +179,27 @@ class ReferencePolicy(PolicyBackend):
     ) -> dict[str, Any]:
         weights = batch["token_mask"][:, 1:] * batch["sample_mask"][:, None]
         counts = {
-            "global_valid_seqs": batch["sample_mask"].sum(),
-            "global_valid_toks": weights.sum(),
+            "global_valid_seqs": self._summed(batch["sample_mask"].sum()),
+            "global_valid_toks": self._summed(weights.sum()),
         }
         self.optimizer.zero_grad()
         total, metrics = 0.0, defaultdict[str, float](float)
         with torch.set_grad_enabled(not eval_mode):
             for part in self._parts(batch, max(mbs, loss_fn.group_size)):
                 loss, shares = loss_fn(self._inputs(part, loss_fn), part, **counts)
-                if not torch.isfinite(loss):
-                    raise TrainingError("the loss is not finite", fix="look at the batch")
                 if loss.requires_grad:
                     loss.backward()  # type: ignore[no-untyped-call]
                 total += float(loss.detach())
                 for key, value in shares.items():
                     metrics[key] += value
+        sums = self._summed(torch.tensor([total, *metrics.values()], dtype=torch.float64)).tolist()
+        if not math.isfinite(sums[0]):
+            self.optimizer.zero_grad()
+            raise TrainingError("the loss is not finite", fix="look at the batch")
         norm = 0.0 if eval_mode else self._update()
         return {
-            **metrics,
-            "loss": total,
+            **dict(zip(metrics, sums[1:], strict=True)),
+            "loss": sums[0],
             "grad_norm": norm,
             "lr": self.optimizer.param_groups[0]["lr"],
             **{key: float(value) for key, value in counts.items()},
@@ -189,6 +215,10 @@ class ReferencePolicy(PolicyBackend):
         return self._score(self.model, part)
 
     def _update(self) -> float:
+        for parameter in self.model.parameters() if self.ranks > 1 else ():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            self._summed(parameter.grad)
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.max_grad_norm)
         if not torch.isfinite(norm):
             self.optimizer.zero_grad()
@@ -202,6 +232,9 @@ class ReferencePolicy(PolicyBackend):
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         """See :meth:`PolicyInterface.save_checkpoint`; the training state is renamed in last."""
         path = Path(args[0] if args else kwargs["path"])
+        if self.ranks > 1 and torch.distributed.get_rank():
+            torch.distributed.barrier()  # the first rank has written
+            return
         with no_progress_bars():
             self.model.save_pretrained(path)
         self.tokenizer.save_pretrained(path)
@@ -212,6 +245,8 @@ class ReferencePolicy(PolicyBackend):
         }
         torch.save(state, path / "partial")
         os.replace(path / "partial", path / _STATE_FILE)
+        if self.ranks > 1:
+            torch.distributed.barrier()
 
     def _load(self, path: Path) -> None:
         try:
@@ -238,4 +273,7 @@ class ReferencePolicy(PolicyBackend):
     def shutdown(self) -> bool:
         """See :meth:`PolicyInterface.shutdown`."""
         self._sender.close()
+        if self.ranks > 1:
+            self.ranks = 1
+            torch.distributed.destroy_process_group()
         return True
