@@ -105,7 +105,11 @@ class Reader:
 
     def _directory(self) -> Path:
         shown = subprocess.run(
-            ["bash", "-c", f"source {self._state}; pwd"], capture_output=True, text=True, check=True
+            ["bash", "-c", f"source {self._state}; pwd"],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=DEADLINE_S,
         )
         return Path(shown.stdout.strip())
 

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rl_conformance.outcome import Verdict
+from rl_conformance.registry import all_checks
 from rl_conformance.reports import read_report
-from rl_core.errors import ConfigError, WorkerDiedError
+from rl_core.errors import ConfigError, DeadlineError, WorkerDiedError
 
 if TYPE_CHECKING:
     from rl_conformance.context import Settings
@@ -34,6 +35,7 @@ def run_in_processes(
 
     Raises:
         ConfigError: pytest-xdist is not installed.
+        DeadlineError: It took longer than the deadlines of all checks together.
         WorkerDiedError: pytest ended without a report, or with another verdict than that.
     """
     if importlib.util.find_spec("xdist") is None:
@@ -57,7 +59,14 @@ def run_in_processes(
         command += [f"{part}" for option in options.items() if option[1] for part in option]
         # Nor what its user has set for pytest elsewhere.
         environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
-        done = subprocess.run(command, cwd=folder, env=environment)
+        deadline_s = sum(check.timeout_s for check in all_checks())
+        try:
+            done = subprocess.run(command, cwd=folder, env=environment, timeout=deadline_s)
+        except subprocess.TimeoutExpired as error:
+            raise DeadlineError(
+                f"pytest did not end within {deadline_s:.0f} s, in which every check must",
+                fix="leave out -n: the check that hangs is then named",
+            ) from error
         file = Path(folder, "report.json")
         report = read_report(file) if file.exists() else None
         sound = report is not None and report.verdict is Verdict.CONFORMANT

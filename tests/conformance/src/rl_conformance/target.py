@@ -107,8 +107,7 @@ def _checked(tiny: Any, provider: Provider) -> dict[str, Any]:
     try:
         for kinds in tiny.values():
             for config in kinds.values():
-                sound = not {"backend", "model_name"} & config.keys()
-                if not sound:
+                if {"backend", "model_name"} & config.keys():
                     raise TypeError("it sets backend or model_name")
         return dict(tiny)
     except (AttributeError, TypeError) as error:

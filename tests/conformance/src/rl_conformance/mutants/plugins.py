@@ -46,8 +46,10 @@ def the_manifest_imports_torch() -> Iterator[None]:
             mock.patch.object(sys, "path", [folder, *sys.path]),
             mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(paths)),
         ):
-            yield
-    sys.modules.pop("rl_heavy_manifest", None)
+            try:
+                yield
+            finally:
+                sys.modules.pop("rl_heavy_manifest", None)
 
 
 @breaks("D5", checks="D5", of=lambda: Target.find("reference"))
