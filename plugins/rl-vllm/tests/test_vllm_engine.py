@@ -18,6 +18,7 @@ import psutil
 import pytest
 import torch
 
+from rl_conformance.weights import engine_weights, policy_weights
 from rl_core import create_policy
 from rl_core.batch import BatchedDataDict
 from rl_core.cluster import RayVirtualCluster
@@ -97,6 +98,19 @@ def test_refits_bring_the_engine_to_the_policy(case, start, tiny):
         assert engine.weights_version == seed
         for greedy in (True, False):
             assert difference(policy, engine.generate(prompts(), greedy=greedy)) < 1e-4
+    policy.shutdown()
+
+
+def test_an_engine_in_bfloat16_has_what_was_sent(start, tiny):
+    engine = start("qwen2", torch_dtype="bfloat16")
+    policy = hf_policy(tiny("qwen2"), torch_dtype="bfloat16")
+    for seed, options in enumerate(({"verify": "installed"}, {"isolation": "staged"}), 1):
+        shake(policy, seed)
+        refit(policy, engine, deadline_s=60.0, **options)
+        installed = engine_weights(engine)
+        for name, weight in policy_weights(policy).items():
+            assert torch.equal(installed[name], weight), name
+        assert difference(policy, engine.generate(prompts(), greedy=True)) < 0.2
     policy.shutdown()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 from rl_core.errors import CapabilityError
 from rl_core.interfaces import TensorSpec
 from rl_vllm.regions import Region, regions_of
+from rl_vllm.weights import EngineWeights
 
 
 def spec(name: str, *shape: int) -> TensorSpec:
@@ -122,3 +124,14 @@ def test_a_region_takes_only_its_part():
     region = Region(torch.zeros(2, 2), 4, 1, 1)
     region.write(3, torch.arange(3.0, 10.0))
     assert region.target.tolist() == [[5, 6], [9, 0]]
+
+
+def test_what_vllm_keeps_wider_than_the_model_is_read_in_the_dtype_of_the_model():
+    parallel = SimpleNamespace(world_size=1)
+    weights = EngineWeights(SimpleNamespace(vllm_config=SimpleNamespace(parallel_config=parallel)))
+    kept = torch.tensor([[0.5, -2.0, 3.0]])  # float32: kernels for AMX take biases so
+    vars(weights)["specs"] = [TensorSpec("bias", (3,), "bfloat16")]
+    vars(weights)["regions"] = {"bias": [Region(kept, 3, 0, 0)]}
+    assert weights.targets is None  # it is not the engine's own
+    [(name, tensor)] = weights.read(["bias"])
+    assert (name, tensor.dtype, tensor.tolist()) == ("bias", torch.bfloat16, [0.5, -2.0, 3.0])

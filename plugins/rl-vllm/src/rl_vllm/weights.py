@@ -87,14 +87,17 @@ class EngineWeights:
         kept = self._somewhere({name for name, found in regions.items() if found})
         for spec in owned:
             if spec.name not in kept:
-                whole = torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype)).view(1, -1)
+                whole = torch.zeros(spec.shape, dtype=_dtype(spec)).view(1, -1)
                 regions[spec.name] = [Region(whole, whole.shape[1], 0, 0)]
         _check_filled(self.model, regions)
         return regions
 
     @cached_property
     def targets(self) -> Mapping[str, torch.Tensor] | None:
-        """Every tensor as a view of the engine's own, if it has them whole."""
+        """Every tensor as a view of the engine's own, if it has them whole, and in its dtype.
+
+        Some of vLLM's kernels for CPUs keep biases of a bfloat16 model in float32.
+        """
         found = {}
         for spec in self.specs:
             if spec.alias_of is not None:
@@ -103,7 +106,7 @@ class EngineWeights:
             if len(regions) != 1 or regions[0].target.numel() != _numel(spec):
                 return None
             [region] = regions
-            if not region.target.is_contiguous():
+            if not region.target.is_contiguous() or region.target.dtype != _dtype(spec):
                 return None
             found[spec.name] = region.target.view(spec.shape)
         return found
@@ -115,9 +118,9 @@ class EngineWeights:
             spec = by_name[name]
             regions = self.regions[spec.alias_of or name]
             if self._size == 1 and len(regions) == 1 and regions[0].target.is_contiguous():
-                yield name, regions[0].target.view(spec.shape)
+                yield name, regions[0].target.view(spec.shape).to(_dtype(spec))
                 continue
-            whole = torch.zeros(_numel(spec), dtype=getattr(torch, spec.dtype))
+            whole = torch.zeros(_numel(spec), dtype=_dtype(spec))
             for region in regions:
                 region.read(whole)
             if self._size > 1 and whole.numel():
@@ -139,6 +142,11 @@ class EngineWeights:
         known = torch.tensor(ours, dtype=torch.uint8)
         dist.all_reduce(known, dist.ReduceOp.MAX, group=self._group)
         return {spec.name for spec, one in zip(self.specs, known.tolist(), strict=True) if one}
+
+
+def _dtype(spec: TensorSpec) -> torch.dtype:
+    found: torch.dtype = getattr(torch, spec.dtype)
+    return found
 
 
 def _numel(spec: TensorSpec) -> int:
