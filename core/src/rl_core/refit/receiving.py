@@ -254,6 +254,7 @@ class Receiving(Job[ReceiverSession]):
             if offer.kv_scales:
                 self._sink.scale_kv(offer.kv_scales)
             self._sink.finish(offer.version)
+            _settle(self._sink)
             if offer.verify == "installed":
                 self._loader.check_installed()
         except RefitCorrupted:
@@ -277,6 +278,7 @@ class Receiving(Job[ReceiverSession]):
         try:
             if self._sink is not None:
                 self._sink.fail()
+                _settle(self._sink)
                 if isinstance(self._sink, StagedSink):
                     self._receiver.torn = self._torn_before
         except Exception as error:
@@ -296,6 +298,13 @@ class Receiving(Job[ReceiverSession]):
 def _holds(receiver: RefitReceiver, trainer: Trainer) -> bytes:
     """The digests of what the engine is known to have, in the trainer's order."""
     return DigestTable(trainer.manifest.cast(trainer.dtypes), receiver.known).flat
+
+
+def _settle(sink: WeightSink) -> None:
+    """Waits until what was written is there: engines compute on streams of their own."""
+    device = torch.device(sink.device)
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
 
 
 def _nothing() -> None:

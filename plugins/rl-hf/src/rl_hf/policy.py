@@ -401,6 +401,8 @@ class HuggingFacePolicy(PolicyBackend):
             del self.model, self._forward, self._scorer, self._trainer, self._placement
             if self._device.type == "cuda":
                 torch.cuda.empty_cache()
+                # What engines had mapped is let go of only now.
+                torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
         return True
 
     def _ready(self, method: str) -> None:
