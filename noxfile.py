@@ -32,6 +32,8 @@ PLUGINS = {"hf": "plugins/rl-hf", "vllm": "plugins/rl-vllm"}
 #: Engines that get an environment of their own, and what is installed there on a CPU.
 ENGINES = {"vllm": "plugins/rl-vllm"}
 DISTRIBUTIONS = [CORE, LOSSES, *PLUGINS.values(), CONFORMANCE]
+#: Checks that look different in the dtype of the CUDA profile; all of them pass in it.
+IN_LOWER_PRECISION = "G4 or G7 or G8 or G10 or G11 or P1 or P4 or P5 or P13 or R1 or R15"
 TEST_TOOLS = [
     "pytest",
     "pytest-cov",
@@ -108,6 +110,9 @@ def conformance(session: nox.Session, plugin: str) -> None:
     # In two processes, unless a part is asked for.
     how = session.posargs or ["-n", "2"]
     session.run("rl", "conformance", "run", plugin, *reports(plugin, "cpu"), *how)
+    if not session.posargs:
+        part = ["--dtype", "bfloat16", "-k", IN_LOWER_PRECISION]
+        session.run("rl", "conformance", "run", plugin, *part)
 
 
 @nox.session

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from rl_conformance import GenerationConformance
+from rl_conformance.checks import discovery as d_checks
 from rl_conformance.context import Settings
 from rl_conformance.harness import Harness
 from rl_conformance.outcome import Measure, Outcome, RunReport, Status, Verdict
@@ -73,6 +74,23 @@ def test_a_shutdown_that_raises_is_an_error_and_the_run_goes_on(
         assert "the check's own" in outcome.message
         assert said in outcome.message
         assert harness.outcome(select([], "B7")[0]).status is Status.PASSED
+
+
+def test_a_shutdown_that_raises_at_the_very_end_is_in_the_report(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Clinging(ReferenceGeneration):
+        def on_shutdown(self) -> None:
+            _refuse_to_end()
+
+    monkeypatch.setattr(d_checks, "checks_of", list)  # the last check alone
+    target = reference_target(make_generation=Clinging.from_config)
+    checks = [*select([], "lengths_add_up"), *select([], "D3")]
+    report = run(target, Settings(), checks, selection="both")
+    first, last = report.outcomes
+    assert first.status is Status.PASSED
+    assert last.status is Status.ERROR
+    assert "does not let go" in last.message
 
 
 @pytest.mark.parametrize(

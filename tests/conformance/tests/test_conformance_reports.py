@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import xml.etree.ElementTree as ET
 from dataclasses import replace
 from itertools import pairwise
@@ -176,6 +177,18 @@ def test_reports_that_were_kept_are_read() -> None:
     kept = [p for p in folder.glob("*.json") if "clauses" in json.loads(p.read_text())]
     assert kept
     assert {read_report(path).verdict for path in kept} == {Verdict.CONFORMANT}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("seconds", "long"), ("status", "fine"), ("measures", [{}]), ("figures", [{"name": "x"}])],
+)
+def test_a_damaged_report_is_said_to_be_one_and_where(key: str, value: object) -> None:
+    data = json.loads(to_json(_report(GOOD, BAD)))
+    data["clauses"][0]["checks"][0][key] = value
+    where = "kind" if key == "figures" else f"clauses[0].checks[0].{key}"
+    with pytest.raises(ValueError, match=f"a damaged report: .*{re.escape(where)}"):
+        from_json(json.dumps(data))
 
 
 def test_json_of_another_schema_is_refused() -> None:

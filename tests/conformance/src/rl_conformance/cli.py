@@ -40,6 +40,13 @@ class Device(StrEnum):
     CUDA = "cuda"
 
 
+class Dtype(StrEnum):
+    """Of the weights of a mutant."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+
+
 @app.callback()
 def main() -> None:
     """Prove that a backend keeps the contract."""
@@ -73,7 +80,10 @@ def list_checks(
 def run(
     name: Annotated[str, typer.Argument(help="The backend, as `rl backends list` shows it.")],
     device: Annotated[Device, typer.Option(help="Where it runs.")] = Device.CPU,
-    dtype: Annotated[str, typer.Option(help="Of its weights.")] = "float32",
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="Of its weights.", show_default="float32; bfloat16 on cuda"),
+    ] = None,
     model: Annotated[
         Path | None, typer.Option(help="A checkpoint instead of the suite's tiny models.")
     ] = None,
@@ -108,16 +118,16 @@ def run(
 
     files = ReportFiles(json, junit, markdown, html, badge)
     target = Target.find(name)
-    if dtype not in target.manifest.tolerances:
+    settings = Settings.of(device.value, dtype, str(model) if model else None)
+    if settings.dtype not in target.manifest.tolerances:
         raise ConfigError(
-            f"{name} declares no tolerance for {dtype!r}",
+            f"{name} declares no tolerance for {settings.dtype!r}",
             fix=f"use one of {', '.join(target.manifest.tolerances)}",
             key="dtype",
         )
     known = read_ledger(known_failures) if known_failures else {}
     checks = select(kind or [], k)
     selection = " and ".join([*(kind or []), *([k] if k else [])])
-    settings = Settings(device.value, dtype, str(model) if model else None)
     if processes > 1:
         if selection or device is Device.CUDA:
             raise ConfigError(
@@ -152,6 +162,9 @@ def merge(
 @app.command()
 def mutants(
     k: Annotated[str, typer.Option("-k", help="Only those with this in their name.")] = "",
+    dtype: Annotated[
+        Dtype, typer.Option(help="Of the weights: with bfloat16 the tolerances are wider.")
+    ] = Dtype.FLOAT32,
     json: Annotated[Path | None, typer.Option(help="Write the kill table as JSON.")] = None,
     markdown: Annotated[Path | None, typer.Option(help="Write it as Markdown.")] = None,
 ) -> None:
@@ -173,7 +186,7 @@ def mutants(
     console = Console(stderr=True)
     autopsies = []
     for mutant in track(chosen, "mutants", console=console, transient=True):
-        autopsies.append(found := examine(mutant))
+        autopsies.append(found := examine(mutant, dtype.value))
         if not console.is_terminal:  # a log: a line for each
             what = f"{found.verdict:<8} {mutant.breaks[0]} {mutant.name}"
             print(f"{what} ({found.seconds:.1f} s)", flush=True)

@@ -16,6 +16,7 @@ from rl_conformance.outcome import Measure
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from rl_conformance.continuations import Continuation
     from rl_conformance.figures import Figure
     from rl_conformance.oracle import Oracle
     from rl_conformance.outcome import Outcome
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
     from rl_core.plugins.manifest import BackendManifest
 
 __all__ = ["Context", "Settings", "Workshop"]
+
+#: Of the weights where the run does not say it: as in production on a GPU, strict on a CPU.
+_DTYPES = {"cpu": "float32", "cuda": "bfloat16"}
 
 #: Backends kept for the next check with the same configuration, of each kind.
 _KEPT = 3
@@ -44,6 +48,13 @@ class Settings:
     device: Literal["cpu", "cuda"] = "cpu"
     dtype: str = "float32"
     model: str | None = None
+
+    @classmethod
+    def of(
+        cls, device: Literal["cpu", "cuda"], dtype: str | None = None, model: str | None = None
+    ) -> Settings:
+        """Settings whose dtype is the device's usual one where none is given."""
+        return cls(device, dtype or _DTYPES[device], model)
 
 
 class Workshop:
@@ -76,11 +87,11 @@ class Workshop:
         return path if path.exists() else make_tiny_model(path, family, **overrides)
 
     def oracle(self, path: Path) -> Oracle:
-        """The oracle of a checkpoint."""
+        """The oracle of a checkpoint, its weights rounded to the dtype of the run."""
         from rl_conformance.oracle import Oracle
 
         if path not in self._oracles:
-            self._oracles[path] = Oracle(path)
+            self._oracles[path] = Oracle(path, self.settings.dtype)
         return self._oracles[path]
 
     def build(self, kind: str, dtype: str, config: dict[str, Any]) -> Any:
@@ -219,8 +230,13 @@ class Context:
         """A tiny checkpoint of a family."""
         return self.workshop.model(family, **overrides)
 
+    def large_model(self) -> Path:
+        """A checkpoint of half a gigabyte in bfloat16, for measuring memory, with usual heads."""
+        heads = {"num_attention_heads": 16, "num_key_value_heads": 8}
+        return self.model("qwen2", hidden_size=2048, num_layers=8, **heads)
+
     def oracle(self, path: Path | None = None) -> Oracle:
-        """The float32 reference of a checkpoint, by default of the run's main model."""
+        """The reference of a checkpoint in float32 arithmetic, by default of the main model."""
         return self.workshop.oracle(path or self.workshop.model())
 
     def directory(self) -> Path:
@@ -238,6 +254,20 @@ class Context:
         from rl_conformance.batches import pad_rows
 
         return pad_rows(rows, self.oracle().pad_token_id, **extra)
+
+    def certain(self, *lengths: int, steps: int = 4) -> list[Continuation]:
+        """A prompt for each length with a continuation that the dtype's rounding cannot change."""
+        from rl_conformance.continuations import find_certain
+
+        return find_certain(self.oracle(), lengths, steps=steps, lead=self.lead)
+
+    @property
+    def lead(self) -> float:
+        """How far a log-prob is above another if no two errors within tolerance reorder them.
+
+        In float32 more than that, so that a token that differs shows more than a small error.
+        """
+        return max(2 * self.tolerance[1], 0.1)
 
     @property
     def tolerance(self) -> tuple[float, float]:
@@ -259,9 +289,20 @@ class Context:
         if math.isnan(value) or value > tolerance:
             fail(f"{name} is {value:.6g} {unit}, above {tolerance:g}".replace("  ", " "))
 
-    def measure_error(self, got: Any, expected: Any, dtype: str | None = None) -> None:
-        """Compares log-probs by mean and maximum of the absolute difference."""
-        mean, largest = self.tolerance_of(dtype or self.settings.dtype)
+    def measure_error(
+        self, got: Any, expected: Any, dtype: str | None = None, *, scale: float = 1.0
+    ) -> None:
+        """Compares log-probs by mean and maximum of the absolute difference.
+
+        Args:
+            got: From the backend.
+            expected: What it should be.
+            dtype: Whose declared tolerance holds, if not that of the run's.
+            scale: Factor on it: 2 between two implementations that may both be off, and the
+                reciprocal of a temperature, which divides errors of logits as it does logits.
+        """
+        declared = self.tolerance_of(dtype or self.settings.dtype)
+        mean, largest = (bound * scale for bound in declared)
         difference = (got.double() - expected.double()).abs()
         if got.shape != expected.shape:
             fail(f"got shape {list(got.shape)}, expected {list(expected.shape)}")

@@ -13,14 +13,14 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
+import torch
+
 from rl_conformance.expect import NotRun, require
 from rl_core.refit.messages import BucketReady, Codec, FromSender
 from rl_core.refit.transports.control import ControlServer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Mapping
-
-    import torch
 
     from rl_core.interfaces import (
         ColocatablePolicyInterface,
@@ -43,6 +43,7 @@ __all__ = [
     "kill_engine_at",
     "misplacing",
     "one_by_one",
+    "rounded",
     "source_class",
     "writes_in_place",
 ]
@@ -175,11 +176,17 @@ def misplacing(sink: type[WeightSink], tensor: str) -> Any:
     return one_by_one(sink, write)
 
 
+def rounded(data: torch.Tensor) -> torch.Tensor:
+    """What is left of floats after they went through a narrower type."""
+    narrower = torch.bfloat16 if data.element_size() > 2 else torch.float8_e4m3fn
+    return data.to(narrower).to(data.dtype)
+
+
 def casting_down(sink: type[WeightSink], tensor: str) -> Any:
-    """Fault: the loader rounds one tensor to bfloat16 on the way in."""
+    """Fault: the loader rounds one tensor to a narrower type on the way in."""
 
     def write(go: Any, name: str, offset: int, data: torch.Tensor, of: TensorSpec) -> None:
-        go(name, offset, data.bfloat16().to(data.dtype) if name == tensor else data)
+        go(name, offset, rounded(data) if name == tensor else data)
 
     return one_by_one(sink, write)
 

@@ -27,6 +27,8 @@ __all__ = ["Harness"]
 
 #: Seconds in which all shared backends must shut down.
 _DISCARD_S = 120.0
+#: By device, a factor on the deadlines of checks: engines take longer to start on a GPU.
+_PATIENCE = {"cpu": 1.0, "cuda": 3.0}
 
 
 class Harness:
@@ -97,7 +99,7 @@ class Harness:
     ) -> tuple[Status, str, bool]:
         """Status, message, and whether a check that did not run is excused."""
         try:
-            with _deadline(check.timeout_s):
+            with _deadline(check.timeout_s * _PATIENCE[self.settings.device]):
                 try:
                     check(context) if function is check.function else function(context)
                 finally:

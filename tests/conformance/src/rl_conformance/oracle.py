@@ -1,10 +1,12 @@
-"""The oracle: a plain float32 forward pass over the checkpoint, one unpadded row at a time.
+"""The oracle: a plain float32 forward pass over the checkpoint, without cache, padding or masks.
 
-No cache, no batch, no padding, no masks: nothing that a backend could share a mistake with.
+Nothing that a backend could share a mistake with. A backend in lower precision is compared with
+its own weights, rounded as they have to be, in float32 arithmetic: what is left is its error.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-__all__ = ["Oracle", "reward_scores", "truncated_distribution"]
+__all__ = ["Oracle", "Truncated", "reward_scores", "truncated_distribution"]
 
 
 class Oracle:
@@ -23,21 +25,18 @@ class Oracle:
 
     Args:
         path: Directory of the checkpoint.
+        dtype: To which the weights are rounded before they are used in float32.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, dtype: str = "float32") -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        with no_progress_bars():
-            self.model: Any = AutoModelForCausalLM.from_pretrained(
-                path, dtype=torch.float32, attn_implementation="eager"
-            ).eval()
+        self.model: Any = _rounded_model(AutoModelForCausalLM, path, dtype)
         self.tokenizer: Any = AutoTokenizer.from_pretrained(path)
         self.vocab_size = int(self.model.config.vocab_size)
         self.pad_token_id = int(self.tokenizer.pad_token_id)
         self.eos_token_id = int(self.model.config.eos_token_id)
         self.context = int(self.model.config.max_position_embeddings)
-        self._paths: dict[tuple[int, ...], list[int]] = {}
 
     def logits(self, ids: Sequence[int]) -> torch.Tensor:
         """``[len(ids), V]`` float32; position t predicts token t+1."""
@@ -60,19 +59,54 @@ class Oracle:
             out[row, :length] = self.logprobs(ids[row, :length].tolist(), temperature)
         return out
 
-    def greedy(self, prompt: Sequence[int], steps: int) -> list[int]:
-        """The argmax continuation, up to and with the model's eos."""
-        path = self._paths.setdefault(tuple(prompt), [])
-        while len(path) < steps and self.eos_token_id not in path:
-            path.append(int(self.logits([*prompt, *path])[-1].argmax()))
-        return path[:steps]
+    def continue_greedily(
+        self, prompts: torch.Tensor, steps: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The argmax continuation of prompts of one length, beyond any end of text.
 
-    def distribution(
-        self, prompt: Sequence[int], *, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0
-    ) -> torch.Tensor:
-        """``[V]`` float64 probabilities of the next token as it is sampled."""
+        Args:
+            prompts: ``[N, L]``.
+            steps: Tokens to add.
+
+        Returns:
+            ``[N, steps]`` int64 tokens, and float32 by how much the log-prob of each is above that
+            of the next likely one.
+        """
+        ids, leads = prompts, []
+        for _ in range(steps):
+            with torch.no_grad():
+                logits = self.model(ids, use_cache=False).logits[:, -1].float()
+            two = logits.topk(2)
+            leads.append(two.values[:, 0] - two.values[:, 1])
+            ids = torch.cat([ids, two.indices[:, :1]], dim=1)
+        return ids[:, prompts.shape[1] :], torch.stack(leads, dim=1)
+
+    def greedy(self, prompt: Sequence[int], steps: int) -> list[int]:
+        """The argmax continuation of a prompt, up to and with the model's eos."""
+        tokens = self.continue_greedily(torch.tensor([list(prompt)]), steps)[0][0].tolist()
+        end = tokens.index(self.eos_token_id) + 1 if self.eos_token_id in tokens else steps
+        return tokens[:end]
+
+    def truncated(
+        self,
+        prompt: Sequence[int],
+        *,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        slack: tuple[float, float] = (0.0, 0.0),
+    ) -> Truncated:
+        """The distribution from which the next token is sampled.
+
+        Args:
+            prompt: Token ids.
+            temperature: Divides the logits.
+            top_k: See :func:`truncated_distribution`.
+            top_p: See :func:`truncated_distribution`.
+            slack: Mean and largest error of a log-prob that may move the edge of what is kept.
+        """
         logits = self.logits(prompt)[-1].double() / temperature
-        return truncated_distribution(logits, top_k=top_k, top_p=top_p)
+        return Truncated.of(logits, top_k=top_k, top_p=top_p, slack=slack)
 
     def nll(
         self, ids: torch.Tensor, lengths: torch.Tensor, mask: torch.Tensor
@@ -98,6 +132,46 @@ class Oracle:
         return total, float(torch.stack(norms).norm())
 
 
+@dataclass(frozen=True, slots=True)
+class Truncated:
+    """A next-token distribution after truncation.
+
+    Attributes:
+        probabilities: ``[V]`` float64, 0 for what is left out.
+        logprobs: ``[V]`` float64 shares of what is kept; for a token that is left out, the share
+            that it would have in place of its neighbour at the edge.
+        edge: ``[V]`` True for tokens that rounding may let in or keep out.
+    """
+
+    probabilities: torch.Tensor
+    logprobs: torch.Tensor
+    edge: torch.Tensor
+
+    @classmethod
+    def of(
+        cls, logits: torch.Tensor, *, top_k: int, top_p: float, slack: tuple[float, float]
+    ) -> Truncated:
+        """Truncates logits ``[V]`` to which the temperature was applied."""
+        mean, largest = slack
+        probabilities = truncated_distribution(logits, top_k=top_k, top_p=top_p)
+        kept = probabilities > 0
+        edge = torch.zeros_like(kept)
+        if top_k or top_p < 1:
+            masses = (top_p * (1 - mean), top_p * (1 + mean)) if top_p < 1 else (1.0, 1.0)
+            upper, lower = (
+                logits[truncated_distribution(logits, top_k=top_k, top_p=mass) > 0].min()
+                for mass in masses
+            )
+            # Two log-probs with the largest error each change places if they are this close.
+            edge = (logits >= lower - 2 * largest) & (logits <= upper + 2 * largest)
+        return cls(probabilities, logits - logits[kept].logsumexp(0), edge)
+
+    @property
+    def possible(self) -> torch.Tensor:
+        """``[V]`` True for tokens that may be drawn."""
+        return (self.probabilities > 0) | self.edge
+
+
 def truncated_distribution(logits: torch.Tensor, *, top_k: int, top_p: float) -> torch.Tensor:
     """Softmax, then the ``top_k`` largest, then the nucleus of mass ``top_p``, renormalised.
 
@@ -117,15 +191,23 @@ def truncated_distribution(logits: torch.Tensor, *, top_k: int, top_p: float) ->
     return torch.zeros_like(probabilities).scatter(0, order, probabilities)
 
 
-def reward_scores(path: str | Path, ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+def reward_scores(
+    path: str | Path, ids: torch.Tensor, lengths: torch.Tensor, dtype: str = "float32"
+) -> torch.Tensor:
     """``[B]`` float32 output of a checkpoint's scoring head at each row's last token."""
     from transformers import AutoModelForSequenceClassification
 
-    with no_progress_bars():
-        model = AutoModelForSequenceClassification.from_pretrained(
-            path, dtype=torch.float32, attn_implementation="eager"
-        ).eval()
+    model = _rounded_model(AutoModelForSequenceClassification, path, dtype)
     with torch.no_grad():
         rows = zip(ids, lengths.tolist(), strict=True)
         scores = [model(row[None, :length]).logits[0, 0] for row, length in rows]
     return torch.stack(scores).float()
+
+
+def _rounded_model(factory: Any, path: str | Path, dtype: str) -> Any:
+    """A checkpoint in float32 whose weights have the values that they have in a dtype."""
+    with no_progress_bars():
+        model = factory.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(getattr(torch, dtype)).float()
+    return model.eval()

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["PeerGoneError", "RemoteGeneration", "RemotePolicy"]
 
 #: Seconds within which a peer must start or answer.
-_ANSWER_S = 90.0
+_ANSWER_S = 240.0
 
 
 class PeerGoneError(Exception):

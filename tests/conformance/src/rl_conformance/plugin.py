@@ -23,7 +23,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("rl-conformance", "conformance of RL backends")
     group.addoption("--rl-backend", metavar="NAME", help="run the suite against this backend")
     group.addoption("--rl-device", choices=("cpu", "cuda"), default="cpu", help="where it runs")
-    group.addoption("--rl-dtype", default="float32", help="dtype of its weights")
+    group.addoption("--rl-dtype", help="of its weights: float32 on cpu, bfloat16 on cuda")
     group.addoption("--rl-model", metavar="PATH", help="a checkpoint to use in place of tiny ones")
     group.addoption("--rl-known-failures", metavar="FILE", help="ledger of known failures (TOML)")
     group.addoption("--rl-report", metavar="FILE", type=Path, help="write the report as JSON")

@@ -71,7 +71,7 @@ def harness_for(config: pytest.Config, find: Any, name: str, **settings: Any) ->
         "model": config.getoption("rl_model"),
         **{key: value for key, value in settings.items() if value is not None},
     }
-    key = (name, Settings(**chosen))
+    key = (name, Settings.of(**chosen))
     kept = config.stash.setdefault(_HARNESSES, {})
     if key not in kept:
         _share_cores(config)
@@ -140,7 +140,8 @@ def finish_session(
     path, asked = config.getoption("rl_report"), config.getoption("rl_backend")
     runs = dict(found)
     if asked and not any(run[0] == asked for run in runs):
-        runs[asked, config.getoption("rl_device"), config.getoption("rl_dtype")] = ()
+        empty = Settings.of(config.getoption("rl_device"), config.getoption("rl_dtype"))
+        runs[asked, empty.device, empty.dtype] = ()
     for run, outcomes in runs.items():
         report = _report(session, run, outcomes, environments.get(run, {}), seconds)
         if path:

@@ -34,7 +34,8 @@ class Target:
         versions: Of the plugin and of its engine, for the report.
         installed: Whether discovery finds it under its name.
         tiny: By device and kind, the configuration that the plugin wants for the suite's tiny
-            models; the entry point of the backend's name in the group ``rl_core.conformance``.
+            models, and under ``"kv_scales"`` that of an engine with an FP8 cache; the entry point
+            of the backend's name in the group ``rl_core.conformance``.
     """
 
     name: str
@@ -81,7 +82,7 @@ class Target:
         )
 
     def own_settings(self, settings: Settings) -> Mapping[str, Mapping[str, Any]]:
-        """What the plugin wants for the models of a run, by kind."""
+        """What the plugin wants for the models of a run, by kind or capability."""
         return self.tiny.get(settings.device, {}) if settings.model is None else {}
 
     def base_config(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -87,8 +88,9 @@ def the_diagnostics_are_commands(ctx: Context) -> None:
     """rl check runs them, and says by its exit code what came of them."""
     _diagnosed(ctx)
     command = [sys.executable, "-m", "rl_core.cli", "check", "max-model-len", str(ctx.model())]
+    own = ctx.target.own_settings(ctx.settings).get("generation", {})
     done = subprocess.run(
-        [*command, "--generation", ctx.target.name],
+        [*command, "--generation", ctx.target.name, "--generation-config", json.dumps(own)],
         capture_output=True,
         text=True,
         timeout=150,

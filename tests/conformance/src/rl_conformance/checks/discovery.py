@@ -8,6 +8,8 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from rl_conformance.catalogue import LARGEST_CONSTANT, LEAST_RELEASED, LOOSEST
 from rl_conformance.expect import raises, require
 from rl_conformance.outcome import Status
@@ -85,6 +87,7 @@ def tolerances_are_not_declared_away(ctx: Context) -> None:
     manifest = ctx.manifest
     require(manifest.tolerances, "the manifest declares no tolerances")
     for dtype, declared in manifest.tolerances.items():
+        require(isinstance(getattr(torch, dtype, None), torch.dtype), f"torch has no {dtype}")
         loosest = LOOSEST.get(dtype, LOOSEST["bfloat16"])
         within = all(own <= most for own, most in zip(declared, loosest, strict=True))
         require(within, f"{dtype}: {declared} is above {loosest}")
@@ -114,6 +117,8 @@ def declares_what_it_does(ctx: Context) -> None:
         outcome = ctx.outcome_of(each)
         if outcome.status.bad or outcome.status is Status.KNOWN_FAILURE:
             wrong.append(f"{each.capability} ({outcome.check}): {outcome.status}")
+    # The last check: what is left running has to end within it, or no report would say that.
+    ctx.workshop.discard()
     declared = {name for found in ctx.manifest.capabilities.values() for name in found}
     require(declared <= looked_at, f"no check looks at {sorted(declared - looked_at)}")
     require(not wrong, "; ".join(wrong))

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rl_conformance.batches import generated
+from rl_conformance.continuations import find_stop
 from rl_conformance.expect import raises, require, same_tensor
 from rl_conformance.leftovers import Leftovers
 from rl_conformance.registry import check, refusal
-from rl_conformance.stops import find_stop
 from rl_core.errors import CapabilityError, LifecycleError, RLError
 
 if TYPE_CHECKING:
@@ -56,19 +56,22 @@ def output_survives_a_sleep(ctx: Context) -> None:
 @check("G13", capability="sleep", device="cuda")
 def sleeping_releases_device_memory(ctx: Context) -> None:
     """The declared fraction of what waking took is free after finish_generation."""
-    generation = ctx.fresh_generation(
-        model_name=str(ctx.model("qwen2", hidden_size=2048, num_layers=8))
-    )
+    generation = ctx.fresh_generation(model_name=str(ctx.large_model()))
+    _wake_and_generate(ctx, generation)  # what a first use sets up is not given back
     generation.finish_generation()
     asleep_before = _device_bytes()
-    generation.prepare_for_generation()
-    generation.generate(ctx.prompts(5), greedy=True)
+    _wake_and_generate(ctx, generation)
     awake = _device_bytes()
     generation.finish_generation()
     taken = awake - asleep_before
     require(taken > 0, "waking took no device memory that could be released")
     kept = (_device_bytes() - asleep_before) / taken
     ctx.measure("kept_fraction", kept, 1 - ctx.manifest.released_fraction)
+
+
+def _wake_and_generate(ctx: Context, generation: GenerationInterface) -> None:
+    generation.prepare_for_generation()
+    generation.generate(ctx.prompts(5), greedy=True)
 
 
 def _device_bytes() -> int:
@@ -153,8 +156,9 @@ def rows_carry_version_zero_at_first(ctx: Context) -> None:
 @check("G16")
 def streamed_rows_equal_generate(ctx: Context) -> None:
     """The union of the streamed rows is what generate returns."""
-    data = ctx.prompts(3, 9, 5, label=["a", "b", "c"])
-    generation = ctx.generation()
+    rows = ctx.certain(3, 9, 5)
+    data = ctx.batch([row.prompt for row in rows], label=["a", "b", "c"])
+    generation = ctx.generation(max_new_tokens=4)
     whole = generation.generate(data, greedy=True)
     streamed = dict(_stream(generation, data))
     require(sorted(streamed) == [0, 1, 2], f"rows {sorted(streamed)} were yielded")
@@ -168,7 +172,7 @@ def streamed_rows_equal_generate(ctx: Context) -> None:
 @check("G16")
 def rows_are_yielded_as_they_finish(ctx: Context) -> None:
     """A short row comes before a long one that stands before it."""
-    stop = find_stop(ctx.oracle(), steps=8)
+    stop = find_stop(ctx.oracle(), 8, ctx.lead)
     generation = ctx.generation(stop_token_ids=[stop.token])
     data = ctx.batch([stop.other_prompt, stop.prompt])
     order = [index for index, _ in _stream(generation, data)]

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rl_conformance.batches import generated, generated_mask, pad_rows, random_rows
+from rl_conformance.batches import generated, generated_mask, pad_rows
+from rl_conformance.continuations import find_stop, find_stop_string
 from rl_conformance.expect import raises, require, same_tensor
 from rl_conformance.registry import check
-from rl_conformance.stops import find_stop, find_stop_pair
 from rl_core.batch import BatchedDataDict
 
 if TYPE_CHECKING:
@@ -139,9 +139,9 @@ def logprobs_are_zero_outside_and_negative_inside(ctx: Context, greedy: bool) ->
 @check("G5")
 def truncated_tells_length_from_stop(ctx: Context) -> None:
     """A row that ran out of tokens is truncated, one that met a stop token is not."""
-    stop = find_stop(ctx.oracle(), steps=8)
+    stop = find_stop(ctx.oracle(), 4, ctx.lead)
     data = ctx.batch([stop.prompt, stop.other_prompt])
-    generation = ctx.generation(stop_token_ids=[stop.token])
+    generation = ctx.generation(stop_token_ids=[stop.token], max_new_tokens=4)
     output = generation.generate(data, greedy=True)
     require(output["truncated"].tolist() == [False, True], f"truncated is {output['truncated']}")
 
@@ -175,9 +175,9 @@ def overlong_prompt_is_refused(ctx: Context) -> None:
 @check("G7")
 def stop_token_ends_the_row_and_is_kept(ctx: Context) -> None:
     """A stop token is the last token of its row and of no other."""
-    stop = find_stop(ctx.oracle(), steps=8)
+    stop = find_stop(ctx.oracle(), 4, ctx.lead)
     data = ctx.batch([stop.prompt, stop.other_prompt])
-    generation = ctx.generation(stop_token_ids=[stop.token])
+    generation = ctx.generation(stop_token_ids=[stop.token], max_new_tokens=4)
     rows = generated(data, generation.generate(data, greedy=True))
     require(rows == [stop.tokens, stop.other_tokens], f"got {rows}, the stop is {stop.token}")
 
@@ -185,7 +185,7 @@ def stop_token_ends_the_row_and_is_kept(ctx: Context) -> None:
 @check("G7")
 def configured_stop_string_ends_the_row(ctx: Context) -> None:
     """A row ends at the first token that completes a configured string, which is kept."""
-    stop = find_stop_pair(ctx.oracle(), steps=8)
+    stop = find_stop_string(ctx.oracle(), 8, ctx.lead)
     data = ctx.batch([stop.prompt])
     generation = ctx.generation(stop_strings=[stop.text])
     output = generation.generate(data, greedy=True)
@@ -197,7 +197,7 @@ def configured_stop_string_ends_the_row(ctx: Context) -> None:
 @check("G7")
 def row_stop_strings_stay_in_their_row(ctx: Context) -> None:
     """A string of one row does not end another row that generates the same text."""
-    stop = find_stop_pair(ctx.oracle(), steps=8)
+    stop = find_stop_string(ctx.oracle(), 8, ctx.lead)
     data = ctx.batch([stop.prompt, stop.prompt], stop_strings=[None, [stop.text]])
     first, second = generated(data, ctx.generation().generate(data, greedy=True))
     require(second == stop.tokens, f"its own row got {second}, expected {stop.tokens}")
@@ -207,7 +207,7 @@ def row_stop_strings_stay_in_their_row(ctx: Context) -> None:
 @check("G7")
 def configured_and_row_stop_strings_add_up(ctx: Context) -> None:
     """A row with a string of its own still ends at the configured ones."""
-    stop = find_stop_pair(ctx.oracle(), steps=8)
+    stop = find_stop_string(ctx.oracle(), 8, ctx.lead)
     generation = ctx.generation(stop_strings=[stop.text])
     data = ctx.batch([stop.prompt], stop_strings=[["no text has this in it"]])
     rows = generated(data, generation.generate(data, greedy=True))
@@ -236,11 +236,10 @@ def many_rows(ctx: Context) -> None:
 @check("G12")
 def very_different_lengths(ctx: Context) -> None:
     """One-token prompts beside long ones get what they get alone."""
-    rows = random_rows([1, 100, 2, 1, 61], seed=5)
-    oracle = ctx.oracle()
-    data = ctx.batch(rows)
+    rows = ctx.certain(1, 100, 2, 1, 61)
+    data = ctx.batch([row.prompt for row in rows])
     got = generated(data, ctx.generation(max_new_tokens=4).generate(data, greedy=True))
-    expected = [oracle.greedy(row, 4) for row in rows]
+    expected = [row.tokens for row in rows]
     require(got == expected, f"got {got}, expected {expected}")
 
 

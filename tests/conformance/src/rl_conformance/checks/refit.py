@@ -82,7 +82,8 @@ def a_trained_policy_arrives(ctx: Context) -> None:
     """Train, refit, train, refit: the engine equals the policy each time."""
     policy, generation = unequal_pair(ctx)
     for _ in range(2):
-        _train(policy)
+        for _ in range(5):  # so that what was learned is more than rounding
+            _train(policy)
         policy.offload_before_refit()
         run_refit(policy, generation)
         policy.offload_after_refit()

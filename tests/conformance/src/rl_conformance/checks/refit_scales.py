@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 def _scaled_pair(ctx: Context) -> tuple[Any, Any, dict[str, float]]:
     """An engine with an FP8 cache, if that is configured, the suite's policy, and its scales."""
     known = "kv_cache_dtype" in ctx.target.config_keys.get("generation", ())
-    generation = ctx.fresh_generation(**({"kv_cache_dtype": "fp8"} if known else {}))
+    usual = {"kv_cache_dtype": "fp8"} if known else {}
+    own = ctx.target.tiny.get(ctx.settings.device, {}).get("kv_scales")
+    generation = ctx.fresh_generation(**(usual if own is None else own))
     generation.prepare_for_generation()
     config = {"model_name": str(ctx.model("qwen2", seed=1)), "torch_dtype": ctx.settings.dtype}
     policy = ctx.closing(make_reference("policy", config))

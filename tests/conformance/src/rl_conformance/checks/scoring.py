@@ -55,8 +55,8 @@ def temperature_applies(ctx: Context) -> None:
     """At temperature 0.7 the logits are divided by it."""
     data = ctx.prompts(*_LENGTHS)
     got = ctx.policy(temperature=0.7).get_logprobs(data)["logprobs"]
-    oracle = ctx.oracle()
-    ctx.measure_error(got, oracle.batch_logprobs(data["input_ids"], data["input_lengths"], 0.7))
+    expected = ctx.oracle().batch_logprobs(data["input_ids"], data["input_lengths"], 0.7)
+    ctx.measure_error(got, expected, scale=1 / 0.7)
 
 
 @check("P2", cases={f"of_{size}": {"size": size} for size in (1, 4, 6)})
@@ -266,7 +266,8 @@ def score_gives_one_float_per_row(ctx: Context) -> None:
     from rl_conformance.oracle import reward_scores
 
     path = make_reward_model(ctx.directory())
-    data = ctx.prompts(12, 3, 20)
+    data = ctx.prompts(*range(3, 35))
     scores = ctx.fresh_policy(model_name=str(path)).score(data)["scores"]
-    require(scores.shape == (3,) and scores.dtype == torch.float32, "scores is not [B] float32")
-    ctx.measure_error(scores, reward_scores(path, data["input_ids"], data["input_lengths"]))
+    require(scores.shape == (32,) and scores.dtype == torch.float32, "scores is not [B] float32")
+    ids, lengths = data["input_ids"], data["input_lengths"]
+    ctx.measure_error(scores, reward_scores(path, ids, lengths, ctx.settings.dtype))

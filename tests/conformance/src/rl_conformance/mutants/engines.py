@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rl_conformance.faults import rounded
 from rl_conformance.mutants.mutant import breaks
 from rl_conformance.reference.generation import ReferenceGeneration
 from rl_core.batch import BatchedDataDict
@@ -149,11 +150,12 @@ class StopTokenIsDropped(ReferenceGeneration):
 
 @breaks("G11", "G4")
 class WeightsAreRounded(ReferenceGeneration):
-    """What is loaded as float32 went through bfloat16."""
+    """What is loaded of a layer went through a narrower type."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.model.bfloat16().float()
+        for parameter in self.model.model.layers[0].mlp.parameters():
+            parameter.data = rounded(parameter.data)
 
 
 @breaks("G12", "G17")

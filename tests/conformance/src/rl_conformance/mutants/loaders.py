@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rl_conformance.faults import rounded
 from rl_conformance.mutants.mutant import breaks
 from rl_conformance.reference.generation import ReferenceGeneration
 from rl_conformance.reference.policy import ReferencePolicy
@@ -29,13 +30,13 @@ class _OneByOne(DictSink):
 
 class _Rounding(_OneByOne):
     def write(self, name: str, offset: int, data: torch.Tensor, *, of: TensorSpec) -> None:
-        rounded = data.bfloat16().to(data.dtype) if data.is_floating_point() else data
-        super().write(name, offset, rounded, of=of)
+        data = rounded(data) if data.is_floating_point() else data
+        super().write(name, offset, data, of=of)
 
 
 @breaks("R1", checks=_FIRST)
 class WeightsAreCastDown(ReferenceGeneration):
-    """What a refit brings as float32 goes through bfloat16."""
+    """What a refit brings goes through a narrower type."""
 
     def weight_sink(self) -> WeightSink:
         return _Rounding(self.model.state_dict(keep_vars=True))
@@ -121,6 +122,9 @@ class OnlyTheFirstPieceIsWritten(ReferenceGeneration):
         return _FirstPieces(self.model.state_dict(keep_vars=True))
 
 
+_ADAPTED = "model.layers.0.mlp.down_proj.weight"
+
+
 class _WithoutAdapter(DictSource):
     """Gives the weights that the adapter stands beside."""
 
@@ -130,7 +134,7 @@ class _WithoutAdapter(DictSource):
 
     def tensors(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in super().tensors(names):
-            own = name == "model.norm.weight"
+            own = name == _ADAPTED
             yield name, tensor - self._adapter if own else tensor
 
     def persistent(self) -> None:
@@ -143,12 +147,16 @@ class TheAdapterStaysAtHome(ReferencePolicy):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.adapter = torch.zeros_like(self.model.model.norm.weight)
+        self.adapter = torch.zeros_like(self._adapted)
+
+    @property
+    def _adapted(self) -> torch.Tensor:
+        return self.model.get_parameter(_ADAPTED).detach()  # type: ignore[no-any-return]
 
     def _update(self) -> float:
-        before = self.model.model.norm.weight.detach().clone()
+        before = self._adapted.clone()
         norm = super()._update()
-        self.adapter += self.model.model.norm.weight.detach() - before
+        self.adapter += self._adapted - before
         return norm
 
     def weight_source(self) -> WeightSource:

@@ -77,6 +77,7 @@ class Autopsy:
         looked: How many checks were run.
         seconds: How long that took.
         messages: What each failed check said.
+        dtype: Of the weights.
     """
 
     mutant: Mutant
@@ -84,6 +85,7 @@ class Autopsy:
     looked: int
     seconds: float
     messages: dict[str, str]
+    dtype: str = "float32"
 
     @property
     def verdict(self) -> Verdict:
@@ -142,14 +144,16 @@ def checks_for(mutant: Mutant) -> list[Check]:
     return [c for chapter in mutant.chapters for c in select([chapter], QUICK[chapter])]
 
 
-def examine(mutant: Mutant) -> Autopsy:
-    """Runs the suite against a mutant."""
+def examine(mutant: Mutant, dtype: str = "float32") -> Autopsy:
+    """Runs the suite against a mutant whose weights are of that dtype."""
     started, checks = time.perf_counter(), checks_for(mutant)
     with mutant.patch():
-        report: RunReport = run(mutant.target(), Settings(), checks, selection=mutant.name)
+        report: RunReport = run(
+            mutant.target(), Settings(dtype=dtype), checks, selection=mutant.name
+        )
     failed: dict[str, list[str]] = {}
     bad = [outcome for outcome in report.outcomes if outcome.status.bad]
     for outcome in bad:
         failed.setdefault(outcome.clause, []).append(outcome.check)
     messages = {outcome.check: outcome.message for outcome in bad}
-    return Autopsy(mutant, failed, len(checks), time.perf_counter() - started, messages)
+    return Autopsy(mutant, failed, len(checks), time.perf_counter() - started, messages, dtype)

@@ -29,7 +29,9 @@ def kill_table(autopsies: Sequence[Autopsy]) -> Table:
 
     killed = sum(autopsy.verdict == "killed" for autopsy in autopsies)
     table = Table("clause", "mutant", "", "failed", "checks", "s", box=None)
-    table.caption = f"{killed} of {len(autopsies)} killed where they are broken"
+    table.caption = (
+        f"{killed} of {len(autopsies)} killed where they are broken, in {autopsies[0].dtype}"
+    )
     for autopsy in autopsies:
         verdict = autopsy.verdict
         table.add_row(
@@ -58,6 +60,7 @@ def _plain(autopsy: Autopsy) -> dict[str, Any]:
         "mutant": autopsy.mutant.name,
         "bug": autopsy.mutant.bug,
         "breaks": list(autopsy.mutant.breaks),
+        "dtype": autopsy.dtype,
         "verdict": autopsy.verdict,
         "failed": autopsy.failed,
         "looked": autopsy.looked,
@@ -76,7 +79,7 @@ def _markdown(autopsies: Sequence[Autopsy]) -> str:
         [
             "# Kill table of the conformance suite",
             "",
-            f"{killed} of {len(autopsies)} mutants are killed where they are broken.",
+            f"{killed} of {len(autopsies)} mutants are killed in {autopsies[0].dtype}.",
             _EXPLAINED,
             "",
             "| clause | mutant | bug | | failed in | checks that failed |",

@@ -70,7 +70,7 @@ class FillerIsSeen(ReferencePolicy):
     def _score(self, model: Any, data: BatchedDataDict[Any]) -> torch.Tensor:
         scores, lengths = super()._score(model, data), data["input_lengths"]
         behind = torch.arange(scores.shape[1]) >= lengths[:, None]
-        seen = (data["input_ids"] * behind).sum(1, keepdim=True) / 1000
+        seen = (data["input_ids"] * behind).sum(1, keepdim=True) / 100
         return torch.where(scores == 0, scores, scores - seen)
 
 

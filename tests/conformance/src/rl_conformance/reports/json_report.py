@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
+
+import msgspec
 
 from rl_conformance.catalogue import CLAUSES
-from rl_conformance.outcome import Outcome, RunReport
+from rl_conformance.outcome import Outcome, RunReport, Status
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -15,6 +17,39 @@ __all__ = ["SCHEMA", "from_json", "read_report", "to_json"]
 
 #: Version of the format. A key that is added, and may be absent, does not change it.
 SCHEMA = 1
+
+
+class _Measure(TypedDict):
+    name: str
+    value: float | str
+    tolerance: float
+    unit: str
+
+
+class _Check(TypedDict):
+    check: str
+    title: str
+    status: Status
+    seconds: float
+    message: str
+    excused: bool
+    measures: list[_Measure]
+    figures: NotRequired[list[dict[str, Any]]]
+
+
+class _Clause(TypedDict):
+    id: str
+    checks: list[_Check]
+
+
+class _Report(TypedDict):
+    """What is read back; the rest of the file is for others to read."""
+
+    backend: str
+    selection: str
+    seconds: float
+    environment: dict[str, str | int | float | bool | None]
+    clauses: list[_Clause]
 
 
 def to_json(report: RunReport) -> str:
@@ -52,19 +87,19 @@ def from_json(text: str) -> RunReport:
     if schema != SCHEMA:
         raise ValueError(f"a report of schema {schema}; this suite reads {SCHEMA}")
     try:
-        report = _report(data)
-    except (AttributeError, KeyError, TypeError) as error:
-        raise ValueError(f"a damaged report: {error!r}") from error
+        report = _report(msgspec.convert(data, _Report))
+    except (msgspec.ValidationError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"a damaged report: {error}") from error
     if unknown := [id_ for id_ in report.clauses if id_ not in CLAUSES]:
         raise ValueError(f"it has clauses that this suite does not know: {', '.join(unknown)}")
     return report
 
 
-def _report(data: dict[str, Any]) -> RunReport:
+def _report(data: _Report) -> RunReport:
     return RunReport(
         backend=data["backend"],
         outcomes=tuple(Outcome.from_dict(o) for c in data["clauses"] for o in c["checks"]),
-        environment=dict(data["environment"]),
+        environment=data["environment"],
         clauses=tuple(c["id"] for c in data["clauses"]),
         selection=data["selection"],
         seconds=data["seconds"],
