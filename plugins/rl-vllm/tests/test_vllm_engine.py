@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -352,17 +353,22 @@ def test_nothing_outlives_a_driver_that_is_killed(workers, asynchronous, tiny, t
         with subprocess.Popen(
             [sys.executable, str(path)], stdout=subprocess.PIPE, text=True, env=environment
         ) as driver:
-            engine = int(driver.stdout.readline())
-            session = processes_of(engine)
-            assert len(session) >= workers + asynchronous
-            assert bool(sockets_in(temporary)) == (workers + asynchronous > 1)
-            driver.kill()
+            try:
+                engine = int(driver.stdout.readline())
+                session = processes_of(engine)
+                assert len(session) >= workers + asynchronous
+                assert bool(sockets_in(temporary)) == (workers + asynchronous > 1)
+                shared = shared_by(session)
+                assert shared or workers == 1
+            finally:
+                driver.kill()
         end = time.monotonic() + 20
         while alive := [pid for pid in session if running(pid)]:
             assert time.monotonic() < end, f"{alive} of {session} live on"
             time.sleep(0.1)
         assert not sockets_in(temporary)
         assert not list(Path(temporary).glob("rl-vllm-*"))
+        assert not [path for path in shared if path.exists()]
 
 
 @pytest.mark.parametrize("cfg", [{"tensor_parallel_size": 2}, {"async_engine": True}], ids=str)
@@ -389,6 +395,16 @@ def test_the_directory_of_a_killed_engine_does_not_wait_for_its_driver(start, mo
             time.sleep(0.1)
 
 
+def test_the_shared_memory_of_a_killed_engine_is_removed(start):
+    engine = start("qwen2", {"tensor_parallel_size": 2})
+    shared = shared_by(processes_of(engine.pid))
+    assert shared
+    for pid in processes_of(engine.pid):
+        os.kill(pid, signal.SIGKILL)
+    engine.shutdown()
+    assert not [path for path in shared if path.exists()]
+
+
 def sockets_in(directory: str) -> list[Path]:
     return [path for path in Path(directory).rglob("*") if path.is_socket()]
 
@@ -404,6 +420,13 @@ def processes_of(session: int) -> list[int]:
         if int(fields[3]) == session:
             found.append(int(stat.parent.name))
     return found
+
+
+def shared_by(pids: list[int]) -> set[Path]:
+    """The shared memory that processes have mapped, under whatever name."""
+    maps = "\n".join(Path(f"/proc/{pid}/maps").read_text() for pid in pids)
+    mapped = {int(inode) for inode in re.findall(r"(\d+) +/dev/shm/", maps)}
+    return {path for path in Path("/dev/shm").iterdir() if path.stat().st_ino in mapped}
 
 
 def running(pid: int) -> bool:

@@ -83,9 +83,7 @@ class VllmGeneration(GenerationBackend):
             forked=device == "cpu",
         )
         try:
-            facts = self._process.call(
-                "start", engine.get("start_timeout_s", _START_S), config=checked
-            )
+            facts = self._process.start(checked, engine.get("start_timeout_s", _START_S))
             self.receiver_count = facts["workers"]
             self._sleeps: bool = facts["sleeps"]
             self._has_tokenizer: bool = facts["has_tokenizer"]

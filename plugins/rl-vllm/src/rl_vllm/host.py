@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from rl_core.errors import LifecycleError
+from rl_vllm.shared_memory import SharedMemory
 from rl_vllm.wire import Prompt, Reply, Request, decode, encode, failure
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ class Host:
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
         self._engine: Engine | None = None
+        self.shared_memory = SharedMemory()
         self._now = Request("")
         self.name = f"the vLLM engine (pid {os.getpid()})"
 
@@ -99,6 +101,7 @@ class Host:
         from rl_vllm.engine import start
 
         self._engine, facts = start(config)
+        self.shared_memory = SharedMemory(os.getpid())
         return facts
 
     def generate(self, prompts: list[Any], sampling: dict[str, Any]) -> None:
@@ -142,7 +145,7 @@ def _remove_sockets() -> None:
         shutil.rmtree(os.environ[SOCKETS], ignore_errors=True)
 
 
-def end_with(parent: int) -> None:
+def end_with(parent: int, host: Host) -> None:
     """Ends this process, and all that it started, at once when the parent is gone.
 
     The process leads a session of its own, so that its group has no other processes in it.
@@ -152,6 +155,7 @@ def end_with(parent: int) -> None:
         while os.getppid() == parent:
             time.sleep(END_LOOK_S)
         _remove_sockets()
+        host.shared_memory.remove()
         os.killpg(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=look, name="end-with-parent", daemon=True).start()
@@ -159,10 +163,11 @@ def end_with(parent: int) -> None:
 
 def run_host(pipe: int, parent: int) -> None:
     """Answers what comes through a pipe, until that is closed or the parent is gone; then ends."""
-    end_with(parent)
+    host = Host(Connection(pipe))
+    end_with(parent, host)
     status = 1
     try:
-        Host(Connection(pipe)).serve()
+        host.serve()
         status = 0
     except BaseException:
         traceback.print_exc()

@@ -19,6 +19,7 @@ from typing import IO, TYPE_CHECKING, Any
 from rl_core.errors import DeadlineError, WorkerDiedError
 from rl_vllm.forkserver import Forked, ForkServer
 from rl_vllm.host import SOCKETS, VLLMS_SOCKETS
+from rl_vllm.shared_memory import SharedMemory
 from rl_vllm.wire import Reply, Request, decode, encode, raised
 
 if TYPE_CHECKING:
@@ -80,7 +81,8 @@ class EngineProcess:
                 self._server.release()
             shutil.rmtree(sockets, ignore_errors=True)
             raise
-        self._owned = (self._process, self._pipe, self._server, sockets, os.getpid())
+        self._left: list[SharedMemory] = []
+        self._owned = (self._process, self._pipe, self._server, sockets, self._left, os.getpid())
         self._finish = weakref.finalize(self, _end, *self._owned, 0.0)
 
     def _start(
@@ -102,6 +104,13 @@ class EngineProcess:
     def pid(self) -> int:
         """Of the process."""
         return self._process.pid
+
+    def start(self, config: Mapping[str, Any], timeout_s: float) -> Any:
+        """Calls ``start``, and notes what must be removed if the engine is killed."""
+        try:
+            return self.call("start", timeout_s, config=config)
+        finally:
+            self._left.append(SharedMemory(self.pid))
 
     def call(self, method: str, timeout_s: float, **arguments: Any) -> Any:
         """Calls a method of the host.
@@ -247,6 +256,7 @@ def _end(
     pipe: Connection,
     server: ForkServer | None,
     sockets: str,
+    left: list[SharedMemory],
     owner: int,
     grace_s: float,
 ) -> None:
@@ -267,5 +277,7 @@ def _end(
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # what it started and did not end
         shutil.rmtree(sockets, ignore_errors=True)
+        for memory in left:
+            memory.remove()
         if server is not None:
             server.release()
