@@ -285,9 +285,11 @@ def test_requests_that_failed_are_not_answered_later(start):
 
 def test_an_engine_that_dies_is_told_with_its_last_words(start):
     engine = start("qwen2")
+    shared = shared_by([engine.pid])
     os.kill(engine.pid, signal.SIGKILL)
     with pytest.raises(WorkerDiedError, match=r"exit status -9"):
         engine.generate(prompts())
+    assert not [path for path in shared if path.exists()]
 
 
 @pytest.fixture

@@ -213,6 +213,8 @@ class EngineProcess:
                 code = self._process.wait(_GRACE_S)
             except subprocess.TimeoutExpired:
                 self._process.kill()
+        for memory in self._left:  # now, not when somebody closes what is of no use any more
+            memory.remove()
         return WorkerDiedError(
             f"{self.name}: the engine's process {self.pid} ended, exit status {code}{self._tail()}",
             fix="build a new backend; with vllm_cfg.verbose the engine's log is shown",
