@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +15,11 @@ import torch
 
 from rl_core.errors import RefitError, RefitProtocolError
 from rl_core.refit.hashing import block_digests, tensor_digest
-from rl_core.refit.transports import cuda
+from rl_core.refit.transports import collective, cuda, ipc
+from rl_core.refit.transports.base import CPU
+from rl_core.refit.transports.collective import COLLECTIVE
 from rl_core.refit.transports.cuda import CudaRegion, uuid_of, visible_gpus
+from rl_core.refit.transports.ipc import IPC
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -137,15 +140,43 @@ def test_a_gpu_that_is_not_visible_is_named_with_the_fix() -> None:
 
 
 def test_the_cpu_has_no_uuid() -> None:
-    assert uuid_of(torch.device("cpu")) is None
+    assert uuid_of(CPU) is None
+    assert visible_gpus(CPU) == ()
+
+
+HERE, THERE, BEYOND = "GPU-a", "GPU-b", "GPU-c"
+
+
+@pytest.mark.parametrize(
+    ("seen", "by_handle", "by_nccl"),
+    [
+        ([(THERE, HERE)], True, True),
+        ([(THERE, HERE), (BEYOND, HERE)], True, True),
+        ([(THERE,)], False, True),
+        ([(HERE, THERE)], True, False),  # two members of NCCL cannot share a GPU
+        ([(THERE, HERE), (THERE, HERE)], True, False),
+        ([(THERE, HERE), ()], False, False),  # the second's tensors are on the CPU
+    ],
+)
+def test_bytes_stay_on_the_gpu_if_every_receiver_can_take_them_there(
+    seen: list[tuple[str, ...]], by_handle: bool, by_nccl: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ipc, "uuid_of", lambda device: HERE)
+    monkeypatch.setattr(collective, "uuid_of", lambda device: HERE)
+    device = torch.device("cuda", 0)
+    with closing(IPC.sender()) as sender:
+        assert (sender.place(device, seen) == device) is by_handle
+    with closing(COLLECTIVE.sender(ip="127.0.0.1", port=0, receivers=1)) as sender:
+        assert (sender.place(device, seen) == device) is by_nccl
 
 
 @gpu
 @needs_gpu
 def test_every_visible_gpu_has_a_uuid_of_its_own() -> None:
     devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
-    assert visible_gpus() == tuple(uuid_of(device) for device in devices)
-    assert len(set(visible_gpus())) == len(devices)
+    assert set(visible_gpus(devices[-1])) == {uuid_of(device) for device in devices}
+    assert len(visible_gpus(devices[-1])) == len(devices)
+    assert visible_gpus(devices[-1])[0] == uuid_of(devices[-1])
 
 
 class FullGpu:

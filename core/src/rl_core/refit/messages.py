@@ -76,7 +76,7 @@ class Ready(_InSession, frozen=True):
 
     ``holds`` has the digest of every tensor that I know to have, 16 bytes each, in the manifest's
     order, zeros for the others; it is empty without ``delta``. ``gpus`` are the UUIDs of the
-    devices that I can reach.
+    GPU that my tensors are on and of others that I can reach; empty if they are on none.
     """
 
     manifest: str

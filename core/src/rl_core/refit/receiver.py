@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 import msgspec
+import torch
 
 from rl_core.errors import (
     LifecycleError,
@@ -30,8 +31,6 @@ from rl_core.refit.transports.base import CPU, NoLane
 if TYPE_CHECKING:
     import concurrent.futures
     from collections.abc import Callable, Mapping
-
-    import torch
 
     from rl_core.interfaces.weights import WeightSink
     from rl_core.refit.plan import TransferPlan
@@ -68,12 +67,13 @@ def _convert(given: object, kind: type[T], origin: str) -> T:
 
 @dataclass(frozen=True, slots=True)
 class Trainer:
-    """What ``prepare`` learnt of the other side."""
+    """What ``prepare`` learnt of the other side, and where the engine's tensors were then."""
 
     manifest: WeightManifest
     token: str
     channels: dict[str, dict[str, Any]]
     dtypes: dict[str, str]
+    device: torch.device
 
 
 class Lock(Protocol):
@@ -169,7 +169,8 @@ class RefitReceiver(Endpoint["Receiving"]):
                 phase="DISCOVER",
             )
         dtypes = compare(manifest, expected, casts=sink.casts)
-        trainer = Trainer(manifest, theirs.token, theirs.channels, dtypes)
+        device = torch.device(sink.device)
+        trainer = Trainer(manifest, theirs.token, theirs.channels, dtypes, device)
         for job in self.waiting():
             if job.trainer != trainer:
                 job.cancelled = "the engine was prepared for other tensors or another trainer"

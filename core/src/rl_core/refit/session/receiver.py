@@ -69,7 +69,7 @@ class ReceiverSession(Session):
         manifest: Digest of the trainer's manifest that was checked against the engine's.
         dtypes: Dtypes the sender must cast to, by name.
         holds: Says what this side has, as in ``Ready``.
-        gpus: UUIDs of the devices that this side can reach.
+        gpus: UUIDs of the GPUs that this side can reach, that of its tensors first.
         deadline_s: Seconds within which the session ends.
         clock: Monotonic seconds.
     """

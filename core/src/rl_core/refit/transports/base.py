@@ -112,7 +112,8 @@ class SenderEnd(ABC):
 
         Args:
             device: The sender's.
-            gpus: UUIDs of the GPUs that each receiver sees.
+            gpus: UUIDs of the GPUs that each receiver sees, that of its tensors first; empty for
+                one whose tensors are on none.
 
         Returns:
             ``device`` itself if the receivers can reach what lies there, else the CPU.

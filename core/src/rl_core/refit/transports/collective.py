@@ -130,8 +130,10 @@ class CollectiveSender(ControlServer, SenderEnd):
     def place(self, device: torch.device, gpus: Sequence[Sequence[str]]) -> torch.device:
         """See :meth:`SenderEnd.place`: NCCL wants a GPU of its own for every member."""
         own = uuid_of(device)
-        others = all(any(uuid != own for uuid in seen) for seen in gpus)
-        return device if own is not None and others and self._backend != "gloo" else CPU
+        if own is None or not all(gpus) or self._backend == "gloo":
+            return CPU
+        members = {own, *(seen[0] for seen in gpus)}
+        return device if len(members) == 1 + len(gpus) else CPU
 
     def lane(self, nbytes: int, device: torch.device, receivers: Sequence[str]) -> GroupLane:
         """See :meth:`SenderEnd.lane`; returns before the receivers have joined the group."""

@@ -182,11 +182,12 @@ def _index_of(uuid: str) -> int:
     )
 
 
-def visible_gpus() -> tuple[str, ...]:
-    """UUIDs of the GPUs that this process sees, by index; none before it has used one."""
-    if not _CUDA.is_initialized():
+def visible_gpus(device: torch.device) -> tuple[str, ...]:
+    """UUIDs of the GPUs that this process sees, that of ``device`` first; none for a CPU."""
+    if device.type != "cuda":
         return ()
-    return tuple(_uuid(index) for index in range(torch.cuda.device_count()))
+    seen = [_uuid(index) for index in range(torch.cuda.device_count())]
+    return tuple(sorted(seen, key=_uuid(device).__ne__))
 
 
 def uuid_of(device: torch.device) -> str | None:
