@@ -93,7 +93,7 @@ def the_diagnostics_are_commands(ctx: Context) -> None:
         [*command, "--generation", ctx.target.name, "--generation-config", json.dumps(own)],
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=600,  # the deadline of the check is shorter, and depends on the device
         env={**os.environ, "TERM": "dumb"},
     )
     require(done.returncode == 0, f"exit code {done.returncode}: {done.stdout}{done.stderr}")
