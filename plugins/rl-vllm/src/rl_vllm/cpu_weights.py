@@ -6,6 +6,7 @@ the packed ones (which doubles their memory, on the CPU only), and packed anew a
 
 from __future__ import annotations
 
+import ctypes
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 __all__ = ["check_packed", "keep_plain_weights", "pack_again"]
 
 _PACK = "dispatch_cpu_unquantized_gemm"
+_C_LIBRARY = ctypes.CDLL(None)
+#: Bytes that may be free and kept while a model is packed.
+_MOST_FREED = 16 << 20
 #: Largest difference of a product with packed and with plain weights, relative to its size.
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 2e-2}
 
@@ -44,9 +48,26 @@ def packed(model: nn.Module) -> dict[str, Any]:
 
 
 def pack_again(model: nn.Module) -> None:
-    """Packs the plain weights as they are now."""
+    """Packs the plain weights as they are now; at no time are there two packed copies of all."""
+    freed = 0
     for module in packed(model).values():
+        module.cpu_linear = torch.nn.functional.linear  # lets go of what was packed before
+        freed += module.weight.nbytes
+        if freed > _MOST_FREED:
+            _give_back()
+            freed = 0
         getattr(utils, _PACK)(module, remove_weight=False)
+    _give_back()
+
+
+def _give_back() -> None:
+    """Returns free memory, which glibc keeps for the thread that took it, to the system.
+
+    Every refit has a thread of its own, so after a few there would be a copy of the model that
+    nobody uses.
+    """
+    if hasattr(_C_LIBRARY, "malloc_trim"):
+        _C_LIBRARY.malloc_trim(0)
 
 
 def check_packed(model: nn.Module) -> None:

@@ -251,6 +251,8 @@ _ENTRIES = (
         "R12",
         "extra memory during a refit stays under its bound",
         tolerance="two buckets, and refit_constant_bytes of the manifest",
+        scope="a second refit of a model three times the constant; the peak of each process, and "
+        "of device memory where the trainer is",
     ),
     Clause(
         "R13",

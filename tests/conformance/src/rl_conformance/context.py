@@ -230,10 +230,17 @@ class Context:
         """A tiny checkpoint of a family."""
         return self.workshop.model(family, **overrides)
 
-    def large_model(self) -> Path:
-        """A checkpoint of half a gigabyte in bfloat16, for measuring memory, with usual heads."""
-        heads = {"num_attention_heads": 16, "num_key_value_heads": 8}
-        return self.model("qwen2", hidden_size=2048, num_layers=8, **heads)
+    def large_model(self, nbytes: int) -> Path:
+        """A checkpoint of at least so many bytes in the run's dtype, to measure memory with.
+
+        Its layers and heads have usual sizes.
+        """
+        import torch
+
+        width, itemsize = 1024, getattr(torch, self.settings.dtype).itemsize
+        heads = {"num_attention_heads": width // 128, "num_key_value_heads": width // 256}
+        layers = 1 + nbytes // (9 * width**2 * itemsize)
+        return self.model("qwen2", hidden_size=width, num_layers=layers, **heads)
 
     def oracle(self, path: Path | None = None) -> Oracle:
         """The reference of a checkpoint in float32 arithmetic, by default of the main model."""

@@ -56,7 +56,7 @@ def output_survives_a_sleep(ctx: Context) -> None:
 @check("G13", capability="sleep", device="cuda")
 def sleeping_releases_device_memory(ctx: Context) -> None:
     """The declared fraction of what waking took is free after finish_generation."""
-    generation = ctx.fresh_generation(model_name=str(ctx.large_model()))
+    generation = ctx.fresh_generation(model_name=str(ctx.large_model(512 << 20)))
     _wake_and_generate(ctx, generation)  # what a first use sets up is not given back
     generation.finish_generation()
     asleep_before = _device_bytes()

@@ -312,7 +312,7 @@ def lifecycle_calls_leave_training_alone(ctx: Context) -> None:
 @check("P10", capability="offload", device="cuda")
 def offloading_releases_device_memory(ctx: Context) -> None:
     """The declared fraction of weights and optimizer is free after offload_after_refit."""
-    policy = ctx.fresh_policy(model_name=str(ctx.large_model()))
+    policy = ctx.fresh_policy(model_name=str(ctx.large_model(512 << 20)))
     policy.prepare_for_training()
     policy.train(training_batch((9, 6)), NegativeLogLikelihood())
     before = torch.cuda.memory_allocated()

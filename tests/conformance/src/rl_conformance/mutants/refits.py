@@ -168,6 +168,15 @@ class ARefitTakesMoreThanItSays(ReferenceGeneration):
         return super().weight_sink()
 
 
+@breaks("R12", checks="R12 or R1")
+class ARefitTakesASecondCopy(ReferenceGeneration):
+    """All weights are there twice for a moment, as where a dict of them is loaded at once."""
+
+    def weight_sink(self) -> WeightSink:
+        copy.deepcopy(self.model)
+        return super().weight_sink()
+
+
 @breaks("R9", checks="R9 and damaged")
 def digests_are_not_compared() -> AbstractContextManager[Any]:
     """What arrives is written, whatever its digest."""
