@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
 import pytest
 import torch
 
+from rl_conformance import memory
 from rl_conformance.memory import MemoryPeak
 
 MUCH = 64 << 20
@@ -56,5 +58,20 @@ def test_children_count() -> None:
 def test_a_child_that_has_ended_does_not_count() -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
         peak = MemoryPeak()
-        child.communicate(b"\n")
+        assert child.stdin is not None
+        child.stdin.write(b"\n")
+        child.stdin.close()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        assert peak.resident() < MUCH  # it is a zombie
     assert peak.resident() < MUCH
+
+
+def test_where_no_peak_can_be_had_what_is_kept_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.ones(4 * MUCH, dtype=torch.uint8)  # the peak of this process, long ago
+    monkeypatch.setattr(memory, "_begin_anew", lambda process: False)
+    peak = MemoryPeak()
+    torch.ones(MUCH, dtype=torch.uint8)
+    assert peak.resident() < MUCH / 2
+    kept = torch.ones(MUCH, dtype=torch.uint8)
+    assert peak.resident() > 0.9 * MUCH
+    del kept

@@ -13,16 +13,16 @@ __all__ = ["MemoryPeak"]
 class MemoryPeak:
     """What this process, its children and its GPU take beyond what they have now.
 
-    Linux keeps the peak of each process, and begins anew when it is told to. Elsewhere only what
-    is kept to the end is seen.
+    Linux keeps the peak of each process, and begins anew if it is told to. Where it cannot be told,
+    only what is kept to the end is seen.
     """
 
     def __init__(self) -> None:
         processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
         self._resident: dict[psutil.Process, int] = {}
+        self._kept = {process.pid for process in processes if _begin_anew(process)}
         for process in processes:
             with suppress(psutil.NoSuchProcess):
-                _begin_anew(process)
                 self._resident[process] = process.memory_info().rss
         self._device = _device_peak(anew=True)
 
@@ -31,7 +31,8 @@ class MemoryPeak:
         risen = [0]
         for process, before in self._resident.items():
             with suppress(psutil.NoSuchProcess):
-                risen.append(_peak(process) - before)
+                now = _peak(process) if process.pid in self._kept else process.memory_info().rss
+                risen.append(now - before)
         return max(risen)
 
     def device(self) -> int:
@@ -39,17 +40,22 @@ class MemoryPeak:
         return _device_peak() - self._device
 
 
-def _begin_anew(process: psutil.Process) -> None:
-    with suppress(OSError):
+def _begin_anew(process: psutil.Process) -> bool:
+    """Whether the peak is now what the process has; not elsewhere, and not in every container."""
+    try:
         Path(f"/proc/{process.pid}/clear_refs").write_text("5", encoding="ascii")
+    except OSError:
+        return False
+    return True
 
 
 def _peak(process: psutil.Process) -> int:
-    with suppress(OSError):
-        for line in Path(f"/proc/{process.pid}/status").read_text(encoding="utf-8").splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) << 10
-    return int(process.memory_info().rss)
+    try:
+        status = Path(f"/proc/{process.pid}/status").read_text(encoding="utf-8")
+    except OSError as error:
+        raise psutil.NoSuchProcess(process.pid) from error
+    peaks = [int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM:")]
+    return sum(peaks) << 10  # one that has ended and was not waited for has none
 
 
 def _device_peak(*, anew: bool = False) -> int:
