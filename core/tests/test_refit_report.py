@@ -10,7 +10,7 @@ import torch
 from refit_doubles import BUCKET, Engine, Replicas, Trainer, blank, go, make_persistent
 
 from rl_core.errors import ConfigError, RefitProtocolError
-from rl_core.refit import RefitReport, SendOptions
+from rl_core.refit import RefitReport, SendOptions, report
 
 # -- the report -----------------------------------------------------------------------------------
 
@@ -32,6 +32,24 @@ def test_the_report_says_how_long_every_phase_took_and_how_fast_it_was(pair):
     assert report.seconds == pytest.approx(sum(report.phases.values()))
     assert report.gb_per_s == pytest.approx(report.bytes / report.seconds / 1e9)
     assert report.of_copy_rate > 0
+
+
+def test_a_full_device_is_measured_with_what_it_has_left(monkeypatch):
+    tried = []
+
+    def measure(device, nbytes):
+        tried.append(nbytes)
+        if nbytes > room:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return 1e9
+
+    monkeypatch.setattr(report, "_measure_copies", measure)
+    room = 3 << 20
+    assert report.copy_rate.__wrapped__("cuda:0") == 1e9
+    assert tried == [32 << 20, 8 << 20, 2 << 20]
+    room = 0
+    with pytest.raises(torch.OutOfMemoryError):
+        report.copy_rate.__wrapped__("cuda:0")
 
 
 def test_the_report_names_what_was_chosen(keep, pair):

@@ -96,7 +96,9 @@ class BackendManifest:
         devices: Device types the backend runs on.
         tolerances: Largest accepted ``(mean, max)`` absolute log-prob difference from a float32
             reference, by torch dtype name.
-        refit_constant_bytes: Memory a refit may use beyond its buffers.
+        refit_constant_bytes: Memory a refit may use beyond its buffers. Digests take up to 40 MiB
+            of a GPU, on each side, and the first refit of a process compares itself with a copy of
+            32 MiB.
         released_fraction: For ``sleep`` and ``offload``: fraction of the device memory of weights
             or KV cache that is given back.
     """
@@ -113,7 +115,7 @@ class BackendManifest:
     tolerances: Mapping[str, tuple[float, float]] = field(
         default_factory=lambda: {"float32": (1e-4, 1e-3), "bfloat16": (3e-2, 2e-1)}
     )
-    refit_constant_bytes: int = 16 << 20
+    refit_constant_bytes: int = 96 << 20
     released_fraction: float = 0.9
 
     @property

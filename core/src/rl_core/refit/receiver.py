@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 import msgspec
-import torch
 
 from rl_core.errors import (
     LifecycleError,
@@ -31,6 +30,8 @@ from rl_core.refit.transports.base import CPU, NoLane
 if TYPE_CHECKING:
     import concurrent.futures
     from collections.abc import Callable, Mapping
+
+    import torch
 
     from rl_core.interfaces.weights import WeightSink
     from rl_core.refit.plan import TransferPlan
@@ -67,13 +68,12 @@ def _convert(given: object, kind: type[T], origin: str) -> T:
 
 @dataclass(frozen=True, slots=True)
 class Trainer:
-    """What ``prepare`` learnt of the other side, and where the engine's tensors were then."""
+    """What ``prepare`` learnt of the other side."""
 
     manifest: WeightManifest
     token: str
     channels: dict[str, dict[str, Any]]
     dtypes: dict[str, str]
-    device: torch.device
 
 
 class Lock(Protocol):
@@ -90,7 +90,7 @@ class RefitReceiver(Endpoint["Receiving"]):
     """Takes weights into an engine; one for the engine's whole life.
 
     Args:
-        sink: Where to write; called once for each refit.
+        sink: Where to write; called for each refit, and to look at what there is.
         name: How errors on the other side call this one.
         lock: Held while the engine generates, and by a refit while it writes.
         on_commit: Called with the new version before it serves; drops caches.
@@ -169,8 +169,7 @@ class RefitReceiver(Endpoint["Receiving"]):
                 phase="DISCOVER",
             )
         dtypes = compare(manifest, expected, casts=sink.casts)
-        device = torch.device(sink.device)
-        trainer = Trainer(manifest, theirs.token, theirs.channels, dtypes, device)
+        trainer = Trainer(manifest, theirs.token, theirs.channels, dtypes)
         for job in self.waiting():
             if job.trainer != trainer:
                 job.cancelled = "the engine was prepared for other tensors or another trainer"

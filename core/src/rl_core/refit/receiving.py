@@ -71,7 +71,7 @@ class Receiving(Job[ReceiverSession]):
             manifest=trainer.manifest.digest,
             dtypes=trainer.dtypes,
             holds=partial(_holds, receiver, trainer),
-            gpus=visible_gpus(trainer.device),
+            gpus=visible_gpus(torch.device(receiver.new_sink().device)),
             deadline_s=deadline_s,
         )
         super().__init__(session, receiver)

@@ -14,8 +14,9 @@ from rl_core.errors import RefitProtocolError
 
 __all__ = ["RefitReport", "copy_rate"]
 
-#: Bytes that the copy rate is measured with: more than any cache holds, little else.
-_PROBE_BYTES = 48 << 20
+#: Bytes that are copied to measure the rate: more than most caches hold, and what is tried at least
+#: on a device that is full.
+_PROBE_BYTES, _LEAST_PROBE_BYTES = 32 << 20, 1 << 19
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +99,20 @@ class RefitReport:
 def copy_rate(device: str) -> float:
     """Bytes per second of a plain copy on a device, by the threads that torch uses here.
 
-    Measured once per process, with 100 MB that are given back.
+    Measured once per process, with 64 MiB, or with what a full device has left.
     """
-    source = torch.ones(_PROBE_BYTES // 4, device=device)
+    nbytes = _PROBE_BYTES
+    while True:
+        try:
+            return _measure_copies(device, nbytes)
+        except torch.OutOfMemoryError:
+            if nbytes <= _LEAST_PROBE_BYTES:
+                raise
+            nbytes //= 4
+
+
+def _measure_copies(device: str, nbytes: int) -> float:
+    source = torch.ones(nbytes // 4, device=device)
     target = torch.zeros_like(source)
     times = []
     for _ in range(4):
@@ -109,7 +121,7 @@ def copy_rate(device: str) -> float:
         target.copy_(source)
         _settle(device)
         times.append(time.perf_counter() - began)
-    return _PROBE_BYTES / min(times)
+    return nbytes / min(times)
 
 
 def _settle(device: str) -> None:
