@@ -400,9 +400,8 @@ class HuggingFacePolicy(PolicyBackend):
                 self.__dict__.pop(name, None)
             del self.model, self._forward, self._scorer, self._trainer, self._placement
             if self._device.type == "cuda":
-                torch.cuda.empty_cache()
-                # What engines had mapped is let go of only now.
                 torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
+                torch.cuda.empty_cache()
         return True
 
     def _ready(self, method: str) -> None:

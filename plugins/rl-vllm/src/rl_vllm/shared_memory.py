@@ -21,13 +21,13 @@ class SharedMemory:
     Taken when an engine has started and no refit has begun, it is vLLM's alone.
 
     Args:
-        session: Its leader's process id; without one there is none.
+        session: Its leader's process id.
     """
 
-    def __init__(self, session: int | None = None) -> None:
+    def __init__(self, session: int) -> None:
         # Semaphores are mapped under a name that they lose at once: inodes tell what is the same.
         self._inodes: set[int] = set()
-        for process in [] if session is None else _processes(session):
+        for process in _processes(session):
             with suppress(OSError):  # it has ended
                 for line in (process / "maps").read_text(errors="replace").splitlines():
                     _, _, _, _, inode, *path = line.split(maxsplit=5)
@@ -37,8 +37,8 @@ class SharedMemory:
     def remove(self) -> None:
         """Removes what is still there."""
         for path in _DIRECTORY.iterdir() if self._inodes else ():
-            with suppress(FileNotFoundError):
-                if path.stat().st_ino in self._inodes:
+            with suppress(OSError):  # it has gone, or is somebody else's
+                if path.lstat().st_ino in self._inodes:
                     path.unlink()
 
 
