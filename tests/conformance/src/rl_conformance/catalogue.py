@@ -251,8 +251,8 @@ _ENTRIES = (
         "R12",
         "extra memory during a refit stays under its bound",
         tolerance="two buckets, and refit_constant_bytes of the manifest",
-        scope="a second refit of a model three times the constant; the peak of each process, and "
-        "of device memory where the trainer is",
+        scope="a model larger than the bound; the peak of each process that was there before, and "
+        "of device memory where the trainer is; a direct refit once the tensors are in place",
     ),
     Clause(
         "R13",

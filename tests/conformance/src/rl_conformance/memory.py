@@ -14,7 +14,10 @@ class MemoryPeak:
     """What this process, its children and its GPU take beyond what they have now.
 
     Linux keeps the peak of each process, and begins anew if it is told to. Where it cannot be told,
-    only what is kept to the end is seen.
+    only what is kept to the end is seen. Processes that start later are not looked at.
+
+    Attributes:
+        exact: Whether peaks are seen.
     """
 
     def __init__(self) -> None:
@@ -24,6 +27,7 @@ class MemoryPeak:
         for process in processes:
             with suppress(psutil.NoSuchProcess):
                 self._resident[process] = process.memory_info().rss
+        self.exact = len(self._kept) == len(processes)
         self._device = _device_peak(anew=True)
 
     def resident(self) -> int:

@@ -87,7 +87,8 @@ def tolerances_are_not_declared_away(ctx: Context) -> None:
     manifest = ctx.manifest
     require(manifest.tolerances, "the manifest declares no tolerances")
     for dtype, declared in manifest.tolerances.items():
-        require(isinstance(getattr(torch, dtype, None), torch.dtype), f"torch has no {dtype}")
+        named = str(getattr(torch, dtype, None)) == f"torch.{dtype}"
+        require(named, f"{dtype!r} is not how torch prints a dtype")
         loosest = LOOSEST.get(dtype, LOOSEST["bfloat16"])
         within = all(own <= most for own, most in zip(declared, loosest, strict=True))
         require(within, f"{dtype}: {declared} is above {loosest}")
@@ -117,7 +118,7 @@ def declares_what_it_does(ctx: Context) -> None:
         outcome = ctx.outcome_of(each)
         if outcome.status.bad or outcome.status is Status.KNOWN_FAILURE:
             wrong.append(f"{each.capability} ({outcome.check}): {outcome.status}")
-    # The last check: what is left running has to end within it, or no report would say that.
+    # The last check of its process: what was left running there has to end within it.
     ctx.workshop.discard()
     declared = {name for found in ctx.manifest.capabilities.values() for name in found}
     require(declared <= looked_at, f"no check looks at {sorted(declared - looked_at)}")
