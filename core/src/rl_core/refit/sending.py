@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -77,6 +78,7 @@ class Sending(Job[SenderSession]):
         session = SenderSession(offer, receivers=options.receivers, deadline_s=options.deadline_s)
         super().__init__(session, sender)
         self._codec = Codec[FromReceiver](FromReceiver, sender.token)
+        self._frames: deque[tuple[str, bytes]] = deque()
         self._table: DigestTable | None = None
         self._plan: TransferPlan
         self._packer: Packer
@@ -100,8 +102,10 @@ class Sending(Job[SenderSession]):
         return report.as_dict()
 
     def pump(self, timeout_s: float) -> None:
-        """See :meth:`Job.pump`."""
-        for key, frame in self._end.receive(timeout_s):
+        """See :meth:`Job.pump`; called again in the middle of it, it goes on where it was."""
+        self._frames.extend(self._end.receive(timeout_s))
+        while self._frames:
+            key, frame = self._frames.popleft()
             if self.cancelled:
                 return  # whoever says hello now means the next refit, and says it again
             try:
