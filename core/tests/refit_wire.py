@@ -50,12 +50,13 @@ class TrainerEnd(SenderEnd):
     def __init__(self, network: Network, trainer: Trainer) -> None:
         self.address = {"trainer": trainer.number}
         self.inbox: list[tuple[str, bytes]] = []
+        self.later: list[tuple[str, bytes]] = []  # what arrives after that
         self.gone: list[str] = []
         self._network = network
         self._trainer = trainer
 
     def receive(self, timeout_s: float) -> list[tuple[str, bytes]]:
-        frames, self.inbox = self.inbox, []
+        frames, self.inbox, self.later = self.inbox, self.later, []
         return frames
 
     def send(self, key: str, frame: bytes) -> bool:

@@ -6,7 +6,7 @@ Where the state machine with its histories is a search, this is a list, and comp
 from __future__ import annotations
 
 from contextlib import closing
-from itertools import count
+from itertools import count, product
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,6 +14,7 @@ from refit_forgeries import forgeries, out_of_turn_to_engine, out_of_turn_to_tra
 from refit_network import Network
 from refit_parties import DEADLINE_S, NAMES, Kind
 
+from rl_core.errors import RefitPeerError, WeightsTornError
 from rl_core.refit.messages import Codec, FromReceiver, FromSender
 
 if TYPE_CHECKING:
@@ -259,6 +260,29 @@ def try_all(change: Callable[[Network, int], bool], isolation: str, **options: A
                 if not change(network, number):
                     break
                 see_to_the_end(network)
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("mode", ["packed", "direct"])
+def test_frames_keep_their_order_while_an_engine_is_found_to_be_gone(mode: str, lost: int):
+    """The trainer has some frames, and more arrive while it learns that it cannot answer one."""
+    blamed = []
+    for step, cut in product(range(STEPS), range(6)):
+        with closing(refit_at(step, "quiesced", IN_PLACE, mode=mode, delta=False)) as network:
+            network.to_engines(*network.down)
+            for engine in network.engines * 3:
+                network.work(engine)
+            if network.trainer.job is None or network.engines[lost].job is None:
+                break
+            key = network.engines[lost].end.key
+            network.closed.add(key)
+            network.trainer.end.gone.append(key)
+            network.trainer.end.later, network.up = network.up[cut:], network.up[:cut]
+            network.deliver_up(*([0] * cut))
+            network.look()
+            blamed += [type(error) for error in network.errors]
+    assert blamed
+    assert set(blamed) <= {RefitPeerError, WeightsTornError}
 
 
 @pytest.mark.parametrize("isolation", ["quiesced", "staged"])
