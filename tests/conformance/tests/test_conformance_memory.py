@@ -31,7 +31,7 @@ from rl_conformance.memory import MemoryPeak
 many = [torch.ones(16_000) for _ in range(2000)]
 pin = torch.ones(100)
 del many
-peak = MemoryPeak()
+peak = MemoryPeak(trim=True)
 torch.ones(64 << 20, dtype=torch.uint8)
 print(peak.resident())
 """

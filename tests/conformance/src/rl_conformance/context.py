@@ -262,11 +262,13 @@ class Context:
 
         return pad_rows(rows, self.oracle().pad_token_id, **extra)
 
-    def certain(self, *lengths: int, steps: int = 4) -> list[Continuation]:
+    def certain(
+        self, *lengths: int, steps: int = 4, path: Path | None = None
+    ) -> list[Continuation]:
         """A prompt for each length with a continuation that the dtype's rounding cannot change."""
         from rl_conformance.continuations import find_certain
 
-        return find_certain(self.oracle(), lengths, steps=steps, lead=self.lead)
+        return find_certain(self.oracle(path), lengths, steps=steps, lead=self.lead)
 
     @property
     def lead(self) -> float:

@@ -15,16 +15,19 @@ class MemoryPeak:
     """What this process, its children and its GPU take beyond what they have now.
 
     Linux keeps the peak of each process, and begins anew if it is told to. Where it cannot be told,
-    only what is kept to the end is seen. Processes that start later are not looked at. What this
-    process has freed and its allocator has kept is given back first: what is taken from that counts
-    too. In a child it does not.
+    only what is kept to the end is seen. Processes that start later are not looked at.
+
+    Args:
+        trim: First gives back what this process has freed and its allocator keeps, so that what is
+            taken from that counts too. Not so in a child.
 
     Attributes:
         exact: Whether peaks are seen.
     """
 
-    def __init__(self) -> None:
-        _give_back()
+    def __init__(self, *, trim: bool = False) -> None:
+        if trim:
+            _give_back()
         processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
         self._resident: dict[psutil.Process, int] = {}
         self._kept = {process.pid for process in processes if _begin_anew(process)}

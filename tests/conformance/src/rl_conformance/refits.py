@@ -27,7 +27,6 @@ __all__ = [
     "attempt",
     "equal",
     "free_port",
-    "greedy",
     "modes_of",
     "odd_tensors",
     "run_refit",
@@ -116,11 +115,6 @@ def equal(policy: ColocatablePolicyInterface, generation: GenerationInterface) -
         for name, tensor in theirs.items()
     }
     same_weights(ours, expected, "engine")
-
-
-def greedy(ctx: Context, generation: GenerationInterface) -> BatchedDataDict[Any]:
-    """The engine's greedy output for fixed prompts."""
-    return generation.generate(ctx.prompts(5, 9, 3), greedy=True)
 
 
 def agree(

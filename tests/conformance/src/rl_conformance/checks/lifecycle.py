@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rl_conformance.batches import generated
 from rl_conformance.continuations import find_stop
 from rl_conformance.expect import raises, require, same_tensor
 from rl_conformance.leftovers import Leftovers
 from rl_conformance.registry import check, refusal
+from rl_conformance.served import greedy, same_output
 from rl_core.errors import CapabilityError, LifecycleError, RLError
 
 if TYPE_CHECKING:
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 @check("G13")
 def waking_twice_is_waking_once(ctx: Context) -> None:
     """prepare_for_generation returns True each time and changes nothing."""
-    generation, data = ctx.fresh_generation(), ctx.prompts(5)
+    generation = ctx.fresh_generation()
     require(generation.prepare_for_generation() is True, "prepare did not return True")
-    first = generation.generate(data, greedy=True)
+    first = greedy(ctx, generation)
     require(generation.prepare_for_generation() is True, "a second prepare did not return True")
-    same_tensor(generation.generate(data, greedy=True)["output_ids"], first["output_ids"], "ids")
+    same_output(ctx, greedy(ctx, generation), first)
 
 
 @check("G13")
@@ -43,14 +43,12 @@ def sleeping_twice_is_sleeping_once(ctx: Context) -> None:
 @check("G13")
 def output_survives_a_sleep(ctx: Context) -> None:
     """After finish and prepare the same prompt gives the same tokens."""
-    generation, data = ctx.fresh_generation(), ctx.prompts(5, 9)
+    generation = ctx.fresh_generation()
     generation.prepare_for_generation()
-    before = generation.generate(data, greedy=True)
+    before = greedy(ctx, generation)
     generation.finish_generation()
     generation.prepare_for_generation()
-    after = generation.generate(data, greedy=True)
-    same_tensor(after["output_ids"], before["output_ids"], "output_ids")
-    ctx.measure_error(after["logprobs"], before["logprobs"])
+    same_output(ctx, greedy(ctx, generation), before)
 
 
 @check("G13", capability="sleep", device="cuda")
@@ -183,7 +181,7 @@ def rows_are_yielded_as_they_finish(ctx: Context) -> None:
 def a_broken_off_stream_leaves_the_engine_usable(ctx: Context) -> None:
     """Whoever stops reading midway can generate again."""
     generation, data = ctx.generation(), ctx.prompts(3, 9, 5)
-    before = generated(data, generation.generate(data, greedy=True))
+    before = greedy(ctx, generation)
 
     async def first_row_only() -> None:
         stream: Any = generation.generate_async(data, greedy=True)
@@ -192,17 +190,17 @@ def a_broken_off_stream_leaves_the_engine_usable(ctx: Context) -> None:
         await stream.aclose()
 
     asyncio.run(first_row_only())
-    require(generated(data, generation.generate(data, greedy=True)) == before, "output changed")
+    same_output(ctx, greedy(ctx, generation), before)
 
 
 @refusal("generation", "async_generation")
 def streaming_is_refused(ctx: Context) -> None:
     """A backend without async_generation refuses and still generates."""
-    generation, data = ctx.generation(), ctx.prompts(5)
-    before = generation.generate(data, greedy=True)
+    generation = ctx.generation()
+    before = greedy(ctx, generation)
     with raises(CapabilityError):
-        _stream(generation, data)
-    same_tensor(generation.generate(data, greedy=True)["output_ids"], before["output_ids"], "ids")
+        _stream(generation, ctx.prompts(5))
+    same_output(ctx, greedy(ctx, generation), before)
 
 
 def _stream(

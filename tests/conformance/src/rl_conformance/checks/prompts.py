@@ -28,14 +28,14 @@ _OUTPUT_KEYS = {
 @check("G1")
 def mask_replaces_lengths(ctx: Context) -> None:
     """A right-padded attention_mask says the same as input_lengths."""
-    data = ctx.prompts(3, 7, 5)
-    by_length = ctx.generation().generate(data, greedy=True)
+    data = ctx.batch([row.prompt for row in ctx.certain(3, 9, 5)])
+    by_length = ctx.generation(max_new_tokens=4).generate(data, greedy=True)
     positions = torch.arange(data["input_ids"].shape[1])
     mask = (positions < data["input_lengths"][:, None]).long()
     masked: BatchedDataDict[Any] = BatchedDataDict(
         {"input_ids": data["input_ids"], "attention_mask": mask}
     )
-    by_mask = ctx.generation().generate(masked, greedy=True)
+    by_mask = ctx.generation(max_new_tokens=4).generate(masked, greedy=True)
     same_tensor(by_mask["output_ids"], by_length["output_ids"], "output_ids")
 
 

@@ -19,7 +19,6 @@ from rl_conformance.refits import (
     agree,
     attempt,
     equal,
-    greedy,
     modes_of,
     odd_tensors,
     run_refit,
@@ -28,6 +27,7 @@ from rl_conformance.refits import (
     whole_tensors,
 )
 from rl_conformance.registry import check
+from rl_conformance.served import greedy, same_output
 from rl_conformance.training import NegativeLogLikelihood, training_batch
 from rl_conformance.weights import (
     checkpoint_weights,
@@ -175,7 +175,7 @@ def a_mismatch_is_named_and_nothing_is_touched(ctx: Context, kind: str, change: 
         generation.prepare_refit_info(tampered)
     require(caught.error.details[kind] == [name], f"details[{kind!r}] is not [{name!r}]")
     require(generation.weights_version == 0, f"the version is {generation.weights_version}")
-    same_tensor(greedy(ctx, generation)["logprobs"], before["logprobs"], "logprobs")
+    same_output(ctx, greedy(ctx, generation), before)
 
 
 @check("R3", timeout_s=240.0)
@@ -346,13 +346,12 @@ def a_failed_refit_does_not_move_the_version(ctx: Context) -> None:
 def caches_do_not_outlive_the_version(ctx: Context) -> None:
     """The same prompts after a refit give what a fresh engine with those weights gives."""
     policy, generation = unequal_pair(ctx)
-    old = greedy(ctx, generation)
+    old = greedy(ctx, generation, seed=1)
     run_refit(policy, generation)
     fresh = ctx.fresh_generation(model_name=str(ctx.model("qwen2", seed=1)))
     fresh.prepare_for_generation()
-    new, expected = greedy(ctx, generation), greedy(ctx, fresh)
-    same_tensor(new["output_ids"], expected["output_ids"], "output_ids")
-    ctx.measure_error(new["logprobs"], expected["logprobs"])
+    new, expected = (greedy(ctx, engine, seed=1) for engine in (generation, fresh))
+    same_output(ctx, new, expected)
     require(not torch.equal(old["output_ids"], new["output_ids"]), "the refit changed nothing")
 
 
@@ -382,7 +381,7 @@ def _bounded(ctx: Context, buffers: int, **options: Any) -> None:
     if options["mode"] == "direct":
         supports(ctx, policy, "direct")
         run_refit(policy, generation, **options)
-    peak = MemoryPeak()
+    peak = MemoryPeak(trim=True)
     report = run_refit(policy, generation, **options)
     ctx.measure("buffers", report.extra_memory_bytes, buffers, "bytes")
     resident = "resident_peak" if peak.exact else "resident_kept"

@@ -9,11 +9,12 @@ import torch
 from torch import distributed as dist
 
 from rl_conformance.doubles import SeveralEngines
-from rl_conformance.expect import raises, require, same_tensor
+from rl_conformance.expect import raises, require
 from rl_conformance.peers import RemoteGeneration
 from rl_conformance.reference import make_reference
-from rl_conformance.refits import DEADLINE_S, agree, equal, free_port, greedy, run_refit
+from rl_conformance.refits import DEADLINE_S, agree, equal, free_port, run_refit
 from rl_conformance.registry import check, refusal
+from rl_conformance.served import greedy, same_output
 from rl_conformance.training import NegativeLogLikelihood, training_batch
 from rl_core.errors import CapabilityError, RefitError
 from rl_core.futures import wait
@@ -175,4 +176,4 @@ def joining_a_group_is_refused(ctx: Context) -> None:
         generation.init_collective(_HOST, 1, 2)
     with raises(CapabilityError):
         generation.update_weights_from_collective()
-    same_tensor(greedy(ctx, generation)["logprobs"], before["logprobs"], "logprobs")
+    same_output(ctx, greedy(ctx, generation), before)

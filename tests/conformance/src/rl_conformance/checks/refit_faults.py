@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from rl_conformance.doubles import TensorEngine, TensorPolicy
-from rl_conformance.expect import fail, raises, require, same_tensor
+from rl_conformance.expect import fail, raises, require
 from rl_conformance.faults import (
     at_the_first_bucket,
     casting_down,
@@ -29,13 +29,13 @@ from rl_conformance.refits import (
     agree,
     attempt,
     equal,
-    greedy,
     run_refit,
     supports,
     unequal_pair,
     whole_tensors,
 )
 from rl_conformance.registry import check
+from rl_conformance.served import greedy, same_output
 from rl_conformance.training import NegativeLogLikelihood, training_batch
 from rl_conformance.weights import same_weights
 from rl_core.errors import RefitCorrupted, RefitError, RLError, WeightsTornError
@@ -116,7 +116,7 @@ def a_killed_trainer_is_survived(ctx: Context, method: str, count: int) -> None:
         error = receiving.exception(DEADLINE_S + 10)
         require(isinstance(error, RefitError), f"not a RefitError but {error!r}")
     try:
-        same_tensor(greedy(ctx, generation)["logprobs"], before["logprobs"], "logprobs")
+        same_output(ctx, greedy(ctx, generation), before)
     except WeightsTornError:
         require(count > 0 or method == "confirm", "torn although nothing had been sent")
     require(generation.weights_version == 0, f"the version is {generation.weights_version}")

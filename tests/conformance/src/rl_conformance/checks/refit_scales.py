@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rl_conformance.expect import raises, require, same_tensor
+from rl_conformance.expect import raises, require
 from rl_conformance.reference import make_reference
-from rl_conformance.refits import equal, greedy, run_refit, unequal_pair
+from rl_conformance.refits import equal, run_refit, unequal_pair
 from rl_conformance.registry import check, refusal
+from rl_conformance.served import greedy, same_output
 from rl_core.errors import CapabilityError
 
 if TYPE_CHECKING:
@@ -39,9 +40,10 @@ def scales_travel_with_the_weights(ctx: Context) -> None:
     for name, factor in (("fine", 1.0), ("coarse", 1e5), ("fine again", 1.0)):
         run_refit(policy, generation, kv_scales={k: v * factor for k, v in scales.items()})
         equal(policy, generation)
-        output[name] = greedy(ctx, generation)["logprobs"]
-    same_tensor(output["fine again"], output["fine"], "logprobs with the same scales")
-    require(not torch.equal(output["coarse"], output["fine"]), "the scales change nothing")
+        output[name] = greedy(ctx, generation, seed=1)
+    same_output(ctx, output["fine again"], output["fine"])
+    coarse, fine = (output[name]["logprobs"] for name in ("coarse", "fine"))
+    require(not torch.equal(coarse, fine), "the scales change nothing")
 
 
 @check("R14", needs=("generation",))
@@ -49,11 +51,11 @@ def scales_do_not_outrun_the_weights(ctx: Context) -> None:
     """Scales of a refit that fails before anything was written are not applied."""
     policy, generation, scales = _scaled_pair(ctx)
     run_refit(policy, generation, kv_scales=scales)
-    before = greedy(ctx, generation)["logprobs"]
+    before = greedy(ctx, generation, seed=1)
     coarse = {name: 1e5 * value for name, value in scales.items()}
     with raises(CapabilityError):  # they cannot be taken back
         run_refit(policy, generation, kv_scales=coarse, isolation="staged")
-    same_tensor(greedy(ctx, generation)["logprobs"], before, "logprobs")
+    same_output(ctx, greedy(ctx, generation, seed=1), before)
 
 
 @refusal("generation", "kv_scales")
@@ -65,4 +67,4 @@ def no_scales_are_asked_for(ctx: Context) -> None:
     with raises(CapabilityError):
         run_refit(policy, generation, kv_scales={"layer_0.k_scale": 0.5})
     require(generation.weights_version == 0, f"the version is {generation.weights_version}")
-    same_tensor(greedy(ctx, generation)["logprobs"], before["logprobs"], "logprobs")
+    same_output(ctx, greedy(ctx, generation), before)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from rl_conformance.doubles import SeveralEngines
-from rl_conformance.expect import raises, require, same_tensor
+from rl_conformance.expect import raises, require
 from rl_conformance.faults import (
     between_tensors,
     dropping,
@@ -14,8 +14,9 @@ from rl_conformance.faults import (
     in_the_engine,
     source_class,
 )
-from rl_conformance.refits import agree, attempt, equal, greedy, run_refit, unequal_pair
+from rl_conformance.refits import agree, attempt, equal, run_refit, unequal_pair
 from rl_conformance.registry import check, refusal
+from rl_conformance.served import greedy, same_output
 from rl_conformance.weights import engine_weights, same_weights
 from rl_core.errors import CapabilityError, RLError
 
@@ -43,7 +44,7 @@ def a_failed_staged_refit_keeps_the_old_version(
     require(isinstance(error, RLError), f"not an error of ours but {error!r}")
     require(generation.weights_version == 0, f"the version is {generation.weights_version}")
     same_weights(engine_weights(generation), weights, "after the failure")
-    same_tensor(greedy(ctx, generation)["logprobs"], before["logprobs"], "logprobs")
+    same_output(ctx, greedy(ctx, generation), before)
     run_refit(policy, generation, isolation="staged")
     equal(policy, generation)
     agree(ctx, policy, generation)
@@ -63,7 +64,7 @@ def another_engines_failure_is_survived(ctx: Context) -> None:
     for engine in (generation, other):
         require(engine.weights_version == 0, f"an engine is at version {engine.weights_version}")
     same_weights(engine_weights(generation), weights, "after the failure")
-    same_tensor(greedy(ctx, generation)["logprobs"], before["logprobs"], "logprobs")
+    same_output(ctx, greedy(ctx, generation), before)
     run_refit(policy, both, isolation="staged")
     for engine in (generation, other):
         equal(policy, engine)
@@ -79,7 +80,7 @@ def the_old_version_serves_meanwhile(ctx: Context) -> None:
     ):
         run_refit(policy, generation, isolation="staged", bucket_bytes=4096)
     (during,) = seen
-    same_tensor(during["logprobs"], before["logprobs"], "logprobs during the transfer")
+    same_output(ctx, during, before)
     require(not during["weights_version"].any(), "rows of the old weights have the new version")
     equal(policy, generation)
     agree(ctx, policy, generation)
@@ -93,4 +94,4 @@ def staged_isolation_is_refused(ctx: Context) -> None:
     with raises(CapabilityError):
         run_refit(policy, generation, isolation="staged")
     require(generation.weights_version == 0, f"the version is {generation.weights_version}")
-    same_tensor(greedy(ctx, generation)["logprobs"], before["logprobs"], "logprobs")
+    same_output(ctx, greedy(ctx, generation), before)

@@ -9,6 +9,7 @@ import torch
 from rl_conformance.batches import generated, generated_mask, random_rows
 from rl_conformance.expect import fail, raises, require, same_tensor
 from rl_conformance.registry import check, refusal
+from rl_conformance.served import greedy, same_output
 from rl_conformance.statistics import chi_square_p_value
 from rl_core.errors import CapabilityError
 
@@ -83,11 +84,8 @@ def greedy_ignores_temperature_and_truncation(ctx: Context) -> None:
 @check("G8")
 def greedy_is_deterministic(ctx: Context) -> None:
     """Two calls give the same tokens and log-probs."""
-    data = ctx.prompts(3, 9, 5)
-    first = ctx.generation().generate(data, greedy=True)
-    second = ctx.generation().generate(data, greedy=True)
-    same_tensor(second["output_ids"], first["output_ids"], "output_ids")
-    ctx.measure_error(second["logprobs"], first["logprobs"])
+    first, second = (greedy(ctx, ctx.generation()) for _ in range(2))
+    same_output(ctx, second, first)
 
 
 @check("G8")

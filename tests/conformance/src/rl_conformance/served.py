@@ -1,0 +1,48 @@
+"""What an engine generates now, to be compared with what it generated before."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rl_conformance.expect import require
+
+if TYPE_CHECKING:
+    from rl_conformance.context import Context
+    from rl_core.batch import BatchedDataDict
+    from rl_core.interfaces import GenerationInterface
+
+__all__ = ["greedy", "same_output"]
+
+_LENGTHS = (5, 9, 3)
+#: Tokens of each row that no rounding changes.
+_STEPS = 4
+
+
+def greedy(ctx: Context, generation: GenerationInterface, *, seed: int = 0) -> BatchedDataDict[Any]:
+    """The engine's greedy output for fixed prompts.
+
+    Args:
+        ctx: Of the check.
+        generation: The engine, awake.
+        seed: Of the model with which the first tokens are certain.
+    """
+    rows = ctx.certain(*_LENGTHS, steps=_STEPS, path=ctx.model("qwen2", seed=seed))
+    return generation.generate(ctx.batch([row.prompt for row in rows]), greedy=True)
+
+
+def same_output(ctx: Context, got: BatchedDataDict[Any], expected: BatchedDataDict[Any]) -> None:
+    """Fails unless two outputs of :func:`greedy` have the same certain tokens and log-probs.
+
+    Not the same bits: on a GPU they depend on which rows an engine computes together, and that may
+    be another choice each time.
+    """
+    ours, theirs = (_certain(output, "output_ids").tolist() for output in (got, expected))
+    require(ours == theirs, f"the first tokens of three rows are {ours}, expected {theirs}")
+    ctx.measure_error(_certain(got, "logprobs"), _certain(expected, "logprobs"))
+
+
+def _certain(output: BatchedDataDict[Any], column: str) -> torch.Tensor:
+    """``[3, 4]``."""
+    return torch.stack([output[column][row, n : n + _STEPS] for row, n in enumerate(_LENGTHS)])
