@@ -122,11 +122,23 @@ def greedy_ignores_its_neighbours(ctx: Context) -> None:
 @check("G9")
 def a_seed_makes_sampling_reproducible(ctx: Context) -> None:
     """Two engines with one seed draw the same tokens."""
-    data = ctx.prompts(5, 7, 3)
+    data = ctx.prompts(*[5, 7, 3, 6] * 8)
     first = ctx.generation(seed=7, temperature=1.5).generate(data)
     second = ctx.fresh_generation(seed=7, temperature=1.5)
     second.prepare_for_generation()
-    same_tensor(second.generate(data)["output_ids"], first["output_ids"], "output_ids")
+    _same_draws(ctx, generated(data, second.generate(data)), generated(data, first))
+
+
+def _same_draws(ctx: Context, got: list[list[int]], expected: list[list[int]]) -> None:
+    """Fails unless the draws are equal, but for what rounding may change of the first ones.
+
+    If log-probs are off by e on average, a draw is another with a probability of about e / 2 to e.
+    Up to eight times as many as that may change; in float32 there is none, and rows count whole.
+    """
+    allowed = int(8 * len(expected) * ctx.tolerance[0])
+    length = 1 if allowed else None
+    changed = sum(a[:length] != b[:length] for a, b in zip(got, expected, strict=True))
+    ctx.measure("changed_draws", changed, allowed)
 
 
 @check("G9")
@@ -229,12 +241,12 @@ def samples_are_laid_out_as_repeat_interleave(ctx: Context) -> None:
 @check("G17")
 def samples_of_a_prompt_are_independent(ctx: Context) -> None:
     """Sampled completions of one prompt differ, and equal those of repeated rows."""
-    data = ctx.prompts(5, 7)
+    data = ctx.prompts(5, 7, 3, 6)
     several = ctx.generation(num_samples=8, seed=7, temperature=1.5).generate(data)
     repeated = data.repeat_interleave(8)
     single = ctx.generation(seed=7, temperature=1.5).generate(repeated)
-    same_tensor(several["output_ids"], single["output_ids"], "output_ids")
     rows = generated(repeated, several)
+    _same_draws(ctx, rows, generated(repeated, single))
     require(len({tuple(row) for row in rows[:8]}) > 1, "all samples of a prompt are the same")
 
 
