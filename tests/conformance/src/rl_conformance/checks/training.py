@@ -253,7 +253,8 @@ def _compare_masked(
         scores.append(_scores(policy, probe))
     for key in ("loss", "grad_norm"):
         first, second = float(results[0][key]), float(results[1][key])
-        ctx.measure(f"{key}_relative_difference", abs(second / first - 1), ctx.tolerance[0] / 10)
+        difference, allowed = abs(second / first - 1), max(ctx.tolerance[0] / 10, 1e-5)
+        ctx.measure(f"{key}_relative_difference", difference, allowed)
     ctx.measure_error(scores[1], scores[0])
 
 
