@@ -11,6 +11,7 @@ import torch
 
 from rl_conformance.batches import generated_mask
 from rl_conformance.expect import require
+from rl_conformance.served import certain_prompts
 from rl_conformance.weights import engine_weights, policy_weights, same_weights
 from rl_core.batch import BatchedDataDict
 from rl_core.refit import refit
@@ -120,8 +121,12 @@ def equal(policy: ColocatablePolicyInterface, generation: GenerationInterface) -
 def agree(
     ctx: Context, policy: ColocatablePolicyInterface, generation: GenerationInterface
 ) -> None:
-    """Fails unless the engine's greedy log-probs are the policy's, each within its tolerance."""
-    ctx.measure_error(*scores_of_both(policy, generation, ctx.prompts(5, 9, 3)), scale=2.0)
+    """Fails unless the engine's greedy log-probs are the policy's, each within its tolerance.
+
+    The prompts are those of :func:`~rl_conformance.served.greedy`: what an engine keeps of earlier
+    weights shows.
+    """
+    ctx.measure_error(*scores_of_both(policy, generation, certain_prompts(ctx)), scale=2.0)
 
 
 def scores_of_both(

@@ -13,23 +13,22 @@ if TYPE_CHECKING:
     from rl_core.batch import BatchedDataDict
     from rl_core.interfaces import GenerationInterface
 
-__all__ = ["greedy", "same_output"]
+__all__ = ["certain_prompts", "greedy", "same_output"]
 
 _LENGTHS = (5, 9, 3)
 #: Tokens of each row that no rounding changes.
 _STEPS = 4
 
 
-def greedy(ctx: Context, generation: GenerationInterface, *, seed: int = 0) -> BatchedDataDict[Any]:
-    """The engine's greedy output for fixed prompts.
-
-    Args:
-        ctx: Of the check.
-        generation: The engine, awake.
-        seed: Of the model with which the first tokens are certain.
-    """
+def certain_prompts(ctx: Context, *, seed: int = 0) -> BatchedDataDict[Any]:
+    """Three prompts whose first greedy tokens are certain with the model of a seed."""
     rows = ctx.certain(*_LENGTHS, steps=_STEPS, path=ctx.model("qwen2", seed=seed))
-    return generation.generate(ctx.batch([row.prompt for row in rows]), greedy=True)
+    return ctx.batch([row.prompt for row in rows])
+
+
+def greedy(ctx: Context, generation: GenerationInterface, *, seed: int = 0) -> BatchedDataDict[Any]:
+    """The engine's greedy output for :func:`certain_prompts`."""
+    return generation.generate(certain_prompts(ctx, seed=seed), greedy=True)
 
 
 def same_output(ctx: Context, got: BatchedDataDict[Any], expected: BatchedDataDict[Any]) -> None:
