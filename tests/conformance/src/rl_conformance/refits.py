@@ -119,14 +119,22 @@ def equal(policy: ColocatablePolicyInterface, generation: GenerationInterface) -
 
 
 def agree(
-    ctx: Context, policy: ColocatablePolicyInterface, generation: GenerationInterface
+    ctx: Context,
+    policy: ColocatablePolicyInterface,
+    generation: GenerationInterface,
+    data: BatchedDataDict[Any] | None = None,
 ) -> None:
     """Fails unless the engine's greedy log-probs are the policy's, each within its tolerance.
 
-    The prompts are those of :func:`~rl_conformance.served.greedy`: what an engine keeps of earlier
-    weights shows.
+    Args:
+        ctx: Of the check.
+        policy: Whose weights the engine should have.
+        generation: The engine, awake.
+        data: The prompts. Default: those of :func:`~rl_conformance.served.greedy`, so that what an
+            engine keeps of earlier weights shows.
     """
-    ctx.measure_error(*scores_of_both(policy, generation, certain_prompts(ctx)), scale=2.0)
+    data = certain_prompts(ctx) if data is None else data
+    ctx.measure_error(*scores_of_both(policy, generation, data), scale=2.0)
 
 
 def scores_of_both(

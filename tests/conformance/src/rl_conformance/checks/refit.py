@@ -88,7 +88,7 @@ def a_trained_policy_arrives(ctx: Context) -> None:
         run_refit(policy, generation)
         policy.offload_after_refit()
         equal(policy, generation)
-        agree(ctx, policy, generation)
+        agree(ctx, policy, generation, ctx.prompts(5, 9, 3))  # they begin what was trained on
 
 
 @check("R1", cases=MODES)
