@@ -70,6 +70,7 @@ class Workshop:
         self.settings = settings
         self._scratch = tempfile.TemporaryDirectory(prefix="rl-conformance-")
         self._oracles: dict[Path, Oracle] = {}
+        self._certain: dict[tuple[Any, ...], list[Continuation]] = {}
         self._shared: dict[str, dict[str, Any]] = {"generation": {}, "policy": {}}
 
     def directory(self) -> Path:
@@ -93,6 +94,18 @@ class Workshop:
         if path not in self._oracles:
             self._oracles[path] = Oracle(path, self.settings.dtype)
         return self._oracles[path]
+
+    def certain(
+        self, path: Path, lengths: tuple[int, ...], steps: int, lead: float
+    ) -> list[Continuation]:
+        """Prompts whose continuation is certain; looked for once, which takes a while."""
+        from rl_conformance.continuations import find_certain
+
+        key = path, lengths, steps, lead
+        if key not in self._certain:
+            oracle = self.oracle(path)
+            self._certain[key] = find_certain(oracle, lengths, steps=steps, lead=lead)
+        return self._certain[key]
 
     def build(self, kind: str, dtype: str, config: dict[str, Any]) -> Any:
         """A new backend of the target, or the suite's reference if it does not offer the kind."""
@@ -266,9 +279,7 @@ class Context:
         self, *lengths: int, steps: int = 4, path: Path | None = None
     ) -> list[Continuation]:
         """A prompt for each length with a continuation that the dtype's rounding cannot change."""
-        from rl_conformance.continuations import find_certain
-
-        return find_certain(self.oracle(path), lengths, steps=steps, lead=self.lead)
+        return self.workshop.certain(path or self.workshop.model(), lengths, steps, self.lead)
 
     @property
     def lead(self) -> float:

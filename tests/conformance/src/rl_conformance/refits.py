@@ -130,10 +130,10 @@ def agree(
         ctx: Of the check.
         policy: Whose weights the engine should have.
         generation: The engine, awake.
-        data: The prompts. Default: those of :func:`~rl_conformance.served.greedy`, so that what an
-            engine keeps of earlier weights shows.
+        data: The prompts. Default: those of :func:`~rl_conformance.served.greedy` for the seed 0,
+            so that what an engine keeps of earlier weights shows.
     """
-    data = certain_prompts(ctx) if data is None else data
+    data = certain_prompts(ctx, seed=0) if data is None else data
     ctx.measure_error(*scores_of_both(policy, generation, data), scale=2.0)
 
 

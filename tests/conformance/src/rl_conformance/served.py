@@ -20,13 +20,21 @@ _LENGTHS = (5, 9, 3)
 _STEPS = 4
 
 
-def certain_prompts(ctx: Context, *, seed: int = 0) -> BatchedDataDict[Any]:
-    """Three prompts whose first greedy tokens are certain with the model of a seed."""
-    rows = ctx.certain(*_LENGTHS, steps=_STEPS, path=ctx.model("qwen2", seed=seed))
+def certain_prompts(ctx: Context, *, seed: int | None = None) -> BatchedDataDict[Any]:
+    """Three prompts whose first greedy tokens are certain.
+
+    Args:
+        ctx: Of the check.
+        seed: Of the tiny model that makes them certain. Default: the main model of the run does.
+    """
+    path = None if seed is None else ctx.model("qwen2", seed=seed)
+    rows = ctx.certain(*_LENGTHS, steps=_STEPS, path=path)
     return ctx.batch([row.prompt for row in rows])
 
 
-def greedy(ctx: Context, generation: GenerationInterface, *, seed: int = 0) -> BatchedDataDict[Any]:
+def greedy(
+    ctx: Context, generation: GenerationInterface, *, seed: int | None = None
+) -> BatchedDataDict[Any]:
     """The engine's greedy output for :func:`certain_prompts`."""
     return generation.generate(certain_prompts(ctx, seed=seed), greedy=True)
 

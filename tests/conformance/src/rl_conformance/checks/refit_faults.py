@@ -107,7 +107,7 @@ _TRAINERS: dict[str, dict[str, Any]] = {
 def a_killed_trainer_is_survived(ctx: Context, method: str, count: int) -> None:
     """The engine gets a RefitError, serves no torn weights, and recovers with a new trainer."""
     policy, generation = unequal_pair(ctx)
-    before = greedy(ctx, generation)
+    before = greedy(ctx, generation, seed=0)
     with RemotePolicy(ctx, model_name=str(ctx.model("qwen2", seed=1))) as killed:
         killed.die_at(method, count)
         generation.prepare_refit_info(killed.prepare_refit_info())
@@ -116,7 +116,7 @@ def a_killed_trainer_is_survived(ctx: Context, method: str, count: int) -> None:
         error = receiving.exception(DEADLINE_S + 10)
         require(isinstance(error, RefitError), f"not a RefitError but {error!r}")
     try:
-        same_output(ctx, greedy(ctx, generation), before)
+        same_output(ctx, greedy(ctx, generation, seed=0), before)
     except WeightsTornError:
         require(count > 0 or method == "confirm", "torn although nothing had been sent")
     require(generation.weights_version == 0, f"the version is {generation.weights_version}")
@@ -138,7 +138,7 @@ def torn_weights_are_never_served(ctx: Context, fault: Any, how: dict[str, Any])
     with in_the_engine(generation, fault, **how):
         require(attempt(policy, generation) is not None, "a refit that failed is reported as done")
     with raises(WeightsTornError):
-        greedy(ctx, generation)
+        greedy(ctx, generation, seed=0)
     run_refit(policy, generation)
     agree(ctx, policy, generation)
 
@@ -331,7 +331,7 @@ def a_loader_that_does_not_load_is_caught(ctx: Context, fault: Any) -> None:
         _is_corrupted(attempt(policy, generation, verify="installed"))
     require(generation.weights_version == 0, f"the version is {generation.weights_version}")
     with raises(WeightsTornError):
-        greedy(ctx, generation)
+        greedy(ctx, generation, seed=0)
     run_refit(policy, generation, verify="installed")
     equal(policy, generation)
 

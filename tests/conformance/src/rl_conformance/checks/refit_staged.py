@@ -38,13 +38,13 @@ def a_failed_staged_refit_keeps_the_old_version(
 ) -> None:
     """A loader that fails at any point leaves the old version, its bytes and its output."""
     policy, generation = unequal_pair(ctx)
-    before, weights = greedy(ctx, generation), engine_weights(generation)
+    before, weights = greedy(ctx, generation, seed=0), engine_weights(generation)
     with in_the_engine(generation, fault, **how):
         error = attempt(policy, generation, isolation="staged", verify="installed")
     require(isinstance(error, RLError), f"not an error of ours but {error!r}")
     require(generation.weights_version == 0, f"the version is {generation.weights_version}")
     same_weights(engine_weights(generation), weights, "after the failure")
-    same_output(ctx, greedy(ctx, generation), before)
+    same_output(ctx, greedy(ctx, generation, seed=0), before)
     run_refit(policy, generation, isolation="staged")
     equal(policy, generation)
     agree(ctx, policy, generation)
@@ -56,7 +56,7 @@ def another_engines_failure_is_survived(ctx: Context) -> None:
     policy, generation = unequal_pair(ctx)
     other = ctx.fresh_generation()
     other.prepare_for_generation()
-    before, weights = greedy(ctx, generation), engine_weights(generation)
+    before, weights = greedy(ctx, generation, seed=0), engine_weights(generation)
     both = SeveralEngines(generation, other)
     with in_the_engine(generation, failing_finish):  # of whichever comes first, in one process
         error = attempt(policy, both, isolation="staged")
@@ -64,7 +64,7 @@ def another_engines_failure_is_survived(ctx: Context) -> None:
     for engine in (generation, other):
         require(engine.weights_version == 0, f"an engine is at version {engine.weights_version}")
     same_weights(engine_weights(generation), weights, "after the failure")
-    same_output(ctx, greedy(ctx, generation), before)
+    same_output(ctx, greedy(ctx, generation, seed=0), before)
     run_refit(policy, both, isolation="staged")
     for engine in (generation, other):
         equal(policy, engine)
@@ -74,9 +74,9 @@ def another_engines_failure_is_survived(ctx: Context) -> None:
 def the_old_version_serves_meanwhile(ctx: Context) -> None:
     """In the midst of the transfer the engine generates, with the old weights."""
     policy, generation = unequal_pair(ctx)
-    before, seen = greedy(ctx, generation), []
+    before, seen = greedy(ctx, generation, seed=0), []
     with between_tensors(
-        source_class(policy), after=5, act=lambda: seen.append(greedy(ctx, generation))
+        source_class(policy), after=5, act=lambda: seen.append(greedy(ctx, generation, seed=0))
     ):
         run_refit(policy, generation, isolation="staged", bucket_bytes=4096)
     (during,) = seen
@@ -90,8 +90,8 @@ def the_old_version_serves_meanwhile(ctx: Context) -> None:
 def staged_isolation_is_refused(ctx: Context) -> None:
     """isolation="staged" raises CapabilityError and the engine serves as before."""
     policy, generation = unequal_pair(ctx)
-    before = greedy(ctx, generation)
+    before = greedy(ctx, generation, seed=0)
     with raises(CapabilityError):
         run_refit(policy, generation, isolation="staged")
     require(generation.weights_version == 0, f"the version is {generation.weights_version}")
-    same_output(ctx, greedy(ctx, generation), before)
+    same_output(ctx, greedy(ctx, generation, seed=0), before)
