@@ -85,7 +85,7 @@ def run(
         typer.Option(help="Of its weights.", show_default="float32; bfloat16 on cuda"),
     ] = None,
     model: Annotated[
-        Path | None, typer.Option(help="A checkpoint instead of the suite's tiny models.")
+        Path | None, typer.Option(help="A checkpoint in place of the suite's main tiny model.")
     ] = None,
     kind: Annotated[
         list[str] | None, typer.Option(help="Only this chapter; may be given several times.")

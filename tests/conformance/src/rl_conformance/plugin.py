@@ -24,7 +24,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--rl-backend", metavar="NAME", help="run the suite against this backend")
     group.addoption("--rl-device", choices=("cpu", "cuda"), default="cpu", help="where it runs")
     group.addoption("--rl-dtype", help="of its weights: float32 on cpu, bfloat16 on cuda")
-    group.addoption("--rl-model", metavar="PATH", help="a checkpoint to use in place of tiny ones")
+    group.addoption(
+        "--rl-model", metavar="PATH", help="a checkpoint in place of a tiny one"
+    )
     group.addoption("--rl-known-failures", metavar="FILE", help="ledger of known failures (TOML)")
     group.addoption("--rl-report", metavar="FILE", type=Path, help="write the report as JSON")
 

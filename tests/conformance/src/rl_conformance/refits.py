@@ -28,6 +28,7 @@ __all__ = [
     "attempt",
     "equal",
     "free_port",
+    "fresh_engine",
     "modes_of",
     "odd_tensors",
     "run_refit",
@@ -48,9 +49,14 @@ def unequal_pair(
 ) -> tuple[ColocatablePolicyInterface, GenerationInterface]:
     """A policy and an engine, awake, with different weights."""
     policy = ctx.fresh_policy(model_name=str(ctx.model("qwen2", seed=1)))
+    return policy, fresh_engine(ctx, **config)
+
+
+def fresh_engine(ctx: Context, **config: Any) -> GenerationInterface:
+    """An engine, awake, that a policy of :func:`unequal_pair` can be sent to."""
     generation = ctx.fresh_generation(model_name=str(ctx.model("qwen2", seed=0)), **config)
     generation.prepare_for_generation()
-    return policy, generation
+    return generation
 
 
 def run_refit(policy: Any, generation: Any, **options: Any) -> RefitReport:

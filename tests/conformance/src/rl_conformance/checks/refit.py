@@ -19,6 +19,7 @@ from rl_conformance.refits import (
     agree,
     attempt,
     equal,
+    fresh_engine,
     modes_of,
     odd_tensors,
     run_refit,
@@ -100,8 +101,7 @@ def what_was_committed_stays(ctx: Context, mode: str) -> None:
     before = engine_weights(generation)
     _train(policy)
     same_weights(engine_weights(generation), before, "the engine after training")
-    other = ctx.fresh_generation()
-    other.prepare_for_generation()
+    other = fresh_engine(ctx)
     run_refit(policy, other, mode=mode)
     same_weights(engine_weights(generation), before, "the engine after another's refit")
 
@@ -282,7 +282,7 @@ def small_buckets_split_large_tensors(ctx: Context, bucket_bytes: int) -> None:
 def every_family_arrives(ctx: Context, family: str) -> None:
     """Tied and untied architectures."""
     policy = ctx.fresh_policy(model_name=str(ctx.model(family, seed=1)))
-    generation = ctx.fresh_generation(model_name=str(ctx.model(family)))
+    generation = ctx.fresh_generation(model_name=str(ctx.model(family, seed=0)))
     generation.prepare_for_generation()
     run_refit(policy, generation)
     equal(policy, generation)

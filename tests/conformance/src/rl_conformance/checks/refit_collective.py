@@ -12,7 +12,7 @@ from rl_conformance.doubles import SeveralEngines
 from rl_conformance.expect import raises, require
 from rl_conformance.peers import RemoteGeneration
 from rl_conformance.reference import make_reference
-from rl_conformance.refits import DEADLINE_S, agree, equal, free_port, run_refit
+from rl_conformance.refits import DEADLINE_S, agree, equal, free_port, fresh_engine, run_refit
 from rl_conformance.registry import check, refusal
 from rl_conformance.served import greedy, same_output
 from rl_conformance.training import NegativeLogLikelihood, training_batch
@@ -37,11 +37,10 @@ def _policy(ctx: Context, side: str) -> Any:
 def _engine(ctx: Context, side: str) -> Any:
     """An engine under test, or the suite's own where a trainer is; awake."""
     if side == "engine":
-        generation: Any = ctx.fresh_generation()
-    else:
-        config = {"model_name": str(ctx.model()), "max_new_tokens": 8}
-        config |= {"torch_dtype": ctx.settings.dtype}
-        generation = ctx.closing(make_reference("generation", config))
+        return fresh_engine(ctx)
+    config = {"model_name": str(ctx.model("qwen2", seed=0)), "max_new_tokens": 8}
+    config |= {"torch_dtype": ctx.settings.dtype}
+    generation = ctx.closing(make_reference("generation", config))
     generation.prepare_for_generation()
     return generation
 
@@ -142,7 +141,7 @@ def one_call_is_enough_for_a_trainer(ctx: Context) -> None:
 def a_group_crosses_processes_and_survives_a_kill(ctx: Context) -> None:
     """Exact in an engine elsewhere; when it is killed it is named, and another takes over."""
     policy = _policy(ctx, "engine")
-    with RemoteGeneration(ctx) as generation:
+    with RemoteGeneration(ctx, model_name=str(ctx.model("qwen2", seed=0))) as generation:
         both = SeveralEngines(generation, _engine(ctx, "engine"))
         run_refit(policy, both, transport="collective")
         equal(policy, both.engines[1])

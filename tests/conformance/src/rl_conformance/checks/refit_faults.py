@@ -29,6 +29,7 @@ from rl_conformance.refits import (
     agree,
     attempt,
     equal,
+    fresh_engine,
     run_refit,
     supports,
     unequal_pair,
@@ -59,12 +60,11 @@ def a_killed_engine_is_reported(ctx: Context, method: str, count: int) -> None:
     """The trainer gets a RefitError before the deadline, and serves the next engine."""
     policy = ctx.fresh_policy(model_name=str(ctx.model("qwen2", seed=1)))
     if ctx.settings.device == "cuda":  # what the first refit of a process sets up, it keeps
-        first = ctx.fresh_generation()
-        first.prepare_for_generation()
+        first = fresh_engine(ctx)
         run_refit(policy, first)
         first.shutdown()
     before = Leftovers.now()
-    with RemoteGeneration(ctx) as generation:
+    with RemoteGeneration(ctx, model_name=str(ctx.model("qwen2", seed=0))) as generation:
         pids = generation.die_at(method, count)
         started = time.monotonic()
         error = _failure_of(policy, generation)
@@ -74,8 +74,7 @@ def a_killed_engine_is_reported(ctx: Context, method: str, count: int) -> None:
         named = any(str(pid) in str(error) for pid in pids)
         require(named, f"the peer {pids} is not named: {error}")
         del error  # its traceback has the tensors that were to be sent
-    survivor = ctx.fresh_generation()
-    survivor.prepare_for_generation()
+    survivor = fresh_engine(ctx)
     run_refit(policy, survivor)
     equal(policy, survivor)
     survivor.shutdown()

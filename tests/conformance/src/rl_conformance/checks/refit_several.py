@@ -14,6 +14,7 @@ from rl_conformance.refits import (
     DEADLINE_S,
     MODES,
     equal,
+    fresh_engine,
     odd_tensors,
     run_refit,
     unequal_pair,
@@ -34,8 +35,7 @@ if TYPE_CHECKING:
 def all_receivers_advance(ctx: Context) -> None:
     """Two engines take one refit and both serve it."""
     policy, first = unequal_pair(ctx)
-    second = ctx.fresh_generation()
-    second.prepare_for_generation()
+    second = fresh_engine(ctx)
     report = run_refit(policy, SeveralEngines(first, second))
     require(report.receivers == 2, f"{report.receivers} receivers took part")
     for engine in (first, second):

@@ -14,7 +14,7 @@ from rl_conformance.faults import (
     in_the_engine,
     source_class,
 )
-from rl_conformance.refits import agree, attempt, equal, run_refit, unequal_pair
+from rl_conformance.refits import agree, attempt, equal, fresh_engine, run_refit, unequal_pair
 from rl_conformance.registry import check, refusal
 from rl_conformance.served import greedy, same_output
 from rl_conformance.weights import engine_weights, same_weights
@@ -54,8 +54,7 @@ def a_failed_staged_refit_keeps_the_old_version(
 def another_engines_failure_is_survived(ctx: Context) -> None:
     """If another engine of the refit fails at the last moment, this one serves what it had."""
     policy, generation = unequal_pair(ctx)
-    other = ctx.fresh_generation()
-    other.prepare_for_generation()
+    other = fresh_engine(ctx)
     before, weights = greedy(ctx, generation, seed=0), engine_weights(generation)
     both = SeveralEngines(generation, other)
     with in_the_engine(generation, failing_finish):  # of whichever comes first, in one process

@@ -1,0 +1,27 @@
+"""Runs with a checkpoint of the user's."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from rl_conformance.context import Settings
+from rl_conformance.models import make_tiny_model
+from rl_conformance.mutants import target
+from rl_conformance.outcome import Verdict
+from rl_conformance.run import run, select
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+_ONE_PROCESS = "R1 or R2 or R4 and not processes or R7 or R10 or R11 or R13 or R15"
+
+
+@pytest.mark.parametrize("checks", ["G1 or G4 or G8 or G13 or G16", "P1 or P3 or P5", _ONE_PROCESS])
+def test_another_architecture_passes(checks: str, tmp_path: Path) -> None:
+    model = str(make_tiny_model(tmp_path / "llama", "llama", seed=3))
+    report = run(target(), Settings(model=model), select([], checks), selection=checks)
+    bad = [(o.check, o.message) for o in report.outcomes if o.status.bad]
+    assert report.verdict is Verdict.CONFORMANT, bad
+    assert report.environment["model"] == model
