@@ -11,10 +11,12 @@ from rl_conformance.models import make_tiny_model
 from rl_conformance.mutants import target
 from rl_conformance.outcome import Verdict
 from rl_conformance.run import run, select
+from rl_core.errors import ConfigError
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+pytest_plugins = ["pytester"]
 _ONE_PROCESS = "R1 or R2 or R4 and not processes or R7 or R10 or R11 or R13 or R15"
 
 
@@ -25,3 +27,11 @@ def test_another_architecture_passes(checks: str, tmp_path: Path) -> None:
     bad = [(o.check, o.message) for o in report.outcomes if o.status.bad]
     assert report.verdict is Verdict.CONFORMANT, bad
     assert report.environment["model"] == model
+
+
+def test_what_is_no_checkpoint_is_refused_before_anything_runs(pytester: pytest.Pytester) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere holds no config\.json"):
+        Settings.of("cpu", model="/nowhere")
+    done = pytester.runpytest_subprocess("--rl-backend", "reference", "--rl-model", "/nowhere")
+    assert done.ret == pytest.ExitCode.USAGE_ERROR
+    done.stderr.fnmatch_lines(["*--rl-model: /nowhere holds no config.json*"])

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 from rl_conformance.expect import NotRun, fail
 from rl_conformance.figures import Histogram
 from rl_conformance.outcome import Measure
+from rl_core.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -53,7 +54,17 @@ class Settings:
     def of(
         cls, device: Literal["cpu", "cuda"], dtype: str | None = None, model: str | None = None
     ) -> Settings:
-        """Settings whose dtype is the device's usual one where none is given."""
+        """Settings whose dtype is the device's usual one where none is given.
+
+        Raises:
+            ConfigError: The model is no directory of a checkpoint.
+        """
+        if model is not None and not Path(model, "config.json").is_file():
+            raise ConfigError(
+                f"{model} holds no config.json",
+                fix="give the directory of a Hugging Face checkpoint",
+                key="model",
+            )
         return cls(device, dtype or _DTYPES[device], model)
 
 

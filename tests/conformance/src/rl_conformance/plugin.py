@@ -6,6 +6,7 @@ is loaded in every pytest run of an environment, so it imports neither torch nor
 
 from __future__ import annotations
 
+import argparse
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,10 +26,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--rl-device", choices=("cpu", "cuda"), default="cpu", help="where it runs")
     group.addoption("--rl-dtype", help="of its weights: float32 on cpu, bfloat16 on cuda")
     group.addoption(
-        "--rl-model", metavar="PATH", help="a checkpoint in place of a tiny one"
+        "--rl-model", metavar="PATH", type=_model, help="a checkpoint in place of a tiny one"
     )
     group.addoption("--rl-known-failures", metavar="FILE", help="ledger of known failures (TOML)")
     group.addoption("--rl-report", metavar="FILE", type=Path, help="write the report as JSON")
+
+
+def _model(path: str) -> str:
+    from rl_conformance.context import Settings
+    from rl_core.errors import ConfigError
+
+    try:
+        Settings.of("cpu", model=path)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return path
 
 
 @pytest.hookimpl(tryfirst=True)
