@@ -14,6 +14,9 @@ import psutil
 __all__ = ["Leftovers"]
 
 _SHARED_MEMORY = Path("/dev/shm")
+#: Seconds within which what another run has killed is cleaned up by what is left of it.
+_OF_OTHERS_S = 30.0
+_SHARED = "shared memory"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +56,7 @@ class Leftovers:
         """What this snapshot has that the other has not, in words."""
         found = [f"process {pid}" for pid in sorted(self.children - other.children)]
         names = sorted(self.shared_memory - other.shared_memory)
-        found += [f"shared memory {name}" for name in names if not _used_elsewhere(name)]
+        found += [f"{_SHARED} {name}" for name in names if not _used_elsewhere(name)]
         found += [f"socket {name}" for name in sorted(self.sockets - other.sockets)]
         if self.files > other.files:
             found.append(f"{self.files - other.files} file descriptors")
@@ -62,9 +65,16 @@ class Leftovers:
         return found
 
     def wait_until_back(self, seconds: float = 5.0) -> list[str]:
-        """What is left beyond this snapshot; threads get a moment to let go."""
-        end = time.monotonic() + seconds
-        while (left := Leftovers.now().beyond(self)) and time.monotonic() < end:
+        """What is left beyond this snapshot; threads get a moment to let go.
+
+        Shared memory has no owner. What nobody uses may be of another run's killed process, and
+        then it goes away in a while: it is waited for longer.
+        """
+        started = time.monotonic()
+        while left := Leftovers.now().beyond(self):
+            nameless = all(what.startswith(_SHARED) for what in left)
+            if time.monotonic() - started > (_OF_OTHERS_S if nameless else seconds):
+                break
             time.sleep(0.05)
         return left
 
