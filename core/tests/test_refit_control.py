@@ -343,13 +343,14 @@ def test_memory_is_attached_across_processes():
 
 
 def test_memory_that_is_dropped_is_given_back(temporary):
+    gc.collect()
     before = len(os.listdir("/proc/self/fd"))
     region = SharedRegion.create(5000, str(temporary))
     attached = SharedRegion.attach(region.ref)
     assert "rl-refit" in Path("/proc/self/maps").read_text()
     del region, attached
     gc.collect()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before  # other tests' threads may close some
     assert "rl-refit" not in Path("/proc/self/maps").read_text()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import socket
 import tempfile
 import threading
 from pathlib import Path
@@ -334,6 +335,22 @@ def test_an_address_that_is_none_is_refused(address):
 
 
 # -- shared memory --------------------------------------------------------------------------------
+
+
+def test_what_a_dying_trainer_left_is_cleared_once_it_no_longer_listens(monkeypatch):
+    directory = Path(tempfile.mkdtemp(prefix="rl-refit-"))
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(directory / "socket"))
+    listener.listen()
+    receiver = find_transport("ipc").receiver({"endpoint": f"ipc://{directory}/socket"})
+    receiver.connect()
+    monkeypatch.setattr(receiver, "lost", lambda: True)
+    closing = threading.Timer(0.3, listener.close)
+    closing.start()
+    receiver.disconnect()
+    closing.join()
+    assert not directory.exists()
+    receiver.close()
 
 
 def test_memory_is_for_this_user_alone_and_has_no_name(tmp_path):

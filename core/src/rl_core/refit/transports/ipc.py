@@ -38,6 +38,8 @@ _SCHEME = "ipc://"
 #: Age in seconds from which a socket that refuses connections is a dead sender's; one that is
 #: just being made does so, too.
 _GRACE_S = 60.0
+#: Seconds in which a process that is being killed closes its sockets, one after the other.
+_DYING_S = 1.0
 
 
 class _Address(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -94,8 +96,9 @@ class IpcReceiver(ControlClient, ReceiverEnd):
         """See :meth:`ReceiverEnd.disconnect`."""
         lost = self.lost()
         super().disconnect()
-        if lost:
-            _clear(self.endpoint)
+        end = time.monotonic() + _DYING_S
+        while lost and not _clear(self.endpoint) and time.monotonic() < end:
+            time.sleep(_DYING_S / 50)
 
     def close(self) -> None:
         """See :meth:`ReceiverEnd.close`."""
@@ -146,11 +149,15 @@ def _sweep() -> None:
                 _clear(f"{_SCHEME}{directory}/socket")
 
 
-def _clear(endpoint: str) -> None:
-    """Removes the directory of a sender that is dead: one that lives accepts connections."""
+def _clear(endpoint: str) -> bool:
+    """Removes the directory of a sender that is dead: one that lives accepts connections.
+
+    Returns:
+        False if it lives.
+    """
     path = Path(endpoint.removeprefix(_SCHEME))
     if not path.parent.name.startswith(_PREFIX):
-        return
+        return True
     with socket.socket(socket.AF_UNIX) as probe, suppress(OSError):
         probe.setblocking(False)
         try:
@@ -159,3 +166,6 @@ def _clear(endpoint: str) -> None:
             for file in (path, *path.parent.glob("memory-*")):
                 file.unlink(missing_ok=True)
             path.parent.rmdir()
+        else:
+            return False
+    return True
