@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -40,7 +41,7 @@ def test_shared_memory_that_stays_is_left_behind(
     monkeypatch.setattr(leftovers, "_OF_OTHERS_S", 0.5)
     before = Leftovers.now()
     shared.write_bytes(bytes(4096))
-    assert before.wait_until_back(0.1) == [f"shared memory {shared.name}"]
+    assert f"shared memory {shared.name}" in before.wait_until_back(0.1)
 
 
 def test_shared_memory_that_goes_away_in_a_while_is_not(shared: Path) -> None:
@@ -48,7 +49,7 @@ def test_shared_memory_that_goes_away_in_a_while_is_not(shared: Path) -> None:
     shared.write_bytes(bytes(4096))
     timer = threading.Timer(1.0, shared.unlink)
     timer.start()
-    assert before.wait_until_back(0.1) == []
+    assert f"shared memory {shared.name}" not in before.wait_until_back(5.0)
     timer.join()
 
 
@@ -68,7 +69,9 @@ def test_shared_memory_that_another_process_uses_is_its_own(shared: Path) -> Non
         assert [what for what in now.beyond(without) if "shared" in what]
 
 
-def test_a_file_that_stays_open_is_named_soon() -> None:
+def test_files_that_stay_open_are_counted() -> None:
     before = Leftovers.now()
-    with Path(__file__).open():
-        assert before.wait_until_back(0.1) == ["1 file descriptors"]
+    with ExitStack() as opened:
+        for _ in range(50):  # threads of other tests may close some of theirs
+            opened.enter_context(Path(__file__).open())
+        assert any("file descriptors" in what for what in before.wait_until_back(0.1))

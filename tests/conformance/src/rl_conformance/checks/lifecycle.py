@@ -121,7 +121,7 @@ def shutting_down_twice_is_shutting_down_once(ctx: Context) -> None:
     require(generation.shutdown() is True, "a second shutdown did not return True")
 
 
-@check("G14")
+@check("G14", timeout_s=240.0)
 def shutdown_leaves_nothing_behind(ctx: Context) -> None:
     """No process, socket, shared memory or device memory outlives the backend."""
     _use_once(ctx)  # what a first use sets up for good is not a leak
