@@ -6,6 +6,8 @@ import time
 from collections import deque
 from dataclasses import dataclass
 
+from refit_model.events import choices, take
+from refit_model.promises import check_finish
 from refit_model.tasks import product_in_hand
 from refit_model.world import Scenario, World
 
@@ -56,26 +58,24 @@ def explore(scenario: Scenario, *, most: int = 1 << 60) -> Found:
             world = World(scenario)
             world.known_way = True
             for choice in path[:-1]:
-                world.take(choice)
+                _settle(world)
+                take(world, choice)
+            _settle(world)
             world.known_way = False
             for choice in path[-1:]:
-                world.take(choice)
-            while world.broken is None:
-                options = world.choices()
-                if not options:
-                    world.finish()
+                take(world, choice)
+            while options := _settle(world):
+                key = world.key()
+                if key in seen:
                     break
-                if len(options) > 1:
-                    key = world.key()
-                    if key in seen:
-                        break
-                    seen.add(key)
-                    found.states += 1
-                    queue.extend((*path, other) for other in options[1:])
+                seen.add(key)
+                found.states += 1
+                found.transitions += len(options)
+                queue.extend((*path, other) for other in options[1:])
                 path.append(options[0])
-                world.take(options[0])
-                found.transitions += 1
-            found.transitions += 1
+                take(world, options[0])
+            else:
+                check_finish(world)
             found.broken, found.trace = world.broken, tuple(path)
             world.close()
     found.complete = not queue and found.broken is None
@@ -84,24 +84,34 @@ def explore(scenario: Scenario, *, most: int = 1 << 60) -> Found:
 
 
 def follow(scenario: Scenario, trace: Trace) -> tuple[str | None, list[str]]:
-    """Goes a way again as far as it exists, then on as usual.
+    """Goes a way again, and then on as usual.
+
+    Where the code has changed since, so have the steps: what happens by itself is passed over if
+    it does not, what goes wrong waits until it can.
 
     Returns:
-        What is wrong, if anything is, and the choices of the trace that could not be made.
+        What is broken, if anything is, and what could not go wrong any more.
     """
     with product_in_hand():
         world, left = World(scenario), deque(trace)
-        missed: list[str] = []
-        while world.broken is None:
-            options = world.choices()
-            if not options:
-                world.finish()
-                break
-            choice = left.popleft() if left else options[0]
-            if choice in options:
-                world.take(choice)
-            else:
-                missed.append(choice)
+        while options := _settle(world):
+            while left and left[0] not in options and not _goes_wrong(left[0]):
+                left.popleft()
+            take(world, left.popleft() if left and left[0] in options else options[0])
+        check_finish(world)
         broken = world.broken
         world.close()
-    return broken, missed
+    return broken, list(filter(_goes_wrong, left))
+
+
+def _settle(world: World) -> list[str]:
+    """Does what there is no choice about; what can be chosen then, nothing at the end."""
+    while len(options := choices(world)) == 1:
+        take(world, options[0])
+    return options
+
+
+def _goes_wrong(choice: str) -> bool:
+    first, *rest = choice.split()
+    kinds = ("pause", "crash", "quit", "drop", "load", "replay", "pose")
+    return first in kinds or "play" in rest or rest in (["resumes"], ["is", "silent"])

@@ -9,15 +9,20 @@ from typing import TYPE_CHECKING, Any
 
 from refit_model.canonical import Canon
 from refit_model.parties import BUCKET_BYTES, NAMES, Engine, Trainer, Weights
+from refit_model.promises import (
+    check_commit,
+    check_end,
+    check_engines,
+    check_last,
+    check_patience,
+)
 from refit_model.tasks import Names, Task, inhabit, running
 from refit_model.wire import Connection, Recording, Wire
-from rl_core.errors import RLError
-from rl_core.refit.messages import PROTOCOL
 from rl_core.refit.session import Phase
 
 if TYPE_CHECKING:
     import concurrent.futures
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     import greenlet
 
@@ -66,7 +71,7 @@ class Scenario:
 
 
 class World:
-    """All of it. :meth:`choices` and :meth:`take` are how a search moves through it.
+    """All of it, as it is between two choices of :mod:`refit_model.events`.
 
     Attributes:
         broken: What is wrong, if something is.
@@ -106,7 +111,7 @@ class World:
         self.futures: list[tuple[str, Task]] = []
         self.hellos_left = 0
         self.interrupted: Task | None = None
-        self._next_play: str | None = None
+        self.next_play: str | None = None
         self._connected: Counter[str] = Counter()
         self.trainers = 0
         self.wire = Wire(self)
@@ -135,15 +140,17 @@ class World:
         return self._of.get(current)
 
     def interrupts(self, task: Task) -> bool:
-        return bool(self._interruptions(task))
+        """Whether anything can come between two steps of a task."""
+        kinds = ("pause", "crash", "drop", "load")
+        return self.most > 0 and any(f"{kind} {task.party}" in self.left for kind in kinds)
 
     def connect(self, party: str, trainer: int) -> Connection:
         self._connected[party] += 1
         key = f"{party}#{self._connected[party]}"
         connection = self.connections[key] = Connection(key, trainer)
         self.recordings[key] = Recording()
-        if self._next_play is not None:
-            self.played[key], self._next_play = self._next_play, None
+        if self.next_play is not None:
+            self.played[key], self.next_play = self.next_play, None
             connection.forged = deque(self.recordings[self.played[key]].down)
         return connection
 
@@ -156,17 +163,11 @@ class World:
         """An engine is about to serve a version."""
         task = running()
         assert task is not None
-        key = task.job._end.connection.key
-        if (version, key) not in self.decided:
-            self._break(f"{engine.name} commits version {version}, which nobody decided on {key}")
-        if version != task.job.number and PROTOCOL > 2:  # with 2, it cannot know
-            self._break(
-                f"{engine.name} commits version {version} where {task.job.number} was asked for"
-            )
+        check_commit(self, engine, task, version)
         engine.committed.append(version)
         engine.own = None
 
-    def _break(self, what: str) -> None:
+    def fails(self, what: str) -> None:
         self.broken = self.broken or what
 
     # -- moving -----------------------------------------------------------------------------------
@@ -198,220 +199,16 @@ class World:
             if job.session.phase in (Phase.COMMIT, Phase.COMMITTED):
                 self.decided.update((job.version, key) for key in job.session.peers)
         if task.future.done() and not task.killed:
-            error = task.future.exception()
-            if not isinstance(error, RLError | None):
-                self._break(f"{task.party} ends with {type(error).__name__}: {error}")
-            if error is None and task.party == "T":
-                self._check_success(task.job.version)
-        self._check_engines()
+            check_end(self, task)
+        if not self.known_way:
+            check_engines(self)
 
-    def _check_success(self, version: int) -> None:
-        for name in self.asked:
-            engine = self.engines[name]
-            if engine.asked == version and version not in engine.committed:
-                self._break(f"T reports success of {version}, which {name} did not commit")
+    # -- what the driver and the outside do -------------------------------------------------------
 
-    def _check_engines(self) -> None:
-        if self.known_way:
-            return
-        for engine in self.engines.values():
-            receiver, weights = engine.receiver, engine.weights
-            if engine.lock.held:
-                continue
-            expected = self.offered.get(receiver.version) if engine.own is None else engine.own
-            if not receiver.torn and weights != expected:
-                self._break(
-                    f"{engine.name} serves version {receiver.version} as {weights}, not {expected}"
-                )
-            for name, digest in receiver.known.items():
-                if self.digested[digest] != engine.tensor[name].numpy().tobytes():
-                    self._break(f"{engine.name} knows {name} to be what it is not")
-
-    # -- what can happen --------------------------------------------------------------------------
-
-    def choices(self) -> list[str]:
-        """What can happen next; first what happens if nothing goes wrong."""
-        if self.broken:
-            return []
-        if self.interrupted is not None:
-            task = self.interrupted
-            return [f"{task.party} goes on", *self._interruptions(task)]
-        found = [*self._readings(), *self._driver()]
-        alive = [task for task in self.tasks if task.party != self.paused]
-        if not found and alive:
-            found.append("time passes")
-        if not found and self.paused is None:
-            return []
-        if self.paused is not None:
-            found.append(f"{self.paused} resumes")
-            if "silence" in self.left:
-                found.append(f"{self.paused} is silent")
-        if self.most:
-            for party in ("T", *self.engines):
-                found += self._faults(party)
-            found += self._replays()
-        return found
-
-    def _readings(self) -> Iterator[str]:
-        tasks = [t for t in self.tasks if t.party == "T" and t.at == "receive"]
-        if not tasks or self.paused == "T":
-            return
-        peers = tasks[0].job.session.peers
-        for key, connection in self.connections.items():
-            if connection.trainer != self.trainer.number:
-                continue
-            if connection.up and not connection.broken:
-                yield f"T reads {key}"
-            elif connection.gone and key in peers and not connection.reported:
-                yield f"T sees that {key} is gone"
-
-    def _driver(self) -> Iterator[str]:
-        for party in self.to_ask:
-            if party != self.paused:
-                yield f"ask {party}"
-        if self.to_ask or self.position == len(self.scenario.script):
-            return
-        step = self.scenario.script[self.position]
-        done = [task.future.done() or task.killed for _, task in self.futures]
-        failed = [
-            task.killed or (task.future.done() and task.future.exception() is not None)
-            for _, task in self.futures
-        ]
-        if not all(done) and not any(failed):
-            return
-        if isinstance(step, Train):
-            if self.paused != "T":
-                yield "train"
-        elif self.paused not in ("T", *step.engines):
-            yield f"refit {self.refit + 1}"
-
-    def _interruptions(self, task: Task) -> list[str]:
-        if not self.most:
-            return []
-        party, found = task.party, []
-        if f"pause {party}" in self.left and self.paused is None:
-            found.append(f"pause {party} at {task.at}")
-        if f"crash {party}" in self.left:
-            found.append(f"crash {party} at {task.at}")
-        return [*found, *self._engine_events(party)]
-
-    def _engine_events(self, party: str) -> Iterator[str]:
-        engine = self.engines.get(party)
-        if engine is not None and not engine.lock.held:
-            events = (f"drop {party}", f"load {party}")
-            yield from (event for event in events if event in self.left)
-
-    def _faults(self, party: str) -> Iterator[str]:
-        tasks = [task for task in self.tasks if task.party == party]
-        if tasks and party != self.paused:
-            if f"pause {party}" in self.left and self.paused is None:
-                yield f"pause {party}"
-            if f"quit {party}" in self.left and not tasks[0].job.cancelled:
-                yield f"quit {party}"
-        if tasks and f"crash {party}" in self.left:
-            yield f"crash {party}"
-        if party != self.paused and self.tasks:
-            yield from self._engine_events(party)
-
-    def _replays(self) -> Iterator[str]:
-        old = [key for key, recording in self.recordings.items() if recording.down]
-        if "play" in self.left:
-            for party in self.to_ask:
-                if party != "T" and party != self.paused:
-                    yield from (f"ask {party} and play {key}" for key in old)
-        if "pose" in self.left and any(task.party == "T" for task in self.tasks):
-            yield from (f"pose {key}" for key in old)
-        if "replay" not in self.left:
-            return
-        for live, connection in self.connections.items():
-            if connection.closed or connection.broken or connection.forged is not None:
-                continue
-            for key in old:
-                recording = self.recordings[key]
-                yield from (f"replay up {i} of {key} on {live}" for i in range(len(recording.up)))
-                yield from (
-                    f"replay down {i} of {key} on {live}" for i in range(len(recording.down))
-                )
-
-    def take(self, choice: str) -> None:
-        """Makes it happen, and what follows at once."""
-        inhabit(self)
-        task, self.interrupted = self.interrupted, None
-        match choice.split():
-            case [_, "goes", "on"]:
-                pass
-            case ["T", "reads", key]:
-                self._reader().chosen = key
-            case ["T", "sees", "that", key, "is", "gone"]:
-                self.connections[key].reported = True
-                self._reader().gone.append(key)
-            case ["ask", party]:
-                self._ask(party)
-            case ["ask", party, "and", "play", key]:
-                self._happens("play")
-                self._next_play = key
-                self._ask(party)
-            case ["train"]:
-                step = self.scenario.script[self.position]
-                assert isinstance(step, Train)
-                self.trainer.train(step.weights)
-                self.position += 1
-            case ["refit", _]:
-                self._begin()
-            case ["time", "passes"]:
-                self._time_passes()
-            case [party, "resumes"]:
-                self.paused = None
-                self.wrong_since = True
-            case [party, "is", "silent"]:
-                self.left.remove("silence")
-                self._cut_off(party)
-            case ["pause", party, *_]:
-                self._happens(f"pause {party}")
-                self.paused = party
-            case ["crash", party, *_]:
-                self._happens(f"crash {party}")
-                self._crash(party)
-            case ["quit", party]:
-                self._happens(f"quit {party}")
-                next(t for t in self.tasks if t.party == party).job.cancelled = "given up"
-            case ["drop", party]:
-                self._happens(f"drop {party}")
-                self.engines[party].drop()
-                self.interrupted = task
-            case ["load", party]:
-                self._happens(f"load {party}")
-                self.engines[party].load_own()
-                self.interrupted = task
-            case ["replay", way, number, "of", key, "on", live]:
-                self._happens("replay")
-                frame = getattr(self.recordings[key], way)[int(number)]
-                getattr(self.connections[live], way).append(frame)
-            case ["pose", key]:
-                self._happens("pose")
-                stranger = self.connect("X", self.trainer.number)
-                stranger.up.extend(self.recordings[key].up)
-            case _:
-                raise ValueError(choice)
-        if self.interrupted is None:
-            self.advance()
-        else:
-            self._check_engines()
-
-    # -- how it happens ---------------------------------------------------------------------------
-
-    def _happens(self, fault: str) -> None:
-        self.left.remove(fault)
-        self.most -= 1
-        self.wrong_since = True
-
-    def _reader(self) -> Any:
-        return self.trainer.sender.end("ipc")
-
-    def _begin(self) -> None:
+    def begin(self) -> None:
         step = self.scenario.script[self.position]
         assert isinstance(step, Refit)
-        self._check_last()
+        check_last(self)
         self.position += 1
         self.refit += 1
         self.wrong_since = self.paused is not None
@@ -425,7 +222,7 @@ class World:
             self.constructing = name
             self.engines[name].receiver.prepare(info)
 
-    def _ask(self, party: str) -> None:
+    def ask(self, party: str) -> None:
         self.constructing = party
         self.to_ask.remove(party)
         step = self.scenario.script[self.position - 1]
@@ -446,7 +243,7 @@ class World:
         task.job.number = self.refit
         self.futures.append((party, task))
 
-    def _time_passes(self) -> None:
+    def time_passes(self) -> None:
         """Nobody can do anything before the next deadline, or the next time to say hello."""
         waiting = [
             t
@@ -457,17 +254,15 @@ class World:
             self.hellos_left -= 1
             self.now += HELLO_S
             return
-        if self.paused is None and not self.wrong_since:
-            who = ", ".join(sorted(t.party for t in self.tasks))
-            self._break(f"{who} wait until the deadline, though nothing is wrong")
+        check_patience(self)
         self.now = math.floor(self.now) + DEADLINE_S + 1
 
-    def _cut_off(self, party: str) -> None:
+    def cut_off(self, party: str) -> None:
         for key, connection in self.connections.items():
             if party == "T" or key.startswith(party):
                 connection.broken = True
 
-    def _crash(self, party: str) -> None:
+    def crash(self, party: str) -> None:
         if self.paused == party:
             self.paused = None
         for task in [t for t in self.tasks if t.party == party]:
@@ -484,21 +279,6 @@ class World:
             self.engines[party] = self._new_engine(party)
         if party in self.to_ask:  # whoever asks finds nobody who knows of this refit
             self.to_ask.remove(party)
-
-    # -- the end ----------------------------------------------------------------------------------
-
-    def _check_last(self) -> None:
-        """A refit in which nothing went wrong was committed everywhere."""
-        if self.refit and self.clean_start and not self.wrong_since:
-            for name in self.asked:
-                if self.engines[name].receiver.version != self.refit:
-                    self._break(f"{name} did not commit {self.refit}, though nothing was wrong")
-
-    def finish(self) -> None:
-        """Nothing happens any more."""
-        self._check_last()
-        if self.tasks:
-            self._break("somebody waits for ever")
 
     def close(self) -> None:
         """Ends whatever is left."""
