@@ -17,6 +17,7 @@ from rl_core.errors import (
 from rl_core.futures import spawn
 from rl_core.interfaces.weights import TensorSpec  # noqa: TC001 - msgspec resolves it
 from rl_core.refit.handles import Taking
+from rl_core.refit.hashing import BlockHash
 from rl_core.refit.jobs import Endpoint, exclusively
 from rl_core.refit.loading import Route
 from rl_core.refit.manifest import WeightManifest, compare
@@ -266,8 +267,10 @@ class RefitReceiver(Endpoint["Receiving"]):
             sink, manifest = self.new_sink(), trainer.manifest
             self._taking = Taking(sink, manifest, message, known=self.known, touch=self._tear)
         try:
-            lane = self._attach(self.end("ipc"), False, message.lane, CPU)
-            if self._taking.load(message, lane):
+            end = self.end("ipc")
+            lane = self._attach(end, False, message.lane, CPU)
+            block_hash = BlockHash.choose(CPU, private=end.private, token=trainer.token)
+            if self._taking.load(message, lane, block_hash):
                 self._taking.sink.finish(message.version)
                 self.publish(message.version)
                 self._taking, self._taken = None, message.session
@@ -321,12 +324,12 @@ class RefitReceiver(Endpoint["Receiving"]):
         expected: WeightManifest,
         plan: TransferPlan,
         lane: Lane,
-        kind: str,
+        block_hash: BlockHash,
     ) -> Route:
         """The way from a lane into a sink: the one that is known, if nothing was moved."""
         known = self._route
-        if known is None or not known.leads(sink, wire, expected, plan, lane.data):
-            known = self._route = Route(sink, wire, expected, plan, lane.data, kind)
+        if known is None or not known.leads(sink, wire, expected, plan, lane.data, block_hash):
+            known = self._route = Route(sink, wire, expected, plan, lane.data, block_hash)
         return known
 
     def let_go_of_weights(self) -> None:
