@@ -67,6 +67,10 @@ class Lane(ABC):
     def release(self) -> None:
         """Receiver: all that was copied from the first expected bytes is done with."""
 
+    def abandoned(self) -> bool:
+        """Receiver: whether the sender has let go of the memory, as far as that can be seen."""
+        return False
+
     @abstractmethod
     def close(self) -> None:
         """Lets go; whatever waits on the other side for bytes is unblocked. Idempotent."""
@@ -107,6 +111,10 @@ class SenderEnd(ABC):
     @abstractmethod
     def departed(self) -> list[str]:
         """Connections that were lost since this was last asked."""
+
+    def refused(self) -> str | None:
+        """Why a receiver that cannot speak here said that it will not come; None if none did."""
+        return None
 
     def rendezvous(self, deadline_s: float) -> None:
         """Waits for the receivers that :attr:`address` alone does not bring here.
@@ -162,9 +170,20 @@ class ReceiverEnd(ABC):
             DeadlineError: It did not come.
         """
 
+    def refuse(self, why: str) -> None:
+        """Tells a sender that may wait that this side will not come, where there is a way."""
+
     @abstractmethod
-    def connect(self) -> None:
-        """Begins a refit: a new connection, on which nothing of earlier refits arrives."""
+    def connect(self, address: Mapping[str, Any]) -> None:
+        """Begins a refit: a new connection, on which nothing of earlier refits arrives.
+
+        Args:
+            address: The sender's, as its ``prepare_refit_info`` has it; this end may have been made
+                with less.
+
+        Raises:
+            RefitPeerError: The sender is not there.
+        """
 
     @abstractmethod
     def disconnect(self) -> None:
@@ -213,7 +232,7 @@ class Transport(ABC):
 
     @abstractmethod
     def receiver(self, address: Mapping[str, Any], **options: Any) -> ReceiverEnd:
-        """A receiver's end for the sender of :attr:`SenderEnd.address`.
+        """A receiver's end for the sender of :attr:`SenderEnd.address`, or of a part of it.
 
         Raises:
             RefitProtocolError: The address is malformed.
