@@ -10,7 +10,7 @@ import torch
 from rl_core.errors import ConfigError, LifecycleError, RefitAborted, RefitProtocolError
 from rl_core.refit.digests import DigestTable, Window
 from rl_core.refit.frames import write_handles
-from rl_core.refit.hashing import kind_for
+from rl_core.refit.hashing import BlockHash
 from rl_core.refit.loading import Loader, Route
 from rl_core.refit.manifest import WeightManifest
 from rl_core.refit.messages import Handles
@@ -81,6 +81,7 @@ class Handing:
             if names:
                 self.groups.append(names)
         sizes = [_group_plan(manifest, group).lane_bytes for group in self.groups]
+        self._private = end.private
         self._lane = end.lane(max(sizes, default=ALIGN), torch.device("cpu"), [])
 
     def hand_over(self, keys: list[str], token: str) -> bytes:
@@ -106,7 +107,9 @@ class Handing:
                 key="keys",
             )
         table = DigestTable(self._manifest)
-        window = Window(plan, self._lane.data)
+        device = self._lane.data.device
+        block_hash = BlockHash.choose(device, private=self._private, token=token)
+        window = Window(plan, self._lane.data, block_hash)
         packer = SlotPacker(window, self._lane, table, self._source, self._manifest)
         try:
             digests = b"".join(packer.put(index) for index in range(len(plan.buckets)))
@@ -181,8 +184,13 @@ class Taking:
         self._left = {spec.name for spec in manifest.owned}
         sink.begin(message.version)
 
-    def load(self, message: Handles, lane: Lane) -> bool:
+    def load(self, message: Handles, lane: Lane, block_hash: BlockHash) -> bool:
         """Writes one group.
+
+        Args:
+            message: That describes it.
+            lane: Where it lies.
+            block_hash: That the trainer used.
 
         Returns:
             True if it was the last.
@@ -202,9 +210,7 @@ class Taking:
                 phase="TRANSFER",
             )
         expected = WeightManifest.of(self.sink.specs())
-        route = Route(
-            self.sink, self._manifest, expected, plan, lane.data, kind_for(lane.data.device)
-        )
+        route = Route(self.sink, self._manifest, expected, plan, lane.data, block_hash)
         loader = Loader(route, verify="wire", known=self._known, touch=self._touch)
         for index in range(len(plan.buckets)):
             loader.load(index, message.digests)

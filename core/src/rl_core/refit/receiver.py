@@ -11,6 +11,7 @@ from rl_core.errors import LifecycleError, RefitAborted, RefitProtocolError, Wei
 from rl_core.futures import spawn
 from rl_core.refit.frames import read_handles
 from rl_core.refit.handles import Taking
+from rl_core.refit.hashing import BlockHash
 from rl_core.refit.introduction import frame_of, trainer_of
 from rl_core.refit.jobs import Endpoint, exclusively
 from rl_core.refit.loading import Route
@@ -240,8 +241,10 @@ class RefitReceiver(Endpoint["Receiving"]):
                 self.new_sink(), trainer, message, self.epoch, known=self.known, touch=self._tear
             )
         try:
-            lane = self._attach(self.end("ipc"), False, message.lane, CPU)
-            complete = self._taking.load(message, lane)
+            end = self.end("ipc")
+            lane = self._attach(end, False, message.lane, CPU)
+            block_hash = BlockHash.choose(CPU, private=end.private, token=trainer.token)
+            complete = self._taking.load(message, lane, block_hash)
             self.check_epoch(self._taking.epoch)
             if complete:
                 self._taking.sink.finish(message.version)
@@ -310,12 +313,12 @@ class RefitReceiver(Endpoint["Receiving"]):
         expected: WeightManifest,
         plan: TransferPlan,
         lane: Lane,
-        kind: str,
+        block_hash: BlockHash,
     ) -> Route:
         """The way from a lane into a sink: the one that is known, if nothing was moved."""
         known = self._route
-        if known is None or not known.leads(sink, wire, expected, plan, lane.data):
-            known = self._route = Route(sink, wire, expected, plan, lane.data, kind)
+        if known is None or not known.leads(sink, wire, expected, plan, lane.data, block_hash):
+            known = self._route = Route(sink, wire, expected, plan, lane.data, block_hash)
         return known
 
     def let_go_of_weights(self) -> None:

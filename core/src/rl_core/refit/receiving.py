@@ -21,6 +21,7 @@ from rl_core.errors import (
 from rl_core.interfaces.weights import WeightSink
 from rl_core.refit.digests import DigestTable
 from rl_core.refit.frames import Channel, write_hello
+from rl_core.refit.hashing import BlockHash
 from rl_core.refit.jobs import TICK_S, Job
 from rl_core.refit.loading import Loader
 from rl_core.refit.messages import Hello
@@ -241,6 +242,8 @@ class Receiving(Job[ReceiverSession]):
         )
         if plan.digest != prepare.plan or len(plan.buckets) != prepare.buckets:
             raise RefitProtocolError("the two sides derive different plans", phase="PREPARE")
+        private = self._end.private
+        block_hash = BlockHash.named(prepare.hash, private=private, token=trainer.token)
         receiver.give_up_handles()
         self._epoch = receiver.epoch
         sink = receiver.new_sink()
@@ -255,7 +258,7 @@ class Receiving(Job[ReceiverSession]):
             sink, known, touch = self._staged(sink, wire, expected), dict(known), _nothing
         sink.begin(offer.version)
         self._sink = sink
-        route = receiver.route(sink, wire, expected, plan, self._lane, prepare.hash)
+        route = receiver.route(sink, wire, expected, plan, self._lane, block_hash)
         self._loader = Loader(route, verify=offer.verify, known=known, touch=touch)
         return plan.digest
 

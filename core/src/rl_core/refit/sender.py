@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from rl_core.interfaces.weights import WeightSource
     from rl_core.refit.digests import DigestTable
+    from rl_core.refit.hashing import BlockHash
     from rl_core.refit.plan import TransferPlan
     from rl_core.refit.transports.base import Lane, SenderEnd
 
@@ -219,12 +220,13 @@ class RefitSender(Endpoint["Sending"]):
         lane = self._lanes[key] = end.lane(plan.lane_bytes, device, receivers)
         return lane
 
-    def window(self, plan: TransferPlan, lane: Lane) -> Window:
+    def window(self, plan: TransferPlan, lane: Lane, block_hash: BlockHash) -> Window:
         """The plan's segments in a lane, whose views are made once."""
         for window in self._windows:
-            if window.plan is plan and window.data is lane.data:
+            same = window.plan is plan and window.data is lane.data
+            if same and window.block_hash == block_hash:
                 return window
-        self._windows = [Window(plan, lane.data), *self._windows[:1]]
+        self._windows = [Window(plan, lane.data, block_hash), *self._windows[:1]]
         return self._windows[0]
 
     def drop_lanes_after_failure(self) -> None:

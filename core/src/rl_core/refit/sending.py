@@ -14,7 +14,7 @@ from rl_core.plugins import hookspecs
 from rl_core.refit.arena import why_not_at_home
 from rl_core.refit.digests import DIGEST_BYTES, DigestTable
 from rl_core.refit.frames import Channel, read_hello
-from rl_core.refit.hashing import BLOCK, kind_for
+from rl_core.refit.hashing import BLOCK, BlockHash
 from rl_core.refit.jobs import Job
 from rl_core.refit.messages import Offer, Prepare
 from rl_core.refit.packing import DirectPacker, Packer, SlotPacker, digest_all
@@ -179,6 +179,8 @@ class Sending(Job[SenderSession]):
         self._wire = self._manifest.cast(ready[0].dtypes)
         self._casts = len(ready[0].dtypes)
         device = self._end.place(torch.device(self._source.device), [r.gpus for r in ready])
+        private, token = self._end.private, self._sender.token
+        self._hash = BlockHash.choose(device, private=private, token=token)
         tensors = self._at_home(device)
         self._bucket = self.options.bucket_for(device, direct=tensors is not None)
         if self.options.verify != "none":
@@ -186,11 +188,11 @@ class Sending(Job[SenderSession]):
         receivers = [hello.receiver for hello in self.session.peers.values()]
         holds = [r.holds for r in ready]
         if tensors is None:
-            skip = self._skip(holds, lambda: self._digest_source(kind_for(device)))
+            skip = self._skip(holds, self._digest_source)
             plan = self._plan_of(skip, direct=False)
             self._open_lane(plan, device, receivers)
             if self._lane is not None:
-                window = self._sender.window(plan, self._lane)
+                window = self._sender.window(plan, self._lane, self._hash)
                 self._packer = SlotPacker(
                     window, self._lane, self._table, self._source, self._manifest
                 )
@@ -202,7 +204,7 @@ class Sending(Job[SenderSession]):
             skip = self._skip(holds, lambda: self._digest_lane(everything))
             plan = self._plan_of(skip, direct=True)
             if self._lane is not None:
-                window = self._sender.window(plan, self._lane)
+                window = self._sender.window(plan, self._lane, self._hash)
                 self._packer = DirectPacker(window, self._lane, self._table)
         self._plan = plan
         return Prepare(
@@ -214,7 +216,7 @@ class Sending(Job[SenderSession]):
             skip,
             dict(self._lane.ref) if self._lane else {},
             self.session.remaining_s,
-            kind_for(device),
+            self._hash.kind,
         )
 
     def _plan_of(self, skip: bytes, *, direct: bool) -> TransferPlan:
@@ -265,16 +267,16 @@ class Sending(Job[SenderSession]):
             for i in starts
         )
 
-    def _digest_source(self, kind: str) -> None:
+    def _digest_source(self) -> None:
         """Digests every tensor as the source gives it."""
         block = min(BLOCK, self._bucket // ALIGN * ALIGN)
-        self._table = digest_all(self._source, self._manifest, self._wire, block, kind)
+        self._table = digest_all(self._source, self._manifest, self._wire, block, self._hash)
 
     def _digest_lane(self, everything: TransferPlan) -> None:
         """Digests every tensor where it is at home."""
         assert self._lane is not None
         assert self._table is not None
-        window = self._sender.window(everything, self._lane)
+        window = self._sender.window(everything, self._lane, self._hash)
         for index, bucket in enumerate(everything.buckets):
             self._table.add(bucket, window.digests(index), everything.block_bytes)
 

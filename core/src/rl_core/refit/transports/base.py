@@ -3,6 +3,12 @@
 A transport is found by its name in the entry-point group ``rl_core.transports``; the entry is an
 instance of :class:`Transport`. The session decides what is said and when; a transport only moves
 frames, and makes bytes that the sender wrote to its :class:`Lane` appear in the receivers'.
+
+Both ends say whether the transport is ``private``: whether nobody but processes of this user on
+this host can change the bytes of a lane, whatever happens on any network. Then digests need only
+see faults, and the fastest hash is taken. Otherwise, and that is what an end says by default, they
+are keyed with the trainer's secret. Memory that only this user can open is private. A network is
+not, nor is a connection that is encrypted without proof of who the peer is.
 """
 
 from __future__ import annotations
@@ -87,10 +93,12 @@ class SenderEnd(ABC):
     Attributes:
         address: Plain data from which receivers connect; travels in ``prepare_refit_info``.
         reads_memory: Receivers read the sender's own memory: what ``direct`` needs.
+        private: Only this user's processes on this host reach a lane's bytes.
     """
 
     address: Mapping[str, Any]
     reads_memory: ClassVar[bool] = False
+    private: ClassVar[bool] = False
 
     @abstractmethod
     def receive(self, timeout_s: float) -> list[tuple[str, bytes]]:
@@ -147,7 +155,13 @@ class SenderEnd(ABC):
 
 
 class ReceiverEnd(ABC):
-    """A receiver's end of a transport, for its whole life."""
+    """A receiver's end of a transport, for its whole life.
+
+    Attributes:
+        private: As of the sender's end, and the same.
+    """
+
+    private: ClassVar[bool] = False
 
     def rendezvous(self, deadline_s: float) -> None:
         """Waits for the sender, where that must be done before the first refit.

@@ -54,6 +54,7 @@ class IpcSender(ControlServer, SenderEnd):
     """
 
     reads_memory = True
+    private = True
 
     def __init__(self) -> None:
         _sweep()
@@ -85,6 +86,8 @@ class IpcSender(ControlServer, SenderEnd):
 
 class IpcReceiver(ControlClient, ReceiverEnd):
     """A receiver's end; it clears away what a sender that was killed could not."""
+
+    private = True
 
     def connect(self, address: Mapping[str, Any]) -> None:
         """See :meth:`ReceiverEnd.connect`."""
