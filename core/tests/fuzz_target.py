@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 import torch
+from fuzz_choices import AWKWARD, Choices, bent, plain
 from refit_doubles import DictSink, DictSource
 
 from rl_core.errors import RefitProtocolError, RLError
 from rl_core.interfaces import TensorSpec
-from rl_core.refit import RefitReceiver, RefitSender, SendOptions, WeightManifest
+from rl_core.refit import RefitReceiver, RefitSender, SendOptions, WeightManifest, frames
 from rl_core.refit import messages as m
 from rl_core.refit.plan import make_plan
 from rl_core.refit.receiving import Receiving
@@ -48,13 +49,13 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-TOKEN, BUCKET, SESSION = "token", 64, "session"
+TOKEN, NONCE, BUCKET, SESSION = "token", b"n" * 16, 64, "session"
 TENSORS = {"a": torch.arange(40.0), "b": torch.ones(3, 2), "c": torch.tensor(1.5)}
 SPECS = [TensorSpec(name, tuple(t.shape), "float32") for name, t in TENSORS.items()]
 MANIFEST = WeightManifest(tuple(SPECS))
 PLAN = make_plan(MANIFEST, BUCKET)
 DIGESTS = [bytes(16 * len(bucket.segments)) for bucket in PLAN.buckets]
-OFFER = m.Offer(SESSION, m.PROTOCOL, "trainer", 1, MANIFEST.digest, "none", "quiesced", False, {})
+OFFER = m.Offer(SESSION, "trainer", 1, MANIFEST.digest, "none", "quiesced", False, {})
 PREPARE = m.Prepare(SESSION, PLAN.digest, BUCKET, len(PLAN.buckets), False, b"", {"at": 1}, 60.0)
 FROM_SENDER: list[Any] = [
     OFFER,
@@ -65,7 +66,7 @@ FROM_SENDER: list[Any] = [
     m.Abort(SESSION, "RefitError", "enough"),
 ]
 FROM_RECEIVER: list[Any] = [
-    m.Hello(m.PROTOCOL, "id", "engine", 1),
+    m.Hello("id", "engine", 1, NONCE),
     m.Ready(SESSION, MANIFEST.digest, {}, b"", ("gpu",)),
     m.Prepared(SESSION, PLAN.digest),
     *(m.Loaded(SESSION, index) for index in range(len(PLAN.buckets))),
@@ -73,99 +74,44 @@ FROM_RECEIVER: list[Any] = [
     m.Done(SESSION, 1),
     m.Failed(SESSION, "RefitError", "enough", True),
 ]
-HANDLES = m.Handles(SESSION, MANIFEST.digest, 1, ("a", "c"), {"at": 1}, bytes(64))
-SENDERS = m.Codec[Any](m.FromSender, TOKEN)
-RECEIVERS = m.Codec[Any](m.FromReceiver, TOKEN)
-AWKWARD: list[Any] = [
-    None, True, -1, 0, 1, 2, 63, 64, 1 << 31, (1 << 63) - 1, -(1 << 63), (1 << 64) - 1,
-    0.5, -0.0, float("nan"), float("inf"), 1e308, "", "a", "b", "float32", "bfloat16", "int8",
-    "staged", "installed", "wire", "\0", "\ud7ff", "x" * 5000, "/", "..", "/dev/null", b"", b"\0",
-    bytes(48), [], [[]], ["a", "a"], [0, -1], {}, {"a": "bfloat16"}, {"": 1}, {1: 2},
-    [[[[[[[[[[[[]]]]]]]]]]]],
-]  # fmt: skip
+HANDLES = m.Handles(SESSION, 1, 1, MANIFEST.digest, 1, ("a", "c"), {"at": 1}, bytes(64))
 
 
 class Finding(AssertionError):
     """Something ended as it may not."""
 
 
-class Choices:
-    """Decisions that bytes make, one after the other; all are the first once they are used up."""
+class Author:
+    """Signs whatever it is given as somebody who holds the token would, in order."""
 
-    def __init__(self, data: bytes) -> None:
-        self._data, self._at = data, 0
+    def __init__(self, side: frames.Side) -> None:
+        self._channel = frames.Channel(TOKEN, NONCE, side)
 
-    def below(self, count: int) -> int:
-        taken = self._data[self._at : self._at + 2]
-        self._at += 2
-        return int.from_bytes(taken, "little") % count
+    def encode(self, message: object, body: bytes = b"") -> bytes:
+        """The next frame: of a message, or of a body in its place."""
+        body = body or msgspec.msgpack.encode(message)
+        if isinstance(message, m.Hello):
+            return frames._hello.sign(body, frames._key(TOKEN, b"hello"), 0)
+        if isinstance(message, m.Handles):
+            return frames._handles.sign(body, frames._key(TOKEN, b"handles"), 0)
+        channel = self._channel
+        kind, key = frames._said_by[channel._side], channel._keys[channel._side]
+        signed = kind.sign(body, key, channel._sent)
+        channel._sent += 1
+        if isinstance(message, m.Offer):
+            self.bind(message.session)
+        return signed
 
-    def one_of(self, options: Sequence[T]) -> T:
-        return options[self.below(len(options))]
-
-    def once_in(self, count: int) -> bool:
-        return self.below(count) == count - 1
-
-    def rest(self) -> bytes:
-        taken, self._at = self._data[self._at :], len(self._data)
-        return taken
-
-
-# -- wrong in every way ----------------------------------------------------------------------------
-
-
-def plain(choices: Choices, value: Any) -> Any:
-    """Plain data that differs from ``value`` somewhere, mostly in one place."""
-    if choices.once_in(12):
-        return choices.one_of(AWKWARD)
-    match value:
-        case dict() if value:
-            key = choices.one_of(list(value))
-            others = {k: v for k, v in value.items() if k != key}
-            match choices.below(10):
-                case 0:
-                    return others
-                case 1:
-                    return others | {choices.one_of(["x", "", "type"]): value[key]}
-                case _:
-                    return others | {key: plain(choices, value[key])}
-        case list() if value:
-            at = choices.below(len(value))
-            changed = plain(choices, value[at])
-            between = choices.one_of([[changed], [changed], [changed, value[at]], []])
-            return [*value[:at], *between, *value[at + 1 :]]
-        case bool():
-            return not value
-        case int() | float():
-            return value + choices.one_of([-1, 1, 64, 1 << 32])
-        case str() | bytes():
-            return choices.one_of([v for v in AWKWARD if type(v) is type(value)])
-    return choices.one_of(AWKWARD)
+    def bind(self, session: str) -> None:
+        """From here on as after an offer."""
+        self._channel._bind(session.encode())
 
 
-def bent(choices: Choices, body: bytes) -> bytes:
-    """Bytes that differ from ``body`` somewhere."""
-    at = choices.below(len(body) + 1)
-    match choices.below(5):
-        case 0:
-            return body[:at]
-        case 1:
-            return body[:at] + bytes([choices.below(256)]) + body[at + 1 :]
-        case 2:
-            return (
-                body[:at] + choices.one_of([b"\xc1", b"\xdd\xff\xff\xff\xff", b"\xc4"]) + body[at:]
-            )
-        case 3:
-            return choices.one_of([b"\x91", b"\x81"]) * choices.below(3000) + body[at:]
-        case _:
-            return choices.rest()
-
-
-def frame(choices: Choices, codec: m.Codec[Any], samples: Sequence[Any]) -> bytes:
+def frame(choices: Choices, author: Author, samples: Sequence[Any]) -> bytes:
     """A frame, mostly of a message that is wrong, mostly signed with the right key."""
     message = choices.one_of(samples)
     if choices.once_in(8):
-        return codec.encode(message)
+        return author.encode(message)
     told = msgspec.to_builtins(message, builtin_types=(bytes,))
     try:
         body = msgspec.msgpack.encode(plain(choices, told))
@@ -173,14 +119,14 @@ def frame(choices: Choices, codec: m.Codec[Any], samples: Sequence[Any]) -> byte
         body = b""
     if choices.once_in(5):
         body = bent(choices, body)
-    signed = codec._code(body) + body
+    signed = author.encode(message, body or b"\0")
     return bent(choices, signed) if choices.once_in(8) else signed
 
 
-def decoded(frame: bytes, codec: m.Codec[Any], seen: Counter[str]) -> Any:
+def decoded(frame: bytes, reader: frames.Channel, seen: Counter[str]) -> Any:
     """The message, or None if it is refused as it may be."""
     try:
-        message = codec.decode(frame)
+        message = frames.read_hello(frame, TOKEN) or reader.decode(frame)
     except RefitProtocolError:
         seen["refused"] += 1
         return None
@@ -196,7 +142,7 @@ def receiver_session(choices: Choices, seen: Counter[str]) -> None:
         FROM_RECEIVER[0], manifest=MANIFEST.digest, dtypes={}, deadline_s=60.0
     )
     perform(session, session.start())
-    for message in script(choices, FROM_SENDER[:-1], SENDERS, FROM_SENDER, seen):
+    for message in script(choices, FROM_SENDER[:-1], "sender", FROM_SENDER, seen):
         perform(session, session.receive(message))
     seen[f"receiver {session.phase}"] += 1
 
@@ -204,7 +150,7 @@ def receiver_session(choices: Choices, seen: Counter[str]) -> None:
 def sender_session(choices: Choices, seen: Counter[str]) -> None:
     count = 1 + choices.below(2)
     session = SenderSession(OFFER, receivers=count, deadline_s=60.0)
-    for message in script(choices, FROM_RECEIVER[:-1], RECEIVERS, FROM_RECEIVER, seen):
+    for message in script(choices, FROM_RECEIVER[:-1], "receiver", FROM_RECEIVER, seen):
         for key in "ab"[:count]:
             told = message
             if isinstance(message, m.Hello):
@@ -218,7 +164,7 @@ def sender_session(choices: Choices, seen: Counter[str]) -> None:
 def script(
     choices: Choices,
     right: Sequence[Any],
-    codec: m.Codec[Any],
+    side: frames.Side,
     samples: Sequence[Any],
     seen: Counter[str],
 ) -> list[Any]:
@@ -226,7 +172,9 @@ def script(
     told = list(right)
     for _ in range(1 + choices.below(2)):
         at, instead = choices.below(len(told)), choices.below(3)
-        wrong = decoded(frame(choices, codec, [told[at]] if instead else samples), codec, seen)
+        written = frame(choices, Author(side), [told[at]] if instead else samples)
+        other: frames.Side = "receiver" if side == "sender" else "sender"
+        wrong = decoded(written, frames.Channel(TOKEN, NONCE, other), seen)
         if wrong is not None:
             told[at : at + 1] = [wrong] if instead else [wrong, told[at]]
     return told
@@ -241,7 +189,7 @@ def perform(session: Any, effects: list[Effect]) -> None:
     for effect in effects:
         match effect:
             case Send(message):
-                SENDERS.encode(message)
+                msgspec.msgpack.encode(message)
                 following: list[Effect] = []
             case MakePlan():
                 following = session.planned(PREPARE, 2)
@@ -272,6 +220,7 @@ class Line:
     """Both ends of a line on which only these frames come; then its job is given up."""
 
     reads_memory = False
+    private = True
     job: Any
 
     def __init__(self, frames: list[bytes]) -> None:
@@ -306,26 +255,36 @@ class Line:
 
     attach = lane
 
-    def connect(self) -> None:
+    def refused(self) -> None:
+        """Nobody did."""
+
+    def connect(self, address: object) -> None:
         """It always is."""
 
-    disconnect = connect
+    def disconnect(self) -> None:
+        """It never is."""
+
+    close = disconnect
 
 
-def frames(
-    choices: Choices, codec: m.Codec[Any], right: Sequence[Any], samples: Sequence[Any]
+def conversation(
+    choices: Choices, author: Author, right: Sequence[Any], samples: Sequence[Any]
 ) -> list[bytes]:
-    told = [codec.encode(message) for message in right]
-    at, instead = choices.below(len(told)), choices.below(3)
-    wrong = frame(choices, codec, [right[at]] if instead else samples)
-    told[at : at + 1] = [wrong] if instead else [wrong, told[at]]
+    """All that one side says, and one frame that is wrong: each signed for its place."""
+    at, instead = choices.below(len(right)), choices.below(3)
+    told: list[bytes] = []
+    for number, message in enumerate(right):
+        if number == at:
+            told.append(frame(choices, author, [message] if instead else samples))
+        if number != at or not instead:
+            told.append(author.encode(message))
     return told
 
 
 def engine(line: Any = None) -> RefitReceiver:
     """One that knows the trainer, and reaches it by this line."""
     tensors = {name: torch.zeros_like(tensor) for name, tensor in TENSORS.items()}
-    sink = DictSink(tensors)
+    sink, line = DictSink(tensors), line or Line([])
     receiver = RefitReceiver(lambda: sink, name="engine", lock=threading.RLock())
     receiver.prepare(info())
     receiver._ends["ipc"] = (receiver._known_trainer().channels["ipc"], line)
@@ -346,9 +305,10 @@ def info() -> dict[str, Any]:
 
 
 def receiver_job(choices: Choices, seen: Counter[str]) -> None:
-    line = Line(frames(choices, SENDERS, FROM_SENDER[:-1], FROM_SENDER))
+    line = Line(conversation(choices, Author("sender"), FROM_SENDER[:-1], FROM_SENDER))
     receiver = engine(line)
-    line.job = job = Receiving(receiver, "ipc", receiver._known_trainer(), 60.0)
+    line.job = job = Receiving(receiver, "ipc", receiver._known_trainer(), 60.0, "")
+    job._channel = frames.Channel(TOKEN, NONCE, "receiver")
     ends_typed("receiver's refit", job.refit, seen)
     if receiver.lock._is_owned():  # type: ignore[attr-defined]
         raise Finding("the engine stays locked")
@@ -368,7 +328,9 @@ def sender_job(choices: Choices, seen: Counter[str]) -> None:
         else message
         for message in FROM_RECEIVER
     ]
-    line.frames = frames(choices, RECEIVERS, right[:-1], right)
+    author = Author("receiver")
+    author.bind(job.session.offer.session)
+    line.frames = conversation(choices, author, right[:-1], right)
     ends_typed("sender's refit", job.refit, seen)
 
 
@@ -392,7 +354,7 @@ def address(choices: Choices, seen: Counter[str]) -> None:
     def use() -> None:
         end = IPC.receiver(given)
         try:
-            end.connect()
+            end.connect(given)
         finally:
             end.close()
 
@@ -400,8 +362,7 @@ def address(choices: Choices, seen: Counter[str]) -> None:
 
 
 def handles(choices: Choices, seen: Counter[str]) -> None:
-    codec = m.Codec[Any](m.Handles, TOKEN)
-    given: Any = {"protocol": m.PROTOCOL, "frame": frame(choices, codec, [HANDLES])}
+    given: Any = {"protocol": m.PROTOCOL, "frame": frame(choices, Author("sender"), [HANDLES])}
     if choices.once_in(4):
         given = plain(choices, given)
     receiver = engine(Line([]))

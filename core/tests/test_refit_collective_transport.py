@@ -320,7 +320,7 @@ def test_a_receiver_that_comes_first_waits_for_its_sender():
     sender = COLLECTIVE.sender(ip=LOCAL, port=port, receivers=1)
     sender.rendezvous(SOON)
     waiting.join(SOON)
-    receiver.connect()
+    receiver.connect(sender.address)
     receiver.send(b"hello")
     assert [frame for _, frame in sender.receive(SOON)] == [b"hello"]
     receiver.close()
@@ -355,7 +355,7 @@ def test_a_port_is_free_again_after_close():
     first.close()
     second = COLLECTIVE.sender(ip=LOCAL, port=port, receivers=1)
     receiver.rendezvous(SOON)
-    receiver.connect()
+    receiver.connect(second.address)
     receiver.send(b"again")
     assert [frame for _, frame in second.receive(SOON)] == [b"again"]
     receiver.close()
@@ -381,7 +381,7 @@ def test_an_option_that_is_not_legal_is_named(options, key):
 def test_a_receiver_must_meet_its_sender_before_it_connects():
     receiver = COLLECTIVE.receiver({"ip": LOCAL, "port": 1})
     with pytest.raises(LifecycleError, match="init_collective"):
-        receiver.connect()
+        receiver.connect({"ip": LOCAL, "port": 1})
     receiver.close()
 
 
@@ -411,7 +411,7 @@ def test_bytes_of_strangers_on_the_control_port_never_count_as_a_receivers():
     sender = new_sender()
     receiver = COLLECTIVE.receiver(sender.address)
     receiver.rendezvous(SOON)
-    receiver.connect()
+    receiver.connect(sender.address)
     receiver.send(b"mine")
     ((mine, _),) = sender.receive(SOON)
     host, port = sender.endpoint.removeprefix("tcp://").split(":")

@@ -16,7 +16,7 @@ import torch
 from transport_processes import SOON, Remote, receiving, sending
 
 from rl_core.errors import ConfigError, RefitError, RefitProtocolError
-from rl_core.refit.messages import MAX_FRAME_BYTES
+from rl_core.refit.frames import MAX_FRAME_BYTES
 from rl_core.refit.transports.control import ControlClient, ControlServer
 from rl_core.refit.transports.ipc import IPC
 from rl_core.refit.transports.memory import SharedRegion
@@ -268,8 +268,9 @@ def test_a_receiver_killed_is_named_at_once_and_one_that_hangs_after_its_silence
 @pytest.mark.parametrize("fate", ["kill", "stop"])
 def test_a_lost_sender_is_noticed_and_a_dead_ones_directory_removed(temporary, fate):
     with Remote(sending, "ipc", {}) as remote:
-        receiver = IPC.receiver(remote.ask("address"))
-        receiver.connect()
+        address = remote.ask("address")
+        receiver = IPC.receiver(address)
+        receiver.connect(address)
         receiver.send(b"hello")
         remote.ask("answer", b"welcome")
         assert receiver.receive(SOON) == b"welcome"
@@ -277,8 +278,12 @@ def test_a_lost_sender_is_noticed_and_a_dead_ones_directory_removed(temporary, f
         until(receiver.lost, lambda: receiver.receive(0.1))
         receiver.disconnect()
         assert bool(list(temporary.iterdir())) == (fate == "stop")  # which may live on
-        receiver.connect()
-        until(receiver.lost, lambda: receiver.receive(0.1))
+        if fate == "stop":
+            receiver.connect(address)
+            until(receiver.lost, lambda: receiver.receive(0.1))
+        else:
+            with pytest.raises(RefitPeerError, match="has ended"):
+                receiver.connect(address)
         remote.kill()
         receiver.close()
     assert not list(temporary.iterdir())

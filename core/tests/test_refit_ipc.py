@@ -342,8 +342,9 @@ def test_what_a_dying_trainer_left_is_cleared_once_it_no_longer_listens(monkeypa
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(directory / "socket"))
     listener.listen()
-    receiver = find_transport("ipc").receiver({"endpoint": f"ipc://{directory}/socket"})
-    receiver.connect()
+    address = {"endpoint": f"ipc://{directory}/socket"}
+    receiver = find_transport("ipc").receiver(address)
+    receiver.connect(address)
     monkeypatch.setattr(receiver, "lost", lambda: True)
     closing = threading.Timer(0.3, listener.close)
     closing.start()

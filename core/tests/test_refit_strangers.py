@@ -5,14 +5,16 @@ from __future__ import annotations
 import socket
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 from fault_processes import EngineParty, TrainerParty, as_it_was, until
+from refit_doubles import SOON
 
-from rl_core.errors import RefitError, RefitPeerError
-from rl_core.refit.messages import MAX_FRAME_BYTES, PROTOCOL, Codec, FromReceiver, Hello
-from rl_core.refit.transports.control import ControlClient
+from rl_core.errors import RefitError, RefitPeerError, RefitProtocolError
+from rl_core.refit.frames import MAX_FRAME_BYTES, write_hello
+from rl_core.refit.messages import Hello
+from rl_core.refit.transports.control import ControlClient, ControlServer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -67,8 +69,9 @@ class Stranger:
         self.client.close()
 
 
-def signed(trainer: TrainerParty, message: object) -> bytes:
-    return Codec[Any](FromReceiver, trainer.info()["token"]).encode(message)
+def hello(trainer: TrainerParty, name: str, pid: int) -> bytes:
+    """What a receiver says first that knows the token."""
+    return write_hello(Hello(name, name, pid, name.encode().ljust(16)), trainer.info()["token"])
 
 
 @pytest.mark.parametrize(
@@ -112,7 +115,7 @@ def test_bytes_that_are_no_protocol_do_no_harm(pair, noise):
         [b"\xff" * 100] * 1000,
         [bytes(MAX_FRAME_BYTES)],
         [bytes(MAX_FRAME_BYTES + 1)],
-        [Codec[Any](FromReceiver, "guess").encode(Hello(PROTOCOL, "id", "stranger", 1))],
+        [write_hello(Hello("id", "stranger", 1, b"n" * 16), "guess")],
     ],
     ids=["noise", "a thousand", "large", "too large", "another token"],
 )
@@ -149,17 +152,55 @@ class Recorder:
         self._send(frame)
 
 
-def test_what_was_recorded_of_an_earlier_refit_is_refused_and_the_next_succeeds(pair):
+def test_what_was_recorded_of_an_earlier_refit_is_refused_and_hinders_nobody(pair):
     trainer, engine = pair
     recorder = Recorder(engine)
     assert_refit(trainer, engine)
     with closing(Stranger(trainer)) as stranger:
         trainer.begin()
         stranger.say(*recorder.frames)
-        error = trainer.failure()
-    assert isinstance(error, RefitError)
-    assert error.phase == "DISCOVER"
-    assert trainer.version() == 1
+        until(lambda: trainer.endpoint.jobs[-1].session._noise)
+        assert not trainer.endpoint.jobs[-1].session.connections
+        engine.begin()
+        assert engine.outcome()["version"] == trainer.outcome()["version"] == 2
+
+
+class Tape:
+    """What a trainer says on its connections, in the order of the refits."""
+
+    def __init__(self, trainer: TrainerParty) -> None:
+        self.frames: list[bytes] = []
+        end = trainer.endpoint.end("ipc")
+        self._send = end.send
+        end.send = self._keep
+
+    def _keep(self, key: str, frame: bytes) -> bool:
+        self.frames += [frame] if frame else []
+        return self._send(key, frame)
+
+
+def test_a_whole_refit_that_is_played_to_an_engine_is_refused(pair):
+    """By somebody who recorded it, in the trainer's place: the engine keeps what it has."""
+    trainer, engine = pair
+    tape = Tape(trainer)
+    assert_refit(trainer, engine)
+    recorded = list(tape.frames)
+    assert_refit(trainer, engine)
+    player = ControlServer(f"ipc://{Path(endpoint(trainer).removeprefix('ipc://')).parent}/player")
+    with closing(player):
+        info = trainer.info()
+        engine.meet(info | {"channels": {"ipc": {"endpoint": player.endpoint}}})
+        engine.begin(deadline_s=SOON)
+        key: list[str] = []
+        until(lambda: key.extend(k for k, _ in player.receive(0.05)) or key)
+        for frame in recorded:
+            player.send(key[0], frame)
+        error = engine.failure()
+    assert isinstance(error, RefitProtocolError)
+    assert "said before or elsewhere" in str(error)
+    assert engine.endpoint.version == 2
+    engine.check()
+    engine.meet(trainer.info())
     assert_refit(trainer, engine)
 
 
@@ -185,7 +226,7 @@ def test_a_frame_with_a_flipped_bit_ends_the_refit_of_who_sent_it(pair):
 
     def flip(frame: bytes) -> None:
         said.append(frame)
-        send(frame if len(said) < 2 else frame[:-1] + bytes([frame[-1] ^ 1]))
+        send(frame if len(said) != 3 else frame[:-1] + bytes([frame[-1] ^ 1]))
 
     end.send = flip
     trainer.begin()
@@ -202,9 +243,9 @@ def test_a_receiver_that_leaves_before_it_is_ready_makes_room_for_another(pair):
     trainer, engine = pair
     with closing(Stranger(trainer)) as early:
         trainer.begin()
-        early.say(signed(trainer, Hello(PROTOCOL, "early", "early", 1)))
+        early.say(hello(trainer, "early", 1))
         until(lambda: early.client.receive(0.01))  # the offer
-    until(lambda: not trainer.endpoint.jobs[-1].session.peers)
+    until(lambda: not trainer.endpoint.jobs[-1].session.connections)
     engine.begin()
     assert engine.outcome()["version"] == trainer.outcome()["version"] == 1
 
@@ -213,7 +254,7 @@ def test_a_receiver_that_says_hello_and_no_more_is_named_at_the_deadline(pair):
     trainer, engine = pair
     with closing(Stranger(trainer)) as mute:
         trainer.begin(deadline_s=1.0)
-        mute.say(signed(trainer, Hello(PROTOCOL, "mute", "mute", 7)))
+        mute.say(hello(trainer, "mute", 7))
         error = trainer.failure()
     assert isinstance(error, RefitPeerError)
     assert "mute, pid 7" in error.peer

@@ -66,6 +66,7 @@ class ReceivingProcess:
 
     def __init__(self, transport: str, address: Mapping[str, Any], name: str) -> None:
         self.end = TRANSPORTS[transport].receiver(address)
+        self.address = address
         self.name = name
         self.end.rendezvous(SOON)
 
@@ -88,7 +89,7 @@ class ReceivingProcess:
 
     def greet(self, frame: bytes) -> bytes | None:
         """Connects, says something, and returns the answer."""
-        self.end.connect()
+        self.end.connect(self.address)
         self.end.send(frame)
         return self.end.receive(SOON)
 
