@@ -28,6 +28,8 @@ from rl_core.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+pytestmark = pytest.mark.usefixtures("either_device")
+
 
 @pytest.fixture
 def pair(keep: Callable[[Any], Any]) -> tuple[Trainer, Engine]:
@@ -204,6 +206,7 @@ def test_tensors_outlive_the_sender(pair):
     assert torch.equal(trainer.source.tensor["big"], make_persistent()["big"] + 1)
 
 
+@pytest.mark.parametrize("either_device", ["cpu"], indirect=True)
 def test_no_second_copy_of_the_model_remains(keep):
     # malloc gives memory of more than 32 MiB back at once, and keeps smaller pieces for later.
     size = 96 << 20

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 # -- exact --------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("either_device")
 @pytest.mark.parametrize("kind", ["written", "in place"])
 @pytest.mark.parametrize("verify", ["none", "wire", "installed"])
 def test_every_kind_of_tensor_arrives_bit_for_bit(keep, verify, kind):
@@ -71,6 +72,7 @@ def test_nan_and_infinity_arrive_bit_for_bit(keep):
     assert same({"w": odd}, engine.sink.tensor)
 
 
+@pytest.mark.usefixtures("either_device")
 def test_floats_are_rounded_to_an_engine_that_casts_before_they_travel(keep):
     tensors = {"w": torch.randn(100, 7), "b": torch.randn(7), "n": torch.arange(3)}
     trainer, engine = keep(Trainer(tensors)), keep(Engine(blank(tensors)))
@@ -83,6 +85,7 @@ def test_floats_are_rounded_to_an_engine_that_casts_before_they_travel(keep):
     assert report.bytes == 100 * 7 * 2 + 7 * 4 + 3 * 8
 
 
+@pytest.mark.usefixtures("either_device")
 @pytest.mark.parametrize("at_home", [False, True])
 def test_a_tied_tensor_is_sent_once_and_written_to_every_storage_of_the_engine(keep, at_home):
     weight = torch.randn(30, 20)
@@ -172,6 +175,7 @@ def test_a_hundred_refits_leave_nothing_behind(keep):
 # -- several receivers ----------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("either_device")
 def test_three_receivers_take_one_pack(keep, pair):
     trainer, first = pair
     others = [keep(Engine(blank(trainer.source.tensor))) for _ in range(2)]
@@ -185,6 +189,7 @@ def test_three_receivers_take_one_pack(keep, pair):
         assert engine.receiver.version == 1
 
 
+@pytest.mark.usefixtures("either_device")
 def test_one_failing_receiver_keeps_all_others_from_the_new_version(keep, pair):
     trainer, good = pair
     bad = keep(Engine(blank(trainer.source.tensor)))
