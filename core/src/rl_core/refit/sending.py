@@ -146,7 +146,10 @@ class Sending(Job[SenderSession]):
     def _make_plan(self, ready: tuple[Ready, ...]) -> Prepare:
         self._wire = self._manifest.cast(ready[0].dtypes)
         self._casts = len(ready[0].dtypes)
-        device = self._end.place(torch.device(self._source.device), [r.gpus for r in ready])
+        own = torch.empty(0, device=self._source.device).device  # by the name that tensors give it
+        if own.type == "cuda":
+            torch.cuda.synchronize(own)  # an optimizer may step on a stream of its own
+        device = self._end.place(own, [r.gpus for r in ready])
         tensors = self._at_home(device)
         self._bucket = self.options.bucket_for(device, direct=tensors is not None)
         if self.options.verify != "none":
