@@ -123,6 +123,12 @@ def test_a_direct_refit_after_one_that_failed_is_exact(pair):
     assert same(trainer.source.tensor, engine.sink.tensor)
 
 
+def test_the_device_may_be_called_by_a_name_that_tensors_do_not_give_it(pair):
+    trainer, engine = pair
+    trainer.source.device = "cpu:0"
+    assert go(trainer, engine, mode="direct").mode == "direct"
+
+
 # -- what the trainer notices of the move ---------------------------------------------------------
 
 
