@@ -95,9 +95,10 @@ def emulate(monkeypatch: pytest.MonkeyPatch) -> Gpu:
         monkeypatch.setattr(cuda, name, gpu)
     monkeypatch.setattr(ipc, "uuid_of", lambda device: UUID)
     monkeypatch.setattr(receiving, "visible_gpus", lambda device: (UUID,))
-    monkeypatch.setattr(
-        ipc.IpcSender, "lane", lambda end, nbytes, *_: cuda.CudaRegion.create(nbytes, CPU)
-    )
+    for lane in ("lane", "home"):
+        monkeypatch.setattr(
+            ipc.IpcSender, lane, lambda end, nbytes, *_: cuda.CudaRegion.create(nbytes, CPU)
+        )
     _hash_as_a_gpu_does(monkeypatch)
     return gpu
 

@@ -49,6 +49,7 @@ class RefitReport:
         verify: How the transfer was verified.
         isolation: Whether engines served meanwhile.
         attempts: How often it was tried, this time included.
+        fallback: Why ``mode="auto"`` did not read the tensors where they are; None if it did.
     """
 
     version: int
@@ -69,6 +70,7 @@ class RefitReport:
     verify: str
     isolation: str
     attempts: int = 1
+    fallback: str | None = None
 
     @classmethod
     def of(cls, results: list[Any], attempts: int) -> Self:
@@ -91,12 +93,13 @@ class RefitReport:
 
     def __str__(self) -> str:
         same = "" if self.unchanged is None else f", {self.unchanged} unchanged"
+        why = f" ({self.fallback})" if self.fallback else ""
         skipped = f", {self.skipped} held already" if self.skipped else ""
         return (
             f"refit to version {self.version}: {self.bytes / 1e6:.1f} MB in {self.seconds:.3f} s "
             f"({self.gb_per_s:.2f} GB/s, {self.of_copy_rate:.0%} of a plain copy), "
             f"{self.tensors} tensors{skipped}{same}, {self.receivers} "
-            f"receiver{'s' * (self.receivers > 1)}, {self.transport} {self.mode}, "
+            f"receiver{'s' * (self.receivers > 1)}, {self.transport} {self.mode}{why}, "
             f"verify={self.verify}, {self.extra_memory_bytes / 1e6:.1f} MB of buffers"
         )
 

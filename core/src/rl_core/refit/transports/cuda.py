@@ -143,6 +143,10 @@ class CudaRegion(Lane):
         """See :meth:`Lane.home`."""
         return torch.as_tensor(_Piece(self.data, start, stop), device=self._device)
 
+    def settled(self) -> None:
+        """See :meth:`Lane.settled`: torch would keep it for tensors of this process alone."""
+        _CUDA.empty_cache()
+
     def publish(self, start: int, stop: int) -> None:
         """Waits until what the current stream was told to write is written."""
         torch.cuda.current_stream(self._device).synchronize()

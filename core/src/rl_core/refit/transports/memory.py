@@ -7,6 +7,7 @@ to the size of ``/dev/shm``. Elsewhere it is a file in the sender's private dire
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import secrets
@@ -27,7 +28,9 @@ if TYPE_CHECKING:
 
 __all__ = ["SharedRegion"]
 
-_FLAGS = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+_POPULATE = getattr(mmap, "MAP_POPULATE", 0)
+#: Bytes that tensors left after which the heap gives back what is free in it.
+_TRIM_BYTES = 64 << 20
 
 
 class _Ref(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -46,19 +49,23 @@ class SharedRegion(Lane):
     What the sender writes is there for receivers at once: nothing is published or awaited.
     """
 
-    def __init__(self, fd: int, ref: _Ref) -> None:
+    def __init__(self, fd: int, ref: _Ref, *, grows: bool = False) -> None:
         self.ref = msgspec.to_builtins(ref)
-        self._mapped = mmap.mmap(fd, ref.nbytes, flags=_FLAGS)
+        self._fd, self._grows, self._left = fd, grows, 0
+        flags = mmap.MAP_SHARED | (0 if grows else _POPULATE)
+        self._mapped = mmap.mmap(fd, ref.nbytes, flags=flags)
         self.data = torch.frombuffer(self._mapped, dtype=torch.uint8, count=ref.nbytes)
         self._give_back: weakref.finalize[..., SharedRegion] | None = None
 
     @classmethod
-    def create(cls, nbytes: int, directory: str) -> Self:
+    def create(cls, nbytes: int, directory: str, *, grows: bool = False) -> Self:
         """New zeroed memory.
 
         Args:
             nbytes: At least 1.
             directory: Private to this user; where a file is made if memory cannot go without one.
+            grows: Memory is had as :meth:`home` asks for it, so that what is moved in can be freed
+                where it was before the next is moved. Nothing else may be written.
 
         Raises:
             RefitError: There is not enough memory.
@@ -67,16 +74,17 @@ class SharedRegion(Lane):
         try:
             if nbytes > os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE:
                 raise OSError("the host has less memory than that")
-            os.posix_fallocate(fd, 0, nbytes)  # so that a lack shows here, not as a signal later
+            if grows:
+                os.ftruncate(fd, nbytes)
+            else:
+                os.posix_fallocate(fd, 0, nbytes)  # a lack shows here, not as a signal later
             stat = os.fstat(fd)
             path = name or f"/proc/{os.getpid()}/fd/{fd}"
-            region = cls(fd, _Ref("memory", path, nbytes, stat.st_dev, stat.st_ino))
+            ref = _Ref("memory", path, nbytes, stat.st_dev, stat.st_ino)
+            region = cls(fd, ref, grows=grows)
         except OSError as error:
             _let_go(fd, name, os.getpid())
-            raise RefitError(
-                f"{nbytes} bytes of shared memory cannot be had: {error}",
-                fix="lower bucket_bytes, or give the host (or container) more memory",
-            ) from error
+            raise _lacking(nbytes, error) from error
         region._give_back = weakref.finalize(region, _let_go, fd, name, os.getpid())
         return region
 
@@ -107,13 +115,34 @@ class SharedRegion(Lane):
 
     def home(self, start: int, stop: int) -> torch.Tensor:
         """See :meth:`Lane.home`."""
+        if self._grows:
+            if self._left >= _TRIM_BYTES:
+                self.settled()
+            self._left += stop - start
+            try:
+                os.posix_fallocate(self._fd, start, stop - start)
+            except OSError as error:
+                raise _lacking(stop - start, error) from error
         return torch.frombuffer(self._mapped, dtype=torch.uint8, offset=start, count=stop - start)
+
+    def settled(self) -> None:
+        """See :meth:`Lane.settled`: malloc keeps small pieces otherwise."""
+        self._left = 0
+        if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:  # glibc has it
+            trim(0)
 
     def close(self) -> None:
         """Lets go; the memory is gone once every process and tensor has let go of it."""
         if self._give_back is not None:
             self._give_back()
         self.data = torch.empty(0, dtype=torch.uint8)
+
+
+def _lacking(nbytes: int, error: OSError) -> RefitError:
+    return RefitError(
+        f"{nbytes} bytes of shared memory cannot be had: {error}",
+        fix="lower bucket_bytes, or give the host (or container) more memory",
+    )
 
 
 def _unmapped(path: str, error: Exception) -> RefitProtocolError:
