@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import mmap
 import os
 import socket
 import tempfile
 import threading
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -363,6 +365,36 @@ def test_memory_is_for_this_user_alone_and_has_no_name(tmp_path):
     assert Path(region.ref["path"]).stat().st_mode & 0o777 == 0o600
     assert not list(tmp_path.iterdir())
     region.close()
+
+
+def test_only_the_sender_may_write_and_nobody_can_cut_memory_off(tmp_path):
+    with closing(SharedRegion.create(1 << 16, str(tmp_path))) as region:
+        with closing(SharedRegion.attach(region.ref)) as attached:
+            region.data.fill_(7)
+            assert attached.data.eq(7).all()
+            lines = Path("/proc/self/maps").read_text().splitlines()
+            rights = [line.split()[1] for line in lines if f" {region.ref['inode']} " in line]
+            assert sorted(rights) == ["r--s", "rw-s"]
+        fd = os.open(region.ref["path"], os.O_RDWR)
+        try:
+            for size in (0, 1 << 17):
+                with pytest.raises(PermissionError):
+                    os.ftruncate(fd, size)
+            with pytest.raises(PermissionError):
+                mmap.mmap(fd, 1 << 16)
+        finally:
+            os.close(fd)
+
+
+def test_what_was_read_stays_readable_after_the_lane_is_closed(tmp_path):
+    with closing(SharedRegion.create(100, str(tmp_path))) as region:
+        region.data.fill_(3)
+        attached = SharedRegion.attach(region.ref)
+        part = attached.data[10:20]
+        attached.close()
+        del attached
+        gc.collect()
+        assert part.eq(3).all()
 
 
 def test_memory_that_needs_a_name_loses_it_at_the_end(tmp_path, monkeypatch):
