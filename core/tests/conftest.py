@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
+    from cuda_emulation import Gpu
     from refit_doubles import Engine, Trainer
 
 # How long an example takes says more about the machine than about what is tested.
@@ -148,3 +149,18 @@ def pair(keep: Callable[[Any], Any]) -> tuple[Trainer, Engine]:
 
     tensors = make_tensors()
     return keep(Trainer(tensors)), keep(Engine(blank(tensors)))
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    """The CPU, which refits take for a GPU as long as the test runs."""
+    from cuda_emulation import emulate
+
+    return emulate(monkeypatch)
+
+
+@pytest.fixture(params=["cpu", "as on a GPU"])
+def either_device(request: pytest.FixtureRequest) -> None:
+    """Runs a test twice, the second time with what stands for a GPU."""
+    if request.param != "cpu":
+        request.getfixturevalue("gpu")

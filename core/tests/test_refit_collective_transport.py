@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import socket
 import threading
 import time
+import weakref
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from transport_processes import SOON, Remote, await_arrival, receiving, sending
+from transport_processes import SOON, Remote, await_arrival, held, receiving, sending
 
 from rl_core.errors import (
     ConfigError,
@@ -193,6 +193,35 @@ def test_a_lost_receiver_keeps_neither_the_sender_nor_the_others_from_a_new_grou
         assert good.ask("take", 0, MIB) == [6]
 
 
+def test_a_member_that_hangs_costs_neither_threads_nor_descriptors_nor_buffers():
+    with members(2) as (sender, (bad, good)):
+
+        def half() -> Any:
+            lane = lane_for(sender, {"r0": bad, "r1": good}, MUCH)
+            for remote in (bad, good):
+                remote.ask("expect", 0, MUCH // 2)
+            fill(lane, 0, MUCH // 2, 1)
+            assert [remote.ask("take", 0, MUCH // 2) for remote in (bad, good)] == [[1], [1]]
+            return lane
+
+        half().close()  # starts the threads that torch keeps
+        good.ask("close")
+        bad.ask("close")
+        before = held(), good.ask("held")
+        lane = half()
+        buffer = weakref.ref(lane.data)
+        bad.stop()
+        good.ask("expect", MUCH // 2, MUCH)
+        fill(lane, MUCH // 2, MUCH, 1)
+        lane.close()
+        good.ask("close")
+        ends = time.monotonic() + 5
+        while (now := (held(), good.ask("held"))) != before and time.monotonic() < ends:
+            time.sleep(0.05)
+        assert now == before
+        assert buffer() is None
+
+
 @pytest.mark.parametrize("begun", [True, False])
 @pytest.mark.parametrize("fate", ["kill", "stop"])
 def test_a_receiver_outlives_its_sender_and_joins_the_next(fate, begun):
@@ -265,10 +294,6 @@ def test_a_lane_whose_receivers_never_come_closes():
 
 
 def test_fifty_groups_leave_nothing_behind():
-    def held() -> tuple[int, int]:
-        gc.collect()
-        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
-
     def use() -> None:
         mine = sender.lane(1000, CPU, ["a"])
         its = receiver.attach(mine.ref, "a")

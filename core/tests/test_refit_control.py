@@ -15,7 +15,7 @@ import pytest
 import torch
 from transport_processes import SOON, Remote, receiving, sending
 
-from rl_core.errors import ConfigError, RefitError, RefitProtocolError
+from rl_core.errors import ConfigError, RefitError, RefitPeerError, RefitProtocolError
 from rl_core.refit.frames import MAX_FRAME_BYTES
 from rl_core.refit.transports.control import ControlClient, ControlServer
 from rl_core.refit.transports.ipc import IPC

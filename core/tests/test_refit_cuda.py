@@ -5,17 +5,18 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
 import torch
 
-from rl_core.errors import RefitError, RefitProtocolError
+from rl_core.errors import ConfigError, RefitError, RefitProtocolError
 from rl_core.refit.hashing import BlockHash, block_digests, tensor_digest
-from rl_core.refit.transports import collective, cuda, ipc
+from rl_core.refit.transports import collective, cuda, groups, ipc
 from rl_core.refit.transports.base import CPU
 from rl_core.refit.transports.collective import COLLECTIVE
 from rl_core.refit.transports.cuda import CudaRegion, uuid_of, visible_gpus
@@ -172,6 +173,22 @@ def test_bytes_stay_on_the_gpu_if_every_receiver_can_take_them_there(
         assert (sender.place(device, seen) == device) is by_nccl
 
 
+@pytest.mark.parametrize(
+    ("seen", "where"), [([(HERE,)], "GPU-a, GPU-a"), ([(THERE,), ()], "GPU-a, GPU-b, no GPU")]
+)
+def test_nccl_where_gpus_are_shared_is_refused_and_gloo_is_made_on_the_cpu(
+    seen: list[tuple[str, ...]], where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(collective, "uuid_of", lambda device: HERE)
+    options = {"ip": "127.0.0.1", "port": 0, "receivers": 1}
+    with closing(COLLECTIVE.sender(**options, backend="nccl")) as sender:
+        with pytest.raises(ConfigError, match=f"they are on {where}") as caught:
+            sender.place(torch.device("cuda", 0), seen)
+        assert caught.value.details["key"] == "backend"
+        assert sender.place(torch.device("cuda", 0), [(BEYOND,)]).type == "cuda"
+        assert sender.lane(100, CPU, ["a"]).ref["backend"] == "gloo"
+
+
 @gpu
 @needs_gpu
 def test_every_visible_gpu_has_a_uuid_of_its_own() -> None:
@@ -305,3 +322,44 @@ def test_both_processes_fold_to_the_same_digest_as_a_cpu() -> None:
         fill(region)
         on_cpu = tensor_digest(block_digests(region.data.cpu(), FOLD)).hex()
         assert receiver.copy()[0] == on_cpu
+
+
+class Communicator:
+    """A group of NCCL whose broadcasts end, as those of one that was aborted do."""
+
+    def __init__(self, state: Any) -> None:
+        self.get_error = lambda: state
+        self.settings: dict[str, str] = {}
+
+    def broadcast(self, *_: Any) -> SimpleNamespace:
+        return SimpleNamespace(wait=lambda: None)
+
+
+@pytest.fixture
+def nccl(monkeypatch: pytest.MonkeyPatch) -> Any:
+    stream = SimpleNamespace(synchronize=lambda: None)
+    monkeypatch.setattr(groups, "_CUDA", SimpleNamespace(Stream=lambda device: stream))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    return groups._Nccl(torch.device("cuda", 0))
+
+
+def test_a_broadcast_of_a_communicator_that_broke_is_no_success(nccl: Any) -> None:
+    states = groups._C10D.ErrorType
+    span = groups._Span(torch.zeros(1), None)
+    nccl.move(Communicator(states.SUCCESS), span)
+    with pytest.raises(RuntimeError, match="NCCL reports"):
+        nccl.move(Communicator(states.REMOTE_ERROR), span)
+
+
+def test_a_failed_peer_ends_no_process_and_the_environment_is_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TORCH_NCCL_ENABLE_MONITORING", "1")  # the user's own word counts
+    monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", raising=False)
+    with groups._survive_errors():
+        assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "2"
+        assert os.environ["TORCH_NCCL_ENABLE_MONITORING"] == "1"
+    assert "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in os.environ
+    monkeypatch.delenv("TORCH_NCCL_ENABLE_MONITORING")
+    with groups._survive_errors():
+        assert os.environ["TORCH_NCCL_ENABLE_MONITORING"] == "0"

@@ -30,6 +30,8 @@ from rl_core.futures import wait
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+pytestmark = pytest.mark.usefixtures("either_device")
+
 DELTA = {"delta": True}
 #: Tensors of ``make_tensors`` that are sent: all but the empty one.
 SENT = 8
@@ -40,7 +42,7 @@ def all_bytes(trainer: Trainer) -> int:
 
 
 @pytest.fixture(params=["packed", "direct"])
-def pair(keep: Callable[[Any], Any], request: Any) -> tuple[Trainer, Engine]:
+def pair(keep: Callable[[Any], Any], request: Any, either_device: None) -> tuple[Trainer, Engine]:
     """A trainer and an engine that was brought to its weights."""
     direct = request.param == "direct"
     tensors = make_persistent() if direct else make_tensors()

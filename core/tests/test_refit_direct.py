@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import io
+import os
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -23,10 +26,12 @@ from refit_doubles import (
     same,
 )
 
-from rl_core.errors import ConfigError
+from rl_core.errors import ConfigError, RefitError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+pytestmark = pytest.mark.usefixtures("either_device")
 
 
 @pytest.fixture
@@ -121,6 +126,12 @@ def test_a_direct_refit_after_one_that_failed_is_exact(pair):
     assert same(trainer.source.tensor, engine.sink.tensor)
 
 
+def test_the_device_may_be_called_by_a_name_that_tensors_do_not_give_it(pair):
+    trainer, engine = pair
+    trainer.source.device = "cpu:0"
+    assert go(trainer, engine, mode="direct").mode == "direct"
+
+
 # -- what the trainer notices of the move ---------------------------------------------------------
 
 
@@ -204,6 +215,7 @@ def test_tensors_outlive_the_sender(pair):
     assert torch.equal(trainer.source.tensor["big"], make_persistent()["big"] + 1)
 
 
+@pytest.mark.parametrize("either_device", ["cpu"], indirect=True)
 def test_no_second_copy_of_the_model_remains(keep):
     # malloc gives memory of more than 32 MiB back at once, and keeps smaller pieces for later.
     size = 96 << 20
@@ -221,6 +233,91 @@ def private_bytes() -> int:
     with open("/proc/self/status") as status:
         [line] = [line for line in status if line.startswith("RssAnon")]
     return int(line.split()[1]) << 10
+
+
+# -- memory that is lacking -----------------------------------------------------------------------
+
+
+def lacking(monkeypatch: pytest.MonkeyPatch, allocations: int) -> list[int]:
+    """Memory of the host is at its end after so many tensors; the sizes that were asked for."""
+    asked: list[int] = []
+    allocate = os.posix_fallocate
+
+    def until(fd: int, start: int, nbytes: int) -> None:
+        asked.append(nbytes)
+        if start and len(asked) > allocations:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        allocate(fd, start, nbytes)
+
+    monkeypatch.setattr(os, "posix_fallocate", until)
+    return asked
+
+
+@pytest.mark.parametrize("either_device", ["cpu"], indirect=True)
+def test_the_first_refit_needs_memory_for_one_more_tensor_and_not_for_all(keep, monkeypatch):
+    asked = lacking(monkeypatch, 1 << 20)
+    tensors = {f"w{i}": torch.full((1000 + i,), float(i)) for i in range(5)}
+    trainer, engine = keep(Trainer(tensors, at_home=True)), keep(Engine(blank(tensors)))
+    left: list[int] = []
+    for tensor in tensors.values():
+        weakref.finalize(tensor.untyped_storage(), lambda: left.append(len(asked)))
+    assert go(trainer, engine).mode == "direct"
+    assert asked == [4 * (1000 + i) for i in range(5)]
+    assert left == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("either_device", ["cpu"], indirect=True)
+def test_without_memory_for_all_tensors_auto_packs_and_says_why(pair, monkeypatch):
+    trainer, engine = pair
+    asked = lacking(monkeypatch, 3)
+    report = go(trainer, engine)
+    assert report.mode == "packed"
+    assert "No space left" in str(report.fallback)
+    assert str(report.fallback) in str(report)
+    assert same(make_persistent(), trainer.source.tensor)
+    assert same(make_persistent(), engine.sink.tensor)
+    trainer.source.tensor["big"].add_(1)
+    tried = len(asked)
+    assert go(trainer, engine).mode == "packed"
+    assert torch.equal(engine.sink.tensor["big"], make_persistent()["big"] + 1)
+    assert len(asked) == tried  # nothing is moved in vain at every refit
+    monkeypatch.undo()
+    assert go(trainer, engine, mode="direct").fallback is None
+    trainer.source.tensor["big"].add_(1)
+    assert go(trainer, engine).mode == "direct"
+    assert same(trainer.source.tensor, engine.sink.tensor)
+
+
+@pytest.mark.parametrize("either_device", ["cpu"], indirect=True)
+def test_without_memory_direct_says_what_to_do_and_the_next_refit_works(pair, monkeypatch):
+    trainer, engine = pair
+    lacking(monkeypatch, 3)
+    with pytest.raises(RefitError, match="No space left") as caught:
+        go(trainer, engine, mode="direct")
+    assert 'mode="auto"' in str(caught.value.fix)
+    assert "bucket_bytes" not in str(caught.value)
+    assert same(make_persistent(), trainer.source.tensor)
+    engine.idle().receiver.check()
+    assert go(trainer, engine).mode == "packed"
+    assert same(make_persistent(), engine.sink.tensor)
+
+
+@pytest.mark.parametrize("either_device", ["cpu"], indirect=True)
+def test_a_gpu_without_memory_for_a_second_copy_packs_and_says_why(gpu, pair):
+    trainer, engine = pair
+    gpu.limit = 3 * BUCKET
+    report = go(trainer, engine)
+    assert (report.mode, gpu.emptied) == ("packed", 0)
+    assert "CUDA out of memory" in str(report.fallback)
+    assert same(make_persistent(), engine.sink.tensor)
+    with pytest.raises(RefitError, match="CUDA out of memory") as caught:
+        go(trainer, engine, mode="direct")
+    assert "that of all tensors on a GPU" in str(caught.value.fix)
+    gpu.limit = None
+    assert go(trainer, engine, mode="direct").mode == "direct"
+    assert gpu.emptied == 1  # what the tensors left is there for others
+    assert go(trainer, engine).mode == "direct"
+    assert gpu.emptied == 1
 
 
 # -- tensors that cannot be moved -----------------------------------------------------------------

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import mmap
 import os
 import socket
 import tempfile
 import threading
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
 # -- exact --------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("either_device")
 @pytest.mark.parametrize("kind", ["written", "in place"])
 @pytest.mark.parametrize("verify", ["none", "wire", "installed"])
 def test_every_kind_of_tensor_arrives_bit_for_bit(keep, verify, kind):
@@ -71,6 +74,7 @@ def test_nan_and_infinity_arrive_bit_for_bit(keep):
     assert same({"w": odd}, engine.sink.tensor)
 
 
+@pytest.mark.usefixtures("either_device")
 def test_floats_are_rounded_to_an_engine_that_casts_before_they_travel(keep):
     tensors = {"w": torch.randn(100, 7), "b": torch.randn(7), "n": torch.arange(3)}
     trainer, engine = keep(Trainer(tensors)), keep(Engine(blank(tensors)))
@@ -83,6 +87,7 @@ def test_floats_are_rounded_to_an_engine_that_casts_before_they_travel(keep):
     assert report.bytes == 100 * 7 * 2 + 7 * 4 + 3 * 8
 
 
+@pytest.mark.usefixtures("either_device")
 @pytest.mark.parametrize("at_home", [False, True])
 def test_a_tied_tensor_is_sent_once_and_written_to_every_storage_of_the_engine(keep, at_home):
     weight = torch.randn(30, 20)
@@ -172,6 +177,7 @@ def test_a_hundred_refits_leave_nothing_behind(keep):
 # -- several receivers ----------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("either_device")
 def test_three_receivers_take_one_pack(keep, pair):
     trainer, first = pair
     others = [keep(Engine(blank(trainer.source.tensor))) for _ in range(2)]
@@ -185,6 +191,7 @@ def test_three_receivers_take_one_pack(keep, pair):
         assert engine.receiver.version == 1
 
 
+@pytest.mark.usefixtures("either_device")
 def test_one_failing_receiver_keeps_all_others_from_the_new_version(keep, pair):
     trainer, good = pair
     bad = keep(Engine(blank(trainer.source.tensor)))
@@ -359,6 +366,36 @@ def test_memory_is_for_this_user_alone_and_has_no_name(tmp_path):
     assert Path(region.ref["path"]).stat().st_mode & 0o777 == 0o600
     assert not list(tmp_path.iterdir())
     region.close()
+
+
+def test_only_the_sender_may_write_and_nobody_can_cut_memory_off(tmp_path):
+    with closing(SharedRegion.create(1 << 16, str(tmp_path))) as region:
+        with closing(SharedRegion.attach(region.ref)) as attached:
+            region.data.fill_(7)
+            assert attached.data.eq(7).all()
+            lines = Path("/proc/self/maps").read_text().splitlines()
+            rights = [line.split()[1] for line in lines if f" {region.ref['inode']} " in line]
+            assert sorted(rights) == ["r--s", "rw-s"]
+        fd = os.open(region.ref["path"], os.O_RDWR)
+        try:
+            for size in (0, 1 << 17):
+                with pytest.raises(PermissionError):
+                    os.ftruncate(fd, size)
+            with pytest.raises(PermissionError):
+                mmap.mmap(fd, 1 << 16)
+        finally:
+            os.close(fd)
+
+
+def test_what_was_read_stays_readable_after_the_lane_is_closed(tmp_path):
+    with closing(SharedRegion.create(100, str(tmp_path))) as region:
+        region.data.fill_(3)
+        attached = SharedRegion.attach(region.ref)
+        part = attached.data[10:20]
+        attached.close()
+        del attached
+        gc.collect()
+        assert part.eq(3).all()
 
 
 def test_memory_that_needs_a_name_loses_it_at_the_end(tmp_path, monkeypatch):

@@ -33,8 +33,8 @@ def test_memory_that_the_tensors_left_is_let_go_of(monkeypatch, trainer, engine)
     regions: list[Any] = []
     create = SharedRegion.create.__func__  # type: ignore[attr-defined]
 
-    def remembered(cls: type[SharedRegion], *args: Any) -> SharedRegion:
-        region = create(cls, *args)
+    def remembered(cls: type[SharedRegion], *args: Any, **options: bool) -> SharedRegion:
+        region = create(cls, *args, **options)
         regions.append(weakref.ref(region))
         return region
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -46,10 +48,41 @@ def test_a_full_device_is_measured_with_what_it_has_left(monkeypatch):
     monkeypatch.setattr(report, "_measure_copies", measure)
     room = 3 << 20
     assert report.copy_rate.__wrapped__("cuda:0") == 1e9
-    assert tried == [32 << 20, 8 << 20, 2 << 20]
+    assert tried == [40 << 20, 10 << 20, 5 << 19]
     room = 0
     with pytest.raises(torch.OutOfMemoryError):
         report.copy_rate.__wrapped__("cuda:0")
+
+
+class Clock:
+    """A GPU's events: between two of them each copy takes a millisecond."""
+
+    def __init__(self, **options: bool) -> None:
+        assert options == {"enable_timing": True}
+
+    def record(self) -> None:
+        self.at = len(COPIES)
+
+    def synchronize(self) -> None:
+        assert self.at == len(COPIES)
+
+    def elapsed_time(self, other: Clock) -> float:
+        return 1.0 * (other.at - self.at)
+
+
+COPIES: list[torch.Tensor] = []
+
+
+def test_a_gpus_copies_are_timed_by_its_own_clock(monkeypatch):
+    class Target(torch.Tensor):
+        def copy_(self, source: torch.Tensor) -> None:
+            COPIES.append(source)
+
+    monkeypatch.setattr(report, "_CUDA", SimpleNamespace(Event=Clock))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    seconds = report._seconds_on_gpu(torch.ones(4), torch.ones(4).as_subclass(Target))
+    assert seconds == pytest.approx(1e-3)
+    assert len(COPIES) > 8
 
 
 def test_the_report_names_what_was_chosen(keep, pair):
@@ -173,3 +206,18 @@ def test_a_bucket_smaller_than_an_element_of_the_largest_dtype_is_no_trouble(kee
     trainer, engine = keep(Trainer(tensors)), keep(Engine(blank(tensors)))
     go(trainer, engine, bucket_bytes=64, verify="installed")
     assert torch.equal(engine.sink.tensor["w"], tensors["w"])
+
+
+@pytest.mark.parametrize(
+    ("device", "direct", "expected"),
+    [
+        ("cpu", False, 8 << 20),
+        ("cpu", True, 64 << 20),
+        ("cuda:1", False, 256 << 20),
+        ("cuda:1", True, 512 << 20),
+    ],
+)
+def test_buckets_are_as_large_as_suits_the_device(device, direct, expected):
+    where = torch.device(device)
+    assert SendOptions().bucket_for(where, direct=direct) == expected
+    assert SendOptions(bucket_bytes=100).bucket_for(where, direct=direct) == 100

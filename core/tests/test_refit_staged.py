@@ -28,12 +28,14 @@ from rl_core.errors import CapabilityError, LifecycleError, RefitError, WeightsT
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+pytestmark = pytest.mark.usefixtures("either_device")
+
 STAGED = {"isolation": "staged"}
 KINDS = [DictSink, InPlaceSink]
 
 
 @pytest.fixture(params=KINDS)
-def pair(keep: Callable[[Any], Any], request: Any) -> tuple[Trainer, Engine]:
+def pair(keep: Callable[[Any], Any], request: Any, either_device: None) -> tuple[Trainer, Engine]:
     """A trainer of the second version, and an engine that has the first one."""
     tensors = make_tensors(0)
     trainer = keep(Trainer(tensors))

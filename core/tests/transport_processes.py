@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -49,6 +50,10 @@ class Remote:
         assert self.process.pid is not None
         os.kill(self.process.pid, signal.SIGSTOP)
 
+    def go_on(self) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, signal.SIGCONT)
+
     def kill(self) -> None:
         self.process.kill()
         self.process.join(SOON)
@@ -59,6 +64,12 @@ class Remote:
     def __exit__(self, *error: object) -> None:
         self.kill()
         self.pipe.close()
+
+
+def held() -> tuple[int, int]:
+    """Descriptors and threads of this process."""
+    gc.collect()
+    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 
 
 class ReceivingProcess:
@@ -82,6 +93,9 @@ class ReceivingProcess:
         values = torch.unique(self.lane.data[start:stop]).tolist()
         self.lane.release()
         return values
+
+    def held(self) -> tuple[int, int]:
+        return held()
 
     def try_to_take(self) -> None:
         self.lane.expect(0, self.lane.data.numel())

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
 from rl_conformance.models import make_tiny_model
 
@@ -23,3 +25,15 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         return make_tiny_model(tmp_path_factory.mktemp("models") / family, family, **overrides)
 
     return make
+
+
+@pytest.fixture
+def allocated() -> Callable[[], int]:
+    """Bytes of the GPU that tensors take: without the workspaces that torch keeps for cuBLAS."""
+
+    def count() -> int:
+        gc.collect()
+        torch._C._cuda_clearCublasWorkspaces()
+        return torch.cuda.memory_allocated()
+
+    return count

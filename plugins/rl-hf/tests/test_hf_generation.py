@@ -255,12 +255,14 @@ def test_torn_weights_are_not_served(tiny: Callable[..., Path], monkeypatch: pyt
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_sleep_gives_back_the_weights_memory(tiny: Callable[..., Path]):
+def test_sleep_gives_back_the_weights_memory(
+    tiny: Callable[..., Path], allocated: Callable[[], int]
+):
     path = tiny(hidden_size=512, num_layers=4)
     backend, data = awake(path, device="cuda"), batch(4, 9)
     before = backend.generate(data, greedy=True)
-    resident = torch.cuda.memory_allocated()
+    resident = allocated()
     backend.finish_generation()
-    assert torch.cuda.memory_allocated() < 0.1 * resident
+    assert allocated() < 0.1 * resident
     backend.prepare_for_generation()
     assert torch.equal(backend.generate(data, greedy=True)["output_ids"], before["output_ids"])

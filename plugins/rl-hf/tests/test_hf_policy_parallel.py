@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -149,3 +150,14 @@ def test_a_peer_that_never_comes_is_an_error_in_time():
         port = probe.getsockname()[1]
     with pytest.raises(DeadlineError, match="did not reach its peers"):
         DataParallel(WorkerContext(1, 2, 1, "127.0.0.1", port), timeout_s=1.0)
+
+
+def test_a_group_of_gpus_is_aborted_before_it_is_dropped():
+    aborted: list[str] = []
+    alone = DataParallel()
+    alone.close()
+    alone._messages = object()
+    alone._tensors = SimpleNamespace(abort=lambda: aborted.append("tensors"))
+    alone.close()
+    alone.close()
+    assert aborted == ["tensors"]

@@ -14,13 +14,15 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from rl_conformance import GenerationConformance, mutants
+from rl_conformance import GenerationConformance, harness, mutants
 from rl_conformance.catalogue import CLAUSES
 from rl_conformance.context import Settings
 from rl_conformance.expect import CheckFailed, fail, raises, require, same_tensor
 from rl_conformance.harness import Harness
 from rl_conformance.outcome import Measure, Outcome, RunReport, Status, Verdict
 from rl_conformance.reference import MANIFEST, reference_target
+from rl_conformance.reference.weights import DictSink, DictSource
+from rl_conformance.refits import odd_tensors, whole_tensors
 from rl_conformance.registry import Check, all_checks, refusal_for
 from rl_conformance.reports import from_json
 from rl_conformance.run import run, select
@@ -46,6 +48,7 @@ def _check(function: Any, **changes: Any) -> Check:
         "capability": None,
         "device": "any",
         "modules": (),
+        "gpus": 1,
         "timeout_s": 10.0,
     }
     return Check(**(parts | changes))
@@ -89,6 +92,13 @@ def test_the_catalogue_has_every_clause_of_the_contract() -> None:
 def test_every_capability_has_checks_and_a_refusal(kind: str, capability: str) -> None:
     assert any(check.capability == capability for check in all_checks())
     assert callable(refusal_for(kind, capability))
+
+
+@pytest.mark.parametrize("make", [odd_tensors, whole_tensors])
+def test_tensors_of_the_refit_checks_are_on_the_device_that_is_asked(make: Any) -> None:
+    tensors = make(1, "meta")
+    assert {tensor.device.type for tensor in tensors.values()} == {"meta"}
+    assert DictSource(tensors).device == DictSink(tensors).device == "meta"
 
 
 # -- statuses --------------------------------------------------------------------------------------
@@ -137,6 +147,20 @@ def test_a_known_failure_of_one_check_does_not_excuse_another() -> None:
 def test_a_missing_module_blocks_the_run() -> None:
     outcome = _outcome(passes, modules=("no_such_module_of_the_suite",))
     assert (outcome.status, outcome.excused) == (Status.NOT_RUN, False)
+
+
+def test_what_needs_more_gpus_than_there_are_is_excused_whatever_else_is_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(harness, "_gpus", lambda: 1)
+    target = reference_target(manifest=replace(MANIFEST, devices=("cpu", "cuda")))
+    with Harness(target, Settings(device="cuda")) as one:
+        for gpus, ran in ((1, Status.PASSED), (2, Status.NOT_RUN)):
+            check = _check(passes, gpus=gpus, title=f"{gpus} GPUs", name=f"needs_{gpus}")
+            assert one.outcome(check).status is ran
+        lacking = ("no_such_module_of_the_suite",)
+        outcome = one.outcome(_check(passes, gpus=2, modules=lacking, name="and_a_module"))
+    assert (outcome.excused, outcome.message) == (True, "it needs 2 GPUs, and this machine has 1")
 
 
 def test_a_clause_that_is_newer_than_the_backend_is_excused() -> None:

@@ -53,6 +53,19 @@ class Arena:
         self._manifest: WeightManifest | None = None
         self._tensors: list[torch.Tensor] = []
         self._places: list[int] = []
+        self._lack: tuple[WeightManifest, str] | None = None
+
+    def lacks(self, manifest: WeightManifest) -> str | None:
+        """Why there was no memory for these tensors when they were to be moved; None if there was.
+
+        It is remembered, so that not every refit moves a part of a large model in vain.
+        """
+        known = self._lack
+        return known[1] if known is not None and known[0] is manifest else None
+
+    def remember_lack(self, manifest: WeightManifest, why: str) -> None:
+        """There was no memory to move them all."""
+        self._lack = (manifest, why)
 
     def holds(self, manifest: WeightManifest, tensors: Mapping[str, torch.Tensor]) -> bool:
         """Whether these are the tensors that were moved, and are where they were moved to."""
@@ -68,7 +81,11 @@ class Arena:
     ) -> None:
         """Moves tensors into a lane, each to its place; those that are there stay.
 
-        One tensor is moved at a time, so that memory for one more is enough.
+        One tensor is moved at a time. Where the lane's memory grows with them, memory for one more
+        is enough. If it lacks, tensors that were moved are whole, and those that were not, too.
+
+        Raises:
+            RefitError: There is not enough memory.
         """
         if self._lane is lane and self.holds(manifest, tensors):
             return
@@ -86,5 +103,8 @@ class Arena:
             home = lane.home(place, place + nbytes(spec)).view(dtype_of(spec)).view(spec.shape)
             home.copy_(tensor)
             tensor.data = home
+        if moves:
+            lane.settled()
         self._lane, self._manifest, self._tensors = lane, manifest, list(tensors.values())
         self._places = [tensor.data_ptr() for tensor in self._tensors]
+        self._lack = None

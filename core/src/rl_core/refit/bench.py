@@ -44,8 +44,8 @@ __all__ = ["Bench", "Row", "Tensors"]
 
 #: What a plain copy moves at once, if not all: what a cache holds.
 _PIECE = 4 << 20
-#: Slots through which plain copies are tried.
-_SLOT_BYTES = (1 << 20, 4 << 20, 16 << 20, 64 << 20)
+#: Slots through which plain copies are tried; the last one is for GPUs.
+_SLOT_BYTES = (1 << 20, 4 << 20, 16 << 20, 64 << 20, 256 << 20)
 #: Seconds past the deadline in which a refit says itself what it waited for.
 _GRACE_S = 5.0
 
@@ -88,6 +88,9 @@ class Bench:
         bucket_bytes: Size of each buffer; the default of the data mode if None.
         device: Where trainer and engines keep their tensors.
         deadline_s: Seconds for any one step.
+
+    Raises:
+        ConfigError: The numbers make no sense, or torch cannot use the device.
     """
 
     def __init__(
@@ -107,7 +110,8 @@ class Bench:
                 fix="give at least one of each, and two bytes for every tensor",
                 key="tensors",
             )
-        each = nbytes // tensors // 2
+        self._device = _usable(device)
+        device, each = str(self._device), nbytes // tensors // 2
         parts = (torch.empty(each, dtype=torch.bfloat16, device=device) for _ in range(tensors))
         self.tensors = Tensors.filled(parts, 1.0)
         self.nbytes = sum(t.nbytes for t in self.tensors.held.values())
@@ -115,7 +119,7 @@ class Bench:
         self._repeats = repeats
         self._bucket = bucket_bytes
         self._deadline = deadline_s
-        self._device = torch.device(device)
+        self._slots = _SLOT_BYTES[: None if self._device.type == "cuda" else -1]
         self._random = random.Random(0)
         self._threads = torch.get_num_threads()
         self._sender = RefitSender(lambda: self.tensors, name="trainer")
@@ -153,14 +157,14 @@ class Bench:
             ways = [(call, size) for call in calls for size in (_PIECE, self.nbytes)]
             times = [self._timed(partial(self._tell, "copy", way)) for way in ways]
             if len(self._engines) > 1:
-                times += [self._timed(partial(self._step_by_step, lane, s)) for s in _SLOT_BYTES]
+                times += [self._timed(partial(self._step_by_step, lane, s)) for s in self._slots]
             self._tell("attach")
         return self._row("one copy", min(times, key=min))
 
     def two_copies(self) -> Row:
         """The bytes go through two slots."""
         flat = torch.ones(self.nbytes, dtype=torch.uint8, device=self._device)
-        sizes = sorted({min(size, self.nbytes) for size in (*_SLOT_BYTES, self._bucket) if size})
+        sizes = sorted({min(size, self.nbytes) for size in (*self._slots, self._bucket) if size})
         with closing(self._lane(SLOTS * sizes[-1])) as lane:
             self._tell("attach", dict(lane.ref))
             times = [self._timed(partial(self._step_by_step, lane, s, flat)) for s in sizes]
@@ -270,3 +274,19 @@ class Bench:
 
     def _hear(self) -> list[Any]:
         return [engine.hear() for engine in self._engines]
+
+
+def _usable(device: str) -> torch.device:
+    """A device by the name that tensors on it have."""
+    try:
+        found = torch.empty(0, device=device).device
+        cause = "refits are measured between processes, on the CPU or on GPUs of CUDA"
+    except (AssertionError, RuntimeError) as error:  # the first says that torch has no CUDA
+        found, cause = None, str(error).partition("\n")[0]
+    if found is None or found.type not in ("cpu", "cuda"):
+        raise ConfigError(
+            f"refit bench: device {device!r} cannot be used: {cause}",
+            fix="give cpu, or on a machine with a GPU and a torch built for it cuda or cuda:N",
+            key="device",
+        )
+    return found

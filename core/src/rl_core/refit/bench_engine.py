@@ -33,6 +33,7 @@ class Tensors(WeightSource, WeightSink):
 
     def __init__(self, held: Mapping[str, torch.Tensor]) -> None:
         self.held = held
+        self.device = str(next(iter(held.values())).device)
         self._specs = [
             TensorSpec(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
             for name, tensor in held.items()

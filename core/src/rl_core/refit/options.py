@@ -24,8 +24,14 @@ __all__ = [
 
 #: Buffers that fit a CPU's last cache together pass bytes on without the memory's help.
 DEFAULT_BUCKET_BYTES = 8 << 20
-#: Where nothing is packed on the CPU, larger buckets have fewer messages and no disadvantage.
-_LARGE_BUCKET_BYTES = 64 << 20
+#: By device and by whether tensors are read at home: where no cache is to be hit, larger buckets
+#: have fewer messages, and between GPUs each of those costs as much as copying many megabytes.
+_BUCKET_BYTES = {
+    ("cpu", False): DEFAULT_BUCKET_BYTES,
+    ("cpu", True): 64 << 20,
+    ("cuda", False): 256 << 20,
+    ("cuda", True): 512 << 20,
+}
 DEFAULT_DEADLINE_S = 120.0
 MAX_DEADLINE_S = 7 * 24 * 3600.0
 MODES = ("auto", "direct", "packed")
@@ -92,8 +98,7 @@ class SendOptions:
         """The size of buckets for a lane on a device."""
         if self.bucket_bytes is not None:
             return self.bucket_bytes
-        packed_here = device.type == "cpu" and not direct
-        return DEFAULT_BUCKET_BYTES if packed_here else _LARGE_BUCKET_BYTES
+        return _BUCKET_BYTES["cuda" if device.type == "cuda" else "cpu", direct]
 
     def __post_init__(self) -> None:
         choices = {"verify": VERIFY_LEVELS, "isolation": ISOLATION_LEVELS, "mode": MODES}

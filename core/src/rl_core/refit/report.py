@@ -14,9 +14,15 @@ from rl_core.errors import RefitProtocolError
 
 __all__ = ["RefitReport", "copy_rate"]
 
-#: Bytes that are copied to measure the rate: more than most caches hold, and what is tried at least
-#: on a device that is full.
-_PROBE_BYTES, _LEAST_PROBE_BYTES = 32 << 20, 1 << 19
+_CUDA: Any = torch.cuda  # its events are not typed
+
+#: Bytes that are copied to measure the rate: with the copy, more than most caches hold, and no more
+#: than a refit may take beside its buffers.
+_PROBE_BYTES = {"cpu": 32 << 20, "cuda": 40 << 20}
+#: What is tried at least on a device that is full.
+_LEAST_PROBE_BYTES = 1 << 19
+#: Copies that a GPU is given at once: what it still has to write when they end is little of all.
+_COPIES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +49,7 @@ class RefitReport:
         verify: How the transfer was verified.
         isolation: Whether engines served meanwhile.
         attempts: How often it was tried, this time included.
+        fallback: Why ``mode="auto"`` did not read the tensors where they are; None if it did.
     """
 
     version: int
@@ -63,6 +70,7 @@ class RefitReport:
     verify: str
     isolation: str
     attempts: int = 1
+    fallback: str | None = None
 
     @classmethod
     def of(cls, results: list[Any], attempts: int) -> Self:
@@ -85,12 +93,13 @@ class RefitReport:
 
     def __str__(self) -> str:
         same = "" if self.unchanged is None else f", {self.unchanged} unchanged"
+        why = f" ({self.fallback})" if self.fallback else ""
         skipped = f", {self.skipped} held already" if self.skipped else ""
         return (
             f"refit to version {self.version}: {self.bytes / 1e6:.1f} MB in {self.seconds:.3f} s "
             f"({self.gb_per_s:.2f} GB/s, {self.of_copy_rate:.0%} of a plain copy), "
             f"{self.tensors} tensors{skipped}{same}, {self.receivers} "
-            f"receiver{'s' * (self.receivers > 1)}, {self.transport} {self.mode}, "
+            f"receiver{'s' * (self.receivers > 1)}, {self.transport} {self.mode}{why}, "
             f"verify={self.verify}, {self.extra_memory_bytes / 1e6:.1f} MB of buffers"
         )
 
@@ -99,9 +108,9 @@ class RefitReport:
 def copy_rate(device: str) -> float:
     """Bytes per second of a plain copy on a device, by the threads that torch uses here.
 
-    Measured once per process, with 64 MiB, or with what a full device has left.
+    Measured once per process, with 64 to 80 MiB, or with what a full device has left.
     """
-    nbytes = _PROBE_BYTES
+    nbytes = _PROBE_BYTES["cuda" if torch.device(device).type == "cuda" else "cpu"]
     while True:
         try:
             return _measure_copies(device, nbytes)
@@ -114,16 +123,24 @@ def copy_rate(device: str) -> float:
 def _measure_copies(device: str, nbytes: int) -> float:
     source = torch.ones(nbytes // 4, device=device)
     target = torch.zeros_like(source)
-    times = []
-    for _ in range(4):
-        _settle(device)
-        began = time.perf_counter()
-        target.copy_(source)
-        _settle(device)
-        times.append(time.perf_counter() - began)
-    return nbytes / min(times)
+    timed = _seconds_on_gpu if source.is_cuda else _seconds
+    return nbytes / min(timed(source, target) for _ in range(4))
 
 
-def _settle(device: str) -> None:
-    if torch.device(device).type == "cuda":
-        torch.cuda.synchronize(device)
+def _seconds(source: torch.Tensor, target: torch.Tensor) -> float:
+    """Of one copy."""
+    began = time.perf_counter()
+    target.copy_(source)
+    return time.perf_counter() - began
+
+
+def _seconds_on_gpu(source: torch.Tensor, target: torch.Tensor) -> float:
+    """Of one copy among many, by the GPU's own clock: launching one takes longer than the copy."""
+    with torch.cuda.device(source.device):
+        begun, ended = (_CUDA.Event(enable_timing=True) for _ in range(2))
+        begun.record()
+        for _ in range(_COPIES):
+            target.copy_(source)
+        ended.record()
+        ended.synchronize()
+    return float(begun.elapsed_time(ended)) / 1e3 / _COPIES

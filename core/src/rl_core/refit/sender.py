@@ -217,7 +217,8 @@ class RefitSender(Endpoint["Sending"]):
                 return lane
             del self._lanes[key]
             lane.close()
-        lane = self._lanes[key] = end.lane(plan.lane_bytes, device, receivers)
+        make = end.home if plan.direct else end.lane
+        lane = self._lanes[key] = make(plan.lane_bytes, device, receivers)
         return lane
 
     def window(self, plan: TransferPlan, lane: Lane, block_hash: BlockHash) -> Window:
@@ -252,6 +253,11 @@ class RefitSender(Endpoint["Sending"]):
         """
         with exclusively(self.turn, DEFAULT_DEADLINE_S, f"{self.name}: a running refit"):
             self._forget_weights()
+
+    def stay_put(self, manifest: WeightManifest, why: str) -> None:
+        """There was no memory to move the tensors to; they are packed until that is tried again."""
+        self._forget_weights()
+        self.arena.remember_lack(manifest, why)
 
     def _forget_weights(self) -> None:
         self.arena, self._windows = Arena(), []

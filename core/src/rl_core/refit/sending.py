@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rl_core.errors import ConfigError, LifecycleError, RefitAborted, RefitProtocolError
+from rl_core.errors import (
+    ConfigError,
+    LifecycleError,
+    RefitAborted,
+    RefitError,
+    RefitProtocolError,
+)
 from rl_core.plugins import hookspecs
 from rl_core.refit.arena import why_not_at_home
 from rl_core.refit.digests import DIGEST_BYTES, DigestTable
@@ -89,6 +95,7 @@ class Sending(Job[SenderSession]):
         self._plan: TransferPlan
         self._packer: Packer | None = None
         self._lane: Lane | None = None
+        self._fallback: str | None = None
         self._told = time.monotonic()
 
     def refit(self) -> dict[str, Any]:
@@ -178,14 +185,19 @@ class Sending(Job[SenderSession]):
     def _make_plan(self, ready: tuple[Ready, ...]) -> Prepare:
         self._wire = self._manifest.cast(ready[0].dtypes)
         self._casts = len(ready[0].dtypes)
-        device = self._end.place(torch.device(self._source.device), [r.gpus for r in ready])
+        own = torch.empty(0, device=self._source.device).device  # by the name that tensors give it
+        if own.type == "cuda":
+            torch.cuda.synchronize(own)  # an optimizer may step on a stream of its own
+        device = self._end.place(own, [r.gpus for r in ready])
+        receivers = [hello.receiver for hello in self.session.peers.values()]
         private, token = self._end.private, self._sender.token
         self._hash = BlockHash.choose(device, private=private, token=token)
         tensors = self._at_home(device)
+        if tensors is not None and not self._move_home(tensors, device, receivers):
+            tensors = None
         self._bucket = self.options.bucket_for(device, direct=tensors is not None)
         if self.options.verify != "none":
             self._table = DigestTable(self._wire)
-        receivers = [hello.receiver for hello in self.session.peers.values()]
         holds = [r.holds for r in ready]
         if tensors is None:
             skip = self._skip(holds, self._digest_source)
@@ -198,9 +210,6 @@ class Sending(Job[SenderSession]):
                 )
         else:
             everything = self._plan_of(b"", direct=True)
-            self._open_lane(everything, device, receivers)
-            if self._lane is not None:
-                self._sender.arena.adopt(self._lane, self._wire, tensors)
             skip = self._skip(holds, lambda: self._digest_lane(everything))
             plan = self._plan_of(skip, direct=True)
             if self._lane is not None:
@@ -228,6 +237,33 @@ class Sending(Job[SenderSession]):
             size = self._bucket
             self._lane = self._sender.lane(self._end, plan, device, receivers, size)
 
+    def _move_home(
+        self, tensors: dict[str, torch.Tensor], device: torch.device, receivers: list[str]
+    ) -> bool:
+        """Moves tensors to where receivers can read them; False if there is no memory for that.
+
+        Raises:
+            RefitError: There is none, and ``mode`` leaves no other way.
+        """
+        self._bucket = self.options.bucket_for(device, direct=True)
+        try:
+            self._open_lane(self._plan_of(b"", direct=True), device, receivers)
+            if self._lane is not None:
+                self._sender.arena.adopt(self._lane, self._wire, tensors)
+        except (RefitError, torch.OutOfMemoryError) as error:
+            self._lane = None
+            why = str(error).splitlines()[0]
+            self._fallback = f"the tensors cannot be moved to memory that engines read: {why}"
+            self._sender.stay_put(self._manifest, self._fallback)
+            if self.options.mode == "direct":
+                raise RefitError(
+                    f"refit: mode='direct' is not possible: {self._fallback}",
+                    fix='use mode="auto" or mode="packed", or leave more memory free: that of one '
+                    "tensor on the CPU, that of all tensors on a GPU",
+                ) from error
+            return False
+        return True
+
     def _at_home(self, device: torch.device) -> dict[str, torch.Tensor] | None:
         """The source's own tensors, if receivers can read them where they are."""
         mode = self.options.mode
@@ -243,6 +279,9 @@ class Sending(Job[SenderSession]):
             obstacle = "the source makes its tensors on the fly"
         elif not obstacle and not self._sender.arena.holds(self._manifest, tensors):
             obstacle = why_not_at_home(self._manifest, tensors, device)
+        if obstacle is None and mode == "auto":
+            obstacle = self._sender.arena.lacks(self._manifest)
+        self._fallback = obstacle
         if obstacle and mode == "direct":
             raise ConfigError(
                 f"refit: mode='direct' is not possible: {obstacle}",
@@ -325,6 +364,7 @@ class Sending(Job[SenderSession]):
             mode="direct" if plan.direct else "packed",
             verify=self.options.verify,
             isolation=self.options.isolation,
+            fallback=self._fallback,
         )
 
     def _unchanged(self) -> int | None:

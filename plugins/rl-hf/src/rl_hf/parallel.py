@@ -146,6 +146,8 @@ class DataParallel:
 
     def close(self) -> None:
         """Leaves the group. Idempotent."""
+        if self._tensors is not self._messages:  # NCCL's destructor wants that it was told before
+            self._tensors.abort()
         self._messages = self._tensors = None
 
     def _wait(self, work: Any) -> None:

@@ -132,7 +132,8 @@ class Harness:
         if _newer(since, manifest.contract):
             return f"new in contract {since}, the backend keeps {manifest.contract}", True
         device = self.settings.device
-        if device == "cuda" and not _cuda_available():
+        gpus = _gpus() if device == "cuda" else 0
+        if device == "cuda" and not gpus:
             return "this machine has no CUDA device", False
         if device not in manifest.devices:
             return f"the backend does not run on {device}", False
@@ -146,6 +147,8 @@ class Harness:
         offered = capability is not None and capability.level in ("full", "versioned")
         if capability is not None and offered and device not in capability.devices:
             return f"declared for {', '.join(capability.devices)} only", True
+        if device == "cuda" and gpus < check.gpus:
+            return f"it needs {check.gpus} GPUs, and this machine has {gpus}", True
         if absent := [name for name in check.modules if not importlib.util.find_spec(name)]:
             return f"{absent[0]} is not installed", False
         return None
@@ -207,10 +210,10 @@ def _newer(since: str, contract: str) -> bool:
         return False  # D2 says so
 
 
-def _cuda_available() -> bool:
+def _gpus() -> int:
     import torch
 
-    return torch.cuda.is_available()
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 @contextmanager

@@ -160,15 +160,19 @@ def scores_of_both(
     return output["logprobs"][inside], policy.get_logprobs(sequences)["logprobs"][inside]
 
 
-def odd_tensors(seed: int) -> dict[str, torch.Tensor]:
+def odd_tensors(seed: int, device: str = "cpu") -> dict[str, torch.Tensor]:
     """Every shape and dtype that makes a careless transfer stumble.
 
-    Tied, strided, transposed, 0-d and empty tensors, six dtypes, odd byte sizes.
+    Tied, strided, transposed, 0-d and empty tensors, eight dtypes, odd byte sizes.
+
+    Args:
+        seed: Of the values, which are the same on every device.
+        device: Where the tensors are.
     """
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator)
+        return torch.randn(*shape, generator=generator).to(device)
 
     tied = normal(33, 7)
     return {
@@ -178,19 +182,19 @@ def odd_tensors(seed: int) -> dict[str, torch.Tensor]:
         "transposed": normal(13, 17).t(),
         "strided": normal(40, 6)[::3, 1::2],
         "scalar": normal(1)[0],
-        "empty": torch.empty(0, 4),
+        "empty": torch.empty(0, 4, device=device),
         "half": normal(5, 3).half(),
         "bfloat16": normal(7).bfloat16(),
         "double": normal(3).double(),
-        "counter": torch.tensor(seed + 2**40),
-        "bytes": torch.arange(11, dtype=torch.uint8) + seed,
+        "counter": torch.tensor(seed + 2**40, device=device),
+        "bytes": torch.arange(11, dtype=torch.uint8, device=device) + seed,
         "flags": normal(9) > 0,
         "last": normal(1, 1, 5),
     }
 
 
-def whole_tensors(seed: int) -> dict[str, torch.Tensor]:
+def whole_tensors(seed: int, device: str = "cpu") -> dict[str, torch.Tensor]:
     """The same values in tensors that engines can read where they are."""
-    odd = odd_tensors(seed)
+    odd = odd_tensors(seed, device)
     owned = {name: tensor.clone().contiguous() for name, tensor in odd.items()}
     return owned | {"tied.again": owned["tied"]}

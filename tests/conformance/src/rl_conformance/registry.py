@@ -58,6 +58,7 @@ class Check:
         capability: The capability it belongs to, or None.
         device: ``"any"``, or the only device type on which it means something.
         modules: Optional distributions it needs, such as ``("ray",)``.
+        gpus: How many it needs where it runs on ``cuda``.
         timeout_s: Seconds after which it counts as hung.
         case: Keyword arguments of the function.
         summary: Whether it asks what came of others, and so comes after them.
@@ -71,6 +72,7 @@ class Check:
     capability: str | None
     device: Literal["any", "cpu", "cuda"]
     modules: tuple[str, ...]
+    gpus: int
     timeout_s: float
     case: Mapping[str, Any] = field(default_factory=dict)
     summary: bool = False
@@ -89,6 +91,7 @@ class Check:
             "device": self.device,
             "needs": list(self.needs),
             "modules": list(self.modules),
+            "gpus": self.gpus,
             "timeout_s": self.timeout_s,
         }
 
@@ -103,6 +106,7 @@ def check(
     capability: str | None = None,
     device: Literal["any", "cpu", "cuda"] | None = None,
     modules: tuple[str, ...] = (),
+    gpus: int = 1,
     timeout_s: float = 120.0,
     cases: Mapping[str, Mapping[str, Any]] | None = None,
     summary: bool = False,
@@ -115,6 +119,7 @@ def check(
         capability: By default the clause's.
         device: By default the clause's.
         modules: Optional modules it imports.
+        gpus: How many it needs where it runs on ``cuda``; a machine with fewer excuses it.
         timeout_s: Seconds after which it counts as hung.
         cases: Keyword arguments by case name; each case is a check of its own.
         summary: It asks what came of others, and so comes after them.
@@ -132,6 +137,7 @@ def check(
                 capability=capability or entry.capability,
                 device=device or entry.device,
                 modules=modules,
+                gpus=gpus,
                 timeout_s=timeout_s,
                 case=values,
                 summary=summary,

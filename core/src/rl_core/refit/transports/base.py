@@ -47,8 +47,15 @@ class Lane(ABC):
         return True
 
     def home(self, start: int, stop: int) -> torch.Tensor:
-        """Sender: some of the bytes as a tensor that owns its storage, where that is possible."""
+        """Sender: some of the bytes as a tensor that owns its storage, where that is possible.
+
+        Raises:
+            RefitError: There is not enough memory for them.
+        """
         return self.data[start:stop]
+
+    def settled(self) -> None:
+        """Sender: tensors were moved home; gives back the memory that they left."""
 
     def publish(self, start: int, stop: int) -> None:
         """Sender: these bytes are written; lets the receivers have them. Does not wait."""
@@ -148,6 +155,13 @@ class SenderEnd(ABC):
         Raises:
             RefitError: There is not enough memory.
         """
+
+    def home(self, nbytes: int, device: torch.device, receivers: Sequence[str]) -> Lane:
+        """As :meth:`lane`, for tensors that are moved there one by one with :meth:`Lane.home`.
+
+        Memory that can grow as they come need not be had at once.
+        """
+        return self.lane(nbytes, device, receivers)
 
     @abstractmethod
     def close(self) -> None:

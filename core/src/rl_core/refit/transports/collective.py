@@ -147,16 +147,25 @@ class CollectiveSender(ControlServer, SenderEnd):
         return text
 
     def place(self, device: torch.device, gpus: Sequence[Sequence[str]]) -> torch.device:
-        """See :meth:`SenderEnd.place`: NCCL wants a GPU of its own for every member."""
-        own = uuid_of(device)
-        if own is None or not all(gpus) or self._backend == "gloo":
-            return CPU
-        members = {own, *(seen[0] for seen in gpus)}
-        return device if len(members) == 1 + len(gpus) else CPU
+        """See :meth:`SenderEnd.place`: NCCL wants a GPU of its own for every member.
+
+        Raises:
+            ConfigError: NCCL was asked for, and there are not so many.
+        """
+        own = [uuid_of(device), *(seen[0] if seen else None for seen in gpus)]
+        apart = None not in own and len(set(own)) == len(own)
+        if self._backend == "nccl" and not apart:
+            raise ConfigError(
+                "backend='nccl' wants the tensors of every member on a GPU of its own, and they "
+                f"are on {', '.join(name or 'no GPU' for name in own)}",
+                fix="leave backend out, or give each engine another GPU than the trainer's",
+                key="backend",
+            )
+        return device if apart and self._backend != "gloo" else CPU
 
     def lane(self, nbytes: int, device: torch.device, receivers: Sequence[str]) -> GroupLane:
         """See :meth:`SenderEnd.lane`; returns before the receivers have joined the group."""
-        backend = self._backend or ("nccl" if device.type == "cuda" else "gloo")
+        backend: Literal["gloo", "nccl"] = "nccl" if device.type == "cuda" else "gloo"
         members = tuple(receivers)
         ref = _Ref("group", secrets.token_hex(8), backend, members, nbytes)
         meeting = _meeting(_open(self._store), ref, 0, self.address)

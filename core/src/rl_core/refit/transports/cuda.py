@@ -40,6 +40,24 @@ class _Ref(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     key: str
 
 
+class _Piece:
+    """Some bytes of a region, as torch, CuPy and Numba tell each other of them.
+
+    A tensor made of it has a storage of its own, so that saving it saves nothing else, and keeps
+    the piece, which keeps the region's memory.
+    """
+
+    def __init__(self, data: torch.Tensor, start: int, stop: int) -> None:
+        self.data = data
+        self.__cuda_array_interface__ = {
+            "shape": (stop - start,),
+            "typestr": "|u1",
+            "strides": None,
+            "data": (data.data_ptr() + start, False),
+            "version": 3,
+        }
+
+
 class CudaRegion(Lane):
     """Bytes on a GPU, shared between processes of one host, used by many refits.
 
@@ -120,6 +138,14 @@ class CudaRegion(Lane):
                 "containers share their IPC namespace",
             ) from error
         return cls(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage), wanted)
+
+    def home(self, start: int, stop: int) -> torch.Tensor:
+        """See :meth:`Lane.home`."""
+        return torch.as_tensor(_Piece(self.data, start, stop), device=self._device)
+
+    def settled(self) -> None:
+        """See :meth:`Lane.settled`: torch would keep it for tensors of this process alone."""
+        _CUDA.empty_cache()
 
     def publish(self, start: int, stop: int) -> None:
         """Waits until what the current stream was told to write is written."""

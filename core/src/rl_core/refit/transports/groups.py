@@ -3,9 +3,9 @@
 The group belongs to one lane. It is no default group and knows nothing of one, and it dies with
 the lane: members that left or joined, or a broadcast that failed, call for a new lane.
 
-Making a group, waiting for a broadcast and letting a group go all block, the last of them in gloo
-for as long as a member that hangs lets a broadcast hang. So each lane has a thread that does all
-three, and nobody waits for that thread for long.
+Making a group, waiting for a broadcast and letting a group go all block. So each lane has a thread
+that does all three, and nobody waits for that thread for long. A member that hangs lets a broadcast
+hang, which gloo has no way to end: a lane that is closed shuts the group's connections down itself.
 
 The NCCL half is written against torch's documented interface and was never run: there was no
 machine with two GPUs.
@@ -13,13 +13,16 @@ machine with two GPUs.
 
 from __future__ import annotations
 
+import errno
+import json
 import os
 import queue
 import socket
+import stat
 import threading
 import weakref
 from collections import deque
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
@@ -39,14 +42,17 @@ __all__ = ["GroupLane", "Meeting"]
 _JOIN = timedelta(seconds=10)
 #: For one broadcast, in which a member may first have to load the bucket before it.
 _MOVE = timedelta(seconds=600)
-#: Seconds that a close waits for the lane's thread.
+#: Seconds that a close waits for the lane's thread, and again once the group was aborted.
 _GOODBYE_S = 0.5
 #: Seconds for which :meth:`GroupLane.arrived` waits, so that asking in a loop costs little.
 _PATIENCE_S = 0.001
 #: More than the members of any group: taken from their number by one that leaves.
 _NEVER = 1 << 30
-_NCCL_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+#: Clean up after a failed peer, and do not end the process, nor when that takes long.
+_NCCL_SETTINGS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+_MAKING = threading.Lock()  # of groups: what is looked at meanwhile belongs to the whole process
 _CUDA: Any = torch.cuda  # its streams and events are not typed
+_C10D: Any = c10d
 
 
 @dataclass(frozen=True)
@@ -91,19 +97,39 @@ class _Backend(Protocol):
 
 
 class _Gloo:
+    def __init__(self) -> None:
+        self._connections: list[tuple[int, int]] = []
+
     def open(self, store: c10d.Store, meeting: Meeting) -> Any:
         gloo: Any = c10d.ProcessGroupGloo
         options = gloo._Options()
-        options._devices = [gloo.create_device(hostname=_local_address(meeting))]
+        with _MAKING:
+            before = _sockets()
+            options._devices = [gloo.create_device(hostname=_local_address(meeting))]
+            made = [_ends(*one) for one in _sockets() - before]
+        listening = [here for here, there in made if here is not None and there is None]
         options._threads = 1  # broadcasts arrive one after the other, so the first is here first
         options._timeout = _JOIN
-        return gloo(store, meeting.rank, meeting.size, options)
+        store.set(f"listening/{meeting.rank}", json.dumps(listening))
+        group = gloo(store, meeting.rank, meeting.size, options)
+        mine, theirs = (
+            {tuple(end) for rank in ranks for end in json.loads(store.get(f"listening/{rank}"))}
+            for ranks in ([meeting.rank], {*range(meeting.size)} - {meeting.rank})
+        )
+        for one in _sockets() - before:
+            here, there = _ends(*one)
+            if there is not None and (here in mine or there in theirs):
+                self._connections.append(one)
+        return group
 
     def move(self, group: Any, span: _Span) -> None:
         group.broadcast([span.data], _from_sender()).wait()
 
     def abort(self, group: Any) -> None:
-        """Gloo has no way; a broadcast ends when a member's connection does, or its time."""
+        """Shuts the connections to all members down, which ends a broadcast at once."""
+        for one in self._connections:
+            with suppress(OSError), _opened(*one) as connection:
+                connection.shutdown(socket.SHUT_RDWR)
 
 
 class _Nccl:
@@ -124,6 +150,9 @@ class _Nccl:
                 self._stream.wait_event(span.written)
             group.broadcast([span.data], _from_sender()).wait()  # the stream waits, not the host
             self._stream.synchronize()
+        # A communicator that was aborted, because a peer failed, lets all that waits for it go on.
+        if (state := group.get_error()) != _C10D.ErrorType.SUCCESS:
+            raise RuntimeError(f"NCCL reports {state}")
 
     def abort(self, group: Any) -> None:
         threading.Thread(target=group.abort, daemon=True).start()  # which may hang itself
@@ -157,13 +186,20 @@ class _Carrier:
             )
 
     def stop(self) -> None:
-        """Ends the thread; if it is stuck in the group, it ends when the group lets it."""
+        """Ends the thread, and has the group aborted if it is stuck in there.
+
+        First it is waited for: members that do not hang get the rest of what is on its way. Gloo
+        forgets to tell one that has half of a message that the connection broke; its thread would
+        be stuck until the broadcast's time is up.
+        """
         self._stopped.set()
         self._spans.put(None)
+        if threading.current_thread() is self._thread:
+            return
+        self._thread.join(_GOODBYE_S)
         if (group := self._group) is not None:
             self._backend.abort(group)
             del group  # the thread lets it go
-        if threading.current_thread() is not self._thread:
             self._thread.join(_GOODBYE_S)
 
     def _run(self) -> None:
@@ -174,8 +210,8 @@ class _Carrier:
                 if self._stopped.is_set():
                     return  # an aborted broadcast ends like one that succeeded
                 span.done.set()
-        except RuntimeError as error:  # torch raises nothing narrower
-            self.failure = str(error).splitlines()[0]
+        except Exception as error:  # whoever waits for the lane is told
+            self.failure = (str(error).splitlines() or [type(error).__name__])[0]
         finally:
             self._group = None
 
@@ -282,13 +318,53 @@ def _local_address(meeting: Meeting) -> str:
         return str(probe.getsockname()[0])
 
 
+def _sockets() -> set[tuple[int, int]]:
+    """Descriptor and inode of every socket that this process has open."""
+    found = set()
+    for name in os.listdir("/dev/fd"):
+        with suppress(OSError):  # the listing's own is closed by now
+            state = os.fstat(int(name))
+            if stat.S_ISSOCK(state.st_mode):
+                found.add((int(name), state.st_ino))
+    return found
+
+
+@contextmanager
+def _opened(descriptor: int, inode: int) -> Generator[socket.socket]:
+    """A socket by its descriptor, if that stands for the same one still.
+
+    Raises:
+        OSError: It is closed.
+    """
+    with socket.socket(fileno=os.dup(descriptor)) as found:
+        if os.fstat(found.fileno()).st_ino != inode:
+            raise OSError(errno.EBADF, "the socket was closed")
+        yield found
+
+
+def _ends(descriptor: int, inode: int) -> tuple[tuple[str, int] | None, tuple[str, int] | None]:
+    """This and the other end of a TCP connection; there is no other one of a socket that listens.
+
+    Both are None for a socket of another kind, or one that was closed.
+    """
+    with suppress(OSError), _opened(descriptor, inode) as found:
+        if found.family in (socket.AF_INET, socket.AF_INET6) and found.type == socket.SOCK_STREAM:
+            here = found.getsockname()[:2]
+            if found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                return here, None
+            return here, found.getpeername()[:2]
+    return None, None
+
+
 @contextmanager
 def _survive_errors() -> Generator[None]:
     """A group made in here reports a failed peer; by default torch ends the process instead."""
-    before = os.environ.get(_NCCL_ERRORS)
-    os.environ[_NCCL_ERRORS] = before or "2"  # clean up only
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[_NCCL_ERRORS]
+    with _MAKING:
+        before = {name: os.environ.get(name) for name in _NCCL_SETTINGS}
+        os.environ.update({k: v for k, v in _NCCL_SETTINGS.items() if before[k] is None})
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]

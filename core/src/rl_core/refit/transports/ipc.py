@@ -84,6 +84,12 @@ class IpcSender(ControlServer, SenderEnd):
             return CudaRegion.create(nbytes, device)
         return SharedRegion.create(nbytes, self._directory)
 
+    def home(self, nbytes: int, device: torch.device, receivers: Sequence[str]) -> Lane:
+        """See :meth:`SenderEnd.home`."""
+        if device.type == "cuda":
+            return self.lane(nbytes, device, receivers)
+        return SharedRegion.create(nbytes, self._directory, grows=True)
+
     def close(self) -> None:
         """See :meth:`SenderEnd.close`."""
         super().close()

@@ -293,9 +293,9 @@ _BUCKETS = (64, 4096, 1 << 20)
 
 @check("R7", cases={f"buckets_of_{n}": {"bucket_bytes": n} for n in _BUCKETS})
 def odd_tensors_arrive(ctx: Context, bucket_bytes: int) -> None:
-    """Tied, strided, transposed, 0-d, empty, and ten dtypes and sizes, bit for bit."""
-    policy = ctx.closing(TensorPolicy(odd_tensors(1)))
-    engine = ctx.closing(TensorEngine(odd_tensors(2)))
+    """Tied, strided, transposed, 0-d, empty, and many dtypes and sizes, bit for bit."""
+    policy = ctx.closing(TensorPolicy(odd_tensors(1, ctx.settings.device)))
+    engine = ctx.closing(TensorEngine(odd_tensors(2, ctx.settings.device)))
     report = run_refit(policy, engine, bucket_bytes=bucket_bytes, verify="installed")
     require(report.mode == "packed", f"strided tensors were sent {report.mode}")
     same_weights(engine.tensors, policy.tensors, "engine")
@@ -304,8 +304,11 @@ def odd_tensors_arrive(ctx: Context, bucket_bytes: int) -> None:
 @check("R7", cases={f"buckets_of_{n}": {"bucket_bytes": n} for n in _BUCKETS})
 def odd_tensors_are_read_in_place(ctx: Context, bucket_bytes: int) -> None:
     """The same where the engine reads the trainer's own memory, into strided tensors or not."""
-    policy = ctx.closing(TensorPolicy(whole_tensors(1)))
-    engines = [ctx.closing(TensorEngine(make(2))) for make in (odd_tensors, whole_tensors)]
+    policy = ctx.closing(TensorPolicy(whole_tensors(1, ctx.settings.device)))
+    engines = [
+        ctx.closing(TensorEngine(make(2, ctx.settings.device)))
+        for make in (odd_tensors, whole_tensors)
+    ]
     options: dict[str, Any] = {"mode": "direct", "bucket_bytes": bucket_bytes}
     run_refit(policy, SeveralEngines(*engines), verify="installed", **options)
     for engine in engines:

@@ -252,10 +252,10 @@ def a_disturbed_message_never_commits(ctx: Context, line: type[_Line], way: Any)
 
 def _doubles(ctx: Context, way: dict[str, Any]) -> tuple[TensorPolicy, TensorEngine]:
     """Tensors as a trainer and an engine that have done a refit on that way, and differ again."""
-    policy = ctx.closing(TensorPolicy(whole_tensors(1)))
-    engine = ctx.closing(TensorEngine(whole_tensors(2)))
+    policy = ctx.closing(TensorPolicy(whole_tensors(1, ctx.settings.device)))
+    engine = ctx.closing(TensorEngine(whole_tensors(2, ctx.settings.device)))
     run_refit(policy, engine, bucket_bytes=4096, **way)
-    for name, tensor in whole_tensors(3).items():
+    for name, tensor in whole_tensors(3, ctx.settings.device).items():
         policy.tensors[name].copy_(tensor)
     return policy, engine
 

@@ -67,9 +67,9 @@ class _Unwilling(DictSink):
 @check("R13", cases=MODES)
 def no_receiver_advances_alone(ctx: Context, mode: str) -> None:
     """If one engine fails, it is named and no engine advances; the next refit brings all on."""
-    policy = ctx.closing(TensorPolicy(whole_tensors(1)))
+    policy = ctx.closing(TensorPolicy(whole_tensors(1, ctx.settings.device)))
     engines = [
-        ctx.closing(TensorEngine(odd_tensors(n), f"engine-{n}", sink))
+        ctx.closing(TensorEngine(odd_tensors(n, ctx.settings.device), f"engine-{n}", sink))
         for n, sink in ((2, DictSink), (3, _Unwilling))
     ]
     both = SeveralEngines(*engines)

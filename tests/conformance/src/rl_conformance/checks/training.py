@@ -133,7 +133,7 @@ def one_step_for_each_global_batch(ctx: Context) -> None:
     ctx.measure_error(_scores(at_once, probe), _scores(in_turn, probe))
 
 
-@check("P5", modules=("ray",), timeout_s=300.0)
+@check("P5", modules=("ray",), gpus=2, timeout_s=300.0)
 def two_ranks_train_as_one(ctx: Context) -> None:
     """Each of two workers has half of the global batch: loss, norm and log-probs are one's."""
     from rl_core.cluster import RayVirtualCluster
@@ -141,8 +141,6 @@ def two_ranks_train_as_one(ctx: Context) -> None:
 
     if not ctx.target.installed:
         ctx.not_run("the backend is not installed under a name", excused=True)
-    if ctx.settings.device == "cuda" and torch.cuda.device_count() < 2:
-        ctx.not_run("two workers need two GPUs", excused=True)
     # The ranks' counts of tokens are far apart: a mean over ranks is not the mean over tokens.
     data = training_batch(sorted(_LENGTHS, reverse=True))
     probe = training_batch((11, 6, 19, 4), seed=9)

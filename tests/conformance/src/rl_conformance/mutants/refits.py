@@ -215,8 +215,8 @@ def memory_is_called_as_its_owner_calls_it() -> AbstractContextManager[Any]:
     """The reference to shared memory means something in the trainer's process only."""
     honest = SharedRegion.create.__func__  # type: ignore[attr-defined]
 
-    def create(cls: Any, *args: Any) -> Any:
-        region = honest(cls, *args)
+    def create(cls: Any, *args: Any, **options: Any) -> Any:
+        region = honest(cls, *args, **options)
         region.ref["path"] = region.ref["path"].replace(f"/proc/{os.getpid()}/", "/proc/self/")
         return region
 

@@ -28,6 +28,10 @@ def _specs(tensors: Mapping[str, torch.Tensor]) -> list[TensorSpec]:
     return specs
 
 
+def _device_of(tensors: Mapping[str, torch.Tensor]) -> str:
+    return next((str(tensor.device) for tensor in tensors.values()), "cpu")
+
+
 def _if_contiguous(tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor] | None:
     return tensors if all(tensor.is_contiguous() for tensor in tensors.values()) else None
 
@@ -44,6 +48,7 @@ class DictSource(WeightSource):
         self, tensors: Mapping[str, torch.Tensor], changes: Callable[[], int] = lambda: 0
     ) -> None:
         self.tensors_by_name = tensors
+        self.device = _device_of(tensors)
         self._changes, self._before = changes, changes()
 
     def specs(self) -> Sequence[TensorSpec]:
@@ -72,6 +77,7 @@ class DictSink(WeightSink):
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self.tensors_by_name = tensors
+        self.device = _device_of(tensors)
 
     def specs(self) -> Sequence[TensorSpec]:
         """See :meth:`WeightSink.specs`."""
