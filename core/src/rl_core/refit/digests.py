@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 import xxhash
 
-from rl_core.refit.hashing import block_digests, hash_views, run_digests, tensor_digest
+from rl_core.refit import fold
+from rl_core.refit.hashing import block_digests, hash_views, tensor_digest
 from rl_core.refit.manifest import dtype_of, numel
 
 if TYPE_CHECKING:
@@ -50,7 +51,8 @@ def run_hasher(
 ) -> Callable[[], list[bytes]]:
     """A function that digests the blocks of some runs of bytes, all in one list."""
     if block_hash.kind == "fold":
-        return lambda: [d for run in run_digests(runs, block_hash, block=block_bytes) for d in run]
+        begin = fold.prepare(runs, block_hash.key, block_bytes)
+        return lambda: [digest for run in begin()() for digest in run]
     views = [
         whole[start : start + block_bytes]
         for whole in map(as_view, runs)
