@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -44,7 +48,7 @@ def digest(content: bytes, how: BlockHash) -> bytes:
 
 
 def folded(content: bytes, block: int, chunk: int) -> list[bytes]:
-    return fold.start([tensor(content)], FOLD.key, block, chunk)()[0]
+    return fold.prepare([tensor(content)], FOLD.key, block, chunk)()()[0]
 
 
 def folded_by_hand(content: bytes) -> bytes:
@@ -132,7 +136,7 @@ def test_permuted_blocks_change_the_digest_of_the_tensor(blocks: list[bytes]) ->
 def test_how_much_is_folded_at_once_and_beside_what_has_no_influence(
     contents: list[bytes], chunk: int
 ) -> None:
-    together = fold.start([tensor(content) for content in contents], FOLD.key, 64, chunk)()
+    together = fold.prepare([tensor(content) for content in contents], FOLD.key, 64, chunk)()()
     assert together == [folded(content, 64, 1 << 20) for content in contents]
 
 
@@ -287,6 +291,39 @@ def test_other_bytes_with_the_digest_of_xxh3_have_another_in_keyed_hashes(
     assert digest(forged, XXH3) == digest(content, XXH3)
     for how in (BLAKE3, FOLD):
         assert (digest(forged, how) == digest(content, how)) is (forged == content)
+
+
+#: Must be told before Triton is imported, so that this is a process of its own.
+INTERPRETED = """
+import torch
+from rl_core.refit import fold, fold_triton
+
+key, cpu = bytes(range(32)), torch.device("cpu")
+cases = {64: [0, 1, 2, 3, 4, 64, 130] * 3, 16_000: [5, 8192, 8193, 16_003], fold.BLOCK: [9000]}
+for block, sizes in cases.items():
+    runs = [torch.randint(0, 256, (size,), dtype=torch.uint8) for size in sizes]
+    slow = fold.prepare(runs, key, block)
+    fold._fused = lambda runs, key, block: fold_triton.prepare(
+        runs, fold.multipliers(key, cpu), block
+    )
+    fast = fold.prepare(runs, key, block)
+    fold._fused = lambda *_: None
+    assert fast()() == slow()()
+    runs[-1][-1] ^= 1
+    assert fast()() == slow()()
+print("as torch does")
+"""
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None,
+    reason="Triton is not installed; torch for GPUs brings it",
+)
+def test_the_kernel_for_gpus_folds_as_torch_does() -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-c", INTERPRETED]
+    output = subprocess.check_output(command, env=environment, text=True, timeout=120)
+    assert output.endswith("as torch does\n")
 
 
 @pytest.mark.gpu

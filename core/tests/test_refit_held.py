@@ -141,11 +141,10 @@ def contents(size: int, dtype: str, seed: int) -> torch.Tensor:
 
 
 @settings(max_examples=25)
-@example(
-    ["float32"], [900], False, True, False, HASHES[0], 1024, [(1, 0, 9, 7)]
-)  # between the digest and the next use
-@example(["float32"], [900], False, True, True, HASHES[0], 1024, [(3, 0, 9, 7)])
-@example(["float32"], [900], False, False, True, HASHES[0], 1024, [(3, 0, 9, 7)])
+@example(["float32"], [900], False, True, False, HASHES[0], 1024, [(1, 0, 9, 7, 99)])
+@example(["float32"], [900], False, True, True, HASHES[0], 1024, [(6, 0.5, 1024, 7, 1)])
+@example(["float32"], [900], True, True, True, HASHES[0], 1024, [(12, 0, 9999, 7, 1)])
+@example(["float32"], [900], True, False, True, HASHES[0], 1024, [(3, 0, 9, 7, 99)])
 @given(
     dtypes=st.lists(st.sampled_from(DTYPES), min_size=1, max_size=5),
     sizes=st.lists(st.sampled_from(SIZES), min_size=1, max_size=5),
@@ -156,7 +155,11 @@ def contents(size: int, dtype: str, seed: int) -> torch.Tensor:
     bucket_bytes=st.sampled_from([1024, 8 << 20]),
     changes=st.lists(
         st.tuples(
-            st.integers(0, 40), st.floats(0, 1), st.integers(1, 100_000), st.integers(1, 255)
+            st.integers(0, 40),
+            st.floats(0, 1),
+            st.integers(1, 100_000),
+            st.integers(1, 255),
+            st.sampled_from([1, 1, 2, 3, 99]),
         ),
         max_size=3,
     ),
@@ -171,7 +174,7 @@ def test_nothing_wrong_is_ever_known_to_be_held(
     direct: bool,
     block_hash: BlockHash,
     bucket_bytes: int,
-    changes: list[tuple[int, float, int, int]],
+    changes: list[tuple[int, float, int, int, int]],
 ) -> None:
     scale = 1 if bucket_bytes == 1024 else 700  # up to more than a block
     trained = {
@@ -187,8 +190,8 @@ def test_nothing_wrong_is_ever_known_to_be_held(
 
     def disturb(lane: torch.Tensor) -> None:
         nonlocal moment
-        for when, where, count, amount in changes:
-            if when == moment:
+        for when, where, count, amount, lasting in changes:
+            if moment in (when, when + lasting):  # then it is as before
                 first = int(where * len(lane))
                 lane[first : first + count] ^= amount
         moment += 1

@@ -12,8 +12,10 @@ from msgspec.structs import replace
 
 from rl_core.errors import ConfigError
 from rl_core.interfaces import TensorSpec
+from rl_core.refit import digests
 from rl_core.refit.digests import Digester, DigestTable, copy_run, hasher
 from rl_core.refit.hashing import BLOCK, BlockHash
+from rl_core.refit.loading import copiers
 from rl_core.refit.manifest import WeightManifest, dtype_of, nbytes, numel
 from rl_core.refit.plan import ALIGN, Planner, Segment, TransferPlan, arena, make_plan
 
@@ -244,3 +246,48 @@ def test_a_run_is_copied_in_logical_order_whatever_the_strides(data):
     target = torch.empty(count, dtype=source.dtype)
     copy_run(target, source, offset)
     assert torch.equal(target, source.reshape(-1)[offset : offset + count])
+
+
+@pytest.mark.parametrize("kind", ["xxh3", "fold"])
+def test_the_digests_of_many_tensors_are_those_of_each(kind, monkeypatch):
+    """Those that stay are digested together; another may be gone once the next is asked for."""
+    how = BlockHash(kind, bytes(32))
+    digester = Digester(128, how, keep=False)
+    stay = {f"s{i}": torch.arange(i * 40, dtype=torch.float32) for i in range(5)}
+    stay["turned"] = torch.arange(60.0).view(6, 10).t()
+    passing = {f"p{i}": torch.full((i + 1,), float(i)) for i in range(4)}
+    specs = {n: TensorSpec(n, tuple(t.shape), "float32") for n, t in (stay | passing).items()}
+    calls = []
+    honest = digests.start_digests
+
+    def start(runs, *args, **kwargs):
+        calls.append(len(runs))
+        return honest(runs, *args, **kwargs)
+
+    monkeypatch.setattr(digests, "start_digests", start)
+
+    def given():
+        buffer = torch.empty(4)
+        for name, spec in specs.items():
+            if name in stay:
+                yield spec, stay[name]
+            else:
+                part = buffer[: len(passing[name])]
+                yield spec, part.copy_(passing[name])
+
+    found = digester.all(given(), stay)
+    assert found == {n: digester.of((stay | passing)[n], spec) for n, spec in specs.items()}
+    assert sorted(calls) == ([] if kind == "xxh3" else [1, 1, 1, 1, 5])
+
+
+def test_small_tensors_on_a_device_are_copied_together():
+    def blank(dtype, count):
+        return torch.empty(count, dtype=dtype, device="meta")
+
+    pairs = [(blank(t, n), blank(t, n)) for t in (torch.float32, torch.int8) for n in (1, 2, 3)]
+    pairs.append((blank(torch.float32, 1 << 20), blank(torch.float32, 1 << 20)))
+    pairs.append((blank(torch.float32, 8), blank(torch.bfloat16, 8)))
+    calls = copiers(pairs)
+    assert len(calls) == 4
+    for call in calls:
+        call()

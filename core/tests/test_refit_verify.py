@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+import xxhash
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from refit_doubles import (
+    BUCKET,
+    SOON,
     DictSink,
     Engine,
     InPlaceSink,
@@ -20,8 +23,19 @@ from refit_doubles import (
     make_tensors,
     same,
 )
+from second_preimage import second_preimage
 
-from rl_core.errors import CapabilityError, RefitCorrupted, WeightsTornError
+from rl_core.errors import (
+    CapabilityError,
+    RefitCorrupted,
+    RefitProtocolError,
+    WeightsTornError,
+)
+from rl_core.futures import wait
+from rl_core.refit.transports.collective import CollectiveSender
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 FAULTS = ["drop", "misplace", "convert"]
 
@@ -145,6 +159,60 @@ def test_wire_notices_bytes_that_were_damaged_on_the_way_and_writes_none_of_them
     assert receiver.details["tensor"] == "a"
     assert all(t.eq(1.0).all() for t in engine.sink.tensor.values())
     assert engine.receiver.version == 1
+
+
+def send_between_hosts(trainer: Trainer, engine: Engine) -> list[BaseException | None]:
+    """A refit over the collective transport, as `fails`."""
+    options = {"transport": "collective", "deadline_s": SOON}
+    futures = [
+        trainer.sender.send(bucket_bytes=BUCKET, **options),
+        engine.receiver.receive(**options),
+    ]
+    return [future.exception(SOON) for future in futures]
+
+
+@pytest.fixture
+def meeting(keep: Callable[[Any], Any]) -> tuple[Trainer, Engine]:
+    """A trainer and an engine that met, and had one refit."""
+    tensors = {"w": torch.arange(700).to(torch.uint8)}
+    trainer, engine = keep(Trainer(tensors)), keep(Engine(blank(tensors), kind=InPlaceSink))
+    opening = trainer.sender.open("collective", SOON, ip="127.0.0.1", port=0, receivers=1)
+    info = trainer.prepare_refit_info()
+    wait(engine.receiver.open("collective", SOON, info["channels"]["collective"]), SOON)
+    wait(opening, SOON)
+    engine.prepare_refit_info(info)
+    assert send_between_hosts(trainer, engine) == [None, None]
+    assert same(tensors, engine.sink.tensor)
+    return trainer, engine
+
+
+def test_bytes_that_somebody_forged_between_hosts_are_noticed(meeting):
+    """They have the XXH3 of the right ones, which anybody can bring about."""
+    trainer, engine = meeting
+    [lane] = trainer.sender._lanes.values()
+    publish = lane.publish
+
+    def forge(start: int, stop: int) -> None:
+        content = bytes(lane.data[start:stop].tolist())
+        forged = second_preimage(content[:512], 666, 777) + content[512:]
+        assert xxhash.xxh3_128_digest(forged) == xxhash.xxh3_128_digest(content) != b""
+        lane.data[start:stop] = torch.tensor(list(forged), dtype=torch.uint8)
+        publish(start, stop)
+
+    lane.publish = forge
+    errors = send_between_hosts(trainer, engine)
+    assert [type(error) for error in errors] == [RefitCorrupted, RefitCorrupted]
+    assert engine.receiver.version == 1
+    engine.receiver.check()
+
+
+def test_a_sender_whose_hash_has_no_key_is_refused_between_hosts(meeting, monkeypatch):
+    trainer, engine = meeting
+    monkeypatch.setattr(CollectiveSender, "private", True)
+    _, receiver = send_between_hosts(trainer, engine)
+    assert isinstance(receiver, RefitProtocolError)
+    assert "xxh3" in str(receiver)
+    engine.receiver.check()
 
 
 def test_none_does_not_notice(keep):

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING
 import torch
 import xxhash
 
-from rl_core.refit.hashing import block_digests, hash_views, run_digests, tensor_digest
+from rl_core.refit import fold
+from rl_core.refit.hashing import block_digests, hash_views, start_digests, tensor_digest
 from rl_core.refit.manifest import dtype_of, numel
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from rl_core.interfaces.weights import TensorSpec
     from rl_core.refit.hashing import BlockHash
@@ -50,7 +51,8 @@ def run_hasher(
 ) -> Callable[[], list[bytes]]:
     """A function that digests the blocks of some runs of bytes, all in one list."""
     if block_hash.kind == "fold":
-        return lambda: [d for run in run_digests(runs, block_hash, block=block_bytes) for d in run]
+        begin = fold.prepare(runs, block_hash.key, block_bytes)
+        return lambda: [digest for run in begin()() for digest in run]
     views = [
         whole[start : start + block_bytes]
         for whole in map(as_view, runs)
@@ -170,6 +172,39 @@ class Digester:
             return tensor_digest(hash_views(self._seen(tensor, spec.name), self._hash))
         run = tensor.detach().reshape(-1).view(torch.uint8)
         return tensor_digest(block_digests(run, self._hash, block=self._block))
+
+    def all(
+        self,
+        given: Iterable[tuple[TensorSpec, torch.Tensor]],
+        lasting: Mapping[str, torch.Tensor],
+    ) -> dict[str, bytes]:
+        """The digests of many tensors, by name; a device is waited for when all are under way.
+
+        Args:
+            given: As for :meth:`of`. A tensor may be gone once the next is asked for.
+            lasting: By name, tensors that stay: those of them that are given are digested together.
+        """
+        found: dict[str, bytes] = {}
+        together: dict[torch.device, tuple[list[str], list[torch.Tensor]]] = {}
+        begun: list[tuple[list[str], Callable[[], list[list[bytes]]]]] = []
+        for spec, tensor in given:
+            plain = tensor.is_contiguous() and tensor.dtype == dtype_of(spec)
+            if self._hash.kind != "fold" or not plain:
+                found[spec.name] = self.of(tensor, spec)
+                continue
+            run, kept = tensor.detach().reshape(-1).view(torch.uint8), lasting.get(spec.name)
+            if kept is not None and kept.data_ptr() == tensor.data_ptr():
+                names, runs = together.setdefault(run.device, ([], []))
+                names.append(spec.name)
+                runs.append(run)
+            else:
+                start = start_digests([run], self._hash, block=self._block)
+                begun.append(([spec.name], start))
+        for names, runs in together.values():
+            begun.append((names, start_digests(runs, self._hash, block=self._block)))
+        for names, finish in begun:
+            found.update(zip(names, map(tensor_digest, finish()), strict=True))
+        return found
 
     def _seen(self, tensor: torch.Tensor, name: str) -> list[memoryview]:
         key = (name, tensor.data_ptr())

@@ -39,7 +39,7 @@ Sums of integers have no rounding: a digest is the same on every device and in a
 from __future__ import annotations
 
 import hashlib
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -50,47 +50,77 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-__all__ = ["BLOCK", "multipliers", "start"]
+__all__ = ["BLOCK", "multipliers", "prepare"]
 
 BLOCK = 4 << 20  # bytes under one digest, at most
 
 _CHUNK = 8 << 20  # bytes folded at once: with products (x 2) and multipliers, 40 MiB of a device
 
 
-def start(
+def prepare(
     runs: Sequence[torch.Tensor], key: bytes, block: int = BLOCK, chunk: int = _CHUNK
-) -> Callable[[], list[list[bytes]]]:
-    """Begins to digest the blocks of some runs of bytes on one device.
+) -> Callable[[], Callable[[], list[list[bytes]]]]:
+    """Makes ready to digest the blocks of some runs of bytes on one device, as often as needed.
 
     Args:
         runs: uint8, contiguous.
         key: The secret.
-        block: Bytes under one digest.
-        chunk: Bounds the memory that it takes besides, and has no influence on the digests.
+        block: Bytes under one digest; a multiple of 4, :data:`BLOCK` at most.
+        chunk: Bounds the memory that it takes besides, where that depends on the bytes. It has no
+            influence on the digests.
 
     Returns:
-        A function that waits for the device, and gives the digests by run.
+        A function that begins to digest what the bytes are now. What it returns waits for the
+        device, and gives the digests by run.
     """
     counts = [-(-run.numel() // block) for run in runs]
-    ends = np.cumsum(counts, dtype=np.int64)
-    sizes = np.full(int(ends[-1]) if counts else 0, block, dtype=np.uint64)
+    ends = np.cumsum(counts, dtype=np.int64).tolist()
+    sizes = np.full(sum(counts), block, dtype=np.uint64)
     for run, end, count in zip(runs, ends, counts, strict=True):
         if count:
             sizes[end - 1] = run.numel() - (count - 1) * block
+    launch = _fused(runs, key, block) or partial(_in_torch, runs, ends, key, block, chunk)
+
+    def begin() -> Callable[[], list[list[bytes]]]:
+        sums = launch()
+
+        def finish() -> list[list[bytes]]:
+            digests = _digests(sums.cpu().numpy().view(np.uint64), sizes, key)
+            return [digests[end - count : end] for end, count in zip(ends, counts, strict=True)]
+
+        return finish
+
+    return begin
+
+
+def _fused(
+    runs: Sequence[torch.Tensor], key: bytes, block: int
+) -> Callable[[], torch.Tensor] | None:
+    """What sums all blocks in one kernel, where that is possible."""
+    on_gpu = bool(runs) and runs[0].device.type == "cuda"
+    if not on_gpu or any(run.data_ptr() % 4 for run in runs):
+        return None
+    try:
+        from rl_core.refit import fold_triton
+    except ImportError:
+        return None
+    return fold_triton.prepare(runs, multipliers(key, runs[0].device), block)
+
+
+def _in_torch(
+    runs: Sequence[torch.Tensor], ends: Sequence[int], key: bytes, block: int, chunk: int
+) -> torch.Tensor:
+    """Both sums of every block, int64 ``[blocks, 2]``."""
     order: list[int] = []
-    parts: list[torch.Tensor] = []
-    for places, words in _batches(runs, ends.tolist(), block, chunk):
+    parts = [torch.empty(0, 2, dtype=torch.int64)]
+    for places, words in _batches(runs, ends, block, chunk):
+        factors = multipliers(key, words.device)[:, : words.shape[1]]
+        product = torch.empty(words.shape, dtype=torch.int64, device=words.device)
+        lanes = [torch.mul(words, row, out=product).sum(1) for row in factors]
+        parts.append(torch.stack(lanes, dim=1))
         order += places
-        parts.append(_sums(words, multipliers(key, words.device)))
-
-    def finish() -> list[list[bytes]]:
-        found = np.empty((len(sizes), 2), dtype=np.uint64)
-        if parts:
-            found[order] = torch.cat(parts).cpu().numpy().view(np.uint64)
-        digests = _digests(found, sizes, key)
-        return [digests[end - count : end] for end, count in zip(ends, counts, strict=True)]
-
-    return finish
+    sums = torch.cat(parts[1:] or parts)
+    return sums[torch.from_numpy(np.argsort(order)).to(sums.device)] if order else sums
 
 
 def _digests(sums: NDArray[np.uint64], sizes: NDArray[np.uint64], key: bytes) -> list[bytes]:
@@ -131,13 +161,6 @@ def _batches(
             for row, (_, tail) in zip(padded, part, strict=True):
                 row[: tail.numel()].copy_(tail)
             yield [place for place, _ in part], padded.view(torch.int32)
-
-
-def _sums(words: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-    """Both sums ``[blocks, 2]`` of rows of words."""
-    product = torch.empty(words.shape, dtype=torch.int64, device=words.device)
-    rows = factors[:, : words.shape[1]]
-    return torch.stack([torch.mul(words, row, out=product).sum(1) for row in rows], dim=1)
 
 
 @lru_cache(maxsize=4)

@@ -183,7 +183,7 @@ def start_digests(
     A device computes meanwhile; what its stream does next to the bytes comes after that.
     """
     if block_hash.kind == "fold":
-        return fold.start(runs, block_hash.key, block)
+        return fold.prepare(runs, block_hash.key, block)()
     of_view = block_hash.of_view
     found = [
         [

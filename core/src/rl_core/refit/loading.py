@@ -25,7 +25,7 @@ __all__ = ["Loader", "Route"]
 #: that they are read from memory once; on a device what a copy may take besides.
 _GROUP = 1 << 20
 _DEVICE_GROUP = 64 << 20
-#: Up to here, copying bytes is faster than telling torch to.
+#: Up to here, copying bytes is faster than telling torch to; on a device, many at once are.
 _TINY = 512 << 10
 
 
@@ -94,8 +94,8 @@ class Route:
         self.plan = plan
         self.data = data
         self._hash = block_hash
-        self._targets: Mapping[str, torch.Tensor] = sink.targets() or {}
-        self._where = [target.data_ptr() for target in self._targets.values()]
+        self.targets: Mapping[str, torch.Tensor] = sink.targets() or {}
+        self._where = [target.data_ptr() for target in self.targets.values()]
         # What the trainer ties and the engine does not is written to each of its storages.
         self._places: dict[str, list[TensorSpec]] = {}
         for spec in expected.owned:
@@ -104,7 +104,7 @@ class Route:
         self._in_place = all(self._is_plain(spec) for name in sent for spec in self._places[name])
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._steps: dict[tuple[int, bool], list[_Step]] = {}
-        self.digester = Digester(plan.block_bytes, block_hash, keep=bool(self._targets))
+        self.digester = Digester(plan.block_bytes, block_hash, keep=bool(self.targets))
 
     def leads(
         self,
@@ -120,7 +120,7 @@ class Route:
         targets = sink.targets()
         if not same or data is not self.data or block_hash != self._hash or not targets:
             return False
-        known = self._targets
+        known = self.targets
         if targets is not known and any(known.get(n) is not t for n, t in targets.items()):
             return False
         self.sink = sink
@@ -148,7 +148,7 @@ class Route:
 
     def _is_plain(self, spec: TensorSpec) -> bool:
         """Whether the bytes of a tensor can be copied to where it is."""
-        target = self._targets.get(spec.name)
+        target = self.targets.get(spec.name)
         if target is None or target.device != self.data.device:
             return False
         return target.dtype == dtype_of(spec) and target.is_contiguous()
@@ -178,7 +178,7 @@ class Route:
         copies, runs, ties = [], [], []
         for piece in group:
             first, *others = (
-                self._part(self._targets[spec.name], piece)
+                self._part(self.targets[spec.name], piece)
                 for spec in self._places[piece.segment.spec.name]
             )
             copies.append((first, piece.of(self.data)))
@@ -226,7 +226,7 @@ class Route:
         for piece in group:
             run, (offset, _) = piece.of(data, begin), self._span(piece)
             for spec in self._places[piece.segment.spec.name]:
-                target = self._targets.get(spec.name)
+                target = self.targets.get(spec.name)
                 if target is None:
                     writes.append(partial(self.sink.write, spec.name, offset, run, of=spec))
                 else:
@@ -237,12 +237,18 @@ class Route:
 def copiers(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[Callable[[], object]]:
     """Calls that copy 1-D sources to their targets."""
     calls: list[Callable[[], object]] = []
+    together: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     for target, source in pairs:
         plain = target.dtype == source.dtype and target.device == source.device
-        if plain and target.device.type == "cpu" and target.nbytes <= _TINY:
+        if not plain or target.nbytes > _TINY:
+            calls.append(partial(target.copy_, source))
+        elif target.device.type == "cpu":
             calls.append(partial(_assign, as_view(target), as_view(source)))
         else:
-            calls.append(partial(target.copy_, source))
+            targets, sources = together.setdefault(target.dtype, ([], []))
+            targets.append(target)
+            sources.append(source)
+    calls += [partial(torch._foreach_copy_, *lists) for lists in together.values()]
     return calls
 
 
@@ -349,24 +355,24 @@ class Loader:
             RefitCorrupted: Names every tensor that is not what arrived.
         """
         route = self._route
-        names = [spec.name for spec in route.expected.tensors]
-        wrong, seen = [], set()
-        for name, tensor in route.sink.read(names):
-            seen.add(name)
-            spec = route.expected.by_name[name]
-            sound = tensor.shape == spec.shape and tensor.dtype == dtype_of(spec)
-            if not (sound and self._matches(spec, tensor)):
-                wrong.append(name)
-        wrong += [name for name in names if name not in seen]
+        right = set()
+
+        def sound() -> Iterator[tuple[TensorSpec, torch.Tensor]]:
+            for name, tensor in route.sink.read([spec.name for spec in route.expected.tensors]):
+                spec = route.expected.by_name[name]
+                if tensor.shape == spec.shape and tensor.dtype == dtype_of(spec):
+                    if tensor.numel():
+                        yield spec, tensor
+                    else:
+                        right.add(name)
+
+        for name, digest in route.digester.all(sound(), route.targets).items():
+            if digest == self.table.known.get(route.wire.root(name)):
+                right.add(name)
+        wrong = [spec.name for spec in route.expected.tensors if spec.name not in right]
         if wrong:
             raise RefitCorrupted(
                 f"{len(wrong)} tensors are not installed as they arrived: {', '.join(wrong[:5])}",
                 fix="the engine's loader drops, misplaces or converts them",
                 tensors=wrong,
             )
-
-    def _matches(self, spec: TensorSpec, tensor: torch.Tensor) -> bool:
-        if tensor.numel() == 0:
-            return True
-        known = self.table.known.get(self._route.wire.root(spec.name))
-        return self._route.digester.of(tensor, spec) == known

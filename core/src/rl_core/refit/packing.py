@@ -56,9 +56,10 @@ def digest_all(
 ) -> DigestTable:
     """The digest of every tensor as it is now, in the dtype that travels."""
     table, digester = DigestTable(wire), Digester(block_bytes, block_hash, keep=False)
+    lasting = (source.persistent() or {}) if block_hash.kind == "fold" else {}
     with torch.no_grad():
-        for spec, tensor in take(source, declared.owned):
-            table.known[spec.name] = digester.of(tensor, wire.by_name[spec.name])
+        given = ((wire.by_name[s.name], tensor) for s, tensor in take(source, declared.owned))
+        table.known.update(digester.all(given, lasting))
     return table
 
 

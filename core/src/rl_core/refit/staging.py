@@ -17,8 +17,10 @@ if TYPE_CHECKING:
 
 __all__ = ["StagedSink"]
 
-#: Elements that are exchanged at a time: few enough for a cache.
+#: Elements that are exchanged at a time: on the CPU few enough for a cache, else enough to keep a
+#: device busy.
 _SWAPPED = 128 << 10
+_SWAPPED_ON_DEVICE = 32 << 20
 
 
 class StagedSink(WeightSink):
@@ -129,9 +131,10 @@ class StagedSink(WeightSink):
 
 def _swap(one: torch.Tensor, other: torch.Tensor) -> None:
     """Exchanges the elements of two 1-D tensors, some of them at a time."""
-    scratch = torch.empty_like(one[:_SWAPPED])
-    for start in range(0, len(one), _SWAPPED):
-        a, b = one[start : start + _SWAPPED], other[start : start + _SWAPPED]
+    step = _SWAPPED if one.device.type == "cpu" else _SWAPPED_ON_DEVICE
+    scratch = torch.empty_like(one[:step])
+    for start in range(0, len(one), step):
+        a, b = one[start : start + step], other[start : start + step]
         kept = scratch[: len(a)].copy_(a)
         a.copy_(b)
         b.copy_(kept)
