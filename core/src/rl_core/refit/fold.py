@@ -14,9 +14,9 @@ of Carter and Wegman, as in UMAC.
 
 **Two contents have one digest** only if the PRF collides (``2**-128``), or if they have the same
 length and the same sums. For contents whose words differ by ``d[i]``, the latter means ``sum of
-d[i] * m[i] = 0`` modulo ``2**64``, in both sums. Take a ``d`` that is ``2**t`` times an odd number,
-with the smallest t; as ``|d| < 2**32``, t is at most 31. Given all other multipliers, its own must be
-one number modulo ``2**(64 - t)``, which at most ``2**t`` of the ``2**63`` odd ones are. So one sum
+d[i] * m[i] = 0`` modulo ``2**64``, in both sums. Take a ``d`` that is ``2**t`` times an odd number
+with the smallest t; as ``|d| < 2**32``, t is at most 31. Given all other multipliers, its own must
+be one number modulo ``2**(64 - t)``, as at most ``2**t`` of the ``2**63`` odd ones are. So one sum
 agrees with probability ``2**(t - 63)`` at most, and both with ``4**(t - 63)``:
 
 * never, if a single word differs (an odd multiplier times d is not 0), such as by a flipped bit;
@@ -28,9 +28,9 @@ no two different blocks whose digests he saw had the same sums, these are random
 the multipliers are: he learns nothing of them, and chooses contents independently of them. So a
 block that he puts in the place of one whose content he knows passes with probability ``2**-64`` at
 most, and each attempt that does not ends the refit. After v attempts and q blocks seen, his chance
-is at most ``v * (2**-64 + 2**-128)``, plus ``q**2 * 2**-65`` that two of those had the same sums (for
-weights that differ in nothing but highest bits; ``q**2 * 2**-127`` where lowest bits differ), plus
-what it takes to break BLAKE2b or BLAKE3.
+is at most ``v * (2**-64 + 2**-128)``, plus ``q**2 * 2**-65`` that two of those had the same sums
+(for weights that differ in nothing but highest bits; ``q**2 * 2**-127`` where lowest bits differ),
+plus what it takes to break BLAKE2b or BLAKE3.
 
 Words of 64 bits would not do: the highest bits of any two would cancel, whatever the multipliers.
 Sums of integers have no rounding: a digest is the same on every device and in any order.

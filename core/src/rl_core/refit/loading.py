@@ -100,7 +100,8 @@ class Route:
         self._places: dict[str, list[TensorSpec]] = {}
         for spec in expected.owned:
             self._places.setdefault(wire.root(spec.name), []).append(spec)
-        self._in_place = all(self._is_plain(spec) for spec in expected.owned)
+        sent = (wire.owned[index].name for index in plan.sent)
+        self._in_place = all(self._is_plain(spec) for name in sent for spec in self._places[name])
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._steps: dict[tuple[int, bool], list[_Step]] = {}
         self.digester = Digester(plan.block_bytes, block_hash, keep=bool(self._targets))

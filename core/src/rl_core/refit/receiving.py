@@ -291,7 +291,7 @@ class Receiving(Job[ReceiverSession]):
             if offer.verify == "installed":
                 self._loader.check_installed()
         except RefitCorrupted:
-            self._receiver.forget()  # who knows what else is not as it was thought to be
+            self._receiver.known = {}  # who knows what else is not as it was thought to be
             raise
         return found
 
