@@ -30,11 +30,12 @@ ALWAYS = [
     "STAGED_CRASH",
     "REPLAYED",
     "REPEATED",
+    "POSED_ONCE",
     "LATE",
     "LATE_NAMELESS",
     "CRASHED",
 ]
-#: States after which a search for a mutant gives up; the slowest one takes some 1100.
+#: States after which a search for a mutant gives up; the slowest one takes some 300.
 _PATIENCE = 3000
 
 

@@ -139,7 +139,7 @@ MUTANTS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], str]] = {
     ),
     "no nonce binds an offer": (_no_nonce, "REPLAYED"),
     "one key serves all sessions": (_one_key_for_all_sessions, "POSED"),
-    "one key serves all connections that say a Hello": (_one_key_for_all_connections, "POSED"),
+    "one key serves all connections that say a Hello": (_one_key_for_all_connections, "POSED_ONCE"),
     "frames are not counted": (_no_counter, "REPEATED"),
     "the last Hello takes the place of all others": (
         _with(SenderSession, _on_hello=_last_hello_wins),

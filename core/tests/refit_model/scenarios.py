@@ -29,6 +29,7 @@ STAGED_CRASH = Scenario(
 REPLAYED = Scenario((Refit(), Train(TWO), Refit()), ("play",))
 REPEATED = Scenario((Refit(),), ("replay",))
 POSED = Scenario((Refit(named=False), Refit(named=False)), ("pose",))
+POSED_ONCE = Scenario((Refit(named=False),), ("pose",))
 LATE = Scenario((Refit(), Refit()), ("pause T",))
 LATE_NAMELESS = Scenario((Refit(named=False), Refit(named=False)), ("pause T",))
 CRASHED = Scenario((Refit(), Refit()), ("crash E0", "crash T", "quit E0", "quit T"))
