@@ -97,6 +97,14 @@ def tests(session: nox.Session) -> None:
 
 
 @nox.session
+def full(session: nox.Session) -> None:
+    """What takes too long for every run: all that is marked full."""
+    install_workspace(session, *TEST_TOOLS)
+    session.env["OMP_NUM_THREADS"] = "1"
+    session.run("pytest", "-m", "full", "-n", "2", *session.posargs)
+
+
+@nox.session
 @nox.parametrize("plugin", list(PLUGINS), ids=list(PLUGINS))
 def conformance(session: nox.Session, plugin: str) -> None:
     """The suite against one backend on the CPU, with its reports.

@@ -26,12 +26,14 @@ def choices(world: World) -> list[str]:
         task = world.interrupted
         return [f"{task.party} goes on", *interruptions(world, task)]
     found = [*_readings(world), *_driver(world)]
-    alive = [task for task in world.tasks if task.party != world.paused]
-    if not found and alive:
+    quiet = not found
+    if quiet and any(task.party != world.paused for task in world.tasks):
         found.append("time passes")
     if not found and world.paused is None:
         return []
-    if world.paused is not None:
+    # Whoever is paused does, once it goes on, what touches nobody before they look; so it is enough
+    # to let it go on when they can do nothing else, and after what it would see itself.
+    if world.paused is not None and (quiet or world.stirred):
         found.append(f"{world.paused} resumes")
         if "silence" in world.left:
             found.append(f"{world.paused} is silent")
@@ -46,7 +48,7 @@ def _readings(world: World) -> Iterator[str]:
     tasks = [t for t in world.tasks if t.party == "T" and t.at == "receive"]
     if not tasks or world.paused == "T":
         return
-    peers = tasks[0].job.session.peers
+    peers = tasks[0].job.session.connections
     for key, connection in world.connections.items():
         if connection.trainer != world.trainer.number:
             continue
@@ -63,12 +65,8 @@ def _driver(world: World) -> Iterator[str]:
     if world.to_ask or world.position == len(world.scenario.script):
         return
     step = world.scenario.script[world.position]
-    done = [task.future.done() or task.killed for _, task in world.futures]
-    failed = [
-        task.killed or (task.future.done() and task.future.exception() is not None)
-        for _, task in world.futures
-    ]
-    if not all(done) and not any(failed):
+    asked = world.asked_tasks
+    if not all(task.over for task in asked) and not any(task.failed for task in asked):
         return
     if isinstance(step, Train):
         if world.paused != "T":
@@ -131,6 +129,8 @@ def take(world: World, choice: str) -> None:
     """Makes it happen, and what follows at once."""
     inhabit(world)
     task, world.interrupted = world.interrupted, None
+    world.ran.clear()
+    world.stirred = choice.startswith(("ask", "train", "time", "crash")) or "silent" in choice
     match choice.split():
         case [_, "goes", "on"]:
             pass
@@ -196,4 +196,5 @@ def take(world: World, choice: str) -> None:
 def _happens(world: World, fault: str) -> None:
     world.left.remove(fault)
     world.most -= 1
-    world.wrong_since = True
+    # A stranger on a connection of his own is no reason for a refit to fail.
+    world.wrong_since |= fault != "pose"

@@ -130,8 +130,7 @@ class Engine:
         """Goes to a sleep in which the weights are lost, as ``sleep_level=2`` of vLLM."""
         self._overwrite(GARBAGE)
         self.own = None
-        self.receiver.forget()
-        self.receiver.torn = True
+        self.receiver.dropped()
 
     def load_own(self) -> None:
         """Loads other weights by itself, and serves them."""

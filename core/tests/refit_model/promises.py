@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rl_core.errors import RLError
+from rl_core.refit.session import Phase
 
 if TYPE_CHECKING:
     from refit_model.parties import Engine
@@ -36,9 +37,25 @@ def check_commit(world: World, engine: Engine, task: Task, version: int) -> None
     key = task.job._end.connection.key
     if (version, key) not in world.decided:
         world.fails(f"{engine.name} commits version {version}, which nobody decided on {key}")
-    if version != task.job.number:
-        asked = task.job.number
+    asked = task.job.number
+    if version != asked and task.job.refit_id:
         world.fails(f"{engine.name} commits version {version} where {asked} was asked for")
+
+
+def check_frame(world: World, frame: bytes) -> None:
+    """Whoever is not its author can say nothing a second time."""
+    if frame in world.read:
+        world.fails("a frame is taken twice")
+    world.read.add(frame)
+
+
+def check_write(world: World, lane: int, version: int) -> None:
+    """Nothing is written to a buffer that an engine may still read for an earlier refit."""
+    for task in world.tasks:
+        if task.party == "T" or task.over or task.job.session.phase is not Phase.TRANSFER:
+            continue
+        if task.job.number < version and task.job._lane.ref == {"lane": lane}:
+            world.fails(f"T writes what {task.party} reads for version {task.job.number}")
 
 
 def check_end(world: World, task: Task) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 from refit_model.world import Refit, Scenario, Train
 
 ONE, TWO = {"a": 1.0, "b": 1.0}, {"a": 2.0, "b": 2.0}
-DIRECT, STAGED, DELTA = {"mode": "direct"}, {"isolation": "staged"}, {"delta": True}
-PACKED = {"mode": "packed"}
+DIRECT, PACKED = {"mode": "direct"}, {"mode": "packed"}
+STAGED, DELTA = {"isolation": "staged"}, {"delta": True}
 BOTH = ("E0", "E1")
 
 #: Weights come back to what they were while an engine that was asked to load them is stopped.
@@ -15,17 +17,55 @@ STALE_DIRECT = Scenario(
     ("pause E0",),
 )
 STALE_PACKED = Scenario(
-    (
-        Refit(BOTH, PACKED),
-        Train(TWO),
-        Refit(("E1",), PACKED),
-        Train(ONE),
-        Refit(BOTH, PACKED | DELTA),
-    ),
+    (Refit(BOTH, PACKED), Train(TWO), Refit(("E1",), PACKED)),
     ("pause E0",),
 )
 DROPPED = Scenario((Refit(), Refit(options=STAGED)), ("drop E0", "crash T"), most=2)
 DROPPED_DELTA = Scenario((Refit(), Refit(options=STAGED | DELTA)), ("drop E0",))
 LOADED_DELTA = Scenario((Refit(), Refit(options=STAGED | DELTA)), ("load E0",))
+STAGED_CRASH = Scenario(
+    (Refit(), Train(TWO), Refit(options=STAGED), Refit(options=DELTA)), ("crash T",)
+)
 REPLAYED = Scenario((Refit(), Train(TWO), Refit()), ("play",))
+REPEATED = Scenario((Refit(),), ("replay",))
+POSED = Scenario((Refit(named=False), Refit(named=False)), ("pose",))
+POSED_ONCE = Scenario((Refit(named=False),), ("pose",))
 LATE = Scenario((Refit(), Refit()), ("pause T",))
+LATE_NAMELESS = Scenario((Refit(named=False), Refit(named=False)), ("pause T",))
+CRASHED = Scenario((Refit(), Refit()), ("crash E0", "crash T", "quit E0", "quit T"))
+
+
+#: One fault of every kind that happens to one side, at every moment of two refits.
+ONE_FAULT = (
+    *(f"{kind} {party}" for kind in ("pause", "crash", "quit") for party in ("T", "E0")),
+    "drop E0",
+    "load E0",
+    "silence",
+    "play",
+)
+
+
+def _full() -> dict[str, Scenario]:
+    """Everything that takes minutes, by name."""
+    found = {}
+    modes, isolations, verified = ("packed", "direct"), ("quiesced", "staged"), ("wire", "none")
+    for mode, isolation, verify, in_place in product(modes, isolations, verified, (False, True)):
+        options = {"mode": mode, "isolation": isolation, "verify": verify}
+        again = options | {"delta": verify != "none"}
+        script = (Refit(options=options), Train({"a": 2.0}), Refit(options=again))
+        name = f"{mode}, {isolation}, {verify}{', in place' if in_place else ''}"
+        found[name] = Scenario(script, ONE_FAULT, in_place=in_place)
+    installed = {"verify": "installed"}
+    found["installed"] = Scenario((Refit(options=installed), Refit(options=installed)), ONE_FAULT)
+    found["nameless"] = Scenario((Refit(named=False), Refit(named=False)), ONE_FAULT)
+    found["replays"] = Scenario((Refit(), Refit()), ("replay",))
+    found["strangers"] = Scenario((Refit(named=False), Refit(named=False)), ("pose",))
+    found["stale buffers"] = STALE_PACKED
+    for kind in ("pause", "crash", "quit"):
+        for party in ("T", "E0"):
+            name = f"two engines, {kind} {party}"
+            found[name] = Scenario((Refit(BOTH), Refit(BOTH)), (f"{kind} {party}",))
+    return found
+
+
+FULL = _full()

@@ -36,6 +36,11 @@ class Found:
     trace: Trace = ()
     complete: bool = False
 
+    def __str__(self) -> str:
+        end = self.broken or ("all of it" if self.complete else "given up")
+        rate = f"{self.seconds:.1f} s"
+        return f"{self.states} states, {self.transitions} transitions, {rate}: {end}"
+
 
 def explore(scenario: Scenario, *, most: int = 1 << 60) -> Found:
     """Tries all choices, those with the fewest departures from the usual first.

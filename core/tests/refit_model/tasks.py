@@ -18,9 +18,11 @@ from unittest.mock import patch
 
 import greenlet
 
-from rl_core.refit import digests, jobs, loading, receiving, sending
+from refit_model.promises import check_frame
+from rl_core.refit import digests, jobs, receiving, sending
 from rl_core.refit import receiver as receiver_module
 from rl_core.refit import sender as sender_module
+from rl_core.refit.frames import Channel
 from rl_core.refit.session import ReceiverSession, SenderSession
 
 if TYPE_CHECKING:
@@ -41,6 +43,7 @@ class Task:
         at: Where it stopped.
         waits: True while it waits for something outside of it, False in the middle of a step.
         wakes: Whether it can go on, if it waits.
+        over: It ended, or was killed.
         killed: Its process is dead; it only unwinds, and nothing that it does has effects.
     """
 
@@ -52,6 +55,7 @@ class Task:
         self.waits = True
         self.wakes: Callable[[], bool] = lambda: True
         self.killed = False
+        self.over = False
         self._function = function
         self.greenlet = greenlet.greenlet(self._run)
 
@@ -62,6 +66,7 @@ class Task:
             self.future.set_exception(error)
         else:
             self.future.set_result(result)
+        self.over = True
 
     def go(self) -> None:
         """Runs until it stops again."""
@@ -79,15 +84,15 @@ class Task:
 
     def kill(self) -> None:
         """The process is gone. What is on its stack is unwound without effects."""
-        self.killed = True
+        self.killed = self.over = True
         if self.greenlet:
             self.greenlet.throw()
         elif not self.greenlet.dead:
             self.future.cancel()
 
     @property
-    def over(self) -> bool:
-        return self.killed or self.future.done()
+    def failed(self) -> bool:
+        return self.killed or (self.over and self.future.exception() is not None)
 
 
 def running() -> Task | None:
@@ -154,18 +159,27 @@ class Names:
 
 
 def _hooked(function: Callable[..., Any]) -> Callable[..., Any]:
-    def hash_views(views: Any) -> Any:
+    def hash_views(views: Any, *given: Any) -> Any:
         views, task = list(views), running()
         reads = task is not None and task.party != "T"  # what it has not written itself
         if reads:
             point("hash")
-        found = function(views)
+        found = function(views, *given)
         _now[0].digested.update(zip(found, map(bytes, views), strict=True))
         if reads:
             point("hashed")
         return found
 
     return hash_views
+
+
+def _noted(decode: Callable[..., Any]) -> Callable[..., Any]:
+    def decodes(channel: Channel, frame: bytes) -> Any:
+        message = decode(channel, frame)
+        check_frame(_now[0], frame)
+        return message
+
+    return decodes
 
 
 def product_in_hand() -> ExitStack:
@@ -195,12 +209,12 @@ def product_in_hand() -> ExitStack:
     enter(sending, "SenderSession", session(SenderSession))
     enter(receiving, "ReceiverSession", session(ReceiverSession))
     # It divides by seconds, of which none pass here.
-    enter(sending.Sending, "_report", lambda self: types.SimpleNamespace(as_dict=dict))
+    enter(sending.Sending, "_report", lambda *given: types.SimpleNamespace(as_dict=dict))
     enter(sender_module, "_meeting_point", dict)
     enter(sender_module, "find_transport", lambda name: _now[0].wire)
     enter(receiver_module, "find_transport", lambda name: _now[0].wire)
     enter(digests, "hash_views", _hooked(digests.hash_views))
-    enter(loading, "hash_views", _hooked(loading.hash_views))
+    enter(Channel, "decode", _noted(Channel.decode))
     enter(secrets, "token_hex", lambda n=32: _now[0].names.bytes(n).hex())
     enter(secrets, "token_bytes", lambda n=32: _now[0].names.bytes(n))
     return stack

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from refit_model.promises import check_write
 from refit_model.tasks import dead, point, running
 from rl_core.errors import RefitProtocolError
 from rl_core.refit.transports.base import CPU, Lane, ReceiverEnd, SenderEnd, Transport
@@ -76,6 +77,10 @@ class SharedLane(Lane):
         return torch.frombuffer(self.memory, dtype=torch.uint8, offset=start, count=stop - start)
 
     def publish(self, start: int, stop: int) -> None:
+        task = running()
+        assert task is not None
+        if not task.job._plan.direct:
+            check_write(self._world, self.ref["lane"], task.job.version)
         self._world.overhear((start, stop), bytes(self.memory[start:stop]))
         point("packed")
 
@@ -87,12 +92,17 @@ class SharedLane(Lane):
         if played is not None:
             self.memory[start:stop] = self._world.recordings[played].bytes[start, stop]
 
+    def arrived(self) -> bool:
+        point("load")
+        return True
+
     def close(self) -> None:
         pass
 
 
 class TrainerEnd(SenderEnd):
     reads_memory = True
+    private = True
 
     def __init__(self, world: World, number: int) -> None:
         self.address = {"trainer": number}
@@ -116,7 +126,7 @@ class TrainerEnd(SenderEnd):
         now = world.now
         task.stop(
             "receive",
-            lambda: bool(self.chosen or self.gone or task.job.cancelled or world.now != now),
+            lambda: bool(self.chosen or self.gone or task.job.given_up or world.now != now),
         )
         key, self.chosen = self.chosen, None
         if key is None:
@@ -149,14 +159,17 @@ class TrainerEnd(SenderEnd):
 
 
 class EngineEnd(ReceiverEnd):
+    private = True
+
     def __init__(self, world: World, party: str, trainer: int) -> None:
         self.connection: Connection | None = None
         self._world = world
         self._party = party
         self._trainer = trainer
 
-    def connect(self) -> None:
+    def connect(self, address: Mapping[str, Any]) -> None:
         if not dead():
+            self._trainer = address["trainer"]
             self.connection = self._world.connect(self._party, self._trainer)
 
     def disconnect(self) -> None:
@@ -174,7 +187,7 @@ class EngineEnd(ReceiverEnd):
             now = world.now
             task.stop(
                 "receive",
-                lambda: bool(down or self.lost() or task.job.cancelled or world.now != now),
+                lambda: bool(down or self.lost() or task.job.given_up or world.now != now),
             )
             if task.killed:
                 return None

@@ -39,10 +39,17 @@ class Train:
 
 @dataclass(frozen=True)
 class Refit:
-    """The driver asks for a refit; its version is its number, from 1 on."""
+    """The driver asks for a refit; its version is its number, from 1 on.
+
+    Attributes:
+        engines: Who takes it.
+        options: How.
+        named: Both sides are told an id.
+    """
 
     engines: tuple[str, ...] = ("E0",)
     options: dict[str, Any] = field(default_factory=dict)
+    named: bool = True
 
 
 @dataclass(frozen=True)
@@ -79,6 +86,9 @@ class World:
         offered: The trainer's weights when a version was offered.
         decided: Versions that the sender decided to commit, each with a connection that is to.
         known_way: This was seen before, and need not be looked at.
+        read: Frames that somebody took for authentic.
+        ran: Parties that did something since the last choice.
+        stirred: Something happened since then that somebody who was paused would see.
         wrong_since: A fault happened in the refit that is going on.
     """
 
@@ -99,6 +109,7 @@ class World:
         self.offered: dict[int, Weights] = {0: dict.fromkeys(NAMES, 0.0)}
         self.decided: set[tuple[int, str]] = set()
         self.digested: dict[bytes, bytes] = {}
+        self.read: set[bytes] = set()
         self.left = list(scenario.faults)
         self.most = scenario.most
         self.paused: str | None = None
@@ -108,9 +119,11 @@ class World:
         self.refit = 0
         self.asked: list[str] = []
         self.to_ask: list[str] = []
-        self.futures: list[tuple[str, Task]] = []
+        self.asked_tasks: list[Task] = []
         self.hellos_left = 0
         self.interrupted: Task | None = None
+        self.ran: set[str] = set()
+        self.stirred = False
         self.next_play: str | None = None
         self._connected: Counter[str] = Counter()
         self.trainers = 0
@@ -155,6 +168,7 @@ class World:
         return connection
 
     def overhear(self, place: tuple[int, int], data: bytes) -> None:
+        self.stirred = True
         for key, connection in self.connections.items():
             if not connection.closed:
                 self.recordings[key].bytes.setdefault(place, data)
@@ -184,6 +198,7 @@ class World:
             if task is None:
                 break
             task.go()
+            self.ran.add(task.party)
             self._after(task)
             if not task.over and not task.waits and task.party != self.paused:
                 self.interrupted = task
@@ -198,7 +213,7 @@ class World:
         for job in [t.job for t in self.tasks if t.party == "T" and not t.killed]:
             if job.session.phase in (Phase.COMMIT, Phase.COMMITTED):
                 self.decided.update((job.version, key) for key in job.session.peers)
-        if task.future.done() and not task.killed:
+        if task.over and not task.killed:
             check_end(self, task)
         if not self.known_way:
             check_engines(self)
@@ -216,7 +231,7 @@ class World:
         self.hellos_left = 1
         self.asked = list(step.engines)
         self.to_ask = ["T", *step.engines]
-        self.futures = []
+        self.asked_tasks = []
         info = self.trainer.sender.prepare()
         for name in step.engines:
             self.constructing = name
@@ -227,6 +242,7 @@ class World:
         self.to_ask.remove(party)
         step = self.scenario.script[self.position - 1]
         assert isinstance(step, Refit)
+        refit_id = f"refit {self.refit}" if step.named else ""
         if party == "T":
             self.offered[self.refit] = self.trainer.weights
             options = {
@@ -234,14 +250,16 @@ class World:
                 "deadline_s": DEADLINE_S,
                 "bucket_bytes": BUCKET_BYTES,
                 "version": self.refit,
+                "refit_id": refit_id,
             }
             self.trainer.sender.send(**options | step.options)
         else:
             self.engines[party].asked = self.refit
-            self.engines[party].receiver.receive(deadline_s=DEADLINE_S)
+            receiver = self.engines[party].receiver
+            receiver.receive(deadline_s=DEADLINE_S, refit_id=refit_id)
         task = self.tasks[-1]
         task.job.number = self.refit
-        self.futures.append((party, task))
+        self.asked_tasks.append(task)
 
     def time_passes(self) -> None:
         """Nobody can do anything before the next deadline, or the next time to say hello."""
@@ -305,6 +323,7 @@ class World:
 
 #: What has no influence on what follows, or is written down by itself.
 _NOT_STATE = {
-    "scenario", "names", "tasks", "_of", "recordings", "digested", "wire", "broken", "known_way",
+    "scenario", "names", "tasks", "_of", "recordings", "digested", "read", "wire",
+    "broken", "known_way",
 }  # fmt: skip
 Canon.stops_at(World)

@@ -5,7 +5,7 @@ The code is BLAKE2b, keyed with what only the holders of the channel's token can
 
     Hello       token, "hello"
     Offer       token, direction, the receiver's nonce
-    the rest    token, direction, the receiver's nonce, the session (the sender's nonce)
+    the rest    token, direction, the receiver's nonce, the session and nonce of the Offer
 
 and it covers the head and the number of frames before it under the same key. So a frame that was
 recorded means nothing anywhere else: not on another connection, not in another refit, not in the
@@ -168,7 +168,7 @@ class Channel:
         self._token = token
         self._side: Side = side
         self._peer: Side = "receiver" if side == "sender" else "sender"
-        self._bind(b"")
+        self._bind()
 
     def encode(self, message: object) -> bytes:
         """A frame for a message of this side.
@@ -179,7 +179,7 @@ class Channel:
         frame = _said_by[self._side].write(message, self._keys[self._side], self._sent)
         self._sent += 1
         if isinstance(message, Offer):
-            self._bind(message.session.encode())
+            self._bind(message.session.encode(), message.nonce)
         return frame
 
     def decode(self, frame: bytes) -> Any:
@@ -192,12 +192,12 @@ class Channel:
         message = _said_by[self._peer].read(frame, self._keys[self._peer], self._received)
         self._received += 1
         if isinstance(message, Offer):
-            self._bind(message.session.encode())
+            self._bind(message.session.encode(), message.nonce)
         return message
 
-    def _bind(self, session: bytes) -> None:
+    def _bind(self, *offered: bytes) -> None:
         self._sent = self._received = 0
         self._keys: dict[Side, bytes] = {
-            side: _key(self._token, side.encode(), self.nonce, session)
+            side: _key(self._token, side.encode(), self.nonce, *offered)
             for side in ("sender", "receiver")
         }

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 
 from rl_core.errors import (
@@ -178,6 +179,8 @@ class Sending(Job[SenderSession]):
     def _send(self, key: str, message: object) -> bool:
         """Sends to one connection, also to one that never said a Hello; False if it is gone."""
         channel = self._channels.get(key) or Channel(self._sender.token, b"", "sender")
+        if isinstance(message, Offer):
+            message = msgspec.structs.replace(message, nonce=secrets.token_bytes(16))
         return self._end.send(key, channel.encode(message))
 
     # -- what is sent, and where it lies ----------------------------------------------------------

@@ -1,0 +1,153 @@
+"""The protocol with one of its defences taken back, which the search must notice."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+import msgspec
+
+from rl_core.refit import receiving
+from rl_core.refit.digests import run_hasher
+from rl_core.refit.frames import Channel
+from rl_core.refit.loading import Route, _Step
+from rl_core.refit.receiver import RefitReceiver
+from rl_core.refit.sender import RefitSender
+from rl_core.refit.session import Send, SenderSession
+from rl_core.refit.session.sender import _Peer
+from rl_core.refit.staging import StagedSink
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator
+    from contextlib import AbstractContextManager
+
+Mutant = "Callable[[], AbstractContextManager[Any]]"
+
+
+def _with(owner: Any, **replaced: Any) -> Callable[[], AbstractContextManager[Any]]:
+    """Replaces functions of a class or module."""
+    return lambda: patch.multiple(owner, **replaced)
+
+
+def _verified_in_the_lane(self: Route, group: list[Any]) -> _Step:
+    runs = [piece.of(self.data).view(self.data.dtype) for piece in group]
+    digests = run_hasher(runs, self.plan.block_bytes, self._hash)
+    return _Step(self._names(group), [], digests, self._writes(group, self.data, 0), False)
+
+
+@contextmanager
+def _torn_as_before() -> Generator[None]:
+    attach, release = receiving.Receiving._attach, receiving.Receiving._release
+
+    def attaches(self: Any, *given: Any) -> str:
+        self.torn_before = self._receiver.torn
+        return attach(self, *given)
+
+    def releases(self: Any) -> None:
+        staged = isinstance(self._sink, StagedSink)
+        release(self)
+        if staged:
+            self._receiver.torn = self.torn_before
+
+    with patch.multiple(receiving.Receiving, _attach=attaches, _release=releases):
+        yield
+
+
+@contextmanager
+def _no_nonce() -> Generator[None]:
+    init = Channel.__init__
+
+    def makes(self: Any, token: str, nonce: bytes, side: Any) -> None:
+        init(self, token, b"", side)
+        self.nonce = nonce
+
+    with patch.object(Channel, "__init__", makes):
+        yield
+
+
+@contextmanager
+def _one_key_for_all_sessions() -> Generator[None]:
+    bind = Channel._bind
+    with patch.object(Channel, "_bind", lambda self, *offered: bind(self)):
+        yield
+
+
+@contextmanager
+def _one_key_for_all_connections() -> Generator[None]:
+    bind = Channel._bind
+    with patch.object(Channel, "_bind", lambda self, *offered: bind(self, *offered[:1])):
+        yield
+
+
+@contextmanager
+def _no_counter() -> Generator[None]:
+    encode, decode = Channel.encode, Channel.decode
+
+    def uncounted(self: Any, function: Any, thing: Any) -> Any:
+        self._sent = self._received = 0
+        return function(self, thing)
+
+    encodes = lambda self, message: uncounted(self, encode, message)  # noqa: E731
+    decodes = lambda self, frame: uncounted(self, decode, frame)  # noqa: E731
+    with patch.multiple(Channel, encode=encodes, decode=decodes):
+        yield
+
+
+def _last_hello_wins(self: Any, key: str, hello: Any) -> list[Any]:
+    if self.phase != "DISCOVER" or key in self._peers or key in self._offered:
+        return []
+    if hello.refit != self._refit:
+        return list(self._turn_away(key, hello))
+    for known in (self._peers, self._offered):
+        for old in [k for k, p in known.items() if p.hello.receiver == hello.receiver]:
+            del known[old]
+    self._offered[key] = _Peer(hello)
+    return [Send(self.offer, key)]
+
+
+@contextmanager
+def _any_refit() -> Generator[None]:
+    on_hello = SenderSession._on_hello
+
+    def takes(self: Any, key: str, hello: Any) -> list[Any]:
+        return on_hello(self, key, msgspec.structs.replace(hello, refit=self._refit))
+
+    with patch.object(SenderSession, "_on_hello", takes):
+        yield
+
+
+#: What is taken back, how, and the scenario in which that shows.
+MUTANTS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], str]] = {
+    "bytes are verified in the sender's memory": (
+        _with(Route, _cached=_verified_in_the_lane),
+        "STALE_DIRECT",
+    ),
+    "a failed refit gives back the torn that it saw first": (_torn_as_before, "DROPPED"),
+    "forget does not advance the epoch": (
+        _with(RefitReceiver, forget=lambda self: setattr(self, "known", {})),
+        "LOADED_DELTA",
+    ),
+    "nobody compares epochs": (
+        _with(RefitReceiver, check_epoch=lambda self, epoch: None),
+        "DROPPED_DELTA",
+    ),
+    "a staged refit writes what is known before it commits": (
+        partial(patch.object, receiving, "dict", lambda known: known, create=True),
+        "STAGED_CRASH",
+    ),
+    "no nonce binds an offer": (_no_nonce, "REPLAYED"),
+    "one key serves all sessions": (_one_key_for_all_sessions, "POSED"),
+    "one key serves all connections that say a Hello": (_one_key_for_all_connections, "POSED_ONCE"),
+    "frames are not counted": (_no_counter, "REPEATED"),
+    "the last Hello takes the place of all others": (
+        _with(SenderSession, _on_hello=_last_hello_wins),
+        "LATE_NAMELESS",
+    ),
+    "a Hello for any refit is one for this": (_any_refit, "CRASHED"),
+    "lanes of failed refits are used again": (
+        _with(RefitSender, drop_lanes_after_failure=lambda self: None),
+        "STALE_PACKED",
+    ),
+}
