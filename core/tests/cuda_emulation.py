@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from rl_core.refit import digests, handles, hashing, loading, receiving, sending
+from rl_core.refit import receiving
+from rl_core.refit.hashing import BlockHash
 from rl_core.refit.transports import cuda, ipc
 from rl_core.refit.transports.base import CPU
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import pytest
 
 UUID = "GPU-emulated"
@@ -104,13 +103,7 @@ def emulate(monkeypatch: pytest.MonkeyPatch) -> Gpu:
 
 
 def _hash_as_a_gpu_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    def hash_views(views: Sequence[memoryview]) -> list[bytes]:
-        runs = [torch.frombuffer(view, dtype=torch.uint8) for view in views]
-        return [digest for run in hashing.run_digests(runs, "fold") for digest in run]
+    def choose(cls: type[BlockHash], device: torch.device, *, private: bool, token: str) -> Any:
+        return cls._keyed("fold", token)
 
-    for module in (digests, handles, sending):
-        monkeypatch.setattr(module, "kind_for", lambda device: "fold")
-    for module in (digests, loading):
-        monkeypatch.setattr(module, "hash_views", hash_views)
-    monkeypatch.setattr(loading, "_SMALL", 1 << 60)  # nothing is written before all is verified
-    monkeypatch.setattr(loading, "_GROUP", 1 << 60)
+    monkeypatch.setattr(BlockHash, "choose", classmethod(choose))
