@@ -21,8 +21,10 @@ if TYPE_CHECKING:
 
     import greenlet
 
-#: Times that were measured, and what a job keeps for its caller.
-_IGNORED = {"phase_seconds", "_entered", "_told", "looked", "future", "at", "endpoint"}
+#: Times that were measured, addresses, and what a job keeps for its caller.
+_IGNORED = {
+    "phase_seconds", "_entered", "_told", "looked", "_places", "future", "at", "endpoint",
+}  # fmt: skip
 _PLAIN = {int, float, str, bytes, bool, type(None), Phase}
 
 
