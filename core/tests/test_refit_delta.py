@@ -123,10 +123,12 @@ def test_the_first_delta_is_full(keep):
     assert go(trainer, engine, **DELTA).bytes == all_bytes(trainer)
 
 
-def test_a_delta_to_a_trainer_that_took_over_sends_what_differs(keep, pair):
+def test_a_delta_to_a_trainer_that_took_over_sends_what_differs(request, keep, pair):
+    """All of it where blocks are hashed with the trainer's secret, as they are on a GPU."""
     _, engine = pair
     successor = keep(Trainer(make_tensors() | {"half": torch.ones(33).bfloat16()}))
-    assert go(successor, engine, **DELTA).tensors == 1
+    keyed = "GPU" in request.node.name
+    assert go(successor, engine, **DELTA).tensors == (8 if keyed else 1)
     assert same(successor.source.tensor, engine.sink.tensor)
 
 

@@ -106,9 +106,9 @@ class IpcReceiver(ControlClient, ReceiverEnd):
         path = self.endpoint.removeprefix(_SCHEME)
         try:
             os.stat(path)
-        except OSError as error:
+        except (OSError, ValueError) as error:  # the latter where it is no path at all
             raise RefitPeerError(
-                f"the trainer's socket {path} cannot be reached from here: {error.strerror}; "
+                f"the trainer's socket {path} cannot be reached from here: {error}; "
                 "either the trainer has ended, or this process sees another directory under that "
                 "name (another host or container) or runs as another user",
                 fix="if the trainer runs, let both sides be one user's and see one TMPDIR, or use "
