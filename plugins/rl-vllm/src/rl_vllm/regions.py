@@ -170,7 +170,8 @@ def _region(
     if not rows:
         raise CapabilityError(
             f"{name}: vLLM lays {list(shape)} of {list(whole)} out in a way that is not followed",
-            fix="report it to rl-vllm, with the name of the model",
+            fix="report it to rl-vllm, with the name of the model; without refits set "
+            "vllm_cfg.refit to False",
             tensor=name,
         )
     return Region(flat, width, *divmod(offset, width))
