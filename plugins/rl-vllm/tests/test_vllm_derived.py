@@ -126,6 +126,18 @@ def test_weights_that_hooks_rearrange_are_found(name):
     assert loading.rearranged == [name]
 
 
+def test_a_copy_that_a_layer_makes_while_it_computes_is_found_and_memory_to_work_in_is_not():
+    model, loading = loaded(lambda layer: None)
+    layer = model[0]
+    layer.workspace = torch.randn(4, 6)
+    layer.impl.cache = [layer.weight.view(-1)]
+    loading.look_again(model)
+    assert loading.derived == []
+    layer.impl.scale = {"turned": layer.weight.t().contiguous().to(torch.float64)}
+    loading.look_again(model)
+    assert loading.derived == ["0.impl.scale['turned']"]
+
+
 def test_the_error_names_module_and_attribute_and_the_way_out(monkeypatch):
     model, loading = loaded(MADE["a dataclass"])
     with pytest.raises(CapabilityError, match="nobody saw"):

@@ -36,6 +36,8 @@ _SKIPPED = {*_MADE_ANEW, *_SCALES}
 _LISTED = {"_modules", "_parameters"}
 _ATOMS = (str, bytes, int, bool, type(None), torch.dtype, torch.device, types.ModuleType)
 _FEW = 5
+#: Numbers of a tensor that are looked at, and how many different ones tell anything.
+_SAMPLE, _TELLING = 4096, 8
 
 _watched: weakref.WeakKeyDictionary[nn.Module, Loading] = weakref.WeakKeyDictionary()
 
@@ -52,6 +54,7 @@ class Loading:
         self._weights: dict[str, tuple[torch.dtype, bytes]] = {}
         self.derived: list[str] = []
         self.rearranged: list[str] = []
+        self._known: set[str] = set()
 
     def loaded(self, model: nn.Module) -> None:
         """The weights are there, and nothing was made of them by hooks yet."""
@@ -66,6 +69,38 @@ class Loading:
                 self.rearranged.append(name)
         for path, fingerprint in _fingerprints(model).items():
             if self._held.get(path) != fingerprint:
+                self.derived.append(path)
+        self._known = {path for path, _ in _held(model)}
+
+    def look_again(self, model: nn.Module) -> None:
+        """Looks for copies of weights that layers made while they computed.
+
+        What they keep then may also be memory to work in, or a cache. A copy is what has no number
+        that the weights of its module have not, too.
+        """
+        modules = dict(model.named_modules())
+        for path, value in _held(model):
+            if path in self._known:
+                continue
+            self._known.add(path)
+            if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+                continue
+            owner = path
+            while owner not in modules:
+                owner = owner.rpartition(".")[0]
+            weights = [p.detach() for p in modules[owner].parameters()]
+            storages = {weight.untyped_storage().data_ptr() for weight in weights}
+            if not weights or value.untyped_storage().data_ptr() in storages:
+                continue
+            part = value.detach()
+            while part.dim() > 1 and part.numel() > _SAMPLE:  # without a copy of the whole
+                part = part[0]
+            sample: torch.Tensor = part.flatten()[:_SAMPLE].unique()  # type: ignore[no-untyped-call]
+            if sample.numel() < _TELLING:
+                continue
+            for weight in weights:
+                sample = sample[~torch.isin(sample, weight.to(sample.dtype).flatten())]
+            if not sample.numel():
                 self.derived.append(path)
 
 
@@ -113,9 +148,10 @@ def check_derived(model: nn.Module) -> None:
             "vllm_cfg.refit to False",
             capability="refit",
         )
+    loading.look_again(model)
     for paths, what in (
         (loading.rearranged, "rearranges the weights of this model after loading"),
-        (loading.derived, "keeps something besides that it makes of the weights while it loads"),
+        (loading.derived, "keeps something besides that it made of the weights"),
     ):
         if paths:
             more = f" and {len(paths) - _FEW} more" if len(paths) > _FEW else ""

@@ -71,6 +71,14 @@ class EngineWeights:
         with self._vllm_config():  # which vLLM asks for in classes of transformers that it runs
             return _checkpoint_specs(config.hf_config, config.dtype, config.trust_remote_code)
 
+    def check(self) -> None:
+        """Makes sure that nothing was made of the weights that a refit would leave as it was.
+
+        Raises:
+            CapabilityError: It was.
+        """
+        check_derived(self.model)
+
     @cached_property
     def regions(self) -> Mapping[str, list[Region]]:
         """Where the engine keeps each tensor that owns its elements, or this worker's part of it.
@@ -81,7 +89,7 @@ class EngineWeights:
             CapabilityError: The model cannot be followed, or has weights that no tensor fills, or
                 such as were rearranged after loading.
         """
-        check_derived(self.model)
+        self.check()
         owned = [spec for spec in self.specs if spec.alias_of is None]
         dtype = self._worker.vllm_config.model_config.dtype
         with self._vllm_config():
