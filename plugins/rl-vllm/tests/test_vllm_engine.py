@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import shutil
@@ -162,6 +163,8 @@ def test_another_model_is_refused_and_the_old_one_serves(start, tiny):
     engine = start("qwen2", torch_dtype="float32")
     other = hf_policy(tiny("llama"))
     before = engine.generate(prompts(), greedy=True)
+    with pytest.raises(ManifestMismatchError, match="nothing was written"):
+        engine.prepare_refit_info(other.prepare_refit_info())  # before any training step
     with pytest.raises(ManifestMismatchError) as caught:
         refit(other, engine, deadline_s=30.0)
     assert "model.layers.0.self_attn.q_proj.bias" in caught.value.details["missing"]
@@ -202,6 +205,30 @@ def test_what_vllm_does_not_take_is_refused_with_the_key(key, cfg, start):
     with pytest.raises(ConfigError) as caught:
         start("qwen2", cfg)
     assert caught.value.details["key"] == key
+
+
+@pytest.mark.parametrize(
+    ("key", "changes", "says"),
+    [
+        ("model_name", {"intermediate_size": 64}, "cannot load the weights"),
+        ("model_name", {"model_type": "no-such"}, r"config\.json of .* cannot be loaded"),
+        ("model_name", {"architectures": ["NoSuchModel"]}, "NoSuchModel"),
+        (
+            "trust_remote_code",
+            {"model_type": "own", "auto_map": {"AutoConfig": "own.OwnConfig"}},
+            "Python that comes with the checkpoint",
+        ),
+    ],
+)
+def test_a_config_that_is_not_of_the_weights_is_refused(key, changes, says, start, tiny, tmp_path):
+    path = tmp_path / "other"
+    shutil.copytree(tiny("qwen2"), path)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, **changes}))
+    with pytest.raises(ConfigError, match=says) as caught:
+        start("qwen2", model_name=str(path))
+    assert caught.value.details["key"] == key
+    assert caught.value.fix
 
 
 def test_a_seed_of_minus_one_is_a_seed(start):

@@ -120,6 +120,85 @@ def test_a_loader_that_cannot_be_followed_is_named():
         regions_of(Transposing(), [spec("turned", 2, 3)], torch.float32)
 
 
+class One(nn.Module):
+    """A loader that does more than to copy."""
+
+    def __init__(self, load) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3, 2), requires_grad=False)
+        self.load = load
+
+    def load_weights(self, weights) -> None:
+        for _, tensor in weights:
+            self.load(self, tensor)
+
+
+def write_over(model: One, tensor: torch.Tensor) -> None:
+    model.weight.data.copy_(tensor)
+    model.weight.data.copy_(-torch.exp(model.weight))
+
+
+def change_in_place(model: One, tensor: torch.Tensor) -> None:
+    model.weight.data.copy_(tensor)
+    model.weight.data.mul_(2)
+
+
+def keep(model: One, tensor: torch.Tensor) -> None:
+    model.weight.data.copy_(tensor)
+    model.scale = tensor.abs().max()
+
+
+def keep_in_a_buffer(model: One, tensor: torch.Tensor) -> None:
+    model.weight.data.copy_(tensor)
+    model.register_buffer("scale", tensor[0].clone())
+
+
+def exchange_storage(model: One, tensor: torch.Tensor) -> None:
+    model.weight.data = tensor * 2
+
+
+@pytest.mark.parametrize(
+    ("load", "says"),
+    [
+        (write_over, "computes something of w"),
+        (change_in_place, "computes something of w"),
+        (keep, r"keeps something of what it loads in \.scale"),
+        (keep_in_a_buffer, r"keeps something of what it loads in \.scale"),
+        (exchange_storage, "storage of a parameter"),
+    ],
+)
+def test_a_loader_that_does_more_than_copy_is_named_and_changes_nothing(load, says):
+    model = One(load)
+    weight, before = model.weight, set(vars(model))
+    with pytest.raises(CapabilityError, match=says):
+        regions_of(model, [spec("w", 3, 2)], torch.float32)
+    assert model.weight is weight
+    assert torch.equal(weight, torch.ones(3, 2))
+    assert set(vars(model)) == before
+    assert not model._buffers
+
+
+def test_a_parameter_that_a_loader_makes_anew_stays_and_is_the_target():
+    def load(model: One, tensor: torch.Tensor) -> None:
+        model.weight = nn.Parameter(torch.empty(3, 2), requires_grad=False)
+        model.weight.data[1:].copy_(tensor)
+
+    model = One(load)
+    weight = model.weight
+    [region] = regions_of(model, [spec("w", 2, 2)], torch.float32)["w"]
+    region.write(0, torch.arange(4.0))
+    assert model.weight is weight
+    assert weight.tolist() == [[1, 1], [0, 1], [2, 3]]
+
+
+def test_what_vllm_would_round_is_refused():
+    model = One(lambda model, tensor: model.weight.data.copy_(tensor))
+    model.weight.data = model.weight.data.to(torch.bfloat16)
+    with pytest.raises(CapabilityError, match=r"w: vLLM keeps it in torch\.bfloat16"):
+        regions_of(model, [spec("w", 3, 2)], torch.float32)
+    assert regions_of(model, [spec("w", 3, 2)], torch.bfloat16)["w"]
+
+
 def test_a_region_takes_only_its_part():
     region = Region(torch.zeros(2, 2), 4, 1, 1)
     region.write(3, torch.arange(3.0, 10.0))

@@ -28,13 +28,17 @@ class VllmEngineConfig(TypedDict, total=False):
         kv_cache_dtype: Such as ``"fp8"``; the scales then travel with a refit.
         load_format: ``"dummy"`` starts with random weights, for a refit to replace.
         enable_prefix_caching: Keep the keys and values of prompts between calls.
+        refit: Whether weights are going to be sent (not vLLM's key). Default True: a model that
+            takes no refit is refused when the engine is built. False is for an engine that only
+            generates; it refuses refits.
         seed: Of what is sampled without a seed of its own. Default: a fresh one.
         sleep_level: What ``finish_generation`` does to the weights (not vLLM's key): 1 moves them
             to host memory, 2 drops them, and generation waits for a refit. Default 1.
         start_timeout_s: Seconds in which the engine must be there (not vLLM's key). Default 600.
         verbose: Show what the engine logs (not vLLM's key); otherwise only an error shows the end
             of it. Default False.
-        engine_args: Any other of the installed vLLM's engine arguments, by name.
+        engine_args: Other engine arguments of vLLM, by name; those that results or refits depend on
+            are refused.
     """
 
     tensor_parallel_size: Annotated[int, Range(ge=1)]
@@ -48,8 +52,11 @@ class VllmEngineConfig(TypedDict, total=False):
     enforce_eager: bool
     async_engine: bool
     kv_cache_dtype: str
-    load_format: str
+    load_format: Literal[
+        "auto", "hf", "safetensors", "fastsafetensors", "pt", "npcache", "mistral", "dummy"
+    ]
     enable_prefix_caching: bool
+    refit: bool
     seed: int
     sleep_level: Literal[1, 2]
     start_timeout_s: Annotated[float, Range(gt=0)]

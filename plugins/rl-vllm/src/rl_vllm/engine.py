@@ -9,6 +9,7 @@ import queue
 import secrets
 import threading
 import time
+import traceback
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
@@ -19,11 +20,10 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from rl_core.errors import ConfigError, DeadlineError, PluginError
-from rl_core.plugins.config import nearest
-from rl_vllm.facts import facts_of, tokenizer_of
+from rl_core.errors import ConfigError, DeadlineError, PluginError, RLError
+from rl_vllm.facts import facts_of, model_config_of, tokenizer_of
 from rl_vllm.private import check_version, engine_version
-from rl_vllm.wire import Row
+from rl_vllm.wire import Reply, Request, Row, decode, encode, raised
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine, Iterator
@@ -35,7 +35,15 @@ if TYPE_CHECKING:
 __all__ = ["Engine", "start"]
 
 #: Keys of ``vllm_cfg`` that are ours.
-_OURS = {"sleep_level", "start_timeout_s", "verbose", "async_engine", "engine_args", "dtype"}
+_OURS = {
+    "async_engine",
+    "dtype",
+    "engine_args",
+    "refit",
+    "sleep_level",
+    "start_timeout_s",
+    "verbose",
+}
 _ON_CPU: dict[str, Any] = {
     "enforce_eager": True,
     "kv_cache_memory_bytes": 512 << 20,
@@ -45,6 +53,8 @@ _ON_CPU: dict[str, Any] = {
 _WAIT_S = 0.5
 _PAUSE_S = 0.01
 _ABORT_S = 60.0
+#: Characters of vLLM's own words in an error.
+_LONGEST = 800
 _ALL = frozenset({"weights", "kv_cache"})
 
 
@@ -70,14 +80,24 @@ def start(config: dict[str, Any]) -> tuple[Engine, dict[str, Any]]:
             fix="use tensor_parallel_size",
             key="vllm_cfg.pipeline_parallel_size",
         )
+    model_config = model_config_of(config)
     tokenizer = tokenizer_of(config)
-    arguments = _arguments(config, with_tokenizer=tokenizer is not None)
+    arguments = _arguments(config, model_config, with_tokenizer=tokenizer is not None)
     kind: Callable[[dict[str, Any]], Engine]
     kind = _AsyncEngine if given.get("async_engine") else _SyncEngine
+    known = {field.name for field in dataclasses.fields(EngineArgs)}
+    if unknown := sorted(set(arguments) - known):
+        raise ConfigError(
+            f"vLLM {engine_version()} has no engine argument {unknown[0]!r}",
+            fix="leave it out",
+            key=f"vllm_cfg.engine_args.{unknown[0]}",
+        )
     try:
         engine = kind(arguments)
-    except ValueError as error:  # also what vLLM's models of its settings raise
-        raise ConfigError(f"vLLM refuses this: {error}", key="vllm_cfg") from error
+    except Exception as error:
+        raise _refusal(error, config) from error
+    if given.get("refit", True):
+        engine.check_refit()
     return engine, facts_of(engine.model_config, tokenizer, config) | {
         "has_tokenizer": tokenizer is not None,
         "sleeps": not current_platform.is_cpu(),
@@ -87,13 +107,15 @@ def start(config: dict[str, Any]) -> tuple[Engine, dict[str, Any]]:
     }
 
 
-def _arguments(config: dict[str, Any], *, with_tokenizer: bool) -> dict[str, Any]:
+def _arguments(
+    config: dict[str, Any], model_config: Any, *, with_tokenizer: bool
+) -> dict[str, Any]:
     """The engine arguments of vLLM."""
     given = config.get("vllm_cfg", {})
     cpu = current_platform.is_cpu()
     chosen = {
         "model": config["model_name"],
-        "dtype": _dtype(config),
+        "dtype": _dtype(config, model_config),
         "trust_remote_code": config.get("trust_remote_code", False),
         "skip_tokenizer_init": not with_tokenizer,
         "generation_config": "vllm",
@@ -104,37 +126,47 @@ def _arguments(config: dict[str, Any], *, with_tokenizer: bool) -> dict[str, Any
         **(_ON_CPU if cpu else {}),
         "max_model_len": config.get("max_model_len"),
         **{key: value for key, value in given.items() if key not in _OURS},
-        **_known(given.get("engine_args", {})),
+        **given.get("engine_args", {}),
     }
     if not cpu:
         chosen.setdefault("enable_sleep_mode", True)
     return {key: value for key, value in chosen.items() if value is not None}
 
 
-def _known(extra: dict[str, Any]) -> dict[str, Any]:
-    known = [field.name for field in dataclasses.fields(EngineArgs)]
-    for key in extra:
-        if key not in known:
-            raise ConfigError(
-                f"vLLM {engine_version()} has no engine argument {key!r}",
-                fix=f"did you mean {nearest(key, known)!r}?" if nearest(key, known) else None,
-                key=f"vllm_cfg.engine_args.{key}",
-            )
-    return extra
-
-
-def _dtype(config: dict[str, Any]) -> str:
+def _dtype(config: dict[str, Any], model_config: Any) -> str:
     """The dtype of the weights; vLLM's own "auto" would round float32 checkpoints."""
     named = config.get("vllm_cfg", {}).get("dtype") or config.get("torch_dtype") or "auto"
     if named != "auto":
         return str(named)
-    from transformers import AutoConfig
-
-    loaded = AutoConfig.from_pretrained(
-        config["model_name"], trust_remote_code=config.get("trust_remote_code", False)
-    )
-    found = getattr(loaded.get_text_config(), "dtype", None) or getattr(loaded, "dtype", None)
+    text = model_config.get_text_config()
+    found = getattr(text, "dtype", None) or getattr(model_config, "dtype", None)
     return "auto" if found is None else str(found).removeprefix("torch.")
+
+
+def _refusal(error: Exception, config: dict[str, Any]) -> RLError:
+    """What it means that vLLM did not start."""
+    name, text = config["model_name"], f"{type(error).__name__}: {error}"[:_LONGEST]
+    frames = traceback.extract_tb(error.__traceback__)
+    if any("model_loader" in frame.filename for frame in frames):
+        return ConfigError(
+            f"vLLM cannot load the weights of {name}: {text}",
+            fix="write config.json and weights again with save_pretrained, so that they are of the "
+            "same model",
+            key="model_name",
+        )
+    if isinstance(error, ValueError | NotImplementedError):  # also of vLLM's models of settings
+        model = "architecture" in text
+        return ConfigError(
+            f"vLLM {engine_version()} refuses {name if model else 'this'}: {text}",
+            fix="use a model that vLLM has"
+            if model
+            else "change the key of vllm_cfg that it names",
+            key="model_name" if model else "vllm_cfg",
+        )
+    return PluginError(
+        f"vLLM {engine_version()} did not start with {name}: {text}",
+        fix="look at the end of the engine's log; vllm_cfg.verbose shows all of it",
+    )
 
 
 def _params(prompt: Prompt, sampling: dict[str, Any]) -> SamplingParams:
@@ -198,6 +230,17 @@ class Engine(ABC):
     @abstractmethod
     def call_workers(self, method: str, *args: Any) -> list[Any]:
         """Calls a method of every worker."""
+
+    def check_refit(self) -> None:
+        """Makes sure that every worker can be refit.
+
+        Raises:
+            CapabilityError: A refit would not reach all that one computes with.
+        """
+        for answer in self.call_workers("rl_refit", encode(Request("check"))):
+            if (error := raised(decode(answer, type=Reply))) is not None:
+                self.shutdown()
+                raise error
 
     @abstractmethod
     def put_to_sleep(self, level: int) -> None:

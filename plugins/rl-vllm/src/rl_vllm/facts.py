@@ -10,7 +10,7 @@ from rl_core.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["facts_of", "tokenizer_of"]
+__all__ = ["facts_of", "model_config_of", "tokenizer_of"]
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
@@ -37,12 +37,39 @@ def tokenizer_of(config: Mapping[str, Any]) -> Any:
         return AutoTokenizer.from_pretrained(
             name, trust_remote_code=config.get("trust_remote_code", False)
         )
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise ConfigError(
-            f"the tokenizer of {name} cannot be loaded: {error}",
-            fix="save the tokenizer beside the model again with save_pretrained",
-            key="model_name",
-        ) from error
+    except Exception as error:  # tokenizers raises Exception itself
+        raise _cannot_load("tokenizer", config, error) from error
+
+
+def model_config_of(config: Mapping[str, Any]) -> Any:
+    """What a checkpoint's config.json makes, as vLLM reads it.
+
+    Raises:
+        ConfigError: It cannot be read, or only by Python that comes with the checkpoint.
+    """
+    from vllm.transformers_utils.config import get_config
+
+    try:
+        return get_config(config["model_name"], config.get("trust_remote_code", False))
+    except Exception as error:  # whatever classes of configurations raise
+        raise _cannot_load("config.json", config, error) from error
+
+
+def _cannot_load(what: str, config: Mapping[str, Any], error: Exception) -> ConfigError:
+    name, text = config["model_name"], str(error)
+    if "trust_remote_code" in text and not config.get("trust_remote_code", False):
+        return ConfigError(
+            f"the {what} of {name} needs Python that comes with the checkpoint, and "
+            "trust_remote_code is not set",
+            fix="read that code; if you trust it, set trust_remote_code to True",
+            key="trust_remote_code",
+        )
+    return ConfigError(
+        f"the {what} of {name} cannot be loaded: {type(error).__name__}: {text}",
+        fix="save it beside the weights again with save_pretrained, or install a transformers "
+        "that knows the model",
+        key="model_name",
+    )
 
 
 def facts_of(model_config: Any, tokenizer: Any, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from rl_core.backends import Completion, GenerationBackend, ModelFacts
@@ -12,7 +10,9 @@ from rl_core.backends.generation import TAGS, tags_of
 from rl_core.errors import CapabilityError, ConfigError, DataError, PluginError
 from rl_core.plugins.config import check_config
 from rl_core.plugins.factory import create_generation
+from rl_vllm.checkpoint import check_checkpoint
 from rl_vllm.config import VllmConfig
+from rl_vllm.engine_args import check_engine_args
 from rl_vllm.environment import engine_environment
 from rl_vllm.process import EngineProcess
 from rl_vllm.receivers import WorkerReceivers
@@ -25,12 +25,11 @@ if TYPE_CHECKING:
     from rl_core.backends import PromptBatch, SamplingParams
     from rl_core.backends.receivers import Receiver
     from rl_core.cluster import RayVirtualCluster
-    from rl_core.interfaces import WeightSink, WorkerContext
+    from rl_core.interfaces import Future, WeightSink, WorkerContext
     from rl_core.refit.turns import TurnLock
 
 __all__ = ["VllmGeneration"]
 
-_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _START_S = 600.0
 _SEEDS = (1 << 63) - 1
 #: vLLM raises what is lower to the first, and refuses what is higher than the second.
@@ -74,6 +73,9 @@ class VllmGeneration(GenerationBackend):
         checked = _checked(check_config(VllmConfig, given, what=type(self).__name__))
         engine = checked.get("vllm_cfg", {})
         verbose, device = engine.get("verbose", False), _device()
+        check_engine_args(engine, device)
+        check_checkpoint(checked)
+        self._takes_refits: bool = engine.get("refit", True)
         self._sleep_level = engine.get("sleep_level", 1)
         _check_devices(device, _workers(engine))
         self._process = EngineProcess(
@@ -193,6 +195,31 @@ class VllmGeneration(GenerationBackend):
         )
         return self._workers
 
+    def prepare_refit_info(self, state_dict_info: dict[str, Any]) -> None:
+        """See :meth:`GenerationInterface.prepare_refit_info`.
+
+        Raises:
+            CapabilityError: ``vllm_cfg.refit`` is False.
+            ManifestMismatchError: The tensors are not those of the engine; nothing was touched.
+        """
+        self._check_refits()
+        super().prepare_refit_info(state_dict_info)
+
+    def update_weights_from_collective(
+        self, info: dict[str, Any] | None = None, **options: Any
+    ) -> list[Future]:
+        """See :meth:`GenerationInterface.update_weights_from_collective`."""
+        self._check_refits()
+        return super().update_weights_from_collective(info, **options)
+
+    def _check_refits(self) -> None:
+        if not self._takes_refits:
+            raise CapabilityError(
+                f"{self._process.name} was built with vllm_cfg.refit False",
+                fix="build it without that key",
+                capability="refit",
+            )
+
     def weight_sink(self) -> WeightSink:
         """What the engine holds, to be read; refits write in the engine's own processes."""
         return RemoteSink(self._workers)
@@ -224,7 +251,7 @@ def _checked(config: dict[str, Any]) -> dict[str, Any]:
     """What a TypedDict cannot say.
 
     Raises:
-        ConfigError: Two keys that mean the same disagree, or there is no such checkpoint.
+        ConfigError: Two keys that mean the same disagree, or vLLM would change a temperature.
     """
     engine = config.get("vllm_cfg", {})
     for outside, inside in (("torch_dtype", "dtype"), ("max_model_len", "max_model_len")):
@@ -235,19 +262,6 @@ def _checked(config: dict[str, Any]) -> dict[str, Any]:
                 fix="give one of them",
                 key=outside,
             )
-    name = config["model_name"]
-    if not Path(name).is_dir() and (not _HUB_NAME.fullmatch(name) or name.startswith(".")):
-        raise ConfigError(
-            f"the model directory {name} does not exist",
-            fix="set model_name to an existing directory, or to a name on the hub",
-            key="model_name",
-        )
-    if Path(name).is_dir() and not (Path(name) / "config.json").exists():
-        raise ConfigError(
-            f"{name} is not a Hugging Face checkpoint: it has no config.json",
-            fix="point model_name at the directory that save_pretrained wrote",
-            key="model_name",
-        )
     temperature = config.get("temperature", 1.0)
     if 0 < temperature < _TEMPERATURES[0] or temperature > _TEMPERATURES[1]:
         raise ConfigError(

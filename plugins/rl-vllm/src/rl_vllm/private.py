@@ -20,7 +20,7 @@ PRIVATE: dict[str, str] = {
     "abort_request, has_unfinished_requests, collective_rpc, reset_prefix_cache, sleep, wake_up",
     "vllm.v1.engine.async_llm.AsyncLLM": "the same, asynchronously",
     "EngineArgs.worker_extension_cls": "our methods in the engine's workers",
-    "Worker.model_runner, .vllm_config, .rank": "the model that a worker holds",
+    "Worker.get_model, .vllm_config, .rank": "the model that a worker holds",
     "Module.load_weights of a model": "which of its parameters a tensor goes to",
     "vllm.model_executor.layers.utils.dispatch_cpu_unquantized_gemm": "on the CPU, keeps the "
     "weights that vLLM packs for oneDNN, and packs them again after a refit",
@@ -28,8 +28,10 @@ PRIVATE: dict[str, str] = {
     "VocabParallelEmbedding.org_vocab_size": "rows beyond it are padding",
     "vllm.distributed.parallel_state.get_world_group": "reads sharded tensors back",
     "OutputProcessor.request_states, .detokenizer": "tokens made so far, as a sign of life",
-    "quant_method.unquantized_backend, module._cpu_unpacked_conv_weight": "layers whose weights "
-    "are rearranged after loading, and take no refit",
+    "model_loader.base_loader.initialize_model, .process_weights_after_loading": "what a model has "
+    "before there are weights, and what hooks make of these",
+    "vllm.transformers_utils.config.get_config": "the configuration of a checkpoint",
+    "vllm.config.set_current_vllm_config": "in which the loader is asked",
     "Attention.impl.bmm1_scale, .bmm2_scale": "numbers made of the scales of an FP8 cache",
     "Attention._k_scale, ._v_scale, ._k_scale_float, ._v_scale_float": "scales of an FP8 cache",
 }

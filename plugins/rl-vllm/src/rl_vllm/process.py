@@ -16,7 +16,7 @@ import weakref
 from contextlib import suppress
 from typing import IO, TYPE_CHECKING, Any
 
-from rl_core.errors import DeadlineError, WorkerDiedError
+from rl_core.errors import DeadlineError, PluginError, WorkerDiedError
 from rl_vllm.forkserver import Forked, ForkServer
 from rl_vllm.host import SOCKETS, VLLMS_SOCKETS
 from rl_vllm.shared_memory import SharedMemory
@@ -109,6 +109,9 @@ class EngineProcess:
         """Calls ``start``, and notes what must be removed if the engine is killed."""
         try:
             return self.call("start", timeout_s, config=config)
+        except PluginError as error:  # of which the log may know more
+            error.message += self._tail()
+            raise
         finally:
             self._left.append(SharedMemory(self.pid))
 

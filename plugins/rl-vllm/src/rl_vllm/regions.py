@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Region", "regions_of"]
 
+_FEW = 5
 _COPY = torch.ops.aten.copy_.default
 #: What makes a tensor with other storage but the same contents.
 _SAME = {
@@ -32,6 +33,7 @@ _SAME = {
     torch.ops.aten.clone.default,
     torch.ops.aten.contiguous.default,
 }
+_FILLS = {torch.ops.aten.fill_.Scalar, torch.ops.aten.fill_.Tensor, torch.ops.aten.zero_.default}
 
 
 class Region(NamedTuple):
@@ -89,12 +91,19 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.found: list[tuple[str, torch.Tensor, int, tuple[int, ...], tuple[int, ...]]] = []
+        self.changed: list[str] = []
+        self._filled: dict[int, str] = {}
         self._names: dict[int, str] = {}
         self._kept: list[torch.Tensor] = []
 
     def mark(self, name: str, tensor: torch.Tensor) -> None:
         self._names[tensor.untyped_storage().data_ptr()] = name
         self._kept.append(tensor)
+
+    def _note(self, target: torch.Tensor) -> None:
+        """What is no copy is written: over a copy, so that this is not what is computed with."""
+        if name := self._filled.get(target.untyped_storage().data_ptr()):
+            self.changed.append(name)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -104,18 +113,74 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             name = self._names.get(source.untyped_storage().data_ptr())
             if name is not None:
                 target = target.detach()
+                self._filled[target.untyped_storage().data_ptr()] = name
                 source = source.broadcast_to(target.shape)
                 place = source.storage_offset(), tuple(source.shape), tuple(source.stride())
                 self.found.append((name, target, *place))
+            else:
+                self._note(args[0])
             return args[0]
         if func._schema.name.endswith("_") and not func._schema.name.endswith("__"):
-            return args[0]  # writes something else, such as padding
+            if func not in _FILLS:  # padding
+                self._note(args[0])
+            return args[0]
         result = func(*args, **(kwargs or {}))
         if func in _SAME and args[0].is_contiguous():
             name = self._names.get(args[0].untyped_storage().data_ptr())
             if name is not None and args[0].storage_offset() == 0:
                 self.mark(name, result)
         return result
+
+
+class _Held:
+    """What a model's modules hold, so that asking its loader leaves them as they were."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = [
+            (name, module, dict(vars(module)), dict(module._parameters), dict(module._buffers))
+            for name, module in model.named_modules()
+        ]
+        self._data = [(parameter, parameter.data) for parameter in model.parameters()]
+
+    def restore(self) -> tuple[dict[int, torch.Tensor], list[str]]:
+        """Puts everything back.
+
+        Returns:
+            The parameters that were exchanged for new ones of the same shape, by the storage of
+            the new one; and names of whatever else the loader kept.
+        """
+        new, kept = {}, []
+        for name, module, attributes, parameters, buffers in self._modules:
+            for which, old in (("_parameters", parameters), ("_buffers", buffers)):
+                now = vars(module)[which]
+                for key in {*now, *old}:
+                    one, other = old.get(key), now.get(key)
+                    if one is other:
+                        continue
+                    if one is not None and other is not None and _alike(one, other):
+                        new[other.untyped_storage().data_ptr()] = one.detach()
+                    else:
+                        kept.append(f"{name}.{key}")
+                now.clear()
+                now.update(old)
+            held = vars(module)
+            kept += [
+                f"{name}.{key}"
+                for key, one in held.items()
+                if isinstance(one, torch.Tensor) and one is not attributes.get(key)
+            ]
+            held.clear()
+            held.update(attributes)
+        for parameter, data in self._data:
+            if parameter.data_ptr() != data.data_ptr():
+                kept.append("the storage of a parameter")
+                parameter.data = data
+        return new, kept
+
+
+def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    ours, theirs = ((t.shape, t.dtype, t.stride(), type(t)) for t in (one, other))
+    return ours == theirs and isinstance(one, torch.nn.Parameter)
 
 
 def regions_of(
@@ -132,9 +197,10 @@ def regions_of(
         Regions by name; none for what the loader ignores or another worker has.
 
     Raises:
-        CapabilityError: The loader computes something of a tensor, so that it cannot be followed.
+        CapabilityError: The loader computes something of a tensor, or keeps something of it, so
+            that it cannot be followed.
     """
-    recorder = _Recorder()
+    recorder, before = _Recorder(), _Held(model)
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
         for spec in specs:
@@ -143,11 +209,34 @@ def regions_of(
             recorder.mark(spec.name, tensor)
             yield spec.name, tensor
 
-    with torch.no_grad(), recorder:
-        model.load_weights(tensors())  # type: ignore[operator]
+    try:
+        with torch.no_grad(), recorder:
+            model.load_weights(tensors())  # type: ignore[operator]
+    finally:
+        new, kept = before.restore()
+    if recorder.changed or kept:
+        raise CapabilityError(
+            f"vLLM's {type(model).__name__} takes no refit: its loader "
+            + (
+                f"computes something of {', '.join(recorder.changed[:_FEW])}"
+                if recorder.changed
+                else f"keeps something of what it loads in {', '.join(kept[:_FEW])}"
+            ),
+            fix="use another model; without refits set vllm_cfg.refit to False",
+            capability="refit",
+        )
     shapes = {spec.name: spec.shape for spec in specs}
     regions: dict[str, list[Region]] = {spec.name: [] for spec in specs}
-    for name, target, offset, shape, stride in recorder.found:
+    for name, found, offset, shape, stride in recorder.found:
+        target, own = found, new.get(found.untyped_storage().data_ptr())
+        if own is not None:
+            target = own.as_strided(found.shape, found.stride(), found.storage_offset())
+        if torch.promote_types(target.dtype, dtype) != target.dtype:
+            raise CapabilityError(
+                f"{name}: vLLM keeps it in {target.dtype}, which would round a model in {dtype}",
+                fix="set torch_dtype to that dtype; without refits set vllm_cfg.refit to False",
+                tensor=name,
+            )
         regions[name].append(_region(name, shapes[name], target, offset, shape, stride))
     return regions
 
@@ -170,7 +259,8 @@ def _region(
     if not rows:
         raise CapabilityError(
             f"{name}: vLLM lays {list(shape)} of {list(whole)} out in a way that is not followed",
-            fix="report it to rl-vllm, with the name of the model",
+            fix="report it to rl-vllm, with the name of the model; without refits set "
+            "vllm_cfg.refit to False",
             tensor=name,
         )
     return Region(flat, width, *divmod(offset, width))

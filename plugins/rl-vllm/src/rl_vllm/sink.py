@@ -41,6 +41,7 @@ class ModelSink(WeightSink):
     def begin(self, version: int) -> None:
         """Finds out where everything goes, before anything is written."""
         assert self._weights.regions is not None
+        self._weights.check()  # layers that computed since may have kept something
 
     @torch.no_grad()
     def write(self, name: str, offset: int, data: torch.Tensor, *, of: TensorSpec) -> None:

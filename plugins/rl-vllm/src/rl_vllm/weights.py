@@ -11,17 +11,17 @@ from torch import distributed as dist
 
 from rl_core.errors import CapabilityError
 from rl_core.interfaces import TensorSpec
+from rl_vllm.derived import check_derived
 from rl_vllm.regions import Region, regions_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     from torch import nn
 
 __all__ = ["EngineWeights"]
 
-#: Kernels of experts that take the weights as they are loaded.
-_PLAIN_EXPERTS = ("TRITON", "BATCHED_TRITON")
 #: Seconds in which the workers of an engine must meet while a tensor is read back.
 _MEET_S = 60.0
 
@@ -48,10 +48,10 @@ class EngineWeights:
         if model_config.quantization is not None:
             raise CapabilityError(
                 f"an engine quantised with {model_config.quantization} takes no refit",
-                fix="leave quantization out of vllm_cfg",
+                fix="use a checkpoint that is not quantised, or set vllm_cfg.refit to False",
                 capability="refit",
             )
-        model: nn.Module = self._worker.model_runner.model
+        model: nn.Module = self._worker.get_model()
         return model
 
     @property
@@ -68,7 +68,16 @@ class EngineWeights:
     def specs(self) -> Sequence[TensorSpec]:
         """The tensors that a trainer of this model has, in the dtype of the engine."""
         config = self._worker.vllm_config.model_config
-        return _checkpoint_specs(config.hf_config, config.dtype, config.trust_remote_code)
+        with self._vllm_config():  # which vLLM asks for in classes of transformers that it runs
+            return _checkpoint_specs(config.hf_config, config.dtype, config.trust_remote_code)
+
+    def check(self) -> None:
+        """Makes sure that nothing was made of the weights that a refit would leave as it was.
+
+        Raises:
+            CapabilityError: It was.
+        """
+        check_derived(self.model)
 
     @cached_property
     def regions(self) -> Mapping[str, list[Region]]:
@@ -80,10 +89,11 @@ class EngineWeights:
             CapabilityError: The model cannot be followed, or has weights that no tensor fills, or
                 such as were rearranged after loading.
         """
-        _check_in_place(self.model)
+        self.check()
         owned = [spec for spec in self.specs if spec.alias_of is None]
         dtype = self._worker.vllm_config.model_config.dtype
-        regions = regions_of(self.model, owned, dtype)
+        with self._vllm_config():
+            regions = regions_of(self.model, owned, dtype)
         kept = self._somewhere({name for name, found in regions.items() if found})
         for spec in owned:
             if spec.name not in kept:
@@ -91,6 +101,13 @@ class EngineWeights:
                 regions[spec.name] = [Region(whole, whole.shape[1], 0, 0)]
         _check_filled(self.model, regions)
         return regions
+
+    def _vllm_config(self) -> AbstractContextManager[None]:
+        """Makes the engine's configuration the one that vLLM's code is asked in."""
+        from vllm.config import set_current_vllm_config
+
+        context: AbstractContextManager[None] = set_current_vllm_config(self._worker.vllm_config)
+        return context
 
     @cached_property
     def targets(self) -> Mapping[str, torch.Tensor] | None:
@@ -175,21 +192,6 @@ def _checkpoint_specs(config: Any, dtype: torch.dtype, trust: bool) -> list[Tens
     return specs
 
 
-def _check_in_place(model: nn.Module) -> None:
-    """Makes sure that vLLM computes with what its loader wrote, where it wrote it."""
-    for name, module in model.named_modules():
-        backend = getattr(getattr(module, "quant_method", None), "unquantized_backend", None)
-        experts = backend is not None and getattr(backend, "name", "") not in _PLAIN_EXPERTS
-        if experts or hasattr(module, "_cpu_unpacked_conv_weight"):
-            raise CapabilityError(
-                f"vLLM rearranges the weights of {name} after loading"
-                + (f", for {backend}" if experts else ""),
-                fix="use a model without such layers; on CUDA, experts that run in Triton "
-                '(vllm_cfg.engine_args["moe_backend"]="triton") are left as they are',
-                capability="refit",
-            )
-
-
 def _check_filled(model: nn.Module, regions: Mapping[str, list[Region]]) -> None:
     """Makes sure that the tensors of a checkpoint fill every parameter but its padding."""
     filled: dict[int, int] = {}
@@ -208,6 +210,7 @@ def _check_filled(model: nn.Module, regions: Mapping[str, list[Region]]) -> None
         raise CapabilityError(
             f"{len(wanting)} parameters of vLLM's {type(model).__name__} are not filled by the "
             f"tensors that transformers has: {', '.join(wanting[:5])}",
-            fix="report it to rl-vllm, with the name of the model",
+            fix="report it to rl-vllm, with the name of the model; without refits set "
+            "vllm_cfg.refit to False",
             capability="refit",
         )

@@ -20,6 +20,7 @@ from rl_core.cluster.remote_error import as_plain
 from rl_core.plugins.discovery import load_object
 from rl_core.refit import RefitReceiver
 from rl_vllm.cpu_weights import keep_plain_weights
+from rl_vllm.derived import watch_loading
 from rl_vllm.sink import ModelSink
 from rl_vllm.weights import EngineWeights
 from rl_vllm.wire import Reply, Request, decode, encode, failure
@@ -30,7 +31,9 @@ if TYPE_CHECKING:
 
 __all__ = ["GrantedLock", "RefitExtension", "WorkerRefits"]
 
-keep_plain_weights()  # before a model is loaded: vLLM imports this first
+# Before a model is loaded: vLLM imports this first.
+keep_plain_weights()
+watch_loading()
 
 
 class RefitExtension:
@@ -94,6 +97,7 @@ class WorkerRefits:
     def answer(self, request: Request) -> Reply:
         """Calls one of the methods below."""
         methods: dict[str, Callable[..., Any]] = {
+            "check": self.check,
             "prepare": self.prepare,
             "receive": self.receive,
             "open": self.open,
@@ -115,6 +119,10 @@ class WorkerRefits:
             return failure(error, self.name)
 
     # -- refits -----------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Makes sure that refits can reach all that this worker computes with."""
+        self._sink().begin(self._receiver.version)
 
     def prepare(self, info: bytes) -> None:
         """See :meth:`RefitReceiver.prepare`."""

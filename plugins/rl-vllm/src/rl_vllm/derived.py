@@ -1,0 +1,266 @@
+"""What vLLM makes of the weights while it loads a model, and a refit would leave as it was.
+
+A refit writes parameters. A layer that computes with something else that was made of them (a copy
+in another attribute, a weight that was rearranged) would go on with the old weights, and nothing
+would say so. So the loading of a model is watched: all that its modules hold is taken down before
+there are weights and after vLLM's hooks have run. What was there before, bit for bit, does not
+depend on the weights. A view of a parameter follows it. What else there is was made of the weights.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+import weakref
+from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from rl_core.errors import CapabilityError
+from rl_core.refit.hashing import block_digests, tensor_digest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["Loading", "check_derived", "watch_loading"]
+
+#: Attributes that are made anew after a refit (``cpu_weights``), or travel with it (``sink``).
+_MADE_ANEW = {"cpu_linear"}
+_SCALES = {f"_{which}_scale{kind}" for which in "qkv" for kind in ("", "_float")}
+_SKIPPED = {*_MADE_ANEW, *_SCALES}
+#: What the walk over modules covers.
+_LISTED = {"_modules", "_parameters"}
+_ATOMS = (str, bytes, int, bool, type(None), torch.dtype, torch.device, types.ModuleType)
+_FEW = 5
+#: Numbers of a tensor that are looked at, and how many different ones tell anything.
+_SAMPLE, _TELLING = 4096, 8
+
+_watched: weakref.WeakKeyDictionary[nn.Module, Loading] = weakref.WeakKeyDictionary()
+
+
+class Loading:
+    """One model's way from its construction to the end of vLLM's hooks.
+
+    Args:
+        model: Before it has weights.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._held = _fingerprints(model)
+        self._weights: dict[str, tuple[torch.dtype, bytes]] = {}
+        self.derived: list[str] = []
+        self.rearranged: list[str] = []
+        self._known: set[str] = set()
+
+    def loaded(self, model: nn.Module) -> None:
+        """The weights are there, and nothing was made of them by hooks yet."""
+        self._weights = {n: (p.dtype, _digest(p)) for n, p in _parameters(model)}
+
+    def finished(self, model: nn.Module) -> None:
+        """All hooks have run: what they left is compared with what there was."""
+        after = dict(_parameters(model))
+        for name, (dtype, digest) in self._weights.items():
+            # Some kernels keep the same numbers in a wider dtype.
+            if name not in after or _digest(after[name].detach().to(dtype)) != digest:
+                self.rearranged.append(name)
+        for path, fingerprint in _fingerprints(model).items():
+            if self._held.get(path) != fingerprint:
+                self.derived.append(path)
+        self._known = {path for path, _ in _held(model)}
+
+    def look_again(self, model: nn.Module) -> None:
+        """Looks for copies of weights that layers made while they computed.
+
+        What they keep then may also be memory to work in, or a cache. A copy is what has no number
+        that the weights of its module have not, too.
+        """
+        modules = dict(model.named_modules())
+        for path, value in _held(model):
+            if path in self._known:
+                continue
+            self._known.add(path)
+            if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+                continue
+            owner = path
+            while owner not in modules:
+                owner = owner.rpartition(".")[0]
+            weights = [p.detach() for p in modules[owner].parameters()]
+            storages = {weight.untyped_storage().data_ptr() for weight in weights}
+            if not weights or value.untyped_storage().data_ptr() in storages:
+                continue
+            part = value.detach()
+            while part.dim() > 1 and part.numel() > _SAMPLE:  # without a copy of the whole
+                part = part[0]
+            sample: torch.Tensor = part.flatten()[:_SAMPLE].unique()  # type: ignore[no-untyped-call]
+            if sample.numel() < _TELLING:
+                continue
+            for weight in weights:
+                sample = sample[~torch.isin(sample, weight.to(sample.dtype).flatten())]
+            if not sample.numel():
+                self.derived.append(path)
+
+
+def watch_loading() -> None:
+    """Makes vLLM's loader tell of its steps. For a worker's process, before it loads a model."""
+    from vllm.model_executor.model_loader import base_loader
+
+    initialize, process = base_loader.initialize_model, base_loader.process_weights_after_loading
+    if hasattr(process, "__wrapped__") and hasattr(process, "rl_watched"):
+        return
+
+    @functools.wraps(initialize)
+    def watched_initialize(*args: Any, **kwargs: Any) -> nn.Module:
+        model: nn.Module = initialize(*args, **kwargs)
+        _watched[model] = Loading(model)
+        return model
+
+    @functools.wraps(process)
+    def watched_process(model: nn.Module, *args: Any, **kwargs: Any) -> None:
+        loading = _watched.get(model)
+        if loading is not None:
+            loading.loaded(model)
+        process(model, *args, **kwargs)
+        if loading is not None:
+            loading.finished(model)
+
+    watched_process.rl_watched = True  # type: ignore[attr-defined]
+    base_loader.initialize_model = watched_initialize
+    base_loader.process_weights_after_loading = watched_process
+
+
+def check_derived(model: nn.Module) -> None:
+    """Makes sure that vLLM computes with what its loader wrote, where it wrote it.
+
+    Raises:
+        CapabilityError: Names the parameters that were rearranged after loading, and what else was
+            made of weights.
+    """
+    loading = _watched.get(model)
+    if loading is None:
+        raise CapabilityError(
+            f"nobody saw how vLLM loaded its {type(model).__name__}, so that what it made of the "
+            "weights is not known",
+            fix="report it to rl-vllm, with the name of the model; without refits set "
+            "vllm_cfg.refit to False",
+            capability="refit",
+        )
+    loading.look_again(model)
+    for paths, what in (
+        (loading.rearranged, "rearranges the weights of this model after loading"),
+        (loading.derived, "keeps something besides that it made of the weights"),
+    ):
+        if paths:
+            more = f" and {len(paths) - _FEW} more" if len(paths) > _FEW else ""
+            raise CapabilityError(
+                f"vLLM's {type(model).__name__} takes no refit: vLLM {what}, and a refit would "
+                f"leave that as it was: {', '.join(paths[:_FEW])}{more}",
+                fix="use a model without such layers; on CUDA, experts that run in Triton "
+                '(vllm_cfg.engine_args["moe_backend"]="triton") are left as they are; without '
+                "refits set vllm_cfg.refit to False",
+                capability="refit",
+            )
+
+
+def _parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    return model.named_parameters(remove_duplicate=False)
+
+
+def _fingerprints(model: nn.Module) -> dict[str, Any]:
+    """All numbers that the modules of a model hold besides parameters and views of these."""
+    storages = {p.untyped_storage().data_ptr() for _, p in _parameters(model) if p.numel()}
+    found: dict[str, Any] = {}
+    for path, value in _held(model):
+        if isinstance(value, torch.Tensor):
+            if value.is_meta or not value.numel():
+                continue
+            if value.layout is torch.strided and value.untyped_storage().data_ptr() in storages:
+                continue
+            found[path] = (value.dtype, tuple(value.shape), _digest(value))
+        elif isinstance(value, np.ndarray):
+            found[path] = (value.dtype, value.shape, value.tobytes())
+        else:
+            found[path] = repr(value)
+    return found
+
+
+def _held(model: nn.Module) -> Iterator[tuple[str, torch.Tensor | np.ndarray[Any, Any] | float]]:
+    """Tensors, arrays and floats that modules hold, also through other objects, with their paths.
+
+    Each object is looked into once, where it is found first.
+    """
+    modules = dict(model.named_modules())
+    seen: dict[int, Any] = {id(module): module for module in modules.values()}
+    for name, module in modules.items():
+        stack: list[tuple[str, Any]] = [
+            (path, value)
+            for path, value in _members(name, module)
+            if path.rpartition(".")[2] not in _LISTED
+        ]
+        while stack:
+            path, value = stack.pop()
+            if isinstance(value, float):
+                yield path, value
+                continue
+            if isinstance(value, _ATOMS) or id(value) in seen:
+                continue
+            seen[id(value)] = value  # kept, so that nothing else gets its id
+            if isinstance(value, torch.Tensor | np.ndarray):
+                yield path, value
+            else:
+                stack.extend(_members(path, value))
+
+
+def _members(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """What an object holds; of a class, what a function could have left there."""
+    if isinstance(value, types.FunctionType):
+        for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
+            with_contents = _contents(cell)
+            if with_contents is not None:
+                yield f"{path}:{name}", with_contents
+        yield f"{path}:defaults", value.__defaults__
+        yield f"{path}:kwdefaults", value.__kwdefaults__
+    elif isinstance(value, types.MethodType):
+        yield path, value.__func__
+        yield f"{path}.__self__", value.__self__
+    elif isinstance(value, functools.partial):
+        yield from ((f"{path}:func", value.func), (f"{path}:args", value.args))
+        yield f"{path}:keywords", value.keywords
+    elif isinstance(value, Mapping):
+        yield from ((f"{path}[{key!r}]", one) for key, one in list(value.items()))
+    elif isinstance(value, list | tuple | AbstractSet):
+        yield from ((f"{path}[{index}]", one) for index, one in enumerate(value))
+    if isinstance(value, type):
+        return
+    for name, one in list(getattr(value, "__dict__", {}).items()):
+        if name not in _SKIPPED or not isinstance(value, nn.Module):
+            yield (f"{path}.{name}" if path else name), one
+    for cls in type(value).__mro__:
+        for name in _slots(cls):
+            if hasattr(value, name):
+                yield f"{path}.{name}", getattr(value, name)
+
+
+def _slots(cls: type) -> tuple[str, ...]:
+    if "torch" in cls.__module__.partition(".")[0]:
+        return ()
+    slots = cls.__dict__.get("__slots__", ())
+    names = (slots,) if isinstance(slots, str) else tuple(slots)
+    return tuple(name for name in names if not name.startswith("__"))
+
+
+def _contents(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # empty
+        return None
+
+
+def _digest(tensor: torch.Tensor) -> bytes:
+    if tensor.layout is not torch.strided or tensor.is_meta:
+        return repr((tensor.layout, tensor.shape)).encode()
+    flat = tensor.detach().contiguous().view(-1)
+    return tensor_digest(block_digests(flat.view(torch.uint8)))
