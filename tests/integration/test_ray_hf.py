@@ -100,6 +100,7 @@ def policies(model: Path, clusters: dict[int, RayVirtualCluster]) -> Iterator[di
 def prompts() -> BatchedDataDict[Any]:
     data = random_prompts(269, LENGTHS)
     data["name"] = list("abcdefgh")
+    data["seed"] = torch.arange(len(LENGTHS))
     return data
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import TYPE_CHECKING, Any, Self
 
+from rl_core.backends.admission import Admission
 from rl_core.errors import CapabilityError
 from rl_core.interfaces import ColocatablePolicyInterface
 from rl_core.refit import DEFAULT_DEADLINE_S, RefitSender
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from rl_core.interfaces import (
         Future,
         GenerationDatumSpec,
+        LossFunction,
         TopkLogitsOutputSpec,
         WeightSource,
         WorkerContext,
@@ -29,10 +31,19 @@ class PolicyBackend(ColocatablePolicyInterface):
 
     A subclass implements the training and scoring methods and :meth:`weight_source`; both
     generations of the refit methods are here. Optional capabilities refuse until overridden.
+    ``train`` begins with :meth:`admit`.
+
+    Attributes:
+        config: What the policy was built with; a subclass sets it.
     """
+
+    config: Mapping[str, Any]
 
     def __init__(self) -> None:
         self._sender = RefitSender(self.weight_source, name=type(self).__name__)
+        self._admission = Admission(
+            lambda: getattr(self, "config", {}), lambda: self.weights_version
+        )
         self._collective_receivers = 1
 
     @classmethod
@@ -49,7 +60,32 @@ class PolicyBackend(ColocatablePolicyInterface):
     def weight_source(self) -> WeightSource:
         """The tensors of the model as they are now; called once for each refit."""
 
+    def admit(
+        self, data: BatchedDataDict[Any], loss_fn: LossFunction, *, eval_mode: bool = False
+    ) -> BatchedDataDict[Any]:
+        """What ``train`` does first: refuses, or warns of, what would go wrong without a word.
+
+        Args:
+            data: As ``train`` got it; any mapping will do.
+            loss_fn: The loss.
+            eval_mode: Nothing will be learned.
+
+        Returns:
+            The batch to train on.
+
+        Raises:
+            ConfigError: The loss is a class, or is not called as losses are.
+            DataError: The batch is what ``generate`` returned, or has no ``token_mask`` where
+                prompts would count.
+        """
+        return self._admission.admit(data, loss_fn, eval_mode=eval_mode)
+
     # -- refit ----------------------------------------------------------------------------------
+
+    @property
+    def weights_version(self) -> int:
+        """The version of the last refit that was committed; 0 before the first."""
+        return self._sender.version
 
     def prepare_refit_info(self) -> dict[str, Any] | None:
         """See :meth:`ColocatablePolicyInterface.prepare_refit_info`."""

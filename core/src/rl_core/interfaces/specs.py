@@ -187,6 +187,8 @@ class PolicyConfig(TypedDict):
         model_name: Directory (or hub name) of a checkpoint in Hugging Face layout.
         train_global_batch_size: Rows per optimizer step. Default: all rows of the call.
         temperature: Divides the logits in training and scoring. Default 1.0.
+        refit_interval: Trainings that the loop means to do for each refit; generating with weights
+            that are older warns. Default 1.
         train_micro_batch_size: Rows per forward and backward pass. Default 8.
         logprob_batch_size: Rows per scoring pass. Default: ``train_micro_batch_size``.
         max_grad_norm: Gradients are scaled down to this norm; None is off. Default 1.0.
@@ -201,6 +203,7 @@ class PolicyConfig(TypedDict):
     model_name: str
     train_global_batch_size: NotRequired[Annotated[int | None, Range(ge=1)]]
     temperature: NotRequired[Annotated[float, Range(gt=0)]]
+    refit_interval: NotRequired[Annotated[int, Range(ge=1)]]
     train_micro_batch_size: NotRequired[Annotated[int, Range(ge=1)]]
     logprob_batch_size: NotRequired[Annotated[int | None, Range(ge=1)]]
     max_grad_norm: NotRequired[Annotated[float | None, Range(gt=0)]]
@@ -257,7 +260,8 @@ class TrainingDatumSpec(TypedDict):
     Attributes:
         input_ids: ``[B, S]`` int64 token ids.
         input_lengths: ``[B]`` int64 number of real tokens.
-        token_mask: ``[B, S]`` 1 where the token counts in the loss; position 0 never does.
+        token_mask: ``[B, S]`` 1 where the token counts in the loss; position 0 never does. Of
+            rollouts, generated tokens alone: :func:`rl_core.batch.training_batch` makes it.
         sample_mask: ``[B]`` 0 takes a whole row out of the loss.
         __extra__: What the loss function needs besides, batch first.
     """
