@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NotRequired, TypedDict
 
-from rl_core.interfaces.constraints import Range
+from rl_core.interfaces.constraints import Range, Unsupported
 
 if TYPE_CHECKING:
     import torch
@@ -33,28 +33,37 @@ __all__ = [
 ]
 
 
-class ResourcesConfig(TypedDict):
-    """Hardware set aside for one side of a run.
+_BY_CLUSTER = Unsupported(
+    why="devices are given by the cluster: create_generation(config, RayVirtualCluster([8, 8])) "
+    "has 8 bundles on each of two nodes",
+    fix="set it to None, and pass a cluster",
+)
+
+
+class ResourcesConfig(TypedDict, total=False):
+    """Hardware of an engine, as configurations of other libraries say it; here the cluster does.
 
     Attributes:
-        gpus_per_node: GPUs used on each node.
-        num_nodes: Number of nodes.
+        gpus_per_node: Only None.
+        num_nodes: Only None.
     """
 
-    gpus_per_node: Annotated[int, Range(ge=0)]
-    num_nodes: Annotated[int, Range(ge=1)]
+    gpus_per_node: Annotated[int | None, _BY_CLUSTER]
+    num_nodes: Annotated[int | None, _BY_CLUSTER]
 
 
 class ColocationConfig(TypedDict):
     """Whether trainer and engine share devices.
 
     Attributes:
-        enabled: True when both take turns on the same devices.
-        resources: Where the engine runs when they do not.
+        enabled: True when both take turns on the same devices: ``finish_generation`` gives the
+            engine's memory back. False when the engine has devices of its own: it keeps its memory
+            and goes on serving, unless ``finish_generation`` is told what to give back.
+        resources: None, or see :class:`ResourcesConfig`.
     """
 
     enabled: bool
-    resources: NotRequired[ResourcesConfig]
+    resources: NotRequired[ResourcesConfig | None]
 
 
 # The nested spelling, ``ColocationConfig.ResourcesConfig``, names the same class.
@@ -82,7 +91,7 @@ class GenerationConfig(TypedDict):
             (log-softmax of the logits).
         max_model_len: Upper bound on prompt plus generated tokens. Default: the model's.
         num_samples: Completions per prompt, laid out as ``repeat_interleave``. Default 1.
-        colocated: Placement relative to the trainer.
+        colocated: See :class:`ColocationConfig`. Default: enabled.
     """
 
     backend: str
@@ -101,7 +110,7 @@ class GenerationConfig(TypedDict):
     logprobs_mode: NotRequired[Literal["processed", "raw"]]
     max_model_len: NotRequired[Annotated[int | None, Range(ge=1)]]
     num_samples: NotRequired[Annotated[int, Range(ge=1)]]
-    colocated: NotRequired[ColocationConfig]
+    colocated: NotRequired[ColocationConfig | None]
 
 
 class OptimizerConfig(TypedDict, total=False):

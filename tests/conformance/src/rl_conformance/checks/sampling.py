@@ -164,7 +164,8 @@ def calls_with_one_seed_draw_anew(ctx: Context) -> None:
 def a_row_with_a_seed_of_its_own_repeats_itself(ctx: Context) -> None:
     """The seed of a row alone says what it draws, whatever was called before."""
     generation = ctx.generation(seed=7, temperature=1.5)
-    data = ctx.prompts(*[5, 7, 3, 6] * 8, seed=torch.arange(32) * 1000)
+    data = ctx.prompts(*[5, 7, 3, 6] * 8)
+    data["seed"] = torch.arange(32) * 1000
     first, second = (generated(data, generation.generate(data)) for _ in range(2))
     _same_draws(ctx, second, first)
 
