@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from rl_core.interfaces import (
         Future,
         GenerationDatumSpec,
-        LossFunction,
         TopkLogitsOutputSpec,
         WeightSource,
         WorkerContext,
@@ -31,17 +30,18 @@ class PolicyBackend(ColocatablePolicyInterface):
 
     A subclass implements the training and scoring methods and :meth:`weight_source`; both
     generations of the refit methods are here. Optional capabilities refuse until overridden.
-    ``train`` begins with :meth:`admit`.
+    ``train`` begins with ``data = self.admission.admit(data, loss_fn, eval_mode=eval_mode)``.
 
     Attributes:
         config: What the policy was built with; a subclass sets it.
+        admission: Refuses, or warns of, training calls that would go wrong without a word.
     """
 
     config: Mapping[str, Any]
 
     def __init__(self) -> None:
         self._sender = RefitSender(self.weight_source, name=type(self).__name__)
-        self._admission = Admission(
+        self.admission = Admission(
             lambda: getattr(self, "config", {}), lambda: self.weights_version
         )
         self._collective_receivers = 1
@@ -59,26 +59,6 @@ class PolicyBackend(ColocatablePolicyInterface):
     @abstractmethod
     def weight_source(self) -> WeightSource:
         """The tensors of the model as they are now; called once for each refit."""
-
-    def admit(
-        self, data: BatchedDataDict[Any], loss_fn: LossFunction, *, eval_mode: bool = False
-    ) -> BatchedDataDict[Any]:
-        """What ``train`` does first: refuses, or warns of, what would go wrong without a word.
-
-        Args:
-            data: As ``train`` got it; any mapping will do.
-            loss_fn: The loss.
-            eval_mode: Nothing will be learned.
-
-        Returns:
-            The batch to train on.
-
-        Raises:
-            ConfigError: The loss is a class, or is not called as losses are.
-            DataError: The batch is what ``generate`` returned, or has no ``token_mask`` where
-                prompts would count.
-        """
-        return self._admission.admit(data, loss_fn, eval_mode=eval_mode)
 
     # -- refit ----------------------------------------------------------------------------------
 

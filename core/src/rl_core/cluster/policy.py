@@ -36,7 +36,7 @@ class RemotePolicy(RemoteBackend, ColocatablePolicyInterface):
     _kind = "policy"
 
     def _connect(self) -> None:
-        self._admission = Admission(lambda: self.config, lambda: self.weights_version)
+        self.admission = Admission(lambda: self.config, lambda: self.weights_version)
 
     @property
     def weights_version(self) -> int:
@@ -117,7 +117,7 @@ class RemotePolicy(RemoteBackend, ColocatablePolicyInterface):
         mbs: int | None = None,
     ) -> dict[str, Any]:
         """See :meth:`PolicyInterface.train`."""
-        data = self._admission.admit(data, loss_fn, eval_mode=eval_mode)
+        data = self.admission.admit(data, loss_fn, eval_mode=eval_mode)
         shards = [data]
         if self._group.size > 1:
             if gbs is None and not eval_mode:

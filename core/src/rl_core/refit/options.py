@@ -123,7 +123,7 @@ def _flat(scales: object) -> dict[str, float]:
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if not number or not 0 < value < math.inf:
             raise _illegal(f"kv_scales[{name!r}]", value, "a scale is a finite number above 0")
-    return flat
+    return {name: float(value) for name, value in flat.items()}
 
 
 def _illegal(key: str, value: object, fix: str) -> ConfigError:

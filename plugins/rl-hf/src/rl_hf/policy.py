@@ -245,7 +245,7 @@ class HuggingFacePolicy(PolicyBackend):
         """
         self._ready("train")
         with self._group.together("checking the batch"):
-            data = self.admit(data, loss_fn, eval_mode=eval_mode)
+            data = self.admission.admit(data, loss_fn, eval_mode=eval_mode)
             rows = training_rows(data, self._limits)
             if gbs is None and not eval_mode:
                 gbs = self.config.get("train_global_batch_size")

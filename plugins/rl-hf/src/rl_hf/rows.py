@@ -71,8 +71,9 @@ def training_rows(data: BatchedDataDict[Any], limits: Limits) -> BatchedDataDict
     """Checks rows that are to be learned from and completes their masks.
 
     Args:
-        data: See :class:`~rl_core.interfaces.TrainingDatumSpec`, as ``PolicyBackend.admit`` lets
-            it pass. A missing ``token_mask`` or ``sample_mask`` is all ones.
+        data: See :class:`~rl_core.interfaces.TrainingDatumSpec`, as
+            :class:`~rl_core.backends.admission.Admission` lets it pass. A missing ``token_mask``
+            or ``sample_mask`` is all ones.
         limits: The model's.
 
     Returns:

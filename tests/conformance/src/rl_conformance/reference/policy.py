@@ -170,7 +170,7 @@ class ReferencePolicy(PolicyBackend):
         mbs: int | None = None,
     ) -> dict[str, Any]:
         """See :meth:`PolicyInterface.train`."""
-        data = self.admit(data, loss_fn, eval_mode=eval_mode)
+        data = self.admission.admit(data, loss_fn, eval_mode=eval_mode)
         rows = (gbs or self.gbs or data.size * self.ranks) // self.ranks
         result: dict[str, Any] = {}
         for start in range(0, data.size, rows):
