@@ -32,12 +32,6 @@ def training_batch(
 ) -> BatchedDataDict[TrainingDatumSpec]:
     """The batch that a policy trains on, from what ``generate`` returned.
 
-    .. code-block:: python
-
-        batch = training_batch(output, rewards, advantages=partial(grpo_advantages, group_size=8))
-        batch["prev_logprobs"] = policy.get_logprobs(batch)["logprobs"]
-        policy.train(batch, GRPOLossFn(reference_policy_kl_penalty=0))
-
     Args:
         output: See :class:`~rl_core.interfaces.GenerationOutputSpec`; ``B`` rows, ``W`` wide. Rows
             may have been selected or put in another order.

@@ -115,7 +115,7 @@ def _flat(scales: object) -> dict[str, float]:
         raise _illegal("kv_scales", scales, "give a mapping of names to numbers")
     if isinstance(layers := scales.get("layers"), Mapping):
         scales = layers
-    flat: dict[str, float] = {}
+    flat: dict[str, Any] = {}
     for name, value in scales.items():
         nested = isinstance(value, Mapping)
         flat |= {f"{name}.{kind}": x for kind, x in value.items()} if nested else {name: value}

@@ -74,7 +74,7 @@ class ReferencePolicy(PolicyBackend):
         if resume_from is not None:
             self._load(Path(resume_from))
         super().__init__()
-        self.config = {"temperature": temperature}
+        self.config = {"temperature": temperature, **_}
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], *, worker: WorkerContext | None = None) -> Self:
