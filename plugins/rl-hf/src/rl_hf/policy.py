@@ -223,9 +223,8 @@ class HuggingFacePolicy(PolicyBackend):
     ) -> dict[str, Any]:
         """See :meth:`PolicyInterface.train`.
 
-        A ``sample_mask`` that is missing is all ones, and so is a ``token_mask`` if nothing in the
-        batch is of a rollout. A global batch in which nothing counts takes no step.
-        ``skipped_steps`` is in the result.
+        A missing ``sample_mask`` is all ones; so is ``token_mask``, unless the batch is a rollout.
+        A global batch in which nothing counts takes no step. ``skipped_steps`` is in the result.
 
         Args:
             data: This worker's rows; see :class:`TrainingDatumSpec`.
@@ -238,7 +237,7 @@ class HuggingFacePolicy(PolicyBackend):
 
         Raises:
             ConfigError: The loss is a class, or is not called as losses are.
-            DataError: A row is wrong, the batch is what a generation returned, a rollout has no
+            DataError: A row is wrong, the batch is generation output, a rollout has no
                 ``token_mask``, or the rows are no multiple of the global batch.
             TrainingError: A loss or gradient is not finite; the step was not taken. Earlier steps
                 of the call were; ``details["steps_taken"]`` counts them.
