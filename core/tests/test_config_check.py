@@ -191,8 +191,8 @@ def test_long_values_are_shortened_in_messages() -> None:
         ("repetition_penalty", 0, 1.1),
         ("max_model_len", 0, None),
         ("logprobs_mode", "rw", "raw"),
-        ("colocated", {"enabled": False, "resources": {"gpus_per_node": 1, "num_nodes": 0}},
-         {"enabled": False, "resources": {"gpus_per_node": 0, "num_nodes": 1}}),
+        ("colocated", {"enabled": False, "resources": {"gpus_per_node": 1, "num_nodes": None}},
+         {"enabled": False, "resources": {"gpus_per_node": None, "num_nodes": None}}),
     ],
 )  # fmt: skip
 def test_generation_config_bounds(key: str, bad: Any, good: Any) -> None:

@@ -11,21 +11,25 @@ import tempfile
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table
+from examples.preflight import check, plain_errors, require_packages
 
-from examples.additions import MAX_NEW_TOKENS, Additions, make_model
-from rl_core import (
+require_packages("typer", "rich", "transformers", "tokenizers", "rl_core", "rl_losses")
+
+import typer  # noqa: E402
+from rich.console import Console  # noqa: E402
+from rich.progress import track  # noqa: E402
+from rich.table import Table  # noqa: E402
+
+from examples.additions import MAX_NEW_TOKENS, Additions, make_model  # noqa: E402
+from rl_core import (  # noqa: E402
     BatchedDataDict,
     ColocatablePolicyInterface,
     GenerationInterface,
     create_generation,
     create_policy,
 )
-from rl_core.refit import refit
-from rl_losses import DPOLossFn, NLLLossFn
+from rl_core.refit import refit  # noqa: E402
+from rl_losses import DPOLossFn, NLLLossFn  # noqa: E402
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -41,6 +45,18 @@ def main(
     json_file: Annotated[Path | None, typer.Option("--json", help="Write all figures.")] = None,
 ) -> None:
     """Teaches a model to prefer right sums."""
+    with plain_errors():
+        check(policy=policy, generation=generation, files=[json_file])
+        history = run(policy, generation, steps, warmup, pairs, seed)
+    show(history)
+    if json_file is not None:
+        json_file.write_text(json.dumps(history, indent=1))
+
+
+def run(
+    policy: str, generation: str, steps: int, warmup: int, pairs: int, seed: int
+) -> dict[str, Any]:
+    """Warms a tiny model up, and prefers."""
     from transformers import AutoTokenizer
 
     with tempfile.TemporaryDirectory(prefix="dpo-") as folder:
@@ -61,14 +77,10 @@ def main(
             {"backend": generation, "model_name": str(warm), "max_new_tokens": MAX_NEW_TOKENS}
         )
         try:
-            history = prefer(trainer, engine, task, steps, pairs)
+            return prefer(trainer, engine, task, steps, pairs)
         finally:
             trainer.shutdown()
             engine.shutdown()
-    show(history)
-    if json_file is not None:
-        json_file.parent.mkdir(parents=True, exist_ok=True)
-        json_file.write_text(json.dumps(history, indent=1))
 
 
 def teach_format(

@@ -11,10 +11,16 @@ import tempfile
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from examples.preflight import check, plain_errors, require_packages
 
-from examples.grpo.loop import Settings, run
-from examples.grpo.report import plot, print_summary, progress_for
+require_packages(
+    "typer", "rich", "matplotlib", "transformers", "tokenizers", "rl_core", "rl_losses"
+)
+
+import typer  # noqa: E402
+
+from examples.grpo.loop import Settings, run  # noqa: E402
+from examples.grpo.report import plot, print_summary, progress_for  # noqa: E402
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -38,9 +44,12 @@ def main(
     ),
 ) -> None:
     """Teaches a model to add, by example and then by reward."""
-    runs = []
-    for one_seed in seed:
-        with tempfile.TemporaryDirectory(prefix="grpo-") as folder, progress_for(steps) as show:
+    if not embedded:
+        require_packages("ray")
+    with plain_errors():
+        check(policy=policy, generation=generation, files=[plot_file, json_file])
+        runs = []
+        for one_seed in seed:
             settings = Settings(
                 policy=policy,
                 generation=generation,
@@ -52,11 +61,11 @@ def main(
                 seed=one_seed,
                 embedded=embedded,
             )
-            runs.append(run(settings, Path(folder), show))
+            with tempfile.TemporaryDirectory(prefix="grpo-") as folder, progress_for(steps) as show:
+                runs.append(run(settings, Path(folder), show))
     print_summary(runs)
     plot(runs, plot_file)
     if json_file is not None:
-        json_file.parent.mkdir(parents=True, exist_ok=True)
         json_file.write_text(json.dumps([one.as_dict() for one in runs], indent=1))
 
 

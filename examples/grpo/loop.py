@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,12 @@ import torch
 
 from examples.additions import MAX_NEW_TOKENS, Additions, make_model
 from rl_core import (
-    BatchedDataDict,
     ColocatablePolicyInterface,
     GenerationInterface,
     RayVirtualCluster,
     create_generation,
     create_policy,
+    training_batch,
     validate_log_probability_consistency,
 )
 from rl_core.refit import refit
@@ -182,7 +183,8 @@ def grpo_step(
         output = generation.generate(prompts)
         generation.finish_generation()
     rewards = task.rewards(output)
-    batch = training_batch(output, rewards, settings.samples)
+    relative = partial(grpo_advantages, group_size=settings.samples)
+    batch = training_batch(output, rewards, advantages=relative)
     with timed(seconds, "score"):
         policy.prepare_for_lp_inference()
         batch["prev_logprobs"] = policy.get_logprobs(batch)["logprobs"]
@@ -213,26 +215,6 @@ def grpo_step(
         consistent=consistent,
         refit_gb_per_s=report.gb_per_s,
         seconds=seconds,
-    )
-
-
-def training_batch(
-    output: BatchedDataDict[Any], rewards: torch.Tensor, samples: int
-) -> BatchedDataDict[Any]:
-    """What the loss needs, from what the engine made."""
-    ends = output["unpadded_sequence_lengths"]
-    starts = ends - output["generation_lengths"]
-    positions = torch.arange(output["output_ids"].shape[1])
-    generated = (positions >= starts[:, None]) & (positions < ends[:, None])
-    return BatchedDataDict(
-        {
-            "input_ids": output["output_ids"],
-            "input_lengths": ends,
-            "token_mask": generated.long(),
-            "sample_mask": torch.ones(len(rewards)),
-            "generation_logprobs": output["logprobs"],
-            "advantages": grpo_advantages(rewards, group_size=samples),
-        }
     )
 
 

@@ -38,3 +38,30 @@ def test_dpo_widens_the_margin_of_the_preferred_answers(tmp_path: Path) -> None:
     short = ["--steps", "20", "--warmup", "20", "--pairs", "16"]
     figures = run_example("examples.dpo", tmp_path, *short)
     assert figures["steps"][-1]["rewards_margin"] > 0.05 > figures["steps"][0]["rewards_margin"]
+
+
+WITHOUT_MATPLOTLIB = """
+import runpy, sys
+sys.modules["matplotlib"] = None
+runpy.run_module("examples.grpo", run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (["-c", WITHOUT_MATPLOTLIB], "pip install matplotlib"),
+        (["-m", "examples.grpo", "--policy", "nope"], "BackendNotFoundError"),
+        (["-m", "examples.dpo", "--json", "/dev/null/figures.json"], "cannot be written"),
+    ],
+    ids=["package", "backend", "file"],
+)
+def test_what_is_missing_is_said_before_anything_runs(command: list[str], words: str) -> None:
+    done = subprocess.run(
+        [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 1
+    assert words in done.stderr
+    assert "Fix: " in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "warm-up" not in done.stderr

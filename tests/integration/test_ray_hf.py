@@ -14,12 +14,14 @@ from rl_conformance.models import make_tiny_model
 from rl_core import (
     BatchedDataDict,
     DataError,
+    LoopWarning,
     RayVirtualCluster,
     TrainingError,
     WorkerDiedError,
     WorkerError,
     create_generation,
     create_policy,
+    training_batch,
 )
 from rl_core.checks import (
     measure_log_probability_consistency,
@@ -100,6 +102,7 @@ def policies(model: Path, clusters: dict[int, RayVirtualCluster]) -> Iterator[di
 def prompts() -> BatchedDataDict[Any]:
     data = random_prompts(269, LENGTHS)
     data["name"] = list("abcdefgh")
+    data["seed"] = torch.arange(len(LENGTHS))
     return data
 
 
@@ -209,6 +212,23 @@ def test_after_a_refit_across_processes_trainer_and_engine_agree(
     found = measure_log_probability_consistency(policy, engine, prompts, threshold=1.001)
     assert found.passed, found
     assert engine.generate(prompts)["weights_version"].unique().tolist() == [report.version]
+
+
+def test_a_forgotten_refit_is_warned_of_here_once(
+    policies: dict[int, Any], engines: dict[int, Any], prompts: BatchedDataDict[Any]
+) -> None:
+    policy, engine = policies[2], engines[1]
+    output = engine.generate(prompts)
+    with pytest.raises(DataError, match="training_batch"):
+        policy.train(output, NLLLossFn())
+    refit(policy, engine, deadline_s=60)
+    policy.train(training_batch(engine.generate(prompts)), NLLLossFn(), gbs=8)
+    stale = training_batch(engine.generate(prompts))
+    with pytest.warns(LoopWarning, match="no refit followed") as said:
+        policy.train(stale, NLLLossFn(), gbs=8)
+    policy.train(training_batch(engine.generate(prompts)), NLLLossFn(), gbs=8)
+    assert said[0].filename == __file__
+    assert policy.weights_version == engine.weights_version > 0
 
 
 def test_a_checkpoint_of_two_workers_continues_in_one_process(

@@ -11,7 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rl_core.backends import GenerationBackend, PolicyBackend
-    from rl_core.batch import BatchedDataDict, SlicedDataDict, verify_right_padding
+    from rl_core.batch import (
+        BatchedDataDict,
+        SlicedDataDict,
+        training_batch,
+        verify_right_padding,
+    )
     from rl_core.checks import (
         test_generation_consistency,
         test_max_model_len_respected,
@@ -29,6 +34,7 @@ if TYPE_CHECKING:
         DeadlineError,
         IncompatiblePluginError,
         LifecycleError,
+        LoopWarning,
         ManifestMismatchError,
         MissingEngineError,
         MissingKeyError,
@@ -101,6 +107,7 @@ __all__ = [
     "LifecycleError",
     "LogprobOutputSpec",
     "LogprobsSpec",
+    "LoopWarning",
     "LossFunction",
     "LossInputType",
     "LossType",
@@ -138,6 +145,7 @@ __all__ = [
     "refit",
     "test_generation_consistency",
     "test_max_model_len_respected",
+    "training_batch",
     "validate_log_probability_consistency",
     "verify_right_padding",
     "wait",
@@ -147,6 +155,7 @@ __all__ = [
 _HOME = {
     "BatchedDataDict": "rl_core.batch",
     "SlicedDataDict": "rl_core.batch",
+    "training_batch": "rl_core.batch",
     "verify_right_padding": "rl_core.batch",
     "wait": "rl_core.futures",
     "BackendManifest": "rl_core.plugins.manifest",

@@ -28,6 +28,8 @@
         ├── RefitPeerError             the other side died or went silent
         └── WeightsTornError           the weights are half old, half new; only a full refit helps
 
+What is legal and most likely not meant is a :class:`LoopWarning`.
+
 Every class here survives pickling, so that an error raised in one process is the same error in
 another.
 """
@@ -47,6 +49,7 @@ __all__ = [
     "DeadlineError",
     "IncompatiblePluginError",
     "LifecycleError",
+    "LoopWarning",
     "ManifestMismatchError",
     "MissingEngineError",
     "MissingKeyError",
@@ -214,3 +217,11 @@ class RefitPeerError(RefitError):
 
 class WeightsTornError(RefitError):
     """The engine's weights are partly old and partly new; only a full refit makes them whole."""
+
+
+class LoopWarning(UserWarning):
+    """A training loop that is legal, and most likely not what was meant.
+
+    Said once for each policy or engine, not once for each call. A loop that means it says so:
+    ``warnings.simplefilter("ignore", rl_core.LoopWarning)``.
+    """

@@ -127,6 +127,7 @@ def test_rows_stream_as_they_finish_and_add_up_to_generate(tiny: Callable[..., P
     backend = awake(tiny(), seed=3, max_model_len=40)
     data = batch(38, 5, 40, 34)
     data["tag"] = ["a", "b", "c", "d"]
+    data["seed"] = torch.arange(4)
 
     async def collect() -> list[tuple[int, BatchedDataDict[Any]]]:
         return [item async for item in backend.generate_async(data)]

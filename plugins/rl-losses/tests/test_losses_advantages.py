@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -109,3 +110,13 @@ def test_groups_are_given_in_exactly_one_way(groups: dict[str, Any]) -> None:
 def test_what_does_not_fit_is_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
         grpo_advantages(**arguments)
+
+
+def test_rewards_may_be_a_list_or_an_array():
+    expected = grpo_advantages(torch.tensor([1.0, 0.0, 0.0, 1.0]), group_size=2)
+    for rewards in ([1, 0, 0, 1], [True, False, False, True], np.array([1.0, 0.0, 0.0, 1.0])):
+        assert torch.equal(grpo_advantages(rewards, group_size=2), expected)
+        assert torch.equal(grpo_advantages(rewards, prompt_ids=[5, 5, 7, 7]), expected)
+    assert grpo_advantages([1, 0], group_size=2, sample_mask=[1, 0]).tolist() == [0, 0]
+    with pytest.raises(DataError, match="cannot be read as numbers"):
+        grpo_advantages(["good", "bad"], group_size=2)  # type: ignore[list-item]

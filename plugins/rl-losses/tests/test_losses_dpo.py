@@ -118,3 +118,11 @@ def test_pairs_stay_together_and_rows_are_counted() -> None:
     loss_fn = DPOLossFn()
     assert loss_fn.group_size == 2
     assert loss_fn.loss_type is LossType.SEQUENCE_LEVEL
+
+
+def test_a_reference_that_was_rolled_is_refused_by_row(call: Call) -> None:
+    reference = torch.tensor([[0.0, -1, -2, -3]]).repeat(2, 1)
+    call(DPOLossFn(), reference - 0.1, reference_policy_logprobs=reference)
+    with pytest.raises(DataError, match=r"row 0, position 0.*rolled by one") as refused:
+        call(DPOLossFn(), reference - 0.1, reference_policy_logprobs=reference.roll(-1, 1))
+    assert refused.value.details["row"] == 0

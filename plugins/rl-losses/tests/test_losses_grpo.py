@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import tensor
 
+from rl_core.errors import DataError
 from rl_core.interfaces import LossType
 from rl_losses import GRPOLossFn, kl_penalty
 
@@ -250,3 +251,28 @@ def test_a_step_down_the_gradient_follows_the_advantages(call: Call) -> None:
     change = (logprobs() - before).detach()[:, 1:]
     assert (change[0] > 0).all()
     assert (change[1] < 0).all()
+
+
+@pytest.mark.parametrize(
+    "key", ["generation_logprobs", "prev_logprobs", "reference_policy_logprobs"]
+)
+def test_a_token_without_a_probability_is_named(call: Call, key: str) -> None:
+    scores = torch.tensor([[0.0, -1, -2], [0, -1, -2]])
+    rows: dict[str, Any] = {
+        name: scores.clone() for name in ("generation_logprobs", "prev_logprobs")
+    }
+    rows |= {"reference_policy_logprobs": scores.clone(), "advantages": torch.ones(2)}
+    rows[key][1, 2] = -math.inf
+    loss_fn = GRPOLossFn(importance_sampling_cap=2.0)
+    with pytest.raises(DataError, match=f"'{key}' is -inf at row 1, position 2"):
+        call(loss_fn, scores, **rows)
+    call(loss_fn, scores, token_mask=torch.tensor([[1, 1, 1], [1, 1, 0]]), **rows)
+
+
+def test_rolled_logprobs_are_refused_by_row(call: Call) -> None:
+    scores = torch.tensor([[0.0, -1, -2, 0], [0, -1, -2, -3]])
+    mask = torch.tensor([[0, 1, 1, 0], [0, 0, 1, 1]])
+    rows: dict[str, Any] = {"advantages": torch.ones(2), "token_mask": mask}
+    call(no_kl(), scores, prev_logprobs=scores, **rows)
+    with pytest.raises(DataError, match=r"row 0, position 0.*rolled by one"):
+        call(no_kl(), scores, prev_logprobs=scores.roll(-1, 1), **rows)

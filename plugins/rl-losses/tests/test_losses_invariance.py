@@ -49,6 +49,7 @@ def make_rows(seed: int, pairs: int, width: int) -> BatchedDataDict[Any]:
         return (torch.rand(*shape, generator=generator) < 0.7).float()
 
     inputs = -normal(rows, width).abs()
+    scored = torch.arange(width) > 0  # nothing predicts position 0
     logits = normal(rows, width, VOCABULARY)
     teacher = normal(rows, width - 1, VOCABULARY).topk(TOP_K)
     return BatchedDataDict(
@@ -59,7 +60,7 @@ def make_rows(seed: int, pairs: int, width: int) -> BatchedDataDict[Any]:
         advantages=normal(rows),
         prev_logprobs=inputs + 0.2 * normal(rows, width),
         generation_logprobs=inputs + 0.3 * normal(rows, width),
-        reference_policy_logprobs=inputs + 0.4 * normal(rows, width),
+        reference_policy_logprobs=(inputs + 0.4 * normal(rows, width)) * scored,
         teacher_topk_logits=teacher.values,
         teacher_topk_indices=teacher.indices,
     )

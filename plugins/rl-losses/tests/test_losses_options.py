@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 import pickle
@@ -130,3 +131,34 @@ def test_a_mask_that_is_a_weight_is_refused_at_its_place(call: Call) -> None:
     with pytest.raises(DataError, match=r"'token_mask' is 0.5 at \[1, 2\]") as caught:
         call(NLLLossFn(), torch.zeros(2, 3), token_mask=mask)
     assert caught.value.details["row"] == 1
+
+
+# -- mistakes of a loop --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("loss", "option", "meant"),
+    [
+        (GRPOLossFn, "beta", "reference_policy_kl_penalty"),
+        (GRPOLossFn, "epsilon_high", "ratio_clip_max"),
+        (GRPOLossFn, "importance_sampling_caps", "importance_sampling_cap"),
+        (TopkKLLossFn, "temperature", "teacher_temperature"),
+        (DPOLossFn, "label_smooth", "label_smoothing"),
+    ],
+)
+def test_an_option_of_another_name_is_refused_with_ours(loss, option, meant):
+    with pytest.raises(ConfigError, match=f"'{option}', did you mean '{meant}'"):
+        loss(**{option: 0.1})
+
+
+def test_options_are_keywords():
+    with pytest.raises(ConfigError, match="from_config"):
+        GRPOLossFn({"ratio_clip_min": 0.1})
+    with pytest.raises(ConfigError, match="unknown option 'beta'; options: loss_type"):
+        NLLLossFn(beta=0.1)
+
+
+def test_a_loss_is_copied_pickled_and_replaced_as_before():
+    loss = GRPOLossFn(ratio_clip_min=0.1)
+    assert pickle.loads(pickle.dumps(loss)) == copy.deepcopy(loss) == loss
+    assert dataclasses.replace(loss, ratio_clip_min=0.3) == GRPOLossFn(ratio_clip_min=0.3)

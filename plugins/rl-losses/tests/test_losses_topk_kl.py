@@ -117,3 +117,10 @@ def test_a_teacher_that_is_too_short_is_refused(call: Call) -> None:
 
 def test_it_asks_the_policy_for_logits() -> None:
     assert TopkKLLossFn.input_type is LossInputType.LOGIT
+
+
+def test_a_teacher_without_candidates_is_refused(call: Call) -> None:
+    nothing = {"teacher_topk_logits": torch.zeros(2, 3, 0)}
+    nothing["teacher_topk_indices"] = torch.zeros(2, 3, 0, dtype=torch.int64)
+    with pytest.raises(DataError, match="K is 0"):
+        call(TopkKLLossFn(), torch.randn(2, 4, 7), **nothing)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 from abc import abstractmethod
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
+from rl_core.backends.inputs import as_batch
 from rl_core.backends.prompts import (
     Completion,
     ModelFacts,
@@ -17,8 +20,10 @@ from rl_core.backends.prompts import (
     SamplingParams,
     assemble_output,
     greedy_params,
+    provenance_of,
     repeated,
 )
+from rl_core.batch.provenance import moment
 from rl_core.errors import ConfigError, LifecycleError, PluginError
 from rl_core.interfaces import GenerationInterface
 from rl_core.plugins.discovery import load_object
@@ -31,6 +36,7 @@ if TYPE_CHECKING:
 
     from rl_core.backends.receivers import Receiver
     from rl_core.batch import BatchedDataDict
+    from rl_core.batch.provenance import Provenance
     from rl_core.interfaces import Future, GenerationOutputSpec, WeightSink, WorkerContext
 
 __all__ = ["GenerationBackend"]
@@ -52,6 +58,8 @@ class GenerationBackend(GenerationInterface):
 
     #: Engines behind this object that take a refit each; a proxy over replicas has more.
     receiver_count = 1
+    #: The weights are somebody's who trains them, so that no refit brings them.
+    borrows_weights = False
     #: Tags of the memory that is taken before the first ``prepare_for_generation``.
     resident_at_first: frozenset[str] = frozenset()
 
@@ -75,6 +83,7 @@ class GenerationBackend(GenerationInterface):
         self._awake: frozenset[str] = frozenset()  # what the user asked for: generate needs all
         self._resident = self.resident_at_first  # what has memory, asked for or not
         self._closed = self._ended = False
+        self._calls = itertools.count()  # that drew from the seed
         self._lock = TurnLock()
         self._receiver = self.make_receiver(self._lock)
 
@@ -132,22 +141,33 @@ class GenerationBackend(GenerationInterface):
         self, data: BatchedDataDict[Any], greedy: bool = False
     ) -> BatchedDataDict[GenerationOutputSpec]:
         """See :meth:`GenerationInterface.generate`."""
-        with self._serving():
-            data, prompts, sampling = self._accept(data, greedy)
-            completions = list(self._complete_with_room(prompts, sampling))
-            return assemble_output(
-                data,
-                prompts,
+        call = self._accept(data, greedy, "generate")
+        with self._serving("generate"):
+            completions = list(self._complete_with_room(call.prompts, call.sampling))
+            output = assemble_output(
+                call.data,
+                call.prompts,
                 completions,
                 pad_token_id=self.facts.pad_token_id,
                 weights_version=self.weights_version,
             )
+        output.provenance = call.provenance
+        return output
 
-    async def generate_async(
+    def generate_async(
         self, data: BatchedDataDict[Any], greedy: bool = False
     ) -> AsyncIterator[tuple[int, BatchedDataDict[GenerationOutputSpec]]]:
-        """See :meth:`GenerationInterface.generate_async`."""
-        rows = self._stream_rows(data, greedy)
+        """See :meth:`GenerationInterface.generate_async`.
+
+        Prompts are checked, and take their random streams, when it is called; rows come when it is
+        iterated over.
+        """
+        return self._stream(self._accept(data, greedy, "generate_async"))
+
+    async def _stream(
+        self, call: _Call
+    ) -> AsyncIterator[tuple[int, BatchedDataDict[GenerationOutputSpec]]]:
+        rows = self._stream_rows(call)
         # One thread for the whole stream: the lock that keeps refits out belongs to a thread.
         loop, queue = asyncio.get_running_loop(), asyncio.Queue[Any]()
         stop = threading.Event()
@@ -164,37 +184,41 @@ class GenerationBackend(GenerationInterface):
             stop.set()
 
     def _stream_rows(
-        self, data: BatchedDataDict[Any], greedy: bool
+        self, call: _Call
     ) -> Iterator[tuple[int, BatchedDataDict[GenerationOutputSpec]]]:
-        with self._serving():
-            data, prompts, sampling = self._accept(data, greedy)
-            seen = torch.zeros(len(prompts), dtype=torch.bool)
-            for completion in self._complete_with_room(prompts, sampling):
+        with self._serving("generate_async"):
+            seen = torch.zeros(len(call.prompts), dtype=torch.bool)
+            for completion in self._complete_with_room(call.prompts, call.sampling):
                 seen[completion.row] = True
-                yield completion.row, self._one_row(data, prompts, completion)
+                yield completion.row, self._one_row(call, completion)
             for row in (~seen).nonzero().flatten().tolist():
-                yield row, self._one_row(data, prompts, Completion(row, (), (), True))
+                yield row, self._one_row(call, Completion(row, (), (), True))
 
-    def _one_row(
-        self, data: BatchedDataDict[Any], prompts: PromptBatch, done: Completion
-    ) -> BatchedDataDict[GenerationOutputSpec]:
-        return assemble_output(
-            data.slice(done.row, done.row + 1),
-            prompts.select(torch.tensor([done.row])),
+    def _one_row(self, call: _Call, done: Completion) -> BatchedDataDict[GenerationOutputSpec]:
+        output = assemble_output(
+            call.data.slice(done.row, done.row + 1),
+            call.prompts.select(torch.tensor([done.row])),
             [Completion(0, done.token_ids, done.logprobs, done.truncated)],
             pad_token_id=self.facts.pad_token_id,
             weights_version=self.weights_version,
         )
+        output.provenance = call.provenance
+        return output
 
-    def _accept(
-        self, data: BatchedDataDict[Any], greedy: bool
-    ) -> tuple[BatchedDataDict[Any], PromptBatch, SamplingParams]:
-        sampling = self.sampling
-        data = repeated(data, sampling.num_samples)
+    def _accept(self, data: BatchedDataDict[Any], greedy: bool, method: str) -> _Call:
+        """What is asked for. Calls are numbered in the order in which they begin."""
+        self._check_awake(method)
+        sampling = greedy_params(self.sampling) if greedy or self.sampling.greedy else self.sampling
+        data = repeated(as_batch(data, needed_by=method), sampling.num_samples)
         prompts = PromptBatch.from_data(
-            data, sampling, self.facts, self.config.get("stop_strings") or ()
+            data,
+            sampling,
+            self.facts,
+            self.config.get("stop_strings") or (),
+            calls=self._calls,
         )
-        return data, prompts, greedy_params(sampling) if greedy or sampling.greedy else sampling
+        began = None if self.borrows_weights else moment()
+        return _Call(data, prompts, sampling, provenance_of(sampling, began))
 
     def _complete_with_room(
         self, prompts: PromptBatch, sampling: SamplingParams
@@ -218,17 +242,20 @@ class GenerationBackend(GenerationInterface):
         )
 
     @contextmanager
-    def _serving(self) -> Generator[None]:
+    def _serving(self, method: str) -> Generator[None]:
         with self._lock.reading():
-            self._check_open("generate")
-            if self._awake != TAGS:
-                raise LifecycleError(
-                    f"{type(self).__name__}.generate was called while "
-                    f"{', '.join(sorted(TAGS - self._awake))} asleep",
-                    fix="call prepare_for_generation first",
-                )
+            self._check_awake(method)
             self._receiver.check()
             yield
+
+    def _check_awake(self, method: str) -> None:
+        self._check_open(method)
+        if asleep := sorted(TAGS - self._awake):
+            raise LifecycleError(
+                f"{type(self).__name__}.{method} was called while {' and '.join(asleep)} "
+                f"{'are' if 'weights' in asleep else 'is'} asleep",
+                fix="call prepare_for_generation first",
+            )
 
     # -- lifecycle ------------------------------------------------------------------------------
 
@@ -252,15 +279,29 @@ class GenerationBackend(GenerationInterface):
 
     def finish_generation(self, *args: Any, **kwargs: Any) -> bool:
         """See :meth:`GenerationInterface.finish_generation`."""
-        tags = tags_of(args, kwargs)
+        tags = tags_of(args, kwargs, also=("release_gpu",))
+        # An engine that shares its devices with nobody keeps them, unless it is told otherwise.
+        alone = (self.config.get("colocated") or {}).get("enabled") is False
+        release = kwargs.get("release_gpu", not alone or bool(args) or "tags" in kwargs)
         with self._lock:
             self._check_open("finish_generation")
+            if not release:
+                return True
+            tags = self.sleeping(tags)
             if resident := tags & self._resident:
                 self._receiver.let_go_of_weights()
                 self.on_sleep(resident)
                 self._resident -= resident
             self._awake -= tags
         return True
+
+    def sleeping(self, tags: frozenset[str]) -> frozenset[str]:
+        """What goes to sleep when ``tags`` are to: these, unless an engine cannot divide them.
+
+        Raises:
+            CapabilityError: It can neither put these to sleep alone, nor is more meant.
+        """
+        return tags
 
     def shutdown(self) -> bool:
         """See :meth:`GenerationInterface.shutdown`."""
@@ -339,12 +380,38 @@ class GenerationBackend(GenerationInterface):
         self.invalidate_kv_cache()
 
 
-def tags_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> frozenset[str]:
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """One call, as it was accepted: the rows to complete, and how."""
+
+    data: BatchedDataDict[Any]
+    prompts: PromptBatch
+    sampling: SamplingParams
+    provenance: Provenance
+
+
+def tags_of(
+    args: tuple[Any, ...], kwargs: dict[str, Any], also: tuple[str, ...] = ()
+) -> frozenset[str]:
     """The tags of a lifecycle call: all if none are given.
 
+    Args:
+        args: The tags, if anything.
+        kwargs: ``tags``, and switches.
+        also: The switches that there are: True or False.
+
     Raises:
-        ConfigError: There is no such tag.
+        ConfigError: There is no such tag or keyword, or a switch is neither True nor False.
     """
+    for key, value in kwargs.items():
+        if key not in ("tags", *also):
+            raise ConfigError(
+                f"unknown keyword {key!r}", fix=f"use some of {['tags', *also]}", key=key
+            )
+        if key in also and not isinstance(value, bool):
+            raise ConfigError(f"{key} is {value!r}", fix="give True or False", key=key)
+    if len(args) + ("tags" in kwargs) > 1:
+        raise ConfigError(f"{args!r} and {kwargs!r} are too many", fix="give tags once", key="tags")
     tags = kwargs.get("tags") or (args[0] if args else None)
     chosen = TAGS if tags is None else frozenset(tags)
     if unknown := chosen - TAGS:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import TYPE_CHECKING, Any, Self
 
+from rl_core.backends.admission import Admission
 from rl_core.errors import CapabilityError
 from rl_core.interfaces import ColocatablePolicyInterface
 from rl_core.refit import DEFAULT_DEADLINE_S, RefitSender
@@ -29,10 +30,20 @@ class PolicyBackend(ColocatablePolicyInterface):
 
     A subclass implements the training and scoring methods and :meth:`weight_source`; both
     generations of the refit methods are here. Optional capabilities refuse until overridden.
+    ``train`` begins with ``data = self.admission.admit(data, loss_fn, eval_mode=eval_mode)``.
+
+    Attributes:
+        config: What the policy was built with; a subclass sets it.
+        admission: Refuses, or warns of, training calls that would go wrong without a word.
     """
+
+    config: Mapping[str, Any]
 
     def __init__(self) -> None:
         self._sender = RefitSender(self.weight_source, name=type(self).__name__)
+        self.admission = Admission(
+            lambda: getattr(self, "config", {}), lambda: self.weights_version
+        )
         self._collective_receivers = 1
 
     @classmethod
@@ -50,6 +61,11 @@ class PolicyBackend(ColocatablePolicyInterface):
         """The tensors of the model as they are now; called once for each refit."""
 
     # -- refit ----------------------------------------------------------------------------------
+
+    @property
+    def weights_version(self) -> int:
+        """The version of the last refit that was committed; 0 before the first."""
+        return self._sender.version
 
     def prepare_refit_info(self) -> dict[str, Any] | None:
         """See :meth:`ColocatablePolicyInterface.prepare_refit_info`."""

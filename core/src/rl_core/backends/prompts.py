@@ -6,20 +6,21 @@ Shapes: ``B`` rows, ``S`` input width, ``W`` output width.
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rl_core.backends.inputs import check_vocabulary, input_lengths, row_integers
 from rl_core.batch import BatchedDataDict
+from rl_core.batch.provenance import Provenance
 from rl_core.errors import DataError
 from rl_core.interfaces import GenerationOutputSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
-    from typing_extensions import TypeIs
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 __all__ = [
     "Completion",
@@ -28,7 +29,7 @@ __all__ = [
     "SamplingParams",
     "assemble_output",
     "carried",
-    "input_lengths",
+    "provenance_of",
     "repeated",
     "row_seeds",
 ]
@@ -36,7 +37,6 @@ __all__ = [
 #: Keys that a generation consumes; every other key is carried through to the output.
 CONSUMED_KEYS = frozenset({"input_ids", "input_lengths", "attention_mask", "stop_strings", "seed"})
 OUTPUT_KEYS = frozenset(GenerationOutputSpec.__annotations__) - {"__extra__"}
-INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +152,8 @@ class PromptBatch:
         sampling: SamplingParams,
         facts: ModelFacts,
         stop_strings: Sequence[str] = (),
+        *,
+        calls: Iterator[int] | None = None,
     ) -> PromptBatch:
         """Checks a batch and makes prompts of it; rows without room keep a budget of 0.
 
@@ -160,6 +162,8 @@ class PromptBatch:
             sampling: Gives the budget and the seed.
             facts: The model's limits.
             stop_strings: The config's.
+            calls: Numbers the engine's calls; one is taken if rows are to be drawn from the
+                config's seed.
 
         Raises:
             DataError: Names the row and what is wrong with it.
@@ -167,13 +171,15 @@ class PromptBatch:
         lengths = input_lengths(data, filler=(facts.pad_token_id, 0))
         rows = data.size
         ids = data["input_ids"].to(torch.int64)
-        _check_vocabulary(ids, lengths, facts.vocab_size)
+        check_vocabulary(ids, lengths, facts.vocab_size)
         _check_context(lengths, facts.max_model_len)
         budgets = (facts.max_model_len - lengths).clamp(max=sampling.max_new_tokens)
-        seeds = _row_integers(data, "seed", rows)
+        seeds = row_integers(data, "seed", rows)
         seeded = seeds is not None or sampling.seed is not None
         if seeds is None:
-            seeds = row_seeds(sampling.seed, rows)
+            draws = rows and sampling.seed is not None and not sampling.greedy
+            call = next(calls) if calls is not None and draws else 0
+            seeds = row_seeds(sampling.seed, rows, call)
         return cls(ids, lengths, budgets, _merge_stops(data, stop_strings, rows), seeds, seeded)
 
 
@@ -194,94 +200,23 @@ class Completion:
     truncated: bool
 
 
-def row_seeds(seed: int | None, rows: int) -> torch.Tensor:
-    """``[rows]`` int64 seeds: a function of ``seed``, or fresh ones if it is None."""
-    base = secrets.randbits(62) if seed is None else seed
-    generator = torch.Generator().manual_seed(base)
-    return torch.randint(0, 2**62, (rows,), generator=generator)
-
-
-def input_lengths(data: BatchedDataDict[Any], filler: Sequence[int] = ()) -> torch.Tensor:
-    """``[B]`` int64 lengths of a right-padded batch, from ``input_lengths`` or ``attention_mask``.
+def row_seeds(seed: int | None, rows: int, call: int = 0) -> torch.Tensor:
+    """``[rows]`` int64 seeds of one call: a function of its arguments, or fresh without a seed.
 
     Args:
-        data: Has ``input_ids`` ``[B, S]`` and one of the two (or both, if they agree).
-        filler: Values allowed past a row's length; empty allows anything.
-
-    Raises:
-        DataError: Not right-padded, not consistent, or a length outside ``[1, S]``; names the row.
+        seed: The engine's.
+        rows: How many streams.
+        call: Number of the call, so that no two calls of an engine draw from the same streams.
     """
-    ids = data.get("input_ids")
-    if not _is_integer(ids) or ids.dim() != 2:
-        raise DataError(
-            "input_ids must be an integer tensor of shape [rows, width]", key="input_ids"
-        )
-    mask, lengths = data.get("attention_mask"), _row_integers(data, "input_lengths", len(ids))
-    if mask is not None:
-        from_mask = _lengths_from_mask(mask, ids)
-        if lengths is not None:
-            _fail_row(lengths != from_mask, "input_lengths and attention_mask disagree")
-        lengths = from_mask
-    if lengths is None:
-        raise DataError(
-            "the batch has neither input_lengths nor attention_mask",
-            fix="add input_lengths, an int64 tensor of shape [rows]",
-            key="input_lengths",
-        )
-    _fail_row(lengths < 1, "the prompt is empty (length 0)")
-    _fail_row(lengths > ids.shape[1], f"the length is above the padded width {ids.shape[1]}")
-    if filler:
-        _check_filler(ids.to(torch.int64), lengths, filler)
-    return lengths
-
-
-def _is_integer(value: object) -> TypeIs[torch.Tensor]:
-    return isinstance(value, torch.Tensor) and value.dtype in INTEGERS
-
-
-def _row_integers(data: BatchedDataDict[Any], key: str, rows: int) -> torch.Tensor | None:
-    """The column as ``[rows]`` int64, or None without it."""
-    value = data.get(key)
-    if value is None:
-        return None
-    if not _is_integer(value) or value.shape != (rows,):
-        found = f"{list(value.shape)} {value.dtype}" if hasattr(value, "shape") else repr(value)
-        raise DataError(
-            f"{key} must be an integer tensor of shape [{rows}], not {found}",
-            fix=f"give each row one {key}",
-            key=key,
-        )
-    return value.to(torch.int64)
-
-
-def _lengths_from_mask(mask: object, ids: torch.Tensor) -> torch.Tensor:
-    if not isinstance(mask, torch.Tensor) or mask.shape != ids.shape:
-        found = getattr(mask, "shape", type(mask).__name__)
-        raise DataError(
-            f"attention_mask ({found}) is not a tensor of input_ids' shape {list(ids.shape)}",
-            key="attention_mask",
-        )
-    ones = mask.to(torch.bool)
-    lengths = ones.sum(1)
-    positions = torch.arange(ids.shape[1])
-    _fail_row((ones != (positions < lengths[:, None])).any(1), "attention_mask is not right-padded")
-    return lengths
-
-
-def _check_filler(ids: torch.Tensor, lengths: torch.Tensor, filler: Sequence[int]) -> None:
-    past = torch.arange(ids.shape[1]) >= lengths[:, None]
-    allowed = torch.isin(ids, torch.tensor(list(filler), dtype=ids.dtype))
-    _fail_row(
-        (past & ~allowed).any(1),
-        f"tokens other than padding {tuple(dict.fromkeys(filler))} stand past the row's length "
-        "(left-padded, or a wrong length)",
-    )
-
-
-def _check_vocabulary(ids: torch.Tensor, lengths: torch.Tensor, vocab_size: int) -> None:
-    real = torch.arange(ids.shape[1]) < lengths[:, None]
-    outside = real & ((ids < 0) | (ids >= vocab_size))
-    _fail_row(outside.any(1), f"a token id is outside the vocabulary of {vocab_size}")
+    if seed is None:
+        base = secrets.randbits(62)
+    elif call == 0:
+        base = seed
+    else:
+        digest = hashlib.blake2b(f"{seed} {call}".encode(), digest_size=8).digest()
+        base = int.from_bytes(digest, "big") >> 1
+    generator = torch.Generator().manual_seed(base)
+    return torch.randint(0, 2**62, (rows,), generator=generator)
 
 
 def _check_context(lengths: torch.Tensor, max_model_len: int) -> None:
@@ -296,18 +231,6 @@ def _check_context(lengths: torch.Tensor, max_model_len: int) -> None:
         )
 
 
-def _fail_row(bad: torch.Tensor, message: str) -> None:
-    if bad.any():
-        rows = bad.nonzero().flatten()
-        more = f" (and {len(rows) - 1} more rows)" if len(rows) > 1 else ""
-        raise DataError(
-            f"row {int(rows[0])}: {message}{more}",
-            fix="pad on the right and give each row's true length",
-            row=int(rows[0]),
-            key="input_ids",
-        )
-
-
 def _merge_stops(
     data: BatchedDataDict[Any], shared: Sequence[str], rows: int
 ) -> list[tuple[str, ...]]:
@@ -316,6 +239,7 @@ def _merge_stops(
     if not isinstance(own, list):
         raise DataError(
             f"stop_strings must be a list with a list (or None) for each row, not {own!r}",
+            fix='such as [["\\n\\n"], None] for two rows',
             key="stop_strings",
         )
     for row, strings in enumerate(own):
@@ -324,6 +248,7 @@ def _merge_stops(
             raise DataError(
                 f"row {row}: stop_strings must be a list of non-empty strings or None, "
                 f"not {strings!r}",
+                fix='such as ["\\n\\n"]',
                 row=row,
                 key="stop_strings",
             )
@@ -403,3 +328,9 @@ def carried(data: BatchedDataDict[Any]) -> dict[str, Any]:
 def greedy_params(sampling: SamplingParams) -> SamplingParams:
     """The same limits, but the argmax of the model's own distribution."""
     return replace(sampling, greedy=True, temperature=1.0, top_k=0, top_p=1.0)
+
+
+def provenance_of(sampling: SamplingParams, began: int | None) -> Provenance:
+    """Of rows that were sampled like this in a call that began then."""
+    comparable = not sampling.greedy and sampling.logprobs_mode == "processed"
+    return Provenance(began, sampling.temperature if comparable else None)

@@ -8,6 +8,7 @@ from rl_core.batch.microbatches import (
 )
 from rl_core.batch.packing import pack
 from rl_core.batch.padding import verify_right_padding
+from rl_core.batch.training import training_batch
 
 __all__ = [
     "BatchedDataDict",
@@ -16,5 +17,6 @@ __all__ = [
     "SlicedDataDict",
     "pack",
     "plan_microbatches",
+    "training_batch",
     "verify_right_padding",
 ]

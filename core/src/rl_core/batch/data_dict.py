@@ -18,6 +18,7 @@ from rl_core.batch.columns import (
     take_rows,
 )
 from rl_core.batch.gather import gather_batches
+from rl_core.batch.provenance import Provenance
 from rl_core.batch.sharding import plan_shards, planned_shards
 from rl_core.errors import DataError, LifecycleError, MissingKeyError
 
@@ -44,11 +45,13 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         micro_batch_lengths: For each global batch the width of each microbatch (dynamic batching)
             or its packed tokens (sequence packing).
         elem_counts_per_gb: For each global batch the number of its rows in this shard.
+        provenance: How the rows were generated, where that is known; not sent to other processes.
     """
 
     micro_batch_indices: list[list[list[int]]] | None = None
     micro_batch_lengths: list[list[int]] | None = None
     elem_counts_per_gb: list[int] | None = None
+    provenance: Provenance | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         # Left out is what typing adds to instances of a subscripted class: it may not import where
@@ -199,6 +202,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
                         batch=number,
                     )
             merged[key] = concatenate(key, parts, pads.get(key, 0))
+        merged.provenance = Provenance.common(getattr(b, "provenance", None) for b in batches)
         return merged
 
     def all_gather(self, group: dist.ProcessGroup | None = None) -> Self:
@@ -418,6 +422,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
     def _map(self, function: Callable[[Any], Any], into: BatchT) -> BatchT:
         for key, value in self.data.items():
             into.data[key] = None if value is None else function(value)
+        into.provenance = self.provenance
         return into
 
 

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import uuid
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rl_core.backends.prompts import CONSUMED_KEYS, PromptBatch, SamplingParams, carried, repeated
+from rl_core.backends.inputs import as_batch
+from rl_core.backends.prompts import (
+    CONSUMED_KEYS,
+    PromptBatch,
+    SamplingParams,
+    carried,
+    greedy_params,
+    provenance_of,
+    repeated,
+)
 from rl_core.batch import BatchedDataDict
+from rl_core.batch.provenance import moment
 from rl_core.cluster.remote import RemoteBackend
 from rl_core.cluster.sharding import collect, deal
 from rl_core.errors import DeadlineError, WeightsTornError
@@ -19,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
 
     from rl_core.backends.prompts import ModelFacts
+    from rl_core.batch.provenance import Provenance
     from rl_core.interfaces import Future, GenerationOutputSpec
 
 __all__ = ["RemoteGeneration"]
@@ -37,6 +50,7 @@ class RemoteGeneration(RemoteBackend, GenerationInterface):
         self.receiver_count = sum(self._group.attributes("receiver_count"))
         self.facts: ModelFacts = self._group.attributes("facts")[0]
         self.sampling = SamplingParams.from_config(self.config, self.facts)
+        self._calls = itertools.count()  # that drew from the seed
 
     def _worker_config(self) -> dict[str, Any]:
         # Samples are multiplied here: a replica completes each of its rows once.
@@ -48,30 +62,38 @@ class RemoteGeneration(RemoteBackend, GenerationInterface):
         self, data: BatchedDataDict[Any], greedy: bool = False
     ) -> BatchedDataDict[GenerationOutputSpec]:
         """See :meth:`GenerationInterface.generate`."""
-        prompts, extras, shards = self._split(data)
-        calls = [
-            self._group.submit(rank, "generate", prompts.select_indices(rows), greedy)
-            for rank, rows in shards.items()
+        call = self._accept(data, greedy, "generate")
+        results = [
+            self._group.submit(rank, "generate", call.prompts.select_indices(rows), greedy)
+            for rank, rows in call.shards.items()
         ]
         output = collect(
-            self._group.wait(calls),
-            torch.cat(list(shards.values())),
-            prompts.size,
+            self._group.wait(results),
+            torch.cat(list(call.shards.values())),
+            call.prompts.size,
             output_ids=self.facts.pad_token_id,
         )
         _same_version(output["weights_version"].unique().tolist())
-        output.update(extras)
+        output.update(call.extras)
+        output.provenance = call.provenance
         return output
 
-    async def generate_async(
+    def generate_async(
         self, data: BatchedDataDict[Any], greedy: bool = False
     ) -> AsyncIterator[tuple[int, BatchedDataDict[GenerationOutputSpec]]]:
-        """See :meth:`GenerationInterface.generate_async`."""
-        prompts, extras, shards = self._split(data)
+        """See :meth:`GenerationInterface.generate_async`.
+
+        As with an embedded backend, prompts take their random streams when it is called.
+        """
+        return self._stream(self._accept(data, greedy, "generate_async"), greedy)
+
+    async def _stream(
+        self, call: _Call, greedy: bool
+    ) -> AsyncIterator[tuple[int, BatchedDataDict[GenerationOutputSpec]]]:
         stream_id = uuid.uuid4().hex
         streams = {
-            rank: self._group.stream(rank, stream_id, prompts.select_indices(rows), greedy)
-            for rank, rows in shards.items()
+            rank: self._group.stream(rank, stream_id, call.prompts.select_indices(rows), greedy)
+            for rank, rows in call.shards.items()
         }
         pending = {asyncio.create_task(_next(stream)): rank for rank, stream in streams.items()}
         try:
@@ -82,10 +104,14 @@ class RemoteGeneration(RemoteBackend, GenerationInterface):
                         continue
                     pending[asyncio.create_task(_next(streams[rank]))] = rank
                     [(index, output)] = await asyncio.to_thread(self._group.wait, [reference])
-                    row = int(shards[rank][index])
+                    row = int(call.shards[rank][index])
                     output.update(
-                        {k: None if v is None else v[row : row + 1] for k, v in extras.items()}
+                        {
+                            key: None if value is None else value[row : row + 1]
+                            for key, value in call.extras.items()
+                        }
                     )
+                    output.provenance = call.provenance
                     yield row, output
         finally:
             for task, rank in pending.items():
@@ -103,27 +129,23 @@ class RemoteGeneration(RemoteBackend, GenerationInterface):
             )
         return done
 
-    def _split(
-        self, data: BatchedDataDict[Any]
-    ) -> tuple[BatchedDataDict[Any], dict[str, Any], dict[int, torch.Tensor]]:
-        """Checks the batch and deals its rows to ranks.
-
-        Returns:
-            The prompts with a seed for each row, the keys that are only carried through (they stay
-            here), and for each rank its rows.
-        """
-        data = repeated(data, self.sampling.num_samples)
+    def _accept(self, data: BatchedDataDict[Any], greedy: bool, method: str) -> _Call:
+        """Checks the batch and deals its rows to ranks."""
+        sampling = greedy_params(self.sampling) if greedy or self.sampling.greedy else self.sampling
+        data = repeated(as_batch(data, needed_by=method), sampling.num_samples)
         stops = self.config.get("stop_strings") or ()
-        checked = PromptBatch.from_data(data, self.sampling, self.facts, stops)
+        checked = PromptBatch.from_data(data, sampling, self.facts, stops, calls=self._calls)
         consumed = {key: data[key] for key in data if key in CONSUMED_KEYS}
-        extras = carried(data)
         seeds = {"seed": checked.seeds} if checked.seeded else {}
-        prompts: BatchedDataDict[Any] = BatchedDataDict({**consumed, **seeds})
         table = deal(checked.lengths, self._group.size)
         shards = {rank: rows[rows < len(checked)] for rank, rows in enumerate(table)}
-        # An empty batch still goes to one replica, for a result of the right keys.
-        shards = {rank: rows for rank, rows in shards.items() if len(rows) or rank == 0}
-        return prompts, extras, shards
+        return _Call(
+            prompts=BatchedDataDict({**consumed, **seeds}),
+            extras=carried(data),
+            # An empty batch still goes to one replica, for a result of the right keys.
+            shards={rank: rows for rank, rows in shards.items() if len(rows) or rank == 0},
+            provenance=provenance_of(sampling, moment()),
+        )
 
     def prepare_for_generation(self, *args: Any, **kwargs: Any) -> bool:
         """See :meth:`GenerationInterface.prepare_for_generation`."""
@@ -180,6 +202,23 @@ class RemoteGeneration(RemoteBackend, GenerationInterface):
     def invalidate_kv_cache(self) -> bool:
         """See :meth:`GenerationInterface.invalidate_kv_cache`."""
         return all(self._group.call_all("invalidate_kv_cache"))
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """One call, as it was accepted.
+
+    Attributes:
+        prompts: With a seed for each row, if any were asked for.
+        extras: The keys that are only carried through; they stay here.
+        shards: For each rank its rows.
+        provenance: Of the output.
+    """
+
+    prompts: BatchedDataDict[Any]
+    extras: dict[str, Any]
+    shards: dict[int, torch.Tensor]
+    provenance: Provenance
 
 
 async def _next(stream: Any) -> Any:

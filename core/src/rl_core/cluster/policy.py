@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from rl_core.backends.admission import Admission
+from rl_core.backends.inputs import as_batch
 from rl_core.cluster.remote import RemoteBackend
 from rl_core.cluster.sharding import collect, padded_shards, training_shards
 from rl_core.interfaces import ColocatablePolicyInterface
@@ -32,6 +34,15 @@ class RemotePolicy(RemoteBackend, ColocatablePolicyInterface):
     """
 
     _kind = "policy"
+
+    def _connect(self) -> None:
+        self.admission = Admission(lambda: self.config, lambda: self.weights_version)
+
+    @property
+    def weights_version(self) -> int:
+        """The version of the last refit that was committed; 0 before the first."""
+        version: int = self._group.attribute(0, "weights_version")
+        return version
 
     # -- scoring --------------------------------------------------------------------------------
 
@@ -63,6 +74,7 @@ class RemotePolicy(RemoteBackend, ColocatablePolicyInterface):
         return self._score("score", data, micro_batch_size)
 
     def _score(self, method: str, data: BatchedDataDict[Any], *args: Any) -> BatchedDataDict[Any]:
+        data = as_batch(data, needed_by=method)
         if self._group.size == 1:
             only: BatchedDataDict[Any] = self._group.call(0, method, data, *args)
             return only
@@ -105,12 +117,15 @@ class RemotePolicy(RemoteBackend, ColocatablePolicyInterface):
         mbs: int | None = None,
     ) -> dict[str, Any]:
         """See :meth:`PolicyInterface.train`."""
+        data = self.admission.admit(data, loss_fn, eval_mode=eval_mode)
         shards = [data]
         if self._group.size > 1:
             if gbs is None and not eval_mode:
                 gbs = self.config.get("train_global_batch_size")
             gbs = data.size if gbs is None else gbs
-            shards, gbs = training_shards(data, self._group.size, gbs, loss_fn.group_size)
+            shards, gbs = training_shards(
+                data, self._group.size, gbs, getattr(loss_fn, "group_size", 1)
+            )
         calls = [
             self._group.submit(rank, "train", shard, loss_fn, eval_mode, gbs=gbs, mbs=mbs)
             for rank, shard in enumerate(shards)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rl_core.backends.prompts import input_lengths
+from rl_core.backends.inputs import input_lengths
 from rl_core.batch import BatchedDataDict
 from rl_core.errors import DataError
 

@@ -116,6 +116,10 @@ class WorkerGroup:
         """Calls a method of every backend and waits; results in order of the ranks."""
         return self.wait([self.submit(rank, method, *args, **kwargs) for rank in self.ranks])
 
+    def attribute(self, rank: int, name: str) -> Any:
+        """An attribute of one backend, also while it works."""
+        return self.wait([self._remote(rank, "attribute", "control", name)])[0]
+
     def attributes(self, name: str) -> list[Any]:
         """An attribute of every backend, also while they work."""
         return self.wait([self._remote(rank, "attribute", "control", name) for rank in self.ranks])

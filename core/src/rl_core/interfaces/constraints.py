@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Range"]
+__all__ = ["Range", "Unsupported"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,3 +36,16 @@ class Range:
     def __str__(self) -> str:
         bounds = ((">", self.gt), (">=", self.ge), ("<", self.lt), ("<=", self.le))
         return " and ".join(f"{sign} {bound:g}" for sign, bound in bounds if bound is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class Unsupported:
+    """A key that others know, and that here is None: ``Annotated[int | None, Unsupported(...)]``.
+
+    Attributes:
+        why: What decides instead.
+        fix: What to do.
+    """
+
+    why: str
+    fix: str

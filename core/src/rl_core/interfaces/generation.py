@@ -32,7 +32,7 @@ class GenerationInterface(ABC):
         """Completes every prompt.
 
         Args:
-            data: Right-padded prompts.
+            data: Right-padded prompts. Another mapping will do, such as what a tokenizer returns.
             greedy: Take the argmax; temperature and truncation do not apply.
 
         Returns:
@@ -48,6 +48,8 @@ class GenerationInterface(ABC):
         self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
     ) -> AsyncIterator[tuple[int, BatchedDataDict[GenerationOutputSpec]]]:
         """Yields ``(row index, one-row output)`` as rows finish; the union equals ``generate``.
+
+        Calls count, for the streams of a configured seed, in the order in which they are made.
 
         Raises:
             CapabilityError: The backend lacks ``async_generation``.
@@ -68,7 +70,18 @@ class GenerationInterface(ABC):
 
     @abstractmethod
     def finish_generation(self, *args: Any, **kwargs: Any) -> bool:
-        """Lets go of the memory that generation needs. Idempotent; True on success."""
+        """Lets go of the memory that generation needs. Idempotent; True on success.
+
+        Args:
+            *args: For backends' own use.
+            **kwargs: ``tags``, as in :meth:`prepare_for_generation`, puts only a part to sleep;
+                ``release_gpu=False`` puts nothing to sleep: the engine goes on serving. So does
+                one that is configured with ``colocated.enabled`` False, unless it is told to
+                release something.
+
+        Raises:
+            ConfigError: There is no such keyword or tag.
+        """
 
     @abstractmethod
     def shutdown(self) -> bool:

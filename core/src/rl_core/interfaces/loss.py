@@ -33,7 +33,7 @@ class LossFunction(ABC):
 
     A call sees some rows of a global batch and returns their *share* of the loss: a sum over rows
     or tokens divided by the count over the whole global batch. Shares add up, so the result does
-    not depend on how the rows were split.
+    not depend on how the rows were split. Policies call it with keywords, by these names.
 
     Attributes:
         loss_type: Token-level losses divide by ``global_valid_toks``, sequence-level ones by

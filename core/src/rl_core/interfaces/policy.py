@@ -83,7 +83,8 @@ class PolicyInterface(ABC):
         """Takes one optimizer step for every ``gbs`` rows.
 
         Args:
-            data: Right-padded sequences, see :class:`TrainingDatumSpec`.
+            data: Right-padded sequences, see :class:`TrainingDatumSpec`;
+                :func:`rl_core.batch.training_batch` makes them of what an engine generated.
             loss_fn: The loss; the result does not depend on how rows are split.
             eval_mode: Compute the loss and change nothing: weights, optimizer, RNG.
             gbs: Global batch size; the configured value (or all rows) if None.
@@ -95,6 +96,9 @@ class PolicyInterface(ABC):
             per-step values are lists under ``all_mb_metrics``.
 
         Raises:
+            ConfigError: The loss is a class, or wants what no policy has.
+            DataError: The batch is generation output as it came, or rollouts without
+                ``token_mask``.
             TrainingError: A loss or gradient is not finite; the step was not taken.
         """
 
@@ -115,6 +119,10 @@ class PolicyInterface(ABC):
             percentile: Of ``|activation|`` per tensor, in (0, 100].
             margin: Factor on top.
             include_q: Also scale the queries.
+
+        Returns:
+            ``{"format": "e4m3", "layers": {"layer_0": {"k_scale": ..., "v_scale": ...}, ...}}``;
+            a refit's ``kv_scales`` take it as it is.
         """
 
     @abstractmethod

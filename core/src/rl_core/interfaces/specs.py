@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NotRequired, TypedDict
 
-from rl_core.interfaces.constraints import Range
+from rl_core.interfaces.constraints import Range, Unsupported
 
 if TYPE_CHECKING:
     import torch
@@ -33,28 +33,37 @@ __all__ = [
 ]
 
 
-class ResourcesConfig(TypedDict):
-    """Hardware set aside for one side of a run.
+_BY_CLUSTER = Unsupported(
+    why="devices are given by the cluster: create_generation(config, RayVirtualCluster([8, 8])) "
+    "has 8 bundles on each of two nodes",
+    fix="set it to None, and pass a cluster",
+)
+
+
+class ResourcesConfig(TypedDict, total=False):
+    """Hardware of an engine, as configurations of other libraries say it; here the cluster does.
 
     Attributes:
-        gpus_per_node: GPUs used on each node.
-        num_nodes: Number of nodes.
+        gpus_per_node: Only None.
+        num_nodes: Only None.
     """
 
-    gpus_per_node: Annotated[int, Range(ge=0)]
-    num_nodes: Annotated[int, Range(ge=1)]
+    gpus_per_node: Annotated[int | None, _BY_CLUSTER]
+    num_nodes: Annotated[int | None, _BY_CLUSTER]
 
 
 class ColocationConfig(TypedDict):
     """Whether trainer and engine share devices.
 
     Attributes:
-        enabled: True when both take turns on the same devices.
-        resources: Where the engine runs when they do not.
+        enabled: True when both take turns on the same devices: ``finish_generation`` gives the
+            engine's memory back. False when the engine has devices of its own: it keeps its memory
+            and goes on serving, unless ``finish_generation`` is told what to give back.
+        resources: None, or see :class:`ResourcesConfig`.
     """
 
     enabled: bool
-    resources: NotRequired[ResourcesConfig]
+    resources: NotRequired[ResourcesConfig | None]
 
 
 # The nested spelling, ``ColocationConfig.ResourcesConfig``, names the same class.
@@ -77,12 +86,13 @@ class GenerationConfig(TypedDict):
         eos_token_id: One more stop token (or several). Default: the model's.
         do_sample: False makes every call greedy. Default True.
         repetition_penalty: Divides (if negative, multiplies) the logits of seen tokens. Default 1.
-        seed: Makes sampling reproducible. Default: a fresh seed for each call.
+        seed: Makes sampling reproducible: a fresh engine gives the same tokens to the same calls,
+            each of which draws anew. Default: a fresh seed for each call.
         logprobs_mode: ``"processed"`` (of the distribution sampled from, the default) or ``"raw"``
             (log-softmax of the logits).
         max_model_len: Upper bound on prompt plus generated tokens. Default: the model's.
         num_samples: Completions per prompt, laid out as ``repeat_interleave``. Default 1.
-        colocated: Placement relative to the trainer.
+        colocated: See :class:`ColocationConfig`. Default: enabled.
     """
 
     backend: str
@@ -101,7 +111,7 @@ class GenerationConfig(TypedDict):
     logprobs_mode: NotRequired[Literal["processed", "raw"]]
     max_model_len: NotRequired[Annotated[int | None, Range(ge=1)]]
     num_samples: NotRequired[Annotated[int, Range(ge=1)]]
-    colocated: NotRequired[ColocationConfig]
+    colocated: NotRequired[ColocationConfig | None]
 
 
 class OptimizerConfig(TypedDict, total=False):
@@ -187,6 +197,8 @@ class PolicyConfig(TypedDict):
         model_name: Directory (or hub name) of a checkpoint in Hugging Face layout.
         train_global_batch_size: Rows per optimizer step. Default: all rows of the call.
         temperature: Divides the logits in training and scoring. Default 1.0.
+        refit_interval: Trainings that the loop means to do for each refit; generating with weights
+            that are older warns. Default 1.
         train_micro_batch_size: Rows per forward and backward pass. Default 8.
         logprob_batch_size: Rows per scoring pass. Default: ``train_micro_batch_size``.
         max_grad_norm: Gradients are scaled down to this norm; None is off. Default 1.0.
@@ -201,6 +213,7 @@ class PolicyConfig(TypedDict):
     model_name: str
     train_global_batch_size: NotRequired[Annotated[int | None, Range(ge=1)]]
     temperature: NotRequired[Annotated[float, Range(gt=0)]]
+    refit_interval: NotRequired[Annotated[int, Range(ge=1)]]
     train_micro_batch_size: NotRequired[Annotated[int, Range(ge=1)]]
     logprob_batch_size: NotRequired[Annotated[int | None, Range(ge=1)]]
     max_grad_norm: NotRequired[Annotated[float | None, Range(gt=0)]]
@@ -257,7 +270,8 @@ class TrainingDatumSpec(TypedDict):
     Attributes:
         input_ids: ``[B, S]`` int64 token ids.
         input_lengths: ``[B]`` int64 number of real tokens.
-        token_mask: ``[B, S]`` 1 where the token counts in the loss; position 0 never does.
+        token_mask: ``[B, S]`` 1 where the token counts in the loss; position 0 never does. Of
+            rollouts, generated tokens alone: :func:`rl_core.batch.training_batch` makes it.
         sample_mask: ``[B]`` 0 takes a whole row out of the loss.
         __extra__: What the loss function needs besides, batch first.
     """

@@ -25,9 +25,9 @@ from typing import (
 )
 
 from rl_core.errors import BrokenPluginError, ConfigError
-from rl_core.interfaces.constraints import Range
+from rl_core.interfaces.constraints import Range, Unsupported
 
-__all__ = ["Range", "check_config", "config_keys", "nearest"]
+__all__ = ["Range", "Unsupported", "check_config", "config_keys", "nearest"]
 
 
 def check_config(spec: type, config: Mapping[str, Any], *, what: str) -> dict[str, Any]:
@@ -200,6 +200,12 @@ def _check_bounds(hint: Any, value: Any, at: str, problems: list[_Problem]) -> A
             )
             for bound in bounds
             if isinstance(bound, Range) and checked not in bound
+        )
+    if len(problems) == before and checked is not None:
+        problems.extend(
+            _Problem(at, f"'{at}' is {_show(value)}, and {bound.why}", bound.fix)
+            for bound in bounds
+            if isinstance(bound, Unsupported)
         )
     return checked
 

@@ -17,13 +17,15 @@ from rl_core.errors import (
     RLError,
 )
 from rl_core.futures import wait
+from rl_core.interfaces import GenerationInterface, PolicyInterface
 from rl_core.plugins import hookspecs
 from rl_core.refit.options import SendOptions
 from rl_core.refit.report import RefitReport
+from rl_core.refit.sampling import warn_of_temperatures
 from rl_core.refit.session import Phase
 
 if TYPE_CHECKING:
-    from rl_core.interfaces import ColocatablePolicyInterface, Future, GenerationInterface
+    from rl_core.interfaces import ColocatablePolicyInterface, Future
 
 __all__ = ["refit"]
 
@@ -55,12 +57,16 @@ def refit(
     The hook ``on_event`` of every plugin gets ``"refit_started"``, then ``"refit_committed"`` or
     ``"refit_failed"``, with the facts; where the policy runs, ``"refit_progress"`` in between.
 
+    Warns, once for each engine, if it samples at another temperature than the policy scores at.
+
     Raises:
-        ConfigError: An option is unknown or not legal.
+        ConfigError: An option is unknown or not legal, or the two are given the other way round.
         ManifestMismatchError: The two disagree on the tensors; nothing was touched.
         RefitError: The transfer failed; if the engine is torn, it takes another refit.
         DeadlineError: Neither side said why it is late.
     """
+    _check_order(policy, generation)
+    warn_of_temperatures(policy, generation)
     options.setdefault("receivers", getattr(generation, "receiver_count", 1))
     chosen = SendOptions.of(options)
     attempt = 1
@@ -87,6 +93,17 @@ def _may_pass(error: Exception) -> bool:
         return error.details.get("phase") in (Phase.TRANSFER, Phase.SEAL)
     transfer = isinstance(error, RefitError | DeadlineError)
     return transfer and not isinstance(error, ManifestMismatchError)
+
+
+def _check_order(policy: Any, generation: Any) -> None:
+    sends, takes = "stream_weights_via_ipc_zmq", "update_weights_via_ipc_zmq"
+    swapped = isinstance(policy, GenerationInterface) or isinstance(generation, PolicyInterface)
+    if swapped or not hasattr(policy, sends) or not hasattr(generation, takes):
+        raise ConfigError(
+            f"refit(policy, generation) got a {type(policy).__name__} that is to send weights, and "
+            f"a {type(generation).__name__} that is to take them",
+            fix="call refit(policy, generation): the trainer first, then the engine",
+        )
 
 
 def _attempt(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Self, TypeGuard
 
@@ -9,8 +11,6 @@ from rl_core.errors import ConfigError
 from rl_core.refit.session import ISOLATION_LEVELS, VERIFY_LEVELS
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     import torch
 
 __all__ = [
@@ -55,7 +55,9 @@ class SendOptions:
         delta: Send only what the engines do not have already. Needs a hash.
         join: Bring engines that come late to the last committed version, the weights of which
             must still be the trainer's.
-        kv_scales: Scales of an FP8 key/value cache, applied with the weights.
+        kv_scales: Scales of an FP8 key/value cache, applied with the weights: by names such as
+            ``"layer_0.k_scale"``, or as ``calibrate_qkv_fp8_scales`` returns them (all of it, or
+            what is under ``"layers"``). None is none.
         bucket_bytes: Size of each buffer at most, and of what is announced at once; what suits the
             data mode and the device if None.
         deadline_s: Seconds for the whole refit, at most a week.
@@ -92,7 +94,7 @@ class SendOptions:
                 raise ConfigError(
                     f"refit: unknown option {key!r}", fix=f"use some of {known}", key=key
                 )
-        return cls(**given)
+        return cls(**{**given, "kv_scales": _flat(given.get("kv_scales") or {})})
 
     def bucket_for(self, device: torch.device, *, direct: bool) -> int:
         """The size of buckets for a lane on a device."""
@@ -132,6 +134,27 @@ def check_deadline(seconds: object) -> None:
 
 def _is_number(value: object, kind: Any) -> TypeGuard[float]:
     return isinstance(value, kind) and not isinstance(value, bool)
+
+
+def _flat(scales: object) -> dict[str, float]:
+    """The scales by name, whether they were nested by layer or not.
+
+    Raises:
+        ConfigError: A scale is no number above 0.
+    """
+    if not isinstance(scales, Mapping):
+        raise _illegal("kv_scales", scales, "give a mapping of names to numbers")
+    if isinstance(layers := scales.get("layers"), Mapping):
+        scales = layers
+    flat: dict[str, Any] = {}
+    for name, value in scales.items():
+        nested = isinstance(value, Mapping)
+        flat |= {f"{name}.{kind}": x for kind, x in value.items()} if nested else {name: value}
+    for name, value in flat.items():
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not number or not 0 < value < math.inf:
+            raise _illegal(f"kv_scales[{name!r}]", value, "a scale is a finite number above 0")
+    return {name: float(value) for name, value in flat.items()}
 
 
 def _illegal(key: str, value: object, fix: str) -> ConfigError:

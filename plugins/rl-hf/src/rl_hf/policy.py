@@ -223,8 +223,8 @@ class HuggingFacePolicy(PolicyBackend):
     ) -> dict[str, Any]:
         """See :meth:`PolicyInterface.train`.
 
-        A ``token_mask`` or ``sample_mask`` that is missing is all ones. A global batch in which
-        nothing counts takes no step. ``skipped_steps`` is in the result.
+        A missing ``sample_mask`` is all ones; so is ``token_mask``, unless the batch is a rollout.
+        A global batch in which nothing counts takes no step. ``skipped_steps`` is in the result.
 
         Args:
             data: This worker's rows; see :class:`TrainingDatumSpec`.
@@ -236,12 +236,15 @@ class HuggingFacePolicy(PolicyBackend):
                 choice of rows.
 
         Raises:
-            DataError: A row is wrong, or the rows are no multiple of the global batch.
+            ConfigError: The loss is a class, or is not called as losses are.
+            DataError: A row is wrong, the batch is generation output, a rollout has no
+                ``token_mask``, or the rows are no multiple of the global batch.
             TrainingError: A loss or gradient is not finite; the step was not taken. Earlier steps
                 of the call were; ``details["steps_taken"]`` counts them.
         """
         self._ready("train")
         with self._group.together("checking the batch"):
+            data = self.admission.admit(data, loss_fn, eval_mode=eval_mode)
             rows = training_rows(data, self._limits)
             if gbs is None and not eval_mode:
                 gbs = self.config.get("train_global_batch_size")

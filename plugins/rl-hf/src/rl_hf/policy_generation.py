@@ -33,6 +33,8 @@ class PolicyGeneration(GenerationBackend):
         ConfigError: The model has no pad token, and ``pad_token_id`` is not set.
     """
 
+    borrows_weights = True
+
     def __init__(
         self,
         model: PreTrainedModel,

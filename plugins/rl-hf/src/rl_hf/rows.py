@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from rl_core.backends.prompts import input_lengths
+from rl_core.backends.inputs import as_batch, check_vocabulary, input_lengths
 from rl_core.batch import BatchedDataDict, plan_microbatches
 from rl_core.errors import ConfigError, DataError
 
@@ -50,27 +50,12 @@ def scoring_rows(data: BatchedDataDict[Any], limits: Limits) -> tuple[torch.Tens
     Raises:
         DataError: Names the row and what is wrong with it.
     """
+    data = as_batch(data, needed_by="the policy")
     if "input_ids" not in data and all(key in data for key in GENERATED.values()):
         data = BatchedDataDict({key: data[source] for key, source in GENERATED.items()})
-    if "input_lengths" not in data and "attention_mask" not in data:
-        raise DataError(
-            f"the batch has neither input_lengths nor attention_mask, only {sorted(data)}",
-            fix="add input_lengths, an int64 tensor of shape [rows]",
-            key="input_lengths",
-        )
     lengths = input_lengths(data)
     ids = data["input_ids"].to(torch.int64)
-    real = torch.arange(ids.shape[1]) < lengths[:, None]
-    outside = real & ((ids < 0) | (ids >= limits.vocab_size))
-    if outside.any():
-        row, position = outside.nonzero()[0].tolist()
-        raise DataError(
-            f"row {row}: token {int(ids[row, position])} at position {position} is outside the "
-            f"vocabulary of {limits.vocab_size}",
-            fix="tokenise with the model's own tokenizer; pad only past input_lengths",
-            row=row,
-            key="input_ids",
-        )
+    check_vocabulary(ids, lengths, limits.vocab_size)
     if limits.context is not None and (lengths > limits.context).any():
         row = int((lengths > limits.context).nonzero()[0])
         raise DataError(
@@ -86,8 +71,9 @@ def training_rows(data: BatchedDataDict[Any], limits: Limits) -> BatchedDataDict
     """Checks rows that are to be learned from and completes their masks.
 
     Args:
-        data: See :class:`~rl_core.interfaces.TrainingDatumSpec`. A missing ``token_mask`` or
-            ``sample_mask`` is all ones.
+        data: See :class:`~rl_core.interfaces.TrainingDatumSpec`, as
+            :class:`~rl_core.backends.admission.Admission` lets it pass. A missing ``token_mask``
+            or ``sample_mask`` is all ones.
         limits: The model's.
 
     Returns:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rl_core.backends.losses import call_loss, input_type_of
 from rl_core.errors import DataError, TrainingError
 from rl_core.interfaces import LossInputType
 from rl_hf.forward import Forward, Sequences
@@ -164,19 +165,21 @@ class Trainer:
             "global_valid_seqs": torch.tensor(sums.valid_seqs, device=device),
             "global_valid_toks": torch.tensor(sums.valid_toks, device=device),
         }
-        index = _counting_rows(rows["sample_mask"], loss_fn.group_size)
+        group_size = getattr(loss_fn, "group_size", 1)
+        index = _counting_rows(rows["sample_mask"], group_size)
         plan = self._microbatching.plan(
             rows["input_lengths"][index],
             "train",
             width=rows["input_ids"].shape[1],
             size=size,
-            group_size=loss_fn.group_size,
+            group_size=group_size,
         )
         for part in plan:
             chosen = index[part]
             batch = cut(rows, chosen)
             sequences = Sequences.of(batch["input_ids"], batch["input_lengths"], device)
-            share, metrics = loss_fn(self._inputs(sequences, loss_fn), batch.to(device), **counts)
+            inputs = self._inputs(sequences, loss_fn)
+            share, metrics = call_loss(loss_fn, inputs, batch.to(device), **counts)
             sums.add(float(share.detach()), metrics, chosen)
             if learn and share.requires_grad:
                 share.backward()  # type: ignore[no-untyped-call]
@@ -189,7 +192,7 @@ class Trainer:
         return _Sums(sum(seqs for seqs, _ in everybody), sum(toks for _, toks in everybody))
 
     def _inputs(self, sequences: Sequences, loss_fn: LossFunction) -> torch.Tensor:
-        if loss_fn.input_type is LossInputType.LOGIT:
+        if input_type_of(loss_fn) is LossInputType.LOGIT:
             return self._forward.logits(sequences)
         return self._forward.logprobs(sequences)
 

@@ -8,14 +8,32 @@ from typing import TYPE_CHECKING, Any, Self, get_type_hints
 
 from rl_core.errors import ConfigError, DataError
 from rl_core.interfaces import LossFunction, LossType
-from rl_core.plugins.config import check_config
+from rl_core.plugins.config import check_config, nearest
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     import torch
 
-__all__ = ["ConfiguredLoss", "read_tensor"]
+__all__ = ["ConfiguredLoss", "check_logprobs", "read_tensor"]
+
+#: What other libraries call options of losses here.
+_ELSEWHERE = {
+    "beta": "reference_policy_kl_penalty",
+    "kl_coef": "reference_policy_kl_penalty",
+    "kl_penalty": "reference_policy_kl_penalty",
+    "epsilon": "ratio_clip_min",
+    "clip_eps": "ratio_clip_min",
+    "clip_ratio": "ratio_clip_min",
+    "epsilon_low": "ratio_clip_min",
+    "epsilon_high": "ratio_clip_max",
+    "clip_ratio_low": "ratio_clip_min",
+    "clip_ratio_high": "ratio_clip_max",
+    "delta": "ratio_clip_c",
+    "clip_ratio_c": "ratio_clip_c",
+    "kl_type": "kl_estimator",
+    "temperature": "teacher_temperature",
+}
 
 _SOURCES = {
     "token_mask": 'set data["token_mask"] to 1 where a token counts, else 0',
@@ -48,6 +66,26 @@ class ConfiguredLoss(LossFunction):
     Raises:
         ConfigError: An option is of the wrong type or out of its bounds.
     """
+
+    def __new__(cls, *args: Any, **options: Any) -> Self:
+        """Refuses options that do not exist, with the names of those that do."""
+        if args:
+            raise ConfigError(
+                f"{cls.__name__}: options are keywords, got {args[0]!r}",
+                fix=f"{cls.__name__}.from_config(mapping) takes them from a mapping",
+            )
+        known = [field.name for field in fields(cls)]
+        for key in options:
+            if key not in known:
+                meant = _ELSEWHERE.get(key) or nearest(key, known)
+                hint = f", did you mean '{meant}'?" if meant in known else ";"
+                raise ConfigError(
+                    f"{cls.__name__}: unknown option '{key}'{hint} options: "
+                    f"{', '.join(sorted(known))}",
+                    fix=f"write '{meant}'" if meant in known else f"remove '{key}'",
+                    key=key,
+                )
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         options = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -118,6 +156,53 @@ def read_tensor(
             key=key,
         )
     return value
+
+
+def check_logprobs(
+    values: torch.Tensor, tokens: torch.Tensor, key: str, *, needed_by: str, strict: bool = False
+) -> None:
+    """Refuses log-probs that were rolled by one, or that no token can have.
+
+    Args:
+        values: ``[b, s]`` as they stand in the batch.
+        tokens: ``[b, s]`` bool; the tokens that count.
+        key: Where they stand.
+        needed_by: The loss and the option that ask for them, for messages.
+        strict: Entry 0 of a row that counts must be 0. Otherwise it may be anything, unless the
+            row's last token has the 0 that a roll brings there.
+
+    Raises:
+        DataError: A row was rolled, or a token that counts has a log-prob that is infinite; names
+            row and position.
+    """
+    if not values.numel():
+        return
+    first = values[:, 0]
+    shifted = tokens.any(1) & first.isfinite() & (first != 0)
+    if not strict:
+        last = tokens.shape[1] - 1 - tokens.flip(1).int().argmax(1, keepdim=True)
+        shifted &= values.gather(1, last)[:, 0] == 0
+    if shifted.any():
+        row = int(shifted.nonzero()[0, 0])
+        raise DataError(
+            f"{needed_by}: '{key}' is {first[row].item():g} at row {row}, position 0, which "
+            "nothing predicts: the log-probs were rolled by one",
+            fix="entry t scores token t, as get_logprobs returns it: undo the shift with "
+            f"data['{key}'].roll(1, dims=1), and set entry 0 to 0",
+            key=key,
+            row=row,
+        )
+    wrong = tokens & values.isinf()
+    if wrong.any():
+        row, position = wrong.nonzero()[0].tolist()
+        raise DataError(
+            f"{needed_by}: '{key}' is {values[row, position].item()} at row {row}, position "
+            f"{position}: a token that was sampled has a probability",
+            fix="find out why the engine or the model gave it none (such as truncation that "
+            "differs), or mask the token with 'token_mask'",
+            key=key,
+            row=row,
+        )
 
 
 def _fits(shape: tuple[int, ...], expected: tuple[int, ...]) -> bool:

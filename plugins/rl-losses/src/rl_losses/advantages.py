@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from rl_core.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 __all__ = ["grpo_advantages"]
 
 
 def grpo_advantages(
-    rewards: torch.Tensor,
+    rewards: torch.Tensor | Sequence[float],
     *,
     group_size: int | None = None,
-    prompt_ids: torch.Tensor | None = None,
+    prompt_ids: torch.Tensor | Sequence[int] | None = None,
     normalize_std: bool = True,
     leave_one_out_baseline: bool = False,
-    sample_mask: torch.Tensor | None = None,
+    sample_mask: torch.Tensor | Sequence[float] | None = None,
     eps: float = 1e-6,
 ) -> torch.Tensor:
     """Rewards less their group's baseline, optionally over the group's standard deviation.
@@ -29,7 +34,7 @@ def grpo_advantages(
     "Understanding R1-Zero-Like Training").
 
     Args:
-        rewards: ``[B]`` one for each row.
+        rewards: ``[B]`` one for each row; a list or an array will do, here and below.
         group_size: Rows of a group, when groups are neighbours of equal size (as
             ``repeat_interleave`` lays them out). Give this or ``prompt_ids``.
         prompt_ids: ``[B]`` any integer that is equal within a group, or ``[B, S]`` prompts: equal
@@ -46,6 +51,9 @@ def grpo_advantages(
         ConfigError: Both or none of ``group_size`` and ``prompt_ids`` are given.
         DataError: Shapes disagree, groups do not fill the batch, or a valid reward is not finite.
     """
+    rewards = _tensor("rewards", rewards)
+    prompt_ids = None if prompt_ids is None else _tensor("prompt_ids", prompt_ids)
+    sample_mask = None if sample_mask is None else _tensor("sample_mask", sample_mask)
     if rewards.dim() != 1:
         raise DataError(
             f"grpo_advantages: 'rewards' has shape {list(rewards.shape)}, expected [B]",
@@ -64,6 +72,17 @@ def grpo_advantages(
         variance = _group_sum(centred.square(), groups) / (size - 1).clamp(min=1)
         advantages = advantages / (variance.sqrt() + eps)
     return advantages.float()
+
+
+def _tensor(key: str, given: object) -> torch.Tensor:
+    try:
+        return torch.as_tensor(given)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DataError(
+            f"grpo_advantages: '{key}' cannot be read as numbers: {error}",
+            fix="give a number for each row, in a list, a tensor or an array",
+            key=key,
+        ) from None
 
 
 def _group_sum(values: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:

@@ -101,6 +101,12 @@ def _read_teacher(data: BatchedDataDict[Any], key: str, chosen: torch.Tensor) ->
     """``[n, K]`` values at the positions that count."""
     rows, width = chosen.shape
     values = read_tensor(data, key, [(rows, -1, -1)], needed_by="TopkKLLossFn").to(chosen.device)
+    if not values.shape[2]:
+        raise DataError(
+            f"TopkKLLossFn: '{key}' has no candidates (K is 0): there is nothing to learn",
+            fix="ask the teacher for at least one: teacher.get_topk_logits(data, k)",
+            key=key,
+        )
     if values.shape[1] < width:
         raise DataError(
             f"TopkKLLossFn: '{key}' covers {values.shape[1]} positions, {width} predict a token",

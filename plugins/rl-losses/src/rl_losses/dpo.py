@@ -11,7 +11,7 @@ from torch.nn import functional
 from rl_core.errors import DataError
 from rl_core.interfaces import LossType
 from rl_core.interfaces.constraints import Range
-from rl_losses._base import ConfiguredLoss, read_tensor
+from rl_losses._base import ConfiguredLoss, check_logprobs, read_tensor
 from rl_losses._shares import Shares, to_floats
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class DPOLossFn(ConfiguredLoss):
 
         Raises:
             DataError: A pair is split: the number of rows is odd, or one row of a pair is masked.
-                Or a key is missing or malformed.
+                Or a key is missing or malformed, or the reference's log-probs are rolled by one.
         """
         shares = Shares.of(
             inputs,
@@ -91,9 +91,9 @@ class DPOLossFn(ConfiguredLoss):
             needed_by="DPOLossFn",
         )
         valid = _valid_pairs(shares.rows)
-        reference = read_tensor(
-            data, "reference_policy_logprobs", [tuple(inputs.shape)], needed_by="DPOLossFn"
-        ).to(inputs)
+        key = "reference_policy_logprobs"
+        reference = read_tensor(data, key, [tuple(inputs.shape)], needed_by="DPOLossFn").to(inputs)
+        check_logprobs(reference, shares.tokens, key, needed_by="DPOLossFn", strict=True)
         chosen, rejected = self._rewards(inputs - reference, shares)
         margin = chosen - rejected
         preference = -(

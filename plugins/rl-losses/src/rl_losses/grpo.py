@@ -10,7 +10,7 @@ import torch
 
 from rl_core.interfaces import LossType
 from rl_core.interfaces.constraints import Range
-from rl_losses._base import ConfiguredLoss, read_tensor
+from rl_losses._base import ConfiguredLoss, check_logprobs, read_tensor
 from rl_losses._shares import Shares, to_floats
 
 if TYPE_CHECKING:
@@ -98,8 +98,8 @@ class GRPOLossFn(ConfiguredLoss):
             global_valid_toks: 0-d count of valid tokens.
 
         Raises:
-            DataError: A key is missing (the option that needs it is named), of the wrong shape, or
-                a mask is not 0 or 1.
+            DataError: A key is missing (the option that needs it is named), of the wrong shape, a
+                mask is not 0 or 1, or log-probs are shifted or infinite (row and position are).
         """
         shares = Shares.of(
             inputs,
@@ -199,8 +199,10 @@ class _Batch:
     def values(self, key: str, option: str) -> torch.Tensor:
         """``[b, s]`` values; 0 where masked. ``option`` is what needs them."""
         shape = tuple(self.logprobs.shape)
-        values = read_tensor(self.data, key, [shape], needed_by=f"GRPOLossFn({option})")
-        return self.shares.keep(values.to(self.logprobs))
+        needed_by = f"GRPOLossFn({option})"
+        values = read_tensor(self.data, key, [shape], needed_by=needed_by).to(self.logprobs)
+        check_logprobs(values, self.shares.tokens, key, needed_by=needed_by)
+        return self.shares.keep(values)
 
     def advantages(self) -> torch.Tensor:
         """``[b, s]`` advantages; 0 where masked."""

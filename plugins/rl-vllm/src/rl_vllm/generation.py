@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any, Self
 
 from rl_core.backends import Completion, GenerationBackend, ModelFacts
-from rl_core.backends.generation import TAGS, tags_of
+from rl_core.backends.generation import TAGS
 from rl_core.errors import CapabilityError, ConfigError, DataError, PluginError
 from rl_core.plugins.config import check_config
 from rl_core.plugins.factory import create_generation
@@ -162,21 +162,21 @@ class VllmGeneration(GenerationBackend):
         if self._sleep_level == 2 and self._sleeps:
             self._workers.dropped()
 
-    def finish_generation(self, *args: Any, **kwargs: Any) -> bool:
-        """See :meth:`GenerationInterface.finish_generation`.
+    def sleeping(self, tags: frozenset[str]) -> frozenset[str]:
+        """See :meth:`GenerationBackend.sleeping`.
 
         Raises:
             CapabilityError: Only the cache is to sleep; vLLM gives back everything or nothing.
         """
         if not self._sleeps:
-            return super().finish_generation(*args, **kwargs)
-        if "weights" not in tags_of(args, kwargs):
+            return tags
+        if "weights" not in tags:
             raise CapabilityError(
                 "vLLM does not put its cache to sleep without its weights",
                 fix='give finish_generation the tag "weights", too, or none',
                 capability="sleep",
             )
-        return super().finish_generation(tags=TAGS)
+        return TAGS
 
     def on_shutdown(self) -> None:
         """See :meth:`GenerationBackend.on_shutdown`."""

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rl_conformance.context import Context
 
 
-def _scaled_pair(ctx: Context) -> tuple[Any, Any, dict[str, float]]:
+def _scaled_pair(ctx: Context) -> tuple[Any, Any, dict[str, Any]]:
     """An engine with an FP8 cache, if that is configured, the suite's policy, and its scales."""
     known = "kv_cache_dtype" in ctx.target.config_keys.get("generation", ())
     usual = {"kv_cache_dtype": "fp8"} if known else {}
@@ -27,9 +27,13 @@ def _scaled_pair(ctx: Context) -> tuple[Any, Any, dict[str, float]]:
     config = {"model_name": str(ctx.model("qwen2", seed=1)), "torch_dtype": ctx.settings.dtype}
     policy = ctx.closing(make_reference("policy", config))
     require(generation.requires_kv_scale_sync is True, "requires_kv_scale_sync is not True")
-    layers = policy.calibrate_qkv_fp8_scales(ctx.prompts(5, 9, 3))["layers"]
-    scales = {f"{layer}.{kind}": s for layer, kinds in layers.items() for kind, s in kinds.items()}
-    return policy, generation, scales
+    return policy, generation, policy.calibrate_qkv_fp8_scales(ctx.prompts(5, 9, 3))
+
+
+def _times(factor: float, calibrated: dict[str, Any]) -> dict[str, float]:
+    """The scales by name, coarser or finer."""
+    layers = calibrated["layers"].items()
+    return {f"{layer}.{kind}": s * factor for layer, kinds in layers for kind, s in kinds.items()}
 
 
 @check("R14", needs=("generation",))
@@ -37,11 +41,12 @@ def scales_travel_with_the_weights(ctx: Context) -> None:
     """The engine generates with the scales of the refit: coarse ones show, fine ones hardly."""
     policy, generation, scales = _scaled_pair(ctx)
     output = {}
-    for name, factor in (("fine", 1.0), ("coarse", 1e5), ("fine again", 1.0)):
-        run_refit(policy, generation, kv_scales={k: v * factor for k, v in scales.items()})
+    given = {"fine": _times(1, scales), "coarse": _times(1e5, scales), "as calibrated": scales}
+    for name, kv_scales in given.items():
+        run_refit(policy, generation, kv_scales=kv_scales)
         equal(policy, generation)
         output[name] = greedy(ctx, generation, seed=1)
-    same_output(ctx, output["fine again"], output["fine"])
+    same_output(ctx, output["as calibrated"], output["fine"])
     coarse, fine = (output[name]["logprobs"] for name in ("coarse", "fine"))
     require(not torch.equal(coarse, fine), "the scales change nothing")
 
@@ -52,7 +57,7 @@ def scales_do_not_outrun_the_weights(ctx: Context) -> None:
     policy, generation, scales = _scaled_pair(ctx)
     run_refit(policy, generation, kv_scales=scales)
     before = greedy(ctx, generation, seed=1)
-    coarse = {name: 1e5 * value for name, value in scales.items()}
+    coarse = _times(1e5, scales)
     with raises(CapabilityError):  # they cannot be taken back
         run_refit(policy, generation, kv_scales=coarse, isolation="staged")
     same_output(ctx, greedy(ctx, generation, seed=1), before)

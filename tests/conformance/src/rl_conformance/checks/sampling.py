@@ -121,12 +121,14 @@ def greedy_ignores_its_neighbours(ctx: Context) -> None:
 
 @check("G9")
 def a_seed_makes_sampling_reproducible(ctx: Context) -> None:
-    """Two engines with one seed draw the same tokens."""
-    data = ctx.prompts(*[5, 7, 3, 6] * 8)
-    first = ctx.generation(seed=7, temperature=1.5).generate(data)
-    second = ctx.fresh_generation(seed=7, temperature=1.5)
-    second.prepare_for_generation()
-    _same_draws(ctx, generated(data, second.generate(data)), generated(data, first))
+    """Two engines with one seed draw the same tokens, call after call."""
+    data, draws = ctx.prompts(*[5, 7, 3, 6] * 8), []
+    for _ in range(2):
+        generation = ctx.fresh_generation(seed=7, temperature=1.5)
+        generation.prepare_for_generation()
+        calls = [generated(data, generation.generate(data)) for _ in range(2)]
+        draws.append([row for rows in calls for row in rows])
+    _same_draws(ctx, *draws)
 
 
 def _same_draws(ctx: Context, got: list[list[int]], expected: list[list[int]]) -> None:
@@ -148,6 +150,24 @@ def another_seed_draws_other_tokens(ctx: Context) -> None:
     first = ctx.generation(seed=7, temperature=1.5).generate(data)
     second = ctx.generation(seed=8, temperature=1.5).generate(data)
     require(generated(data, first) != generated(data, second), "two seeds draw the same tokens")
+
+
+@check("G9")
+def calls_with_one_seed_draw_anew(ctx: Context) -> None:
+    """One prompt, call after call: a seed makes a run reproducible, not its samples equal."""
+    data, generation = ctx.prompts(5), ctx.generation(seed=7, temperature=1.5)
+    rows = {tuple(generated(data, generation.generate(data))[0]) for _ in range(8)}
+    require(len(rows) > 1, "eight calls of a seeded engine draw the same tokens")
+
+
+@check("G9")
+def a_row_with_a_seed_of_its_own_repeats_itself(ctx: Context) -> None:
+    """The seed of a row alone says what it draws, whatever was called before."""
+    generation = ctx.generation(seed=7, temperature=1.5)
+    data = ctx.prompts(*[5, 7, 3, 6] * 8)
+    data["seed"] = torch.arange(32) * 1000
+    first, second = (generated(data, generation.generate(data)) for _ in range(2))
+    _same_draws(ctx, second, first)
 
 
 @check("G9")
@@ -240,10 +260,12 @@ def samples_are_laid_out_as_repeat_interleave(ctx: Context) -> None:
 
 @check("G17")
 def samples_of_a_prompt_are_independent(ctx: Context) -> None:
-    """Sampled completions of one prompt differ, and equal those of repeated rows."""
+    """Sampled completions of one prompt differ; sample k equals a row with the seed plus k."""
     data = ctx.prompts(5, 7, 3, 6)
-    several = ctx.generation(num_samples=8, seed=7, temperature=1.5).generate(data)
+    data["seed"] = torch.arange(4) * 1000
+    several = ctx.generation(num_samples=8, temperature=1.5).generate(data)
     repeated = data.repeat_interleave(8)
+    repeated["seed"] += torch.arange(8).repeat(4)
     single = ctx.generation(seed=7, temperature=1.5).generate(repeated)
     rows = generated(repeated, several)
     _same_draws(ctx, rows, generated(repeated, single))

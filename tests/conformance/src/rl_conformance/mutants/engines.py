@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import secrets
 from contextlib import contextmanager
 from dataclasses import replace
@@ -106,6 +107,15 @@ class SeedIsIgnored(ReferenceGeneration):
         return super().complete(replace(prompts, seeds=seeds), sampling)
 
 
+@breaks("G9")
+class EveryCallDrawsTheSame(ReferenceGeneration):
+    """Rows that come one call at a time all draw from the stream of the first."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._calls = itertools.repeat(0)  # type: ignore[assignment]
+
+
 @breaks("G8", "G11")
 class PaddingShows(ReferenceGeneration):
     """Log-probs of a row depend on how much padding its neighbours bring it."""
@@ -182,8 +192,11 @@ class SleepIsForgetful(ReferenceGeneration):
 class SleepersAnswer(ReferenceGeneration):
     """Nobody asks whether the engine is awake."""
 
+    def _check_awake(self, method: str) -> None:
+        pass
+
     @contextmanager
-    def _serving(self) -> Generator[None]:
+    def _serving(self, method: str) -> Generator[None]:
         yield
 
 

@@ -17,7 +17,8 @@ from rl_conformance.reference.fp8 import E4M3_MAX, observed
 from rl_conformance.reference.loading import load_once
 from rl_conformance.reference.weights import DictSource
 from rl_core.backends import PolicyBackend
-from rl_core.backends.prompts import input_lengths
+from rl_core.backends.inputs import as_batch, input_lengths
+from rl_core.backends.losses import call_loss, input_type_of
 from rl_core.batch import BatchedDataDict
 from rl_core.errors import CheckpointError, TrainingError
 from rl_core.interfaces import LossInputType
@@ -73,6 +74,7 @@ class ReferencePolicy(PolicyBackend):
         if resume_from is not None:
             self._load(Path(resume_from))
         super().__init__()
+        self.config = {"temperature": temperature, **_}
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], *, worker: WorkerContext | None = None) -> Self:
@@ -140,6 +142,7 @@ class ReferencePolicy(PolicyBackend):
         return {"format": "e4m3", "layers": dict(layers)}
 
     def _score(self, model: Any, data: BatchedDataDict[Any]) -> torch.Tensor:
+        data = as_batch(data, needed_by="the policy")
         ids, lengths = data["input_ids"], input_lengths(data)
         scores = self._logits(model, data).log_softmax(-1)[:, :-1]
         chosen = scores.gather(2, ids[:, 1:, None])[..., 0]
@@ -167,6 +170,7 @@ class ReferencePolicy(PolicyBackend):
         mbs: int | None = None,
     ) -> dict[str, Any]:
         """See :meth:`PolicyInterface.train`."""
+        data = self.admission.admit(data, loss_fn, eval_mode=eval_mode)
         rows = (gbs or self.gbs or data.size * self.ranks) // self.ranks
         result: dict[str, Any] = {}
         for start in range(0, data.size, rows):
@@ -185,8 +189,8 @@ class ReferencePolicy(PolicyBackend):
         self.optimizer.zero_grad()
         total, metrics = 0.0, defaultdict[str, float](float)
         with torch.set_grad_enabled(not eval_mode):
-            for part in self._parts(batch, max(mbs, loss_fn.group_size)):
-                loss, shares = loss_fn(self._inputs(part, loss_fn), part, **counts)
+            for part in self._parts(batch, max(mbs, getattr(loss_fn, "group_size", 1))):
+                loss, shares = call_loss(loss_fn, self._inputs(part, loss_fn), part, **counts)
                 if loss.requires_grad:
                     loss.backward()  # type: ignore[no-untyped-call]
                 total += float(loss.detach())
@@ -210,7 +214,7 @@ class ReferencePolicy(PolicyBackend):
             yield batch.slice(start, min(start + size, batch.size))
 
     def _inputs(self, part: BatchedDataDict[Any], loss_fn: LossFunction) -> torch.Tensor:
-        if loss_fn.input_type is LossInputType.LOGIT:
+        if input_type_of(loss_fn) is LossInputType.LOGIT:
             return self._logits(self.model, part)
         return self._score(self.model, part)
 

@@ -1,0 +1,180 @@
+"""The front door: what users hand over becomes a batch, or an error that says how to make one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rl_core.batch import BatchedDataDict
+from rl_core.errors import DataError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from typing_extensions import TypeIs
+
+__all__ = ["as_batch", "check_rows", "check_vocabulary", "input_lengths", "row_integers"]
+
+INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
+
+_TOKENISE = 'tokenizer(texts, return_tensors="pt", padding=True, padding_side="right")'
+_PAD_RIGHT = 'pad on the right (tokenizer.padding_side = "right")'
+
+
+def as_batch(data: object, *, needed_by: str) -> BatchedDataDict[Any]:
+    """The batch itself, or another mapping, such as what a tokenizer returned, as one.
+
+    Args:
+        data: What the user gave.
+        needed_by: The method, for messages.
+
+    Raises:
+        DataError: It is no mapping, or a tensor in it is not on the CPU.
+    """
+    if not isinstance(data, Mapping):
+        what = f"a {type(data).__name__}"
+        if isinstance(data, list | tuple) and data:
+            what += f" of {type(data[0]).__name__}"
+        raise DataError(
+            f"{needed_by} takes a batch of token ids, not {what}",
+            fix=f"tokenise first, and pass all of it: {_TOKENISE}",
+        )
+    batch = data if isinstance(data, BatchedDataDict) else BatchedDataDict[Any](dict(data))
+    for key, value in batch.items():
+        if isinstance(value, torch.Tensor) and value.device.type != "cpu":
+            raise DataError(
+                f"{needed_by}: {key!r} is on {value.device}; batches are on the CPU",
+                fix='pass data.to("cpu"): a backend moves what it needs itself',
+                key=key,
+            )
+    return batch
+
+
+def input_lengths(data: Mapping[str, Any], filler: Sequence[int] = ()) -> torch.Tensor:
+    """``[B]`` int64 lengths of a right-padded batch, from ``input_lengths`` or ``attention_mask``.
+
+    Args:
+        data: Has ``input_ids`` ``[B, S]`` and one of the two (or both, if they agree).
+        filler: Values allowed past a row's length; empty allows anything.
+
+    Raises:
+        DataError: Not right-padded, not consistent, or a length outside ``[1, S]``; names the row.
+    """
+    ids = data.get("input_ids")
+    if not _is_integer(ids) or ids.dim() != 2:
+        raise DataError(
+            "input_ids must be an integer tensor of shape [rows, width], "
+            + ("and the batch has none" if ids is None else f"not {_found(ids)}"),
+            fix=f"tokenise with {_TOKENISE}",
+            key="input_ids",
+        )
+    mask, lengths = data.get("attention_mask"), row_integers(data, "input_lengths", len(ids))
+    if mask is not None:
+        from_mask = _lengths_from_mask(mask, ids)
+        if lengths is not None:
+            check_rows(
+                lengths != from_mask,
+                "input_lengths and attention_mask disagree",
+                fix="leave one of the two out",
+            )
+        lengths = from_mask
+    if lengths is None:
+        raise DataError(
+            "the batch has neither input_lengths nor attention_mask",
+            fix="add input_lengths, an int64 tensor of shape [rows]",
+            key="input_lengths",
+        )
+    check_rows(
+        lengths < 1,
+        "the prompt is empty (length 0)",
+        fix="drop the row, or begin it with a token, such as the tokenizer's bos_token",
+    )
+    check_rows(
+        lengths > ids.shape[1],
+        f"the length is above the padded width {ids.shape[1]}",
+        fix="give each row its number of real tokens",
+    )
+    if filler:
+        _check_filler(ids.to(torch.int64), lengths, filler)
+    return lengths
+
+
+def check_rows(bad: torch.Tensor, message: str, *, fix: str) -> None:
+    """Raises a DataError that names the first bad row of ``[B]`` bool."""
+    if bad.any():
+        rows = bad.nonzero().flatten()
+        more = f" (and {len(rows) - 1} more rows)" if len(rows) > 1 else ""
+        raise DataError(
+            f"row {int(rows[0])}: {message}{more}", fix=fix, row=int(rows[0]), key="input_ids"
+        )
+
+
+def row_integers(data: Mapping[str, Any], key: str, rows: int) -> torch.Tensor | None:
+    """The column as ``[rows]`` int64, or None without it."""
+    value = data.get(key)
+    if value is None:
+        return None
+    if not _is_integer(value) or value.shape != (rows,):
+        raise DataError(
+            f"{key} must be an integer tensor of shape [{rows}], not {_found(value)}",
+            fix=f"give each row one {key}",
+            key=key,
+        )
+    return value.to(torch.int64)
+
+
+def check_vocabulary(ids: torch.Tensor, lengths: torch.Tensor, vocab_size: int) -> None:
+    """Raises a DataError for a token of a row, up to its length, that the model does not have."""
+    real = torch.arange(ids.shape[1]) < lengths[:, None]
+    outside = real & ((ids < 0) | (ids >= vocab_size))
+    if outside.any():
+        row, position = outside.nonzero()[0].tolist()
+        raise DataError(
+            f"row {row}: token id {int(ids[row, position])} at position {position} is outside the "
+            f"vocabulary of {vocab_size}",
+            fix="tokenise with the model's own tokenizer; pad only past input_lengths",
+            row=row,
+            key="input_ids",
+        )
+
+
+def _is_integer(value: object) -> TypeIs[torch.Tensor]:
+    return isinstance(value, torch.Tensor) and value.dtype in INTEGERS
+
+
+def _found(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {list(value.shape)} and {value.dtype}"
+    return f"a {type(value).__name__}"
+
+
+def _lengths_from_mask(mask: object, ids: torch.Tensor) -> torch.Tensor:
+    if not isinstance(mask, torch.Tensor) or mask.shape != ids.shape:
+        raise DataError(
+            f"attention_mask must be a tensor of input_ids' shape {list(ids.shape)}, "
+            f"not {_found(mask)}",
+            fix=f"tokenise with {_TOKENISE}",
+            key="attention_mask",
+        )
+    ones = mask.to(torch.bool)
+    lengths = ones.sum(1)
+    positions = torch.arange(ids.shape[1])
+    check_rows(
+        (ones != (positions < lengths[:, None])).any(1),
+        "attention_mask is not right-padded",
+        fix=_PAD_RIGHT,
+    )
+    return lengths
+
+
+def _check_filler(ids: torch.Tensor, lengths: torch.Tensor, filler: Sequence[int]) -> None:
+    past = torch.arange(ids.shape[1]) >= lengths[:, None]
+    allowed = torch.isin(ids, torch.tensor(list(filler), dtype=ids.dtype))
+    check_rows(
+        (past & ~allowed).any(1),
+        f"tokens other than padding {tuple(dict.fromkeys(filler))} stand past the row's length "
+        "(left-padded, or a wrong length)",
+        fix=f"{_PAD_RIGHT} and give each row's true length",
+    )
