@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from rl_conformance.continuations import Continuation
     from rl_core.interfaces import GenerationInterface
 
-#: Of the engine that the calls of this module go to.
-_CONFIG: dict[str, Any] = {"max_new_tokens": 4, "temperature": 1.5}
+#: Of the engine that the calls of this module go to. Nothing ends a row by chance.
+_CONFIG: dict[str, Any] = {"max_new_tokens": 4, "temperature": 1.5, "eos_token_id": []}
 
 
 def text_row(ctx: Context) -> tuple[Continuation, str]:
@@ -45,9 +45,18 @@ class Witness:
         self._rows = ctx.certain(3, 9, 5)
         self._unseeded: list[tuple[int, ...]] = []
         self._drawn = self._draw()
+        self._calls = [self._greedy_rows, self._seeded_rows, self._unseeded_rows]
 
     def testify(self, after: str) -> None:
-        """Fails unless each call gives what it gave at first, and an unseeded one never that."""
+        """Fails unless each call gives what it gave at first, and an unseeded one never that.
+
+        Each time another of them is the first.
+        """
+        for call in self._calls:
+            call(after)
+        self._calls.append(self._calls.pop(0))
+
+    def _greedy_rows(self, after: str) -> None:
         ctx, row = self._ctx, self._row
         rows = [*self._rows, row, row]
         stops = [None, None, None, [self._word], None]
@@ -56,12 +65,17 @@ class Witness:
         expected = [each.tokens for each in rows]
         expected[3] = row.tokens[:2]
         require(got == expected, f"after {after}: got {got}, expected {expected}")
-        same_draws(ctx, self._draw(), self._drawn)
-        data = ctx.batch([row.prompt] * 4)
+
+    def _seeded_rows(self, after: str) -> None:
+        del after
+        same_draws(self._ctx, self._draw(), self._drawn)
+
+    def _unseeded_rows(self, after: str) -> None:
+        data = self._ctx.batch([self._row.prompt] * 4)
         drawn = generated(data, self._generation.generate(data))
         self._unseeded += [tuple(tokens) for tokens in drawn]
-        once = len(set(self._unseeded)) == len(self._unseeded)
-        require(once, f"after {after}: an unseeded row is drawn a second time")
+        again = len(self._unseeded) - len(set(self._unseeded))  # one may be chance
+        require(again <= 1, f"after {after}: {again} unseeded rows are drawn a second time")
 
     def _draw(self) -> list[list[int]]:
         data = self._ctx.prompts(6, 4, 9, 5, seed=3).repeat_interleave(4)
@@ -135,7 +149,7 @@ def nothing_is_left_of(ctx: Context, call: Callable[[Context, GenerationInterfac
     """After a call of another kind, greedy, seeded and stopped rows are what they were."""
     generation = ctx.generation(**_CONFIG)
     witness = Witness(ctx, generation)
-    for _ in range(2):
+    for _ in range(3):
         call(ctx, generation)
         witness.testify(call.__name__.strip("_"))
 

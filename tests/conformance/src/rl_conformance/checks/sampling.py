@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 #: Probability of rejecting a right distribution, for each combination that is tested.
 _ERROR_RATE = 1e-4
 _DRAWS = 2048
+#: Rows are long and hot enough that no two are equal by chance.
+_HOT: dict[str, Any] = {"temperature": 1.5, "eos_token_id": []}
 
 
 _PROCESSED = {
@@ -108,8 +110,8 @@ def greedy_ignores_its_neighbours(ctx: Context) -> None:
 def a_seed_makes_sampling_reproducible(ctx: Context) -> None:
     """Two engines with one seed draw the same tokens."""
     data = ctx.prompts(*[5, 7, 3, 6] * 8)
-    first = ctx.generation(seed=7, temperature=1.5).generate(data)
-    second = ctx.fresh_generation(seed=7, temperature=1.5)
+    first = ctx.generation(seed=7, **_HOT).generate(data)
+    second = ctx.fresh_generation(seed=7, **_HOT)
     second.prepare_for_generation()
     same_draws(ctx, generated(data, second.generate(data)), generated(data, first))
 
@@ -118,8 +120,8 @@ def a_seed_makes_sampling_reproducible(ctx: Context) -> None:
 def another_seed_draws_other_tokens(ctx: Context) -> None:
     """A different seed gives different tokens."""
     data = ctx.prompts(*[5] * 16)
-    first = ctx.generation(seed=7, temperature=1.5).generate(data)
-    second = ctx.generation(seed=8, temperature=1.5).generate(data)
+    first = ctx.generation(seed=7, **_HOT).generate(data)
+    second = ctx.generation(seed=8, **_HOT).generate(data)
     _all_differ(generated(data, first), generated(data, second), "two seeds")
 
 
@@ -127,7 +129,7 @@ def another_seed_draws_other_tokens(ctx: Context) -> None:
 def without_a_seed_calls_differ(ctx: Context) -> None:
     """Two unseeded calls draw different tokens."""
     data = ctx.prompts(*[5] * 16)
-    generation = ctx.generation(temperature=1.5)
+    generation = ctx.generation(**_HOT)
     first, second = generation.generate(data), generation.generate(data)
     _all_differ(generated(data, first), generated(data, second), "two unseeded calls")
 
@@ -143,7 +145,7 @@ def rows_of_a_seeded_batch_differ(ctx: Context) -> None:
     """Equal prompts in one seeded batch draw independently."""
     prompt = random_rows([5])[0]
     data = ctx.batch([prompt] * 16)
-    rows = generated(data, ctx.generation(seed=7, temperature=1.5).generate(data))
+    rows = generated(data, ctx.generation(seed=7, **_HOT).generate(data))
     require(len({tuple(row) for row in rows}) == 16, "equal prompts draw the same tokens")
 
 
@@ -221,9 +223,9 @@ def samples_are_laid_out_as_repeat_interleave(ctx: Context) -> None:
 def samples_of_a_prompt_are_independent(ctx: Context) -> None:
     """Sampled completions of one prompt differ, and equal those of repeated rows."""
     data = ctx.prompts(5, 7, 3, 6)
-    several = ctx.generation(num_samples=8, seed=7, temperature=1.5).generate(data)
+    several = ctx.generation(num_samples=8, seed=7, **_HOT).generate(data)
     repeated = data.repeat_interleave(8)
-    single = ctx.generation(seed=7, temperature=1.5).generate(repeated)
+    single = ctx.generation(seed=7, **_HOT).generate(repeated)
     rows = generated(repeated, several)
     same_draws(ctx, rows, generated(repeated, single))
     require(len({tuple(row) for row in rows[:8]}) == 8, "samples of a prompt are the same")

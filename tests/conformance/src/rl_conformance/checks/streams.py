@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from rl_core.batch import BatchedDataDict
     from rl_core.interfaces import GenerationInterface
 
-#: Of the engine that the calls of this module go to.
-_CONFIG: dict[str, Any] = {"max_new_tokens": 4, "temperature": 1.5}
+#: Of the engine that the calls of this module go to. Nothing ends a row by chance.
+_CONFIG: dict[str, Any] = {"max_new_tokens": 4, "temperature": 1.5, "eos_token_id": []}
 
 
 async def _collect(

@@ -143,7 +143,8 @@ class ARefusedBatchIsGreedy(ReferenceGeneration):
     """The flag of a refused call stays up."""
 
     def generate(self, data: Any, greedy: bool = False) -> Any:
-        kept, self.sampling = self.sampling, replace(self.sampling, greedy=greedy)
+        kept, flag = self.sampling, self.sampling.greedy or greedy
+        self.sampling = replace(self.sampling, greedy=flag)
         output = super().generate(data, greedy)
         self.sampling = kept
         return output

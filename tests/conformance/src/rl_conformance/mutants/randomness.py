@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
     from rl_core.backends import Completion, PromptBatch, SamplingParams
 
-_OWN = "G9 and (own_seed or equal_seeds or configured_seed or engines)"
-_ALL_DRAWS = "every_draw or own_seed or equal_seeds or reproducible"
+_OWN = "G9 and (own_seed or equal_seeds or engines_without)"
+_ALL_DRAWS = "every_draw and not unseeded and not truncated or own_seed"
 
 
 class _Seeding(ReferenceGeneration):
