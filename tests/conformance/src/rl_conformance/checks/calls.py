@@ -155,7 +155,7 @@ def nothing_is_left_of(ctx: Context, call: Callable[[Context, GenerationInterfac
 
 
 for _clause, _cases in _CALLS.items():
-    check(_clause, cases=_cases)(nothing_is_left_of)
+    check(_clause, cases=_cases, timeout_s=240.0)(nothing_is_left_of)
 
 
 def _refused(ctx: Context) -> dict[str, BatchedDataDict[Any]]:
@@ -169,7 +169,7 @@ def _refused(ctx: Context) -> dict[str, BatchedDataDict[Any]]:
     return {"left_padded": left, "empty": empty, "foreign": foreign, "beyond_its_width": long}
 
 
-@check("G1")
+@check("G1", timeout_s=240.0)
 def a_refused_batch_changes_nothing(ctx: Context) -> None:
     """After a batch with one wrong row, again and again, every call gives what it gave before."""
     generation = ctx.generation(**_CONFIG)

@@ -8,11 +8,11 @@ import torch
 
 from rl_conformance.batches import generated, generated_mask, random_rows
 from rl_conformance.draws import declared_logprobs, same_draws
-from rl_conformance.expect import raises, require, same_tensor
+from rl_conformance.expect import NotRun, raises, require, same_tensor
 from rl_conformance.registry import check, refusal
 from rl_conformance.served import greedy, same_output
 from rl_conformance.statistics import chi_square_p_value
-from rl_core.errors import CapabilityError
+from rl_core.errors import CapabilityError, ConfigError
 
 if TYPE_CHECKING:
     from rl_conformance.context import Context
@@ -29,7 +29,7 @@ _PROCESSED = {
     "top_k": {"how": {"temperature": 1.3, "top_k": 7}},
     "top_p": {"how": {"temperature": 1.2, "top_p": 0.8}},
     "all_three": {"how": {"temperature": 1.4, "top_k": 20, "top_p": 0.9}},
-    "top_p_of_the_top_k": {"how": {"temperature": 2.5, "top_k": 6, "top_p": 0.7}},
+    "top_p_of_the_top_k": {"how": {"temperature": 2.0, "top_k": 6, "top_p": 0.7}},
     "hot": {"how": {"temperature": 5.0}},
     "top_p_of_1_is_off": {"how": {"temperature": 1.5, "top_p": 1.0}},
 }
@@ -39,7 +39,13 @@ _PROCESSED = {
 def processed_logprobs_are_of_the_sampled_distribution(ctx: Context, how: dict[str, Any]) -> None:
     """Temperature, then top-k, then top-p, renormalised; the default mode."""
     data = ctx.prompts(5, 5, 5, 5)
-    output = ctx.generation(seed=1, **how).generate(data)
+    try:
+        generation = ctx.generation(seed=1, **how)
+    except ConfigError as error:  # an engine that would not do it may say so
+        if how["temperature"] <= 2 or "temperature" not in str(error):
+            raise
+        raise NotRun(str(error), excused=True) from error
+    output = generation.generate(data)
     got = output["logprobs"][generated_mask(data, output)]
     expected = declared_logprobs(ctx, data, output, **how)
     ctx.measure_error(got, expected, scale=1 / min(1.0, how["temperature"]))
