@@ -184,7 +184,9 @@ def a_refused_batch_changes_nothing(ctx: Context) -> None:
     with raises((RLError, ValueError, TypeError)):
         generation.generate(column, greedy=True)
     with raises(ConfigError):
-        ctx.fresh_generation(max_model_len=ctx.oracle().context + 1)
+        other = ctx.fresh_generation(max_model_len=ctx.oracle().context + 1)
+        other.prepare_for_generation()
+        other.generate(ctx.prompts(5), greedy=True)  # a policy may look at its keys only here
     witness.testify("a refused column and a refused configuration")
 
 
