@@ -29,6 +29,13 @@ def test_the_reference_passes(chapter: str) -> None:
     assert report.counts()[Status.PASSED] > 0
 
 
+def test_the_reference_passes_call_after_call() -> None:
+    checks = select(["generation"], f"not ({QUICK['generation']}) and not first_tokens")
+    report = run(target(), Settings(), checks, selection="call after call")
+    bad = [outcome for outcome in report.outcomes if outcome.status.bad]
+    assert not bad, [(outcome.check, outcome.message[-400:]) for outcome in bad]
+
+
 @pytest.mark.parametrize(
     "mutant", [m for m in all_mutants() if not m.slow], ids=lambda mutant: mutant.name
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import tempfile
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -95,7 +96,8 @@ class Workshop:
         if self.settings.model is not None and not overrides:
             return Path(self.settings.model)
         key = "-".join([family, *(f"{k}={v}" for k, v in sorted(overrides.items()))])
-        path = Path(self._scratch.name, "models", key)
+        # Engines look for weights with a glob, to which brackets in a path are no brackets.
+        path = Path(self._scratch.name, "models", re.sub(r"[^\w=.-]+", "_", key))
         return path if path.exists() else make_tiny_model(path, family, **overrides)
 
     def oracle(self, path: Path) -> Oracle:

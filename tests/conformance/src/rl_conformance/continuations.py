@@ -15,11 +15,19 @@ from rl_conformance.batches import random_rows
 from rl_conformance.expect import NotRun
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from rl_conformance.oracle import Oracle
 
-__all__ = ["Continuation", "Stop", "find_certain", "find_stop", "find_stop_string"]
+__all__ = [
+    "Continuation",
+    "Stop",
+    "find_certain",
+    "find_row",
+    "find_stop",
+    "find_stop_string",
+    "is_text",
+]
 
 #: Prompts that are looked at together, and of one length in all.
 _ROUND, _CANDIDATES = 32, 2048
@@ -63,10 +71,15 @@ class Stop:
 
 
 def continuations(
-    oracle: Oracle, length: int, steps: int, lead: float, seed: int
+    oracle: Oracle,
+    length: int,
+    steps: int,
+    lead: float,
+    seed: int,
+    edit: Callable[[list[int]], list[int]] = list,
 ) -> Iterator[Continuation]:
-    """Random prompts of one length, each once, with their continuations."""
-    rows = dict.fromkeys(tuple(row) for row in random_rows([length] * _CANDIDATES, seed))
+    """Random prompts of one length, edited, each once, with their continuations."""
+    rows = dict.fromkeys(tuple(edit(row)) for row in random_rows([length] * _CANDIDATES, seed))
     prompts = [list(row) for row in rows]
     for start in range(0, len(prompts), _ROUND):
         group = prompts[start : start + _ROUND]
@@ -100,6 +113,41 @@ def find_certain(
         return [next(sources[length]) for length in lengths]
     except StopIteration:
         raise NotRun(f"no prompt of this model has {steps} tokens that lead by {lead:g}") from None
+
+
+def find_row(
+    oracle: Oracle,
+    length: int,
+    *,
+    steps: int,
+    lead: float,
+    edit: Callable[[list[int]], list[int]] = list,
+    accept: Callable[[list[int], list[str]], bool] = lambda tokens, words: True,
+) -> Continuation:
+    """A prompt of a kind whose continuation is certain, and of a kind.
+
+    Args:
+        oracle: Of the model.
+        length: Of the prompt, in tokens.
+        steps: Length of the continuation, in tokens.
+        lead: By how much each token's log-prob is above every other's, in nats.
+        edit: Makes the prompt of random ordinary tokens; keeps their number.
+        accept: Says of a continuation, and of the text of each of its tokens, whether it will do.
+
+    Raises:
+        NotRun: This model has none.
+    """
+    for each in continuations(oracle, length, steps, lead, seed=13, edit=edit):
+        if each.certain == steps:
+            words = [oracle.tokenizer.decode([token]) for token in each.tokens]
+            if accept(each.tokens, words):
+                return each
+    raise NotRun(f"no prompt of this model has {steps} usable tokens that lead by {lead:g}")
+
+
+def is_text(words: Sequence[str]) -> bool:
+    """Whether tokens are text that is the same in every context: printable ASCII."""
+    return all(word.isascii() and word.isprintable() and word.strip() for word in words)
 
 
 def find_stop(oracle: Oracle, steps: int, lead: float) -> Stop:

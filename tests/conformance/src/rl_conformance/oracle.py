@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-__all__ = ["Oracle", "Truncated", "reward_scores", "truncated_distribution"]
+__all__ = ["Oracle", "Truncated", "penalised", "reward_scores", "truncated_distribution"]
 
 
 class Oracle:
@@ -35,7 +35,9 @@ class Oracle:
         self.tokenizer: Any = AutoTokenizer.from_pretrained(path)
         self.vocab_size = int(self.model.config.vocab_size)
         self.pad_token_id = int(self.tokenizer.pad_token_id)
-        self.eos_token_id = int(self.model.config.eos_token_id)
+        eos = self.model.config.eos_token_id
+        self.eos_token_ids: tuple[int, ...] = tuple(eos) if isinstance(eos, list) else (eos,)
+        self.eos_token_id = self.eos_token_ids[0]
         self.context = int(self.model.config.max_position_embeddings)
 
     def logits(self, ids: Sequence[int]) -> torch.Tensor:
@@ -149,7 +151,12 @@ class Truncated:
 
     @classmethod
     def of(
-        cls, logits: torch.Tensor, *, top_k: int, top_p: float, slack: tuple[float, float]
+        cls,
+        logits: torch.Tensor,
+        *,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        slack: tuple[float, float] = (0.0, 0.0),
     ) -> Truncated:
         """Truncates logits ``[V]`` to which the temperature was applied."""
         mean, largest = slack
@@ -172,23 +179,33 @@ class Truncated:
         return (self.probabilities > 0) | self.edge
 
 
-def truncated_distribution(logits: torch.Tensor, *, top_k: int, top_p: float) -> torch.Tensor:
+def penalised(logits: torch.Tensor, seen: list[int], penalty: float) -> torch.Tensor:
+    """Logits ``[V]``, those of seen tokens divided by the penalty, or multiplied if negative."""
+    tokens, lowered = torch.tensor(seen), logits.clone()
+    values = logits[tokens]
+    lowered[tokens] = torch.where(values > 0, values / penalty, values * penalty)
+    return lowered
+
+
+def truncated_distribution(
+    logits: torch.Tensor, *, top_k: int = 0, top_p: float = 1.0
+) -> torch.Tensor:
     """Softmax, then the ``top_k`` largest, then the nucleus of mass ``top_p``, renormalised.
 
     Args:
-        logits: ``[V]``, temperature applied.
+        logits: ``[..., V]``, temperature applied.
         top_k: Tokens kept; 0 is off.
         top_p: The smallest set of most likely tokens whose mass reaches it is kept; 1 is off.
     """
     probabilities, order = logits.softmax(-1).sort(descending=True)
     if top_k:
-        probabilities[top_k:] = 0
-        probabilities /= probabilities.sum()
+        probabilities[..., top_k:] = 0
+        probabilities /= probabilities.sum(-1, keepdim=True)
     if top_p < 1:
-        before = probabilities.cumsum(0) - probabilities
+        before = probabilities.cumsum(-1) - probabilities
         probabilities[before >= top_p] = 0
-        probabilities /= probabilities.sum()
-    return torch.zeros_like(probabilities).scatter(0, order, probabilities)
+        probabilities /= probabilities.sum(-1, keepdim=True)
+    return torch.zeros_like(probabilities).scatter(-1, order, probabilities)
 
 
 def reward_scores(

@@ -80,9 +80,9 @@ class LogprobsOfAnotherTemperature(ReferenceGeneration):
     """Processed log-probs forget the temperature."""
 
     def choose(
-        self, logits: torch.Tensor, sampling: SamplingParams, generator: torch.Generator
+        self, logits: Any, sampling: SamplingParams, generator: Any, seen: list[int]
     ) -> tuple[int, float]:
-        token, logprob = super().choose(logits, sampling, generator)
+        token, logprob = super().choose(logits, sampling, generator, seen)
         if sampling.greedy or sampling.logprobs_mode == "raw" or sampling.temperature == 1.0:
             return token, logprob
         plain = replace(sampling, temperature=1.0, top_k=0, top_p=1.0)
@@ -141,11 +141,11 @@ class TopKIsOffByOne(ReferenceGeneration):
     """One candidate too many."""
 
     def choose(
-        self, logits: torch.Tensor, sampling: SamplingParams, generator: torch.Generator
+        self, logits: Any, sampling: SamplingParams, generator: Any, seen: list[int]
     ) -> tuple[int, float]:
         if sampling.top_k:
             sampling = replace(sampling, top_k=sampling.top_k + 1)
-        return super().choose(logits, sampling, generator)
+        return super().choose(logits, sampling, generator, seen)
 
 
 @breaks("G7")

@@ -25,11 +25,25 @@ if TYPE_CHECKING:
 
 __all__ = ["QUICK", "Autopsy", "Mutant", "breaks", "examine", "registered", "target"]
 
+#: Words of the checks that make call after call, or look at an edge or at one key: mutants that are
+#: about these name the checks that they want.
+_CALL_AFTER_CALL = (
+    "token_that_does_not with_a_hole refused_batch as_wide_as configured_padding "
+    "unlikely_tokens stop_on_the_last every_token_that one_token_is own_context any_of_several "
+    "token_of_the_prompt end_of_sequence no_stop_strings first_of_its within_a_token "
+    "prompt_s_text nothing_is_left configured_lists two_engines own_seed equal_seeds "
+    "configured_seed engines_without own_random only_candidate almost_no more_candidates "
+    "the_mode penalty do_sample every_draw far_positions every_column stays_what is_a_batch_of "
+    "another_serves wakes_nobody carry_the_version refit_of_one streamed streams seed_plus_k "
+    "unseeded_samples"
+)
+
 #: Checks of each chapter that take no processes, thousands of draws, or dozens of models.
 QUICK = {
     "data": "not ray",
     "discovery": "D2 or D4",
-    "generation": "not (G10 and not top_k) and not many_rows",
+    "generation": "not (G10 and not top_k) and not many_rows "
+    f"and not ({' or '.join(_CALL_AFTER_CALL.split())})",
     "policy": "not P9 and not two_ranks",
     "refit": "not killed and not crosses and not R6 and not odd_tensors and not R9 or meanwhile",
     "agreement": "A1",

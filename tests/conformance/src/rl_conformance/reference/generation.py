@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rl_conformance.oracle import truncated_distribution
+from rl_conformance.oracle import penalised, truncated_distribution
 from rl_conformance.reference.fp8 import rounded
 from rl_conformance.reference.loading import load_once
 from rl_conformance.reference.weights import DictSink
@@ -65,7 +65,7 @@ class ReferenceGeneration(GenerationBackend):
         self.tokenizer = oracle.tokenizer
         facts = ModelFacts(
             pad_token_id=oracle.pad_token_id,
-            eos_token_ids=(oracle.eos_token_id,),
+            eos_token_ids=oracle.eos_token_ids,
             vocab_size=oracle.vocab_size,
             max_model_len=oracle.context,
         )
@@ -94,7 +94,7 @@ class ReferenceGeneration(GenerationBackend):
 
     def step(self, row: _Row, logits: torch.Tensor, sampling: SamplingParams) -> None:
         """Appends one token to a row, and ends it where it must end."""
-        token, logprob = self.choose(logits, sampling, row.generator)
+        token, logprob = self.choose(logits, sampling, row.generator, row.ids)
         row.ids.append(token)
         row.logprobs.append(logprob)
         stopped = token in sampling.stop_token_ids or self.matches(row.new, row.stop_strings)
@@ -102,15 +102,20 @@ class ReferenceGeneration(GenerationBackend):
             row.done = Completion(row.index, row.new, row.logprobs, not stopped)
 
     def choose(
-        self, logits: torch.Tensor, sampling: SamplingParams, generator: torch.Generator
+        self,
+        logits: torch.Tensor,
+        sampling: SamplingParams,
+        generator: torch.Generator,
+        seen: list[int],
     ) -> tuple[int, float]:
-        """The next token and its log-prob."""
+        """The next token after those that were seen, and its log-prob."""
         raw = logits.log_softmax(-1)
+        scores = penalised(logits, seen, sampling.repetition_penalty)
         if sampling.greedy:
-            token = int(logits.argmax())
+            token = int(scores.argmax())
             return token, float(raw[token])
         distribution = truncated_distribution(
-            logits / sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p
+            scores / sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p
         )
         token = int(distribution.multinomial(1, generator=generator))
         processed = sampling.logprobs_mode == "processed"
