@@ -9,6 +9,7 @@ import torch
 from rl_conformance.continuing import changes_no_step, oracle_of, repeatable, train, trainer
 from rl_conformance.expect import raises, require, same_tensor
 from rl_conformance.losses import NanInARow, NanInTheGradientOfARow, RaisesInARow
+from rl_conformance.observed import magnitudes, scales_by_layer
 from rl_conformance.registry import check
 from rl_conformance.training import NegativeLogLikelihood, training_batch
 from rl_conformance.weights import policy_weights, same_weights
@@ -68,9 +69,16 @@ def evaluating_changes_no_step(ctx: Context) -> None:
 
 @check("P9")
 def saving_changes_no_step(ctx: Context) -> None:
-    """To one path again and again, the steps are those of a policy that was never saved."""
-    path = ctx.directory() / "checkpoint"
-    changes_no_step(ctx, lambda policy: policy.save_checkpoint(str(path)))
+    """To one path again and again, steps and reference are as if it were never saved."""
+    path, data = ctx.directory() / "checkpoint", training_batch((5, 6), seed=9)
+    seen: list[torch.Tensor] = []
+
+    def save(policy: ColocatablePolicyInterface) -> None:
+        policy.save_checkpoint(str(path))
+        seen.append(policy.get_reference_policy_logprobs(data)["reference_logprobs"])
+        same_tensor(seen[-1], seen[0], "reference_logprobs")
+
+    changes_no_step(ctx, save)
 
 
 @check("P10")
@@ -163,6 +171,18 @@ def the_evaluated_loss_is_of_the_weights_now(ctx: Context) -> None:
             result = policy.train(data, NegativeLogLikelihood(), eval_mode=True, mbs=size)
             error = abs(float(result["loss"]) - expected)
             ctx.measure("loss_error", error, ctx.tolerance[0])
+
+
+@check("P12")
+def scales_are_of_the_weights_now(ctx: Context) -> None:
+    """After steps the scales are those of the trained weights, without dropout."""
+    data, policy = ctx.prompts(*_LENGTHS, seed=9), trainer(ctx)
+    train(policy, 0)
+    train(policy, 1)
+    got = scales_by_layer(policy.calibrate_qkv_fp8_scales(data, percentile=100.0, margin=1.0))
+    seen = magnitudes(oracle_of(ctx, policy), data)
+    errors = [abs(got[key] * 448 / float(seen[key].max()) - 1) for key in got]
+    ctx.measure("scale_error", max(errors), 1e-2 if ctx.settings.dtype == "float32" else 6e-2)
 
 
 @check("P11")

@@ -126,20 +126,22 @@ def a_save_that_fails_says_so(ctx: Context) -> None:
         train(one, 1)
     for operation in _WRITES:
         full = OSError(errno.ENOSPC, "No space left on device")
+        said = False
         with mock.patch(operation, side_effect=full) as stopped:
             try:
                 policy.save_checkpoint(str(path))
-                require(not stopped.called, f"{operation} failed, and save_checkpoint did not")
-                policy.save_checkpoint(str(path))
-                old = policy_weights(policy)
             except Exception:
-                failed.append(operation)
-        if stopped.called:
-            try:
-                resumed = ctx.fresh_policy(resume_from=str(path))
-            except RLError:
-                continue
-            same_weights(policy_weights(resumed), old, f"what resumes after {operation} failed")
+                said = True
+        require(said == stopped.called, f"{operation} failed: {stopped.called}, a save: {said}")
+        if not stopped.called:
+            old = policy_weights(policy)
+            continue
+        failed.append(operation)
+        try:
+            resumed = ctx.fresh_policy(resume_from=str(path))
+        except RLError:
+            continue
+        same_weights(policy_weights(resumed), old, f"what resumes after {operation} failed")
     require(failed, f"saving went through none of {', '.join(_WRITES)}")
     policy.save_checkpoint(str(path))
     _goes_on_as(_resumed(ctx, path), plain, 2)
