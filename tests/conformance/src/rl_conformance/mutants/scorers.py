@@ -9,9 +9,11 @@ from unittest import mock
 import torch
 
 from rl_conformance.mutants.mutant import Mutant, breaks, registered
+from rl_conformance.quiet import no_progress_bars
 from rl_conformance.reference import MANIFEST, fp8, reference_target
 from rl_conformance.reference.policy import ReferencePolicy
 from rl_conformance.reference.weights import DictSource
+from rl_core.backends import PolicyBackend
 from rl_core.backends.prompts import input_lengths
 from rl_core.batch import BatchedDataDict
 from rl_core.plugins.manifest import Capability
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
 _P1 = "P1 and (ends or special or any_batch or now or layout)"
 
 
-@breaks("P1", checks=f"{_P1} or P8")
+@breaks("P1", "P8", checks=f"{_P1} or P8")
 class ScoresAreRemembered(ReferencePolicy):
     """Log-probs of a batch are computed once."""
 
@@ -233,14 +235,16 @@ class ScalesAreOfTheStart(ReferencePolicy):
 
 
 class RewardPolicy(ReferencePolicy):
-    """The reference with a scoring head: what mutants of P13 are made of."""
+    """A reference that scores and does nothing else: what mutants of P13 are made of."""
 
-    def __init__(self, model_name: str, **config: Any) -> None:
+    def __init__(self, model_name: str, **_: Any) -> None:
         from transformers import AutoModelForSequenceClassification
 
-        self.classifier: Any = AutoModelForSequenceClassification.from_pretrained(model_name)
+        with no_progress_bars():
+            self.classifier: Any = AutoModelForSequenceClassification.from_pretrained(model_name)
         self.classifier.eval()
-        super().__init__(model_name, **config)
+        self.steps, self.ranks = 0, 1
+        PolicyBackend.__init__(self)
 
     def score(self, data: Any, micro_batch_size: int | None = None) -> Any:
         with torch.no_grad():
