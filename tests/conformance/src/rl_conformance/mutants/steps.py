@@ -268,7 +268,7 @@ class ExtremesAreAddedUp(ReferencePolicy):
 
 
 @breaks("P5", checks="P5 and (told or declared)")
-class MarkedBatchesAreHandedOn(ReferencePolicy):
+class MasksAreZeroedInPlace(ReferencePolicy):
     """Training zeroes the masks in the caller's own batch."""
 
     def train(self, data: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -276,7 +276,7 @@ class MarkedBatchesAreHandedOn(ReferencePolicy):
         return super().train(data, *args, **kwargs)
 
 
-@breaks("P5", checks="P5 and (global or plain)")
+@breaks("P5", checks="P5 and (global_batch or plain)")
 class AllStepsShareTheCountsOfTheCall(ReferencePolicy):
     """Several global batches in a call are normalised as if they were one."""
 
