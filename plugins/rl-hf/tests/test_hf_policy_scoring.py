@@ -189,9 +189,11 @@ def test_rewards_come_from_each_rows_last_token(tmp_path: Path):
     )
     model = transformers.LlamaForSequenceClassification(config).eval()
     model.save_pretrained(tmp_path)
-    policy, data = HuggingFacePolicy(str(tmp_path)), batch()
+    packing, data = HuggingFacePolicy(str(tmp_path), sequence_packing=PACKED), batch()
+    policy = HuggingFacePolicy(str(tmp_path))
     data["input_ids"][0, 19] = 0  # the pad token as a real one
     scores = policy.score(data)["scores"]
+    torch.testing.assert_close(packing.score(data)["scores"], scores)
     for row, length in enumerate(LENGTHS):
         hidden = model.model(data["input_ids"][row : row + 1, :length]).last_hidden_state
         torch.testing.assert_close(scores[row], model.score(hidden[0, -1])[0])

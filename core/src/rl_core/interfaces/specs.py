@@ -137,8 +137,9 @@ class SchedulerConfig(TypedDict, total=False):
 
     Attributes:
         name: Shape after the warm-up. Default ``"constant"``.
-        warmup_steps: Steps from 0 to the full rate. Default 0.
-        total_steps: Step at which ``linear`` and ``cosine`` reach their minimum.
+        warmup_steps: Steps over which the rate rises in equal parts; the last of them has the
+            full rate. Default 0.
+        total_steps: Steps before the one at which ``linear`` and ``cosine`` reach their minimum.
         min_lr_ratio: That minimum as a fraction of the full rate. Default 0.
     """
 

@@ -81,7 +81,7 @@ class HuggingFacePolicy(PolicyBackend):
             temperature=self.config.get("temperature", 1.0),
             packed=self._microbatching.packed,
         )
-        if self._microbatching.packed:
+        if self._microbatching.packed and self._labels is None:
             check_packing(self.model, self._limits.vocab_size)
         kind = "adapter" if self._adapters else self.config.get("reference", "swap")
         self._reference = make_reference(kind, self.model)

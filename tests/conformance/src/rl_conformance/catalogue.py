@@ -170,8 +170,9 @@ _ENTRIES = (
     Clause(
         "P5",
         "one optimizer step per global batch, whatever the microbatches",
-        tolerance=f"{_DECLARED}; loss: the mean; gradient norm: the mean of it, 1e-4 at least",
-        scope="one and two data-parallel ranks, on one node",
+        tolerance=f"{_DECLARED}; loss: the mean; gradient norm: the mean of it, 1e-4 at least; in "
+        "several steps of float32: loss: the maximum; norm: 1e-3 of it; a tensor's way: 3e-2 of it",
+        scope="one and two data-parallel ranks, on one node; options of the optimizer in float32",
     ),
     Clause(
         "P6", "eval_mode changes nothing", tolerance="loss: the mean that the manifest declares"
@@ -205,7 +206,7 @@ _ENTRIES = (
         "P12",
         "FP8 key/value scales come from observed magnitudes",
         capability="fp8_kv_scales",
-        tolerance="1e-3 of a scale",
+        tolerance="1e-3 of a scale between two; 1e-2 of the oracle's, 6e-2 below 32 bits",
     ),
     Clause("P13", "score returns one float per row", capability="score", tolerance=_DECLARED),
     Clause("R1", "after a refit the engine equals the policy, bit for bit", tolerance=_DECLARED),

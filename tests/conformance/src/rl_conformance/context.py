@@ -83,6 +83,7 @@ class Workshop:
         self._scratch = tempfile.TemporaryDirectory(prefix="rl-conformance-")
         self._oracles: dict[Path, Oracle] = {}
         self._certain: dict[tuple[Any, ...], list[Continuation]] = {}
+        self._computed: dict[str, Any] = {}
         self._shared: dict[str, dict[str, Any]] = {"generation": {}, "policy": {}}
 
     def directory(self) -> Path:
@@ -119,6 +120,12 @@ class Workshop:
             oracle = self.oracle(path)
             self._certain[key] = find_certain(oracle, lengths, steps=steps, lead=lead)
         return self._certain[key]
+
+    def once(self, name: str, compute: Callable[[], Any]) -> Any:
+        """What several checks compare with, computed by the first of them. Leave it as it is."""
+        if name not in self._computed:
+            self._computed[name] = compute()
+        return self._computed[name]
 
     def build(self, kind: str, dtype: str, config: dict[str, Any]) -> Any:
         """A new backend of the target, or the suite's reference if it does not offer the kind."""

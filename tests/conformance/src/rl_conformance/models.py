@@ -94,8 +94,13 @@ def make_tiny_model(
     return _write(Path(path), AutoModelForCausalLM, settings, seed, dtype, weight_scale)
 
 
-def make_reward_model(path: str | Path, *, seed: int = 0) -> Path:
+def make_reward_model(path: str | Path, *, seed: int = 0, **overrides: Any) -> Path:
     """Writes a randomly initialised Qwen2-shaped checkpoint with a scoring head of one output.
+
+    Args:
+        path: Directory to write; made if missing.
+        seed: Of the weights.
+        **overrides: Further keys of the architecture's configuration.
 
     Returns:
         The directory.
@@ -109,6 +114,7 @@ def make_reward_model(path: str | Path, *, seed: int = 0) -> Path:
         "max_position_embeddings": 256,
         "num_labels": 1,
         **FAMILIES["qwen2"],
+        **overrides,
     }
     return _write(Path(path), AutoModelForSequenceClassification, settings, seed, "float32", 7.0)
 

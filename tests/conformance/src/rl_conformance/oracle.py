@@ -120,18 +120,33 @@ class Oracle:
             lengths: ``[B]``.
             mask: ``[B, S]`` 1 where a token counts; position 0 never does.
         """
+        total, gradients = self.nll_gradients(ids, lengths, mask)
+        return total, float(torch.stack([g.norm() for g in gradients.values()]).norm())
+
+    def nll_gradients(
+        self,
+        ids: torch.Tensor,
+        lengths: torch.Tensor,
+        mask: torch.Tensor,
+        temperature: float = 1.0,
+    ) -> tuple[float, dict[str, torch.Tensor]]:
+        """As :meth:`nll`, with the gradient of each parameter in place of its norm."""
         self.model.zero_grad()
         count = float(mask[:, 1:].sum())
         total = 0.0
         for row, length in enumerate(lengths.tolist()):
+            if not mask[row, 1:length].any():
+                continue
             logits = self.model(ids[row : row + 1, :length], use_cache=False).logits[0].float()
-            chosen = logits[:-1].log_softmax(-1).gather(1, ids[row, 1:length, None])[:, 0]
+            scores = (logits[:-1] / temperature).log_softmax(-1)
+            chosen = scores.gather(1, ids[row, 1:length, None])[:, 0]
             loss = -(chosen * mask[row, 1:length]).sum() / count
             loss.backward()
             total += float(loss.detach())
-        norms = [p.grad.norm() for p in self.model.parameters() if p.grad is not None]
+        parameters = dict(self.model.named_parameters())
+        found = {n: p.grad.clone() for n, p in parameters.items() if p.grad is not None}
         self.model.zero_grad()
-        return total, float(torch.stack(norms).norm())
+        return total, found
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,8 +232,10 @@ def reward_scores(
     model = _rounded_model(AutoModelForSequenceClassification, path, dtype)
     with torch.no_grad():
         rows = zip(ids, lengths.tolist(), strict=True)
-        scores = [model(row[None, :length]).logits[0, 0] for row, length in rows]
-    return torch.stack(scores).float()
+        # Not the classifier's own choice, which takes a pad token at the end for padding.
+        last = [model.model(row[None, :length]).last_hidden_state[0, -1] for row, length in rows]
+        scores: torch.Tensor = model.score(torch.stack(last))[:, 0].float()
+    return scores
 
 
 def _rounded_model(factory: Any, path: str | Path, dtype: str) -> Any:

@@ -44,7 +44,9 @@ QUICK = {
     "discovery": "D2 or D4",
     "generation": "not (G10 and not top_k) and not many_rows "
     f"and not ({' or '.join(_CALL_AFTER_CALL.split())})",
-    "policy": "not P9 and not two_ranks",
+    "policy": "not P9 and not two_ranks and not (every or no_step or now or trace or spares "
+    "or share or drawn or told or as_if or order or any or ends or special or holds or defaults "
+    "or started or belong or goes_on or saves or stays)",
     "refit": "not killed and not crosses and not R6 and not odd_tensors and not R9 or meanwhile",
     "agreement": "A1",
     "security": "S1 or S3",

@@ -28,22 +28,37 @@ def _projections(model: nn.Module, kinds: str) -> Iterator[tuple[int, str, nn.Mo
 
 
 @contextmanager
-def observed(model: nn.Module, kinds: str) -> Generator[dict[tuple[int, str], float]]:
-    """The largest magnitude by layer and kind, of all that passes in the meantime."""
-    largest: dict[tuple[int, str], float] = defaultdict(float)
+def observed(model: nn.Module, kinds: str) -> Generator[dict[tuple[int, str], list[torch.Tensor]]]:
+    """Magnitudes by layer and kind of all that passes in the meantime, as a cache would hold it."""
+    seen: dict[tuple[int, str], list[torch.Tensor]] = defaultdict(list)
 
-    def look(layer: int, kind: str) -> Any:
-        def hook(module: nn.Module, given: Any, made: torch.Tensor) -> None:
-            largest[layer, kind] = max(largest[layer, kind], float(made.abs().max()))
+    def look(attention: Any, given: Any, named: dict[str, Any]) -> None:
+        hidden, rotation = named["hidden_states"], named["position_embeddings"]
+        for kind in kinds:
+            made = getattr(attention, f"{kind}_proj")(hidden)
+            heads = made.view(*hidden.shape[:-1], -1, attention.head_dim)
+            if kind != "v":
+                heads = _rotated(getattr(attention, f"{kind}_norm", _as_it_is)(heads), *rotation)
+            seen[attention.layer_idx, kind].append(heads.abs().flatten().float())
 
-        return hook
-
-    hooks = [m.register_forward_hook(look(n, kind)) for n, kind, m in _projections(model, kinds)]
+    layers = [m for name, m in model.named_modules() if name.endswith(".self_attn")]
+    hooks = [layer.register_forward_pre_hook(look, with_kwargs=True) for layer in layers]
     try:
-        yield largest
+        yield seen
     finally:
         for handle in hooks:
             handle.remove()
+
+
+def _as_it_is(heads: torch.Tensor) -> torch.Tensor:
+    return heads
+
+
+def _rotated(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """``[b, tokens, heads, head_dim]`` turned by the angles of their positions."""
+    first, second = heads.chunk(2, dim=-1)
+    turned = torch.cat([-second, first], dim=-1)
+    return heads * cos[:, :, None] + turned * sin[:, :, None]
 
 
 def rounded(model: nn.Module, scales: Mapping[str, float]) -> None:

@@ -7,6 +7,7 @@ import datetime as dt
 import math
 import os
 from collections import defaultdict
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -15,16 +16,18 @@ import torch
 from rl_conformance.quiet import no_progress_bars
 from rl_conformance.reference.fp8 import E4M3_MAX, observed
 from rl_conformance.reference.loading import load_once
+from rl_conformance.reference.stepping import make_optimizer, rate_of
 from rl_conformance.reference.weights import DictSource
 from rl_core.backends import PolicyBackend
 from rl_core.backends.inputs import as_batch, input_lengths
 from rl_core.backends.losses import call_loss, input_type_of
 from rl_core.batch import BatchedDataDict
-from rl_core.errors import CheckpointError, TrainingError
+from rl_core.errors import CheckpointError, DataError, TrainingError
 from rl_core.interfaces import LossInputType
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Generator, Iterator, Mapping
+    from contextlib import AbstractContextManager
 
     from rl_core.interfaces import LossFunction, WeightSource, WorkerContext
 
@@ -42,10 +45,12 @@ class ReferencePolicy(PolicyBackend):
         model_name: Directory of the checkpoint.
         torch_dtype: Of the weights.
         temperature: Divides the logits.
-        optimizer: ``lr`` and ``weight_decay`` of AdamW.
+        optimizer: Of AdamW.
+        scheduler: The learning rate by step.
         max_grad_norm: The gradient is scaled down to it.
         train_micro_batch_size: Rows whose losses are computed together.
         train_global_batch_size: Rows per step; all rows if None.
+        seed: Of dropout.
         resume_from: A checkpoint to continue from.
         **_: How rows are split, which cannot show: every row goes through the model alone.
     """
@@ -57,9 +62,11 @@ class ReferencePolicy(PolicyBackend):
         torch_dtype: str = "float32",
         temperature: float = 1.0,
         optimizer: Mapping[str, Any] | None = None,
+        scheduler: Mapping[str, Any] | None = None,
         max_grad_norm: float | None = 1.0,
         train_micro_batch_size: int = 1,
         train_global_batch_size: int | None = None,
+        seed: int = 0,
         resume_from: str | None = None,
         **_: Any,
     ) -> None:
@@ -70,7 +77,9 @@ class ReferencePolicy(PolicyBackend):
         self.temperature, self.max_grad_norm = temperature, max_grad_norm or float("inf")
         self.mbs, self.gbs = train_micro_batch_size, train_global_batch_size
         self.steps, self.ranks = 0, 1
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), **(optimizer or {}))
+        self.optimizer = make_optimizer(self.model, optimizer or {})
+        self.peak, self.schedule = self.optimizer.param_groups[0]["lr"], dict(scheduler or {})
+        self.dropped = torch.Generator().manual_seed(seed).get_state()
         if resume_from is not None:
             self._load(Path(resume_from))
         super().__init__()
@@ -133,12 +142,15 @@ class ReferencePolicy(PolicyBackend):
         margin: float = 1.05,
         include_q: bool = False,
     ) -> dict[str, Any]:
-        """See :meth:`PolicyInterface.calibrate_qkv_fp8_scales`; the largest value counts."""
-        with torch.no_grad(), observed(self.model, "qkv" if include_q else "kv") as largest:
+        """See :meth:`PolicyInterface.calibrate_qkv_fp8_scales`."""
+        with torch.no_grad(), observed(self.model, "qkv" if include_q else "kv") as seen:
             self._logits(self.model, data)
         layers: dict[str, dict[str, float]] = defaultdict(dict)
-        for (layer, kind), value in largest.items():
-            layers[f"layer_{layer}"][f"{kind}_scale"] = value * margin / E4M3_MAX
+        for (layer, kind), values in seen.items():
+            magnitudes = torch.cat(values).sort().values
+            rank = max(1, math.ceil(len(magnitudes) * percentile / 100))
+            largest = float(magnitudes[rank - 1])
+            layers[f"layer_{layer}"][f"{kind}_scale"] = largest * margin / E4M3_MAX
         return {"format": "e4m3", "layers": dict(layers)}
 
     def _score(self, model: Any, data: BatchedDataDict[Any]) -> torch.Tensor:
@@ -172,11 +184,14 @@ class ReferencePolicy(PolicyBackend):
         """See :meth:`PolicyInterface.train`."""
         data = self.admission.admit(data, loss_fn, eval_mode=eval_mode)
         rows = (gbs or self.gbs or data.size * self.ranks) // self.ranks
-        result: dict[str, Any] = {}
+        if data.size % rows or not data.size:
+            raise DataError(f"{data.size} rows are no multiple of {rows}", fix="fill them up")
+        steps = []
         for start in range(0, data.size, rows):
             batch = data.slice(start, start + rows)
-            result = self._step(batch, loss_fn, eval_mode, mbs or self.mbs)
-        return result
+            steps.append(self._step(batch, loss_fn, eval_mode, mbs or self.mbs))
+        history = {key: [step[key] for step in steps] for key in steps[-1]}
+        return {**steps[-1], "all_mb_metrics": history}
 
     def _step(
         self, batch: BatchedDataDict[Any], loss_fn: LossFunction, eval_mode: bool, mbs: int
@@ -187,27 +202,45 @@ class ReferencePolicy(PolicyBackend):
             "global_valid_toks": self._summed(weights.sum()),
         }
         self.optimizer.zero_grad()
-        total, metrics = 0.0, defaultdict[str, float](float)
-        with torch.set_grad_enabled(not eval_mode):
-            for part in self._parts(batch, max(mbs, getattr(loss_fn, "group_size", 1))):
+        total, metrics = 0.0, dict[str, float]()
+        group = getattr(loss_fn, "group_size", 1)
+        with self._eval_mode() if eval_mode else self._train_mode():
+            for part in self._parts(batch, max(1, mbs // group) * group):
                 loss, shares = call_loss(loss_fn, self._inputs(part, loss_fn), part, **counts)
                 if loss.requires_grad:
                     loss.backward()  # type: ignore[no-untyped-call]
                 total += float(loss.detach())
                 for key, value in shares.items():
-                    metrics[key] += value
+                    metrics[key] = _added(key, metrics[key], value) if key in metrics else value
         sums = self._summed(torch.tensor([total, *metrics.values()], dtype=torch.float64)).tolist()
         if not math.isfinite(sums[0]):
             self.optimizer.zero_grad()
             raise TrainingError("the loss is not finite", fix="look at the batch")
-        norm = 0.0 if eval_mode else self._update()
+        rate = rate_of(self.steps, self.peak, self.schedule)
+        counted = all(float(value) for value in counts.values())
+        norm = 0.0 if eval_mode or not counted else self._update()
         return {
             **dict(zip(metrics, sums[1:], strict=True)),
             "loss": sums[0],
             "grad_norm": norm,
-            "lr": self.optimizer.param_groups[0]["lr"],
+            "lr": rate,
             **{key: float(value) for key, value in counts.items()},
         }
+
+    @contextmanager
+    def _train_mode(self) -> Generator[None]:
+        """With dropout, which draws from numbers of the policy's own."""
+        self.model.train()
+        try:
+            with torch.random.fork_rng(devices=[]):
+                torch.set_rng_state(self.dropped)
+                yield
+                self.dropped = torch.get_rng_state()
+        finally:
+            self.model.eval()
+
+    def _eval_mode(self) -> AbstractContextManager[Any]:
+        return torch.no_grad()
 
     def _parts(self, batch: BatchedDataDict[Any], size: int) -> Iterator[BatchedDataDict[Any]]:
         for start in range(0, batch.size, size):
@@ -227,6 +260,8 @@ class ReferencePolicy(PolicyBackend):
         if not torch.isfinite(norm):
             self.optimizer.zero_grad()
             raise TrainingError("the gradient is not finite", fix="look at the batch")
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate_of(self.steps, self.peak, self.schedule)
         self.optimizer.step()
         self.steps += 1
         return float(norm)
@@ -245,7 +280,8 @@ class ReferencePolicy(PolicyBackend):
         state = {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
-            "rng": torch.get_rng_state(),
+            "rng": self.dropped,
+            "steps": self.steps,
         }
         torch.save(state, path / "partial")
         os.replace(path / "partial", path / _STATE_FILE)
@@ -259,7 +295,7 @@ class ReferencePolicy(PolicyBackend):
             raise CheckpointError(f"{path} is not a whole checkpoint: {error}") from error
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
-        torch.set_rng_state(state["rng"])
+        self.dropped, self.steps = state["rng"], state["steps"]
 
     def weight_source(self) -> WeightSource:
         """See :meth:`PolicyBackend.weight_source`."""
@@ -281,3 +317,10 @@ class ReferencePolicy(PolicyBackend):
             self.ranks = 1
             torch.distributed.destroy_process_group()
         return True
+
+
+def _added(key: str, total: float, value: float) -> float:
+    """Metrics are shares, but for the extremes."""
+    if key.endswith(("_min", "_max")):
+        return min(total, value) if key.endswith("_min") else max(total, value)
+    return total + value

@@ -1,0 +1,178 @@
+"""Losses that tell what they were given, and one of each kind there is."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rl_conformance.training import NegativeLogLikelihood
+from rl_core.interfaces import LossFunction, LossInputType, LossType
+
+if TYPE_CHECKING:
+    from rl_core.batch import BatchedDataDict
+
+__all__ = [
+    "LogitLikelihood",
+    "NanInARow",
+    "NanInTheGradientOfARow",
+    "PairLoss",
+    "RaisesInARow",
+    "SequenceLikelihood",
+    "TellingLoss",
+]
+
+
+class TellingLoss(NegativeLogLikelihood):
+    """Tells in its metrics what a call was given.
+
+    Reads ``row`` ``[B]`` and ``echo`` ``[B, S]``, a copy of ``input_ids``.
+    """
+
+    def __call__(
+        self,
+        inputs: torch.Tensor,
+        data: BatchedDataDict[Any],
+        *,
+        global_valid_seqs: torch.Tensor,
+        global_valid_toks: torch.Tensor,
+    ) -> tuple[torch.Tensor, dict[str, float]]:
+        """See :class:`rl_core.interfaces.LossFunction`."""
+        loss, _ = super().__call__(
+            inputs,
+            data,
+            global_valid_seqs=global_valid_seqs,
+            global_valid_toks=global_valid_toks,
+        )
+        counts = data["sample_mask"] != 0
+        lengths = data["input_lengths"][counts].cpu()
+        positions = torch.arange(inputs.shape[1], device=inputs.device)
+        real = positions < data["input_lengths"][:, None].to(inputs.device)
+        unscored = ~real | (positions == 0)
+        strangers = (data["echo"] != data["input_ids"]).to(real.device) & real
+        tokens = (data["token_mask"][:, 1:] * data["sample_mask"][:, None]).sum()
+        widths = [inputs.shape[1] - data[key].shape[1] for key in ("input_ids", "token_mask")]
+        told = {
+            "told_rows": float(counts.sum()),
+            "told_row_numbers": float((data["row"] * counts).sum()),
+            "told_tokens": float(tokens),
+            "told_all_tokens_min": float(global_valid_toks),
+            "told_all_tokens_max": float(global_valid_toks),
+            "told_all_rows_min": float(global_valid_seqs),
+            "told_all_rows_max": float(global_valid_seqs),
+            "told_strangers_max": float(strangers.sum()),
+            "told_unscored_max": float((inputs.detach() * unscored).abs().max()),
+            "told_widths_max": float(max(map(abs, widths))),
+            "told_likelihood": -float(loss.detach()),
+        }
+        if len(lengths):
+            told["told_shortest_min"] = float(lengths.min())
+            told["told_longest_max"] = float(lengths.max())
+        return loss, told
+
+
+class SequenceLikelihood(LossFunction):
+    """Mean over valid rows of minus a row's summed log-prob."""
+
+    loss_type = LossType.SEQUENCE_LEVEL
+
+    def __call__(
+        self,
+        inputs: torch.Tensor,
+        data: BatchedDataDict[Any],
+        *,
+        global_valid_seqs: torch.Tensor,
+        global_valid_toks: torch.Tensor,
+    ) -> tuple[torch.Tensor, dict[str, float]]:
+        """See :class:`rl_core.interfaces.LossFunction`."""
+        per_row = _summed(inputs, data) / data["input_lengths"].to(inputs.device)
+        return -per_row.sum() / global_valid_seqs.to(inputs.device), {}
+
+
+class PairLoss(LossFunction):
+    """Minus the log-sigmoid of by how much the first row of a pair is likelier than the second."""
+
+    loss_type = LossType.SEQUENCE_LEVEL
+    group_size = 2
+
+    def __call__(
+        self,
+        inputs: torch.Tensor,
+        data: BatchedDataDict[Any],
+        *,
+        global_valid_seqs: torch.Tensor,
+        global_valid_toks: torch.Tensor,
+    ) -> tuple[torch.Tensor, dict[str, float]]:
+        """See :class:`rl_core.interfaces.LossFunction`."""
+        per_row = _summed(inputs, data) / data["input_lengths"].to(inputs.device)
+        leads = per_row[::2] - per_row[1::2]
+        counts = data["sample_mask"][::2].to(inputs.device)
+        total = (torch.nn.functional.logsigmoid(leads) * counts).sum()
+        return -2 * total / global_valid_seqs.to(inputs.device), {}
+
+
+class LogitLikelihood(LossFunction):
+    """The same as :class:`NegativeLogLikelihood`, from logits."""
+
+    input_type = LossInputType.LOGIT
+
+    def __call__(
+        self,
+        inputs: torch.Tensor,
+        data: BatchedDataDict[Any],
+        *,
+        global_valid_seqs: torch.Tensor,
+        global_valid_toks: torch.Tensor,
+    ) -> tuple[torch.Tensor, dict[str, float]]:
+        """See :class:`rl_core.interfaces.LossFunction`."""
+        following = data["input_ids"][:, 1 : inputs.shape[1], None].to(inputs.device)
+        chosen = inputs[:, :-1].log_softmax(-1).gather(2, following)[..., 0]
+        scores = torch.cat([torch.zeros_like(chosen[:, :1]), chosen], dim=1)
+        if not scores.shape[1]:
+            scores = inputs.new_zeros(inputs.shape[:2])
+        return -_summed(scores, data).sum() / global_valid_toks.to(inputs.device), {}
+
+
+class RaisesInARow(NegativeLogLikelihood):
+    """Fault: the loss raises in the microbatch of the last row, which alone has ``marked`` 1."""
+
+    def __call__(
+        self, inputs: torch.Tensor, data: BatchedDataDict[Any], **counts: Any
+    ) -> tuple[torch.Tensor, dict[str, float]]:
+        """See :class:`rl_core.interfaces.LossFunction`."""
+        if data["marked"].any():
+            raise ArithmeticError("the loss of the marked row cannot be computed")
+        return super().__call__(inputs, data, **counts)
+
+
+class NanInARow(NegativeLogLikelihood):
+    """Fault: the loss of the row with ``marked`` 1 is not a number."""
+
+    def __call__(
+        self, inputs: torch.Tensor, data: BatchedDataDict[Any], **counts: Any
+    ) -> tuple[torch.Tensor, dict[str, float]]:
+        """See :class:`rl_core.interfaces.LossFunction`."""
+        loss, metrics = super().__call__(inputs, data, **counts)
+        return (loss * float("nan") if data["marked"].any() else loss), metrics
+
+
+class NanInTheGradientOfARow(NegativeLogLikelihood):
+    """Fault: the gradient of the row with ``marked`` 1 is not finite, the loss is."""
+
+    def __call__(
+        self, inputs: torch.Tensor, data: BatchedDataDict[Any], **counts: Any
+    ) -> tuple[torch.Tensor, dict[str, float]]:
+        """See :class:`rl_core.interfaces.LossFunction`."""
+        loss, metrics = super().__call__(inputs, data, **counts)
+        if data["marked"].any():
+            loss = loss + (loss - loss.detach()).clamp(min=0).sqrt()
+        return loss, metrics
+
+
+def _summed(inputs: torch.Tensor, data: BatchedDataDict[Any]) -> torch.Tensor:
+    """``[b]`` log-probs of a row's valid tokens, added up."""
+    weights = (data["token_mask"] * data["sample_mask"][:, None])[:, : inputs.shape[1]]
+    weights = weights.to(inputs.device).clone()
+    weights[:, 0] = 0
+    summed: torch.Tensor = (inputs * weights).sum(1)
+    return summed

@@ -1,0 +1,103 @@
+"""Mutants that save and resume, but not everything, not twice, or not when it fails."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rl_conformance.mutants.mutant import breaks
+from rl_conformance.reference.policy import ReferencePolicy
+
+
+@breaks("P9", checks="P9 and (goes_on or missing)")
+class TheStepIsNotSaved(ReferencePolicy):
+    """A resumed schedule begins anew."""
+
+    def _load(self, path: Path) -> None:
+        super()._load(path)
+        self.steps = 0
+
+
+@breaks("P9", checks="P9 and (goes_on or missing)")
+class DropoutDoesNotResume(ReferencePolicy):
+    """The policy's random numbers start from the seed."""
+
+    def _load(self, path: Path) -> None:
+        dropped = self.dropped
+        super()._load(path)
+        self.dropped = dropped
+
+
+@breaks("P9", checks="P9 and (goes_on or missing)")
+class MomentsOfVectorsAreLost(ReferencePolicy):
+    """Biases and norms begin without moments."""
+
+    def _load(self, path: Path) -> None:
+        super()._load(path)
+        for parameter in self.optimizer.param_groups[1]["params"]:
+            self.optimizer.state.pop(parameter, None)
+
+
+@breaks("P9", checks="P9 and (again or missing)")
+class TheFirstSaveStays(ReferencePolicy):
+    """A second save to a path writes the model and keeps the older training state."""
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        file = Path(args[0] if args else kwargs["path"]) / "training_state.pt"
+        before = file.read_bytes() if file.exists() else None
+        super().save_checkpoint(*args, **kwargs)
+        if before is not None:
+            file.write_bytes(before)
+
+
+@breaks("P9", checks="P9 and (again or missing)")
+class ANewSaveOverwritesTheOthers(ReferencePolicy):
+    """Saving elsewhere makes the older checkpoint the newer one, too."""
+
+    older: Path | None = None
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        path = Path(args[0] if args else kwargs["path"])
+        super().save_checkpoint(path)
+        if self.older is not None and self.older != path:
+            super().save_checkpoint(self.older)
+        self.older = path
+
+
+@breaks("P9", checks="P9 and (fails or missing)")
+class AFullDiskIsNoError(ReferencePolicy):
+    """save_checkpoint returns as if it had written."""
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        with suppress(OSError):
+            super().save_checkpoint(*args, **kwargs)
+
+
+@breaks("P9", checks="P9 and (reference or missing)")
+class AResumedPolicyIsItsOwnReference(ReferencePolicy):
+    """What was resumed is taken for the start."""
+
+    def _load(self, path: Path) -> None:
+        super()._load(path)
+        self.reference_model.load_state_dict(self.model.state_dict())
+
+
+@breaks("P9", checks="P9 and (no_step or resum)")
+class SavingForgetsTheDropout(ReferencePolicy):
+    """Random numbers of the policy start anew with every save."""
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        super().save_checkpoint(*args, **kwargs)
+        self.dropped = torch.Generator().manual_seed(0).get_state()
+
+
+@breaks("P9", checks="P9 and (no_step or resum)")
+class SavingMovesTheReference(ReferencePolicy):
+    """The reference is what was saved last."""
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        super().save_checkpoint(*args, **kwargs)
+        self.reference_model.load_state_dict(self.model.state_dict())
