@@ -32,6 +32,11 @@ _MODULES = (
     "refit_several",
     "refit_scales",
     "refit_faults",
+    "refit_again",
+    "refit_lifecycle",
+    "refit_exact",
+    "refit_refused",
+    "refit_apart",
     "agreement",
     "security",
 )

@@ -17,7 +17,17 @@ if TYPE_CHECKING:
 
 __all__ = ["QUICK", "Autopsy", "Mutant", "all_mutants", "breaks", "examine", "target"]
 
-_MODULES = ("batches", "engines", "trainers", "loaders", "refits", "pairs", "plugins")
+_MODULES = (
+    "batches",
+    "engines",
+    "trainers",
+    "loaders",
+    "parts",
+    "refits",
+    "repeated",
+    "pairs",
+    "plugins",
+)
 
 
 def all_mutants() -> Sequence[Mutant]:
