@@ -19,6 +19,7 @@ Need = Literal["generation", "policy", "pair"]
 
 _MODULES = (
     "data",
+    "data_oracle",
     "discovery",
     "prompts",
     "sampling",
@@ -38,6 +39,7 @@ _MODULES = (
     "refit_refused",
     "refit_apart",
     "agreement",
+    "agreement_measure",
     "security",
 )
 _checks: dict[str, Check] = {}

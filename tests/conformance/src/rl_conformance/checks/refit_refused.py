@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from rl_conformance.expect import fail, require
+from rl_conformance.expect import fail, raises, require
 from rl_conformance.refits import run_refit
 from rl_conformance.registry import check
-from rl_conformance.ways import exact, settable_trainer, shuffle
+from rl_conformance.ways import engine_for, exact, settable_trainer, shuffle
 from rl_conformance.weights import engine_weights, same_weights
 from rl_core.errors import RLError
 from rl_core.interfaces import TensorSpec
@@ -46,6 +46,21 @@ def refused_options_change_nothing(ctx: Context) -> None:
         }
 
     _change_nothing(ctx, refused)
+
+
+@check("R10", needs=("policy",))
+def refused_options_use_no_version_up(ctx: Context) -> None:
+    """A trainer that is asked for what there is not counts nothing, and sends the next exactly."""
+    policy = ctx.fresh_policy(model_name=str(ctx.model("qwen2", seed=1)))
+    engine = engine_for(ctx, "trainer")
+    for version in (1, 2):
+        for options in _OPTIONS:
+            with raises(RLError):
+                policy.stream_weights_via_ipc_zmq(**options)
+        with raises(RLError):
+            policy.get_weights_ipc_handles(["no.such.tensor"])
+        run_refit(policy, engine, delta=version == 2)
+        exact(ctx, policy, engine, "after refused options", version)
 
 
 @check("R2", needs=("generation",))

@@ -19,6 +19,7 @@ __all__ = ["QUICK", "Autopsy", "Mutant", "all_mutants", "breaks", "examine", "ta
 
 _MODULES = (
     "batches",
+    "columns",
     "engines",
     "trainers",
     "loaders",
