@@ -40,6 +40,7 @@ TEST_TOOLS = [
     "pytest-timeout",
     "pytest-xdist",
     "hypothesis",
+    "greenlet",  # stops the refit's code where a model wants to
     "hatchling",
     "ruff",
     "playwright",  # drives an installed Chromium, or one from `playwright install chromium`

@@ -70,6 +70,9 @@ class OneTensorSource(WeightSource):
     def tensors(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
         yield from ((name, self.weight) for name in names)
 
+    def confirm(self) -> None:
+        pass
+
 
 class OneTensorSink(WeightSink):
     def __init__(self, weight: torch.Tensor) -> None:

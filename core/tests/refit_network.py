@@ -29,19 +29,20 @@ from refit_parties import (
 from refit_wire import MemoryLane, TrainerEnd, Wire
 
 from rl_core.errors import RefitAborted, RLError, WeightsTornError
-from rl_core.refit import jobs, receiving, sending
+from rl_core.refit import frames, jobs, receiving, sending
 from rl_core.refit import receiver as receiver_module
 from rl_core.refit import sender as sender_module
-from rl_core.refit.messages import Codec, FromReceiver, Sealed
+from rl_core.refit.messages import Hello, Sealed
 from rl_core.refit.session import Phase, ReceiverSession, SenderSession
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Callable, Collection
     from concurrent.futures import Future
 
     from rl_core.refit.jobs import Job
     from rl_core.refit.options import SendOptions
     from rl_core.refit.receiving import Receiving
+    from rl_core.refit.sending import Sending
 
 #: Seconds that a thread may take to get somewhere; none does, unless a test fails.
 _PATIENCE_S = 60
@@ -112,6 +113,16 @@ class Refit:
     forged: bool = False
 
 
+def _unmet(job: Sending) -> frames.Channel:
+    return frames.Channel(job._sender.token, b"", "sender")
+
+
+def _signed(reader: frames.Channel, message: object) -> bytes:
+    """The frame that a channel would take next, if it were this message."""
+    kind = frames._said_by[reader._peer]
+    return kind.write(message, reader._keys[reader._peer], reader._received)
+
+
 class Network:
     """One trainer, some engines, and every frame between them."""
 
@@ -122,6 +133,7 @@ class Network:
         self.down: list[tuple[str, bytes]] = []
         self.seen_up: list[bytes] = []
         self.seen_down: list[bytes] = []
+        self.said: dict[bytes, tuple[Any, Callable[[object], bytes]]] = {}
         self.connections = count()
         self.closed: set[str] = set()
         self.lanes: list[MemoryLane] = []
@@ -147,6 +159,22 @@ class Network:
         def drive(job: Job[Any]) -> None:
             self._stepped.drive(job)
 
+        def encode(channel: frames.Channel, message: object) -> bytes:
+            side = channel._side
+            key, number = channel._keys[side], channel._sent
+            frame = plain(channel, message)
+            again = partial(frames._said_by[side].write, key=key, count=number)
+            self.said[frame] = message, again
+            return frame
+
+        def write_hello(hello: Hello, token: str) -> bytes:
+            frame = frames.write_hello(hello, token)
+            self.said[frame] = hello, partial(frames.write_hello, token=token)
+            return frame
+
+        plain = frames.Channel.encode
+        enter(frames.Channel, "encode", encode)
+        enter(receiving, "write_hello", write_hello)
         enter(jobs.Job, "drive", drive)
         enter(sender_module, "find_transport", lambda name: self._wire)
         enter(receiver_module, "find_transport", lambda name: self._wire)
@@ -212,7 +240,6 @@ class Network:
             return
         self._wire.engine = engine
         engine.before = engine.weights, engine.receiver.torn
-        engine.codec = Codec(FromReceiver, self.trainer.sender.token)
         engine.job = self._stepped.begin(engine.receiver.receive(deadline_s=DEADLINE_S))
 
     def start(self, **given: Any) -> Refit:
@@ -226,7 +253,7 @@ class Network:
 
     def sent(self, engine: Engine, key: str, frame: bytes) -> None:
         """An engine sent a frame."""
-        message = engine.codec.decode(frame)
+        message, _ = self.said[frame]
         if isinstance(message, Sealed):
             refit = self.refits[message.session]
             refit.sealed.add(engine.receiver.id)
@@ -234,6 +261,17 @@ class Network:
             if refit.step == self.trainer.step and engine.weights != refit.weights:
                 self.wrongly_sealed.append(refit)
         self.up.append((key, frame))
+
+    def to_trainer_by_token(self, engine: Engine, message: object) -> tuple[str, bytes]:
+        """What somebody with the token says in the name of an engine."""
+        key, job = engine.end.key, self.trainer.job
+        assert job is not None
+        return key, _signed(job._channels.get(key) or _unmet(job), message)
+
+    def to_engine_by_token(self, engine: Engine, message: object) -> tuple[str, bytes]:
+        """What somebody with the token says to an engine in the trainer's name."""
+        assert engine.job is not None
+        return engine.end.key, _signed(engine.job._channel, message)
 
     def by_key(self, key: str) -> Engine | None:
         """The engine behind a connection, if it is still at the refit of that connection."""

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
     from refit_wire import EngineEnd, TrainerEnd
 
-    from rl_core.refit.messages import Codec, FromReceiver
     from rl_core.refit.receiving import Receiving
     from rl_core.refit.sending import Sending
 
@@ -217,7 +216,6 @@ class Engine:
         self.tensor = self.kind.blank()
         self.lock = GenerationLock(clock)
         self.end: EngineEnd
-        self.codec: Codec[FromReceiver]  # for what it sends now
         self.job: Receiving | None = None
         self.before: tuple[Weights, bool] = ({}, False)
         self._published = published

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from rl_core.refit.messages import (
-    PROTOCOL,
     Abort,
     BucketReady,
     Commit,
@@ -42,10 +41,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 S, DEADLINE_S = "this", 60.0
-OFFER = Offer(S, PROTOCOL, "trainer", 1, "manifest", "wire", "quiesced", False, {})
+OFFER = Offer(S, "trainer", 1, "manifest", "wire", "quiesced", False, {})
 READY = Ready(S, "manifest", {}, b"", ())
 PREPARE = Prepare(S, "plan", 64, 2, False, b"", {}, DEADLINE_S)
-HELLOS = [Hello(PROTOCOL, f"id{i}", "engine", 100 + i) for i in range(3)]
+HELLOS = [Hello(f"id{i}", "engine", 100 + i, bytes([i]) * 16) for i in range(3)]
 
 
 class Clock:
@@ -82,7 +81,7 @@ def hears(message: FromSender) -> Callable[[ReceiverSession], list[Effect]]:
     return lambda receiver: receiver.receive(message)
 
 
-def says(number: int, message: FromReceiver) -> Callable[[SenderSession], list[Effect]]:
+def says(number: int, message: Hello | FromReceiver) -> Callable[[SenderSession], list[Effect]]:
     return lambda sender: sender.receive(f"p{number}", message)
 
 

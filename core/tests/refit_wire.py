@@ -90,7 +90,7 @@ class EngineEnd(ReceiverEnd):
         self._network = network
         self._engine = engine
 
-    def connect(self) -> None:
+    def connect(self, address: Mapping[str, Any]) -> None:
         self.key = f"connection {next(self._network.connections)}"
         self.inbox.clear()
         self.is_lost = False

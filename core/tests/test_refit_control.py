@@ -71,7 +71,7 @@ def until(done: Any, step: Any) -> None:
 
 def test_frames_travel_both_ways_on_one_connection(ends):
     server, client = ends
-    client.connect()
+    client.open()
     client.send(b"one")
     client.send(b"two")
     (key, first), (same, second) = frames_of(server, 2)
@@ -86,7 +86,7 @@ def test_every_refit_has_a_connection_of_its_own(ends):
     server, client = ends
     keys = []
     for _ in range(2):
-        client.connect()
+        client.open()
         client.send(b"hello")
         keys.append(frames_of(server, 1)[0][0])
     assert keys[0] != keys[1]
@@ -97,7 +97,7 @@ def test_every_refit_has_a_connection_of_its_own(ends):
 
 def test_last_words_come_before_the_departure(ends):
     server, client = ends
-    client.connect()
+    client.open()
     client.send(b"hello")
     ((key, _),) = frames_of(server, 1)
     client.send(b"last words")
@@ -116,7 +116,7 @@ def test_only_the_connection_that_was_lost_is_named(ends):
     server, client = ends
     other = ControlClient(server.endpoint)
     for end in (client, other):
-        end.connect()
+        end.open()
     client.send(b"a")
     other.send(b"b")
     keys = {frame: key for key, frame in frames_of(server, 2)}
@@ -129,7 +129,7 @@ def test_only_the_connection_that_was_lost_is_named(ends):
 
 def test_a_server_that_closes_is_lost_once_its_last_words_were_read(ends):
     server, client = ends
-    client.connect()
+    client.open()
     assert not client.lost()
     client.send(b"hello")
     ((key, _),) = frames_of(server, 1)
@@ -145,19 +145,19 @@ def test_a_server_that_closes_is_lost_once_its_last_words_were_read(ends):
 def test_a_server_that_is_not_there_is_lost(ends):
     server, client = ends
     server.close()
-    client.connect()
+    client.open()
     until(client.lost, lambda: client.receive(0.1))
 
 
 def test_a_frame_that_is_too_large_ends_its_connection_only(ends):
     server, client = ends
     bad = ControlClient(server.endpoint)
-    bad.connect()
+    bad.open()
     bad.send(b"hello")
     ((key, _),) = frames_of(server, 1)
     bad.send(bytes(MAX_FRAME_BYTES + 1))
     assert departures(server) == [key]
-    client.connect()
+    client.open()
     client.send(bytes(MAX_FRAME_BYTES))
     assert len(frames_of(server, 1)[0][1]) == MAX_FRAME_BYTES
     bad.close()
@@ -171,7 +171,7 @@ def test_messages_of_another_shape_than_ours_are_passed_over(ends):
         stranger.linger = 0
         stranger.connect(server.endpoint)
         stranger.send_multipart([b"two", b"parts"])
-        client.connect()
+        client.open()
         client.send(b"ours")
         frames = frames_of(server, 1)
         while extra := server.receive(0.2):
@@ -187,7 +187,7 @@ def test_three_hundred_connections_leave_nothing_behind(ends):
         return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 
     def use() -> None:
-        client.connect()
+        client.open()
         client.send(b"hello")
         ((key, _),) = frames_of(server, 1)
         client.disconnect()
@@ -209,7 +209,7 @@ def test_an_address_that_cannot_be_bound_is_named(temporary):
 
 def test_a_forked_child_leaves_the_channel_to_its_parent(ends):
     server, client = ends
-    client.connect()
+    client.open()
     client.send(b"hello")
     ((key, _),) = frames_of(server, 1)
     child = os.fork()
@@ -396,7 +396,7 @@ def test_more_memory_than_the_host_has_is_an_error_and_leaves_nothing(temporary)
 def test_an_end_that_is_dropped_in_a_cycle_does_not_hang_the_collector(end, temporary):
     server = ControlServer(f"ipc://{temporary}/s")
     client = ControlClient(server.endpoint)
-    client.connect()
+    client.open()
     cycle: list[Any] = [server if end == "server" else client]
     cycle.append(cycle)
     kept = client if end == "server" else server

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from rl_core.errors import RefitError, RefitProtocolError
-from rl_core.refit.hashing import block_digests, tensor_digest
+from rl_core.refit.hashing import BlockHash, block_digests, tensor_digest
 from rl_core.refit.transports import collective, cuda, ipc
 from rl_core.refit.transports.base import CPU
 from rl_core.refit.transports.collective import COLLECTIVE
@@ -34,17 +34,19 @@ REF = {
     "key": "none",
 }
 NBYTES = 12_345_678
+FOLD = BlockHash("fold", bytes(32))
 RECEIVER = """
 import sys, msgspec, torch
-from rl_core.refit.hashing import block_digests, tensor_digest
+from rl_core.refit.hashing import BlockHash, block_digests, tensor_digest
 from rl_core.refit.transports.cuda import CudaRegion
 
+FOLD = BlockHash("fold", bytes(32))
 lane = CudaRegion.attach(msgspec.msgpack.decode(bytes.fromhex(sys.stdin.readline())))
 target = torch.empty(lane.data.shape, dtype=torch.uint8, device=lane.data.device)
 for line in sys.stdin:
     target.copy_(lane.data)
     lane.release()
-    digest = tensor_digest(block_digests(target)).hex()
+    digest = tensor_digest(block_digests(target, FOLD)).hex()
     print(digest, torch.cuda.memory_allocated(), flush=True)
 lane.close()
 """
@@ -99,7 +101,7 @@ def created(device: torch.device | None = None) -> Iterator[CudaRegion]:
 
 
 def digest_of(region: CudaRegion) -> str:
-    return tensor_digest(block_digests(region.data)).hex()
+    return tensor_digest(block_digests(region.data, FOLD)).hex()
 
 
 def fill(region: CudaRegion) -> str:
@@ -301,5 +303,5 @@ def test_a_region_that_is_closed_cannot_be_attached() -> None:
 def test_both_processes_fold_to_the_same_digest_as_a_cpu() -> None:
     with created() as region, receiving(region) as receiver:
         fill(region)
-        on_cpu = tensor_digest(block_digests(region.data.cpu(), "fold")).hex()
+        on_cpu = tensor_digest(block_digests(region.data.cpu(), FOLD)).hex()
         assert receiver.copy()[0] == on_cpu

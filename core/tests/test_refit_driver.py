@@ -138,16 +138,31 @@ def test_a_missing_capability_is_not_tried_again(pair, events):
     assert names(events) == ["refit_started", "refit_failed"]
 
 
-def test_an_error_of_the_trainer_is_not_tried_again(pair, events):
+def test_weights_that_changed_meanwhile_are_sent_again(pair, events):
     trainer, engine = pair
+    steps = [1, 2]
 
     def changed() -> None:
-        raise LifecycleError("the weights changed")
+        if steps:
+            steps.pop()
+            raise LifecycleError("the weights changed")
 
     trainer.source.at_confirm = changed
+    assert go(trainer, engine, retries=2).attempts == 3
+    assert same(trainer.source.tensor, engine.sink.tensor)
+    steps += [1, 2]
     with pytest.raises(LifecycleError, match="the weights changed"):
-        go(trainer, engine, retries=3)
-    assert names(events) == ["refit_started", "refit_failed"]
+        go(trainer, engine, retries=1)
+
+
+def test_an_error_of_the_trainer_is_not_tried_again(pair, events):
+    trainer, engine = pair
+    trainer.source.before = lambda name: 1 / 0
+    with pytest.raises(RefitError, match="ZeroDivisionError"):
+        go(trainer, engine)
+    with pytest.raises(LifecycleError, match="nothing was committed"):
+        go(trainer, engine, retries=3, join=True)
+    assert names(events)[-2:] == ["refit_started", "refit_failed"]
 
 
 def test_a_bad_option_is_refused_before_anything_is_told(pair, events):

@@ -15,7 +15,6 @@ from refit_network import Network
 from refit_parties import DEADLINE_S, NAMES, Kind
 
 from rl_core.errors import RefitPeerError, WeightsTornError
-from rl_core.refit.messages import Codec, FromReceiver, FromSender
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -199,14 +198,14 @@ def test_every_field_of_every_message_with_another_value(side: str, isolation: s
     """Written by someone who holds the token: the value is of the same type, and wrong."""
 
     def forge(network: Network, number: int) -> bool:
-        queue, kind = {"up": (network.up, FromReceiver), "down": (network.down, FromSender)}[side]
+        queue = {"up": network.up, "down": network.down}[side]
         if not queue:
             return False
-        codec: Codec[FromReceiver | FromSender] = Codec(kind, network.trainer.sender.token)
         key, frame = queue[0]
-        others = forgeries(codec.decode(frame))
+        message, again = network.said[frame]
+        others = forgeries(message)
         if number < len(others):
-            queue[0] = key, codec.encode(others[number])
+            queue[0] = key, again(others[number])
         return number < len(others)
 
     try_all(forge, isolation)
@@ -220,9 +219,9 @@ def test_every_message_out_of_turn(verify: str, isolation: str):
         engine = network.engines[1]
         if network.trainer.job is None or engine.job is None:
             return False
-        codec: Codec[FromReceiver] = Codec(FromReceiver, network.trainer.sender.token)
         up, down = out_of_turn_to_trainer(network), out_of_turn_to_engine(network, engine)
-        frames = [(engine.end.key, codec.encode(message)) for message in [*up, *down]]
+        frames = [network.to_trainer_by_token(engine, message) for message in up]
+        frames += [network.to_engine_by_token(engine, message) for message in down]
         if number < len(up):
             network.to_trainer(frames[number])
             frames_lost_to_one_engine(network)

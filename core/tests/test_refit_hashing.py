@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import numpy as np
 import pytest
 import torch
 import xxhash
+from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from second_preimage import second_preimage
 
-from rl_core.refit import hashing
+from rl_core.errors import RefitProtocolError
+from rl_core.refit import fold
 from rl_core.refit.hashing import (
     BLOCK,
+    BlockHash,
     block_digests,
     hash_views,
-    kind_for,
     run_digests,
+    start_digests,
     tensor_digest,
     views_of,
 )
 
-KINDS = pytest.mark.parametrize("kind", ["xxh3", "fold"])
+CPU, GPU = torch.device("cpu"), torch.device("cuda:1")
+XXH3 = BlockHash.choose(CPU, private=True, token="secret")
+BLAKE3 = BlockHash.choose(CPU, private=False, token="secret")
+FOLD = BlockHash.choose(GPU, private=True, token="secret")
+HASHES = pytest.mark.parametrize("how", [XXH3, BLAKE3, FOLD], ids=lambda how: how.kind)
 CONTENTS = st.binary(min_size=1, max_size=300)
 MASK = (1 << 64) - 1
 
@@ -29,66 +39,62 @@ def tensor(content: bytes) -> torch.Tensor:
     return torch.tensor(list(content), dtype=torch.uint8)
 
 
-def digest(content: bytes, kind: str) -> bytes:
-    return tensor_digest(block_digests(tensor(content), kind))
+def digest(content: bytes, how: BlockHash) -> bytes:
+    return tensor_digest(block_digests(tensor(content), how))
 
 
 def folded(content: bytes, block: int, chunk: int) -> list[bytes]:
-    return hashing._folded([tensor(content)], block, chunk)[0]
-
-
-def split_mix(state: int) -> int:
-    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & MASK
-    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & MASK
-    return state ^ (state >> 31)
+    return fold.start([tensor(content)], FOLD.key, block, chunk)()[0]
 
 
 def folded_by_hand(content: bytes) -> bytes:
     words = np.frombuffer(content + bytes(-len(content) % 4), dtype="<i4").tolist()
-    lanes = []
-    for seed in hashing._SEEDS.ravel().tolist():
-        total = len(content) * (split_mix(seed) | 1)
-        for position, word in enumerate(words, 1):
-            total += word * (split_mix((seed + position * 0x9E3779B97F4A7C15) & MASK) | 1)
-        lanes.append(split_mix(total & MASK).to_bytes(8, "little"))
-    return b"".join(lanes)
+    stream = np.frombuffer(blake3(b"multipliers", key=FOLD.key).digest(16 << 20), dtype="<u8")
+    lanes = b""
+    for multipliers in stream.reshape(2, -1):
+        odd = [number | 1 for number in multipliers[: len(words)].tolist()]
+        total = sum(word * factor for word, factor in zip(words, odd, strict=True))
+        lanes += (total & MASK).to_bytes(8, "little")
+    last = lanes + len(content).to_bytes(8, "little")
+    return hashlib.blake2b(last, key=FOLD.key, person=b"rl-refit fold", digest_size=16).digest()
 
 
+@settings(max_examples=20)
 @given(CONTENTS)
 def test_the_folded_digest_is_its_formula(content: bytes) -> None:
-    assert block_digests(tensor(content), "fold") == [folded_by_hand(content)]
+    assert block_digests(tensor(content), FOLD) == [folded_by_hand(content)]
 
 
-@KINDS
+@HASHES
 @given(content=CONTENTS, data=st.data())
 def test_every_flipped_bit_changes_the_digest(
-    kind: str, content: bytes, data: st.DataObject
+    how: BlockHash, content: bytes, data: st.DataObject
 ) -> None:
     bit = data.draw(st.integers(0, 8 * len(content) - 1))
     changed = bytearray(content)
     changed[bit // 8] ^= 1 << bit % 8
-    assert digest(bytes(changed), kind) != digest(content, kind)
+    assert digest(bytes(changed), how) != digest(content, how)
 
 
-@KINDS
+@HASHES
 @pytest.mark.parametrize("width", [2, 4, 8])
 @given(content=st.binary(min_size=64, max_size=256), data=st.data())
 def test_flipped_signs_of_two_numbers_change_the_digest(
-    kind: str, width: int, content: bytes, data: st.DataObject
+    how: BlockHash, width: int, content: bytes, data: st.DataObject
 ) -> None:
     last = len(content) // width - 1
     first, second = data.draw(st.lists(st.integers(0, last), min_size=2, max_size=2, unique=True))
     changed = bytearray(content)
     for place in (first, second):
         changed[place * width + width - 1] ^= 0x80
-    assert digest(bytes(changed), kind) != digest(content, kind)
+    assert digest(bytes(changed), how) != digest(content, how)
 
 
-@KINDS
+@HASHES
 @pytest.mark.parametrize("width", [1, 2, 4, 8])
 @given(content=st.binary(min_size=64, max_size=256), data=st.data())
 def test_swapped_numbers_change_the_digest(
-    kind: str, width: int, content: bytes, data: st.DataObject
+    how: BlockHash, width: int, content: bytes, data: st.DataObject
 ) -> None:
     numbers = [content[at : at + width] for at in range(0, len(content), width)]
     places = st.integers(0, len(content) // width - 1)
@@ -96,22 +102,22 @@ def test_swapped_numbers_change_the_digest(
     swapped = numbers.copy()
     swapped[first], swapped[second] = numbers[second], numbers[first]
     same = swapped == numbers
-    assert (digest(b"".join(swapped), kind) == digest(content, kind)) is same
+    assert (digest(b"".join(swapped), how) == digest(content, how)) is same
 
 
-@KINDS
+@HASHES
 @given(content=CONTENTS, data=st.data())
 def test_a_shorter_content_has_another_digest(
-    kind: str, content: bytes, data: st.DataObject
+    how: BlockHash, content: bytes, data: st.DataObject
 ) -> None:
     kept = data.draw(st.integers(1, len(content)))
-    assert (digest(content[:kept], kind) == digest(content, kind)) is (kept == len(content))
+    assert (digest(content[:kept], how) == digest(content, how)) is (kept == len(content))
 
 
-@KINDS
+@HASHES
 @given(content=CONTENTS, zeros=st.integers(1, 200))
-def test_zeros_at_the_end_change_the_digest(kind: str, content: bytes, zeros: int) -> None:
-    assert digest(content + bytes(zeros), kind) != digest(content, kind)
+def test_zeros_at_the_end_change_the_digest(how: BlockHash, content: bytes, zeros: int) -> None:
+    assert digest(content + bytes(zeros), how) != digest(content, how)
 
 
 @given(st.lists(st.binary(min_size=64, max_size=64), min_size=2, max_size=6, unique=True))
@@ -126,17 +132,17 @@ def test_permuted_blocks_change_the_digest_of_the_tensor(blocks: list[bytes]) ->
 def test_how_much_is_folded_at_once_and_beside_what_has_no_influence(
     contents: list[bytes], chunk: int
 ) -> None:
-    together = hashing._folded([tensor(content) for content in contents], 64, chunk)
+    together = fold.start([tensor(content) for content in contents], FOLD.key, 64, chunk)()
     assert together == [folded(content, 64, 1 << 20) for content in contents]
 
 
-@KINDS
+@HASHES
 @given(content=CONTENTS, offset=st.integers(0, 9))
-def test_a_digest_does_not_depend_on_alignment(kind: str, content: bytes, offset: int) -> None:
+def test_a_digest_does_not_depend_on_alignment(how: BlockHash, content: bytes, offset: int) -> None:
     whole = torch.full((len(content) + 16,), 0xA5, dtype=torch.uint8)
     view = whole[offset : offset + len(content)]
     view.copy_(tensor(content))
-    assert block_digests(view, kind) == block_digests(tensor(content), kind)
+    assert block_digests(view, how) == block_digests(tensor(content), how)
 
 
 @pytest.mark.parametrize("offset", [0, 1, 4])
@@ -145,19 +151,19 @@ def test_runs_of_several_blocks_fold_as_their_blocks_do(offset: int, extra: int)
     generator = torch.Generator().manual_seed(extra)
     whole = torch.randint(0, 256, (3 * BLOCK + extra + 8,), dtype=torch.uint8, generator=generator)
     run = whole[offset : offset + 3 * BLOCK + extra]
-    each = [block_digests(part.clone(), "fold")[0] for part in run.split(BLOCK)]  # type: ignore[no-untyped-call]
-    assert block_digests(run, "fold") == each
+    each = [block_digests(part.clone(), FOLD)[0] for part in run.split(BLOCK)]  # type: ignore[no-untyped-call]
+    assert block_digests(run, FOLD) == each
     assert len(set(each)) == len(each)
 
 
-@KINDS
-def test_a_hundred_thousand_contents_have_as_many_digests(kind: str) -> None:
+@HASHES
+def test_a_hundred_thousand_contents_have_as_many_digests(how: BlockHash) -> None:
     rng = np.random.default_rng(7)
     sparse = rng.integers(0, 4, (50_000, 64), dtype=np.uint8) << rng.integers(0, 7, (50_000, 1))
     dense = rng.integers(0, 256, (50_000, 64), dtype=np.uint8)
     contents = np.unique(np.concatenate([sparse.astype(np.uint8), dense]), axis=0)
     runs = list(torch.from_numpy(contents))
-    found = {blocks[0] for blocks in run_digests(runs, kind)}
+    found = {blocks[0] for blocks in run_digests(runs, how)}
     assert len(found) == len(runs) > 99_000
     assert len({one[:8] for one in found}) == len({one[8:] for one in found}) == len(runs)
 
@@ -168,43 +174,119 @@ def test_half_of_the_digest_changes_with_one_bit() -> None:
     for bit in range(1024):
         flipped[bit, bit // 8] ^= 1 << bit % 8
     runs = [start, *flipped]
-    digests = np.array([list(one) for (one,) in run_digests(runs, "fold")], dtype=np.uint8)
+    digests = np.array([list(one) for (one,) in run_digests(runs, FOLD)], dtype=np.uint8)
     changes = np.unpackbits(digests[1:] ^ digests[0], axis=1)
     assert abs(changes.mean() - 0.5) < 0.01
     assert abs(changes.mean(axis=0) - 0.5).max() < 0.1
     assert abs(changes.mean(axis=1) - 0.5).max() < 0.25
 
 
-@settings(max_examples=20)
-@given(st.integers(0, 2 * BLOCK + 1))
-def test_prepared_views_hash_as_the_tensor_does(size: int) -> None:
+@pytest.mark.parametrize("how", [XXH3, BLAKE3], ids=lambda how: how.kind)
+@settings(max_examples=10)
+@given(size=st.integers(0, 2 * BLOCK + 1))
+def test_prepared_views_hash_as_the_tensor_does(how: BlockHash, size: int) -> None:
     run = torch.arange(size, dtype=torch.int64).to(torch.uint8)
     views = views_of(run.numpy().data)
     assert sum(map(len, views)) == size
-    assert hash_views(views) == block_digests(run)
+    assert hash_views(views, how) == block_digests(run, how)
 
 
-def test_the_cpu_hash_is_xxh3_of_the_bytes() -> None:
-    assert block_digests(tensor(b"weights")) == [xxhash.xxh3_128_digest(b"weights")]
+def test_the_kinds_of_the_cpu_are_those_functions_of_the_bytes() -> None:
+    assert block_digests(tensor(b"weights"), XXH3) == [xxhash.xxh3_128_digest(b"weights")]
+    keyed = blake3(b"weights", key=BLAKE3.key).digest(length=16)
+    assert block_digests(tensor(b"weights"), BLAKE3) == [keyed]
 
 
-@KINDS
-def test_an_empty_run_has_no_block(kind: str) -> None:
+@HASHES
+def test_an_empty_run_has_no_block(how: BlockHash) -> None:
     empty = torch.empty(0, dtype=torch.uint8)
-    assert run_digests([empty, tensor(b"a"), empty], kind) == [
+    assert run_digests([empty, tensor(b"a"), empty], how) == [
         [],
-        block_digests(tensor(b"a"), kind),
+        block_digests(tensor(b"a"), how),
         [],
     ]
     assert tensor_digest([]) == xxhash.xxh3_128_digest(b"")
 
 
-def test_no_runs_have_no_digests() -> None:
-    assert run_digests([]) == []
+@HASHES
+def test_no_runs_have_no_digests(how: BlockHash) -> None:
+    assert run_digests([], how) == []
 
 
-def test_the_device_chooses_the_hash() -> None:
-    assert [kind_for(torch.device(name)) for name in ("cpu", "cuda:1")] == ["xxh3", "fold"]
+@HASHES
+def test_what_is_started_before_bytes_change_is_of_the_bytes_before(how: BlockHash) -> None:
+    data = tensor(b"weights")
+    finish = start_digests([data], how)
+    data.zero_()
+    assert finish() == [block_digests(tensor(b"weights"), how)]
+
+
+@HASHES
+@pytest.mark.parametrize("block", [64, 4096])
+def test_blocks_may_be_smaller(how: BlockHash, block: int) -> None:
+    content = bytes(range(256)) * 40
+    parts = [content[at : at + block] for at in range(0, len(content), block)]
+    expected = [block_digests(tensor(part), how)[0] for part in parts]
+    assert block_digests(tensor(content), how, block=block) == expected
+
+
+# -- keys -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("device", "private", "kind"),
+    [(CPU, True, "xxh3"), (CPU, False, "blake3"), (GPU, True, "fold"), (GPU, False, "fold")],
+)
+def test_bytes_that_strangers_reach_or_that_are_on_a_gpu_have_a_keyed_hash(
+    device: torch.device, private: bool, kind: str
+) -> None:
+    chosen = BlockHash.choose(device, private=private, token="secret")
+    assert chosen.kind == kind
+    assert (len(chosen.key) >= 16) is (kind != "xxh3")
+    assert BlockHash.named(kind, private=private, token="secret") == chosen
+
+
+@pytest.mark.parametrize(("kind", "private"), [("md5", True), ("", False), ("xxh3", False)])
+def test_a_hash_that_is_unknown_or_protects_nothing_is_refused(kind: str, private: bool) -> None:
+    with pytest.raises(RefitProtocolError) as caught:
+        BlockHash.named(kind, private=private, token="secret")
+    assert caught.value.fix
+
+
+@pytest.mark.parametrize("how", [BLAKE3, FOLD], ids=lambda how: how.kind)
+@given(content=CONTENTS)
+def test_another_token_gives_unrelated_digests(how: BlockHash, content: bytes) -> None:
+    other = BlockHash.named(how.kind, private=False, token="Secret")
+    assert other.key != how.key
+    ours, theirs = (np.frombuffer(digest(content, one), np.uint8) for one in (how, other))
+    assert not np.array_equal(ours[:8], theirs[:8])
+    assert not np.array_equal(ours[8:], theirs[8:])
+
+
+def test_keys_of_two_kinds_differ_and_are_not_shown() -> None:
+    assert BLAKE3.key != FOLD.key
+    assert repr(BLAKE3) == "BlockHash(kind='blake3')"
+
+
+@given(st.integers(0, 70), st.integers(1, 1000))
+def test_folded_digests_do_not_tell_the_multipliers(position: int, word: int) -> None:
+    """Of contents with one word, sums without a pseudo-random end are multiples of one number."""
+    factors = fold.multipliers(FOLD.key, CPU)[:, position].numpy().view(np.uint64)
+    content = bytes(4 * position) + word.to_bytes(4, "little")
+    halves = np.frombuffer(digest(content, FOLD), dtype=np.uint64)
+    with np.errstate(over="ignore"):
+        assert not (halves == factors * np.uint64(word)).any()
+
+
+@given(st.binary(min_size=512, max_size=512), st.data())
+def test_other_bytes_with_the_digest_of_xxh3_have_another_in_keyed_hashes(
+    content: bytes, data: st.DataObject
+) -> None:
+    words = st.integers(0, MASK)
+    forged = second_preimage(content, data.draw(words), data.draw(words))
+    assert digest(forged, XXH3) == digest(content, XXH3)
+    for how in (BLAKE3, FOLD):
+        assert (digest(forged, how) == digest(content, how)) is (forged == content)
 
 
 @pytest.mark.gpu
@@ -212,8 +294,8 @@ def test_the_device_chooses_the_hash() -> None:
 def test_a_gpu_folds_as_the_cpu_does() -> None:
     sizes = [1, 3, 64, 4099, 200_000, BLOCK - 1, BLOCK, 5 * BLOCK + 77]
     runs = [torch.randint(0, 256, (size,), dtype=torch.uint8) for size in sizes]
-    there = run_digests([run.cuda() for run in runs])
-    assert there == run_digests(runs, "fold")
+    there = run_digests([run.cuda() for run in runs], FOLD)
+    assert there == run_digests(runs, FOLD)
 
 
 @pytest.mark.gpu
@@ -222,5 +304,5 @@ def test_folding_on_a_gpu_needs_little_memory_besides() -> None:
     run = torch.ones(256 << 20, dtype=torch.uint8, device="cuda")
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    block_digests(run)
+    block_digests(run, FOLD)
     assert torch.cuda.max_memory_allocated() - before <= 64 << 20

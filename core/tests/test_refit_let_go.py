@@ -11,7 +11,8 @@ import torch
 from refit_doubles import DictSink, Engine, Trainer, blank, fails, go, make_persistent, same
 
 from rl_core.errors import CapabilityError
-from rl_core.refit.messages import Codec, Done
+from rl_core.refit.frames import Channel
+from rl_core.refit.messages import Done
 from rl_core.refit.transports.memory import SharedRegion
 
 if TYPE_CHECKING:
@@ -88,16 +89,16 @@ def test_memory_that_cannot_be_freed_otherwise_is_given_back_before_the_commit_i
 
     seen: list[bool] = []
 
-    def done(message: Any) -> bytes:
+    def done(channel: Channel, message: Any) -> bytes:
         if isinstance(message, Done):
             gc.collect()
             seen.append(attached[-1]() is None)
-        return encode(message)
+        return encode(channel, message)
 
     monkeypatch.setattr(SharedRegion, "attach", classmethod(remembered))
     monkeypatch.setattr(SharedRegion, "borrows", True)
-    encode = Codec(object, trainer.sender.token).encode
-    monkeypatch.setattr(Codec, "encode", lambda self, message: done(message))
+    encode = Channel.encode
+    monkeypatch.setattr(Channel, "encode", done)
     for seed in (1, 2):
         for name, tensor in make_persistent(seed).items():
             trainer.source.tensor[name].copy_(tensor)

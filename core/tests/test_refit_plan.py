@@ -13,12 +13,13 @@ from msgspec.structs import replace
 from rl_core.errors import ConfigError
 from rl_core.interfaces import TensorSpec
 from rl_core.refit.digests import Digester, DigestTable, copy_run, hasher
-from rl_core.refit.hashing import BLOCK
+from rl_core.refit.hashing import BLOCK, BlockHash
 from rl_core.refit.manifest import WeightManifest, dtype_of, nbytes, numel
 from rl_core.refit.plan import ALIGN, Planner, Segment, TransferPlan, arena, make_plan
 
 W = TensorSpec("w", (4, 3), "float32")
 TIED = TensorSpec("head", (4, 3), "float32", alias_of="w")
+HASH = BlockHash("xxh3", b"")
 DTYPES = ["float32", "bfloat16", "bool", "int64", "complex128"]
 
 
@@ -162,8 +163,8 @@ def test_the_digests_of_segments_in_a_lane_are_those_of_the_tensors(model, bucke
     for bucket in plan.buckets:
         for segment in bucket.segments:
             copy_run(segment.of(lane), tensors[segment.tensor], segment.offset)
-        table.add(bucket, hasher(bucket.segments, lane, plan.block_bytes)(), plan.block_bytes)
-    digester = Digester(plan.block_bytes, "xxh3", keep=False)
+        table.add(bucket, hasher(bucket.segments, lane, plan.block_bytes, HASH)(), plan.block_bytes)
+    digester = Digester(plan.block_bytes, HASH, keep=False)
     assert table.known == {
         spec.name: digester.of(tensor, spec)
         for spec, tensor in zip(model.owned, tensors, strict=True)

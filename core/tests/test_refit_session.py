@@ -159,7 +159,7 @@ def test_a_sender_obeys_its_table(state: str, message: FromReceiver):
         assert_ended(sender, state, before, effects)
         kind = "RefitCorrupted" if isinstance(message, Failed) else "RefitProtocolError"
         assert type(sender.error).__name__ == kind
-        assert "receiver 0" in sender.error.peer
+        assert "receiver" in sender.error.peer
 
 
 def assert_ended(sender: SenderSession, state: str, before: Phase, effects: list[Effect]) -> None:
@@ -254,8 +254,10 @@ def test_a_sender_waits_until_its_deadline_and_no_longer(state: str):
 @pytest.mark.parametrize(
     ("state", "who"),
     [
-        ("nobody", "2 of 2 receivers"), ("p0 there", "1 of 2 receivers"),
-        ("p0 ready", "receiver 1"), ("planning", "receiver 0"), ("p0 prepared", "receiver 1"),
+        ("nobody", "2 of 2 receivers"),
+        ("p0 there", "receiver (engine, pid 100), 1 of 2 receivers"),
+        ("p0 ready", "receiver (engine, pid 101)"),
+        ("planning", "receiver 0"), ("p0 prepared", "receiver 1"),
         ("packing", "the source"), ("both sent", "receiver 0"), ("p0 loaded both", "receiver 1"),
         ("p0 sealed", "receiver 1"), ("p0 done", "receiver 1"),
     ],
@@ -283,7 +285,7 @@ def test_a_receiver_that_is_gone_ends_a_refit_that_it_was_ready_for(state: str, 
     before = sender.phase
     effects = sender.lost("p0", "died") if call == "lost" else sender.forget("p0")
     ready = states(SENDER).index(state) >= states(SENDER).index("p0 ready")
-    if state == "p0 done" or (call == "forget" and not ready):
+    if state == "p0 done" or not ready:
         assert (effects, sender.phase, sender.error) == ([], before, None)
     else:
         assert_ended(sender, state, before, effects)

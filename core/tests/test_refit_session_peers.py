@@ -14,6 +14,7 @@ from refit_paths import (
     Clock,
     S,
     failed,
+    new_sender,
     receiver_at,
     sender_at,
     sent,
@@ -28,13 +29,13 @@ from rl_core.errors import (
     RefitProtocolError,
 )
 from rl_core.refit.messages import (
-    PROTOCOL,
     Abort,
     Failed,
     Loaded,
     Prepared,
 )
 from rl_core.refit.session import (
+    MakePlan,
     Pack,
     Phase,
     Send,
@@ -55,44 +56,109 @@ def test_hello_is_said_again_until_there_is_an_offer():
     assert receiver.tick() == []
 
 
+def refusal_of(effect: object, key: str) -> str:
+    """What is said to a connection that is sent away."""
+    assert isinstance(effect, Send)
+    assert (type(effect.message), effect.to) == (Abort, key)
+    return effect.message.message
+
+
 def test_a_receiver_too_many_is_refused_and_does_no_harm():
     sender = sender_at("all there")
-    [refusal] = sender.receive("p2", HELLOS[2])
-    assert isinstance(refusal, Send)
-    assert (type(refusal.message), refusal.to) == (Abort, "p2")
-    assert "all of its 2 receivers" in refusal.message.message
+    assert sender.receive("p2", HELLOS[2]) == [Send(OFFER, "p2")]
+    sender.receive("p0", READY)
+    refusal, planning = sender.receive("p1", READY)
+    assert "all of its 2 receivers" in refusal_of(refusal, "p2")
+    assert isinstance(planning, MakePlan)
     assert list(sender.peers) == ["p0", "p1"]
+    assert sender.receive("p2", READY) == []
 
 
-def test_a_receiver_of_another_protocol_is_refused():
-    sender = sender_at("nobody")
-    [refusal] = sender.receive("p0", msgspec.structs.replace(HELLOS[0], protocol=PROTOCOL + 1))
-    assert isinstance(refusal, Send)
-    assert type(refusal.message) is Abort
-    assert not sender.peers
+def test_whoever_is_ready_first_takes_part():
+    sender = sender_at("p0 ready")
+    sender.receive("p2", HELLOS[2])
+    [refusal, _] = sender.receive("p2", READY)
+    assert "all of its 2 receivers" in refusal_of(refusal, "p1")
+    assert list(sender.peers) == ["p0", "p2"]
 
 
-def test_a_receiver_that_comes_again_before_it_was_ready_takes_its_own_place():
+def test_a_hello_that_was_late_takes_nobodys_place():
+    """It waited on a connection that is closed, and its author is there on another one."""
+    sender = sender_at("p0 ready")
+    assert sender.receive("stale", HELLOS[0]) == [Send(OFFER, "stale")]
+    assert sender.receive("staler", HELLOS[1]) == [Send(OFFER, "staler")]
+    assert sender.forget("stale") == []
+    sender.receive("p1", READY)
+    assert list(sender.peers) == ["p0", "p1"]
+    assert sender.phase is Phase.PREPARE
+
+
+def test_a_receiver_that_comes_again_before_it_was_ready_takes_part_once():
     sender = sender_at("all there")
     assert sender.receive("again", HELLOS[0]) == [Send(OFFER, "again")]
-    assert list(sender.peers) == ["p1", "again"]
+    assert sender.receive("again", READY) == []
+    sender.receive("p1", READY)
+    assert list(sender.peers) == ["again", "p1"]
     sender.lost("again", "died")
     assert "receiver 0" in sender.error.peer
 
 
-def test_a_receiver_that_comes_again_after_it_was_ready_ends_the_refit():
+def test_a_receiver_that_comes_again_after_it_was_ready_takes_its_own_place():
     sender = sender_at("p0 ready")
     sender.receive("again", HELLOS[0])
-    assert type(sender.error) is RefitPeerError
-    assert "receiver 0" in sender.error.peer
+    [dismissal] = sender.receive("again", READY)
+    assert "another connection" in refusal_of(dismissal, "p0")
+    assert list(sender.peers) == ["again"]
+    assert sender.error is None
 
 
-@pytest.mark.parametrize("state", ["p0 there", "both sent"])
-def test_a_frame_that_cannot_be_read_ends_the_refit_and_names_its_sender(state: str):
-    sender = sender_at(state)
+def test_offers_that_nobody_answers_are_bounded():
+    sender = sender_at("nobody")
+    for number in range(1000):
+        sender.receive(f"c{number}", msgspec.structs.replace(HELLOS[0], receiver=f"id{number}"))
+    assert len(sender.connections) <= 100
+    for key in sender.connections[-2:]:
+        sender.receive(key, READY)
+    assert sender.phase is Phase.PREPARE
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "over", "said"),
+    [
+        ("now", "before", {"before"}, "is over"),
+        ("now", "", set(), "refit_id"),
+        ("", "now", set(), "refit_id"),
+        ("now", "later", set(), None),
+    ],
+)
+def test_a_receiver_that_was_asked_for_another_refit(ours, theirs, over, said):
+    sender = new_sender(refit=ours, is_over=over.__contains__)
+    effects = sender.receive("p0", msgspec.structs.replace(HELLOS[0], refit=theirs))
+    if said is None:
+        assert effects == []  # it will be its turn
+    else:
+        [effect] = effects
+        assert said in refusal_of(effect, "p0")
+    assert (sender.connections, sender.error) == ([], None)
+
+
+def test_a_frame_that_cannot_be_read_ends_the_refit_and_names_its_sender():
+    sender = sender_at("both sent")
     sender.corrupted("p0", RefitProtocolError("damaged"))
     assert type(sender.error) is RefitProtocolError
     assert "receiver 0" in sender.error.peer
+
+
+def test_who_answers_an_offer_with_what_cannot_be_read_does_not_take_part():
+    clock = Clock()
+    sender = new_sender(receivers=1, clock=clock)
+    sender.receive("p0", HELLOS[0])
+    [effect] = sender.corrupted("p0", RefitProtocolError("damaged"))
+    assert "damaged" in refusal_of(effect, "p0")
+    assert (sender.connections, sender.error) == ([], None)
+    clock.now = 1e6
+    sender.tick()
+    assert "refused meanwhile: damaged" in str(sender.error)
 
 
 def test_a_stranger_whose_frames_cannot_be_read_is_sent_away():
@@ -109,7 +175,6 @@ def test_a_stranger_whose_frames_cannot_be_read_is_sent_away():
 @pytest.mark.parametrize(
     ("change", "error"),
     [
-        ({"protocol": PROTOCOL + 1}, RefitProtocolError),
         ({"verify": "somehow"}, CapabilityError),
         ({"isolation": "somehow"}, CapabilityError),
         ({"manifest": "newer"}, RefitAborted),

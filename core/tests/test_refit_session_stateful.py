@@ -12,9 +12,6 @@ from refit_forgeries import forgeries, out_of_turn_to_engine, out_of_turn_to_tra
 from refit_network import Network
 from refit_parties import DEADLINE_S, NAMES, Engine, Kind
 
-from rl_core.errors import RLError
-from rl_core.refit.messages import Codec, FromReceiver, FromSender
-
 KINDS = st.builds(Kind, st.booleans(), st.booleans(), st.booleans())
 SUBSETS = st.sets(st.sampled_from(NAMES))
 POSITIONS = st.integers(0, 50)
@@ -168,15 +165,12 @@ class Hostile(RuleBasedStateMachine):
         queue = network.up if up else network.down
         if not queue:
             return
-        kind = FromReceiver if up else FromSender
-        codec: Codec[FromReceiver | FromSender] = Codec(kind, network.trainer.sender.token)
         at = position // 2 % len(queue)
         key, frame = queue[at]
-        try:
-            message = codec.decode(frame)
-        except RLError:  # it was damaged before, or is of a trainer that is dead
+        if frame not in network.said:  # it was damaged before
             return
-        queue[at] = key, codec.encode(data.draw(st.sampled_from(forgeries(message))))
+        message, again = network.said[frame]
+        queue[at] = key, again(data.draw(st.sampled_from(forgeries(message))))
         network.refit.forged = True
 
     @precondition(lambda self: self.network.trainer.job and not self.network.refit.forged)
@@ -187,8 +181,8 @@ class Hostile(RuleBasedStateMachine):
         if engine.job is None:
             return
         others = out_of_turn_to_trainer(network) if up else out_of_turn_to_engine(network, engine)
-        codec: Codec[FromReceiver] = Codec(FromReceiver, network.trainer.sender.token)
-        frame = engine.end.key, codec.encode(data.draw(st.sampled_from(others)))
+        sign = network.to_trainer_by_token if up else network.to_engine_by_token
+        frame = sign(engine, data.draw(st.sampled_from(others)))
         network.refit.forged = True
         (network.to_trainer if up else network.to_engines)(frame)
 

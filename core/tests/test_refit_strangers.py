@@ -57,7 +57,7 @@ class Stranger:
 
     def __init__(self, trainer: TrainerParty) -> None:
         self.client = ControlClient(endpoint(trainer))
-        self.client.connect()
+        self.client.open()
 
     def say(self, *frames: bytes) -> None:
         for frame in frames:

@@ -170,11 +170,22 @@ def test_a_refit_that_waits_in_vain_gives_way_to_the_next(pair):
 
 
 def test_a_receiver_that_waits_already_takes_the_refit_of_the_next_call_too(pair):
+    """Where calls have no ids, they are matched as they come."""
     trainer, engine = pair
     engine.prepare_refit_info(trainer.prepare_refit_info())
     waiting = engine.receiver.receive(deadline_s=600)
-    go(trainer, engine)
-    assert waiting.result(SOON)["version"] == engine.receiver.version == 1
+    sending, receiving = begin(trainer, engine)
+    for future in (sending, receiving, waiting):
+        assert future.result(SOON)["version"] == 1
+    assert engine.receiver.version == 1
+
+
+def test_a_receiver_that_waits_for_no_refit_in_particular_gives_way_to_one_that_does(pair):
+    trainer, engine = pair
+    engine.prepare_refit_info(trainer.prepare_refit_info())
+    waiting = engine.receiver.receive(deadline_s=600)
+    assert go(trainer, engine).version == engine.receiver.version == 1
+    assert isinstance(waiting.exception(SOON), RefitAborted)
 
 
 def test_a_receiver_that_waits_for_another_trainer_gives_way(keep, pair):

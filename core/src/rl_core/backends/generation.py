@@ -24,6 +24,7 @@ from rl_core.interfaces import GenerationInterface
 from rl_core.plugins.discovery import load_object
 from rl_core.refit import DEFAULT_DEADLINE_S, RefitReceiver
 from rl_core.refit.jobs import exclusively
+from rl_core.refit.turns import TurnLock
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Generator, Iterator, Mapping
@@ -74,7 +75,7 @@ class GenerationBackend(GenerationInterface):
         self._awake: frozenset[str] = frozenset()  # what the user asked for: generate needs all
         self._resident = self.resident_at_first  # what has memory, asked for or not
         self._closed = self._ended = False
-        self._lock = threading.RLock()
+        self._lock = TurnLock()
         self._receiver = self.make_receiver(self._lock)
 
     @classmethod
@@ -103,7 +104,7 @@ class GenerationBackend(GenerationInterface):
     def weight_sink(self) -> WeightSink:
         """Where a refit writes; called once for each refit."""
 
-    def make_receiver(self, lock: threading.RLock) -> Receiver:
+    def make_receiver(self, lock: TurnLock) -> Receiver:
         """What takes refits: a receiver in this process, unless the weights are in another.
 
         Args:
@@ -218,7 +219,7 @@ class GenerationBackend(GenerationInterface):
 
     @contextmanager
     def _serving(self) -> Generator[None]:
-        with self._lock:
+        with self._lock.reading():
             self._check_open("generate")
             if self._awake != TAGS:
                 raise LifecycleError(

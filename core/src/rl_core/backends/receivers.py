@@ -31,7 +31,7 @@ class Receiver(Protocol):
         """Goes to where a sender listens on a transport."""
 
     def receive(
-        self, *, transport: str = ..., deadline_s: float = ...
+        self, *, transport: str = ..., deadline_s: float = ..., refit_id: str = ...
     ) -> concurrent.futures.Future[dict[str, Any]]:
         """Starts to take one refit."""
 

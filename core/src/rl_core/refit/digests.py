@@ -7,17 +7,27 @@ from typing import TYPE_CHECKING
 import torch
 import xxhash
 
-from rl_core.refit.hashing import block_digests, hash_views, kind_for, run_digests, tensor_digest
+from rl_core.refit.hashing import block_digests, hash_views, run_digests, tensor_digest
 from rl_core.refit.manifest import dtype_of, numel
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from rl_core.interfaces.weights import TensorSpec
+    from rl_core.refit.hashing import BlockHash
     from rl_core.refit.manifest import WeightManifest
     from rl_core.refit.plan import Bucket, Segment, TransferPlan
 
-__all__ = ["DIGEST_BYTES", "DigestTable", "Window", "Digester", "as_view", "copy_run", "hasher"]
+__all__ = [
+    "DIGEST_BYTES",
+    "DigestTable",
+    "Digester",
+    "Window",
+    "as_view",
+    "copy_run",
+    "hasher",
+    "run_hasher",
+]
 
 DIGEST_BYTES = 16
 _UNKNOWN = bytes(DIGEST_BYTES)
@@ -29,15 +39,24 @@ def as_view(data: torch.Tensor) -> memoryview:
 
 
 def hasher(
-    segments: Sequence[Segment], lane: torch.Tensor, block_bytes: int
+    segments: Sequence[Segment], lane: torch.Tensor, block_bytes: int, block_hash: BlockHash
 ) -> Callable[[], list[bytes]]:
     """A function that digests the blocks of some segments, on the device where they are."""
-    if lane.device.type == "cpu":
-        whole = as_view(lane)
-        views = [whole[a:b] for s in segments for a, b in s.blocks(block_bytes)]
-        return lambda: hash_views(views)
-    parts = [lane[s.start : s.stop] for s in segments]
-    return lambda: [digest for run in run_digests(parts) for digest in run]
+    return run_hasher([lane[s.start : s.stop] for s in segments], block_bytes, block_hash)
+
+
+def run_hasher(
+    runs: Sequence[torch.Tensor], block_bytes: int, block_hash: BlockHash
+) -> Callable[[], list[bytes]]:
+    """A function that digests the blocks of some runs of bytes, all in one list."""
+    if block_hash.kind == "fold":
+        return lambda: [d for run in run_digests(runs, block_hash, block=block_bytes) for d in run]
+    views = [
+        whole[start : start + block_bytes]
+        for whole in map(as_view, runs)
+        for start in range(0, len(whole), block_bytes)
+    ]
+    return lambda: hash_views(views, block_hash)
 
 
 class Window:
@@ -46,11 +65,13 @@ class Window:
     Args:
         plan: What lies where.
         data: The lane's bytes.
+        block_hash: The trainer's.
     """
 
-    def __init__(self, plan: TransferPlan, data: torch.Tensor) -> None:
+    def __init__(self, plan: TransferPlan, data: torch.Tensor, block_hash: BlockHash) -> None:
         self.plan = plan
         self.data = data
+        self.block_hash = block_hash
         self._views: dict[int, list[torch.Tensor]] = {}
         self._hashers: dict[int, Callable[[], list[bytes]]] = {}
 
@@ -67,8 +88,8 @@ class Window:
     def digests(self, index: int) -> list[bytes]:
         """The digests of a bucket's blocks, as they are now."""
         if index not in self._hashers:
-            segments = self.plan.buckets[index].segments
-            self._hashers[index] = hasher(segments, self.data, self.plan.block_bytes)
+            segments, size = self.plan.buckets[index].segments, self.plan.block_bytes
+            self._hashers[index] = hasher(segments, self.data, size, self.block_hash)
         return self._hashers[index]()
 
 
@@ -126,13 +147,13 @@ class Digester:
 
     Args:
         block_bytes: Largest piece that is hashed at once.
-        kind: As of :func:`rl_core.refit.hashing.kind_for`, for the device of the lane.
+        block_hash: The trainer's, for the device of the lane.
         keep: Tensors stay where they are, so that views of them are made once, and held.
     """
 
-    def __init__(self, block_bytes: int, kind: str, *, keep: bool) -> None:
+    def __init__(self, block_bytes: int, block_hash: BlockHash, *, keep: bool) -> None:
         self._block = block_bytes
-        self._kind = kind
+        self._hash = block_hash
         self._keep = keep
         self._views: dict[tuple[str, int], list[memoryview]] = {}
 
@@ -143,15 +164,12 @@ class Digester:
             tensor: Any strides, dtype and device; at most a block of it is copied.
             spec: With the dtype that travels.
         """
-        dtype = dtype_of(spec)
-        step, total = self._block // dtype.itemsize, numel(spec)
-        if not tensor.is_contiguous() or tensor.dtype != dtype:
+        if not tensor.is_contiguous() or tensor.dtype != dtype_of(spec):
             return tensor_digest(self._copied(tensor, spec))
-        if self._kind == kind_for(tensor.device) == "xxh3":
-            return tensor_digest(hash_views(self._seen(tensor, spec.name)))
-        flat = tensor.detach().reshape(-1)
-        parts = [flat[offset : offset + step].view(torch.uint8) for offset in range(0, total, step)]
-        return tensor_digest([digest for run in run_digests(parts, self._kind) for digest in run])
+        if tensor.device.type == "cpu" and self._hash.kind != "fold":
+            return tensor_digest(hash_views(self._seen(tensor, spec.name), self._hash))
+        run = tensor.detach().reshape(-1).view(torch.uint8)
+        return tensor_digest(block_digests(run, self._hash, block=self._block))
 
     def _seen(self, tensor: torch.Tensor, name: str) -> list[memoryview]:
         key = (name, tensor.data_ptr())
@@ -172,7 +190,7 @@ class Digester:
         for offset in range(0, total, step):
             part = scratch[: total - offset]
             copy_run(part, tensor, offset)
-            digests += block_digests(part.view(torch.uint8), self._kind)
+            digests += block_digests(part.view(torch.uint8), self._hash)
         return digests
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import secrets
 import time
+from ipaddress import ip_address
 from typing import TYPE_CHECKING, Any
 
 from rl_core.errors import (
+    ConfigError,
     DeadlineError,
+    LifecycleError,
     ManifestMismatchError,
     RefitError,
     RefitProtocolError,
@@ -16,6 +20,7 @@ from rl_core.futures import wait
 from rl_core.plugins import hookspecs
 from rl_core.refit.options import SendOptions
 from rl_core.refit.report import RefitReport
+from rl_core.refit.session import Phase
 
 if TYPE_CHECKING:
     from rl_core.interfaces import ColocatablePolicyInterface, Future, GenerationInterface
@@ -31,6 +36,7 @@ def refit(
     generation: GenerationInterface,
     *,
     retries: int = 0,
+    address: str | None = None,
     **options: Any,
 ) -> RefitReport:
     """Gives the policy's weights to the engine, and returns once they serve.
@@ -40,6 +46,9 @@ def refit(
         generation: The engine, embedded or in workers; all of its replicas commit or none.
         retries: How often to try again after a transfer that failed; what arrived and was
             verified is not sent again.
+        address: With ``transport="collective"``, the address of the trainer's host at which the
+            engines reach it; weights are not encrypted, so name one of a private network. By
+            default that of the trainer's default route, which must be a private one.
         **options: Those of :class:`~rl_core.refit.options.SendOptions`, such as ``verify``,
             ``isolation``, ``transport``, ``delta``, ``version`` and ``deadline_s``.
 
@@ -58,10 +67,9 @@ def refit(
     hookspecs.emit("refit_started", verify=chosen.verify, isolation=chosen.isolation)
     while True:
         try:
-            report = _attempt(policy, generation, chosen, options, attempt)
+            report = _attempt(policy, generation, chosen, options, address, attempt)
         except Exception as error:
-            hopeless = isinstance(error, ManifestMismatchError) or attempt > retries
-            again = isinstance(error, RefitError | DeadlineError) and not hopeless
+            again = attempt <= retries and _may_pass(error)
             what = {"error": type(error).__name__, "message": str(error), "attempt": attempt}
             hookspecs.emit("refit_retried" if again else "refit_failed", **what)
             if not again:
@@ -73,29 +81,53 @@ def refit(
         return report
 
 
+def _may_pass(error: Exception) -> bool:
+    """Whether a failure may be gone when the same is tried again."""
+    if isinstance(error, LifecycleError):  # the weights changed while they were sent
+        return error.details.get("phase") in (Phase.TRANSFER, Phase.SEAL)
+    transfer = isinstance(error, RefitError | DeadlineError)
+    return transfer and not isinstance(error, ManifestMismatchError)
+
+
 def _attempt(
     policy: ColocatablePolicyInterface,
     generation: GenerationInterface,
     chosen: SendOptions,
     options: dict[str, Any],
+    address: str | None,
     attempt: int,
 ) -> RefitReport:
     info = policy.prepare_refit_info()
     if info is None:
         raise RefitProtocolError("the policy described no tensors", phase="DISCOVER")
     if chosen.transport == "collective" and "collective" not in info["channels"]:
-        size = 1 + chosen.receivers
-        meeting = (info["host"], info["port"], size)
-        opening = [*policy.init_collective(*meeting), *generation.init_collective(*meeting)]
+        meeting = (_meeting_host(info["host"], address), info["port"], 1 + chosen.receivers)
+        opening = policy.init_collective(*meeting)
+        info = policy.prepare_refit_info() or info  # with where to find it, for the engines alone
+        generation.prepare_refit_info(info)
+        opening = [*opening, *generation.init_collective(*meeting)]
         wait(opening, chosen.deadline_s + _GRACE_S)
-        info = policy.prepare_refit_info() or info
-    generation.prepare_refit_info(info)
-    sending = policy.stream_weights_via_ipc_zmq(**options)
+    else:
+        generation.prepare_refit_info(info)
+    refit_id = secrets.token_hex(8)
+    sending = policy.stream_weights_via_ipc_zmq(**{**options, "refit_id": refit_id})
     receiving = generation.update_weights_via_ipc_zmq(
-        transport=chosen.transport, deadline_s=chosen.deadline_s
+        transport=chosen.transport, deadline_s=chosen.deadline_s, refit_id=refit_id
     )
     results = _outcome([*sending, *receiving], chosen.deadline_s + _GRACE_S)
     return RefitReport.of(results, attempt)
+
+
+def _meeting_host(found: str, given: str | None) -> str:
+    """Where the two sides meet; what anybody on the internet reaches has to be asked for."""
+    if given is None and ip_address(found).is_global:
+        raise ConfigError(
+            f"refit: the trainer's default route is that of {found}, a public address",
+            fix="pass address= with one of a network that is yours alone: weights are not "
+            "encrypted on the way",
+            key="address",
+        )
+    return given or found
 
 
 def _outcome(futures: list[Future], timeout_s: float) -> list[Any]:

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rl_core.errors import ConfigError, RefitAborted, RefitProtocolError
+from rl_core.errors import ConfigError, LifecycleError, RefitAborted, RefitProtocolError
 from rl_core.refit.digests import DigestTable, Window
-from rl_core.refit.hashing import kind_for
+from rl_core.refit.frames import write_handles
+from rl_core.refit.hashing import BlockHash
 from rl_core.refit.loading import Loader, Route
 from rl_core.refit.manifest import WeightManifest
-from rl_core.refit.messages import Codec, Handles
+from rl_core.refit.messages import Handles
 from rl_core.refit.packing import SlotPacker
 from rl_core.refit.plan import ALIGN, TransferPlan, make_plan
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from rl_core.interfaces.weights import WeightSink, WeightSource
+    from rl_core.refit.introduction import Trainer
     from rl_core.refit.transports.base import Lane, SenderEnd
 
 __all__ = ["Handing", "Taking"]
@@ -34,12 +36,14 @@ def _group_plan(manifest: WeightManifest, names: Iterable[str]) -> TransferPlan:
 
 
 class Handing:
-    """The trainer's side of a refit by handles.
+    """The trainer's side of a refit by handles: of one state of the weights, or not complete.
 
     Args:
         end: Makes the memory that is handed over.
-        manifest: The trainer's tensors.
+        source: The trainer's tensors, as they are now; asked for all groups.
+        manifest: The source's.
         version: Of these weights.
+        serial: Number of this refit by handles among the sender's.
         bucket_bytes: Size of a group at most, unless it is one larger tensor.
         name: Of the sender.
 
@@ -50,14 +54,26 @@ class Handing:
     """
 
     def __init__(
-        self, end: SenderEnd, manifest: WeightManifest, version: int, bucket_bytes: int, name: str
+        self,
+        end: SenderEnd,
+        source: WeightSource,
+        manifest: WeightManifest,
+        version: int,
+        *,
+        serial: int,
+        bucket_bytes: int,
+        name: str,
     ) -> None:
         self.version = version
         self.left = {spec.name for spec in manifest.owned}
         self.groups: list[list[str]] = []
+        self._source = source
         self._manifest = manifest
+        self._serial = serial
+        self._handed = 0
         self._name = name
         self._session = secrets.token_hex(16)
+        self._changed: LifecycleError | None = None
         for bucket in make_plan(manifest, bucket_bytes).buckets:
             before = self.groups[-1][-1:] if self.groups else []
             # Pieces of a split tensor come together.
@@ -65,14 +81,18 @@ class Handing:
             if names:
                 self.groups.append(names)
         sizes = [_group_plan(manifest, group).lane_bytes for group in self.groups]
+        self._private = end.private
         self._lane = end.lane(max(sizes, default=ALIGN), torch.device("cpu"), [])
 
-    def hand_over(self, source: WeightSource, keys: list[str], token: str) -> bytes:
+    def hand_over(self, keys: list[str], token: str) -> bytes:
         """Packs some tensors into the memory; the frame that tells of it.
 
         Raises:
             ConfigError: A key is not a tensor that is left, or they are too many.
+            LifecycleError: The weights changed since this refit began.
         """
+        if self._changed is not None:
+            raise self._changed
         if unknown := sorted(set(keys) - self.left):
             raise ConfigError(
                 f"{self._name}: {unknown[0]!r} is not a tensor that is left to hand over",
@@ -87,19 +107,29 @@ class Handing:
                 key="keys",
             )
         table = DigestTable(self._manifest)
-        window = Window(plan, self._lane.data)
-        packer = SlotPacker(window, self._lane, table, source, self._manifest)
-        digests = b"".join(packer.put(index) for index in range(len(plan.buckets)))
+        device = self._lane.data.device
+        block_hash = BlockHash.choose(device, private=self._private, token=token)
+        window = Window(plan, self._lane.data, block_hash)
+        packer = SlotPacker(window, self._lane, table, self._source, self._manifest)
+        try:
+            digests = b"".join(packer.put(index) for index in range(len(plan.buckets)))
+            self._source.confirm()  # before anything goes out, so that no engine has a mixture
+        except LifecycleError as error:
+            self._changed = error
+            raise
         self.left -= set(keys)
+        self._handed += 1
         message = Handles(
             self._session,
+            self._serial,
+            self._handed,
             self._manifest.digest,
             self.version,
             tuple(self._manifest.owned[index].name for index in plan.sent),
             dict(self._lane.ref),
             digests,
         )
-        return Codec[Handles](Handles, token).encode(message)
+        return write_handles(message, token)
 
     def close(self) -> None:
         """Lets go of the memory."""
@@ -111,25 +141,31 @@ class Taking:
 
     Args:
         sink: Where to write.
-        manifest: The trainer's tensors, as they were checked.
+        trainer: Whose tensors they are, as they were checked.
         message: The first group.
+        epoch: The receiver's, now.
         known: Digests, by name, of what the engine has; kept up to date.
         touch: Called before anything is written.
 
     Attributes:
         session: Which refit it is.
+        serial: Its number among the sender's.
+        trainer: Whose it is.
+        epoch: In which it may end.
         sink: Where it is written.
     """
 
     def __init__(
         self,
         sink: WeightSink,
-        manifest: WeightManifest,
+        trainer: Trainer,
         message: Handles,
+        epoch: int,
         *,
         known: dict[str, bytes],
         touch: Callable[[], None],
     ) -> None:
+        manifest = trainer.manifest
         if message.manifest != manifest.digest:
             raise RefitAborted(
                 "the trainer's tensors are no longer those that were checked",
@@ -137,15 +173,24 @@ class Taking:
                 phase="PREPARE",
             )
         self.session = message.session
+        self.serial = message.serial
+        self.trainer = trainer
+        self.epoch = epoch
         self.sink = sink
+        self._groups = 0
         self._manifest = manifest
         self._known = known
         self._touch = touch
         self._left = {spec.name for spec in manifest.owned}
         sink.begin(message.version)
 
-    def load(self, message: Handles, lane: Lane) -> bool:
+    def load(self, message: Handles, lane: Lane, block_hash: BlockHash) -> bool:
         """Writes one group.
+
+        Args:
+            message: That describes it.
+            lane: Where it lies.
+            block_hash: That the trainer used.
 
         Returns:
             True if it was the last.
@@ -155,18 +200,20 @@ class Taking:
             RefitCorrupted: The bytes are not those that the sender packed.
         """
         plan = _group_plan(self._manifest, message.keys)
-        if not self._left.issuperset(message.keys) or plan.lane_bytes > lane.data.numel():
+        in_order = message.group == self._groups + 1 and self._left.issuperset(message.keys)
+        if not in_order or plan.lane_bytes > lane.data.numel():
             raise RefitProtocolError(
-                "handles that came before, or that do not fit the trainer's tensors",
-                fix="pass each result of get_weights_ipc_handles once",
+                f"handles of group {message.group} where group {self._groups + 1} is due, or that "
+                "do not fit the trainer's tensors",
+                fix="pass each result of get_weights_ipc_handles once, before the next is asked "
+                "for",
                 phase="TRANSFER",
             )
         expected = WeightManifest.of(self.sink.specs())
-        route = Route(
-            self.sink, self._manifest, expected, plan, lane.data, kind_for(lane.data.device)
-        )
+        route = Route(self.sink, self._manifest, expected, plan, lane.data, block_hash)
         loader = Loader(route, verify="wire", known=self._known, touch=self._touch)
         for index in range(len(plan.buckets)):
             loader.load(index, message.digests)
         self._left -= set(message.keys)
+        self._groups = message.group
         return not self._left

@@ -1,66 +1,146 @@
-"""128-bit digests of bytes, computed where the bytes are.
+"""128-bit digests of blocks of bytes, computed where the bytes are.
 
-On the CPU the hash is XXH3-128. On a device it is one of our own in plain torch operations, so
-that no byte is copied to the host. Both see bytes that changed, moved, were added or are missing;
-neither withstands somebody who looks for collisions, which the authenticated messages exclude.
+A digest proves that bytes arrived as they were sent. Against faults any good hash does. Against
+somebody who can change bytes on their way, it must be *keyed*, with a secret that he does not have:
+a code over the digests is not enough, because for a hash whose constants are public he finds
+other bytes with the digests that he sees pass. There are three kinds:
 
-The device's hash is the multilinear hash of Lemire and Kaser ("Strongly universal string hashing
-is fast", The Computer Journal 57(11), 2014) in two lanes with multipliers of their own::
+===========  ==================================================================================
+``xxh3``     XXH3-128. On the CPU, where no stranger reaches the bytes (a *private* transport):
+             it sees faults, and withstands nobody.
+``blake3``   BLAKE3, keyed. On the CPU, for all other transports: a pseudo-random function, so
+             that without the key neither a digest nor another content for one can be found.
+``fold``     On a GPU, always: see :mod:`rl_core.refit.fold`, which states its bounds.
+===========  ==================================================================================
 
-    lane = (length * m + sum of word[i] * m[i]) mod 2**64,    digest = mix(lane 0), mix(lane 1)
+Keys are derived from the token that a trainer gives its engines in ``prepare_refit_info``. There
+is one for each kind and trainer, for its whole life: one digest serves all receivers, and what an
+engine holds can be compared from refit to refit.
 
-The words have 32 bits and the ring has 64, which is what makes it sound: a difference between
-two words is less than 2**32, so that times an odd multiplier it is never 0, and every change
-within one word (a flipped bit, the highest one too) changes both lanes for certain, as does a
-length that differs by zeros alone. Any other two contents collide where ``sum of d[i] * m[i]`` is
-0; given all multipliers but one whose ``d`` is ``2**t`` times an odd number (t < 32), at most
-``2**t`` of the ``2**63`` odd values of that one make it so. Two lanes collide with probability
-``2**-126`` where the lowest bit of some word differs, and ``2**-64`` at worst, where all that
-differs is the highest bit of several words. Over words of 64 bits the highest bits of any two
-words would cancel whatever the multipliers are. The multipliers are SplitMix64 (Steele, Lea and
-Flood, OOPSLA 2014) of the position, from two seeds; ``mix`` is its last step, a bijection, so that
-every bit of the digest depends on all of the lane. Integer sums have no rounding: the digest is the
-same on every device and for every order of summation.
+The digest of a tensor, and that of a model, are XXH3 of its blocks' digests. This is as sound as
+they are: whoever wants two tensors with one digest needs blocks whose *digests* stand in a relation
+that he chose. These are outputs of a keyed function, which he can neither compute nor predict; all
+he can do is hope that two random inputs of XXH3-128 collide, which n tensors do with probability
+``n**2 / 2**129``. Receivers also compare block by block with what the sender found before anything
+is combined.
 """
 
 from __future__ import annotations
 
-from functools import cache
-from typing import TYPE_CHECKING
+import hashlib
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, Self, cast, get_args
 
-import numpy as np
-import torch
 import xxhash
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+from rl_core.errors import RefitProtocolError
+from rl_core.refit import fold
 
-    from numpy.typing import NDArray
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    import torch
 
 __all__ = [
     "BLOCK",
+    "BlockHash",
     "block_digests",
     "hash_views",
-    "kind_for",
     "run_digests",
+    "start_digests",
     "tensor_digest",
     "views_of",
 ]
 
-BLOCK = 4 << 20
+BLOCK = fold.BLOCK
 """Bytes under one digest, at most."""
 
-_CHUNK = 8 << 20  # bytes folded at once: with products (x 2) and multipliers, 40 MiB of a device
-_SEEDS = np.array([[0x6A09E667F3BCC909], [0xBB67AE8584CAA73B]], dtype=np.uint64)
+_Kind = Literal["xxh3", "blake3", "fold"]
+_KEY_BYTES = 32
 
 
-def hash_views(views: Iterable[memoryview]) -> list[bytes]:
-    """XXH3-128 of each view, the fast way for views that were prepared with :func:`views_of`.
+@dataclass(frozen=True, slots=True)
+class BlockHash:
+    """The hash of one trainer's blocks; digests of two of them have nothing in common.
+
+    Attributes:
+        kind: ``"xxh3"``, ``"blake3"`` or ``"fold"``.
+        key: The secret, 32 bytes; empty for ``"xxh3"``, which has none.
+    """
+
+    kind: _Kind
+    key: bytes = field(repr=False)
+
+    @classmethod
+    def choose(cls, device: torch.device, *, private: bool, token: str) -> Self:
+        """The hash that a sender uses.
+
+        Args:
+            device: Where the bytes lie that are hashed.
+            private: As of :class:`~rl_core.refit.transports.base.SenderEnd`.
+            token: The trainer's secret.
+        """
+        if device.type != "cpu":
+            return cls._keyed("fold", token)
+        return cls._keyed("xxh3" if private else "blake3", token)
+
+    @classmethod
+    def named(cls, kind: str, *, private: bool, token: str) -> Self:
+        """The hash that a sender says it uses.
+
+        Raises:
+            RefitProtocolError: There is none of this kind, or it does not protect the bytes on a
+                transport that is not private.
+        """
+        if kind not in get_args(_Kind):
+            raise RefitProtocolError(
+                f"the sender hashes with {kind!r}, which is not known here",
+                fix="install the same version of rl-core on both sides",
+                phase="PREPARE",
+            )
+        if kind == "xxh3" and not private:
+            raise RefitProtocolError(
+                "the sender hashes with 'xxh3', which protects no bytes that others can reach",
+                fix="let the transport say the same of `private` at both of its ends",
+                phase="PREPARE",
+            )
+        return cls._keyed(cast("_Kind", kind), token)
+
+    @classmethod
+    def _keyed(cls, kind: _Kind, token: str) -> Self:
+        if kind == "xxh3":
+            return cls(kind, b"")
+        secret = hashlib.blake2b(token.encode(), person=b"rl-refit token").digest()
+        key = hashlib.blake2b(
+            kind.encode(), key=secret, person=b"rl-refit blocks", digest_size=_KEY_BYTES
+        )
+        return cls(kind, key.digest())
+
+    @property
+    def of_view(self) -> Callable[[memoryview], bytes]:
+        """What digests at most :data:`BLOCK` bytes of the CPU's memory.
+
+        Raises:
+            ValueError: The kind is ``"fold"``, which takes tensors.
+        """
+        if self.kind == "xxh3":
+            return xxhash.xxh3_128_digest
+        if self.kind == "fold":
+            raise ValueError("fold takes tensors: run_digests")
+        from blake3 import blake3  # only where a refit leaves the host
+
+        key = self.key
+        return lambda view: blake3(view, key=key).digest(length=16)
+
+
+def hash_views(views: Iterable[memoryview], block_hash: BlockHash) -> list[bytes]:
+    """The digest of each view, the fast way for views that were prepared with :func:`views_of`.
 
     Args:
         views: At most :data:`BLOCK` bytes each.
+        block_hash: Not a ``"fold"``.
     """
-    return list(map(xxhash.xxh3_128_digest, views))
+    return list(map(block_hash.of_view, views))
 
 
 def views_of(view: memoryview) -> list[memoryview]:
@@ -73,111 +153,43 @@ def tensor_digest(blocks: Sequence[bytes]) -> bytes:
     return blocks[0] if len(blocks) == 1 else xxhash.xxh3_128_digest(b"".join(blocks))
 
 
-def kind_for(device: torch.device) -> str:
-    """The hash that is made for bytes on a device: ``"xxh3"`` on the CPU, else ``"fold"``."""
-    return "xxh3" if device.type == "cpu" else "fold"
-
-
-def block_digests(data: torch.Tensor, kind: str | None = None) -> list[bytes]:
+def block_digests(data: torch.Tensor, block_hash: BlockHash, *, block: int = BLOCK) -> list[bytes]:
     """Digests of the blocks of one run of bytes.
 
     Args:
         data: uint8 ``[nbytes]``, contiguous, on any device and at any alignment.
-        kind: As of :func:`kind_for`; by default that of the device of ``data``. Digests of two
-            kinds have nothing in common, so one who compares with others names theirs.
+        block_hash: Digests of two of them have nothing in common, so one who compares with
+            others uses theirs, wherever the bytes are.
+        block: Bytes under one digest; at most :data:`BLOCK`.
 
     Returns:
-        16 bytes for each :data:`BLOCK` bytes or part of it; none for an empty run.
+        16 bytes for each block or part of one; none for an empty run.
     """
-    return run_digests([data], kind)[0]
+    return run_digests([data], block_hash, block=block)[0]
 
 
-def run_digests(runs: Sequence[torch.Tensor], kind: str | None = None) -> list[list[bytes]]:
-    """As :func:`block_digests`, of many runs of one device.
+def run_digests(
+    runs: Sequence[torch.Tensor], block_hash: BlockHash, *, block: int = BLOCK
+) -> list[list[bytes]]:
+    """As :func:`block_digests`, of many runs of one device; waits for the device once."""
+    return start_digests(runs, block_hash, block=block)()
 
-    On a device this waits once for all of them, and costs one small copy for each run that is no
-    multiple of :data:`BLOCK`.
+
+def start_digests(
+    runs: Sequence[torch.Tensor], block_hash: BlockHash, *, block: int = BLOCK
+) -> Callable[[], list[list[bytes]]]:
+    """As :func:`run_digests`, whose result is had by calling what this returns.
+
+    A device computes meanwhile; what its stream does next to the bytes comes after that.
     """
-    if not runs:
-        return []
-    if (kind or kind_for(runs[0].device)) == "fold":
-        return _folded(runs, BLOCK, _CHUNK)
-    return [
+    if block_hash.kind == "fold":
+        return fold.start(runs, block_hash.key, block)
+    of_view = block_hash.of_view
+    found = [
         [
-            xxhash.xxh3_128_digest(run[start : start + BLOCK].cpu().numpy().data)
-            for start in range(0, run.numel(), BLOCK)
+            of_view(run[start : start + block].cpu().numpy().data)
+            for start in range(0, run.numel(), block)
         ]
         for run in runs
     ]
-
-
-def _folded(runs: Sequence[torch.Tensor], block: int, chunk: int) -> list[list[bytes]]:
-    """The device's digests, by run; ``chunk`` bounds memory and has no influence on them."""
-    counts = [-(-run.numel() // block) for run in runs]
-    ends = np.cumsum(counts)
-    rows: list[int] = []
-    lanes: list[torch.Tensor] = []
-    for places, words in _batches(runs, ends.tolist(), block, chunk):
-        rows += places
-        lanes.append(_lanes(words))
-    total = int(ends[-1])
-    found = np.empty((total, 2), dtype=np.uint64)
-    if lanes:
-        found[rows] = torch.cat(lanes).cpu().numpy().view(np.uint64)
-    sizes = np.full(total, block, dtype=np.uint64)
-    for run, end, count in zip(runs, ends, counts, strict=True):
-        if count:
-            sizes[end - 1] = run.numel() - (count - 1) * block
-    packed = _mix(found + sizes[:, None] * (_mix(_SEEDS.T) | np.uint64(1))).tobytes()
-    parts = [packed[start : start + 16] for start in range(0, len(packed), 16)]
-    return [parts[end - count : end] for end, count in zip(ends, counts, strict=True)]
-
-
-def _batches(
-    runs: Sequence[torch.Tensor], ends: Sequence[int], block: int, chunk: int
-) -> Iterator[tuple[list[int], torch.Tensor]]:
-    """Blocks as rows of int32 words ``[blocks, words]``, each with the blocks' indices."""
-    tails: dict[int, list[tuple[int, torch.Tensor]]] = {}
-    per = max(1, chunk // block)
-    for run, end in zip(runs, ends, strict=True):
-        whole, rest = divmod(run.numel(), block)
-        for first in range(0, whole, per):
-            last = min(first + per, whole)
-            piece = run[first * block : last * block]
-            if piece.data_ptr() % 4 or piece.storage_offset() % 4:
-                piece = piece.clone()
-            start = end - whole - bool(rest)
-            places = list(range(start + first, start + last))
-            yield places, piece.view(torch.int32).view(last - first, -1)
-        if rest:
-            width = max(64, 1 << (rest - 1).bit_length())
-            tails.setdefault(width, []).append((end - 1, run[whole * block :]))
-    for width, group in tails.items():
-        per = max(1, chunk // width)
-        for first in range(0, len(group), per):
-            part = group[first : first + per]
-            padded = part[0][1].new_zeros(len(part), width)
-            for row, (_, tail) in zip(padded, part, strict=True):
-                row[: tail.numel()].copy_(tail)
-            yield [place for place, _ in part], padded.view(torch.int32)
-
-
-def _lanes(words: torch.Tensor) -> torch.Tensor:
-    """Both lanes ``[blocks, 2]`` of rows of words, without their lengths."""
-    keys = _multipliers(words.device)[:, : words.shape[1]]
-    product = torch.empty(words.shape, dtype=torch.int64, device=words.device)
-    return torch.stack([torch.mul(words, key, out=product).sum(1) for key in keys], dim=1)
-
-
-@cache
-def _multipliers(device: torch.device) -> torch.Tensor:
-    """The odd multipliers of both lanes by position: int64 ``[2, BLOCK / 4]``."""
-    steps = np.arange(1, BLOCK // 4 + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    return torch.from_numpy((_mix(_SEEDS + steps) | np.uint64(1)).view(np.int64)).to(device)
-
-
-def _mix(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The output step of SplitMix64, a bijection of 64-bit numbers."""
-    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return state ^ (state >> np.uint64(31))
+    return lambda: found

@@ -9,6 +9,7 @@ import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
+from collections import deque
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -16,6 +17,7 @@ from rl_core.errors import DeadlineError, LifecycleError, RefitAborted
 from rl_core.futures import spawn
 from rl_core.refit.options import DEFAULT_DEADLINE_S
 from rl_core.refit.session import Phase, Session
+from rl_core.refit.turns import leave_line
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable
@@ -29,6 +31,9 @@ TICK_S = 0.05
 
 #: Seconds that refits get to end when the process does.
 _GOODBYE_S = 1.0
+#: Refits that are over and whose ids are known, so that whoever comes late is told.
+_REMEMBERED = 64
+_BEFORE_TRANSFER = (Phase.DISCOVER, Phase.PREPARE)
 
 S = TypeVar("S", bound=Session)
 J = TypeVar("J", bound="Job[Any]")
@@ -42,6 +47,7 @@ def exclusively(lock: Any, timeout_s: float, what: str) -> Generator[None]:
         DeadlineError: The lock was not free in time.
     """
     if not lock.acquire(timeout=timeout_s):
+        leave_line(lock)
         raise DeadlineError(
             f"{what} did not end within {timeout_s:g} s",
             fix="raise deadline_s, or find out what hangs",
@@ -68,6 +74,7 @@ class Endpoint(ABC, Generic[J]):
         self.name = name
         self.turn = threading.Lock()
         self.jobs: list[J] = []
+        self._over: deque[str] = deque(maxlen=_REMEMBERED)
         _endpoints.add(self)
 
     def start(self, job: J) -> concurrent.futures.Future[dict[str, Any]]:
@@ -78,7 +85,16 @@ class Endpoint(ABC, Generic[J]):
 
     def waiting(self) -> list[J]:
         """The refits in which nothing was sent yet."""
-        return [job for job in self.jobs if job.session.phase in (Phase.DISCOVER, Phase.PREPARE)]
+        return [job for job in self.jobs if job.session.phase in _BEFORE_TRANSFER]
+
+    def is_over(self, refit: str) -> bool:
+        """Whether a refit, by its id, has ended or will not begin any more."""
+        return refit in self._over
+
+    def ended(self, refit: str) -> None:
+        """Remembers that a refit is over."""
+        if refit and refit not in self._over:
+            self._over.append(refit)
 
     def close(self) -> None:
         """Ends every refit and lets go of sockets and shared memory. Idempotent.
@@ -108,12 +124,19 @@ class Job(ABC, Generic[S]):
     Args:
         session: The state machine; its deadline has begun.
         endpoint: Whose refit it is.
+        refit_id: What both sides call it; empty if they were told nothing.
+
+    Attributes:
+        cancelled: Why it has to end, whatever it is doing.
+        superseded: Why it is not wanted any more; it ends unless bytes are on their way.
     """
 
-    def __init__(self, session: S, endpoint: Endpoint[Any]) -> None:
+    def __init__(self, session: S, endpoint: Endpoint[Any], refit_id: str = "") -> None:
         self.session = session
         self.endpoint = endpoint
+        self.refit_id = refit_id
         self.cancelled: str | None = None
+        self.superseded: str | None = None
         self.future: concurrent.futures.Future[dict[str, Any]] | None = None
 
     def run(self) -> dict[str, Any]:
@@ -125,11 +148,29 @@ class Job(ABC, Generic[S]):
                 endpoint.check_open()
                 return self.refit()
         finally:
+            endpoint.ended(self.refit_id)
             endpoint.jobs.remove(self)
+            self.let_go()  # an error that is kept holds this frame, and with it the job
+
+    def supersede(self, why: str) -> None:
+        """Ends it, unless bytes are on their way: an engine would be torn for nothing."""
+        self.superseded = why
+        if self.session.phase in _BEFORE_TRANSFER:
+            self.endpoint.ended(self.refit_id)
+
+    @property
+    def given_up(self) -> str | None:
+        """Why it ends now, if it does."""
+        waits = self.session.phase in _BEFORE_TRANSFER
+        return self.cancelled or (self.superseded if waits else None)
 
     @abstractmethod
     def refit(self) -> dict[str, Any]:
         """Opens what is needed, drives the session, and tells what it did."""
+
+    @abstractmethod
+    def let_go(self) -> None:
+        """Drops what it holds of buffers and tensors, once it is over."""
 
     @abstractmethod
     def pump(self, timeout_s: float) -> None:
@@ -148,14 +189,14 @@ class Job(ABC, Generic[S]):
         looked = 0.0
         while not self.session.phase.terminal:
             self.pump(TICK_S)
-            if self.cancelled or time.monotonic() - looked > TICK_S:
+            if self.given_up or time.monotonic() - looked > TICK_S:
                 self.look()
                 looked = time.monotonic()
 
     def look(self) -> None:
         """Notices cancellation, dead peers and deadlines."""
-        if self.cancelled:
-            cause = RefitAborted(f"{self.endpoint.name}: {self.cancelled}", fix="refit again")
+        if why := self.given_up:
+            cause = RefitAborted(f"{self.endpoint.name}: {why}", fix="refit again")
             effects = self.session.fail(cause)
         else:
             effects = self.lost_peers() or self.session.tick()

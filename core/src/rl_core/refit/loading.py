@@ -1,4 +1,4 @@
-"""The receiver's side of the bytes: from a lane into the engine, checked on the way."""
+"""The receiver's side of the bytes: out of a lane, verified, into the engine."""
 
 from __future__ import annotations
 
@@ -8,34 +8,63 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from rl_core.errors import RefitCorrupted
-from rl_core.refit.digests import DIGEST_BYTES, Digester, DigestTable, as_view, hasher
-from rl_core.refit.hashing import hash_views
+from rl_core.refit.digests import DIGEST_BYTES, Digester, DigestTable, as_view, run_hasher
 from rl_core.refit.manifest import dtype_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from rl_core.interfaces.weights import TensorSpec, WeightSink
+    from rl_core.refit.hashing import BlockHash
     from rl_core.refit.manifest import WeightManifest
     from rl_core.refit.plan import Segment, TransferPlan
 
 __all__ = ["Loader", "Route"]
 
-#: Segments of at most this many bytes are hashed and copied in groups of about a megabyte: what
-#: was hashed is copied while it is in the cache, and a group costs little more than its bytes.
-_SMALL = 256 << 10
+#: Bytes that are verified together, at most, but for one block: on the CPU what fits a cache, so
+#: that they are read from memory once; on a device what a copy may take besides.
 _GROUP = 1 << 20
+_DEVICE_GROUP = 64 << 20
 #: Up to here, copying bytes is faster than telling torch to.
 _TINY = 512 << 10
 
 
-class _Step(NamedTuple):
-    """Some bytes that are verified, then written."""
+class _Piece(NamedTuple):
+    """Some bytes of a segment, from one place in the lane to another."""
 
-    name: str
-    blocks: int
+    segment: Segment
+    start: int
+    stop: int
+
+    def of(self, data: torch.Tensor, begin: int = 0) -> torch.Tensor:
+        """Its elements, in bytes of which the first is ``begin`` in the lane."""
+        return data[self.start - begin : self.stop - begin].view(dtype_of(self.segment.spec))
+
+
+class _Step(NamedTuple):
+    """Some bytes on their way into the engine.
+
+    The lane is another process's: what was read there once may be other bytes when it is read
+    again. So they are copied out of it, and verified where nobody else writes.
+
+    Attributes:
+        names: The tensor of each block.
+        copies: Calls that copy them out of the lane.
+        digests: Digests the copy.
+        writes: Calls that write the copy to wherever it is not yet.
+        in_place: The copy is in the engine's own tensors.
+    """
+
+    names: list[str]
+    copies: list[Callable[[], object]]
     digests: Callable[[], list[bytes]]
     writes: list[Callable[[], object]]
+    in_place: bool
+
+    def take(self) -> None:
+        """All of it, unverified."""
+        for call in (*self.copies, *self.writes):
+            call()
 
 
 class Route:
@@ -47,7 +76,7 @@ class Route:
         expected: The sink's own.
         plan: What lies where in the lane.
         data: The receiver's end of the lane, uint8.
-        kind: Of all digests, as of :func:`rl_core.refit.hashing.kind_for`.
+        block_hash: The trainer's.
     """
 
     def __init__(
@@ -57,21 +86,25 @@ class Route:
         expected: WeightManifest,
         plan: TransferPlan,
         data: torch.Tensor,
-        kind: str,
+        block_hash: BlockHash,
     ) -> None:
         self.sink = sink
         self.wire = wire
         self.expected = expected
         self.plan = plan
         self.data = data
+        self._hash = block_hash
         self._targets: Mapping[str, torch.Tensor] = sink.targets() or {}
         self._where = [target.data_ptr() for target in self._targets.values()]
         # What the trainer ties and the engine does not is written to each of its storages.
         self._places: dict[str, list[TensorSpec]] = {}
         for spec in expected.owned:
             self._places.setdefault(wire.root(spec.name), []).append(spec)
-        self._steps: dict[int, list[_Step]] = {}
-        self.digester = Digester(plan.block_bytes, kind, keep=bool(self._targets))
+        sent = (wire.owned[index].name for index in plan.sent)
+        self._in_place = all(self._is_plain(spec) for name in sent for spec in self._places[name])
+        self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._steps: dict[tuple[int, bool], list[_Step]] = {}
+        self.digester = Digester(plan.block_bytes, block_hash, keep=bool(self._targets))
 
     def leads(
         self,
@@ -80,11 +113,12 @@ class Route:
         expected: WeightManifest,
         plan: TransferPlan,
         data: torch.Tensor,
+        block_hash: BlockHash,
     ) -> bool:
         """Whether it is the way between these; ``sink`` takes the place of the one before."""
         same = wire is self.wire and expected is self.expected and plan is self.plan
         targets = sink.targets()
-        if not same or data is not self.data or not targets:
+        if not same or data is not self.data or block_hash != self._hash or not targets:
             return False
         known = self._targets
         if targets is not known and any(known.get(n) is not t for n, t in targets.items()):
@@ -97,68 +131,119 @@ class Route:
         self.data = self.data[:0].clone()
         self._steps.clear()
 
-    def steps(self, index: int) -> list[_Step]:
-        """What is done with a bucket."""
-        if index not in self._steps:
-            self._steps[index] = list(self._make_steps(self.plan.buckets[index].segments))
-        return self._steps[index]
+    def steps(self, index: int, *, verified: bool) -> list[_Step]:
+        """What is done with a bucket.
 
-    def _make_steps(self, segments: Sequence[Segment]) -> Iterator[_Step]:
-        group: list[Segment] = []
-        size = 0
-        for segment in segments:
-            nbytes = segment.stop - segment.start
-            if nbytes > _SMALL and self.data.device.type == "cpu":
-                if group:  # steps come in the order of the sender's digests
-                    yield self._together(group)
-                    group, size = [], 0
-                yield from self._by_blocks(segment)
-                continue
-            group.append(segment)
-            size += nbytes
-            if size > _GROUP and self.data.device.type == "cpu":
-                yield self._together(group)
-                group, size = [], 0
-        if group:
-            yield self._together(group)
+        The first step of all writes nothing of the engine before it is verified.
+        """
+        key = (index, verified)
+        if key not in self._steps:
+            make = self._landed if self._in_place else self._cached if verified else self._passed
+            groups = self._groups(index)
+            self._steps[key] = [
+                self._cached(group) if index == number == 0 and verified else make(group)
+                for number, group in enumerate(groups)
+            ]
+        return self._steps[key]
 
-    def _together(self, segments: Sequence[Segment]) -> _Step:
-        """One step for whole segments."""
+    def _is_plain(self, spec: TensorSpec) -> bool:
+        """Whether the bytes of a tensor can be copied to where it is."""
+        target = self._targets.get(spec.name)
+        if target is None or target.device != self.data.device:
+            return False
+        return target.dtype == dtype_of(spec) and target.is_contiguous()
+
+    def _groups(self, index: int) -> Iterator[list[_Piece]]:
+        """The pieces of a bucket that are verified together, in order."""
+        block = self.plan.block_bytes
+        whole, most = block, _GROUP
+        if self.data.device.type != "cpu":
+            whole = most = self.plan.lane_bytes if self._in_place else _DEVICE_GROUP
+        group: list[_Piece] = []
+        alone = index == 0  # the first block of all, so that little is copied twice
+        for segment in self.plan.buckets[index].segments:
+            pieces = segment.blocks(whole)
+            if alone and not group:
+                stop = min(segment.start + block, segment.stop)
+                pieces = [(segment.start, stop), *segment._replace(start=stop).blocks(whole)]
+            for start, stop in pieces:
+                if group and (alone or stop - group[0].start > most):
+                    yield group
+                    group, alone = [], False
+                group.append(_Piece(segment, start, stop))
+        yield group
+
+    def _landed(self, group: list[_Piece]) -> _Step:
+        """A step that verifies in the engine's own tensors what was copied there."""
+        copies, runs, ties = [], [], []
+        for piece in group:
+            first, *others = (
+                self._part(self._targets[spec.name], piece)
+                for spec in self._places[piece.segment.spec.name]
+            )
+            copies.append((first, piece.of(self.data)))
+            runs.append(first.view(torch.uint8))
+            ties += [(other, first) for other in others]
+        digests = run_hasher(runs, self.plan.block_bytes, self._hash)
+        return _Step(self._names(group), copiers(copies), digests, copiers(ties), True)
+
+    def _cached(self, group: list[_Piece]) -> _Step:
+        """A step that verifies a copy of its own, and writes that."""
+        begin, size = group[0].start, group[-1].stop - group[0].start
+        if len(self._scratch) < size:
+            self._scratch = self.data.new_empty(size)
+        kept = self._scratch[:size]
+        copy = partial(kept.copy_, self.data[begin : begin + size])
+        runs = [piece.of(kept, begin).view(torch.uint8) for piece in group]
+        digests = run_hasher(runs, self.plan.block_bytes, self._hash)
+        return _Step(self._names(group), [copy], digests, self._writes(group, kept, begin), False)
+
+    def _passed(self, group: list[_Piece]) -> _Step:
+        """A step that verifies nothing."""
+        return _Step([], [], list, self._writes(group, self.data, 0), False)
+
+    def _names(self, group: list[_Piece]) -> list[str]:
         size = self.plan.block_bytes
-        blocks = sum(-(-(s.stop - s.start) // size) for s in segments)
-        digests = hasher(segments, self.data, size)
-        writes = [write for s in segments for write in self._writes(s, s.start, s.stop)]
-        return _Step(segments[0].spec.name, blocks, digests, writes)
+        return [p.segment.spec.name for p in group for _ in range(p.start, p.stop, size)]
 
-    def _by_blocks(self, segment: Segment) -> Iterator[_Step]:
-        """A step for every block if blocks can be written one by one, else one for all."""
-        if any(spec.name not in self._targets for spec in self._places[segment.spec.name]):
-            yield self._together([segment])
-            return
-        for start, stop in segment.blocks(self.plan.block_bytes):
-            digests = partial(hash_views, [as_view(self.data[start:stop])])
-            writes = self._writes(segment, start, stop)
-            yield _Step(segment.spec.name, 1, digests, writes)
+    def _part(self, target: torch.Tensor, piece: _Piece) -> torch.Tensor:
+        """The elements of a target that a piece has, 1-D."""
+        offset, count = self._span(piece)
+        return target.detach().view(-1)[offset : offset + count]
 
-    def _writes(self, segment: Segment, start: int, stop: int) -> list[Callable[[], object]]:
-        """Calls that write some bytes of a segment wherever the engine wants them."""
-        dtype = dtype_of(segment.spec)
-        run = self.data[start:stop].view(dtype)
-        offset = segment.offset + (start - segment.start) // dtype.itemsize
+    def _span(self, piece: _Piece) -> tuple[int, int]:
+        """Index of its first element in the flattened tensor, and how many it has."""
+        size = dtype_of(piece.segment.spec).itemsize
+        offset = piece.segment.offset + (piece.start - piece.segment.start) // size
+        return offset, (piece.stop - piece.start) // size
+
+    def _writes(
+        self, group: list[_Piece], data: torch.Tensor, begin: int
+    ) -> list[Callable[[], object]]:
+        """Calls that write pieces wherever the engine wants them, from bytes as of ``of``."""
         writes: list[Callable[[], object]] = []
-        for spec in self._places[segment.spec.name]:
-            target = self._targets.get(spec.name)
-            if target is None:
-                data = run.to(dtype_of(spec))
-                writes.append(partial(self.sink.write, spec.name, offset, data, of=spec))
-                continue
-            part = target.detach().view(-1)[offset : offset + len(run)]
-            plain = part.dtype == dtype and part.device == run.device
-            if plain and part.device.type == "cpu" and stop - start <= _TINY:
-                writes.append(partial(_assign, as_view(part), as_view(run)))
-            else:
-                writes.append(partial(part.copy_, run))
-        return writes
+        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for piece in group:
+            run, (offset, _) = piece.of(data, begin), self._span(piece)
+            for spec in self._places[piece.segment.spec.name]:
+                target = self._targets.get(spec.name)
+                if target is None:
+                    writes.append(partial(self.sink.write, spec.name, offset, run, of=spec))
+                else:
+                    pairs.append((self._part(target, piece), run))
+        return writes + copiers(pairs)
+
+
+def copiers(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[Callable[[], object]]:
+    """Calls that copy 1-D sources to their targets."""
+    calls: list[Callable[[], object]] = []
+    for target, source in pairs:
+        plain = target.dtype == source.dtype and target.device == source.device
+        if plain and target.device.type == "cpu" and target.nbytes <= _TINY:
+            calls.append(partial(_assign, as_view(target), as_view(source)))
+        else:
+            calls.append(partial(target.copy_, source))
+    return calls
 
 
 def _assign(target: memoryview, source: memoryview) -> None:
@@ -185,40 +270,60 @@ class Loader:
 
     @torch.no_grad()
     def load(self, index: int, digests: bytes) -> None:
-        """Verifies a bucket block by block and writes what is right.
+        """Verifies a bucket step by step and writes it.
+
+        The digests that are remembered are those of the copy that is the engine's, or that was
+        written to it: whatever happens to the lane meanwhile, they are those of its tensors.
 
         Args:
             index: Of the bucket.
             digests: Of its blocks, as the sender found them.
 
         Raises:
-            RefitCorrupted: A block is not what the sender packed; it is not written.
+            RefitCorrupted: A block is not what the sender packed. If it is the first of all,
+                nothing was written.
         """
-        self._touch()
+        steps = self._route.steps(index, verified=self._verify != "none")
         if self._verify == "none":
+            self._touch()
             self.table.known.clear()
-            for step in self._route.steps(index):
-                for write in step.writes:
-                    write()
+            for step in steps:
+                step.take()
             return
         plan = self._route.plan
         bucket = plan.buckets[index]
         self.table.forget(bucket)
         found: list[bytes] = []
-        for step in self._route.steps(index):
+        for step in steps:
+            if step.in_place:
+                self._touch()
+            for copy in step.copies:
+                copy()
             begin = len(found) * DIGEST_BYTES
-            blocks = step.digests()
-            if b"".join(blocks) != digests[begin : begin + step.blocks * DIGEST_BYTES]:
-                raise RefitCorrupted(
-                    f"bucket {index}, {step.name}: the bytes are not those that the sender packed",
-                    fix="refit again; if it happens twice, test the host's memory",
-                    bucket=index,
-                    tensor=step.name,
-                )
+            found += step.digests()
+            if b"".join(found[-len(step.names) :]) != digests[begin : len(found) * DIGEST_BYTES]:
+                raise self._corrupted(index, step, found, digests)
+            self._touch()
             for write in step.writes:
                 write()
-            found += blocks
         self.table.add(bucket, found, plan.block_bytes)
+
+    def _corrupted(
+        self, index: int, step: _Step, found: list[bytes], digests: bytes
+    ) -> RefitCorrupted:
+        """Names the tensor of the first block that is wrong."""
+        first = len(found) - len(step.names)
+        name = next(
+            name
+            for at, name in enumerate(step.names, first)
+            if found[at] != digests[at * DIGEST_BYTES : (at + 1) * DIGEST_BYTES]
+        )
+        return RefitCorrupted(
+            f"bucket {index}, {name}: the bytes are not those that the sender packed",
+            fix="refit again; if it happens twice, test the host's memory",
+            bucket=index,
+            tensor=name,
+        )
 
     def check_sealed(self, digest: str) -> str:
         """Compares all that the engine has, sent now or held before, with the sender's.

@@ -1,25 +1,15 @@
-"""What sender and receiver say to each other: typed, bounded, authenticated, free of pickle.
-
-A frame is a 16-byte BLAKE2b code keyed with the channel's token, then a msgpack message. Whoever
-does not hold the token can neither write a frame that is read nor change one unnoticed.
-"""
+"""What sender and receiver say to each other. How it travels is for :mod:`rl_core.refit.frames`."""
 
 from __future__ import annotations
 
-import hashlib
-import hmac
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import msgspec
 
-from rl_core.errors import RefitProtocolError
-
 __all__ = [
-    "MAX_FRAME_BYTES",
     "PROTOCOL",
     "Abort",
     "BucketReady",
-    "Codec",
     "Commit",
     "Done",
     "Failed",
@@ -36,9 +26,8 @@ __all__ = [
     "Sealed",
 ]
 
-PROTOCOL = 2
-MAX_FRAME_BYTES = 8 << 20
-_CODE_BYTES = 16
+PROTOCOL = 3
+"""Version of all that crosses between the two sides, which refuse each other if it differs."""
 
 
 class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
@@ -50,18 +39,25 @@ class _InSession(_Message, frozen=True):
 
 
 class Hello(_Message, frozen=True):
-    """Receiver: here I am. Repeated until an offer comes."""
+    """Receiver: here I am. Repeated until an offer comes.
 
-    protocol: int
+    ``nonce`` has 16 bytes that this connection alone uses. ``refit`` is the id of the refit that
+    this side was asked to take; empty if it was told none.
+    """
+
     receiver: str
     name: str
     pid: int
+    nonce: bytes
+    refit: str = ""
 
 
 class Offer(_InSession, frozen=True):
-    """Sender: this refit is on offer. With ``delta``, only what a receiver lacks will be sent."""
+    """Sender: this refit is on offer. With ``delta``, only what a receiver lacks will be sent.
 
-    protocol: int
+    ``session`` is drawn at random for this refit alone: the sender's nonce.
+    """
+
     sender: str
     version: int
     manifest: str
@@ -89,7 +85,7 @@ class Prepare(_InSession, frozen=True):
     """Sender: the plan and how to reach its lane.
 
     ``skip`` has a byte for each tensor, 1 for those that are not sent; empty if all are. ``hash``
-    is the kind of all digests, as of ``hashing.kind_for``.
+    is the kind of all digests, as of ``hashing.BlockHash``.
     """
 
     plan: str
@@ -161,8 +157,14 @@ class Failed(_InSession, frozen=True):
 
 
 class Handles(_InSession, frozen=True):
-    """One group of tensors handed over by the older handle methods."""
+    """One group of tensors handed over by the older handle methods.
 
+    ``serial`` counts the sender's refits by handles, ``group`` the groups of this one: nothing is
+    taken twice, and nothing of a refit that another one has followed.
+    """
+
+    serial: int
+    group: int
     manifest: str
     version: int
     keys: tuple[str, ...]
@@ -171,59 +173,4 @@ class Handles(_InSession, frozen=True):
 
 
 FromSender = Offer | Prepare | BucketReady | Seal | Commit | Abort
-FromReceiver = Hello | Ready | Prepared | Loaded | Sealed | Done | Failed
-
-M = TypeVar("M")
-
-
-class Codec(Generic[M]):
-    """Frames of one kind of message, such as ``Codec(FromSender, token)``.
-
-    Args:
-        kind: The message class or union that is decoded; others are refused.
-        token: The channel's secret.
-    """
-
-    def __init__(self, kind: object, token: str) -> None:
-        self._decoder: msgspec.msgpack.Decoder[M] = msgspec.msgpack.Decoder(kind)
-        self._encoder = msgspec.msgpack.Encoder()
-        self._key = hashlib.blake2b(token.encode()).digest()
-
-    def encode(self, message: object) -> bytes:
-        """A frame for any message.
-
-        Raises:
-            RefitProtocolError: It is larger than a frame may be.
-        """
-        body = self._encoder.encode(message)
-        if len(body) + _CODE_BYTES > MAX_FRAME_BYTES:
-            raise RefitProtocolError(
-                f"{type(message).__name__} takes {len(body)} bytes; a frame holds "
-                f"{MAX_FRAME_BYTES}",
-                fix="the model has too many tensors for one refit; shorten their names",
-            )
-        return self._code(body) + body
-
-    def decode(self, frame: bytes) -> M:
-        """The message in a frame.
-
-        Raises:
-            RefitProtocolError: The frame is too large, too short, not authentic or malformed.
-        """
-        if not _CODE_BYTES < len(frame) <= MAX_FRAME_BYTES:
-            raise RefitProtocolError(
-                f"a frame of {len(frame)} bytes; legal are {_CODE_BYTES + 1} to {MAX_FRAME_BYTES}"
-            )
-        code, body = frame[:_CODE_BYTES], frame[_CODE_BYTES:]
-        if not hmac.compare_digest(code, self._code(body)):
-            raise RefitProtocolError(
-                "a frame that was damaged, or written by someone without the channel's token",
-                fix="call prepare_refit_info on both sides again, so that the tokens agree",
-            )
-        try:
-            return self._decoder.decode(body)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise RefitProtocolError(f"a malformed message: {error}") from error
-
-    def _code(self, body: bytes) -> bytes:
-        return hashlib.blake2b(body, key=self._key, digest_size=_CODE_BYTES).digest()
+FromReceiver = Ready | Prepared | Loaded | Sealed | Done | Failed

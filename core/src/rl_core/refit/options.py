@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeGuard
 
 from rl_core.errors import ConfigError
 from rl_core.refit.session import ISOLATION_LEVELS, VERIFY_LEVELS
@@ -14,13 +13,21 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["DEFAULT_BUCKET_BYTES", "DEFAULT_DEADLINE_S", "MODES", "SendOptions"]
+__all__ = [
+    "DEFAULT_BUCKET_BYTES",
+    "DEFAULT_DEADLINE_S",
+    "MAX_DEADLINE_S",
+    "MODES",
+    "SendOptions",
+    "check_deadline",
+]
 
 #: Buffers that fit a CPU's last cache together pass bytes on without the memory's help.
 DEFAULT_BUCKET_BYTES = 8 << 20
 #: Where nothing is packed on the CPU, larger buckets have fewer messages and no disadvantage.
 _LARGE_BUCKET_BYTES = 64 << 20
 DEFAULT_DEADLINE_S = 120.0
+MAX_DEADLINE_S = 7 * 24 * 3600.0
 MODES = ("auto", "direct", "packed")
 
 
@@ -45,7 +52,9 @@ class SendOptions:
         kv_scales: Scales of an FP8 key/value cache, applied with the weights.
         bucket_bytes: Size of each buffer at most, and of what is announced at once; what suits the
             data mode and the device if None.
-        deadline_s: Seconds for the whole refit.
+        deadline_s: Seconds for the whole refit, at most a week.
+        refit_id: What both sides call this refit, so that calls that belong together find each
+            other; ``refit`` makes one. Empty on both sides: the calls are matched as they come.
 
     Raises:
         ConfigError: A value is not legal.
@@ -62,6 +71,7 @@ class SendOptions:
     kv_scales: Mapping[str, float] = field(default_factory=dict)
     bucket_bytes: int | None = None
     deadline_s: float = DEFAULT_DEADLINE_S
+    refit_id: str = ""
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Self:
@@ -94,14 +104,29 @@ class SendOptions:
         for key, smallest in least.items():
             value = getattr(self, key)
             given = value is not None or key == "receivers"
-            if given and not (isinstance(value, int) and value >= smallest):
+            if given and not (_is_number(value, int) and value >= smallest):
                 raise _illegal(key, value, f"the least is {smallest}")
-        seconds: object = self.deadline_s
-        if not (isinstance(seconds, int | float) and 0 < seconds < math.inf):
-            raise _illegal("deadline_s", seconds, "give the seconds that a refit may take")
+        check_deadline(self.deadline_s)
+        for key in ("transport", "refit_id"):
+            if not isinstance(getattr(self, key), str):
+                raise _illegal(key, getattr(self, key), "give a name")
+        for key in ("delta", "join"):
+            if not isinstance(getattr(self, key), bool):
+                raise _illegal(key, getattr(self, key), "use True or False")
         if self.verify == "none" and (self.delta or self.join):
             fix = 'use verify="wire": delta and join compare hashes'
             raise _illegal("verify", self.verify, fix)
+
+
+def check_deadline(seconds: object) -> None:
+    """Raises ConfigError unless these are seconds that a refit may take."""
+    if not (_is_number(seconds, int | float) and 0 < seconds <= MAX_DEADLINE_S):
+        fix = f"give the seconds that a refit may take, at most {MAX_DEADLINE_S:g} (a week)"
+        raise _illegal("deadline_s", seconds, fix)
+
+
+def _is_number(value: object, kind: Any) -> TypeGuard[float]:
+    return isinstance(value, kind) and not isinstance(value, bool)
 
 
 def _illegal(key: str, value: object, fix: str) -> ConfigError:

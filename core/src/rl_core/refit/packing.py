@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from rl_core.interfaces.weights import TensorSpec, WeightSource
     from rl_core.refit.digests import Window
+    from rl_core.refit.hashing import BlockHash
     from rl_core.refit.manifest import WeightManifest
     from rl_core.refit.plan import Bucket
     from rl_core.refit.transports.base import Lane
@@ -51,10 +52,10 @@ def digest_all(
     declared: WeightManifest,
     wire: WeightManifest,
     block_bytes: int,
-    kind: str,
+    block_hash: BlockHash,
 ) -> DigestTable:
     """The digest of every tensor as it is now, in the dtype that travels."""
-    table, digester = DigestTable(wire), Digester(block_bytes, kind, keep=False)
+    table, digester = DigestTable(wire), Digester(block_bytes, block_hash, keep=False)
     with torch.no_grad():
         for spec, tensor in take(source, declared.owned):
             table.known[spec.name] = digester.of(tensor, wire.by_name[spec.name])

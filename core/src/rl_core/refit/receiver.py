@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+import time
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-import msgspec
-
-from rl_core.errors import (
-    LifecycleError,
-    RefitAborted,
-    RefitProtocolError,
-    WeightsTornError,
-)
+from rl_core.errors import LifecycleError, RefitAborted, RefitProtocolError, WeightsTornError
 from rl_core.futures import spawn
-from rl_core.interfaces.weights import TensorSpec  # noqa: TC001 - msgspec resolves it
+from rl_core.refit.frames import read_handles
 from rl_core.refit.handles import Taking
+from rl_core.refit.hashing import BlockHash
+from rl_core.refit.introduction import frame_of, trainer_of
 from rl_core.refit.jobs import Endpoint, exclusively
 from rl_core.refit.loading import Route
 from rl_core.refit.manifest import WeightManifest, compare
-from rl_core.refit.messages import PROTOCOL, Codec, Handles
-from rl_core.refit.options import DEFAULT_DEADLINE_S
+from rl_core.refit.options import DEFAULT_DEADLINE_S, check_deadline
 from rl_core.refit.plan import Planner
 from rl_core.refit.receiving import Receiving
 from rl_core.refit.transports import find_transport
@@ -34,56 +29,17 @@ if TYPE_CHECKING:
     import torch
 
     from rl_core.interfaces.weights import WeightSink
+    from rl_core.refit.introduction import Trainer
+    from rl_core.refit.messages import Handles
     from rl_core.refit.plan import TransferPlan
     from rl_core.refit.transports.base import Lane, ReceiverEnd
+    from rl_core.refit.turns import Lock
 
-__all__ = ["RefitReceiver", "Trainer"]
-
-T = TypeVar("T")
-
-
-class _Info(msgspec.Struct, frozen=True):
-    protocol: Literal[2]
-    digest: str
-    tensors: tuple[TensorSpec, ...]
-    token: str
-    channels: dict[str, dict[str, Any]]
+__all__ = ["RefitReceiver"]
 
 
-class _HandleInfo(msgspec.Struct, frozen=True):
-    protocol: Literal[2]
-    frame: bytes
-
-
-def _convert(given: object, kind: type[T], origin: str) -> T:
-    try:
-        return msgspec.convert(given, kind)
-    except msgspec.ValidationError as error:
-        raise RefitProtocolError(
-            f"this is not what refit protocol {PROTOCOL} hands over: {error}",
-            fix=f"pass what the policy's {origin} returned",
-            phase="DISCOVER",
-        ) from error
-
-
-@dataclass(frozen=True, slots=True)
-class Trainer:
-    """What ``prepare`` learnt of the other side."""
-
-    manifest: WeightManifest
-    token: str
-    channels: dict[str, dict[str, Any]]
-    dtypes: dict[str, str]
-
-
-class Lock(Protocol):
-    """What a receiver asks of a lock; one of :mod:`threading` will do."""
-
-    def acquire(self, *, timeout: float = ...) -> bool:
-        """Whether it was had in time."""
-
-    def release(self) -> None:
-        """Gives it back."""
+#: Seconds between looks at whether the trainer whose memory is mapped still has it.
+_LOOK_S = 5.0
 
 
 class RefitReceiver(Endpoint["Receiving"]):
@@ -97,6 +53,8 @@ class RefitReceiver(Endpoint["Receiving"]):
 
     Attributes:
         torn: True while the weights are neither old nor new.
+        epoch: Counts what happened to the weights besides refits; a refit in which it moves cannot
+            commit, and takes nothing of it back.
         known: Digests, by name, of the tensors that the engine is known to have.
         id: Tells this receiver from all others.
         planner: Keeps the last plans.
@@ -113,6 +71,7 @@ class RefitReceiver(Endpoint["Receiving"]):
     ) -> None:
         super().__init__(name)
         self.torn = False
+        self.epoch = 0
         self.known: dict[str, bytes] = {}
         self.id = secrets.token_hex(16)
         self.planner = Planner()
@@ -123,12 +82,13 @@ class RefitReceiver(Endpoint["Receiving"]):
         self._trainer: Trainer | None = None
         self._expected: WeightManifest | None = None
         self._matched: tuple[WeightManifest | None, WeightManifest | None] = (None, None)
-        self._ends: dict[str, tuple[dict[str, Any], ReceiverEnd]] = {}
+        self._ends: dict[str, tuple[Mapping[str, Any], ReceiverEnd]] = {}
         self._lanes: dict[tuple[ReceiverEnd, bool], Lane] = {}
         self._meetings: dict[ReceiverEnd, concurrent.futures.Future[None]] = {}
         self._route: Route | None = None
+        self._looked = 0.0
         self._taking: Taking | None = None
-        self._taken = ""  # the last refit by handles that is over
+        self._handed: dict[str, int] = {}  # by token, the last refit by handles that is over
         self._waited: Receiving | None = None
 
     def check(self) -> None:
@@ -137,16 +97,24 @@ class RefitReceiver(Endpoint["Receiving"]):
         Raises:
             WeightsTornError: A refit failed, or a refit by handles is not complete.
         """
+        self._let_go_of_the_dead()
         if self.torn:
             raise WeightsTornError(
-                f"{self.name}: the weights are partly of version {self.version} and partly newer",
+                f"{self.name}: the weights are partly of version {self.version} and partly newer, "
+                "or were dropped",
                 fix="refit again; the engine needs no restart",
                 version=self.version,
             )
 
     def forget(self) -> None:
         """The engine's weights were changed by something else: a delta must not rely on them."""
+        self.epoch += 1
         self.known = {}
+
+    def dropped(self) -> None:
+        """The engine's weights are gone: it is torn until a full refit commits."""
+        self.torn = True
+        self.forget()
 
     # -- refits -----------------------------------------------------------------------------------
 
@@ -159,23 +127,14 @@ class RefitReceiver(Endpoint["Receiving"]):
         """
         self.check_open()
         sink = self.new_sink()
-        expected = self.manifest_of(sink)
-        theirs = _convert(info, _Info, "prepare_refit_info()")
-        known = None if self._trainer is None else self._trainer.manifest
-        manifest = WeightManifest.of(theirs.tensors, known)
-        if manifest.digest != theirs.digest:
-            raise RefitProtocolError(
-                f"{self.name}: the trainer's tensors do not have the digest that came with them",
-                phase="DISCOVER",
-            )
-        dtypes = compare(manifest, expected, casts=sink.casts)
-        trainer = Trainer(manifest, theirs.token, theirs.channels, dtypes)
+        match = partial(compare, expected=self.manifest_of(sink), casts=sink.casts)
+        trainer = trainer_of(info, match, self._trainer)
         for job in self.waiting():
             if job.trainer != trainer:
-                job.cancelled = "the engine was prepared for other tensors or another trainer"
-        if self._trainer is not None and self._trainer.channels != trainer.channels:
-            self.clear_away()  # the one before may be dead, which its last refit saw too early
-        self._trainer = trainer
+                job.supersede("the engine was prepared for other tensors or another trainer")
+        before, self._trainer = self._trainer, trainer
+        if before is not None and before.token != trainer.token:
+            self._part_from(before)
         self._waited = self._last_waiting()
 
     def open(
@@ -189,7 +148,8 @@ class RefitReceiver(Endpoint["Receiving"]):
         self.check_open()
         for job in self.waiting():
             if job.transport == transport:
-                job.cancelled = f"the transport {transport} is opened anew"
+                job.supersede(f"the transport {transport} is opened anew")
+        check_deadline(deadline_s)
         with exclusively(self.turn, deadline_s, f"{self.name}: a running refit"):
             end = self._connect(transport, address, options)
         meeting = spawn(f"{transport}-{self.name}", lambda: end.rendezvous(deadline_s))
@@ -205,13 +165,18 @@ class RefitReceiver(Endpoint["Receiving"]):
         return known
 
     def receive(
-        self, *, transport: str = "ipc", deadline_s: float = DEFAULT_DEADLINE_S
+        self,
+        *,
+        transport: str = "ipc",
+        deadline_s: float = DEFAULT_DEADLINE_S,
+        refit_id: str = "",
     ) -> concurrent.futures.Future[dict[str, Any]]:
         """Starts to take one refit from the sender that ``prepare`` was told of.
 
         Args:
             transport: Name of the transport that the sender uses.
             deadline_s: Seconds for the whole refit, the wait for the sender included.
+            refit_id: What the sender was told, too; empty if it was told nothing.
 
         Returns:
             A future of a dict with ``version``, ``bytes``, ``seconds`` and ``name``.
@@ -220,9 +185,19 @@ class RefitReceiver(Endpoint["Receiving"]):
             LifecycleError: ``prepare`` was not called, or the sender does not offer the transport.
         """
         trainer = self._known_trainer()
-        self._address(trainer, transport)
-        job = Receiving(self, transport, trainer, deadline_s)
-        job.before, self._waited = self._waited or self._last_waiting(), None
+        check_deadline(deadline_s)
+        try:
+            trainer.channel(transport, self.name)
+        except LifecycleError as error:
+            if transport in self._ends:  # the sender may wait for us there
+                self._ends[transport][1].refuse(str(error))
+            raise
+        job = Receiving(self, transport, trainer, deadline_s, refit_id)
+        if refit_id:
+            for older in self.waiting():
+                older.supersede("a newer refit was asked for")
+        else:
+            job.before, self._waited = self._waited or self._last_waiting(), None
         return self.start(job)
 
     # -- the handles of old -----------------------------------------------------------------------
@@ -243,8 +218,7 @@ class RefitReceiver(Endpoint["Receiving"]):
             RefitCorrupted: The bytes are not those the sender packed.
         """
         trainer = self._known_trainer()
-        frame = _convert(handles, _HandleInfo, "get_weights_ipc_handles(keys)").frame
-        message = Codec[Handles](Handles, trainer.token).decode(frame)
+        message = read_handles(frame_of(handles), trainer.token)
         with (
             exclusively(self.turn, DEFAULT_DEADLINE_S, f"{self.name}: the refit before this one"),
             exclusively(self.lock, DEFAULT_DEADLINE_S, f"{self.name}: generation"),
@@ -254,7 +228,7 @@ class RefitReceiver(Endpoint["Receiving"]):
         return True
 
     def _take(self, trainer: Trainer, message: Handles) -> None:
-        if message.session == self._taken:
+        if message.serial <= self._handed.get(trainer.token, 0):
             raise RefitAborted(
                 f"{self.name}: the refit of these handles is over",
                 fix="begin another with prepare_weights_for_ipc",
@@ -263,14 +237,19 @@ class RefitReceiver(Endpoint["Receiving"]):
         if self._taking is not None and self._taking.session != message.session:
             self.give_up_handles()
         if self._taking is None:
-            sink, manifest = self.new_sink(), trainer.manifest
-            self._taking = Taking(sink, manifest, message, known=self.known, touch=self._tear)
+            self._taking = Taking(
+                self.new_sink(), trainer, message, self.epoch, known=self.known, touch=self._tear
+            )
         try:
-            lane = self._attach(self.end("ipc"), False, message.lane, CPU)
-            if self._taking.load(message, lane):
+            end = self.end("ipc")
+            lane = self._attach(end, False, message.lane, CPU)
+            block_hash = BlockHash.choose(CPU, private=end.private, token=trainer.token)
+            complete = self._taking.load(message, lane, block_hash)
+            self.check_epoch(self._taking.epoch)
+            if complete:
                 self._taking.sink.finish(message.version)
                 self.publish(message.version)
-                self._taking, self._taken = None, message.session
+                self._taking, self._handed[trainer.token] = None, message.serial
         except BaseException:
             self.give_up_handles()
             raise
@@ -279,10 +258,23 @@ class RefitReceiver(Endpoint["Receiving"]):
         """Ends a refit by handles that is not complete, and will not be."""
         taking, self._taking = self._taking, None
         if taking is not None:
-            self._taken = taking.session
+            self._handed[taking.trainer.token] = taking.serial
             taking.sink.fail()
 
     # -- what is held, and asked for by the refits ------------------------------------------------
+
+    def check_epoch(self, epoch: int) -> None:
+        """Raises unless nothing but the refit that began at an epoch has changed the weights.
+
+        Raises:
+            RefitAborted: Something has.
+        """
+        if self.epoch != epoch:
+            raise RefitAborted(
+                f"{self.name}: the engine's weights were dropped or changed by something else "
+                "during the refit",
+                fix="refit again; the engine must stay as it is while a refit is under way",
+            )
 
     def manifest_of(self, sink: WeightSink) -> WeightManifest:
         """The sink's manifest, the one that is known if nothing changed."""
@@ -321,12 +313,12 @@ class RefitReceiver(Endpoint["Receiving"]):
         expected: WeightManifest,
         plan: TransferPlan,
         lane: Lane,
-        kind: str,
+        block_hash: BlockHash,
     ) -> Route:
         """The way from a lane into a sink: the one that is known, if nothing was moved."""
         known = self._route
-        if known is None or not known.leads(sink, wire, expected, plan, lane.data):
-            known = self._route = Route(sink, wire, expected, plan, lane.data, kind)
+        if known is None or not known.leads(sink, wire, expected, plan, lane.data, block_hash):
+            known = self._route = Route(sink, wire, expected, plan, lane.data, block_hash)
         return known
 
     def let_go_of_weights(self) -> None:
@@ -348,12 +340,46 @@ class RefitReceiver(Endpoint["Receiving"]):
             if not lane.outlives_failure:
                 self._lanes.pop(key).close()
 
+    def _part_from(self, trainer: Trainer) -> None:
+        """Lets go of a trainer that another one has replaced, and of its memory.
+
+        What a refit that is still running uses, the refit after it replaces.
+        """
+        if self.turn.acquire(blocking=False):
+            try:
+                for transport, (address, _) in list(self._ends.items()):
+                    if address == trainer.channels.get(transport):
+                        self._disconnect(transport)
+            finally:
+                self.turn.release()
+        self._clear_away(trainer)
+
     def clear_away(self) -> None:
         """Removes what a trainer that was killed left behind on transports not used here."""
-        channels = {} if self._trainer is None else self._trainer.channels
-        for transport, address in channels.items():
-            if transport not in self._ends:
+        if self._trainer is not None:
+            self._clear_away(self._trainer)
+
+    def _clear_away(self, trainer: Trainer) -> None:
+        for transport, address in trainer.channels.items():
+            if transport not in self._ends or self._ends[transport][0] != address:
                 find_transport(transport).receiver(address).close()
+
+    def _let_go_of_the_dead(self) -> None:
+        """Unmaps a trainer's own memory once nobody else has it: it may be the whole model."""
+        if time.monotonic() < self._looked + _LOOK_S or not self.turn.acquire(blocking=False):
+            return
+        try:
+            self._looked = time.monotonic()
+            gone = [key for key, lane in self._lanes.items() if key[1] and lane.abandoned()]
+            for key in gone:
+                if self._route is not None:
+                    self._route.let_go()
+                    self._route = None
+                self._lanes.pop(key).close()
+            if gone:
+                self.clear_away()
+        finally:
+            self.turn.release()
 
     def publish(self, version: int) -> None:
         """The weights are whole, and of this version."""
@@ -395,26 +421,19 @@ class RefitReceiver(Endpoint["Receiving"]):
         Raises:
             LifecycleError: The trainer does not offer it, or none is known.
         """
-        address = self._address(trainer or self._known_trainer(), transport)
+        address = (trainer or self._known_trainer()).channel(transport, self.name)
         known = self._ends.get(transport)
-        if known is not None and known[0] == address:
+        if known is not None and known[0].items() <= address.items():
+            self._ends[transport] = address, known[1]  # it may have been opened with less
             return known[1]
         return self._connect(transport, address, {})
 
-    def _address(self, trainer: Trainer, transport: str) -> dict[str, Any]:
-        if transport not in trainer.channels:
-            raise LifecycleError(
-                f"{self.name}: the trainer offers {', '.join(trainer.channels)}, not {transport}",
-                fix="open it on both sides (init_collective), then prepare_refit_info again",
-            )
-        return trainer.channels[transport]
-
     def _connect(
-        self, transport: str, address: dict[str, Any], options: dict[str, Any]
+        self, transport: str, address: Mapping[str, Any], options: Mapping[str, Any]
     ) -> ReceiverEnd:
         self._disconnect(transport)
         end = find_transport(transport).receiver(address, **options)
-        self._ends[transport] = (address, end)
+        self._ends[transport] = address, end
         return end
 
     def _disconnect(self, transport: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import os
+import secrets
 import time
 from collections import deque
 from functools import partial
@@ -19,9 +20,11 @@ from rl_core.errors import (
 )
 from rl_core.interfaces.weights import WeightSink
 from rl_core.refit.digests import DigestTable
+from rl_core.refit.frames import Channel, write_hello
+from rl_core.refit.hashing import BlockHash
 from rl_core.refit.jobs import TICK_S, Job
 from rl_core.refit.loading import Loader
-from rl_core.refit.messages import PROTOCOL, Codec, FromSender, Hello
+from rl_core.refit.messages import Hello
 from rl_core.refit.session import (
     Announced,
     Attach,
@@ -35,12 +38,14 @@ from rl_core.refit.session import (
 )
 from rl_core.refit.staging import StagedSink
 from rl_core.refit.transports.cuda import visible_gpus
+from rl_core.refit.turns import leave_line
 
 if TYPE_CHECKING:
+    from rl_core.refit.introduction import Trainer
     from rl_core.refit.manifest import WeightManifest
     from rl_core.refit.messages import Offer, Prepare
     from rl_core.refit.plan import TransferPlan
-    from rl_core.refit.receiver import RefitReceiver, Trainer
+    from rl_core.refit.receiver import RefitReceiver
     from rl_core.refit.transports.base import Lane, ReceiverEnd
 
 __all__ = ["Receiving"]
@@ -57,6 +62,7 @@ class Receiving(Job[ReceiverSession]):
         transport: Name of what it is received over.
         trainer: Who sends, and what.
         deadline_s: Seconds that it may take.
+        refit_id: What the sender was told, too; empty if nothing.
 
     Attributes:
         before: A refit that was waiting when this one was asked for, and may take its place.
@@ -64,31 +70,38 @@ class Receiving(Job[ReceiverSession]):
     """
 
     def __init__(
-        self, receiver: RefitReceiver, transport: str, trainer: Trainer, deadline_s: float
+        self,
+        receiver: RefitReceiver,
+        transport: str,
+        trainer: Trainer,
+        deadline_s: float,
+        refit_id: str,
     ) -> None:
+        nonce = secrets.token_bytes(16)
         session = ReceiverSession(
-            Hello(PROTOCOL, receiver.id, receiver.name, os.getpid()),
+            Hello(receiver.id, receiver.name, os.getpid(), nonce, refit_id),
             manifest=trainer.manifest.digest,
             dtypes=trainer.dtypes,
             holds=partial(_holds, receiver, trainer),
             gpus=visible_gpus(torch.device(receiver.new_sink().device)),
             deadline_s=deadline_s,
         )
-        super().__init__(session, receiver)
+        super().__init__(session, receiver, refit_id)
         self.transport = transport
         self.trainer = trainer
         self.before: Receiving | None = None
         self.summary: dict[str, Any] = {}
         self._receiver = receiver
         self._end: ReceiverEnd
-        self._codec = Codec[FromSender](FromSender, trainer.token)
+        self._channel = Channel(trainer.token, nonce, "receiver")
         self._loads: deque[Load] = deque()
         self._plan: TransferPlan
-        self._lane: Lane
-        self._loader: Loader
+        self._lane: Lane | None = None
+        self._loader: Loader | None = None
         self._sink: WeightSink | None = None
         self._locked = False
-        self._torn_before = False
+        self._epoch = receiver.epoch
+        self._tore = False
 
     def refit(self) -> dict[str, Any]:
         """See :meth:`Job.refit`."""
@@ -99,7 +112,7 @@ class Receiving(Job[ReceiverSession]):
         self._end = receiver.end(self.transport, self.trainer)
         try:
             if self._meet():
-                self._end.connect()
+                self._end.connect(self.trainer.channels[self.transport])
                 self.perform(session.start())
                 self.drive()
         finally:
@@ -119,11 +132,16 @@ class Receiving(Job[ReceiverSession]):
         }
         return self.summary
 
+    def let_go(self) -> None:
+        """See :meth:`Job.let_go`."""
+        self._lane = self._loader = self._sink = None
+        self._loads.clear()
+
     def _meet(self) -> bool:
         """Waits for the sender where that comes first; False if the session ended meanwhile."""
         meeting = self._receiver.meeting(self._end, self.session.remaining_s)
         while not meeting.done():
-            if self.cancelled or not self.session.remaining_s:
+            if self.given_up or not self.session.remaining_s:
                 self.look()
                 return False
             concurrent.futures.wait([meeting], TICK_S)
@@ -141,7 +159,7 @@ class Receiving(Job[ReceiverSession]):
         frame = self._end.receive(0.0 if self._loads else timeout_s)
         while frame is not None:
             try:
-                effects = self.session.receive(self._codec.decode(frame))
+                effects = self.session.receive(self._channel.decode(frame))
             except RefitProtocolError as error:
                 effects = self.session.fail(error)
             self.perform(effects)
@@ -157,13 +175,16 @@ class Receiving(Job[ReceiverSession]):
         """See :meth:`Job.do`."""
         session = self.session
         match effect:
+            case Send(Hello() as hello):
+                self._end.send(write_hello(hello, self.trainer.token))
             case Send(message):
-                self._end.send(self._codec.encode(message))
+                self._end.send(self._channel.encode(message))
             case Attach(prepare, offer):
                 if offer.isolation == "staged" or self._quiesce():
                     return session.attached(self._attach(prepare, offer))
             case Announced(index):
                 bucket = self._plan.buckets[index]
+                assert self._lane is not None
                 self._lane.expect(bucket.start, bucket.stop)
             case Load():
                 self._loads.append(effect)
@@ -178,6 +199,8 @@ class Receiving(Job[ReceiverSession]):
     def _load_next(self) -> list[Effect]:
         """Loads the first bucket that waits, once its bytes are here."""
         load = self._loads[0]
+        assert self._lane is not None
+        assert self._loader is not None
         self.session.at = self._plan.buckets[load.index].name
         try:
             if not self._lane.arrived():
@@ -194,11 +217,17 @@ class Receiving(Job[ReceiverSession]):
 
     def _quiesce(self) -> bool:
         """Waits for the engine to stop generating; False if the session ended meanwhile."""
-        while not self._receiver.lock.acquire(timeout=TICK_S):
-            self.pump(0.0)
-            self.look()
-            if self.session.phase.terminal:
-                return False
+        session, lock = self.session, self._receiver.lock
+        session.held_up = "generation"
+        try:
+            while not lock.acquire(timeout=TICK_S):
+                self.pump(0.0)
+                self.look()
+                if session.phase.terminal:
+                    leave_line(lock)
+                    return False
+        finally:
+            session.held_up = ""
         self._locked = True
         return True
 
@@ -213,8 +242,10 @@ class Receiving(Job[ReceiverSession]):
         )
         if plan.digest != prepare.plan or len(plan.buckets) != prepare.buckets:
             raise RefitProtocolError("the two sides derive different plans", phase="PREPARE")
+        private = self._end.private
+        block_hash = BlockHash.named(prepare.hash, private=private, token=trainer.token)
         receiver.give_up_handles()
-        self._torn_before = receiver.torn
+        self._epoch = receiver.epoch
         sink = receiver.new_sink()
         device = torch.device(sink.device)
         self._lane = receiver.lane(self._end, plan, prepare.lane, device)
@@ -227,7 +258,7 @@ class Receiving(Job[ReceiverSession]):
             sink, known, touch = self._staged(sink, wire, expected), dict(known), _nothing
         sink.begin(offer.version)
         self._sink = sink
-        route = receiver.route(sink, wire, expected, plan, self._lane, prepare.hash)
+        route = receiver.route(sink, wire, expected, plan, self._lane, block_hash)
         self._loader = Loader(route, verify=offer.verify, known=known, touch=touch)
         return plan.digest
 
@@ -249,6 +280,8 @@ class Receiving(Job[ReceiverSession]):
         """Finishes the sink and verifies what is there; the digest of all of it."""
         self.session.at = ""
         assert self._sink is not None
+        assert self._loader is not None
+        self._receiver.check_epoch(self._epoch)
         try:
             found = self._loader.check_sealed(digest)
             if offer.kv_scales:
@@ -258,12 +291,14 @@ class Receiving(Job[ReceiverSession]):
             if offer.verify == "installed":
                 self._loader.check_installed()
         except RefitCorrupted:
-            self._receiver.forget()  # who knows what else is not as it was thought to be
+            self._receiver.known = {}  # who knows what else is not as it was thought to be
             raise
         return found
 
     def _publish(self, version: int) -> None:
+        assert self._loader is not None
         self.session.touch()
+        self._receiver.check_epoch(self._epoch)
         self._receiver.publish(version)
         self._receiver.known = self._loader.table.known
         self._receiver.give_back()  # before the sender is told: it may free the memory at once
@@ -271,7 +306,8 @@ class Receiving(Job[ReceiverSession]):
 
     def _touch(self) -> None:
         self.session.touch()
-        self._receiver.torn = True
+        if not self._receiver.torn:
+            self._receiver.torn = self._tore = True
 
     def _release(self) -> None:
         """Tells the sink of a failure, and lets the engine generate again if it may."""
@@ -279,8 +315,9 @@ class Receiving(Job[ReceiverSession]):
             if self._sink is not None:
                 self._sink.fail()
                 _settle(self._sink)
-                if isinstance(self._sink, StagedSink):
-                    self._receiver.torn = self._torn_before
+                untouched = self._epoch == self._receiver.epoch
+                if isinstance(self._sink, StagedSink) and self._tore and untouched:
+                    self._receiver.torn = False  # all is as it was
         except Exception as error:
             self._receiver.forget()
             raise WeightsTornError(

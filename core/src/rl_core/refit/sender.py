@@ -7,17 +7,19 @@ import socket
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from rl_core.errors import LifecycleError
+from rl_core.errors import LifecycleError, RefitError
 from rl_core.futures import spawn
 from rl_core.refit.arena import Arena
 from rl_core.refit.digests import Window
 from rl_core.refit.handles import Handing
+from rl_core.refit.introduction import introduction
 from rl_core.refit.jobs import Endpoint, exclusively
 from rl_core.refit.manifest import WeightManifest
 from rl_core.refit.messages import PROTOCOL
 from rl_core.refit.options import DEFAULT_BUCKET_BYTES, DEFAULT_DEADLINE_S, SendOptions
 from rl_core.refit.plan import SLOTS, Planner
 from rl_core.refit.sending import Sending
+from rl_core.refit.session import Phase
 from rl_core.refit.transports import find_transport
 
 if TYPE_CHECKING:
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 
     from rl_core.interfaces.weights import WeightSource
     from rl_core.refit.digests import DigestTable
+    from rl_core.refit.hashing import BlockHash
     from rl_core.refit.plan import TransferPlan
     from rl_core.refit.transports.base import Lane, SenderEnd
 
@@ -66,6 +69,7 @@ class RefitSender(Endpoint["Sending"]):
         self.arena = Arena()
         self._windows: list[Window] = []
         self._handing: Handing | None = None
+        self._handings = 0
 
     # -- refits -----------------------------------------------------------------------------------
 
@@ -73,12 +77,10 @@ class RefitSender(Endpoint["Sending"]):
         """Describes every tensor and where to fetch them, for the engine's ``prepare``."""
         self.check_open()
         manifest = self.manifest_of(self._source())
-        self.end(_LOCAL)
+        with suppress(RefitError):  # who uses another transport does not need this one
+            self.end(_LOCAL)
         return {
-            "protocol": PROTOCOL,
-            "digest": manifest.digest,
-            "tensors": manifest.info,
-            "token": self.token,
+            **introduction(manifest, self.token),
             **_meeting_point(),
             "channels": {name: dict(end.address) for name, end in self._ends.items()},
         }
@@ -120,7 +122,7 @@ class RefitSender(Endpoint["Sending"]):
         end = self.end(chosen.transport)
         version = self._next_version(chosen)
         for job in self.waiting():
-            job.cancelled = "a newer refit was asked for"
+            job.supersede("a newer refit was asked for")
         return self.start(Sending(self, end, self._source(), chosen, version))
 
     def _next_version(self, options: SendOptions) -> int:
@@ -133,12 +135,9 @@ class RefitSender(Endpoint["Sending"]):
             return self.version
         if options.version is not None:
             return options.version
-        waiting = self.waiting()
-        going = [
-            job.version
-            for job in self.jobs
-            if job not in waiting and not job.session.phase.terminal
-        ]
+        begun = [job for job in self.jobs if job not in self.waiting()]
+        # One that is committed counts at once, whatever its thread still has to do.
+        going = [j.version for j in begun if j.session.phase not in (Phase.ABORTED, Phase.TORN)]
         return max([self.version, *going[-1:]]) + 1
 
     # -- the handles of old -----------------------------------------------------------------------
@@ -151,9 +150,16 @@ class RefitSender(Endpoint["Sending"]):
         self.check_open()
         if self._handing is not None:
             self._handing.close()
-        manifest = self.manifest_of(self._source())
+        source = self._source()
+        self._handings += 1
         self._handing = Handing(
-            self.end(_LOCAL), manifest, self.version + 1, bucket_bytes, name=self.name
+            self.end(_LOCAL),
+            source,
+            self.manifest_of(source),
+            self._next_version(SendOptions()),
+            serial=self._handings,
+            bucket_bytes=bucket_bytes,
+            name=self.name,
         )
         return self._handing.groups
 
@@ -167,7 +173,7 @@ class RefitSender(Endpoint["Sending"]):
             A dict for the engine's ``load_handles``, free of pickle.
 
         Raises:
-            LifecycleError: :meth:`groups` was not called.
+            LifecycleError: :meth:`groups` was not called, or the weights changed since.
             ConfigError: A key is not a tensor of the model.
         """
         self.check_open()
@@ -177,10 +183,10 @@ class RefitSender(Endpoint["Sending"]):
                 fix="call prepare_weights_for_ipc first",
             )
         with exclusively(self.turn, DEFAULT_DEADLINE_S, f"{self.name}: a running refit"):
-            frame = self._handing.hand_over(self._source(), keys, self.token)
-        if not self._handing.left:
-            self.version = max(self.version, self._handing.version)
-            self.committed = None
+            frame = self._handing.hand_over(keys, self.token)
+            if not self._handing.left:
+                self.version = max(self.version, self._handing.version)
+                self.committed = None
         return {"protocol": PROTOCOL, "frame": frame}
 
     # -- what is held, and asked for by the refits ------------------------------------------------
@@ -214,19 +220,25 @@ class RefitSender(Endpoint["Sending"]):
         lane = self._lanes[key] = end.lane(plan.lane_bytes, device, receivers)
         return lane
 
-    def window(self, plan: TransferPlan, lane: Lane) -> Window:
+    def window(self, plan: TransferPlan, lane: Lane, block_hash: BlockHash) -> Window:
         """The plan's segments in a lane, whose views are made once."""
         for window in self._windows:
-            if window.plan is plan and window.data is lane.data:
+            same = window.plan is plan and window.data is lane.data
+            if same and window.block_hash == block_hash:
                 return window
-        self._windows = [Window(plan, lane.data), *self._windows[:1]]
+        self._windows = [Window(plan, lane.data, block_hash), *self._windows[:1]]
         return self._windows[0]
 
-    def drop_broken_lanes(self) -> None:
-        """After a failure: lets go of lanes that it may have broken."""
-        for key, lane in list(self._lanes.items()):
-            if not lane.outlives_failure:
-                del self._lanes[key]
+    def drop_lanes_after_failure(self) -> None:
+        """Lets go of buffers that a receiver may still read which did not hear of the failure.
+
+        What is written next goes elsewhere. The trainer's own memory (``direct``) stays: it cannot
+        be taken from under the weights, and what is read there late is verified like all else.
+        """
+        for (end, direct), lane in list(self._lanes.items()):
+            if not (direct and lane.outlives_failure):
+                del self._lanes[end, direct]
+                self._windows = [w for w in self._windows if w.data is not lane.data]
                 lane.close()
 
     def let_go_of_weights(self) -> None:

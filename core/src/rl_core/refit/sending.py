@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rl_core.errors import ConfigError, LifecycleError, RefitProtocolError
+from rl_core.errors import ConfigError, LifecycleError, RefitAborted, RefitProtocolError
 from rl_core.plugins import hookspecs
 from rl_core.refit.arena import why_not_at_home
 from rl_core.refit.digests import DIGEST_BYTES, DigestTable
-from rl_core.refit.hashing import BLOCK, kind_for
+from rl_core.refit.frames import Channel, read_hello
+from rl_core.refit.hashing import BLOCK, BlockHash
 from rl_core.refit.jobs import Job
-from rl_core.refit.messages import PROTOCOL, Codec, FromReceiver, Offer, Prepare
+from rl_core.refit.messages import Offer, Prepare
 from rl_core.refit.packing import DirectPacker, Packer, SlotPacker, digest_all
 from rl_core.refit.plan import ALIGN
 from rl_core.refit.report import RefitReport, copy_rate
@@ -66,7 +67,6 @@ class Sending(Job[SenderSession]):
         self._manifest = sender.manifest_of(source)
         offer = Offer(
             secrets.token_hex(16),
-            PROTOCOL,
             sender.name,
             version,
             self._manifest.digest,
@@ -75,57 +75,83 @@ class Sending(Job[SenderSession]):
             options.delta,
             dict(options.kv_scales),
         )
-        session = SenderSession(offer, receivers=options.receivers, deadline_s=options.deadline_s)
-        super().__init__(session, sender)
-        self._codec = Codec[FromReceiver](FromReceiver, sender.token)
+        session = SenderSession(
+            offer,
+            receivers=options.receivers,
+            deadline_s=options.deadline_s,
+            refit=options.refit_id,
+            is_over=sender.is_over,
+        )
+        super().__init__(session, sender, options.refit_id)
+        self._channels: dict[str, Channel] = {}
         self._frames: deque[tuple[str, bytes]] = deque()
         self._table: DigestTable | None = None
         self._plan: TransferPlan
-        self._packer: Packer
+        self._packer: Packer | None = None
         self._lane: Lane | None = None
         self._told = time.monotonic()
 
     def refit(self) -> dict[str, Any]:
         """See :meth:`Job.refit`."""
+        self._end.refused()  # what was said before is not about this refit
         try:
             self.drive()
         finally:
             committed = self.session.phase is Phase.COMMITTED
             if not committed:
-                self._sender.drop_broken_lanes()
-        if committed:
-            report = self._report()
+                self._sender.drop_lanes_after_failure()
+        unchanged = self._unchanged()
+        if committed:  # whatever follows, this version is these weights and no others
             self._sender.version = self.version
             self._sender.committed = self._table
         if self.session.error is not None:
             raise self.session.error
-        return report.as_dict()
+        return self._report(unchanged).as_dict()
+
+    def let_go(self) -> None:
+        """See :meth:`Job.let_go`."""
+        self._packer = self._lane = self._table = None
+        self._channels.clear()
+        self._frames.clear()
 
     def pump(self, timeout_s: float) -> None:
         """See :meth:`Job.pump`; called again in the middle of it, it goes on where it was."""
         self._frames.extend(self._end.receive(timeout_s))
         while self._frames:
             key, frame = self._frames.popleft()
-            if self.cancelled:
+            if self.given_up:
                 return  # whoever says hello now means the next refit, and says it again
             try:
-                message = self._codec.decode(frame)
+                effects = self._take(key, frame)
             except RefitProtocolError as error:
-                self.perform(self.session.corrupted(key, error))
-                continue
-            self.perform(self.session.receive(key, message))
+                effects = self.session.corrupted(key, error)
+            self.perform(effects)
+
+    def _take(self, key: str, frame: bytes) -> list[Effect]:
+        channel = self._channels.get(key)
+        if (hello := read_hello(frame, self._sender.token)) is not None:
+            if channel is None:
+                self._channels[key] = Channel(self._sender.token, hello.nonce, "sender")
+            elif channel.nonce != hello.nonce:
+                raise RefitProtocolError("another Hello on a connection that has said one")
+            return self.session.receive(key, hello)
+        if channel is None:
+            return []  # of a refit before this one
+        return self.session.receive(key, channel.decode(frame))
 
     def lost_peers(self) -> list[Effect]:
         """See :meth:`Job.lost_peers`."""
+        if self.session.phase is Phase.DISCOVER and (why := self._end.refused()) is not None:
+            error = RefitAborted(f"DISCOVER: a receiver will not come: {why}", peer="a receiver")
+            return self.session.fail(error)
         return [effect for key in self._end.departed() for effect in self.session.forget(key)]
 
     def do(self, effect: Effect) -> list[Effect]:
         """See :meth:`Job.do`."""
         match effect:
             case Send(message, to):
-                frame = self._codec.encode(message)
-                keys = list(self.session.peers) if to is None else [to]
-                gone = [key for key in keys if not self._end.send(key, frame)]
+                keys = self.session.connections if to is None else [to]
+                gone = [key for key in keys if not self._send(key, message)]
                 if gone:
                     self.pump(0.0)  # why it went may be here already
                 return [following for key in gone for following in self.session.forget(key)]
@@ -135,11 +161,17 @@ class Sending(Job[SenderSession]):
             case Pack(index):
                 self.session.at = self._plan.buckets[index].name
                 self._tell(index)
+                assert self._packer is not None
                 return self.session.packed(index, self._packer.put(index))
             case Confirm():
                 self.session.at = ""
                 return self.session.confirmed(self._confirm())
         return []
+
+    def _send(self, key: str, message: object) -> bool:
+        """Sends to one connection, also to one that never said a Hello; False if it is gone."""
+        channel = self._channels.get(key) or Channel(self._sender.token, b"", "sender")
+        return self._end.send(key, channel.encode(message))
 
     # -- what is sent, and where it lies ----------------------------------------------------------
 
@@ -147,6 +179,8 @@ class Sending(Job[SenderSession]):
         self._wire = self._manifest.cast(ready[0].dtypes)
         self._casts = len(ready[0].dtypes)
         device = self._end.place(torch.device(self._source.device), [r.gpus for r in ready])
+        private, token = self._end.private, self._sender.token
+        self._hash = BlockHash.choose(device, private=private, token=token)
         tensors = self._at_home(device)
         self._bucket = self.options.bucket_for(device, direct=tensors is not None)
         if self.options.verify != "none":
@@ -154,11 +188,11 @@ class Sending(Job[SenderSession]):
         receivers = [hello.receiver for hello in self.session.peers.values()]
         holds = [r.holds for r in ready]
         if tensors is None:
-            skip = self._skip(holds, lambda: self._digest_source(kind_for(device)))
+            skip = self._skip(holds, self._digest_source)
             plan = self._plan_of(skip, direct=False)
             self._open_lane(plan, device, receivers)
             if self._lane is not None:
-                window = self._sender.window(plan, self._lane)
+                window = self._sender.window(plan, self._lane, self._hash)
                 self._packer = SlotPacker(
                     window, self._lane, self._table, self._source, self._manifest
                 )
@@ -170,7 +204,7 @@ class Sending(Job[SenderSession]):
             skip = self._skip(holds, lambda: self._digest_lane(everything))
             plan = self._plan_of(skip, direct=True)
             if self._lane is not None:
-                window = self._sender.window(plan, self._lane)
+                window = self._sender.window(plan, self._lane, self._hash)
                 self._packer = DirectPacker(window, self._lane, self._table)
         self._plan = plan
         return Prepare(
@@ -182,7 +216,7 @@ class Sending(Job[SenderSession]):
             skip,
             dict(self._lane.ref) if self._lane else {},
             self.session.remaining_s,
-            kind_for(device),
+            self._hash.kind,
         )
 
     def _plan_of(self, skip: bytes, *, direct: bool) -> TransferPlan:
@@ -219,10 +253,13 @@ class Sending(Job[SenderSession]):
 
     def _skip(self, holds: list[bytes], digest: Callable[[], None]) -> bytes:
         """For each tensor 1 if every receiver has it as it is now; empty if all are sent."""
-        if not any(map(any, holds)):  # nobody has anything, or nobody was asked
+        join = self.options.join
+        if not join and not any(map(any, holds)):  # nobody has anything, or nobody was asked
             return b""
         digest()
         assert self._table is not None
+        if join:
+            self._check_same()  # before a late engine, which may serve, is written to
         now = self._table.flat
         starts = range(0, len(now), DIGEST_BYTES)
         return bytes(
@@ -230,16 +267,16 @@ class Sending(Job[SenderSession]):
             for i in starts
         )
 
-    def _digest_source(self, kind: str) -> None:
+    def _digest_source(self) -> None:
         """Digests every tensor as the source gives it."""
         block = min(BLOCK, self._bucket // ALIGN * ALIGN)
-        self._table = digest_all(self._source, self._manifest, self._wire, block, kind)
+        self._table = digest_all(self._source, self._manifest, self._wire, block, self._hash)
 
     def _digest_lane(self, everything: TransferPlan) -> None:
         """Digests every tensor where it is at home."""
         assert self._lane is not None
         assert self._table is not None
-        window = self._sender.window(everything, self._lane)
+        window = self._sender.window(everything, self._lane, self._hash)
         for index, bucket in enumerate(everything.buckets):
             self._table.add(bucket, window.digests(index), everything.block_bytes)
 
@@ -248,21 +285,23 @@ class Sending(Job[SenderSession]):
     def _confirm(self) -> str:
         """Makes sure that what was sent is one state, and gives its digest."""
         self._source.confirm()
-        if self._table is None:
-            return ""
         if self.options.join:
-            before = self._sender.committed
-            if before is None or before.digest != self._table.digest:
-                raise LifecycleError(
-                    f"{self._sender.name}: the weights are no longer those of version "
-                    f"{self.version}, which the other engines serve",
-                    fix="let the late engine take part in the next refit of all, or join before "
-                    "training goes on, in the dtypes and with the bucket_bytes of the others",
-                    version=self.version,
-                )
-        return self._table.digest
+            self._check_same()
+        return "" if self._table is None else self._table.digest
 
-    def _report(self) -> RefitReport:
+    def _check_same(self) -> None:
+        """Raises unless the weights are those that the other engines serve."""
+        before, now = self._sender.committed, self._table
+        if before is None or now is None or before.digest != now.digest:
+            raise LifecycleError(
+                f"{self._sender.name}: the weights are no longer those of version "
+                f"{self.version}, which the other engines serve",
+                fix="let the late engine take part in the next refit of all, or join before "
+                "training goes on, in the dtypes and with the bucket_bytes of the others",
+                version=self.version,
+            )
+
+    def _report(self, unchanged: int | None) -> RefitReport:
         phases, plan = self.session.phase_seconds, self._plan
         seconds = sum(phases.values())
         rate = plan.nbytes / seconds
@@ -278,7 +317,7 @@ class Sending(Job[SenderSession]):
             extra_memory_bytes=lane,
             tensors=len(plan.sent),
             skipped=len(self._wire.owned) - len(plan.sent),
-            unchanged=self._unchanged(),
+            unchanged=unchanged,
             cast=self._casts,
             buckets=len(plan.buckets),
             receivers=self.options.receivers,

@@ -120,6 +120,9 @@ class MergedWeightSource(WeightSource):
                 tensor = (tensor + update).to(tensor.dtype)
             yield name, tensor
 
+    def confirm(self) -> None:
+        """A module does not know of its changes; a ``SteadyWeightSource`` around this one does."""
+
 
 def merged_state(model: nn.Module) -> dict[str, torch.Tensor]:
     """All merged weights at once, on the CPU, aliases left out."""

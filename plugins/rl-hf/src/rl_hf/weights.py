@@ -91,6 +91,9 @@ class ModelWeightSource(WeightSource):
         """See :meth:`WeightSource.persistent`."""
         return _if_contiguous(self._tensors)
 
+    def confirm(self) -> None:
+        """A module does not know of its changes; :class:`SteadyWeightSource` does."""
+
 
 class SteadyWeightSource(WeightSource):
     """Another source, as long as the weights behind it stay the same.

@@ -20,13 +20,13 @@ from rl_vllm.remote_sink import RemoteSink
 from rl_vllm.wire import Prompt
 
 if TYPE_CHECKING:
-    import threading
     from collections.abc import Iterator, Mapping
 
     from rl_core.backends import PromptBatch, SamplingParams
     from rl_core.backends.receivers import Receiver
     from rl_core.cluster import RayVirtualCluster
     from rl_core.interfaces import WeightSink, WorkerContext
+    from rl_core.refit.turns import TurnLock
 
 __all__ = ["VllmGeneration"]
 
@@ -182,7 +182,7 @@ class VllmGeneration(GenerationBackend):
 
     # -- refit ------------------------------------------------------------------------------------
 
-    def make_receiver(self, lock: threading.RLock) -> Receiver:
+    def make_receiver(self, lock: TurnLock) -> Receiver:
         """The receivers in the engine's workers."""
         self._workers = WorkerReceivers(
             lambda timeout_s, call: self._process.call("refit", timeout_s, call=call),

@@ -15,15 +15,16 @@ from rl_core.futures import spawn
 from rl_core.interfaces import TensorSpec
 from rl_core.refit import DEFAULT_DEADLINE_S
 from rl_core.refit.jobs import exclusively
+from rl_core.refit.options import check_deadline
 from rl_vllm.process import EngineBusyError
 from rl_vllm.wire import Reply, Request, decode, encode, raised
 
 if TYPE_CHECKING:
     import concurrent.futures
-    import threading
     from collections.abc import Callable, Generator
 
     from rl_core.errors import WorkerError
+    from rl_core.refit.turns import TurnLock
 
 __all__ = ["WorkerReceivers"]
 
@@ -50,7 +51,7 @@ class WorkerReceivers:
         call: Callable[..., list[bytes]],
         *,
         name: str,
-        lock: threading.RLock,
+        lock: TurnLock,
         on_commit: Callable[[int], None],
         wake: Callable[[], None],
     ) -> None:
@@ -61,7 +62,7 @@ class WorkerReceivers:
         self._lock = lock
         self._on_commit = on_commit
         self._wake = wake
-        self._channels: frozenset[str] | None = None
+        self._prepared = False
         self._closed = False
 
     def check(self) -> None:
@@ -77,23 +78,24 @@ class WorkerReceivers:
     def prepare(self, info: dict[str, Any]) -> None:
         """See :meth:`RefitReceiver.prepare`."""
         self._ask("prepare", DEFAULT_DEADLINE_S, info=msgspec.msgpack.encode(info))
-        self._channels = frozenset(info["channels"])
+        self._prepared = True
 
     def receive(
-        self, *, transport: str = "ipc", deadline_s: float = DEFAULT_DEADLINE_S
+        self,
+        *,
+        transport: str = "ipc",
+        deadline_s: float = DEFAULT_DEADLINE_S,
+        refit_id: str = "",
     ) -> concurrent.futures.Future[dict[str, Any]]:
         """See :meth:`RefitReceiver.receive`."""
-        if self._channels is None:
+        if not self._prepared:
             raise LifecycleError(
                 f"{self.name}: no trainer is known",
                 fix="call prepare_refit_info(policy.prepare_refit_info()) first",
             )
-        if transport not in self._channels:
-            raise LifecycleError(
-                f"{self.name}: the trainer offers {', '.join(self._channels)}, not {transport}",
-                fix="open it on both sides (init_collective), then prepare_refit_info again",
-            )
-        return spawn(f"refit-{self.name}", lambda: self._receive(transport, deadline_s))
+        check_deadline(deadline_s)
+        how = {"transport": transport, "deadline_s": deadline_s, "refit_id": refit_id}
+        return spawn(f"refit-{self.name}", lambda: self._receive(how))
 
     def open(
         self, transport: str, deadline_s: float, address: dict[str, Any]
@@ -152,12 +154,11 @@ class WorkerReceivers:
         """Ends a refit that waits. Idempotent."""
         self._closed = True
 
-    def _receive(self, transport: str, deadline_s: float) -> dict[str, Any]:
-        end, key = time.monotonic() + deadline_s, secrets.token_hex(8)
+    def _receive(self, how: dict[str, Any]) -> dict[str, Any]:
+        end, key = time.monotonic() + how["deadline_s"], secrets.token_hex(8)
         with ExitStack() as held:
             try:
-                how = {"transport": transport, "deadline_s": deadline_s}
-                self._ask("receive", deadline_s, key=key, **how)
+                self._ask("receive", how["deadline_s"], key=key, **how)
                 states = self._until_done(key, end, held)
             except EngineBusyError:
                 raise  # generation did not wait, so nothing was written

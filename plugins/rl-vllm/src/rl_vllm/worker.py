@@ -120,9 +120,9 @@ class WorkerRefits:
         """See :meth:`RefitReceiver.prepare`."""
         self._receiver.prepare(msgspec.msgpack.decode(info))
 
-    def receive(self, key: str, transport: str, deadline_s: float) -> None:
+    def receive(self, key: str, **how: Any) -> None:
         """Begins a refit; :meth:`done` tells of its end."""
-        self._begin(key, self._receiver.receive(transport=transport, deadline_s=deadline_s))
+        self._begin(key, self._receiver.receive(**how))
 
     def open(self, key: str, transport: str, deadline_s: float, address: dict[str, Any]) -> None:
         """Begins to look for the sender; :meth:`done` tells of the end."""
@@ -152,8 +152,7 @@ class WorkerRefits:
 
     def dropped(self) -> dict[str, Any]:
         """The engine dropped its weights: nothing is right until all of them are sent."""
-        self._receiver.forget()
-        self._receiver.torn = True
+        self._receiver.dropped()
         return self.state()
 
     def state(self) -> dict[str, Any]:

@@ -16,8 +16,8 @@ from unittest import mock
 import torch
 
 from rl_conformance.expect import NotRun, require
-from rl_core.refit.messages import BucketReady, Codec, FromSender
-from rl_core.refit.transports.control import ControlServer
+from rl_core.refit.frames import Channel
+from rl_core.refit.messages import BucketReady
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Mapping
@@ -251,20 +251,19 @@ def between_tensors(
 
 
 @contextmanager
-def at_the_first_bucket(token: str, act: Callable[[], object]) -> Generator[None]:
+def at_the_first_bucket(act: Callable[[], object]) -> Generator[None]:
     """``act`` is done once, in the sender's thread, when a bucket lies ready and before it is told.
 
     Args:
-        token: The sender's, as ``prepare_refit_info`` gives it.
         act: What happens to the weights.
     """
-    codec, send, pending = Codec[Any](FromSender, token), ControlServer.send, [act]
+    encode, pending = Channel.encode, [act]
 
-    def faulty(server: ControlServer, key: str, frame: bytes) -> bool:
-        if frame and pending and isinstance(codec.decode(frame), BucketReady):
+    def faulty(channel: Channel, message: object) -> bytes:
+        if pending and isinstance(message, BucketReady):
             pending.pop()()
-        return send(server, key, frame)
+        return encode(channel, message)
 
-    with mock.patch.object(ControlServer, "send", faulty):
+    with mock.patch.object(Channel, "encode", faulty):
         yield
     require(not pending, "the refit ended before its first bucket")

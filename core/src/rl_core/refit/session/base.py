@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rl_core import errors
 from rl_core.errors import (
     CapabilityError,
+    RefitAborted,
     RefitError,
     RefitPeerError,
     RefitProtocolError,
@@ -139,13 +140,14 @@ class Session(ABC):
     Attributes:
         phase: Where the session is.
         at: What is being transferred, for errors; the driver says it.
+        held_up: What on this side keeps the session waiting, for errors; the driver says it.
         error: Why it failed, once it has.
         phase_seconds: Time spent in each phase that was left.
     """
 
     def __init__(self, deadline_s: float, clock: Callable[[], float]) -> None:
         self.phase = Phase.DISCOVER
-        self.at = ""
+        self.at = self.held_up = ""
         self.error: RLError | None = None
         self.phase_seconds: dict[str, float] = {}
         self._clock = clock
@@ -167,10 +169,19 @@ class Session(ABC):
         """To be called now and then: ends the session once its deadline has passed."""
         if self.phase.terminal or self.remaining_s:
             return []
+        if self.held_up:
+            return self.fail(
+                RefitAborted(
+                    f"{self.place}: {self.held_up} did not end within {self._seconds:g} s",
+                    fix="end running calls (close iterators of generate_async), or raise "
+                    "deadline_s",
+                    peer=self.held_up,
+                )
+            )
         who = self._awaited()
         return self.fail(
             RefitPeerError(
-                f"{self.place}: {who} did not answer within {self._seconds:g} s",
+                f"{self.place}: {who} did not answer within {self._seconds:g} s{self._hint()}",
                 fix="look at the other side's log; raise deadline_s if the model is large",
                 peer=who,
             )
@@ -188,6 +199,10 @@ class Session(ABC):
     @abstractmethod
     def _awaited(self) -> str:
         """Who keeps the session waiting."""
+
+    def _hint(self) -> str:
+        """What else may help to find out why nobody answered."""
+        return ""
 
     def _enter(self, phase: Phase) -> None:
         now = self._clock()

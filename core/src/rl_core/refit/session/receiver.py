@@ -10,11 +10,9 @@ from rl_core.errors import (
     RefitAborted,
     RefitError,
     RefitPeerError,
-    RefitProtocolError,
     WeightsTornError,
 )
 from rl_core.refit.messages import (
-    PROTOCOL,
     Abort,
     BucketReady,
     Commit,
@@ -200,9 +198,6 @@ class ReceiverSession(Session):
 
     def _on_offer(self, offer: Offer) -> list[Effect]:
         self.offer = offer
-        if offer.protocol != PROTOCOL:
-            error = f"the sender speaks refit protocol {offer.protocol}, this side {PROTOCOL}"
-            return self.fail(RefitProtocolError(error, fix="install the same rl-core"))
         if offer.verify not in VERIFY_LEVELS or offer.isolation not in ISOLATION_LEVELS:
             return self.fail(
                 CapabilityError(

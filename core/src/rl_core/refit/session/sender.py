@@ -6,9 +6,13 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
-from rl_core.errors import ManifestMismatchError, RefitPeerError, RefitProtocolError
+from rl_core.errors import (
+    ManifestMismatchError,
+    RefitAborted,
+    RefitPeerError,
+    RefitProtocolError,
+)
 from rl_core.refit.messages import (
-    PROTOCOL,
     Abort,
     BucketReady,
     Commit,
@@ -44,10 +48,16 @@ if TYPE_CHECKING:
 __all__ = ["SenderSession"]
 
 
+#: Connections that may have an offer and no answer yet, for each receiver that is wanted: what
+#: earlier refits left on the way, or who says a Hello again that was another's.
+_OFFERS = 32
+
+
 @dataclass
 class _Peer:
     hello: Hello
-    number: int
+    #: Among who takes part; None before that.
+    number: int | None = None
     #: The phases in which the peer did its part.
     did: set[Phase] = field(default_factory=set)
     ready: Ready | None = None
@@ -55,7 +65,8 @@ class _Peer:
 
     @property
     def name(self) -> str:
-        return f"receiver {self.number} ({self.hello.name}, pid {self.hello.pid})"
+        number = "" if self.number is None else f" {self.number}"
+        return f"receiver{number} ({self.hello.name}, pid {self.hello.pid})"
 
 
 class SenderSession(Session):
@@ -65,15 +76,21 @@ class SenderSession(Session):
     ``MakePlan`` with :meth:`planned`, ``Pack`` with :meth:`packed` and ``Confirm`` with
     :meth:`confirmed`.
 
+    Whoever says Hello gets the offer; whoever is ready for it takes part. A Hello proves nothing:
+    it may have waited on a connection that is closed by now, or be somebody else's. A Ready answers
+    this very offer.
+
     Args:
         offer: What every receiver is told first.
         receivers: How many must take part.
+        refit: Id of the refit, which receivers were told as well; empty if it has none.
+        is_over: Whether the refit of an id has ended, or never will begin.
         deadline_s: Seconds within which the session ends.
         clock: Monotonic seconds.
     """
 
-    #: What may arrive in each phase. ``Failed`` is legal in all of them; a ``Hello`` after
-    #: DISCOVER waits for the next refit; everything else ends the session.
+    #: What may arrive in each phase from who takes part. ``Failed`` is legal in all of them; a
+    #: ``Hello`` after DISCOVER means the next refit and is said again; all else ends the session.
     TABLE: ClassVar[dict[tuple[Phase, type], str]] = {
         (Phase.DISCOVER, Ready): "_on_ready",  # all ready     -> PREPARE
         (Phase.PREPARE, Prepared): "_on_prepared",  # all prepared  -> TRANSFER
@@ -88,12 +105,18 @@ class SenderSession(Session):
         *,
         receivers: int,
         deadline_s: float,
+        refit: str = "",
+        is_over: Callable[[str], bool] = lambda _: False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(deadline_s, clock)
         self.offer = offer
         self._receivers = receivers
+        self._refit = refit
+        self._is_over = is_over
+        self._offered: dict[str, _Peer] = {}
         self._peers: dict[str, _Peer] = {}
+        self._noise = ""
         self._dtypes: dict[str, str] | None = None
         self._prepare: Prepare | None = None
         self._window = 0
@@ -106,26 +129,34 @@ class SenderSession(Session):
         """Who takes part, by connection."""
         return {key: peer.hello for key, peer in self._peers.items()}
 
+    @property
+    def connections(self) -> list[str]:
+        """Those of who takes part, and of who may yet."""
+        return [*self._peers, *self._offered]
+
     # -- what happens -----------------------------------------------------------------------------
 
-    def receive(self, key: str, message: FromReceiver) -> list[Effect]:
+    def receive(self, key: str, message: Hello | FromReceiver) -> list[Effect]:
         """Takes one message from the connection ``key``."""
         if self.phase.terminal:
             return []
         if isinstance(message, Hello):
             return self._on_hello(key, message)
-        peer = self._peers.get(key)
+        peer = self._peers.get(key) or self._offered.get(key)
         if peer is None:
             return []
         if message.session != self.offer.session:
             return self._break(peer, f"{type(message).__name__} of another session")
         if isinstance(message, Failed):
-            del self._peers[key]
+            self._peers.pop(key, None)
+            self._offered.pop(key, None)
             return self.fail(self._reported(peer, message))
         handler = self.TABLE.get((self.phase, type(message)))
         if handler is None or self.phase in peer.did:
             return self._break(peer, f"{type(message).__name__} out of turn")
-        effects: list[Effect] = getattr(self, handler)(peer, message)
+        effects: list[Effect] = self._admit(key, peer) if key in self._offered else []
+        if key in self._peers:
+            effects += getattr(self, handler)(peer, message)
         return effects
 
     def planned(self, prepare: Prepare, window: int) -> list[Effect]:
@@ -165,17 +196,19 @@ class SenderSession(Session):
         )
 
     def forget(self, key: str) -> list[Effect]:
-        """A connection is gone; if its peer was ready, the session fails."""
-        peer = self._peers.get(key)
-        if peer is not None and Phase.DISCOVER not in peer.did:
-            del self._peers[key]
-            return []
+        """A connection is gone; if its peer takes part, the session fails."""
+        self._offered.pop(key, None)
         return self.lost(key, "closed its connection")
 
     def corrupted(self, key: str, error: RefitProtocolError) -> list[Effect]:
-        """A frame that could not be read came from ``key``."""
+        """A frame that could not be read came from ``key``: from who takes part, that is the end.
+
+        What was offered to others is taken back: they are not who they said.
+        """
         peer = self._peers.get(key)
         if peer is None:
+            self._offered.pop(key, None)
+            self._noise = str(error).splitlines()[0]
             return [Send(self._abort(error), key)]
         error.details["peer"] = peer.name
         return self.fail(error)
@@ -195,22 +228,44 @@ class SenderSession(Session):
     # -- handlers, in the order of the phases -----------------------------------------------------
 
     def _on_hello(self, key: str, hello: Hello) -> list[Effect]:
-        if self.phase is not Phase.DISCOVER or key in self._peers:
+        if self.phase is not Phase.DISCOVER or key in self._peers or key in self._offered:
             return []
-        earlier = [k for k, p in self._peers.items() if p.hello.receiver == hello.receiver]
-        for old in earlier:
-            if effects := self.forget(old):
-                return effects
-        refusal = None
-        if hello.protocol != PROTOCOL:
-            refusal = f"this side speaks refit protocol {PROTOCOL}, not {hello.protocol}"
-        elif len(self._peers) == self._receivers:
-            refusal = f"this refit has all of its {self._receivers} receivers"
-        if refusal:
-            return [Send(self._abort(RefitProtocolError(refusal)), key)]
-        number = min(set(range(self._receivers)) - {p.number for p in self._peers.values()})
-        self._peers[key] = _Peer(hello, number)
+        if hello.refit != self._refit:
+            return self._turn_away(key, hello)
+        if len(self._peers) == self._receivers:
+            return self._dismiss(key, self._full)
+        if len(self._offered) >= _OFFERS * self._receivers:
+            del self._offered[next(iter(self._offered))]
+        self._offered[key] = _Peer(hello)
         return [Send(self.offer, key)]
+
+    def _turn_away(self, key: str, hello: Hello) -> list[Effect]:
+        """Tells who asks for a refit that is over, or for none by name; others wait for theirs."""
+        if hello.refit and self._refit and not self._is_over(hello.refit):
+            return []
+        if hello.refit and self._refit:
+            why = "the refit that was asked for is over"
+        else:
+            why = "only one side was told the refit's id: give refit_id to both, or to none"
+        error = RefitAborted(f"{self.phase}: {why}", fix="refit again")
+        return [Send(self._abort(error), key)]
+
+    def _admit(self, key: str, peer: _Peer) -> list[Effect]:
+        """Lets take part who is ready, in the place of an earlier connection of its own."""
+        del self._offered[key]
+        ours = [k for k, p in self._peers.items() if p.hello.receiver == peer.hello.receiver]
+        replaced: list[Effect] = []
+        for old in ours:
+            del self._peers[old]
+            replaced += self._dismiss(old, "the receiver came back on another connection")
+        if len(self._peers) == self._receivers:
+            return self._dismiss(key, self._full)
+        peer.number = min(set(range(self._receivers)) - {p.number for p in self._peers.values()})
+        self._peers[key] = peer
+        return replaced
+
+    def _dismiss(self, key: str, why: str) -> list[Effect]:
+        return [Send(self._abort(RefitProtocolError(f"{self.phase}: {why}")), key)]
 
     def _on_ready(self, peer: _Peer, message: Ready) -> list[Effect]:
         if message.manifest != self.offer.manifest:
@@ -226,9 +281,11 @@ class SenderSession(Session):
         self._dtypes, peer.ready = message.dtypes, message
         if not self._all_did(peer):
             return []
+        late = [effect for key in self._offered for effect in self._dismiss(key, self._full)]
+        self._offered.clear()
         self._enter(Phase.PREPARE)
         everybody = tuple(p.ready for p in self._peers.values() if p.ready is not None)
-        return [MakePlan(everybody)]
+        return [*late, MakePlan(everybody)]
 
     def _on_prepared(self, peer: _Peer, message: Prepared) -> list[Effect]:
         if self._prepare is None or message.plan != self._prepare.plan:
@@ -297,9 +354,20 @@ class SenderSession(Session):
         return peer_error(message.kind, message.message, phase=self.phase, peer=peer.name)
 
     def _awaited(self) -> str:
-        if len(self._peers) < self._receivers:
-            return f"{self._receivers - len(self._peers)} of {self._receivers} receivers"
-        return self._late() or "the source"
+        missing = self._receivers - len(self._peers)
+        if not missing:
+            return self._late() or "the source"
+        who = [peer.name for peer in self._offered.values()]
+        if absent := max(0, missing - len(who)):
+            who.append(f"{absent} of {self._receivers} receivers")
+        return ", ".join(who)
+
+    def _hint(self) -> str:
+        return f"; refused meanwhile: {self._noise}" if self._noise else ""
+
+    @property
+    def _full(self) -> str:
+        return f"this refit has all of its {self._receivers} receivers"
 
     def _late(self) -> str:
         return ", ".join(p.name for p in self._peers.values() if self._is_late(p))

@@ -3,6 +3,12 @@
 A transport is found by its name in the entry-point group ``rl_core.transports``; the entry is an
 instance of :class:`Transport`. The session decides what is said and when; a transport only moves
 frames, and makes bytes that the sender wrote to its :class:`Lane` appear in the receivers'.
+
+Both ends say whether the transport is ``private``: whether nobody but processes of this user on
+this host can change the bytes of a lane, whatever happens on any network. Then digests need only
+see faults, and the fastest hash is taken. Otherwise, and that is what an end says by default, they
+are keyed with the trainer's secret. Memory that only this user can open is private. A network is
+not, nor is a connection that is encrypted without proof of who the peer is.
 """
 
 from __future__ import annotations
@@ -61,6 +67,10 @@ class Lane(ABC):
     def release(self) -> None:
         """Receiver: all that was copied from the first expected bytes is done with."""
 
+    def abandoned(self) -> bool:
+        """Receiver: whether the sender has let go of the memory, as far as that can be seen."""
+        return False
+
     @abstractmethod
     def close(self) -> None:
         """Lets go; whatever waits on the other side for bytes is unblocked. Idempotent."""
@@ -83,10 +93,12 @@ class SenderEnd(ABC):
     Attributes:
         address: Plain data from which receivers connect; travels in ``prepare_refit_info``.
         reads_memory: Receivers read the sender's own memory: what ``direct`` needs.
+        private: Only this user's processes on this host reach a lane's bytes.
     """
 
     address: Mapping[str, Any]
     reads_memory: ClassVar[bool] = False
+    private: ClassVar[bool] = False
 
     @abstractmethod
     def receive(self, timeout_s: float) -> list[tuple[str, bytes]]:
@@ -99,6 +111,10 @@ class SenderEnd(ABC):
     @abstractmethod
     def departed(self) -> list[str]:
         """Connections that were lost since this was last asked."""
+
+    def refused(self) -> str | None:
+        """Why a receiver that cannot speak here said that it will not come; None if none did."""
+        return None
 
     def rendezvous(self, deadline_s: float) -> None:
         """Waits for the receivers that :attr:`address` alone does not bring here.
@@ -139,7 +155,13 @@ class SenderEnd(ABC):
 
 
 class ReceiverEnd(ABC):
-    """A receiver's end of a transport, for its whole life."""
+    """A receiver's end of a transport, for its whole life.
+
+    Attributes:
+        private: As of the sender's end, and the same.
+    """
+
+    private: ClassVar[bool] = False
 
     def rendezvous(self, deadline_s: float) -> None:
         """Waits for the sender, where that must be done before the first refit.
@@ -148,9 +170,20 @@ class ReceiverEnd(ABC):
             DeadlineError: It did not come.
         """
 
+    def refuse(self, why: str) -> None:
+        """Tells a sender that may wait that this side will not come, where there is a way."""
+
     @abstractmethod
-    def connect(self) -> None:
-        """Begins a refit: a new connection, on which nothing of earlier refits arrives."""
+    def connect(self, address: Mapping[str, Any]) -> None:
+        """Begins a refit: a new connection, on which nothing of earlier refits arrives.
+
+        Args:
+            address: The sender's, as its ``prepare_refit_info`` has it; this end may have been made
+                with less.
+
+        Raises:
+            RefitPeerError: The sender is not there.
+        """
 
     @abstractmethod
     def disconnect(self) -> None:
@@ -199,7 +232,7 @@ class Transport(ABC):
 
     @abstractmethod
     def receiver(self, address: Mapping[str, Any], **options: Any) -> ReceiverEnd:
-        """A receiver's end for the sender of :attr:`SenderEnd.address`.
+        """A receiver's end for the sender of :attr:`SenderEnd.address`, or of a part of it.
 
         Raises:
             RefitProtocolError: The address is malformed.

@@ -1,10 +1,11 @@
 """Between hosts: ZeroMQ over TCP, and broadcasts in a process group made for this refit's members.
 
-The sender's address is that of a store at which all meet; it listens on no other interface. There
-receivers read the endpoint of the control channel, and members of a group each other's addresses.
-The store itself is open to whoever reaches the port. Such a stranger can disturb a refit. He
-cannot speak in it, because control messages are authenticated; and bytes that he slips in are
-found out unless the refit is told to verify nothing.
+The sender listens on one interface. What a receiver needs to speak to it (the endpoint and the key
+of the control channel) comes with the trainer's introduction. At a store the members of a group
+find each other's addresses; it is torch's, open to whoever reaches its port, and so are the
+connections of the group. A stranger who is there can disturb a refit, put himself in the way of
+the bytes, and read them: the weights are not encrypted. He cannot change one unnoticed, because
+blocks are hashed with a key that he does not have, unless the refit is told to verify nothing.
 """
 
 from __future__ import annotations
@@ -37,10 +38,13 @@ if TYPE_CHECKING:
 
 __all__ = ["COLLECTIVE", "CollectiveReceiver", "CollectiveSender"]
 
-_ENDPOINT = "refit/control"
 _JOINED = "refit/joined"
+_REFUSED = "refit/refused"
 _STORE_TIMEOUT = timedelta(seconds=10)
 _POLL_S = 0.02
+_REFUSAL_CHARS = 500
+#: Seconds for which a refusal is said, and between two times.
+_REFUSE_S, _REPEAT_S = 3.0, 0.3
 
 _Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 T = TypeVar("T", bound=msgspec.Struct)
@@ -60,6 +64,8 @@ class _NoOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class _Address(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ip: str
     port: _Port
+    control: str = ""
+    key: str = ""
 
 
 class _Ref(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -91,7 +97,12 @@ class CollectiveSender(ControlServer, SenderEnd):
         self._receivers, self._backend = receivers, backend
         self._closed = threading.Event()
         self._lanes: weakref.WeakSet[GroupLane] = weakref.WeakSet()
-        super().__init__(f"tcp://[{host}]:*" if ":" in host else f"tcp://{host}:*")
+        bind = f"tcp://[{host}]:*" if ":" in host else f"tcp://{host}:*"
+        try:
+            super().__init__(bind, encrypted=True)
+        except BaseException:
+            listener.close()
+            raise
         self._store: c10d.TCPStore | None = c10d.TCPStore(
             host,
             port,
@@ -100,8 +111,7 @@ class CollectiveSender(ControlServer, SenderEnd):
             timeout=_STORE_TIMEOUT,
             master_listen_fd=listener.detach(),
         )
-        self._store.set(_ENDPOINT, self.endpoint)
-        self.address = {"ip": host, "port": port}
+        self.address = {"ip": host, "port": port, "control": self.endpoint, "key": self.key}
 
     def rendezvous(self, deadline_s: float) -> None:
         """Waits until as many receivers have joined as were announced.
@@ -126,6 +136,15 @@ class CollectiveSender(ControlServer, SenderEnd):
                 seconds=deadline_s,
                 missing=missing,
             )
+
+    def refused(self) -> str | None:
+        """See :meth:`SenderEnd.refused`; anybody may have written it, so it only ends a wait."""
+        store = _open(self._store)
+        if not store.check([_REFUSED]):
+            return None
+        text = store.get(_REFUSED)[:_REFUSAL_CHARS].decode(errors="replace")
+        store.delete_key(_REFUSED)
+        return text
 
     def place(self, device: torch.device, gpus: Sequence[Sequence[str]]) -> torch.device:
         """See :meth:`SenderEnd.place`: NCCL wants a GPU of its own for every member."""
@@ -158,7 +177,7 @@ class CollectiveReceiver(ControlClient, ReceiverEnd):
     """A receiver's end; :meth:`rendezvous` comes first.
 
     Args:
-        address: The sender's.
+        address: The sender's; for a rendezvous ``ip`` and ``port`` are enough.
     """
 
     def __init__(self, address: Mapping[str, Any]) -> None:
@@ -169,7 +188,7 @@ class CollectiveReceiver(ControlClient, ReceiverEnd):
         self._lanes: weakref.WeakSet[GroupLane] = weakref.WeakSet()
 
     def rendezvous(self, deadline_s: float) -> None:
-        """Waits until the sender is there, and joins it; again if the sender was replaced.
+        """Waits until the sender is there, and joins it.
 
         Raises:
             DeadlineError: It did not come.
@@ -188,7 +207,6 @@ class CollectiveReceiver(ControlClient, ReceiverEnd):
             try:
                 left = timedelta(seconds=max(ends - time.monotonic(), 1))
                 store = c10d.TCPStore(ip, port, wait_for_workers=False, timeout=left)
-                self.endpoint = store.get(_ENDPOINT).decode()
                 store.set_timeout(_STORE_TIMEOUT)
                 store.add(_JOINED, 1)
                 self._store = store
@@ -201,14 +219,40 @@ class CollectiveReceiver(ControlClient, ReceiverEnd):
             seconds=deadline_s,
         )
 
-    def connect(self) -> None:
+    def refuse(self, why: str) -> None:
+        """See :meth:`ReceiverEnd.refuse`; says it for some time, as the sender may be about to ask.
+
+        A sender that begins to wait passes over what was said before.
+        """
+        store = self._store
+        if store is None:
+            return
+
+        def repeat() -> None:
+            with suppress(dist.DistError):
+                store.set(_REFUSED, why[:_REFUSAL_CHARS])
+                while not self._closed.wait(_REPEAT_S) and time.monotonic() < ends:
+                    store.set(_REFUSED, why[:_REFUSAL_CHARS])
+
+        ends = time.monotonic() + _REFUSE_S
+        threading.Thread(target=repeat, name="rl-refit-refuse", daemon=True).start()
+
+    def connect(self, address: Mapping[str, Any]) -> None:
         """See :meth:`ReceiverEnd.connect`.
 
         Raises:
             LifecycleError: The sender was never met.
+            RefitProtocolError: It is not said where the sender listens.
         """
         _open(self._store)
-        super().connect()
+        where = _address(address)
+        if not where.control or not where.key:
+            raise RefitProtocolError(
+                f"{_name(address)}: it is not said where the sender listens, or with which key",
+                fix="pass the policy's prepare_refit_info() to the engine after init_collective",
+            )
+        self.endpoint, self.key = where.control, where.key
+        self.open()
 
     def attach(
         self, ref: Mapping[str, Any], receiver: str, device: torch.device = CPU
@@ -249,11 +293,8 @@ class _Collective(Transport):
 
     def receiver(self, address: Mapping[str, Any], **options: Any) -> CollectiveReceiver:
         _options(options, _NoOptions)
-        try:
-            where = msgspec.convert(address, _Address)
-        except msgspec.ValidationError as error:
-            raise RefitProtocolError(f"a malformed collective address: {error}") from error
-        return CollectiveReceiver({"ip": where.ip, "port": where.port})
+        _address(address)
+        return CollectiveReceiver(address)
 
 
 #: The transport named ``collective``.
@@ -270,6 +311,13 @@ def _options(given: Mapping[str, Any], kind: type[T]) -> T:
             fix=f"it takes {', '.join(field.name for field in msgspec.structs.fields(kind))}",
             key=names[-1] if names else "",
         ) from error
+
+
+def _address(given: Mapping[str, Any]) -> _Address:
+    try:
+        return msgspec.convert(given, _Address)
+    except msgspec.ValidationError as error:
+        raise RefitProtocolError(f"a malformed collective address: {error}") from error
 
 
 def _listen(ip: str, port: int) -> socket.socket:

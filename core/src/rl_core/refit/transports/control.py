@@ -2,7 +2,9 @@
 
 Both ends see within milliseconds that a process died, because its connection closes, and within
 seconds that one is stopped or cut off, because its heartbeats do not come. What the frames mean,
-and whether they are authentic, is for :mod:`rl_core.refit.messages` to say.
+and whether they are authentic, is for :mod:`rl_core.refit.frames` to say. On a network connections
+are encrypted besides (CurveZMQ), with a key that whoever has the trainer's introduction knows:
+others cannot read who says what, and fill no memory with what nobody will read.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import weakref
 import zmq
 
 from rl_core.errors import RefitError
-from rl_core.refit.messages import MAX_FRAME_BYTES
+from rl_core.refit.frames import MAX_FRAME_BYTES
 
 __all__ = ["ControlClient", "ControlServer"]
 
@@ -28,6 +30,8 @@ _SILENCE_MS = 3000
 _NEVER_MS = 3_600_000
 #: Connections that may wait to be accepted: as many engines as may start a refit at once.
 _BACKLOG = 1024
+#: Frames of one connection that are kept while nobody reads; the rest waits where it is written.
+_UNREAD = 8
 #: What tells a client that its server is gone. A refused connection is as good as a broken one,
 #: because a server's endpoint is known only once it listens.
 _LOST = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_CONNECT_RETRIED
@@ -47,6 +51,7 @@ class _Watched:
     def __init__(self, context: zmq.Context[_Socket], kind: int, events: int) -> None:
         self.socket = context.socket(kind)
         self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        self.socket.setsockopt(zmq.RCVHWM, _UNREAD)
         self.socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
         self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _SILENCE_MS)
         self.socket.setsockopt(zmq.HANDSHAKE_IVL, _SILENCE_MS)
@@ -78,15 +83,17 @@ class ControlServer:
 
     Args:
         bind: A ZeroMQ address, such as ``tcp://127.0.0.1:*``.
+        encrypted: Take connections from those alone who know :attr:`key`.
 
     Attributes:
         endpoint: Where clients connect.
+        key: The server's public key, which is nobody else's business; empty if not encrypted.
 
     Raises:
-        RefitError: It cannot be bound.
+        RefitError: It cannot be bound, or encryption is not there.
     """
 
-    def __init__(self, bind: str) -> None:
+    def __init__(self, bind: str, *, encrypted: bool = False) -> None:
         context = zmq.Context()
         held: list[_Watched] = []
         #: Runs once, at the latest when the process ends.
@@ -97,7 +104,13 @@ class ControlServer:
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.BACKLOG, _BACKLOG)
         self._socket.setsockopt(zmq.IPV6, "[" in bind)
+        self.key = ""
         try:
+            if encrypted:
+                public, secret = _key_pair()
+                self._socket.setsockopt(zmq.CURVE_SERVER, 1)
+                self._socket.setsockopt(zmq.CURVE_SECRETKEY, secret)
+                self.key = public.decode()
             self._socket.bind(bind)
         except zmq.ZMQError as error:
             self._destroy()
@@ -173,16 +186,18 @@ class ControlClient:
 
     Args:
         endpoint: The server's.
+        key: The server's; empty if connections are not encrypted.
     """
 
-    def __init__(self, endpoint: str) -> None:
+    def __init__(self, endpoint: str, key: str = "") -> None:
         self.endpoint = endpoint
+        self.key = key
         self._context = zmq.Context()
         self._held: list[_Watched] = []
         self._destroy = weakref.finalize(self, _destroy, self._context, self._held, os.getpid())
         self._watched: _Watched | None = None
 
-    def connect(self) -> None:
+    def open(self) -> None:
         """Begins a refit: a new connection, on which nothing of earlier refits arrives.
 
         Raises:
@@ -194,6 +209,11 @@ class ControlClient:
         watched.socket.setsockopt(zmq.RECONNECT_IVL, _NEVER_MS)
         watched.socket.setsockopt(zmq.IPV6, "[" in self.endpoint)
         try:
+            if self.key:
+                public, secret = _key_pair()
+                watched.socket.setsockopt(zmq.CURVE_SERVERKEY, self.key.encode())
+                watched.socket.setsockopt(zmq.CURVE_PUBLICKEY, public)
+                watched.socket.setsockopt(zmq.CURVE_SECRETKEY, secret)
             watched.socket.connect(self.endpoint)
         except zmq.ZMQError as error:
             watched.close()
@@ -209,7 +229,7 @@ class ControlClient:
 
     def receive(self, timeout_s: float) -> bytes | None:
         """The next frame; None after the timeout, or when the server is lost."""
-        assert self._watched is not None, "connect() first"
+        assert self._watched is not None, "open() first"
         frame = _frame(self._watched)
         if frame is None:
             self._watched.wait(timeout_s)
@@ -218,7 +238,7 @@ class ControlClient:
 
     def send(self, frame: bytes) -> None:
         """Sends a frame; into the void if the server is lost, which :meth:`lost` tells."""
-        assert self._watched is not None, "connect() first"
+        assert self._watched is not None, "open() first"
         try:
             self._watched.socket.send(frame, zmq.NOBLOCK)
         except zmq.Again:
@@ -238,6 +258,20 @@ class ControlClient:
         """Closes, once what was sent is delivered or a moment has passed. Idempotent."""
         self.disconnect()
         self._destroy()
+
+
+def _key_pair() -> tuple[bytes, bytes]:
+    """A public and a secret key.
+
+    Raises:
+        RefitError: This build of ZeroMQ does not encrypt.
+    """
+    if not zmq.has("curve"):
+        raise RefitError(
+            "this build of ZeroMQ cannot encrypt, and a refit between hosts needs that",
+            fix="install pyzmq from its wheel, or build libzmq with libsodium",
+        )
+    return zmq.curve_keypair()
 
 
 def _frame(watched: _Watched) -> bytes | None:

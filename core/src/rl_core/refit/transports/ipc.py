@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from rl_core.errors import ConfigError, RefitProtocolError
+from rl_core.errors import ConfigError, RefitPeerError, RefitProtocolError
 from rl_core.refit.transports.base import CPU, ReceiverEnd, SenderEnd, Transport
 from rl_core.refit.transports.control import ControlClient, ControlServer
 from rl_core.refit.transports.cuda import CudaRegion, uuid_of
@@ -54,6 +54,7 @@ class IpcSender(ControlServer, SenderEnd):
     """
 
     reads_memory = True
+    private = True
 
     def __init__(self) -> None:
         _sweep()
@@ -85,6 +86,25 @@ class IpcSender(ControlServer, SenderEnd):
 
 class IpcReceiver(ControlClient, ReceiverEnd):
     """A receiver's end; it clears away what a sender that was killed could not."""
+
+    private = True
+
+    def connect(self, address: Mapping[str, Any]) -> None:
+        """See :meth:`ReceiverEnd.connect`."""
+        path = self.endpoint.removeprefix(_SCHEME)
+        try:
+            os.stat(path)
+        except OSError as error:
+            raise RefitPeerError(
+                f"the trainer's socket {path} cannot be reached from here: {error.strerror}; "
+                "either the trainer has ended, or this process sees another directory under that "
+                "name (another host or container) or runs as another user",
+                fix="if the trainer runs, let both sides be one user's and see one TMPDIR, or use "
+                "the collective transport; else start it again, and prepare_refit_info",
+                phase="DISCOVER",
+                peer="the sender",
+            ) from error
+        self.open()
 
     def attach(self, ref: Mapping[str, Any], receiver: str, device: torch.device = CPU) -> Lane:
         """See :meth:`ReceiverEnd.attach`."""
@@ -157,6 +177,11 @@ def _clear(endpoint: str) -> bool:
     """
     path = Path(endpoint.removeprefix(_SCHEME))
     if not path.parent.name.startswith(_PREFIX):
+        return True
+    if not path.exists():
+        with suppress(OSError):  # it has another thing in it, or is gone
+            if time.time() - path.parent.lstat().st_mtime > _GRACE_S:
+                path.parent.rmdir()
         return True
     with socket.socket(socket.AF_UNIX) as probe, suppress(OSError):
         probe.setblocking(False)

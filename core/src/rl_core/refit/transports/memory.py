@@ -109,6 +109,14 @@ class SharedRegion(Lane):
         """See :meth:`Lane.home`."""
         return torch.frombuffer(self._mapped, dtype=torch.uint8, offset=start, count=stop - start)
 
+    def abandoned(self) -> bool:
+        """See :meth:`Lane.abandoned`: who has the memory has its path."""
+        try:
+            found = os.stat(self.ref["path"])
+        except OSError as error:
+            return isinstance(error, FileNotFoundError | ProcessLookupError)
+        return (found.st_dev, found.st_ino) != (self.ref["device"], self.ref["inode"])
+
     def close(self) -> None:
         """Lets go; the memory is gone once every process and tensor has let go of it."""
         if self._give_back is not None:

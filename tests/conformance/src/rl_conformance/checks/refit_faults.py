@@ -281,7 +281,7 @@ def damaged_bytes_never_commit(ctx: Context, way: Any) -> None:
 
     with (
         mock.patch.object(RefitSender, "window", remember),
-        at_the_first_bucket(policy.sender.token, damage),
+        at_the_first_bucket(damage),
     ):
         error = attempt(policy, engine, bucket_bytes=4096, deadline_s=10.0, **way)
     require(isinstance(error, RefitCorrupted), f"not RefitCorrupted but {error!r}")
@@ -295,12 +295,11 @@ def weights_that_change_meanwhile_never_commit(ctx: Context, mode: str) -> None:
     policy, generation = unequal_pair(ctx)
     supports(ctx, policy, mode)
     policy.prepare_for_training()
-    token = (policy.prepare_refit_info() or {})["token"]
 
     def train() -> None:
         policy.train(training_batch((9, 14, 6)), NegativeLogLikelihood())
 
-    with at_the_first_bucket(token, train):
+    with at_the_first_bucket(train):
         error = attempt(policy, generation, mode=mode, bucket_bytes=4096)
     require(isinstance(error, RLError), f"not an error of ours but {error!r}")
     require(generation.weights_version == 0, f"it committed version {generation.weights_version}")

@@ -10,6 +10,7 @@ import stat
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import psutil
 import torch
@@ -22,7 +23,7 @@ from rl_conformance.refits import DEADLINE_S, free_port, odd_tensors, run_refit
 from rl_conformance.registry import check
 from rl_conformance.weights import same_weights
 from rl_core.errors import ConfigError, RefitProtocolError, RLError
-from rl_core.refit import messages
+from rl_core.refit import frames, messages
 from rl_core.refit.transports import find_transport
 from rl_core.refit.transports.memory import SharedRegion
 
@@ -45,29 +46,40 @@ class _Bomb:
 _TOKEN = "of the checks"
 
 
-def _authentic(body: bytes) -> bytes:
+def _authentic(body: bytes, side: frames.Side = "sender") -> bytes:
     """A frame with the right code around any bytes."""
-    return messages.Codec[Any](object, _TOKEN)._code(body) + body
+    with mock.patch.object(frames, "_encoder", mock.Mock(encode=lambda _: body)):
+        return frames.Channel(_TOKEN, b"", side).encode(None)
 
 
 _FRAMES: dict[str, Any] = {
     "empty": b"",
     "short": b"0123456789abcdef",
     "unsigned": b"x" * 64,
-    "truncated": messages.Codec[Any](object, _TOKEN).encode(messages.Seal("s", "d"))[:-3],
-    "oversized": b"x" * (messages.MAX_FRAME_BYTES + 1),
-    "no_msgpack": _authentic(b"\xc1" * 9),
-    "unknown_message": _authentic(b"\x81\xa4type\xa4Nope"),
-    "nested": _authentic(b"\x91" * 100_000),
+    "truncated": frames.Channel(_TOKEN, b"", "sender").encode(messages.Seal("s", "d"))[:-3],
+    "oversized": b"x" * (frames.MAX_FRAME_BYTES + 1),
+}
+#: What somebody who holds the token could put into a frame.
+_BODIES: dict[str, bytes] = {
+    "no_msgpack": b"\xc1" * 9,
+    "unknown_message": b"\x81\xa4type\xa4Nope",
+    "nested": b"\x91" * 100_000,
 }
 
 
-@check("S1", cases={name: {"frame": frame} for name, frame in _FRAMES.items()}, needs=())
-def a_malformed_frame_is_refused(ctx: Context, frame: bytes) -> None:
+_CASES: dict[str, Any] = {name: {"frame": frame} for name, frame in _FRAMES.items()}
+_CASES |= {name: {"body": body} for name, body in _BODIES.items()}
+
+
+@check("S1", cases=_CASES, needs=())
+def a_malformed_frame_is_refused(ctx: Context, frame: bytes = b"", body: bytes = b"") -> None:
     """Both directions raise RefitProtocolError, whatever the bytes."""
-    for kind in (messages.FromSender, messages.FromReceiver):
+    sides: tuple[tuple[frames.Side, frames.Side], ...]
+    sides = (("sender", "receiver"), ("receiver", "sender"))
+    for author, reader in sides:
         with raises(RefitProtocolError):
-            messages.Codec[Any](kind, _TOKEN).decode(frame)
+            given = _authentic(body, author) if body else frame
+            frames.Channel(_TOKEN, b"", reader).decode(given)
 
 
 @check("S1", needs=())
@@ -76,7 +88,7 @@ def nothing_is_unpickled(ctx: Context) -> None:
     path = ctx.directory() / "unpickled"
     bomb = pickle.dumps(_Bomb(path))
     with raises(RefitProtocolError):
-        messages.Codec[Any](messages.FromSender, _TOKEN).decode(_authentic(bomb))
+        frames.Channel(_TOKEN, b"", "receiver").decode(_authentic(bomb))
     engine = ctx.closing(TensorEngine(odd_tensors(2)))
     policy = ctx.closing(TensorPolicy(odd_tensors(1)))
     engine.prepare_refit_info(policy.prepare_refit_info())
@@ -172,8 +184,8 @@ def a_stranger_on_the_socket_is_refused(ctx: Context, transport: str) -> None:
 
 def _hello() -> bytes:
     """What a receiver says first, under another token."""
-    hello = messages.Hello(messages.PROTOCOL, "stranger", "stranger", os.getpid())
-    return messages.Codec[Any](object, _TOKEN).encode(hello)
+    hello = messages.Hello("stranger", "stranger", os.getpid(), os.urandom(16))
+    return frames.write_hello(hello, _TOKEN)
 
 
 def _heard(stranger: Any) -> list[bytes]:

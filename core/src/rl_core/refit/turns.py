@@ -1,0 +1,139 @@
+"""Generation and refits take turns at an engine."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+__all__ = ["Lock", "TurnLock", "leave_line"]
+
+
+class Lock(Protocol):
+    """What a refit asks of an engine's lock: a :class:`TurnLock`, or one of :mod:`threading`."""
+
+    def acquire(self, *, timeout: float = ...) -> bool:
+        """Whether it was had in time."""
+
+    def release(self) -> None:
+        """Gives it back."""
+
+
+def leave_line(lock: Lock) -> None:
+    """Gives up the place that a lock may keep for who asked and did not get it."""
+    if isinstance(lock, TurnLock):
+        lock.withdraw()
+
+
+class TurnLock:
+    """A lock with readers, who generate, and writers, who change the engine; fair both ways.
+
+    A writer that waits keeps new readers out, so that running ones end and it gets its turn.
+    Readers that a writer kept waiting go before the next writer does. A thread that has the lock
+    may take it again, a writer also as a reader.
+
+    Args:
+        readers: How many may read at once.
+    """
+
+    def __init__(self, readers: int = 1) -> None:
+        self._most = readers
+        self._changed = threading.Condition()
+        self._writer: int | None = None
+        self._depth = 0
+        self._reading: dict[int, int] = {}  # by thread, how often
+        self._writers: list[int] = []  # threads that wait to write, in line
+        self._waiting = 0  # readers that wait
+        self._first = 0  # of them, those that go before the next writer
+
+    @contextmanager
+    def reading(self) -> Generator[None]:
+        """Holds it for a reader."""
+        me = threading.get_ident()
+        with self._changed:
+            mine = me in self._reading or self._writer == me
+            if not mine:
+                self._wait_to_read()
+            self._reading[me] = self._reading.get(me, 0) + 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._reading[me] -= 1
+                if not self._reading[me]:
+                    del self._reading[me]
+                self._changed.notify_all()
+
+    def acquire(self, timeout: float = -1) -> bool:
+        """Holds it for a writer, if it can be had in time.
+
+        Who could not have it stays in line: call again, or :meth:`withdraw`.
+
+        Args:
+            timeout: Seconds; for ever if negative.
+
+        Returns:
+            Whether this thread has it.
+        """
+        me = threading.get_ident()
+        with self._changed:
+            if self._writer != me:
+                if me not in self._writers:
+                    self._writers.append(me)
+                wait_s = None if timeout < 0 else timeout
+                if not self._changed.wait_for(lambda: self._may_write(me), wait_s):
+                    return False
+                self._writers.remove(me)
+                self._writer = me
+            self._depth += 1
+            return True
+
+    def withdraw(self) -> None:
+        """Leaves the line of the writers."""
+        me = threading.get_ident()
+        with self._changed:
+            if me in self._writers:
+                self._writers.remove(me)
+                self._changed.notify_all()
+
+    def release(self) -> None:
+        """Gives a writer's hold back.
+
+        Raises:
+            RuntimeError: This thread does not have it.
+        """
+        with self._changed:
+            if self._writer != threading.get_ident():
+                raise RuntimeError("a TurnLock is released by the thread that acquired it")
+            self._depth -= 1
+            if not self._depth:
+                self._writer = None
+                self._first = self._waiting
+                self._changed.notify_all()
+
+    def __enter__(self) -> None:
+        self.acquire()
+
+    def __exit__(self, *exception: object) -> None:
+        self.release()
+
+    def _wait_to_read(self) -> None:
+        self._waiting += 1
+        try:
+            self._changed.wait_for(self._may_read)
+            self._first = max(0, self._first - 1)
+        finally:
+            self._waiting -= 1
+            self._first = min(self._first, self._waiting)
+
+    def _may_read(self) -> bool:
+        room = self._writer is None and len(self._reading) < self._most
+        return room and (not self._writers or self._first > 0)
+
+    def _may_write(self, me: int) -> bool:
+        others = self._reading.keys() - {me}
+        free = self._writer is None and not others
+        return free and self._writers[0] == me and self._first == 0

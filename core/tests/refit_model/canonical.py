@@ -1,0 +1,140 @@
+"""The state of a world as bytes: two worlds with the same bytes have the same future."""
+
+from __future__ import annotations
+
+import hashlib
+import types
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import torch
+
+from rl_core.refit.digests import Digester, Window
+from rl_core.refit.loading import Route
+from rl_core.refit.manifest import WeightManifest
+from rl_core.refit.plan import Planner, TransferPlan
+from rl_core.refit.session import Phase
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import greenlet
+
+#: Times that were measured, and what a job keeps for its caller.
+_IGNORED = {"phase_seconds", "_entered", "_told", "looked", "future", "at", "endpoint"}
+_PLAIN = {int, float, str, bytes, bool, type(None), Phase}
+
+
+class Canon:
+    """Writes down all that can be reached from an object, each object once."""
+
+    def __init__(self) -> None:
+        self.out: list[Any] = []
+        self._seen: dict[int, int] = {}
+        self._keep: list[Any] = []
+
+    def digest(self) -> bytes:
+        return hashlib.blake2b(repr(self.out).encode(), digest_size=12).digest()
+
+    def add(self, thing: Any) -> None:
+        kind = type(thing)
+        if kind in _PLAIN:
+            self.out.append(thing)
+            return
+        if kind is tuple:
+            self._sequence(thing)
+            return
+        seen = self._seen.get(id(thing))
+        if seen is not None:
+            self.out.append(seen)
+            return
+        self._seen[id(thing)] = -len(self._seen) - 1
+        self._keep.append(thing)  # so that no id is used twice
+        _WRITERS.get(kind, Canon._object)(self, thing)
+
+    def _sequence(self, items: Any) -> None:
+        self.out.append(len(items))
+        for item in items:
+            self.add(item)
+
+    def _mapping(self, items: Any) -> None:
+        out = self.out
+        for key, value in items.items():
+            if key not in _IGNORED:
+                self.add(key)
+                if type(value) in _PLAIN:
+                    out.append(value)
+                else:
+                    self.add(value)
+        out.append("}")
+
+    def _set(self, items: Any) -> None:
+        self._sequence(sorted(items, key=str))
+
+    def _tensor(self, tensor: Any) -> None:
+        self.out.append(tensor.detach().contiguous().view(-1).numpy().tobytes())
+
+    def _generator(self, generator: Any) -> None:
+        self._frame(generator.gi_frame)
+
+    def _frame(self, frame: Any) -> None:
+        if frame is not None:
+            self.out.append((frame.f_code.co_name, frame.f_lasti))
+            self._mapping(frame.f_locals)
+
+    def stack(self, of: greenlet.greenlet) -> None:
+        """All that a stopped thread has before it."""
+        frame = of.gr_frame
+        while frame is not None:
+            if "rl_core" in frame.f_code.co_filename:
+                self._frame(frame)
+            frame = frame.f_back
+
+    @classmethod
+    def stops_at(cls, kind: type) -> None:
+        """What can be reached from a thing of this kind is written down by other ways."""
+        _WRITERS[kind] = cls._name_only
+
+    def _name_only(self, thing: Any) -> None:
+        self.out.append(type(thing).__name__)
+
+    def _object(self, thing: Any) -> None:
+        kind = type(thing)
+        self.out.append(kind.__name__)
+        module = kind.__module__
+        if isinstance(thing, BaseException | types.FunctionType | types.MethodType):
+            return
+        if isinstance(thing, msgspec.Struct):
+            self._sequence(msgspec.structs.astuple(thing))
+        elif module.startswith(("rl_core", "refit_model")):
+            if hasattr(thing, "__dict__"):
+                self._mapping(vars(thing))
+            for slot in getattr(kind, "__slots__", ()):
+                if slot not in _IGNORED:
+                    self.add(getattr(thing, slot, None))
+        elif hasattr(thing, "hexdigest"):
+            self.out.append(thing.hexdigest())
+
+
+def _route(canon: Canon, route: Any) -> None:
+    canon.out.append(route.plan.digest)
+    canon.add(route.data)
+
+
+_WRITERS: dict[type, Callable[[Canon, Any], None]] = {
+    list: Canon._sequence,
+    deque: Canon._sequence,
+    dict: Canon._mapping,
+    set: Canon._set,
+    frozenset: Canon._set,
+    bytearray: lambda canon, memory: canon.out.append(bytes(memory)),
+    torch.Tensor: Canon._tensor,
+    types.GeneratorType: Canon._generator,
+    TransferPlan: lambda canon, plan: canon.out.append(plan.digest),
+    WeightManifest: lambda canon, manifest: canon.out.append(manifest.digest),
+    Planner: Canon._name_only,  # caches
+    Digester: Canon._name_only,
+    Window: lambda canon, window: canon.add(window.data),
+    Route: _route,
+}

@@ -1,0 +1,199 @@
+"""What can happen in a world, and that it happens.
+
+A choice is a line of text, which is what traces are made of.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from refit_model.promises import check_engines
+from refit_model.tasks import inhabit
+from refit_model.world import Train
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from refit_model.tasks import Task
+    from refit_model.world import World
+
+
+def choices(world: World) -> list[str]:
+    """What can happen next; first what happens if nothing goes wrong."""
+    if world.broken:
+        return []
+    if world.interrupted is not None:
+        task = world.interrupted
+        return [f"{task.party} goes on", *interruptions(world, task)]
+    found = [*_readings(world), *_driver(world)]
+    alive = [task for task in world.tasks if task.party != world.paused]
+    if not found and alive:
+        found.append("time passes")
+    if not found and world.paused is None:
+        return []
+    if world.paused is not None:
+        found.append(f"{world.paused} resumes")
+        if "silence" in world.left:
+            found.append(f"{world.paused} is silent")
+    if world.most:
+        for party in ("T", *world.engines):
+            found += _faults(world, party)
+        found += _replays(world)
+    return found
+
+
+def _readings(world: World) -> Iterator[str]:
+    tasks = [t for t in world.tasks if t.party == "T" and t.at == "receive"]
+    if not tasks or world.paused == "T":
+        return
+    peers = tasks[0].job.session.peers
+    for key, connection in world.connections.items():
+        if connection.trainer != world.trainer.number:
+            continue
+        if connection.up and not connection.broken:
+            yield f"T reads {key}"
+        elif connection.gone and key in peers and not connection.reported:
+            yield f"T sees that {key} is gone"
+
+
+def _driver(world: World) -> Iterator[str]:
+    for party in world.to_ask:
+        if party != world.paused:
+            yield f"ask {party}"
+    if world.to_ask or world.position == len(world.scenario.script):
+        return
+    step = world.scenario.script[world.position]
+    done = [task.future.done() or task.killed for _, task in world.futures]
+    failed = [
+        task.killed or (task.future.done() and task.future.exception() is not None)
+        for _, task in world.futures
+    ]
+    if not all(done) and not any(failed):
+        return
+    if isinstance(step, Train):
+        if world.paused != "T":
+            yield "train"
+    elif world.paused not in ("T", *step.engines):
+        yield f"refit {world.refit + 1}"
+
+
+def interruptions(world: World, task: Task) -> list[str]:
+    if not world.most:
+        return []
+    party, found = task.party, []
+    if f"pause {party}" in world.left and world.paused is None:
+        found.append(f"pause {party} at {task.at}")
+    if f"crash {party}" in world.left:
+        found.append(f"crash {party} at {task.at}")
+    return [*found, *_engine_events(world, party)]
+
+
+def _engine_events(world: World, party: str) -> Iterator[str]:
+    engine = world.engines.get(party)
+    if engine is not None and not engine.lock.held:
+        events = (f"drop {party}", f"load {party}")
+        yield from (event for event in events if event in world.left)
+
+
+def _faults(world: World, party: str) -> Iterator[str]:
+    tasks = [task for task in world.tasks if task.party == party]
+    if tasks and party != world.paused:
+        if f"pause {party}" in world.left and world.paused is None:
+            yield f"pause {party}"
+        if f"quit {party}" in world.left and not tasks[0].job.cancelled:
+            yield f"quit {party}"
+    if tasks and f"crash {party}" in world.left:
+        yield f"crash {party}"
+    if party != world.paused and world.tasks:
+        yield from _engine_events(world, party)
+
+
+def _replays(world: World) -> Iterator[str]:
+    old = [key for key, recording in world.recordings.items() if recording.down]
+    if "play" in world.left:
+        for party in world.to_ask:
+            if party != "T" and party != world.paused:
+                yield from (f"ask {party} and play {key}" for key in old)
+    if "pose" in world.left and any(task.party == "T" for task in world.tasks):
+        yield from (f"pose {key}" for key in old)
+    if "replay" not in world.left:
+        return
+    for live, connection in world.connections.items():
+        if connection.closed or connection.broken or connection.forged is not None:
+            continue
+        for key in old:
+            recording = world.recordings[key]
+            yield from (f"replay up {i} of {key} on {live}" for i in range(len(recording.up)))
+            yield from (f"replay down {i} of {key} on {live}" for i in range(len(recording.down)))
+
+
+def take(world: World, choice: str) -> None:
+    """Makes it happen, and what follows at once."""
+    inhabit(world)
+    task, world.interrupted = world.interrupted, None
+    match choice.split():
+        case [_, "goes", "on"]:
+            pass
+        case ["T", "reads", key]:
+            world.trainer.sender.end("ipc").chosen = key
+        case ["T", "sees", "that", key, "is", "gone"]:
+            world.connections[key].reported = True
+            world.trainer.sender.end("ipc").gone.append(key)
+        case ["ask", party]:
+            world.ask(party)
+        case ["ask", party, "and", "play", key]:
+            _happens(world, "play")
+            world.next_play = key
+            world.ask(party)
+        case ["train"]:
+            step = world.scenario.script[world.position]
+            assert isinstance(step, Train)
+            world.trainer.train(step.weights)
+            world.position += 1
+        case ["refit", _]:
+            world.begin()
+        case ["time", "passes"]:
+            world.time_passes()
+        case [party, "resumes"]:
+            world.paused = None
+            world.wrong_since = True
+        case [party, "is", "silent"]:
+            world.left.remove("silence")
+            world.cut_off(party)
+        case ["pause", party, *_]:
+            _happens(world, f"pause {party}")
+            world.paused = party
+        case ["crash", party, *_]:
+            _happens(world, f"crash {party}")
+            world.crash(party)
+        case ["quit", party]:
+            _happens(world, f"quit {party}")
+            next(t for t in world.tasks if t.party == party).job.cancelled = "given up"
+        case ["drop", party]:
+            _happens(world, f"drop {party}")
+            world.engines[party].drop()
+            world.interrupted = task
+        case ["load", party]:
+            _happens(world, f"load {party}")
+            world.engines[party].load_own()
+            world.interrupted = task
+        case ["replay", way, number, "of", key, "on", live]:
+            _happens(world, "replay")
+            frame = getattr(world.recordings[key], way)[int(number)]
+            getattr(world.connections[live], way).append(frame)
+        case ["pose", key]:
+            _happens(world, "pose")
+            stranger = world.connect("X", world.trainer.number)
+            stranger.up.extend(world.recordings[key].up)
+        case _:
+            raise ValueError(choice)
+    if world.interrupted is None:
+        world.advance()
+    else:
+        check_engines(world)
+
+
+def _happens(world: World, fault: str) -> None:
+    world.left.remove(fault)
+    world.most -= 1
+    world.wrong_since = True

@@ -1,0 +1,77 @@
+"""What must hold, whatever happens."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rl_core.errors import RLError
+
+if TYPE_CHECKING:
+    from refit_model.parties import Engine
+    from refit_model.tasks import Task
+    from refit_model.world import World
+
+
+def check_engines(world: World) -> None:
+    """An engine that is not torn serves what was offered; what is known of it is what it has.
+
+    While its lock is held nobody can look.
+    """
+    for engine in world.engines.values():
+        receiver, weights = engine.receiver, engine.weights
+        if engine.lock.held:
+            continue
+        expected = world.offered.get(receiver.version) if engine.own is None else engine.own
+        if not receiver.torn and weights != expected:
+            world.fails(
+                f"{engine.name} serves version {receiver.version} as {weights}, not {expected}"
+            )
+        for name, digest in receiver.known.items():
+            if world.digested[digest] != engine.tensor[name].numpy().tobytes():
+                world.fails(f"{engine.name} knows {name} to be what it is not")
+
+
+def check_commit(world: World, engine: Engine, task: Task, version: int) -> None:
+    """An engine commits what it was asked for, once the trainer decided so on its connection."""
+    key = task.job._end.connection.key
+    if (version, key) not in world.decided:
+        world.fails(f"{engine.name} commits version {version}, which nobody decided on {key}")
+    if version != task.job.number:
+        asked = task.job.number
+        world.fails(f"{engine.name} commits version {version} where {asked} was asked for")
+
+
+def check_end(world: World, task: Task) -> None:
+    """A refit ends well or with an error of ours; well at the trainer means well everywhere."""
+    error = task.future.exception()
+    if not isinstance(error, RLError | None):
+        world.fails(f"{task.party} ends with {type(error).__name__}: {error}")
+    if error is not None or task.party != "T":
+        return
+    version = task.job.version
+    for name in world.asked:
+        engine = world.engines[name]
+        if engine.asked == version and version not in engine.committed:
+            world.fails(f"T reports success of {version}, which {name} did not commit")
+
+
+def check_patience(world: World) -> None:
+    """Nobody waits until the deadline if nothing is wrong."""
+    if world.paused is None and not world.wrong_since:
+        who = ", ".join(sorted(task.party for task in world.tasks))
+        world.fails(f"{who} wait until the deadline, though nothing is wrong")
+
+
+def check_last(world: World) -> None:
+    """A refit in which nothing went wrong, and nothing was going on before, commits everywhere."""
+    if world.refit and world.clean_start and not world.wrong_since:
+        for name in world.asked:
+            if world.engines[name].receiver.version != world.refit:
+                world.fails(f"{name} did not commit {world.refit}, though nothing was wrong")
+
+
+def check_finish(world: World) -> None:
+    """Nothing happens any more."""
+    check_last(world)
+    if world.tasks:
+        world.fails("somebody waits for ever")

@@ -1,0 +1,212 @@
+"""The threads, locks and clock of the refit's own code, in the hands of a scheduler.
+
+A refit's thread becomes a greenlet that stops wherever it would wait, and wherever a double of the
+model says that something may come between. Nothing else of the code is changed.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import hashlib
+import itertools
+import secrets
+import types
+from collections import Counter
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+import greenlet
+
+from rl_core.refit import digests, jobs, loading, receiving, sending
+from rl_core.refit import receiver as receiver_module
+from rl_core.refit import sender as sender_module
+from rl_core.refit.session import ReceiverSession, SenderSession
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from refit_model.world import World
+
+#: The world that the code runs in now.
+_now: list[World] = []
+
+
+class Task:
+    """A thread of one process.
+
+    Attributes:
+        party: Whose.
+        job: The refit that it performs.
+        at: Where it stopped.
+        waits: True while it waits for something outside of it, False in the middle of a step.
+        wakes: Whether it can go on, if it waits.
+        killed: Its process is dead; it only unwinds, and nothing that it does has effects.
+    """
+
+    def __init__(self, party: str, function: Callable[[], Any]) -> None:
+        self.party = party
+        self.job: Any = getattr(function, "__self__", None)
+        self.future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        self.at = "start"
+        self.waits = True
+        self.wakes: Callable[[], bool] = lambda: True
+        self.killed = False
+        self._function = function
+        self.greenlet = greenlet.greenlet(self._run)
+
+    def _run(self) -> None:
+        try:
+            result = self._function()
+        except BaseException as error:
+            self.future.set_exception(error)
+        else:
+            self.future.set_result(result)
+
+    def go(self) -> None:
+        """Runs until it stops again."""
+        self.greenlet.switch()
+
+    def stop(self, at: str, wakes: Callable[[], bool] | None = None) -> None:
+        """Called by the task itself."""
+        if self.killed:
+            return
+        self.at, self.waits = at, wakes is not None
+        self.wakes = wakes or (lambda: True)
+        self.greenlet.parent.switch()
+        if self.killed:
+            raise greenlet.GreenletExit
+
+    def kill(self) -> None:
+        """The process is gone. What is on its stack is unwound without effects."""
+        self.killed = True
+        if self.greenlet:
+            self.greenlet.throw()
+        elif not self.greenlet.dead:
+            self.future.cancel()
+
+    @property
+    def over(self) -> bool:
+        return self.killed or self.future.done()
+
+
+def running() -> Task | None:
+    """The task whose code this is."""
+    return _now[0].task_of(greenlet.getcurrent()) if _now else None
+
+
+def point(at: str) -> None:
+    """Here something may come between, if a task runs this and its world still has faults."""
+    task = running()
+    if task is not None and _now[0].interrupts(task):
+        task.stop(at)
+
+
+def dead() -> bool:
+    """Whether the process that runs this is dead."""
+    task = running()
+    return task is not None and task.killed
+
+
+class Lock:
+    """A lock of a process; whoever waits for it wakes when it is free or time has passed."""
+
+    def __init__(self) -> None:
+        self.holder: Task | None = None
+        self.held = False
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        world, task = _now[0], running()
+        end = world.now + timeout
+        while self.held:
+            if task is None or timeout == 0 or world.now >= end or task.killed:
+                return False
+            task.stop("lock", lambda: not self.held or world.now >= end)
+        self.held, self.holder = True, task
+        return True
+
+    def release(self) -> None:
+        self.held, self.holder = False, None
+
+
+def _spawn(name: str, function: Callable[[], Any]) -> concurrent.futures.Future[Any]:
+    return _now[0].spawn(name, function)
+
+
+def _at_once(name: str, function: Callable[[], Any]) -> concurrent.futures.Future[Any]:
+    future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+    future.set_result(function())
+    return future
+
+
+class Names:
+    """Secrets that tell who drew them and which one it is, the same in every run."""
+
+    def __init__(self) -> None:
+        self._drawn: Counter[str] = Counter()
+
+    def bytes(self, count: int) -> bytes:
+        task = running()
+        party = _now[0].constructing if task is None else task.party
+        self._drawn[party] += 1
+        name = f"{party} {self._drawn[party]}"
+        return hashlib.blake2b(name.encode(), digest_size=count).digest()
+
+
+def _hooked(function: Callable[..., Any]) -> Callable[..., Any]:
+    def hash_views(views: Any) -> Any:
+        views, task = list(views), running()
+        reads = task is not None and task.party != "T"  # what it has not written itself
+        if reads:
+            point("hash")
+        found = function(views)
+        _now[0].digested.update(zip(found, map(bytes, views), strict=True))
+        if reads:
+            point("hashed")
+        return found
+
+    return hash_views
+
+
+def product_in_hand() -> ExitStack:
+    """Puts threads, time and randomness of the refit's code into the hands of a world."""
+    stack = ExitStack()
+    ticks = itertools.count()
+
+    def enter(module: Any, name: str, value: object) -> None:
+        if hasattr(module, name):
+            stack.enter_context(patch.object(module, name, value))
+
+    def clock() -> float:
+        return _now[0].now
+
+    def session(kind: Any) -> Any:
+        return lambda *args, **given: kind(*args, **given, clock=clock)
+
+    # Whether to look is asked of this clock, which always says yes.
+    restless = types.SimpleNamespace(monotonic=lambda: float(next(ticks)), sleep=lambda s: None)
+    still = types.SimpleNamespace(monotonic=clock, sleep=lambda s: point("sleep"))
+    enter(jobs, "time", restless)
+    enter(sending, "time", still)
+    enter(receiving, "time", still)
+    enter(jobs, "spawn", _spawn)
+    enter(receiver_module, "spawn", _at_once)
+    enter(sender_module, "spawn", _at_once)
+    enter(sending, "SenderSession", session(SenderSession))
+    enter(receiving, "ReceiverSession", session(ReceiverSession))
+    # It divides by seconds, of which none pass here.
+    enter(sending.Sending, "_report", lambda self: types.SimpleNamespace(as_dict=dict))
+    enter(sender_module, "_meeting_point", dict)
+    enter(sender_module, "find_transport", lambda name: _now[0].wire)
+    enter(receiver_module, "find_transport", lambda name: _now[0].wire)
+    enter(digests, "hash_views", _hooked(digests.hash_views))
+    enter(loading, "hash_views", _hooked(loading.hash_views))
+    enter(secrets, "token_hex", lambda n=32: _now[0].names.bytes(n).hex())
+    enter(secrets, "token_bytes", lambda n=32: _now[0].names.bytes(n))
+    return stack
+
+
+def inhabit(world: World | None) -> Iterator[None] | None:
+    """From now on the code runs in this world."""
+    _now[:] = [] if world is None else [world]
+    return None

@@ -1,0 +1,310 @@
+"""One trainer, some engines, a driver that follows a script, and whatever may go wrong."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from refit_model.canonical import Canon
+from refit_model.parties import BUCKET_BYTES, NAMES, Engine, Trainer, Weights
+from refit_model.promises import (
+    check_commit,
+    check_end,
+    check_engines,
+    check_last,
+    check_patience,
+)
+from refit_model.tasks import Names, Task, inhabit, running
+from refit_model.wire import Connection, Recording, Wire
+from rl_core.refit.session import Phase
+
+if TYPE_CHECKING:
+    import concurrent.futures
+    from collections.abc import Callable
+
+    import greenlet
+
+DEADLINE_S = 10.0
+HELLO_S = 0.5
+
+
+@dataclass(frozen=True)
+class Train:
+    """The trainer's weights become these."""
+
+    weights: Weights
+
+
+@dataclass(frozen=True)
+class Refit:
+    """The driver asks for a refit; its version is its number, from 1 on."""
+
+    engines: tuple[str, ...] = ("E0",)
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What happens, and what may go wrong.
+
+    Attributes:
+        script: What the driver does; it goes on once a step has ended, or has failed on one side.
+        faults: What may happen, each once: ``pause``, ``crash`` or ``quit`` and a party, ``drop``
+            (its weights) or ``load`` (others by itself) and an engine, ``silence`` (of whoever
+            is paused), ``replay`` (of a frame), ``play`` (of a connection, to an engine) or
+            ``pose`` (as an engine, to the trainer). All orders of requests and of frames are
+            tried, so that what happens to one engine need not be tried with another.
+        most: How many of them in one run; ``silence`` does not count.
+        in_place: Engines have targets, which core writes by itself.
+    """
+
+    script: tuple[Train | Refit, ...]
+    faults: tuple[str, ...] = ()
+    most: int = 1
+    in_place: bool = False
+
+    @property
+    def engines(self) -> list[str]:
+        return sorted({e for step in self.script if isinstance(step, Refit) for e in step.engines})
+
+
+class World:
+    """All of it, as it is between two choices of :mod:`refit_model.events`.
+
+    Attributes:
+        broken: What is wrong, if something is.
+        now: Seconds.
+        offered: The trainer's weights when a version was offered.
+        decided: Versions that the sender decided to commit, each with a connection that is to.
+        known_way: This was seen before, and need not be looked at.
+        wrong_since: A fault happened in the refit that is going on.
+    """
+
+    def __init__(self, scenario: Scenario) -> None:
+        inhabit(self)
+        self.known_way = False
+        self.scenario = scenario
+        self.broken: str | None = None
+        self.now = 0.0
+        self.constructing = ""
+        self.names = Names()
+        self.tasks: list[Task] = []
+        self._of: dict[greenlet.greenlet, Task] = {}
+        self.connections: dict[str, Connection] = {}
+        self.recordings: dict[str, Recording] = {}
+        self.played: dict[str, str] = {}
+        self.lanes: list[bytearray] = []
+        self.offered: dict[int, Weights] = {0: dict.fromkeys(NAMES, 0.0)}
+        self.decided: set[tuple[int, str]] = set()
+        self.digested: dict[bytes, bytes] = {}
+        self.left = list(scenario.faults)
+        self.most = scenario.most
+        self.paused: str | None = None
+        self.wrong_since = False
+        self.clean_start = True
+        self.position = 0
+        self.refit = 0
+        self.asked: list[str] = []
+        self.to_ask: list[str] = []
+        self.futures: list[tuple[str, Task]] = []
+        self.hellos_left = 0
+        self.interrupted: Task | None = None
+        self.next_play: str | None = None
+        self._connected: Counter[str] = Counter()
+        self.trainers = 0
+        self.wire = Wire(self)
+        self.trainer = self._new_trainer(dict.fromkeys(NAMES, 1.0))
+        self.engines = {name: self._new_engine(name) for name in scenario.engines}
+        self.advance()
+
+    def _new_trainer(self, weights: Weights) -> Trainer:
+        self.constructing = "T"
+        self.trainers += 1
+        return Trainer(self.trainers, weights)
+
+    def _new_engine(self, name: str) -> Engine:
+        self.constructing = name
+        return Engine(self, name, in_place=self.scenario.in_place)
+
+    # -- what the code asks for -------------------------------------------------------------------
+
+    def spawn(self, name: str, function: Callable[[], Any]) -> concurrent.futures.Future[Any]:
+        task = Task(name.removeprefix("refit-"), function)
+        self.tasks.append(task)
+        self._of[task.greenlet] = task
+        return task.future
+
+    def task_of(self, current: greenlet.greenlet) -> Task | None:
+        return self._of.get(current)
+
+    def interrupts(self, task: Task) -> bool:
+        """Whether anything can come between two steps of a task."""
+        kinds = ("pause", "crash", "drop", "load")
+        return self.most > 0 and any(f"{kind} {task.party}" in self.left for kind in kinds)
+
+    def connect(self, party: str, trainer: int) -> Connection:
+        self._connected[party] += 1
+        key = f"{party}#{self._connected[party]}"
+        connection = self.connections[key] = Connection(key, trainer)
+        self.recordings[key] = Recording()
+        if self.next_play is not None:
+            self.played[key], self.next_play = self.next_play, None
+            connection.forged = deque(self.recordings[self.played[key]].down)
+        return connection
+
+    def overhear(self, place: tuple[int, int], data: bytes) -> None:
+        for key, connection in self.connections.items():
+            if not connection.closed:
+                self.recordings[key].bytes.setdefault(place, data)
+
+    def commits(self, engine: Engine, version: int) -> None:
+        """An engine is about to serve a version."""
+        task = running()
+        assert task is not None
+        check_commit(self, engine, task, version)
+        engine.committed.append(version)
+        engine.own = None
+
+    def fails(self, what: str) -> None:
+        self.broken = self.broken or what
+
+    # -- moving -----------------------------------------------------------------------------------
+
+    def advance(self) -> None:
+        """Runs what nothing can come between, up to where something can.
+
+        Engines go first: what one of them does with its frames touches nobody else's, so that no
+        order among engines, or between them and the trainer, leads anywhere else. What does is
+        where the trainer reads next, what the driver does, and what goes wrong.
+        """
+        while self.broken is None:
+            task = next((t for t in self.tasks if self._ready(t)), None)
+            if task is None:
+                break
+            task.go()
+            self._after(task)
+            if not task.over and not task.waits and task.party != self.paused:
+                self.interrupted = task
+                break
+        self.tasks = [task for task in self.tasks if not task.over]
+
+    def _ready(self, task: Task) -> bool:
+        return not task.over and task.party != self.paused and (not task.waits or task.wakes())
+
+    def _after(self, task: Task) -> None:
+        """Looks at what a task left behind."""
+        for job in [t.job for t in self.tasks if t.party == "T" and not t.killed]:
+            if job.session.phase in (Phase.COMMIT, Phase.COMMITTED):
+                self.decided.update((job.version, key) for key in job.session.peers)
+        if task.future.done() and not task.killed:
+            check_end(self, task)
+        if not self.known_way:
+            check_engines(self)
+
+    # -- what the driver and the outside do -------------------------------------------------------
+
+    def begin(self) -> None:
+        step = self.scenario.script[self.position]
+        assert isinstance(step, Refit)
+        check_last(self)
+        self.position += 1
+        self.refit += 1
+        self.wrong_since = self.paused is not None
+        self.clean_start = not self.tasks
+        self.hellos_left = 1
+        self.asked = list(step.engines)
+        self.to_ask = ["T", *step.engines]
+        self.futures = []
+        info = self.trainer.sender.prepare()
+        for name in step.engines:
+            self.constructing = name
+            self.engines[name].receiver.prepare(info)
+
+    def ask(self, party: str) -> None:
+        self.constructing = party
+        self.to_ask.remove(party)
+        step = self.scenario.script[self.position - 1]
+        assert isinstance(step, Refit)
+        if party == "T":
+            self.offered[self.refit] = self.trainer.weights
+            options = {
+                "receivers": len(step.engines),
+                "deadline_s": DEADLINE_S,
+                "bucket_bytes": BUCKET_BYTES,
+                "version": self.refit,
+            }
+            self.trainer.sender.send(**options | step.options)
+        else:
+            self.engines[party].asked = self.refit
+            self.engines[party].receiver.receive(deadline_s=DEADLINE_S)
+        task = self.tasks[-1]
+        task.job.number = self.refit
+        self.futures.append((party, task))
+
+    def time_passes(self) -> None:
+        """Nobody can do anything before the next deadline, or the next time to say hello."""
+        waiting = [
+            t
+            for t in self.tasks
+            if t.party != self.paused and t.job.session.phase is Phase.DISCOVER
+        ]
+        if self.hellos_left and any(task.party != "T" for task in waiting):
+            self.hellos_left -= 1
+            self.now += HELLO_S
+            return
+        check_patience(self)
+        self.now = math.floor(self.now) + DEADLINE_S + 1
+
+    def cut_off(self, party: str) -> None:
+        for key, connection in self.connections.items():
+            if party == "T" or key.startswith(party):
+                connection.broken = True
+
+    def crash(self, party: str) -> None:
+        if self.paused == party:
+            self.paused = None
+        for task in [t for t in self.tasks if t.party == party]:
+            task.kill()
+        self.tasks = [task for task in self.tasks if not task.over]
+        if party == "T":
+            for connection in self.connections.values():
+                connection.up.clear()
+            self.trainer = self._new_trainer(self.trainer.weights)
+        else:
+            for key, connection in self.connections.items():
+                if key.startswith(party):
+                    connection.closed = True
+            self.engines[party] = self._new_engine(party)
+        if party in self.to_ask:  # whoever asks finds nobody who knows of this refit
+            self.to_ask.remove(party)
+
+    def close(self) -> None:
+        """Ends whatever is left."""
+        inhabit(self)
+        for task in self.tasks:
+            task.kill()
+        inhabit(None)
+
+    def key(self) -> bytes:
+        """The state."""
+        canon = Canon()
+        for task in self.tasks:
+            canon.out.append((task.party, task.at, task.waits, task.over))
+            canon.add(task.job)
+            canon.stack(task.greenlet)
+        for name, value in vars(self).items():
+            if name not in _NOT_STATE:
+                canon.out.append(name)
+                canon.add(value)
+        if self.most and {"replay", "play", "pose"} & set(self.left):
+            canon.add(self.recordings)
+        return canon.digest()
+
+
+#: What has no influence on what follows, or is written down by itself.
+_NOT_STATE = {
+    "scenario", "names", "tasks", "_of", "recordings", "digested", "wire", "broken", "known_way",
+}  # fmt: skip
+Canon.stops_at(World)
