@@ -38,6 +38,7 @@ _MODULES = (
     "refit_exact",
     "refit_refused",
     "refit_apart",
+    "refit_promises",
     "agreement",
     "agreement_measure",
     "security",

@@ -195,12 +195,11 @@ def the_reference_may_be_asked_meanwhile(ctx: Context) -> None:
     supports(ctx, policy, "packed")
     policy.prepare_for_training()
     policy.train(training_batch((9, 14, 6)), NegativeLogLikelihood())
-    token = (policy.prepare_refit_info() or {})["token"]
 
     def score() -> None:
         policy.get_reference_policy_logprobs(training_batch((9, 14)))
 
-    with at_the_first_bucket(token, score):
+    with at_the_first_bucket(score):
         error = attempt(policy, generation, mode="packed", bucket_bytes=4096)
     require(error is None or isinstance(error, LifecycleError | RefitError), f"{error!r}")
     if error is None:

@@ -272,9 +272,9 @@ def damaged_bytes_never_commit(ctx: Context, way: Any) -> None:
     lanes: list[Any] = []
     window = RefitSender.window
 
-    def remember(sender: RefitSender, plan: Any, lane: Any) -> Any:
+    def remember(sender: RefitSender, plan: Any, lane: Any, block_hash: Any) -> Any:
         lanes.append(lane)
-        return window(sender, plan, lane)
+        return window(sender, plan, lane, block_hash)
 
     def damage() -> None:
         lanes[-1].data[5] ^= 64

@@ -65,12 +65,13 @@ def whole_weights_alone_end_a_torn_state(ctx: Context) -> None:
     policy, engine = settable_trainer(ctx), ctx.refit_generation()
     run_refit(policy, engine)
     ways = ways_of(ctx, policy, "engine", "direct", "packed", "delta", "staged", "handles")
-    for version, (name, way) in enumerate([*ways.items(), *ways.items()], 2):
+    for number, (name, way) in enumerate([*ways.items(), *ways.items()], 2):
+        before = engine.weights_version
         committed = {key: value.clone() for key, value in policy.model.state_dict().items()}
-        shuffle(policy, 10 * version)
-        fault, how = (failing_write, {"after": 3}) if version % 2 else (failing_finish, {})
+        shuffle(policy, 10 * number)
+        fault, how = (failing_write, {"after": 3}) if number % 2 else (failing_finish, {})
         with in_the_engine(engine, fault, **how):
-            failed = attempt(policy, engine, delta=version == 3)
+            failed = attempt(policy, engine, delta=number == 3)
         require(failed is not None, "a refit that failed is reported as done")
         engine.prepare_refit_info(policy.prepare_refit_info() or {})
         with raises(WeightsTornError):
@@ -79,10 +80,12 @@ def whole_weights_alone_end_a_torn_state(ctx: Context) -> None:
         engine.prepare_for_generation()
         with raises(WeightsTornError):
             engine.generate(ctx.prompts(5), greedy=True)
-        require(engine.weights_version == version - 1, f"the version is {engine.weights_version}")
-        if version > 1 + len(ways):  # the engine has lost what it had, should it be asked for again
+        require(engine.weights_version == before, f"the version is {engine.weights_version}")
+        if number > 1 + len(ways):  # the engine has lost what it had, should it be asked for again
             policy.model.load_state_dict(committed)
         way(policy, engine)
+        version = engine.weights_version
+        require(version > before, f"{name} after a failure: version {version}")
         exact(ctx, policy, engine, f"{name} after a failure", version)
 
 

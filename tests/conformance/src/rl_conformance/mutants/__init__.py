@@ -26,6 +26,7 @@ _MODULES = (
     "parts",
     "refits",
     "repeated",
+    "promises",
     "pairs",
     "plugins",
 )
