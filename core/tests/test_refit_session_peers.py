@@ -132,10 +132,14 @@ def test_offers_that_nobody_answers_are_bounded():
     ],
 )
 def test_a_receiver_that_was_asked_for_another_refit(ours, theirs, over, said):
-    sender = new_sender(refit=ours, is_over=over.__contains__)
+    clock = Clock()
+    sender = new_sender(refit=ours, is_over=over.__contains__, clock=clock)
     effects = sender.receive("p0", msgspec.structs.replace(HELLOS[0], refit=theirs))
     if said is None:
         assert effects == []  # it will be its turn
+        clock.now = 3.0  # or not
+        [effect] = sender.receive("p1", msgspec.structs.replace(HELLOS[1], refit=theirs))
+        assert "never begun" in refusal_of(effect, "p1")
     else:
         [effect] = effects
         assert said in refusal_of(effect, "p0")

@@ -195,7 +195,8 @@ class RefitReceiver(Endpoint["Receiving"]):
         job = Receiving(self, transport, trainer, deadline_s, refit_id)
         if refit_id:
             for older in self.waiting():
-                older.supersede("a newer refit was asked for")
+                if not older.refit_id:  # those with one are told by the sender what became of it
+                    older.supersede("a newer refit was asked for")
         else:
             job.before, self._waited = self._waited or self._last_waiting(), None
         return self.start(job)
@@ -329,16 +330,13 @@ class RefitReceiver(Endpoint["Receiving"]):
     def give_back(self) -> None:
         """Lets go of the trainer's own memory, if it could not be freed otherwise."""
         for key in [key for key, lane in self._lanes.items() if key[1] and lane.borrows]:
-            if self._route is not None:
-                self._route.let_go()
-                self._route = None
-            self._lanes.pop(key).close()
+            self._detach(key)
 
     def drop_broken_lanes(self) -> None:
         """After a failure: lets go of lanes that it may have broken."""
         for key, lane in list(self._lanes.items()):
             if not lane.outlives_failure:
-                self._lanes.pop(key).close()
+                self._detach(key)
 
     def _part_from(self, trainer: Trainer) -> None:
         """Lets go of a trainer that another one has replaced, and of its memory.
@@ -372,10 +370,7 @@ class RefitReceiver(Endpoint["Receiving"]):
             self._looked = time.monotonic()
             gone = [key for key, lane in self._lanes.items() if key[1] and lane.abandoned()]
             for key in gone:
-                if self._route is not None:
-                    self._route.let_go()
-                    self._route = None
-                self._lanes.pop(key).close()
+                self._detach(key)
             if gone:
                 self.clear_away()
         finally:
@@ -441,8 +436,15 @@ class RefitReceiver(Endpoint["Receiving"]):
             _, end = self._ends.pop(transport)
             self._meetings.pop(end, None)
             for key in [key for key in self._lanes if key[0] is end]:
-                self._lanes.pop(key).close()
+                self._detach(key)
             end.close()
+
+    def _detach(self, key: tuple[ReceiverEnd, bool]) -> None:
+        """Lets go of this side of a lane, and of all views of it."""
+        if self._route is not None:
+            self._route.let_go()
+            self._route = None
+        self._lanes.pop(key).close()
 
     def _last_waiting(self) -> Receiving | None:
         return next((job for job in reversed(self.waiting()) if not job.cancelled), None)

@@ -7,7 +7,6 @@ import os
 import secrets
 import time
 from collections import deque
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -82,7 +81,7 @@ class Receiving(Job[ReceiverSession]):
             Hello(receiver.id, receiver.name, os.getpid(), nonce, refit_id),
             manifest=trainer.manifest.digest,
             dtypes=trainer.dtypes,
-            holds=partial(_holds, receiver, trainer),
+            holds=self._holds,
             gpus=visible_gpus(torch.device(receiver.new_sink().device)),
             deadline_s=deadline_s,
         )
@@ -245,6 +244,8 @@ class Receiving(Job[ReceiverSession]):
         private = self._end.private
         block_hash = BlockHash.named(prepare.hash, private=private, token=trainer.token)
         receiver.give_up_handles()
+        if offer.delta:  # what it said to hold is not sent
+            receiver.check_epoch(self._epoch)
         self._epoch = receiver.epoch
         sink = receiver.new_sink()
         device = torch.device(sink.device)
@@ -304,6 +305,12 @@ class Receiving(Job[ReceiverSession]):
         self._receiver.give_back()  # before the sender is told: it may free the memory at once
         self._sink = None
 
+    def _holds(self) -> bytes:
+        """The digests of what the engine is known to have, in the trainer's order."""
+        self._epoch = self._receiver.epoch
+        wire = self.trainer.manifest.cast(self.trainer.dtypes)
+        return DigestTable(wire, self._receiver.known).flat
+
     def _touch(self) -> None:
         self.session.touch()
         if not self._receiver.torn:
@@ -330,11 +337,6 @@ class Receiving(Job[ReceiverSession]):
             self._receiver.give_back()
             if self._locked:
                 self._receiver.lock.release()
-
-
-def _holds(receiver: RefitReceiver, trainer: Trainer) -> bytes:
-    """The digests of what the engine is known to have, in the trainer's order."""
-    return DigestTable(trainer.manifest.cast(trainer.dtypes), receiver.known).flat
 
 
 def _settle(sink: WeightSink) -> None:

@@ -40,6 +40,8 @@ __all__ = [
 ]
 
 _MESSAGE_CHARS = 4000
+#: Seconds before the deadline at which one that is held up says so, while the other side listens.
+_TELL_S = 1.0
 
 
 class Phase(enum.StrEnum):
@@ -167,9 +169,9 @@ class Session(ABC):
 
     def tick(self) -> list[Effect]:
         """To be called now and then: ends the session once its deadline has passed."""
-        if self.phase.terminal or self.remaining_s:
+        if self.phase.terminal:
             return []
-        if self.held_up:
+        if self.held_up and self.remaining_s <= min(_TELL_S, self._seconds / 10):
             return self.fail(
                 RefitAborted(
                     f"{self.place}: {self.held_up} did not end within {self._seconds:g} s",
@@ -178,6 +180,8 @@ class Session(ABC):
                     peer=self.held_up,
                 )
             )
+        if self.remaining_s:
+            return []
         who = self._awaited()
         return self.fail(
             RefitPeerError(

@@ -51,6 +51,8 @@ __all__ = ["SenderSession"]
 #: Connections that may have an offer and no answer yet, for each receiver that is wanted: what
 #: earlier refits left on the way, or who says a Hello again that was another's.
 _OFFERS = 32
+#: Seconds for which another refit, of which a receiver knows already, may still be asked for here.
+_UNHEARD_OF_S = 2.0
 
 
 @dataclass
@@ -117,6 +119,7 @@ class SenderSession(Session):
         self._offered: dict[str, _Peer] = {}
         self._peers: dict[str, _Peer] = {}
         self._noise = ""
+        self._asked_for: dict[str, float] = {}
         self._dtypes: dict[str, str] | None = None
         self._prepare: Prepare | None = None
         self._window = 0
@@ -241,10 +244,11 @@ class SenderSession(Session):
 
     def _turn_away(self, key: str, hello: Hello) -> list[Effect]:
         """Tells who asks for a refit that is over, or for none by name; others wait for theirs."""
-        if hello.refit and self._refit and not self._is_over(hello.refit):
-            return []
         if hello.refit and self._refit:
-            why = "the refit that was asked for is over"
+            since = self._asked_for.setdefault(hello.refit, self._clock())
+            if not self._is_over(hello.refit) and self._clock() < since + _UNHEARD_OF_S:
+                return []
+            why = "the refit that was asked for is over, or was never begun here"
         else:
             why = "only one side was told the refit's id: give refit_id to both, or to none"
         error = RefitAborted(f"{self.phase}: {why}", fix="refit again")

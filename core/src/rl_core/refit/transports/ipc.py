@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from rl_core.errors import ConfigError, RefitPeerError, RefitProtocolError
+from rl_core.errors import ConfigError, RefitError, RefitPeerError, RefitProtocolError
 from rl_core.refit.transports.base import CPU, ReceiverEnd, SenderEnd, Transport
 from rl_core.refit.transports.control import ControlClient, ControlServer
 from rl_core.refit.transports.cuda import CudaRegion, uuid_of
@@ -58,7 +58,13 @@ class IpcSender(ControlServer, SenderEnd):
 
     def __init__(self) -> None:
         _sweep()
-        self._directory = tempfile.mkdtemp(prefix=_PREFIX)
+        try:
+            self._directory = tempfile.mkdtemp(prefix=_PREFIX)
+        except OSError as error:
+            raise RefitError(
+                f"no private directory for a socket can be made: {error}",
+                fix="set TMPDIR to a short path on a local disk",
+            ) from error
         self._remove = weakref.finalize(self, _remove, self._directory, os.getpid())
         try:
             super().__init__(f"{_SCHEME}{self._directory}/socket")
