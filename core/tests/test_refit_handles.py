@@ -71,11 +71,14 @@ def test_groups_hold_a_bucket_or_one_larger_tensor_and_each_name_once(pair):
 
 @pytest.mark.parametrize("kind", [DictSink, InPlaceSink])
 def test_handles_are_rounded_by_an_engine_that_casts(keep, kind):
-    trainer = keep(Trainer({"w": torch.randn(30)}))
-    engine = keep(Engine({"w": torch.zeros(30).bfloat16()}, kind=kind))
+    trainer = keep(Trainer({"w": torch.randn(30), "x": torch.randn(70)}))
+    engine = keep(
+        Engine({"w": torch.zeros(30).bfloat16(), "x": torch.zeros(70).bfloat16()}, kind=kind)
+    )
     engine.sink.casts = True
     hand_over(trainer, engine)
-    assert torch.equal(engine.sink.tensor["w"], trainer.source.tensor["w"].bfloat16())
+    for name, tensor in trainer.source.tensor.items():
+        assert torch.equal(engine.sink.tensor[name], tensor.bfloat16())
     assert go(trainer, engine, delta=True, verify="installed").version == 2
 
 
