@@ -42,6 +42,7 @@ _MODULES = (
     "agreement",
     "agreement_measure",
     "security",
+    "strangers",
 )
 _checks: dict[str, Check] = {}
 _refusals: dict[tuple[str, str], Function] = {}

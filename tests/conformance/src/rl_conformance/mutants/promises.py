@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import pickle
+import runpy
 import secrets
 import threading
 import time
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
 
 from rl_conformance.mutants.mutant import breaks
+from rl_conformance.reference.generation import ReferenceGeneration
+from rl_conformance.reference.policy import ReferencePolicy
 from rl_core.backends import generation
 from rl_core.refit import loading
 from rl_core.refit.digests import run_hasher
@@ -140,3 +146,38 @@ class _ForReaders:
 def who_generates_goes_first() -> AbstractContextManager[Any]:
     """A refit waits until nobody wants to generate."""
     return mock.patch.object(generation, "TurnLock", _ForReaders)
+
+
+@breaks("S3", checks="S3")
+class TheTokenizerBringsItsCode(ReferenceGeneration):
+    """Code is asked about for the model, and not for its tokenizer."""
+
+    def __init__(self, model_name: str, **config: Any) -> None:
+        path = Path(model_name)
+        named = json.loads((path / "tokenizer_config.json").read_text()).get("auto_map")
+        if named:
+            runpy.run_path(str(path / "remote_code.py"))
+        super().__init__(model_name, **config)
+
+
+@breaks("S3", checks="S3")
+class TheReferenceBringsItsCode(ReferencePolicy):
+    """The frozen copy is loaded with code and all."""
+
+    def __init__(self, model_name: str, **config: Any) -> None:
+        try:
+            super().__init__(model_name, **config)
+        finally:
+            for path in Path(model_name).glob("remote_code.py"):
+                runpy.run_path(str(path))
+
+
+@breaks("S1", checks="S1 and unpickles")
+def handles_are_pickled() -> AbstractContextManager[Any]:
+    """What tells of a group of handles goes through pickle on its way in."""
+    honest = RefitReceiver.load_handles
+
+    def load(receiver: RefitReceiver, handles: Any) -> bool:
+        return honest(receiver, pickle.loads(pickle.dumps(handles)))
+
+    return mock.patch.object(RefitReceiver, "load_handles", load)
