@@ -29,10 +29,14 @@ __all__ = ["QUICK", "Autopsy", "Mutant", "breaks", "examine", "registered", "tar
 QUICK = {
     "data": "not ray",
     "discovery": "D2 or D4",
-    "generation": "not (G10 and not top_k) and not many_rows",
+    "generation": "not (G10 and not top_k) and not many_rows and not its_version "
+    "and not ends_a_refit and not sleep_keeps",
     "policy": "not P9 and not two_ranks",
     "refit": "not killed and not crosses and not R6 and not odd_tensors and not changes_the "
-    "and not enough and not left_behind and not are_apart and not R9 or R9 and meanwhile",
+    "and not enough and not left_behind and not are_apart and not refused and not torn_state "
+    "and not broken_off and not serves_what and not its_turn and not go_back and not next_alone "
+    "and not mix_two and not dropped and not pattern_of_bits and not is_saved and not R9 "
+    "or R9 and weights_that_change",
     "agreement": "A1",
     "security": "S1 or S3",
 }
