@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from refit_doubles import BUCKET, Engine, InPlaceSink, Trainer, blank, go, make_tensors, same
+from refit_doubles import (
+    BUCKET,
+    DictSink,
+    Engine,
+    InPlaceSink,
+    Trainer,
+    blank,
+    go,
+    make_tensors,
+    same,
+)
 
 from rl_core.errors import (
     ConfigError,
@@ -59,12 +69,16 @@ def test_groups_hold_a_bucket_or_one_larger_tensor_and_each_name_once(pair):
         assert size <= BUCKET or len(group) == 1
 
 
-def test_handles_are_rounded_by_an_engine_that_casts(keep):
-    trainer = keep(Trainer({"w": torch.randn(30)}))
-    engine = keep(Engine({"w": torch.zeros(30).bfloat16()}))
+@pytest.mark.parametrize("kind", [DictSink, InPlaceSink])
+def test_handles_are_rounded_by_an_engine_that_casts(keep, kind):
+    trainer = keep(Trainer({"w": torch.randn(30), "x": torch.randn(70)}))
+    engine = keep(
+        Engine({"w": torch.zeros(30).bfloat16(), "x": torch.zeros(70).bfloat16()}, kind=kind)
+    )
     engine.sink.casts = True
     hand_over(trainer, engine)
-    assert torch.equal(engine.sink.tensor["w"], trainer.source.tensor["w"].bfloat16())
+    for name, tensor in trainer.source.tensor.items():
+        assert torch.equal(engine.sink.tensor[name], tensor.bfloat16())
     assert go(trainer, engine, delta=True, verify="installed").version == 2
 
 

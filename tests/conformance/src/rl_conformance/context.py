@@ -33,6 +33,9 @@ __all__ = ["Context", "Settings", "Workshop"]
 #: Of the weights where the run does not say it: as in production on a GPU, strict on a CPU.
 _DTYPES = {"cpu": "float32", "cuda": "bfloat16"}
 
+#: Tokens that engines for refits generate; no other check has engines with so many.
+_REFIT_TOKENS = 3
+
 #: Backends kept for the next check with the same configuration, of each kind.
 _KEPT = 3
 
@@ -213,6 +216,14 @@ class Context:
         )
         backend.prepare_for_generation()
         return backend
+
+    def refit_generation(self) -> GenerationInterface:
+        """A generation backend that is awake, for checks that begin with a refit of all weights.
+
+        Shared: its version and its weights are those that the check before left it with.
+        """
+        path = str(self.model("qwen2", seed=0))
+        return self.generation(model_name=path, max_new_tokens=_REFIT_TOKENS)
 
     def policy(self, *, dtype: str | None = None, **config: Any) -> ColocatablePolicyInterface:
         """A policy that is ready to score. Shared: do not train it."""

@@ -139,12 +139,13 @@ def _write(
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
+        norms = torch.Generator().manual_seed(seed)
         model = factory.from_config(config, dtype=getattr(torch, dtype))
         with torch.no_grad():
             for name, parameter in model.named_parameters():
-                if name.endswith("norm.weight"):
-                    continue
-                if name.endswith(".bias"):
+                if name.endswith("norm.weight"):  # all ones, one could not be told from another
+                    parameter.copy_(0.75 + 0.5 * torch.rand(parameter.shape, generator=norms))
+                elif name.endswith(".bias"):
                     parameter.normal_(0, 0.02 * weight_scale)
                 else:
                     parameter.mul_(weight_scale)

@@ -129,6 +129,7 @@ def agree(
     policy: ColocatablePolicyInterface,
     generation: GenerationInterface,
     data: BatchedDataDict[Any] | None = None,
+    dtype: str | None = None,
 ) -> None:
     """Fails unless the engine's greedy log-probs are the policy's, each within its tolerance.
 
@@ -138,9 +139,10 @@ def agree(
         generation: The engine, awake.
         data: The prompts. Default: those of :func:`~rl_conformance.served.greedy` for the seed 0,
             so that what an engine keeps of earlier weights shows.
+        dtype: Of the engine's weights, if not that of the run.
     """
     data = certain_prompts(ctx, seed=0) if data is None else data
-    ctx.measure_error(*scores_of_both(policy, generation, data), scale=2.0)
+    ctx.measure_error(*scores_of_both(policy, generation, data), dtype, scale=2.0)
 
 
 def scores_of_both(

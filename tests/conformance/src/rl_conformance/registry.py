@@ -19,6 +19,7 @@ Need = Literal["generation", "policy", "pair"]
 
 _MODULES = (
     "data",
+    "data_oracle",
     "discovery",
     "prompts",
     "edges",
@@ -42,8 +43,16 @@ _MODULES = (
     "refit_several",
     "refit_scales",
     "refit_faults",
+    "refit_again",
+    "refit_lifecycle",
+    "refit_exact",
+    "refit_refused",
+    "refit_apart",
+    "refit_promises",
     "agreement",
+    "agreement_measure",
     "security",
+    "strangers",
 )
 _checks: dict[str, Check] = {}
 _refusals: dict[tuple[str, str], Function] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING, Any
 
-from rl_conformance.expect import NotRun, require, same_tensor
+from rl_conformance.expect import NotRun, require
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -68,10 +68,19 @@ def digests(
 def same_weights(
     got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], what: str
 ) -> None:
-    """Fails unless both sides have the same names and the same bits."""
+    """Fails unless both sides have the same names and the same bits, signs of zeros among them."""
+    import torch
+
     require(
         got.keys() == expected.keys(),
         f"{what}: names differ: {sorted(got.keys() ^ expected.keys())[:5]}",
     )
     for name, tensor in expected.items():
-        same_tensor(got[name], tensor, f"{what}: {name}")
+        ours = got[name]
+        require(
+            (ours.shape, ours.dtype) == (tensor.shape, tensor.dtype),
+            f"{what}: {name}: got {ours.dtype} {list(ours.shape)}, "
+            f"expected {tensor.dtype} {list(tensor.shape)}",
+        )
+        ours, theirs = (t.contiguous().reshape(-1).view(torch.uint8) for t in (ours, tensor))
+        require(torch.equal(ours, theirs), f"{what}: {name}: bits differ")

@@ -19,6 +19,7 @@ __all__ = ["QUICK", "Autopsy", "Mutant", "all_mutants", "breaks", "examine", "ta
 
 _MODULES = (
     "batches",
+    "columns",
     "engines",
     "calls",
     "options",
@@ -28,7 +29,10 @@ _MODULES = (
     "scorers",
     "resumers",
     "loaders",
+    "parts",
     "refits",
+    "repeated",
+    "promises",
     "pairs",
     "plugins",
 )

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rl_core.interfaces import TensorSpec, WeightSink, WeightSource
 
 #: Where an engine does not have what arrived, no clause after these can hold.
-_FIRST = "R1 or R2"
+_FIRST = "(R1 or R2) and not (enough or left_behind)"
 
 
 class _OneByOne(DictSink):

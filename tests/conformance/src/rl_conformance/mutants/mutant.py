@@ -42,12 +42,16 @@ _CALL_AFTER_CALL = (
 QUICK = {
     "data": "not ray",
     "discovery": "D2 or D4",
-    "generation": "not (G10 and not top_k) and not many_rows "
-    f"and not ({' or '.join(_CALL_AFTER_CALL.split())})",
+    "generation": "not (G10 and not top_k) and not many_rows and not its_version "
+    f"and not ends_a_refit and not sleep_keeps and not ({' or '.join(_CALL_AFTER_CALL.split())})",
     "policy": "not P9 and not two_ranks and not (every or no_step or now or trace or spares "
     "or share or drawn or told or as_if or order or any or ends or special or holds or defaults "
     "or started or belong or goes_on or saves or stays)",
-    "refit": "not killed and not crosses and not R6 and not odd_tensors and not R9 or meanwhile",
+    "refit": "not killed and not crosses and not R6 and not odd_tensors and not changes_the "
+    "and not enough and not left_behind and not are_apart and not refused and not torn_state "
+    "and not broken_off and not serves_what and not its_turn and not go_back and not next_alone "
+    "and not mix_two and not dropped and not pattern_of_bits and not is_saved and not R9 "
+    "or R9 and weights_that_change",
     "agreement": "A1",
     "security": "S1 or S3",
 }

@@ -1,0 +1,80 @@
+"""R1, R13: engines and trainers that share a process and nothing else."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rl_conformance.expect import require
+from rl_conformance.refits import run_refit
+from rl_conformance.registry import check
+from rl_conformance.training import NegativeLogLikelihood, training_batch
+from rl_conformance.ways import by_handles, engine_for, exact, settable_trainer, shuffle
+
+if TYPE_CHECKING:
+    from rl_conformance.context import Context
+
+#: Trainer, engine and how, in turn; versions are counted by trainer.
+_TURNS: tuple[tuple[int, int, dict[str, Any] | None], ...] = (
+    (0, 0, {}),
+    (1, 1, {"mode": "packed"}),
+    (1, 0, {"delta": True}),
+    (0, 1, {"delta": True}),
+    (0, 0, {"delta": True}),
+    (1, 1, None),
+    (0, 1, {"isolation": "quiesced", "verify": "installed"}),
+    (1, 0, None),
+    (1, 1, {"delta": True, "verify": "installed"}),
+)
+
+
+def _in_turn(
+    ctx: Context, trainers: list[Any], engines: list[Any], change: Any, dtypes: Any
+) -> None:
+    """Refits criss-cross; after each the engine is exact and the other is what it was."""
+    versions, sent = [0, 0], [0, 0]
+    served: list[Any] = [None, None]
+    data = ctx.prompts(5, 150)
+    for step, (trainer, engine, options) in enumerate(_TURNS):
+        change(trainers[trainer], step)
+        if options is None:
+            by_handles(trainers[trainer], engines[engine])
+        else:
+            run_refit(trainers[trainer], engines[engine], **options)
+        sent[trainer] += 1
+        versions[engine] = sent[trainer]
+        what = f"turn {step}: trainer {trainer} to engine {engine}"
+        exact(ctx, trainers[trainer], engines[engine], what, versions[engine], dtypes[engine])
+        served[engine] = engines[engine].generate(data, greedy=True)
+        other = 1 - engine
+        if served[other] is not None:
+            found = engines[other].weights_version
+            require(found == versions[other], f"{what}: the other engine went to version {found}")
+            again = engines[other].generate(data, greedy=True)
+            ctx.measure_error(again["logprobs"], served[other]["logprobs"], dtypes[other])
+
+
+@check("R13", needs=("generation",), timeout_s=240.0)
+def engines_of_one_process_are_apart(ctx: Context) -> None:
+    """Two engines, one of another dtype if it casts, and two trainers in turn: each is exact."""
+    first = ctx.refit_generation()
+    casts = getattr(first, "weight_sink", lambda: None)()
+    narrow = getattr(casts, "casts", False) and "bfloat16" in ctx.manifest.tolerances
+    dtype = "bfloat16" if narrow else ctx.settings.dtype
+    second = ctx.fresh_generation(
+        model_name=str(ctx.model("qwen2", seed=0)), max_new_tokens=3, dtype=dtype
+    )
+    second.prepare_for_generation()
+    trainers = [settable_trainer(ctx, seed=1), settable_trainer(ctx, seed=2)]
+    _in_turn(ctx, trainers, [first, second], shuffle, (None, dtype))
+
+
+@check("R13", needs=("policy",), timeout_s=240.0)
+def trainers_of_one_process_are_apart(ctx: Context) -> None:
+    """Two trainers in turn to two engines: each engine has what it was sent last."""
+
+    def train(policy: Any, step: int) -> None:
+        policy.prepare_for_training()
+        policy.train(training_batch((9, 14, 6), seed=step), NegativeLogLikelihood())
+
+    trainers = [ctx.fresh_policy(model_name=str(ctx.model("qwen2", seed=n))) for n in (1, 2)]
+    _in_turn(ctx, trainers, [engine_for(ctx, "trainer") for _ in "ab"], train, (None, None))
