@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from rl_core.errors import CapabilityError
-from rl_core.refit.hashing import block_digests, tensor_digest
+from rl_core.refit.hashing import BlockHash, block_digests, tensor_digest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -263,4 +263,5 @@ def _digest(tensor: torch.Tensor) -> bytes:
     if tensor.layout is not torch.strided or tensor.is_meta:
         return repr((tensor.layout, tensor.shape)).encode()
     flat = tensor.detach().contiguous().view(-1)
-    return tensor_digest(block_digests(flat.view(torch.uint8)))
+    block_hash = BlockHash.choose(flat.device, private=True, token="")
+    return tensor_digest(block_digests(flat.view(torch.uint8), block_hash))

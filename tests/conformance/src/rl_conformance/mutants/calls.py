@@ -155,11 +155,11 @@ class ARefusedCallWakes(ReferenceGeneration):
     """Who asks twice is served, asleep or not."""
 
     @contextmanager
-    def _serving(self) -> Generator[None]:
+    def _serving(self, method: str) -> Generator[None]:
         awake, self._awake = self._awake, frozenset({"weights", "kv_cache"})
         if awake != self._awake and not getattr(self, "asked", False):
             self.asked, self._awake = True, awake
-        with super()._serving():
+        with super()._serving(method):
             yield
 
 

@@ -14,7 +14,7 @@ from rl_conformance.reference import MANIFEST, fp8, reference_target
 from rl_conformance.reference.policy import ReferencePolicy
 from rl_conformance.reference.weights import DictSource
 from rl_core.backends import PolicyBackend
-from rl_core.backends.prompts import input_lengths
+from rl_core.backends.inputs import input_lengths
 from rl_core.batch import BatchedDataDict
 from rl_core.plugins.manifest import Capability
 
