@@ -6,8 +6,7 @@ import gc
 import threading
 import time
 import weakref
-from contextlib import closing
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -36,10 +35,6 @@ from rl_core.futures import spawn, wait
 from rl_core.refit import sending
 from rl_core.refit.driver import _meeting_host
 from rl_core.refit.messages import PROTOCOL
-from rl_core.refit.transports.control import ControlClient, ControlServer
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 def step(trainer: Trainer, seed: int) -> None:
@@ -404,99 +399,3 @@ def test_the_memory_of_a_trainer_that_is_gone_is_let_go(keep, how, monkeypatch):
     gc.collect()
     assert mapped() is None
     assert engine.receiver._lanes == {}
-
-
-# -- a network -------------------------------------------------------------------------------------
-
-
-def test_who_does_not_know_the_key_fills_no_memory_and_is_not_heard():
-    server = ControlServer("tcp://127.0.0.1:*", encrypted=True)
-    with closing(server), closing(ControlClient(server.endpoint)) as stranger:
-        stranger.open()
-        for _ in range(50):
-            stranger.send(b"x" * (1 << 20))
-        assert server.receive(0.3) == []
-        friend = ControlClient(server.endpoint, server.key)
-        with closing(friend):
-            friend.open()
-            friend.send(b"hello")
-            frames: list[Any] = []
-            end = time.monotonic() + SOON
-            while not frames and time.monotonic() < end:
-                frames = server.receive(0.1)
-            assert [frame for _, frame in frames] == [b"hello"]
-
-
-def test_frames_that_nobody_reads_stay_with_who_wrote_them():
-    server = ControlServer("tcp://127.0.0.1:*")
-    with closing(server), closing(ControlClient(server.endpoint)) as client:
-        client.open()
-        for _ in range(1000):
-            client.send(b"x" * (1 << 20))
-        time.sleep(0.5)
-        taken = 0
-        while frames := server.receive(0.0):
-            taken += len(frames)
-            if taken > 200:
-                break
-        assert taken < 200
-
-
-def collective(trainer: Trainer, engine: Engine) -> Callable[[], Any]:
-    """Opens a network on both sides; a refit over it."""
-    opened = trainer.sender.open("collective", SOON, ip="127.0.0.1", port=0, receivers=1)
-    address = trainer.sender._ends["collective"].address
-    given = {"ip": address["ip"], "port": address["port"]}
-    wait([opened, engine.receiver.open("collective", SOON, given)], SOON)
-    engine.prepare_refit_info(trainer.prepare_refit_info())
-    options: dict[str, Any] = {"transport": "collective", "deadline_s": SOON}
-    return lambda: wait([trainer.sender.send(**options), engine.receiver.receive(**options)], SOON)
-
-
-def test_where_the_sender_listens_is_not_read_from_the_store(both):
-    trainer, engine = both
-    again = collective(trainer, engine)
-    store = trainer.sender._ends["collective"]._store
-    for key in store.list_keys():
-        if "joined" not in key:
-            store.set(key, "tcp://127.0.0.1:1")
-    assert again()[0]["version"] == 1
-    for key in store.list_keys():
-        assert trainer.sender._ends["collective"].key.encode() not in store.get(key)
-
-
-def test_a_trainer_that_was_started_again_at_the_same_address_is_found(both, keep):
-    trainer, engine = both
-    collective(trainer, engine)()
-    address = trainer.sender._ends["collective"].address
-    trainer.close()
-    other = keep(Trainer(make_persistent(5)))
-    opened = other.sender.open(
-        "collective", SOON, ip=address["ip"], port=address["port"], receivers=1
-    )
-    engine.prepare_refit_info(other.prepare_refit_info())
-    options: dict[str, Any] = {"transport": "collective", "deadline_s": SOON}
-    wait([other.sender.send(**options), engine.receiver.receive(**options)], SOON)
-    opened.result(SOON)
-    assert same(other.source.tensor, engine.sink.tensor)
-
-
-def test_an_engine_that_cannot_come_says_so_to_a_trainer_that_waits(both):
-    """Prepared before the network was opened: it does not know where the trainer listens."""
-    trainer, engine = both
-    engine.prepare_refit_info(trainer.prepare_refit_info())
-    opened = trainer.sender.open("collective", SOON, ip="127.0.0.1", port=0, receivers=1)
-    address = trainer.sender._ends["collective"].address
-    given = {"ip": address["ip"], "port": address["port"]}
-    wait([opened, engine.receiver.open("collective", SOON, given)], SOON)
-    waiting = trainer.sender.send(transport="collective", deadline_s=600)
-    with pytest.raises(LifecycleError, match="not collective"):
-        engine.receiver.receive(transport="collective")
-    error = waiting.exception(SOON)
-    assert isinstance(error, RefitAborted)
-    assert "will not come" in str(error)
-    engine.prepare_refit_info(trainer.prepare_refit_info())
-    options: dict[str, Any] = {"transport": "collective", "deadline_s": SOON}
-    time.sleep(0.5)
-    receiving = engine.receiver.receive(**options)
-    wait([trainer.sender.send(**options), receiving], SOON)

@@ -83,6 +83,16 @@ class Endpoint(ABC, Generic[J]):
         job.future = spawn(f"refit-{self.name}", job.run)
         return job.future
 
+    @contextmanager
+    def between_refits(self) -> Generator[bool]:
+        """Keeps refits from beginning; gives False, and keeps nothing, if one is going on."""
+        idle = self.turn.acquire(blocking=False)
+        try:
+            yield idle
+        finally:
+            if idle:
+                self.turn.release()
+
     def waiting(self) -> list[J]:
         """The refits in which nothing was sent yet."""
         return [job for job in self.jobs if job.session.phase in _BEFORE_TRANSFER]

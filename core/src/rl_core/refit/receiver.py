@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 
 __all__ = ["RefitReceiver"]
 
-
 #: Seconds between looks at whether the trainer whose memory is mapped still has it.
 _LOOK_S = 5.0
 
@@ -343,13 +342,10 @@ class RefitReceiver(Endpoint["Receiving"]):
 
         What a refit that is still running uses, the refit after it replaces.
         """
-        if self.turn.acquire(blocking=False):
-            try:
-                for transport, (address, _) in list(self._ends.items()):
-                    if address == trainer.channels.get(transport):
-                        self._disconnect(transport)
-            finally:
-                self.turn.release()
+        with self.between_refits() as idle:
+            for transport, (address, _) in list(self._ends.items()):
+                if idle and address == trainer.channels.get(transport):
+                    self._disconnect(transport)
         self._clear_away(trainer)
 
     def clear_away(self) -> None:
@@ -364,17 +360,13 @@ class RefitReceiver(Endpoint["Receiving"]):
 
     def _let_go_of_the_dead(self) -> None:
         """Unmaps a trainer's own memory once nobody else has it: it may be the whole model."""
-        if time.monotonic() < self._looked + _LOOK_S or not self.turn.acquire(blocking=False):
-            return
-        try:
+        with self.between_refits() as idle:
+            if not idle or time.monotonic() < self._looked + _LOOK_S:
+                return
             self._looked = time.monotonic()
-            gone = [key for key, lane in self._lanes.items() if key[1] and lane.abandoned()]
-            for key in gone:
+            for key in [k for k, lane in self._lanes.items() if k[1] and lane.abandoned()]:
                 self._detach(key)
-            if gone:
                 self.clear_away()
-        finally:
-            self.turn.release()
 
     def publish(self, version: int) -> None:
         """The weights are whole, and of this version."""
