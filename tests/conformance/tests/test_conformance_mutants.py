@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from collections import Counter
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from typer.testing import CliRunner
@@ -16,6 +17,7 @@ from rl_conformance.outcome import Status
 from rl_conformance.run import run, select
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 
@@ -36,9 +38,16 @@ def test_the_reference_passes_call_after_call() -> None:
     assert not bad, [(outcome.check, outcome.message[-400:]) for outcome in bad]
 
 
-@pytest.mark.parametrize(
-    "mutant", [m for m in all_mutants() if not m.slow], ids=lambda mutant: mutant.name
-)
+def by_clause() -> Iterator[Any]:
+    """Two mutants of each clause, and all others where there is time for them."""
+    seen = Counter[str]()
+    for mutant in all_mutants():
+        seen[mutant.breaks[0]] += 1
+        later = mutant.slow or seen[mutant.breaks[0]] > 2
+        yield pytest.param(mutant, id=mutant.name, marks=[pytest.mark.full] * later)
+
+
+@pytest.mark.parametrize("mutant", by_clause())
 def test_a_mutant_is_killed_where_it_is_broken(mutant: Mutant) -> None:
     autopsy = examine(mutant)
     assert autopsy.verdict == "killed", (autopsy.failed, autopsy.messages)

@@ -19,22 +19,22 @@ __all__ = ["QUICK", "Autopsy", "Mutant", "all_mutants", "breaks", "examine", "ta
 
 _MODULES = (
     "batches",
-    "columns",
     "engines",
+    "trainers",
+    "loaders",
+    "refits",
+    "pairs",
+    "plugins",
+    "promises",
+    "columns",
     "calls",
     "options",
     "randomness",
-    "trainers",
     "steps",
     "scorers",
     "resumers",
-    "loaders",
     "parts",
-    "refits",
     "repeated",
-    "promises",
-    "pairs",
-    "plugins",
 )
 
 
