@@ -47,7 +47,7 @@ def by_clause() -> Iterator[Any]:
         yield pytest.param(mutant, id=mutant.name, marks=[pytest.mark.full] * later)
 
 
-@pytest.mark.parametrize("mutant", by_clause())
+@pytest.mark.parametrize("mutant", list(by_clause()))
 def test_a_mutant_is_killed_where_it_is_broken(mutant: Mutant) -> None:
     autopsy = examine(mutant)
     assert autopsy.verdict == "killed", (autopsy.failed, autopsy.messages)
