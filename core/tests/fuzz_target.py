@@ -12,6 +12,7 @@ import hashlib
 import threading
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
+from unittest import mock
 
 import msgspec
 import torch
@@ -20,7 +21,7 @@ from refit_doubles import DictSink, DictSource
 
 from rl_core.errors import RefitProtocolError, RLError
 from rl_core.interfaces import TensorSpec
-from rl_core.refit import RefitReceiver, RefitSender, SendOptions, WeightManifest, frames
+from rl_core.refit import RefitReceiver, RefitSender, SendOptions, WeightManifest, frames, sending
 from rl_core.refit import messages as m
 from rl_core.refit.plan import make_plan
 from rl_core.refit.receiving import Receiving
@@ -99,12 +100,12 @@ class Author:
         signed = kind.sign(body, key, channel._sent)
         channel._sent += 1
         if isinstance(message, m.Offer):
-            self.bind(message.session)
+            self.bind(message.session, message.nonce)
         return signed
 
-    def bind(self, session: str) -> None:
+    def bind(self, session: str, nonce: bytes) -> None:
         """From here on as after an offer."""
-        self._channel._bind(session.encode())
+        self._channel._bind(session.encode(), nonce)
 
 
 def frame(choices: Choices, author: Author, samples: Sequence[Any]) -> bytes:
@@ -329,9 +330,10 @@ def sender_job(choices: Choices, seen: Counter[str]) -> None:
         for message in FROM_RECEIVER
     ]
     author = Author("receiver")
-    author.bind(job.session.offer.session)
+    author.bind(job.session.offer.session, NONCE)
     line.frames = conversation(choices, author, right[:-1], right)
-    ends_typed("sender's refit", job.refit, seen)
+    with mock.patch.object(sending, "secrets", mock.Mock(token_bytes=lambda _: NONCE)):
+        ends_typed("sender's refit", job.refit, seen)
 
 
 def prepare(choices: Choices, seen: Counter[str]) -> None:

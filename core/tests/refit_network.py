@@ -29,14 +29,14 @@ from refit_parties import (
 from refit_wire import MemoryLane, TrainerEnd, Wire
 
 from rl_core.errors import RefitAborted, RLError, WeightsTornError
-from rl_core.refit import frames, jobs, receiving, sending
+from rl_core.refit import frames, handles, jobs, receiving, sending
 from rl_core.refit import receiver as receiver_module
 from rl_core.refit import sender as sender_module
 from rl_core.refit.messages import Hello, Sealed
 from rl_core.refit.session import Phase, ReceiverSession, SenderSession
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Iterator
     from concurrent.futures import Future
 
     from rl_core.refit.jobs import Job
@@ -175,6 +175,22 @@ class Network:
         plain = frames.Channel.encode
         enter(frames.Channel, "encode", encode)
         enter(receiving, "write_hello", write_hello)
+
+        class Drawn:
+            """What is random elsewhere, and the same in every run here."""
+
+            def __init__(self, numbers: Iterator[int]) -> None:
+                self._numbers = numbers
+
+            def token_bytes(self, nbytes: int) -> bytes:
+                return next(self._numbers).to_bytes(nbytes, "big")
+
+            def token_hex(self, nbytes: int) -> str:
+                return self.token_bytes(nbytes).hex()
+
+        drawn = Drawn(count())
+        for module in (sending, receiving, sender_module, receiver_module, handles):
+            enter(module, "secrets", drawn)
         enter(jobs.Job, "drive", drive)
         enter(sender_module, "find_transport", lambda name: self._wire)
         enter(receiver_module, "find_transport", lambda name: self._wire)

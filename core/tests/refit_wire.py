@@ -91,6 +91,7 @@ class EngineEnd(ReceiverEnd):
         self._engine = engine
 
     def connect(self, address: Mapping[str, Any]) -> None:
+        self._engine.end = self  # others are made to clear away what is left of a trainer
         self.key = f"connection {next(self._network.connections)}"
         self.inbox.clear()
         self.is_lost = False
@@ -132,5 +133,7 @@ class Wire(Transport):
 
     def receiver(self, address: Mapping[str, Any], **options: Any) -> ReceiverEnd:
         assert self.engine is not None
-        self.engine.end = EngineEnd(self.network, self.engine)
-        return self.engine.end
+        end = EngineEnd(self.network, self.engine)
+        if not hasattr(self.engine, "end"):
+            self.engine.end = end
+        return end

@@ -197,6 +197,7 @@ def test_options_are_kept_as_they_were_given():
         "kv_scales": {"k": 1.0},
         "bucket_bytes": 128,
         "deadline_s": 1.5,
+        "refit_id": "this",
     }
     assert dataclasses.asdict(SendOptions.of(given)) == given
 

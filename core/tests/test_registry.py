@@ -260,9 +260,12 @@ def test_refit_reports_to_hooks_also_when_it_fails(
     seen: list[str] = []
     monkeypatch.setattr("builtins.seen_events", seen, raising=False)
     hooks(install, "def on_event(event):\n    seen_events.append(event.name)\n")
-    policy_without_tensors: Any = types.SimpleNamespace(prepare_refit_info=lambda: None)
+    calls = ("stream_weights_via_ipc_zmq", "update_weights_via_ipc_zmq")
+    without: Any = types.SimpleNamespace(
+        prepare_refit_info=lambda: None, **dict.fromkeys(calls, lambda **_: [])
+    )
     with pytest.raises(RefitProtocolError):
-        refit(policy_without_tensors, generation=policy_without_tensors)
+        refit(without, generation=without)
     assert seen == ["refit_started", "refit_failed"]
 
 

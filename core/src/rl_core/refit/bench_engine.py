@@ -56,6 +56,9 @@ class Tensors(WeightSource, WeightSink):
         """See :meth:`WeightSource.persistent`."""
         return self.held
 
+    def confirm(self) -> None:
+        """Nothing changes while a refit is measured."""
+
     def targets(self) -> Mapping[str, torch.Tensor]:
         """See :meth:`WeightSink.targets`."""
         return self.held

@@ -342,11 +342,11 @@ class RefitReceiver(Endpoint["Receiving"]):
 
         What a refit that is still running uses, the refit after it replaces.
         """
+        self._clear_away(trainer)
         with self.between_refits() as idle:
             for transport, (address, _) in list(self._ends.items()):
                 if idle and address == trainer.channels.get(transport):
                     self._disconnect(transport)
-        self._clear_away(trainer)
 
     def clear_away(self) -> None:
         """Removes what a trainer that was killed left behind on transports not used here."""

@@ -30,8 +30,6 @@ _SILENCE_MS = 3000
 _NEVER_MS = 3_600_000
 #: Connections that may wait to be accepted: as many engines as may start a refit at once.
 _BACKLOG = 1024
-#: Frames of one connection that are kept while nobody reads; the rest waits where it is written.
-_UNREAD = 8
 #: What tells a client that its server is gone. A refused connection is as good as a broken one,
 #: because a server's endpoint is known only once it listens.
 _LOST = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_CONNECT_RETRIED
@@ -51,7 +49,6 @@ class _Watched:
     def __init__(self, context: zmq.Context[_Socket], kind: int, events: int) -> None:
         self.socket = context.socket(kind)
         self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-        self.socket.setsockopt(zmq.RCVHWM, _UNREAD)
         self.socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
         self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _SILENCE_MS)
         self.socket.setsockopt(zmq.HANDSHAKE_IVL, _SILENCE_MS)
