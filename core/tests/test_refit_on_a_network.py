@@ -11,6 +11,7 @@ from refit_doubles import SOON, Engine, InPlaceSink, Trainer, blank, make_persis
 
 from rl_core.errors import LifecycleError, RefitAborted
 from rl_core.futures import wait
+from rl_core.refit.frames import MAX_FRAME_BYTES
 from rl_core.refit.transports.control import ControlClient, ControlServer
 
 if TYPE_CHECKING:
@@ -39,6 +40,31 @@ def test_who_does_not_know_the_key_fills_no_memory_and_is_not_heard():
             while not frames and time.monotonic() < end:
                 frames = server.receive(0.1)
             assert [frame for _, frame in frames] == [b"hello"]
+
+
+def test_a_frame_of_the_largest_size_passes_encrypted():
+    server = ControlServer("tcp://127.0.0.1:*", encrypted=True)
+    with closing(server), closing(ControlClient(server.endpoint, server.key)) as client:
+        client.open()
+        client.send(b"x" * MAX_FRAME_BYTES)
+        frames: list[Any] = []
+        end = time.monotonic() + SOON
+        while not frames and time.monotonic() < end:
+            frames = server.receive(0.1)
+        assert [len(frame) for _, frame in frames] == [MAX_FRAME_BYTES]
+
+
+def test_who_waits_long_for_a_trainer_that_does_not_read_is_not_cut_off():
+    server = ControlServer("tcp://127.0.0.1:*")
+    with closing(server), closing(ControlClient(server.endpoint)) as client:
+        client.open()
+        for _ in range(5000):  # as many as there may be Hellos
+            client.send(b"hello")
+        end = time.monotonic() + 4.0  # longer than the silence after which a peer is gone
+        while time.monotonic() < end:
+            assert client.receive(0.2) is None
+            assert not client.lost()
+        assert len(server.receive(1.0)) > 1000
 
 
 def collective(trainer: Trainer, engine: Engine) -> Callable[[], Any]:

@@ -168,6 +168,22 @@ def test_handles_of_a_refit_that_is_over_are_never_taken_again(both):
     assert engine.receiver.version == 3
 
 
+def test_a_handle_of_before_does_not_end_the_set_that_followed(both):
+    trainer, engine = both
+    engine.prepare_refit_info(trainer.prepare_refit_info())
+    old = trainer.sender.handles(trainer.sender.groups(1024)[0])
+    first, *others = trainer.sender.groups(1024)
+    told = trainer.sender.handles(first)
+    engine.receiver.load_handles(told)
+    with pytest.raises(RefitAborted, match="over"):
+        engine.receiver.load_handles(old)
+    for keys in others:
+        engine.receiver.load_handles(trainer.sender.handles(keys))
+    assert same(trainer.source.tensor, engine.sink.tensor)
+    with pytest.raises(RefitAborted, match="over"):
+        engine.receiver.load_handles(told)
+
+
 def test_a_version_names_one_refit_also_while_the_report_is_written(both, monkeypatch):
     trainer, engine = both
     reporting, go_on = threading.Event(), threading.Event()
@@ -209,6 +225,26 @@ def test_a_join_that_is_refused_leaves_an_engine_that_serves_as_it_was(both):
             go(trainer, engine, join=True, mode=mode)
         engine.idle().receiver.check()
         assert same(before, engine.sink.tensor)
+
+
+def test_what_a_transport_raises_ends_the_refit_on_both_sides(both):
+    trainer, engine = both
+    engine.prepare_refit_info(trainer.prepare_refit_info())
+    end = trainer.sender.end("ipc")
+    receive = end.receive
+
+    def broken(timeout_s: float) -> Any:
+        if trainer.sender.jobs[0].session.phase == "PREPARE":
+            raise OSError("the cable is cut")
+        return receive(timeout_s)
+
+    end.receive = broken
+    sending_, receiving = begin(trainer, engine)
+    assert "the cable is cut" in str(sending_.exception(SOON))
+    assert isinstance(sending_.exception(SOON), RefitError)
+    assert isinstance(receiving.exception(SOON), RefitError)
+    end.receive = receive
+    go(trainer, engine)
 
 
 # -- calls that belong together --------------------------------------------------------------------

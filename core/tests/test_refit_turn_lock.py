@@ -136,6 +136,31 @@ def test_who_waits_in_vain_leaves_the_line():
         pass
 
 
+def test_who_is_interrupted_leaves_the_line(monkeypatch):
+    lock = TurnLock()
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with lock.reading():
+        monkeypatch.setattr(lock._changed, "wait", interrupted)
+        future = spawn("writer", lambda: lock.acquire(timeout=1.0))
+        with pytest.raises(KeyboardInterrupt):
+            future.result(SOON)
+        monkeypatch.undo()
+    assert not lock._writers
+
+
+def test_a_reader_that_would_wait_for_itself_is_told():
+    lock = TurnLock()
+    with lock.reading():
+        writer = spawn("writer", lambda: lock.acquire(timeout=SOON))
+        until(lambda: lock._writers)
+        with pytest.raises(RuntimeError, match="waits for a writer"):
+            lock.acquire(timeout=SOON)
+    assert writer.result(SOON)
+
+
 def test_only_who_has_it_gives_it_back():
     with pytest.raises(RuntimeError, match="acquired"):
         TurnLock().release()

@@ -198,10 +198,13 @@ class Job(ABC, Generic[S]):
         """Runs the session to its end."""
         looked = 0.0
         while not self.session.phase.terminal:
-            self.pump(TICK_S)
-            if self.given_up or time.monotonic() - looked > TICK_S:
-                self.look()
-                looked = time.monotonic()
+            try:
+                self.pump(TICK_S)
+                if self.given_up or time.monotonic() - looked > TICK_S:
+                    self.look()
+                    looked = time.monotonic()
+            except BaseException as error:  # of the transport; the peers are told if it can
+                self.perform(self.session.fail(error))
 
     def look(self) -> None:
         """Notices cancellation, dead peers and deadlines."""

@@ -228,7 +228,10 @@ class RefitReceiver(Endpoint["Receiving"]):
         return True
 
     def _take(self, trainer: Trainer, message: Handles) -> None:
-        if message.serial <= self._handed.get(trainer.token, 0):
+        over = self._handed.get(trainer.token, 0)
+        if self._taking is not None and self._taking.trainer.token == trainer.token:
+            over = max(over, self._taking.serial - 1)  # a newer set is under way
+        if message.serial <= over:
             raise RefitAborted(
                 f"{self.name}: the refit of these handles is over",
                 fix="begin another with prepare_weights_for_ipc",
@@ -258,7 +261,8 @@ class RefitReceiver(Endpoint["Receiving"]):
         """Ends a refit by handles that is not complete, and will not be."""
         taking, self._taking = self._taking, None
         if taking is not None:
-            self._handed[taking.trainer.token] = taking.serial
+            over = self._handed.get(taking.trainer.token, 0)
+            self._handed[taking.trainer.token] = max(over, taking.serial)
             taking.sink.fail()
 
     # -- what is held, and asked for by the refits ------------------------------------------------
@@ -322,7 +326,11 @@ class RefitReceiver(Endpoint["Receiving"]):
         return known
 
     def let_go_of_weights(self) -> None:
-        """Drops what refits keep of the engine's tensors, so that their memory can be freed."""
+        """Drops what refits keep of the engine's tensors, so that their memory can be freed.
+
+        A refit that is under way ends: the tensors that it knows may not be the engine's any more.
+        """
+        self.epoch += 1
         self._route = None
         self.second_copy = {}
 

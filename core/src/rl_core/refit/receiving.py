@@ -223,11 +223,12 @@ class Receiving(Job[ReceiverSession]):
                 self.pump(0.0)
                 self.look()
                 if session.phase.terminal:
-                    leave_line(lock)
                     return False
+            self._locked = True
         finally:
             session.held_up = ""
-        self._locked = True
+            if not self._locked:
+                leave_line(lock)
         return True
 
     def _attach(self, prepare: Prepare, offer: Offer) -> str:
@@ -286,6 +287,7 @@ class Receiving(Job[ReceiverSession]):
         try:
             found = self._loader.check_sealed(digest)
             if offer.kv_scales:
+                self._touch()  # also where no tensor was sent
                 self._sink.scale_kv(offer.kv_scales)
             self._sink.finish(offer.version)
             _settle(self._sink)

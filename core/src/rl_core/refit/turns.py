@@ -77,15 +77,24 @@ class TurnLock:
 
         Returns:
             Whether this thread has it.
+
+        Raises:
+            RuntimeError: It reads, and another writer waits for it to end.
         """
         me = threading.get_ident()
         with self._changed:
             if self._writer != me:
+                if me in self._reading and set(self._writers) - {me}:
+                    raise RuntimeError("a thread that reads waits for a writer that waits for it")
                 if me not in self._writers:
                     self._writers.append(me)
                 wait_s = None if timeout < 0 else timeout
-                if not self._changed.wait_for(lambda: self._may_write(me), wait_s):
-                    return False
+                try:
+                    if not self._changed.wait_for(lambda: self._may_write(me), wait_s):
+                        return False
+                except BaseException:  # a signal: who is gone must not keep readers out
+                    self.withdraw()
+                    raise
                 self._writers.remove(me)
                 self._writer = me
             self._depth += 1

@@ -113,13 +113,12 @@ class WorkerReceivers:
     def load_handles(self, handles: dict[str, Any]) -> bool:
         """See :meth:`RefitReceiver.load_handles`."""
         with self._generation_waits(DEFAULT_DEADLINE_S):
-            before = self.version
             try:
                 self._take(self._ask("load_handles", handles=msgspec.msgpack.encode(handles)))
             except BaseException:
                 self._look()
                 raise
-            if self.version != before:
+            if not self.torn:  # as it is between the groups of a set
                 self._commit()
         return True
 

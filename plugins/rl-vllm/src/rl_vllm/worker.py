@@ -55,14 +55,12 @@ class GrantedLock:
     """
 
     def __init__(self, news: threading.Event) -> None:
-        self.wanted = False
         self._news = news
         self._granted = threading.Event()
 
     def acquire(self, timeout: float = -1) -> bool:
         """Asks for it; whether it was granted in time."""
         if not self._granted.is_set():
-            self.wanted = True
             self._news.set()
         return self._granted.wait(None if timeout < 0 else timeout)
 
@@ -72,7 +70,6 @@ class GrantedLock:
 
     def grant(self, granted: bool) -> None:
         """The backend holds it, or does so no more."""
-        self.wanted = False
         (self._granted.set if granted else self._granted.clear)()
 
 
@@ -143,15 +140,19 @@ class WorkerRefits:
     def done(self, key: str, wait_s: float) -> dict[str, Any]:
         """How far :meth:`receive` or :meth:`open` is; waits for news."""
         future = self._futures[key]
-        if not (future.done() or self._lock.wanted):
+        if not (future.done() or self._waits_for_generation(future)):
             self._news.wait(wait_s)
         self._news.clear()
         if not future.done():
-            return {"done": False, "wants_lock": self._lock.wanted}
+            return {"done": False, "wants_lock": self._waits_for_generation(future)}
         error = future.exception()
         if error is not None:  # told when all workers are done, with what they are then
             return {"done": True, "error": as_plain(error, self.name), **self.state()}
         return {"done": True, "result": future.result(), **self.state()}
+
+    def _waits_for_generation(self, future: concurrent.futures.Future[Any]) -> bool:
+        """Whether it is this refit, and no other one, that generation keeps waiting."""
+        return any(job.future is future and job.session.held_up for job in self._receiver.jobs)
 
     def load_handles(self, handles: bytes) -> dict[str, Any]:
         """See :meth:`RefitReceiver.load_handles`."""
@@ -184,6 +185,7 @@ class WorkerRefits:
 
     def write(self, name: str, offset: int, data: bytes) -> None:
         """Writes elements of a tensor, past all refits."""
+        self._receiver.forget()
         sink = self._sink()
         [spec] = [one for one in sink.specs() if one.name == name]
         run = torch.frombuffer(bytearray(data), dtype=getattr(torch, spec.dtype))

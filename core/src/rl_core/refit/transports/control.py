@@ -30,6 +30,8 @@ _SILENCE_MS = 3000
 _NEVER_MS = 3_600_000
 #: Connections that may wait to be accepted: as many engines as may start a refit at once.
 _BACKLOG = 1024
+#: What encryption adds to a frame, at most.
+_ENCRYPTION_BYTES = 64
 #: What tells a client that its server is gone. A refused connection is as good as a broken one,
 #: because a server's endpoint is known only once it listens.
 _LOST = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_CONNECT_RETRIED
@@ -49,6 +51,10 @@ class _Watched:
     def __init__(self, context: zmq.Context[_Socket], kind: int, events: int) -> None:
         self.socket = context.socket(kind)
         self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        # A full queue stops ZeroMQ from reading a connection, heartbeats included, which then ends.
+        # Who may connect is trusted with memory: one user, or who knows the key.
+        self.socket.setsockopt(zmq.RCVHWM, 0)
+        self.socket.setsockopt(zmq.SNDHWM, 0)
         self.socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
         self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _SILENCE_MS)
         self.socket.setsockopt(zmq.HANDSHAKE_IVL, _SILENCE_MS)
@@ -105,6 +111,7 @@ class ControlServer:
         try:
             if encrypted:
                 public, secret = _key_pair()
+                self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES + _ENCRYPTION_BYTES)
                 self._socket.setsockopt(zmq.CURVE_SERVER, 1)
                 self._socket.setsockopt(zmq.CURVE_SECRETKEY, secret)
                 self.key = public.decode()
@@ -208,6 +215,7 @@ class ControlClient:
         try:
             if self.key:
                 public, secret = _key_pair()
+                watched.socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES + _ENCRYPTION_BYTES)
                 watched.socket.setsockopt(zmq.CURVE_SERVERKEY, self.key.encode())
                 watched.socket.setsockopt(zmq.CURVE_PUBLICKEY, public)
                 watched.socket.setsockopt(zmq.CURVE_SECRETKEY, secret)
