@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_core.batch import pack, plan_microbatches
+from rl_core.batch import pack, packing, plan_microbatches
 from rl_core.batch.packing import ALGORITHMS
 from rl_core.errors import ConfigError, DataError
 
@@ -28,6 +28,43 @@ def naive_first_fit(lengths: list[int], order: list[int], capacity: int) -> list
         bins[target].append(row)
         room[target] -= lengths[row]
     return bins
+
+
+def naive_modified_first_fit_decreasing(lengths: list[int], capacity: int) -> list[list[int]]:
+    """The published steps over plain lists, as an oracle."""
+    order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
+    bins = [[row] for row in order if 2 * lengths[row] > capacity]
+    rest = order[len(bins) :]
+    medium = [row for row in rest if 3 * lengths[row] > capacity]
+    small = [row for row in rest if 3 * lengths[row] <= capacity < 6 * lengths[row]]
+
+    def room(members: list[int]) -> int:
+        return capacity - sum(lengths[row] for row in members)
+
+    def largest(pool: list[int], limit: int) -> int | None:
+        fitting = [row for row in pool if lengths[row] <= limit]
+        return min(fitting, key=lambda row: (-lengths[row], row), default=None)
+
+    for members in bins:
+        if (row := largest(medium, room(members))) is not None:
+            medium.remove(row)
+            rest.remove(row)
+            members.append(row)
+    for members in reversed([members for members in bins if len(members) == 1]):
+        if not small:
+            break
+        least = min(small, key=lambda row: (lengths[row], row))
+        small.remove(least)
+        if (most := largest(small, room(members) - lengths[least])) is None:
+            break
+        small.remove(most)
+        members += [least, most]
+        rest = [row for row in rest if row not in members]
+    for members in bins:
+        while (row := largest(rest, room(members))) is not None:
+            rest.remove(row)
+            members.append(row)
+    return bins + naive_first_fit(lengths, rest, capacity)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -73,27 +110,83 @@ def test_concatenative_keeps_the_order():
     assert pack([4, 1, 3, 2, 1, 3, 4, 5], 5, "concatenative") == [[0, 1], [2, 3], [4, 5], [6], [7]]
 
 
+@given(lengths=LENGTHS)
+def test_concatenative_gives_the_bins_of_the_naive_scan(lengths):
+    bins: list[list[int]] = []
+    for row, length in enumerate(lengths):
+        if not bins or sum(lengths[other] for other in bins[-1]) + length > CAPACITY:
+            bins.append([])
+        bins[-1].append(row)
+    assert pack(lengths, CAPACITY, "concatenative") == bins
+
+
+@given(lengths=LENGTHS | st.lists(st.integers(1, CAPACITY // 2), max_size=60))
+def test_modified_first_fit_decreasing_gives_the_bins_of_the_plain_steps(lengths):
+    expected = naive_modified_first_fit_decreasing(lengths, CAPACITY)
+    assert pack(lengths, CAPACITY, "modified_first_fit_decreasing") == expected
+
+
+def test_nothing_is_pooled_where_there_is_nothing_to_pair(monkeypatch):
+    monkeypatch.setattr(packing, "_Pool", None)
+    assert pack([5, 4, 5, 3], 10, "modified_first_fit_decreasing") == [[0, 2], [1, 3]]
+    with pytest.raises(TypeError):
+        pack([6, 4, 5, 3], 10, "modified_first_fit_decreasing")
+
+
 def test_modified_first_fit_decreasing_pairs_small_sequences_before_plain_first_fit_does():
     # Large 51 and 52, medium 34, small 20..31: worked out by hand from the published steps.
     bins = pack([51, 52, 34, 20, 28, 29], 100, "modified_first_fit_decreasing")
     assert bins == [[1, 2], [0, 3, 5], [4]]
 
 
-@given(data=st.data(), multiple=st.integers(1, 7), rows_per_shard=st.integers(1, 8))
-def test_bins_are_a_multiple_and_stay_within_capacity(data, multiple, rows_per_shard):
+@given(
+    data=st.data(),
+    multiple=st.integers(1, 7),
+    rows_per_shard=st.integers(1, 8),
+    least=st.integers(0, 56),
+)
+def test_bins_are_a_multiple_and_enough_and_within_capacity(data, multiple, rows_per_shard, least):
     rows = multiple * rows_per_shard
     lengths = data.draw(st.lists(st.integers(1, CAPACITY), min_size=rows, max_size=rows))
-    bins = pack(lengths, CAPACITY, "first_fit_decreasing", bin_multiple=multiple)
-    plain = pack(lengths, CAPACITY, "first_fit_decreasing")
+    least = min(least, rows)
+    algorithm = data.draw(st.sampled_from(sorted(ALGORITHMS)))
+    bins = pack(lengths, CAPACITY, algorithm, bin_multiple=multiple, min_bin_count=least)
+    plain = pack(lengths, CAPACITY, algorithm)
     assert len(bins) % multiple == 0
-    assert len(bins) - len(plain) < multiple
+    assert 0 <= len(bins) - max(len(plain), least) < multiple
     assert sorted(row for members in bins for row in members) == list(range(rows))
     assert all(0 < sum(lengths[row] for row in members) <= CAPACITY for members in bins)
 
 
-def test_fewer_sequences_than_bins_is_an_error():
+@pytest.mark.parametrize("asked", [{"bin_multiple": 3}, {"min_bin_count": 3}])
+def test_fewer_sequences_than_bins_is_an_error(asked):
     with pytest.raises(DataError, match="2 sequences need 1 bins, and cannot fill the 3"):
-        pack([5, 5], 10, bin_multiple=3)
+        pack([5, 5], 10, **asked)
+
+
+def test_no_sequences_fill_no_bins():
+    assert pack([], 10, bin_multiple=3) == []
+    with pytest.raises(DataError, match="0 sequences"):
+        pack([], 10, min_bin_count=1)
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [[5, 1.5], [5.0, 2.0], [True, True], [[1, 2]], [[1], [1, 2]], ["5"], [None], [2**70], 5, None],
+)
+def test_lengths_that_are_no_integers_are_refused(lengths):
+    with pytest.raises(DataError, match="lengths are"):
+        pack(lengths, 10)
+
+
+@pytest.mark.parametrize("kind", [np.uint8, np.int32, np.uint64])
+def test_lengths_of_any_integer_width_are_packed(kind):
+    assert pack(np.array([5, 6, 4], dtype=kind), 10, "concatenative") == [[0], [1, 2]]
+
+
+def test_a_length_beyond_64_bits_signed_is_named_as_it_is():
+    with pytest.raises(DataError, match=f"sequence 0 has {2**63 + 5} tokens"):
+        pack(np.array([2**63 + 5], dtype=np.uint64), 10)
 
 
 @pytest.mark.parametrize("bad", [0, -3, 11])
@@ -101,6 +194,13 @@ def test_a_length_outside_the_bin_is_named(bad):
     with pytest.raises(DataError, match=f"sequence 1 has {bad} tokens") as caught:
         pack([5, bad], 10)
     assert caught.value.details["row"] == 1
+
+
+@pytest.mark.parametrize("algorithm", [None, 3, ["concatenative"], b"concatenative"])
+def test_an_algorithm_that_is_no_name_is_refused(algorithm):
+    with pytest.raises(ConfigError, match="unknown packing algorithm") as caught:
+        pack([1], 2, algorithm)
+    assert caught.value.details["key"] == "algorithm"
 
 
 def test_an_unknown_algorithm_is_named_with_the_nearest():
@@ -224,7 +324,26 @@ def test_a_group_above_the_bound_is_named_by_its_first_row():
         )
 
 
-@pytest.mark.parametrize("lengths", [torch.tensor([[1, 2], [3, 4]]), torch.tensor([1.5, 2.0])])
-def test_lengths_must_be_integers_one_for_each_row(lengths):
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        torch.tensor([[1, 2], [3, 4]]),
+        torch.tensor([1.5, 2.0]),
+        torch.tensor(3),
+        torch.tensor([True, True]),
+        torch.tensor([1j]),
+        [1, 2],
+        None,
+    ],
+)
+@pytest.mark.parametrize(
+    "way",
+    [
+        {"micro_batch_size": 2},
+        {"dynamic_batching_args": {"max_tokens_per_microbatch": 8}},
+        {"sequence_packing_args": {"max_tokens_per_microbatch": 8}},
+    ],
+)
+def test_lengths_must_be_integers_one_for_each_row(lengths, way):
     with pytest.raises(DataError, match=r"integers of shape \[rows\]"):
-        plan_microbatches(lengths, sequence_packing_args={"max_tokens_per_microbatch": 8})
+        plan_microbatches(lengths, **way)

@@ -124,3 +124,57 @@ def test_a_teacher_without_candidates_is_refused(call: Call) -> None:
     nothing["teacher_topk_indices"] = torch.zeros(2, 3, 0, dtype=torch.int64)
     with pytest.raises(DataError, match="K is 0"):
         call(TopkKLLossFn(), torch.randn(2, 4, 7), **nothing)
+
+
+def three_positions(**changed: torch.Tensor) -> dict[str, torch.Tensor]:
+    """A teacher of two rows, three positions and two candidates."""
+    return {
+        "teacher_topk_logits": torch.zeros(2, 3, 2),
+        "teacher_topk_indices": tensor([0, 6]).expand(2, 3, 2).clone(),
+    } | changed
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("direction", ["forward", "reverse"])
+def test_a_teacher_without_a_distribution_is_refused_by_row(
+    call: Call, direction: str, value: float
+) -> None:
+    data = three_positions()
+    data["teacher_topk_logits"][1, 2, 0] = value
+    if direction == "forward" and value == -math.inf:
+        data["teacher_topk_logits"][1, 2, 1] = value
+    loss = TopkKLLossFn.from_config({"direction": direction})
+    with pytest.raises(DataError, match=r"row 1, position 2 are \[.*no distribution") as caught:
+        call(loss, torch.zeros(2, 4, 7), **data)
+    assert caught.value.details["row"] == 1
+    masked = torch.ones(2, 4)
+    masked[1, 3] = 0
+    assert call(loss, torch.zeros(2, 4, 7), token_mask=masked, **data)[0].isfinite()
+
+
+@pytest.mark.parametrize("index", [-1, 7])
+def test_a_token_that_the_policy_does_not_have_is_refused_by_row(call: Call, index: int) -> None:
+    data = three_positions()
+    data["teacher_topk_indices"][1, 0, 1] = index
+    with pytest.raises(DataError, match="row 1, position 0 names a token outside of the policy's"):
+        call(TopkKLLossFn(), torch.zeros(2, 4, 7), **data)
+
+
+def test_as_many_logits_as_indices(call: Call) -> None:
+    data = three_positions(teacher_topk_logits=torch.zeros(2, 3, 1))
+    with pytest.raises(DataError, match="1 logits and 2 indices"):
+        call(TopkKLLossFn(), torch.zeros(2, 4, 7), **data)
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bool])
+def test_indices_that_are_no_integers_are_refused(call: Call, kind: torch.dtype) -> None:
+    data = three_positions(teacher_topk_indices=torch.zeros(2, 3, 2, dtype=kind))
+    with pytest.raises(DataError, match="not token ids"):
+        call(TopkKLLossFn(), torch.zeros(2, 4, 7), **data)
+
+
+def test_indices_may_be_of_any_integer_width(call: Call) -> None:
+    wide = three_positions()
+    narrow = wide | {"teacher_topk_indices": wide["teacher_topk_indices"].short()}
+    logits = torch.randn(2, 4, 7)
+    assert call(TopkKLLossFn(), logits, **narrow) == call(TopkKLLossFn(), logits, **wide)

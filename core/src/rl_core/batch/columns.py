@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import reprlib
+from collections.abc import Mapping
 from itertools import chain
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,7 +14,7 @@ import torch
 from rl_core.errors import DataError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
 __all__ = [
     "common_size",
@@ -44,8 +48,14 @@ def common_size(columns: Mapping[str, Any]) -> int:
     """Rows of a batch; 0 without columns. Columns that are None do not count.
 
     Raises:
-        DataError: Columns disagree; names keys and sizes.
+        DataError: Columns disagree (names keys and sizes), or the batch is no mapping.
     """
+    given: Any = columns
+    if not isinstance(given, Mapping):
+        raise DataError(
+            f"a batch is a {type(given).__name__}, not a mapping from keys to columns",
+            fix="give every batch as a dict of tensors and lists",
+        )
     sizes = {key: leading_size(key, value) for key, value in columns.items() if value is not None}
     if len(set(sizes.values())) > 1:
         listed = ", ".join(f"{key}: {size}" for key, size in sizes.items())
@@ -78,9 +88,15 @@ def index_of(indices: Sequence[int] | torch.Tensor, size: int) -> torch.Tensor:
     """``[n]`` int64 row indices on the CPU.
 
     Raises:
-        DataError: An index is outside ``[0, size)``, or a mask has another length.
+        DataError: An index is none or outside ``[0, size)``, or a mask has another length.
     """
-    rows = torch.as_tensor(indices).detach().cpu()
+    try:
+        rows = torch.as_tensor(indices).detach().cpu()
+    except (TypeError, ValueError, RuntimeError):
+        raise DataError(
+            f"rows are selected by integers, not by {reprlib.repr(indices)}",
+            fix="give a flat list or tensor of integers, or a bool mask",
+        ) from None
     if rows.dtype == torch.bool:
         if rows.shape != (size,):
             raise DataError(
@@ -126,7 +142,7 @@ def concatenate(key: str, parts: Sequence[Any], pad_value: float) -> Any:
     """One column from those of several batches; wider tensors are right-padded on dim 1.
 
     Raises:
-        DataError: The parts differ in kind, dtype or shape.
+        DataError: The parts differ in kind, dtype or shape, or cannot be padded with that value.
     """
     if all(part is None for part in parts):
         return None
@@ -149,9 +165,27 @@ def concatenate(key: str, parts: Sequence[Any], pad_value: float) -> Any:
                 fix="use one dtype, and one shape but for rows and dim 1",
                 key=key,
             )
+    if first.dim() > 1 and not _can_hold(first.dtype, pad_value):
+        raise DataError(
+            f"{key!r} is {first.dtype}, which cannot be padded with {pad_value!r}",
+            fix=f"give pad_value_dict a value of that dtype for {key!r}",
+            key=key,
+        )
     if first.dim() == 1 or len({part.shape[1] for part in tensors}) == 1:
         return torch.cat(list(tensors))
     return _stack_padded(tensors, pad_value)
+
+
+def _can_hold(dtype: torch.dtype, value: Any) -> bool:
+    is_number = isinstance(value, Real)
+    if not is_number or (isinstance(value, bool) and dtype != torch.bool):
+        return False
+    if dtype == torch.bool:
+        return value in (0, 1)
+    if dtype.is_floating_point or dtype.is_complex:
+        return bool(not math.isfinite(value) or abs(value) <= torch.finfo(dtype).max)
+    limits = torch.iinfo(dtype)
+    return bool(limits.min <= value <= limits.max and value == int(value))
 
 
 def _stack_padded(tensors: Sequence[torch.Tensor], pad_value: float) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import UserDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeAlias, TypeVar, overload
 
@@ -17,9 +17,10 @@ from rl_core.batch.columns import (
     permutation_inverse,
     take_rows,
 )
+from rl_core.batch.counts import whole
 from rl_core.batch.gather import gather_batches
 from rl_core.batch.provenance import Provenance
-from rl_core.batch.sharding import plan_shards, planned_shards
+from rl_core.batch.sharding import plan_columns, plan_shards, planned_shards
 from rl_core.errors import DataError, LifecycleError, MissingKeyError
 
 if TYPE_CHECKING:
@@ -37,7 +38,8 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
     """A dict of columns: tensors whose dim 0 is the batch, and lists with an item per row.
 
     Dim 1 of a tensor with two or more dims is the sequence. A value of None is carried along. The
-    type argument is a TypedDict that says which columns to expect; it is not checked here.
+    type argument is a TypedDict that says which columns to expect; it is not checked here. Numbers
+    of rows, shards and the like are whole; every method raises ConfigError for others.
 
     Attributes:
         micro_batch_indices: Of a shard with planned microbatches: for each global batch the
@@ -83,6 +85,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         Raises:
             DataError: Not ``0 <= start <= end <= size``.
         """
+        start, end = whole("start", start), whole("end", end)
         if not 0 <= start <= end <= self.size:
             raise DataError(
                 f"rows {start} to {end} are not within the batch of {self.size} rows",
@@ -121,13 +124,14 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         Raises:
             DataError: The rows do not divide, or there is no such rank.
         """
-        if not 0 <= rank < chunks:
+        if not 0 <= whole("rank", rank) < whole("chunks", chunks):
             raise DataError(f"there is no chunk {rank} of {chunks}", fix="count ranks from 0")
         rows = plan_shards(self.size, chunks, None, uneven=False, group_size=1)[rank]
         return self._map(lambda value: take_rows(value, rows), SlicedDataDict())
 
     def repeat_interleave(self, num_repeats: int) -> Self:
         """Every row ``num_repeats`` times in a row; list items are deep copies."""
+        num_repeats = whole("num_repeats", num_repeats)
         if num_repeats < 0:
             raise DataError(f"cannot repeat rows {num_repeats} times", fix="use 0 or more")
 
@@ -147,6 +151,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         Raises:
             DataError: ``dim`` is the batch, or the length is negative.
         """
+        dim, truncated_len = whole("dim", dim), whole("truncated_len", truncated_len)
         if dim < 1 or truncated_len < 0:
             raise DataError(
                 f"cannot truncate dim {dim} to {truncated_len}",
@@ -168,7 +173,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
     @classmethod
     def from_batches(
         cls,
-        batches: Sequence[Mapping[str, Any]],
+        batches: Iterable[Mapping[str, Any]],
         pad_value_dict: Mapping[str, float] | None = None,
     ) -> Self:
         """Puts batches below one another.
@@ -182,10 +187,16 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
 
         Raises:
             MissingKeyError: A batch with rows lacks a key that another has (also a KeyError).
-            DataError: A key's values differ in kind, dtype or trailing shape, or the columns of
-                one batch disagree on its rows.
+            DataError: A key's values differ in kind, dtype or trailing shape, the columns of one
+                batch disagree on its rows, or a pad value is none of its key's dtype.
         """
-        pads = pad_value_dict or {}
+        pads: Any = {} if pad_value_dict is None else pad_value_dict
+        if not isinstance(pads, Mapping) or not hasattr(batches, "__iter__"):
+            raise DataError(
+                "from_batches was given no batches, or pad values without keys",
+                fix="give a list of batches, and pad values as a mapping from keys to numbers",
+            )
+        batches = list(batches)
         sizes = [common_size(batch) for batch in batches]
         keys = dict.fromkeys(key for batch in batches for key in batch)
         merged = cls()
@@ -288,15 +299,14 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
                 size, shards, batch_size, uneven=allow_uneven_shards, group_size=group_size
             )
             return [self._shard(rows) for rows in parts]
-        args = sequence_packing_args if dynamic_batching_args is None else dynamic_batching_args
-        assert args is not None
+        input_key, lengths_key = plan_columns(dynamic_batching_args, sequence_packing_args)
         layouts = planned_shards(
-            self._column(args.get("input_lengths_key", "input_lengths")),
+            self._column(lengths_key),
             shards,
             batch_size,
             dynamic_batching_args=dynamic_batching_args,
             sequence_packing_args=sequence_packing_args,
-            width=self._column(args.get("input_key", "input_ids"), 2).shape[1],
+            width=self._column(input_key, 2).shape[1],
             uneven=allow_uneven_shards,
             group_size=group_size,
         )
@@ -317,14 +327,15 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         Raises:
             DataError: There is no such batch, or no plan and no ``batch_size``.
         """
-        counts = self.elem_counts_per_gb
+        batch_idx, counts = whole("batch_idx", batch_idx), self.elem_counts_per_gb
         if counts is None:
             if batch_size is None:
                 raise DataError(
                     "batch_size is needed for a batch without planned microbatches",
                     fix="give batch_size, or shard with dynamic batching or sequence packing",
                 )
-            return self.slice(batch_idx * batch_size, (batch_idx + 1) * batch_size)
+            start = batch_idx * whole("batch_size", batch_size, 1)
+            return self.slice(start, start + batch_size)
         if not 0 <= batch_idx < len(counts):
             raise DataError(f"there is no batch {batch_idx} of {len(counts)}", fix="count from 0")
         start = sum(counts[:batch_idx])
@@ -349,7 +360,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
 
     def get_microbatch_iterator_len(self, microbatch_size: int) -> int:
         """Number of microbatches of :meth:`make_microbatch_iterator`; raises as that does."""
-        if microbatch_size < 1 or self.size % microbatch_size:
+        if whole("microbatch_size", microbatch_size) < 1 or self.size % microbatch_size:
             raise DataError(
                 f"{self.size} rows are no multiple of the microbatch size {microbatch_size}",
                 fix="use a size that divides the rows",

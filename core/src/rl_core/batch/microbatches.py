@@ -13,6 +13,7 @@ from typing import Annotated, Any, NotRequired, TypedDict
 import numpy as np
 import torch
 
+from rl_core.batch.counts import whole
 from rl_core.batch.packing import bin_loads, pack
 from rl_core.errors import ConfigError, DataError
 from rl_core.plugins.config import Range, check_config
@@ -62,7 +63,7 @@ class SequencePackingArgs(TypedDict):
     input_key: NotRequired[str]
     input_lengths_key: NotRequired[str]
     algorithm: NotRequired[str]
-    seed: NotRequired[int]
+    seed: NotRequired[Annotated[int, Range(ge=0)]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +122,8 @@ def plan_microbatches(
         ``[b]`` int64 row indices for each microbatch.
 
     Raises:
-        ConfigError: Not exactly one of the three ways is given, or its arguments are wrong.
+        ConfigError: Not exactly one of the three ways is given, or its arguments, the group size
+            or the width are wrong.
         DataError: A row or group is longer than a microbatch, a row is longer than ``width``, or B
             is no multiple of the group.
     """
@@ -133,19 +135,18 @@ def plan_microbatches(
             fix="give exactly one of them",
             key="micro_batch_size",
         )
-    scope = PlanScope(group_size=group_size, width=width)
+    scope = PlanScope(
+        group_size=whole("group_size", group_size, 1),
+        width=None if width is None else whole("width", width, 0),
+    )
     if sequence_packing_args is not None:
         return [part.rows for part in plan_packed(lengths, sequence_packing_args, scope)[0]]
     if dynamic_batching_args is not None:
         return [part.rows for part in plan_dynamic(lengths, dynamic_batching_args, scope)[0]]
     assert micro_batch_size is not None
-    if micro_batch_size < 1:
-        raise ConfigError(
-            f"micro_batch_size is {micro_batch_size}", fix="use 1 or more", key="micro_batch_size"
-        )
-    check_groups(len(lengths), group_size)
-    rows = torch.arange(len(lengths))
-    step = max(1, micro_batch_size // group_size) * group_size
+    micro_batch_size = whole("micro_batch_size", micro_batch_size, 1)
+    rows = torch.arange(_row_lengths(lengths, scope).size)
+    step = max(1, micro_batch_size // scope.group_size) * scope.group_size
     return [rows[start : start + step] for start in range(0, len(rows), step)]
 
 
@@ -239,8 +240,8 @@ def plan_packed(
 
 
 def check_groups(rows: int, group_size: int) -> None:
-    """Raises DataError unless the rows are whole groups."""
-    if group_size < 1 or rows % group_size:
+    """Raises DataError unless the rows are whole groups, ConfigError for a size below 1."""
+    if rows % whole("group_size", group_size, 1):
         raise DataError(
             f"{rows} rows are not whole groups of {group_size}",
             fix=f"keep the {group_size} rows of a group next to each other and complete",
@@ -249,10 +250,19 @@ def check_groups(rows: int, group_size: int) -> None:
 
 def _row_lengths(lengths: torch.Tensor, scope: PlanScope) -> np.ndarray[Any, Any]:
     """``[groups, group_size]`` int64 lengths, at least 1."""
-    if lengths.dim() != 1 or lengths.is_floating_point():
+    given: Any = lengths
+    if not isinstance(given, torch.Tensor):
+        raise DataError(
+            f"lengths are a {type(given).__name__}, not a tensor",
+            fix="give a tensor of integers of shape [rows]",
+            key="lengths",
+        )
+    no_integers = lengths.dtype == torch.bool or lengths.is_floating_point() or lengths.is_complex()
+    if lengths.dim() != 1 or no_integers:
         raise DataError(
             f"lengths are {lengths.dtype} of shape {list(lengths.shape)}",
             fix="give integers of shape [rows]",
+            key="lengths",
         )
     flat = lengths.detach().cpu().to(torch.int64).numpy()
     check_groups(len(flat), scope.group_size)

@@ -12,12 +12,14 @@ little space they waste; none looks at every open bin for every sequence:
 
 from __future__ import annotations
 
+import reprlib
 from bisect import bisect_right
 from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
+from rl_core.batch.counts import whole
 from rl_core.errors import ConfigError, DataError
 from rl_core.plugins.config import nearest
 
@@ -37,32 +39,38 @@ def pack(
     *,
     seed: int = 0,
     bin_multiple: int = 1,
+    min_bin_count: int = 0,
 ) -> Bins:
     """Distributes sequences over bins, each sequence to exactly one bin.
 
     Args:
-        lengths: ``[n]`` number of tokens of each sequence, at least 1.
+        lengths: ``[n]`` integer number of tokens of each sequence, at least 1.
         capacity: Hard bound on the sum of lengths in a bin.
         algorithm: A name in :data:`ALGORITHMS`.
         seed: Of the shuffle in ``first_fit_shuffle``; the others do not use it.
         bin_multiple: The number of bins is a multiple of this; the heaviest bins are split until
             it is.
+        min_bin_count: At least so many bins, and then the next multiple; the heaviest are split.
 
     Returns:
         For each bin the indices of its sequences. No bin is empty.
 
     Raises:
-        ConfigError: The algorithm is unknown.
-        DataError: A length is not in ``[1, capacity]``, or there are fewer sequences than bins.
+        ConfigError: The algorithm is unknown, or a number is no whole number or too small.
+        DataError: A length is not an integer in ``[1, capacity]``, or there are fewer sequences
+            than bins: a microbatch without rows is none.
     """
-    if algorithm not in ALGORITHMS:
-        close = nearest(algorithm, ALGORITHMS)
+    if algorithm not in list(ALGORITHMS):
+        close = nearest(str(algorithm), ALGORITHMS)
         raise ConfigError(
             f"unknown packing algorithm {algorithm!r}",
             fix=f"use {close!r}" if close else f"use one of {', '.join(ALGORITHMS)}",
             key="algorithm",
         )
-    sizes = np.asarray(lengths, dtype=np.int64)
+    capacity, seed = whole("capacity", capacity, 1), whole("seed", seed, 0)
+    bin_multiple = whole("bin_multiple", bin_multiple, 1)
+    min_bin_count = whole("min_bin_count", min_bin_count, 0)
+    sizes = _read_lengths(lengths)
     outside = np.flatnonzero((sizes < 1) | (sizes > capacity))
     if len(outside):
         index = int(outside[0])
@@ -71,8 +79,25 @@ def pack(
             fix="raise max_tokens_per_microbatch or shorten the sequence",
             row=index,
         )
+    sizes = sizes.astype(np.int64)
     bins = ALGORITHMS[algorithm](sizes, capacity, seed) if len(sizes) else []
-    return _split_heaviest(bins, sizes, -len(bins) % bin_multiple)
+    wanted = max(len(bins), min_bin_count)
+    return _split_heaviest(bins, sizes, wanted + -wanted % bin_multiple)
+
+
+def _read_lengths(lengths: Any) -> np.ndarray[Any, Any]:
+    """``[n]`` integers of any width."""
+    try:
+        sizes = np.asarray(lengths)
+    except (TypeError, ValueError, RuntimeError):  # ragged lists, tensors that are not on the CPU
+        sizes = np.asarray(None)
+    if sizes.ndim != 1 or (len(sizes) and sizes.dtype.kind not in "iu"):
+        raise DataError(
+            f"lengths are {reprlib.repr(lengths)}",
+            fix="give integers of shape [sequences], on the CPU",
+            key="lengths",
+        )
+    return sizes
 
 
 def bin_loads(lengths: Lengths, bins: Sequence[Sequence[int]]) -> Lengths:
@@ -140,13 +165,14 @@ def _first_fit_shuffle(lengths: Lengths, capacity: int, seed: int) -> Bins:
 
 
 def _concatenative(lengths: Lengths, capacity: int, _seed: int = 0) -> Bins:
-    ends = np.cumsum(lengths)
     bins: Bins = []
-    start = used = 0
-    while start < len(lengths):
-        stop = int(np.searchsorted(ends, used + capacity, side="right"))
-        bins.append(list(range(start, stop)))
-        start, used = stop, int(ends[stop - 1])
+    room = 0
+    for row, length in enumerate(lengths.tolist()):
+        if length > room:
+            bins.append([])
+            room = capacity
+        bins[-1].append(row)
+        room -= length
     return bins
 
 
@@ -185,6 +211,8 @@ class _Pool:
 
 
 def _modified_first_fit_decreasing(lengths: Lengths, capacity: int, _seed: int = 0) -> Bins:
+    if 2 * int(lengths.max()) <= capacity:  # nothing to pair: what follows would come to the same
+        return _first_fit_decreasing(lengths, capacity)
     rows = np.argsort(-lengths, kind="stable")
     portion = lengths[rows]
     is_large = 2 * portion > capacity
@@ -227,21 +255,21 @@ def _modified_first_fit_decreasing(lengths: Lengths, capacity: int, _seed: int =
     return bins
 
 
-def _split_heaviest(bins: Bins, lengths: Lengths, extra: int) -> Bins:
-    """Adds ``extra`` bins by halving the heaviest bins that hold two sequences or more."""
-    if not extra:
+def _split_heaviest(bins: Bins, lengths: Lengths, wanted: int) -> Bins:
+    """``wanted`` bins, by halving the heaviest that hold two sequences or more."""
+    if wanted == len(bins):
         return bins
-    if len(lengths) < len(bins) + extra:
+    if len(lengths) < wanted:
         raise DataError(
-            f"{len(lengths)} sequences need {len(bins)} bins, and cannot fill the "
-            f"{len(bins) + extra} that would be a multiple",
-            fix="use a multiple of the shards as batch size, or fewer shards",
+            f"{len(lengths)} sequences need {len(bins)} bins, and cannot fill the {wanted} that "
+            "are asked for",
+            fix="give at least one sequence for each bin; for shards, a larger batch or fewer",
         )
     bins = list(bins)
     loads = bin_loads(lengths, bins).tolist()
     heap = [(-load, i) for i, load in enumerate(loads) if len(bins[i]) > 1]
     heapify(heap)
-    for _ in range(extra):
+    while len(bins) < wanted:
         _, source = heappop(heap)
         members = bins[source]
         bins[source] = members[::2]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
-from rl_core.errors import DataError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+from rl_core.batch.counts import whole
+from rl_core.errors import ConfigError, DataError
 
 __all__ = ["verify_right_padding"]
 
@@ -24,7 +23,7 @@ def verify_right_padding(
 
     Args:
         data: ``input_ids`` ``[B, S]`` with ``input_lengths`` ``[B]``, or ``output_ids`` ``[B, W]``
-            with ``unpadded_sequence_lengths`` ``[B]``.
+            with ``unpadded_sequence_lengths`` ``[B]``. Lengths are integers, in a tensor or a list.
         pad_value: The token that pads. It may also occur inside a row.
         raise_error: Raise on the first problem instead of returning it.
 
@@ -34,8 +33,16 @@ def verify_right_padding(
     Raises:
         DataError: The data is not right-padded or not of these keys and shapes, and
             ``raise_error`` is set.
+        ConfigError: ``pad_value`` is no integer, or ``data`` no mapping; whatever ``raise_error``
+            is.
     """
-    message, row = _problem(data, pad_value)
+    if not isinstance(data, Mapping):
+        raise ConfigError(
+            f"data is a {type(data).__name__}, not a batch",
+            fix="give a mapping with input_ids and input_lengths",
+            key="data",
+        )
+    message, row = _problem(data, whole("pad_value", pad_value))
     if message is not None and raise_error:
         raise DataError(message, fix=_FIX, row=row)
     return message is None, message
@@ -49,8 +56,17 @@ def _problem(data: Mapping[str, Any], pad_value: int) -> tuple[str | None, int |
         return "the batch has neither input_ids nor output_ids", None
     if not isinstance(ids, torch.Tensor) or ids.dim() != 2:
         return f"{ids_key} is not a tensor of shape [rows, width]", None
+    if lengths is None:
+        return f"the batch has no {lengths_key}", None
+    if isinstance(lengths, list):
+        try:
+            lengths = torch.tensor([whole(lengths_key, item) for item in lengths])
+        except (ValueError, RuntimeError):  # no integers, or beyond 64 bits
+            return f"{lengths_key} holds values that are no integers", None
     if not isinstance(lengths, torch.Tensor) or lengths.shape != ids.shape[:1]:
-        return f"{lengths_key} is not a tensor of shape [{ids.shape[0]}]", None
+        return f"{lengths_key} does not hold one length for each of {ids.shape[0]} rows", None
+    if lengths.dtype == torch.bool or lengths.is_floating_point() or lengths.is_complex():
+        return f"{lengths_key} is {lengths.dtype}, not integers", None
     width = ids.shape[1]
     lengths = lengths.to(ids.device)
     outside = (lengths < 0) | (lengths > width)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from rl_core.batch.counts import whole
 from rl_core.batch.microbatches import (
     DynamicBatchingArgs,
     Microbatch,
@@ -18,11 +19,12 @@ from rl_core.batch.microbatches import (
     plan_packed,
 )
 from rl_core.errors import ConfigError, DataError
+from rl_core.plugins.config import check_config
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["ShardLayout", "plan_shards", "planned_shards"]
+__all__ = ["ShardLayout", "plan_columns", "plan_shards", "planned_shards"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,32 @@ def plan_shards(
     return [rows.flatten() for rows in per_shard]
 
 
+def plan_columns(
+    dynamic_batching_args: DynamicBatchingArgs | None,
+    sequence_packing_args: SequencePackingArgs | None,
+) -> tuple[str, str]:
+    """Keys of the padded tensor and of the lengths that a plan is made from.
+
+    Raises:
+        ConfigError: The arguments exclude each other or are wrong.
+    """
+    if dynamic_batching_args is not None and sequence_packing_args is not None:
+        raise ConfigError(
+            "dynamic_batching_args and sequence_packing_args exclude each other",
+            fix="give one of them",
+            key="sequence_packing_args",
+        )
+    if sequence_packing_args is None:
+        args = check_config(
+            DynamicBatchingArgs, dynamic_batching_args or {}, what="dynamic_batching_args"
+        )
+    else:
+        args = check_config(
+            SequencePackingArgs, sequence_packing_args, what="sequence_packing_args"
+        )
+    return args.get("input_key", "input_ids"), args.get("input_lengths_key", "input_lengths")
+
+
 def planned_shards(
     lengths: torch.Tensor,
     shards: int,
@@ -84,16 +112,10 @@ def planned_shards(
     """Shards whose microbatches are planned too, in step over all shards.
 
     Raises:
-        ConfigError: The arguments exclude each other or are wrong.
+        ConfigError: The arguments are wrong.
         DataError: The counts do not divide, or a row exceeds the bound.
     """
     batch_size = _check_counts(len(lengths), shards, batch_size, uneven)
-    if sequence_packing_args is not None and dynamic_batching_args is not None:
-        raise ConfigError(
-            "dynamic_batching_args and sequence_packing_args exclude each other",
-            fix="give one of them",
-            key="sequence_packing_args",
-        )
 
     def plan(start: int) -> list[list[Microbatch]]:
         part = lengths[start : start + batch_size]
@@ -119,8 +141,7 @@ def _layout(chunks: Sequence[Sequence[Microbatch]]) -> ShardLayout:
 
 
 def _check_counts(size: int, shards: int, batch_size: int | None, uneven: bool) -> int:
-    if shards < 1:
-        raise ConfigError(f"shards is {shards}", fix="use 1 or more", key="shards")
+    whole("shards", shards, 1)
     if batch_size is None:
         return size
     if uneven:
@@ -129,9 +150,7 @@ def _check_counts(size: int, shards: int, batch_size: int | None, uneven: bool) 
             fix="leave batch_size out; the shards then cut the whole batch",
             key="batch_size",
         )
-    if batch_size < 1:
-        raise ConfigError(f"batch_size is {batch_size}", fix="use 1 or more", key="batch_size")
-    if size % batch_size:
+    if size % whole("batch_size", batch_size, 1):
         raise DataError(
             f"{size} rows are not whole batches of {batch_size}",
             fix="use a batch_size that divides the number of rows",

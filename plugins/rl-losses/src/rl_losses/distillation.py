@@ -65,7 +65,8 @@ class TopkKLLossFn(ConfiguredLoss):
             global_valid_toks: 0-d count of valid tokens.
 
         Raises:
-            DataError: A key is missing or of the wrong shape, or a mask is not 0 or 1.
+            DataError: A key is missing or of the wrong shape, a mask is not 0 or 1, or the teacher
+                names tokens that the policy does not have or gives no distribution over its own.
         """
         shares = Shares.of(
             inputs,
@@ -79,13 +80,56 @@ class TopkKLLossFn(ConfiguredLoss):
         student = inputs[:, :-1][chosen].log_softmax(dim=-1)
         logits = _read_teacher(data, "teacher_topk_logits", chosen).to(student)
         indices = _read_teacher(data, "teacher_topk_indices", chosen).to(student.device)
+        self._check_teacher(logits, indices, chosen, vocabulary=inputs.shape[2])
         teacher = (logits / self.teacher_temperature).log_softmax(dim=-1)
-        topk = student.gather(-1, indices)
+        topk = student.gather(-1, indices.long())
         zeros = inputs.new_zeros(shares.tokens.shape)
         kl = zeros.masked_scatter(shares.tokens, self._divergence(teacher, topk))
         mass = zeros.masked_scatter(shares.tokens, topk.detach().exp().sum(dim=-1))
         metrics = {"kl": shares.token_mean(kl), "teacher_mass": shares.token_mean(mass)}
         return shares.mean(kl, self.loss_type), to_floats(metrics)
+
+    def _check_teacher(
+        self, logits: torch.Tensor, indices: torch.Tensor, chosen: torch.Tensor, *, vocabulary: int
+    ) -> None:
+        """Refuses ``[n, K]`` logits and indices that are not those of a distribution."""
+        if logits.shape != indices.shape:
+            raise DataError(
+                f"TopkKLLossFn: the teacher has {logits.shape[1]} logits and {indices.shape[1]} "
+                "indices at a position",
+                fix="take both from one call: teacher.get_topk_logits(data, k)",
+                key="teacher_topk_indices",
+            )
+        if indices.dtype == torch.bool or indices.is_floating_point() or indices.is_complex():
+            raise DataError(
+                f"TopkKLLossFn: 'teacher_topk_indices' is {indices.dtype}, not token ids",
+                fix="give the integers that teacher.get_topk_logits(data, k) returns",
+                key="teacher_topk_indices",
+            )
+        outside = ((indices < 0) | (indices >= vocabulary)).any(dim=1)
+        if outside.any():
+            row, position = chosen.nonzero()[outside][0].tolist()
+            raise DataError(
+                f"TopkKLLossFn: 'teacher_topk_indices' at row {row}, position {position} names a "
+                f"token outside of the policy's {vocabulary}",
+                fix="use a teacher with the policy's vocabulary, or map its token ids",
+                key="teacher_topk_indices",
+                row=row,
+            )
+        # A token of probability 0 is fine for p log p, and infinitely far for q log(q / 0).
+        absent = logits.isneginf()
+        none = absent.any(dim=1) if self.direction == "reverse" else absent.all(dim=1)
+        wrong = none | logits.isnan().any(dim=1) | logits.isposinf().any(dim=1)
+        if wrong.any():
+            row, position = chosen.nonzero()[wrong][0].tolist()
+            raise DataError(
+                f"TopkKLLossFn: 'teacher_topk_logits' at row {row}, position {position} are "
+                f"{logits[wrong][0].tolist()}: no distribution that direction={self.direction!r} "
+                "can follow",
+                fix="find out why the teacher gave them, or mask the token with 'token_mask'",
+                key="teacher_topk_logits",
+                row=row,
+            )
 
     def _divergence(self, teacher: torch.Tensor, student: torch.Tensor) -> torch.Tensor:
         """``[n]`` divergences from ``[n, K]`` log-probs of the teacher's top-k."""
