@@ -210,7 +210,7 @@ def test_what_vllm_does_not_take_is_refused_with_the_key(key, cfg, start):
 @pytest.mark.parametrize(
     ("key", "changes", "says"),
     [
-        ("model_name", {"intermediate_size": 64}, "cannot load the weights"),
+        ("model_name", {"intermediate_size": 1024}, "cannot load the weights"),
         ("model_name", {"model_type": "no-such"}, r"config\.json of .* cannot be loaded"),
         ("model_name", {"architectures": ["NoSuchModel"]}, "NoSuchModel"),
         (
