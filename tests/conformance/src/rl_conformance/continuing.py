@@ -15,12 +15,13 @@ from rl_conformance.weights import policy_weights, same_weights
 if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractContextManager
+    from pathlib import Path
 
     from rl_conformance.context import Context
     from rl_conformance.oracle import Oracle
     from rl_core.interfaces import ColocatablePolicyInterface
 
-__all__ = ["changes_no_step", "oracle_of", "repeatable", "train", "trainer"]
+__all__ = ["changes_no_step", "dropping_model", "oracle_of", "repeatable", "train", "trainer"]
 
 _LENGTHS = (9, 3, 12, 5)
 _STEPS = 3
@@ -35,9 +36,14 @@ def repeatable(ctx: Context) -> AbstractContextManager[None]:
     return sdpa_kernel(SDPBackend.MATH) if fused else nullcontext()
 
 
+def dropping_model(ctx: Context) -> Path:
+    """The checkpoint of a model that drops attention when it is trained."""
+    return ctx.model("qwen2", attention_dropout=0.5)
+
+
 def trainer(ctx: Context, *, dropout: bool = True, **config: Any) -> ColocatablePolicyInterface:
     """A policy of whose training everything shows: dropout, momentum, decay, a falling rate."""
-    path = ctx.model("qwen2", attention_dropout=0.5) if dropout else ctx.model()
+    path = dropping_model(ctx) if dropout else ctx.model()
     usual: dict[str, Any] = {
         "model_name": str(path),
         "optimizer": {"lr": 1e-3, "weight_decay": 0.1},
@@ -109,9 +115,9 @@ def _same(first: Any, second: Any) -> bool:
 
 
 def oracle_of(ctx: Context, policy: ColocatablePolicyInterface) -> Oracle:
-    """The reference of the weights that a policy has now."""
+    """The reference of the weights that a :func:`trainer` has now."""
     from rl_conformance.oracle import Oracle
 
-    oracle = Oracle(ctx.model(), ctx.settings.dtype)
+    oracle = Oracle(dropping_model(ctx), ctx.settings.dtype)
     oracle.model.load_state_dict(policy_weights(policy))
     return oracle

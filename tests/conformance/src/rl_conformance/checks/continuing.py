@@ -6,7 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rl_conformance.continuing import changes_no_step, oracle_of, repeatable, train, trainer
+from rl_conformance.continuing import (
+    changes_no_step,
+    dropping_model,
+    oracle_of,
+    repeatable,
+    train,
+    trainer,
+)
 from rl_conformance.expect import raises, require, same_tensor
 from rl_conformance.losses import NanInARow, NanInTheGradientOfARow, RaisesInARow
 from rl_conformance.observed import magnitudes, scales_by_layer
@@ -143,7 +150,8 @@ def the_reference_is_where_the_policy_started(ctx: Context) -> None:
         train(other, seed)
     other.get_reference_policy_logprobs(data)
     other.shutdown()
-    expected = ctx.oracle().batch_logprobs(data["input_ids"], data["input_lengths"], 0.7)
+    oracle = ctx.oracle(dropping_model(ctx))
+    expected = oracle.batch_logprobs(data["input_ids"], data["input_lengths"], 0.7)
     for size in (None, 1, 2, 9):
         got = policy.get_reference_policy_logprobs(data, size)["reference_logprobs"]
         ctx.measure_error(got, expected, scale=1 / 0.7)

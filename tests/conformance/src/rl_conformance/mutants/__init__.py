@@ -10,12 +10,12 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from rl_conformance.mutants.mutant import QUICK, Autopsy, Mutant, breaks, examine, target
+from rl_conformance.mutants.mutant import QUICK, Autopsy, Mutant, breaks, examine, quick, target
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["QUICK", "Autopsy", "Mutant", "all_mutants", "breaks", "examine", "target"]
+__all__ = ["QUICK", "Autopsy", "Mutant", "all_mutants", "breaks", "examine", "quick", "target"]
 
 _MODULES = (
     "batches",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -12,7 +11,7 @@ from rl_conformance.mutants.mutant import breaks
 from rl_conformance.reference.generation import ReferenceGeneration
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Generator, Iterator
+    from collections.abc import AsyncIterator, Iterator
 
     from rl_core.backends import Completion, PromptBatch, SamplingParams
 
@@ -154,13 +153,11 @@ class ARefusedBatchIsGreedy(ReferenceGeneration):
 class ARefusedCallWakes(ReferenceGeneration):
     """Who asks twice is served, asleep or not."""
 
-    @contextmanager
-    def _serving(self, method: str) -> Generator[None]:
+    def _check_awake(self, method: str) -> None:
         awake, self._awake = self._awake, frozenset({"weights", "kv_cache"})
         if awake != self._awake and not getattr(self, "asked", False):
             self.asked, self._awake = True, awake
-        with super()._serving(method):
-            yield
+        super()._check_awake(method)
 
 
 # -- engines of one process ------------------------------------------------------------------------
