@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rl_core.interfaces import TensorSpec, WeightSink, WeightSource
 
 #: Where an engine does not have what arrived, no clause after these can hold.
-_FIRST = "(R1 or R2) and not (enough or left_behind)"
+_FIRST = "(R1 or R2 and not (keeps_its_word or change_nothing)) and not (enough or left_behind)"
 
 
 class _OneByOne(DictSink):
@@ -48,7 +48,7 @@ class _Backwards(_OneByOne):
         super().write(name, mirrored, data, of=of)
 
 
-@breaks("R7", checks="R7 or R1")
+@breaks("R7", checks="R7 or R1 and not pattern_of_bits")
 class PiecesAreSwapped(ReferenceGeneration):
     """Of a tensor that is split over buckets, the last piece comes first."""
 
@@ -114,7 +114,7 @@ class _FirstPieces(_OneByOne):
             super().write(name, offset, data, of=of)
 
 
-@breaks("R7", checks="R7 or R1")
+@breaks("R7", checks="R7 or R1 and not pattern_of_bits")
 class OnlyTheFirstPieceIsWritten(ReferenceGeneration):
     """Of a tensor that is split over buckets, the rest is dropped."""
 

@@ -54,7 +54,8 @@ QUICK = {
     "discovery": "D2 or D4",
     "generation": "not (G10 and not top_k) and not many_rows",
     "policy": "not P9 and not two_ranks",
-    "refit": "not killed and not crosses and not R6 and not odd_tensors and not R9 or meanwhile",
+    "refit": "not killed and not crosses and not R6 and not odd_tensors and not pattern_of_bits "
+    "and not R9 or meanwhile",
     "agreement": "A1",
     "security": "S1 or S3",
 }
