@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rl_core.refit.introduction import Trainer
     from rl_core.refit.transports.base import Lane, SenderEnd
 
-__all__ = ["Handing", "Taking"]
+__all__ = ["HandleSets", "Handing", "Taking"]
 
 
 def _group_plan(manifest: WeightManifest, names: Iterable[str]) -> TransferPlan:
@@ -217,3 +217,47 @@ class Taking:
         self._left -= set(message.keys)
         self._groups = message.group
         return not self._left
+
+
+class HandleSets:
+    """Which sets of handles an engine takes: one at a time, each once, none that was followed.
+
+    Attributes:
+        current: The set that is under way.
+    """
+
+    def __init__(self) -> None:
+        self.current: Taking | None = None
+        self._over: dict[str, int] = {}  # by token, the last serial that is over
+
+    def admit(self, message: Handles, token: str, name: str) -> None:
+        """Gives up the set before, if handles are of the next one; ``name`` is the engine's.
+
+        Raises:
+            RefitAborted: They are of a set that is over, or that another one has followed.
+        """
+        current, over = self.current, self._over.get(token, 0)
+        if current is not None and current.trainer.token == token:
+            over = max(over, current.serial - 1)
+        if message.serial <= over:
+            raise RefitAborted(
+                f"{name}: the refit of these handles is over",
+                fix="begin another with prepare_weights_for_ipc",
+                phase="TRANSFER",
+            )
+        if current is not None and current.session != message.session:
+            self.give_up()
+
+    def end(self) -> None:
+        """The set is complete: nothing of it is taken again."""
+        taking, self.current = self.current, None
+        if taking is not None:
+            token = taking.trainer.token
+            self._over[token] = max(self._over.get(token, 0), taking.serial)
+
+    def give_up(self) -> None:
+        """The set is not complete, and will not be."""
+        taking = self.current
+        self.end()
+        if taking is not None:
+            taking.sink.fail()

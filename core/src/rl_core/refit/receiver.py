@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rl_core.errors import LifecycleError, RefitAborted, RefitProtocolError, WeightsTornError
 from rl_core.futures import spawn
 from rl_core.refit.frames import read_handles
-from rl_core.refit.handles import Taking
+from rl_core.refit.handles import HandleSets, Taking
 from rl_core.refit.hashing import BlockHash
 from rl_core.refit.introduction import frame_of, trainer_of
 from rl_core.refit.jobs import Endpoint, exclusively
@@ -86,8 +86,7 @@ class RefitReceiver(Endpoint["Receiving"]):
         self._meetings: dict[ReceiverEnd, concurrent.futures.Future[None]] = {}
         self._route: Route | None = None
         self._looked = 0.0
-        self._taking: Taking | None = None
-        self._handed: dict[str, int] = {}  # by token, the last refit by handles that is over
+        self._sets = HandleSets()
         self._waited: Receiving | None = None
 
     def check(self) -> None:
@@ -228,44 +227,30 @@ class RefitReceiver(Endpoint["Receiving"]):
         return True
 
     def _take(self, trainer: Trainer, message: Handles) -> None:
-        over = self._handed.get(trainer.token, 0)
-        if self._taking is not None and self._taking.trainer.token == trainer.token:
-            over = max(over, self._taking.serial - 1)  # a newer set is under way
-        if message.serial <= over:
-            raise RefitAborted(
-                f"{self.name}: the refit of these handles is over",
-                fix="begin another with prepare_weights_for_ipc",
-                phase="TRANSFER",
-            )
-        if self._taking is not None and self._taking.session != message.session:
-            self.give_up_handles()
-        if self._taking is None:
-            self._taking = Taking(
+        sets = self._sets
+        sets.admit(message, trainer.token, self.name)
+        try:
+            taking = sets.current = sets.current or Taking(
                 self.new_sink(), trainer, message, self.epoch, known=self.known, touch=self._tear
             )
-        try:
             end = self.end("ipc")
             lane = self._attach(end, False, message.lane, CPU)
             block_hash = BlockHash.choose(CPU, private=end.private, token=trainer.token)
-            complete = self._taking.load(message, lane, block_hash)
-            self.check_epoch(self._taking.epoch)
+            complete = taking.load(message, lane, block_hash)
+            self.check_epoch(taking.epoch)
             if complete:
-                self._taking.sink.finish(message.version)
+                taking.sink.finish(message.version)
                 self.publish(message.version)
-                self._taking, self._handed[trainer.token] = None, message.serial
+                sets.end()
         except BaseException:
-            self.give_up_handles()
+            sets.give_up()
             raise
+
+    # -- what is held, and asked for by the refits ------------------------------------------------
 
     def give_up_handles(self) -> None:
         """Ends a refit by handles that is not complete, and will not be."""
-        taking, self._taking = self._taking, None
-        if taking is not None:
-            over = self._handed.get(taking.trainer.token, 0)
-            self._handed[taking.trainer.token] = max(over, taking.serial)
-            taking.sink.fail()
-
-    # -- what is held, and asked for by the refits ------------------------------------------------
+        self._sets.give_up()
 
     def check_epoch(self, epoch: int) -> None:
         """Raises unless nothing but the refit that began at an epoch has changed the weights.
