@@ -192,7 +192,7 @@ def check_logprobs(
             key=key,
             row=row,
         )
-    wrong = tokens & values.isinf()
+    wrong = tokens & ~values.isfinite()
     if wrong.any():
         row, position = wrong.nonzero()[0].tolist()
         raise DataError(
