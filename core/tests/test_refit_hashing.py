@@ -7,6 +7,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -343,3 +344,17 @@ def test_folding_on_a_gpu_needs_little_memory_besides() -> None:
     torch.cuda.reset_peak_memory_stats()
     block_digests(run, FOLD)
     assert torch.cuda.max_memory_allocated() - before <= 64 << 20
+
+
+def test_a_kernel_that_does_not_compile_is_told_and_done_without(monkeypatch):
+    def prepare(*_: object) -> None:
+        raise RuntimeError("no C compiler was found")
+
+    broken = SimpleNamespace(prepare=prepare)
+    monkeypatch.setattr("rl_core.refit.fold_triton", broken, raising=False)
+    monkeypatch.setitem(sys.modules, "rl_core.refit.fold_triton", broken)
+    fold._kernel.cache_clear()
+    with pytest.warns(RuntimeWarning, match="install a C compiler"):
+        assert fold._kernel(CPU) is None
+    assert fold._kernel(CPU) is None  # and is told once
+    fold._kernel.cache_clear()

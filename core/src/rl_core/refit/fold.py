@@ -39,8 +39,9 @@ Sums of integers have no rounding: a digest is the same on every device and in a
 from __future__ import annotations
 
 import hashlib
-from functools import lru_cache, partial
-from typing import TYPE_CHECKING
+import warnings
+from functools import cache, lru_cache, partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -100,11 +101,35 @@ def _fused(
     on_gpu = bool(runs) and runs[0].device.type == "cuda"
     if not on_gpu or any(run.data_ptr() % 4 for run in runs):
         return None
+    if (kernel := _kernel(runs[0].device)) is None:
+        return None
+    launch: Callable[[], torch.Tensor] = kernel.prepare(
+        runs, multipliers(key, runs[0].device), block
+    )
+    return launch
+
+
+@cache
+def _kernel(device: torch.device) -> Any:
+    """The module of the kernel, if Triton is installed and can compile for a device here."""
     try:
         from rl_core.refit import fold_triton
     except ImportError:
         return None
-    return fold_triton.prepare(runs, multipliers(key, runs[0].device), block)
+    try:
+        factors = torch.ones(2, 1, dtype=torch.int64, device=device)
+        fold_triton.prepare([torch.zeros(4, dtype=torch.uint8, device=device)], factors, 4)()
+    except (
+        Exception
+    ) as error:  # no compiler, or a GPU that it does not know: it has no narrower one
+        warnings.warn(
+            f"Triton cannot compile for {device} ({error}), so that blocks are hashed there in "
+            "torch's own operations, which is many times slower. Fix: install a C compiler",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return None
+    return fold_triton
 
 
 def _in_torch(

@@ -72,7 +72,7 @@ class TellingLoss(NegativeLogLikelihood):
 
 
 class SequenceLikelihood(LossFunction):
-    """Mean over valid rows of minus a row's summed log-prob."""
+    """Mean over valid rows of minus a row's summed log-prob, divided by the row's length."""
 
     loss_type = LossType.SEQUENCE_LEVEL
 
