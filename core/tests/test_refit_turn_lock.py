@@ -108,13 +108,33 @@ def test_readers_whom_a_writer_kept_waiting_go_before_the_next():
 
     lock.acquire()
     readers = [spawn("reader", read) for _ in range(2)]
-    until(lambda: lock._waiting == 2)
+    until(lambda: len(lock._waiting) == 2)
     writer = spawn("writer", lambda: write("write"))
     until(lambda: lock._writers)
     lock.release()
     for future in (*readers, writer):
         future.result(SOON)
     assert order == ["read", "read", "write"]
+
+
+def test_who_comes_later_takes_no_place_of_one_who_was_kept_waiting():
+    """Whichever of them the system wakes first."""
+    lock, order = TurnLock(), []
+
+    def read(name: str) -> None:
+        with lock.reading():
+            order.append(name)
+
+    lock.acquire()
+    kept = spawn("kept", lambda: read("kept"))
+    until(lambda: lock._waiting)
+    with lock._changed:  # nobody is woken before both are there
+        lock.release()
+        assert not lock._may_read(lock._drawn + 1)
+        assert lock._may_read(lock._drawn)
+    kept.result(SOON)
+    read("later")
+    assert order == ["kept", "later"]
 
 
 def test_a_thread_may_take_it_again():
@@ -198,7 +218,7 @@ def test_never_a_writer_with_anybody_and_never_too_many_readers(readers, plan):
         future.result(SOON)
     assert not wrong
     assert not lock._writers
-    assert lock._first == lock._waiting == 0
+    assert not lock._waiting
 
 
 @pytest.mark.parametrize("isolation", ["quiesced", "staged"])

@@ -46,8 +46,9 @@ class TurnLock:
         self._depth = 0
         self._reading: dict[int, int] = {}  # by thread, how often
         self._writers: list[int] = []  # threads that wait to write, in line
-        self._waiting = 0  # readers that wait
-        self._first = 0  # of them, those that go before the next writer
+        self._drawn = 0  # numbers that readers drew, in the order in which they came
+        self._waiting: list[int] = []  # of readers that wait
+        self._kept_out = 0  # who drew up to this number goes before the next writer
 
     @contextmanager
     def reading(self) -> Generator[None]:
@@ -120,7 +121,7 @@ class TurnLock:
             self._depth -= 1
             if not self._depth:
                 self._writer = None
-                self._first = self._waiting
+                self._kept_out = self._drawn
                 self._changed.notify_all()
 
     def __enter__(self) -> None:
@@ -130,19 +131,23 @@ class TurnLock:
         self.release()
 
     def _wait_to_read(self) -> None:
-        self._waiting += 1
+        self._drawn += 1
+        mine = self._drawn
+        self._waiting.append(mine)
         try:
-            self._changed.wait_for(self._may_read)
-            self._first = max(0, self._first - 1)
+            self._changed.wait_for(lambda: self._may_read(mine))
         finally:
-            self._waiting -= 1
-            self._first = min(self._first, self._waiting)
+            self._waiting.remove(mine)
+            self._changed.notify_all()  # whoever waited for this one
 
-    def _may_read(self) -> bool:
+    def _may_read(self, mine: int) -> bool:
         room = self._writer is None and len(self._reading) < self._most
-        return room and (not self._writers or self._first > 0)
+        return room and (mine <= self._kept_out or not (self._writers or self._owes_readers()))
 
     def _may_write(self, me: int) -> bool:
-        others = self._reading.keys() - {me}
-        free = self._writer is None and not others
-        return free and self._writers[0] == me and self._first == 0
+        free = self._writer is None and not self._reading.keys() - {me}
+        return free and self._writers[0] == me and not self._owes_readers()
+
+    def _owes_readers(self) -> bool:
+        """Whether readers wait whom the last writer kept out."""
+        return any(number <= self._kept_out for number in self._waiting)
