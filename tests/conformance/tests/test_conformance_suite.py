@@ -188,10 +188,9 @@ def test_a_kind_that_is_not_offered_is_excused() -> None:
 
 
 def test_an_unsupported_capability_runs_its_refusal() -> None:
-    (check,) = select(["policy"], "P13")
     with Harness(reference_target()) as harness:
-        outcome = harness.outcome(check)
-    assert outcome.status is Status.UNSUPPORTED
+        outcomes = [harness.outcome(check) for check in select(["policy"], "P13")]
+    assert {outcome.status for outcome in outcomes} == {Status.UNSUPPORTED}
 
 
 def test_a_capability_that_is_not_refused_fails() -> None:
@@ -283,7 +282,7 @@ def test_a_clause_number_selects_its_own_checks_only() -> None:
 
 
 def test_words_select_by_name() -> None:
-    assert [c.name for c in select([], "G8 and not (order or neighbours)")] == [
+    assert [c.name for c in select([], "G8 and deterministic and not order")] == [
         "greedy_is_deterministic"
     ]
 
@@ -373,6 +372,9 @@ class TestMine(GenerationConformance):
         return mutants.target({mutant}name="mine")
 """
 
+#: A stop token that is kept, and three checks of stop strings.
+FOUR = "G7 and (and_is_kept or string_ends or stay_in_their_row or add_up)"
+
 
 def _pytest(pytester: pytest.Pytester, mutant: str, *args: str) -> pytest.RunResult:
     pytester.makepyfile(PROJECT.format(mutant=mutant))
@@ -380,7 +382,7 @@ def _pytest(pytester: pytest.Pytester, mutant: str, *args: str) -> pytest.RunRes
 
 
 def test_a_derived_class_runs_the_checks(pytester: pytest.Pytester) -> None:
-    result = _pytest(pytester, "", "-k", "test_G7", "--rl-report", "out/report.json")
+    result = _pytest(pytester, "", "-k", FOUR, "--rl-report", "out/report.json")
     result.assert_outcomes(passed=4, deselected=len(_methods()) - 4)
     report = from_json((pytester.path / "out" / "report.json").read_text())
     assert (report.backend, report.clauses) == ("mine", ("G7",))
@@ -388,7 +390,7 @@ def test_a_derived_class_runs_the_checks(pytester: pytest.Pytester) -> None:
 
 
 def test_a_derived_class_fails_where_the_backend_does(pytester: pytest.Pytester) -> None:
-    result = _pytest(pytester, "engines.StopTokenIsDropped, ", "-k", "test_G7")
+    result = _pytest(pytester, "engines.StopTokenIsDropped, ", "-k", FOUR)
     result.assert_outcomes(passed=3, failed=1, deselected=len(_methods()) - 4)
     result.stdout.fnmatch_lines(["*stop_token_ends_the_row_and_is_kept*failed*"])
 
@@ -466,7 +468,7 @@ def test_the_command_writes_every_report(tmp_path: Path) -> None:
     done = _rl("run", "hf", "-k", "B7 or impossible_length", *options)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "hf: conformant" in done.stdout
-    assert re.search(r"B7 +passed +3/3", done.stdout)
+    assert re.search(r"B7 +passed +(\d+)/\1\b", done.stdout)
     assert "Only a part" in done.stdout
     assert all(file.stat().st_size for file in files.values())
 

@@ -55,6 +55,16 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.dist = "loadgroup"  # what looks at the same outcomes stays together
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Lets the other checks go on where one takes its process along."""
+    if config.getoption("rl_backend"):
+        from rl_conformance.scheduling import SuiteScheduling
+
+        return SuiteScheduling(config, log)
+    return None
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(
     session: pytest.Session, config: pytest.Config, items: list[pytest.Item]

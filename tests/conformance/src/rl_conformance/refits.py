@@ -130,6 +130,7 @@ def agree(
     generation: GenerationInterface,
     data: BatchedDataDict[Any] | None = None,
     dtype: str | None = None,
+    rounding: float = 1.0,
 ) -> None:
     """Fails unless the engine's greedy log-probs are the policy's, each within its tolerance.
 
@@ -140,9 +141,11 @@ def agree(
         data: The prompts. Default: those of :func:`~rl_conformance.served.greedy` for the seed 0,
             so that what an engine keeps of earlier weights shows.
         dtype: Of the engine's weights, if not that of the run.
+        rounding: As of :meth:`~rl_conformance.context.Context.measure_error`.
     """
     data = certain_prompts(ctx, seed=0) if data is None else data
-    ctx.measure_error(*scores_of_both(policy, generation, data), dtype, scale=2.0)
+    scores = scores_of_both(policy, generation, data)
+    ctx.measure_error(*scores, dtype, scale=2.0, rounding=rounding)
 
 
 def scores_of_both(

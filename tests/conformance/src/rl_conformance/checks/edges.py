@@ -203,7 +203,7 @@ def far_positions_agree_with_the_reference(ctx: Context) -> None:
     oracle = ctx.oracle()
     inside = generated_mask(data, output)
     scored = oracle.batch_logprobs(output["output_ids"], output["unpadded_sequence_lengths"])
-    ctx.measure_error(output["logprobs"][inside], scored[inside])
+    ctx.measure_error(output["logprobs"][inside], scored[inside], rounding=2)
 
 
 @check("G4")
@@ -226,7 +226,7 @@ def very_unlikely_tokens_keep_their_logprob(ctx: Context) -> None:
     inside = generated_mask(data, output)
     expected = declared_logprobs(ctx, data, output, path=path)
     require((expected < least).sum() >= 3, "no token is unlikely enough; the tokens are not drawn")
-    ctx.measure_error(output["logprobs"][inside], expected, scale=scale)
+    ctx.measure_error(output["logprobs"][inside], expected, scale=scale, rounding=5)
 
 
 def _hot(ctx: Context, temperature: float, scale: float) -> tuple[Path, GenerationInterface]:

@@ -72,7 +72,8 @@ def the_mode_is_that_of_the_configuration(ctx: Context, mode: str) -> None:
     output = ctx.generation(seed=4, logprobs_mode=mode, max_new_tokens=4, **how).generate(data)
     got = output["logprobs"][generated_mask(data, output)]
     expected = declared_logprobs(ctx, data, output, **({} if mode == "raw" else how))
-    ctx.measure_error(got, expected, scale=1.0 if mode == "raw" else 1 / how["temperature"])
+    scale = 1.0 if mode == "raw" else 1 / how["temperature"]
+    ctx.measure_error(got, expected, scale=scale, rounding=1.5)
 
 
 # -- repetition_penalty ----------------------------------------------------------------------------

@@ -48,7 +48,7 @@ def processed_logprobs_are_of_the_sampled_distribution(ctx: Context, how: dict[s
     output = generation.generate(data)
     got = output["logprobs"][generated_mask(data, output)]
     expected = declared_logprobs(ctx, data, output, **how)
-    ctx.measure_error(got, expected, scale=1 / min(1.0, how["temperature"]))
+    ctx.measure_error(got, expected, scale=1 / min(1.0, how["temperature"]), rounding=1.5)
 
 
 @check("G4")
@@ -58,7 +58,7 @@ def raw_logprobs_are_of_the_logits(ctx: Context) -> None:
     generation = ctx.generation(seed=1, temperature=1.4, top_k=20, top_p=0.9, logprobs_mode="raw")
     output = generation.generate(data)
     got = output["logprobs"][generated_mask(data, output)]
-    ctx.measure_error(got, declared_logprobs(ctx, data, output))
+    ctx.measure_error(got, declared_logprobs(ctx, data, output), rounding=1.5)
 
 
 @check("G4")
