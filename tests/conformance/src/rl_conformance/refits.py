@@ -168,7 +168,7 @@ def scores_of_both(
 def odd_tensors(seed: int, device: str = "cpu") -> dict[str, torch.Tensor]:
     """Every shape and dtype that makes a careless transfer stumble.
 
-    Tied, strided, transposed, 0-d and empty tensors, eight dtypes, odd byte sizes.
+    Tied, strided, transposed, 0-d and empty tensors, ten dtypes, odd byte sizes.
 
     Args:
         seed: Of the values, which are the same on every device.
@@ -191,6 +191,8 @@ def odd_tensors(seed: int, device: str = "cpu") -> dict[str, torch.Tensor]:
         "half": normal(5, 3).half(),
         "bfloat16": normal(7).bfloat16(),
         "double": normal(3).double(),
+        "float8": normal(3, 3).to(torch.float8_e4m3fn),
+        "float8.wide": normal(5).to(torch.float8_e5m2),
         "counter": torch.tensor(seed + 2**40, device=device),
         "bytes": torch.arange(11, dtype=torch.uint8, device=device) + seed,
         "flags": normal(9) > 0,
