@@ -117,7 +117,7 @@ def conformance(session: nox.Session, plugin: str) -> None:
     install_engine(session, plugin)
     if plugin in ENGINES:
         session.env["OMP_NUM_THREADS"] = "1"
-        session.run("pytest", f"{PLUGINS[plugin]}/tests")
+        session.run("pytest", "-n", "2", "--dist", "loadgroup", f"{PLUGINS[plugin]}/tests")
     # In two processes, unless a part is asked for.
     how = session.posargs or ["-n", "2"]
     session.run("rl", "conformance", "run", plugin, *reports(plugin, "cpu"), *how)
@@ -133,7 +133,7 @@ def oldest(session: nox.Session, plugin: str) -> None:
     install_workspace(session, *TEST_TOOLS)
     install_engine(session, plugin, "cpu-engine-oldest")
     session.env["OMP_NUM_THREADS"] = "1"
-    how = session.posargs or ["-k", WITH_THE_OLDEST]
+    how = session.posargs or ["-n", "2", "--dist", "loadgroup", "-k", WITH_THE_OLDEST]
     session.run("pytest", f"{PLUGINS[plugin]}/tests", *how)
 
 

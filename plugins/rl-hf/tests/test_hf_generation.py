@@ -186,7 +186,8 @@ def test_a_wrong_key_is_named_before_anything_is_loaded(config: dict[str, Any], 
 def test_configured_stop_strings_need_a_tokenizer(tiny: Callable[..., Path], tmp_path: Path):
     for file in ("config.json", "model.safetensors", "generation_config.json"):
         (tmp_path / file).symlink_to(tiny() / file)
-    assert awake(tmp_path).generate(batch(3))["generation_lengths"].tolist() == [6]
+    generation = awake(tmp_path, eos_token_id=[])
+    assert generation.generate(batch(3))["generation_lengths"].tolist() == [6]
     with pytest.raises(ConfigError, match="has no tokenizer"):
         HuggingFaceGeneration(str(tmp_path), stop_strings=["x"])
     data = batch(3, 3)

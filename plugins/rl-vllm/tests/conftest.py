@@ -20,15 +20,7 @@ if TYPE_CHECKING:
     from rl_vllm.generation import VllmGeneration
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "full: runs only if asked for (pytest -m full)")
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if "full" not in config.getoption("markexpr"):
-        for item in items:
-            if item.get_closest_marker("full"):
-                item.add_marker(pytest.mark.skip(reason="one of many; run pytest -m full"))
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if importlib.util.find_spec("vllm") is None:
         for item in items:
             if item.get_closest_marker("engine"):
