@@ -66,6 +66,8 @@ class PolicyInterface(ABC):
     ) -> BatchedDataDict[TopkLogitsOutputSpec]:
         """The k largest logits of every position that predicts a token.
 
+        They are divided by the policy's temperature, as those behind its log-probs are.
+
         Returns:
             ``topk_logits`` float32 and ``topk_indices`` int64, ``[B, S-1, k]``, descending.
         """

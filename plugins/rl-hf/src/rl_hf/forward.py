@@ -137,7 +137,7 @@ class Forward:
         return result.index_put((index, positions), values)
 
     def topk(self, rows: Sequences, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The k largest of the model's logits at every position that predicts a token.
+        """The k largest logits, with the temperature, of every position that predicts a token.
 
         Returns:
             ``[b, s-1, k]`` float32 values, descending, and int64 indices; 0 where nothing is
@@ -151,7 +151,7 @@ class Forward:
         shape = (len(rows.sizes), max(rows.ids.shape[1] - 1, 0), k)
         values = torch.zeros(shape, dtype=torch.float32, device=logits.device)
         indices = torch.zeros(shape, dtype=torch.int64, device=logits.device)
-        values[index, positions] = top.values.float()
+        values[index, positions] = top.values.float() / self.temperature
         indices[index, positions] = top.indices
         return values, indices
 

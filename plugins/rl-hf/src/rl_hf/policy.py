@@ -144,9 +144,7 @@ class HuggingFacePolicy(PolicyBackend):
     def get_topk_logits(
         self, data: BatchedDataDict[Any], k: int, micro_batch_size: int | None = None
     ) -> BatchedDataDict[Any]:
-        """See :meth:`PolicyInterface.get_topk_logits`; the logits are the model's own.
-
-        The temperature is not applied; both values are 0 where nothing is predicted.
+        """See :meth:`PolicyInterface.get_topk_logits`; both are 0 where nothing is predicted.
 
         Raises:
             DataError: ``k`` is not within the vocabulary, or a row is wrong.

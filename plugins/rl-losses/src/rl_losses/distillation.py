@@ -36,8 +36,9 @@ class TopkKLLossFn(ConfiguredLoss):
     Attributes:
         loss_type: Whether tokens or rows weigh the same.
         direction: Which of the two comes first in the divergence.
-        teacher_temperature: Divides the teacher's logits; set it to the policy's temperature, which
-            the policy's logits already carry.
+        teacher_temperature: Divides the teacher's logits once more. As the policy's do, those of
+            ``get_topk_logits`` have the temperature that their own configuration says: leave it at
+            1 where both say the same.
     """
 
     input_type: ClassVar[LossInputType] = LossInputType.LOGIT

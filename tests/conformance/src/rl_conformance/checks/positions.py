@@ -143,15 +143,28 @@ def topk_takes_any_k(ctx: Context, k: int | None) -> None:
         _topk_agrees(ctx, data, got, size)
 
 
+@check("P4", cases={"cold": {"temperature": 0.4}, "hot": {"temperature": 2.5}})
+def topk_logits_have_the_temperature(ctx: Context, temperature: float) -> None:
+    """They are divided by it, as those that the log-probs are of."""
+    data = ctx.prompts(9, 4, 17)
+    got = ctx.policy(temperature=temperature).get_topk_logits(data, 4)
+    _topk_agrees(ctx, data, got, 4, temperature)
+
+
 def _topk_agrees(
-    ctx: Context, data: BatchedDataDict[Any], got: BatchedDataDict[Any], k: int
+    ctx: Context,
+    data: BatchedDataDict[Any],
+    got: BatchedDataDict[Any],
+    k: int,
+    temperature: float = 1.0,
 ) -> None:
     values, indices = got["topk_logits"], got["topk_indices"]
     shape = (data.size, data["input_ids"].shape[1] - 1, k)
     require(values.shape == shape and indices.shape == shape, f"shapes are not {shape}")
     ours, theirs, named = [], [], []
     for row, length in enumerate(data["input_lengths"].tolist()):
-        logits = ctx.oracle().logits(data["input_ids"][row, :length].tolist())[:-1]
+        ids = data["input_ids"][row, :length].tolist()
+        logits = ctx.oracle().logits(ids)[:-1] / temperature
         own = indices[row, : length - 1]
         ours.append(logits.topk(k).values)
         theirs.append(values[row, : length - 1])
@@ -161,8 +174,9 @@ def _topk_agrees(
         require((theirs[-1].diff(dim=-1) <= 0).all(), f"row {row} is not sorted descending")
     if any(len(each) for each in ours):
         # Logits are larger than the log-probs that the tolerance is of.
-        ctx.measure_error(torch.cat(theirs), torch.cat(ours), scale=2)
-        ctx.measure_error(torch.cat(theirs), torch.cat(named), scale=2)
+        scale = 2 / min(1.0, temperature)
+        ctx.measure_error(torch.cat(theirs), torch.cat(ours), scale=scale)
+        ctx.measure_error(torch.cat(theirs), torch.cat(named), scale=scale)
 
 
 _CALIBRATIONS: dict[str, dict[str, Any]] = {

@@ -180,6 +180,16 @@ class TheLastPositionHasNoTopK(ReferencePolicy):
 
 
 @breaks("P4", checks="P4")
+class TopKIsWithoutTheTemperature(ReferencePolicy):
+    """Top-k logits are the model's own, whatever the log-probs are divided by."""
+
+    def get_topk_logits(self, data: Any, k: int, micro_batch_size: int | None = None) -> Any:
+        top = super().get_topk_logits(data, k, micro_batch_size)
+        top["topk_logits"] *= self.temperature
+        return top
+
+
+@breaks("P4", checks="P4")
 class KIsBounded(ReferencePolicy):
     """More than 64 are never returned."""
 
