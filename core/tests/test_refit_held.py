@@ -92,7 +92,13 @@ class Rig:
         """Sends what is not known as it is now, and disturbs the lane; whether it was complete."""
         now = self.digests(bucket_bytes)
         left = [i for i, s in enumerate(self.manifest.owned) if known.get(s.name) != now[s.name]]
-        plan = make_plan(self.manifest, bucket_bytes, direct=direct, wanted=left.__contains__)
+        plan = make_plan(
+            self.manifest,
+            bucket_bytes,
+            direct=direct,
+            wanted=left.__contains__,
+            block=self.block_hash.block,
+        )
         lane = NoLane()
         lane.data = torch.zeros(plan.lane_bytes, dtype=torch.uint8)
         table = DigestTable(self.manifest, dict(known))
@@ -122,7 +128,7 @@ class Rig:
         self.touched += 1
 
     def digests(self, bucket_bytes: int, tensors: Tensors | None = None) -> dict[str, bytes]:
-        block = min(bucket_bytes // 64 * 64, 4 << 20)
+        block = min(bucket_bytes // 64 * 64, self.block_hash.block)
         digester = Digester(block, self.block_hash, keep=False)
         held = self.source.tensor if tensors is None else tensors
         return {spec.name: digester.of(held[spec.name], spec) for spec in self.manifest.tensors}
@@ -225,9 +231,10 @@ def test_a_sink_is_given_the_bytes_that_were_verified(keep, mode, isolation):
             lane.data ^= 85
 
     honest, engine.sink.write = engine.sink.write, write
-    go(trainer, engine, mode=mode, isolation=isolation)
+    way = {"mode": mode, "bucket_bytes": 1 << 20}  # one bucket: the sender is done with the lane
+    go(trainer, engine, isolation=isolation, **way)
     assert same(engine.sink.tensor, expected)
-    assert go(trainer, engine, mode=mode, delta=True, verify="installed").bytes == 0
+    assert go(trainer, engine, delta=True, verify="installed", **way).bytes == 0
 
 
 @pytest.mark.parametrize("kind", [DictSink, InPlaceSink])

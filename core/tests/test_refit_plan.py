@@ -179,7 +179,8 @@ def test_both_sides_derive_the_same_plan_and_digest(planned, direct):
     theirs = WeightManifest.of(tuple(replace(spec) for spec in model.tensors))
     skip = bytes(index not in wanted for index in range(len(model.owned)))
     ours, other = (
-        Planner().plan(side, BLOCK, direct=direct, skip=skip) for side in (model, theirs)
+        Planner().plan(side, BLOCK, direct=direct, skip=skip, block=BLOCK)
+        for side in (model, theirs)
     )
     assert ours == other
     assert ours.digest == other.digest
@@ -199,11 +200,13 @@ def test_a_planner_that_remembers_never_gives_another_plan(asked):
     ]
     planner = Planner()
     for which, bucket_bytes, direct, skip in asked:
-        plan = planner.plan(models[which], bucket_bytes, direct=direct, skip=skip)
+        plan = planner.plan(models[which], bucket_bytes, direct=direct, skip=skip, block=BLOCK)
         wanted = [i for i in range(3) if not skip or not skip[i]]
         fresh = make_plan(models[which], bucket_bytes, direct=direct, wanted=wanted.__contains__)
         assert (plan, plan.digest) == (fresh, fresh.digest)
-        assert planner.plan(models[which], bucket_bytes, direct=direct, skip=skip) is plan
+        assert (
+            planner.plan(models[which], bucket_bytes, direct=direct, skip=skip, block=BLOCK) is plan
+        )
 
 
 @pytest.mark.parametrize(

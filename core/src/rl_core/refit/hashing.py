@@ -49,11 +49,10 @@ __all__ = [
     "run_digests",
     "start_digests",
     "tensor_digest",
-    "views_of",
 ]
 
-BLOCK = fold.BLOCK
-"""Bytes under one digest, at most."""
+BLOCK = 512 << 10
+"""Bytes under one digest on the CPU, at most: they are in its cache when they were just copied."""
 
 _Kind = Literal["xxh3", "blake3", "fold"]
 _KEY_BYTES = 32
@@ -117,8 +116,13 @@ class BlockHash:
         return cls(kind, key.digest())
 
     @property
+    def block(self) -> int:
+        """Bytes under one digest, at most."""
+        return fold.BLOCK if self.kind == "fold" else BLOCK
+
+    @property
     def of_view(self) -> Callable[[memoryview], bytes]:
-        """What digests at most :data:`BLOCK` bytes of the CPU's memory.
+        """What digests a block in the CPU's memory.
 
         Raises:
             ValueError: The kind is ``"fold"``, which takes tensors.
@@ -134,18 +138,13 @@ class BlockHash:
 
 
 def hash_views(views: Iterable[memoryview], block_hash: BlockHash) -> list[bytes]:
-    """The digest of each view, the fast way for views that were prepared with :func:`views_of`.
+    """The digest of each view.
 
     Args:
-        views: At most :data:`BLOCK` bytes each.
+        views: A block each.
         block_hash: Not a ``"fold"``.
     """
     return list(map(block_hash.of_view, views))
-
-
-def views_of(view: memoryview) -> list[memoryview]:
-    """The blocks of a run of bytes on the CPU; none for an empty run."""
-    return [view[start : start + BLOCK] for start in range(0, len(view), BLOCK)]
 
 
 def tensor_digest(blocks: Sequence[bytes]) -> bytes:
@@ -153,14 +152,16 @@ def tensor_digest(blocks: Sequence[bytes]) -> bytes:
     return blocks[0] if len(blocks) == 1 else xxhash.xxh3_128_digest(b"".join(blocks))
 
 
-def block_digests(data: torch.Tensor, block_hash: BlockHash, *, block: int = BLOCK) -> list[bytes]:
+def block_digests(
+    data: torch.Tensor, block_hash: BlockHash, *, block: int | None = None
+) -> list[bytes]:
     """Digests of the blocks of one run of bytes.
 
     Args:
         data: uint8 ``[nbytes]``, contiguous, on any device and at any alignment.
         block_hash: Digests of two of them have nothing in common, so one who compares with
             others uses theirs, wherever the bytes are.
-        block: Bytes under one digest; at most :data:`BLOCK`.
+        block: Bytes under one digest, if not as many as the hash takes.
 
     Returns:
         16 bytes for each block or part of one; none for an empty run.
@@ -169,19 +170,20 @@ def block_digests(data: torch.Tensor, block_hash: BlockHash, *, block: int = BLO
 
 
 def run_digests(
-    runs: Sequence[torch.Tensor], block_hash: BlockHash, *, block: int = BLOCK
+    runs: Sequence[torch.Tensor], block_hash: BlockHash, *, block: int | None = None
 ) -> list[list[bytes]]:
     """As :func:`block_digests`, of many runs of one device; waits for the device once."""
     return start_digests(runs, block_hash, block=block)()
 
 
 def start_digests(
-    runs: Sequence[torch.Tensor], block_hash: BlockHash, *, block: int = BLOCK
+    runs: Sequence[torch.Tensor], block_hash: BlockHash, *, block: int | None = None
 ) -> Callable[[], list[list[bytes]]]:
     """As :func:`run_digests`, whose result is had by calling what this returns.
 
     A device computes meanwhile; what its stream does next to the bytes comes after that.
     """
+    block = block or block_hash.block
     if block_hash.kind == "fold":
         return fold.prepare(runs, block_hash.key, block)()
     of_view = block_hash.of_view

@@ -140,6 +140,7 @@ def make_plan(
     *,
     direct: bool = False,
     wanted: Callable[[int], bool] | None = None,
+    block: int = BLOCK,
 ) -> TransferPlan:
     """Fills buckets in the manifest's order.
 
@@ -151,6 +152,7 @@ def make_plan(
         bucket_bytes: Upper bound of a bucket's size; rounded down to the alignment.
         direct: Give every tensor a place of its own.
         wanted: Tells by their index which tensors travel; all if None.
+        block: Bytes under one digest, at most.
 
     Raises:
         ConfigError: ``bucket_bytes`` is smaller than the alignment.
@@ -163,7 +165,8 @@ def make_plan(
             key="bucket_bytes",
         )
     sent = [i for i in range(len(manifest.owned)) if wanted is None or wanted(i)]
-    buckets = _fill(manifest, sent, size)
+    block = min(block, size)
+    buckets = _fill(manifest, sent, size, block)
     if direct:
         places, end = arena(manifest.owned)
         moved = [
@@ -177,14 +180,16 @@ def make_plan(
         moved = [[_at(s, i % slots * slot + s.start) for s in b] for i, b in enumerate(buckets)]
         lane = slots * slot
     return TransferPlan(
-        tuple(Bucket(tuple(bucket)) for bucket in moved), slots, lane, min(BLOCK, size), tuple(sent)
+        tuple(Bucket(tuple(bucket)) for bucket in moved), slots, lane, block, tuple(sent)
     )
 
 
-def _fill(manifest: WeightManifest, sent: Iterable[int], size: int) -> list[list[Segment]]:
+def _fill(
+    manifest: WeightManifest, sent: Iterable[int], size: int, block: int
+) -> list[list[Segment]]:
     """Buckets whose segments are placed from 0 on."""
     # Pieces are cut so that their blocks are those of the whole tensor.
-    piece = size // BLOCK * BLOCK or size
+    piece = size // block * block
     buckets: list[list[Segment]] = []
     position = size + 1  # no bucket is open
     for index in sent:
@@ -229,7 +234,7 @@ class Planner:
         self._plans: dict[object, TransferPlan] = {}
 
     def plan(
-        self, manifest: WeightManifest, bucket_bytes: int, *, direct: bool, skip: bytes
+        self, manifest: WeightManifest, bucket_bytes: int, *, direct: bool, skip: bytes, block: int
     ) -> TransferPlan:
         """As :func:`make_plan`.
 
@@ -238,12 +243,13 @@ class Planner:
             bucket_bytes: Upper bound of a bucket's size.
             direct: Give every tensor a place of its own.
             skip: A byte for each tensor, 0 for those that travel; empty if all do.
+            block: Bytes under one digest, at most.
         """
-        key = (manifest.digest, bucket_bytes, direct, skip)
+        key = (manifest.digest, bucket_bytes, direct, skip, block)
         plan = self._plans.pop(key, None)
         if plan is None:
             wanted = (lambda index: not skip[index]) if skip else None
-            plan = make_plan(manifest, bucket_bytes, direct=direct, wanted=wanted)
+            plan = make_plan(manifest, bucket_bytes, direct=direct, wanted=wanted, block=block)
         self._plans[key] = plan
         for oldest in list(self._plans)[: -self._KEPT]:
             del self._plans[oldest]

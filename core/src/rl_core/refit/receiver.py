@@ -196,7 +196,9 @@ class RefitReceiver(Endpoint["Receiving"]):
                 if not older.refit_id:  # those with one are told by the sender what became of it
                     older.supersede("a newer refit was asked for")
         else:
-            job.before, self._waited = self._waited or self._last_waiting(), None
+            before, self._waited = self._waited or self._last_waiting(), None
+            if before is not None and before.trainer == trainer:
+                job.before = before
         return self.start(job)
 
     # -- the handles of old -----------------------------------------------------------------------

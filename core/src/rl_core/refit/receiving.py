@@ -237,13 +237,16 @@ class Receiving(Job[ReceiverSession]):
         wire = trainer.manifest.cast(trainer.dtypes)
         if len(prepare.skip) not in (0, len(wire.owned)):
             raise RefitProtocolError("the sender skips tensors of another model", phase="PREPARE")
+        block_hash = BlockHash.named(prepare.hash, private=self._end.private, token=trainer.token)
         self._plan = plan = receiver.planner.plan(
-            wire, prepare.bucket_bytes, direct=prepare.direct, skip=prepare.skip
+            wire,
+            prepare.bucket_bytes,
+            direct=prepare.direct,
+            skip=prepare.skip,
+            block=block_hash.block,
         )
         if plan.digest != prepare.plan or len(plan.buckets) != prepare.buckets:
             raise RefitProtocolError("the two sides derive different plans", phase="PREPARE")
-        private = self._end.private
-        block_hash = BlockHash.named(prepare.hash, private=private, token=trainer.token)
         receiver.give_up_handles()
         if offer.delta:  # what it said to hold is not sent
             receiver.check_epoch(self._epoch)

@@ -21,7 +21,7 @@ from rl_core.plugins import hookspecs
 from rl_core.refit.arena import why_not_at_home
 from rl_core.refit.digests import DIGEST_BYTES, DigestTable
 from rl_core.refit.frames import Channel, read_hello
-from rl_core.refit.hashing import BLOCK, BlockHash
+from rl_core.refit.hashing import BlockHash
 from rl_core.refit.jobs import Job
 from rl_core.refit.messages import Offer, Prepare
 from rl_core.refit.packing import DirectPacker, Packer, SlotPacker, digest_all
@@ -232,8 +232,8 @@ class Sending(Job[SenderSession]):
         )
 
     def _plan_of(self, skip: bytes, *, direct: bool) -> TransferPlan:
-        size = self._bucket
-        return self._sender.planner.plan(self._wire, size, direct=direct, skip=skip)
+        size, block = self._bucket, self._hash.block
+        return self._sender.planner.plan(self._wire, size, direct=direct, skip=skip, block=block)
 
     def _open_lane(self, plan: TransferPlan, device: torch.device, receivers: list[str]) -> None:
         if plan.buckets:
@@ -311,7 +311,7 @@ class Sending(Job[SenderSession]):
 
     def _digest_source(self) -> None:
         """Digests every tensor as the source gives it."""
-        block = min(BLOCK, self._bucket // ALIGN * ALIGN)
+        block = min(self._hash.block, self._bucket // ALIGN * ALIGN)
         self._table = digest_all(self._source, self._manifest, self._wire, block, self._hash)
 
     def _digest_lane(self, everything: TransferPlan) -> None:
