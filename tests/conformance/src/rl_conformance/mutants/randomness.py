@@ -155,7 +155,7 @@ class LaterTokensAreColder(ReferenceGeneration):
         return (token, logprob) if forced is None else (forced, logprob)
 
 
-@breaks("G10", checks=_ALL_DRAWS)
+@breaks("G10", "G9", checks=_ALL_DRAWS)
 class SomeRowsAreColder(ReferenceGeneration):
     """Every fourth row forgets that the temperature is above 1."""
 
