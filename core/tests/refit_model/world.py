@@ -90,6 +90,7 @@ class World:
         ran: Parties that did something since the last choice.
         stirred: Something happened since then that somebody who was paused would see.
         wrong_since: A fault happened in the refit that is going on.
+        unpaired: A side gave a call up, which without ids leaves the other's for the next call.
     """
 
     def __init__(self, scenario: Scenario) -> None:
@@ -114,6 +115,7 @@ class World:
         self.most = scenario.most
         self.paused: str | None = None
         self.wrong_since = False
+        self.unpaired = False
         self.clean_start = True
         self.position = 0
         self.refit = 0
@@ -226,7 +228,7 @@ class World:
         check_last(self)
         self.position += 1
         self.refit += 1
-        self.wrong_since = self.paused is not None
+        self.wrong_since = self.paused is not None or (self.unpaired and not step.named)
         self.clean_start = not self.tasks
         self.hellos_left = 1
         self.asked = list(step.engines)
