@@ -157,6 +157,15 @@ class ARefitLeavesAFileOpen(ReferenceGeneration):
         super().on_shutdown()
 
 
+@breaks("R6", checks="R6 and not staged")
+class ARefitKeepsItsBuffer(ReferenceGeneration):
+    """Each refit leaves a quarter of a MiB behind."""
+
+    def update_weights_via_ipc_zmq(self, *args: Any, **kwargs: Any) -> Any:
+        self.__dict__.setdefault("kept", []).append(b"x" * (256 << 10))
+        return super().update_weights_via_ipc_zmq(*args, **kwargs)
+
+
 @breaks("R12", checks="R12 or R1")
 class ARefitTakesASecondCopy(ReferenceGeneration):
     """All weights are there twice for a moment, as where a dict of them is loaded at once."""
