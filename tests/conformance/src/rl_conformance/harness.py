@@ -223,8 +223,10 @@ def _deadline(seconds: float) -> Generator[None]:
         yield
         return
 
-    def expire(_: int, __: FrameType | None) -> None:
-        raise CheckFailed(f"it did not end within {seconds:g} s")
+    def expire(_: int, frame: FrameType | None) -> None:
+        innermost = traceback.extract_stack(frame)[-3:]
+        where = " < ".join(f"{at.name} ({at.filename}:{at.lineno})" for at in reversed(innermost))
+        raise CheckFailed(f"it did not end within {seconds:g} s; it was in {where}")
 
     before = signal.signal(signal.SIGALRM, expire)
     left, interval = signal.setitimer(signal.ITIMER_REAL, seconds)
