@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import queue
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -161,16 +162,17 @@ def a_shutdown_ends_a_refit(ctx: Context) -> None:
     engine = fresh_engine(ctx)
     run_refit(policy, engine)
     shutting = concurrent.futures.ThreadPoolExecutor(1)
-    futures: list[concurrent.futures.Future[bool]] = []
+    futures: queue.SimpleQueue[concurrent.futures.Future[bool]] = queue.SimpleQueue()
 
     def shut_down() -> None:
-        futures.append(shutting.submit(engine.shutdown))
+        futures.put(shutting.submit(engine.shutdown))
         time.sleep(0.2)
 
     started = time.monotonic()
     with shutting, between_tensors(source_class(policy), after=5, act=shut_down):
         error = attempt(policy, engine, mode="packed", bucket_bytes=4096)
-        require(futures[0].result(DEADLINE_S) is True, "shutdown did not return True")
+        shut = futures.get(timeout=DEADLINE_S)  # the refit may be over before it is put there
+        require(shut.result(DEADLINE_S) is True, "shutdown did not return True")
     require(isinstance(error, RLError), f"not an error of ours but {error!r}")
     took = time.monotonic() - started
     require(took < DEADLINE_S, f"it took {took:.1f} s, the deadline is {DEADLINE_S:g} s")
