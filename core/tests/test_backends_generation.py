@@ -378,8 +378,8 @@ def test_a_reader_that_leaves_early_frees_the_engine(make):
     assert second_row.wait(SOON)
     may_go_on.set()
     assert lock_is_free(engine)
-    assert engine.closed_in == ["generate_async"]
-    assert not [t for t in threading.enumerate() if t.name == "generate_async" and t.join(SOON)]
+    assert engine.closed_in == ["generate-CountingEngine"]
+    assert not [t for t in threading.enumerate() if t.name.startswith("generate-") and t.join(SOON)]
 
 
 # -- lifecycle ----------------------------------------------------------------------------------

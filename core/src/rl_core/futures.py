@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from rl_core.interfaces.futures import Future
 
-__all__ = ["spawn", "wait"]
+__all__ = ["as_concurrent", "spawn", "wait"]
 
 T = TypeVar("T")
 
@@ -36,7 +36,7 @@ def wait(futures: Sequence[Future] | Future, timeout_s: float) -> list[Any]:
         WorkerDiedError: The actor behind a Ray ref is gone.
     """
     given = list(futures) if isinstance(futures, (list, tuple)) else [futures]
-    waited = [_as_concurrent(future) for future in given]
+    waited = [as_concurrent(future) for future in given]
     end = time.monotonic() + timeout_s
     pending = set(waited)
     while pending:
@@ -76,7 +76,12 @@ def spawn(name: str, function: Callable[[], T]) -> concurrent.futures.Future[T]:
     return future
 
 
-def _as_concurrent(future: Any) -> concurrent.futures.Future[Any]:
+def as_concurrent(future: Any) -> concurrent.futures.Future[Any]:
+    """A future that ends as the given one does, which may be a Ray object ref.
+
+    Raises:
+        TypeError: It is neither.
+    """
     if isinstance(future, concurrent.futures.Future):
         return future
     ray = sys.modules.get("ray")  # whoever holds a ref has imported it

@@ -12,17 +12,20 @@ from hypothesis import strategies as st
 
 from rl_conformance.models import FAMILIES
 from rl_conformance.oracle import Oracle
-from rl_core.backends import Completion, PromptBatch, SamplingParams
+from rl_core.backends import Completion, FailedRow, PromptBatch, SamplingParams
+from rl_core.backends.serving import ServedCall
 from rl_core.errors import ConfigError, RLError
 from rl_hf.decoders import GroupDecoder, SlotDecoder, fits_slots
 from rl_hf.decoding import DecodingEngine
 from rl_hf.modeling import load_model, load_tokenizer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from transformers import PreTrainedModel
+
+    from rl_core.backends import Row
 
 LENGTHS = (1, 3, 40, 17, 17, 9, 120, 2, 64, 33)
 GREEDY = SamplingParams(greedy=True)
@@ -51,8 +54,27 @@ def load(path: Path, **config: Any) -> PreTrainedModel:
     return load_model({"model_name": str(path), **config}, for_training=False)
 
 
+def rows_of(batch: PromptBatch, sampling: SamplingParams, first_key: int = 0) -> list[Row]:
+    call = ServedCall("generate", batch, sampling, print)
+    return [call.next_row(first_key + row) for row in range(len(batch))]
+
+
+def complete(
+    engine: DecodingEngine, batch: PromptBatch, sampling: SamplingParams
+) -> Iterator[Completion]:
+    engine.submit(rows_of(batch, sampling))
+    missing = len(batch)
+    while missing:
+        for done in engine.collect():
+            missing -= 1
+            if isinstance(done, FailedRow):
+                raise done.error
+            yield done
+    assert not engine._batches
+
+
 def run(engine: DecodingEngine, batch: PromptBatch, sampling: SamplingParams) -> list[Completion]:
-    done = sorted(engine(batch, sampling), key=lambda completion: completion.row)
+    done = sorted(complete(engine, batch, sampling), key=lambda completion: completion.row)
     assert [completion.row for completion in done] == list(range(len(batch)))
     return done
 
@@ -218,7 +240,8 @@ def test_a_prompt_longer_than_a_pass_is_admitted_alone(
 
 
 def test_rows_are_yielded_when_they_finish(tiny: Callable[..., Path]):
-    done = DecodingEngine(load(tiny()))(prompts((5, 6, 7), budgets=(9, 1, 4)), GREEDY)
+    engine = DecodingEngine(load(tiny()))
+    done = complete(engine, prompts((5, 6, 7), budgets=(9, 1, 4)), GREEDY)
     assert [completion.row for completion in done] == [1, 2, 0]
 
 
@@ -267,7 +290,7 @@ def test_stop_tokens_still_end_rows_that_watch_for_strings(tiny: Callable[..., P
 def test_stop_strings_without_a_tokenizer_name_the_row(tiny: Callable[..., Path]):
     stops = [()] * 3 + [("x",)] + [()] * 6
     with pytest.raises(ConfigError, match="row 3 has stop strings"):
-        DecodingEngine(load(tiny()))(prompts(stops=stops), GREEDY)
+        list(complete(DecodingEngine(load(tiny())), prompts(stops=stops), GREEDY))
 
 
 def test_logits_that_are_not_finite_name_the_row(tiny: Callable[..., Path]):
@@ -276,13 +299,13 @@ def test_logits_that_are_not_finite_name_the_row(tiny: Callable[..., Path]):
     with torch.no_grad():
         model.lm_head.weight[5] = torch.nan
     with pytest.raises(RLError, match="row 0: the model's logits are not finite"):
-        list(engine(prompts((4,)), SamplingParams()))
+        list(complete(engine, prompts((4,)), SamplingParams()))
 
 
 def test_the_model_trains_on_where_it_was_training(tiny: Callable[..., Path]):
     model = load(tiny(attention_dropout=0.5)).train()
     engine = DecodingEngine(model)
-    rows = engine(prompts((5, 5), budgets=(1, 5)), GREEDY)
+    rows = complete(engine, prompts((5, 5), budgets=(1, 5)), GREEDY)
     next(rows)
     assert model.training
     assert torch.is_grad_enabled()
@@ -303,9 +326,64 @@ def test_bfloat16_scores_are_those_of_bfloat16_logits(tiny: Callable[..., Path])
 
 def test_decoders_declare_what_they_admit(tiny: Callable[..., Path]):
     model = load(tiny())
-    slots, group = SlotDecoder(model, 32, 64), GroupDecoder(model, 32)
+    slots, group = SlotDecoder(model, 32), GroupDecoder(model, 32)
     assert slots.room([5] * 10, 22, last=False) == 10
     assert slots.room([5] * 3, 29, last=False) == 0
     assert slots.room([5] * 3, 29, last=True) == 3
     assert group.room([7, 7, 5], 0, last=True) == 2
     assert group.room([7, 7, 5], 1, last=True) == 0
+
+
+# -- rows of several calls ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fits", [True, False], ids=["slots", "groups"])
+@pytest.mark.parametrize("penalty", [1.0, 1.4])
+@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_rows_come_and_go_and_each_is_what_it_is_alone(
+    tiny: Callable[..., Path], fits: bool, penalty: float, data: st.DataObject
+):
+    engine = DecodingEngine(load(tiny()), max_batch_size=data.draw(st.integers(1, 6)))
+    engine._fits_slots = fits
+    sampled = SamplingParams(temperature=1.3, repetition_penalty=penalty)
+    greedy = SamplingParams(greedy=True, repetition_penalty=penalty)
+    wanted: dict[int, Row] = {}
+    found: dict[int, Completion] = {}
+    key = 0
+    for _ in range(data.draw(st.integers(1, 6))):
+        lengths = data.draw(st.lists(st.integers(1, 30), min_size=1, max_size=4))
+        budgets = data.draw(st.lists(st.integers(1, 12), min_size=len(lengths), max_size=8))
+        batch = prompts(lengths, budgets[: len(lengths)], seed=data.draw(st.integers(0, 3)))
+        rows = rows_of(batch, data.draw(st.sampled_from((sampled, greedy))), key)
+        key += len(rows)
+        engine.submit(rows)
+        wanted |= {row.key: row for row in rows}
+        for _ in range(data.draw(st.integers(0, 8))):
+            found |= {done.row: done for done in engine.collect()}
+        gone = data.draw(st.sets(st.sampled_from(range(key)), max_size=2))
+        engine.cancel(gone)
+        wanted = {k: row for k, row in wanted.items() if k in found or k not in gone}
+    for _ in range(500):
+        found |= {done.row: done for done in engine.collect()}
+    assert found.keys() == wanted.keys()
+    assert not engine._batches
+    alone = DecodingEngine(engine._model)
+    for k, done in found.items():
+        alone.submit([wanted[k]])
+        expected: list[Any] = []
+        while not expected:
+            expected += alone.collect()
+        assert_same([done], expected)
+
+
+def test_a_short_call_does_not_wait_for_a_long_one(tiny: Callable[..., Path]):
+    for fits in (True, False):
+        engine = DecodingEngine(load(tiny()))
+        engine._fits_slots = fits
+        engine.submit(rows_of(prompts((9,), budgets=(60,)), GREEDY))
+        for _ in range(5):
+            assert not engine.collect()
+        engine.submit(rows_of(prompts((4,), budgets=(3,)), GREEDY, 1))
+        done = [one.row for _ in range(5) for one in engine.collect()]
+        assert done == [1]

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 import subprocess
+import sys
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from rl_conformance.models import make_tiny_model
-from rl_vllm.environment import engine_environment
-from rl_vllm.forkserver import ForkServer
+from rl_hosting.forkserver import ForkServer
+from rl_hosting.host import SOCKETS as HOST_SOCKETS
+from rl_vllm.environment import PRELOAD, SOCKETS, engine_environment
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -41,7 +43,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 @pytest.fixture(scope="session")
 def imported() -> Iterator[None]:
     """Keeps the process that has vLLM imported from test to test."""
-    server = ForkServer.obtain(engine_environment("cpu"), subprocess.DEVNULL)
+    environment = engine_environment("cpu") | {HOST_SOCKETS: "", SOCKETS: ""}
+    server = ForkServer.obtain(environment, subprocess.DEVNULL, sys.executable, PRELOAD)
     yield
     server.release()
 

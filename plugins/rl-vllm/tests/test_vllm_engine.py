@@ -31,12 +31,10 @@ from rl_core.errors import (
     ManifestMismatchError,
     RefitError,
     WorkerDiedError,
-    WorkerError,
 )
 from rl_core.refit import refit
-from rl_vllm import VllmGeneration, VllmGenerationWorker, receivers
-from rl_vllm.process import EngineBusyError
-from rl_vllm.wire import Prompt
+from rl_hosting.wire import Prompt, Sampling
+from rl_vllm import VllmGeneration, VllmGenerationWorker
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -275,38 +273,34 @@ def test_a_call_that_was_given_up_does_not_answer_the_next(start):
             process.call("reset_caches", 0.2)
     finally:
         os.kill(process.pid, signal.SIGCONT)
-    assert process.call("sleep", 20.0, level=1) is None
+    assert process.call("sleep", 20.0, tags=[], level=1) is None
     assert process.call("reset_caches", 20.0) is True
 
 
-def test_a_refit_that_waits_for_a_long_generation_leaves_the_engine_whole(start, tiny, monkeypatch):
+def test_a_refit_that_waits_for_a_long_generation_leaves_the_engine_whole(start, tiny):
     engine, policy = start("qwen2", torch_dtype="float32"), hf_policy(tiny("qwen2"))
     refit(policy, engine, deadline_s=60.0)
-    monkeypatch.setattr(receivers, "_GRACE_S", 0.2)
-    with engine._process._turn:
-        (receiving,) = engine.update_weights_via_ipc_zmq(deadline_s=0.5)
-        assert isinstance(receiving.exception(20), EngineBusyError)
-    monkeypatch.undo()
+    with engine._lock, pytest.raises(RefitError):  # something holds generation up
+        refit(policy, engine, deadline_s=1.0)
     assert difference(policy, engine.generate(prompts(), greedy=True)) < 1e-4
     refit(policy, engine, deadline_s=60.0)
     policy.shutdown()
 
 
-def test_requests_that_failed_are_not_answered_later(start):
+def test_a_row_that_vllm_refuses_fails_alone(start):
     engine = start("qwen2", torch_dtype="float32")
     whole = engine.generate(prompts(), greedy=True)
-    row = Prompt([5, 6, 7], 9, None, [])
-    beyond = Prompt([10**6], 9, None, [])  # no token of the model
-    sampling = {
-        "greedy": True,
-        "temperature": 1.0,
-        "top_k": 0,
-        "top_p": 1.0,
-        "repetition_penalty": 1.0,
-        "stop_token_ids": [],
-    }
-    with pytest.raises(WorkerError, match="vocabulary"):
-        list(engine._process.stream("generate", prompts=[row, beyond], sampling=sampling))
+    how = Sampling(True, 1.0, 0, 1.0, 1.0, [])
+    sound = Prompt(1 << 40, 0, [5, 6, 7], 9, None, [], how)
+    beyond = Prompt((1 << 40) + 1, 1, [10**6], 9, None, [], how)  # no token of the model
+    engine._process.submit([sound, beyond])
+    found = {}
+    while len(found) < 2:
+        progress = engine._process.progress(20.0)
+        found |= {done.key: done for done in (progress.rows if progress else [])}
+    assert found[sound.key].error is None
+    assert len(found[sound.key].token_ids) == 9
+    assert "vocabulary" in str(found[beyond.key].error)
     assert torch.equal(engine.generate(prompts(), greedy=True)["output_ids"], whole["output_ids"])
 
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from rl_core.errors import CapabilityError
 from rl_core.interfaces import TensorSpec
-from rl_vllm.regions import Region, regions_of
+from rl_hosting.regions import Region, regions_of
 from rl_vllm.weights import EngineWeights
 
 

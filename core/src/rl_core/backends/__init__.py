@@ -3,12 +3,16 @@
 from rl_core.backends.generation import GenerationBackend
 from rl_core.backends.policy import PolicyBackend
 from rl_core.backends.prompts import Completion, ModelFacts, PromptBatch, SamplingParams
+from rl_core.backends.rows import FailedRow, Row, RowEngine
 
 __all__ = [
     "Completion",
+    "FailedRow",
     "GenerationBackend",
     "ModelFacts",
     "PolicyBackend",
     "PromptBatch",
+    "Row",
+    "RowEngine",
     "SamplingParams",
 ]

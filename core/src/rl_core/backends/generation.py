@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import queue
 import threading
 from abc import abstractmethod
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
@@ -23,8 +23,10 @@ from rl_core.backends.prompts import (
     provenance_of,
     repeated,
 )
+from rl_core.backends.rows import BatchEngine
+from rl_core.backends.serving import CallDeadline, RowService, ServedCall
 from rl_core.batch.provenance import moment
-from rl_core.errors import ConfigError, LifecycleError, PluginError
+from rl_core.errors import ConfigError, LifecycleError
 from rl_core.interfaces import GenerationInterface
 from rl_core.plugins.discovery import load_object
 from rl_core.refit import DEFAULT_DEADLINE_S, RefitReceiver
@@ -32,9 +34,10 @@ from rl_core.refit.jobs import exclusively
 from rl_core.refit.turns import TurnLock
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Generator, Iterator, Mapping
+    from collections.abc import AsyncIterator, Iterator, Mapping
 
     from rl_core.backends.receivers import Receiver
+    from rl_core.backends.rows import RowEngine
     from rl_core.batch import BatchedDataDict
     from rl_core.batch.provenance import Provenance
     from rl_core.interfaces import Future, GenerationOutputSpec, WeightSink, WorkerContext
@@ -47,9 +50,10 @@ TAGS = frozenset({"weights", "kv_cache"})
 class GenerationBackend(GenerationInterface):
     """Turns an engine into a :class:`GenerationInterface`.
 
-    A subclass loads its engine, calls ``super().__init__`` and implements :meth:`complete`,
-    :meth:`weight_sink`, :meth:`on_wake`, :meth:`on_sleep` and :meth:`on_shutdown`. Input checks,
-    output layout, lifecycle, versions and every refit method are here.
+    A subclass loads its engine, calls ``super().__init__`` and implements :meth:`complete` (or
+    :meth:`row_engine`), :meth:`weight_sink`, :meth:`on_wake`, :meth:`on_sleep` and
+    :meth:`on_shutdown`. Input checks, output layout, many calls at once, lifecycle, versions and
+    every refit method are here.
 
     Args:
         config: The checked configuration.
@@ -85,6 +89,8 @@ class GenerationBackend(GenerationInterface):
         self._closed = self._ended = False
         self._calls = itertools.count()  # that drew from the seed
         self._lock = TurnLock()
+        self._service: RowService | None = None
+        self._service_made = threading.Lock()
         self._receiver = self.make_receiver(self._lock)
 
     @classmethod
@@ -100,14 +106,26 @@ class GenerationBackend(GenerationInterface):
 
     # -- what an author writes -----------------------------------------------------------------
 
-    @abstractmethod
     def complete(self, prompts: PromptBatch, sampling: SamplingParams) -> Iterator[Completion]:
-        """Generates, yielding each row as it finishes.
+        """Generates, yielding each row as it finishes. One batch after the other is completed.
 
         Args:
-            prompts: At least one row, every row with a budget of at least 1.
+            prompts: At least one row, every row with a budget of at least 1. They may be of
+                several calls.
             sampling: The same for all rows; seeds, budgets and stop strings are per row.
         """
+        raise NotImplementedError(f"{type(self).__name__} has neither complete nor row_engine")
+
+    def row_engine(self) -> RowEngine:
+        """What decodes the rows of all calls; called once, when the first call comes.
+
+        By default :meth:`complete` does, batch by batch, so that a call waits for the batch before
+        it. An engine that takes rows at any time has its own, and the manifest declares
+        ``concurrent_calls``.
+        """
+        return BatchEngine(
+            self.complete, pad_token_id=self.facts.pad_token_id, name=type(self).__name__
+        )
 
     @abstractmethod
     def weight_sink(self) -> WeightSink:
@@ -142,15 +160,31 @@ class GenerationBackend(GenerationInterface):
     ) -> BatchedDataDict[GenerationOutputSpec]:
         """See :meth:`GenerationInterface.generate`."""
         call = self._accept(data, greedy, "generate")
-        with self._serving("generate"):
-            completions = list(self._complete_with_room(call.prompts, call.sampling))
-            output = assemble_output(
-                call.data,
-                call.prompts,
-                completions,
-                pad_token_id=self.facts.pad_token_id,
-                weights_version=self.weights_version,
-            )
+        inbox: queue.SimpleQueue[Completion | BaseException | None] = queue.SimpleQueue()
+        served = ServedCall("generate", call.prompts, call.sampling, inbox.put)
+        service, deadline = self._serving("generate"), self._deadline()
+        completions = []
+        service.submit(served)
+        try:
+            while True:
+                try:
+                    item = inbox.get(timeout=deadline.left())
+                except queue.Empty:
+                    raise deadline.passed(service.progress(served)) from None
+                if item is None:
+                    break
+                if isinstance(item, BaseException):
+                    raise item
+                completions.append(item)
+        finally:
+            service.cancel(served)
+        output = assemble_output(
+            call.data,
+            call.prompts,
+            completions,
+            pad_token_id=self.facts.pad_token_id,
+            weights_version=served.version,
+        )
         output.provenance = call.provenance
         return output
 
@@ -167,40 +201,46 @@ class GenerationBackend(GenerationInterface):
     async def _stream(
         self, call: _Call
     ) -> AsyncIterator[tuple[int, BatchedDataDict[GenerationOutputSpec]]]:
-        rows = self._stream_rows(call)
-        # One thread for the whole stream: the lock that keeps refits out belongs to a thread.
-        loop, queue = asyncio.get_running_loop(), asyncio.Queue[Any]()
-        stop = threading.Event()
-        thread = threading.Thread(
-            target=_pump, args=(rows, loop, queue, stop), name="generate_async", daemon=True
+        loop, inbox = asyncio.get_running_loop(), asyncio.Queue[Any]()
+        served = ServedCall(
+            "generate_async",
+            call.prompts,
+            call.sampling,
+            lambda item: loop.call_soon_threadsafe(inbox.put_nowait, item),
         )
-        thread.start()
+        service, deadline = self._serving("generate_async"), self._deadline()
+        service.submit(served)
         try:
-            while (item := await queue.get()) is not None:
+            while True:
+                try:
+                    if (
+                        inbox.empty()
+                    ):  # rows that are there are not late, however slow the reader is
+                        async with asyncio.timeout(deadline.left()):
+                            item = await inbox.get()
+                    else:
+                        item = inbox.get_nowait()
+                except TimeoutError:
+                    raise deadline.passed(service.progress(served)) from None
+                if item is None:
+                    break
                 if isinstance(item, BaseException):
                     raise item
-                yield item
+                yield item.row, self._one_row(call, item, served.version)
+            for row in (call.prompts.budgets <= 0).nonzero().flatten().tolist():
+                yield row, self._one_row(call, Completion(row, (), (), True), served.version)
         finally:
-            stop.set()
+            service.cancel(served)
 
-    def _stream_rows(
-        self, call: _Call
-    ) -> Iterator[tuple[int, BatchedDataDict[GenerationOutputSpec]]]:
-        with self._serving("generate_async"):
-            seen = torch.zeros(len(call.prompts), dtype=torch.bool)
-            for completion in self._complete_with_room(call.prompts, call.sampling):
-                seen[completion.row] = True
-                yield completion.row, self._one_row(call, completion)
-            for row in (~seen).nonzero().flatten().tolist():
-                yield row, self._one_row(call, Completion(row, (), (), True))
-
-    def _one_row(self, call: _Call, done: Completion) -> BatchedDataDict[GenerationOutputSpec]:
+    def _one_row(
+        self, call: _Call, done: Completion, version: int
+    ) -> BatchedDataDict[GenerationOutputSpec]:
         output = assemble_output(
             call.data.slice(done.row, done.row + 1),
             call.prompts.select(torch.tensor([done.row])),
             [Completion(0, done.token_ids, done.logprobs, done.truncated)],
             pad_token_id=self.facts.pad_token_id,
-            weights_version=self.weights_version,
+            weights_version=version,
         )
         output.provenance = call.provenance
         return output
@@ -220,33 +260,26 @@ class GenerationBackend(GenerationInterface):
         began = None if self.borrows_weights else moment()
         return _Call(data, prompts, sampling, provenance_of(sampling, began))
 
-    def _complete_with_room(
-        self, prompts: PromptBatch, sampling: SamplingParams
-    ) -> Iterator[Completion]:
-        rows = (prompts.budgets > 0).nonzero().flatten()
-        if not len(rows):
-            return
-        original = dict(enumerate(rows.tolist()))
-        for done in self.complete(prompts.select(rows), sampling):
-            row = original.pop(done.row, -1)
-            count = len(done.token_ids)
-            if row < 0 or count != len(done.logprobs) or count > prompts.budgets[row]:
-                raise self._fault(f"gave row {done.row} twice or with too many tokens or log-probs")
-            yield Completion(row, done.token_ids, done.logprobs, done.truncated)
-        if original:
-            raise self._fault(f"did not complete rows {list(original.values())[:5]}")
+    def _serving(self, method: str) -> RowService:
+        """What serves all calls."""
+        with self._service_made:
+            self._check_open(method)
+            if self._service is None:
+                self._service = RowService(
+                    self.row_engine(),
+                    self._lock,
+                    name=type(self).__name__,
+                    check=self._check_serves,
+                    version=lambda: self.weights_version,
+                )
+            return self._service
 
-    def _fault(self, what: str) -> PluginError:
-        return PluginError(
-            f"{type(self).__name__}.complete {what}", fix="report it to the backend's author"
-        )
+    def _check_serves(self, method: str) -> None:
+        self._check_awake(method)
+        self._receiver.check()
 
-    @contextmanager
-    def _serving(self, method: str) -> Generator[None]:
-        with self._lock.reading():
-            self._check_awake(method)
-            self._receiver.check()
-            yield
+    def _deadline(self) -> CallDeadline:
+        return CallDeadline(self.config.get("call_deadline_s"), type(self).__name__)
 
     def _check_awake(self, method: str) -> None:
         self._check_open(method)
@@ -310,6 +343,8 @@ class GenerationBackend(GenerationInterface):
         with exclusively(self._lock, DEFAULT_DEADLINE_S, f"{type(self).__name__}.generate"):
             if not self._ended:
                 self._ended = True
+                with self._service_made:
+                    self._service = None
                 self.on_shutdown()
         return True
 
@@ -419,24 +454,3 @@ def tags_of(
             f"unknown tags {sorted(unknown)}", fix=f"use some of {sorted(TAGS)}", key="tags"
         )
     return chosen
-
-
-def _pump(
-    rows: Iterator[Any],
-    loop: asyncio.AbstractEventLoop,
-    queue: asyncio.Queue[Any],
-    stop: threading.Event,
-) -> None:
-    """Feeds rows to the event loop until they end or the reader is gone."""
-    last: BaseException | None = None
-    try:
-        for row in rows:
-            if stop.is_set():
-                break
-            loop.call_soon_threadsafe(queue.put_nowait, row)
-    except BaseException as error:  # it is raised again in the reader
-        last = error
-    finally:
-        rows.close()  # type: ignore[attr-defined]
-        with suppress(RuntimeError):  # the loop is closed: nobody reads
-            loop.call_soon_threadsafe(queue.put_nowait, last)

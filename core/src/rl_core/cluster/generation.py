@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 import uuid
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,8 +25,9 @@ from rl_core.backends.prompts import (
 from rl_core.batch import BatchedDataDict
 from rl_core.batch.provenance import moment
 from rl_core.cluster.remote import RemoteBackend
-from rl_core.cluster.sharding import collect, deal
+from rl_core.cluster.sharding import Loads, collect
 from rl_core.errors import DeadlineError, WeightsTornError
+from rl_core.futures import as_concurrent
 from rl_core.interfaces import GenerationInterface
 
 if TYPE_CHECKING:
@@ -35,6 +38,11 @@ if TYPE_CHECKING:
     from rl_core.interfaces import Future, GenerationOutputSpec
 
 __all__ = ["RemoteGeneration"]
+
+#: Seconds for a refit to commit on all replicas, once it has on one, and between two looks.
+_SETTLE_S, _PAUSE_S = 10.0, 0.02
+#: How often a call that refits overtake begins anew.
+_TRIES = 10
 
 
 class RemoteGeneration(RemoteBackend, GenerationInterface):
@@ -51,6 +59,7 @@ class RemoteGeneration(RemoteBackend, GenerationInterface):
         self.facts: ModelFacts = self._group.attributes("facts")[0]
         self.sampling = SamplingParams.from_config(self.config, self.facts)
         self._calls = itertools.count()  # that drew from the seed
+        self._loads = Loads(self._group.size)
 
     def _worker_config(self) -> dict[str, Any]:
         # Samples are multiplied here: a replica completes each of its rows once.
@@ -63,20 +72,57 @@ class RemoteGeneration(RemoteBackend, GenerationInterface):
     ) -> BatchedDataDict[GenerationOutputSpec]:
         """See :meth:`GenerationInterface.generate`."""
         call = self._accept(data, greedy, "generate")
-        results = [
-            self._group.submit(rank, "generate", call.prompts.select_indices(rows), greedy)
-            for rank, rows in call.shards.items()
-        ]
-        output = collect(
-            self._group.wait(results),
-            torch.cat(list(call.shards.values())),
-            call.prompts.size,
-            output_ids=self.facts.pad_token_id,
-        )
-        _same_version(output["weights_version"].unique().tolist())
+        output = self._complete(call, torch.arange(call.prompts.size), greedy)
+        for _ in range(_TRIES):
+            versions = output["weights_version"]
+            stale = (versions != versions.max()).nonzero().flatten() if len(versions) else versions
+            if not len(stale):
+                break
+            # A refit reached one replica before these rows, and another one after them.
+            self._settled_version()
+            again = self._complete(call, stale, greedy)
+            fresh = (versions == versions.max()).nonzero().flatten()
+            parts = [output.select_indices(fresh), again]
+            output = collect(
+                parts,
+                torch.cat([fresh, stale]),
+                call.prompts.size,
+                output_ids=self.facts.pad_token_id,
+            )
         output.update(call.extras)
         output.provenance = call.provenance
         return output
+
+    def _complete(
+        self, call: _Call, rows: torch.Tensor, greedy: bool
+    ) -> BatchedDataDict[GenerationOutputSpec]:
+        """Some rows of a call, in their order."""
+        shards = self._assign(call, rows)
+        results = []
+        for rank, part in shards.items():
+            shard = call.prompts.select_indices(rows[part])
+            results.append(as_concurrent(self._group.submit_generate(rank, shard, greedy)))
+            size = int(call.sizes[rows[part]].sum())
+            results[-1].add_done_callback(partial(self._loads.release, rank, size))
+        return collect(
+            self._group.wait(results),
+            torch.cat(list(shards.values())),
+            len(rows),
+            output_ids=self.facts.pad_token_id,
+        )
+
+    def _settled_version(self) -> int:
+        """The version of all replicas, once a refit that is going on has reached all of them.
+
+        Raises:
+            WeightsTornError: They go on to differ.
+        """
+        end = time.monotonic() + _SETTLE_S
+        while True:
+            versions = self._group.attributes("weights_version")
+            if len(set(versions)) == 1 or time.monotonic() > end:
+                return _same_version(versions)
+            time.sleep(_PAUSE_S)
 
     def generate_async(
         self, data: BatchedDataDict[Any], greedy: bool = False
@@ -91,11 +137,13 @@ class RemoteGeneration(RemoteBackend, GenerationInterface):
         self, call: _Call, greedy: bool
     ) -> AsyncIterator[tuple[int, BatchedDataDict[GenerationOutputSpec]]]:
         stream_id = uuid.uuid4().hex
+        shards = self._assign(call, torch.arange(call.prompts.size))
         streams = {
             rank: self._group.stream(rank, stream_id, call.prompts.select_indices(rows), greedy)
-            for rank, rows in call.shards.items()
+            for rank, rows in shards.items()
         }
         pending = {asyncio.create_task(_next(stream)): rank for rank, stream in streams.items()}
+        left = {rank: int(call.sizes[rows].sum()) for rank, rows in shards.items()}
         try:
             while pending:
                 for task in await self._first(pending):
@@ -104,7 +152,9 @@ class RemoteGeneration(RemoteBackend, GenerationInterface):
                         continue
                     pending[asyncio.create_task(_next(streams[rank]))] = rank
                     [(index, output)] = await asyncio.to_thread(self._group.wait, [reference])
-                    row = int(call.shards[rank][index])
+                    row = int(shards[rank][index])
+                    left[rank] -= int(call.sizes[row])
+                    self._loads.release(rank, int(call.sizes[row]))
                     output.update(
                         {
                             key: None if value is None else value[row : row + 1]
@@ -114,6 +164,8 @@ class RemoteGeneration(RemoteBackend, GenerationInterface):
                     output.provenance = call.provenance
                     yield row, output
         finally:
+            for rank, size in left.items():
+                self._loads.release(rank, size)
             for task, rank in pending.items():
                 task.cancel()
                 self._group.abandon(rank, stream_id)
@@ -130,22 +182,24 @@ class RemoteGeneration(RemoteBackend, GenerationInterface):
         return done
 
     def _accept(self, data: BatchedDataDict[Any], greedy: bool, method: str) -> _Call:
-        """Checks the batch and deals its rows to ranks."""
+        """Checks the batch, and fixes what its rows draw from."""
         sampling = greedy_params(self.sampling) if greedy or self.sampling.greedy else self.sampling
         data = repeated(as_batch(data, needed_by=method), sampling.num_samples)
         stops = self.config.get("stop_strings") or ()
         checked = PromptBatch.from_data(data, sampling, self.facts, stops, calls=self._calls)
         consumed = {key: data[key] for key in data if key in CONSUMED_KEYS}
         seeds = {"seed": checked.seeds} if checked.seeded else {}
-        table = deal(checked.lengths, self._group.size)
-        shards = {rank: rows[rows < len(checked)] for rank, rows in enumerate(table)}
         return _Call(
             prompts=BatchedDataDict({**consumed, **seeds}),
             extras=carried(data),
-            # An empty batch still goes to one replica, for a result of the right keys.
-            shards={rank: rows for rank, rows in shards.items() if len(rows) or rank == 0},
+            sizes=checked.lengths + checked.budgets,
             provenance=provenance_of(sampling, moment()),
         )
+
+    def _assign(self, call: _Call, rows: torch.Tensor) -> dict[int, torch.Tensor]:
+        """Places in ``rows`` of each replica's; nothing still goes to one, for the right keys."""
+        shards = self._loads.assign(call.sizes[rows].tolist()) or {0: []}
+        return {rank: torch.tensor(rows, dtype=torch.int64) for rank, rows in shards.items()}
 
     def prepare_for_generation(self, *args: Any, **kwargs: Any) -> bool:
         """See :meth:`GenerationInterface.prepare_for_generation`."""
@@ -211,13 +265,13 @@ class _Call:
     Attributes:
         prompts: With a seed for each row, if any were asked for.
         extras: The keys that are only carried through; they stay here.
-        shards: For each rank its rows.
+        sizes: ``[B]`` int64 tokens that each row may come to.
         provenance: Of the output.
     """
 
     prompts: BatchedDataDict[Any]
     extras: dict[str, Any]
-    shards: dict[int, torch.Tensor]
+    sizes: torch.Tensor
     provenance: Provenance
 
 

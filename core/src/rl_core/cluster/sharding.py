@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import heapq
+import threading
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +15,44 @@ from rl_core.errors import DataError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["collect", "deal", "padded_shards", "training_shards"]
+__all__ = ["Loads", "collect", "deal", "padded_shards", "training_shards"]
+
+
+class Loads:
+    """What each of several replicas has to do, so that the next row goes to the one with the least.
+
+    Args:
+        parts: How many replicas.
+    """
+
+    def __init__(self, parts: int) -> None:
+        self._guard = threading.Lock()
+        self._loads = [0] * parts
+
+    def assign(self, sizes: Sequence[int]) -> dict[int, list[int]]:
+        """Assigns items, the largest first.
+
+        Args:
+            sizes: What each of them costs.
+
+        Returns:
+            Indices of items, ascending, of each part that has any.
+        """
+        parts: dict[int, list[int]] = {}
+        with self._guard:
+            heap = [(load, part) for part, load in enumerate(self._loads)]
+            heapq.heapify(heap)
+            for item in sorted(range(len(sizes)), key=lambda item: -sizes[item]):
+                load, part = heap[0]
+                heapq.heapreplace(heap, (load + sizes[item], part))
+                self._loads[part] += sizes[item]
+                parts.setdefault(part, []).append(item)
+        return {part: sorted(items) for part, items in sorted(parts.items())}
+
+    def release(self, part: int, size: int, _: object = None) -> None:
+        """A part has done so much; can be told by a future."""
+        with self._guard:
+            self._loads[part] -= size
 
 
 def deal(lengths: torch.Tensor, parts: int) -> torch.Tensor:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import os
 import socket
+import threading
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from rl_core.cluster.remote_error import worker_error
@@ -18,9 +20,9 @@ if TYPE_CHECKING:
 
 __all__ = ["CONCURRENCY_GROUPS", "Worker"]
 
-#: Threads of the actor. Work is done one call at a time and always by the same thread; refits
-#: and questions get through meanwhile.
-CONCURRENCY_GROUPS = {"work": 1, "refit": 2, "control": 2}
+#: Threads of the actor. Work is done one call at a time and always by the same thread; many calls
+#: of generate share the engine, and refits and questions get through meanwhile.
+CONCURRENCY_GROUPS = {"work": 1, "generate": 256, "refit": 2, "control": 2}
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -45,7 +47,9 @@ class Worker:
     def __init__(self, name: str) -> None:
         self.name = name
         self._backend: Any = None
+        self._guard = threading.Lock()  # of both below
         self._abandoned: set[str] = set()
+        self._streams: dict[str, tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = {}
 
     @_as_text
     def place(self) -> dict[str, Any]:
@@ -92,25 +96,34 @@ class Worker:
 
     def stream(self, stream_id: str, data: Any, greedy: bool) -> Generator[Any]:
         """Yields ``(row, output)`` from the backend's ``generate_async`` until abandoned."""
-        import asyncio
-
         rows = None
         loop = asyncio.new_event_loop()
         try:
             rows = self._backend.generate_async(data, greedy)
-            while stream_id not in self._abandoned:
+            while True:
+                with self._guard:
+                    if stream_id in self._abandoned:
+                        return
+                    task = loop.create_task(anext(rows))
+                    self._streams[stream_id] = loop, task
                 try:
-                    yield loop.run_until_complete(anext(rows))
-                except StopAsyncIteration:
+                    yield loop.run_until_complete(task)
+                except (StopAsyncIteration, asyncio.CancelledError):
                     return
         except Exception as error:
             raise worker_error(error, self.name) from None
         finally:
+            with self._guard:
+                self._abandoned.discard(stream_id)
+                self._streams.pop(stream_id, None)
             if rows is not None:
                 loop.run_until_complete(rows.aclose())
             loop.close()
-            self._abandoned.discard(stream_id)
 
     def abandon(self, stream_id: str) -> None:
-        """Ends a stream whose reader is gone."""
-        self._abandoned.add(stream_id)
+        """Ends a stream whose reader is gone, and frees its rows."""
+        with self._guard:
+            self._abandoned.add(stream_id)
+            if stream_id in self._streams:
+                loop, task = self._streams[stream_id]
+                loop.call_soon_threadsafe(task.cancel)

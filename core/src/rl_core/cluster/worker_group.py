@@ -13,6 +13,7 @@ from rl_core.cluster.worker import CONCURRENCY_GROUPS, Worker
 from rl_core.errors import CapabilityError, ConfigError, LifecycleError, WorkerDiedError
 from rl_core.futures import wait
 from rl_core.interfaces import WorkerContext
+from rl_core.plugins.validation import is_kept
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -63,6 +64,8 @@ class WorkerGroup:
         self.size = _checked_size(num_workers, cluster.world_size)
         self.call_deadline_s = call_deadline_s
         self._capabilities = manifest.capabilities[kind]
+        # A backend of an earlier contract was promised one call at a time, by one thread.
+        self._generating = "generate" if is_kept("concurrent_calls", manifest) else "work"
         self._cluster = cluster
         self._actors: list[Any] = []
         self.places: list[dict[str, Any]] = []
@@ -103,6 +106,10 @@ class WorkerGroup:
         """Calls a method of one backend; its result comes later."""
         return self._remote(rank, "call", "work", method, args, kwargs)
 
+    def submit_generate(self, rank: int, data: Any, greedy: bool) -> Future:
+        """Lets one backend generate, beside whatever it generates already."""
+        return self._remote(rank, "call", self._generating, "generate", (data, greedy), {})
+
     def submit_refit(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Future:
         """Calls a method that returns futures; the result is what the first one ended with."""
         deadline = self.call_deadline_s
@@ -127,7 +134,7 @@ class WorkerGroup:
     def stream(self, rank: int, stream_id: str, data: Any, greedy: bool) -> Any:
         """Ray's generator of references to the ``(row, output)`` of one backend."""
         return self._remote(
-            rank, "stream", "work", stream_id, data, greedy, num_returns="streaming"
+            rank, "stream", self._generating, stream_id, data, greedy, num_returns="streaming"
         )
 
     def abandon(self, rank: int, stream_id: str) -> None:

@@ -92,6 +92,8 @@ class GenerationConfig(TypedDict):
             (log-softmax of the logits).
         max_model_len: Upper bound on prompt plus generated tokens. Default: the model's.
         num_samples: Completions per prompt, laid out as ``repeat_interleave``. Default 1.
+        call_deadline_s: Seconds that one call of ``generate`` may take, the wait for its turn
+            included; its rows are then given up. Default: no limit.
         colocated: See :class:`ColocationConfig`. Default: enabled.
     """
 
@@ -111,6 +113,7 @@ class GenerationConfig(TypedDict):
     logprobs_mode: NotRequired[Literal["processed", "raw"]]
     max_model_len: NotRequired[Annotated[int | None, Range(ge=1)]]
     num_samples: NotRequired[Annotated[int, Range(ge=1)]]
+    call_deadline_s: NotRequired[Annotated[float | None, Range(gt=0)]]
     colocated: NotRequired[ColocationConfig | None]
 
 

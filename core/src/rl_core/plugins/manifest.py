@@ -16,17 +16,19 @@ __all__ = [
     "CONTRACT_VERSION",
     "GENERATION_CAPABILITIES",
     "POLICY_CAPABILITIES",
+    "SINCE",
     "BackendManifest",
     "Capability",
     "EngineRequirement",
 ]
 
 #: Version of the contract that this core speaks; a plugin must share its major number.
-CONTRACT_VERSION = "1.0"
+CONTRACT_VERSION = "1.1"
 
 GENERATION_CAPABILITIES = (
     "sleep",
     "async_generation",
+    "concurrent_calls",
     "multi_sample",
     "collective",
     "staged",
@@ -41,6 +43,9 @@ POLICY_CAPABILITIES = (
     "collective",
 )
 
+#: Versions of the contract in which capabilities came, of those that did not come with the first.
+SINCE = {"concurrent_calls": "1.1"}
+
 Level = Literal["full", "versioned", "unsupported", "not_implemented"]
 Kind = Literal["generation", "policy"]
 
@@ -51,8 +56,9 @@ class Capability:
 
     Attributes:
         level: ``full``; ``versioned``: with an engine in the range ``engine``; ``unsupported``:
-            by nature, calling it raises CapabilityError before touching state;
-            ``not_implemented``: not yet, likewise refused.
+            by nature, calling it raises CapabilityError before touching state (without
+            ``concurrent_calls``, calls wait for each other); ``not_implemented``: not yet,
+            likewise refused.
         engine: Version range for ``versioned``, such as ``">=0.30"``.
         devices: Device types on which it holds; elsewhere the suite reports ``not_run``.
         reason: Why not, or what to know.

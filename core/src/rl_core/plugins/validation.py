@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from rl_core.plugins.manifest import (
     GENERATION_CAPABILITIES,
     POLICY_CAPABILITIES,
+    SINCE,
     BackendManifest,
     Capability,
     EngineRequirement,
@@ -18,7 +19,7 @@ from rl_core.plugins.manifest import (
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["is_importable", "manifest_problems"]
+__all__ = ["is_importable", "is_kept", "manifest_problems"]
 
 _CAPABILITIES: dict[str, tuple[str, ...]] = {
     "generation": GENERATION_CAPABILITIES,
@@ -31,6 +32,16 @@ def is_importable(value: Any) -> bool:
     if not isinstance(value, str):
         return False
     return all(part.isidentifier() for part in value.replace(":", ".", 1).split("."))
+
+
+def is_kept(capability: str, manifest: BackendManifest) -> bool:
+    """Whether the contract that a backend was written for has a capability."""
+    from packaging.version import Version
+
+    since = SINCE.get(capability)
+    if since is None or not _is_version(manifest.contract):
+        return True
+    return Version(manifest.contract) >= Version(since)
 
 
 def manifest_problems(manifest: BackendManifest, name: str) -> list[str]:
@@ -60,7 +71,7 @@ def manifest_problems(manifest: BackendManifest, name: str) -> list[str]:
         if set(getattr(manifest, field)) != set(manifest.factories):
             problems.append(f"{field} and factories have different kinds")
     for kind, capabilities in manifest.capabilities.items():
-        problems += _capability_problems(kind, capabilities, set(manifest.devices))
+        problems += _capability_problems(kind, capabilities, manifest)
     if not _is_version(manifest.contract):
         problems.append(f"contract is {manifest.contract!r}, not a version such as '1.0'")
     if not all(isinstance(text, str) for item in manifest.environment.items() for text in item):
@@ -76,12 +87,13 @@ def _reference_problems(field: str, references: Mapping[Kind, str]) -> Iterator[
             yield f"{field}[{kind!r}] is {reference!r}, not 'module:attribute'"
 
 
-def _capability_problems(kind: str, declared: Any, devices: set[str]) -> Iterator[str]:
+def _capability_problems(kind: str, declared: Any, manifest: BackendManifest) -> Iterator[str]:
     if not isinstance(declared, Mapping):
         yield f"capabilities[{kind!r}] is not a mapping"
         return
+    devices = set(manifest.devices)
     known = set(_CAPABILITIES.get(kind, ()))
-    if missing := sorted(known - set(declared)):
+    if missing := sorted(c for c in known - set(declared) if is_kept(c, manifest)):
         yield f"capabilities[{kind!r}] does not declare {', '.join(missing)}"
     if unknown := sorted(set(declared) - known):
         yield f"capabilities[{kind!r}] declares the unknown {', '.join(unknown)}"

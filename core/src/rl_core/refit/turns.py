@@ -50,6 +50,16 @@ class TurnLock:
         self._waiting: list[int] = []  # of readers that wait
         self._kept_out = 0  # who drew up to this number goes before the next writer
 
+    @property
+    def wanted(self) -> bool:
+        """Whether somebody waits to write."""
+        return bool(self._writers)
+
+    @property
+    def held_here(self) -> bool:
+        """Whether this thread writes."""
+        return self._writer == threading.get_ident()
+
     @contextmanager
     def reading(self) -> Generator[None]:
         """Holds it for a reader."""

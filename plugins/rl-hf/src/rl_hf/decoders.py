@@ -44,6 +44,14 @@ class Decoder(Protocol):
             last: No other prompts wait.
         """
 
+    def reserve(self, slots: int, limit: int) -> None:
+        """Makes room for rows; how much room they need is known now, and may grow later.
+
+        Args:
+            slots: Rows at a time.
+            limit: Tokens that none of the rows that come exceeds.
+        """
+
     def admit(self, prompts: Sequence[Sequence[int]], first: int) -> torch.Tensor:
         """Takes prompts into slots ``first...``; ``[n, V]`` logits."""
 
@@ -65,15 +73,14 @@ class SlotDecoder:
 
     Args:
         model: A model that :func:`fits_slots`.
-        slots: Rows at a time.
-        limit: Tokens that no row exceeds.
+        slots: Rows at a time, at most.
     """
 
-    def __init__(self, model: PreTrainedModel, slots: int, limit: int) -> None:
+    def __init__(self, model: PreTrainedModel, slots: int) -> None:
         self._model = model
         self._device = model_device(model)
         self.slots = slots
-        self._cache = SlotCache(slots, limit)
+        self._cache = SlotCache()
         self._rows = torch.arange(slots, device=self._device)
 
     def room(self, lengths: Sequence[int], active: int, *, last: bool) -> int:
@@ -83,6 +90,10 @@ class SlotDecoder:
             return 0
         totals = accumulate(lengths)
         return max(1, sum(1 for total in totals if total <= PREFILL_TOKENS))
+
+    def reserve(self, slots: int, limit: int) -> None:
+        """See :meth:`Decoder.reserve`."""
+        self._cache.expect(slots, limit)
 
     def admit(self, prompts: Sequence[Sequence[int]], first: int) -> torch.Tensor:
         """See :meth:`Decoder.admit`. Equal prompts are computed once."""
@@ -158,6 +169,9 @@ class GroupDecoder:
         del last
         return 0 if active else sum(1 for length in lengths if length == lengths[0])
 
+    def reserve(self, slots: int, limit: int) -> None:
+        """The model's own cache grows by itself."""
+
     def admit(self, prompts: Sequence[Sequence[int]], first: int) -> torch.Tensor:
         """See :meth:`Decoder.admit`."""
         assert first == 0
@@ -220,7 +234,8 @@ def fits_slots(model: PreTrainedModel) -> bool:
 def _difference(model: PreTrainedModel, vocab_size: int) -> str:
     """What is wrong with slots for this model, or nothing."""
     ids = torch.arange(1, 13).remainder(vocab_size).tolist()
-    slots = SlotDecoder(model, 2, 16)
+    slots = SlotDecoder(model, 2)
+    slots.reserve(2, 16)
     device = model_device(model)
     try:
         slots.admit([ids[:7], ids[:4]], 0)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rl_core.backends import Completion
+from rl_core.backends import Completion, FailedRow, RowEngine
 from rl_core.errors import ConfigError, RLError
 from rl_hf.decoders import Decoder, GroupDecoder, SlotDecoder, fits_slots
 from rl_hf.modeling import model_device
@@ -21,25 +21,26 @@ from rl_hf.sampling import Sampler
 from rl_hf.stopping import StopStrings
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterator
+    from collections.abc import Collection, Generator, Sequence
 
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from rl_core.backends import PromptBatch, SamplingParams
+    from rl_core.backends import Row, SamplingParams
 
 __all__ = ["DEFAULT_MAX_BATCH_SIZE", "DecodingEngine"]
 
 DEFAULT_MAX_BATCH_SIZE = 256
 
 
-class DecodingEngine:
-    """Generates with a transformers model.
+class DecodingEngine(RowEngine):
+    """Generates with a transformers model; nothing is kept but the weights when no row is left.
 
     Args:
         model: A causal language model. Its attention may be switched to an implementation that
             gives the same results (see :mod:`rl_hf.attention`).
         tokenizer: Decodes the text that stop strings are looked for in.
-        max_batch_size: Rows decoded together.
+        max_batch_size: Rows decoded together. As many wait here, so that prompts are taken in
+            several at a time.
     """
 
     def __init__(
@@ -51,45 +52,71 @@ class DecodingEngine:
     ) -> None:
         self._model = model
         self._tokenizer = tokenizer
-        self._max_batch_size = max_batch_size
+        self._most = max_batch_size
+        self.room = 2 * max_batch_size
+        self._waiting: list[Row] = []
+        self._batches: list[_Batch] = []
+        self._refused: list[FailedRow] = []
         with _evaluating(model):
             self._fits_slots = fits_slots(model)
 
-    def __call__(self, prompts: PromptBatch, sampling: SamplingParams) -> Iterator[Completion]:
-        """Yields each row as it finishes.
+    def submit(self, rows: Sequence[Row]) -> None:
+        """See :meth:`RowEngine.submit`. A row with stop strings fails without a tokenizer."""
+        sound = []
+        for row in rows:
+            if row.stop_strings and self._tokenizer is None:
+                error = ConfigError(
+                    f"row {row.index} has stop strings, and the model directory has no tokenizer",
+                    fix="save the tokenizer beside the model, or use stop_token_ids",
+                    key="stop_strings",
+                    row=row.index,
+                )
+                self._refused.append(FailedRow(row.key, error))
+            else:
+                sound.append(row)
+        # Long prompts first: rows of like length then share the cache for most of its life.
+        self._waiting += sorted(sound, key=lambda row: -len(row.token_ids))
 
-        Args:
-            prompts: At least one row, every row with a budget of at least 1.
-            sampling: The same for all rows.
-
-        Raises:
-            ConfigError: A row has stop strings and there is no tokenizer.
-            RLError: The model's logits are not finite; names the row.
-        """
-        if self._tokenizer is None and any(prompts.stop_strings):
-            row = next(i for i, strings in enumerate(prompts.stop_strings) if strings)
-            raise ConfigError(
-                f"row {row} has stop strings, and the model directory has no tokenizer",
-                fix="save the tokenizer beside the model, or use stop_token_ids",
-                key="stop_strings",
-                row=row,
-            )
-        return self._run(prompts, sampling)
-
-    def _run(self, prompts: PromptBatch, sampling: SamplingParams) -> Iterator[Completion]:
+    def collect(self) -> list[Completion | FailedRow]:
+        """Moves every row on by a token, or takes prompts in."""
+        ended: list[Completion | FailedRow] = [*self._refused]
+        self._refused.clear()
         with _evaluating(self._model), torch.no_grad():
-            run = _Run(self._model, self._tokenizer, self._decoder(prompts), prompts, sampling)
-        while run.unfinished:
-            # Not across the yield: modes of torch belong to the thread, not to the generator.
-            with _evaluating(self._model), torch.no_grad():
-                completions = run.advance()
-            yield from completions
+            self._open_batches()
+            for batch in self._batches:
+                ended += batch.advance()
+        self._batches = [batch for batch in self._batches if batch.unfinished]
+        return ended
 
-    def _decoder(self, prompts: PromptBatch) -> Decoder:
-        slots = min(self._max_batch_size, len(prompts))
-        if not self._fits_slots:
-            return GroupDecoder(self._model, slots)
-        return SlotDecoder(self._model, slots, int((prompts.lengths + prompts.budgets).max()))
+    def cancel(self, keys: Collection[int]) -> None:
+        """See :meth:`RowEngine.cancel`."""
+        self._waiting = [row for row in self._waiting if row.key not in keys]
+        for batch in self._batches:
+            batch.cancel(keys)
+        self._batches = [batch for batch in self._batches if batch.unfinished]
+
+    def _open_batches(self) -> None:
+        """One batch that rows join at any time; or one for each group of equal length."""
+        if self._fits_slots:
+            if self._waiting and not self._batches:
+                self._open(SlotDecoder(self._model, self._most))
+            if self._batches:
+                self._batches[0].waiting += self._waiting
+                self._waiting = []
+            return
+        while room := max(0, self._most - sum(map(len, self._batches))):
+            if not self._waiting:
+                return
+            length = len(self._waiting[0].token_ids)
+            group = [row for row in self._waiting if len(row.token_ids) == length][:room]
+            self._open(GroupDecoder(self._model, len(group))).waiting += group
+            taken = {row.key for row in group}
+            self._waiting = [row for row in self._waiting if row.key not in taken]
+
+    def _open(self, decoder: Decoder) -> _Batch:
+        sampling = self._waiting[0].sampling
+        self._batches.append(_Batch(self._model, self._tokenizer, decoder, sampling))
+        return self._batches[-1]
 
 
 @dataclass(slots=True)
@@ -117,20 +144,43 @@ class _Slots:
     seen: torch.Tensor
 
     @classmethod
-    def empty(cls, slots: int, width: int, vocabulary: int, device: torch.device) -> _Slots:
+    def empty(cls, vocabulary: int, device: torch.device) -> _Slots:
+        """No slots yet.
+
+        Args:
+            vocabulary: Width of ``seen``.
+            device: Of all tensors.
+        """
+
         def numbers(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=torch.int64, device=device)
 
         return cls(
-            tokens=numbers(slots),
-            lengths=numbers(slots),
-            counts=numbers(slots),
-            budgets=numbers(slots),
-            seeds=numbers(slots),
-            generated=numbers(slots, width),
-            logprobs=torch.zeros(slots, width, device=device),
-            seen=torch.zeros(slots, vocabulary, dtype=torch.bool, device=device),
+            tokens=numbers(0),
+            lengths=numbers(0),
+            counts=numbers(0),
+            budgets=numbers(0),
+            seeds=numbers(0),
+            generated=numbers(0, 0),
+            logprobs=torch.zeros(0, 0, device=device),
+            seen=torch.zeros(0, vocabulary, dtype=torch.bool, device=device),
         )
+
+    def grow(self, slots: int, width: int) -> None:
+        """Makes room for that many slots, and for as many generated tokens."""
+        slots, width = max(slots, len(self.tokens)), max(width, self.generated.shape[1])
+        if (slots, width) == tuple(self.generated.shape):
+            return
+        grown = {}
+        for field in fields(self):
+            old = getattr(self, field.name)
+            shape = [slots, *old.shape[1:]]
+            if field.name in ("generated", "logprobs"):
+                shape[1] = width
+            new = grown[field.name] = old.new_zeros(shape)
+            new[tuple(slice(0, size) for size in old.shape)] = old
+        for name, new in grown.items():  # all, or none where memory is short
+            setattr(self, name, new)
 
     def move(self, source: torch.Tensor, target: torch.Tensor) -> None:
         for field in fields(self):
@@ -138,80 +188,127 @@ class _Slots:
             values[target] = values[source]
 
 
-class _Run:
-    """One call: the rows that wait, the rows in slots, and what moves them on."""
+class _Batch:
+    """Rows that are decoded together: those that wait, those in slots, and what moves them on."""
 
     def __init__(
         self,
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase | None,
         decoder: Decoder,
-        prompts: PromptBatch,
         sampling: SamplingParams,
     ) -> None:
+        self.waiting: list[Row] = []
         self._decoder = decoder
-        self._prompts = prompts
-        self._sampler = Sampler(sampling)
+        self._tokenizer = tokenizer
         self._device = model_device(model)
-        # Long prompts first: rows of like length then share the cache for most of its life.
-        self._order: list[int] = prompts.lengths.argsort(descending=True, stable=True).tolist()
-        self._admitted = 0
-        self._lengths: list[int] = prompts.lengths.tolist()
         #: The row in each slot, and its length at step 0 had it been there.
-        self._rows: list[int] = []
+        self._rows: list[Row] = []
         self._origins: list[int] = []
         self._steps = 0
-        self._watchers = {
-            row: StopStrings(strings, tokenizer)
-            for row, strings in enumerate(prompts.stop_strings)
-            if strings and tokenizer is not None
-        }
-        vocabulary = model.get_input_embeddings().weight.shape[0]
+        self._admitted = False  # in the last advance
+        self._watchers: dict[int, StopStrings] = {}
+        self._samplers: dict[SamplingParams, Sampler] = {}  # that of every row in a slot
+        vocabulary: int = model.get_input_embeddings().weight.shape[0]
         self._penalised = sampling.repetition_penalty != 1.0
-        self._slots = _Slots.empty(
-            decoder.slots,
-            int(prompts.budgets.max()),
-            vocabulary if self._penalised else 0,
-            self._device,
-        )
+        self._slots = _Slots.empty(vocabulary if self._penalised else 0, self._device)
         self._stops = torch.zeros(vocabulary, dtype=torch.bool, device=self._device)
         self._stops[[token for token in sampling.stop_token_ids if 0 <= token < vocabulary]] = True
 
+    def __len__(self) -> int:
+        return len(self._rows) + len(self.waiting)
+
     @property
     def unfinished(self) -> bool:
-        return bool(self._rows) or self._admitted < len(self._order)
+        return bool(self._rows or self.waiting)
 
-    def advance(self) -> list[Completion]:
+    def advance(self) -> list[Completion | FailedRow]:
         """Admits rows if there is room, else moves all on by a token; returns those that ended."""
         active = len(self._rows)
-        waiting = self._order[self._admitted : self._admitted + self._decoder.slots - active]
-        lengths = [self._lengths[row] for row in waiting]
-        last = self._admitted + len(waiting) == len(self._order)
-        count = self._decoder.room(lengths, active, last=last) if waiting else 0
+        next_ones = self.waiting[: self._decoder.slots - active]
+        if active and self._admitted:  # those in slots have their turn, whoever comes
+            next_ones = []
+        lengths = [len(row.token_ids) for row in next_ones]
+        last = len(next_ones) == len(self.waiting)
+        count = self._decoder.room(lengths, active, last=last) if next_ones else 0
         if count:
-            first, logits = active, self._admit(waiting[:count])
+            count, refused = self._make_room(count)
+            if refused:
+                return refused
+        self._admitted = bool(count)
+        if count:
+            first, logits = active, self._admit(next_ones[:count])
         else:
             first, logits = 0, self._step()
         ended, stopped = self._record(first, logits)
         return self._release(ended, stopped) if ended else []
 
-    def _admit(self, rows: list[int]) -> torch.Tensor:
-        first, slots, prompts = len(self._rows), self._slots, self._prompts
-        index = torch.tensor(rows)
+    def _make_room(self, count: int) -> tuple[int, list[Completion | FailedRow]]:
+        """How many of the first rows that wait may be admitted; none must wait for memory for ever.
+
+        Returns:
+            The number, and rows that do not even fit alone.
+        """
+        active, capacity = len(self._rows), len(self._slots.tokens)
+        # Room for all that wait, too, and by halves: growing copies.
+        coming = active + len(self.waiting)
+        coming = capacity if coming <= capacity else max(coming, capacity * 3 // 2)
+        rows = self.waiting
+        while True:
+            slots = min(self._decoder.slots, max(coming, active + count))
+            try:
+                self._slots.grow(slots, max(row.budget for row in rows))
+                self._decoder.reserve(slots, max(len(r.token_ids) + r.budget for r in rows))
+                return count, []
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+                if len(rows) > count or coming > active + count:  # no more than these
+                    rows, coming = self.waiting[:count], active + count
+                elif count > 1:
+                    count //= 2
+                    rows, coming = self.waiting[:count], active + count
+                elif active:
+                    return 0, []
+                else:
+                    row = self.waiting.pop(0)
+                    return 0, [FailedRow(row.key, error)]
+
+    def cancel(self, keys: Collection[int]) -> None:
+        """Forgets rows; others take their places."""
+        self.waiting = [row for row in self.waiting if row.key not in keys]
+        slots = {slot for slot, row in enumerate(self._rows) if row.key in keys}
+        if slots:
+            self._close_ranks(slots)
+
+    def _admit(self, rows: list[Row]) -> torch.Tensor:
+        first, slots = len(self._rows), self._slots
         into = slice(first, first + len(rows))
-        slots.lengths[into] = prompts.lengths[index].to(self._device)
-        slots.budgets[into] = prompts.budgets[index].to(self._device)
-        slots.seeds[into] = prompts.seeds[index].to(self._device)
+        tokens = [row.token_ids for row in rows]
+        lengths = [len(ids) for ids in tokens]
+        for values, numbers in (
+            (slots.lengths, lengths),
+            (slots.budgets, [row.budget for row in rows]),
+            (slots.seeds, [row.seed for row in rows]),
+        ):
+            values[into] = torch.tensor(numbers, device=self._device)
         slots.counts[into] = 0
-        self._rows += rows
-        self._origins += [self._lengths[row] - self._steps for row in rows]
-        self._admitted += len(rows)
-        tokens = [prompts.token_ids(row) for row in rows]
         if self._penalised:
             slots.seen[into] = False
             for slot, ids in enumerate(tokens, first):
                 slots.seen[slot, torch.tensor(ids, device=self._device)] = True
+        self._rows += rows
+        self._origins += [length - self._steps for length in lengths]
+        del self.waiting[: len(rows)]
+        for row in rows:
+            if row.stop_strings and self._tokenizer is not None:
+                self._watchers[row.key] = StopStrings(row.stop_strings, self._tokenizer)
+        self._note_samplers()
         return self._decoder.admit(tokens, first)
+
+    def _note_samplers(self) -> None:
+        kinds = {id(row.sampling): row.sampling for row in self._rows}  # nearly always one object
+        self._samplers = {kind: Sampler(kind) for kind in kinds.values()}
 
     def _step(self) -> torch.Tensor:
         slots, active = self._slots, len(self._rows)
@@ -225,9 +322,7 @@ class _Run:
         """Samples for the slots from ``first`` on; returns those that ended, and which stopped."""
         slots, to = self._slots, slice(first, first + len(logits))
         counts = slots.counts[to]
-        tokens, logprobs = self._sampler(
-            logits, slots.seeds[to], counts, slots.seen[to] if self._penalised else None
-        )
+        tokens, logprobs = self._sample(first, logits)
         slots.tokens[to] = tokens
         slots.generated[to].scatter_(1, counts[:, None], tokens[:, None])
         slots.logprobs[to].scatter_(1, counts[:, None], logprobs[:, None])
@@ -240,15 +335,37 @@ class _Run:
         ended = (stopped | (counts >= slots.budgets[to])).nonzero()[:, 0]
         return (ended + first).tolist(), stopped[ended].tolist()
 
+    def _sample(self, first: int, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The next token of every row from a slot on, and its log-prob; each as its call wants."""
+        slots, to = self._slots, slice(first, first + len(logits))
+        seeds, counts = slots.seeds[to], slots.counts[to]
+        seen = slots.seen[to] if self._penalised else None
+        if len(self._samplers) == 1:
+            [sampler] = self._samplers.values()
+            return sampler(logits, seeds, counts, seen)
+        tokens = torch.zeros_like(seeds)
+        logprobs = torch.zeros(len(logits), device=self._device)
+        for sampling, sampler in self._samplers.items():
+            rows = [place for place, row in enumerate(self._rows[to]) if row.sampling == sampling]
+            if rows:
+                which = torch.tensor(rows, device=self._device)
+                tokens[which], logprobs[which] = sampler(
+                    logits[which],
+                    seeds[which],
+                    counts[which],
+                    None if seen is None else seen[which],
+                )
+        return tokens, logprobs
+
     def _matches(self, first: int, tokens: torch.Tensor) -> torch.Tensor:
         """``[n]`` bool: the rows whose text holds one of their stop strings now."""
         found = [
-            row in self._watchers and self._watchers[row].push(token)
+            row.key in self._watchers and self._watchers[row.key].push(token)
             for row, token in zip(self._rows[first:], tokens.tolist(), strict=True)
         ]
         return torch.tensor(found, device=self._device)
 
-    def _release(self, ended: list[int], stopped: list[bool]) -> list[Completion]:
+    def _release(self, ended: list[int], stopped: list[bool]) -> list[Completion | FailedRow]:
         """Makes completions of slots that ended, and fills their places from the end."""
         slots = self._slots
         index = torch.tensor(ended, device=self._device)
@@ -267,23 +384,27 @@ class _Run:
 
     def _completion(
         self, slot: int, tokens: list[int], logprobs: list[float], *, truncated: bool
-    ) -> Completion:
+    ) -> Completion | FailedRow:
         row = self._rows[slot]
         if not all(map(math.isfinite, logprobs)):
-            raise RLError(
-                f"row {row}: the model's logits are not finite",
+            error = RLError(
+                f"row {row.index}: the model's logits are not finite",
                 fix="check the weights of the last refit; bfloat16 has more range than float16",
-                row=row,
+                row=row.index,
             )
-        return Completion(row, tokens, logprobs, truncated)
+            return FailedRow(row.key, error)
+        return Completion(row.key, tokens, logprobs, truncated)
 
     def _close_ranks(self, ended: set[int]) -> None:
+        for slot in ended:
+            self._watchers.pop(self._rows[slot].key, None)
         remaining = len(self._rows) - len(ended)
         source = [slot for slot in range(remaining, len(self._rows)) if slot not in ended]
         target = [slot for slot in sorted(ended) if slot < remaining]
         for old, new in zip(source, target, strict=True):
             self._rows[new], self._origins[new] = self._rows[old], self._origins[old]
         del self._rows[remaining:], self._origins[remaining:]
+        self._note_samplers()
         if not remaining:
             return
         from_slots = torch.tensor(source, dtype=torch.int64, device=self._device)
@@ -291,6 +412,11 @@ class _Run:
         longest = max(self._origins) + self._steps
         self._slots.move(from_slots, to_slots)
         self._decoder.keep(from_slots, to_slots, remaining, longest)
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Of a GPU, or of the CPU, which torch says in words alone."""
+    return isinstance(error, torch.OutOfMemoryError) or "not enough memory" in str(error)
 
 
 @contextmanager

@@ -15,11 +15,9 @@ from rl_hf.modeling import load_model, load_tokenizer, model_device, model_facts
 from rl_hf.weights import ModelWeightSink
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from transformers import PreTrainedModel
 
-    from rl_core.backends import Completion, PromptBatch, SamplingParams
+    from rl_core.backends import RowEngine
     from rl_core.interfaces import WeightSink
 
 __all__ = ["HuggingFaceGeneration"]
@@ -70,10 +68,10 @@ class HuggingFaceGeneration(GenerationBackend):
             max_batch_size=config.get("max_batch_size", DEFAULT_MAX_BATCH_SIZE),
         )
 
-    def complete(self, prompts: PromptBatch, sampling: SamplingParams) -> Iterator[Completion]:
-        """See :meth:`GenerationBackend.complete`."""
+    def row_engine(self) -> RowEngine:
+        """See :meth:`GenerationBackend.row_engine`."""
         assert self._engine is not None
-        return self._engine(prompts, sampling)
+        return self._engine
 
     def weight_sink(self) -> WeightSink:
         """See :meth:`GenerationBackend.weight_sink`."""

@@ -40,19 +40,24 @@ class Writes:
 
 
 class SlotCache(Cache):  # type: ignore[misc]
-    """Keys and values of up to ``slots`` rows; the columns grow with the longest.
+    """Keys and values of rows; slots grow with what is expected, columns with the longest row."""
 
-    Args:
-        slots: Rows that fit.
-        limit: Tokens that no row exceeds.
-    """
-
-    def __init__(self, slots: int, limit: int) -> None:
+    def __init__(self) -> None:
         super().__init__(layers=[])
-        self._slots = slots
-        self._limit = _round_up(limit)
+        self._slots = 0
+        self._limit = 0
         self._capacity = 0
         self.writes: Writes | None = None
+
+    def expect(self, slots: int, limit: int) -> None:
+        """Takes more slots where these are too few.
+
+        Args:
+            slots: Rows that must fit.
+            limit: Tokens that none of those that come exceeds.
+        """
+        self._limit = max(self._limit, _round_up(limit))
+        self._grow(max(slots, self._slots), self._capacity)
 
     def reserve(self, columns: int) -> int:
         """Makes room for rows of that many tokens, by half as much again if it must grow.
@@ -62,9 +67,8 @@ class SlotCache(Cache):  # type: ignore[misc]
         """
         columns = _round_up(columns)
         if columns > self._capacity:
-            self._capacity = max(columns, min(self._limit, _round_up(self._capacity * 3 // 2)))
-            for layer in self.layers:
-                layer.keys, layer.values = self._wider(layer.keys), self._wider(layer.values)
+            more = min(self._limit, _round_up(self._capacity * 3 // 2))
+            self._grow(self._slots, max(columns, more))
         return columns
 
     def update(
@@ -83,7 +87,8 @@ class SlotCache(Cache):  # type: ignore[misc]
         layer = self.layers[layer_idx]
         if not layer.is_initialized:
             layer.lazy_initialization(key_states, value_states)
-            layer.keys, layer.values = self._empty(key_states), self._empty(value_states)
+            layer.keys = _larger(key_states[:0, :, :0], self._slots, self._capacity)
+            layer.values = _larger(value_states[:0, :, :0], self._slots, self._capacity)
         _store(layer.keys, key_states, writes)
         _store(layer.values, value_states, writes)
         if not writes.rows:
@@ -101,14 +106,22 @@ class SlotCache(Cache):  # type: ignore[misc]
             layer.keys[new, :, :width] = layer.keys[old, :, :width]
             layer.values[new, :, :width] = layer.values[old, :, :width]
 
-    def _empty(self, like: torch.Tensor) -> torch.Tensor:
-        # Zeros, since masked columns are multiplied by 0 and what lies there must be finite.
-        return like.new_zeros(self._slots, like.shape[1], self._capacity, like.shape[3])
+    def _grow(self, slots: int, capacity: int) -> None:
+        """Layer by layer; where memory is short some have grown, which does no harm."""
+        for layer in self.layers:
+            layer.keys = _larger(layer.keys, slots, capacity)
+            layer.values = _larger(layer.values, slots, capacity)
+        self._slots, self._capacity = slots, capacity
 
-    def _wider(self, old: torch.Tensor) -> torch.Tensor:
-        new = self._empty(old)
-        new[:, :, : old.shape[2]] = old
-        return new
+
+def _larger(old: torch.Tensor, slots: int, capacity: int) -> torch.Tensor:
+    if old.shape[0] >= slots and old.shape[2] >= capacity:
+        return old
+    # Zeros, since masked columns are multiplied by 0 and what lies there must be finite.
+    shape = max(slots, old.shape[0]), old.shape[1], max(capacity, old.shape[2]), old.shape[3]
+    new = old.new_zeros(shape)
+    new[: old.shape[0], :, : old.shape[2]] = old
+    return new
 
 
 def _store(stored: torch.Tensor, states: torch.Tensor, writes: Writes) -> None:

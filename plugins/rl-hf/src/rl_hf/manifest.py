@@ -24,6 +24,7 @@ BACKEND = BackendManifest(
         "generation": {
             "sleep": _CUDA,
             "async_generation": _FULL,
+            "concurrent_calls": _FULL,
             "multi_sample": _FULL,
             "collective": _FULL,
             "staged": Capability("full", reason="with memory for a second copy of the weights"),

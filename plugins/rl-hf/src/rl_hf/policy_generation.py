@@ -6,16 +6,19 @@ from typing import TYPE_CHECKING, Any
 
 from rl_core.backends import GenerationBackend
 from rl_core.errors import CapabilityError
+from rl_core.refit import DEFAULT_DEADLINE_S
+from rl_core.refit.jobs import exclusively
 from rl_hf.decoding import DEFAULT_MAX_BATCH_SIZE, DecodingEngine
 from rl_hf.modeling import model_facts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Mapping
 
     from transformers import PreTrainedModel
 
-    from rl_core.backends import Completion, PromptBatch, SamplingParams
-    from rl_core.interfaces import WeightSink
+    from rl_core.backends import RowEngine
+    from rl_core.batch import BatchedDataDict
+    from rl_core.interfaces import GenerationOutputSpec, WeightSink
 
 __all__ = ["PolicyGeneration"]
 
@@ -53,9 +56,20 @@ class PolicyGeneration(GenerationBackend):
         """The last version that the policy sent."""
         return self._version()
 
-    def complete(self, prompts: PromptBatch, sampling: SamplingParams) -> Iterator[Completion]:
-        """See :meth:`GenerationBackend.complete`."""
-        return self._engine(prompts, sampling)
+    def generate(
+        self, data: BatchedDataDict[Any], greedy: bool = False
+    ) -> BatchedDataDict[GenerationOutputSpec]:
+        """See :meth:`GenerationInterface.generate`; once it is over the model is the policy's."""
+        try:
+            return super().generate(data, greedy)
+        except BaseException:
+            with exclusively(self._lock, DEFAULT_DEADLINE_S, "the policy's generate"):
+                pass  # the step that was going on has ended
+            raise
+
+    def row_engine(self) -> RowEngine:
+        """See :meth:`GenerationBackend.row_engine`."""
+        return self._engine
 
     def weight_sink(self) -> WeightSink:
         """Refused: the weights are the policy's."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import gc
 import math
 import queue
 import secrets
 import threading
-import time
 import traceback
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from typing import TYPE_CHECKING, Any
 
 from vllm import EngineArgs, SamplingParams
@@ -20,19 +20,21 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from rl_core.errors import ConfigError, DeadlineError, PluginError, RLError
+from rl_core.cluster.remote_error import as_plain
+from rl_core.errors import ConfigError, DataError, PluginError, RLError
+from rl_hosting.engine import Engine
+from rl_hosting.wire import Done, Reply, Request, decode, encode, raised
 from rl_vllm.facts import facts_of, model_config_of, tokenizer_of
 from rl_vllm.private import check_version, engine_version
-from rl_vllm.wire import Reply, Request, Row, decode, encode, raised
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine, Iterator
+    from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 
     from vllm.outputs import RequestOutput
 
-    from rl_vllm.wire import Prompt
+    from rl_hosting.wire import Prompt
 
-__all__ = ["Engine", "start"]
+__all__ = ["VllmEngine"]
 
 #: Keys of ``vllm_cfg`` that are ours.
 _OURS = {
@@ -50,65 +52,281 @@ _ON_CPU: dict[str, Any] = {
     # After a part of a prompt vLLM winds the row's generator back, which CPU generators cannot.
     "enable_chunked_prefill": False,
 }
-_WAIT_S = 0.5
-_PAUSE_S = 0.01
-_ABORT_S = 60.0
+#: Seconds that a step of the asynchronous engine waits for a row.
+_WAIT_S = 0.05
 #: Characters of vLLM's own words in an error.
 _LONGEST = 800
 _ALL = frozenset({"weights", "kv_cache"})
 
 
-def start(config: dict[str, Any]) -> tuple[Engine, dict[str, Any]]:
-    """Loads a model.
+class VllmEngine(Engine):
+    """One vLLM engine.
 
     Args:
-        config: A checked :class:`rl_vllm.config.VllmConfig`.
+        arguments: Of vLLM.
 
-    Returns:
-        The engine, and what the backend must know of it.
-
-    Raises:
-        ConfigError: vLLM does not know an engine argument, or refuses the configuration.
-        IncompatiblePluginError: This vLLM is not one that was tested.
+    Attributes:
+        model_config: vLLM's.
+        workers: Processes that hold a part of the model.
     """
-    check_version()
-    given = config.get("vllm_cfg", {})
-    if current_platform.is_cpu() and given.get("pipeline_parallel_size", 1) > 1:
-        raise ConfigError(
-            f"vLLM {engine_version()} loses requests in a pipeline on the CPU (a KeyError in its "
-            "scheduler)",
-            fix="use tensor_parallel_size",
-            key="vllm_cfg.pipeline_parallel_size",
+
+    model_config: Any
+    workers: int
+    _llm: Any
+    #: What sleeps; vLLM itself says only whether anything does.
+    _asleep: frozenset[str] = frozenset()
+    _has_tokenizer = True
+
+    @classmethod
+    def start(cls, config: Mapping[str, Any]) -> VllmEngine:
+        """Loads a model.
+
+        Args:
+            config: A checked :class:`rl_vllm.config.VllmConfig`.
+
+        Raises:
+            ConfigError: vLLM does not know an engine argument, or refuses the configuration.
+            IncompatiblePluginError: This vLLM is not one that was tested.
+            CapabilityError: A refit would not reach all that it computes with.
+        """
+        check_version()
+        given = config.get("vllm_cfg", {})
+        if current_platform.is_cpu() and given.get("pipeline_parallel_size", 1) > 1:
+            raise ConfigError(
+                f"vLLM {engine_version()} loses requests in a pipeline on the CPU (a KeyError in "
+                "its scheduler)",
+                fix="use tensor_parallel_size",
+                key="vllm_cfg.pipeline_parallel_size",
+            )
+        model_config = model_config_of(config)
+        tokenizer = tokenizer_of(config)
+        arguments = _arguments(config, model_config, with_tokenizer=tokenizer is not None)
+        known = {field.name for field in dataclasses.fields(EngineArgs)}
+        if unknown := sorted(set(arguments) - known):
+            raise ConfigError(
+                f"vLLM {engine_version()} has no engine argument {unknown[0]!r}",
+                fix="leave it out",
+                key=f"vllm_cfg.engine_args.{unknown[0]}",
+            )
+        kind: Callable[[dict[str, Any]], VllmEngine]
+        kind = _AsyncEngine if given.get("async_engine") else _SyncEngine
+        try:
+            engine = kind(arguments)
+        except Exception as error:
+            raise _refusal(error, config) from error
+        if given.get("refit", True):
+            engine.check_refit()
+        engine._has_tokenizer = tokenizer is not None
+        engine.facts = facts_of(engine.model_config, tokenizer, config) | {
+            "sleeps": not current_platform.is_cpu(),
+            "workers": engine.workers,
+            "fp8_cache": str(arguments.get("kv_cache_dtype", "auto")).startswith("fp8"),
+            "version": engine_version(),
+        }
+        return engine
+
+    def check_refit(self) -> None:
+        """Makes sure that every worker can be refit.
+
+        Raises:
+            CapabilityError: A refit would not reach all that one computes with.
+        """
+        for answer in self.call_workers(encode(Request("check"))):
+            if (error := raised(decode(answer, type=Reply))) is not None:
+                self.shutdown()
+                raise error
+
+    def call_workers(self, frame: bytes) -> list[bytes]:
+        """See :meth:`Engine.call_workers`."""
+        return self.rpc("rl_refit", frame)
+
+    def refusal(self, prompt: Prompt) -> Done | None:
+        """What becomes of a row that vLLM cannot take."""
+        if not prompt.stop_strings or self._has_tokenizer:
+            return None
+        error = DataError(
+            f"row {prompt.index} has stop strings, and the model has no tokenizer",
+            fix="save the tokenizer beside the model, or use stop_token_ids",
+            row=prompt.index,
+            key="stop_strings",
         )
-    model_config = model_config_of(config)
-    tokenizer = tokenizer_of(config)
-    arguments = _arguments(config, model_config, with_tokenizer=tokenizer is not None)
-    kind: Callable[[dict[str, Any]], Engine]
-    kind = _AsyncEngine if given.get("async_engine") else _SyncEngine
-    known = {field.name for field in dataclasses.fields(EngineArgs)}
-    if unknown := sorted(set(arguments) - known):
-        raise ConfigError(
-            f"vLLM {engine_version()} has no engine argument {unknown[0]!r}",
-            fix="leave it out",
-            key=f"vllm_cfg.engine_args.{unknown[0]}",
-        )
-    try:
-        engine = kind(arguments)
-    except Exception as error:
-        raise _refusal(error, config) from error
-    if given.get("refit", True):
-        engine.check_refit()
-    return engine, facts_of(engine.model_config, tokenizer, config) | {
-        "has_tokenizer": tokenizer is not None,
-        "sleeps": not current_platform.is_cpu(),
-        "workers": engine.workers,
-        "fp8_cache": str(arguments.get("kv_cache_dtype", "auto")).startswith("fp8"),
-        "version": engine_version(),
-    }
+        return Done(prompt.key, error=as_plain(error, "vLLM"))
+
+    @abstractmethod
+    def rpc(self, method: str, *args: Any) -> list[Any]:
+        """Calls a method of every worker."""
+
+    @abstractmethod
+    def put_to_sleep(self, level: int) -> None:
+        """Gives all memory back, which vLLM does only if all of it is there."""
+
+    @abstractmethod
+    def wake_up(self, tags: list[str]) -> None:
+        """Takes memory again, which vLLM does only if none of it is there."""
+
+    def wake(self, tags: Sequence[str]) -> None:
+        """See :meth:`Engine.wake`."""
+        if asleep := sorted(self._asleep & set(tags)):
+            self.wake_up(asleep)
+            self._asleep -= set(asleep)
+
+    def sleep(self, tags: Sequence[str], level: int) -> None:
+        """Gives all memory back; on the CPU, where vLLM frees nothing, nothing happens."""
+        del tags
+        if current_platform.is_cpu() or self._asleep == _ALL:
+            return
+        self.wake(sorted(self._asleep))
+        self.put_to_sleep(level)
+        self._asleep = _ALL
+
+    def tokens_made(self) -> int:
+        """See :meth:`Engine.tokens_made`; of the rows that are not complete."""
+        states = list(self._llm.output_processor.request_states.values())
+        return sum(state.detokenizer.num_output_tokens() for state in states)
+
+
+class _SyncEngine(VllmEngine):
+    """vLLM's engine, stepped by the host."""
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        self._llm = LLMEngine.from_engine_args(EngineArgs(**arguments))
+        self.model_config = self._llm.model_config
+        self.workers = self._llm.vllm_config.parallel_config.world_size
+        self._names: dict[int, str] = {}  # vLLM's own, by the keys of rows
+        self._refused: list[Done] = []
+
+    def submit(self, prompts: Sequence[Prompt]) -> None:
+        """See :meth:`Engine.submit`."""
+        for prompt in prompts:
+            if (refused := self.refusal(prompt)) is not None:
+                self._refused.append(refused)
+                continue
+            name, request = str(prompt.key), {"prompt_token_ids": prompt.token_ids}
+            try:
+                given = self._llm.add_request(name, request, _params(prompt))
+            except Exception as error:  # of this row alone
+                self._refused.append(Done(prompt.key, error=as_plain(error, "vLLM")))
+            else:
+                self._names[prompt.key] = given or name
+
+    def step(self) -> list[Done]:
+        """See :meth:`Engine.step`."""
+        done, self._refused = self._refused, []
+        if self._llm.has_unfinished_requests():
+            done += [_done(output) for output in self._llm.step() if output.finished]
+        for one in done:
+            self._names.pop(one.key, None)
+        return done
+
+    def cancel(self, keys: Collection[int]) -> None:
+        """See :meth:`Engine.cancel`."""
+        names = [self._names.pop(key) for key in keys if key in self._names]
+        self._llm.abort_request(names, internal=True)
+        if not self._names:
+            while self._llm.has_unfinished_requests():
+                self._llm.step()
+
+    def rpc(self, method: str, *args: Any) -> list[Any]:
+        """See :meth:`VllmEngine.rpc`."""
+        return list(self._llm.collective_rpc(method, args=args))
+
+    def put_to_sleep(self, level: int) -> None:
+        """See :meth:`VllmEngine.put_to_sleep`."""
+        self._llm.sleep(level)
+
+    def wake_up(self, tags: list[str]) -> None:
+        """See :meth:`VllmEngine.wake_up`."""
+        self._llm.wake_up(tags)
+
+    def reset_caches(self) -> bool:
+        """See :meth:`Engine.reset_caches`."""
+        return bool(self._llm.reset_prefix_cache())
+
+    def shutdown(self) -> None:
+        """See :meth:`Engine.shutdown`."""
+        gc.collect = _nothing  # vLLM collects twice, a second each; this process ends anyway
+        self._llm.engine_core.shutdown()
+
+
+class _AsyncEngine(VllmEngine):
+    """vLLM's asynchronous engine, in an event loop of its own."""
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="vllm", daemon=True).start()
+        self._llm: AsyncLLM = self._wait(self._make(arguments))
+        self.model_config = self._llm.model_config
+        self.workers = self._llm.vllm_config.parallel_config.world_size
+        self._ended: queue.SimpleQueue[Done] = queue.SimpleQueue()
+        self._tasks: dict[int, Any] = {}  # by the keys of rows
+
+    async def _make(self, arguments: dict[str, Any]) -> AsyncLLM:
+        return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+
+    def _wait(self, work: Coroutine[Any, Any, Any] | Awaitable[Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(_as_coroutine(work), self._loop).result()
+
+    def submit(self, prompts: Sequence[Prompt]) -> None:
+        """See :meth:`Engine.submit`."""
+        for prompt in prompts:
+            if (refused := self.refusal(prompt)) is not None:
+                self._ended.put(refused)
+                continue
+            self._tasks[prompt.key] = asyncio.run_coroutine_threadsafe(
+                self._complete(prompt), self._loop
+            )
+
+    async def _complete(self, prompt: Prompt) -> None:
+        request = {"prompt_token_ids": prompt.token_ids}
+        try:
+            async for output in self._llm.generate(request, _params(prompt), str(prompt.key)):
+                if output.finished:
+                    self._ended.put(_done(output))
+        except Exception as error:
+            self._ended.put(Done(prompt.key, error=as_plain(error, "vLLM")))
+
+    def step(self) -> list[Done]:
+        """See :meth:`Engine.step`."""
+        found: list[Done] = []
+        try:
+            while True:
+                one = self._ended.get(timeout=0.0 if found else _WAIT_S)
+                self._tasks.pop(one.key, None)
+                found.append(one)
+        except queue.Empty:
+            return found
+
+    def cancel(self, keys: Collection[int]) -> None:
+        """See :meth:`Engine.cancel`."""
+        for key in keys:
+            if key in self._tasks:
+                self._tasks.pop(key).cancel()
+
+    def rpc(self, method: str, *args: Any) -> list[Any]:
+        """See :meth:`VllmEngine.rpc`."""
+        return list(self._wait(self._llm.collective_rpc(method, args=args)))
+
+    def put_to_sleep(self, level: int) -> None:
+        """See :meth:`VllmEngine.put_to_sleep`."""
+        self._wait(self._llm.sleep(level))
+
+    def wake_up(self, tags: list[str]) -> None:
+        """See :meth:`VllmEngine.wake_up`."""
+        self._wait(self._llm.wake_up(tags))
+
+    def reset_caches(self) -> bool:
+        """See :meth:`Engine.reset_caches`."""
+        return bool(self._wait(self._llm.reset_prefix_cache()))
+
+    def shutdown(self) -> None:
+        """See :meth:`Engine.shutdown`."""
+        gc.collect = _nothing  # vLLM collects twice, a second each; this process ends anyway
+        self._wait(_call(self._llm.shutdown))
+        self._loop.call_soon_threadsafe(self._loop.stop)
 
 
 def _arguments(
-    config: dict[str, Any], model_config: Any, *, with_tokenizer: bool
+    config: Mapping[str, Any], model_config: Any, *, with_tokenizer: bool
 ) -> dict[str, Any]:
     """The engine arguments of vLLM."""
     given = config.get("vllm_cfg", {})
@@ -133,7 +351,7 @@ def _arguments(
     return {key: value for key, value in chosen.items() if value is not None}
 
 
-def _dtype(config: dict[str, Any], model_config: Any) -> str:
+def _dtype(config: Mapping[str, Any], model_config: Any) -> str:
     """The dtype of the weights; vLLM's own "auto" would round float32 checkpoints."""
     named = config.get("vllm_cfg", {}).get("dtype") or config.get("torch_dtype") or "auto"
     if named != "auto":
@@ -143,7 +361,7 @@ def _dtype(config: dict[str, Any], model_config: Any) -> str:
     return "auto" if found is None else str(found).removeprefix("torch.")
 
 
-def _refusal(error: Exception, config: dict[str, Any]) -> RLError:
+def _refusal(error: Exception, config: Mapping[str, Any]) -> RLError:
     """What it means that vLLM did not start."""
     name, text = config["model_name"], f"{type(error).__name__}: {error}"[:_LONGEST]
     frames = traceback.extract_tb(error.__traceback__)
@@ -169,14 +387,15 @@ def _refusal(error: Exception, config: dict[str, Any]) -> RLError:
     )
 
 
-def _params(prompt: Prompt, sampling: dict[str, Any]) -> SamplingParams:
-    greedy = sampling["greedy"]
+def _params(prompt: Prompt) -> SamplingParams:
+    sampling = prompt.sampling
+    greedy = sampling.greedy
     return SamplingParams(
-        temperature=0.0 if greedy else sampling["temperature"],
-        top_k=0 if greedy else sampling["top_k"],
-        top_p=1.0 if greedy else sampling["top_p"],
-        repetition_penalty=sampling["repetition_penalty"],
-        stop_token_ids=sampling["stop_token_ids"],
+        temperature=0.0 if greedy else sampling.temperature,
+        top_k=0 if greedy else sampling.top_k,
+        top_p=1.0 if greedy else sampling.top_p,
+        repetition_penalty=sampling.repetition_penalty,
+        stop_token_ids=sampling.stop_token_ids,
         # The end-of-sequence tokens are among the stop tokens.
         ignore_eos=True,
         stop=prompt.stop_strings or None,
@@ -190,231 +409,23 @@ def _params(prompt: Prompt, sampling: dict[str, Any]) -> SamplingParams:
     )
 
 
-def _row(output: RequestOutput) -> Row:
-    done = output.outputs[0]
+def _done(output: RequestOutput) -> Done:
+    done, key = output.outputs[0], _key_of(output.request_id)
     ids = list(done.token_ids)
     found = done.logprobs or []
     logprobs = [found[i][token].logprob for i, token in enumerate(ids)]
-    row = int(output.request_id.rpartition("-")[2])
     if not all(map(math.isfinite, logprobs)):
-        raise PluginError(
-            f"vLLM gave row {row} a log-prob that is not finite",
+        error = PluginError(
+            "vLLM gave a row a log-prob that is not finite",
             fix="look at the weights: float16 overflows where bfloat16 and float32 do not",
         )
+        return Done(key, error=as_plain(error, "vLLM"))
     # A log-prob of more than 0 is a rounding error.
-    return Row(row, ids, [min(0.0, one) for one in logprobs], done.finish_reason == "length")
+    return Done(key, ids, [min(0.0, one) for one in logprobs], done.finish_reason == "length")
 
 
-class Engine(ABC):
-    """One vLLM engine.
-
-    Attributes:
-        model_config: vLLM's.
-        workers: Processes that hold a part of the model.
-    """
-
-    model_config: Any
-    workers: int
-    _engine: Any
-    #: What sleeps; vLLM itself says only whether anything does.
-    _asleep: frozenset[str] = frozenset()
-
-    @abstractmethod
-    def complete(self, prompts: list[Prompt], sampling: dict[str, Any]) -> Iterator[list[Row]]:
-        """Generates; after each step, the rows that it completed."""
-
-    @abstractmethod
-    def abort(self) -> None:
-        """Gives up what is being generated."""
-
-    @abstractmethod
-    def call_workers(self, method: str, *args: Any) -> list[Any]:
-        """Calls a method of every worker."""
-
-    def check_refit(self) -> None:
-        """Makes sure that every worker can be refit.
-
-        Raises:
-            CapabilityError: A refit would not reach all that one computes with.
-        """
-        for answer in self.call_workers("rl_refit", encode(Request("check"))):
-            if (error := raised(decode(answer, type=Reply))) is not None:
-                self.shutdown()
-                raise error
-
-    @abstractmethod
-    def put_to_sleep(self, level: int) -> None:
-        """Gives all memory back, which vLLM does only if all of it is there."""
-
-    @abstractmethod
-    def wake_up(self, tags: list[str]) -> None:
-        """Takes memory again, which vLLM does only if none of it is there."""
-
-    def wake(self, tags: list[str]) -> None:
-        """Takes memory again, where it sleeps."""
-        if asleep := sorted(self._asleep & set(tags)):
-            self.wake_up(asleep)
-            self._asleep -= set(asleep)
-
-    def sleep(self, level: int) -> None:
-        """Gives all memory back; on the CPU, where vLLM frees nothing, nothing happens."""
-        if current_platform.is_cpu() or self._asleep == _ALL:
-            return
-        self.wake(sorted(self._asleep))
-        self.put_to_sleep(level)
-        self._asleep = _ALL
-
-    @property
-    def tokens_made(self) -> int:
-        """Of the rows that are not complete; a number that moves while the engine works."""
-        states = list(self._engine.output_processor.request_states.values())
-        return sum(state.detokenizer.num_output_tokens() for state in states)
-
-    @abstractmethod
-    def reset_caches(self) -> bool:
-        """Forgets keys and values of earlier prompts."""
-
-    @abstractmethod
-    def shutdown(self) -> None:
-        """Ends all workers."""
-
-
-class _SyncEngine(Engine):
-    """vLLM's engine, stepped by the caller."""
-
-    def __init__(self, arguments: dict[str, Any]) -> None:
-        self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
-        self.model_config = self._engine.model_config
-        self.workers = self._engine.vllm_config.parallel_config.world_size
-        self._running: list[str] = []
-
-    def complete(self, prompts: list[Prompt], sampling: dict[str, Any]) -> Iterator[list[Row]]:
-        """See :meth:`Engine.complete`."""
-        call = secrets.token_hex(4)
-        try:
-            for row, prompt in enumerate(prompts):
-                name, request = f"{call}-{row}", {"prompt_token_ids": prompt.token_ids}
-                given = self._engine.add_request(name, request, _params(prompt, sampling))
-                self._running.append(given or name)
-            while self._engine.has_unfinished_requests():
-                yield [_row(output) for output in self._engine.step() if output.finished]
-        except BaseException:  # nothing of this call may be left in the next
-            self.abort()
-            raise
-        self._running.clear()
-
-    def abort(self) -> None:
-        """See :meth:`Engine.abort`."""
-        running, self._running = self._running, []
-        self._engine.abort_request(running, internal=True)
-        while self._engine.has_unfinished_requests():
-            self._engine.step()
-
-    def call_workers(self, method: str, *args: Any) -> list[Any]:
-        """See :meth:`Engine.call_workers`."""
-        return list(self._engine.collective_rpc(method, args=args))
-
-    def put_to_sleep(self, level: int) -> None:
-        """See :meth:`Engine.put_to_sleep`."""
-        self._engine.sleep(level)
-
-    def wake_up(self, tags: list[str]) -> None:
-        """See :meth:`Engine.wake_up`."""
-        self._engine.wake_up(tags)
-
-    def reset_caches(self) -> bool:
-        """See :meth:`Engine.reset_caches`."""
-        return bool(self._engine.reset_prefix_cache())
-
-    def shutdown(self) -> None:
-        """See :meth:`Engine.shutdown`."""
-        self._engine.engine_core.shutdown()
-
-
-class _AsyncEngine(Engine):
-    """vLLM's asynchronous engine, in an event loop of its own."""
-
-    def __init__(self, arguments: dict[str, Any]) -> None:
-        self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name="vllm", daemon=True).start()
-        self._engine: AsyncLLM = self._wait(self._make(arguments))
-        self.model_config = self._engine.model_config
-        self.workers = self._engine.vllm_config.parallel_config.world_size
-        self._task: asyncio.Future[Any] | Any = None
-
-    async def _make(self, arguments: dict[str, Any]) -> AsyncLLM:
-        return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
-
-    def _wait(self, work: Coroutine[Any, Any, Any] | Awaitable[Any]) -> Any:
-        return asyncio.run_coroutine_threadsafe(_as_coroutine(work), self._loop).result()
-
-    def complete(self, prompts: list[Prompt], sampling: dict[str, Any]) -> Iterator[list[Row]]:
-        """See :meth:`Engine.complete`."""
-        done: queue.Queue[Row | BaseException] = queue.Queue()
-        call = secrets.token_hex(4)
-
-        async def one(row: int, prompt: Prompt) -> None:
-            request = {"prompt_token_ids": prompt.token_ids}
-            name = f"{call}-{row}"
-            async for output in self._engine.generate(request, _params(prompt, sampling), name):
-                if output.finished:
-                    done.put(_row(output))
-
-        async def everything() -> None:
-            try:
-                async with asyncio.TaskGroup() as group:
-                    for row, prompt in enumerate(prompts):
-                        group.create_task(one(row, prompt))
-            except BaseExceptionGroup as errors:
-                done.put(errors.exceptions[0])
-
-        self._task = asyncio.run_coroutine_threadsafe(everything(), self._loop)
-        left = len(prompts)
-        while left:
-            try:
-                rows = [done.get(timeout=_WAIT_S)]
-            except queue.Empty:
-                yield []
-                continue
-            while not done.empty():
-                rows.append(done.get())
-            if failed := [row for row in rows if isinstance(row, BaseException)]:
-                raise failed[0]
-            left -= len(rows)
-            yield rows  # type: ignore[misc]
-
-    def abort(self) -> None:
-        """See :meth:`Engine.abort`."""
-        self._task.cancel()
-        give_up = time.monotonic() + _ABORT_S
-        while left := len(self._engine.output_processor.request_states):  # they end by themselves
-            if time.monotonic() > give_up:
-                raise DeadlineError(
-                    f"vLLM still runs {left} rows {_ABORT_S:.0f} s after they were given up",
-                    fix="shut the engine down and build it anew",
-                )
-            time.sleep(_PAUSE_S)
-
-    def call_workers(self, method: str, *args: Any) -> list[Any]:
-        """See :meth:`Engine.call_workers`."""
-        return list(self._wait(self._engine.collective_rpc(method, args=args)))
-
-    def put_to_sleep(self, level: int) -> None:
-        """See :meth:`Engine.put_to_sleep`."""
-        self._wait(self._engine.sleep(level))
-
-    def wake_up(self, tags: list[str]) -> None:
-        """See :meth:`Engine.wake_up`."""
-        self._wait(self._engine.wake_up(tags))
-
-    def reset_caches(self) -> bool:
-        """See :meth:`Engine.reset_caches`."""
-        return bool(self._wait(self._engine.reset_prefix_cache()))
-
-    def shutdown(self) -> None:
-        """See :meth:`Engine.shutdown`."""
-        self._wait(_call(self._engine.shutdown))
-        self._loop.call_soon_threadsafe(self._loop.stop)
+def _key_of(name: str) -> int:
+    return int(name.partition("-")[0])
 
 
 async def _as_coroutine(work: Awaitable[Any]) -> Any:
@@ -423,3 +434,8 @@ async def _as_coroutine(work: Awaitable[Any]) -> Any:
 
 async def _call(function: Callable[[], Any]) -> None:
     function()
+
+
+def _nothing(generation: int = 2) -> int:
+    del generation
+    return 0

@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["VARIABLES", "engine_environment"]
+__all__ = ["PRELOAD", "SOCKETS", "VARIABLES", "engine_environment"]
+
+#: Tells vLLM where its sockets go, which it leaves behind.
+SOCKETS = "VLLM_RPC_BASE_PATH"
+#: What takes long to import; on the CPU engines are forked from a process that has done so.
+PRELOAD = ("rl_vllm.engine", "rl_vllm.worker", "vllm.v1.worker.cpu_worker")
+
 
 #: By device: the variable, its value, and why.
 VARIABLES: Mapping[str, Mapping[str, tuple[str, str]]] = {

@@ -5,40 +5,30 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any, Self
 
-from rl_core.backends import Completion, GenerationBackend, ModelFacts
 from rl_core.backends.generation import TAGS
-from rl_core.errors import CapabilityError, ConfigError, DataError, PluginError
+from rl_core.errors import CapabilityError, ConfigError
 from rl_core.plugins.config import check_config
 from rl_core.plugins.factory import create_generation
+from rl_hosting.generation import HostedGeneration
 from rl_vllm.checkpoint import check_checkpoint
 from rl_vllm.config import VllmConfig
 from rl_vllm.engine_args import check_engine_args
-from rl_vllm.environment import engine_environment
-from rl_vllm.process import EngineProcess
-from rl_vllm.receivers import WorkerReceivers
-from rl_vllm.remote_sink import RemoteSink
-from rl_vllm.wire import Prompt
+from rl_vllm.environment import PRELOAD, SOCKETS, engine_environment
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
-    from rl_core.backends import PromptBatch, SamplingParams
-    from rl_core.backends.receivers import Receiver
     from rl_core.cluster import RayVirtualCluster
-    from rl_core.interfaces import Future, WeightSink, WorkerContext
-    from rl_core.refit.turns import TurnLock
+    from rl_core.interfaces import Future, WorkerContext
 
 __all__ = ["VllmGeneration"]
 
 _START_S = 600.0
-_SEEDS = (1 << 63) - 1
 #: vLLM raises what is lower to the first, and refuses what is higher than the second.
 _TEMPERATURES = 0.01, 2.0
-#: Seconds for calls that wake, sleep or reset.
-_CALL_S = 120.0
 
 
-class VllmGeneration(GenerationBackend):
+class VllmGeneration(HostedGeneration):
     """Generates with vLLM, in a process of its own.
 
     That process has the environment variables that vLLM needs (this one keeps its own), and ends
@@ -76,33 +66,20 @@ class VllmGeneration(GenerationBackend):
         check_engine_args(engine, device)
         check_checkpoint(checked)
         self._takes_refits: bool = engine.get("refit", True)
-        self._sleep_level = engine.get("sleep_level", 1)
+        self.sleep_level = engine.get("sleep_level", 1)
         _check_devices(device, _workers(engine))
-        self._process = EngineProcess(
-            f"vLLM with {checked['model_name']}",
-            engine_environment(device, workers=_workers(engine), verbose=verbose),
+        super().__init__(
+            checked,
+            engine="rl_vllm.engine:VllmEngine",
+            name=f"vLLM with {checked['model_name']}",
+            environment=engine_environment(device, workers=_workers(engine), verbose=verbose),
             verbose=verbose,
-            forked=device == "cpu",
+            preload=PRELOAD if device == "cpu" else None,
+            sockets=SOCKETS,
+            start_timeout_s=engine.get("start_timeout_s", _START_S),
         )
-        try:
-            facts = self._process.start(checked, engine.get("start_timeout_s", _START_S))
-            self.receiver_count = facts["workers"]
-            self._sleeps: bool = facts["sleeps"]
-            self._has_tokenizer: bool = facts["has_tokenizer"]
-            self.engine_version: str = facts["version"]
-            self._fp8_cache: bool = facts["fp8_cache"]
-            super().__init__(
-                checked,
-                ModelFacts(
-                    facts["pad_token_id"],
-                    tuple(facts["eos_token_ids"]),
-                    facts["vocab_size"],
-                    facts["max_model_len"],
-                ),
-            )
-        except BaseException:
-            self._process.close()
-            raise
+        self._sleeps: bool = self.engine_facts["sleeps"]
+        self.engine_version: str = self.engine_facts["version"]
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], *, worker: WorkerContext | None = None) -> Self:
@@ -111,55 +88,12 @@ class VllmGeneration(GenerationBackend):
         made: Self = cls(None, config)
         return made
 
-    @property
-    def pid(self) -> int:
-        """Of the engine's process."""
-        return self._process.pid
-
-    # -- generation -------------------------------------------------------------------------------
-
-    def complete(self, prompts: PromptBatch, sampling: SamplingParams) -> Iterator[Completion]:
-        """See :meth:`GenerationBackend.complete`."""
-        self._check_stop_strings(prompts)
-        # vLLM takes a seed of -1 for none; with its highest bit cleared it is still one of its own.
-        seeds: list[int | None] = [None] * len(prompts)
-        if prompts.seeded:
-            seeds = [seed & _SEEDS for seed in prompts.seeds.tolist()]
-        rows = [
-            Prompt(prompts.token_ids(row), budget, seed, list(stops))
-            for row, (budget, seed, stops) in enumerate(
-                zip(prompts.budgets.tolist(), seeds, prompts.stop_strings, strict=True)
-            )
-        ]
-        how = {
-            "greedy": sampling.greedy,
-            "temperature": sampling.temperature,
-            "top_k": sampling.top_k,
-            "top_p": sampling.top_p,
-            "repetition_penalty": sampling.repetition_penalty,
-            "stop_token_ids": list(sampling.stop_token_ids),
-        }
-        for done in self._process.stream("generate", prompts=rows, sampling=how):
-            yield Completion(done.row, done.token_ids, done.logprobs, done.truncated)
-
-    def _check_stop_strings(self, prompts: PromptBatch) -> None:
-        stopped = [row for row, strings in enumerate(prompts.stop_strings) if strings]
-        if stopped and not self._has_tokenizer:
-            raise DataError(
-                f"row {stopped[0]} has stop strings, and {self._process.name} has no tokenizer",
-                fix="save the tokenizer beside the model, or use stop_token_ids",
-            )
-
     # -- lifecycle --------------------------------------------------------------------------------
 
-    def on_wake(self, tags: frozenset[str]) -> None:
-        """See :meth:`GenerationBackend.on_wake`."""
-        self._process.call("wake", _CALL_S, tags=sorted(tags))
-
     def on_sleep(self, tags: frozenset[str]) -> None:
-        """See :meth:`GenerationBackend.on_sleep`."""
-        self._process.call("sleep", _CALL_S, level=self._sleep_level)
-        if self._sleep_level == 2 and self._sleeps:
+        """See :meth:`HostedGeneration.on_sleep`; at level 2 the weights are gone."""
+        super().on_sleep(tags)
+        if self.sleep_level == 2 and self._sleeps:
             self._workers.dropped()
 
     def sleeping(self, tags: frozenset[str]) -> frozenset[str]:
@@ -178,22 +112,7 @@ class VllmGeneration(GenerationBackend):
             )
         return TAGS
 
-    def on_shutdown(self) -> None:
-        """See :meth:`GenerationBackend.on_shutdown`."""
-        self._process.close()
-
     # -- refit ------------------------------------------------------------------------------------
-
-    def make_receiver(self, lock: TurnLock) -> Receiver:
-        """The receivers in the engine's workers."""
-        self._workers = WorkerReceivers(
-            lambda timeout_s, call: self._process.call("refit", timeout_s, call=call),
-            name=self._process.name,
-            lock=lock,
-            on_commit=self._on_commit,
-            wake=lambda: self.bring(frozenset({"weights"})),
-        )
-        return self._workers
 
     def prepare_refit_info(self, state_dict_info: dict[str, Any]) -> None:
         """See :meth:`GenerationInterface.prepare_refit_info`.
@@ -220,31 +139,10 @@ class VllmGeneration(GenerationBackend):
                 capability="refit",
             )
 
-    def weight_sink(self) -> WeightSink:
-        """What the engine holds, to be read; refits write in the engine's own processes."""
-        return RemoteSink(self._workers)
-
-    def beside_weights(self, function: str, **arguments: Any) -> list[Any]:
-        """See :meth:`GenerationBackend.beside_weights`: in the engine's workers."""
-        return self._workers.call(function, arguments)
-
     @property
     def requires_kv_scale_sync(self) -> bool:
         """See :attr:`GenerationInterface.requires_kv_scale_sync`."""
-        return self._fp8_cache
-
-    def invalidate_kv_cache(self) -> bool:
-        """Forgets the keys and values of prompts seen so far.
-
-        Raises:
-            PluginError: vLLM refused.
-        """
-        if not self._process.call("reset_caches", _CALL_S):
-            raise PluginError(
-                f"{self._process.name} did not forget its prefix cache",
-                fix="wait until nothing is being generated",
-            )
-        return True
+        return bool(self.engine_facts["fp8_cache"])
 
 
 def _checked(config: dict[str, Any]) -> dict[str, Any]:

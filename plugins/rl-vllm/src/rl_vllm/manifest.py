@@ -23,6 +23,7 @@ BACKEND = BackendManifest(
                 "full", devices=_CUDA, reason="vLLM's CPU build frees nothing when it sleeps"
             ),
             "async_generation": _FULL,
+            "concurrent_calls": _FULL,
             "multi_sample": _FULL,
             "collective": _FULL,
             "staged": Capability("full", reason="with memory for a second copy of the weights"),

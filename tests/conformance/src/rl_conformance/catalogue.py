@@ -151,6 +151,12 @@ _ENTRIES = (
         tolerance=_SEEDED,
     ),
     Clause(
+        "G18",
+        "many calls at once keep to their rows, one version and their turn",
+        since="1.1",
+        tolerance=_SEEDED,
+    ),
+    Clause(
         "P1",
         "log-probs score token t given those before it, at the policy's temperature",
         tolerance=_DECLARED,

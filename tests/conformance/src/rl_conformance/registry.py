@@ -25,6 +25,7 @@ _MODULES = (
     "edges",
     "calls",
     "streams",
+    "concurrent",
     "sampling",
     "options",
     "randomness",

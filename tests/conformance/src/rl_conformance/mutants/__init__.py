@@ -28,6 +28,7 @@ _MODULES = (
     "promises",
     "columns",
     "calls",
+    "concurrent",
     "options",
     "randomness",
     "steps",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import secrets
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +15,7 @@ from rl_conformance.reference.generation import ReferenceGeneration
 from rl_core.batch import BatchedDataDict
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Generator, Iterator
+    from collections.abc import AsyncIterator, Iterator
 
     from rl_core.backends import Completion, PromptBatch, SamplingParams
 
@@ -195,9 +194,8 @@ class SleepersAnswer(ReferenceGeneration):
     def _check_awake(self, method: str) -> None:
         pass
 
-    @contextmanager
-    def _serving(self, method: str) -> Generator[None]:
-        yield
+    def _check_serves(self, method: str) -> None:
+        pass
 
 
 @breaks("G15")

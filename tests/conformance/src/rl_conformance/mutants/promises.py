@@ -113,6 +113,8 @@ def the_last_hello_counts() -> AbstractContextManager[Any]:
 class _ForReaders:
     """A lock that a writer gets when nobody has generated for a while."""
 
+    wanted = held_here = False
+
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._last = 0.0

@@ -41,6 +41,7 @@ MANIFEST = BackendManifest(
         "generation": {
             **dict.fromkeys(GENERATION_CAPABILITIES, _NONE),
             "async_generation": _FULL,
+            "concurrent_calls": _FULL,
             "multi_sample": _FULL,
             "collective": _FULL,
             "staged": _FULL,

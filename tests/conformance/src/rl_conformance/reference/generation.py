@@ -11,15 +11,16 @@ from rl_conformance.oracle import penalised, truncated_distribution
 from rl_conformance.reference.fp8 import rounded
 from rl_conformance.reference.loading import load_once
 from rl_conformance.reference.weights import DictSink
-from rl_core.backends import Completion, GenerationBackend, ModelFacts
+from rl_core.backends import Completion, GenerationBackend, ModelFacts, Row, RowEngine
+from rl_core.backends.serving import ServedCall
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from rl_core.backends import PromptBatch, SamplingParams
     from rl_core.interfaces import WeightSink
 
-__all__ = ["ReferenceGeneration", "ScaledSink"]
+__all__ = ["ReferenceGeneration", "ReferenceRows", "ScaledSink"]
 
 
 class ScaledSink(DictSink):
@@ -71,16 +72,18 @@ class ReferenceGeneration(GenerationBackend):
         )
         super().__init__({"model_name": model_name, **config}, facts)
 
+    def row_engine(self) -> RowEngine:
+        """See :meth:`GenerationBackend.row_engine`."""
+        if type(self).complete is not ReferenceGeneration.complete:
+            return super().row_engine()  # a subclass has its own
+        return ReferenceRows(self)
+
     def complete(self, prompts: PromptBatch, sampling: SamplingParams) -> Iterator[Completion]:
-        """See :meth:`GenerationBackend.complete`; all rows advance by one token in turn."""
-        rows = [_Row(prompts, row) for row in range(len(prompts))]
-        while rows:
-            logits = self.next_logits({tuple(row.ids) for row in rows})
-            for row in rows:
-                self.step(row, logits[tuple(row.ids)], sampling)
-                if row.done is not None:
-                    yield row.done
-            rows = [row for row in rows if row.done is None]
+        """The rows of one call, for subclasses that change something about it."""
+        call, engine = ServedCall("complete", prompts, sampling, print), ReferenceRows(self)
+        engine.submit([call.next_row(key) for key in range(len(prompts))])
+        while engine.rows:
+            yield from engine.collect()
 
     def next_logits(self, prefixes: set[tuple[int, ...]]) -> dict[tuple[int, ...], torch.Tensor]:
         """``[V]`` float64 logits after each prefix; prefixes of one length go together."""
@@ -147,17 +150,49 @@ class ReferenceGeneration(GenerationBackend):
         del self.model
 
 
+class ReferenceRows(RowEngine):
+    """All rows advance by one token in turn.
+
+    Args:
+        backend: Decodes.
+    """
+
+    def __init__(self, backend: ReferenceGeneration) -> None:
+        self._backend = backend
+        self.rows: dict[int, _Row] = {}
+
+    def submit(self, rows: Sequence[Row]) -> None:
+        """See :meth:`RowEngine.submit`."""
+        self.rows |= {row.key: _Row(row) for row in rows}
+
+    def collect(self) -> list[Completion]:
+        """See :meth:`RowEngine.collect`."""
+        logits = self._backend.next_logits({tuple(row.ids) for row in self.rows.values()})
+        for row in self.rows.values():
+            self._backend.step(row, logits[tuple(row.ids)], row.sampling)
+        done = [row.done for row in self.rows.values() if row.done is not None]
+        self.cancel([completion.row for completion in done])
+        return done
+
+    def cancel(self, keys: Collection[int]) -> None:
+        """See :meth:`RowEngine.cancel`."""
+        for key in keys:
+            self.rows.pop(key, None)
+
+
 class _Row:
     """A row on its way."""
 
-    def __init__(self, prompts: PromptBatch, row: int) -> None:
-        self.index = row
-        self.prompt_length = int(prompts.lengths[row])
-        self.ids = prompts.token_ids(row)
+    def __init__(self, row: Row) -> None:
+        self.index = row.key
+        self.call = row.call
+        self.sampling = row.sampling
+        self.prompt_length = len(row.token_ids)
+        self.ids = list(row.token_ids)
         self.logprobs: list[float] = []
-        self.budget = int(prompts.budgets[row])
-        self.stop_strings = prompts.stop_strings[row]
-        self.generator = torch.Generator().manual_seed(int(prompts.seeds[row]))
+        self.budget = row.budget
+        self.stop_strings = row.stop_strings
+        self.generator = torch.Generator().manual_seed(row.seed)
         self.done: Completion | None = None
 
     @property

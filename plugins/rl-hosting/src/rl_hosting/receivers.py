@@ -16,8 +16,7 @@ from rl_core.interfaces import TensorSpec
 from rl_core.refit import DEFAULT_DEADLINE_S
 from rl_core.refit.jobs import exclusively
 from rl_core.refit.options import check_deadline
-from rl_vllm.process import EngineBusyError
-from rl_vllm.wire import Reply, Request, decode, encode, raised
+from rl_hosting.wire import Reply, Request, decode, encode, raised
 
 if TYPE_CHECKING:
     import concurrent.futures
@@ -28,9 +27,10 @@ if TYPE_CHECKING:
 
 __all__ = ["WorkerReceivers"]
 
-#: Seconds for which an engine is asked to wait at a time, so that others get a word in.
+#: Seconds for which an idle engine is asked to wait at a time, so that others get a word in.
 _SLICE_S = 0.25
-_PAUSE_S = 0.001
+#: Seconds between two questions to one that decodes rows, which it does not while it answers.
+_PAUSE_S = 0.02
 #: Seconds that a call may take beyond what it waits for.
 _GRACE_S = 60.0
 
@@ -42,6 +42,7 @@ class WorkerReceivers:
         call: Calls the method ``refit`` of the engine's process, with a deadline.
         name: How errors call the engine.
         lock: Held while the engine generates.
+        busy: Whether it does.
         on_commit: Called with a new version before it serves; drops caches.
         wake: Called before weights are read or written; makes sure that they are there.
     """
@@ -52,6 +53,7 @@ class WorkerReceivers:
         *,
         name: str,
         lock: TurnLock,
+        busy: Callable[[], bool],
         on_commit: Callable[[int], None],
         wake: Callable[[], None],
     ) -> None:
@@ -60,6 +62,7 @@ class WorkerReceivers:
         self.name = name
         self._call = call
         self._lock = lock
+        self._busy = busy
         self._on_commit = on_commit
         self._wake = wake
         self._prepared = False
@@ -159,8 +162,6 @@ class WorkerReceivers:
             try:
                 self._ask("receive", how["deadline_s"], key=key, **how)
                 states = self._until_done(key, end, held)
-            except EngineBusyError:
-                raise  # generation did not wait, so nothing was written
             except BaseException:
                 self._look()
                 raise
@@ -177,8 +178,8 @@ class WorkerReceivers:
         """
         asked = False
         while not self._closed:
-            patience = max(0.0, end - time.monotonic())
-            states = self._ask("done", patience, key=key, wait_s=_SLICE_S)
+            patience, busy = max(0.0, end - time.monotonic()), self._busy()
+            states = self._ask("done", patience, key=key, wait_s=0.0 if busy else _SLICE_S)
             if all(state["done"] for state in states):
                 if errors := [from_plain(s["error"]) for s in states if s.get("error")]:
                     raise min(errors, key=_is_consequence)
@@ -186,8 +187,8 @@ class WorkerReceivers:
             if held and not asked and any(state.get("wants_lock") for state in states):
                 held.enter_context(self._generation_waits(patience))
                 asked = True
-            else:
-                time.sleep(_PAUSE_S)  # whoever generates meanwhile gets a turn
+            elif busy:
+                time.sleep(_PAUSE_S)
         self._ask("close")
         raise RefitAborted(f"{self.name}: closed", fix="refit again")
 

@@ -1,11 +1,12 @@
-"""On the CPU, engines' processes are forked from one that has vLLM imported.
+"""Engines' processes that are forked from one that has the engine imported.
 
-Importing vLLM takes some ten seconds, starting an engine of a small model two. So the first
-engine of a driver starts ``python -m rl_vllm.forkserver FD PARENT``, which imports and then forks
-a process for every engine that asks, until the last one with the same environment is closed.
+Importing an engine can take some ten seconds, starting it with a small model two. So the first
+engine of a driver starts ``python -m rl_hosting.forkserver FD PARENT MODULE...``, which imports and
+then forks a process for every engine that asks, until the last one with the same environment is
+closed.
 
 A process with threads cannot be forked: the server runs no torch operation and has one OpenMP
-thread; the number that was wanted is set in the forked process.
+thread; the number that was wanted is set in the forked process. Nor can one that has used a GPU.
 """
 
 from __future__ import annotations
@@ -23,28 +24,21 @@ import subprocess
 import sys
 import threading
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rl_core.errors import WorkerDiedError
-from rl_vllm.host import END_LOOK_S, SOCKETS, VLLMS_SOCKETS, run_host
+from rl_hosting.host import PARENT_POLL_S, SOCKETS, run_host
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
 __all__ = ["Forked", "ForkServer", "main"]
 
-#: Variables that a forked process may have of its own: torch sets the second while it is used, and
-#: pytest the third for each test.
-_OWN = (
-    "OMP_NUM_THREADS",
-    "TORCHINDUCTOR_CACHE_DIR",
-    "PYTEST_CURRENT_TEST",
-    SOCKETS,
-    VLLMS_SOCKETS,
-)
-_PRELOADED = ("rl_vllm.engine", "rl_vllm.worker", "vllm.v1.worker.cpu_worker")
+#: Variables that a forked process may have of its own, besides that of its engine's sockets: torch
+#: sets the second while it is used, and pytest the third for each test.
+_PER_PROCESS = ("OMP_NUM_THREADS", "TORCHINDUCTOR_CACHE_DIR", "PYTEST_CURRENT_TEST", SOCKETS)
 _MESSAGE = 1 << 16
-#: Seconds for the server to import vLLM on a busy machine, and to answer.
+#: Seconds for the server to import an engine on a busy machine, and to answer.
 _ANSWER_S = 300.0
 
 
@@ -77,7 +71,7 @@ class Forked:
             ready = select.poll()  # select would not take high descriptors
             ready.register(self._status, select.POLLIN)
             if not ready.poll(timeout * 1e3):
-                raise subprocess.TimeoutExpired(["rl_vllm.forkserver"], timeout)
+                raise subprocess.TimeoutExpired(["rl_hosting.forkserver"], timeout)
             # A server that was killed says nothing; what it forked ends with it.
             self.returncode = int(os.read(self._status, _MESSAGE) or -signal.SIGKILL)
             os.close(self._status)
@@ -96,19 +90,23 @@ class ForkServer:
     Args:
         environment: Of the server and of all that it forks.
         log: Where the server and the first process print, or None for this process's output.
+        python: Its interpreter.
+        preload: Modules that it imports.
     """
 
     _servers: dict[str, ForkServer] = {}  # noqa: RUF012 - one per environment and process
     _turn = threading.RLock()  # a finalizer may release while its thread obtains
 
-    def __init__(self, environment: Mapping[str, str], log: int | None) -> None:
+    def __init__(
+        self, environment: Mapping[str, str], log: int | None, python: str, preload: Sequence[str]
+    ) -> None:
         self.users = 0
         self._owner = os.getpid()
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control.settimeout(_ANSWER_S)
         with theirs:
             self._process = subprocess.Popen(  # noqa: S603 - our own module
-                [sys.executable, "-m", __name__, str(theirs.fileno()), str(self._owner)],
+                [python, "-m", __name__, str(theirs.fileno()), str(self._owner), *preload],
                 env={**environment, "OMP_NUM_THREADS": "1"},
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
@@ -118,13 +116,20 @@ class ForkServer:
             )
 
     @classmethod
-    def obtain(cls, environment: Mapping[str, str], log: int | None) -> ForkServer:
+    def obtain(
+        cls,
+        environment: Mapping[str, str],
+        log: int | None,
+        python: str,
+        preload: Sequence[str],
+    ) -> ForkServer:
         """The server for an environment, which is started if there is none; then release it."""
-        key = json.dumps([os.getpid(), log is None, sorted(_common(environment).items())])
+        common = sorted(_common(environment).items())
+        key = json.dumps([os.getpid(), log is None, python, list(preload), common])
         with cls._turn:
             server = cls._servers.get(key)
             if server is None or server._process.poll() is not None:
-                server = cls._servers[key] = cls(_common(environment), log)
+                server = cls._servers[key] = cls(_common(environment), log, python, preload)
             server.users += 1
             return server
 
@@ -138,44 +143,54 @@ class ForkServer:
                 del self._servers[key]
         self._control.close()
         try:
-            self._process.wait(END_LOOK_S)
+            self._process.wait(PARENT_POLL_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
 
-    def fork(self, pipe: int, log: int | None, environment: Mapping[str, str]) -> Forked:
-        """A new process that answers the calls of a pipe.
+    def fork(
+        self, end: int, log: int | None, environment: Mapping[str, str], engine: str
+    ) -> Forked:
+        """A new process that answers the calls of a socket.
 
         Args:
-            pipe: The process's end.
+            end: The process's end.
             log: Where it prints, or None for where the server does.
             environment: Of the process.
+            engine: ``"module:Class"``.
 
         Raises:
             WorkerDiedError: The server is gone.
         """
-        own = {name: environment[name] for name in _OWN if name in environment}
+        message = json.dumps({"environment": _own(environment), "engine": engine}).encode()
         status, theirs = os.pipe()
         try:
             with self._turn:
-                descriptors = [pipe, theirs, *([] if log is None else [log])]
-                socket.send_fds(self._control, [json.dumps(own).encode()], descriptors)
+                descriptors = [end, theirs, *([] if log is None else [log])]
+                socket.send_fds(self._control, [message], descriptors)
                 answer = self._control.recv(_MESSAGE)
             if not answer.isdigit():
                 raise OSError(answer.decode() or "it ended")
         except OSError as error:
             os.close(status)
             raise WorkerDiedError(
-                f"the process {self._process.pid}, which imports vLLM, did not fork: {error}",
-                fix="look at what it prints with vllm_cfg.verbose",
+                f"the process {self._process.pid}, which imports the engine, did not fork: {error}",
+                fix="look at what it prints with verbose",
             ) from error
         finally:
             os.close(theirs)
         return Forked(int(answer), status)
 
 
+def _own(environment: Mapping[str, str]) -> dict[str, str]:
+    """What a forked process has of its own; the engine may know its sockets by another name."""
+    sockets = environment[SOCKETS]
+    return {n: v for n, v in environment.items() if n in _PER_PROCESS or v == sockets}
+
+
 def _common(environment: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in environment.items() if name not in _OWN}
+    own = _own(environment)
+    return {name: value for name, value in environment.items() if name not in own}
 
 
 # -- the server's own process ----------------------------------------------------------------------
@@ -211,12 +226,12 @@ class _Children:
         os.close(key.data[1])
 
 
-def _serve(control: socket.socket, parent: int) -> tuple[dict[str, str], list[int]] | None:
+def _serve(control: socket.socket, parent: int) -> tuple[dict[str, Any], list[int]] | None:
     """Forks until the driver is gone; in a forked process, what that was told."""
     children = _Children()
     children.selector.register(control, selectors.EVENT_READ)
     while os.getppid() == parent:
-        for key, _ in children.selector.select(END_LOOK_S):
+        for key, _ in children.selector.select(PARENT_POLL_S):
             if key.data is not None:
                 children.reap(key)
                 continue
@@ -234,19 +249,21 @@ def _serve(control: socket.socket, parent: int) -> tuple[dict[str, str], list[in
                 children.forget_all()
                 os.close(descriptors.pop(1))
                 return json.loads(message), descriptors
-            children.add(pid, descriptors.pop(1), json.loads(message)[SOCKETS])
+            sockets = json.loads(message)["environment"][SOCKETS]
+            children.add(pid, descriptors.pop(1), sockets)
             for descriptor in descriptors:
                 os.close(descriptor)
             control.send(str(pid).encode())
     return None
 
 
-def _become_engine(own: dict[str, str], descriptors: list[int], parent: int) -> None:
+def _become_engine(told: dict[str, Any], descriptors: list[int], parent: int) -> None:
     """In a forked process."""
     import torch
 
     os.setsid()
-    pipe, *logs = descriptors
+    end, *logs = descriptors
+    own = told["environment"]
     for log in logs:
         os.dup2(log, sys.stdout.fileno())
         os.dup2(log, sys.stderr.fileno())
@@ -254,11 +271,11 @@ def _become_engine(own: dict[str, str], descriptors: list[int], parent: int) -> 
     os.environ.update(own)
     if "OMP_NUM_THREADS" in own:
         torch.set_num_threads(int(own["OMP_NUM_THREADS"].split(",")[0]))
-    run_host(pipe, parent)
+    run_host(end, parent, told["engine"])
 
 
-def _preload() -> None:
-    for module in _PRELOADED:
+def _preload(modules: Sequence[str]) -> None:
+    for module in modules:
         try:
             importlib.import_module(module)
         except Exception as error:  # the first call of the engine tells it
@@ -270,14 +287,14 @@ def _preload() -> None:
 
 def main() -> None:
     """The server."""
-    end, parent = map(int, sys.argv[1:])
+    end, parent, *modules = sys.argv[1:]
     server = os.getpid()
-    with socket.socket(fileno=end) as control:
-        _preload()
-        told = _serve(control, parent)
-    if told is not None:
-        own, descriptors = told
-        _become_engine(own, descriptors, server)
+    with socket.socket(fileno=int(end)) as control:
+        _preload(modules)
+        forked = _serve(control, int(parent))
+    if forked is not None:
+        told, descriptors = forked
+        _become_engine(told, descriptors, server)
 
 
 if __name__ == "__main__":

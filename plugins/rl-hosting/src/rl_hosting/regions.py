@@ -1,6 +1,6 @@
 """Which elements of a checkpoint's tensor an engine's own loader puts where.
 
-vLLM fuses tensors (query, key and value into one), shards them over workers and pads them; its
+Engines fuse tensors (query, key and value into one), shard them over workers and pad them; their
 loaders know how. So they are asked: the model's ``load_weights`` runs once over tensors without
 contents, in a mode that writes nothing and takes down every copy into a parameter. What is found
 serves both ways: to write, and to read back.
@@ -184,14 +184,15 @@ def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def regions_of(
-    model: nn.Module, specs: Sequence[TensorSpec], dtype: torch.dtype
+    model: nn.Module, specs: Sequence[TensorSpec], dtype: torch.dtype, *, without_refits: str
 ) -> dict[str, list[Region]]:
     """Asks a model's own loader where it puts tensors.
 
     Args:
-        model: vLLM's, on one worker.
+        model: The engine's, on one worker; its ``load_weights`` takes names and tensors.
         specs: Of a checkpoint; only those that own their elements.
         dtype: Of the model.
+        without_refits: How an engine is built that takes none, for errors.
 
     Returns:
         Regions by name; none for what the loader ignores or another worker has.
@@ -216,13 +217,13 @@ def regions_of(
         new, kept = before.restore()
     if recorder.changed or kept:
         raise CapabilityError(
-            f"vLLM's {type(model).__name__} takes no refit: its loader "
+            f"the engine's {type(model).__name__} takes no refit: its loader "
             + (
                 f"computes something of {', '.join(recorder.changed[:_FEW])}"
                 if recorder.changed
                 else f"keeps something of what it loads in {', '.join(kept[:_FEW])}"
             ),
-            fix="use another model; without refits set vllm_cfg.refit to False",
+            fix=f"use another model; without refits {without_refits}",
             capability="refit",
         )
     shapes = {spec.name: spec.shape for spec in specs}
@@ -233,36 +234,38 @@ def regions_of(
             target = own.as_strided(found.shape, found.stride(), found.storage_offset())
         if torch.promote_types(target.dtype, dtype) != target.dtype:
             raise CapabilityError(
-                f"{name}: vLLM keeps it in {target.dtype}, which would round a model in {dtype}",
-                fix="set torch_dtype to that dtype; without refits set vllm_cfg.refit to False",
+                f"{name}: the engine keeps it in {target.dtype}, which would round a model in "
+                f"{dtype}",
+                fix=f"set torch_dtype to that dtype; without refits {without_refits}",
                 tensor=name,
             )
-        regions[name].append(_region(name, shapes[name], target, offset, shape, stride))
+        region = _region(shapes[name], target, offset, shape, stride)
+        if region is None:
+            raise CapabilityError(
+                f"{name}: the engine lays {list(shape)} of {list(shapes[name])} out in a way that "
+                "is not followed",
+                fix=f"report it, with the name of the model; without refits {without_refits}",
+                tensor=name,
+            )
+        regions[name].append(region)
     return regions
 
 
 def _region(
-    name: str,
     whole: tuple[int, ...],
     target: torch.Tensor,
     offset: int,
     shape: tuple[int, ...],
     stride: tuple[int, ...],
-) -> Region:
-    """The rectangle that a view of a contiguous tensor is."""
+) -> Region | None:
+    """The rectangle that a view of a contiguous tensor is, if it is one."""
     rows, columns, width = _rectangle(shape, stride, math.prod(whole[1:]) if whole else 1)
-    if rows:
-        try:
-            flat = target.view(rows, columns)
-        except RuntimeError:
-            rows = 0
     if not rows:
-        raise CapabilityError(
-            f"{name}: vLLM lays {list(shape)} of {list(whole)} out in a way that is not followed",
-            fix="report it to rl-vllm, with the name of the model; without refits set "
-            "vllm_cfg.refit to False",
-            tensor=name,
-        )
+        return None
+    try:
+        flat = target.view(rows, columns)
+    except RuntimeError:
+        return None
     return Region(flat, width, *divmod(offset, width))
 
 

@@ -1,7 +1,7 @@
-"""vLLM's shared memory, which nobody removes when its processes are killed.
+"""An engine's shared memory, which nobody removes when its processes are killed.
 
 Its workers talk through it. Python's resource tracker, which would remove some of it, is killed
-with the others, and of what vLLM's C++ code makes it never hears.
+with the others, and of what C++ code makes it never hears.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _DIRECTORY = Path("/dev/shm")  # noqa: S108 - where Linux shows it
 class SharedMemory:
     """What the processes of a session have mapped at one time.
 
-    Taken when an engine has started and no refit has begun, it is vLLM's alone.
+    Taken when an engine has started and no refit has begun, it is the engine's alone.
 
     Args:
         session: Its leader's process id.
