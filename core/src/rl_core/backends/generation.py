@@ -25,6 +25,7 @@ from rl_core.backends.prompts import (
 )
 from rl_core.backends.rows import BatchEngine
 from rl_core.backends.serving import CallDeadline, RowService, ServedCall
+from rl_core.backends.tags import TAGS, tags_of
 from rl_core.batch.provenance import moment
 from rl_core.errors import ConfigError, LifecycleError
 from rl_core.interfaces import GenerationInterface
@@ -43,8 +44,6 @@ if TYPE_CHECKING:
     from rl_core.interfaces import Future, GenerationOutputSpec, WeightSink, WorkerContext
 
 __all__ = ["GenerationBackend"]
-
-TAGS = frozenset({"weights", "kv_cache"})
 
 
 class GenerationBackend(GenerationInterface):
@@ -213,9 +212,8 @@ class GenerationBackend(GenerationInterface):
         try:
             while True:
                 try:
-                    if (
-                        inbox.empty()
-                    ):  # rows that are there are not late, however slow the reader is
+                    # Rows that are there are not late, however slow their reader is.
+                    if inbox.empty():
                         async with asyncio.timeout(deadline.left()):
                             item = await inbox.get()
                     else:
@@ -423,34 +421,3 @@ class _Call:
     prompts: PromptBatch
     sampling: SamplingParams
     provenance: Provenance
-
-
-def tags_of(
-    args: tuple[Any, ...], kwargs: dict[str, Any], also: tuple[str, ...] = ()
-) -> frozenset[str]:
-    """The tags of a lifecycle call: all if none are given.
-
-    Args:
-        args: The tags, if anything.
-        kwargs: ``tags``, and switches.
-        also: The switches that there are: True or False.
-
-    Raises:
-        ConfigError: There is no such tag or keyword, or a switch is neither True nor False.
-    """
-    for key, value in kwargs.items():
-        if key not in ("tags", *also):
-            raise ConfigError(
-                f"unknown keyword {key!r}", fix=f"use some of {['tags', *also]}", key=key
-            )
-        if key in also and not isinstance(value, bool):
-            raise ConfigError(f"{key} is {value!r}", fix="give True or False", key=key)
-    if len(args) + ("tags" in kwargs) > 1:
-        raise ConfigError(f"{args!r} and {kwargs!r} are too many", fix="give tags once", key="tags")
-    tags = kwargs.get("tags") or (args[0] if args else None)
-    chosen = TAGS if tags is None else frozenset(tags)
-    if unknown := chosen - TAGS:
-        raise ConfigError(
-            f"unknown tags {sorted(unknown)}", fix=f"use some of {sorted(TAGS)}", key="tags"
-        )
-    return chosen
