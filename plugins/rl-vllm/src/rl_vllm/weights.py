@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl_core.errors import CapabilityError
 from rl_hosting.weights import LoadedWeights, checkpoint_specs
-from rl_vllm.derived import check_derived
+from rl_vllm.loading import check_derived
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -15,7 +15,7 @@ from typing import Any
 
 from rl_hosting.worker import WorkerRefits
 from rl_vllm.cpu_weights import keep_plain_weights
-from rl_vllm.derived import watch_loading
+from rl_vllm.loading import watch_loading
 from rl_vllm.sink import ModelSink
 from rl_vllm.weights import EngineWeights
 

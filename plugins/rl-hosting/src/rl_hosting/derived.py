@@ -1,17 +1,17 @@
-"""What vLLM makes of the weights while it loads a model, and a refit would leave as it was.
+"""What an engine makes of the weights while it loads a model, and a refit would leave as it was.
 
 A refit writes parameters. A layer that computes with something else that was made of them (a copy
 in another attribute, a weight that was rearranged) would go on with the old weights, and nothing
 would say so. So the loading of a model is watched: all that its modules hold is taken down before
-there are weights and after vLLM's hooks have run. What was there before, bit for bit, does not
-depend on the weights. A view of a parameter follows it. What else there is was made of the weights.
+there are weights and after the engine's hooks have run. What was there before, bit for bit, does
+not depend on the weights. A view of a parameter follows it. What else there is was made of the
+weights.
 """
 
 from __future__ import annotations
 
 import functools
 import types
-import weakref
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING, Any
@@ -24,14 +24,10 @@ from rl_core.errors import CapabilityError
 from rl_core.refit.hashing import BlockHash, block_digests, tensor_digest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator
 
-__all__ = ["Loading", "check_derived", "watch_loading"]
+__all__ = ["Loading"]
 
-#: Attributes that are made anew after a refit (``cpu_weights``), or travel with it (``sink``).
-_MADE_ANEW = {"cpu_linear"}
-_SCALES = {f"_{which}_scale{kind}" for which in "qkv" for kind in ("", "_float")}
-_SKIPPED = {*_MADE_ANEW, *_SCALES}
 #: What the walk over modules covers.
 _LISTED = {"_modules", "_parameters"}
 _ATOMS = (str, bytes, int, bool, type(None), torch.dtype, torch.device, types.ModuleType)
@@ -39,18 +35,24 @@ _FEW = 5
 #: Numbers of a tensor that are looked at, and how many different ones tell anything.
 _SAMPLE, _TELLING = 4096, 8
 
-_watched: weakref.WeakKeyDictionary[nn.Module, Loading] = weakref.WeakKeyDictionary()
-
 
 class Loading:
-    """One model's way from its construction to the end of vLLM's hooks.
+    """One model's way from its construction to the end of the engine's hooks.
 
     Args:
         model: Before it has weights.
+        engine: How errors call it.
+        skipped: Attributes of modules that are made anew after a refit, or travel with it.
+
+    Attributes:
+        derived: Paths of what was made of weights.
+        rearranged: Names of parameters that hooks changed.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._held = _fingerprints(model)
+    def __init__(self, model: nn.Module, engine: str, skipped: Collection[str] = ()) -> None:
+        self._engine = engine
+        self._skipped = frozenset(skipped)
+        self._held = self._fingerprints(model)
         self._weights: dict[str, tuple[torch.dtype, bytes]] = {}
         self.derived: list[str] = []
         self.rearranged: list[str] = []
@@ -67,10 +69,10 @@ class Loading:
             # Some kernels keep the same numbers in a wider dtype.
             if name not in after or _digest(after[name].detach().to(dtype)) != digest:
                 self.rearranged.append(name)
-        for path, fingerprint in _fingerprints(model).items():
+        for path, fingerprint in self._fingerprints(model).items():
             if self._held.get(path) != fingerprint:
                 self.derived.append(path)
-        self._known = {path for path, _ in _held(model)}
+        self._known = {path for path, _ in _held(model, self._skipped)}
 
     def look_again(self, model: nn.Module) -> None:
         """Looks for copies of weights that layers made while they computed.
@@ -79,7 +81,7 @@ class Loading:
         that the weights of its module have not, too.
         """
         modules = dict(model.named_modules())
-        for path, value in _held(model):
+        for path, value in _held(model, self._skipped):
             if path in self._known:
                 continue
             self._known.add(path)
@@ -103,91 +105,57 @@ class Loading:
             if not sample.numel():
                 self.derived.append(path)
 
+    def check(self, model: nn.Module, *, fix: str) -> None:
+        """Makes sure that the engine computes with what its loader wrote, where it wrote it.
 
-def watch_loading() -> None:
-    """Makes vLLM's loader tell of its steps. For a worker's process, before it loads a model."""
-    from vllm.model_executor.model_loader import base_loader
+        Args:
+            model: The same.
+            fix: What to do about it.
 
-    initialize, process = base_loader.initialize_model, base_loader.process_weights_after_loading
-    if hasattr(process, "__wrapped__") and hasattr(process, "rl_watched"):
-        return
+        Raises:
+            CapabilityError: Names the parameters that were rearranged after loading, and what else
+                was made of weights.
+        """
+        self.look_again(model)
+        for paths, what in (
+            (self.rearranged, "rearranges the weights of this model after loading"),
+            (self.derived, "keeps something besides that it made of the weights"),
+        ):
+            if paths:
+                more = f" and {len(paths) - _FEW} more" if len(paths) > _FEW else ""
+                raise CapabilityError(
+                    f"{self._engine}'s {type(model).__name__} takes no refit: {self._engine} "
+                    f"{what}, and a refit would leave that as it was: "
+                    f"{', '.join(paths[:_FEW])}{more}",
+                    fix=fix,
+                    capability="refit",
+                )
 
-    @functools.wraps(initialize)
-    def watched_initialize(*args: Any, **kwargs: Any) -> nn.Module:
-        model: nn.Module = initialize(*args, **kwargs)
-        _watched[model] = Loading(model)
-        return model
-
-    @functools.wraps(process)
-    def watched_process(model: nn.Module, *args: Any, **kwargs: Any) -> None:
-        loading = _watched.get(model)
-        if loading is not None:
-            loading.loaded(model)
-        process(model, *args, **kwargs)
-        if loading is not None:
-            loading.finished(model)
-
-    watched_process.rl_watched = True  # type: ignore[attr-defined]
-    base_loader.initialize_model = watched_initialize
-    base_loader.process_weights_after_loading = watched_process
-
-
-def check_derived(model: nn.Module) -> None:
-    """Makes sure that vLLM computes with what its loader wrote, where it wrote it.
-
-    Raises:
-        CapabilityError: Names the parameters that were rearranged after loading, and what else was
-            made of weights.
-    """
-    loading = _watched.get(model)
-    if loading is None:
-        raise CapabilityError(
-            f"nobody saw how vLLM loaded its {type(model).__name__}, so that what it made of the "
-            "weights is not known",
-            fix="report it to rl-vllm, with the name of the model; without refits set "
-            "vllm_cfg.refit to False",
-            capability="refit",
-        )
-    loading.look_again(model)
-    for paths, what in (
-        (loading.rearranged, "rearranges the weights of this model after loading"),
-        (loading.derived, "keeps something besides that it made of the weights"),
-    ):
-        if paths:
-            more = f" and {len(paths) - _FEW} more" if len(paths) > _FEW else ""
-            raise CapabilityError(
-                f"vLLM's {type(model).__name__} takes no refit: vLLM {what}, and a refit would "
-                f"leave that as it was: {', '.join(paths[:_FEW])}{more}",
-                fix="use a model without such layers; on CUDA, experts that run in Triton "
-                '(vllm_cfg.engine_args["moe_backend"]="triton") are left as they are; without '
-                "refits set vllm_cfg.refit to False",
-                capability="refit",
-            )
+    def _fingerprints(self, model: nn.Module) -> dict[str, Any]:
+        """All numbers that the modules of a model hold besides parameters and views of these."""
+        storages = {p.untyped_storage().data_ptr() for _, p in _parameters(model) if p.numel()}
+        found: dict[str, Any] = {}
+        for path, value in _held(model, self._skipped):
+            if isinstance(value, torch.Tensor):
+                if value.is_meta or not value.numel():
+                    continue
+                if value.layout is torch.strided and value.untyped_storage().data_ptr() in storages:
+                    continue
+                found[path] = (value.dtype, tuple(value.shape), _digest(value))
+            elif isinstance(value, np.ndarray):
+                found[path] = (value.dtype, value.shape, value.tobytes())
+            else:
+                found[path] = repr(value)
+        return found
 
 
 def _parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     return model.named_parameters(remove_duplicate=False)
 
 
-def _fingerprints(model: nn.Module) -> dict[str, Any]:
-    """All numbers that the modules of a model hold besides parameters and views of these."""
-    storages = {p.untyped_storage().data_ptr() for _, p in _parameters(model) if p.numel()}
-    found: dict[str, Any] = {}
-    for path, value in _held(model):
-        if isinstance(value, torch.Tensor):
-            if value.is_meta or not value.numel():
-                continue
-            if value.layout is torch.strided and value.untyped_storage().data_ptr() in storages:
-                continue
-            found[path] = (value.dtype, tuple(value.shape), _digest(value))
-        elif isinstance(value, np.ndarray):
-            found[path] = (value.dtype, value.shape, value.tobytes())
-        else:
-            found[path] = repr(value)
-    return found
-
-
-def _held(model: nn.Module) -> Iterator[tuple[str, torch.Tensor | np.ndarray[Any, Any] | float]]:
+def _held(
+    model: nn.Module, skipped: Collection[str]
+) -> Iterator[tuple[str, torch.Tensor | np.ndarray[Any, Any] | float]]:
     """Tensors, arrays and floats that modules hold, also through other objects, with their paths.
 
     Each object is looked into once, where it is found first.
@@ -197,7 +165,7 @@ def _held(model: nn.Module) -> Iterator[tuple[str, torch.Tensor | np.ndarray[Any
     for name, module in modules.items():
         stack: list[tuple[str, Any]] = [
             (path, value)
-            for path, value in _members(name, module)
+            for path, value in _members(name, module, skipped)
             if path.rpartition(".")[2] not in _LISTED
         ]
         while stack:
@@ -211,10 +179,10 @@ def _held(model: nn.Module) -> Iterator[tuple[str, torch.Tensor | np.ndarray[Any
             if isinstance(value, torch.Tensor | np.ndarray):
                 yield path, value
             else:
-                stack.extend(_members(path, value))
+                stack.extend(_members(path, value, skipped))
 
 
-def _members(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+def _members(path: str, value: Any, skipped: Collection[str]) -> Iterator[tuple[str, Any]]:
     """What an object holds; of a class, what a function could have left there."""
     if isinstance(value, types.FunctionType):
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
@@ -236,7 +204,7 @@ def _members(path: str, value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, type):
         return
     for name, one in list(getattr(value, "__dict__", {}).items()):
-        if name not in _SKIPPED or not isinstance(value, nn.Module):
+        if name not in skipped or not isinstance(value, nn.Module):
             yield (f"{path}.{name}" if path else name), one
     for cls in type(value).__mro__:
         for name in _slots(cls):

@@ -10,13 +10,12 @@ import torch
 from torch import nn
 
 from rl_core.errors import CapabilityError
-from rl_vllm import derived
-from rl_vllm.derived import Loading, check_derived
+from rl_hosting.derived import Loading
 
 
 @dataclass
 class Kernel:
-    """As the ``quant_method`` or ``impl`` of a vLLM layer."""
+    """As the ``quant_method`` or ``impl`` of an engine's layer."""
 
     scale: object = None
 
@@ -38,10 +37,10 @@ class Layer(nn.Module):
 
 
 def loaded(hook) -> tuple[nn.Module, Loading]:
-    """A model of one layer whose loading was watched, with what vLLM's hooks would do."""
+    """A model of one layer whose loading was watched, with what an engine's hooks would do."""
     torch.manual_seed(0)
     model = nn.Sequential(Layer())
-    loading = Loading(model)
+    loading = Loading(model, "the engine", {"packed"})
     for parameter in model.parameters():
         parameter.normal_()
     loading.loaded(model)
@@ -102,7 +101,7 @@ def follow(layer: Layer) -> None:
 ALLOWED = {
     "nothing": lambda layer: None,
     "views of a parameter": follow,
-    "packed weights that are packed again": lambda layer: setattr(layer, "cpu_linear", copy(layer)),
+    "packed weights that are packed again": lambda layer: setattr(layer, "packed", copy(layer)),
     "the same in a wider dtype": lambda layer: setattr(layer.bias, "data", layer.bias.double()),
     "a table that was there before": lambda layer: setattr(layer, "eps", 1e-6),
 }
@@ -138,11 +137,10 @@ def test_a_copy_that_a_layer_makes_while_it_computes_is_found_and_memory_to_work
     assert loading.derived == ["0.impl.scale['turned']"]
 
 
-def test_the_error_names_module_and_attribute_and_the_way_out(monkeypatch):
+def test_the_error_names_module_and_attribute_and_the_way_out():
     model, loading = loaded(MADE["a dataclass"])
-    with pytest.raises(CapabilityError, match="nobody saw"):
-        check_derived(model)
-    monkeypatch.setitem(derived._watched, model, loading)
-    with pytest.raises(CapabilityError, match=r"0\.impl\.scale\n") as caught:
-        check_derived(model)
-    assert "vllm_cfg.refit" in caught.value.fix
+    with pytest.raises(
+        CapabilityError, match=r"the engine's Sequential.*0\.impl\.scale\n"
+    ) as caught:
+        loading.check(model, fix="use another")
+    assert caught.value.fix == "use another"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,8 +13,11 @@ from torch import nn
 
 from rl_core.errors import CapabilityError
 from rl_core.interfaces import TensorSpec
-from rl_hosting.regions import Region, regions_of
-from rl_vllm.weights import EngineWeights
+from rl_hosting import regions
+from rl_hosting.regions import Region
+from rl_hosting.weights import LoadedWeights
+
+regions_of = partial(regions.regions_of, without_refits="build it without")
 
 
 def spec(name: str, *shape: int) -> TensorSpec:
@@ -116,7 +119,7 @@ class Transposing(nn.Module):
 
 
 def test_a_loader_that_cannot_be_followed_is_named():
-    with pytest.raises(CapabilityError, match="turned: vLLM lays"):
+    with pytest.raises(CapabilityError, match="turned: the engine lays"):
         regions_of(Transposing(), [spec("turned", 2, 3)], torch.float32)
 
 
@@ -191,10 +194,10 @@ def test_a_parameter_that_a_loader_makes_anew_stays_and_is_the_target():
     assert weight.tolist() == [[1, 1], [0, 1], [2, 3]]
 
 
-def test_what_vllm_would_round_is_refused():
+def test_what_an_engine_would_round_is_refused():
     model = One(lambda model, tensor: model.weight.data.copy_(tensor))
     model.weight.data = model.weight.data.to(torch.bfloat16)
-    with pytest.raises(CapabilityError, match=r"w: vLLM keeps it in torch\.bfloat16"):
+    with pytest.raises(CapabilityError, match=r"w: the engine keeps it in torch\.bfloat16"):
         regions_of(model, [spec("w", 3, 2)], torch.float32)
     assert regions_of(model, [spec("w", 3, 2)], torch.bfloat16)["w"]
 
@@ -205,9 +208,8 @@ def test_a_region_takes_only_its_part():
     assert region.target.tolist() == [[5, 6], [9, 0]]
 
 
-def test_what_vllm_keeps_wider_than_the_model_is_read_in_the_dtype_of_the_model():
-    parallel = SimpleNamespace(world_size=1)
-    weights = EngineWeights(SimpleNamespace(vllm_config=SimpleNamespace(parallel_config=parallel)))
+def test_what_an_engine_keeps_wider_than_the_model_is_read_in_the_dtype_of_the_model():
+    weights = LoadedWeights(nn.Module(), torch.bfloat16, workers=1, without_refits="")
     kept = torch.tensor([[0.5, -2.0, 3.0]])  # float32: kernels for AMX take biases so
     vars(weights)["specs"] = [TensorSpec("bias", (3,), "bfloat16")]
     vars(weights)["regions"] = {"bias": [Region(kept, 3, 0, 0)]}

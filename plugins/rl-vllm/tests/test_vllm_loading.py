@@ -1,0 +1,25 @@
+"""What vLLM makes of weights is refused with the way out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from rl_core.errors import CapabilityError
+from rl_hosting.derived import Loading
+from rl_vllm import loading
+
+
+def test_a_model_that_was_not_watched_and_one_that_keeps_more_are_refused(monkeypatch):
+    model = nn.Linear(2, 2)
+    with pytest.raises(CapabilityError, match="nobody saw how vLLM loaded its Linear"):
+        loading.check_derived(model)
+    seen = Loading(model, "vLLM")
+    seen.loaded(model)
+    model.kept = torch.ones(2)
+    seen.finished(model)
+    monkeypatch.setitem(loading._watched, model, seen)
+    with pytest.raises(CapabilityError, match=r"vLLM keeps something .*: kept\n") as caught:
+        loading.check_derived(model)
+    assert "vllm_cfg.refit" in caught.value.fix
