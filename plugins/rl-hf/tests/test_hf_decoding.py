@@ -387,3 +387,33 @@ def test_a_short_call_does_not_wait_for_a_long_one(tiny: Callable[..., Path]):
         engine.submit(rows_of(prompts((4,), budgets=(3,)), GREEDY, 1))
         done = [one.row for _ in range(5) for one in engine.collect()]
         assert done == [1]
+
+
+# -- memory that runs out -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("most", [0, 1, 2, 5])
+def test_rows_that_memory_has_no_room_for_wait_and_those_it_never_has_fail_alone(
+    tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, most: int
+):
+    reserve = SlotDecoder.reserve
+
+    def reserve_some(decoder: SlotDecoder, slots: int, limit: int) -> None:
+        if slots > most or limit > 100:
+            raise torch.OutOfMemoryError(f"{slots} slots of {limit}")
+        reserve(decoder, slots, limit)
+
+    batch = prompts()
+    expected = run(DecodingEngine(load(tiny())), batch, GREEDY)
+    engine = DecodingEngine(load(tiny()))
+    monkeypatch.setattr(SlotDecoder, "reserve", reserve_some)
+    engine.submit(rows_of(batch, GREEDY))
+    found = []
+    while len(found) < len(batch):
+        found += engine.collect()
+    failed = {one.key for one in found if isinstance(one, FailedRow)}
+    too_long = {row for row, length in enumerate(LENGTHS) if length + 12 > 100}
+    assert failed == (too_long if most else set(range(len(batch))))
+    done = sorted((one for one in found if isinstance(one, Completion)), key=lambda one: one.row)
+    assert_same(done, [one for one in expected if one.row not in failed])
+    assert not engine._batches

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import subprocess
+import sys
+import textwrap
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -268,3 +271,26 @@ def test_sleep_gives_back_the_weights_memory(
     assert allocated() < 0.1 * resident
     backend.prepare_for_generation()
     assert torch.equal(backend.generate(data, greedy=True)["output_ids"], before["output_ids"])
+
+
+def test_a_process_that_ends_while_it_decodes_ends_well(tiny):
+    code = f"""
+        import threading, time, torch
+        from rl_core.batch import BatchedDataDict
+        from rl_hf import HuggingFaceGeneration
+        config = {{"model_name": {str(tiny())!r}, "max_new_tokens": 200, "eos_token_id": []}}
+        engine = HuggingFaceGeneration(**config)
+        engine.prepare_for_generation()
+        ids = torch.full((4, 3), 5)
+        data = BatchedDataDict({{"input_ids": ids, "input_lengths": torch.full((4,), 3)}})
+        def calls():
+            while True:
+                engine.generate(data)
+        for _ in range(3):
+            threading.Thread(target=calls, daemon=True).start()
+        time.sleep(1.0)
+    """
+    ended = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -11,7 +12,7 @@ import transformers
 from rl_conformance.models import FAMILIES
 from rl_conformance.oracle import Oracle
 from rl_core.batch import BatchedDataDict
-from rl_core.errors import CapabilityError, ConfigError, DataError, LifecycleError
+from rl_core.errors import CapabilityError, ConfigError, DataError, DeadlineError, LifecycleError
 from rl_hf.policy import HuggingFacePolicy
 from rl_losses import NLLLossFn
 
@@ -215,6 +216,23 @@ def test_generated_logprobs_are_the_policys_own(tiny):
     made = out["logprobs"] != 0
     assert made.any()
     torch.testing.assert_close(scores[made], out["logprobs"][made], atol=1e-4, rtol=0)
+
+
+def test_after_a_call_that_took_too_long_the_model_is_the_policys_again(tiny):
+    generation = {"max_new_tokens": 10_000, "eos_token_id": [], "call_deadline_s": 0.3}
+    policy = HuggingFacePolicy(str(tiny(max_position_embeddings=20_000)), generation=generation)
+    expected = HuggingFacePolicy(str(tiny(max_position_embeddings=20_000))).get_logprobs(batch())
+    policy.model.train()
+    with pytest.raises(DeadlineError, match=r"0\.3 s"):
+        policy.generate(batch())
+    assert policy.model.training
+    # Nothing computes with it any more.
+    seen = []
+    handle = policy.model.register_forward_pre_hook(lambda *_: seen.append(1))
+    time.sleep(0.3)
+    handle.remove()
+    assert not seen
+    assert torch.equal(policy.get_logprobs(batch())["logprobs"], expected["logprobs"])
 
 
 @pytest.mark.parametrize(

@@ -379,6 +379,7 @@ def test_nothing_outlives_a_driver_that_is_killed(workers, asynchronous, tiny, t
             try:
                 engine = int(driver.stdout.readline())
                 session = processes_of(engine)
+                assert directories_in(temporary)
                 assert len(session) >= workers + asynchronous
                 assert bool(sockets_in(temporary)) == (workers + asynchronous > 1)
                 shared = shared_by(session)
@@ -390,7 +391,7 @@ def test_nothing_outlives_a_driver_that_is_killed(workers, asynchronous, tiny, t
             assert time.monotonic() < end, f"{alive} of {session} live on"
             time.sleep(0.1)
         assert not sockets_in(temporary)
-        assert not list(Path(temporary).glob("rl-vllm-*"))
+        assert not directories_in(temporary)
         assert not [path for path in shared if path.exists()]
 
 
@@ -401,19 +402,20 @@ def test_vllms_sockets_are_private_and_go_with_the_engine(cfg, start, monkeypatc
         engine = start("qwen2", cfg)
         found = sockets_in(temporary)
         assert found
+        assert directories_in(temporary)
         assert {path.parent.stat().st_mode & 0o777 for path in found} == {0o700}
         engine.shutdown()
-        assert not list(Path(temporary).glob("rl-vllm-*"))
+        assert not directories_in(temporary)
 
 
 def test_the_directory_of_a_killed_engine_does_not_wait_for_its_driver(start, monkeypatch):
     with tempfile.TemporaryDirectory(prefix="t") as temporary:
         monkeypatch.setattr(tempfile, "tempdir", temporary)
         engine = start("qwen2")
-        assert list(Path(temporary).glob("rl-vllm-*"))
+        assert directories_in(temporary)
         os.kill(engine.pid, signal.SIGKILL)
         end = time.monotonic() + 20
-        while list(Path(temporary).glob("rl-vllm-*")):
+        while directories_in(temporary):
             assert time.monotonic() < end, "nobody removed it"
             time.sleep(0.1)
 
@@ -430,6 +432,11 @@ def test_the_shared_memory_of_a_killed_engine_is_removed(start):
 
 def sockets_in(directory: str) -> list[Path]:
     return [path for path in Path(directory).rglob("*") if path.is_socket()]
+
+
+def directories_in(directory: str) -> list[Path]:
+    """Those of engines."""
+    return list(Path(directory).glob("rl-engine-*"))
 
 
 def processes_of(session: int) -> list[int]:

@@ -17,6 +17,7 @@ from vllm import EngineArgs, SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
+from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -52,6 +53,8 @@ _ON_CPU: dict[str, Any] = {
     # After a part of a prompt vLLM winds the row's generator back, which CPU generators cannot.
     "enable_chunked_prefill": False,
 }
+#: vLLM's rows and tokens of a step are by default those of its class LLM, for throughput.
+_USE = UsageContext.LLM_CLASS
 #: Seconds that a step of the asynchronous engine waits for a row.
 _WAIT_S = 0.05
 #: Characters of vLLM's own words in an error.
@@ -189,7 +192,7 @@ class _SyncEngine(VllmEngine):
     """vLLM's engine, stepped by the host."""
 
     def __init__(self, arguments: dict[str, Any]) -> None:
-        self._llm = LLMEngine.from_engine_args(EngineArgs(**arguments))
+        self._llm = LLMEngine.from_engine_args(EngineArgs(**arguments), usage_context=_USE)
         self.model_config = self._llm.model_config
         self.workers = self._llm.vllm_config.parallel_config.world_size
         self._names: dict[int, str] = {}  # vLLM's own, by the keys of rows
@@ -261,7 +264,7 @@ class _AsyncEngine(VllmEngine):
         self._tasks: dict[int, Any] = {}  # by the keys of rows
 
     async def _make(self, arguments: dict[str, Any]) -> AsyncLLM:
-        return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+        return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), usage_context=_USE)
 
     def _wait(self, work: Coroutine[Any, Any, Any] | Awaitable[Any]) -> Any:
         return asyncio.run_coroutine_threadsafe(_as_coroutine(work), self._loop).result()

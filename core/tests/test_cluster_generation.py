@@ -1,0 +1,145 @@
+"""Rows over replicas: where they go, and that all rows of a call are of one version."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import itertools
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rl_core.backends import ModelFacts
+from rl_core.batch import BatchedDataDict
+from rl_core.cluster.generation import RemoteGeneration
+from rl_core.cluster.sharding import Loads
+from rl_core.errors import WeightsTornError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class Replicas:
+    """A named test double of a group of workers: each answers at its version, and counts rows.
+
+    Args:
+        versions: Of each replica.
+        refit: Called with the number of each call, from 1, before it is answered.
+    """
+
+    def __init__(self, versions: list[int], refit: Callable[[int], None] = lambda _: None) -> None:
+        self.versions = versions
+        self.size = len(versions)
+        self.calls: list[list[int]] = [[] for _ in versions]
+        self._refit = refit
+        self._counter = itertools.count(1)
+
+    def attributes(self, name: str) -> list[Any]:
+        if name == "weights_version":
+            return list(self.versions)
+        return [{"receiver_count": 1, "facts": ModelFacts(0, (1,), 100, 64)}[name]] * self.size
+
+    def submit_generate(self, rank: int, data: BatchedDataDict[Any], greedy: bool) -> Any:
+        done: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        self._refit(next(self._counter))
+        first = data["input_ids"][:, 0]
+        self.calls[rank] += first.tolist()
+        rows = len(first)
+        done.set_result(
+            BatchedDataDict(
+                {
+                    "output_ids": torch.stack([first, first + 50], 1),
+                    "logprobs": torch.zeros(rows, 2),
+                    "generation_lengths": torch.ones(rows, dtype=torch.int64),
+                    "unpadded_sequence_lengths": torch.full((rows,), 2),
+                    "truncated": torch.ones(rows, dtype=torch.bool),
+                    "weights_version": torch.full((rows,), self.versions[rank]),
+                }
+            )
+        )
+        return done
+
+    def wait(self, futures: Any) -> list[Any]:
+        return [future.result(0) for future in futures]
+
+
+def backend(replicas: Replicas) -> RemoteGeneration:
+    made = RemoteGeneration.__new__(RemoteGeneration)
+    made.config = {"max_new_tokens": 1}
+    made._group = replicas  # type: ignore[assignment]
+    made._connect()
+    return made
+
+
+def prompts(*tokens: int) -> BatchedDataDict[Any]:
+    ids = torch.tensor([[token] for token in tokens])
+    return BatchedDataDict({"input_ids": ids, "input_lengths": torch.ones(len(tokens)).long()})
+
+
+def test_rows_that_a_refit_overtook_are_generated_anew():
+    def refit(call: int) -> None:
+        if call == 2:  # between the first replica's rows and the second's
+            replicas.versions[:] = [8, 8]
+
+    replicas = Replicas([7, 7], refit)
+    output = backend(replicas).generate(prompts(2, 3, 4, 5))
+    assert output["weights_version"].tolist() == [8] * 4
+    assert output["output_ids"].tolist() == [[2, 52], [3, 53], [4, 54], [5, 55]]
+    again = sorted(itertools.chain(*replicas.calls))
+    assert len(again) == 6  # two of four were of version 7
+
+
+def test_a_call_waits_for_a_refit_that_has_not_reached_all_replicas(monkeypatch):
+    replicas = Replicas([7, 8])
+    looks = []
+
+    def attributes(name: str) -> list[Any]:
+        if name == "weights_version":
+            looks.append(list(replicas.versions))
+            if len(looks) == 4:
+                replicas.versions[0] = 8
+        return Replicas.attributes(replicas, name)
+
+    monkeypatch.setattr(replicas, "attributes", attributes)
+    output = backend(replicas).generate(prompts(2, 3))
+    assert output["weights_version"].tolist() == [8, 8]
+    assert len(looks) >= 4
+
+
+def test_replicas_that_go_on_to_differ_do_not_serve(monkeypatch):
+    monkeypatch.setattr("rl_core.cluster.generation._SETTLE_S", 0.1)
+    with pytest.raises(WeightsTornError, match="different weights"):
+        backend(Replicas([7, 8])).generate(prompts(2, 3))
+
+
+def test_a_single_row_goes_to_the_replica_with_the_least_to_do():
+    replicas = Replicas([1, 1, 1])
+    generation = backend(replicas)
+    held = generation._loads.assign([100])  # a long call that goes on
+    for token in range(10, 16):
+        generation.generate(prompts(token))
+    [busy] = held
+    assert replicas.calls[busy] == []
+
+
+@given(
+    parts=st.integers(1, 5),
+    calls=st.lists(st.lists(st.integers(1, 40), max_size=12), min_size=1, max_size=8),
+)
+def test_loads_differ_by_no_more_than_one_item_and_end_at_nothing(
+    parts: int, calls: list[list[int]]
+) -> None:
+    loads = Loads(parts)
+    given_out = []
+    for sizes in calls:
+        shards = loads.assign(sizes)
+        assert sorted(itertools.chain(*shards.values())) == list(range(len(sizes)))
+        given_out.append((shards, sizes))
+        assert max(loads._loads) - min(loads._loads) <= 40
+    for shards, sizes in given_out:
+        for part, items in shards.items():
+            for item in items:
+                loads.release(part, sizes[item])
+    assert loads._loads == [0] * parts
