@@ -44,6 +44,9 @@ _KEPT, _LOG = 1 << 16, 32 << 20
 #: Bytes of a block of a file, as stat counts them.
 _BLOCK = 512
 _PR_SET_CHILD_SUBREAPER = 36
+#: With the length kept, as the kernel wants it.
+_PUNCH_HOLE = 3
+_libc = ctypes.CDLL(None)
 
 
 class _Child:
@@ -72,10 +75,12 @@ class _Child:
     def trim(self) -> None:
         """Keeps an engine that prints without end from filling the disk."""
         found = os.fstat(self.log)
-        if found.st_blocks * _BLOCK > _LOG:  # of what was cut off, the file still has the length
-            tail = os.pread(self.log, _KEPT, found.st_size - _KEPT)
-            os.ftruncate(self.log, 0)
-            os.pwrite(self.log, tail, found.st_size - len(tail))
+        if (
+            found.st_blocks * _BLOCK > _LOG
+        ):  # the file keeps its length, and whoever writes its place
+            begin, length = ctypes.c_longlong(0), ctypes.c_longlong(found.st_size - _KEPT)
+            if _libc.fallocate(self.log, _PUNCH_HOLE, begin, length):
+                os.ftruncate(self.log, 0)
 
     def close(self) -> None:
         """Closes its descriptors."""
@@ -227,7 +232,7 @@ def main() -> None:
     except psutil.NoSuchProcess:
         return
     # What an engine's processes leave becomes ours.
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     with socket.socket(fileno=int(end)) as control:
         _preload(modules)
         forked = _Server(control, driver).serve()

@@ -158,7 +158,7 @@ class HostedGeneration(GenerationBackend):
     sleep_level = 1
     #: Seconds without a sign of life after which an engine that decodes counts as hung.
     silence_s = 300.0
-    #: Seconds for calls that wake, sleep or reset.
+    #: Seconds for calls that wake, sleep, reset or look.
     answer_s = 120.0
 
     def __init__(
@@ -263,6 +263,7 @@ class HostedGeneration(GenerationBackend):
         self._workers = WorkerReceivers(
             self._process,
             count=self.receiver_count,
+            answer_s=self.answer_s,
             lock=lock,
             busy=lambda: self._rows.busy,
             on_commit=self._on_commit,

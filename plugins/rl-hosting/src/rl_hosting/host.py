@@ -159,26 +159,26 @@ class Host:
         self._channel.send(encode(Progress()), _SEND_S)  # it has not hung
 
     def _step(self) -> None:
+        now = time.monotonic()
         try:
             done = [one for one in self.engine.step() if self._is_ours(one)]
+            if not done:
+                if now - self._spoke < _ALIVE_S:
+                    return
+                made, self._made = self._made, self.engine.tokens_made()
+                if made == self._made:
+                    return
             frame = encode(Progress(done))
         except Exception as error:
             self._fail(as_plain(error, self.name))
             return
         self._rows -= {one.key for one in done}
-        now = time.monotonic()
-        if not done and now - self._spoke > _ALIVE_S:
-            made, self._made = self._made, self.engine.tokens_made()
-            if made == self._made:
-                return
-        elif not done:
-            return
         self._channel.send(frame, _SEND_S)
         self._spoke = now
 
-    def _is_ours(self, done: Done) -> bool:
+    def _is_ours(self, done: Any) -> bool:
         """Whether it is of a row that is in the engine; others were taken back."""
-        if not isinstance(done, Done) or done.key > self._newest:
+        if not isinstance(done, Done) or done.key not in range(self._newest + 1):
             raise PluginError(
                 f"{self.name}: step ended {done!r:.200}, which is of no row that it was given",
                 fix="report it to the backend's author: a Done's key is the row's",

@@ -45,8 +45,8 @@ __all__ = ["EngineProcess"]
 
 #: Seconds for an engine to end by itself.
 _GRACE_S = 20.0
-#: Seconds for a killed one to be gone, with all that it left.
-_KILLED_S = 5.0
+#: Seconds for one that owes an answer, and for a killed one to be gone with all that it left.
+_LATE_S, _KILLED_S = 1.0, 5.0
 #: Seconds for one that closed its socket to be gone.
 _STATUS_S = 2.0
 #: Seconds for an engine's process to take a frame; a thread of its own reads there.
@@ -225,7 +225,8 @@ class EngineProcess:
 
     def close(self) -> None:
         """Ends the process and everything it started. Idempotent."""
-        self._end(_GRACE_S, lambda: "was closed")
+        grace_s = _LATE_S if self._inbox.owed else _GRACE_S
+        self._end(grace_s, lambda: "was closed")
         self._log.close()
 
     def _end(self, grace_s: float, why: Callable[[], str]) -> None:
@@ -363,12 +364,14 @@ class _Inbox:
     Attributes:
         hello: The first message.
         ended: Nothing comes any more.
+        owed: Numbers of replies that did not come in time.
         nonsense: Why nothing is read any more, if what came was no message.
     """
 
     def __init__(self) -> None:
         self.hello: concurrent.futures.Future[Hello] = concurrent.futures.Future()
         self.ended = False
+        self.owed: set[int] = set()
         self.nonsense: RLError | None = None
         self._guard = threading.Lock()
         self._answers: dict[int, concurrent.futures.Future[Reply]] = {}
@@ -387,6 +390,8 @@ class _Inbox:
         finally:
             with self._guard:
                 del self._answers[number]
+                if not answer.done():
+                    self.owed.add(number)
 
     def next_progress(self, timeout_s: float) -> Progress | None:
         with suppress(queue.Empty):
@@ -427,6 +432,7 @@ class _Inbox:
         elif isinstance(message, Reply):
             with self._guard:
                 answer = self._answers.get(message.number)
+                self.owed.discard(message.number)
             if answer is not None and not answer.done():  # otherwise nobody waits any more
                 answer.set_result(message)
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import threading
 import time
 from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
@@ -39,10 +40,8 @@ __all__ = ["WorkerReceivers"]
 _SLICE_S = 0.25
 #: Seconds between two questions to one that decodes rows, which it does not while it answers.
 _PAUSE_S = 0.02
-#: Seconds that a call may take beyond what it waits for.
-_GRACE_S = 60.0
 #: Seconds beyond a refit's deadline in which the workers tell that they kept it.
-_TELL_S = 5.0
+_TELL_S = 3.0
 
 
 class WorkerReceivers:
@@ -51,6 +50,7 @@ class WorkerReceivers:
     Args:
         process: Of the engine.
         count: Workers, each with an answer to every call.
+        answer_s: Seconds for an answer to what waits for nothing.
         lock: Held while the engine generates.
         busy: Whether it does.
         on_commit: Called with a new version before it serves; drops caches.
@@ -62,6 +62,7 @@ class WorkerReceivers:
         process: EngineProcess,
         *,
         count: int,
+        answer_s: float,
         lock: TurnLock,
         busy: Callable[[], bool],
         on_commit: Callable[[int], None],
@@ -72,12 +73,13 @@ class WorkerReceivers:
         self.name = process.name
         self._process = process
         self._count = count
+        self._answer_s = answer_s
         self._lock = lock
         self._busy = busy
         self._on_commit = on_commit
         self._wake = wake
         self._prepared = False
-        self._closed = False
+        self._closed = threading.Event()
 
     def check(self) -> None:
         """See :meth:`RefitReceiver.check`."""
@@ -167,7 +169,7 @@ class WorkerReceivers:
 
     def close(self) -> None:
         """Ends a refit that waits. Idempotent."""
-        self._closed = True
+        self._closed.set()
 
     def _receive(self, how: dict[str, Any]) -> dict[str, Any]:
         end, key = time.monotonic() + how["deadline_s"], secrets.token_hex(8)
@@ -191,12 +193,12 @@ class WorkerReceivers:
         Generation waits from the moment at which a worker asks for it until ``held`` ends.
         """
         asked = False
-        while not self._closed:
+        while not self._closed.is_set():
             left, busy = max(0.0, end - time.monotonic()), self._busy()
             try:
                 states = self._ask("done", left + _TELL_S, key=key, wait_s=0 if busy else _SLICE_S)
             except WorkerDiedError as died:
-                raise (self._aborted() if self._closed else died) from None
+                raise (self._aborted() if self._closed.is_set() else died) from None
             if all(state["done"] for state in states):
                 if errors := [from_plain(s["error"]) for s in states if s.get("error")]:
                     raise min(errors, key=_is_consequence)
@@ -242,7 +244,7 @@ class WorkerReceivers:
         self.torn = any(state["torn"] for state in states) or len(versions) > 1
         self.version = min(versions)
 
-    def _ask(self, method: str, /, timeout_s: float = _GRACE_S, **arguments: Any) -> list[Any]:
+    def _ask(self, method: str, /, timeout_s: float | None = None, **arguments: Any) -> list[Any]:
         """Every worker's answer.
 
         Raises:
@@ -251,7 +253,7 @@ class WorkerReceivers:
         """
         frame = encode(Request(method, arguments))
         try:
-            found = self._process.call("refit", timeout_s, call=frame)
+            found = self._process.call("refit", timeout_s or self._answer_s, call=frame)
             answers = [decode(answer, type=Reply) for answer in found]
             if len(answers) != self._count:
                 raise ValueError(f"{len(answers)} answers of {self._count} workers")
