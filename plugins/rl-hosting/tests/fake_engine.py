@@ -62,6 +62,7 @@ def leave_things() -> None:
         global kept
         kept = mmap.mmap(file.fileno(), 4096)
     time.sleep(1.2)  # so that it is seen
+    hang()
 
 
 def channel() -> Any:

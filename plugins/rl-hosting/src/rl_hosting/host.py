@@ -41,6 +41,8 @@ SOCKETS = "RL_HOSTING_SOCKETS"
 PARENT_POLL_S = 0.5
 #: Seconds for the parent to do what it does when the driver is gone.
 _PARENT_S = 2.0
+#: Seconds between a driver's last socket and its end.
+_SETTLE_S = 0.05
 #: Seconds between two signs of life while rows are decoded.
 _ALIVE_S = 1.0
 #: Seconds for a driver to take a frame.
@@ -213,20 +215,21 @@ class Host:
         return self.engine.reset_caches()
 
 
-def end_with(driver: psutil.Process, sockets: str) -> None:
+def _is_gone(driver: psutil.Process) -> bool:
+    with suppress(psutil.Error):
+        return not driver.is_running() or driver.status() == psutil.STATUS_ZOMBIE
+    return True
+
+
+def _end_with(driver: psutil.Process, sockets: str) -> threading.Thread:
     """Ends this process, and all that it started, when its driver or its parent is gone.
 
     The parent does so, too, unless it is stopped or was killed.
     """
     parent = os.getppid()
 
-    def gone() -> bool:
-        with suppress(psutil.Error):
-            return not driver.is_running() or driver.status() == psutil.STATUS_ZOMBIE
-        return True
-
     def look() -> None:
-        while os.getppid() == parent and not gone():
+        while os.getppid() == parent and not _is_gone(driver):
             time.sleep(PARENT_POLL_S)
         try:
             if os.getppid() == parent:
@@ -236,13 +239,15 @@ def end_with(driver: psutil.Process, sockets: str) -> None:
         finally:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    threading.Thread(target=look, name="end-with-driver", daemon=True).start()
+    thread = threading.Thread(target=look, name="end-with-driver", daemon=True)
+    thread.start()
+    return thread
 
 
 def run_host(descriptor: int, driver: psutil.Process, engine: str) -> None:
     """Answers what comes over a socket, until it is closed or the driver is gone; then ends."""
     host = Host(Channel(socket.socket(fileno=descriptor)), engine)
-    end_with(driver, os.environ[SOCKETS])
+    end = _end_with(driver, os.environ[SOCKETS])
     status = 1
     try:
         host.serve()
@@ -251,4 +256,7 @@ def run_host(descriptor: int, driver: psutil.Process, engine: str) -> None:
         traceback.print_exc()
     atexit._run_exitfuncs()
     sys.stdout.flush()
+    time.sleep(_SETTLE_S)
+    if _is_gone(driver):
+        end.join()
     os._exit(status)  # with an engine imported, an interpreter takes seconds to clear its modules
