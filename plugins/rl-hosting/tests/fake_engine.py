@@ -133,7 +133,7 @@ class FakeEngine(Engine):
         [done, *_] = ended
         return {
             "twice": [done, done],
-            "gone": [*(Done(key) for key in self.cancelled), done],
+            "gone": [*(Done(key) for key in self.cancelled[: -len(ended)]), done],
             "unknown": [Done(1 << 40)],
             "negative": [Done(-1)],
             "text": ["done"],

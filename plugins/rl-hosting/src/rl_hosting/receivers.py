@@ -182,6 +182,8 @@ class WorkerReceivers:
                 self._commit()
             except BaseException as error:
                 self._look(error)
+                if self._closed.is_set() and isinstance(error, WorkerDiedError):
+                    raise self._aborted() from None
                 raise
         return {**states[0]["result"], "name": self.name}
 
@@ -191,18 +193,26 @@ class WorkerReceivers:
         """The workers' states when all are done; the deadline is theirs to keep.
 
         Generation waits from the moment at which a worker asks for it until ``held`` ends.
+
+        Raises:
+            DeadlineError: A worker did not keep it.
+            RefitAborted: The engine is shut down.
         """
         asked = False
         while not self._closed.is_set():
             left, busy = max(0.0, end - time.monotonic()), self._busy()
-            try:
-                states = self._ask("done", left + _TELL_S, key=key, wait_s=0 if busy else _SLICE_S)
-            except WorkerDiedError as died:
-                raise (self._aborted() if self._closed.is_set() else died) from None
+            states = self._ask("done", left + _TELL_S, key=key, wait_s=0 if busy else _SLICE_S)
             if all(state["done"] for state in states):
                 if errors := [from_plain(s["error"]) for s in states if s.get("error")]:
                     raise min(errors, key=_is_consequence)
                 return states
+            if time.monotonic() > end + _TELL_S:
+                late = [rank for rank, state in enumerate(states) if not state["done"]]
+                raise DeadlineError(
+                    f"{self.name}: the refit did not end in its deadline in workers {late}",
+                    fix="find out what their sinks wait for; the engine may have to be ended",
+                    workers=late,
+                )
             if held and not asked and any(state.get("wants_lock") for state in states):
                 held.enter_context(self._generation_waits(left))
                 asked = True

@@ -163,7 +163,13 @@ def failure(error: BaseException, name: str, number: int = 0) -> Reply:
 
 def raised(reply: Reply | Done | Progress) -> WorkerError | None:
     """The error that a message carries."""
-    return None if reply.error is None else from_plain(reply.error)
+    try:
+        return None if reply.error is None else from_plain(reply.error)
+    except (TypeError, ValueError):
+        return WorkerError(
+            f"the engine failed with an error that is none: {reply.error!r:.200}",
+            fix="report it to the backend's author: rl_core.cluster.remote_error makes them",
+        )
 
 
 class Channel:
