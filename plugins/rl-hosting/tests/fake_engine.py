@@ -1,129 +1,192 @@
-"""A named test double: an engine without a model, and the backend in front of it.
+"""A named test double: an engine without a model, which can be made to misbehave at any moment.
 
 A row continues its last token t with t+1, t+2, ..., one token a step; a step takes ``pause``
-seconds. Tokens do things: 900 raises, 901 makes the row fail, 902 ends the process, 903 stops it,
-904 never ends. Its one weight is added to every log-prob.
+seconds. The first tokens of some rows do things, see below; and ``{"fake": {"acts": {moment: act}}}``
+does something whenever a method is called, or ``from_call`` on.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+import subprocess
+import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from rl_core.cluster.remote_error import as_plain
 from rl_core.errors import DataError
-from rl_core.interfaces import TensorSpec, WeightSink
 from rl_hosting.engine import Engine
-from rl_hosting.generation import HostedGeneration
-from rl_hosting.wire import Done
-from rl_hosting.worker import WorkerRefits
+from rl_hosting.wire import Channel, Done, Reply, encode
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from rl_hosting.wire import Prompt
 
+#: First tokens: the engine raises, the row fails, the process exits or is stopped, it never ends.
 RAISES, FAILS, EXITS, STOPS, ENDLESS = range(900, 905)
-SIZE = 64
 
 
-class Sink(WeightSink):
-    def __init__(self, weights: torch.Tensor) -> None:
-        self.weights = weights
+def on_fire() -> None:
+    raise OSError("the fake engine is on fire")
 
-    def specs(self) -> Sequence[TensorSpec]:
-        return [TensorSpec("w", (SIZE,), "float32", role="parameter")]
 
-    def write(self, name: str, offset: int, data: torch.Tensor, *, of: TensorSpec) -> None:
-        self.weights[offset : offset + len(data)] = data
+def interrupted() -> None:
+    raise KeyboardInterrupt
 
-    def read(self, names: Any) -> Any:
-        return ((name, self.weights) for name in names)
+
+def hang() -> None:
+    while True:
+        time.sleep(1)
+
+
+def babble() -> None:
+    while True:
+        os.write(1, b"bla bla\n" * 1000)
+
+
+def leave_things() -> None:
+    """A child that holds all descriptors, a daemon in a session of its own, and shared memory."""
+    if not os.fork():
+        hang()
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+    if not os.fork():
+        os.setsid()
+        hang()
+    with open(f"/dev/shm/rl-fake-{os.getpid()}", "w+b") as file:
+        file.truncate(4096)
+        import mmap
+
+        global kept
+        kept = mmap.mmap(file.fileno(), 4096)
+    time.sleep(1.2)  # so that it is seen
+    hang()
+
+
+def channel() -> Any:
+    return next(found for found in gc.get_objects() if isinstance(found, Channel))
+
+
+def say(data: bytes) -> None:
+    channel()._end.sendall(data)
+
+
+ACTS: dict[str, Callable[[], Any]] = {
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "hang": hang,
+    "babble": babble,
+    "raise": on_fire,
+    "exit": lambda: sys.exit(3),
+    "interrupt": interrupted,
+    "leave": leave_things,
+    "deaf": lambda: (channel()._end.shutdown(2), hang()),
+}
 
 
 class FakeEngine(Engine):
     def __init__(self, config: Mapping[str, Any]) -> None:
-        fake = config.get("fake", {})
+        self.fake: dict[str, Any] = config.get("fake", {})
+        self.calls: dict[str, int] = {}
         print("the fake engine starts", flush=True)
-        if fake.get("refuses"):
+        self.act("start")
+        if self.fake.get("refuses"):
             raise DataError("it does not like you", fix="be nicer")
-        self.pause = fake.get("pause", 0.0)
-        self.weights = torch.zeros(SIZE)
-        workers = fake.get("workers", 1)
-        self.refits = [
-            WorkerRefits(lambda: Sink(self.weights), f"fake worker {rank}")
-            for rank in range(workers)
-        ]
         self.rows: dict[int, tuple[Prompt, int]] = {}
-        self.steps = 0
-        self.facts = {
-            "pad_token_id": 0,
-            "eos_token_ids": [1],
-            "vocab_size": 1000,
-            "max_model_len": 10_000,
-            "workers": workers,
-            "pid": os.getpid(),
-        }
+        self.cancelled: list[int] = []
+        facts = {"pad_token_id": 0, "eos_token_ids": [1], "vocab_size": 1000}
+        self.facts = {**facts, "max_model_len": 10_000, "pid": os.getpid()}
+        self.facts |= self.fake.get("facts", {})
+        if "unspeakable" in self.fake:
+            self.facts["engine"] = self
 
     @classmethod
     def start(cls, config: Mapping[str, Any]) -> FakeEngine:
         return cls(config)
 
+    def act(self, moment: str) -> None:
+        self.calls[moment] = self.calls.get(moment, 0) + 1
+        act = self.fake.get("acts", {}).get(moment)
+        if self.calls[moment] < self.fake.get("from_call", {}).get(moment, 1):
+            return
+        if isinstance(act, bytes):
+            say(act)
+        elif act:
+            ACTS[act]()
+
     def submit(self, prompts: Sequence[Prompt]) -> None:
+        self.act("submit")
         self.rows |= {prompt.key: (prompt, 0) for prompt in prompts}
 
-    def step(self) -> list[Done]:
-        time.sleep(self.pause)
-        self.steps += 1
-        ended = []
-        for key, (prompt, count) in list(self.rows.items()):
-            first = prompt.token_ids[0]
-            if first == RAISES:
-                raise OSError("the fake engine is on fire")
-            if first == FAILS:
-                error = DataError(f"row {prompt.index} is bad", row=prompt.index)
-                ended.append(Done(key, error=as_plain(error, "fake")))
-            elif first == EXITS:
-                print("last words", flush=True)
-                os._exit(7)
-            elif first == STOPS:
-                os.kill(os.getpid(), signal.SIGSTOP)
-            elif first != ENDLESS and count + 1 == prompt.budget:
-                new = [(prompt.token_ids[-1] + i) % 1000 for i in range(1, prompt.budget + 1)]
-                ended.append(Done(key, new, [-1.0 - float(self.weights[0])] * len(new), True))
-            self.rows[key] = prompt, count + 1
+    def step(self) -> list[Any]:
+        self.act("step")
+        time.sleep(self.fake.get("pause", 0.0))
+        ended = [done for key in list(self.rows) if (done := self.advance(key))]
         for done in ended:
             del self.rows[done.key]
-        return ended
+            self.cancelled.append(done.key)
+        wrong = self.fake.get("wrong")
+        if not wrong or not ended:
+            return ended
+        [done, *_] = ended
+        return {
+            "twice": [done, done],
+            "gone": [*(Done(key) for key in self.cancelled[: -len(ended)]), done],
+            "unknown": [Done(1 << 40)],
+            "negative": [Done(-1)],
+            "text": ["done"],
+            "none": None,
+            "object": [Done(done.key, [object()])],  # type: ignore[list-item]
+            "words": [Done(done.key, ["a"], [-1.0])],  # type: ignore[list-item]
+            "short": [Done(done.key, done.token_ids, [])],
+            "long": [Done(done.key, done.token_ids * 9, done.logprobs * 9)],
+            "broken": [Done(done.key, error=["?"])],
+        }[wrong]
+
+    def advance(self, key: int) -> Done | None:
+        prompt, count = self.rows[key]
+        first = prompt.token_ids[0]
+        self.rows[key] = prompt, count + 1
+        if first == RAISES:
+            on_fire()
+        elif first == FAILS:
+            error = DataError(f"row {prompt.index} is bad", row=prompt.index)
+            return Done(key, error=as_plain(error, "fake"))
+        elif first == EXITS:
+            print("last words")
+            os._exit(7)
+        elif first == STOPS:
+            ACTS["stop"]()
+        elif first != ENDLESS and count + 1 == prompt.budget:
+            new = [(prompt.token_ids[-1] + i) % 1000 for i in range(1, prompt.budget + 1)]
+            return Done(key, new, [self.logprob()] * len(new), True)
+        return None
+
+    def logprob(self) -> float:
+        return -1.0
 
     def cancel(self, keys: Collection[int]) -> None:
+        self.act("cancel")
+        self.cancelled += keys
         for key in keys:
             self.rows.pop(key, None)
 
-    def tokens_made(self) -> int:
-        return self.steps
-
     def call_workers(self, frame: bytes) -> list[bytes]:
-        return [refits.answer_frame(frame) for refits in self.refits]
+        self.act("call_workers")
+        return [encode(Reply())]
+
+    def wake(self, tags: Sequence[str]) -> None:
+        self.act("wake")
+
+    def sleep(self, tags: Sequence[str], level: int) -> None:
+        self.act("sleep")
+
+    def reset_caches(self) -> bool:
+        self.act("reset_caches")
+        return True
 
     def shutdown(self) -> None:
+        self.act("shutdown")
         print("the fake engine ends", flush=True)
-
-
-class FakeGeneration(HostedGeneration):
-    def __init__(self, **config: Any) -> None:
-        hosting = config.pop("hosting", {})
-        here = os.path.dirname(__file__)
-        path = os.pathsep.join([here, *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
-        super().__init__(
-            {"max_new_tokens": 4, **config},
-            engine="fake_engine:FakeEngine",
-            name="the fake engine",
-            environment={**os.environ, "PYTHONPATH": path},
-            **hosting,
-        )
-        self.prepare_for_generation()

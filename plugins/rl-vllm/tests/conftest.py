@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from rl_conformance.models import make_tiny_model
-from rl_hosting.forkserver import ForkServer
+from rl_hosting.forking import ForkServer
 from rl_hosting.host import SOCKETS as HOST_SOCKETS
 from rl_vllm.environment import PRELOAD, SOCKETS, engine_environment
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, Self
 
@@ -45,8 +46,11 @@ class Engine(ABC):
         """Forgets rows, some of which may have ended."""
 
     def tokens_made(self) -> int:
-        """A number that moves while the engine works on rows, as a sign of life."""
-        return 0
+        """A number that moves while the engine works on rows, as a sign of life.
+
+        By default a step that returns is one.
+        """
+        return time.monotonic_ns()
 
     @abstractmethod
     def call_workers(self, frame: bytes) -> list[bytes]:

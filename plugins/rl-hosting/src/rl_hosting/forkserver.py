@@ -1,9 +1,12 @@
-"""Engines' processes that are forked from one that has the engine imported.
+"""The process beside a driver that forks its engines and ends what they leave.
 
-Importing an engine can take some ten seconds, starting it with a small model two. So the first
-engine of a driver starts ``python -m rl_hosting.forkserver FD PARENT MODULE...``, which imports and
-then forks a process for every engine that asks, until the last one with the same environment is
-closed.
+``python -m rl_hosting.forkserver FD DRIVER MODULE...`` imports some modules and forks a process for
+every engine that is asked for, until the last one with the same environment is closed. Importing an
+engine can take some ten seconds, starting it with a small model two: only the first engine waits.
+
+It is the parent of every engine, and of whatever an engine's processes leave when they end. So it
+alone can tell of what an engine ended, kill what is left in time, and do both when the driver is
+killed while the engine is stopped.
 
 A process with threads cannot be forked: the server runs no torch operation and has one OpenMP
 thread; the number that was wanted is set in the forked process. Nor can one that has used a GPU.
@@ -11,267 +14,203 @@ thread; the number that was wanted is set in the forked process. Nor can one tha
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import importlib
 import json
 import os
-import select
 import selectors
-import shutil
 import signal
 import socket
-import subprocess
 import sys
-import threading
+import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from rl_core.errors import WorkerDiedError
+import psutil
+
 from rl_hosting.host import PARENT_POLL_S, SOCKETS, run_host
+from rl_hosting.leftovers import SharedMemory, end_session, kill
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
-__all__ = ["Forked", "ForkServer", "main"]
+__all__ = ["MESSAGE", "main"]
 
-#: Variables that a forked process may have of its own, besides that of its engine's sockets: torch
-#: sets the second while it is used, and pytest the third for each test.
-_PER_PROCESS = ("OMP_NUM_THREADS", "TORCHINDUCTOR_CACHE_DIR", "PYTEST_CURRENT_TEST", SOCKETS)
-_MESSAGE = 1 << 16
-#: Seconds for the server to import an engine on a busy machine, and to answer.
-_ANSWER_S = 300.0
+#: Bytes of a request, which is one message.
+MESSAGE = 1 << 16
+#: Bytes of a log that are kept when it has grown to the second.
+_KEPT, _LOG = 1 << 16, 32 << 20
+#: Bytes of a block of a file, as stat counts them.
+_BLOCK = 512
+_PR_SET_CHILD_SUBREAPER = 36
+#: With the length kept, as the kernel wants it.
+_PUNCH_HOLE = 3
+_libc = ctypes.CDLL(None)
 
 
-class Forked:
-    """A forked process, with the part of :class:`subprocess.Popen` that is needed.
+class _Child:
+    """An engine that was forked.
 
     Args:
-        pid: Of the process.
-        status: Where the server writes the exit status.
+        pid: Of its process.
+        status: Where the driver reads what becomes of it.
+        log: What it prints to.
+        sockets: The directory of its sockets.
     """
 
-    def __init__(self, pid: int, status: int) -> None:
+    def __init__(self, pid: int, status: int, log: int, sockets: str) -> None:
         self.pid = pid
-        self.returncode: int | None = None
-        self._status = status
+        self.status = status
+        self.log = log
+        self.sockets = sockets
+        self.ended = os.pidfd_open(pid)
+        self.memory = SharedMemory(pid)
+        self.tell(str(pid))
 
-    def poll(self) -> int | None:
-        """The exit status, negative for a signal, or None while it runs."""
-        with suppress(subprocess.TimeoutExpired):
-            return self.wait(0.0)
+    def tell(self, what: str) -> None:
+        """Writes a line for the driver."""
+        _tell(self.status, what)
+
+    def trim(self) -> None:
+        """Keeps an engine that prints without end from filling the disk."""
+        found = os.fstat(self.log)
+        if (
+            found.st_blocks * _BLOCK > _LOG
+        ):  # the file keeps its length, and whoever writes its place
+            begin, length = ctypes.c_longlong(0), ctypes.c_longlong(found.st_size - _KEPT)
+            if _libc.fallocate(self.log, _PUNCH_HOLE, begin, length):
+                os.ftruncate(self.log, 0)
+
+    def close(self) -> None:
+        """Closes its descriptors."""
+        for descriptor in (self.ended, self.status, self.log):
+            os.close(descriptor)
+
+
+class _Server:
+    """Forks, and reaps.
+
+    Args:
+        control: Where requests come from.
+        driver: Its process.
+    """
+
+    def __init__(self, control: socket.socket, driver: psutil.Process) -> None:
+        self._control = control
+        self._driver = driver
+        self._children: dict[int, _Child] = {}
+        self._selector = selectors.PollSelector()  # epoll would be shared by what is forked
+        self._selector.register(control, selectors.EVENT_READ)
+
+    def serve(self) -> tuple[dict[str, Any], int, int] | None:
+        """Until the driver is gone; in a forked process, what it was told, its socket and log."""
+        looked, seen = 0.0, set[str]()
+        while os.getppid() == self._driver.pid:
+            for key, _ in self._selector.select(PARENT_POLL_S):
+                if key.data is not None:
+                    self._reap(key.data)
+                    continue
+                message, descriptors, _, _ = socket.recv_fds(self._control, MESSAGE, 3)
+                if not message:
+                    self._end()
+                    return None
+                if forked := self._fork(json.loads(message), *descriptors):
+                    return forked
+            if time.monotonic() - looked < PARENT_POLL_S:
+                continue
+            looked, before, seen = time.monotonic(), seen, set(_named_memory())
+            for child in self._children.values():
+                child.trim()
+                if seen - before:
+                    child.memory.look()
+            self._reap_orphans()
+        self._end()
         return None
 
-    def wait(self, timeout: float) -> int:
-        """The exit status.
-
-        Raises:
-            subprocess.TimeoutExpired: It still runs.
-        """
-        if self.returncode is None:
-            ready = select.poll()  # select would not take high descriptors
-            ready.register(self._status, select.POLLIN)
-            if not ready.poll(timeout * 1e3):
-                raise subprocess.TimeoutExpired(["rl_hosting.forkserver"], timeout)
-            # A server that was killed says nothing; what it forked ends with it.
-            self.returncode = int(os.read(self._status, _MESSAGE) or -signal.SIGKILL)
-            os.close(self._status)
-        return self.returncode
-
-    def kill(self) -> None:
-        """Kills it, if it still runs."""
-        if self.poll() is None:
-            with suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGKILL)
-
-
-class ForkServer:
-    """The server, seen from the driver. Use :meth:`obtain` and :meth:`release`.
-
-    Args:
-        environment: Of the server and of all that it forks.
-        log: Where the server and the first process print, or None for this process's output.
-        python: Its interpreter.
-        preload: Modules that it imports.
-    """
-
-    _servers: dict[str, ForkServer] = {}  # noqa: RUF012 - one per environment and process
-    _turn = threading.RLock()  # a finalizer may release while its thread obtains
-
-    def __init__(
-        self, environment: Mapping[str, str], log: int | None, python: str, preload: Sequence[str]
-    ) -> None:
-        self.users = 0
-        self._owner = os.getpid()
-        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._control.settimeout(_ANSWER_S)
-        with theirs:
-            self._process = subprocess.Popen(  # noqa: S603 - our own module
-                [python, "-m", __name__, str(theirs.fileno()), str(self._owner), *preload],
-                env={**environment, "OMP_NUM_THREADS": "1"},
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-
-    @classmethod
-    def obtain(
-        cls,
-        environment: Mapping[str, str],
-        log: int | None,
-        python: str,
-        preload: Sequence[str],
-    ) -> ForkServer:
-        """The server for an environment, which is started if there is none; then release it."""
-        common = sorted(_common(environment).items())
-        key = json.dumps([os.getpid(), log is None, python, list(preload), common])
-        with cls._turn:
-            server = cls._servers.get(key)
-            if server is None or server._process.poll() is not None:
-                server = cls._servers[key] = cls(_common(environment), log, python, preload)
-            server.users += 1
-            return server
-
-    def release(self) -> None:
-        """Gives it up; with its last user it ends."""
-        with self._turn:
-            self.users -= 1
-            if self.users or os.getpid() != self._owner:
-                return
-            for key in [key for key, server in self._servers.items() if server is self]:
-                del self._servers[key]
-        self._control.close()
+    def _fork(
+        self, told: dict[str, Any], end: int, status: int, log: int
+    ) -> tuple[dict[str, Any], int, int] | None:
         try:
-            self._process.wait(PARENT_POLL_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-
-    def fork(
-        self, end: int, log: int | None, environment: Mapping[str, str], engine: str
-    ) -> Forked:
-        """A new process that answers the calls of a socket.
-
-        Args:
-            end: The process's end.
-            log: Where it prints, or None for where the server does.
-            environment: Of the process.
-            engine: ``"module:Class"``.
-
-        Raises:
-            WorkerDiedError: The server is gone.
-        """
-        message = json.dumps({"environment": _own(environment), "engine": engine}).encode()
-        status, theirs = os.pipe()
-        try:
-            with self._turn:
-                descriptors = [end, theirs, *([] if log is None else [log])]
-                socket.send_fds(self._control, [message], descriptors)
-                answer = self._control.recv(_MESSAGE)
-            if not answer.isdigit():
-                raise OSError(answer.decode() or "it ended")
-        except OSError as error:
-            os.close(status)
-            raise WorkerDiedError(
-                f"the process {self._process.pid}, which imports the engine, did not fork: {error}",
-                fix="look at what it prints with verbose",
-            ) from error
-        finally:
-            os.close(theirs)
-        return Forked(int(answer), status)
-
-
-def _own(environment: Mapping[str, str]) -> dict[str, str]:
-    """What a forked process has of its own; the engine may know its sockets by another name."""
-    sockets = environment[SOCKETS]
-    return {n: v for n, v in environment.items() if n in _PER_PROCESS or v == sockets}
-
-
-def _common(environment: Mapping[str, str]) -> dict[str, str]:
-    own = _own(environment)
-    return {name: value for name, value in environment.items() if name not in own}
-
-
-# -- the server's own process ----------------------------------------------------------------------
-
-
-class _Children:
-    """The processes that were forked, where each one's exit status is to go, and its sockets."""
-
-    def __init__(self) -> None:
-        self.selector = selectors.PollSelector()  # epoll would be shared by what is forked
-
-    def add(self, pid: int, status: int, sockets: str) -> None:
-        self.selector.register(os.pidfd_open(pid), selectors.EVENT_READ, (pid, status, sockets))
-
-    def reap(self, key: selectors.SelectorKey) -> None:
-        pid, status, sockets = key.data
-        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        shutil.rmtree(sockets, ignore_errors=True)  # it was killed, and the driver may be, too
-        with suppress(BrokenPipeError):
-            os.write(status, str(code).encode())
-        self._forget(key)
-
-    def forget_all(self) -> None:
-        """In a forked process: they are not its own."""
-        for key in list(self.selector.get_map().values()):
-            if key.data is not None:
-                self._forget(key)
-        self.selector.close()
-
-    def _forget(self, key: selectors.SelectorKey) -> None:
-        self.selector.unregister(key.fileobj)
-        os.close(key.fd)
-        os.close(key.data[1])
-
-
-def _serve(control: socket.socket, parent: int) -> tuple[dict[str, Any], list[int]] | None:
-    """Forks until the driver is gone; in a forked process, what that was told."""
-    children = _Children()
-    children.selector.register(control, selectors.EVENT_READ)
-    while os.getppid() == parent:
-        for key, _ in children.selector.select(PARENT_POLL_S):
-            if key.data is not None:
-                children.reap(key)
-                continue
-            message, descriptors, _, _ = socket.recv_fds(control, _MESSAGE, 3)
-            if not message:
-                return None
-            try:
-                pid = os.fork()
-            except OSError as error:  # others live on
-                for descriptor in descriptors:
-                    os.close(descriptor)
-                control.send(f"fork: {error}".encode())
-                continue
-            if pid == 0:
-                children.forget_all()
-                os.close(descriptors.pop(1))
-                return json.loads(message), descriptors
-            sockets = json.loads(message)["environment"][SOCKETS]
-            children.add(pid, descriptors.pop(1), sockets)
-            for descriptor in descriptors:
+            pid = os.fork()
+        except OSError as error:  # others live on
+            _tell(status, f"fork: {error}")
+            for descriptor in (end, status, log):
                 os.close(descriptor)
-            control.send(str(pid).encode())
-    return None
+            return None
+        if pid == 0:
+            os.setsid()
+            for other in self._children.values():
+                other.close()
+            self._selector.close()
+            os.close(status)
+            return told, end, log
+        os.close(end)
+        child = self._children[pid] = _Child(pid, status, log, told["environment"][SOCKETS])
+        self._selector.register(child.ended, selectors.EVENT_READ, child)
+        return None
+
+    def _reap(self, child: _Child) -> None:
+        """Ends what a process left while it is a zombie, so that nobody else has its number."""
+        end_session(child.pid, child.sockets, child.memory)
+        del self._children[child.pid]
+        self._reap_orphans(child)
+        code = os.waitstatus_to_exitcode(os.waitpid(child.pid, 0)[1])
+        self._selector.unregister(child.ended)
+        child.tell(str(code))
+        child.close()
+
+    def _reap_orphans(self, ended: _Child | None = None) -> None:
+        """Reaps what engines left, and kills what left the session of one that has ended.
+
+        It is known by the directory in its environment, or by there being no other engine.
+        """
+        for orphan in psutil.Process().children():
+            with suppress(psutil.Error):
+                if orphan.pid in self._children or (ended and orphan.pid == ended.pid):
+                    continue
+                if orphan.status() == psutil.STATUS_ZOMBIE:
+                    orphan.wait(0)
+                elif ended and (not self._children or ended.sockets in orphan.environ().values()):
+                    kill([orphan, *orphan.children(recursive=True)])
+
+    def _end(self) -> None:
+        """Kills everything."""
+        for child in list(self._children.values()):
+            child.memory.look()
+            with suppress(ProcessLookupError):
+                os.kill(child.pid, signal.SIGKILL)
+            os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+            self._reap(child)
 
 
-def _become_engine(told: dict[str, Any], descriptors: list[int], parent: int) -> None:
+def _named_memory() -> list[str]:
+    with suppress(OSError):
+        return os.listdir("/dev/shm")  # noqa: S108 - where Linux shows it
+    return []
+
+
+def _tell(status: int, what: str) -> None:
+    with suppress(BrokenPipeError):  # nobody wants to know
+        os.write(status, f"{what}\n".encode())
+
+
+def _become_engine(told: dict[str, Any], end: int, log: int, driver: psutil.Process) -> None:
     """In a forked process."""
-    import torch
-
-    os.setsid()
-    end, *logs = descriptors
+    os.dup2(log, sys.stdout.fileno())
+    os.dup2(log, sys.stderr.fileno())
+    os.close(log)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     own = told["environment"]
-    for log in logs:
-        os.dup2(log, sys.stdout.fileno())
-        os.dup2(log, sys.stderr.fileno())
-        os.close(log)
+    os.environ.pop("OMP_NUM_THREADS", None)  # the server's
     os.environ.update(own)
-    if "OMP_NUM_THREADS" in own:
-        torch.set_num_threads(int(own["OMP_NUM_THREADS"].split(",")[0]))
-    run_host(end, parent, told["engine"])
+    if "torch" in sys.modules:
+        import torch
+
+        cores = len(os.sched_getaffinity(0))
+        torch.set_num_threads(int((own.get("OMP_NUM_THREADS") or str(cores)).split(",")[0]))
+    run_host(end, driver, told["engine"])
 
 
 def _preload(modules: Sequence[str]) -> None:
@@ -288,13 +227,17 @@ def _preload(modules: Sequence[str]) -> None:
 def main() -> None:
     """The server."""
     end, parent, *modules = sys.argv[1:]
-    server = os.getpid()
+    try:
+        driver = psutil.Process(int(parent))
+    except psutil.NoSuchProcess:
+        return
+    # What an engine's processes leave becomes ours.
+    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     with socket.socket(fileno=int(end)) as control:
         _preload(modules)
-        forked = _serve(control, int(parent))
+        forked = _Server(control, driver).serve()
     if forked is not None:
-        told, descriptors = forked
-        _become_engine(told, descriptors, server)
+        _become_engine(*forked, driver)
 
 
 if __name__ == "__main__":

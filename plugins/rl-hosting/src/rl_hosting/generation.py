@@ -4,33 +4,42 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from contextlib import aclosing, suppress
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
 
 from rl_core.backends import Completion, FailedRow, GenerationBackend, ModelFacts, RowEngine
-from rl_core.errors import DeadlineError, PluginError
+from rl_core.errors import PluginError, RLError, WorkerDiedError
+from rl_hosting.host import SOCKETS
 from rl_hosting.process import EngineProcess
 from rl_hosting.receivers import WorkerReceivers
 from rl_hosting.remote_sink import RemoteSink
 from rl_hosting.wire import Prompt, Sampling, raised
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 
     from rl_core.backends import Row
     from rl_core.backends.receivers import Receiver
-    from rl_core.interfaces import WeightSink
+    from rl_core.batch import BatchedDataDict
+    from rl_core.interfaces import GenerationOutputSpec, WeightSink
     from rl_core.refit.turns import TurnLock
 
 __all__ = ["HostedGeneration", "HostedRows"]
 
-#: Seconds without a sign of life after which an engine that decodes counts as hung.
-SILENCE_S = 300.0
-#: Seconds for calls that wake, sleep or reset.
-_CALL_S = 120.0
 #: Seconds for which a service waits for rows before it looks at what else there is.
 _COLLECT_S = 0.2
 #: Engines take seeds of 63 bits.
 _SEEDS = (1 << 63) - 1
+
+
+class _Facts(msgspec.Struct):
+    pad_token_id: int
+    eos_token_ids: list[int]
+    vocab_size: int
+    max_model_len: int
+    workers: Annotated[int, msgspec.Meta(ge=1)] = 1
 
 
 class HostedRows(RowEngine):
@@ -38,12 +47,15 @@ class HostedRows(RowEngine):
 
     Args:
         process: Of the engine.
+        silence_s: Asks for the seconds without a sign of life after which it counts as hung.
     """
 
-    def __init__(self, process: EngineProcess) -> None:
+    def __init__(self, process: EngineProcess, silence_s: Callable[[], float]) -> None:
         self._process = process
+        self._silence_s = silence_s
         self._rows: set[int] = set()
-        self._heard = 0.0
+        self._newest = -1
+        self._silent: float | None = None  # since when, if it should say something
 
     @property
     def busy(self) -> bool:
@@ -52,9 +64,10 @@ class HostedRows(RowEngine):
 
     def submit(self, rows: Sequence[Row]) -> None:
         """See :meth:`RowEngine.submit`."""
-        if not self._rows:
-            self._heard = time.monotonic()
+        if self._silent is None:
+            self._silent = time.monotonic()
         self._rows |= {row.key for row in rows}
+        self._newest = max({self._newest} | self._rows)
         self._process.submit(
             [
                 Prompt(
@@ -81,25 +94,22 @@ class HostedRows(RowEngine):
         """Waits for rows that ended.
 
         Raises:
-            DeadlineError: The engine gave no sign of life for minutes; it is ended.
-            WorkerDiedError: Its process is gone.
+            WorkerDiedError: Its process is gone, or gave no sign of life and was ended.
             WorkerError: It failed, and lost all rows in it.
+            PluginError: It ended a row that it was never given; it was ended.
         """
         progress = self._process.progress(_COLLECT_S)
         now = time.monotonic()
         if progress is None:
-            if self._rows and now - self._heard > SILENCE_S:
-                self._process.close()  # it hangs: nothing more can be asked of it
-                raise DeadlineError(
-                    f"{self._process.name} decodes and gave no sign of life for "
-                    f"{now - self._heard:.0f} s; its process was ended",
-                    fix="look at the engine's log (verbose), and build a new backend",
-                    seconds=SILENCE_S,
+            if self._silent is not None and now - self._silent > self._silence_s():
+                raise self._process.given_up(
+                    f"decodes and gave no sign of life for {now - self._silent:.0f} s"
                 )
             return []
-        self._heard = now
         ended: list[Completion | FailedRow] = []
         for done in progress.rows:
+            if done.key > self._newest:
+                raise self._process.given_up(f"ended row {done.key}, which it was never given")
             if done.key not in self._rows:  # it was taken back
                 continue
             self._rows.discard(done.key)
@@ -107,12 +117,14 @@ class HostedRows(RowEngine):
                 ended.append(FailedRow(done.key, self._process.logged(error)))
             else:
                 ended.append(Completion(done.key, done.token_ids, done.logprobs, done.truncated))
+        self._silent = now if self._rows else None
         return ended
 
     def cancel(self, keys: Collection[int]) -> None:
         """See :meth:`RowEngine.cancel`."""
         self._rows.difference_update(keys)
-        self._process.cancel(keys)
+        with suppress(WorkerDiedError):  # with all rows
+            self._process.cancel(keys)
 
     def interrupt(self) -> None:
         """See :meth:`RowEngine.interrupt`."""
@@ -132,10 +144,22 @@ class HostedGeneration(GenerationBackend):
         preload: See :class:`~rl_hosting.process.EngineProcess`.
         sockets: Likewise.
         start_timeout_s: Seconds for it to load the model.
+
+    Raises:
+        ConfigError: The interpreter does not run.
+        IncompatiblePluginError: Another release of rl-hosting or rl-core is installed there.
+        WorkerError: The engine refused the configuration; an instance of what it raised, too.
+        WorkerDiedError: Its process ended.
+        DeadlineError: It did not start in time.
+        PluginError: Its facts are none.
     """
 
     #: What ``on_sleep`` asks for; an engine may know several ways to sleep.
     sleep_level = 1
+    #: Seconds without a sign of life after which an engine that decodes counts as hung.
+    silence_s = 300.0
+    #: Seconds for calls that wake, sleep, reset or look.
+    answer_s = 120.0
 
     def __init__(
         self,
@@ -146,28 +170,35 @@ class HostedGeneration(GenerationBackend):
         environment: Mapping[str, str],
         python: str = sys.executable,
         verbose: bool = False,
-        preload: Sequence[str] | None = None,
-        sockets: str = "",
+        preload: Sequence[str] = (),
+        sockets: str = SOCKETS,
         start_timeout_s: float = 600.0,
     ) -> None:
-        named = {"sockets": sockets} if sockets else {}
         self._process = EngineProcess(
-            name, engine, environment, python=python, verbose=verbose, preload=preload, **named
+            name,
+            engine,
+            environment,
+            python=python,
+            verbose=verbose,
+            preload=preload,
+            sockets=sockets,
         )
-        self._rows = HostedRows(self._process)
+        self._rows = HostedRows(self._process, lambda: self.silence_s)
         try:
             self.engine_facts: dict[str, Any] = self._process.start(config, start_timeout_s)
-            self.receiver_count = int(self.engine_facts.get("workers", 1))
-            super().__init__(
-                config,
-                ModelFacts(
-                    self.engine_facts["pad_token_id"],
-                    tuple(self.engine_facts["eos_token_ids"]),
-                    self.engine_facts["vocab_size"],
-                    self.engine_facts["max_model_len"],
-                ),
-            )
-        except BaseException:
+            try:
+                facts = msgspec.convert(self.engine_facts, _Facts)
+            except msgspec.ValidationError as error:
+                raise PluginError(
+                    f"{name} has no such facts as a driver needs: {error}",
+                    fix="report it to the backend's author; rl_hosting.Engine says what they are",
+                ) from error
+            self.receiver_count = facts.workers
+            model = facts.pad_token_id, tuple(facts.eos_token_ids), facts.vocab_size
+            super().__init__(config, ModelFacts(*model, facts.max_model_len))
+        except BaseException as error:
+            if isinstance(error, RLError):
+                self._process.logged(error)
             self._process.close()
             raise
 
@@ -180,15 +211,46 @@ class HostedGeneration(GenerationBackend):
         """See :meth:`GenerationBackend.row_engine`."""
         return self._rows
 
+    # -- generation -------------------------------------------------------------------------------
+
+    def generate(
+        self, data: BatchedDataDict[Any], greedy: bool = False
+    ) -> BatchedDataDict[GenerationOutputSpec]:
+        """See :meth:`GenerationBackend.generate`."""
+        with self._process.logging():
+            return super().generate(data, greedy)
+
+    def generate_async(
+        self, data: BatchedDataDict[Any], greedy: bool = False
+    ) -> AsyncIterator[tuple[int, BatchedDataDict[GenerationOutputSpec]]]:
+        """See :meth:`GenerationBackend.generate_async`."""
+        accepted: Any = super().generate_async(data, greedy)  # now, and not when it is read
+
+        async def rows() -> AsyncIterator[tuple[int, BatchedDataDict[GenerationOutputSpec]]]:
+            with self._process.logging():
+                async with aclosing(accepted):
+                    async for row in accepted:
+                        yield row
+
+        return rows()
+
+    def _check_open(self, method: str) -> None:
+        self._process.check_owner()
+        super()._check_open(method)
+
     # -- lifecycle --------------------------------------------------------------------------------
+
+    def shutdown(self) -> bool:
+        """See :meth:`GenerationBackend.shutdown`; in a forked child nothing happens."""
+        return self._process.owned and super().shutdown()
 
     def on_wake(self, tags: frozenset[str]) -> None:
         """See :meth:`GenerationBackend.on_wake`."""
-        self._process.call("wake", _CALL_S, tags=sorted(tags))
+        self._process.call("wake", self.answer_s, tags=sorted(tags))
 
     def on_sleep(self, tags: frozenset[str]) -> None:
         """See :meth:`GenerationBackend.on_sleep`."""
-        self._process.call("sleep", _CALL_S, tags=sorted(tags), level=self.sleep_level)
+        self._process.call("sleep", self.answer_s, tags=sorted(tags), level=self.sleep_level)
 
     def on_shutdown(self) -> None:
         """See :meth:`GenerationBackend.on_shutdown`."""
@@ -199,8 +261,9 @@ class HostedGeneration(GenerationBackend):
     def make_receiver(self, lock: TurnLock) -> Receiver:
         """The receivers in the engine's workers."""
         self._workers = WorkerReceivers(
-            lambda timeout_s, call: self._process.call("refit", timeout_s, call=call),
-            name=self._process.name,
+            self._process,
+            count=self.receiver_count,
+            answer_s=self.answer_s,
             lock=lock,
             busy=lambda: self._rows.busy,
             on_commit=self._on_commit,
@@ -222,7 +285,7 @@ class HostedGeneration(GenerationBackend):
         Raises:
             PluginError: The engine refused.
         """
-        if not self._process.call("reset_caches", _CALL_S):
+        if not self._process.call("reset_caches", self.answer_s):
             raise PluginError(
                 f"{self._process.name} did not forget its prefix cache",
                 fix="wait until nothing is being generated",

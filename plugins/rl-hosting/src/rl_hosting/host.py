@@ -1,7 +1,7 @@
-"""The engine's own process: ``python -m rl_hosting.host FD PARENT MODULE:CLASS``.
+"""The engine's own process, which :mod:`rl_hosting.forkserver` forks.
 
 Answers the requests that come over a socket, between the steps of the engine, until the socket is
-closed. It ends when its parent is gone, however that ended and whatever it is doing: a thread of
+closed. It ends when its driver is gone, however that ended and whatever it is doing: a thread of
 its own looks.
 """
 
@@ -10,35 +10,39 @@ from __future__ import annotations
 import atexit
 import os
 import queue
-import shutil
 import signal
 import socket
 import sys
 import threading
 import time
 import traceback
+from contextlib import suppress
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import psutil
 
 from rl_core.cluster.remote_error import as_plain
-from rl_core.errors import LifecycleError
+from rl_core.errors import LifecycleError, PluginError
 from rl_core.plugins.discovery import load_object
-from rl_hosting.leftovers import SharedMemory
-from rl_hosting.wire import Channel, Hello, Progress, Prompt, Reply, Request, failure
+from rl_hosting.engine import Engine
+from rl_hosting.leftovers import end_session
+from rl_hosting.wire import Channel, Done, Hello, Progress, Prompt, Reply, Request, encode
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from rl_hosting.engine import Engine
-
-__all__ = ["PARENT_POLL_S", "SOCKETS", "Host", "end_with", "main", "run_host"]
+__all__ = ["PARENT_POLL_S", "SOCKETS", "Host", "run_host"]
 
 #: Variable with a directory for the engine's sockets, which is removed with the process.
 SOCKETS = "RL_HOSTING_SOCKETS"
 #: Seconds between two looks at whether the parent is still there.
 PARENT_POLL_S = 0.5
+#: Seconds for the parent to do what it does when the driver is gone.
+_PARENT_S = 2.0
+#: Seconds between a driver's last socket and its end.
+_SETTLE_S = 0.05
 #: Seconds between two signs of life while rows are decoded.
 _ALIVE_S = 1.0
 #: Seconds for a driver to take a frame.
@@ -60,13 +64,13 @@ class Host:
         self._inbox: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
         self._rows: set[int] = set()  # keys of those in the engine
         self._spoke, self._made = 0.0, -1
-        self.shared_memory: SharedMemory | None = None
+        self._newest = -1  # of all keys
         self.name = f"{engine.partition(':')[2]} (pid {os.getpid()})"
 
     def serve(self) -> None:
         """Answers until the socket is closed."""
-        hello = Hello(version("rl-core"), version("rl-hosting"), sys.version, os.getpid())
-        self._channel.send(hello, _SEND_S)
+        hello = Hello(version("rl-core"), version("rl-hosting"), sys.executable)
+        self._channel.send(encode(hello), _SEND_S)
         threading.Thread(target=self._read, name="requests", daemon=True).start()
         try:
             while (request := self._next()) is not None:
@@ -109,14 +113,16 @@ class Host:
             "sleep": self.sleep,
             "reset_caches": self.reset_caches,
         }
+        error = None
         try:
-            reply = Reply(request.number, methods[request.method](**request.arguments))
-        except Exception as error:
-            reply = failure(error, self.name, request.number)
+            frame = encode(Reply(request.number, methods[request.method](**request.arguments)))
+        except Exception as caught:
+            error = as_plain(caught, self.name)
+            frame = encode(Reply(request.number, error=error))
         if request.number:
-            self._channel.send(reply, _SEND_S)
-        elif reply.error is not None:
-            self._fail(reply.error)
+            self._channel.send(frame, _SEND_S)
+        elif error is not None:
+            self._fail(error)
 
     @property
     def engine(self) -> Engine:
@@ -127,9 +133,14 @@ class Host:
 
     def start(self, config: dict[str, Any]) -> dict[str, Any]:
         """Loads the model; the facts of it."""
-        self._engine = load_object(self._reference).start(config)
-        self.shared_memory = SharedMemory(os.getpid())
-        return self.engine.facts
+        engine = load_object(self._reference).start(config)
+        if not isinstance(engine, Engine):
+            raise PluginError(
+                f"{self._reference}.start returned {type(engine).__name__}, no rl_hosting.Engine",
+                fix="report it to the backend's author",
+            )
+        self._engine = engine
+        return engine.facts
 
     # -- rows -------------------------------------------------------------------------------------
 
@@ -139,6 +150,7 @@ class Host:
         if not self._rows:
             self._spoke, self._made = time.monotonic(), -1
         self._rows |= {prompt.key for prompt in prompts}
+        self._newest = max({self._newest} | self._rows)
         self.engine.submit(prompts)
 
     def cancel(self, keys: list[int]) -> None:
@@ -146,23 +158,34 @@ class Host:
         gone = self._rows.intersection(keys)
         self._rows -= gone
         self.engine.cancel(gone)
+        self._channel.send(encode(Progress()), _SEND_S)  # it has not hung
 
     def _step(self) -> None:
+        now = time.monotonic()
         try:
-            done = [one for one in self.engine.step() if one.key in self._rows]
+            done = [one for one in self.engine.step() if self._is_ours(one)]
+            if not done:
+                if now - self._spoke < _ALIVE_S:
+                    return
+                made, self._made = self._made, self.engine.tokens_made()
+                if made == self._made:
+                    return
+            frame = encode(Progress(done))
         except Exception as error:
             self._fail(as_plain(error, self.name))
             return
         self._rows -= {one.key for one in done}
-        now = time.monotonic()
-        if not done and now - self._spoke > _ALIVE_S:
-            made, self._made = self._made, self.engine.tokens_made()
-            if made == self._made:
-                return
-        elif not done:
-            return
-        self._channel.send(Progress(done), _SEND_S)
+        self._channel.send(frame, _SEND_S)
         self._spoke = now
+
+    def _is_ours(self, done: Any) -> bool:
+        """Whether it is of a row that is in the engine; others were taken back."""
+        if not isinstance(done, Done) or done.key not in range(self._newest + 1):
+            raise PluginError(
+                f"{self.name}: step ended {done!r:.200}, which is of no row that it was given",
+                fix="report it to the backend's author: a Done's key is the row's",
+            )
+        return done.key in self._rows
 
     def _fail(self, error: list[Any]) -> None:
         """The rows in the engine are lost; it may do for others."""
@@ -171,7 +194,7 @@ class Host:
             self.engine.cancel(lost)
         except Exception:  # it is as broken as it was; whoever calls next is told
             traceback.print_exc()
-        self._channel.send(Progress(error=error), _SEND_S)
+        self._channel.send(encode(Progress(error=error)), _SEND_S)
 
     # -- all else ---------------------------------------------------------------------------------
 
@@ -192,34 +215,39 @@ class Host:
         return self.engine.reset_caches()
 
 
-def _remove_sockets() -> None:
-    if SOCKETS in os.environ:
-        shutil.rmtree(os.environ[SOCKETS], ignore_errors=True)
+def _is_gone(driver: psutil.Process) -> bool:
+    with suppress(psutil.Error):
+        return not driver.is_running() or driver.status() == psutil.STATUS_ZOMBIE
+    return True
 
 
-def end_with(parent: int, host: Host) -> None:
-    """Ends this process, and all that it started, at once when the parent is gone.
+def _end_with(driver: psutil.Process, sockets: str) -> threading.Thread:
+    """Ends this process, and all that it started, when its driver or its parent is gone.
 
-    The process leads a session of its own, so that its group has no other processes in it.
+    The parent does so, too, unless it is stopped or was killed.
     """
+    parent = os.getppid()
 
     def look() -> None:
-        while os.getppid() == parent:
+        while os.getppid() == parent and not _is_gone(driver):
             time.sleep(PARENT_POLL_S)
         try:
-            _remove_sockets()
-            # An engine that has not even started has nothing from others.
-            (host.shared_memory or SharedMemory(os.getpid())).remove()
+            if os.getppid() == parent:
+                time.sleep(_PARENT_S)
+                os.kill(parent, signal.SIGKILL)
+            end_session(os.getpid(), sockets)
         finally:
-            os.killpg(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGKILL)
 
-    threading.Thread(target=look, name="end-with-parent", daemon=True).start()
+    thread = threading.Thread(target=look, name="end-with-driver", daemon=True)
+    thread.start()
+    return thread
 
 
-def run_host(descriptor: int, parent: int, engine: str) -> None:
-    """Answers what comes over a socket, until it is closed or the parent is gone; then ends."""
+def run_host(descriptor: int, driver: psutil.Process, engine: str) -> None:
+    """Answers what comes over a socket, until it is closed or the driver is gone; then ends."""
     host = Host(Channel(socket.socket(fileno=descriptor)), engine)
-    end_with(parent, host)
+    end = _end_with(driver, os.environ[SOCKETS])
     status = 1
     try:
         host.serve()
@@ -227,16 +255,8 @@ def run_host(descriptor: int, parent: int, engine: str) -> None:
     except BaseException:
         traceback.print_exc()
     atexit._run_exitfuncs()
-    _remove_sockets()
     sys.stdout.flush()
+    time.sleep(_SETTLE_S)
+    if _is_gone(driver):
+        end.join()
     os._exit(status)  # with an engine imported, an interpreter takes seconds to clear its modules
-
-
-def main() -> None:
-    """The process."""
-    descriptor, parent, engine = sys.argv[1:]
-    run_host(int(descriptor), int(parent), engine)
-
-
-if __name__ == "__main__":
-    main()

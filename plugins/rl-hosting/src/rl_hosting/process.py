@@ -7,8 +7,6 @@ import itertools
 import os
 import queue
 import shutil
-import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -16,16 +14,30 @@ import threading
 import time
 import weakref
 from contextlib import contextmanager, suppress
-from typing import IO, TYPE_CHECKING, Any
+from copy import copy
+from importlib.metadata import version
+from socket import socketpair
+from typing import TYPE_CHECKING, Any
 
-from rl_core.errors import DeadlineError, LifecycleError, PluginError, RLError, WorkerDiedError
-from rl_hosting.forkserver import Forked, ForkServer
+from rl_core.errors import (
+    CapabilityError,
+    DeadlineError,
+    IncompatiblePluginError,
+    LifecycleError,
+    PluginError,
+    RefitError,
+    RemoteError,
+    RLError,
+    WorkerDiedError,
+)
+from rl_hosting.forking import Forked, ForkServer
 from rl_hosting.host import SOCKETS
-from rl_hosting.leftovers import SharedMemory
-from rl_hosting.wire import Channel, Hello, Progress, Reply, Request, raised
+from rl_hosting.leftovers import end_session, stopped
+from rl_hosting.log import Log
+from rl_hosting.wire import Channel, Hello, Progress, Reply, Request, encode, raised
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Generator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 
     from rl_hosting.wire import Message, Prompt
 
@@ -33,11 +45,16 @@ __all__ = ["EngineProcess"]
 
 #: Seconds for an engine to end by itself.
 _GRACE_S = 20.0
+#: Seconds for one that owes an answer, and for a killed one to be gone with all that it left.
+_LATE_S, _KILLED_S = 1.0, 5.0
+#: Seconds for one that closed its socket to be gone.
+_STATUS_S = 2.0
 #: Seconds for an engine's process to take a frame; a thread of its own reads there.
 _SEND_S = 60.0
-#: Seconds between two looks at whether the process is there.
-_LOOK_S = 0.2
-_TAIL = 4000
+#: Seconds between two looks at whether the process is there, and whether it is stopped.
+_LOOK_S, _STOPPED_LOOK_S = 0.2, 1.0
+#: Seconds for which it may be stopped while somebody waits for it.
+_STOPPED_S = 2.5
 _LONGEST = 50
 
 
@@ -45,7 +62,7 @@ class EngineProcess:
     """One process that runs :mod:`rl_hosting.host`; it ends with this one, however that ends.
 
     Any thread may call. Everything the engine prints goes to a file without a name, whose end is
-    in ``details["log"]`` of every error, or to this process's output.
+    in ``details["log"]`` of every error.
 
     Args:
         name: How errors call it.
@@ -53,9 +70,12 @@ class EngineProcess:
         environment: All of its variables.
         python: Its interpreter, in which rl-hosting and the engine are installed.
         verbose: Print what the engine prints.
-        preload: Modules that a :class:`~rl_hosting.forkserver.ForkServer` imports, from which the
-            process is then forked. None starts an interpreter for it.
+        preload: Modules that are imported before the process is forked, and once for all engines
+            with this environment. None of them may start threads or use a GPU.
         sockets: A variable that tells the engine where its own sockets go, if there is one.
+
+    Raises:
+        ConfigError: The interpreter does not run.
     """
 
     def __init__(
@@ -66,41 +86,43 @@ class EngineProcess:
         *,
         python: str = sys.executable,
         verbose: bool = False,
-        preload: Sequence[str] | None = None,
+        preload: Sequence[str] = (),
         sockets: str = SOCKETS,
     ) -> None:
+        if not hasattr(os, "pidfd_open"):
+            raise CapabilityError("rl-hosting needs Linux", fix="run it there", capability="host")
         self.name = name
+        self._python = python
         self._owner = os.getpid()
         self._numbers = itertools.count(1)
-        self._log: IO[bytes] | None = None
-        if not verbose:
-            self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
-        log = None if self._log is None else self._log.fileno()
-        ours, theirs = socket.socketpair()
+        self._stopped_since: float | None = None
+        self._looked = 0.0
+        self._ending = threading.Lock()
+        self._why = ""
         directory = _directory(environment.get(sockets) or tempfile.gettempdir())
         environment = {**environment, sockets: directory, SOCKETS: directory}
+        self._log = Log(show=verbose)
+        ours, theirs = socketpair()
         server: ForkServer | None = None
         try:
             with theirs:
-                if preload is not None and hasattr(os, "pidfd_open"):
-                    server = ForkServer.obtain(environment, log, python, preload)
-                    process: subprocess.Popen[bytes] | Forked = server.fork(
-                        theirs.fileno(), log, environment, engine
-                    )
-                else:
-                    process = _started(python, engine, theirs.fileno(), log, environment)
-        except BaseException:
+                server = ForkServer.obtain(environment, self._log.fileno(), python, preload)
+                process = server.fork(theirs.fileno(), self._log.fileno(), environment, engine)
+        except BaseException as error:
             ours.close()
             if server is not None:
                 server.release()
             shutil.rmtree(directory, ignore_errors=True)
+            if isinstance(error, RLError):
+                self.logged(error)
+            self._log.close()
             raise
         self._process = process
         self._channel = Channel(ours)
         self._inbox = _Inbox()
-        self._left: list[SharedMemory] = []
-        self._owned = (process, self._channel, server, directory, self._left, self._owner)
+        self._owned = (process, self._channel, server, directory, self._owner)
         self._finish = weakref.finalize(self, _end, *self._owned, 0.0)
+        weakref.finalize(self, self._log.close)
         threading.Thread(
             target=self._inbox.read, args=(self._channel,), name=f"replies-{name}", daemon=True
         ).start()
@@ -124,13 +146,25 @@ class EngineProcess:
         """
         end = time.monotonic() + timeout_s
         try:
-            self._wait(self._inbox.hello, "start", timeout_s)
+            self._process.begin(timeout_s)
+            self._check(self._wait(self._inbox.hello, "start", end - time.monotonic()))
             return self.call("start", end - time.monotonic(), config=dict(config))
         except PluginError as error:  # of which the log may know more
-            error.message += self._tail()
+            self.logged(error).message += self._last_words()
             raise
-        finally:
-            self._left.append(SharedMemory(self.pid))
+        except RLError as error:
+            self.logged(error)
+            raise
+
+    def _check(self, hello: Hello) -> None:
+        """What one release writes, another may read otherwise."""
+        for name, theirs in (("rl-hosting", hello.hosting), ("rl-core", hello.core)):
+            if theirs != (ours := version(name)):
+                raise IncompatiblePluginError(
+                    f"{self.name}: {hello.python} has {name} {theirs}, this process {ours}",
+                    fix=f"install {name} {ours} there, or {theirs} here",
+                    version=theirs,
+                )
 
     def call(self, method: str, timeout_s: float, **arguments: Any) -> Any:
         """Calls a method of the host.
@@ -154,13 +188,22 @@ class EngineProcess:
             raise self.logged(error)
         return reply.value
 
+    def tell(self, method: str, **arguments: Any) -> None:
+        """Calls a method of the host and waits for nothing.
+
+        Raises:
+            WorkerDiedError: The process is gone.
+            DeadlineError: It takes nothing.
+        """
+        self._send(Request(method, arguments), _SEND_S)
+
     def submit(self, prompts: Sequence[Prompt]) -> None:
         """Gives rows to the engine; what becomes of them is said by :meth:`progress`."""
-        self._send(Request("submit", {"rows": prompts}), _SEND_S)
+        self.tell("submit", rows=prompts)
 
     def cancel(self, keys: Collection[int]) -> None:
         """Takes rows back, of which nothing more is said."""
-        self._send(Request("cancel", {"keys": list(keys)}), _SEND_S)
+        self.tell("cancel", keys=list(keys))
 
     def progress(self, timeout_s: float) -> Progress | None:
         """What ended since the last time; None after the timeout, or if interrupted.
@@ -182,19 +225,37 @@ class EngineProcess:
 
     def close(self) -> None:
         """Ends the process and everything it started. Idempotent."""
-        if self._finish.detach():
-            _end(*self._owned, _GRACE_S)
-            if self._log is not None:
-                self._log.close()
+        grace_s = _LATE_S if self._inbox.owed else _GRACE_S
+        self._end(grace_s, lambda: "was closed")
+        self._log.close()
 
-    def _send(self, request: Request, timeout_s: float) -> None:
-        if os.getpid() != self._owner:
+    def _end(self, grace_s: float, why: Callable[[], str]) -> None:
+        with self._ending:  # whoever comes second waits until it is over
+            self._why = self._why or why()
+            if self._finish.detach():
+                _end(*self._owned, grace_s)
+
+    @property
+    def owned(self) -> bool:
+        """Whether this is the process whose engine it is, and not a forked child."""
+        return os.getpid() == self._owner
+
+    def check_owner(self) -> None:
+        """Makes sure that this is not a forked child, in which nobody reads what the engine says.
+
+        Raises:
+            LifecycleError: It is.
+        """
+        if not self.owned:
             raise LifecycleError(
                 f"{self.name}: this process was forked from {self._owner}, whose engine it is",
                 fix="call it there, or build an engine after the fork",
             )
+
+    def _send(self, request: Request, timeout_s: float) -> None:
+        self.check_owner()
         try:
-            self._channel.send(request, timeout_s)
+            self._channel.send(encode(request), timeout_s)
         except DeadlineError as error:
             raise self._late(request.method, timeout_s) from error
         except OSError as error:
@@ -215,35 +276,61 @@ class EngineProcess:
                 raise self._died() from None
 
     def _alive(self) -> bool:
-        return not self._inbox.ended and self._process.poll() is None
+        if self._inbox.ended or self._process.poll() is not None:
+            return False
+        now, before = time.monotonic(), self._looked
+        if now - before > _STOPPED_LOOK_S:
+            self._looked = now
+            since = self._stopped_since if now - before < _STOPPED_S else None
+            self._stopped_since = (since or now) if stopped(self.pid) else None
+        # One that is continued together with this process has time to do so.
+        since = self._stopped_since
+        return since is None or now - since < _STOPPED_S
 
     def _died(self) -> RLError:
-        """Of what the process ended, or why nobody listens to it any more."""
-        if self._inbox.nonsense is not None:
-            self._process.kill()
-            return self._inbox.nonsense
-        code = None
-        if self._finish.alive:
-            try:
-                code = self._process.wait(_GRACE_S)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-        for memory in self._left:  # now, not when somebody closes what is of no use any more
-            memory.remove()
-        error: RLError = self.logged(
-            WorkerDiedError(
-                f"{self.name}: the engine's process {self.pid} ended, exit status {code}"
-                f"{self._tail()}",
-                fix="build a new backend; with verbose the engine's log is shown",
-                worker=self.name,
-            )
-        )
+        """Of what the process ended, or why it is ended now: it is of no use any more."""
+        self._end(0.0, self._cause)
+        if self._inbox.nonsense is None:
+            error: RLError = self._lost(self._why)
+        else:
+            error = copy(self._inbox.nonsense)  # raising it changes it
+            error.message = f"{self.name}: {error.message}; the process was killed"
+        self.logged(error)
         return error
+
+    def _cause(self) -> str:
+        code = self._process.poll()
+        if code is None and self._stopped_since is not None:
+            return f"is stopped ({', '.join(map(str, stopped(self.pid)))}), and was killed"
+        if code is None and self._inbox.nonsense is None:
+            try:
+                code = self._process.wait(_STATUS_S)
+            except subprocess.TimeoutExpired:
+                return "closed its socket, and was killed"
+        return f"ended, exit status {code}"
+
+    def given_up(self, why: str) -> RLError:
+        """Ends an engine that is of no use any more; the error for whoever waits for it.
+
+        Args:
+            why: What it did.
+        """
+        self._end(0.0, lambda: f"{why}, and was killed")
+        error: RLError = self.logged(self._lost(self._why))
+        return error
+
+    def _lost(self, why: str) -> WorkerDiedError:
+        return WorkerDiedError(
+            f"{self.name}: the engine's process {self.pid} {why}{self._last_words()}",
+            fix="build a new backend; with verbose the engine's log is shown",
+            worker=self.name,
+        )
 
     def _late(self, method: str, seconds: float) -> RLError:
         error: RLError = self.logged(
             DeadlineError(
-                f"{self.name}: {method} was not answered within {seconds:.0f} s{self._tail()}",
+                f"{self.name}: {method} was not answered within {seconds:.0f} s"
+                f"{self._last_words()}",
                 fix="look at the engine's log (verbose), or give it more time",
                 seconds=seconds,
             )
@@ -252,15 +339,20 @@ class EngineProcess:
 
     def logged(self, error: Any) -> Any:
         """An error, with the last log lines of the engine in its details."""
-        error.details.setdefault("log", self._tail())
+        error.details.setdefault("log", self._log.tail())
         return error
 
-    def _tail(self) -> str:
-        if self._log is None or self._log.closed:
-            return ""
-        size = os.fstat(self._log.fileno()).st_size
-        tail = os.pread(self._log.fileno(), _TAIL, max(0, size - _TAIL))
-        text = tail.decode(errors="replace").strip()
+    @contextmanager
+    def logging(self) -> Generator[None]:
+        """Has the errors of a call, whoever raised them, carry the last log lines."""
+        try:
+            yield
+        except (DeadlineError, RemoteError, RefitError, PluginError) as error:
+            self.logged(error)
+            raise
+
+    def _last_words(self) -> str:
+        text = self._log.tail()
         return f"; its last words:\n{text}" if text else ""
 
 
@@ -272,12 +364,14 @@ class _Inbox:
     Attributes:
         hello: The first message.
         ended: Nothing comes any more.
+        owed: Numbers of replies that did not come in time.
         nonsense: Why nothing is read any more, if what came was no message.
     """
 
     def __init__(self) -> None:
         self.hello: concurrent.futures.Future[Hello] = concurrent.futures.Future()
         self.ended = False
+        self.owed: set[int] = set()
         self.nonsense: RLError | None = None
         self._guard = threading.Lock()
         self._answers: dict[int, concurrent.futures.Future[Reply]] = {}
@@ -296,6 +390,8 @@ class _Inbox:
         finally:
             with self._guard:
                 del self._answers[number]
+                if not answer.done():
+                    self.owed.add(number)
 
     def next_progress(self, timeout_s: float) -> Progress | None:
         with suppress(queue.Empty):
@@ -336,22 +432,11 @@ class _Inbox:
         elif isinstance(message, Reply):
             with self._guard:
                 answer = self._answers.get(message.number)
+                self.owed.discard(message.number)
             if answer is not None and not answer.done():  # otherwise nobody waits any more
                 answer.set_result(message)
-
-
-def _started(
-    python: str, engine: str, end: int, log: int | None, environment: Mapping[str, str]
-) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(  # noqa: S603 - our own module
-        [python, "-m", "rl_hosting.host", str(end), str(os.getpid()), engine],
-        env=dict(environment),
-        pass_fds=[end],
-        stdin=subprocess.DEVNULL,
-        stdout=log,
-        stderr=log,
-        start_new_session=True,  # an interrupt is for this process, which tells the engine
-    )
+        else:
+            raise TypeError("an engine calls nobody")
 
 
 def _directory(parent: str) -> str:
@@ -364,11 +449,10 @@ def _directory(parent: str) -> str:
 
 
 def _end(
-    process: subprocess.Popen[bytes] | Forked,
+    process: Forked,
     channel: Channel,
-    server: ForkServer | None,
+    server: ForkServer,
     sockets: str,
-    left: list[SharedMemory],
     owner: int,
     grace_s: float,
 ) -> None:
@@ -377,15 +461,15 @@ def _end(
         return
     channel.close()
     try:
-        process.wait(grace_s)
+        if process.pid:
+            process.wait(grace_s)
     except subprocess.TimeoutExpired:
         process.kill()
-        process.wait(_GRACE_S)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_KILLED_S)
     finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # what it started and did not end
+        if process.pid and (process.lost or process.poll() is None):
+            end_session(process.pid, sockets)  # the server, which would do it, is gone or hangs
+        server.release()
+        process.close()
         shutil.rmtree(sockets, ignore_errors=True)
-        for memory in left:
-            memory.remove()
-        if server is not None:
-            server.release()

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import secrets
+import threading
 import time
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from rl_core.cluster.remote_error import from_plain
-from rl_core.errors import LifecycleError, RefitAborted, WeightsTornError
+from rl_core.errors import (
+    DeadlineError,
+    LifecycleError,
+    PluginError,
+    RefitAborted,
+    WeightsTornError,
+    WorkerDiedError,
+    WorkerError,
+)
 from rl_core.futures import spawn
 from rl_core.interfaces import TensorSpec
 from rl_core.refit import DEFAULT_DEADLINE_S
@@ -22,8 +31,8 @@ if TYPE_CHECKING:
     import concurrent.futures
     from collections.abc import Callable, Generator
 
-    from rl_core.errors import WorkerError
     from rl_core.refit.turns import TurnLock
+    from rl_hosting.process import EngineProcess
 
 __all__ = ["WorkerReceivers"]
 
@@ -31,16 +40,17 @@ __all__ = ["WorkerReceivers"]
 _SLICE_S = 0.25
 #: Seconds between two questions to one that decodes rows, which it does not while it answers.
 _PAUSE_S = 0.02
-#: Seconds that a call may take beyond what it waits for.
-_GRACE_S = 60.0
+#: Seconds beyond a refit's deadline in which the workers tell that they kept it.
+_TELL_S = 3.0
 
 
 class WorkerReceivers:
     """A :class:`rl_core.refit.RefitReceiver` in every worker of one engine.
 
     Args:
-        call: Calls the method ``refit`` of the engine's process, with a deadline.
-        name: How errors call the engine.
+        process: Of the engine.
+        count: Workers, each with an answer to every call.
+        answer_s: Seconds for an answer to what waits for nothing.
         lock: Held while the engine generates.
         busy: Whether it does.
         on_commit: Called with a new version before it serves; drops caches.
@@ -49,9 +59,10 @@ class WorkerReceivers:
 
     def __init__(
         self,
-        call: Callable[..., list[bytes]],
+        process: EngineProcess,
         *,
-        name: str,
+        count: int,
+        answer_s: float,
         lock: TurnLock,
         busy: Callable[[], bool],
         on_commit: Callable[[int], None],
@@ -59,14 +70,16 @@ class WorkerReceivers:
     ) -> None:
         self.version = 0
         self.torn = False
-        self.name = name
-        self._call = call
+        self.name = process.name
+        self._process = process
+        self._count = count
+        self._answer_s = answer_s
         self._lock = lock
         self._busy = busy
         self._on_commit = on_commit
         self._wake = wake
         self._prepared = False
-        self._closed = False
+        self._closed = threading.Event()
 
     def check(self) -> None:
         """See :meth:`RefitReceiver.check`."""
@@ -108,18 +121,20 @@ class WorkerReceivers:
         def meet() -> None:
             key = secrets.token_hex(8)
             arguments: dict[str, Any] = {"transport": transport, "address": address}
-            self._ask("open", deadline_s, key=key, deadline_s=deadline_s, **arguments)
-            self._until_done(key, time.monotonic() + deadline_s)
+            end = time.monotonic() + deadline_s
+            with self._process.logging():
+                self._ask("open", deadline_s + _TELL_S, key=key, deadline_s=deadline_s, **arguments)
+                self._until_done(key, end)
 
         return spawn(f"{transport}-{self.name}", meet)
 
     def load_handles(self, handles: dict[str, Any]) -> bool:
         """See :meth:`RefitReceiver.load_handles`."""
-        with self._generation_waits(DEFAULT_DEADLINE_S):
+        with self._process.logging(), self._generation_waits(DEFAULT_DEADLINE_S):
             try:
                 self._take(self._ask("load_handles", handles=msgspec.msgpack.encode(handles)))
-            except BaseException:
-                self._look()
+            except BaseException as error:
+                self._look(error)
                 raise
             if not self.torn:  # as it is between the groups of a set
                 self._commit()
@@ -154,19 +169,22 @@ class WorkerReceivers:
 
     def close(self) -> None:
         """Ends a refit that waits. Idempotent."""
-        self._closed = True
+        self._closed.set()
 
     def _receive(self, how: dict[str, Any]) -> dict[str, Any]:
         end, key = time.monotonic() + how["deadline_s"], secrets.token_hex(8)
-        with ExitStack() as held:
+        with self._process.logging(), ExitStack() as held:
             try:
-                self._ask("receive", how["deadline_s"], key=key, **how)
+                self._ask("receive", how["deadline_s"] + _TELL_S, key=key, **how)
                 states = self._until_done(key, end, held)
-            except BaseException:
-                self._look()
+                self._take(states)
+                self.check()
+                self._commit()
+            except BaseException as error:
+                self._look(error)
+                if self._closed.is_set() and isinstance(error, WorkerDiedError):
+                    raise self._aborted() from None
                 raise
-            self._take(states)
-            self._commit()
         return {**states[0]["result"], "name": self.name}
 
     def _until_done(
@@ -175,22 +193,37 @@ class WorkerReceivers:
         """The workers' states when all are done; the deadline is theirs to keep.
 
         Generation waits from the moment at which a worker asks for it until ``held`` ends.
+
+        Raises:
+            DeadlineError: A worker did not keep it.
+            RefitAborted: The engine is shut down.
         """
         asked = False
-        while not self._closed:
-            patience, busy = max(0.0, end - time.monotonic()), self._busy()
-            states = self._ask("done", patience, key=key, wait_s=0.0 if busy else _SLICE_S)
+        while not self._closed.is_set():
+            left, busy = max(0.0, end - time.monotonic()), self._busy()
+            states = self._ask("done", left + _TELL_S, key=key, wait_s=0 if busy else _SLICE_S)
             if all(state["done"] for state in states):
                 if errors := [from_plain(s["error"]) for s in states if s.get("error")]:
                     raise min(errors, key=_is_consequence)
                 return states
+            if time.monotonic() > end + _TELL_S:
+                late = [rank for rank, state in enumerate(states) if not state["done"]]
+                raise DeadlineError(
+                    f"{self.name}: the refit did not end in its deadline in workers {late}",
+                    fix="find out what their sinks wait for; the engine may have to be ended",
+                    workers=late,
+                )
             if held and not asked and any(state.get("wants_lock") for state in states):
-                held.enter_context(self._generation_waits(patience))
+                held.enter_context(self._generation_waits(left))
                 asked = True
             elif busy:
                 time.sleep(_PAUSE_S)
-        self._ask("close")
-        raise RefitAborted(f"{self.name}: closed", fix="refit again")
+        with suppress(WorkerDiedError):
+            self._ask("close")
+        raise self._aborted()
+
+    def _aborted(self) -> RefitAborted:
+        return RefitAborted(f"{self.name}: closed", fix="build a new backend, and refit that")
 
     @contextmanager
     def _generation_waits(self, deadline_s: float) -> Generator[None]:
@@ -200,35 +233,50 @@ class WorkerReceivers:
             self._ask("grant", granted=True)
             try:
                 yield
-            finally:
-                self._ask("grant", granted=False)
+            finally:  # rows that are sent after this come after it, even if nobody answers now
+                with suppress(WorkerDiedError, DeadlineError):
+                    self._process.tell("refit", call=encode(Request("grant", {"granted": False})))
 
     def _commit(self) -> None:
         self.torn = True  # until the caches of the old weights are gone
         self._on_commit(self.version)
         self.torn = False
 
-    def _look(self) -> None:
+    def _look(self, error: BaseException) -> None:
         """What a failure left, if the engine can still say so."""
         self.torn = True
-        self._take(self._ask("state"))
+        if isinstance(error, WorkerError) or not isinstance(error, WorkerDiedError | DeadlineError):
+            with suppress(WorkerDiedError):
+                self._take(self._ask("state"))
 
     def _take(self, states: list[dict[str, Any]]) -> None:
         versions = {state["version"] for state in states}
         self.torn = any(state["torn"] for state in states) or len(versions) > 1
         self.version = min(versions)
 
-    def _ask(self, method: str, /, patience_s: float = 0.0, **arguments: Any) -> list[Any]:
+    def _ask(self, method: str, /, timeout_s: float | None = None, **arguments: Any) -> list[Any]:
         """Every worker's answer.
 
         Raises:
             WorkerError: One failed; of several failures, one that is a cause of the others.
+            PluginError: There are not as many answers as workers, or they are none.
         """
         frame = encode(Request(method, arguments))
-        answers = [decode(a, type=Reply) for a in self._call(patience_s + _GRACE_S, frame)]
+        try:
+            found = self._process.call("refit", timeout_s or self._answer_s, call=frame)
+            answers = [decode(answer, type=Reply) for answer in found]
+            if len(answers) != self._count:
+                raise ValueError(f"{len(answers)} answers of {self._count} workers")
+        except (TypeError, ValueError) as wrong:
+            if isinstance(wrong, WorkerError):
+                raise
+            raise PluginError(
+                f"{self.name}: call_workers returned what no worker answered: {wrong}",
+                fix="report it to the backend's author: an answer of each worker's WorkerRefits",
+            ) from wrong
         errors = [error for answer in answers if (error := raised(answer)) is not None]
         if errors:
-            raise min(errors, key=_is_consequence)
+            raise self._process.logged(min(errors, key=_is_consequence))
         return [answer.value for answer in answers]
 
 

@@ -40,6 +40,8 @@ _HEAD = struct.Struct("!BQ")
 _TIMEVAL = struct.Struct("@ll")
 #: A frame that is larger than this is none of ours.
 _MOST = 1 << 34
+#: Seconds in which more of a frame must come, once it has begun.
+_STALL_S = 20.0
 
 
 class Hello(msgspec.Struct, array_like=True, tag="hello"):
@@ -49,13 +51,11 @@ class Hello(msgspec.Struct, array_like=True, tag="hello"):
         core: Version of rl-core there.
         hosting: Version of rl-hosting there.
         python: Its interpreter.
-        pid: Its process id.
     """
 
     core: str
     hosting: str
     python: str
-    pid: int
 
 
 class Request(msgspec.Struct, array_like=True, tag="request"):
@@ -163,7 +163,13 @@ def failure(error: BaseException, name: str, number: int = 0) -> Reply:
 
 def raised(reply: Reply | Done | Progress) -> WorkerError | None:
     """The error that a message carries."""
-    return None if reply.error is None else from_plain(reply.error)
+    try:
+        return None if reply.error is None else from_plain(reply.error)
+    except (TypeError, ValueError):
+        return WorkerError(
+            f"the engine failed with an error that is none: {reply.error!r:.200}",
+            fix="report it to the backend's author: rl_core.cluster.remote_error makes them",
+        )
 
 
 class Channel:
@@ -175,36 +181,38 @@ class Channel:
 
     def __init__(self, end: socket.socket) -> None:
         end.settimeout(None)
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(_STALL_S))
         self._end = end
         self._turn = threading.Lock()
         self._broken = False
 
-    def send(self, message: Message, timeout_s: float) -> None:
+    def send(self, data: bytes, timeout_s: float) -> None:
         """Sends a message.
 
         Args:
-            message: To the other side.
+            data: What :func:`encode` made of it.
             timeout_s: Seconds for which the other side may take nothing.
 
         Raises:
-            DeadlineError: It took nothing for so long. Nothing more can be sent.
+            DeadlineError: It took nothing for so long. If it took a part of the message before
+                that, nothing more can be sent.
             OSError: It is gone.
         """
-        data = encode(message)
         if not self._turn.acquire(timeout=timeout_s):
             raise self._late(timeout_s)
         try:
             if self._broken:
-                raise BrokenPipeError("an earlier frame was not taken")
+                raise BrokenPipeError("a part of an earlier frame was not taken")
             # The kernel's own limit: Python's would hold for whoever receives, too.
-            seconds = max(timeout_s, 0.001)
-            limit = _TIMEVAL.pack(int(seconds), int(seconds % 1 * 1e6))
-            self._end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-            try:
-                self._end.sendall(_HEAD.pack(WIRE, len(data)) + data)
-            except BlockingIOError as error:  # a part of it may be gone
-                self._broken = True
-                raise self._late(timeout_s) from error
+            self._end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(timeout_s))
+            for part in (_HEAD.pack(WIRE, len(data)), data):
+                view = memoryview(part)
+                while view:
+                    view = view[self._end.send(view) :]
+                    self._broken = True  # until all of it is gone
+            self._broken = False
+        except BlockingIOError as error:
+            raise self._late(timeout_s) from error
         finally:
             self._turn.release()
 
@@ -213,10 +221,11 @@ class Channel:
 
         Raises:
             EOFError: The other side is gone.
+            DeadlineError: A message began and does not go on.
             IncompatiblePluginError: It speaks another version.
             msgspec.MsgspecError: It sends what is no message.
         """
-        version, size = _HEAD.unpack(self._exactly(_HEAD.size))
+        version, size = _HEAD.unpack(self._exactly(_HEAD.size, begun=False))
         if version != WIRE:
             raise IncompatiblePluginError(
                 f"the other side speaks version {version} of rl-hosting's wire, this one {WIRE}",
@@ -225,7 +234,7 @@ class Channel:
             )
         if size > _MOST:
             raise msgspec.DecodeError(f"a frame of {size} bytes")
-        message: Message = _decode_message(self._exactly(size))
+        message: Message = _decode_message(self._exactly(size, begun=True))
         return message
 
     def close(self) -> None:
@@ -234,12 +243,20 @@ class Channel:
             self._end.shutdown(socket.SHUT_RDWR)
         self._end.close()
 
-    def _exactly(self, size: int) -> bytearray:
+    def _exactly(self, size: int, *, begun: bool) -> bytearray:
         data = bytearray(size)
         view, got = memoryview(data), 0
         while got < size:
             try:
                 count = self._end.recv_into(view[got:], min(size - got, 1 << 20))
+            except BlockingIOError:
+                if not (begun or got):
+                    continue
+                raise DeadlineError(
+                    f"of a frame of {size} bytes {got} came, and no more in {_STALL_S:.0f} s",
+                    fix="look at its log",
+                    seconds=_STALL_S,
+                ) from None
             except OSError as error:
                 raise EOFError(str(error)) from error
             if not count:
@@ -253,3 +270,9 @@ class Channel:
             fix="look at its log",
             seconds=timeout_s,
         )
+
+
+def _timeval(seconds: float) -> bytes:
+    """For the kernel, to which 0 means for ever."""
+    seconds = max(seconds, 0.001)
+    return _TIMEVAL.pack(int(seconds), int(seconds % 1 * 1e6))

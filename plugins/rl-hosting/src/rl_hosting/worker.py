@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 __all__ = ["GrantedLock", "WorkerRefits"]
 
+#: Refits that are over and of which it was not told.
+_KEPT = 64
+
 
 class GrantedLock:
     """A lock that the backend holds for a worker: it keeps the engine from generating.
@@ -111,7 +114,7 @@ class WorkerRefits:
         self._begin(key, self._receiver.open(transport, deadline_s, address))
 
     def _begin(self, key: str, future: concurrent.futures.Future[Any]) -> None:
-        self._futures = {k: f for k, f in self._futures.items() if not f.done()} | {key: future}
+        self._futures[key] = future
         future.add_done_callback(lambda _: self._news.set())
 
     def done(self, key: str, wait_s: float) -> dict[str, Any]:
@@ -122,6 +125,8 @@ class WorkerRefits:
         self._news.clear()
         if not future.done():
             return {"done": False, "wants_lock": self._waits_for_generation(future)}
+        for old in [k for k in self._futures if k != key and self._futures[k].done()][:-_KEPT]:
+            del self._futures[old]  # nobody asked
         error = future.exception()
         if error is not None:  # told when all workers are done, with what they are then
             return {"done": True, "error": as_plain(error, self.name), **self.state()}

@@ -74,7 +74,7 @@ class VllmGeneration(HostedGeneration):
             name=f"vLLM with {checked['model_name']}",
             environment=engine_environment(device, workers=_workers(engine), verbose=verbose),
             verbose=verbose,
-            preload=PRELOAD if device == "cpu" else None,
+            preload=PRELOAD if device == "cpu" else (),
             sockets=SOCKETS,
             start_timeout_s=engine.get("start_timeout_s", _START_S),
         )

@@ -1,0 +1,65 @@
+"""What an engine prints: kept for errors, and shown where that is wanted."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+from contextlib import suppress
+
+__all__ = ["Log"]
+
+_TAIL = 4000
+_CHUNK = 1 << 16
+#: Seconds between two looks at whether there is something to show.
+_SHOW_S = 0.1
+_STDERR = 2
+
+
+class Log:
+    """A file without a name that an engine's processes print to.
+
+    No pipe: an engine never waits for who reads, and what it printed before it was killed is there.
+
+    Args:
+        show: Print it here, too.
+    """
+
+    def __init__(self, *, show: bool) -> None:
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
+        self._over = threading.Event()
+        self._shown = threading.Thread(target=self._show, name="engine-log", daemon=True)
+        if show:
+            self._shown.start()
+
+    def fileno(self) -> int:
+        """Its descriptor."""
+        return self._file.fileno()
+
+    def tail(self) -> str:
+        """The last lines."""
+        if self._file.closed:
+            return ""
+        end = os.fstat(self.fileno()).st_size
+        tail = os.pread(self.fileno(), _TAIL, max(0, end - _TAIL))
+        return tail.replace(b"\0", b"").decode(errors="replace").strip()
+
+    def close(self) -> None:
+        """Shows the rest and closes it. Idempotent."""
+        self._over.set()
+        if self._shown.is_alive():
+            self._shown.join()
+        self._file.close()
+
+    def _show(self) -> None:
+        shown = 0
+        while True:
+            over = self._over.wait(_SHOW_S)
+            while chunk := os.pread(self.fileno(), _CHUNK, shown):
+                shown += len(chunk)
+                with suppress(OSError):  # nobody reads it
+                    os.write(_STDERR, chunk.replace(b"\0", b""))
+                if over and len(chunk) < _CHUNK:
+                    break
+            if over:
+                return

@@ -1,0 +1,105 @@
+"""Engines whose server has everything imported, and that nothing is left when a test has ended."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import pytest
+from fake_backend import FakeGeneration, environment
+
+from rl_hosting.forking import ForkServer
+from rl_hosting.host import SOCKETS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+#: Seconds for what is killed to be gone.
+GONE_S = 15.0
+PRELOAD = ["fake_backend"]
+MARK = "RL_HOSTING_TEST"
+
+
+def processes(mark: str) -> set[psutil.Process]:
+    """Those that have a variable of the test's in the environment they began with."""
+    found = set()
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(MARK) == mark and process.status() != "zombie":
+                found.add(process)
+        except psutil.Error:
+            continue
+    return found - {psutil.Process()}
+
+
+@pytest.fixture(scope="session")
+def mark() -> Iterator[str]:
+    os.environ[MARK] = str(os.getpid())
+    yield os.environ[MARK]
+    del os.environ[MARK]
+
+
+@pytest.fixture(scope="session")
+def imported(mark: str) -> Iterator[ForkServer]:
+    """Keeps the process that has the fake engine imported from test to test."""
+    with tempfile.TemporaryFile() as log:
+        given = {**environment(), SOCKETS: ""}
+        server = ForkServer.obtain(given, log.fileno(), sys.executable, PRELOAD)
+        yield server
+        server.release()
+
+
+def threads() -> set[str]:
+    return {t.name for t in threading.enumerate() if t.name.startswith(("replies", "engine-log"))}
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_behind(
+    mark: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
+    """No process, file, thread or descriptor."""
+    if "imported" in request.fixturenames:
+        request.getfixturevalue("imported")
+    directory = Path(tempfile.mkdtemp(prefix="rlt-", dir="/tmp"))
+    monkeypatch.setattr(tempfile, "tempdir", str(directory))
+    memory, before = set(os.listdir("/dev/shm")), processes(mark)
+    descriptors = psutil.Process().num_fds()
+    yield
+
+    def left() -> list[Any]:
+        return [
+            *(processes(mark) - before),
+            *(n for n in os.listdir("/dev/shm") if n not in memory and "rl-fake" in n),
+            *directory.rglob("rl-engine-*"),
+            *threads(),
+        ]
+
+    end = time.monotonic() + GONE_S
+    while (found := left()) and time.monotonic() < end:
+        time.sleep(0.05)
+    shutil.rmtree(directory)
+    assert not found
+    if "no_refits" in request.keywords:
+        assert psutil.Process().num_fds() <= descriptors
+
+
+@pytest.fixture
+def start(imported: ForkServer) -> Iterator[Callable[..., FakeGeneration]]:
+    """``start(**config)`` is an engine that is awake; all end with the test."""
+    made: list[FakeGeneration] = []
+
+    def build(**config: Any) -> FakeGeneration:
+        hosting = {"preload": PRELOAD, **config.pop("hosting", {})}
+        made.append(FakeGeneration(hosting=hosting, **config))
+        return made[-1]
+
+    yield build
+    for engine in made:
+        engine.shutdown()

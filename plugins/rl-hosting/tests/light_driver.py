@@ -1,0 +1,69 @@
+"""A driver for the tests to kill: ``light_driver.py MOMENT ACT [python]``. It imports no torch.
+
+Prints the process ids of the engine and its server once it is at the moment, then waits.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+from rl_hosting.process import EngineProcess
+from rl_hosting.wire import Prompt, Sampling
+
+ENDLESS = 904
+
+
+def prompt(key: int, token: int) -> Prompt:
+    return Prompt(key, 0, [token], 4, None, [], Sampling(True, 1.0, 0, 1.0, 1.0, []))
+
+
+def main() -> None:
+    moment, act = sys.argv[1:3]
+    acts = {moment: act} if act else {}
+    engine = EngineProcess(
+        "the fake engine",
+        "fake_engine:FakeEngine",
+        {**os.environ, "PYTHONPATH": str(Path(__file__).parent)},
+    )
+    config = {"fake": {"acts": acts, "pause": 0.01}}
+    if moment == "handshake":
+        engine._process.begin(30)
+    elif moment == "start":
+        threading.Thread(target=lambda: engine.start(config, 300), daemon=True).start()
+    else:
+        engine.start(config, 30)
+    if moment in ("submit", "step", "decoding"):
+        engine.submit([prompt(key, ENDLESS) for key in range(3)])
+    if moment in ("sleep", "reset_caches", "call_workers"):
+        name = {"call_workers": "refit"}.get(moment, moment)
+        arguments = {"sleep": {"tags": [], "level": 1}, "call_workers": {"call": b""}}
+        engine.tell(name, **arguments.get(moment, {}))
+    if moment == "large":
+        engine.submit(
+            [Prompt(key, 0, [7] * 100_000, 4, None, [], prompt(0, 0).sampling) for key in range(50)]
+        )
+    if moment == "forked":
+        if not os.fork():
+            time.sleep(600)
+    if moment == "child":
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], close_fds=False)
+    if moment == "shutdown":
+        threading.Thread(target=engine.close, daemon=True).start()
+    while not engine.pid:
+        time.sleep(0.01)
+    time.sleep(0.3)
+    print(json.dumps([engine.pid, engine._process._server.pid, engine._owned[3]]), flush=True)
+    if moment == "exit":
+        return
+    if moment == "raises":
+        raise SystemExit(3)
+    time.sleep(600)
+
+
+main()

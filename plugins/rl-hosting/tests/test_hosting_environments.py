@@ -1,0 +1,136 @@
+"""An engine in another environment, with its own interpreter; and the example of the README."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import venv
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from fake_backend import FakeGeneration, environment, prompts
+
+import rl_core
+import rl_hosting
+from rl_core.errors import (
+    ConfigError,
+    DeadlineError,
+    IncompatiblePluginError,
+    RLError,
+    WorkerDiedError,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+README = Path(__file__).parents[1] / "README.md"
+OURS = [
+    str(Path(module.__file__).parents[1]) for module in (rl_core, rl_hosting) if module.__file__
+]
+
+
+@pytest.fixture(scope="module")
+def make_environment(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """``make_environment(paths)`` is the interpreter of a real environment that finds modules there."""
+
+    def make(*paths: str) -> str:
+        root = tmp_path_factory.mktemp("environment")
+        venv.create(root, with_pip=False, symlinks=True)
+        [packages] = root.glob("lib/python*/site-packages")
+        (packages / "found.pth").write_text("".join(f"{path}\n" for path in paths))
+        return str(root / "bin" / "python")
+
+    return make
+
+
+def distributions() -> list[str]:
+    """Where everything that is installed here is."""
+    return [path for path in sys.path if "site-packages" in path]
+
+
+def pretend(directory: Path, name: str, version: str) -> str:
+    """A distribution that says it is of a version."""
+    found = directory / f"{name.replace('-', '_')}-{version}.dist-info"
+    found.mkdir(parents=True)
+    (found / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    return str(directory)
+
+
+def build(python: str, **hosting: Any) -> FakeGeneration:
+    return FakeGeneration(hosting={"python": python, **hosting})
+
+
+def test_an_engine_of_another_environment(make_environment, tmp_path):
+    python = make_environment(*OURS, *distributions())
+    engine = build(python)
+    try:
+        assert engine.generate(prompts(5))["output_ids"].tolist() == [[5, 6, 7, 8, 9]]
+        exe = os.readlink(f"/proc/{engine.pid}/exe")
+        assert exe == os.path.realpath(python)
+        assert Path(f"/proc/{engine.pid}/cmdline").read_text().split("\0")[0] == python
+    finally:
+        engine.shutdown()
+
+
+@pytest.mark.parametrize("name", ["rl-core", "rl-hosting"])
+def test_another_release_there_is_refused(make_environment, tmp_path, name):
+    python = make_environment(pretend(tmp_path, name, "9.9"), *OURS, *distributions())
+    with pytest.raises(IncompatiblePluginError, match=rf"{python} has {name} 9\.9, this process"):
+        build(python)
+
+
+def test_an_environment_without_rl_hosting_is_named(make_environment):
+    python = make_environment()
+    with pytest.raises(WorkerDiedError, match="did not fork") as caught:
+        build(python)
+    assert "rl_hosting" in caught.value.details["log"]
+
+
+@pytest.mark.parametrize("python", ["/nowhere/python", "/etc/passwd", "/tmp"])
+def test_an_interpreter_that_does_not_run_is_refused(python):
+    with pytest.raises(ConfigError, match=python):
+        build(python)
+
+
+def test_a_program_that_is_no_interpreter_is_named():
+    with pytest.raises(WorkerDiedError, match="did not fork"):
+        build("/bin/true")
+    with pytest.raises(DeadlineError, match="did not fork"):
+        hanging = Path("/tmp") / f"rl-no-python-{os.getpid()}"
+        hanging.write_text("#!/bin/sh\nexec sleep 600\n")
+        hanging.chmod(0o755)
+        try:
+            build(str(hanging), start_timeout_s=0.5)
+        finally:
+            hanging.unlink()
+
+
+@pytest.mark.parametrize(
+    "engine", ["nowhere:Engine", "fake_engine:Nothing", "fake_engine:DataError", "json:JSONDecoder"]
+)
+def test_an_engine_that_is_none_is_named(start: Callable[..., Any], engine):
+    with pytest.raises(RLError, match=f"{engine}|{engine.partition(':')[2]}"):
+        start(engine=engine)
+
+
+def test_an_environment_without_variables(imported):
+    python_path = os.pathsep.join([environment()["PYTHONPATH"], *OURS])
+    engine = FakeGeneration(hosting={"environment": {"PYTHONPATH": python_path}})
+    try:
+        assert engine.generate(prompts(5)).size == 1
+    finally:
+        engine.shutdown()
+
+
+def test_the_example_of_the_readme_runs(tmp_path):
+    for name, code in re.findall(r"```python\n# (\w+\.py)\n(.*?)```", README.read_text(), re.S):
+        (tmp_path / name).write_text(code)
+    done = subprocess.run(
+        [sys.executable, "example.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    [said] = re.findall(r"```text\n(.*?)```", README.read_text(), re.S)
+    assert done.stdout == said

@@ -1,0 +1,124 @@
+"""An engine that dies, hangs or misbehaves at any moment: its calls fail by name, and soon."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import pytest
+from fake_backend import SOON, prompts, until
+from fake_engine import ENDLESS, EXITS, FAILS, RAISES
+
+from rl_core.errors import (
+    DataError,
+    DeadlineError,
+    PluginError,
+    RLError,
+    WorkerDiedError,
+    WorkerError,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+NAME = "fake engine"
+
+
+def abandon(engine: Any) -> None:
+    """Leaves a call, then makes another."""
+
+    async def leave() -> None:
+        rows = engine.generate_async(prompts(5, ENDLESS))
+        async for _ in rows:
+            break
+        await rows.aclose()
+
+    asyncio.run(leave())
+    engine.generate(prompts(5))
+
+
+def doze(engine: Any) -> None:
+    engine.finish_generation()
+    engine.prepare_for_generation()
+
+
+#: What makes a driver wait for a method of the engine.
+CALLS: dict[str, Callable[[Any], Any]] = {
+    "submit": lambda engine: engine.generate(prompts(5)),
+    "step": lambda engine: engine.generate(prompts(5, 6)),
+    "cancel": abandon,
+    "sleep": doze,
+    "wake": doze,
+    "reset_caches": lambda engine: engine.invalidate_kv_cache(),
+    "call_workers": doze,
+}
+#: What becomes of a process: a word of the error.
+DEATHS = {
+    "kill": "exit status -9",
+    "exit": "exit status 1",
+    "interrupt": "exit status 1",
+    "deaf": "closed its socket",
+}
+
+
+LATER = {"from_call": {"wake": 2}}
+
+
+@pytest.mark.parametrize(
+    ("moment", "act"),
+    [
+        *((moment, act) for moment in CALLS for act in ("kill", "exit")),
+        ("step", "interrupt"),
+        ("sleep", "interrupt"),
+        ("step", "deaf"),
+        ("sleep", "deaf"),
+    ],
+)
+def test_an_engine_that_dies_fails_the_call(start, moment, act):
+    engine = start(fake={"acts": {moment: act}, **LATER})
+    with pytest.raises(WorkerDiedError, match=f"(?s){NAME}.*{DEATHS[act]}") as caught:
+        CALLS[moment](engine)
+    assert "the fake engine starts" in caught.value.details["log"]
+    with pytest.raises(WorkerDiedError, match=DEATHS[act]):
+        engine.invalidate_kv_cache()
+    assert not psutil.pid_exists(engine.pid)
+
+
+@pytest.mark.parametrize("moment", ["step", "wake", "call_workers"])
+def test_an_engine_that_is_stopped_fails_the_call(start, moment):
+    engine = start(fake={"acts": {moment: "stop"}, **LATER}, call_deadline_s=60.0)
+    with pytest.raises(
+        WorkerDiedError, match=rf"(?s){NAME}.*is stopped \({engine.pid}\)"
+    ) as caught:
+        CALLS[moment](engine)
+    assert "the fake engine starts" in caught.value.details["log"]
+    assert not psutil.pid_exists(engine.pid)
+
+
+@pytest.mark.parametrize(
+    ("moment", "act"), [*((moment, "hang") for moment in CALLS), ("step", "babble")]
+)
+def test_an_engine_that_hangs_fails_the_call(start, moment, act):
+    engine = start(
+        fake={"acts": {moment: act}, **LATER}, answer_s=0.5, silence_s=0.5, call_deadline_s=60.0
+    )
+    errors = (WorkerDiedError, DeadlineError)
+    with pytest.raises(errors, match=f"(?s){NAME}.*(no sign of life|was not answered)") as caught:
+        CALLS[moment](engine)
+    assert caught.value.details["log"]
+
+
+@pytest.mark.parametrize("moment", CALLS)
+def test_an_engine_that_raises_fails_the_call_and_goes_on(start, moment):
+    engine = start(fake={"acts": {moment: "raise"}, **LATER})
+    with pytest.raises(OSError, match="on fire") as caught:
+        CALLS[moment](engine)
+    assert isinstance(caught.value, WorkerError)
+    assert "the fake engine starts" in caught.value.details["log"]
+    assert psutil.pid_exists(engine.pid)

@@ -1,0 +1,176 @@
+"""Refits that end in the two workers of a hosted engine, each a process, and their failures."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import pytest
+from fake_backend import SIZES, SOON, Trainer, prompts, until
+from fake_engine import ENDLESS
+
+from rl_core import refit
+from rl_core.errors import (
+    DeadlineError,
+    LifecycleError,
+    RefitError,
+    RemoteError,
+    RLError,
+    WeightsTornError,
+)
+from rl_core.futures import wait
+from rl_hosting.forking import ForkServer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+ENGINE = "fake_backend:WorkersEngine"
+
+
+@pytest.fixture
+def trainer() -> Iterator[Trainer]:
+    made = Trainer()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def pair(start: Callable[..., Any], trainer: Trainer) -> Callable[..., Any]:
+    def build(**fake: Any) -> Any:
+        return start(engine=ENGINE, fake=fake)
+
+    return build
+
+
+def installed(engine: Any) -> list[float]:
+    """The value of every tensor in every worker, which must be the same everywhere in it."""
+    found = []
+    for per_worker in engine.beside_weights("fake_backend:values"):
+        assert len(per_worker) == len(SIZES)
+        found += per_worker
+    return found
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"verify": "installed"},
+        {"isolation": "staged"},
+        {"mode": "packed", "bucket_bytes": 512},
+        {"transport": "collective"},
+    ],
+    ids=lambda options: "-".join(map(str, options.values())) or "plain",
+)
+def test_both_workers_take_a_refit(pair, trainer, options):
+    engine = pair()
+    for version in (1, 2):
+        trainer.source.weights["b"].fill_(float(version))
+        report = refit(trainer, engine, deadline_s=SOON, **options)
+        assert (report.version, engine.weights_version) == (version, version)
+        assert installed(engine) == [1.0, float(version), 1.0] * 2
+    assert engine.generate(prompts(5))["weights_version"].tolist() == [2]
+
+
+def test_a_delta_sends_what_changed(pair, trainer):
+    engine = pair()
+    refit(trainer, engine, deadline_s=SOON)
+    trainer.source.weights["b"].fill_(2.0)
+    report = refit(trainer, engine, deadline_s=SOON, delta=True)
+    assert report.bytes == SIZES["b"] * 4
+    assert installed(engine) == [1.0, 2.0, 1.0] * 2
+
+
+def test_a_refit_waits_for_rows_and_rows_wait_for_it(pair, trainer):
+    engine = pair(pause=0.05)
+    calls = [threading.Thread(target=engine.generate, args=(prompts(5, 6),)) for _ in range(3)]
+    for call in calls:
+        call.start()
+    refit(trainer, engine, deadline_s=SOON)
+    for call in calls:
+        call.join()
+    assert engine.generate(prompts(5))["weights_version"].tolist() == [1]
+
+
+@pytest.mark.parametrize("act", ["kill", "raise", "exit"])
+@pytest.mark.parametrize("moment", ["begin", "write", "finish"])
+def test_a_worker_that_fails_in_a_refit_fails_it_by_name(pair, trainer, moment, act):
+    engine = pair(worker_acts={moment: act})
+    begun = time.monotonic()
+    with pytest.raises((RefitError, RemoteError), match="fake|WorkersEngine") as caught:
+        refit(trainer, engine, deadline_s=SOON)
+    assert time.monotonic() - begun < SOON
+    assert "the fake engine starts" in str(caught.value.details.get("log", caught.value))
+    assert engine.weights_version == 0
+    if act == "raise" and moment != "begin":
+        with pytest.raises(WeightsTornError):
+            engine.generate(prompts(5))
+    elif act == "kill":
+        with pytest.raises(RLError):
+            engine.generate(prompts(5))
+
+
+@pytest.mark.parametrize("act", ["stop", "hang"])
+def test_a_worker_that_hangs_in_a_refit_fails_it_within_the_deadline(pair, trainer, act):
+    engine = pair(worker_acts={"write": act})
+    begun = time.monotonic()
+    with pytest.raises((RefitError, RemoteError, DeadlineError), match="fake|WorkersEngine"):
+        refit(trainer, engine, deadline_s=4.0)
+    assert time.monotonic() - begun < 4 + 2 * 5 + 5
+    with pytest.raises(RLError):
+        engine.generate(prompts(5))
+
+
+@pytest.mark.parametrize("victim", ["pid", "worker"])
+def test_an_engine_that_is_killed_while_a_sender_is_awaited(pair, trainer, victim):
+    engine = pair()
+    engine.prepare_refit_info(trainer.prepare_refit_info())
+    [taking] = engine.update_weights_via_ipc_zmq(deadline_s=SOON)
+    pid = engine.pid if victim == "pid" else engine.engine_facts["worker_pids"][1]
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(RemoteError, match="fake engine|WorkersEngine"):
+        wait(taking, SOON)
+
+
+def test_a_refit_that_nobody_sends_ends_at_its_deadline_and_the_next_one_works(pair, trainer):
+    engine = pair()
+    engine.prepare_refit_info(trainer.prepare_refit_info())
+    [taking] = engine.update_weights_via_ipc_zmq(deadline_s=1.0)
+    with pytest.raises((RefitError, DeadlineError)) as caught:
+        wait(taking, SOON)
+    assert "the fake engine starts" in caught.value.details["log"]
+    refit(trainer, engine, deadline_s=SOON)
+    assert engine.weights_version == 1
+
+
+def test_a_trainer_that_fails_aborts_and_the_next_refit_works(pair, trainer):
+    engine = pair()
+
+    def fail(name: str) -> None:
+        raise OSError("out of tensors")
+
+    trainer.source.before = fail
+    with pytest.raises(RefitError, match="out of tensors"):
+        refit(trainer, engine, deadline_s=SOON)
+    trainer.source.before = lambda name: None
+    refit(trainer, engine, deadline_s=SOON)
+    assert installed(engine) == [1.0] * 6
+
+
+def test_a_shutdown_ends_a_refit_that_waits(pair, trainer):
+    engine = pair()
+    engine.prepare_refit_info(trainer.prepare_refit_info())
+    [taking] = engine.update_weights_via_ipc_zmq(deadline_s=SOON)
+    engine.shutdown()
+    with pytest.raises(RefitError, match="closed"):
+        wait(taking, SOON)
+
+
+def test_the_answers_of_another_number_of_workers_are_refused(start, trainer):
+    engine = start(fake={"facts": {"workers": 3}})
+    with pytest.raises(RLError, match="1 answers of 3 workers"):
+        engine.prepare_refit_info(trainer.prepare_refit_info())

@@ -1,0 +1,216 @@
+"""What an engine may say, and what becomes of one that says something else."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import psutil
+import pytest
+from fake_backend import SOON, prompts, until
+from fake_engine import ENDLESS
+
+from rl_core.errors import DeadlineError, IncompatiblePluginError, PluginError, RLError, WorkerError
+from rl_hosting import wire
+from rl_hosting.wire import WIRE, Channel, Hello, Progress, Reply, Request, encode
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+HEAD = struct.Struct("!BQ")
+
+
+def framed(message: Any, version: int = WIRE) -> bytes:
+    data = message if isinstance(message, bytes) else msgspec.msgpack.encode(message)
+    return HEAD.pack(version, len(data)) + data
+
+
+#: What an engine writes to its socket, and a word of the error.
+NONSENSE = {
+    "garbage": (b"\xff" * 64, "version 255"),
+    "printed": (b"INFO: hello\n", "version 73"),
+    "version": (framed(Progress(), version=WIRE + 1), f"version {WIRE + 1}"),
+    "endless": (HEAD.pack(WIRE, 1 << 60), "a frame of"),
+    "no message": (framed(b"\xc1"), "no message"),
+    "no map": (framed({"hello": 1}), "no message"),
+    "tag": (framed(["goodbye"]), "no message"),
+    "types": (framed(["reply", "one", 2, 3]), "no message"),
+    "rows": (framed(["progress", [["x"]]]), "no message"),
+    "second hello": (framed(Hello("0", "0", "?")), "no message"),
+    "request": (framed(Request("start")), "no message"),
+    "unknown row": (framed(Progress([wire.Done(1 << 40)])), "was never given"),
+}
+#: What does no harm: what is about nothing that anybody waits for.
+HARMLESS = {
+    "old reply": framed(Reply(1, "again")),
+    "reply to nobody": framed(Reply(1 << 30, 5)),
+    "row that was taken back": framed(Progress([wire.Done(0)])),
+    "sign of life": framed(Progress()),
+}
+
+
+@pytest.mark.parametrize("what", NONSENSE)
+def test_nonsense_fails_the_calls_in_flight_by_name(start, what):
+    said, words = NONSENSE[what]
+    engine = start(fake={"acts": {"reset_caches": said}})
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(engine.generate, prompts(ENDLESS))
+        until(lambda: engine._rows.busy)
+        with pytest.raises(RLError, match=f"(?s)the fake engine.*{words}") as caught:
+            if what == "unknown row":
+                engine._process.tell("reset_caches")
+                call.result(SOON)
+            else:
+                engine.invalidate_kv_cache()
+        assert "the fake engine starts" in caught.value.details["log"]
+        with pytest.raises(RLError, match=words):
+            call.result(SOON)
+    assert not psutil.pid_exists(engine.pid)
+
+
+@pytest.mark.parametrize("what", HARMLESS)
+def test_what_nobody_waits_for_is_passed_over(start, what):
+    engine = start(fake={"acts": {"reset_caches": HARMLESS[what]}})
+    engine.generate(prompts(5))
+    assert engine.invalidate_kv_cache()
+    assert engine.generate(prompts(5))["output_ids"].tolist() == [[5, 6, 7, 8, 9]]
+
+
+def test_a_frame_that_does_not_go_on_fails_the_calls(start, monkeypatch):
+    monkeypatch.setattr(wire, "_STALL_S", 0.5)
+    engine = start(fake={"acts": {"submit": HEAD.pack(WIRE, 1000) + b"abc", "step": "hang"}})
+    with pytest.raises(RLError, match="the fake engine.*of a frame of 1000 bytes 3 came"):
+        engine.generate(prompts(5))
+    assert not psutil.pid_exists(engine.pid)
+
+
+#: What ``step`` returns, and the error that follows, or none.
+WRONG = {
+    "twice": None,
+    "gone": None,
+    "unknown": "no row that it was given",
+    "negative": "no row that it was given",
+    "text": "no row that it was given",
+    "none": "NoneType",
+    "object": "type object",
+    "words": "the fake engine",
+    "short": "4 tokens and 0 log-probs",
+    "long": "36 tokens of 4",
+    "broken": "an error that is none",
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_what_a_step_may_not_return_fails_its_calls_alone(start, wrong):
+    engine = start(fake={"wrong": wrong}, call_deadline_s=SOON)
+    if WRONG[wrong] is None:
+        for _ in range(3):
+            assert engine.generate(prompts(5))["output_ids"].tolist() == [[5, 6, 7, 8, 9]]
+        return
+    with pytest.raises(RLError, match=WRONG[wrong]) as caught:
+        engine.generate(prompts(5))
+    assert not isinstance(caught.value, DeadlineError)
+    assert "the fake engine starts" in caught.value.details["log"]
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [{"vocab_size": "many"}, {"eos_token_ids": 1}, {"workers": 0}, {"max_model_len": None}],
+    ids=str,
+)
+def test_facts_of_wrong_types_are_refused(start, facts):
+    with pytest.raises(PluginError, match=f"the fake engine.*{next(iter(facts))}") as caught:
+        start(fake={"facts": facts})
+    assert "the fake engine starts" in caught.value.details["log"]
+
+
+def test_facts_that_cannot_be_sent_are_refused(start):
+    with pytest.raises(WorkerError, match="FakeEngine"):
+        start(fake={"unspeakable": True})
+
+
+# -- the channel alone -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[Channel, Channel]]:
+    ours, theirs = map(Channel, socket.socketpair())
+    yield ours, theirs
+    ours.close()
+    theirs.close()
+
+
+def test_frames_of_all_sizes_cross_each_other(ends):
+    sizes = [1, 100, 70_000, 5_000_000] * 4
+    frames = [encode(Reply(size, "x" * size)) for size in sizes]
+    got: dict[Channel, list[int]] = {end: [] for end in ends}
+
+    def send(end: Channel) -> None:
+        for frame in frames:
+            end.send(frame, SOON)
+
+    def receive(end: Channel) -> None:
+        for _ in range(2 * len(sizes)):
+            message = end.receive()
+            assert isinstance(message, Reply)
+            assert len(message.value) == message.number
+            got[end].append(message.number)
+
+    work = [threading.Thread(target=send, args=(end,)) for end in ends for _ in range(2)]
+    work += [threading.Thread(target=receive, args=(end,)) for end in ends]
+    for thread in work:
+        thread.start()
+    for thread in work:
+        thread.join(SOON)
+    assert all(sorted(numbers) == sorted(sizes * 2) for numbers in got.values())
+
+
+def test_a_side_that_takes_nothing_is_given_up(ends):
+    ours, _ = ends
+    begun = time.monotonic()
+    with pytest.raises(DeadlineError, match="took nothing"):
+        ours.send(encode(Reply(1, "x" * 10_000_000)), 0.2)
+    assert time.monotonic() - begun < SOON
+    with pytest.raises(BrokenPipeError, match="a part of an earlier frame"):
+        ours.send(encode(Reply(2)), 0.2)
+
+
+def test_a_frame_that_was_not_begun_may_be_sent_again(ends):
+    ours, theirs = ends
+    ours._end.setblocking(False)
+    sent = 0
+    while True:
+        try:
+            sent += ours._end.send(framed(Progress()))
+        except BlockingIOError:
+            break
+    ours._end.setblocking(True)
+    if sent % len(framed(Progress())):
+        pytest.skip("the kernel took a part")
+    with pytest.raises(DeadlineError):
+        ours.send(encode(Reply(1)), 0.1)
+    for _ in range(sent // len(framed(Progress()))):
+        theirs.receive()
+    ours.send(encode(Reply(2)), SOON)
+    assert theirs.receive() == Reply(2)
+
+
+@pytest.mark.parametrize("cut", [0, 5, 9, 12])
+def test_an_end_amid_a_frame_is_an_end(ends, cut):
+    ours, theirs = ends
+    ours._end.sendall(framed(Reply(1, "value"))[:cut])
+    ours.close()
+    with pytest.raises(EOFError):
+        theirs.receive()
+
+
+def test_another_version_is_refused_by_both(ends):
+    ours, theirs = ends
+    ours._end.sendall(framed(Progress(), version=WIRE + 1))
+    with pytest.raises(IncompatiblePluginError, match=f"version {WIRE + 1} .* this one {WIRE}"):
+        theirs.receive()
