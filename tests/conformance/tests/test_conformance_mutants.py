@@ -126,4 +126,7 @@ def test_the_command_writes_the_kill_table(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     [row] = json.loads(files["--json"].read_text())
     assert (row["mutant"], row["verdict"]) == ("any_pad_value_will_do", "killed")
-    assert "| B7 | `any_pad_value_will_do` |" in files["--markdown"].read_text()
+    markdown = files["--markdown"].read_text()
+    assert "| B7 | `any_pad_value_will_do` |" in markdown
+    part = f"1 of 1 mutants are killed in float32. A part only: there are {len(all_mutants())}."
+    assert part in markdown
