@@ -1,13 +1,37 @@
-"""What holds for all tests of the workspace."""
+"""What holds for all tests of the workspace: which of them run, and what is said of the others."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from mutant_sample import SAMPLES, number_of
 
 if TYPE_CHECKING:
-    import pytest
+    from collections.abc import Mapping
+
+_LEFT = pytest.StashKey[Counter[str]]()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Which mutants run; the others, and all that is marked ``full``, run with ``-m full``."""
+    parser.addoption(
+        "--mutants",
+        type=int,
+        metavar="K",
+        help=f"the sample of mutants, 0 to {SAMPLES - 1}; by default the commit says which",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The sample is chosen once, not by each process."""
+    if config.option.mutants is None:
+        config.option.mutants = number_of(config.rootpath)
+    config.stash[_LEFT] = Counter()
+
+
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests that are marked ``full`` run only where ``-m`` speaks of them."""
     if "full" in config.getoption("markexpr"):
@@ -16,3 +40,53 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left:
         config.hook.pytest_deselected(items=left)
         items[:] = [item for item in items if item not in left]
+    config.stash[_LEFT] = Counter(_kind(item.nodeid) for item in left)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A process of xdist tells the one that reports what it left out."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left"] = dict(session.config.stash[_LEFT])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object) -> None:
+    """All processes collect, and leave out, the same."""
+    if left := getattr(node, "workeroutput", {}).get("left"):
+        node.config.stash[_LEFT] = Counter(left)
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Nothing is lost silently: how many mutants ran, and how many tests were left out."""
+    left = config.stash[_LEFT]
+    ran = sum(
+        _kind(report.nodeid) == "mutants"
+        for reports in terminalreporter.stats.values()
+        for report in reports
+        if getattr(report, "when", "") == "call"
+    )
+    for line in said(left, ran, config.getoption("mutants")):
+        terminalreporter.write_line(line, yellow=True)
+
+
+def said(left: Mapping[str, int], ran: int, number: int) -> list[str]:
+    """What a run says of what it left out; nothing, if it left out nothing.
+
+    Args:
+        left: How many mutants, and how many other tests, did not run.
+        ran: How many mutants did.
+        number: The sample that these are, besides those that a change may concern.
+    """
+    lines = []
+    if mutants := left.get("mutants", 0):
+        lines.append(
+            f"{ran} of {ran + mutants} mutants ran (sample {number % SAMPLES} of 0 to "
+            f"{SAMPLES - 1}, and those that changes concern); the others: nox -s full"
+        )
+    if others := left.get("others", 0):
+        lines.append(f"{others} other tests are marked full and did not run: nox -s full")
+    return lines
+
+
+def _kind(nodeid: str) -> str:
+    return "mutants" if "test_a_mutant_is_killed_where_it_is_broken[" in nodeid else "others"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import hashlib
 import json
 import os
 import re
@@ -11,20 +13,34 @@ from pathlib import Path
 
 import nox
 
+ROOT = Path(__file__).parent
+sys.path.insert(0, str(ROOT / "tests"))
+
+from nox_parts import Parts  # noqa: E402
+
+#: What ``nox`` alone runs: the short run.
+SHORT = ["lint", "types", "tests", "conformance(hf)", "conformance(vllm)", "wheels"]
+#: What it leaves out, and ``nox -s full`` adds.
+LEFT_OUT = {
+    "rest": "tests that are marked full, and most mutants",
+    "precision(hf)": "hf in its second dtype",
+    "precision(vllm)": "vllm in its second dtype",
+    "oldest(vllm)": "the oldest vLLM that is supported",
+    "fuzz": "a million inputs for what reads messages",
+}
+#: Seconds on 2 cores that do nothing else; each part of a run says how long it usually takes.
+USUAL = {
+    "lint: environment workspace": 60,
+}
+PARTS = Parts(USUAL)
+# nox has no hook for its end, and goes on after a session that fails.
+atexit.register(lambda: PARTS.done and PARTS.print_table(SHORT, LEFT_OUT))
+
 nox.needs_version = ">=2024.10"
-nox.options.sessions = [
-    "lint",
-    "types",
-    "tests",
-    "conformance(hf)",
-    "conformance(vllm)",
-    "oldest(vllm)",
-    "wheels",
-]
+nox.options.sessions = SHORT
 nox.options.reuse_existing_virtualenvs = True
 nox.options.error_on_missing_interpreters = True
 
-ROOT = Path(__file__).parent
 OUT = ROOT / "out"
 CONSTRAINTS = str(ROOT / "constraints.txt")
 CORE, LOSSES, CONFORMANCE = "core", "plugins/rl-losses", "tests/conformance"
@@ -37,112 +53,162 @@ DISTRIBUTIONS = [CORE, LOSSES, HOSTING, *PLUGINS.values(), CONFORMANCE]
 IN_LOWER_PRECISION = "G4 or G7 or G8 or G10 or G11 or P1 or P4 or P5 or P13 or R1 or R15"
 #: All but processes that die, which takes long and is the same in every release of an engine.
 WITH_THE_OLDEST = "not (killed or outlives or sockets or forked or cluster)"
-TEST_TOOLS = [
+TOOLS = [
+    "build",
+    "codespell",
+    "greenlet",  # stops the refit's code where a model wants to
+    "hatchling",
+    "hypothesis",
+    "import-linter",
+    "matplotlib",
+    "mypy",
+    "nox",
+    "playwright",  # drives an installed Chromium, or one from `playwright install chromium`
     "pytest",
     "pytest-cov",
     "pytest-timeout",
     "pytest-xdist",
-    "hypothesis",
-    "greenlet",  # stops the refit's code where a model wants to
-    "hatchling",
     "ruff",
-    "playwright",  # drives an installed Chromium, or one from `playwright install chromium`
+    "typer",
 ]
+SCRIPTS = "Scripts" if sys.platform == "win32" else "bin"
+IN_TWO = ["-n", "2", "--dist", "loadgroup"]
+#: pip compiles every module of an environment, which takes as long as the rest of its work; Python
+#: compiles those that are imported.
+PIP_INSTALL = ["-m", "pip", "install", "-q", "--no-compile"]
+
+
+def editable() -> list[str]:
+    """The whole workspace, with every optional part that runs without a GPU."""
+    extras = {CORE: "[ray]", PLUGINS["hf"]: "[lora,device-map]"}
+    return [part for path in DISTRIBUTIONS for part in ("-e", path + extras.get(path, ""))]
 
 
 def install(session: nox.Session, *requirements: str) -> None:
-    """Installs at the versions that CI pins."""
+    """Installs at the versions that CI pins, in an environment that is the session's alone."""
     session.env["PIP_CONSTRAINT"] = CONSTRAINTS
-    session.install(*requirements)
+    with PARTS.part(session.name, "environment"):
+        session.install("--no-compile", *requirements)
 
 
-def install_workspace(session: nox.Session, *requirements: str) -> None:
-    """The whole workspace, editable, with every optional part that runs without a GPU."""
-    extras = {CORE: "[ray]", PLUGINS["hf"]: "[lora,device-map]"}
-    editable = [part for path in DISTRIBUTIONS for part in ("-e", path + extras.get(path, ""))]
-    install(session, *editable, *requirements)
+def environment(session: nox.Session, engine: str = "", release: str = "cpu-engine") -> None:
+    """Lends a session an environment that several share: the workspace, and an engine for CPUs.
+
+    It is made anew when what it is made of has changed.
+    """
+    name = f"{release}-{engine}" if engine else "workspace"
+    folder = Path(session.cache_dir).resolve() / name
+    lists = [f"{ENGINES[engine]}/{part}.txt" for part in (release, "cpu-runtime")] if engine else []
+    sources = [CONSTRAINTS, __file__, *lists, *(f"{path}/pyproject.toml" for path in DISTRIBUTIONS)]
+    parts = [sys.version, *((ROOT / source).read_text() for source in sources)]
+    made_of, stamp = hashlib.sha256("".join(parts).encode()).hexdigest(), folder / "made-of"
+    session.env.update(
+        {
+            "VIRTUAL_ENV": str(folder),
+            "PATH": os.pathsep.join([str(folder / SCRIPTS), os.environ["PATH"]]),
+            "PIP_CONSTRAINT": CONSTRAINTS,
+        }
+    )
+    if stamp.exists() and stamp.read_text() == made_of:
+        return
+    python = str(folder / SCRIPTS / "python")
+    with PARTS.part(session.name, f"environment {name}"):
+        session.run(sys.executable, "-m", "virtualenv", "-q", "--clear", str(folder))
+        session.run(python, *PIP_INSTALL, "hatchling", "editables")
+        runtime = ["-r", lists[1]] if engine else []
+        session.run(python, *PIP_INSTALL, "--no-build-isolation", *editable(), *TOOLS, *runtime)
+        if engine:
+            session.run(python, *PIP_INSTALL, "--no-deps", "-r", lists[0])
+        stamp.write_text(made_of)
 
 
-def install_engine(session: nox.Session, plugin: str, which: str = "cpu-engine") -> None:
-    """The engine behind a plugin, for CPUs, if the plugin does not bring it itself."""
-    if plugin in ENGINES:
-        install(session, "--no-deps", "-r", f"{ENGINES[plugin]}/{which}.txt")
-        install(session, "-r", f"{ENGINES[plugin]}/cpu-runtime.txt")
+def run(session: nox.Session, what: str, program: str, *arguments: str) -> None:
+    """Runs a program of the environment that the session was lent, as a part of the run."""
+    # Two processes with one thread each are faster on two cores than the other way round.
+    threads = {"OMP_NUM_THREADS": "1"} if "-n" in arguments else {}
+    with PARTS.part(session.name, what):
+        command = str(Path(session.env["VIRTUAL_ENV"], SCRIPTS, program))
+        session.run(command, *arguments, env=threads)
 
 
-@nox.session
+@nox.session(venv_backend="none")
 def lint(session: nox.Session) -> None:
     """Style, import directions, spelling."""
-    install(session, "ruff", "import-linter", "codespell", "typing-extensions")
-    session.install("--no-deps", *[p for path in DISTRIBUTIONS for p in ("-e", path)])
-    session.run("ruff", "check", ".")
-    session.run("ruff", "format", "--check", ".")
-    session.run("lint-imports", "--config", "pyproject.toml")
-    session.run("codespell", *session.posargs)
+    environment(session)
+    run(session, "ruff", "ruff", "check", ".")
+    run(session, "ruff format", "ruff", "format", "--check", ".")
+    run(session, "import-linter", "lint-imports", "--config", "pyproject.toml")
+    run(session, "codespell", "codespell", *session.posargs)
 
 
-@nox.session
+@nox.session(venv_backend="none")
 def types(session: nox.Session) -> None:
     """Mypy --strict on what is typed for others."""
-    install_workspace(session, "mypy")
-    session.run("mypy", *[f"{path}/src" for path in DISTRIBUTIONS])
+    environment(session)
+    run(session, "mypy", "mypy", *[f"{path}/src" for path in DISTRIBUTIONS])
 
 
-@nox.session
+@nox.session(venv_backend="none")
 def tests(session: nox.Session) -> None:
-    """Unit, property, integration and example tests, with coverage."""
-    install_workspace(session, *TEST_TOOLS, "matplotlib", "typer")
-    # Two processes with one thread each are faster on two cores than the other way round.
-    session.env["OMP_NUM_THREADS"] = "1"
+    """Unit, property, integration and example tests, with coverage; mutants take turns."""
+    environment(session)
     (OUT / "tests").mkdir(parents=True, exist_ok=True)
     coverage = ["--cov", "--cov-report=term:skip-covered", f"--cov-report=xml:{OUT}/tests/cov.xml"]
-    session.run("pytest", "-n", "2", "--dist", "loadgroup", *coverage, *session.posargs)
+    run(session, "pytest", "pytest", *IN_TWO, *coverage, *session.posargs)
 
 
-@nox.session
+@nox.session(venv_backend="none")
+def rest(session: nox.Session) -> None:
+    """What ``tests`` leaves out: all that is marked full, and mutants whose turn it is not."""
+    environment(session)
+    run(session, "pytest", "pytest", "-m", "full", *IN_TWO, *session.posargs)
+
+
+@nox.session(venv_backend="none")
 def full(session: nox.Session) -> None:
-    """What takes too long for every run: all that is marked full."""
-    install_workspace(session, *TEST_TOOLS)
-    session.env["OMP_NUM_THREADS"] = "1"
-    session.run("pytest", "-m", "full", "-n", "2", *session.posargs)
+    """Everything: the short run, and all that it leaves out. Takes more than an hour."""
+    for name in [*SHORT, *LEFT_OUT]:
+        session.notify(name)
 
 
-@nox.session
+@nox.session(venv_backend="none")
 @nox.parametrize("plugin", list(PLUGINS), ids=list(PLUGINS))
 def conformance(session: nox.Session, plugin: str) -> None:
     """The suite against one backend on the CPU, with its reports.
 
     Before it, the tests of a plugin whose engine has an environment of its own.
     """
-    install_workspace(session, *(TEST_TOOLS if plugin in ENGINES else ["pytest-xdist"]))
-    install_engine(session, plugin)
+    environment(session, plugin if plugin in ENGINES else "")
     if plugin in ENGINES:
-        session.env["OMP_NUM_THREADS"] = "1"
-        session.run("pytest", "-n", "2", "--dist", "loadgroup", f"{PLUGINS[plugin]}/tests")
+        run(session, "pytest", "pytest", *IN_TWO, f"{PLUGINS[plugin]}/tests")
     # In two processes, unless a part is asked for.
     how = session.posargs or ["-n", "2"]
-    session.run("rl", "conformance", "run", plugin, *reports(plugin, "cpu"), *how)
-    if not session.posargs:
-        part = ["--dtype", "bfloat16", "-k", IN_LOWER_PRECISION]
-        session.run("rl", "conformance", "run", plugin, *part)
+    run(session, "suite", "rl", "conformance", "run", plugin, *reports(plugin, "cpu"), *how)
 
 
-@nox.session
+@nox.session(venv_backend="none")
+@nox.parametrize("plugin", list(PLUGINS), ids=list(PLUGINS))
+def precision(session: nox.Session, plugin: str) -> None:
+    """The part of the suite that looks different in the second dtype, in that."""
+    environment(session, plugin if plugin in ENGINES else "")
+    part = session.posargs or ["--dtype", "bfloat16", "-k", IN_LOWER_PRECISION]
+    run(session, "suite", "rl", "conformance", "run", plugin, *part)
+
+
+@nox.session(venv_backend="none")
 @nox.parametrize("plugin", list(ENGINES), ids=list(ENGINES))
 def oldest(session: nox.Session, plugin: str) -> None:
     """A plugin's tests with the oldest engine that it supports."""
-    install_workspace(session, *TEST_TOOLS)
-    install_engine(session, plugin, "cpu-engine-oldest")
-    session.env["OMP_NUM_THREADS"] = "1"
-    how = session.posargs or ["-n", "2", "--dist", "loadgroup", "-k", WITH_THE_OLDEST]
-    session.run("pytest", f"{PLUGINS[plugin]}/tests", *how)
+    environment(session, plugin, "cpu-engine-oldest")
+    how = session.posargs or [*IN_TWO, "-k", WITH_THE_OLDEST]
+    run(session, "pytest", "pytest", f"{PLUGINS[plugin]}/tests", *how)
 
 
 @nox.session(name="conformance-gpu")
 @nox.parametrize("plugin", list(PLUGINS), ids=list(PLUGINS))
 def conformance_gpu(session: nox.Session, plugin: str) -> None:
     """The suite against one backend on a GPU; without one it reports not_run and fails."""
-    install_workspace(session)
+    install(session, *editable())
     if plugin in ENGINES:
         session.install("-e", f"{PLUGINS[plugin]}[engine]")  # brings the torch that it needs
     session.run("rl", "conformance", "run", plugin, *reports(plugin, "cuda"), *session.posargs)
@@ -158,19 +224,18 @@ def reports(plugin: str, device: str) -> list[str]:
     return ["--device", device, *options]
 
 
-@nox.session
+@nox.session(venv_backend="none")
 def quickstart(session: nox.Session) -> None:
     """A GRPO run that learns to add, with generation in a process of its own."""
-    install_workspace(session, "matplotlib", "typer")
-    for plugin in set(ENGINES) & set(session.posargs):  # such as: -- --generation vllm
-        install_engine(session, plugin)
-    session.run("python", "-m", "examples.grpo", *session.posargs)
+    engines = [engine for engine in ENGINES if engine in session.posargs]  # --generation vllm
+    environment(session, *engines[:1])
+    run(session, "GRPO", "python", "-m", "examples.grpo", *session.posargs)
 
 
 @nox.session
 def bench(session: nox.Session) -> None:
     """Every benchmark, as ratios within one run; JSON under out/bench."""
-    install_workspace(session, "matplotlib", "tensordict", "typer")
+    install(session, *editable(), "matplotlib", "tensordict", "typer")
     folder = OUT / "bench"
     folder.mkdir(parents=True, exist_ok=True)
     for script in sorted((ROOT / "benchmarks").glob("bench_*.py")):
@@ -179,14 +244,13 @@ def bench(session: nox.Session) -> None:
     session.run("python", *plots)
 
 
-@nox.session(name="bench-engine")
+@nox.session(name="bench-engine", venv_backend="none")
 @nox.parametrize("plugin", list(ENGINES), ids=list(ENGINES))
 def bench_engine(session: nox.Session, plugin: str) -> None:
     """A plugin next to its bare engine, in the engine's environment."""
-    install_workspace(session)
-    install_engine(session, plugin)
-    script = f"benchmarks/engine_{plugin}.py"
-    session.run("python", script, "--json", str(OUT / "bench" / f"engine_{plugin}.json"))
+    environment(session, plugin)
+    result = str(OUT / "bench" / f"engine_{plugin}.json")
+    run(session, "benchmark", "python", f"benchmarks/engine_{plugin}.py", "--json", result)
 
 
 @nox.session
@@ -194,7 +258,8 @@ def fuzz(session: nox.Session) -> None:
     """A million inputs for all that reads what another process wrote, guided by coverage."""
     install(session, "-e", CORE, "atheris")
     target = ["core/tests/fuzz_messages.py", "--runs", "1000000"]
-    session.run("python", *target, *session.posargs)
+    with PARTS.part(session.name, "atheris"):
+        session.run("python", *target, *session.posargs)
 
 
 @nox.session
@@ -203,32 +268,23 @@ def wheels(session: nox.Session) -> None:
     install(session, "build", "hatchling")
     folder = OUT / "wheels"
     shutil.rmtree(folder, ignore_errors=True)
-    for path in DISTRIBUTIONS:
-        session.run(
-            "python",
-            "-m",
-            "build",
-            "--wheel",
-            "--no-isolation",
-            "-o",
-            str(folder),
-            path,
-            silent=True,
-        )
+    build = ["-m", "build", "--wheel", "--no-isolation", "-o", str(folder)]
+    with PARTS.part(session.name, "build"):
+        for path in DISTRIBUTIONS:
+            session.run("python", *build, path, silent=True)
     built = sorted(str(wheel) for wheel in folder.glob("*.whl"))
     empty = Path(session.create_tmp()).resolve() / "empty"
     shutil.rmtree(empty, ignore_errors=True)
-    session.run("python", "-m", "venv", str(empty))
-    scripts = empty / ("Scripts" if sys.platform == "win32" else "bin")
-    session.run(str(scripts / "pip"), "install", "-q", "-c", CONSTRAINTS, *built, external=True)
-    elsewhere = {**os.environ, "PYTHONPATH": ""}
-    with session.chdir(empty):
-        run = [str(scripts / "rl")]
-        session.run(*run, "backends", "list", external=True, env=elsewhere)
-        session.run(*run, "backends", "doctor", "hf", external=True, env=elsewhere)
-        smoke = ["conformance", "run", "hf", "-k", "B1 or D1 or G3 or P1 or R1"]
-        session.run(*run, *smoke, external=True, env=elsewhere)
-    follow_tutorial(session, empty)
+    with PARTS.part(session.name, "install"):
+        session.run("python", "-m", "venv", str(empty))
+        session.run(str(empty / SCRIPTS / "python"), *PIP_INSTALL, *built, external=True)
+    rl, elsewhere = str(empty / SCRIPTS / "rl"), {**os.environ, "PYTHONPATH": ""}
+    smoke = ["conformance", "run", "hf", "-k", "B1 or D1 or G3 or P1 or R1"]
+    with PARTS.part(session.name, "first checks"), session.chdir(empty):
+        for arguments in (["backends", "list"], ["backends", "doctor", "hf"], smoke):
+            session.run(rl, *arguments, external=True, env=elsewhere)
+    with PARTS.part(session.name, "tutorial"):
+        follow_tutorial(session, empty)
 
 
 def follow_tutorial(session: nox.Session, environment: Path) -> None:
@@ -257,6 +313,6 @@ def require_whole(session: nox.Session, path: Path) -> None:
 @nox.session
 def docs(session: nox.Session) -> None:
     """Builds the documentation; a dead link or a missing page is an error."""
-    install_workspace(session, "mkdocs-material", "mkdocstrings[python]")
+    install(session, *editable(), "mkdocs-material", "mkdocstrings[python]")
     session.env["NO_MKDOCS_2_WARNING"] = "1"
     session.run("mkdocs", "build", "--strict", "--site-dir", str(OUT / "site"), *session.posargs)

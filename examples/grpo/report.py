@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,14 +18,18 @@ from examples.grpo.loop import Run, Show
 
 @contextmanager
 def progress_for(steps: int) -> Iterator[Show]:
-    """A bar for GRPO and a line for the warm-up, on stderr."""
+    """A bar for GRPO and a line for the warm-up, on stderr; in a log, a line now and then."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lines_for(steps)
+        return
     with Progress(
         TextColumn("{task.description:>8}"),
         BarColumn(),
         MofNCompleteColumn(),
         TextColumn("{task.fields[figure]}"),
         TimeElapsedColumn(),
-        console=Console(stderr=True),
+        console=console,
     ) as bars:
         warm = bars.add_task("warm-up", total=None, figure="")
         grpo = bars.add_task("GRPO", total=steps, figure="", start=False)
@@ -39,6 +45,22 @@ def progress_for(steps: int) -> Iterator[Show]:
             bars.update(grpo, completed=step, figure=f"reward {figure:.2f}")
 
         yield show
+
+
+def lines_for(steps: int, every_s: float = 10.0) -> Show:
+    """Prints the first step of each phase, the last, and one every so many seconds between."""
+    last = ("", 0.0)
+
+    def show(phase: str, step: int, figure: float) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if phase == last[0] and now - last[1] < every_s and (phase, step) != ("GRPO", steps):
+            return
+        last = (phase, now)
+        what = f"of {steps}, reward" if phase == "GRPO" else "loss"
+        print(f"{phase} step {step} {what} {figure:.2f}", file=sys.stderr, flush=True)
+
+    return show
 
 
 def print_summary(runs: list[Run]) -> None:

@@ -14,29 +14,33 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-def run_example(module: str, tmp_path: Path, *options: str) -> Any:
+def run_example(module: str, tmp_path: Path, *options: str) -> tuple[Any, list[str]]:
+    """The figures that an example writes, and the lines that it prints while it runs."""
     figures = tmp_path / "figures.json"
     command = [sys.executable, "-m", module, *options, "--json", str(figures)]
     done = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=280, env={**os.environ}
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads(figures.read_text())
+    return json.loads(figures.read_text()), done.stderr.splitlines()
 
 
 @pytest.mark.parametrize("where", ["--embedded", "--no-embedded"])
 def test_grpo_trains_refits_and_agrees_at_every_step(tmp_path: Path, where: str) -> None:
     plot = tmp_path / "curves.png"
     short = ["--steps", "3", "--warmup", "3", "--prompts", "4", "--samples", "4"]
-    (run,) = run_example("examples.grpo", tmp_path, *short, where, "--plot", str(plot))
+    (run,), said = run_example("examples.grpo", tmp_path, *short, where, "--plot", str(plot))
     assert [step["consistent"] for step in run["steps"]] == [True] * 3
     assert max(step["logprob_error"] for step in run["steps"]) < 1e-3
     assert plot.stat().st_size > 1000
+    shown = [line.split(",")[0] for line in said if " step " in line]
+    assert {"GRPO step 1 of 3", "GRPO step 3 of 3"} <= set(shown)
+    assert shown[0].startswith("warm-up step 1 loss ")
 
 
 def test_dpo_widens_the_margin_of_the_preferred_answers(tmp_path: Path) -> None:
     short = ["--steps", "20", "--warmup", "20", "--pairs", "16"]
-    figures = run_example("examples.dpo", tmp_path, *short)
+    figures, _ = run_example("examples.dpo", tmp_path, *short)
     assert figures["steps"][-1]["rewards_margin"] > 0.05 > figures["steps"][0]["rewards_margin"]
 
 

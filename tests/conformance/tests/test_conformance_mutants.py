@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
-from typing import TYPE_CHECKING, Any
+import subprocess
+from typing import TYPE_CHECKING
 
 import pytest
+from mutant_sample import SAMPLES, changed_files, number_of, sampled, touched
 from typer.testing import CliRunner
 
 from rl_conformance.catalogue import CLAUSES
@@ -17,7 +18,6 @@ from rl_conformance.outcome import Status
 from rl_conformance.run import run, select
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
 
@@ -39,19 +39,72 @@ def test_the_reference_passes_call_after_call() -> None:
     assert not bad, [(outcome.check, outcome.message[-400:]) for outcome in bad]
 
 
-def by_clause() -> Iterator[Any]:
-    """Two mutants of each clause, and all others where there is time for them."""
-    seen = Counter[str]()
-    for mutant in all_mutants():
-        seen[mutant.breaks[0]] += 1
-        later = mutant.slow or seen[mutant.breaks[0]] > 2
-        yield pytest.param(mutant, id=mutant.name, marks=[pytest.mark.full] * later)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """All mutants; those that are not in the sample are left to ``-m full``."""
+    if "mutant" in metafunc.fixturenames:
+        now = sampled(all_mutants(), metafunc.config.getoption("mutants"))
+        now += touched(all_mutants(), changed_files(metafunc.config.rootpath))
+        names = {mutant.name for mutant in now}
+        each = [
+            pytest.param(m, id=m.name, marks=[] if m.name in names else [pytest.mark.full])
+            for m in all_mutants()
+        ]
+        metafunc.parametrize("mutant", each)
 
 
-@pytest.mark.parametrize("mutant", list(by_clause()))
 def test_a_mutant_is_killed_where_it_is_broken(mutant: Mutant) -> None:
     autopsy = examine(mutant)
     assert autopsy.verdict == "killed", (autopsy.failed, autopsy.messages)
+
+
+def test_every_mutant_is_in_exactly_one_sample() -> None:
+    names = [m.name for number in range(SAMPLES) for m in sampled(all_mutants(), number)]
+    assert sorted(names) == sorted({mutant.name for mutant in all_mutants()})
+    assert len(sampled(all_mutants(), SAMPLES + 1)) == len(sampled(all_mutants(), 1))
+
+
+def test_a_clause_with_many_mutants_is_in_every_sample() -> None:
+    for number in range(SAMPLES):
+        assert {"G7", "P5", "R1"} <= {m.breaks[0] for m in sampled(all_mutants(), number)}
+
+
+def test_mutants_that_a_change_may_concern_are_always_looked_at() -> None:
+    src = "tests/conformance/src/rl_conformance"
+    module = select([], "G14")[0].function.__module__.rpartition(".")[2]
+    changed = [f"{src}/checks/{module}.py", "README.md"]
+    names = {mutant.name for mutant in touched(all_mutants(), changed)}
+    assert names >= {m.name for m in all_mutants() if m.breaks[0] == "G14"}
+    written = touched(all_mutants(), [f"{src}/mutants/scorers.py"])
+    assert {mutant.module for mutant in written} == {"rl_conformance.mutants.scorers"}
+    assert {m.module.rpartition(".")[0] for m in all_mutants()} == {"rl_conformance.mutants"}
+    assert not touched(all_mutants(), ["README.md", "core/src/rl_core/batch/columns.py"])
+
+
+def test_the_commit_says_whose_turn_it_is(tmp_path: Path) -> None:
+    def git(*command: str) -> str:
+        who = ["-c", "user.name=T", "-c", "user.email=t@example.org", "-c", "commit.gpgsign=false"]
+        done = subprocess.run(
+            ["git", *who, *command], cwd=tmp_path, check=True, capture_output=True, text=True
+        )
+        return done.stdout.strip()
+
+    git("init", "-q", "-b", "main")
+    for file in ("one", "two"):
+        (tmp_path / file).write_text(file)
+        git("add", file)
+        git("commit", "-q", "-m", file)
+    assert number_of(tmp_path) == int(git("rev-parse", "HEAD"), 16) % SAMPLES
+    assert changed_files(tmp_path) == ["two"]
+    git("switch", "-q", "-c", "branch")
+    (tmp_path / "one").write_text("more")
+    git("commit", "-q", "-am", "more")
+    (tmp_path / "two").write_text("not yet committed")
+    assert changed_files(tmp_path) == ["one", "two"]
+
+
+def test_without_git_it_is_the_day_and_nothing_is_known_to_have_changed(tmp_path: Path) -> None:
+    assert 0 <= number_of(tmp_path) < SAMPLES
+    assert changed_files(tmp_path) == []
 
 
 def test_every_clause_has_a_mutant() -> None:
@@ -73,4 +126,7 @@ def test_the_command_writes_the_kill_table(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     [row] = json.loads(files["--json"].read_text())
     assert (row["mutant"], row["verdict"]) == ("any_pad_value_will_do", "killed")
-    assert "| B7 | `any_pad_value_will_do` |" in files["--markdown"].read_text()
+    markdown = files["--markdown"].read_text()
+    assert "| B7 | `any_pad_value_will_do` |" in markdown
+    part = f"1 of 1 mutants are killed in float32. A part only: there are {len(all_mutants())}."
+    assert part in markdown

@@ -35,6 +35,7 @@ def test_the_dtype_follows_the_device() -> None:
     assert Settings.of("cuda", "float32").dtype == "float32"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("checks", [_TOKENS, "P1 or P4 or P5 and mbs or P6 or P13", "R1 or R15"])
 def test_the_reference_passes_in_bfloat16(checks: str) -> None:
     report = run(target(), Settings(dtype="bfloat16"), select([], checks), selection=checks)
@@ -42,6 +43,7 @@ def test_the_reference_passes_in_bfloat16(checks: str) -> None:
     assert report.verdict is Verdict.CONFORMANT, bad
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name",
     [

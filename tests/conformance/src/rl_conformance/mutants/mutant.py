@@ -74,7 +74,7 @@ class Mutant:
         target: Makes the backend under test.
         patch: While the suite looks; breaks what is not the backend's own.
         checks: Expression of the checks that are run; None: the quick ones of the chapters.
-        slow: They take more than half a minute.
+        module: Where it is written.
     """
 
     name: str
@@ -83,7 +83,7 @@ class Mutant:
     target: Callable[[], Target]
     patch: Callable[[], AbstractContextManager[Any]] = nullcontext
     checks: str | None = None
-    slow: bool = False
+    module: str = ""
 
     @property
     def chapters(self) -> list[str]:
@@ -134,7 +134,7 @@ def target(
 
 
 def breaks(
-    *clauses: str, checks: str | None = None, of: Callable[[], Target] = target, slow: bool = False
+    *clauses: str, checks: str | None = None, of: Callable[[], Target] = target
 ) -> Callable[[Any], Any]:
     """Registers a mutant: a class of backend, or what makes a context in which all else is broken.
 
@@ -142,20 +142,20 @@ def breaks(
         *clauses: What does not hold any more; first what the mutant is about.
         checks: Expression of the checks to run, where the quick ones do not show it.
         of: What a context breaks, if not the reference.
-        slow: See :class:`Mutant`.
     """
 
     def register(broken: Any) -> Any:
         bug = (inspect.getdoc(broken) or "").partition("\n")[0]
+        name, module = broken.__name__, broken.__module__
         if not inspect.isclass(broken):
-            registered.append(Mutant(broken.__name__, bug, clauses, of, broken, checks, slow))
+            registered.append(Mutant(name, bug, clauses, of, broken, checks, module))
             return broken
         role = "policy" if issubclass(broken, ReferencePolicy) else "generation"
 
         def make() -> Target:
             return target(**{role: broken})  # type: ignore[arg-type]
 
-        registered.append(Mutant(broken.__name__, bug, clauses, make, checks=checks, slow=slow))
+        registered.append(Mutant(name, bug, clauses, make, checks=checks, module=module))
         return broken
 
     return register

@@ -53,6 +53,7 @@ registered += [
         ("D2",),
         _without_a_capability,
         checks="D2",
+        module=__name__,
     ),
     Mutant(
         "ATolerancePassesAnything",
@@ -60,6 +61,7 @@ registered += [
         ("D2",),
         lambda: reference_target(manifest=replace(MANIFEST, tolerances={"float32": (1.0, 9.0)})),
         checks="D2",
+        module=__name__,
     ),
     Mutant(
         "ACapabilityIsClaimed",
@@ -67,7 +69,7 @@ registered += [
         ("D3", "G17"),
         lambda: target(SamplesAreDealtInRounds),
         checks="D3 or G17",
-        slow=True,
+        module=__name__,
     ),
     Mutant(
         "UnknownKeysAreIgnored",
@@ -75,6 +77,7 @@ registered += [
         ("D4",),
         _careless_of_keys,
         checks="D4",
+        module=__name__,
     ),
 ]
 

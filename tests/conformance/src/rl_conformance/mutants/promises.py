@@ -144,7 +144,7 @@ class _ForReaders:
         self._lock.release()
 
 
-@breaks("R8", checks="R8 and its_turn", slow=True)
+@breaks("R8", checks="R8 and its_turn")
 def who_generates_goes_first() -> AbstractContextManager[Any]:
     """A refit waits until nobody wants to generate."""
     return mock.patch.object(generation, "TurnLock", _ForReaders)

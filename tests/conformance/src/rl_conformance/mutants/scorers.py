@@ -306,7 +306,7 @@ class _RewardsAreOfBatches(RewardPolicy):
 
 
 registered += [
-    Mutant(name, bug, ("P13",), _rewarding(policy), checks="P13")
+    Mutant(name, bug, ("P13",), _rewarding(policy), checks="P13", module=__name__)
     for name, bug, policy in (
         ("APadTokenEndsAReward", "A row ending in a pad token is scored before it.", _PadEndsARow),
         ("RewardsDrop", "Dropout is on while rows are scored.", _RewardsDrop),

@@ -27,11 +27,8 @@ def kill_table(autopsies: Sequence[Autopsy]) -> Table:
     """For a terminal."""
     from rich.table import Table
 
-    killed = sum(autopsy.verdict == "killed" for autopsy in autopsies)
     table = Table("clause", "mutant", "", "failed", "checks", "s", box=None)
-    table.caption = (
-        f"{killed} of {len(autopsies)} killed where they are broken, in {autopsies[0].dtype}"
-    )
+    table.caption = _total(autopsies)
     for autopsy in autopsies:
         verdict = autopsy.verdict
         table.add_row(
@@ -68,8 +65,17 @@ def _plain(autopsy: Autopsy) -> dict[str, Any]:
     }
 
 
-def _markdown(autopsies: Sequence[Autopsy]) -> str:
+def _total(autopsies: Sequence[Autopsy]) -> str:
+    from rl_conformance.mutants import all_mutants
+
     killed = sum(autopsy.verdict == "killed" for autopsy in autopsies)
+    total = f"{killed} of {len(autopsies)} mutants are killed in {autopsies[0].dtype}."
+    if len(autopsies) == len(all_mutants()):
+        return total
+    return f"{total} A part only: there are {len(all_mutants())}."
+
+
+def _markdown(autopsies: Sequence[Autopsy]) -> str:
     rows = [
         f"| {a.mutant.breaks[0]} | `{a.mutant.name}` | {a.mutant.bug} | {a.verdict} "
         f"| {' '.join(sorted(a.failed))} | {sum(map(len, a.failed.values()))} of {a.looked} |"
@@ -79,7 +85,7 @@ def _markdown(autopsies: Sequence[Autopsy]) -> str:
         [
             "# Kill table of the conformance suite",
             "",
-            f"{killed} of {len(autopsies)} mutants are killed in {autopsies[0].dtype}.",
+            _total(autopsies),
             _EXPLAINED,
             "",
             "| clause | mutant | bug | | failed in | checks that failed |",

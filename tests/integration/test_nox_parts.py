@@ -1,0 +1,107 @@
+"""What a run of nox says of its parts, and that its table comes however it ends."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from nox_parts import Parts
+
+LEFT_OUT = {"rest": "most mutants", "oldest": "an old engine"}
+SHORT = ["lint", "tests", "wheels"]
+
+
+def run_of(*sessions: str, fails: str = "") -> tuple[Parts, io.StringIO]:
+    said = io.StringIO()
+    parts = Parts({"lint: ruff": 90}, stream=said)
+    for session in sessions:
+        try:
+            with parts.part(session, "ruff"):
+                assert session != fails
+        except AssertionError:
+            pass
+    return parts, said
+
+
+def test_a_part_says_how_long_it_usually_takes() -> None:
+    _, said = run_of("lint", "tests")
+    assert "[0:00] lint: ruff (usually 1:30 on 2 cores)\n" in said.getvalue()
+    assert "[0:00] tests: ruff\n" in said.getvalue()
+
+
+def test_a_long_part_says_now_and_then_that_it_goes_on() -> None:
+    said = io.StringIO()
+    with Parts({}, every_s=0.01, stream=said).part("tests", "pytest"):
+        until = time.monotonic() + 60
+        while said.getvalue().count("tests: pytest: for 0:00 so far") < 2:
+            assert time.monotonic() < until, said.getvalue()
+            time.sleep(0.01)
+
+
+def test_the_table_has_every_part_and_names_what_failed() -> None:
+    parts, _ = run_of(*SHORT, fails="tests")
+    heading, lint, tests, wheels, total, *others = parts.table(SHORT, LEFT_OUT)
+    assert heading.split() == ["part", "seconds", "usually"]
+    assert lint.split() == ["lint:", "ruff", "0", "90"]
+    assert tests.split() == ["tests:", "ruff", "0", "FAILED"]
+    assert wheels.split() == ["wheels:", "ruff", "0"]
+    assert total.split() == ["all", "0"]
+    assert others == [
+        "Left out: most mutants (rest)",
+        "Left out: an old engine (oldest)",
+        "`nox -s full` runs everything.",
+    ]
+
+
+def test_a_whole_run_leaves_nothing_out() -> None:
+    parts, _ = run_of(*SHORT, *LEFT_OUT)
+    assert not [line for line in parts.table(SHORT, LEFT_OUT) if "Left" in line or "full" in line]
+
+
+def test_a_run_that_stopped_early_says_what_did_not_run() -> None:
+    parts, _ = run_of("lint", "tests", fails="tests")
+    assert "Not run: wheels" in parts.table(SHORT, LEFT_OUT)
+
+
+def test_a_session_that_was_asked_for_alone_leaves_nothing_out() -> None:
+    parts, _ = run_of("lint")
+    assert len(parts.table(SHORT, LEFT_OUT)) == 3
+
+
+NOXFILE = """
+import atexit, sys
+import nox
+sys.path.insert(0, {tests!r})
+from nox_parts import Parts
+
+PARTS = Parts({{}})
+atexit.register(lambda: PARTS.print_table(["bad", "good"], {{"rest": "most mutants"}}))
+
+@nox.session(venv_backend="none")
+def bad(session):
+    with PARTS.part(session.name, "no"):
+        session.run(sys.executable, "-c", "raise SystemExit(3)")
+
+@nox.session(venv_backend="none")
+def good(session):
+    with PARTS.part(session.name, "yes"):
+        session.run(sys.executable, "-c", "")
+"""
+
+
+def test_nox_ends_with_the_table_and_fails_where_a_part_did(tmp_path: Path) -> None:
+    tests = str(Path(__file__).resolve().parents[1])
+    (tmp_path / "noxfile.py").write_text(NOXFILE.format(tests=tests))
+    done = subprocess.run(
+        [sys.executable, "-m", "nox"], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 1
+    *_, bad, good, total, left_out, hint = done.stderr.splitlines()
+    assert bad.split()[:2] + bad.split()[3:] == ["bad:", "no", "FAILED"]
+    assert good.split()[:2] == ["good:", "yes"]
+    assert total.startswith("all")
+    assert left_out == "Left out: most mutants (rest)"
+    assert hint == "`nox -s full` runs everything."

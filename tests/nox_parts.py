@@ -1,0 +1,116 @@
+"""What a run of nox is doing, part by part, said as it goes on, with a table at its end."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+__all__ = ["Part", "Parts"]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One thing that was done.
+
+    Attributes:
+        session: Whose it is.
+        what: Was done.
+        seconds: How long it took.
+        done: Whether it succeeded.
+    """
+
+    session: str
+    what: str
+    seconds: float
+    done: bool
+
+    @property
+    def name(self) -> str:
+        """As it is shown, and as the usual durations have it."""
+        return f"{self.session}: {self.what}"
+
+
+class Parts:
+    """The parts of a run.
+
+    Args:
+        usual: Seconds that parts usually take, by name.
+        every_s: Seconds between lines that say that a part goes on, where nobody sees a terminal.
+        stream: Where this is said; nox, too, writes to ``stderr``.
+    """
+
+    def __init__(
+        self, usual: Mapping[str, int], every_s: float = 30.0, stream: TextIO | None = None
+    ) -> None:
+        self._usual, self._every_s, self._stream = usual, every_s, stream or sys.stderr
+        self._began = time.monotonic()
+        self.done: list[Part] = []
+
+    @contextmanager
+    def part(self, session: str, what: str) -> Iterator[None]:
+        """Says that a part begins, how long it usually takes, and now and then that it goes on."""
+        name, started, ended = f"{session}: {what}", time.monotonic(), threading.Event()
+        usual = self._usual.get(name)
+        self._say(f"{name}" + (f" (usually {_clock(usual)} on 2 cores)" if usual else ""))
+
+        def go_on() -> None:
+            while not ended.wait(self._every_s):
+                self._say(f"{name}: for {_clock(time.monotonic() - started)} so far")
+
+        watched = sys.stdout.isatty() and self._stream.isatty()
+        if not watched:
+            threading.Thread(target=go_on, daemon=True).start()
+        try:
+            yield
+        except BaseException:
+            self.done.append(Part(session, what, time.monotonic() - started, done=False))
+            raise
+        else:
+            self.done.append(Part(session, what, time.monotonic() - started, done=True))
+        finally:
+            ended.set()
+
+    def print_table(self, wanted: Sequence[str], left_out: Mapping[str, str]) -> None:
+        """Says what :meth:`table` has."""
+        print("", *self.table(wanted, left_out), sep="\n", file=self._stream, flush=True)
+
+    def table(self, wanted: Sequence[str], left_out: Mapping[str, str]) -> list[str]:
+        """Seconds of each part, and what did not run.
+
+        Args:
+            wanted: Sessions that make a whole short run.
+            left_out: What others would have done, by session. Of these it is said that they did
+                not run only where the short run was whole, or meant to be.
+        """
+        width = max(len(part.name) for part in self.done)
+        lines = [f"{'part':{width}} {'seconds':>8} {'usually':>8}"]
+        for part in self.done:
+            usual = self._usual.get(part.name, "")
+            failed = "" if part.done else "  FAILED"
+            lines.append(f"{part.name:{width}} {part.seconds:8.0f} {usual:>8}{failed}")
+        total = sum(part.seconds for part in self.done)
+        lines.append(f"{'all':{width}} {total:8.0f}")
+        ran = {part.session for part in self.done}
+        others = {session: what for session, what in left_out.items() if session not in ran}
+        if len(ran & set(wanted)) > 1:
+            missing = [session for session in wanted if session not in ran]
+            lines += [f"Not run: {', '.join(missing)}"] * bool(missing)
+            lines += [f"Left out: {what} ({session})" for session, what in others.items()]
+            lines += ["`nox -s full` runs everything."] * bool(others)
+        return lines
+
+    def _say(self, text: str) -> None:
+        # A line of its own, also where a program has just written dots.
+        now = _clock(time.monotonic() - self._began)
+        print(f"\n[{now}] {text}", file=self._stream, flush=True)
+
+
+def _clock(seconds: float) -> str:
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
