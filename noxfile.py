@@ -30,7 +30,17 @@ LEFT_OUT = {
 }
 #: Seconds on 2 cores that do nothing else; each part of a run says how long it usually takes.
 USUAL = {
-    "lint: environment workspace": 60,
+    "lint: environment workspace": 35,
+    "types: mypy": 25,
+    "tests: pytest": 500,
+    "conformance(hf): suite": 110,
+    "conformance(vllm): environment cpu-engine-vllm": 50,
+    "conformance(vllm): pytest": 170,
+    "conformance(vllm): suite": 250,
+    "wheels: install": 25,
+    "wheels: tutorial": 150,
+    "quickstart: environment workspace": 35,
+    "quickstart: GRPO": 90,
 }
 PARTS = Parts(USUAL)
 # nox has no hook for its end, and goes on after a session that fails.

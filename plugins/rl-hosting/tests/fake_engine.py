@@ -1,8 +1,8 @@
 """A named test double: an engine without a model, which can be made to misbehave at any moment.
 
 A row continues its last token t with t+1, t+2, ..., one token a step; a step takes ``pause``
-seconds. The first tokens of some rows do things, see below; and ``{"fake": {"acts": {moment: act}}}``
-does something whenever a method is called, or ``from_call`` on.
+seconds. The first tokens of some rows do things, see below; and ``{"fake": {"acts": {moment:
+act}}}`` does something whenever a method is called, or ``from_call`` on.
 """
 
 from __future__ import annotations

@@ -48,9 +48,8 @@ def main() -> None:
         engine.submit(
             [Prompt(key, 0, [7] * 100_000, 4, None, [], prompt(0, 0).sampling) for key in range(50)]
         )
-    if moment == "forked":
-        if not os.fork():
-            time.sleep(600)
+    if moment == "forked" and not os.fork():
+        time.sleep(600)
     if moment == "child":
         subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], close_fds=False)
     if moment == "shutdown":

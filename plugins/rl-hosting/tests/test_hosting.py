@@ -1,65 +1,36 @@
-"""An engine in a process of its own: calls, faults, and that nothing is left of it."""
+"""A hosted engine: its calls, its ends, its log, and children of its driver."""
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from contextlib import suppress
 
-import fake_engine
 import psutil
 import pytest
 import torch
-from fake_engine import ENDLESS, EXITS, FAILS, RAISES, STOPS, FakeGeneration
+from fake_backend import HERE, SOON, prompts, until
+from fake_engine import ENDLESS, EXITS, FAILS, RAISES
 
 from rl_core.batch import BatchedDataDict
 from rl_core.errors import (
     DataError,
     DeadlineError,
-    IncompatiblePluginError,
     LifecycleError,
+    RLError,
     WorkerDiedError,
     WorkerError,
 )
-from rl_hosting import wire
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-SOON = 30.0
-
-
-def prompts(*tokens: int) -> BatchedDataDict[Any]:
-    ids = torch.tensor([[token] for token in tokens])
-    return BatchedDataDict({"input_ids": ids, "input_lengths": torch.ones(len(tokens)).long()})
-
-
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + SOON
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.005)
-
-
-@pytest.fixture(params=["started", "forked"])
-def start(request: pytest.FixtureRequest) -> Iterator[Callable[..., FakeGeneration]]:
-    made = []
-
-    def build(**config: Any) -> FakeGeneration:
-        hosting = {"preload": ["torch"]} if request.param == "forked" else {}
-        made.append(FakeGeneration(hosting=hosting, **config))
-        return made[-1]
-
-    yield build
-    for engine in made:
-        engine.shutdown()
+# -- calls -----------------------------------------------------------------------------------------
 
 
 def test_many_callers_share_the_engine(start):
@@ -101,17 +72,6 @@ def test_a_process_that_ends_fails_the_calls_in_it_with_its_last_words(start):
         engine.generate(prompts(5))
 
 
-def test_a_process_that_is_stopped_is_given_up_by_its_callers(start):
-    engine = start(call_deadline_s=1.0)
-    with pytest.raises(DeadlineError, match="call_deadline_s"):
-        engine.generate(prompts(STOPS))
-    started = time.monotonic()
-    os.kill(engine.pid, signal.SIGKILL)
-    with pytest.raises(WorkerDiedError):
-        engine.generate(prompts(5))
-    assert time.monotonic() - started < 10
-
-
 def test_rows_that_nobody_reads_are_taken_back(start):
     engine = start(fake={"pause": 0.01})
 
@@ -127,51 +87,28 @@ def test_rows_that_nobody_reads_are_taken_back(start):
     assert not engine._rows.busy
 
 
-def test_a_refusal_to_start_is_an_error_of_its_class(start):
-    with pytest.raises(DataError, match="does not like you"):
-        start(fake={"refuses": True})
-
-
-@pytest.mark.parametrize("moment", ["idle", "decoding"])
-def test_a_driver_that_is_killed_takes_its_engine_with_it(moment, tmp_path):
-    code = f"""
-        import sys, threading, time
-        sys.path.insert(0, {str(Path(__file__).parent)!r})
-        from fake_engine import FakeGeneration, ENDLESS
-        from test_hosting import prompts
-        engine = FakeGeneration()
-        if {moment!r} == "decoding":
-            threading.Thread(target=engine.generate, args=(prompts(ENDLESS),), daemon=True).start()
-            time.sleep(0.3)
-        print(engine.pid, flush=True)
-        time.sleep(60)
-    """
-    driver = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True
-    )
-    assert driver.stdout is not None
-    pid = int(driver.stdout.readline())
-    driver.kill()
-    driver.wait()
-    driver.stdout.close()
-    until(lambda: not psutil.pid_exists(pid))
-
-
-def test_a_forked_child_does_not_end_the_engine_and_cannot_call_it(start):
-    engine = start()
-    child = os.fork()
-    if not child:
-        try:
-            engine._process.call("reset_caches", 1.0)
-        except LifecycleError:
-            os._exit(0)
-        os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+def test_a_call_that_is_late_says_so_with_the_log_and_the_engine_goes_on(start):
+    engine = start(call_deadline_s=0.5, fake={"pause": 0.01})
+    with pytest.raises(DeadlineError, match=r"1 rows in the engine") as caught:
+        engine.generate(prompts(ENDLESS))
+    assert "the fake engine starts" in caught.value.details["log"]
     assert engine.generate(prompts(5)).size == 1
 
 
+def test_a_hung_engine_is_found_out_by_calls_that_are_shorter_than_its_patience(start):
+    engine = start(call_deadline_s=0.3, silence_s=1.5, fake={"acts": {"step": "hang"}})
+
+    def gives_up() -> bool:
+        with pytest.raises((DeadlineError, WorkerDiedError)) as caught:
+            engine.generate(prompts(5))
+        return "no sign of life" in str(caught.value)
+
+    until(gives_up)
+    assert not psutil.pid_exists(engine.pid)
+
+
 def test_a_large_frame_reaches_a_busy_engine(start):
-    engine = start(fake={"pause": 0.2}, max_new_tokens=3)
+    engine = start(fake={"pause": 0.1}, max_new_tokens=3)
     with ThreadPoolExecutor(2) as pool:
         small = pool.submit(engine.generate, prompts(5))
         ids = torch.full((400, 9000), 7)
@@ -180,20 +117,45 @@ def test_a_large_frame_reaches_a_busy_engine(start):
         small.result(SOON)
 
 
-def test_another_version_of_the_wire_is_refused(start, monkeypatch):
-    monkeypatch.setattr(wire, "WIRE", 99)
-    with pytest.raises(IncompatiblePluginError, match=r"version 1 .* this one 99"):
-        FakeGeneration()
-
-
-def test_nonsense_on_the_wire_ends_the_calls_by_name(start):
-    engine = start()
+def test_an_engine_that_is_stopped_for_a_moment_goes_on(start):
+    engine = start(fake={"pause": 0.05})
     with ThreadPoolExecutor(1) as pool:
-        call = pool.submit(engine.generate, prompts(ENDLESS))
+        call = pool.submit(engine.generate, prompts(*range(5, 30)))
         until(lambda: engine._rows.busy)
-        engine._process._channel._end.shutdown(0)
-        with pytest.raises(WorkerDiedError):
-            call.result(SOON)
+        os.kill(engine.pid, signal.SIGSTOP)
+        time.sleep(0.5)
+        os.kill(engine.pid, signal.SIGCONT)
+        assert call.result(SOON).size == 25
+
+
+# -- how it starts ---------------------------------------------------------------------------------
+
+
+def test_a_refusal_to_start_is_an_error_of_its_class(start):
+    with pytest.raises(DataError, match="does not like you"):
+        start(fake={"refuses": True})
+
+
+@pytest.mark.parametrize(
+    ("act", "error"),
+    [
+        ("kill", WorkerDiedError),
+        ("exit", WorkerDiedError),
+        ("stop", WorkerDiedError),
+        ("deaf", WorkerDiedError),
+        ("raise", OSError),
+        ("hang", DeadlineError),
+        ("babble", DeadlineError),
+    ],
+)
+def test_a_start_that_fails_is_told_by_name_and_in_time(start, act, error):
+    late = {"start_timeout_s": 1.0} if error is DeadlineError else {}
+    with pytest.raises(error, match=r"(?s)fake engine|FakeEngine") as caught:
+        start(fake={"acts": {"start": act}}, hosting=late)
+    assert caught.value.details["log"]
+
+
+# -- how it ends -----------------------------------------------------------------------------------
 
 
 def test_the_engine_ends_with_its_owner_and_leaves_nothing(start):
@@ -203,4 +165,122 @@ def test_the_engine_ends_with_its_owner_and_leaves_nothing(start):
     engine.shutdown()
     assert not psutil.pid_exists(pid)
     assert not os.path.exists(directory)
-    assert fake_engine.SIZE
+    assert engine.shutdown()  # once more
+
+
+@pytest.mark.parametrize("act", ["kill", "raise", "exit"])
+def test_a_shutdown_that_fails_in_the_engine_ends_it(start, act):
+    engine = start(fake={"acts": {"shutdown": act}})
+    engine.shutdown()
+    assert not psutil.pid_exists(engine.pid)
+
+
+def test_an_engine_that_nobody_has_any_more_ends(imported, start):
+    pid = start().pid
+    start.__closure__[0].cell_contents.clear()  # what the fixture keeps
+    gc.collect()
+    until(lambda: not psutil.pid_exists(pid))
+
+
+def test_an_engine_outlives_the_thread_that_built_it(start):
+    built = []
+    thread = threading.Thread(target=lambda: built.append(start()))
+    thread.start()
+    thread.join()
+    time.sleep(1)
+    assert built[0].generate(prompts(5)).size == 1
+
+
+def test_engines_leave_no_descriptor_in_the_driver(start):
+    def live() -> int:
+        engine = start()
+        engine.generate(prompts(5))
+        engine.shutdown()
+        return psutil.Process().num_fds()
+
+    live()
+    before = live()
+    assert max(live() for _ in range(4)) <= before
+
+
+def test_the_interpreter_ends_with_calls_in_flight(imported):
+    code = f"""
+        import sys, threading
+        sys.path.insert(0, {HERE!r})
+        from fake_backend import FakeGeneration, prompts, until
+        from fake_engine import ENDLESS
+        engine = FakeGeneration()
+        for _ in range(3):
+            threading.Thread(target=engine.generate, args=(prompts(ENDLESS),), daemon=True).start()
+        until(lambda: engine._rows.busy)
+        print(engine.pid, flush=True)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=SOON
+    )
+    assert done.returncode == 0, done.stderr
+    until(lambda: not psutil.pid_exists(int(done.stdout)))
+
+
+# -- its log ---------------------------------------------------------------------------------------
+
+
+def test_what_it_prints_is_shown_and_kept(start, capfd):
+    engine = start(hosting={"verbose": True})
+    with pytest.raises(WorkerDiedError, match="last words") as caught:
+        engine.generate(prompts(EXITS))
+    assert "last words" in caught.value.details["log"]
+    engine.shutdown()
+    assert "the fake engine starts\nlast words" in capfd.readouterr().err
+
+
+def test_the_log_of_an_engine_that_prints_without_end_is_cut(start):
+    engine = start(fake={"acts": {"step": "babble"}})
+    log = engine._process._log
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(engine.generate, prompts(5))
+        until(lambda: os.fstat(log.fileno()).st_size > 400 << 20, "400 MiB of a log")
+        os.kill(engine.pid, signal.SIGSTOP)
+        until(lambda: os.fstat(log.fileno()).st_blocks * 512 < 100 << 20, "the cut")
+        with pytest.raises(WorkerDiedError, match="bla bla"):
+            call.result(SOON)
+
+
+# -- children of the driver ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("decodes", [False, True])
+def test_a_forked_child_does_not_end_the_engine_and_cannot_call_it(start, decodes):
+    engine = start()
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(engine.generate, prompts(ENDLESS)) if decodes else None
+        until(lambda: engine._rows.busy or not decodes)
+        child = os.fork()
+        if not child:
+            wrong = 0
+            for method in ("generate", "finish_generation", "prepare_for_generation", "shutdown"):
+                with suppress(LifecycleError):
+                    wrong += bool(getattr(engine, method)(*[prompts(5)][: method == "generate"]))
+            del engine
+            gc.collect()
+            os._exit(wrong)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        if call:
+            os.kill(engine.pid, signal.SIGKILL)
+            with pytest.raises(RLError):
+                call.result(SOON)
+        else:
+            assert engine.generate(prompts(5)).size == 1
+
+
+def test_a_forked_child_that_lives_on_keeps_nothing(start):
+    engine = start()
+    child = os.fork()
+    if not child:
+        time.sleep(600)
+    try:
+        engine.shutdown()
+        assert not psutil.pid_exists(engine.pid)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)

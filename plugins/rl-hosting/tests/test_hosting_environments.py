@@ -34,7 +34,7 @@ OURS = [
 
 @pytest.fixture(scope="module")
 def make_environment(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
-    """``make_environment(paths)`` is the interpreter of a real environment that finds modules there."""
+    """``make_environment(paths)`` is the interpreter of an environment that finds them."""
 
     def make(*paths: str) -> str:
         root = tmp_path_factory.mktemp("environment")
@@ -98,14 +98,14 @@ def test_an_interpreter_that_does_not_run_is_refused(python):
 def test_a_program_that_is_no_interpreter_is_named():
     with pytest.raises(WorkerDiedError, match="did not fork"):
         build("/bin/true")
+
+
+def test_an_interpreter_that_hangs_is_named(tmp_path):
+    hanging = tmp_path / "python"
+    hanging.write_text("#!/bin/sh\nexec sleep 600\n")
+    hanging.chmod(0o755)
     with pytest.raises(DeadlineError, match="did not fork"):
-        hanging = Path("/tmp") / f"rl-no-python-{os.getpid()}"
-        hanging.write_text("#!/bin/sh\nexec sleep 600\n")
-        hanging.chmod(0o755)
-        try:
-            build(str(hanging), start_timeout_s=0.5)
-        finally:
-            hanging.unlink()
+        build(str(hanging), start_timeout_s=0.5)
 
 
 @pytest.mark.parametrize(
@@ -126,11 +126,13 @@ def test_an_environment_without_variables(imported):
 
 
 def test_the_example_of_the_readme_runs(tmp_path):
-    for name, code in re.findall(r"```python\n# (\w+\.py)\n(.*?)```", README.read_text(), re.S):
+    for name, code in re.findall(
+        r"```python\n# (\w+\.py)\n(.*?)```", README.read_text(), re.DOTALL
+    ):
         (tmp_path / name).write_text(code)
     done = subprocess.run(
         [sys.executable, "example.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
-    [said] = re.findall(r"```text\n(.*?)```", README.read_text(), re.S)
+    [said] = re.findall(r"```text\n(.*?)```", README.read_text(), re.DOTALL)
     assert done.stdout == said

@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
-import threading
-import time
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
-from fake_backend import SOON, prompts, until
-from fake_engine import ENDLESS, EXITS, FAILS, RAISES
+from fake_backend import prompts
+from fake_engine import ENDLESS
 
 from rl_core.errors import (
-    DataError,
     DeadlineError,
-    PluginError,
-    RLError,
     WorkerDiedError,
     WorkerError,
 )

@@ -8,22 +8,18 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-import psutil
 import pytest
-from fake_backend import SIZES, SOON, Trainer, prompts, until
-from fake_engine import ENDLESS
+from fake_backend import SIZES, SOON, Trainer, prompts
 
 from rl_core import refit
 from rl_core.errors import (
     DeadlineError,
-    LifecycleError,
     RefitError,
     RemoteError,
     RLError,
     WeightsTornError,
 )
 from rl_core.futures import wait
-from rl_hosting.forking import ForkServer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -101,7 +97,7 @@ def test_a_refit_waits_for_rows_and_rows_wait_for_it(pair, trainer):
 def test_a_worker_that_fails_in_a_refit_fails_it_by_name(pair, trainer, moment, act):
     engine = pair(worker_acts={moment: act})
     begun = time.monotonic()
-    with pytest.raises((RefitError, RemoteError), match="fake|WorkersEngine") as caught:
+    with pytest.raises((RefitError, RemoteError), match=r"fake|WorkersEngine") as caught:
         refit(trainer, engine, deadline_s=SOON)
     assert time.monotonic() - begun < SOON
     assert "the fake engine starts" in str(caught.value.details.get("log", caught.value))
@@ -118,7 +114,7 @@ def test_a_worker_that_fails_in_a_refit_fails_it_by_name(pair, trainer, moment, 
 def test_a_worker_that_hangs_in_a_refit_fails_it_within_the_deadline(pair, trainer, act):
     engine = pair(worker_acts={"write": act})
     begun = time.monotonic()
-    with pytest.raises((RefitError, RemoteError, DeadlineError), match="fake|WorkersEngine"):
+    with pytest.raises((RefitError, RemoteError, DeadlineError), match=r"fake|WorkersEngine"):
         refit(trainer, engine, deadline_s=4.0)
     assert time.monotonic() - begun < 4 + 2 * 5 + 5
     with pytest.raises(RLError):
@@ -132,7 +128,7 @@ def test_an_engine_that_is_killed_while_a_sender_is_awaited(pair, trainer, victi
     [taking] = engine.update_weights_via_ipc_zmq(deadline_s=SOON)
     pid = engine.pid if victim == "pid" else engine.engine_facts["worker_pids"][1]
     os.kill(pid, signal.SIGKILL)
-    with pytest.raises(RemoteError, match="fake engine|WorkersEngine"):
+    with pytest.raises(RemoteError, match=r"fake engine|WorkersEngine"):
         wait(taking, SOON)
 
 

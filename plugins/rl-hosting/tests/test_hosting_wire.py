@@ -58,15 +58,18 @@ HARMLESS = {
 def test_nonsense_fails_the_calls_in_flight_by_name(start, what):
     said, words = NONSENSE[what]
     engine = start(fake={"acts": {"reset_caches": said}})
+
+    def wait_for(engine: Any, call: Any) -> None:
+        if what == "unknown row":  # it is in a message that only who waits for rows reads
+            engine._process.tell("reset_caches")
+            call.result(SOON)
+        engine.invalidate_kv_cache()
+
     with ThreadPoolExecutor(1) as pool:
         call = pool.submit(engine.generate, prompts(ENDLESS))
         until(lambda: engine._rows.busy)
         with pytest.raises(RLError, match=f"(?s)the fake engine.*{words}") as caught:
-            if what == "unknown row":
-                engine._process.tell("reset_caches")
-                call.result(SOON)
-            else:
-                engine.invalidate_kv_cache()
+            wait_for(engine, call)
         assert "the fake engine starts" in caught.value.details["log"]
         with pytest.raises(RLError, match=words):
             call.result(SOON)
@@ -84,7 +87,7 @@ def test_what_nobody_waits_for_is_passed_over(start, what):
 def test_a_frame_that_does_not_go_on_fails_the_calls(start, monkeypatch):
     monkeypatch.setattr(wire, "_STALL_S", 0.5)
     engine = start(fake={"acts": {"submit": HEAD.pack(WIRE, 1000) + b"abc", "step": "hang"}})
-    with pytest.raises(RLError, match="the fake engine.*of a frame of 1000 bytes 3 came"):
+    with pytest.raises(RLError, match=r"the fake engine.*of a frame of 1000 bytes 3 came"):
         engine.generate(prompts(5))
     assert not psutil.pid_exists(engine.pid)
 
