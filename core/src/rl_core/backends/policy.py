@@ -58,7 +58,10 @@ class PolicyBackend(ColocatablePolicyInterface):
 
     @abstractmethod
     def weight_source(self) -> WeightSource:
-        """The tensors of the model as they are now; called once for each refit."""
+        """The tensors of the model as they are now; called once for each refit, and closed once.
+
+        Also for a description (``prepare_refit_info``) that no refit follows.
+        """
 
     # -- refit ----------------------------------------------------------------------------------
 

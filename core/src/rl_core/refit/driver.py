@@ -126,7 +126,8 @@ def _attempt(
         wait(opening, chosen.deadline_s + _GRACE_S)
     else:
         generation.prepare_refit_info(info)
-    refit_id = secrets.token_hex(8)
+    # The policy names the refit that the description is for; one that does not gets a name here.
+    refit_id = info.get("refit_id") or secrets.token_hex(8)
     sending = policy.stream_weights_via_ipc_zmq(**{**options, "refit_id": refit_id})
     receiving = generation.update_weights_via_ipc_zmq(
         transport=chosen.transport, deadline_s=chosen.deadline_s, refit_id=refit_id

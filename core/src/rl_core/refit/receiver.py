@@ -7,6 +7,8 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from rl_core.errors import LifecycleError, RefitAborted, RefitProtocolError, WeightsTornError
 from rl_core.futures import spawn
 from rl_core.refit.frames import read_handles
@@ -26,8 +28,6 @@ if TYPE_CHECKING:
     import concurrent.futures
     from collections.abc import Callable, Mapping
 
-    import torch
-
     from rl_core.interfaces.weights import WeightSink
     from rl_core.refit.introduction import Trainer
     from rl_core.refit.messages import Handles
@@ -45,7 +45,7 @@ class RefitReceiver(Endpoint["Receiving"]):
     """Takes weights into an engine; one for the engine's whole life.
 
     Args:
-        sink: Where to write; called for each refit, and to look at what there is.
+        sink: Where to write; called once for each refit, and before the first to look.
         name: How errors on the other side call this one.
         lock: Held while the engine generates, and by a refit while it writes.
         on_commit: Called with the new version before it serves; drops caches.
@@ -57,6 +57,7 @@ class RefitReceiver(Endpoint["Receiving"]):
         known: Digests, by name, of the tensors that the engine is known to have.
         id: Tells this receiver from all others.
         planner: Keeps the last plans.
+        sets: Refits by handles.
         second_copy: Memory of staged refits, kept between them.
     """
 
@@ -80,13 +81,14 @@ class RefitReceiver(Endpoint["Receiving"]):
         self._on_commit = on_commit
         self._trainer: Trainer | None = None
         self._expected: WeightManifest | None = None
+        self._seen = (-1, False, CPU)  # epoch, whether it casts, where its tensors are
         self._matched: tuple[WeightManifest | None, WeightManifest | None] = (None, None)
         self._ends: dict[str, tuple[Mapping[str, Any], ReceiverEnd]] = {}
         self._lanes: dict[tuple[ReceiverEnd, bool], Lane] = {}
         self._meetings: dict[ReceiverEnd, concurrent.futures.Future[None]] = {}
         self._route: Route | None = None
         self._looked = 0.0
-        self._sets = HandleSets()
+        self.sets = HandleSets()
         self._waited: Receiving | None = None
 
     def check(self) -> None:
@@ -124,8 +126,8 @@ class RefitReceiver(Endpoint["Receiving"]):
             ManifestMismatchError: The tensors are not those of the engine; nothing was touched.
         """
         self.check_open()
-        sink = self.new_sink()
-        match = partial(compare, expected=self.manifest_of(sink), casts=sink.casts)
+        expected, casts, _ = self.look()
+        match = partial(compare, expected=expected, casts=casts)
         trainer = trainer_of(info, match, self._trainer)
         for job in self.waiting():
             if job.trainer != trainer:
@@ -229,7 +231,7 @@ class RefitReceiver(Endpoint["Receiving"]):
         return True
 
     def _take(self, trainer: Trainer, message: Handles) -> None:
-        sets = self._sets
+        sets = self.sets
         sets.admit(message, trainer.token, self.name)
         try:
             taking = sets.current = sets.current or Taking(
@@ -250,10 +252,6 @@ class RefitReceiver(Endpoint["Receiving"]):
 
     # -- what is held, and asked for by the refits ------------------------------------------------
 
-    def give_up_handles(self) -> None:
-        """Ends a refit by handles that is not complete, and will not be."""
-        self._sets.give_up()
-
     def check_epoch(self, epoch: int) -> None:
         """Raises unless nothing but the refit that began at an epoch has changed the weights.
 
@@ -267,9 +265,17 @@ class RefitReceiver(Endpoint["Receiving"]):
                 fix="refit again; the engine must stay as it is while a refit is under way",
             )
 
+    def look(self) -> tuple[WeightManifest, bool, torch.device]:
+        """The engine's tensors, whether it casts, and where they are, as the last sink said."""
+        if self._seen[0] != self.epoch:  # changed or dropped since
+            self.manifest_of(self.new_sink())
+        assert self._expected is not None
+        return self._expected, *self._seen[1:]
+
     def manifest_of(self, sink: WeightSink) -> WeightManifest:
         """The sink's manifest, the one that is known if nothing changed."""
         self._expected = WeightManifest.of(sink.specs(), self._expected)
+        self._seen = self.epoch, sink.casts, torch.device(sink.device)
         return self._expected
 
     def check_match(self, wire: WeightManifest, expected: WeightManifest) -> None:
@@ -337,19 +343,16 @@ class RefitReceiver(Endpoint["Receiving"]):
 
         What a refit that is still running uses, the refit after it replaces.
         """
-        self._clear_away(trainer)
+        self.clear_away(trainer)
         with self.between_refits() as idle:
             for transport, (address, _) in list(self._ends.items()):
                 if idle and address == trainer.channels.get(transport):
                     self._disconnect(transport)
 
-    def clear_away(self) -> None:
+    def clear_away(self, trainer: Trainer | None = None) -> None:
         """Removes what a trainer that was killed left behind on transports not used here."""
-        if self._trainer is not None:
-            self._clear_away(self._trainer)
-
-    def _clear_away(self, trainer: Trainer) -> None:
-        for transport, address in trainer.channels.items():
+        trainer = trainer or self._trainer
+        for transport, address in trainer.channels.items() if trainer else ():
             if transport not in self._ends or self._ends[transport][0] != address:
                 find_transport(transport).receiver(address).close()
 
