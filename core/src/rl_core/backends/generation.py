@@ -129,7 +129,7 @@ class GenerationBackend(GenerationInterface):
 
     @abstractmethod
     def weight_sink(self) -> WeightSink:
-        """Where a refit writes; called once for each, and before the first to look at it."""
+        """Where a refit writes; called once for each refit."""
 
     def make_receiver(self, lock: TurnLock) -> Receiver:
         """What takes refits: a receiver in this process, unless the weights are in another.

@@ -45,7 +45,7 @@ class RefitReceiver(Endpoint["Receiving"]):
     """Takes weights into an engine; one for the engine's whole life.
 
     Args:
-        sink: Where to write; called once for each refit, and before the first to look.
+        sink: Where to write; called once for each refit, and for a description that none follows.
         name: How errors on the other side call this one.
         lock: Held while the engine generates, and by a refit while it writes.
         on_commit: Called with the new version before it serves; drops caches.
@@ -57,6 +57,7 @@ class RefitReceiver(Endpoint["Receiving"]):
         known: Digests, by name, of the tensors that the engine is known to have.
         id: Tells this receiver from all others.
         planner: Keeps the last plans.
+        device: Where the engine's tensors were when it was prepared.
         sets: Refits by handles.
         second_copy: Memory of staged refits, kept between them.
     """
@@ -76,12 +77,13 @@ class RefitReceiver(Endpoint["Receiving"]):
         self.id = secrets.token_hex(16)
         self.planner = Planner()
         self.second_copy: dict[str, torch.Tensor] = {}
+        self.device = CPU
         self.lock = lock
         self.new_sink = sink
         self._on_commit = on_commit
         self._trainer: Trainer | None = None
         self._expected: WeightManifest | None = None
-        self._seen = (-1, False, CPU)  # epoch, whether it casts, where its tensors are
+        self._prepared: tuple[str, int, WeightSink] | None = None  # refit, epoch, what it was told
         self._matched: tuple[WeightManifest | None, WeightManifest | None] = (None, None)
         self._ends: dict[str, tuple[Mapping[str, Any], ReceiverEnd]] = {}
         self._lanes: dict[tuple[ReceiverEnd, bool], Lane] = {}
@@ -126,9 +128,11 @@ class RefitReceiver(Endpoint["Receiving"]):
             ManifestMismatchError: The tensors are not those of the engine; nothing was touched.
         """
         self.check_open()
-        expected, casts, _ = self.look()
-        match = partial(compare, expected=expected, casts=casts)
+        sink = self.new_sink()
+        self.device = torch.device(sink.device)
+        match = partial(compare, expected=self.manifest_of(sink), casts=sink.casts)
         trainer = trainer_of(info, match, self._trainer)
+        self._prepared = str(info.get("refit_id")), self.epoch, sink
         for job in self.waiting():
             if job.trainer != trainer:
                 job.supersede("the engine was prepared for other tensors or another trainer")
@@ -234,8 +238,9 @@ class RefitReceiver(Endpoint["Receiving"]):
         sets = self.sets
         sets.admit(message, trainer.token, self.name)
         try:
+            tear = partial(setattr, self, "torn", True)
             taking = sets.current = sets.current or Taking(
-                self.new_sink(), trainer, message, self.epoch, known=self.known, touch=self._tear
+                self.new_sink(), trainer, message, self.epoch, known=self.known, touch=tear
             )
             end = self.end("ipc")
             lane = self._attach(end, False, message.lane, CPU)
@@ -265,17 +270,16 @@ class RefitReceiver(Endpoint["Receiving"]):
                 fix="refit again; the engine must stay as it is while a refit is under way",
             )
 
-    def look(self) -> tuple[WeightManifest, bool, torch.device]:
-        """The engine's tensors, whether it casts, and where they are, as the last sink said."""
-        if self._seen[0] != self.epoch:  # changed or dropped since
-            self.manifest_of(self.new_sink())
-        assert self._expected is not None
-        return self._expected, *self._seen[1:]
+    def sink_for(self, refit_id: str) -> WeightSink:
+        """The sink that was compared with the trainer of a refit, or a new one."""
+        prepared, self._prepared = self._prepared, None
+        if prepared is not None and prepared[:2] == (refit_id, self.epoch):
+            return prepared[2]
+        return self.new_sink()
 
     def manifest_of(self, sink: WeightSink) -> WeightManifest:
         """The sink's manifest, the one that is known if nothing changed."""
         self._expected = WeightManifest.of(sink.specs(), self._expected)
-        self._seen = self.epoch, sink.casts, torch.device(sink.device)
         return self._expected
 
     def check_match(self, wire: WeightManifest, expected: WeightManifest) -> None:
@@ -324,7 +328,7 @@ class RefitReceiver(Endpoint["Receiving"]):
         A refit that is under way ends: the tensors that it knows may not be the engine's any more.
         """
         self.epoch += 1
-        self._route = None
+        self._route = self._prepared = None
         self.second_copy = {}
 
     def give_back(self) -> None:
@@ -380,9 +384,6 @@ class RefitReceiver(Endpoint["Receiving"]):
         self.clear_away()
         for transport in list(self._ends):
             self._disconnect(transport)
-
-    def _tear(self) -> None:
-        self.torn = True
 
     def _attach(
         self, end: ReceiverEnd, direct: bool, ref: Mapping[str, Any], device: torch.device

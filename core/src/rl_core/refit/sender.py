@@ -56,6 +56,7 @@ class RefitSender(Endpoint["Sending"]):
         committed: Digests of what was committed last, if it was hashed.
         planner: Keeps the last plans.
         arena: Knows the tensors that engines read where they are.
+        calls: How often a refit was asked for.
     """
 
     def __init__(self, source: Callable[[], WeightSource], *, name: str) -> None:
@@ -72,7 +73,7 @@ class RefitSender(Endpoint["Sending"]):
         self._handing: Handing | None = None
         self._handings = 0
         self._described: tuple[str, WeightSource] | None = None
-        self._calls = 0
+        self.calls = 0
 
     # -- refits -----------------------------------------------------------------------------------
 
@@ -127,7 +128,7 @@ class RefitSender(Endpoint["Sending"]):
             ConfigError: An option is unknown or not legal.
             LifecycleError: There is no committed version to join.
         """
-        self._calls += 1
+        self.calls += 1
         self.check_open()
         chosen = SendOptions.of(options)
         end = self.end(chosen.transport)
@@ -136,7 +137,7 @@ class RefitSender(Endpoint["Sending"]):
             job.supersede("a newer refit was asked for")
         source = self._source_for(chosen.refit_id)
         try:
-            name = name_of_call(chosen.refit_id, self._calls)
+            name = name_of_call(chosen.refit_id, self.calls)
             job = Sending(self, end, source, chosen, version, name)
         except BaseException:
             source.close()
@@ -178,7 +179,7 @@ class RefitSender(Endpoint["Sending"]):
 
         Aliases and empty tensors are not listed: nothing is sent for them.
         """
-        self._calls += 1
+        self.calls += 1
         self.check_open()
         if self._handing is not None:
             self._handing.close()
@@ -194,7 +195,7 @@ class RefitSender(Endpoint["Sending"]):
                 serial=self._handings + 1,
                 bucket_bytes=bucket_bytes,
                 name=self.name,
-                call=name_of_call("", self._calls),
+                call=name_of_call("", self.calls),
             )
         except BaseException:
             source.close()

@@ -66,7 +66,7 @@ class Sending(Job[SenderSession]):
         source: WeightSource,
         options: SendOptions,
         version: int,
-        name: str,
+        name: str = "",
     ) -> None:
         self.options = options
         self.version = version
