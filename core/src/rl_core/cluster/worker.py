@@ -3,46 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import os
 import socket
 import threading
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from rl_core.cluster.remote_error import worker_error
+from rl_core.cluster.remote_error import as_text, worker_error
 from rl_core.futures import wait
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Mapping, Sequence
+    from collections.abc import Generator, Mapping, Sequence
 
     from rl_core.interfaces import WorkerContext
     from rl_core.plugins.manifest import Kind
 
 __all__ = ["CONCURRENCY_GROUPS", "Worker"]
 
-#: Threads of the actor. Work is done one call at a time and always by the same thread; many calls
+#: Threads of a worker. Work is done one call at a time and always by the same thread; many calls
 #: of generate share the engine, and refits and questions get through meanwhile.
 CONCURRENCY_GROUPS = {"work": 1, "generate": 256, "refit": 2, "control": 2}
 
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
-def _as_text(method: Callable[P, T]) -> Callable[P, T]:
-    """Raises errors made of text, so that no foreign exception is ever pickled."""
-
-    @functools.wraps(method)
-    def guarded(*args: P.args, **kwargs: P.kwargs) -> T:
-        try:
-            return method(*args, **kwargs)
-        except Exception as error:
-            raise worker_error(error, str(getattr(args[0], "name", "a worker"))) from None
-
-    return guarded
-
 
 class Worker:
-    """The actor. It does nothing until :meth:`build`, whose errors arrive like any other's."""
+    """Hosts a backend, from :meth:`build` on."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -51,22 +34,20 @@ class Worker:
         self._abandoned: set[str] = set()
         self._streams: dict[str, tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = {}
 
-    @_as_text
+    @as_text
     def place(self) -> dict[str, Any]:
         """Where this process is: ``node``, ``address``, a free TCP ``port`` and ``pid``."""
-        import ray
-
         with socket.socket() as free:
             free.bind(("", 0))
             port = free.getsockname()[1]
         return {
-            "node": ray.get_runtime_context().get_node_id(),
-            "address": ray.util.get_node_ip_address(),
+            "node": socket.gethostname(),
+            "address": "127.0.0.1",
             "port": port,
             "pid": os.getpid(),
         }
 
-    @_as_text
+    @as_text
     def build(self, kind: Kind, config: Mapping[str, Any], context: WorkerContext) -> None:
         """Loads the backend from what is installed in this process's environment."""
         from rl_core.plugins.discovery import load_object
@@ -76,17 +57,17 @@ class Worker:
         build = load_object(f"{manifest.factories[kind]}.from_config")
         self._backend = build(config, worker=context)
 
-    @_as_text
+    @as_text
     def attribute(self, name: str) -> Any:
         """An attribute of the backend."""
         return getattr(self._backend, name)
 
-    @_as_text
+    @as_text
     def call(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Calls a method of the backend."""
         return getattr(self._backend, method)(*args, **kwargs)
 
-    @_as_text
+    @as_text
     def call_and_wait(
         self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any], timeout_s: float
     ) -> Any:

@@ -34,9 +34,16 @@ if TYPE_CHECKING:
 
 __all__ = ["Forked", "ForkServer", "main"]
 
-#: Variables that a forked process may have of its own, besides that of its engine's sockets: torch
-#: sets the second while it is used, and pytest the third for each test.
-_PER_PROCESS = ("OMP_NUM_THREADS", "TORCHINDUCTOR_CACHE_DIR", "PYTEST_CURRENT_TEST", SOCKETS)
+#: Variables that a forked process may have of its own, besides that of its engine's sockets: its
+#: GPUs, which torch looks for when it uses the first, what torch sets meanwhile, and what pytest
+#: sets for each test.
+_PER_PROCESS = (
+    "CUDA_VISIBLE_DEVICES",
+    "OMP_NUM_THREADS",
+    "PYTEST_CURRENT_TEST",
+    "TORCHINDUCTOR_CACHE_DIR",
+    SOCKETS,
+)
 _MESSAGE = 1 << 16
 #: Seconds for the server to import an engine on a busy machine, and to answer.
 _ANSWER_S = 300.0
@@ -149,7 +156,7 @@ class ForkServer:
             self._process.wait()
 
     def fork(
-        self, end: int, log: int | None, environment: Mapping[str, str], engine: str
+        self, end: int, log: int | None, environment: Mapping[str, str], engine: str, host: str
     ) -> Forked:
         """A new process that answers the calls of a socket.
 
@@ -158,11 +165,13 @@ class ForkServer:
             log: Where it prints, or None for where the server does.
             environment: Of the process.
             engine: ``"module:Class"``.
+            host: Likewise, what answers the calls.
 
         Raises:
             WorkerDiedError: The server is gone.
         """
-        message = json.dumps({"environment": _own(environment), "engine": engine}).encode()
+        told = {"environment": _own(environment), "engine": engine, "host": host}
+        message = json.dumps(told).encode()
         status, theirs = os.pipe()
         try:
             with self._turn:
@@ -271,7 +280,7 @@ def _become_engine(told: dict[str, Any], descriptors: list[int], parent: int) ->
     os.environ.update(own)
     if "OMP_NUM_THREADS" in own:
         torch.set_num_threads(int(own["OMP_NUM_THREADS"].split(",")[0]))
-    run_host(end, parent, told["engine"])
+    run_host(end, parent, told["engine"], told["host"])
 
 
 def _preload(modules: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""The engine's own process: ``python -m rl_hosting.host FD PARENT MODULE:CLASS``.
+"""The engine's own process: ``python -m rl_hosting.host FD PARENT ENGINE HOST``.
 
 Answers the requests that come over a socket, between the steps of the engine, until the socket is
 closed. It ends when its parent is gone, however that ended and whatever it is doing: a thread of
@@ -33,8 +33,10 @@ if TYPE_CHECKING:
 
     from rl_hosting.engine import Engine
 
-__all__ = ["PARENT_POLL_S", "SOCKETS", "Host", "end_with", "main", "run_host"]
+__all__ = ["HOST", "PARENT_POLL_S", "SOCKETS", "Host", "end_with", "main", "run_host"]
 
+#: What answers calls, where an engine is hosted.
+HOST = "rl_hosting.host:Host"
 #: Variable with a directory for the engine's sockets, which is removed with the process.
 SOCKETS = "RL_HOSTING_SOCKETS"
 #: Seconds between two looks at whether the parent is still there.
@@ -197,7 +199,7 @@ def _remove_sockets() -> None:
         shutil.rmtree(os.environ[SOCKETS], ignore_errors=True)
 
 
-def end_with(parent: int, host: Host) -> None:
+def end_with(parent: int, host: Any) -> None:
     """Ends this process, and all that it started, at once when the parent is gone.
 
     The process leads a session of its own, so that its group has no other processes in it.
@@ -216,9 +218,9 @@ def end_with(parent: int, host: Host) -> None:
     threading.Thread(target=look, name="end-with-parent", daemon=True).start()
 
 
-def run_host(descriptor: int, parent: int, engine: str) -> None:
+def run_host(descriptor: int, parent: int, engine: str, host_class: str) -> None:
     """Answers what comes over a socket, until it is closed or the parent is gone; then ends."""
-    host = Host(Channel(socket.socket(fileno=descriptor)), engine)
+    host = load_object(host_class)(Channel(socket.socket(fileno=descriptor)), engine)
     end_with(parent, host)
     status = 1
     try:
@@ -234,8 +236,8 @@ def run_host(descriptor: int, parent: int, engine: str) -> None:
 
 def main() -> None:
     """The process."""
-    descriptor, parent, engine = sys.argv[1:]
-    run_host(int(descriptor), int(parent), engine)
+    descriptor, parent, engine, host = sys.argv[1:]
+    run_host(int(descriptor), int(parent), engine, host)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from rl_core.errors import DeadlineError, LifecycleError, PluginError, RLError, WorkerDiedError
 from rl_hosting.forkserver import Forked, ForkServer
-from rl_hosting.host import SOCKETS
+from rl_hosting.host import HOST, SOCKETS
 from rl_hosting.leftovers import SharedMemory
 from rl_hosting.wire import Channel, Hello, Progress, Reply, Request, raised
 
@@ -49,13 +49,15 @@ class EngineProcess:
 
     Args:
         name: How errors call it.
-        engine: ``"module:Class"``, an :class:`~rl_hosting.engine.Engine` that is importable there.
+        engine: ``"module:Class"``, an :class:`~rl_hosting.engine.Engine` that is importable there;
+            or whatever the host takes.
         environment: All of its variables.
         python: Its interpreter, in which rl-hosting and the engine are installed.
         verbose: Print what the engine prints.
         preload: Modules that a :class:`~rl_hosting.forkserver.ForkServer` imports, from which the
             process is then forked. None starts an interpreter for it.
         sockets: A variable that tells the engine where its own sockets go, if there is one.
+        host: ``"module:Class"``, what answers the calls there.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class EngineProcess:
         verbose: bool = False,
         preload: Sequence[str] | None = None,
         sockets: str = SOCKETS,
+        host: str = HOST,
     ) -> None:
         self.name = name
         self._owner = os.getpid()
@@ -85,10 +88,10 @@ class EngineProcess:
                 if preload is not None and hasattr(os, "pidfd_open"):
                     server = ForkServer.obtain(environment, log, python, preload)
                     process: subprocess.Popen[bytes] | Forked = server.fork(
-                        theirs.fileno(), log, environment, engine
+                        theirs.fileno(), log, environment, engine, host
                     )
                 else:
-                    process = _started(python, engine, theirs.fileno(), log, environment)
+                    process = _started(python, [engine, host], theirs.fileno(), log, environment)
         except BaseException:
             ours.close()
             if server is not None:
@@ -341,10 +344,10 @@ class _Inbox:
 
 
 def _started(
-    python: str, engine: str, end: int, log: int | None, environment: Mapping[str, str]
+    python: str, what: list[str], end: int, log: int | None, environment: Mapping[str, str]
 ) -> subprocess.Popen[bytes]:
     return subprocess.Popen(  # noqa: S603 - our own module
-        [python, "-m", "rl_hosting.host", str(end), str(os.getpid()), engine],
+        [python, "-m", "rl_hosting.host", str(end), str(os.getpid()), *what],
         env=dict(environment),
         pass_fds=[end],
         stdin=subprocess.DEVNULL,
