@@ -34,8 +34,8 @@ class PolicyBackend(ColocatablePolicyInterface):
 
     Args:
         worker: Given when it is one of several workers, all of which are called for a refit. The
-            first one speaks. Where it does not have all weights itself, each sets :attr:`ranks`
-            when it is built, and :meth:`weight_source` returns a
+            first one speaks. Where it does not have all weights itself, each sets
+            :attr:`refit_ranks` when it is built, and :meth:`weight_source` returns a
             :class:`~rl_core.refit.GatheredSource`.
 
     A subclass implements the training and scoring methods and :meth:`weight_source`; both
@@ -45,7 +45,7 @@ class PolicyBackend(ColocatablePolicyInterface):
     Attributes:
         config: What the policy was built with; a subclass sets it.
         worker: Who this is, if it is one of several workers.
-        ranks: Those that a refit needs; None if the first worker has all weights itself.
+        refit_ranks: Those that a refit needs; None if the first worker has all weights itself.
         admission: Refuses, or warns of, training calls that would go wrong without a word.
     """
 
@@ -53,7 +53,7 @@ class PolicyBackend(ColocatablePolicyInterface):
 
     def __init__(self, worker: WorkerContext | None = None) -> None:
         self.worker = worker
-        self.ranks: RefitRanks | None = None
+        self.refit_ranks: RefitRanks | None = None
         self._followed = 0  # calls of this rank, which rank 0 counts, too
         self._following: concurrent.futures.Future[None] | None = None
         self._sender = RefitSender(self.weight_source, name=type(self).__name__)
@@ -99,9 +99,9 @@ class PolicyBackend(ColocatablePolicyInterface):
         if self._speaks:
             return self._sender.groups(*args, **kwargs)
         self._followed += 1
-        if self.ranks is not None:
+        if self.refit_ranks is not None:
             name = name_of_call("", self._followed)
-            self._following = self.ranks.follower.follow(self._part, name, MAX_DEADLINE_S)
+            self._following = self.refit_ranks.follower.follow(self._part, name, MAX_DEADLINE_S)
         return []
 
     def get_weights_ipc_handles(self, keys: list[str]) -> dict[str, Any]:
@@ -139,8 +139,8 @@ class PolicyBackend(ColocatablePolicyInterface):
             DeadlineError: A refit hangs in the backend's code.
         """
         self._sender.close()
-        if self.ranks is not None:
-            self.ranks.close()
+        if self.refit_ranks is not None:
+            self.refit_ranks.close()
 
     @property
     def _speaks(self) -> bool:
@@ -151,13 +151,13 @@ class PolicyBackend(ColocatablePolicyInterface):
         if not self._speaks:
             self._followed += 1
             chosen = SendOptions.of(options)
-            if self.ranks is None:
+            if self.refit_ranks is None:
                 return []
             name = name_of_call(chosen.refit_id, self._followed)
-            return [self.ranks.follower.follow(self._part, name, chosen.deadline_s)]
-        if self.ranks is None:
+            return [self.refit_ranks.follower.follow(self._part, name, chosen.deadline_s)]
+        if self.refit_ranks is None:
             return [self._sender.send(**options)]
-        leader = self.ranks.leader
+        leader = self.refit_ranks.leader
         name = name_of_call(options.get("refit_id", ""), self._sender.calls + 1)
         try:
             sending = self._sender.send(**options)
@@ -174,8 +174,8 @@ class PolicyBackend(ColocatablePolicyInterface):
             raise ConfigError(
                 f"{type(self).__name__} has ranks that a refit needs, and a weight source that "
                 f"does not gather: {type(source).__name__}",
-                fix="return a rl_core.refit.GatheredSource, or leave ranks out",
-                key="ranks",
+                fix="return a rl_core.refit.GatheredSource, or leave refit_ranks out",
+                key="refit_ranks",
             )
         return source
 

@@ -8,6 +8,7 @@ policies and generation, rows dealt to workers, errors of workers) works on both
 from __future__ import annotations
 
 import time
+import uuid
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -122,9 +123,24 @@ class Workers(ABC):
         return self.remote(rank, self._generating, "call", "generate", (data, greedy), {})
 
     def submit_refit(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Future:
-        """Calls a method that returns futures; the result is what the first one ended with."""
-        deadline = self.call_deadline_s
-        return self.remote(rank, "refit", "call_and_wait", method, args, kwargs, deadline)
+        """Calls a method that returns futures; the result is what the first one ended with.
+
+        Calls begin in the order in which they were submitted.
+        """
+        return self._begin(rank, method, args, kwargs)[1]
+
+    def begin_refit(self, method: str, *args: Any, **kwargs: Any) -> list[Future]:
+        """As :meth:`submit_refit` on every rank; returns once all have begun."""
+        begun = [self._begin(rank, method, args, kwargs) for rank in self.ranks]
+        self.wait(beginning for beginning, _ in begun)
+        return [result for _, result in begun]
+
+    def _begin(
+        self, rank: int, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Future, Future]:
+        name = uuid.uuid4().hex
+        beginning = self.remote(rank, "begin", "begin", name, method, args, kwargs)
+        return beginning, self.remote(rank, "refit", "finish", name, self.call_deadline_s)
 
     def call(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Any:
         """Calls a method of one backend and waits."""

@@ -180,9 +180,12 @@ class RemotePolicy(RemoteBackend, ColocatablePolicyInterface):
     def init_collective(
         self, ip: str, port: int, world_size: int, *, train_world_size: int = 1
     ) -> list[Future]:
-        """One future for each worker; see the interface."""
+        """One future for each worker; see the interface.
+
+        Once it returns, the first worker listens, and ``prepare_refit_info`` says where.
+        """
         self._group.require("collective")
-        return self._refit(
+        return self._group.begin_refit(
             "init_collective", ip, port, world_size, train_world_size=train_world_size
         )
 

@@ -28,7 +28,7 @@ __all__ = ["LocalCluster", "LocalWorkers"]
 
 #: Seconds for the processes to start, before any model is loaded.
 _START_DEADLINE_S = 300.0
-#: What a process has imported before it is forked for a worker.
+#: What a process has imported, besides the backend, before it is forked for a worker.
 _PRELOAD = ("torch", "rl_hosting.worker_host", "rl_core.backends")
 
 
@@ -151,7 +151,7 @@ class LocalWorkers(Workers):
                     host="rl_hosting.worker_host:WorkerHost",
                     python=cluster.python,
                     verbose=cluster.verbose,
-                    preload=_PRELOAD,
+                    preload=(*_PRELOAD, manifest.factories[kind].partition(":")[0]),
                 )
                 self._processes.append(process)
             limit_s = min(_START_DEADLINE_S, call_deadline_s)
