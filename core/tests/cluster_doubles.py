@@ -155,8 +155,8 @@ class DoublePolicy(PolicyBackend):
     """Scores ``-token``; training reports which rows a worker saw, and who it is."""
 
     def __init__(self, worker: WorkerContext | None, config: Mapping[str, Any]) -> None:
-        super().__init__()
-        self.worker, self.config = worker, config
+        super().__init__(worker)
+        self.config = config
         self.weight = torch.full((8,), 3.0)
 
     @classmethod

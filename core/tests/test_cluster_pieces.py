@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_core.batch import BatchedDataDict
+from rl_core.cluster.launcher import wait_for_all
 from rl_core.cluster.remote_error import worker_error
 from rl_core.cluster.sharding import collect, deal, padded_shards, training_shards
-from rl_core.cluster.worker_group import _wait_for_all
 from rl_core.errors import DataError, RefitPeerError, RLError, WorkerError
 from rl_core.futures import spawn
 
@@ -164,5 +164,5 @@ def test_a_shutdown_waits_for_the_workers_after_one_that_fails() -> None:
     failing = spawn("failing", lambda: 1 / 0)
     slow = spawn("slow", lambda: time.sleep(0.2))
     with pytest.raises(ZeroDivisionError):
-        _wait_for_all([failing, slow])
+        wait_for_all([failing, slow])
     assert slow.done()

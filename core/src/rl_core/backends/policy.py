@@ -6,11 +6,14 @@ from abc import abstractmethod
 from typing import TYPE_CHECKING, Any, Self
 
 from rl_core.backends.admission import Admission
-from rl_core.errors import CapabilityError
+from rl_core.errors import CapabilityError, ConfigError
 from rl_core.interfaces import ColocatablePolicyInterface
-from rl_core.refit import DEFAULT_DEADLINE_S, RefitSender
+from rl_core.refit import DEFAULT_DEADLINE_S, GatheredSource, RefitSender, SendOptions
+from rl_core.refit.options import MAX_DEADLINE_S
+from rl_core.refit.sender import name_of_call
 
 if TYPE_CHECKING:
+    import concurrent.futures
     from collections.abc import Mapping
 
     from rl_core.batch import BatchedDataDict
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
         WeightSource,
         WorkerContext,
     )
+    from rl_core.refit import RefitRanks
 
 __all__ = ["PolicyBackend"]
 
@@ -28,18 +32,30 @@ __all__ = ["PolicyBackend"]
 class PolicyBackend(ColocatablePolicyInterface):
     """Turns a trainer into a :class:`ColocatablePolicyInterface`.
 
+    Args:
+        worker: Given when it is one of several workers, all of which are called for a refit. The
+            first one speaks. Where it does not have all weights itself, each sets
+            :attr:`refit_ranks` when it is built, and :meth:`weight_source` returns a
+            :class:`~rl_core.refit.GatheredSource`.
+
     A subclass implements the training and scoring methods and :meth:`weight_source`; both
     generations of the refit methods are here. Optional capabilities refuse until overridden.
     ``train`` begins with ``data = self.admission.admit(data, loss_fn, eval_mode=eval_mode)``.
 
     Attributes:
         config: What the policy was built with; a subclass sets it.
+        worker: Who this is, if it is one of several workers.
+        refit_ranks: Those that a refit needs; None if the first worker has all weights itself.
         admission: Refuses, or warns of, training calls that would go wrong without a word.
     """
 
     config: Mapping[str, Any]
 
-    def __init__(self) -> None:
+    def __init__(self, worker: WorkerContext | None = None) -> None:
+        self.worker = worker
+        self.refit_ranks: RefitRanks | None = None
+        self._followed = 0  # calls of this rank, which rank 0 counts, too
+        self._following: concurrent.futures.Future[None] | None = None
         self._sender = RefitSender(self.weight_source, name=type(self).__name__)
         self.admission = Admission(
             lambda: getattr(self, "config", {}), lambda: self.weights_version
@@ -53,12 +69,15 @@ class PolicyBackend(ColocatablePolicyInterface):
 
         Args:
             config: As its TypedDict says, ``backend`` included.
-            worker: Given when it is one of several data-parallel workers.
+            worker: Given when it is one of several workers.
         """
 
     @abstractmethod
     def weight_source(self) -> WeightSource:
-        """The tensors of the model as they are now; called once for each refit."""
+        """The tensors of the model as they are now; called once for each refit, and closed once.
+
+        Also for a description (``prepare_refit_info``) that no refit follows.
+        """
 
     # -- refit ----------------------------------------------------------------------------------
 
@@ -68,25 +87,37 @@ class PolicyBackend(ColocatablePolicyInterface):
         return self._sender.version
 
     def prepare_refit_info(self) -> dict[str, Any] | None:
-        """See :meth:`ColocatablePolicyInterface.prepare_refit_info`."""
-        return self._sender.prepare()
+        """See :meth:`ColocatablePolicyInterface.prepare_refit_info`; None on all but one worker."""
+        return self._sender.prepare() if self._speaks else None
 
     def stream_weights_via_ipc_zmq(self, *args: Any, **kwargs: Any) -> list[Future]:
         """See :meth:`ColocatablePolicyInterface.stream_weights_via_ipc_zmq`."""
-        return [self._sender.send(*args, **kwargs)]
+        return self._send(*args, **kwargs)
 
     def prepare_weights_for_ipc(self, *args: Any, **kwargs: Any) -> list[list[str]]:
         """See :meth:`ColocatablePolicyInterface.prepare_weights_for_ipc`."""
-        return self._sender.groups(*args, **kwargs)
+        if self._speaks:
+            return self._sender.groups(*args, **kwargs)
+        self._followed += 1
+        if self.refit_ranks is not None:
+            name = name_of_call("", self._followed)
+            self._following = self.refit_ranks.follower.follow(self._part, name, MAX_DEADLINE_S)
+        return []
 
     def get_weights_ipc_handles(self, keys: list[str]) -> dict[str, Any]:
         """See :meth:`ColocatablePolicyInterface.get_weights_ipc_handles`."""
-        return self._sender.handles(keys)
+        if self._speaks:
+            return self._sender.handles(keys)
+        if self._following is not None and self._following.done():
+            self._following.result()  # why it ended, if it was not complete
+        return {}
 
     def init_collective(
         self, ip: str, port: int, world_size: int, *, train_world_size: int = 1
     ) -> list[Future]:
         """See :meth:`ColocatablePolicyInterface.init_collective`."""
+        if not self._speaks:
+            return []
         receivers = world_size - train_world_size
         self._collective_receivers = receivers
         opened = self._sender.open(
@@ -99,7 +130,54 @@ class PolicyBackend(ColocatablePolicyInterface):
     ) -> list[Future]:
         """See :meth:`ColocatablePolicyInterface.broadcast_weights_for_collective`."""
         options.setdefault("receivers", self._collective_receivers)
-        return [self._sender.send(transport="collective", kv_scales=kv_scales or {}, **options)]
+        return self._send(transport="collective", kv_scales=kv_scales or {}, **options)
+
+    def close_refits(self) -> None:
+        """Ends all refits, and lets go of sockets and shared memory; for ``shutdown``. Idempotent.
+
+        Raises:
+            DeadlineError: A refit hangs in the backend's code.
+        """
+        self._sender.close()
+        if self.refit_ranks is not None:
+            self.refit_ranks.close()
+
+    @property
+    def _speaks(self) -> bool:
+        return self.worker is None or self.worker.rank == 0
+
+    def _send(self, **options: Any) -> list[Future]:
+        """Sends, or follows who does."""
+        if not self._speaks:
+            self._followed += 1
+            chosen = SendOptions.of(options)
+            if self.refit_ranks is None:
+                return []
+            name = name_of_call(chosen.refit_id, self._followed)
+            return [self.refit_ranks.follower.follow(self._part, name, chosen.deadline_s)]
+        if self.refit_ranks is None:
+            return [self._sender.send(**options)]
+        leader = self.refit_ranks.leader
+        name = name_of_call(options.get("refit_id", ""), self._sender.calls + 1)
+        try:
+            sending = self._sender.send(**options)
+        except BaseException as error:
+            leader.dismiss(name, str(error))
+            raise
+        sending.add_done_callback(lambda done: leader.dismiss(name, str(done.exception() or "")))
+        return [sending]
+
+    def _part(self) -> GatheredSource:
+        """This rank's part of what is gathered."""
+        source = self.weight_source()
+        if not isinstance(source, GatheredSource):
+            raise ConfigError(
+                f"{type(self).__name__} has ranks that a refit needs, and a weight source that "
+                f"does not gather: {type(source).__name__}",
+                fix="return a rl_core.refit.GatheredSource, or leave refit_ranks out",
+                key="refit_ranks",
+            )
+        return source
 
     # -- optional capabilities ------------------------------------------------------------------
 

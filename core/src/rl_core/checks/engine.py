@@ -19,7 +19,7 @@ from rl_core.plugins.factory import create_generation
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
 
-    from rl_core.cluster import RayVirtualCluster
+    from rl_core.cluster import Cluster
 
 __all__ = [
     "GenerationConsistency",
@@ -107,7 +107,7 @@ def test_max_model_len_respected(
     *,
     backend: str = "hf",
     max_model_len: int = 32,
-    cluster: RayVirtualCluster | None = None,
+    cluster: Cluster | None = None,
     **config: Any,
 ) -> MaxModelLen:
     """Whether no row grows past ``max_model_len``, and rows end there and not before.
@@ -160,7 +160,7 @@ def test_generation_consistency(
     positions: int = 16,
     threshold: float = 1.05,
     min_same_tokens: float = 0.95,
-    cluster: RayVirtualCluster | None = None,
+    cluster: Cluster | None = None,
     **config: Any,
 ) -> GenerationConsistency:
     """Whether decoding agrees with prefill over long outputs.
@@ -233,7 +233,7 @@ def _cuts(output: BatchedDataDict[Any], positions: int) -> tuple[torch.Tensor, t
 
 @contextmanager
 def _engine(
-    backend: str, model_name: str, cluster: RayVirtualCluster | None, config: dict[str, Any]
+    backend: str, model_name: str, cluster: Cluster | None, config: dict[str, Any]
 ) -> Generator[Any]:
     # One completion for each prompt, whose places in the output are then known.
     config = {"backend": backend, "model_name": model_name, **config, "num_samples": 1}

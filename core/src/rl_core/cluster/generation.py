@@ -1,4 +1,4 @@
-"""A generation backend whose replicas run as Ray actors."""
+"""A generation backend whose replicas run in workers of a cluster."""
 
 from __future__ import annotations
 
@@ -230,20 +230,20 @@ class RemoteGeneration(RemoteBackend, GenerationInterface):
         self._group.call_all("prepare_refit_info", state_dict_info)
 
     def update_weights_via_ipc_zmq(self, *args: Any, **kwargs: Any) -> list[Future]:
-        """One Ray reference for each replica; see the interface."""
+        """One future for each replica; see the interface."""
         return self._refit("update_weights_via_ipc_zmq", *args, **kwargs)
 
     def update_weights_from_collective(
         self, info: dict[str, Any] | None = None, **options: Any
     ) -> list[Future]:
-        """One Ray reference for each replica; see the interface."""
+        """One future for each replica; see the interface."""
         self._group.require("collective")
         return self._refit("update_weights_from_collective", info, **options)
 
     def init_collective(
         self, ip: str, port: int, world_size: int, *, train_world_size: int = 1
     ) -> list[Future]:
-        """One Ray reference for each replica; see the interface."""
+        """One future for each replica; see the interface."""
         self._group.require("collective")
         return self._refit(
             "init_collective", ip, port, world_size, train_world_size=train_world_size
@@ -276,7 +276,7 @@ class _Call:
 
 
 async def _next(stream: Any) -> Any:
-    """The next reference of Ray's generator, or None at its end."""
+    """The next future of a stream, or None at its end."""
     return await anext(stream, None)
 
 

@@ -1,4 +1,4 @@
-"""A policy backend whose data-parallel workers run as Ray actors."""
+"""A policy backend whose workers run on a cluster."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from rl_core.backends.admission import Admission
 from rl_core.backends.inputs import as_batch
 from rl_core.cluster.remote import RemoteBackend
-from rl_core.cluster.sharding import collect, padded_shards, training_shards
+from rl_core.cluster.sharding import RowRanks, collect, padded_shards, training_shards
 from rl_core.interfaces import ColocatablePolicyInterface
 
 if TYPE_CHECKING:
@@ -27,16 +27,20 @@ __all__ = ["RemotePolicy"]
 
 
 class RemotePolicy(RemoteBackend, ColocatablePolicyInterface):
-    """Data-parallel workers of one trainer; behaves as the embedded backend does.
+    """Workers of one trainer; behaves as the embedded backend does.
 
-    What each worker is given is said in :class:`~rl_core.interfaces.WorkerContext`. The weights
-    are the same everywhere, so rank 0 hands them over.
+    What each worker is given is said in :class:`~rl_core.interfaces.WorkerContext`. Every method
+    is called on every worker; in a refit the first one speaks and the others follow.
+
+    Raises:
+        PluginError: What the workers report as ``data_parallel`` does not fit together.
     """
 
     _kind = "policy"
 
     def _connect(self) -> None:
         self.admission = Admission(lambda: self.config, lambda: self.weights_version)
+        self._rows = RowRanks(self._group.attributes("data_parallel"), self._group.name)
 
     @property
     def weights_version(self) -> int:
@@ -75,12 +79,19 @@ class RemotePolicy(RemoteBackend, ColocatablePolicyInterface):
 
     def _score(self, method: str, data: BatchedDataDict[Any], *args: Any) -> BatchedDataDict[Any]:
         data = as_batch(data, needed_by=method)
-        if self._group.size == 1:
-            only: BatchedDataDict[Any] = self._group.call(0, method, data, *args)
+        if self._rows.size == 1:
+            only: BatchedDataDict[Any] = self._call_all(method, data, *args)
             return only
-        shards, indices = padded_shards(data, self._group.size)
-        calls = [self._group.submit(rank, method, s, *args) for rank, s in enumerate(shards)]
-        return collect(self._group.wait(calls), indices, data.size)
+        shards, indices = padded_shards(data, self._rows.size)
+        calls = [
+            self._group.submit(rank, method, shards[part], *args)
+            for rank, part in enumerate(self._rows.parts)
+        ]
+        return collect(self._rows.spoken(self._group.wait(calls)), indices, data.size)
+
+    def _call_all(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Calls a method of every worker with the same arguments; the first one's result counts."""
+        return self._rows.spoken(self._group.call_all(method, *args, **kwargs))[0]
 
     def calibrate_qkv_fp8_scales(
         self,
@@ -90,19 +101,17 @@ class RemotePolicy(RemoteBackend, ColocatablePolicyInterface):
         margin: float = 1.05,
         include_q: bool = False,
     ) -> dict[str, Any]:
-        """On rank 0 with all rows; see :meth:`PolicyInterface.calibrate_qkv_fp8_scales`."""
-        scales: dict[str, Any] = self._group.call(
-            0, "calibrate_qkv_fp8_scales", data, micro_batch_size, percentile, margin, include_q
+        """On every worker with all rows; see the interface."""
+        scales: dict[str, Any] = self._call_all(
+            "calibrate_qkv_fp8_scales", data, micro_batch_size, percentile, margin, include_q
         )
         return scales
 
     def generate(
         self, data: BatchedDataDict[GenerationDatumSpec], greedy: bool = False
     ) -> BatchedDataDict[GenerationOutputSpec]:
-        """On rank 0 with all rows; see :meth:`PolicyInterface.generate`."""
-        output: BatchedDataDict[GenerationOutputSpec] = self._group.call(
-            0, "generate", data, greedy
-        )
+        """On every worker with all rows; see :meth:`PolicyInterface.generate`."""
+        output: BatchedDataDict[GenerationOutputSpec] = self._call_all("generate", data, greedy)
         return output
 
     # -- training -------------------------------------------------------------------------------
@@ -119,18 +128,18 @@ class RemotePolicy(RemoteBackend, ColocatablePolicyInterface):
         """See :meth:`PolicyInterface.train`."""
         data = self.admission.admit(data, loss_fn, eval_mode=eval_mode)
         shards = [data]
-        if self._group.size > 1:
+        if self._rows.size > 1:
             if gbs is None and not eval_mode:
                 gbs = self.config.get("train_global_batch_size")
             gbs = data.size if gbs is None else gbs
             shards, gbs = training_shards(
-                data, self._group.size, gbs, getattr(loss_fn, "group_size", 1)
+                data, self._rows.size, gbs, getattr(loss_fn, "group_size", 1)
             )
         calls = [
-            self._group.submit(rank, "train", shard, loss_fn, eval_mode, gbs=gbs, mbs=mbs)
-            for rank, shard in enumerate(shards)
+            self._group.submit(rank, "train", shards[part], loss_fn, eval_mode, gbs=gbs, mbs=mbs)
+            for rank, part in enumerate(self._rows.parts)
         ]
-        result: dict[str, Any] = self._group.wait(calls)[0]
+        result: dict[str, Any] = self._rows.spoken(self._group.wait(calls))[0]
         return result
 
     def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:
@@ -161,38 +170,39 @@ class RemotePolicy(RemoteBackend, ColocatablePolicyInterface):
 
     def prepare_refit_info(self) -> dict[str, Any] | None:
         """See :meth:`ColocatablePolicyInterface.prepare_refit_info`."""
-        info: dict[str, Any] | None = self._group.call(0, "prepare_refit_info")
+        info: dict[str, Any] | None = self._group.call_all("prepare_refit_info")[0]
         return info
 
     def stream_weights_via_ipc_zmq(self, *args: Any, **kwargs: Any) -> list[Future]:
-        """One Ray reference, of rank 0; see the interface."""
-        return [self._group.submit_refit(0, "stream_weights_via_ipc_zmq", *args, **kwargs)]
+        """One future for each worker, the first of which has the report; see the interface."""
+        return self._refit("stream_weights_via_ipc_zmq", *args, **kwargs)
 
     def init_collective(
         self, ip: str, port: int, world_size: int, *, train_world_size: int = 1
     ) -> list[Future]:
-        """One Ray reference, of rank 0; see the interface."""
+        """One future for each worker; see the interface.
+
+        Once it returns, the first worker listens, and ``prepare_refit_info`` says where.
+        """
         self._group.require("collective")
-        return [
-            self._group.submit_refit(
-                0, "init_collective", ip, port, world_size, train_world_size=train_world_size
-            )
-        ]
+        return self._group.begin_refit(
+            "init_collective", ip, port, world_size, train_world_size=train_world_size
+        )
 
     def broadcast_weights_for_collective(
         self, kv_scales: dict[str, float] | None = None, **options: Any
     ) -> list[Future]:
-        """One Ray reference, of rank 0; see the interface."""
+        """One future for each worker, the first of which has the report; see the interface."""
         self._group.require("collective")
-        method = "broadcast_weights_for_collective"
-        return [self._group.submit_refit(0, method, kv_scales, **options)]
+        return self._refit("broadcast_weights_for_collective", kv_scales, **options)
 
     def prepare_weights_for_ipc(self, *args: Any, **kwargs: Any) -> list[list[str]]:
         """See :meth:`ColocatablePolicyInterface.prepare_weights_for_ipc`."""
-        groups: list[list[str]] = self._group.call(0, "prepare_weights_for_ipc", *args, **kwargs)
+        answers = self._group.call_all("prepare_weights_for_ipc", *args, **kwargs)
+        groups: list[list[str]] = answers[0]
         return groups
 
     def get_weights_ipc_handles(self, keys: list[str]) -> dict[str, Any]:
         """See :meth:`ColocatablePolicyInterface.get_weights_ipc_handles`."""
-        handles: dict[str, Any] = self._group.call(0, "get_weights_ipc_handles", keys)
+        handles: dict[str, Any] = self._group.call_all("get_weights_ipc_handles", keys)[0]
         return handles

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from rl_core.cluster.worker_group import WorkerGroup
-
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from rl_core.cluster.virtual_cluster import RayVirtualCluster
+    from rl_core.cluster.launcher import Cluster
     from rl_core.interfaces import Future
     from rl_core.plugins.manifest import BackendManifest, Kind
 
@@ -17,13 +15,13 @@ __all__ = ["RemoteBackend"]
 
 
 class RemoteBackend:
-    """A backend whose workers run as Ray actors.
+    """A backend in workers of a cluster.
 
     Args:
         cluster: Where the workers run.
         manifest: The backend.
         config: Its checked configuration.
-        num_workers: How many; as many as the cluster has bundles if None.
+        num_workers: How many; as many as the cluster has places if None.
         call_deadline_s: Seconds that any one call may take.
     """
 
@@ -31,7 +29,7 @@ class RemoteBackend:
 
     def __init__(
         self,
-        cluster: RayVirtualCluster,
+        cluster: Cluster,
         manifest: BackendManifest,
         config: Mapping[str, Any],
         *,
@@ -39,8 +37,7 @@ class RemoteBackend:
         call_deadline_s: float = 3600.0,
     ) -> None:
         self.config = dict(config)
-        self._group = WorkerGroup(
-            cluster,
+        self._group = cluster.workers(
             manifest,
             self._kind,
             self._worker_config(),

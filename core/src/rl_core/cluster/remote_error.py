@@ -8,14 +8,21 @@ an instance of the nearest class of :mod:`rl_core.errors` or of the built-in exc
 from __future__ import annotations
 
 import builtins
+import functools
 import traceback
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from rl_core import errors
 from rl_core.errors import RLError, WorkerError
 
-__all__ = ["as_plain", "from_plain", "worker_error"]
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["as_plain", "as_text", "from_plain", "worker_error"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _SUFFIX = "InWorker"
 _PLAIN = (str, int, float, bool, type(None))
@@ -54,6 +61,22 @@ def worker_error(error: BaseException, worker: str) -> WorkerError:
         fix,
         details,
     )
+
+
+def as_text(method: Callable[P, T]) -> Callable[P, T]:
+    """Makes a method of a worker raise errors made of text, so that none of an engine is pickled.
+
+    The worker's name is the attribute ``name`` of the method's object.
+    """
+
+    @functools.wraps(method)
+    def guarded(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return method(*args, **kwargs)
+        except Exception as error:
+            raise worker_error(error, str(getattr(args[0], "name", "a worker"))) from None
+
+    return guarded
 
 
 def as_plain(error: BaseException, worker: str) -> list[Any]:

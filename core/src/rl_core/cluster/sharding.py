@@ -4,18 +4,58 @@ from __future__ import annotations
 
 import heapq
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from rl_core.backends.inputs import input_lengths
 from rl_core.batch import BatchedDataDict
-from rl_core.errors import DataError
+from rl_core.errors import DataError, PluginError
+from rl_core.interfaces import DataParallelRank
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["Loads", "collect", "deal", "padded_shards", "training_shards"]
+__all__ = ["Loads", "RowRanks", "collect", "deal", "padded_shards", "training_shards"]
+
+T = TypeVar("T")
+
+
+class RowRanks:
+    """Which rows each worker of a policy gets, and whose results are taken.
+
+    Args:
+        reported: By each worker as ``data_parallel``; None where each has rows of its own.
+        name: Of the workers, for errors.
+
+    Attributes:
+        size: How many parts rows are dealt into.
+        parts: For each worker, which part it gets.
+
+    Raises:
+        PluginError: A part has no worker that speaks, or several, or they disagree on the size.
+    """
+
+    def __init__(self, reported: Sequence[DataParallelRank | None], name: str) -> None:
+        workers = len(reported)
+        ranks = [r or DataParallelRank(i, workers) for i, r in enumerate(reported)]
+        self.size = ranks[0].size
+        self.parts = [rank.rank for rank in ranks]
+        self._speakers = [worker for worker, rank in enumerate(ranks) if rank.speaks]
+        self._speakers.sort(key=lambda worker: ranks[worker].rank)
+        speaking = [ranks[worker].rank for worker in self._speakers]
+        sizes = {rank.size for rank in ranks}
+        known = set(range(self.size))
+        if sizes != {self.size} or speaking != list(range(self.size)) or not known >= {*self.parts}:
+            raise PluginError(
+                f"{name}: the data-parallel ranks that its workers report do not fit together: "
+                f"{', '.join(f'{r.rank} of {r.size}' + ' (speaks)' * r.speaks for r in ranks)}",
+                fix="report one size, every rank below it, and one worker of each rank that speaks",
+            )
+
+    def spoken(self, results: Sequence[T]) -> list[T]:
+        """The results of those who speak, in order of the parts."""
+        return [results[worker] for worker in self._speakers]
 
 
 class Loads:

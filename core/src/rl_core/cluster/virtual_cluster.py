@@ -12,6 +12,9 @@ from rl_core.errors import ConfigError, LifecycleError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from rl_core.cluster.launcher import Workers
+    from rl_core.plugins.manifest import BackendManifest, Kind
+
 __all__ = ["RayVirtualCluster"]
 
 
@@ -79,6 +82,21 @@ class RayVirtualCluster:
     def world_size(self) -> int:
         """How many bundles there are."""
         return sum(self.bundles)
+
+    def workers(
+        self,
+        manifest: BackendManifest,
+        kind: Kind,
+        config: Mapping[str, Any],
+        *,
+        num_workers: int | None = None,
+        call_deadline_s: float = 3600.0,
+    ) -> Workers:
+        """Starts one actor for each bundle, or as many as are asked for."""
+        from rl_core.cluster.worker_group import WorkerGroup
+
+        how = {"num_workers": num_workers, "call_deadline_s": call_deadline_s}
+        return WorkerGroup(self, manifest, kind, config, **how)  # type: ignore[arg-type]
 
     def claim(self, owner: str) -> None:
         """Takes one of the places for worker groups.

@@ -3,70 +3,57 @@
 from __future__ import annotations
 
 import asyncio
-import functools
+import concurrent.futures
 import os
 import socket
 import threading
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+import time
+from typing import TYPE_CHECKING, Any
 
-from rl_core.cluster.remote_error import worker_error
+from rl_core.cluster.remote_error import as_text, worker_error
+from rl_core.errors import DeadlineError
 from rl_core.futures import wait
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Mapping, Sequence
+    from collections.abc import Generator, Mapping, Sequence
 
-    from rl_core.interfaces import WorkerContext
+    from rl_core.interfaces import Future, WorkerContext
     from rl_core.plugins.manifest import Kind
 
 __all__ = ["CONCURRENCY_GROUPS", "Worker"]
 
-#: Threads of the actor. Work is done one call at a time and always by the same thread; many calls
-#: of generate share the engine, and refits and questions get through meanwhile.
-CONCURRENCY_GROUPS = {"work": 1, "generate": 256, "refit": 2, "control": 2}
-
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
-def _as_text(method: Callable[P, T]) -> Callable[P, T]:
-    """Raises errors made of text, so that no foreign exception is ever pickled."""
-
-    @functools.wraps(method)
-    def guarded(*args: P.args, **kwargs: P.kwargs) -> T:
-        try:
-            return method(*args, **kwargs)
-        except Exception as error:
-            raise worker_error(error, str(getattr(args[0], "name", "a worker"))) from None
-
-    return guarded
+#: Threads of a worker. Work is done one call at a time and always by the same thread; many calls
+#: of generate share the engine, and refits and questions get through meanwhile. Refits begin in the
+#: order in which they were asked for, and are waited for by others.
+CONCURRENCY_GROUPS = {"work": 1, "generate": 256, "begin": 1, "refit": 2, "control": 2}
 
 
 class Worker:
-    """The actor. It does nothing until :meth:`build`, whose errors arrive like any other's."""
+    """Hosts a backend, from :meth:`build` on."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self._backend: Any = None
+        self._begins = threading.Condition()
+        self._begun: dict[str, list[Future]] = {}
         self._guard = threading.Lock()  # of both below
         self._abandoned: set[str] = set()
         self._streams: dict[str, tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = {}
 
-    @_as_text
+    @as_text
     def place(self) -> dict[str, Any]:
         """Where this process is: ``node``, ``address``, a free TCP ``port`` and ``pid``."""
-        import ray
-
         with socket.socket() as free:
             free.bind(("", 0))
             port = free.getsockname()[1]
         return {
-            "node": ray.get_runtime_context().get_node_id(),
-            "address": ray.util.get_node_ip_address(),
+            "node": socket.gethostname(),
+            "address": "127.0.0.1",
             "port": port,
             "pid": os.getpid(),
         }
 
-    @_as_text
+    @as_text
     def build(self, kind: Kind, config: Mapping[str, Any], context: WorkerContext) -> None:
         """Loads the backend from what is installed in this process's environment."""
         from rl_core.plugins.discovery import load_object
@@ -76,22 +63,43 @@ class Worker:
         build = load_object(f"{manifest.factories[kind]}.from_config")
         self._backend = build(config, worker=context)
 
-    @_as_text
+    @as_text
     def attribute(self, name: str) -> Any:
         """An attribute of the backend."""
         return getattr(self._backend, name)
 
-    @_as_text
+    @as_text
     def call(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Calls a method of the backend."""
         return getattr(self._backend, method)(*args, **kwargs)
 
-    @_as_text
-    def call_and_wait(
-        self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any], timeout_s: float
-    ) -> Any:
-        """Calls a method that returns futures and waits for them; the first one's result."""
-        results = wait(getattr(self._backend, method)(*args, **kwargs), timeout_s)
+    @as_text
+    def begin(self, name: str, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Calls a method that returns futures, for which :meth:`finish` waits under this name."""
+        try:
+            futures = getattr(self._backend, method)(*args, **kwargs)
+        except BaseException as error:
+            futures = [concurrent.futures.Future[Any]()]
+            futures[0].set_exception(error)
+            raise
+        finally:
+            with self._begins:
+                self._begun[name] = futures
+                self._begins.notify_all()
+
+    @as_text
+    def finish(self, name: str, timeout_s: float) -> Any:
+        """Waits for the futures of :meth:`begin`, which may come later; the first one's result."""
+        end = time.monotonic() + timeout_s
+        with self._begins:
+            if not self._begins.wait_for(lambda: name in self._begun, timeout_s):
+                raise DeadlineError(
+                    f"a refit did not begin within {timeout_s:g} s",
+                    fix="find out what hangs in the call before it",
+                    seconds=timeout_s,
+                )
+            futures = self._begun.pop(name)
+        results = wait(futures, max(0.0, end - time.monotonic()))
         return results[0] if results else None
 
     def stream(self, stream_id: str, data: Any, greedy: bool) -> Generator[Any]:

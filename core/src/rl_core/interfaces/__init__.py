@@ -23,11 +23,12 @@ from rl_core.interfaces.specs import (
     TrainingDatumSpec,
 )
 from rl_core.interfaces.weights import TensorSpec, WeightSink, WeightSource
-from rl_core.interfaces.worker import WorkerContext
+from rl_core.interfaces.worker import DataParallelRank, WorkerContext
 
 __all__ = [
     "ColocatablePolicyInterface",
     "ColocationConfig",
+    "DataParallelRank",
     "DynamicBatchingConfig",
     "Future",
     "GenerationConfig",

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         ScoreOutputSpec,
         TopkLogitsOutputSpec,
     )
+    from rl_core.interfaces.worker import DataParallelRank
 
 __all__ = ["ColocatablePolicyInterface", "PolicyInterface"]
 
@@ -175,7 +176,13 @@ class ColocatablePolicyInterface(PolicyInterface):
     """A policy whose weights can be handed to an engine, on the same devices or others.
 
     Authors derive from :class:`rl_core.backends.PolicyBackend`, which implements the transfer.
+
+    Attributes:
+        data_parallel: Which rows this worker gets, where it is one of several that do not each have
+            rows of their own; None otherwise.
     """
+
+    data_parallel: DataParallelRank | None = None
 
     @abstractmethod
     def init_collective(

@@ -43,6 +43,10 @@ class TensorSpec(msgspec.Struct, frozen=True):
 class WeightSource(ABC):
     """The trainer's side: which tensors there are, and their values.
 
+    One is made for each refit, on every rank of the trainer that takes part, and closed once. The
+    calls are ``specs, open, tensors..., confirm, close``, each of which may be the last before
+    ``close``.
+
     Attributes:
         device: Where the tensors are, such as ``"cuda:0"``. Buffers are made there if the engines
             can reach it, otherwise on the CPU.
@@ -53,6 +57,20 @@ class WeightSource(ABC):
     @abstractmethod
     def specs(self) -> Sequence[TensorSpec]:
         """All tensors, aliases included, in the order in which :meth:`tensors` yields them."""
+
+    def open(self, refit: str, deadline_s: float) -> None:
+        """A refit begins that reads this source. Called again by one that is given more time.
+
+        Args:
+            refit: What every rank of the trainer calls it.
+            deadline_s: Seconds from now until it must have ended.
+        """
+
+    def check(self) -> None:
+        """Raises if the refit cannot go on; called every moment until it commits.
+
+        For a source that needs other processes: here it says which of them is gone.
+        """
 
     @abstractmethod
     def tensors(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -87,6 +105,12 @@ class WeightSource(ABC):
 
         Raises:
             LifecycleError: The weights changed meanwhile.
+        """
+
+    def close(self) -> None:
+        """Lets go of what the source holds; called once, however the refit ended.
+
+        Also where it never began: it was refused, or another one took its place.
         """
 
 

@@ -4,19 +4,42 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["WorkerContext"]
+__all__ = ["DataParallelRank", "WorkerContext"]
+
+
+@dataclass(frozen=True, slots=True)
+class DataParallelRank:
+    """Which rows a policy worker gets, and whether its results are those of its rows.
+
+    A backend that splits one model over several workers (tensor or pipeline parallel) reports one
+    for each as its attribute ``data_parallel``: workers of one rank get the same rows, and one of
+    them speaks.
+
+    Attributes:
+        rank: Of this worker's rows.
+        size: How many parts rows are dealt into.
+        speaks: The results of these rows are taken from this worker.
+    """
+
+    rank: int = 0
+    size: int = 1
+    speaks: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerContext:
     """Handed to a backend that runs as one of several workers.
 
-    Generation workers are independent replicas. Policy workers are data-parallel: each gets its
-    own rows (as many as its peers) of every scoring call and of every global batch, in order of
-    the steps. ``gbs`` (an argument, or the configuration's) counts the rows of the whole group
-    and is then a multiple of ``world_size``; rows that even the parts out have ``sample_mask`` 0.
-    The workers sum counts, losses, metrics and gradients over the group, so that all return the
-    same result. ``save_checkpoint`` is called on every rank with one path.
+    Generation workers are independent replicas. Policy workers are data-parallel unless they say
+    otherwise (:class:`DataParallelRank`): each gets its own rows (as many as its peers) of every
+    scoring call and of every global batch, in order of the steps. ``gbs`` (an argument, or the
+    configuration's) counts the rows of the whole group and is then a multiple of the data-parallel
+    size; rows that even the parts out have ``sample_mask`` 0. The workers sum counts, losses,
+    metrics and gradients over the group, so that all return the same result.
+
+    Every other method is called on every worker with the same arguments: ``save_checkpoint`` with
+    one path, ``generate`` and ``calibrate_qkv_fp8_scales`` with all rows (the first worker's result
+    counts), and those of a refit, in which rank 0 speaks and the others follow.
 
     Attributes:
         rank: This worker's rank among the group.

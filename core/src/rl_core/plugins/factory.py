@@ -14,7 +14,7 @@ from rl_core.plugins.hookspecs import validate_config, worker_environment
 from rl_core.plugins.registry import find_backend, resolve
 
 if TYPE_CHECKING:
-    from rl_core.cluster import RayVirtualCluster
+    from rl_core.cluster import Cluster
     from rl_core.interfaces.generation import GenerationInterface
     from rl_core.interfaces.policy import ColocatablePolicyInterface
     from rl_core.plugins.manifest import BackendManifest, Kind
@@ -23,7 +23,7 @@ __all__ = ["create_generation", "create_policy"]
 
 
 def create_generation(
-    config: Mapping[str, Any], cluster: RayVirtualCluster | None = None
+    config: Mapping[str, Any], cluster: Cluster | None = None
 ) -> GenerationInterface:
     """Builds the generation backend that ``config["backend"]`` names.
 
@@ -32,7 +32,8 @@ def create_generation(
 
     Args:
         config: A :class:`~rl_core.interfaces.GenerationConfig` with the backend's own keys.
-        cluster: Where to run it as Ray actors; its methods then keep their signatures.
+        cluster: Where to run it in workers: a ``RayVirtualCluster``, or a ``LocalCluster`` of
+            rl-hosting. Its methods then keep their signatures.
 
     Raises:
         ConfigError: A key is unknown, missing, ill-typed or out of bounds. No model was loaded.
@@ -44,7 +45,7 @@ def create_generation(
 
 
 def create_policy(
-    config: Mapping[str, Any], cluster: RayVirtualCluster | None = None
+    config: Mapping[str, Any], cluster: Cluster | None = None
 ) -> ColocatablePolicyInterface:
     """Builds the policy backend that ``config["backend"]`` names.
 
@@ -54,7 +55,7 @@ def create_policy(
     return cast("ColocatablePolicyInterface", backend)
 
 
-def _create(kind: Kind, config: Mapping[str, Any], cluster: RayVirtualCluster | None) -> Any:
+def _create(kind: Kind, config: Mapping[str, Any], cluster: Cluster | None) -> Any:
     name = _backend_name(config)
     provider = find_backend(name)
     # On a cluster, the engine is installed where the workers run, not here.
@@ -77,9 +78,7 @@ def _create(kind: Kind, config: Mapping[str, Any], cluster: RayVirtualCluster | 
     return load_object(f"{manifest.factories[kind]}.from_config", provider)(checked)
 
 
-def _remote(
-    kind: Kind, cluster: RayVirtualCluster, manifest: BackendManifest, config: dict[str, Any]
-) -> Any:
+def _remote(kind: Kind, cluster: Cluster, manifest: BackendManifest, config: dict[str, Any]) -> Any:
     from rl_core.cluster import RemoteGeneration, RemotePolicy
 
     remote = RemoteGeneration if kind == "generation" else RemotePolicy

@@ -14,6 +14,7 @@ from typing import Any
 from rl_core.refit.driver import refit
 from rl_core.refit.manifest import WeightManifest
 from rl_core.refit.options import DEFAULT_BUCKET_BYTES, DEFAULT_DEADLINE_S, SendOptions
+from rl_core.refit.ranks import GatheredSource, RefitRanks
 from rl_core.refit.receiver import RefitReceiver
 from rl_core.refit.report import RefitReport
 from rl_core.refit.sender import RefitSender
@@ -21,6 +22,8 @@ from rl_core.refit.sender import RefitSender
 __all__ = [
     "DEFAULT_BUCKET_BYTES",
     "DEFAULT_DEADLINE_S",
+    "GatheredSource",
+    "RefitRanks",
     "RefitReceiver",
     "RefitReport",
     "RefitSender",

@@ -126,12 +126,13 @@ def _attempt(
         wait(opening, chosen.deadline_s + _GRACE_S)
     else:
         generation.prepare_refit_info(info)
-    refit_id = secrets.token_hex(8)
+    # The policy names the refit that the description is for; one that does not gets a name here.
+    refit_id = info.get("refit_id") or secrets.token_hex(8)
     sending = policy.stream_weights_via_ipc_zmq(**{**options, "refit_id": refit_id})
     receiving = generation.update_weights_via_ipc_zmq(
         transport=chosen.transport, deadline_s=chosen.deadline_s, refit_id=refit_id
     )
-    results = _outcome([*sending, *receiving], chosen.deadline_s + _GRACE_S)
+    results = _outcome(sending, receiving, chosen.deadline_s + _GRACE_S)
     return RefitReport.of(results, attempt)
 
 
@@ -147,17 +148,30 @@ def _meeting_host(found: str, given: str | None) -> str:
     return given or found
 
 
-def _outcome(futures: list[Future], timeout_s: float) -> list[Any]:
-    """As :func:`wait`; of several errors, the one that the others repeat."""
+def _outcome(sending: list[Future], receiving: list[Future], timeout_s: float) -> list[Any]:
+    """As :func:`wait`; of several errors, the one that the others repeat.
+
+    Of a policy with several ranks, that is one that names the rank which is gone: an engine knows
+    the first of them only.
+    """
+    futures = [*sending, *receiving]
     try:
         return wait(futures, timeout_s)
     except RLError as error:
         first = error
+    several = len(sending) > 1
     end = time.monotonic() + _GRACE_S
-    for future in futures if "cause" in first.details else ():
+    others = []
+    for future in futures if "cause" in first.details or several else ():
         try:
             wait(future, max(0.0, end - time.monotonic()))
+        except DeadlineError:
+            pass
         except RLError as error:
-            if "cause" not in error.details and not isinstance(error, DeadlineError):
-                raise error from None
+            others.append(error)
+    if several:
+        others.sort(key=lambda error: "rank" not in error.details)  # stable
+    for other in others:
+        if "cause" not in other.details:
+            raise other from None
     raise first

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from contextlib import closing
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,6 +15,7 @@ from rl_core.refit.hashing import BlockHash
 from rl_core.refit.loading import Loader, Route
 from rl_core.refit.manifest import WeightManifest
 from rl_core.refit.messages import Handles
+from rl_core.refit.options import DEFAULT_DEADLINE_S
 from rl_core.refit.packing import SlotPacker
 from rl_core.refit.plan import ALIGN, TransferPlan, make_plan
 
@@ -46,6 +48,7 @@ class Handing:
         serial: Number of this refit by handles among the sender's.
         bucket_bytes: Size of a group at most, unless it is one larger tensor.
         name: Of the sender.
+        call: What every rank of the trainer calls this refit.
 
     Attributes:
         groups: Names, grouped.
@@ -63,6 +66,7 @@ class Handing:
         serial: int,
         bucket_bytes: int,
         name: str,
+        call: str,
     ) -> None:
         self.version = version
         self.left = {spec.name for spec in manifest.owned}
@@ -72,6 +76,8 @@ class Handing:
         self._serial = serial
         self._handed = 0
         self._name = name
+        self._call = call
+        self._open = True
         self._session = secrets.token_hex(16)
         self._changed: LifecycleError | None = None
         for bucket in make_plan(manifest, bucket_bytes).buckets:
@@ -110,14 +116,18 @@ class Handing:
         device = self._lane.data.device
         block_hash = BlockHash.choose(device, private=self._private, token=token)
         window = Window(plan, self._lane.data, block_hash)
+        self._source.open(self._call, DEFAULT_DEADLINE_S)
         packer = SlotPacker(window, self._lane, table, self._source, self._manifest)
         try:
-            digests = b"".join(packer.put(index) for index in range(len(plan.buckets)))
+            with closing(packer):
+                digests = b"".join(packer.put(index) for index in range(len(plan.buckets)))
             self._source.confirm()  # before anything goes out, so that no engine has a mixture
         except LifecycleError as error:
             self._changed = error
             raise
         self.left -= set(keys)
+        if not self.left:
+            self._close_source()
         self._handed += 1
         message = Handles(
             self._session,
@@ -132,8 +142,14 @@ class Handing:
         return write_handles(message, token)
 
     def close(self) -> None:
-        """Lets go of the memory."""
+        """Lets go of the memory and of the source. Idempotent."""
         self._lane.close()
+        self._close_source()
+
+    def _close_source(self) -> None:
+        if self._open:
+            self._open = False
+            self._source.close()
 
 
 class Taking:
@@ -177,6 +193,7 @@ class Taking:
         self.trainer = trainer
         self.epoch = epoch
         self.sink = sink
+        self._expected = WeightManifest.of(sink.specs())
         self._groups = 0
         self._manifest = manifest
         self._known = known
@@ -209,8 +226,7 @@ class Taking:
                 "for",
                 phase="TRANSFER",
             )
-        expected = WeightManifest.of(self.sink.specs())
-        route = Route(self.sink, self._manifest, expected, plan, lane.data, block_hash)
+        route = Route(self.sink, self._manifest, self._expected, plan, lane.data, block_hash)
         loader = Loader(route, verify="wire", known=self._known, touch=self._touch)
         for index in range(len(plan.buckets)):
             loader.load(index, message.digests)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Generator
+from contextlib import closing
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,7 +14,7 @@ from rl_core.refit.digests import Digester, DigestTable, copy_run
 from rl_core.refit.manifest import dtype_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from rl_core.interfaces.weights import TensorSpec, WeightSource
     from rl_core.refit.digests import Window
@@ -26,25 +28,29 @@ __all__ = ["DirectPacker", "Packer", "SlotPacker", "digest_all", "take"]
 
 def take(
     source: WeightSource, specs: Sequence[TensorSpec]
-) -> Iterator[tuple[TensorSpec, torch.Tensor]]:
-    """The source's tensors of these specs, in order.
+) -> Generator[tuple[TensorSpec, torch.Tensor]]:
+    """The source's tensors of these specs, in order. Closing it closes the source's iterator.
 
     Raises:
         ManifestMismatchError: The source yields something else than its specs say.
     """
     tensors = iter(source.tensors([spec.name for spec in specs]))
     nothing = ("nothing", torch.empty(0))
-    for spec in specs:
-        name, tensor = next(tensors, nothing)
-        sound = name == spec.name and tensor.shape == spec.shape
-        if not sound or tensor.dtype != dtype_of(spec):
-            raise ManifestMismatchError(
-                f"the source yielded {name} {list(tensor.shape)} {tensor.dtype} where its specs "
-                f"say {spec.name} {list(spec.shape)} {spec.dtype}",
-                fix="make WeightSource.tensors yield the asked names as declared",
-                misshaped=[spec.name],
-            )
-        yield spec, tensor
+    try:
+        for spec in specs:
+            name, tensor = next(tensors, nothing)
+            sound = name == spec.name and tensor.shape == spec.shape
+            if not sound or tensor.dtype != dtype_of(spec):
+                raise ManifestMismatchError(
+                    f"the source yielded {name} {list(tensor.shape)} {tensor.dtype} where its "
+                    f"specs say {spec.name} {list(spec.shape)} {spec.dtype}",
+                    fix="make WeightSource.tensors yield the asked names as declared",
+                    misshaped=[spec.name],
+                )
+            yield spec, tensor
+    finally:
+        if isinstance(tensors, Generator):  # now, not when an error that holds it is forgotten
+            tensors.close()
 
 
 def digest_all(
@@ -57,8 +63,8 @@ def digest_all(
     """The digest of every tensor as it is now, in the dtype that travels."""
     table, digester = DigestTable(wire), Digester(block_bytes, block_hash, keep=False)
     lasting = (source.persistent() or {}) if block_hash.kind == "fold" else {}
-    with torch.no_grad():
-        given = ((wire.by_name[s.name], tensor) for s, tensor in take(source, declared.owned))
+    with torch.no_grad(), closing(take(source, declared.owned)) as taken:
+        given = ((wire.by_name[s.name], tensor) for s, tensor in taken)
         table.known.update(digester.all(given, lasting))
     return table
 
@@ -97,6 +103,9 @@ class Packer(ABC):
         self._lane.publish(bucket.start, bucket.stop)
         return b"".join(found)
 
+    def close(self) -> None:
+        """Reads nothing more from the source."""
+
     @abstractmethod
     def _fill(self, index: int, bucket: Bucket) -> None:
         """Copies what is not there yet."""
@@ -133,6 +142,10 @@ class SlotPacker(Packer):
                 view.copy_(self._tensor)
             else:
                 copy_run(view, self._tensor, segment.offset)
+
+    def close(self) -> None:
+        """See :meth:`Packer.close`."""
+        self._tensors.close()
 
 
 class DirectPacker(Packer):

@@ -7,6 +7,8 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from rl_core.errors import LifecycleError, RefitAborted, RefitProtocolError, WeightsTornError
 from rl_core.futures import spawn
 from rl_core.refit.frames import read_handles
@@ -26,8 +28,6 @@ if TYPE_CHECKING:
     import concurrent.futures
     from collections.abc import Callable, Mapping
 
-    import torch
-
     from rl_core.interfaces.weights import WeightSink
     from rl_core.refit.introduction import Trainer
     from rl_core.refit.messages import Handles
@@ -45,7 +45,7 @@ class RefitReceiver(Endpoint["Receiving"]):
     """Takes weights into an engine; one for the engine's whole life.
 
     Args:
-        sink: Where to write; called for each refit, and to look at what there is.
+        sink: Where to write; called once for each refit, and for a description that none follows.
         name: How errors on the other side call this one.
         lock: Held while the engine generates, and by a refit while it writes.
         on_commit: Called with the new version before it serves; drops caches.
@@ -57,6 +57,8 @@ class RefitReceiver(Endpoint["Receiving"]):
         known: Digests, by name, of the tensors that the engine is known to have.
         id: Tells this receiver from all others.
         planner: Keeps the last plans.
+        device: Where the engine's tensors were when it was prepared.
+        sets: Refits by handles.
         second_copy: Memory of staged refits, kept between them.
     """
 
@@ -75,18 +77,20 @@ class RefitReceiver(Endpoint["Receiving"]):
         self.id = secrets.token_hex(16)
         self.planner = Planner()
         self.second_copy: dict[str, torch.Tensor] = {}
+        self.device = CPU
         self.lock = lock
         self.new_sink = sink
         self._on_commit = on_commit
         self._trainer: Trainer | None = None
         self._expected: WeightManifest | None = None
+        self._prepared: tuple[str, int, WeightSink] | None = None  # refit, epoch, what it was told
         self._matched: tuple[WeightManifest | None, WeightManifest | None] = (None, None)
         self._ends: dict[str, tuple[Mapping[str, Any], ReceiverEnd]] = {}
         self._lanes: dict[tuple[ReceiverEnd, bool], Lane] = {}
         self._meetings: dict[ReceiverEnd, concurrent.futures.Future[None]] = {}
         self._route: Route | None = None
         self._looked = 0.0
-        self._sets = HandleSets()
+        self.sets = HandleSets()
         self._waited: Receiving | None = None
 
     def check(self) -> None:
@@ -125,8 +129,10 @@ class RefitReceiver(Endpoint["Receiving"]):
         """
         self.check_open()
         sink = self.new_sink()
+        self.device = torch.device(sink.device)
         match = partial(compare, expected=self.manifest_of(sink), casts=sink.casts)
         trainer = trainer_of(info, match, self._trainer)
+        self._prepared = str(info.get("refit_id")), self.epoch, sink
         for job in self.waiting():
             if job.trainer != trainer:
                 job.supersede("the engine was prepared for other tensors or another trainer")
@@ -229,11 +235,12 @@ class RefitReceiver(Endpoint["Receiving"]):
         return True
 
     def _take(self, trainer: Trainer, message: Handles) -> None:
-        sets = self._sets
+        sets = self.sets
         sets.admit(message, trainer.token, self.name)
         try:
+            tear = partial(setattr, self, "torn", True)
             taking = sets.current = sets.current or Taking(
-                self.new_sink(), trainer, message, self.epoch, known=self.known, touch=self._tear
+                self.new_sink(), trainer, message, self.epoch, known=self.known, touch=tear
             )
             end = self.end("ipc")
             lane = self._attach(end, False, message.lane, CPU)
@@ -250,10 +257,6 @@ class RefitReceiver(Endpoint["Receiving"]):
 
     # -- what is held, and asked for by the refits ------------------------------------------------
 
-    def give_up_handles(self) -> None:
-        """Ends a refit by handles that is not complete, and will not be."""
-        self._sets.give_up()
-
     def check_epoch(self, epoch: int) -> None:
         """Raises unless nothing but the refit that began at an epoch has changed the weights.
 
@@ -266,6 +269,13 @@ class RefitReceiver(Endpoint["Receiving"]):
                 "during the refit",
                 fix="refit again; the engine must stay as it is while a refit is under way",
             )
+
+    def sink_for(self, refit_id: str) -> WeightSink:
+        """The sink that was compared with the trainer of a refit, or a new one."""
+        prepared, self._prepared = self._prepared, None
+        if prepared is not None and prepared[:2] == (refit_id, self.epoch):
+            return prepared[2]
+        return self.new_sink()
 
     def manifest_of(self, sink: WeightSink) -> WeightManifest:
         """The sink's manifest, the one that is known if nothing changed."""
@@ -318,7 +328,7 @@ class RefitReceiver(Endpoint["Receiving"]):
         A refit that is under way ends: the tensors that it knows may not be the engine's any more.
         """
         self.epoch += 1
-        self._route = None
+        self._route = self._prepared = None
         self.second_copy = {}
 
     def give_back(self) -> None:
@@ -337,19 +347,16 @@ class RefitReceiver(Endpoint["Receiving"]):
 
         What a refit that is still running uses, the refit after it replaces.
         """
-        self._clear_away(trainer)
+        self.clear_away(trainer)
         with self.between_refits() as idle:
             for transport, (address, _) in list(self._ends.items()):
                 if idle and address == trainer.channels.get(transport):
                     self._disconnect(transport)
 
-    def clear_away(self) -> None:
+    def clear_away(self, trainer: Trainer | None = None) -> None:
         """Removes what a trainer that was killed left behind on transports not used here."""
-        if self._trainer is not None:
-            self._clear_away(self._trainer)
-
-    def _clear_away(self, trainer: Trainer) -> None:
-        for transport, address in trainer.channels.items():
+        trainer = trainer or self._trainer
+        for transport, address in trainer.channels.items() if trainer else ():
             if transport not in self._ends or self._ends[transport][0] != address:
                 find_transport(transport).receiver(address).close()
 
@@ -377,9 +384,6 @@ class RefitReceiver(Endpoint["Receiving"]):
         self.clear_away()
         for transport in list(self._ends):
             self._disconnect(transport)
-
-    def _tear(self) -> None:
-        self.torn = True
 
     def _attach(
         self, end: ReceiverEnd, direct: bool, ref: Mapping[str, Any], device: torch.device

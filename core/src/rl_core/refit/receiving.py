@@ -82,7 +82,7 @@ class Receiving(Job[ReceiverSession]):
             manifest=trainer.manifest.digest,
             dtypes=trainer.dtypes,
             holds=self._holds,
-            gpus=visible_gpus(torch.device(receiver.new_sink().device)),
+            gpus=visible_gpus(receiver.device),
             deadline_s=deadline_s,
         )
         super().__init__(session, receiver, refit_id)
@@ -247,11 +247,11 @@ class Receiving(Job[ReceiverSession]):
         )
         if plan.digest != prepare.plan or len(plan.buckets) != prepare.buckets:
             raise RefitProtocolError("the two sides derive different plans", phase="PREPARE")
-        receiver.give_up_handles()
+        receiver.sets.give_up()
         if offer.delta:  # what it said to hold is not sent
             receiver.check_epoch(self._epoch)
         self._epoch = receiver.epoch
-        sink = receiver.new_sink()
+        sink = receiver.sink_for(self.refit_id)
         device = torch.device(sink.device)
         self._lane = receiver.lane(self._end, plan, prepare.lane, device)
         if offer.kv_scales and type(sink).scale_kv is WeightSink.scale_kv:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from rl_core.refit.plan import TransferPlan
     from rl_core.refit.transports.base import Lane, SenderEnd
 
-__all__ = ["RefitSender"]
+__all__ = ["RefitSender", "name_of_call"]
 
 #: The transport that every sender offers without being told where to listen.
 _LOCAL = "ipc"
@@ -47,7 +47,8 @@ class RefitSender(Endpoint["Sending"]):
     that still wait for their receivers are given up when the next is asked for.
 
     Args:
-        source: Gives the tensors as they are now; called once for each refit.
+        source: Gives the tensors as they are now; called once for each refit, and for a description
+            that no refit follows. Each one is closed once.
         name: How errors on the other side call this one.
 
     Attributes:
@@ -55,6 +56,7 @@ class RefitSender(Endpoint["Sending"]):
         committed: Digests of what was committed last, if it was hashed.
         planner: Keeps the last plans.
         arena: Knows the tensors that engines read where they are.
+        calls: How often a refit was asked for.
     """
 
     def __init__(self, source: Callable[[], WeightSource], *, name: str) -> None:
@@ -70,17 +72,26 @@ class RefitSender(Endpoint["Sending"]):
         self._windows: list[Window] = []
         self._handing: Handing | None = None
         self._handings = 0
+        self._described: tuple[str, WeightSource] | None = None
+        self.calls = 0
 
     # -- refits -----------------------------------------------------------------------------------
 
     def prepare(self) -> dict[str, Any]:
-        """Describes every tensor and where to fetch them, for the engine's ``prepare``."""
+        """Describes every tensor and where to fetch them, for the engine's ``prepare``.
+
+        The refit that is given the ``refit_id`` in it sends from the source that was described.
+        """
         self.check_open()
-        manifest = self.manifest_of(self._source())
+        self._drop_described()
+        refit_id, source = secrets.token_hex(8), self._source()
+        self._described = refit_id, source
+        manifest = self.manifest_of(source)
         with suppress(RefitError):  # who uses another transport does not need this one
             self.end(_LOCAL)
         return {
             **introduction(manifest, self.token),
+            "refit_id": refit_id,
             **_meeting_point(),
             "channels": {name: dict(end.address) for name, end in self._ends.items()},
         }
@@ -117,13 +128,34 @@ class RefitSender(Endpoint["Sending"]):
             ConfigError: An option is unknown or not legal.
             LifecycleError: There is no committed version to join.
         """
+        self.calls += 1
         self.check_open()
         chosen = SendOptions.of(options)
         end = self.end(chosen.transport)
         version = self._next_version(chosen)
         for job in self.waiting():
             job.supersede("a newer refit was asked for")
-        return self.start(Sending(self, end, self._source(), chosen, version))
+        source = self._source_for(chosen.refit_id)
+        try:
+            name = name_of_call(chosen.refit_id, self.calls)
+            job = Sending(self, end, source, chosen, version, name)
+        except BaseException:
+            source.close()
+            raise
+        return self.start(job)
+
+    def _source_for(self, refit_id: str) -> WeightSource:
+        """The source that was described for a refit, or a new one."""
+        if self._described is not None and self._described[0] == refit_id:
+            (_, source), self._described = self._described, None
+            return source
+        self._drop_described()
+        return self._source()
+
+    def _drop_described(self) -> None:
+        described, self._described = self._described, None
+        if described is not None:
+            described[1].close()
 
     def _next_version(self, options: SendOptions) -> int:
         if options.join:
@@ -147,21 +179,29 @@ class RefitSender(Endpoint["Sending"]):
 
         Aliases and empty tensors are not listed: nothing is sent for them.
         """
+        self.calls += 1
         self.check_open()
         if self._handing is not None:
             self._handing.close()
+            self._handing = None
+        self._drop_described()
         source = self._source()
-        self._handings += 1
-        self._handing = Handing(
-            self.end(_LOCAL),
-            source,
-            self.manifest_of(source),
-            self._next_version(SendOptions()),
-            serial=self._handings,
-            bucket_bytes=bucket_bytes,
-            name=self.name,
-        )
-        return self._handing.groups
+        try:
+            handing = Handing(
+                self.end(_LOCAL),
+                source,
+                self.manifest_of(source),
+                self._next_version(SendOptions()),
+                serial=self._handings + 1,
+                bucket_bytes=bucket_bytes,
+                name=self.name,
+                call=name_of_call("", self.calls),
+            )
+        except BaseException:
+            source.close()
+            raise
+        self._handings, self._handing = self._handings + 1, handing
+        return handing.groups
 
     def handles(self, keys: list[str]) -> dict[str, Any]:
         """Hands one group over; valid until the next call.
@@ -267,6 +307,7 @@ class RefitSender(Endpoint["Sending"]):
     def let_go(self) -> None:
         """See :meth:`Endpoint.let_go`."""
         self._forget_weights()
+        self._drop_described()
         if self._handing is not None:
             self._handing.close()
             self._handing = None
@@ -284,6 +325,16 @@ class RefitSender(Endpoint["Sending"]):
         if transport not in self._ends:
             self._ends[transport] = find_transport(transport).sender()
         return self._ends[transport]
+
+
+def name_of_call(refit_id: str, number: int) -> str:
+    """What all ranks of a trainer call one refit: each counts the calls, which are the same ones.
+
+    Args:
+        refit_id: That the call was given, if any.
+        number: Of the call on this rank, from 1.
+    """
+    return refit_id or f"call {number}"
 
 
 def _meeting_point() -> dict[str, Any]:

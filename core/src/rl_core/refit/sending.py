@@ -56,6 +56,7 @@ class Sending(Job[SenderSession]):
         source: The tensors as they are now.
         options: How.
         version: Of these weights.
+        name: What every rank of the trainer calls it.
     """
 
     def __init__(
@@ -65,9 +66,11 @@ class Sending(Job[SenderSession]):
         source: WeightSource,
         options: SendOptions,
         version: int,
+        name: str = "",
     ) -> None:
         self.options = options
         self.version = version
+        self._name = name
         self._sender = sender
         self._end = end
         self._source = source
@@ -98,11 +101,22 @@ class Sending(Job[SenderSession]):
         self._lane: Lane | None = None
         self._fallback: str | None = None
         self._told = time.monotonic()
+        self._closed = False
 
     def refit(self) -> dict[str, Any]:
         """See :meth:`Job.refit`."""
+        try:
+            return self._refit()
+        finally:
+            self._close_source()  # before the refit after this one begins with its own
+
+    def _refit(self) -> dict[str, Any]:
         self._end.refused()  # what was said before is not about this refit
         try:
+            try:
+                self._source.open(self._name, self.session.remaining_s)
+            except BaseException as error:
+                self.perform(self.session.fail(error))
             self.drive()
         finally:
             committed = self.session.phase is Phase.COMMITTED
@@ -118,6 +132,7 @@ class Sending(Job[SenderSession]):
 
     def let_go(self) -> None:
         """See :meth:`Job.let_go`."""
+        self._close_source()
         self._packer = self._lane = self._table = None
         self._channels.clear()
         self._frames.clear()
@@ -152,6 +167,8 @@ class Sending(Job[SenderSession]):
         if self.session.phase is Phase.DISCOVER and (why := self._end.refused()) is not None:
             error = RefitAborted(f"DISCOVER: a receiver will not come: {why}", peer="a receiver")
             return self.session.fail(error)
+        if self.session.phase is not Phase.COMMIT:  # in which nothing is read any more
+            self._source.check()
         return [effect for key in self._end.departed() for effect in self.session.forget(key)]
 
     def do(self, effect: Effect) -> list[Effect]:
@@ -330,6 +347,27 @@ class Sending(Job[SenderSession]):
         if self.options.join:
             self._check_same()
         return "" if self._table is None else self._table.digest
+
+    def _close_source(self) -> None:
+        """Closes it once.
+
+        Raises:
+            RefitError: It cannot be closed, which a refit that failed only notes.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            if self._packer is not None:
+                self._packer.close()
+            self._source.close()
+        except Exception as error:
+            text = f"the weight source could not be closed: {type(error).__name__}: {error}"
+            if self.session.error is None:
+                raise RefitError(
+                    f"{self._sender.name}: {text}", fix="look at WeightSource.close"
+                ) from error
+            self.session.error.add_note(text)
 
     def _check_same(self) -> None:
         """Raises unless the weights are those that the other engines serve."""

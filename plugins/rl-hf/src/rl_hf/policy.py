@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from rl_core.interfaces import Future, LossFunction, WeightSource, WorkerContext
+    from rl_core.interfaces import LossFunction, WeightSource, WorkerContext
 
 __all__ = ["HuggingFacePolicy"]
 
@@ -60,7 +60,7 @@ class HuggingFacePolicy(PolicyBackend):
     def __init__(
         self, model_name: str, *, worker: WorkerContext | None = None, **config: Any
     ) -> None:
-        super().__init__()
+        super().__init__(worker)
         self.config = _checked({"backend": "hf", **config, "model_name": model_name})
         self._microbatching = Microbatching(self.config)
         self._closed = False
@@ -317,35 +317,14 @@ class HuggingFacePolicy(PolicyBackend):
     # -- refit ----------------------------------------------------------------------------------
 
     def weight_source(self) -> WeightSource:
-        """See :meth:`PolicyBackend.weight_source`; with adapters, the merged weights."""
+        """See :meth:`PolicyBackend.weight_source`; with adapters, the merged weights.
+
+        Every data-parallel worker has all of them, so that a refit needs the first one alone.
+        """
         self._check_open("weight_source")
         merged = self._adapters
         source = MergedWeightSource(self.model) if merged else ModelWeightSource(self.model)
         return SteadyWeightSource(source, lambda: self._changes)
-
-    def prepare_refit_info(self) -> dict[str, Any] | None:
-        """See :meth:`PolicyBackend.prepare_refit_info`; rank 0 speaks for its peers."""
-        return None if self._group.rank else super().prepare_refit_info()
-
-    def stream_weights_via_ipc_zmq(self, *args: Any, **kwargs: Any) -> list[Future]:
-        """See :meth:`PolicyBackend.stream_weights_via_ipc_zmq`; only rank 0 sends."""
-        return [] if self._group.rank else super().stream_weights_via_ipc_zmq(*args, **kwargs)
-
-    def init_collective(
-        self, ip: str, port: int, world_size: int, *, train_world_size: int = 1
-    ) -> list[Future]:
-        """See :meth:`PolicyBackend.init_collective`; only rank 0 joins, the others count."""
-        if self._group.rank:
-            return []
-        return super().init_collective(ip, port, world_size, train_world_size=train_world_size)
-
-    def broadcast_weights_for_collective(
-        self, kv_scales: dict[str, float] | None = None, **options: Any
-    ) -> list[Future]:
-        """See :meth:`PolicyBackend.broadcast_weights_for_collective`; only rank 0 sends."""
-        if self._group.rank:
-            return []
-        return super().broadcast_weights_for_collective(kv_scales, **options)
 
     @contextmanager
     def _changing(self, *, really: bool = True) -> Generator[None]:
@@ -394,7 +373,7 @@ class HuggingFacePolicy(PolicyBackend):
         """See :meth:`PolicyInterface.shutdown`."""
         if not self._closed:
             self._closed = True
-            self._sender.close()
+            self.close_refits()
             self._reference.close()
             self._group.close()
             for name in ("_optimizer", "_generation"):

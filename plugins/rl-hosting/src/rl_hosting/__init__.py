@@ -12,14 +12,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rl_hosting.engine import Engine
     from rl_hosting.generation import HostedGeneration
+    from rl_hosting.local_cluster import LocalCluster
     from rl_hosting.weights import LoadedWeights
     from rl_hosting.worker import WorkerRefits
 
-__all__ = ["Engine", "HostedGeneration", "LoadedWeights", "WorkerRefits"]
+__all__ = ["Engine", "HostedGeneration", "LoadedWeights", "LocalCluster", "WorkerRefits"]
 
 _HOME = {
     "Engine": "rl_hosting.engine",
     "HostedGeneration": "rl_hosting.generation",
+    "LocalCluster": "rl_hosting.local_cluster",
     "LoadedWeights": "rl_hosting.weights",
     "WorkerRefits": "rl_hosting.worker",
 }

@@ -22,9 +22,15 @@ if TYPE_CHECKING:
 
 __all__ = ["ForkServer", "Forked"]
 
-#: Variables that an engine may have of its own, besides that of its sockets: torch sets the second
-#: while it is used, and pytest the third for each test.
-_PER_PROCESS = ("OMP_NUM_THREADS", "TORCHINDUCTOR_CACHE_DIR", "PYTEST_CURRENT_TEST", SOCKETS)
+#: Variables that a forked process may have of its own, besides that of its sockets: its GPUs, which
+#: torch looks for when it uses the first, what torch sets meanwhile, and what pytest sets.
+_PER_PROCESS = (
+    "CUDA_VISIBLE_DEVICES",
+    "OMP_NUM_THREADS",
+    "PYTEST_CURRENT_TEST",
+    "TORCHINDUCTOR_CACHE_DIR",
+    SOCKETS,
+)
 #: Seconds for a server that is given up to end what it has.
 _END_S = 5.0
 _PID, _STATUS = 1, 2
@@ -209,7 +215,9 @@ class ForkServer:
             self._process.kill()
             self._process.wait()
 
-    def fork(self, end: int, log: int, environment: Mapping[str, str], engine: str) -> Forked:
+    def fork(
+        self, end: int, log: int, environment: Mapping[str, str], engine: str, host: str
+    ) -> Forked:
         """Asks for a process that answers the calls of a socket.
 
         Args:
@@ -217,11 +225,13 @@ class ForkServer:
             log: Where it prints.
             environment: Of the process.
             engine: ``"module:Class"``.
+            host: Likewise, what answers the calls.
 
         Raises:
             WorkerDiedError: The server is gone.
         """
-        message = json.dumps({"environment": _own(environment), "engine": engine}).encode()
+        told = {"environment": _own(environment), "engine": engine, "host": host}
+        message = json.dumps(told).encode()
         status, theirs = os.pipe()
         try:
             socket.send_fds(self._control, [message], [end, theirs, log])

@@ -210,7 +210,7 @@ def _become_engine(told: dict[str, Any], end: int, log: int, driver: psutil.Proc
 
         cores = len(os.sched_getaffinity(0))
         torch.set_num_threads(int((own.get("OMP_NUM_THREADS") or str(cores)).split(",")[0]))
-    run_host(end, driver, told["engine"])
+    run_host(end, driver, told["engine"], told["host"])
 
 
 def _preload(modules: Sequence[str]) -> None:

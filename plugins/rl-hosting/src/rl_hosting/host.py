@@ -33,8 +33,10 @@ from rl_hosting.wire import Channel, Done, Hello, Progress, Prompt, Reply, Reque
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["PARENT_POLL_S", "SOCKETS", "Host", "run_host"]
+__all__ = ["HOST", "PARENT_POLL_S", "SOCKETS", "Host", "run_host"]
 
+#: What answers calls, where an engine is hosted.
+HOST = "rl_hosting.host:Host"
 #: Variable with a directory for the engine's sockets, which is removed with the process.
 SOCKETS = "RL_HOSTING_SOCKETS"
 #: Seconds between two looks at whether the parent is still there.
@@ -244,9 +246,9 @@ def _end_with(driver: psutil.Process, sockets: str) -> threading.Thread:
     return thread
 
 
-def run_host(descriptor: int, driver: psutil.Process, engine: str) -> None:
+def run_host(descriptor: int, driver: psutil.Process, engine: str, host_class: str) -> None:
     """Answers what comes over a socket, until it is closed or the driver is gone; then ends."""
-    host = Host(Channel(socket.socket(fileno=descriptor)), engine)
+    host = load_object(host_class)(Channel(socket.socket(fileno=descriptor)), engine)
     end = _end_with(driver, os.environ[SOCKETS])
     status = 1
     try:

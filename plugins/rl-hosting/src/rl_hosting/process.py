@@ -31,7 +31,7 @@ from rl_core.errors import (
     WorkerDiedError,
 )
 from rl_hosting.forking import Forked, ForkServer
-from rl_hosting.host import SOCKETS
+from rl_hosting.host import HOST, SOCKETS
 from rl_hosting.leftovers import end_session, stopped
 from rl_hosting.log import Log
 from rl_hosting.wire import Channel, Hello, Progress, Reply, Request, encode, raised
@@ -66,13 +66,15 @@ class EngineProcess:
 
     Args:
         name: How errors call it.
-        engine: ``"module:Class"``, an :class:`~rl_hosting.engine.Engine` that is importable there.
+        engine: ``"module:Class"``, an :class:`~rl_hosting.engine.Engine` that is importable there;
+            or whatever the host takes.
         environment: All of its variables.
         python: Its interpreter, in which rl-hosting and the engine are installed.
         verbose: Print what the engine prints.
         preload: Modules that are imported before the process is forked, and once for all engines
             with this environment. None of them may start threads or use a GPU.
         sockets: A variable that tells the engine where its own sockets go, if there is one.
+        host: ``"module:Class"``, what answers the calls there.
 
     Raises:
         ConfigError: The interpreter does not run.
@@ -88,6 +90,7 @@ class EngineProcess:
         verbose: bool = False,
         preload: Sequence[str] = (),
         sockets: str = SOCKETS,
+        host: str = HOST,
     ) -> None:
         if not hasattr(os, "pidfd_open"):
             raise CapabilityError("rl-hosting needs Linux", fix="run it there", capability="host")
@@ -107,7 +110,9 @@ class EngineProcess:
         try:
             with theirs:
                 server = ForkServer.obtain(environment, self._log.fileno(), python, preload)
-                process = server.fork(theirs.fileno(), self._log.fileno(), environment, engine)
+                process = server.fork(
+                    theirs.fileno(), self._log.fileno(), environment, engine, host
+                )
         except BaseException as error:
             ours.close()
             if server is not None:

@@ -253,7 +253,7 @@ class RewardPolicy(ReferencePolicy):
         with no_progress_bars():
             self.classifier: Any = AutoModelForSequenceClassification.from_pretrained(model_name)
         self.classifier.eval()
-        self.steps, self.ranks = 0, 1
+        self.steps, self.ranks, self.joined = 0, 1, False
         PolicyBackend.__init__(self)
 
     def score(self, data: Any, micro_batch_size: int | None = None) -> Any:

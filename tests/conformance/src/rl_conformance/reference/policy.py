@@ -52,6 +52,7 @@ class ReferencePolicy(PolicyBackend):
         train_global_batch_size: Rows per step; all rows if None.
         seed: Of dropout.
         resume_from: A checkpoint to continue from.
+        worker: Given when it is one of several.
         **_: How rows are split, which cannot show: every row goes through the model alone.
     """
 
@@ -68,6 +69,7 @@ class ReferencePolicy(PolicyBackend):
         train_global_batch_size: int | None = None,
         seed: int = 0,
         resume_from: str | None = None,
+        worker: WorkerContext | None = None,
         **_: Any,
     ) -> None:
         oracle = load_once(str(model_name))
@@ -76,22 +78,24 @@ class ReferencePolicy(PolicyBackend):
         self.reference_model = copy.deepcopy(self.model)
         self.temperature, self.max_grad_norm = temperature, max_grad_norm or float("inf")
         self.mbs, self.gbs = train_micro_batch_size, train_global_batch_size
-        self.steps, self.ranks = 0, 1
+        self.steps, self.ranks, self.joined = 0, 1, False
+        self.row_group: torch.distributed.ProcessGroup | None = None  # of those with other rows
         self.optimizer = make_optimizer(self.model, optimizer or {})
         self.peak, self.schedule = self.optimizer.param_groups[0]["lr"], dict(scheduler or {})
         self.dropped = torch.Generator().manual_seed(seed).get_state()
         if resume_from is not None:
             self._load(Path(resume_from))
-        super().__init__()
+        super().__init__(worker)
         self.config = {"temperature": temperature, **_}
+        if worker is not None and worker.world_size > 1:
+            self.join(worker)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], *, worker: WorkerContext | None = None) -> Self:
         """See :meth:`PolicyBackend.from_config`."""
-        policy = cls(**{key: value for key, value in config.items() if key != "backend"})
-        if worker is not None and worker.world_size > 1:
-            policy.join(worker)
-        return policy
+        return cls(
+            worker=worker, **{key: value for key, value in config.items() if key != "backend"}
+        )
 
     def join(self, worker: WorkerContext) -> None:
         """Makes it one of several data-parallel ranks, which meet at the first one's address."""
@@ -102,12 +106,12 @@ class ReferencePolicy(PolicyBackend):
             world_size=worker.world_size,
             timeout=_MEETING,
         )
-        self.ranks = worker.world_size
+        self.ranks, self.joined = worker.world_size, True
 
     def _summed(self, values: torch.Tensor) -> torch.Tensor:
-        """Over all ranks, in place."""
+        """Over all data-parallel ranks, in place."""
         if self.ranks > 1:
-            torch.distributed.all_reduce(values)
+            torch.distributed.all_reduce(values, group=self.row_group)
         return values
 
     # -- scoring ---------------------------------------------------------------------------------
@@ -262,18 +266,24 @@ class ReferencePolicy(PolicyBackend):
             raise TrainingError("the gradient is not finite", fix="look at the batch")
         for group in self.optimizer.param_groups:
             group["lr"] = rate_of(self.steps, self.peak, self.schedule)
-        self.optimizer.step()
+        self._step_optimizer()
         self.steps += 1
         return float(norm)
+
+    def _step_optimizer(self) -> None:
+        self.optimizer.step()
 
     # -- the rest --------------------------------------------------------------------------------
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         """See :meth:`PolicyInterface.save_checkpoint`; the training state is renamed in last."""
         path = Path(args[0] if args else kwargs["path"])
-        if self.ranks > 1 and torch.distributed.get_rank():
+        if self.worker is None or self.worker.rank == 0:
+            self._write(path)
+        if self.joined:
             torch.distributed.barrier()  # the first rank has written
-            return
+
+    def _write(self, path: Path) -> None:
         with no_progress_bars():
             self.model.save_pretrained(path)
         self.tokenizer.save_pretrained(path)
@@ -285,8 +295,6 @@ class ReferencePolicy(PolicyBackend):
         }
         torch.save(state, path / "partial")
         os.replace(path / "partial", path / _STATE_FILE)
-        if self.ranks > 1:
-            torch.distributed.barrier()
 
     def _load(self, path: Path) -> None:
         try:
@@ -312,9 +320,9 @@ class ReferencePolicy(PolicyBackend):
 
     def shutdown(self) -> bool:
         """See :meth:`PolicyInterface.shutdown`."""
-        self._sender.close()
-        if self.ranks > 1:
-            self.ranks = 1
+        self.close_refits()
+        if self.joined:
+            self.joined = False
             torch.distributed.destroy_process_group()
         return True
 

@@ -1,0 +1,233 @@
+"""Where workers run: one interface for every launcher.
+
+:class:`~rl_core.cluster.RayVirtualCluster` is one, over any number of hosts; ``LocalCluster`` of
+rl-hosting is another, with processes of this host. Whatever stands on these interfaces (remote
+policies and generation, rows dealt to workers, errors of workers) works on both.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from rl_core.errors import CapabilityError, ConfigError, WorkerDiedError
+from rl_core.futures import wait
+from rl_core.interfaces import WorkerContext
+from rl_core.plugins.validation import is_kept
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+
+    from rl_core.interfaces import Future
+    from rl_core.plugins.manifest import BackendManifest, Kind
+
+__all__ = ["Cluster", "Workers", "checked_size", "contexts", "wait_for_all"]
+
+#: Seconds for workers to end by themselves.
+_SHUTDOWN_DEADLINE_S = 60.0
+
+
+class Cluster(Protocol):
+    """Places for workers."""
+
+    @property
+    def world_size(self) -> int:
+        """How many there are."""
+
+    def workers(
+        self,
+        manifest: BackendManifest,
+        kind: Kind,
+        config: Mapping[str, Any],
+        *,
+        num_workers: int | None = None,
+        call_deadline_s: float = 3600.0,
+    ) -> Workers:
+        """Starts workers, each with a backend; see :class:`Workers`."""
+
+
+class Workers(ABC):
+    """Workers of one backend, each embedded in a process of its own, with devices of its own.
+
+    Calls of one group are made one after the other, or as many at once as the group has threads
+    (:data:`rl_core.cluster.worker.CONCURRENCY_GROUPS`).
+
+    Args:
+        name: How errors call them.
+        size: How many.
+        manifest: Names the backend and the variables of its processes.
+        kind: ``"generation"`` or ``"policy"``.
+        call_deadline_s: Seconds that any one call may take, loading the model included.
+
+    Attributes:
+        places: For each worker its ``node``, ``address`` and ``pid``.
+
+    A launcher's constructor raises:
+        ConfigError: More workers than there is room for.
+        WorkerError: The backend could not be built in a worker; no worker is left behind.
+        WorkerDiedError: A worker's process ended meanwhile.
+        DeadlineError: It took too long.
+    """
+
+    def __init__(
+        self, name: str, size: int, manifest: BackendManifest, kind: Kind, call_deadline_s: float
+    ) -> None:
+        self.name = name
+        self.size = size
+        self.call_deadline_s = call_deadline_s
+        self.places: list[dict[str, Any]] = []
+        self._capabilities = manifest.capabilities[kind]
+        # A backend of an earlier contract was promised one call at a time, by one thread.
+        self._generating = "generate" if is_kept("concurrent_calls", manifest) else "work"
+
+    #: Seconds for a launcher's calls to say themselves which worker missed the deadline.
+    grace_s: ClassVar[float] = 0.0
+
+    # -- what a launcher does -------------------------------------------------------------------
+
+    @abstractmethod
+    def remote(self, rank: int, group: str, method: str, *args: Any) -> Future:
+        """Calls a method of one :class:`~rl_core.cluster.worker.Worker`; its result comes later.
+
+        Raises:
+            LifecycleError: They were shut down.
+        """
+
+    @abstractmethod
+    def stream(self, rank: int, stream_id: str, data: Any, greedy: bool) -> AsyncIterator[Future]:
+        """The ``(row, output)`` of one backend as they come, each as a future that is done."""
+
+    @abstractmethod
+    def shutdown(self) -> bool:
+        """Shuts every backend down and ends its process. Idempotent.
+
+        Raises:
+            WorkerError: A backend failed to shut down; its process is gone all the same.
+        """
+
+    # -- calls ----------------------------------------------------------------------------------
+
+    @property
+    def ranks(self) -> range:
+        """``0 .. size - 1``."""
+        return range(self.size)
+
+    def submit(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Future:
+        """Calls a method of one backend; its result comes later."""
+        return self.remote(rank, "work", "call", method, args, kwargs)
+
+    def submit_generate(self, rank: int, data: Any, greedy: bool) -> Future:
+        """Lets one backend generate, beside whatever it generates already."""
+        return self.remote(rank, self._generating, "call", "generate", (data, greedy), {})
+
+    def submit_refit(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Future:
+        """Calls a method that returns futures; the result is what the first one ended with.
+
+        Calls begin in the order in which they were submitted.
+        """
+        return self._begin(rank, method, args, kwargs)[1]
+
+    def begin_refit(self, method: str, *args: Any, **kwargs: Any) -> list[Future]:
+        """As :meth:`submit_refit` on every rank; returns once all have begun."""
+        begun = [self._begin(rank, method, args, kwargs) for rank in self.ranks]
+        self.wait(beginning for beginning, _ in begun)
+        return [result for _, result in begun]
+
+    def _begin(
+        self, rank: int, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Future, Future]:
+        name = uuid.uuid4().hex
+        beginning = self.remote(rank, "begin", "begin", name, method, args, kwargs)
+        return beginning, self.remote(rank, "refit", "finish", name, self.call_deadline_s)
+
+    def call(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Calls a method of one backend and waits."""
+        return self.wait([self.submit(rank, method, *args, **kwargs)])[0]
+
+    def call_all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """Calls a method of every backend and waits; results in order of the ranks."""
+        return self.wait([self.submit(rank, method, *args, **kwargs) for rank in self.ranks])
+
+    def attribute(self, rank: int, name: str) -> Any:
+        """An attribute of one backend, also while it works."""
+        return self.wait([self.remote(rank, "control", "attribute", name)])[0]
+
+    def attributes(self, name: str) -> list[Any]:
+        """An attribute of every backend, also while they work."""
+        return self.wait([self.remote(rank, "control", "attribute", name) for rank in self.ranks])
+
+    def abandon(self, rank: int, stream_id: str) -> None:
+        """Tells a backend that nobody reads its stream any more."""
+        self.remote(rank, "control", "abandon", stream_id)
+
+    def require(self, capability: str) -> None:
+        """Refuses, before any worker is asked, what the backend does not offer.
+
+        Raises:
+            CapabilityError: The manifest says so.
+        """
+        declared = self._capabilities[capability]
+        if declared.level in ("unsupported", "not_implemented"):
+            raise CapabilityError(
+                f"{self.name} does not offer {capability}: {declared.level}",
+                fix=declared.reason or None,
+                capability=capability,
+            )
+
+    def wait(self, futures: Iterable[Future]) -> list[Any]:
+        """Waits until the calls' deadline.
+
+        Raises:
+            WorkerError: A call raised; also an instance of the original's class, where known.
+            WorkerDiedError: A worker's process is gone; names it.
+            DeadlineError: The deadline passed.
+        """
+        return wait(list(futures), self.call_deadline_s + self.grace_s)
+
+
+def checked_size(num_workers: int | None, places: int) -> int:
+    """How many workers, as many as there are places if None.
+
+    Raises:
+        ConfigError: More than there are, or none.
+    """
+    size = places if num_workers is None else num_workers
+    if not 1 <= size <= places:
+        raise ConfigError(
+            f"num_workers is {size}, the cluster has {places} bundles",
+            fix=f"give a number between 1 and {places}",
+            key="num_workers",
+        )
+    return size
+
+
+def contexts(places: Sequence[Mapping[str, Any]]) -> list[WorkerContext]:
+    """Who each worker is, from where all of them are."""
+    nodes = [place["node"] for place in places]
+    return [
+        WorkerContext(
+            rank=rank,
+            world_size=len(places),
+            local_rank=nodes[:rank].count(node),
+            master_addr=places[0]["address"],
+            master_port=places[0]["port"],
+        )
+        for rank, node in enumerate(nodes)
+    ]
+
+
+def wait_for_all(calls: Iterable[Future]) -> None:
+    """Waits for shutdowns, also for those after one that fails, and raises the first failure."""
+    end = time.monotonic() + _SHUTDOWN_DEADLINE_S
+    failures = []
+    for call in list(calls):
+        try:
+            wait(call, max(0.0, end - time.monotonic()))
+        except WorkerDiedError:
+            pass  # which is what a shutdown is for
+        except Exception as error:
+            failures.append(error)
+    if failures:
+        raise failures[0]

@@ -1,0 +1,166 @@
+"""Every other rank: does what rank 0 says, for as long as a refit takes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import Future, wait
+from contextlib import closing
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from rl_core.errors import RefitAborted, RefitPeerError, RLError
+from rl_core.futures import spawn
+from rl_core.refit.ranks.messages import (
+    Close,
+    Confirm,
+    Done,
+    Failed,
+    Gather,
+    Hello,
+    Message,
+    Ready,
+    decode,
+)
+from rl_core.refit.transports.control import ControlClient
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from rl_core.refit.ranks.gathered import GatheredSource
+    from rl_core.refit.ranks.hands import Hands
+    from rl_core.refit.ranks.peers import Peer
+
+__all__ = ["Follower"]
+
+#: Seconds between looks at whether rank 0 is still there, and at work that is to be reported.
+_LOOK_S, _REPORT_S = 0.05, 0.002
+#: Seconds by which rank 0 is first to say that the deadline has passed.
+_GRACE_S = 2.0
+_MESSAGE_CHARS = 2000
+
+
+class Follower:
+    """This rank's side.
+
+    Args:
+        peers: All ranks.
+        rank: This one.
+        hands: Compute.
+    """
+
+    def __init__(self, peers: Sequence[Peer], rank: int, hands: Hands) -> None:
+        self._leader = peers[0]
+        self._rank = rank
+        self._hands = hands
+        self._ended = threading.Event()
+        self._threads: list[Future[None]] = []
+
+    def follow(
+        self, make: Callable[[], GatheredSource], call: str, deadline_s: float
+    ) -> Future[None]:
+        """Takes part in a refit.
+
+        Args:
+            make: Makes this rank's source, which is closed once, however the refit ends.
+            call: What all ranks call the refit.
+            deadline_s: Seconds for it.
+
+        Returns:
+            A future that ends with the refit. It fails with a RefitAborted if rank 0 ended it
+            early, and with a RefitPeerError if rank 0 is gone.
+        """
+        client = ControlClient(self._leader.endpoint, self._leader.key)
+        client.open()
+        _send(client, Hello(call, self._rank))
+        try:
+            source = make()
+        except BaseException as error:
+            with closing(client):
+                _send(client, _failure(error))
+            raise
+        end = time.monotonic() + deadline_s + _GRACE_S
+        future = spawn(f"follow-{call}", lambda: self._follow(client, source, end))
+        self._threads = [thread for thread in self._threads if not thread.done()] + [future]
+        return future
+
+    def close(self) -> None:
+        """Ends all refits."""
+        self._ended.set()
+        wait(self._threads, 2 * _GRACE_S)
+
+    def _follow(self, client: ControlClient, source: GatheredSource, end: float) -> None:
+        try:
+            with closing(client):
+                self._obey(client, source, end)
+        finally:
+            self._hands.finish(source.close_part)
+
+    def _obey(self, client: ControlClient, source: GatheredSource, end: float) -> None:
+        waiting: Message | None = None  # for what an earlier refit began
+        working: tuple[int, Future[None]] | None = None
+        while True:
+            frame = client.receive(_REPORT_S if waiting or working else _LOOK_S)
+            if frame is not None:
+                waiting = decode(frame)
+            match waiting:
+                case Close(reason):
+                    if reason:
+                        raise RefitAborted(
+                            f"{self._leader} ended the refit: {reason}",
+                            fix="look at what rank 0 raised",
+                            peer="rank 0",
+                            cause=reason,
+                        )
+                    return
+                case Gather(number, names) if self._hands.idle:
+                    _send(client, Ready(number))
+                    waiting, working = None, (number, self._hands.submit(_all(source, names)))
+                case Confirm(number) if self._hands.idle:
+                    waiting, working = None, (number, self._hands.submit(source.confirm_part))
+            if working is not None and working[1].done():
+                number, done = working
+                working = None
+                if (error := done.exception()) is not None:
+                    _send(client, _failure(error))
+                    raise error
+                _send(client, Done(number))
+            if self._ended.is_set():
+                raise RefitAborted("this rank was shut down", fix="refit with all ranks")
+            if frame is None:
+                self._check_leader(client, end)
+
+    def _check_leader(self, client: ControlClient, end: float) -> None:
+        if client.lost():
+            raise RefitPeerError(
+                f"{self._leader} {self._leader.fate()}",
+                fix="look at that worker's log; if its process has ended, build the policy again",
+                peer="rank 0",
+                rank=0,
+            )
+        if time.monotonic() > end:
+            raise RefitPeerError(
+                f"{self._leader} did not end the refit by its deadline",
+                fix="look at what that worker does (its log, py-spy)",
+                peer="rank 0",
+                rank=0,
+            )
+
+
+def _all(source: GatheredSource, names: Sequence[str]) -> Callable[[], None]:
+    def gather() -> None:
+        for name in names:
+            source.gather(name)
+
+    return gather
+
+
+def _failure(error: BaseException) -> Failed:
+    text = error.message if isinstance(error, RLError) else str(error)
+    fix = error.fix if isinstance(error, RLError) else None
+    return Failed(type(error).__name__, text[:_MESSAGE_CHARS], fix)
+
+
+def _send(client: ControlClient, message: Message) -> None:
+    client.send(msgspec.msgpack.encode(message))

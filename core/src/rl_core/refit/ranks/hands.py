@@ -1,0 +1,76 @@
+"""The one thread of a rank that computes for refits."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import queue
+import threading
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["Hands"]
+
+#: Seconds for which the end of a refit waits for what hangs in a collective.
+_FINISH_S = 1.0
+
+T = TypeVar("T")
+
+
+class Hands:
+    """Does what it is given in order, in a thread that never keeps the process alive.
+
+    So whoever waits can stop to wait while a collective hangs, and what it began is still ended
+    before anything else is begun: ranks do the same things in the same order.
+    """
+
+    def __init__(self) -> None:
+        self._tasks: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._last: concurrent.futures.Future[Any] | None = None
+        device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+        threading.Thread(
+            target=_work, args=(self._tasks, device), name="refit-ranks", daemon=True
+        ).start()
+
+    @property
+    def idle(self) -> bool:
+        """Whether all that it was given is done."""
+        return self._last is None or self._last.done()
+
+    def submit(self, function: Callable[[], T]) -> concurrent.futures.Future[T]:
+        """Does something after all else; no gradients are recorded."""
+        future: concurrent.futures.Future[T] = concurrent.futures.Future()
+        self._last = future
+        self._tasks.put((future, function))
+        return future
+
+    def finish(self, function: Callable[[], object]) -> None:
+        """Does something last, and waits for it unless a collective hangs.
+
+        What that reads cannot be let go of before it ends, and nobody waits for it.
+        """
+        future = self.submit(function)
+        if concurrent.futures.wait([future], _FINISH_S).done:
+            future.result()
+
+    def close(self) -> None:
+        """Ends the thread, once it has nothing to do."""
+        self._tasks.put(None)
+
+
+def _work(tasks: queue.SimpleQueue[Any], device: int | None) -> None:
+    if device is not None:
+        torch.cuda.set_device(device)
+    with torch.no_grad():
+        while (task := tasks.get()) is not None:
+            future, function = task
+            try:
+                result = function()
+            except BaseException as error:  # it is raised where the result is asked for
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+            del task, future, function

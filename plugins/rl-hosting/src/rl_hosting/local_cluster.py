@@ -1,0 +1,222 @@
+"""A launcher for this host: the workers of a backend, each in a process of its own.
+
+It has the interface of a ``RayVirtualCluster`` and needs no Ray. Between hosts, use that one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+import uuid
+from functools import partial
+from typing import TYPE_CHECKING, Any, Self
+
+from rl_core.cluster.launcher import Workers, checked_size, contexts, wait_for_all
+from rl_core.errors import ConfigError, LifecycleError, WorkerDiedError
+from rl_core.futures import spawn, wait
+from rl_hosting.process import EngineProcess
+from rl_hosting.values import read, write_with_objects
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Mapping, Sequence
+
+    from rl_core.interfaces import Future
+    from rl_core.plugins.manifest import BackendManifest, Kind
+
+__all__ = ["LocalCluster", "LocalWorkers"]
+
+#: Seconds for the processes to start, before any model is loaded.
+_START_DEADLINE_S = 300.0
+#: What a process has imported, besides the backend, before it is forked for a worker.
+_PRELOAD = ("torch", "rl_hosting.worker_host", "rl_core.backends")
+
+
+class LocalCluster:
+    """Places for workers on this host.
+
+    ::
+
+        cluster = LocalCluster(2)
+        policy = create_policy(config, cluster)  # two ranks of one policy
+
+    Several backends can share it: each gets processes of its own on the same devices.
+
+    Args:
+        world_size: How many places.
+        devices: For each place, the GPU of its workers, or several, as ``CUDA_VISIBLE_DEVICES``
+            names them (``["0", "1"]``, ``["0,1", "2,3"]``). None: no GPU is named, and each worker
+            sees what this process sees.
+        threads: OpenMP threads of each worker; an equal share of the cores if None.
+        python: The interpreter of the workers, in which rl-hosting and the backend are installed.
+        verbose: Print what the workers print.
+
+    Raises:
+        ConfigError: There is no place, or not one entry of ``devices`` for each.
+    """
+
+    def __init__(
+        self,
+        world_size: int,
+        *,
+        devices: Sequence[str | int] | None = None,
+        threads: int | None = None,
+        python: str = sys.executable,
+        verbose: bool = False,
+    ) -> None:
+        for key, value in (("world_size", world_size), ("threads", threads)):
+            if value is not None and value < 1:
+                raise ConfigError(f"{key} is {value}", fix="give a number of at least 1", key=key)
+        if devices is not None and len(devices) != world_size:
+            raise ConfigError(
+                f"devices has {len(devices)} entries for {world_size} places",
+                fix='name the GPU of each, such as ["0", "1"]',
+                key="devices",
+            )
+        self.world_size = world_size
+        self.devices = None if devices is None else [str(device) for device in devices]
+        self.threads = threads or max(1, (os.cpu_count() or 1) // world_size)
+        self.python = python
+        self.verbose = verbose
+        self._groups: list[LocalWorkers] = []
+
+    def workers(
+        self,
+        manifest: BackendManifest,
+        kind: Kind,
+        config: Mapping[str, Any],
+        *,
+        num_workers: int | None = None,
+        call_deadline_s: float = 3600.0,
+    ) -> Workers:
+        """See :meth:`rl_core.cluster.Cluster.workers`."""
+        size = checked_size(num_workers, self.world_size)
+        workers = LocalWorkers(self, manifest, kind, config, size, call_deadline_s)
+        self._groups.append(workers)
+        return workers
+
+    def environment(self, manifest: BackendManifest, place: int) -> dict[str, str]:
+        """All variables of a worker."""
+        environment = {**os.environ, **manifest.environment, "OMP_NUM_THREADS": str(self.threads)}
+        if self.devices is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = self.devices[place]
+        return environment
+
+    def shutdown(self) -> None:
+        """Ends all workers that still run. Idempotent."""
+        groups, self._groups = self._groups, []
+        for group in groups:
+            group.end()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+
+
+class LocalWorkers(Workers):
+    """Processes of this host, which end with this one.
+
+    Args:
+        cluster: Says how they are started.
+        manifest: Names the backend and the variables of its processes.
+        kind: ``"generation"`` or ``"policy"``.
+        config: The checked configuration of the backend.
+        size: How many.
+        call_deadline_s: Seconds that any one call may take, loading the model included.
+    """
+
+    grace_s = 5.0
+
+    def __init__(
+        self,
+        cluster: LocalCluster,
+        manifest: BackendManifest,
+        kind: Kind,
+        config: Mapping[str, Any],
+        size: int,
+        call_deadline_s: float,
+    ) -> None:
+        name = f"{manifest.name}-{kind}-{uuid.uuid4().hex[:6]}"
+        super().__init__(name, size, manifest, kind, call_deadline_s)
+        self._processes: list[EngineProcess] = []
+        try:
+            for rank in self.ranks:
+                worker = f"{name}-worker-{rank}"
+                process = EngineProcess(
+                    worker,
+                    worker,
+                    cluster.environment(manifest, rank),
+                    host="rl_hosting.worker_host:WorkerHost",
+                    python=cluster.python,
+                    verbose=cluster.verbose,
+                    preload=(*_PRELOAD, manifest.factories[kind].partition(":")[0]),
+                )
+                self._processes.append(process)
+            limit_s = min(_START_DEADLINE_S, call_deadline_s)
+            starting = [
+                spawn(f"start-{process.name}", partial(process.start, {}, limit_s))
+                for process in self._processes
+            ]
+            self.places = [read(place) for place in wait(starting, limit_s)]
+            self.wait(
+                self.remote(rank, "work", "build", kind, dict(config), context)
+                for rank, context in zip(self.ranks, contexts(self.places), strict=True)
+            )
+        except BaseException:
+            self.end()
+            raise
+
+    def remote(self, rank: int, group: str, method: str, *args: Any) -> Future:
+        """See :meth:`Workers.remote`."""
+        if not self._processes:
+            raise LifecycleError(
+                f"the workers of {self.name} were called after shutdown", fix="build a new backend"
+            )
+        process = self._processes[rank]
+        call = write_with_objects(list(args))
+
+        def answer() -> Any:
+            try:
+                found = process.call(method, self.call_deadline_s, group=group, call=call)
+            except WorkerDiedError as error:
+                error.details.setdefault("rank", rank)
+                raise
+            return read(found)
+
+        return spawn(f"{method}-{process.name}", answer)
+
+    async def stream(
+        self, rank: int, stream_id: str, data: Any, greedy: bool
+    ) -> AsyncIterator[Future]:
+        """See :meth:`Workers.stream`."""
+        import asyncio
+
+        for number in itertools.count():
+            batch = None if number else data
+            row = self.remote(rank, self._generating, "next_row", stream_id, batch, greedy)
+            try:
+                found = await asyncio.wrap_future(row)
+            except Exception:  # it is raised where the result is asked for
+                yield row
+                return
+            if found is None:
+                return
+            yield row
+
+    def shutdown(self) -> bool:
+        """See :meth:`Workers.shutdown`."""
+        ranks = self.ranks if self._processes else range(0)
+        try:
+            wait_for_all(self.remote(rank, "control", "call", "shutdown", (), {}) for rank in ranks)
+        finally:
+            self.end()
+        return True
+
+    def end(self) -> None:
+        """Ends the processes. Idempotent."""
+        processes, self._processes = self._processes, []
+        closing = [spawn(f"end-{process.name}", process.close) for process in processes]
+        for future in closing:
+            future.result()

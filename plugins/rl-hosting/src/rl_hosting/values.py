@@ -1,0 +1,166 @@
+"""What calls of a worker are given and return, as MessagePack: plain values, tensors, batches.
+
+A driver may also give a worker objects, such as a loss: those are pickled (cloudpickle), and the
+worker, which the driver has started from its own code, loads them. In the other direction nothing
+is unpickled: a worker returns values alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import torch
+
+from rl_core.batch import BatchedDataDict
+from rl_core.batch.data_dict import SlicedDataDict
+from rl_core.errors import DataError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["read", "read_with_objects", "write", "write_with_objects"]
+
+_TENSOR, _OBJECT = 1, 2
+#: The key of what is not plain: no column or key of ours begins with it.
+_KIND = "\0kind"
+#: Classes of values are looked up here and nowhere else.
+_OURS = ("rl_core.",)
+_BATCHES = {"batch": BatchedDataDict, "sliced": SlicedDataDict}
+_PLAIN = (str, bytes, bool, float, type(None))
+
+
+def write(value: Any) -> bytes:
+    """A value that another process may read.
+
+    Raises:
+        DataError: It has an object in it that is no value.
+    """
+    return msgspec.msgpack.encode(_packed(value, _refused))
+
+
+def read(data: bytes) -> Any:
+    """What :func:`write` wrote."""
+    return _unpacked(msgspec.msgpack.decode(data, ext_hook=_extension))
+
+
+def write_with_objects(value: Any) -> bytes:
+    """A value with objects in it, for a worker of this process."""
+    return msgspec.msgpack.encode(_packed(value, _pickled))
+
+
+def read_with_objects(data: bytes) -> Any:
+    """What this process's own driver wrote."""
+    return _unpacked(msgspec.msgpack.decode(data, ext_hook=_object_or_extension))
+
+
+def _packed(value: Any, other: Callable[[Any], Any]) -> Any:
+    kind = type(value)
+    if kind in _PLAIN:
+        return value
+    if kind is int:
+        return value if -(1 << 63) <= value < 1 << 64 else {_KIND: "int", "value": str(value)}
+    if kind is list:
+        return [_packed(item, other) for item in value]
+    if kind is dict and all(type(key) is str for key in value) and _KIND not in value:
+        return {key: _packed(item, other) for key, item in value.items()}
+    if kind in (tuple, set, frozenset):
+        return {_KIND: kind.__name__, "value": [_packed(item, other) for item in value]}
+    if kind is dict:
+        pairs = [[_packed(key, other), _packed(item, other)] for key, item in value.items()]
+        return {_KIND: "dict", "value": pairs}
+    if isinstance(value, torch.Tensor) and not value.is_sparse and not value.is_quantized:
+        return msgspec.msgpack.Ext(_TENSOR, _tensor_bytes(value))
+    for name, batch in _BATCHES.items():
+        if kind is batch:
+            return {_KIND: name, "value": _packed(value.__getstate__(), other)}
+    if isinstance(value, Path):
+        return {_KIND: "path", "value": str(value)}
+    if isinstance(value, torch.dtype):
+        return {_KIND: "dtype", "value": str(value).removeprefix("torch.")}
+    if dataclasses.is_dataclass(value) and kind.__module__.startswith(_OURS):
+        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+        name = f"{kind.__module__}:{kind.__qualname__}"
+        return {_KIND: "fields", "class": name, "value": _packed(fields, other)}
+    return other(value)
+
+
+def _unpacked(value: Any) -> Any:
+    if type(value) is list:
+        return [_unpacked(item) for item in value]
+    if type(value) is not dict:
+        return value
+    if _KIND not in value:
+        return {key: _unpacked(item) for key, item in value.items()}
+    inner = _unpacked(value["value"])
+    match value[_KIND]:
+        case "int":
+            return int(inner)
+        case "tuple" | "set" | "frozenset" as name:
+            return {"tuple": tuple, "set": set, "frozenset": frozenset}[name](inner)
+        case "dict":
+            return dict(inner)
+        case "batch" | "sliced" as name:
+            batch: BatchedDataDict[Any] = _BATCHES[name]()
+            vars(batch).update(inner)
+            return batch
+        case "path":
+            return Path(inner)
+        case "dtype":
+            return getattr(torch, inner)
+        case "fields":
+            return _class_of(value["class"])(**inner)
+    raise msgspec.DecodeError(f"a value of the unknown kind {value[_KIND]!r}")
+
+
+def _class_of(name: str) -> Any:
+    """One of our dataclasses."""
+    module, _, path = name.partition(":")
+    found: Any = None
+    if module.startswith(_OURS):
+        found = getattr(importlib.import_module(module), path, None)
+    if not (isinstance(found, type) and dataclasses.is_dataclass(found)):
+        raise msgspec.DecodeError(f"a value of the unknown class {name!r}")
+    return found
+
+
+def _tensor_bytes(tensor: torch.Tensor) -> bytes:
+    there = tensor.detach().to("cpu").contiguous()
+    flat = there.view(-1).view(torch.uint8) if there.dim() else there.view(1).view(torch.uint8)
+    head = [str(there.dtype).removeprefix("torch."), list(there.shape)]
+    return msgspec.msgpack.encode([*head, flat.numpy().tobytes()])
+
+
+def _extension(code: int, data: memoryview) -> Any:
+    if code != _TENSOR:
+        raise msgspec.DecodeError("a worker returned an object, which is not loaded")
+    dtype_name, shape, content = msgspec.msgpack.decode(data)
+    dtype = getattr(torch, dtype_name)
+    if not content:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8).view(dtype).view(shape)
+
+
+def _object_or_extension(code: int, data: memoryview) -> Any:
+    if code != _OBJECT:
+        return _extension(code, data)
+    import pickle
+
+    return pickle.loads(data)  # noqa: S301 - of the process that started this one
+
+
+def _refused(value: Any) -> Any:
+    raise DataError(
+        f"a worker's result has a {type(value).__module__}.{type(value).__qualname__} in it, which "
+        "does not travel between processes",
+        fix="return numbers, strings, tensors, batches, and lists, tuples and dicts of these",
+    )
+
+
+def _pickled(value: Any) -> Any:
+    import cloudpickle
+
+    return msgspec.msgpack.Ext(_OBJECT, cloudpickle.dumps(value))

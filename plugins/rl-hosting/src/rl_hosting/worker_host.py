@@ -1,0 +1,112 @@
+"""The process of one worker of a :class:`~rl_hosting.LocalCluster`: a backend behind calls.
+
+Calls of the group ``work`` are made by the main thread, one after the other; those of other groups
+by threads of their own, so that questions are answered while it works.
+"""
+
+from __future__ import annotations
+
+import queue
+import sys
+import threading
+import traceback
+from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+from rl_core.cluster.worker import CONCURRENCY_GROUPS, Worker
+from rl_hosting.values import read_with_objects, write
+from rl_hosting.wire import Hello, Reply, Request, encode, failure
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+    from rl_hosting.wire import Channel
+
+__all__ = ["HostedWorker", "WorkerHost"]
+
+#: Seconds for the driver to take a frame.
+_SEND_S = 600.0
+
+
+class HostedWorker(Worker):
+    """A worker whose streams are asked for row by row."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self._rows: dict[str, Generator[Any]] = {}
+
+    def next_row(self, stream_id: str, data: Any, greedy: bool) -> Any:
+        """The next ``(row, output)`` of a stream, which begins with its first; None at its end.
+
+        Args:
+            stream_id: Tells streams apart.
+            data: The batch, for the first row.
+            greedy: Likewise.
+        """
+        if data is not None:
+            self._rows[stream_id] = self.stream(stream_id, data, greedy)
+        row = next(self._rows[stream_id], None)
+        if row is None:
+            del self._rows[stream_id]
+        return row
+
+
+class WorkerHost:
+    """Answers the calls of a driver.
+
+    Args:
+        channel: To the driver.
+        name: Of the worker, for errors.
+    """
+
+    def __init__(self, channel: Channel, name: str) -> None:
+        self.name = name
+        self._channel = channel
+        self._worker = HostedWorker(name)
+        self._work: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
+        self._threads = {
+            group: ThreadPoolExecutor(count, thread_name_prefix=group)
+            for group, count in CONCURRENCY_GROUPS.items()
+            if group != "work"
+        }
+
+    def serve(self) -> None:
+        """Answers until the socket is closed."""
+        hello = Hello(version("rl-core"), version("rl-hosting"), sys.executable)
+        self._channel.send(encode(hello), _SEND_S)
+        threading.Thread(target=self._read, name="requests", daemon=True).start()
+        while (request := self._work.get()) is not None:
+            self._answer(request)
+
+    def _read(self) -> None:
+        try:
+            while True:
+                message = self._channel.receive()
+                if isinstance(message, Request):
+                    group = self._threads.get(message.arguments.get("group", "work"))
+                    if group is None:
+                        self._work.put(message)
+                    else:
+                        group.submit(self._answer, message)
+        except EOFError:
+            pass
+        except Exception:  # nonsense: the driver sees that the process ends, and reads why
+            traceback.print_exc()
+        finally:
+            self._work.put(None)
+
+    def _answer(self, request: Request) -> None:
+        try:
+            if request.method == "start":
+                value = write(self._worker.place())
+            else:
+                method = getattr(self._worker, request.method)
+                value = write(method(*read_with_objects(request.arguments["call"])))
+            reply = encode(Reply(request.number, value))
+        except Exception as error:
+            reply = encode(failure(error, self.name, request.number))
+        try:
+            self._channel.send(reply, _SEND_S)
+        except OSError:  # the driver is gone
+            self._work.put(None)

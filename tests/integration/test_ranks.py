@@ -1,0 +1,180 @@
+"""One policy over several ranks does what one process does, and refits are bit for bit."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import sharded
+import torch
+from sharded import batch, engine_of, same, sources, weights
+
+from rl_conformance.models import make_tiny_model
+from rl_core.errors import LifecycleError
+from rl_core.futures import wait
+from rl_core.refit import refit
+from rl_hosting import LocalCluster
+from rl_losses import NLLLossFn
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from rl_core.cluster import RemotePolicy
+
+SOON = 60.0
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def manifest(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return sharded.manifest_in(tmp_path_factory.mktemp("site"))
+
+
+@pytest.fixture(scope="module", params=[(2, 2), (4, 4), (4, 2)], ids=["tp2", "tp4", "tp2-dp2"])
+def policy(request: pytest.FixtureRequest, manifest: Any, model: Path) -> Iterator[RemotePolicy]:
+    ranks, shards = request.param
+    with (
+        LocalCluster(ranks, threads=1) as cluster,
+        sharded.sharded_policy(cluster, manifest, model, shard_ranks=shards) as policy,
+    ):
+        yield policy
+
+
+def test_every_rank_has_a_part_alone_and_steps_and_scores_are_those_of_one_process(
+    policy: RemotePolicy, model: Path
+) -> None:
+    alone, data = sharded.alone(model), batch()
+    one_copy = policy._rows.size == 1
+    for _ in range(2):
+        given = policy.train(data, NLLLossFn(), gbs=4)
+        expected = alone.train(data, NLLLossFn(), gbs=4)
+        for key in ("loss", "grad_norm", "global_valid_toks", "lr"):
+            assert given[key] == pytest.approx(expected[key], rel=0 if one_copy else 1e-5), key
+    scores = policy.get_logprobs(data)["logprobs"]
+    torch.testing.assert_close(scores, alone.get_logprobs(data)["logprobs"], rtol=1e-4, atol=1e-4)
+    engine = engine_of(model)
+    refit(policy, engine, deadline_s=SOON)
+    if one_copy:  # with several copies, gradients are summed in another order
+        assert scores.equal(alone.get_logprobs(data)["logprobs"])
+        assert same(weights(engine), weights(alone))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"verify": "installed"},
+        {"verify": "none"},
+        {"isolation": "staged"},
+        {"transport": "collective", "address": "127.0.0.1"},
+        {"bucket_bytes": 4096},
+    ],
+    ids=str,
+)
+def test_every_way_to_refit_is_bit_for_bit(
+    policy: RemotePolicy, model: Path, options: dict[str, Any]
+) -> None:
+    engine = engine_of(model)
+    before = sources(policy)
+    report = refit(policy, engine, deadline_s=SOON, **options)
+    expected = engine_of(model)
+    refit(policy, expected, deadline_s=SOON)
+    assert same(weights(engine), weights(expected))
+    assert report.mode == "packed"
+    assert all(bool(tensor.any()) for name, tensor in weights(engine).items() if "weight" in name)
+    after = sources(policy)
+    assert [rank["made"] - old["made"] for rank, old in zip(after, before, strict=True)] == [
+        2 + ("transport" in options),
+        *[2] * (len(after) - 1),
+    ]
+    assert all(rank["made"] == rank["closed"] for rank in after)
+
+
+def test_a_delta_skips_the_same_tensors_on_every_rank(policy: RemotePolicy, model: Path) -> None:
+    engine = engine_of(model)
+    first = refit(policy, engine, deadline_s=SOON)
+    again = refit(policy, engine, delta=True, deadline_s=SOON)
+    assert (again.skipped, again.tensors) == (first.tensors, 0)
+    name = next(n for n in weights(engine) if n.endswith("mlp.up_proj.weight"))
+    with torch.no_grad():
+        engine.model.state_dict(keep_vars=True)[name].zero_()
+    engine._receiver.known.pop(name)
+    partly = refit(policy, engine, delta=True, deadline_s=SOON)
+    assert partly.tensors == 1
+    late = engine_of(model)
+    refit(policy, late, join=True, deadline_s=SOON)
+    assert same(weights(engine), weights(late))
+
+
+def test_the_older_handles_are_bit_for_bit_and_close_their_sources(
+    policy: RemotePolicy, model: Path
+) -> None:
+    engine, expected = engine_of(model), engine_of(model)
+    engine.prepare_refit_info(policy.prepare_refit_info())
+    for keys in policy.prepare_weights_for_ipc(bucket_bytes=100_000):
+        assert engine.update_weights(policy.get_weights_ipc_handles(keys))
+    refit(policy, expected, deadline_s=SOON)
+    assert same(weights(engine), weights(expected))
+    assert all(rank["made"] == rank["closed"] for rank in sources(policy))
+
+
+def test_a_step_in_the_midst_of_a_refit_ends_it_on_all_ranks(
+    policy: RemotePolicy, model: Path
+) -> None:
+    engine = engine_of(model)
+    engine.prepare_refit_info(policy.prepare_refit_info())
+    sending = policy.stream_weights_via_ipc_zmq(deadline_s=SOON)
+    policy.train(batch(), NLLLossFn(), gbs=8)
+    receiving = engine.update_weights_via_ipc_zmq(deadline_s=SOON)
+    for future in sending:
+        with pytest.raises(Exception, match=r"weights changed|ended the refit"):
+            wait(future, SOON)
+    with pytest.raises(Exception, match="weights changed"):
+        wait(receiving, SOON)
+    with pytest.raises(LifecycleError, match="weights changed"):
+        wait(sending[0], SOON)
+    refit(policy, engine, deadline_s=SOON)
+    assert all(rank["made"] == rank["closed"] for rank in sources(policy))
+
+
+def test_refits_that_others_follow_or_that_are_refused_end_on_all_ranks(
+    policy: RemotePolicy, model: Path
+) -> None:
+    engine = engine_of(model)
+    engine.prepare_refit_info(policy.prepare_refit_info())
+    superseded = policy.stream_weights_via_ipc_zmq(deadline_s=SOON)
+    sending = policy.stream_weights_via_ipc_zmq(deadline_s=SOON)
+    wait([*sending, *engine.update_weights_via_ipc_zmq(deadline_s=SOON)], SOON)
+    for future in superseded:
+        with pytest.raises(Exception, match=r"newer refit|ended the refit"):
+            wait(future, SOON)
+    fresh = engine_of(model)
+    refused = policy.stream_weights_via_ipc_zmq(deadline_s=SOON, mode="direct")
+    fresh.prepare_refit_info(policy.prepare_refit_info())
+    fresh.update_weights_via_ipc_zmq(deadline_s=SOON)
+    for future in refused:
+        with pytest.raises(Exception, match=r"not possible|ended the refit"):
+            wait(future, SOON)
+    refit(policy, fresh, deadline_s=SOON)  # the description before it had no refit
+    assert all(rank["made"] == rank["closed"] for rank in sources(policy))
+
+
+def test_a_checkpoint_is_that_of_one_process(
+    policy: RemotePolicy, manifest: Any, model: Path, tmp_path: Path
+) -> None:
+    policy.train(batch(), NLLLossFn(), gbs=8)
+    policy.save_checkpoint(tmp_path)
+    alone = sharded.ReferencePolicy(str(model), **sharded.TRAINING, resume_from=str(tmp_path))
+    data = batch()
+    assert policy.get_logprobs(data)["logprobs"].equal(alone.get_logprobs(data)["logprobs"])
+    cluster, shards = LocalCluster(2, threads=1), {"shard_ranks": 2}
+    resumed = {"resume_from": str(tmp_path), **shards}
+    with cluster, sharded.sharded_policy(cluster, manifest, model, **resumed) as other:
+        given, expected = (p.train(data, NLLLossFn(), gbs=8) for p in (other, alone))
+        assert given["loss"] == expected["loss"]
+        assert other.get_logprobs(data)["logprobs"].equal(alone.get_logprobs(data)["logprobs"])
