@@ -257,6 +257,7 @@ def test_a_forked_child_does_not_end_the_engine_and_cannot_call_it(start, decode
         until(lambda: engine._rows.busy or not decodes)
         child = os.fork()
         if not child:
+            signal.alarm(20)
             wrong = 0
             for method in ("generate", "finish_generation", "prepare_for_generation", "shutdown"):
                 with suppress(LifecycleError):

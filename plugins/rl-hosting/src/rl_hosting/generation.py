@@ -240,6 +240,16 @@ class HostedGeneration(GenerationBackend):
 
     # -- lifecycle --------------------------------------------------------------------------------
 
+    def prepare_for_generation(self, *args: Any, **kwargs: Any) -> bool:
+        """See :meth:`GenerationBackend.prepare_for_generation`."""
+        self._process.check_owner()  # before a lock that nobody frees in a forked child
+        return super().prepare_for_generation(*args, **kwargs)
+
+    def finish_generation(self, *args: Any, **kwargs: Any) -> bool:
+        """See :meth:`GenerationBackend.finish_generation`."""
+        self._process.check_owner()
+        return super().finish_generation(*args, **kwargs)
+
     def shutdown(self) -> bool:
         """See :meth:`GenerationBackend.shutdown`; in a forked child nothing happens."""
         return self._process.owned and super().shutdown()
