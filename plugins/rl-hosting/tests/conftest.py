@@ -70,7 +70,8 @@ def nothing_stays_behind(
         request.getfixturevalue("imported")
     directory = Path(tempfile.mkdtemp(prefix="rlt-", dir="/tmp"))
     monkeypatch.setattr(tempfile, "tempdir", str(directory))
-    memory, before = set(os.listdir("/dev/shm")), processes(mark)
+    # What a fixture of the module or the session has stays.
+    memory, before, reading = set(os.listdir("/dev/shm")), processes(mark), threads()
     yield
 
     def left() -> list[Any]:
@@ -78,7 +79,7 @@ def nothing_stays_behind(
             *(processes(mark) - before),
             *(n for n in os.listdir("/dev/shm") if n not in memory and "rl-fake" in n),
             *directory.rglob("rl-engine-*"),
-            *threads(),
+            *(threads() - reading),
         ]
 
     end = time.monotonic() + GONE_S
