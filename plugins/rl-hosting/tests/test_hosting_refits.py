@@ -100,14 +100,16 @@ def test_a_worker_that_fails_in_a_refit_fails_it_by_name(pair, trainer, moment, 
     with pytest.raises((RefitError, RemoteError), match=r"fake|WorkersEngine") as caught:
         refit(trainer, engine, deadline_s=SOON)
     assert time.monotonic() - begun < SOON
-    assert "the fake engine starts" in str(caught.value.details.get("log", caught.value))
+    # The trainer's error may be the first: it names the worker, and has no log.
+    assert "peer" in caught.value.details or "the fake engine starts" in str(caught.value.details)
     assert engine.weights_version == 0
     if act == "raise" and moment != "begin":
         with pytest.raises(WeightsTornError):
             engine.generate(prompts(5))
     elif act == "kill":
-        with pytest.raises(RLError):
+        with pytest.raises(RLError) as later:
             engine.generate(prompts(5))
+        assert "the fake engine starts" in later.value.details["log"]
 
 
 @pytest.mark.parametrize("act", ["stop", "hang"])
