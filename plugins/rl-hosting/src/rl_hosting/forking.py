@@ -26,7 +26,7 @@ __all__ = ["ForkServer", "Forked"]
 #: while it is used, and pytest the third for each test.
 _PER_PROCESS = ("OMP_NUM_THREADS", "TORCHINDUCTOR_CACHE_DIR", "PYTEST_CURRENT_TEST", SOCKETS)
 #: Seconds for a server that is given up to end what it has.
-_END_S = 5.0
+_END_S = 3.0
 _PID, _STATUS = 1, 2
 
 
