@@ -30,16 +30,15 @@ LEFT_OUT = {
 }
 #: Seconds on 2 cores that do nothing else; each part of a run says how long it usually takes.
 USUAL = {
-    "lint: environment workspace": 35,
+    "environment workspace": 35,
+    "environment cpu-engine-vllm": 50,
     "types: mypy": 25,
     "tests: pytest": 500,
     "conformance(hf): suite": 110,
-    "conformance(vllm): environment cpu-engine-vllm": 50,
     "conformance(vllm): pytest": 170,
     "conformance(vllm): suite": 250,
     "wheels: install": 25,
     "wheels: tutorial": 150,
-    "quickstart: environment workspace": 35,
     "quickstart: GRPO": 90,
 }
 PARTS = Parts(USUAL)
@@ -109,9 +108,9 @@ def environment(session: nox.Session, engine: str = "", release: str = "cpu-engi
     name = f"{release}-{engine}" if engine else "workspace"
     folder = Path(session.cache_dir).resolve() / name
     lists = [f"{ENGINES[engine]}/{part}.txt" for part in (release, "cpu-runtime")] if engine else []
-    sources = [CONSTRAINTS, __file__, *lists, *(f"{path}/pyproject.toml" for path in DISTRIBUTIONS)]
-    parts = [sys.version, *((ROOT / source).read_text() for source in sources)]
-    made_of, stamp = hashlib.sha256("".join(parts).encode()).hexdigest(), folder / "made-of"
+    sources = [CONSTRAINTS, *lists, *(f"{path}/pyproject.toml" for path in DISTRIBUTIONS)]
+    parts = [sys.version, *editable(), *TOOLS, *((ROOT / file).read_text() for file in sources)]
+    made_of, stamp = hashlib.sha256("\n".join(parts).encode()).hexdigest(), folder / "made-of"
     session.env.update(
         {
             "VIRTUAL_ENV": str(folder),

@@ -41,7 +41,7 @@ class Parts:
     """The parts of a run.
 
     Args:
-        usual: Seconds that parts usually take, by name.
+        usual: Seconds that parts usually take, by name; or by what is done, whosoever does it.
         every_s: Seconds between lines that say that a part goes on, where nobody sees a terminal.
         stream: Where this is said; nox, too, writes to ``stderr``.
     """
@@ -57,7 +57,7 @@ class Parts:
     def part(self, session: str, what: str) -> Iterator[None]:
         """Says that a part begins, how long it usually takes, and now and then that it goes on."""
         name, started, ended = f"{session}: {what}", time.monotonic(), threading.Event()
-        usual = self._usual.get(name)
+        usual = self._usual.get(name, self._usual.get(what))
         self._say(f"{name}" + (f" (usually {_clock(usual)} on 2 cores)" if usual else ""))
 
         def go_on() -> None:
@@ -92,7 +92,7 @@ class Parts:
         width = max(len(part.name) for part in self.done)
         lines = [f"{'part':{width}} {'seconds':>8} {'usually':>8}"]
         for part in self.done:
-            usual = self._usual.get(part.name, "")
+            usual = self._usual.get(part.name, self._usual.get(part.what, ""))
             failed = "" if part.done else "  FAILED"
             lines.append(f"{part.name:{width}} {part.seconds:8.0f} {usual:>8}{failed}")
         total = sum(part.seconds for part in self.done)
