@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import secrets
 import time
 from ipaddress import ip_address
@@ -13,10 +14,11 @@ from rl_core.errors import (
     LifecycleError,
     ManifestMismatchError,
     RefitError,
+    RefitPeerError,
     RefitProtocolError,
     RLError,
 )
-from rl_core.futures import wait
+from rl_core.futures import as_concurrent, wait
 from rl_core.interfaces import GenerationInterface, PolicyInterface
 from rl_core.plugins import hookspecs
 from rl_core.refit.options import SendOptions
@@ -149,29 +151,66 @@ def _meeting_host(found: str, given: str | None) -> str:
 
 
 def _outcome(sending: list[Future], receiving: list[Future], timeout_s: float) -> list[Any]:
-    """As :func:`wait`; of several errors, the one that the others repeat.
+    """The results of the first sender, which has the report, and of the receivers.
 
-    Of a policy with several ranks, that is one that names the rank which is gone: an engine knows
-    the first of them only.
+    Of several errors, it raises the one that the others repeat. With several ranks that is one that
+    names the rank which is gone: an engine knows the first of them only.
     """
-    futures = [*sending, *receiving]
+    followers = sending[1:]
     try:
-        return wait(futures, timeout_s)
+        done = _first_failure([*sending[:1], *receiving], followers, timeout_s)
     except RLError as error:
-        first = error
-    several = len(sending) > 1
+        failure = error
+    else:
+        _wait_for_followers(followers)
+        return done
+    several = bool(followers)
     end = time.monotonic() + _GRACE_S
     others = []
-    for future in futures if "cause" in first.details or several else ():
+    for future in [*sending, *receiving] if "cause" in failure.details or several else ():
         try:
             wait(future, max(0.0, end - time.monotonic()))
         except DeadlineError:
             pass
         except RLError as error:
             others.append(error)
+        if several and others and "rank" in others[-1].details:
+            break
     if several:
         others.sort(key=lambda error: "rank" not in error.details)  # stable
     for other in others:
         if "cause" not in other.details:
             raise other from None
-    raise first
+    raise failure
+
+
+def _first_failure(needed: list[Future], others: list[Future], timeout_s: float) -> list[Any]:
+    """Waits for what is needed, and raises what fails first of everything."""
+    waited = [as_concurrent(future) for future in [*needed, *others]]
+    end = time.monotonic() + timeout_s
+    while time.monotonic() < end and not all(f.done() for f in waited[: len(needed)]):
+        failed = [f for f in waited if f.done() and f.exception() is not None]
+        if failed:
+            wait(failed[0], 0.0)
+        pending = [f for f in waited if not f.done()]
+        concurrent.futures.wait(
+            pending, max(0.0, end - time.monotonic()), concurrent.futures.FIRST_COMPLETED
+        )
+    return wait(needed, max(0.0, end - time.monotonic()))
+
+
+def _wait_for_followers(followers: list[Future]) -> None:
+    """Raises for a rank that does not end its part of a refit which is committed."""
+    end = time.monotonic() + _GRACE_S
+    for rank, future in enumerate(followers, 1):
+        try:
+            wait(future, max(0.0, end - time.monotonic()))
+        except DeadlineError as error:
+            raise RefitPeerError(
+                f"rank {rank} does not answer: it did not end its part of a refit that is "
+                "committed on all engines",
+                fix="look at that worker; the engines serve the new weights",
+                peer=f"rank {rank}",
+                rank=rank,
+                phase=Phase.COMMITTED,
+            ) from error

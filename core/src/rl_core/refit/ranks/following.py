@@ -6,11 +6,12 @@ import threading
 import time
 from concurrent.futures import Future, wait
 from contextlib import closing
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from rl_core.errors import RefitAborted, RefitPeerError, RLError
+from rl_core.errors import RefitAborted, RefitError, RefitPeerError, RLError
 from rl_core.futures import spawn
 from rl_core.refit.ranks.messages import (
     Close,
@@ -18,6 +19,7 @@ from rl_core.refit.ranks.messages import (
     Done,
     Failed,
     Gather,
+    Go,
     Hello,
     Message,
     Ready,
@@ -38,6 +40,8 @@ __all__ = ["Follower"]
 _LOOK_S, _REPORT_S = 0.05, 0.002
 #: Seconds by which rank 0 is first to say that the deadline has passed.
 _GRACE_S = 2.0
+#: Seconds in which a failure may turn out to be the consequence of rank 0's end.
+_DOUBT_S = 0.5
 _MESSAGE_CHARS = 2000
 
 
@@ -99,6 +103,7 @@ class Follower:
 
     def _obey(self, client: ControlClient, source: GatheredSource, end: float) -> None:
         waiting: Message | None = None  # for what an earlier refit began
+        promised: tuple[str, ...] = ()  # to be gathered, once all ranks are ready
         working: tuple[int, Future[None]] | None = None
         while True:
             frame = client.receive(_REPORT_S if waiting or working else _LOOK_S)
@@ -116,29 +121,55 @@ class Follower:
                     return
                 case Gather(number, names) if self._hands.idle:
                     _send(client, Ready(number))
-                    waiting, working = None, (number, self._hands.submit(_all(source, names)))
+                    waiting, promised = None, names
+                case Go(number):
+                    gather = partial(self._gather, source, promised)
+                    waiting, working = None, (number, self._hands.submit(gather))
                 case Confirm(number) if self._hands.idle:
                     waiting, working = None, (number, self._hands.submit(source.confirm_part))
             if working is not None and working[1].done():
                 number, done = working
                 working = None
                 if (error := done.exception()) is not None:
-                    _send(client, _failure(error))
-                    raise error
+                    out_of_step = self._hands.out_of_step is not None
+                    _send(client, _failure(error, out_of_step=out_of_step))
+                    self._doubt(client, error)
+                    raise self._typed(error) from error
                 _send(client, Done(number))
             if self._ended.is_set():
                 raise RefitAborted("this rank was shut down", fix="refit with all ranks")
             if frame is None:
                 self._check_leader(client, end)
 
+    def _gather(self, source: GatheredSource, names: Sequence[str]) -> None:
+        for name in names:
+            self._hands.gather(source, name)
+
+    def _doubt(self, client: ControlClient, cause: BaseException) -> None:
+        """After a failure: raises if rank 0 is gone, of which a collective knows no more."""
+        end = time.monotonic() + _DOUBT_S
+        while time.monotonic() < end:
+            if client.lost() or self._leader.state() == "ended":
+                raise self._lost() from cause
+            if (frame := client.receive(_LOOK_S)) is not None and isinstance(decode(frame), Close):
+                return
+
+    def _typed(self, error: BaseException) -> RLError:
+        if isinstance(error, RLError):
+            return error
+        return RefitError(f"rank {self._rank}: {type(error).__name__}: {error}")
+
+    def _lost(self) -> RefitPeerError:
+        return RefitPeerError(
+            f"{self._leader} {self._leader.fate()}",
+            fix="look at that worker's log; if its process has ended, build the policy again",
+            peer="rank 0",
+            rank=0,
+        )
+
     def _check_leader(self, client: ControlClient, end: float) -> None:
         if client.lost():
-            raise RefitPeerError(
-                f"{self._leader} {self._leader.fate()}",
-                fix="look at that worker's log; if its process has ended, build the policy again",
-                peer="rank 0",
-                rank=0,
-            )
+            raise self._lost()
         if time.monotonic() > end:
             raise RefitPeerError(
                 f"{self._leader} did not end the refit by its deadline",
@@ -148,18 +179,10 @@ class Follower:
             )
 
 
-def _all(source: GatheredSource, names: Sequence[str]) -> Callable[[], None]:
-    def gather() -> None:
-        for name in names:
-            source.gather(name)
-
-    return gather
-
-
-def _failure(error: BaseException) -> Failed:
+def _failure(error: BaseException, *, out_of_step: bool = False) -> Failed:
     text = error.message if isinstance(error, RLError) else str(error)
     fix = error.fix if isinstance(error, RLError) else None
-    return Failed(type(error).__name__, text[:_MESSAGE_CHARS], fix)
+    return Failed(type(error).__name__, text[:_MESSAGE_CHARS], fix, out_of_step)
 
 
 def _send(client: ControlClient, message: Message) -> None:

@@ -41,7 +41,11 @@ class GatheredSource(WeightSource):
 
     @abstractmethod
     def gather(self, name: str) -> torch.Tensor | None:
-        """Gathers one tensor; what ranks other than 0 return does not matter."""
+        """Gathers one tensor; what ranks other than 0 return does not matter.
+
+        If it raises on any rank, what the ranks exchange next may not belong together, so that all
+        later refits are refused.
+        """
 
     @abstractmethod
     def confirm_part(self) -> None:
@@ -53,6 +57,7 @@ class GatheredSource(WeightSource):
     def open(self, refit: str, deadline_s: float) -> None:
         """See :meth:`WeightSource.open`."""
         if self.ranks is not None:
+            self.ranks.hands.check_step()
             self.ranks.leader.open(refit, deadline_s)
 
     def check(self) -> None:
@@ -76,7 +81,7 @@ class GatheredSource(WeightSource):
         leader, hands = self.ranks.leader, self.ranks.hands
         for batch in self._batches(names):
             number = leader.gather(batch)
-            futures = [hands.submit(partial(self.gather, name)) for name in batch]
+            futures = [hands.submit(partial(hands.gather, self, name)) for name in batch]
             for name in batch:
                 yield name, _given(leader.wait_for(futures.pop(0), number, name))
 

@@ -9,13 +9,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from rl_core.errors import RefitError
+
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from rl_core.refit.ranks.gathered import GatheredSource
 
 __all__ = ["Hands"]
 
 #: Seconds for which the end of a refit waits for what hangs in a collective.
-_FINISH_S = 1.0
+_FINISH_S = 0.1
 
 T = TypeVar("T")
 
@@ -25,10 +29,15 @@ class Hands:
 
     So whoever waits can stop to wait while a collective hangs, and what it began is still ended
     before anything else is begun: ranks do the same things in the same order.
+
+    Attributes:
+        out_of_step: Why nothing more is gathered: on some rank it failed, while others may have
+            gone on, and what they would exchange next does not belong together.
     """
 
     def __init__(self) -> None:
         self._tasks: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.out_of_step: str | None = None
         self._last: concurrent.futures.Future[Any] | None = None
         device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
         threading.Thread(
@@ -46,6 +55,29 @@ class Hands:
         self._last = future
         self._tasks.put((future, function))
         return future
+
+    def gather(self, source: GatheredSource, name: str) -> torch.Tensor | None:
+        """Gathers a tensor; for :meth:`submit`.
+
+        Raises:
+            RefitError: The ranks are out of step.
+        """
+        self.check_step()
+        try:
+            return source.gather(name)
+        except BaseException as error:
+            self.out_of_step = f"{name}: {type(error).__name__}: {error}"
+            raise
+
+    def check_step(self) -> None:
+        """Raises RefitError if the ranks are out of step."""
+        if self.out_of_step is not None:
+            raise RefitError(
+                f"a tensor could not be gathered ({self.out_of_step}), since when the ranks' "
+                "collectives may not match",
+                fix="build the policy again; say in confirm_part, not in gather, that weights "
+                "changed",
+            )
 
     def finish(self, function: Callable[[], object]) -> None:
         """Does something last, and waits for it unless a collective hangs.

@@ -26,6 +26,7 @@ from rl_core.refit.ranks.messages import (
     Done,
     Failed,
     Gather,
+    Go,
     Hello,
     Message,
     Ready,
@@ -35,6 +36,7 @@ from rl_core.refit.ranks.messages import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    from rl_core.refit.ranks.hands import Hands
     from rl_core.refit.ranks.peers import Peer
     from rl_core.refit.transports.control import ControlServer
 
@@ -61,6 +63,11 @@ class _Member:
     done: int = 0
     failed: Failed | None = None
     lost: bool = False
+
+    @property
+    def gone(self) -> bool:
+        """Whether it left without a word; one that failed says so, and then leaves."""
+        return self.lost and self.failed is None
 
 
 @dataclass(slots=True)
@@ -99,10 +106,12 @@ class Leader:
     Args:
         server: Where the others connect.
         peers: All ranks; the first is this one.
+        hands: Compute.
     """
 
-    def __init__(self, server: ControlServer, peers: Sequence[Peer]) -> None:
+    def __init__(self, server: ControlServer, peers: Sequence[Peer], hands: Hands) -> None:
         self._server = server
+        self._hands = hands
         self._peers = peers
         self._turn = threading.RLock()
         self._calls: dict[str, _Call] = {}
@@ -133,14 +142,20 @@ class Leader:
             self._check()
 
     def gather(self, names: Iterable[str]) -> int:
-        """Has every follower begin to gather; the number of the question.
+        """Has every follower gather; the number of the question.
 
-        Returns once they have: from then on all of them do it to its end.
+        They begin once all are ready. From then on every rank, this one too, does it to its end.
 
         Raises:
-            RefitPeerError: One is gone, or did not come.
+            RefitPeerError: One is gone or did not come, or this rank hangs in an earlier gather.
         """
-        return self._ask(lambda number: Gather(number, tuple(names)), lambda m: m.ready)
+        with self._turn:
+            self._wait(lambda: [] if self._hands.idle else [0])
+        number = self._ask(lambda number: Gather(number, tuple(names)), lambda m: m.ready)
+        with self._turn:
+            for member in self._calls[self._current].members.values():
+                self._send(member.key, Go(number))
+        return number
 
     def confirm(self) -> None:
         """Has every follower say that its part is of one state.
@@ -220,11 +235,11 @@ class Leader:
         while late := missing():
             self._take(_LOOK_S)
             self._check()
-            self._check_absent(set(late) - set(call.members))
+            self._check_absent(set(late) - {0, *call.members})
             if self._time_left(call) <= 0 and (late := missing()):
-                came = "did not come to the refit"
-                here = [rank for rank in late if rank in call.members]
-                raise self._late(here or late, "did not answer" if here else came, call)
+                here = [rank for rank in late if rank in (0, *call.members)]
+                what = "did not answer" if here else "did not come to the refit"
+                raise self._late(here or late, what, call)
 
     def _time_left(self, call: _Call) -> float:
         """Seconds in which to wait; what is left then is for saying who was late."""
@@ -257,7 +272,7 @@ class Leader:
                 call.members[message.rank] = _Member(key)
             return
         for call in self._calls.values():
-            for member in call.members.values():
+            for rank, member in call.members.items():
                 if member.key != key:
                     continue
                 if isinstance(message, Ready):
@@ -266,15 +281,18 @@ class Leader:
                     member.done = message.number
                 elif isinstance(message, Failed):
                     member.failed = message
+                    if message.out_of_step:
+                        why = f"on {self._peers[rank]}: {message.kind}: {message.message}"
+                        self._hands.out_of_step = self._hands.out_of_step or why
 
     def _check(self) -> None:
         call = self._calls.get(self._current)
         if call is None:
             return
-        if any(m.failed is not None and not m.lost for m in call.members.values()):
+        if any(member.failed is not None for member in call.members.values()):
             self._doubt(None)
         for rank, member in call.members.items():
-            if member.lost:
+            if member.gone:
                 raise self._gone(rank)
         for rank, member in call.members.items():
             if member.failed is not None:
@@ -291,7 +309,7 @@ class Leader:
             while time.monotonic() < end:
                 self._take(_LOOK_S)
                 for rank, member in call.members.items():
-                    if member.lost or self._peers[rank].state() == "ended":
+                    if member.gone or self._peers[rank].state() == "ended":
                         raise self._gone(rank) from cause
             if cause is not None:
                 self._check()

@@ -43,7 +43,7 @@ class RefitRanks:
             host = f"[{address}]" if ":" in address else address
             server = ControlServer(f"tcp://{host}:*", encrypted=True)
             mine = Peer.here(0, self.size, server.endpoint, server.key)
-            self._leader = Leader(server, exchange(group, mine))
+            self._leader = Leader(server, exchange(group, mine), self.hands)
         else:
             peers = exchange(group, Peer.here(self.rank, self.size))
             self._follower = Follower(peers, self.rank, self.hands)

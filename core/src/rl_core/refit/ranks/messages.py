@@ -4,7 +4,18 @@ from __future__ import annotations
 
 import msgspec
 
-__all__ = ["Close", "Confirm", "Done", "Failed", "Gather", "Hello", "Message", "Ready", "decode"]
+__all__ = [
+    "Close",
+    "Confirm",
+    "Done",
+    "Failed",
+    "Gather",
+    "Go",
+    "Hello",
+    "Message",
+    "Ready",
+    "decode",
+]
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
@@ -20,7 +31,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
 
 
 class Gather(msgspec.Struct, frozen=True, array_like=True, tag="gather"):
-    """Rank 0 asks for tensors, all of which are gathered, in this order, on every rank.
+    """Rank 0 asks who is ready to gather tensors, in this order, on every rank.
 
     Attributes:
         number: Of the question.
@@ -29,6 +40,12 @@ class Gather(msgspec.Struct, frozen=True, array_like=True, tag="gather"):
 
     number: int
     names: tuple[str, ...]
+
+
+class Go(msgspec.Struct, frozen=True, array_like=True, tag="go"):
+    """All are ready, and rank 0 begins: every rank gathers all of the tensors, whatever happens."""
+
+    number: int
 
 
 class Confirm(msgspec.Struct, frozen=True, array_like=True, tag="confirm"):
@@ -48,7 +65,7 @@ class Close(msgspec.Struct, frozen=True, array_like=True, tag="close"):
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
-    """The follower begins what was asked, whatever happens: rank 0 may begin, too."""
+    """The follower gathers as soon as it is told to go."""
 
     number: int
 
@@ -66,14 +83,16 @@ class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
         kind: Class of its error.
         message: Text of it.
         fix: What helps.
+        out_of_step: It failed to gather, so that the ranks' collectives no longer match.
     """
 
     kind: str
     message: str
     fix: str | None = None
+    out_of_step: bool = False
 
 
-Message = Hello | Gather | Confirm | Close | Ready | Done | Failed
+Message = Hello | Gather | Go | Confirm | Close | Ready | Done | Failed
 
 _decoder = msgspec.msgpack.Decoder(Message)
 
