@@ -390,7 +390,7 @@ def test_nothing_outlives_a_driver_that_is_killed(workers, asynchronous, tiny, t
             assert time.monotonic() < end, f"{alive} of {session} live on"
             time.sleep(0.1)
         assert not sockets_in(temporary)
-        assert not list(Path(temporary).glob("rl-vllm-*"))
+        assert not list(Path(temporary).glob("rl-engine-*"))
         assert not [path for path in shared if path.exists()]
 
 
@@ -403,17 +403,17 @@ def test_vllms_sockets_are_private_and_go_with_the_engine(cfg, start, monkeypatc
         assert found
         assert {path.parent.stat().st_mode & 0o777 for path in found} == {0o700}
         engine.shutdown()
-        assert not list(Path(temporary).glob("rl-vllm-*"))
+        assert not list(Path(temporary).glob("rl-engine-*"))
 
 
 def test_the_directory_of_a_killed_engine_does_not_wait_for_its_driver(start, monkeypatch):
     with tempfile.TemporaryDirectory(prefix="t") as temporary:
         monkeypatch.setattr(tempfile, "tempdir", temporary)
         engine = start("qwen2")
-        assert list(Path(temporary).glob("rl-vllm-*"))
+        assert list(Path(temporary).glob("rl-engine-*"))
         os.kill(engine.pid, signal.SIGKILL)
         end = time.monotonic() + 20
-        while list(Path(temporary).glob("rl-vllm-*")):
+        while list(Path(temporary).glob("rl-engine-*")):
             assert time.monotonic() < end, "nobody removed it"
             time.sleep(0.1)
 
