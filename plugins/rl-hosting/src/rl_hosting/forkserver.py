@@ -43,6 +43,8 @@ MESSAGE = 1 << 16
 _KEPT, _LOG = 1 << 16, 32 << 20
 #: Bytes of a block of a file, as stat counts them.
 _BLOCK = 512
+#: Seconds in which what is new in /dev/shm is mapped by whose it is.
+_MAPPED_S = 3.0
 _PR_SET_CHILD_SUBREAPER = 36
 #: With the length kept, as the kernel wants it.
 _PUNCH_HOLE = 3
@@ -105,7 +107,7 @@ class _Server:
 
     def serve(self) -> tuple[dict[str, Any], int, int] | None:
         """Until the driver is gone; in a forked process, what it was told, its socket and log."""
-        looked, seen = 0.0, set[str]()
+        looked, changed, seen = 0.0, 0.0, set[str]()
         while os.getppid() == self._driver.pid:
             for key, _ in self._selector.select(PARENT_POLL_S):
                 if key.data is not None:
@@ -120,9 +122,11 @@ class _Server:
             if time.monotonic() - looked < PARENT_POLL_S:
                 continue
             looked, before, seen = time.monotonic(), seen, set(_named_memory())
+            if seen - before:
+                changed = looked
             for child in self._children.values():
                 child.trim()
-                if seen - before:
+                if looked - changed < _MAPPED_S:
                     child.memory.look()
             self._reap_orphans()
         self._end()

@@ -86,12 +86,14 @@ def end_session(session: int, sockets: str, memory: SharedMemory | None = None) 
     """
     memory = memory or SharedMemory(session)
     memory.look()
+    memory.remove()  # first, so that when they are gone nothing is left
+    shutil.rmtree(sockets, ignore_errors=True)
     while left := members(session):  # they may be starting others
         trackers = [process for process in left if _is_tracker(process)]
         if not kill([process for process in left if process not in trackers]):
             break  # in the kernel: they end when they leave it
         kill(psutil.wait_procs(trackers, _TRACKER_S)[1])
-    memory.remove()
+    memory.remove()  # what they made meanwhile
     shutil.rmtree(sockets, ignore_errors=True)
 
 

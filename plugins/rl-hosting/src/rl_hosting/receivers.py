@@ -133,8 +133,8 @@ class WorkerReceivers:
         with self._process.logging(), self._generation_waits(DEFAULT_DEADLINE_S):
             try:
                 self._take(self._ask("load_handles", handles=msgspec.msgpack.encode(handles)))
-            except BaseException as error:
-                self._look(error)
+            except BaseException:
+                self._look()
                 raise
             if not self.torn:  # as it is between the groups of a set
                 self._commit()
@@ -181,7 +181,7 @@ class WorkerReceivers:
                 self.check()
                 self._commit()
             except BaseException as error:
-                self._look(error)
+                self._look()
                 if self._closed.is_set() and isinstance(error, WorkerDiedError):
                     raise self._aborted() from None
                 raise
@@ -242,12 +242,11 @@ class WorkerReceivers:
         self._on_commit(self.version)
         self.torn = False
 
-    def _look(self, error: BaseException) -> None:
+    def _look(self) -> None:
         """What a failure left, if the engine can still say so."""
         self.torn = True
-        if isinstance(error, WorkerError) or not isinstance(error, WorkerDiedError | DeadlineError):
-            with suppress(WorkerDiedError):
-                self._take(self._ask("state"))
+        with suppress(WorkerDiedError, DeadlineError):
+            self._take(self._ask("state", _TELL_S))
 
     def _take(self, states: list[dict[str, Any]]) -> None:
         versions = {state["version"] for state in states}
