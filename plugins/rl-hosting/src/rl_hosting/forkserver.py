@@ -23,6 +23,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -45,12 +46,14 @@ _PER_PROCESS = (
     SOCKETS,
 )
 _MESSAGE = 1 << 16
+#: Seconds for which one of several threads that wait for a process keeps the others waiting.
+_LOOK_S = 0.05
 #: Seconds for the server to import an engine on a busy machine, and to answer.
 _ANSWER_S = 300.0
 
 
 class Forked:
-    """A forked process, with the part of :class:`subprocess.Popen` that is needed.
+    """A forked process, with the part of :class:`subprocess.Popen` that is needed. Any thread asks.
 
     Args:
         pid: Of the process.
@@ -61,6 +64,7 @@ class Forked:
         self.pid = pid
         self.returncode: int | None = None
         self._status = status
+        self._turn = threading.Lock()
 
     def poll(self) -> int | None:
         """The exit status, negative for a signal, or None while it runs."""
@@ -74,15 +78,21 @@ class Forked:
         Raises:
             subprocess.TimeoutExpired: It still runs.
         """
-        if self.returncode is None:
-            ready = select.poll()  # select would not take high descriptors
-            ready.register(self._status, select.POLLIN)
-            if not ready.poll(timeout * 1e3):
+        end = time.monotonic() + timeout
+        while True:
+            left = max(0.0, end - time.monotonic())
+            with self._turn:  # of the descriptor, which is closed once it has said it
+                if self.returncode is not None:
+                    return self.returncode
+                ready = select.poll()  # select would not take high descriptors
+                ready.register(self._status, select.POLLIN)
+                if ready.poll(min(left, _LOOK_S) * 1e3):
+                    # A server that was killed says nothing; what it forked ends with it.
+                    self.returncode = int(os.read(self._status, _MESSAGE) or -signal.SIGKILL)
+                    os.close(self._status)
+                    return self.returncode
+            if not left:
                 raise subprocess.TimeoutExpired(["rl_hosting.forkserver"], timeout)
-            # A server that was killed says nothing; what it forked ends with it.
-            self.returncode = int(os.read(self._status, _MESSAGE) or -signal.SIGKILL)
-            os.close(self._status)
-        return self.returncode
 
     def kill(self) -> None:
         """Kills it, if it still runs."""
