@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import sharded
-from sharded import engine_of, pids, same, sources, weights
+from sharded import engine_of, pids, same, weights
 
 from rl_conformance.models import make_tiny_model
 from rl_core.errors import RLError, WeightsTornError, WorkerDiedError
@@ -137,6 +137,15 @@ def restored(engine: ReferenceGeneration) -> None:
     engine._receiver._on_commit = engine._on_commit
 
 
+def all_closed(policy: RemotePolicy, ranks: set[int]) -> None:
+    """Waits until every source of these ranks is closed."""
+    until = time.monotonic() + SOON_S
+    for rank in ranks:
+        while (count := policy._group.attribute(rank, "sources"))["made"] != count["closed"]:
+            assert time.monotonic() < until, f"rank {rank}: {count}"
+            time.sleep(0.05)
+
+
 @pytest.mark.parametrize(("ranks", "phase", "name", "victim"), list(cases()))
 def test_a_rank_that_is_killed_or_stopped_is_named_in_time(
     start: Callable[[int], RemotePolicy],
@@ -177,14 +186,7 @@ def test_a_rank_that_is_killed_or_stopped_is_named_in_time(
 
     if name == "SIGSTOP":
         os.kill(process, signal.SIGCONT)
-    until = time.monotonic() + SOON_S
-    for rank in set(range(ranks)) - {victim}:  # all that survived closes its sources
-        while True:
-            count = policy._group.attribute(rank, "sources")
-            if count["made"] == count["closed"]:
-                break
-            assert time.monotonic() < until, f"rank {rank}: {count}"
-            time.sleep(0.05)
+    all_closed(policy, set(range(ranks)) - {victim})
 
     if name == "SIGKILL":
         with pytest.raises(WorkerDiedError):
@@ -196,4 +198,4 @@ def test_a_rank_that_is_killed_or_stopped_is_named_in_time(
     refit(policy, engine, deadline_s=DEADLINE_S)
     engine._receiver.check()
     assert same(weights(engine), old)
-    assert all(rank["made"] == rank["closed"] for rank in sources(policy))
+    all_closed(policy, set(range(ranks)))

@@ -1,0 +1,58 @@
+"""One policy over two ranks that Ray launches: what the processes of this host do, too."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import sharded
+from sharded import batch, engine_of, pids, same, sources, weights
+
+from rl_conformance.models import make_tiny_model
+from rl_core import RayVirtualCluster
+from rl_core.errors import RLError
+from rl_core.refit import refit
+from rl_losses import NLLLossFn
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytest.importorskip("ray")
+pytestmark = pytest.mark.ray
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def test_two_ranks_on_ray_do_what_one_process_does_until_one_dies(
+    model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    manifest: Any = sharded.manifest_in(tmp_path_factory.mktemp("site"))
+    alone, data, engine = sharded.alone(model), batch(), engine_of(model)
+    with (
+        RayVirtualCluster([2], use_gpus=False, ray_options={"num_cpus": 2}) as cluster,
+        sharded.sharded_policy(cluster, manifest, model) as policy,
+    ):
+        given, expected = (p.train(data, NLLLossFn(), gbs=4) for p in (policy, alone))
+        assert given["loss"] == expected["loss"]
+        assert given["grad_norm"] == expected["grad_norm"]
+        for options in ({}, {"transport": "collective", "address": "127.0.0.1"}):
+            refit(policy, engine, deadline_s=60, **options)
+            assert same(weights(engine), weights(alone))
+        engine.prepare_refit_info(policy.prepare_refit_info())
+        for keys in policy.prepare_weights_for_ipc():
+            engine.update_weights(policy.get_weights_ipc_handles(keys))
+        assert same(weights(engine), weights(alone))
+        policy.prepare_refit_info()
+        made = sources(policy)
+        assert made[1]["made"] == made[1]["closed"] == 3
+        assert made[0]["made"] == made[0]["closed"] + 1  # the description has no refit yet
+
+        os.kill(pids(policy)[1], signal.SIGKILL)
+        with pytest.raises(RLError) as error:
+            refit(policy, engine, deadline_s=30)
+        assert "rank 1" in str(error.value) or "worker" in str(error.value)
