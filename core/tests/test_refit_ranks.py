@@ -229,8 +229,8 @@ def test_a_rank_that_hangs_is_named_before_the_deadline_and_blocks_no_later_refi
     trainer.ranks[1].at = lambda name: freed.wait(SOON) if name == "strided" else None
     begun = time.monotonic()
     with pytest.raises(RefitPeerError, match=r"rank 1 of .*did not gather") as error:
-        go(trainer, engine, deadline_s=3)
-    assert time.monotonic() - begun < 3
+        go(trainer, engine, deadline_s=5)
+    assert time.monotonic() - begun < 5
     assert error.value.details["rank"] == 1
     with pytest.raises(RefitPeerError, match=r"rank \d of .*did not answer"):
         go(trainer, engine, deadline_s=2)  # what hangs must end first
