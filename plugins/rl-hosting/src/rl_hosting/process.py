@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import itertools
 import os
-import queue
 import shutil
 import subprocess
 import sys
@@ -32,14 +30,16 @@ from rl_core.errors import (
 )
 from rl_hosting.forking import Forked, ForkServer
 from rl_hosting.host import HOST, SOCKETS
+from rl_hosting.inbox import Inbox
 from rl_hosting.leftovers import end_session, stopped
 from rl_hosting.log import Log
-from rl_hosting.wire import Channel, Hello, Progress, Reply, Request, encode, raised
+from rl_hosting.wire import Channel, Hello, Progress, Request, encode, raised
 
 if TYPE_CHECKING:
+    import concurrent.futures
     from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 
-    from rl_hosting.wire import Message, Prompt
+    from rl_hosting.wire import Prompt
 
 __all__ = ["EngineProcess"]
 
@@ -110,9 +110,8 @@ class EngineProcess:
         try:
             with theirs:
                 server = ForkServer.obtain(environment, self._log.fileno(), python, preload)
-                process = server.fork(
-                    theirs.fileno(), self._log.fileno(), environment, engine, host
-                )
+                ends = theirs.fileno(), self._log.fileno()
+                process = server.fork(*ends, environment, engine, host)
         except BaseException as error:
             ours.close()
             if server is not None:
@@ -124,7 +123,7 @@ class EngineProcess:
             raise
         self._process = process
         self._channel = Channel(ours)
-        self._inbox = _Inbox()
+        self._inbox = Inbox()
         self._owned = (process, self._channel, server, directory, self._owner)
         self._finish = weakref.finalize(self, _end, *self._owned, 0.0)
         weakref.finalize(self, self._log.close)
@@ -359,89 +358,6 @@ class EngineProcess:
     def _last_words(self) -> str:
         text = self._log.tail()
         return f"; its last words:\n{text}" if text else ""
-
-
-class _Inbox:
-    """What came from the engine's process.
-
-    It knows no :class:`EngineProcess`, so that one that is dropped ends.
-
-    Attributes:
-        hello: The first message.
-        ended: Nothing comes any more.
-        owed: Numbers of replies that did not come in time.
-        nonsense: Why nothing is read any more, if what came was no message.
-    """
-
-    def __init__(self) -> None:
-        self.hello: concurrent.futures.Future[Hello] = concurrent.futures.Future()
-        self.ended = False
-        self.owed: set[int] = set()
-        self.nonsense: RLError | None = None
-        self._guard = threading.Lock()
-        self._answers: dict[int, concurrent.futures.Future[Reply]] = {}
-        self._progress: queue.SimpleQueue[Progress | None] = queue.SimpleQueue()
-
-    @contextmanager
-    def expecting(self, number: int) -> Generator[concurrent.futures.Future[Reply]]:
-        """A future for the reply with a number, forgotten with the context."""
-        answer: concurrent.futures.Future[Reply] = concurrent.futures.Future()
-        with self._guard:
-            self._answers[number] = answer
-            if self.ended:
-                answer.set_exception(EOFError())
-        try:
-            yield answer
-        finally:
-            with self._guard:
-                del self._answers[number]
-                if not answer.done():
-                    self.owed.add(number)
-
-    def next_progress(self, timeout_s: float) -> Progress | None:
-        with suppress(queue.Empty):
-            return self._progress.get(timeout=timeout_s)
-        return None
-
-    def wake(self) -> None:
-        self._progress.put(None)
-
-    def read(self, channel: Channel) -> None:
-        """Until the process is gone."""
-        try:
-            while True:
-                self._sort(channel.receive())
-        except EOFError:
-            pass
-        except RLError as error:
-            self.nonsense = error
-        except Exception as error:
-            self.nonsense = PluginError(
-                f"the engine's process said what is no message: {error}",
-                fix="nothing but rl-hosting may write to its socket; report it",
-            )
-        finally:
-            with self._guard:
-                self.ended = True
-                lost: list[concurrent.futures.Future[Any]] = [self.hello, *self._answers.values()]
-            for answer in lost:
-                if not answer.done():
-                    answer.set_exception(EOFError())
-            self.wake()
-
-    def _sort(self, message: Message) -> None:
-        if isinstance(message, Progress):
-            self._progress.put(message)
-        elif isinstance(message, Hello):
-            self.hello.set_result(message)
-        elif isinstance(message, Reply):
-            with self._guard:
-                answer = self._answers.get(message.number)
-                self.owed.discard(message.number)
-            if answer is not None and not answer.done():  # otherwise nobody waits any more
-                answer.set_result(message)
-        else:
-            raise TypeError("an engine calls nobody")
 
 
 def _directory(parent: str) -> str:
