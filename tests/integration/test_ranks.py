@@ -35,7 +35,14 @@ def manifest(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return sharded.manifest_in(tmp_path_factory.mktemp("site"))
 
 
-@pytest.fixture(scope="module", params=[(2, 2), (4, 4), (4, 2)], ids=["tp2", "tp4", "tp2-dp2"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param((2, 2), id="tp2"),
+        pytest.param((4, 2), id="tp2-dp2"),
+        pytest.param((4, 4), id="tp4", marks=pytest.mark.full),
+    ],
+)
 def policy(request: pytest.FixtureRequest, manifest: Any, model: Path) -> Iterator[RemotePolicy]:
     ranks, shards = request.param
     with (

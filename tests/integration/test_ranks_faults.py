@@ -35,7 +35,6 @@ SAMPLE = [
     ("admit", "SIGKILL", 1),
     ("middle tensor", "SIGKILL", 0),
     ("middle tensor", "SIGSTOP", 1),
-    ("seal", "SIGSTOP", 0),
 ]
 
 

@@ -134,13 +134,23 @@ class ShardedReferencePolicy(ReferencePolicy):
             parameter.data = parameter.data.new_empty(0)
 
     def gathered(self, name: str, part: torch.Tensor, group: Any) -> torch.Tensor:
-        """The whole tensor, on all ranks of a copy, of the same rows that a split gives."""
+        """The whole tensor, of the same rows that a split gives.
+
+        On all ranks of a copy; for a refit on rank 0 alone, so that the others wait for nobody else
+        where one of them has died.
+        """
         shape = next(tuple(spec.shape) for spec in self._specs if spec.name == name)
         rows = -(-shape[0] // self.shards)
         sent = part.new_zeros(rows, *shape[1:])
         sent[: len(part)] = part.detach()
         parts = [torch.empty_like(sent) for _ in range(self.shards)]
-        dist.all_gather(parts, sent, group=group)
+        if group is not self.refit_group:
+            dist.all_gather(parts, sent, group=group)
+        elif dist.get_rank():
+            dist.gather(sent, None, dst=0, group=group)
+            return sent
+        else:
+            dist.gather(sent, parts, dst=0, group=group)
         counts = [len(p) for p in torch.empty(shape[0]).tensor_split(self.shards)]
         return torch.cat([p[:count] for p, count in zip(parts, counts, strict=True)])
 
