@@ -260,6 +260,9 @@ def bench_engine(session: nox.Session, plugin: str) -> None:
     environment(session, plugin)
     result = str(OUT / "bench" / f"engine_{plugin}.json")
     run(session, "benchmark", "python", f"benchmarks/engine_{plugin}.py", "--json", result)
+    result = str(OUT / "bench" / f"callers_{plugin}.json")
+    callers = ["benchmarks/bench_callers.py", "--backend", plugin, "--json", result]
+    run(session, "many callers", "python", *callers)
 
 
 @nox.session

@@ -112,6 +112,7 @@ def main(
     if json_path is not None:
         ratios = {name: best / took for name, took in seconds.items()}
         figures = {"backend": backend, "rows": rows, "seconds": seconds, "ratios": ratios}
+        json_path.parent.mkdir(parents=True, exist_ok=True)
         json_path.write_text(json.dumps(figures, indent=1))
 
 
