@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from rl_core.errors import CapabilityError, ConfigError, WorkerDiedError
 from rl_core.futures import wait
 from rl_core.interfaces import WorkerContext
-from rl_core.plugins.validation import is_kept
+from rl_core.plugins.validation import is_kept, is_written_for
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
@@ -81,6 +81,10 @@ class Workers(ABC):
         self._capabilities = manifest.capabilities[kind]
         # A backend of an earlier contract was promised one call at a time, by one thread.
         self._generating = "generate" if is_kept("concurrent_calls", manifest) else "work"
+        together = kind == "generation" or is_written_for("1.1", manifest)
+        #: Ranks that are called for what all of them do together, such as a refit: of a policy of
+        #: an earlier contract the first alone.
+        self.joint_ranks = self.ranks if together else range(1)
 
     #: Seconds for a launcher's calls to say themselves which worker missed the deadline.
     grace_s: ClassVar[float] = 0.0
@@ -130,8 +134,8 @@ class Workers(ABC):
         return self._begin(rank, method, args, kwargs)[1]
 
     def begin_refit(self, method: str, *args: Any, **kwargs: Any) -> list[Future]:
-        """As :meth:`submit_refit` on every rank; returns once all have begun."""
-        begun = [self._begin(rank, method, args, kwargs) for rank in self.ranks]
+        """As :meth:`submit_refit` on every joint rank; returns once all have begun."""
+        begun = [self._begin(rank, method, args, kwargs) for rank in self.joint_ranks]
         self.wait(beginning for beginning, _ in begun)
         return [result for _, result in begun]
 
@@ -149,6 +153,10 @@ class Workers(ABC):
     def call_all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Calls a method of every backend and waits; results in order of the ranks."""
         return self.wait([self.submit(rank, method, *args, **kwargs) for rank in self.ranks])
+
+    def call_together(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """Calls a method of every joint rank and waits; results in order of the ranks."""
+        return self.wait([self.submit(rank, method, *args, **kwargs) for rank in self.joint_ranks])
 
     def attribute(self, rank: int, name: str) -> Any:
         """An attribute of one backend, also while it works."""

@@ -91,7 +91,8 @@ class RemotePolicy(RemoteBackend, ColocatablePolicyInterface):
 
     def _call_all(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Calls a method of every worker with the same arguments; the first one's result counts."""
-        return self._rows.spoken(self._group.call_all(method, *args, **kwargs))[0]
+        results = self._group.call_together(method, *args, **kwargs)
+        return results[min(self._rows.first, len(results) - 1)]
 
     def calibrate_qkv_fp8_scales(
         self,
@@ -170,7 +171,7 @@ class RemotePolicy(RemoteBackend, ColocatablePolicyInterface):
 
     def prepare_refit_info(self) -> dict[str, Any] | None:
         """See :meth:`ColocatablePolicyInterface.prepare_refit_info`."""
-        info: dict[str, Any] | None = self._group.call_all("prepare_refit_info")[0]
+        info: dict[str, Any] | None = self._group.call_together("prepare_refit_info")[0]
         return info
 
     def stream_weights_via_ipc_zmq(self, *args: Any, **kwargs: Any) -> list[Future]:
@@ -198,11 +199,11 @@ class RemotePolicy(RemoteBackend, ColocatablePolicyInterface):
 
     def prepare_weights_for_ipc(self, *args: Any, **kwargs: Any) -> list[list[str]]:
         """See :meth:`ColocatablePolicyInterface.prepare_weights_for_ipc`."""
-        answers = self._group.call_all("prepare_weights_for_ipc", *args, **kwargs)
+        answers = self._group.call_together("prepare_weights_for_ipc", *args, **kwargs)
         groups: list[list[str]] = answers[0]
         return groups
 
     def get_weights_ipc_handles(self, keys: list[str]) -> dict[str, Any]:
         """See :meth:`ColocatablePolicyInterface.get_weights_ipc_handles`."""
-        handles: dict[str, Any] = self._group.call_all("get_weights_ipc_handles", keys)[0]
+        handles: dict[str, Any] = self._group.call_together("get_weights_ipc_handles", keys)[0]
         return handles

@@ -58,7 +58,7 @@ class RemoteBackend:
         """Asks the workers for what must be known here."""
 
     def _refit(self, method: str, *args: Any, **kwargs: Any) -> list[Future]:
-        ranks = self._group.ranks
+        ranks = self._group.joint_ranks
         return [self._group.submit_refit(rank, method, *args, **kwargs) for rank in ranks]
 
     def shutdown(self) -> bool:

@@ -31,6 +31,7 @@ class RowRanks:
     Attributes:
         size: How many parts rows are dealt into.
         parts: For each worker, which part it gets.
+        first: The worker that speaks for the first part.
 
     Raises:
         PluginError: A part has no worker that speaks, or several, or they disagree on the size.
@@ -44,6 +45,7 @@ class RowRanks:
         self._speakers = [worker for worker, rank in enumerate(ranks) if rank.speaks]
         self._speakers.sort(key=lambda worker: ranks[worker].rank)
         speaking = [ranks[worker].rank for worker in self._speakers]
+        self.first = self._speakers[0] if self._speakers else 0
         sizes = {rank.size for rank in ranks}
         known = set(range(self.size))
         if sizes != {self.size} or speaking != list(range(self.size)) or not known >= {*self.parts}:

@@ -62,6 +62,8 @@ class Worker:
         manifest = resolve(config["backend"], kind, engine=True)
         build = load_object(f"{manifest.factories[kind]}.from_config")
         self._backend = build(config, worker=context)
+        if getattr(self._backend, "worker", context) is None:  # its author left it out
+            self._backend.worker = context
 
     @as_text
     def attribute(self, name: str) -> Any:

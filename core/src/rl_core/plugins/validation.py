@@ -19,7 +19,7 @@ from rl_core.plugins.manifest import (
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["is_importable", "is_kept", "manifest_problems"]
+__all__ = ["is_importable", "is_kept", "is_written_for", "manifest_problems"]
 
 _CAPABILITIES: dict[str, tuple[str, ...]] = {
     "generation": GENERATION_CAPABILITIES,
@@ -36,12 +36,15 @@ def is_importable(value: Any) -> bool:
 
 def is_kept(capability: str, manifest: BackendManifest) -> bool:
     """Whether the contract that a backend was written for has a capability."""
+    return is_written_for(SINCE.get(capability, "1.0"), manifest)
+
+
+def is_written_for(contract: str, manifest: BackendManifest) -> bool:
+    """Whether a backend was written for a version of the contract, or a later one."""
     from packaging.version import Version
 
-    since = SINCE.get(capability)
-    if since is None or not _is_version(manifest.contract):
-        return True
-    return Version(manifest.contract) >= Version(since)
+    written = manifest.contract
+    return not _is_version(written) or Version(written) >= Version(contract)
 
 
 def manifest_problems(manifest: BackendManifest, name: str) -> list[str]:
