@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 #: Seconds for a refit, and by when its failure must be known.
 DEADLINE_S, SOON_S = 30.0, 12.0
+#: Seconds for what hangs in a collective to end: gloo cannot be interrupted.
+CLOSED_S = 40.0
 PHASES = ("discover", "admit", "first tensor", "middle tensor", "last tensor", "seal", "commit")
 #: What ordinary CI runs of all that can happen to 2 ranks.
 SAMPLE = [
@@ -138,7 +140,7 @@ def restored(engine: ReferenceGeneration) -> None:
 
 def all_closed(policy: RemotePolicy, ranks: set[int]) -> None:
     """Waits until every source of these ranks is closed."""
-    until = time.monotonic() + SOON_S
+    until = time.monotonic() + CLOSED_S
     for rank in ranks:
         while (count := policy._group.attribute(rank, "sources"))["made"] != count["closed"]:
             assert time.monotonic() < until, f"rank {rank}: {count}"

@@ -7,6 +7,7 @@ tensors only while it computes, and rank 0 those that a refit reads, one after t
 from __future__ import annotations
 
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NotRequired
 
 import torch
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
     from rl_core.interfaces import TensorSpec, WeightSource, WorkerContext
 
 __all__ = ["MANIFEST", "ShardedReferenceConfig", "ShardedReferencePolicy", "ShardedSource"]
+
+#: What hangs in a gather because a rank has died ends then; one that is slow must not.
+_GATHER = timedelta(seconds=20)
 
 MANIFEST = BackendManifest(
     name="reference-sharded",
@@ -108,7 +112,7 @@ class ShardedReferencePolicy(ReferencePolicy):
             )
         copies = [list(range(first, first + self.shards)) for first in range(0, size, self.shards)]
         self.copy_group = _own(copies, worker.rank)
-        self.refit_group = _own(copies, worker.rank)
+        self.refit_group = _own(copies, worker.rank, timeout=_GATHER)
         rows = [list(range(shard, size, self.shards)) for shard in range(self.shards)]
         self.row_group = _own(rows, worker.rank)
         self.ranks = len(copies)
@@ -278,7 +282,7 @@ class ShardedSource(GatheredSource):
         self._policy.sources["closed"] += 1
 
 
-def _own(groups: Sequence[Sequence[int]], rank: int) -> Any:
+def _own(groups: Sequence[Sequence[int]], rank: int, timeout: timedelta | None = None) -> Any:
     """Makes all of the groups, as every rank must; the one that this rank is in."""
-    made = [(members, dist.new_group(list(members))) for members in groups]
+    made = [(members, dist.new_group(list(members), timeout=timeout)) for members in groups]
     return next(group for members, group in made if rank in members)
