@@ -149,6 +149,7 @@ class LocalWorkers(Workers):
                     worker,
                     cluster.environment(manifest, rank),
                     host="rl_hosting.worker_host:WorkerHost",
+                    patient=True,  # a trainer that goes on has lost nothing; refits name it soon
                     python=cluster.python,
                     verbose=cluster.verbose,
                     preload=(*_PRELOAD, manifest.factories[kind].partition(":")[0]),

@@ -75,6 +75,7 @@ class EngineProcess:
             with this environment. None of them may start threads or use a GPU.
         sockets: A variable that tells the engine where its own sockets go, if there is one.
         host: ``"module:Class"``, what answers the calls there.
+        patient: Wait for a process that is stopped until the deadline, instead of ending it soon.
 
     Raises:
         ConfigError: The interpreter does not run.
@@ -91,6 +92,7 @@ class EngineProcess:
         preload: Sequence[str] = (),
         sockets: str = SOCKETS,
         host: str = HOST,
+        patient: bool = False,
     ) -> None:
         if not hasattr(os, "pidfd_open"):
             raise CapabilityError("rl-hosting needs Linux", fix="run it there", capability="host")
@@ -98,6 +100,7 @@ class EngineProcess:
         self._python = python
         self._owner = os.getpid()
         self._numbers = itertools.count(1)
+        self._patient = patient
         self._stopped_since: float | None = None
         self._looked = 0.0
         self._ending = threading.Lock()
@@ -282,6 +285,8 @@ class EngineProcess:
     def _alive(self) -> bool:
         if self._inbox.ended or self._process.poll() is not None:
             return False
+        if self._patient:
+            return True
         now, before = time.monotonic(), self._looked
         if now - before > _STOPPED_LOOK_S:
             self._looked = now
