@@ -53,8 +53,10 @@ def run_in_processes(
         "-n": processes,
     }
     with tempfile.TemporaryDirectory(prefix="rl-conformance-") as folder:
-        # No configuration and no tests of the directory where the user happens to be.
+        # No configuration and no tests of the directory where the user, or this package, happens
+        # to be.
         command = [sys.executable, "-m", "pytest", "-c", os.devnull, "--rootdir", folder]
+        command += ["--noconftest"]
         command += ["-p", "no:cacheprovider", "-q", "-rfE", "--rl-report", f"{folder}/report.json"]
         command += [f"{part}" for option in options.items() if option[1] for part in option]
         # Nor what its user has set for pytest elsewhere.
