@@ -30,6 +30,8 @@ _KIND = "\0kind"
 #: Classes of values are looked up here and nowhere else.
 _OURS = ("rl_core.",)
 _BATCHES = {"batch": BatchedDataDict, "sliced": SlicedDataDict}
+#: What wrong shapes, types and names end in.
+_NONSENSE = (TypeError, ValueError, AttributeError, RuntimeError, ImportError)
 _PLAIN = (str, bytes, bool, float, type(None))
 
 
@@ -43,8 +45,18 @@ def write(value: Any) -> bytes:
 
 
 def read(data: bytes) -> Any:
-    """What :func:`write` wrote."""
-    return _unpacked(msgspec.msgpack.decode(data, ext_hook=_extension))
+    """What :func:`write` wrote.
+
+    Raises:
+        DataError: It is none of that.
+    """
+    try:
+        return _unpacked(msgspec.msgpack.decode(data, ext_hook=_extension))
+    except (msgspec.MsgspecError, ArithmeticError, LookupError, *_NONSENSE) as error:
+        raise DataError(
+            f"what a worker returned is no value: {type(error).__name__}: {error}",
+            fix="install the same release of rl-hosting and rl-core for workers and driver",
+        ) from error
 
 
 def write_with_objects(value: Any) -> bytes:
@@ -110,7 +122,7 @@ def _unpacked(value: Any) -> Any:
         case "path":
             return Path(inner)
         case "dtype":
-            return getattr(torch, inner)
+            return _dtype_of(inner)
         case "fields":
             return _class_of(value["class"])(**inner)
     raise msgspec.DecodeError(f"a value of the unknown kind {value[_KIND]!r}")
@@ -127,6 +139,13 @@ def _class_of(name: str) -> Any:
     return found
 
 
+def _dtype_of(name: str) -> torch.dtype:
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise msgspec.DecodeError(f"the unknown dtype {name!r}")
+    return found
+
+
 def _tensor_bytes(tensor: torch.Tensor) -> bytes:
     there = tensor.detach().to("cpu").contiguous()
     flat = there.view(-1).view(torch.uint8) if there.dim() else there.view(1).view(torch.uint8)
@@ -138,7 +157,7 @@ def _extension(code: int, data: memoryview) -> Any:
     if code != _TENSOR:
         raise msgspec.DecodeError("a worker returned an object, which is not loaded")
     dtype_name, shape, content = msgspec.msgpack.decode(data)
-    dtype = getattr(torch, dtype_name)
+    dtype = _dtype_of(dtype_name)
     if not content:
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(bytearray(content), dtype=torch.uint8).view(dtype).view(shape)
