@@ -34,6 +34,9 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests that are marked ``full`` run only where ``-m`` speaks of them."""
+    # Each process of xdist would have another name for it, and then none runs anything.
+    if unnamed := [item.nodeid for item in items if " at 0x" in item.nodeid]:
+        raise pytest.UsageError(f"{unnamed[0]} has an address in its name; give its cases ids")
     if "full" in config.getoption("markexpr"):
         return
     left = [item for item in items if item.get_closest_marker("full") is not None]

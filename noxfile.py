@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import nox
@@ -135,7 +136,10 @@ def run(session: nox.Session, what: str, program: str, *arguments: str) -> None:
     """Runs a program of the environment that the session was lent, as a part of the run."""
     # Two processes with one thread each are faster on two cores than the other way round.
     threads = {"OMP_NUM_THREADS": "1"} if "-n" in arguments else {}
-    with PARTS.part(session.name, what):
+    if program == "pytest":
+        arguments = (*arguments, "--junit-xml", str(OUT / "tests" / f"{session.name}.xml"))
+    report = next((Path(b) for a, b in pairwise(arguments) if a.startswith("--junit")), None)
+    with PARTS.part(session.name, what, report):
         command = str(Path(session.env["VIRTUAL_ENV"], SCRIPTS, program))
         session.run(command, *arguments, env=threads)
 
@@ -161,8 +165,7 @@ def types(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """Unit, property, integration and example tests, with coverage; mutants take turns."""
     environment(session)
-    (OUT / "tests").mkdir(parents=True, exist_ok=True)
-    coverage = ["--cov", "--cov-report=term:skip-covered", f"--cov-report=xml:{OUT}/tests/cov.xml"]
+    coverage = ["--cov", f"--cov-report=html:{OUT}/coverage"]
     run(session, "pytest", "pytest", *IN_TWO, *coverage, *session.posargs)
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import sys
 import threading
 import time
+import xml.etree.ElementTree as ET
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
 
 __all__ = ["Part", "Parts"]
 
@@ -24,12 +26,14 @@ class Part:
         what: Was done.
         seconds: How long it took.
         done: Whether it succeeded.
+        failures: What failed in it, a line each, where its program wrote a report.
     """
 
     session: str
     what: str
     seconds: float
     done: bool
+    failures: list[str] = field(default_factory=list)
 
     @property
     def name(self) -> str:
@@ -54,8 +58,16 @@ class Parts:
         self.done: list[Part] = []
 
     @contextmanager
-    def part(self, session: str, what: str) -> Iterator[None]:
-        """Says that a part begins, how long it usually takes, and now and then that it goes on."""
+    def part(self, session: str, what: str, report: Path | None = None) -> Iterator[None]:
+        """Says that a part begins, how long it usually takes, and now and then that it goes on.
+
+        Args:
+            session: Whose it is.
+            what: Is done.
+            report: Where its program writes, in JUnit's format, what failed.
+        """
+        if report is not None:
+            report.unlink(missing_ok=True)
         name, started, ended = f"{session}: {what}", time.monotonic(), threading.Event()
         usual = self._usual.get(name, self._usual.get(what))
         self._say(f"{name}" + (f" (usually {_clock(usual)} on 2 cores)" if usual else ""))
@@ -70,7 +82,8 @@ class Parts:
         try:
             yield
         except BaseException:
-            self.done.append(Part(session, what, time.monotonic() - started, done=False))
+            seconds = time.monotonic() - started
+            self.done.append(Part(session, what, seconds, done=False, failures=_failures(report)))
             raise
         else:
             self.done.append(Part(session, what, time.monotonic() - started, done=True))
@@ -82,7 +95,7 @@ class Parts:
         print("", *self.table(wanted, left_out), sep="\n", file=self._stream, flush=True)
 
     def table(self, wanted: Sequence[str], left_out: Mapping[str, str]) -> list[str]:
-        """Seconds of each part, and what did not run.
+        """Seconds of each part, what failed in it, and what did not run.
 
         Args:
             wanted: Sessions that make a whole short run.
@@ -97,6 +110,8 @@ class Parts:
             lines.append(f"{part.name:{width}} {part.seconds:8.0f} {usual:>8}{failed}")
         total = sum(part.seconds for part in self.done)
         lines.append(f"{'all':{width}} {total:8.0f}")
+        for part in self.done:
+            lines += [f"{part.name}: {failure}" for failure in part.failures]
         ran = {part.session for part in self.done}
         others = {session: what for session, what in left_out.items() if session not in ran}
         if len(ran & set(wanted)) > 1:
@@ -110,6 +125,18 @@ class Parts:
         # A line of its own, also where a program has just written dots.
         now = _clock(time.monotonic() - self._began)
         print(f"\n[{now}] {text}", file=self._stream, flush=True)
+
+
+def _failures(report: Path | None) -> list[str]:
+    """The cases of a report that failed, each with the first line of why; none without a report."""
+    if report is None or not report.exists():
+        return []
+    failures = []
+    for case in ET.parse(report).iter("testcase"):
+        for bad in (*case.iterfind("failure"), *case.iterfind("error")):
+            why = (bad.get("message") or bad.text or "").strip().partition("\n")[0]
+            failures.append(f"{case.get('classname')}::{case.get('name')}: {why[:200]}")
+    return failures
 
 
 def _clock(seconds: float) -> str:

@@ -6,12 +6,19 @@ import io
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from nox_parts import Parts
 
 LEFT_OUT = {"rest": "most mutants", "oldest": "an old engine"}
 SHORT = ["lint", "tests", "wheels"]
+
+REPORT = """<?xml version="1.0" encoding="utf-8"?><testsuites><testsuite>
+<testcase classname="some.test_file" name="test_a"><failure message="assert 1 == 2&#10;more"/>
+</testcase><testcase classname="some.test_file" name="test_c"/>
+<testcase classname="some.test_file" name="test_b"><error message="RuntimeError: at setup"/>
+</testcase></testsuite></testsuites>"""
 
 
 def run_of(*sessions: str, fails: str = "") -> tuple[Parts, io.StringIO]:
@@ -54,6 +61,28 @@ def test_the_table_has_every_part_and_names_what_failed() -> None:
         "Left out: an old engine (oldest)",
         "`nox -s full` runs everything.",
     ]
+
+
+def test_the_table_has_what_failed_in_a_part(tmp_path: Path) -> None:
+    report = tmp_path / "report.xml"
+    report.write_text("of the run before")
+    parts, _ = run_of("lint")
+    with suppress(OSError), parts.part("tests", "pytest", report):
+        report.write_text(REPORT)
+        raise OSError
+    assert parts.table(SHORT, LEFT_OUT)[4:6] == [
+        "tests: pytest: some.test_file::test_a: assert 1 == 2",
+        "tests: pytest: some.test_file::test_b: RuntimeError: at setup",
+    ]
+
+
+def test_a_part_that_wrote_no_report_has_only_failed(tmp_path: Path) -> None:
+    report = tmp_path / "report.xml"
+    report.write_text(REPORT)
+    parts, _ = run_of("lint")
+    with suppress(OSError), parts.part("tests", "pytest", report):
+        raise OSError
+    assert not any("test_a" in line for line in parts.table(SHORT, LEFT_OUT))
 
 
 def test_a_whole_run_leaves_nothing_out() -> None:

@@ -38,7 +38,6 @@ def test_values_come_back_as_they_were():
         msgspec.msgpack.Ext(1, msgspec.msgpack.encode(["load", [1], b"abcd"])),
         msgspec.msgpack.Ext(1, b"\xff"),
     ],
-    ids=str,
 )
 def test_nonsense_is_an_error_of_ours(value):
     with pytest.raises(DataError, match="what a worker returned"):
