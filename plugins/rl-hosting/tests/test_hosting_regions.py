@@ -209,9 +209,12 @@ def test_a_region_takes_only_its_part():
 
 
 def test_what_an_engine_keeps_wider_than_the_model_is_read_in_the_dtype_of_the_model():
-    weights = LoadedWeights(nn.Module(), torch.bfloat16, workers=1, without_refits="")
+    class Weights(LoadedWeights):
+        def find_specs(self):
+            return [TensorSpec("bias", (3,), "bfloat16")]
+
+    weights = Weights(nn.Module(), torch.bfloat16, workers=1, without_refits="")
     kept = torch.tensor([[0.5, -2.0, 3.0]])  # float32: kernels for AMX take biases so
-    vars(weights)["specs"] = [TensorSpec("bias", (3,), "bfloat16")]
     vars(weights)["regions"] = {"bias": [Region(kept, 3, 0, 0)]}
     assert weights.targets is None  # it is not the engine's own
     [(name, tensor)] = weights.read(["bias"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import cached_property
@@ -25,7 +26,7 @@ __all__ = ["LoadedWeights", "checkpoint_specs"]
 _MEET_S = 60.0
 
 
-class LoadedWeights:
+class LoadedWeights(ABC):
     """What a refit writes to, found once and kept.
 
     An engine's subclass says what is its own.
@@ -47,9 +48,9 @@ class LoadedWeights:
 
     # -- what an engine says ----------------------------------------------------------------------
 
+    @abstractmethod
     def find_specs(self) -> Sequence[TensorSpec]:
         """The tensors that a trainer of this model has, in the dtype of the engine."""
-        raise NotImplementedError
 
     def check(self) -> None:
         """Makes sure that nothing was made of the weights that a refit would leave as it was.
