@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -24,6 +25,9 @@ def prompt(key: int, token: int) -> Prompt:
 
 
 def main() -> None:
+    # They are ignored where the tests run in the background of a shell, or under nohup.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     moment, act = sys.argv[1:3]
     acts = {moment: act} if act else {}
     engine = EngineProcess(

@@ -49,7 +49,7 @@ class Driver:
             children = psutil.Process(self.process.pid).children()
             self.children += [child for child in children if child != self.server]
         self.process.send_signal(number)
-        self.process.wait()
+        self.process.wait(30)
 
     def is_gone(self) -> bool:
         return not any(map(is_alive, (self.engine, self.server))) and not os.path.exists(
