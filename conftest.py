@@ -31,6 +31,14 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[_LEFT] = Counter()
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """What the tests of a module share, as a cluster, is made once: one process runs them all."""
+    found = getattr(item, "_fixtureinfo", None)
+    made = [each[-1].scope for each in found.name2fixturedefs.values()] if found else []
+    if "module" in made:
+        item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests that are marked ``full`` run only where ``-m`` speaks of them."""

@@ -5,6 +5,7 @@ The invariants are about bytes. They hold after every step of any history that H
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -254,11 +255,20 @@ class Hostile(RuleBasedStateMachine):
                 self.network.close()
 
 
-Hostile.TestCase.settings = settings(
-    max_examples=300,
-    stateful_step_count=60,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
-)
-TestHostile = Hostile.TestCase
+def at_length(examples: int, *, derandomize: bool) -> settings:
+    return settings(
+        max_examples=examples,
+        stateful_step_count=60,
+        deadline=None,
+        derandomize=derandomize,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+    )
+
+
+class TestHostile(Hostile.TestCase):
+    settings = at_length(60, derandomize=True)
+
+
+@pytest.mark.full
+class TestHostileAtLength(Hostile.TestCase):
+    settings = at_length(1000, derandomize=False)

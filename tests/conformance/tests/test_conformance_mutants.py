@@ -31,6 +31,7 @@ def test_the_reference_passes(chapter: str) -> None:
     assert report.counts()[Status.PASSED] > 0
 
 
+@pytest.mark.full
 def test_the_reference_passes_call_after_call() -> None:
     plain = {check.id for check in quick("generation")}
     checks = [c for c in select(["generation"], "not first_tokens") if c.id not in plain]
