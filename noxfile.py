@@ -86,6 +86,8 @@ IN_TWO = ["-n", "2", "--dist", "loadgroup"]
 #: pip compiles every module of an environment, which takes as long as the rest of its work; Python
 #: compiles those that are imported.
 PIP_INSTALL = ["-m", "pip", "install", "-q", "--no-compile"]
+#: It keeps them also where an image asks it not to: or else every process would compile them anew.
+COMPILE = {"PYTHONDONTWRITEBYTECODE": ""}
 
 
 def editable() -> list[str]:
@@ -96,7 +98,7 @@ def editable() -> list[str]:
 
 def install(session: nox.Session, *requirements: str) -> None:
     """Installs at the versions that CI pins, in an environment that is the session's alone."""
-    session.env["PIP_CONSTRAINT"] = CONSTRAINTS
+    session.env.update({"PIP_CONSTRAINT": CONSTRAINTS, **COMPILE})
     with PARTS.part(session.name, "environment"):
         session.install("--no-compile", *requirements)
 
@@ -117,6 +119,7 @@ def environment(session: nox.Session, engine: str = "", release: str = "cpu-engi
             "VIRTUAL_ENV": str(folder),
             "PATH": os.pathsep.join([str(folder / SCRIPTS), os.environ["PATH"]]),
             "PIP_CONSTRAINT": CONSTRAINTS,
+            **COMPILE,
         }
     )
     if stamp.exists() and stamp.read_text() == made_of:
@@ -300,7 +303,7 @@ def wheels(session: nox.Session) -> None:
     with PARTS.part(session.name, "install"):
         session.run("python", "-m", "venv", str(empty))
         session.run(str(empty / SCRIPTS / "python"), *PIP_INSTALL, *built, external=True)
-    rl, elsewhere = str(empty / SCRIPTS / "rl"), {**os.environ, "PYTHONPATH": ""}
+    rl, elsewhere = str(empty / SCRIPTS / "rl"), {**os.environ, **COMPILE, "PYTHONPATH": ""}
     smoke = ["conformance", "run", "hf", "-k", "B1 or D1 or G3 or P1 or R1"]
     with PARTS.part(session.name, "first checks"), session.chdir(empty):
         for arguments in (["backends", "list"], ["backends", "doctor", "hf"], smoke):
@@ -317,7 +320,7 @@ def follow_tutorial(session: nox.Session, environment: Path) -> None:
     tutorial = ["tests/tutorial.py", "docs/write-a-backend.md"]
     where = ["--directory", str(directory), "--environment", str(environment)]
     # The models are tiny: a second thread costs more than it brings.
-    settings = {"PIP_CONSTRAINT": CONSTRAINTS, "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
+    settings = {"PIP_CONSTRAINT": CONSTRAINTS, "OMP_NUM_THREADS": "1", "COLUMNS": "120", **COMPILE}
     session.run("python", *tutorial, *where, env={"PYTHONPATH": "", **settings})
     require_whole(session, directory / "rl-mine" / "report.json")
 
