@@ -16,7 +16,6 @@ import pytest
 from fake_backend import FakeGeneration, environment
 
 from rl_hosting.forking import ForkServer
-from rl_hosting.host import SOCKETS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -51,8 +50,7 @@ def mark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def imported(mark: str) -> Iterator[ForkServer]:
     """Keeps the process that has the fake engine imported from test to test."""
     with tempfile.TemporaryFile() as log:
-        given = {**environment(), SOCKETS: ""}
-        server = ForkServer.obtain(given, log.fileno(), sys.executable, PRELOAD)
+        server = ForkServer.obtain(environment(), log.fileno(), sys.executable, PRELOAD)
         yield server
         server.release()
 

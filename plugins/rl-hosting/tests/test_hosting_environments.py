@@ -10,6 +10,7 @@ import venv
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import pytest
 from fake_backend import FakeGeneration, environment, prompts
 
@@ -22,6 +23,7 @@ from rl_core.errors import (
     RLError,
     WorkerDiedError,
 )
+from rl_hosting.process import EngineProcess
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -136,3 +138,20 @@ def test_the_example_of_the_readme_runs(tmp_path):
     assert done.returncode == 0, done.stderr
     [said] = re.findall(r"```text\n(.*?)```", README.read_text(), re.DOTALL)
     assert done.stdout == said
+
+
+def test_engines_share_what_is_imported_unless_their_environments_differ():
+    engines = []
+
+    def server(sockets: str = "SOME_SOCKETS", **variables: str) -> int:
+        given = {**environment(), "EMPTY": "", sockets: "", **variables}
+        engine = EngineProcess("one", "fake_engine:FakeEngine", given, sockets=sockets)
+        engines.append(engine)
+        engine._process.begin(30.0)
+        return psutil.Process(engine._process.pid).ppid()
+
+    first = server()
+    assert server("OTHER_SOCKETS") == server(CUDA_VISIBLE_DEVICES="1") == first
+    assert server(EMPTY="no") != first
+    for engine in engines:
+        engine.close()

@@ -12,8 +12,7 @@ import pytest
 
 from rl_conformance.models import make_tiny_model
 from rl_hosting.forking import ForkServer
-from rl_hosting.host import SOCKETS as HOST_SOCKETS
-from rl_vllm.environment import PRELOAD, SOCKETS, engine_environment
+from rl_vllm.environment import PRELOAD, engine_environment
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -43,7 +42,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 @pytest.fixture(scope="session")
 def imported() -> Iterator[None]:
     """Keeps the process that has vLLM imported from test to test."""
-    environment = engine_environment("cpu") | {HOST_SOCKETS: "", SOCKETS: ""}
+    environment = engine_environment("cpu")
     server = ForkServer.obtain(environment, subprocess.DEVNULL, sys.executable, PRELOAD)
     yield
     server.release()
@@ -64,6 +63,7 @@ def start(imported: None, tiny: Callable[..., Path]) -> Iterator[Callable[..., V
         backend = VllmGeneration(None, {**given, "vllm_cfg": engine})
         started.append(backend)
         backend.prepare_for_generation()
+        assert len(ForkServer._servers) == 1, "this engine imported vLLM anew"
         return backend
 
     yield make

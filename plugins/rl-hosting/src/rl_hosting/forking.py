@@ -15,21 +15,19 @@ from typing import TYPE_CHECKING
 
 from rl_core.errors import ConfigError, DeadlineError, WorkerDiedError
 from rl_hosting.forkserver import MESSAGE
-from rl_hosting.host import SOCKETS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["ForkServer", "Forked"]
+__all__ = ["ForkServer", "Forked", "per_process"]
 
-#: Variables that a forked process may have of its own, besides that of its sockets: its GPUs, which
-#: torch looks for when it uses the first, what torch sets meanwhile, and what pytest sets.
+#: Variables that a forked process may have of its own: its GPUs, which torch looks for when it uses
+#: the first, what torch sets meanwhile, and what pytest sets.
 _PER_PROCESS = (
     "CUDA_VISIBLE_DEVICES",
     "OMP_NUM_THREADS",
     "PYTEST_CURRENT_TEST",
     "TORCHINDUCTOR_CACHE_DIR",
-    SOCKETS,
 )
 #: Seconds for a server that is given up to end what it has.
 _END_S = 3.0
@@ -188,13 +186,17 @@ class ForkServer:
         python: str,
         preload: Sequence[str],
     ) -> ForkServer:
-        """The server for an environment, which is started if there is none; then release it."""
-        common = sorted(_common(environment).items())
-        key = json.dumps([os.getpid(), python, list(preload), common])
+        """The server for an environment, which is started if there is none; then release it.
+
+        Those whose environments differ only by :func:`per_process` share one.
+        """
+        own = per_process(environment)
+        shared = {name: value for name, value in environment.items() if name not in own}
+        key = json.dumps([os.getpid(), python, list(preload), sorted(shared.items())])
         with cls._turn:
             server = cls._servers.get(key)
             if server is None or server._process.poll() is not None:
-                server = cls._servers[key] = cls(_common(environment), log, python, preload)
+                server = cls._servers[key] = cls(shared, log, python, preload)
             server.users += 1
             return server
 
@@ -223,14 +225,14 @@ class ForkServer:
         Args:
             end: The process's end.
             log: Where it prints.
-            environment: Of the process.
+            environment: What the process has besides the server's.
             engine: ``"module:Class"``.
             host: Likewise, what answers the calls.
 
         Raises:
             WorkerDiedError: The server is gone.
         """
-        told = {"environment": _own(environment), "engine": engine, "host": host}
+        told = {"environment": dict(environment), "engine": engine, "host": host}
         message = json.dumps(told).encode()
         status, theirs = os.pipe()
         try:
@@ -249,12 +251,6 @@ class ForkServer:
         return Forked(status, self._process)
 
 
-def _own(environment: Mapping[str, str]) -> dict[str, str]:
-    """What a forked process has of its own; the engine may know its sockets by another name."""
-    sockets = environment[SOCKETS]
-    return {n: v for n, v in environment.items() if n in _PER_PROCESS or v == sockets}
-
-
-def _common(environment: Mapping[str, str]) -> dict[str, str]:
-    own = _own(environment)
-    return {name: value for name, value in environment.items() if name not in own}
+def per_process(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables of which processes of one server may have values of their own."""
+    return {name: value for name, value in environment.items() if name in _PER_PROCESS}

@@ -28,7 +28,7 @@ from rl_core.errors import (
     RLError,
     WorkerDiedError,
 )
-from rl_hosting.forking import Forked, ForkServer
+from rl_hosting.forking import Forked, ForkServer, per_process
 from rl_hosting.host import HOST, SOCKETS
 from rl_hosting.inbox import Inbox
 from rl_hosting.leftovers import end_session, stopped
@@ -106,15 +106,16 @@ class EngineProcess:
         self._ending = threading.Lock()
         self._why = ""
         directory = _directory(environment.get(sockets) or tempfile.gettempdir())
-        environment = {**environment, sockets: directory, SOCKETS: directory}
+        own = {sockets: directory, SOCKETS: directory}
+        shared = {name: value for name, value in environment.items() if name not in own}
         self._log = Log(show=verbose)
         ours, theirs = socketpair()
         server: ForkServer | None = None
         try:
             with theirs:
-                server = ForkServer.obtain(environment, self._log.fileno(), python, preload)
+                server = ForkServer.obtain(shared, self._log.fileno(), python, preload)
                 ends = theirs.fileno(), self._log.fileno()
-                process = server.fork(*ends, environment, engine, host)
+                process = server.fork(*ends, per_process(environment) | own, engine, host)
         except BaseException as error:
             ours.close()
             if server is not None:
