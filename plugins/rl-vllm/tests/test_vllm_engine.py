@@ -333,6 +333,10 @@ def test_engines_on_the_cpu_are_forked_from_one_process_that_ends_with_the_last(
     assert psutil.Process().children() == children
 
 
+def test_an_engine_does_not_import_vllm_where_another_has(start, imported):
+    assert psutil.Process(start("qwen2").pid).ppid() == imported
+
+
 def test_engines_end_with_the_process_that_forked_them_and_the_next_has_another(start, own_server):
     engine = start("qwen2")
     process = psutil.Process(engine.pid)
