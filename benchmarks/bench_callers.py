@@ -1,6 +1,6 @@
 """Rows per second of many callers at once, each with a row at a time, against one call of all rows.
 
-One engine, the same rows, one run; the ways take turns. ``N callers`` are threads that share the
+One engine, the same rows, one run; the ways take turns (one caller alone: once). ``N callers`` are threads that share the
 rows out and call ``generate`` with one after the other; ``N tasks`` do so with ``generate_async``
 in one event loop. Greedy, so that all ways give the same tokens, which is checked.
 """
@@ -95,8 +95,10 @@ def main(
         )
         engine.prepare_for_generation()
         expected = one_call(engine, data)
-        for _ in range(rounds):
+        for turn in range(rounds):
             for name, way in ways.items():
+                if turn and name.startswith("1 "):
+                    continue  # takes a minute, and is not near any limit
                 start = time.perf_counter()
                 found = way(engine)
                 seconds[name] = min(seconds[name], time.perf_counter() - start)
