@@ -1,8 +1,9 @@
 """Rows per second of many callers at once, each with a row at a time, against one call of all rows.
 
-One engine, the same rows, one run; the ways take turns (one caller alone: once). ``N callers`` are threads that share the
-rows out and call ``generate`` with one after the other; ``N tasks`` do so with ``generate_async``
-in one event loop. Greedy, so that all ways give the same tokens, which is checked.
+One engine, the same rows, one run; the ways take turns, and one caller alone has one turn. ``N
+callers`` are threads that share the rows out and call ``generate`` with one after the other; ``N
+tasks`` do so with ``generate_async`` in one event loop. Greedy, so that all ways give the same
+tokens, which is checked.
 """
 
 from __future__ import annotations
