@@ -140,9 +140,10 @@ def run(session: nox.Session, what: str, program: str, *arguments: str) -> None:
     # Two processes with one thread each are faster on two cores than the other way round.
     threads = {"OMP_NUM_THREADS": "1"} if "-n" in arguments else {}
     if program == "pytest":
-        arguments = (*arguments, "--junit-xml", str(OUT / "tests" / f"{session.name}.xml"))
-    report = next((Path(b) for a, b in pairwise(arguments) if a.startswith("--junit")), None)
-    with PARTS.part(session.name, what, report):
+        report = OUT / "tests" / f"{session.name} {what}.xml"
+        arguments = (*arguments, "--junit-xml", str(report))
+    wrote = next((Path(b) for a, b in pairwise(arguments) if a.startswith("--junit")), None)
+    with PARTS.part(session.name, what, wrote):
         command = str(Path(session.env["VIRTUAL_ENV"], SCRIPTS, program))
         session.run(command, *arguments, env=threads)
 
@@ -176,6 +177,10 @@ def rest(session: nox.Session) -> None:
     """What ``tests`` leaves out: all that is marked full, and mutants whose turn it is not."""
     environment(session)
     run(session, "pytest", "pytest", "-m", "full", *IN_TWO, *session.posargs)
+    for engine in ENGINES:
+        environment(session, engine)
+        how = ["-m", "full", *IN_TWO, f"{PLUGINS[engine]}/tests", *session.posargs]
+        run(session, f"pytest {engine}", "pytest", *how)
 
 
 @nox.session(venv_backend="none")

@@ -360,7 +360,9 @@ def test_a_refit_to_a_dead_engine_fails_soon(start, tiny):
 
 
 @pytest.mark.parametrize(
-    ("workers", "asynchronous"), [(1, False), (2, False), (1, True)], ids=["1", "2", "async"]
+    ("workers", "asynchronous"),
+    [(1, False), (2, False), pytest.param(1, True, marks=pytest.mark.full)],
+    ids=["1", "2", "async"],
 )
 def test_nothing_outlives_a_driver_that_is_killed(workers, asynchronous, tiny, tmp_path):
     script = f"""
@@ -399,7 +401,11 @@ def test_nothing_outlives_a_driver_that_is_killed(workers, asynchronous, tiny, t
         assert not [path for path in shared if path.exists()]
 
 
-@pytest.mark.parametrize("cfg", [{"tensor_parallel_size": 2}, {"async_engine": True}], ids=str)
+@pytest.mark.parametrize(
+    "cfg",
+    [pytest.param({"tensor_parallel_size": 2}, marks=pytest.mark.full), {"async_engine": True}],
+    ids=str,
+)
 def test_vllms_sockets_are_private_and_go_with_the_engine(cfg, start, monkeypatch):
     with tempfile.TemporaryDirectory(prefix="t") as temporary:
         monkeypatch.setattr(tempfile, "tempdir", temporary)
