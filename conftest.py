@@ -6,12 +6,13 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from mutant_sample import SAMPLES, number_of
+from mutant_sample import SAMPLES, changed_files, number_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _LEFT = pytest.StashKey[Counter[str]]()
+_CHANGED = pytest.StashKey[list[str]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -29,10 +30,18 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.option.mutants is None:
         config.option.mutants = number_of(config.rootpath)
     config.stash[_LEFT] = Counter()
+    config.stash[_CHANGED] = changed_files(config.rootpath)
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """What the tests of a module share, as a cluster, is made once: one process runs them all."""
+    """Sees to it that tests which no change concerns count as full, and modules stay together.
+
+    What the tests of a module share, such as a cluster, is made once if one process runs them all.
+    """
+    concerned = item.get_closest_marker("concerns")
+    changed = item.config.stash[_CHANGED]
+    if concerned and not any(path.startswith(concerned.args) for path in changed):
+        item.add_marker(pytest.mark.full)
     found = getattr(item, "_fixtureinfo", None)
     made = [each[-1].scope for each in found.name2fixturedefs.values()] if found else []
     if "module" in made:
@@ -41,7 +50,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests that are marked ``full`` run only where ``-m`` speaks of them."""
+    """Tests that are ``full`` run only where ``-m`` speaks of them."""
     # Each process of xdist would have another name for it, and then none runs anything.
     if unnamed := [item.nodeid for item in items if " at 0x" in item.nodeid]:
         raise pytest.UsageError(f"{unnamed[0]} has an address in its name; give its cases ids")
@@ -95,7 +104,7 @@ def said(left: Mapping[str, int], ran: int, number: int) -> list[str]:
             f"{SAMPLES - 1}, and those that changes concern); the others: nox -s full"
         )
     if others := left.get("others", 0):
-        lines.append(f"{others} other tests are marked full and did not run: nox -s full")
+        lines.append(f"{others} other tests are full, or no change concerns them: nox -s full")
     return lines
 
 

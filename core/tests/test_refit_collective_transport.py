@@ -27,6 +27,8 @@ from rl_core.refit.transports.collective import COLLECTIVE
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+pytestmark = pytest.mark.concerns("core/")
+
 CPU = torch.device("cpu")
 LOCAL = "127.0.0.1"
 MIB = 1 << 20

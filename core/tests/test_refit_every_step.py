@@ -19,6 +19,8 @@ from rl_core.errors import RefitPeerError, WeightsTornError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+pytestmark = pytest.mark.concerns("core/")
+
 #: Staged is quiesced and more; both in turn take twice as long.
 ISOLATIONS = [pytest.param("quiesced", marks=pytest.mark.full), "staged"]
 IN_PLACE, CAST = Kind(in_place=True), Kind(casts=True, ties=False)

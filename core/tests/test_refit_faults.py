@@ -31,6 +31,8 @@ from rl_core.errors import RefitAborted, RefitPeerError, WeightsTornError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+pytestmark = pytest.mark.concerns("core/")
+
 
 ISOLATIONS = ["quiesced", "staged"]
 OLD, NEW, NEXT = 0, 1, 2

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from collections import Counter
     from collections.abc import Iterator
 
+pytestmark = pytest.mark.concerns("core/")
+
 OLD, NEXT = 0, 2
 
 

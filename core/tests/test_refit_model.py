@@ -17,6 +17,8 @@ from refit_model.scenarios import FULL
 from refit_model.search import explore, follow
 from refit_model.world import Scenario
 
+pytestmark = pytest.mark.concerns("core/")
+
 #: What once went wrong, by scenario: the shortest way there.
 TRACES: dict[str, dict[str, Any]] = json.loads(
     (Path(scenarios.__file__).parent / "traces.json").read_text(encoding="utf-8")

@@ -23,6 +23,8 @@ from rl_core.futures import wait
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+pytestmark = pytest.mark.concerns("core/")
+
 MEGABYTE = 1 << 20
 
 

@@ -13,6 +13,8 @@ from refit_forgeries import forgeries, out_of_turn_to_engine, out_of_turn_to_tra
 from refit_network import Network
 from refit_parties import DEADLINE_S, NAMES, Engine, Kind
 
+pytestmark = pytest.mark.concerns("core/")
+
 KINDS = st.builds(Kind, st.booleans(), st.booleans(), st.booleans())
 SUBSETS = st.sets(st.sampled_from(NAMES))
 POSITIONS = st.integers(0, 50)

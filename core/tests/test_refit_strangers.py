@@ -19,6 +19,8 @@ from rl_core.refit.transports.control import ControlClient, ControlServer
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+pytestmark = pytest.mark.concerns("core/")
+
 #: What a ZMTP 3.1 client begins with: signature, version, mechanism, padding; then its READY.
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)
 READY = b"\x04\x1c\x05READY\x0bSocket-Type\0\0\0\x06DEALER"
