@@ -55,14 +55,18 @@ def leave_things() -> None:
     if not os.fork():
         os.setsid()
         hang()
+    share_memory()
+    time.sleep(1.2)  # so that it is seen
+    hang()
+
+
+def share_memory() -> None:
     with open(f"/dev/shm/rl-fake-{os.getpid()}", "w+b") as file:
         file.truncate(4096)
         import mmap
 
         global kept
         kept = mmap.mmap(file.fileno(), 4096)
-    time.sleep(1.2)  # so that it is seen
-    hang()
 
 
 def channel() -> Any:
@@ -82,6 +86,7 @@ ACTS: dict[str, Callable[[], Any]] = {
     "exit": lambda: sys.exit(3),
     "interrupt": interrupted,
     "leave": leave_things,
+    "share": share_memory,
     "deaf": lambda: (channel()._end.shutdown(2), hang()),
 }
 

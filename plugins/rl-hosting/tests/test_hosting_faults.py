@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -114,3 +117,12 @@ def test_an_engine_that_raises_fails_the_call_and_goes_on(start, moment):
     assert isinstance(caught.value, WorkerError)
     assert "the fake engine starts" in caught.value.details["log"]
     assert psutil.pid_exists(engine.pid)
+
+
+def test_shared_memory_goes_with_an_engine_that_is_killed_as_soon_as_it_is_ready(start):
+    engine = start(fake={"acts": {"start": "share"}})
+    memory = Path(f"/dev/shm/rl-fake-{engine.pid}")
+    assert memory.exists()
+    os.kill(engine.pid, signal.SIGKILL)
+    engine.shutdown()
+    assert not memory.exists()

@@ -27,7 +27,7 @@ from rl_core.cluster.remote_error import as_plain
 from rl_core.errors import LifecycleError, PluginError
 from rl_core.plugins.discovery import load_object
 from rl_hosting.engine import Engine
-from rl_hosting.leftovers import end_session
+from rl_hosting.leftovers import SharedMemory, end_session
 from rl_hosting.wire import Channel, Done, Hello, Progress, Prompt, Reply, Request, encode
 
 if TYPE_CHECKING:
@@ -142,6 +142,10 @@ class Host:
                 fix="report it to the backend's author",
             )
         self._engine = engine
+        # The server looks now and then: an engine that is killed at once may be faster.
+        memory = SharedMemory(os.getpid())
+        memory.look()
+        memory.write(os.environ[SOCKETS])
         return engine.facts
 
     # -- rows -------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ import psutil
 __all__ = ["SharedMemory", "end_session", "kill", "members", "stopped"]
 
 _DIRECTORY = Path("/dev/shm")  # noqa: S108 - where Linux shows it
+_WRITTEN = "shared-memory"
 #: Seconds for killed processes to be gone; one that is in the kernel takes its time.
 _GONE_S = 2.0
 #: Seconds for Python's resource trackers to do what they are there for.
@@ -38,13 +39,26 @@ class SharedMemory:
 
     def look(self) -> None:
         """Notes what they have mapped now."""
-        for process in members(self._session):
+        pids = [process.pid for process in members(self._session)]
+        if self._session == os.getsid(0):
+            pids.append(os.getpid())
+        for pid in pids:
             with suppress(OSError):  # it has ended
-                maps = Path(f"/proc/{process.pid}/maps").read_text(errors="replace")
+                maps = Path(f"/proc/{pid}/maps").read_text(errors="replace")
                 for line in maps.splitlines():
                     _, _, _, _, inode, *path = line.split(maxsplit=5)
                     if path and path[0].startswith(f"{_DIRECTORY}/"):
                         self._inodes.add(int(inode))
+
+    def write(self, directory: str) -> None:
+        """Writes down what it knows, for whoever removes it once all processes are dead."""
+        lines = "".join(f"{inode}\n" for inode in sorted(self._inodes))
+        Path(directory, _WRITTEN).write_text(lines)
+
+    def read(self, directory: str) -> None:
+        """Learns what was written down there, if something was."""
+        with suppress(OSError):
+            self._inodes |= {int(line) for line in Path(directory, _WRITTEN).read_text().split()}
 
     def remove(self) -> None:
         """Removes what is still there of it."""
@@ -85,6 +99,7 @@ def end_session(session: int, sockets: str, memory: SharedMemory | None = None) 
         memory: What is known of its shared memory, besides what it has mapped now.
     """
     memory = memory or SharedMemory(session)
+    memory.read(sockets)
     memory.look()
     memory.remove()  # first, so that when they are gone nothing is left
     shutil.rmtree(sockets, ignore_errors=True)
