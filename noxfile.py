@@ -29,17 +29,17 @@ LEFT_OUT = {
     "oldest(vllm)": "the oldest vLLM that is supported",
     "fuzz": "a million inputs for what reads messages",
 }
-#: Seconds, as seen on 2 slow cores; each part of a run says how long it usually takes.
+#: Seconds, as seen on 2 quiet cores; each part of a run says how long it usually takes.
 USUAL = {
-    "environment workspace": 60,
+    "environment workspace": 25,
     "environment cpu-engine-vllm": 40,
     "types: mypy": 25,
-    "tests: pytest": 1680,
-    "conformance(hf): suite": 250,
-    "conformance(vllm): pytest": 710,
-    "conformance(vllm): suite": 510,
+    "tests: pytest": 730,
+    "conformance(hf): suite": 170,
+    "conformance(vllm): pytest": 210,
+    "conformance(vllm): suite": 370,
     "wheels: install": 25,
-    "wheels: tutorial": 150,
+    "wheels: tutorial": 210,
     "quickstart: GRPO": 90,
 }
 PARTS = Parts(USUAL)
