@@ -392,13 +392,16 @@ def test_nothing_outlives_a_driver_that_is_killed(workers, asynchronous, tiny, t
                 assert shared or workers == 1
             finally:
                 driver.kill()
+
+        def left() -> list[Any]:
+            alive = [pid for pid in session if running(pid)]
+            found = [*sockets_in(temporary), *directories_in(temporary)]
+            return [*alive, *found, *[path for path in shared if path.exists()]]
+
         end = time.monotonic() + 20
-        while alive := [pid for pid in session if running(pid)]:
-            assert time.monotonic() < end, f"{alive} of {session} live on"
+        while left():
+            assert time.monotonic() < end, f"left of {session}: {left()}"
             time.sleep(0.1)
-        assert not sockets_in(temporary)
-        assert not directories_in(temporary)
-        assert not [path for path in shared if path.exists()]
 
 
 @pytest.mark.parametrize(
