@@ -132,7 +132,11 @@ def _failures(report: Path | None) -> list[str]:
     if report is None or not report.exists():
         return []
     failures = []
-    for case in ET.parse(report).iter("testcase"):
+    try:
+        cases = ET.parse(report).iter("testcase")
+    except ET.ParseError as error:  # its program was killed while it wrote
+        return [f"{report} cannot be read: {error}"]
+    for case in cases:
         for bad in (*case.iterfind("failure"), *case.iterfind("error")):
             why = (bad.get("message") or bad.text or "").strip().partition("\n")[0]
             failures.append(f"{case.get('classname')}::{case.get('name')}: {why[:200]}")

@@ -76,6 +76,16 @@ def test_the_table_has_what_failed_in_a_part(tmp_path: Path) -> None:
     ]
 
 
+def test_a_report_that_is_cut_hides_nothing(tmp_path: Path) -> None:
+    report = tmp_path / "report.xml"
+    parts, _ = run_of("lint")
+    with suppress(OSError), parts.part("tests", "pytest", report):
+        report.write_text(REPORT[:-20])
+        raise OSError
+    assert parts.table(SHORT, LEFT_OUT)[2].endswith("FAILED")
+    assert "report.xml cannot be read" in parts.table(SHORT, LEFT_OUT)[4]
+
+
 def test_a_part_that_wrote_no_report_has_only_failed(tmp_path: Path) -> None:
     report = tmp_path / "report.xml"
     report.write_text(REPORT)
