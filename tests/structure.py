@@ -1,0 +1,210 @@
+"""How large the distributions are, how they are cut, and what breaks the rules of their structure.
+
+``python tests/structure.py`` prints the figures. An import circle or a source file that is too long
+fails; the other bars are printed next to what they ask for.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import sys
+import tokenize
+import tomllib
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grimp
+from rich.console import Console
+from rich.table import Table
+
+__all__ = ["Measured", "circles", "main", "measure"]
+
+ROOT = Path(__file__).parent.parent
+#: Lines that a source file may have.
+FILE_LINES = 450
+#: Lines that a folder may have.
+BARS = {"core/src/rl_core": 13_500, "core/src/rl_core/refit": 6_200}
+#: Share of a distribution's functions that may be private and have one caller.
+PRIVATE_SHARE = 0.08
+
+
+@dataclass
+class Measured:
+    """What a folder of sources is made of, in lines.
+
+    Attributes:
+        folder: Of these sources, relative to the workspace.
+        files: How many there are.
+        lines: All of them.
+        code: Lines with a statement on them that is no import.
+        imports: Lines of imports and of ``__all__``.
+        docstrings: Lines of docstrings.
+        comments: Lines that are a comment alone.
+        functions: How many are defined.
+        single: Private ones that are named at one place besides their definition.
+        long: Files that are longer than they may be, with their lines.
+    """
+
+    folder: str
+    files: int = 0
+    lines: int = 0
+    code: int = 0
+    imports: int = 0
+    docstrings: int = 0
+    comments: int = 0
+    functions: int = 0
+    single: list[str] = field(default_factory=list)
+    long: dict[str, int] = field(default_factory=dict)
+
+
+def measure(folder: Path, within: Path | None = None) -> Measured:
+    """Counts the lines and functions of a folder.
+
+    Args:
+        folder: With Python sources.
+        within: The whole distribution, in which a function's callers are looked for; ``folder``
+            when absent.
+
+    Returns:
+        The figures.
+    """
+    measured = Measured(
+        str(folder.relative_to(ROOT)) if folder.is_relative_to(ROOT) else str(folder)
+    )
+    named: Counter[str] = Counter()
+    for path in (within or folder).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Name):
+                named[node.id] += 1
+            elif isinstance(node, ast.Attribute):
+                named[node.attr] += 1
+    defined: list[str] = []
+    for path in sorted(folder.rglob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        lines = len(text.splitlines())
+        imports, docstrings, code = set[int](), set[int](), set[int]()
+        for node in ast.walk(ast.parse(text)):
+            span = range(getattr(node, "lineno", 0), (getattr(node, "end_lineno", 0) or 0) + 1)
+            if isinstance(node, ast.Import | ast.ImportFrom) or _declares_all(node):
+                imports.update(span)
+            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                defined.append(node.name)
+            if (
+                isinstance(node, ast.Expr)
+                and isinstance(node.value, ast.Constant)
+                and isinstance(node.value.value, str)
+            ):
+                docstrings.update(span)
+        comments = set[int]()
+        for token in tokenize.generate_tokens(io.StringIO(text).readline):
+            if token.type == tokenize.COMMENT and token.line.lstrip().startswith("#"):
+                comments.add(token.start[0])
+            elif token.type not in _LAYOUT:
+                code.update(range(token.start[0], token.end[0] + 1))
+        measured.files += 1
+        measured.lines += lines
+        measured.imports += len(imports)
+        measured.docstrings += len(docstrings)
+        measured.comments += len(comments)
+        measured.code += len(code - imports - docstrings)
+        if lines > FILE_LINES:
+            measured.long[str(path.relative_to(folder))] = lines
+    measured.functions = len(defined)
+    # A name that is defined twice is an interface's, with two that implement it.
+    measured.single = sorted(
+        name
+        for name, times in Counter(defined).items()
+        if times == 1 and name.startswith("_") and not name.endswith("__") and named[name] == 1
+    )
+    return measured
+
+
+_LAYOUT = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+}
+
+
+def _declares_all(node: ast.AST) -> bool:
+    return isinstance(node, ast.Assign) and any(
+        isinstance(target, ast.Name) and target.id == "__all__" for target in node.targets
+    )
+
+
+def circles(package: str) -> list[list[str]]:
+    """Modules of a package that import each other, those for type checkers and late ones included.
+
+    Args:
+        package: Its import name.
+
+    Returns:
+        For each knot of circles the modules in it, sorted.
+    """
+    graph = grimp.build_graph(package, cache_dir=None)
+    reached = {module: graph.find_upstream_modules(module) for module in graph.modules}
+    knots = {
+        frozenset({module, *(other for other in others if module in reached[other])})
+        for module, others in reached.items()
+    }
+    return sorted(sorted(knot) for knot in knots if len(knot) > 1)
+
+
+def main() -> int:
+    """Prints the figures.
+
+    Returns:
+        1 if there is a circle or a file that is too long, or else 0.
+    """
+    console = Console(width=120 if not sys.stdout.isatty() else None)
+    folders = [
+        path.parent for path in sorted(ROOT.glob("**/pyproject.toml")) if path.parent != ROOT
+    ]
+    sources = [
+        path
+        for folder in folders
+        if "project" in tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))
+        for path in sorted((folder / "src").iterdir())
+        if (path / "__init__.py").exists()
+    ]
+    table = Table(
+        "folder",
+        *(["files", "lines", "code", "imports", "docstrings", "comments", "functions", "single"]),
+    )
+    bad: list[str] = []
+    for package in sources:
+        rooms = (
+            sorted(path.parent for path in package.glob("*/__init__.py"))
+            if package.name == "rl_core"
+            else []
+        )
+        for folder in (package, *rooms):
+            m = measure(folder, package)
+            bar = BARS.get(m.folder)
+            share = len(m.single) / max(m.functions, 1)
+            table.add_row(
+                m.folder,
+                str(m.files),
+                f"{m.lines:,}" + (f" (bar {bar:,})" if bar else ""),
+                *(f"{n:,}" for n in (m.code, m.imports, m.docstrings, m.comments, m.functions)),
+                f"{share:.1%}" + (f" (bar {PRIVATE_SHARE:.0%})" if folder == package else ""),
+            )
+            if folder == package:
+                bad += [
+                    f"{folder.name}: {n} has {lines} lines, {FILE_LINES} at most"
+                    for n, lines in m.long.items()
+                ]
+        bad += ["in circles of imports: " + ", ".join(circle) for circle in circles(package.name)]
+    console.print(table)
+    for line in bad:
+        console.print(line, markup=False)
+    return bool(bad)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
