@@ -9,9 +9,9 @@ from typing import Any
 
 from refit_pair import Contender, Method, Tensors
 
+from rl_conformance.refit_bench.engine import Tensors as Model
 from rl_core.futures import wait
 from rl_core.refit import RefitReceiver, RefitSender
-from rl_core.refit.bench_engine import Tensors as Model
 
 __all__ = ["OURS"]
 

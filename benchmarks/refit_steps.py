@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 
 from refit_report import add_ratios, seconds_of
 
+from rl_conformance.refit_bench.bench import Bench, Row
 from rl_core.refit import DEFAULT_BUCKET_BYTES
-from rl_core.refit.bench import Bench, Row
 from rl_core.refit.plan import SLOTS
 
 __all__ = ["apart", "delta", "growth", "lack_of_memory", "memory", "pace"]

@@ -184,6 +184,13 @@ def test_misspelt_command_is_told_the_nearest() -> None:
     assert "did you mean 'check'?" in rl("chek")[2]
 
 
+def test_unknown_command_is_told_which_there_are_and_where_others_come_from() -> None:
+    err = rl("frob")[2]
+    assert "there is no command 'frob'; those that are installed: backends, check" in err
+    assert "entry-point group rl_core.commands" in err
+    assert "conformance, new and refit come with: pip install ./tests/conformance" in err
+
+
 def test_command_of_a_plugin_does_not_hide_ours_in_the_help(install: Install) -> None:
     install("rl-one", {"rl_core.commands": {"check": "one:app"}})
     assert "check a model" in rl("--help")[1]

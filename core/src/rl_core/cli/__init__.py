@@ -27,9 +27,13 @@ __all__ = ["main"]
 
 _OWN = {
     "backends": ("rl_core.cli.backends:main", "list, describe and examine the installed backends"),
-    "refit": ("rl_core.cli.refit:main", "measure the transfer of weights on this host"),
     "check": ("rl_core.cli.check:main", "check a model: log-probs, context length, decoding"),
 }
+#: Where commands come from that are not installed.
+_OTHERS = (
+    f"packages add others through the entry-point group {COMMANDS}; "
+    "conformance, new and refit come with: pip install ./tests/conformance"
+)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -81,7 +85,8 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
 
             names = [*_OWN, *(provider.name for provider in providers(COMMANDS))]
             close = nearest(options.command, names)
-            hint = f"did you mean {close!r}?" if close else "see rl --help"
+            known = f"those that are installed: {', '.join(sorted(names))}; {_OTHERS}"
+            hint = f"did you mean {close!r}?" if close else known
             parser.error(f"there is no command {options.command!r}; {hint}")
         sys.argv[0] = f"rl {options.command}"
         return command(options.arguments) or 0

@@ -27,9 +27,9 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
+from rl_conformance.refit_bench.engine import Engine, Tensors, acquire
 from rl_core.errors import ConfigError, RefitCorrupted
 from rl_core.futures import wait
-from rl_core.refit.bench_engine import Engine, Tensors, acquire
 from rl_core.refit.options import DEFAULT_DEADLINE_S
 from rl_core.refit.plan import SLOTS
 from rl_core.refit.report import RefitReport

@@ -13,7 +13,7 @@ from rl_core.cli.output import chatter_to_stderr, console_for_result
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from rl_core.refit.bench import Bench, Row
+    from rl_conformance.refit_bench.bench import Bench, Row
 
 __all__ = ["main"]
 
@@ -53,7 +53,7 @@ def _bench(options: argparse.Namespace) -> dict[str, Any]:
     import torch
     from rich.console import Console
 
-    from rl_core.refit.bench import Bench
+    from rl_conformance.refit_bench.bench import Bench
 
     bench = Bench(
         nbytes=int(options.gb * 1e9),

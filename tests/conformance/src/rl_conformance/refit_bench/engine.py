@@ -1,4 +1,4 @@
-"""The engine's side of :mod:`rl_core.refit.bench`: a model, and a process that holds one."""
+"""The engine's side of the benchmark: a model, and a process that holds one."""
 
 from __future__ import annotations
 
