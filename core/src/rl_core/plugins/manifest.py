@@ -103,8 +103,7 @@ class BackendManifest:
         tolerances: Largest accepted ``(mean, max)`` absolute log-prob difference from a float32
             reference, by torch dtype name.
         refit_constant_bytes: Memory a refit may use beyond its buffers. Digests take up to 40 MiB
-            of a GPU, on each side, and the first refit of a process compares itself with a copy of
-            32 MiB.
+            of a GPU, on each side.
         released_fraction: For ``sleep`` and ``offload``: fraction of the device memory of weights
             or KV cache that is given back.
     """

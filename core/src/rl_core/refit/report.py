@@ -2,27 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from functools import cache
 from typing import Any, Self
-
-import torch
 
 from rl_core.errors import RefitProtocolError
 
-__all__ = ["RefitReport", "copy_rate"]
-
-_CUDA: Any = torch.cuda  # its events are not typed
-
-#: Bytes that are copied to measure the rate: with the copy, more than most caches hold, and no more
-#: than a refit may take beside its buffers.
-_PROBE_BYTES = {"cpu": 32 << 20, "cuda": 40 << 20}
-#: What is tried at least on a device that is full.
-_LEAST_PROBE_BYTES = 1 << 19
-#: Copies that a GPU is given at once: what it still has to write when they end is little of all.
-_COPIES = 16
+__all__ = ["RefitReport"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +20,6 @@ class RefitReport:
         bytes: Bytes sent: each tensor once, in the engine's dtype.
         seconds: From the first message to the last commit.
         gb_per_s: ``bytes / seconds / 1e9``.
-        of_copy_rate: ``gb_per_s`` as a fraction of :func:`copy_rate` where the tensors are.
         phases: Seconds in each phase, as the sender saw them.
         extra_memory_bytes: Size of the sender's buffers; 0 if they are the tensors' own memory.
         tensors: Tensors sent, without aliases and empty ones.
@@ -56,7 +41,6 @@ class RefitReport:
     bytes: int
     seconds: float
     gb_per_s: float
-    of_copy_rate: float
     phases: Mapping[str, float]
     extra_memory_bytes: int
     tensors: int
@@ -97,50 +81,7 @@ class RefitReport:
         skipped = f", {self.skipped} held already" if self.skipped else ""
         return (
             f"refit to version {self.version}: {self.bytes / 1e6:.1f} MB in {self.seconds:.3f} s "
-            f"({self.gb_per_s:.2f} GB/s, {self.of_copy_rate:.0%} of a plain copy), "
-            f"{self.tensors} tensors{skipped}{same}, {self.receivers} "
+            f"({self.gb_per_s:.2f} GB/s), {self.tensors} tensors{skipped}{same}, {self.receivers} "
             f"receiver{'s' * (self.receivers > 1)}, {self.transport} {self.mode}{why}, "
             f"verify={self.verify}, {self.extra_memory_bytes / 1e6:.1f} MB of buffers"
         )
-
-
-@cache
-def copy_rate(device: str) -> float:
-    """Bytes per second of a plain copy on a device, by the threads that torch uses here.
-
-    Measured once per process, with 64 to 80 MiB, or with what a full device has left.
-    """
-    nbytes = _PROBE_BYTES["cuda" if torch.device(device).type == "cuda" else "cpu"]
-    while True:
-        try:
-            return _measure_copies(device, nbytes)
-        except torch.OutOfMemoryError:
-            if nbytes <= _LEAST_PROBE_BYTES:
-                raise
-            nbytes //= 4
-
-
-def _measure_copies(device: str, nbytes: int) -> float:
-    source = torch.ones(nbytes // 4, device=device)
-    target = torch.zeros_like(source)
-    timed = _seconds_on_gpu if source.is_cuda else _seconds
-    return nbytes / min(timed(source, target) for _ in range(4))
-
-
-def _seconds(source: torch.Tensor, target: torch.Tensor) -> float:
-    """Of one copy."""
-    began = time.perf_counter()
-    target.copy_(source)
-    return time.perf_counter() - began
-
-
-def _seconds_on_gpu(source: torch.Tensor, target: torch.Tensor) -> float:
-    """Of one copy among many, by the GPU's own clock: launching one takes longer than the copy."""
-    with torch.cuda.device(source.device):
-        begun, ended = (_CUDA.Event(enable_timing=True) for _ in range(2))
-        begun.record()
-        for _ in range(_COPIES):
-            target.copy_(source)
-        ended.record()
-        ended.synchronize()
-    return float(begun.elapsed_time(ended)) / 1e3 / _COPIES

@@ -26,7 +26,7 @@ from rl_core.refit.jobs import Job
 from rl_core.refit.messages import Offer, Prepare
 from rl_core.refit.packing import DirectPacker, Packer, SlotPacker, digest_all
 from rl_core.refit.plan import ALIGN
-from rl_core.refit.report import RefitReport, copy_rate
+from rl_core.refit.report import RefitReport
 from rl_core.refit.session import Confirm, Effect, MakePlan, Pack, Phase, Send, SenderSession
 
 if TYPE_CHECKING:
@@ -384,15 +384,12 @@ class Sending(Job[SenderSession]):
     def _report(self, unchanged: int | None) -> RefitReport:
         phases, plan = self.session.phase_seconds, self._plan
         seconds = sum(phases.values())
-        rate = plan.nbytes / seconds
         lane = 0 if plan.direct or self._lane is None else self._lane.data.numel()
-        device = "cpu" if self._lane is None else str(self._lane.data.device)
         return RefitReport(
             version=self.version,
             bytes=plan.nbytes,
             seconds=seconds,
-            gb_per_s=rate / 1e9,
-            of_copy_rate=rate / copy_rate(device),
+            gb_per_s=plan.nbytes / seconds / 1e9,
             phases=phases,
             extra_memory_bytes=lane,
             tensors=len(plan.sent),
