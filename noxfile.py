@@ -13,6 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import nox
+from nox.command import CommandFailed
 
 ROOT = Path(__file__).parent
 sys.path.insert(0, str(ROOT / "tests"))
@@ -210,7 +211,7 @@ def conformance(session: nox.Session, plugin: str) -> None:
         run(session, "pytest", "pytest", *IN_TWO, f"{PLUGINS[plugin]}/tests")
     # In two processes, unless a part is asked for.
     how = session.posargs or ["-n", "2"]
-    run(session, "suite", "rl", "conformance", "run", plugin, *reports(plugin, "cpu"), *how)
+    run(session, "suite", "rl", "conformance", "run", plugin, *reports(plugin), *how)
 
 
 @nox.session(venv_backend="none")
@@ -231,24 +232,32 @@ def oldest(session: nox.Session, plugin: str) -> None:
     run(session, "pytest", "pytest", f"{PLUGINS[plugin]}/tests", *how)
 
 
-@nox.session(name="conformance-gpu")
+@nox.session
 @nox.parametrize("plugin", list(PLUGINS), ids=list(PLUGINS))
-def conformance_gpu(session: nox.Session, plugin: str) -> None:
-    """The suite against one backend on a GPU; without one it reports not_run and fails."""
-    install(session, *editable())
-    if plugin in ENGINES:
-        session.install("-e", f"{PLUGINS[plugin]}[engine]")  # brings the torch that it needs
-    session.run("rl", "conformance", "run", plugin, *reports(plugin, "cuda"), *session.posargs)
+def gpu(session: nox.Session, plugin: str) -> None:
+    """All that needs a GPU, part by part; without one it fails and says what did not run."""
+    how = ["--backend", plugin, *session.posargs]
+    if "--rehearse" in how:
+        environment(session, plugin if plugin in ENGINES else "")
+    else:
+        install(session, *editable(), *TOOLS)
+        if plugin in ENGINES:
+            engine = f"{PLUGINS[plugin]}[engine]"
+            try:
+                session.install("-e", engine)  # brings the torch that it needs
+            except CommandFailed:
+                how += ["--not-run", f"{engine} could not be installed, as pip says"]
+    run(session, "parts", "python", "tests/gpu_run.py", *how)
 
 
-def reports(plugin: str, device: str) -> list[str]:
+def reports(plugin: str) -> list[str]:
     """Options that write every kind of report under ``out/conformance``."""
     folder = OUT / "conformance"
     folder.mkdir(parents=True, exist_ok=True)
-    stem = folder / f"{plugin}-{device}"
+    stem = folder / f"{plugin}-cpu"
     kinds = {"json": "json", "junit": "xml", "markdown": "md", "html": "html", "badge": "svg"}
     options = [part for kind, end in kinds.items() for part in (f"--{kind}", f"{stem}.{end}")]
-    return ["--device", device, *options]
+    return ["--device", "cpu", *options]
 
 
 @nox.session(venv_backend="none")
