@@ -1,0 +1,86 @@
+"""What the figures of the structure are, on a package that breaks every rule of it once."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import structure
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+CUT = '''__all__ = ["shown"]
+
+
+def shown():
+    """Says it."""
+    return _once() + _twice() + _twice()
+
+
+def _once():
+    return 1
+
+
+def _twice():
+    return 2
+'''
+FILES = {
+    "__init__.py": '"""A package."""\n',
+    "first.py": "import crooked.second\n",
+    "second.py": "# Why it is so.\nfrom typing import TYPE_CHECKING\n\nif TYPE_CHECKING:\n"
+    "    from crooked.first import anything\n",
+    "long.py": "x = 1\n" * (structure.FILE_LINES + 1),
+    "cut.py": CUT,
+}
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "part" / "src" / "crooked"
+    folder.mkdir(parents=True)
+    for name, text in FILES.items():
+        (folder / name).write_text(text)
+    (tmp_path / "part" / "pyproject.toml").write_text('[project]\nname = "crooked"\n')
+    monkeypatch.syspath_prepend(folder.parent)
+    monkeypatch.setattr(structure, "ROOT", tmp_path)
+    return folder
+
+
+def test_lines_are_counted_by_what_is_on_them(package: Path) -> None:
+    m = structure.measure(package)
+    assert (m.folder, m.files, m.lines) == ("part/src/crooked", 5, 1 + 1 + 5 + 451 + 14)
+    assert (m.imports, m.docstrings, m.comments) == (4, 2, 1)
+    assert m.code == 451 + 1 + 6
+
+
+def test_a_private_function_with_one_caller_is_named(package: Path) -> None:
+    m = structure.measure(package)
+    assert (m.functions, m.single) == (3, ["_once"])
+
+
+@pytest.mark.parametrize(("callers", "single"), [(1, ["_helper"]), (2, [])])
+def test_callers_are_looked_for_in_the_whole_distribution(
+    package: Path, callers: int, single: list[str]
+) -> None:
+    (package / "inner").mkdir()
+    (package / "inner" / "part.py").write_text("def _helper():\n    return 1\n")
+    (package / "user.py").write_text("_helper()\n" * callers)
+    assert structure.measure(package / "inner", package).single == single
+
+
+def test_a_circle_through_an_import_for_type_checkers_is_one(package: Path) -> None:
+    assert structure.circles("crooked") == [["crooked.first", "crooked.second"]]
+
+
+def test_a_circle_and_a_long_file_fail(package: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert structure.main() == 1
+    out = capsys.readouterr().out
+    assert "crooked: long.py has 451 lines, 450 at most" in out
+    assert "in circles of imports: crooked.first, crooked.second" in out
+
+
+def test_what_keeps_the_rules_does_not_fail(package: Path) -> None:
+    (package / "second.py").write_text("")
+    (package / "long.py").write_text("x = 1\n" * structure.FILE_LINES)
+    assert structure.main() == 0
