@@ -146,7 +146,7 @@ def run(session: nox.Session, what: str, program: str, *arguments: str) -> None:
     wrote = next((Path(b) for a, b in pairwise(arguments) if a.startswith("--junit")), None)
     with PARTS.part(session.name, what, wrote):
         command = str(Path(session.env["VIRTUAL_ENV"], SCRIPTS, program))
-        session.run(command, *arguments, env=threads)
+        session.run(command, *arguments, env=threads, external=True)
 
 
 @nox.session(venv_backend="none")
