@@ -151,11 +151,12 @@ def run(session: nox.Session, what: str, program: str, *arguments: str) -> None:
 
 @nox.session(venv_backend="none")
 def lint(session: nox.Session) -> None:
-    """Style, import directions, spelling."""
+    """Style, import directions, circles of imports, long files, spelling."""
     environment(session)
     run(session, "ruff", "ruff", "check", ".")
     run(session, "ruff format", "ruff", "format", "--check", ".")
     run(session, "import-linter", "lint-imports", "--config", "pyproject.toml")
+    run(session, "structure", "python", "tests/structure.py")
     run(session, "codespell", "codespell", *session.posargs)
 
 
