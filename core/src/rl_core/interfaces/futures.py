@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import concurrent.futures
-from collections.abc import Awaitable
 from typing import Any, TypeAlias
 
 __all__ = ["Future"]
 
-#: A ``concurrent.futures.Future``, or what a launcher has instead, such as Ray's object refs; see
-#: :func:`rl_core.wait`.
-Future: TypeAlias = concurrent.futures.Future[Any] | Awaitable[Any]
+#: A ``concurrent.futures.Future``, or what a launcher has instead, such as one of Ray's object
+#: refs: :func:`rl_core.wait` takes both.
+Future: TypeAlias = concurrent.futures.Future[Any] | Any

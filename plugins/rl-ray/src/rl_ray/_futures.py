@@ -24,28 +24,26 @@ def as_future(reference: Any) -> concurrent.futures.Future[Any]:
     future.set_running_or_notify_cancel()
 
     def end(done: concurrent.futures.Future[Any]) -> None:
-        if (error := done.exception()) is None:
+        error: Any = done.exception()
+        if error is None:
             future.set_result(done.result())
-        else:
-            future.set_exception(_unwrapped(error))
+            return
+        if isinstance(error, ray.exceptions.RayTaskError):
+            cause = error.cause
+            if isinstance(cause, RLError):
+                error = cause
+            else:
+                error = WorkerError(
+                    f"a worker failed: {cause}",
+                    fix="the worker's traceback is in error.remote_traceback",
+                    remote_type=type(cause).__qualname__,
+                    remote_traceback=error.traceback_str,
+                )
+        elif isinstance(error, (ray.exceptions.RayActorError, ray.exceptions.WorkerCrashedError)):
+            error = WorkerDiedError(
+                f"a worker is gone: {error}", fix="look at its log for the cause (often memory)"
+            )
+        future.set_exception(error)
 
     reference.future().add_done_callback(end)
     return future
-
-
-def _unwrapped(error: BaseException) -> BaseException:
-    if isinstance(error, ray.exceptions.RayTaskError):
-        cause: BaseException = error.cause
-        if isinstance(cause, RLError):
-            return cause
-        return WorkerError(
-            f"a worker failed: {cause}",
-            fix="the worker's traceback is in error.remote_traceback",
-            remote_type=type(cause).__qualname__,
-            remote_traceback=error.traceback_str,
-        )
-    if isinstance(error, (ray.exceptions.RayActorError, ray.exceptions.WorkerCrashedError)):
-        return WorkerDiedError(
-            f"a worker is gone: {error}", fix="look at its log for the cause (often memory)"
-        )
-    return error

@@ -67,10 +67,18 @@ class RayVirtualCluster:
         deadline_s: float = 60.0,
         ray_options: Mapping[str, Any] | None = None,
     ) -> None:
+        if not bundle_ct_per_node_list:
+            raise ConfigError(
+                "bundle_ct_per_node_list is empty",
+                fix="[2] asks for two bundles on one node",
+                key="bundle_ct_per_node_list",
+            )
         self._groups: list[Any] = []  # placement groups
         self._claims: list[str] = []
         self._owns_ray = False
-        self.bundles = _check_bundles(bundle_ct_per_node_list)
+        self.bundles = [
+            _at_least_one("bundle_ct_per_node_list", count) for count in bundle_ct_per_node_list
+        ]
         self.num_cpus_per_bundle = _at_least_one("num_cpus_per_bundle", num_cpus_per_bundle)
         self.max_colocated_worker_groups = _at_least_one(
             "max_colocated_worker_groups", max_colocated_worker_groups
@@ -82,7 +90,13 @@ class RayVirtualCluster:
             if use_gpus is None:
                 use_gpus = bool(ray.cluster_resources().get("GPU", 0))
             self.use_gpus = use_gpus
-            self._check_gpus(num_gpus_per_node)
+            if use_gpus and num_gpus_per_node and max(self.bundles) > num_gpus_per_node:
+                raise ConfigError(
+                    f"a node is asked for {max(self.bundles)} bundles with a GPU each, "
+                    f"and has {num_gpus_per_node}",
+                    fix="ask for at most num_gpus_per_node bundles of a node",
+                    key="bundle_ct_per_node_list",
+                )
             self._reserve(deadline_s)
         except BaseException:
             self.shutdown()
@@ -114,7 +128,14 @@ class RayVirtualCluster:
         try:
             environment: dict[str, Any] = {"env_vars": dict(manifest.environment)}
             if executable := self.py_executables.get(manifest.name):
-                _check_executable(manifest.name, executable)
+                # Ray would wait for ever for a Python that is not there; on other nodes only it
+                # can tell.
+                if len(ray.nodes()) == 1 and not shutil.which(shlex.split(executable)[0]):
+                    raise ConfigError(
+                        f"the Python for workers of {manifest.name!r} does not exist: {executable}",
+                        fix="correct py_executables of the RayVirtualCluster",
+                        key="py_executables",
+                    )
                 environment["py_executable"] = executable
             options = [{"runtime_env": environment, **self.actor_options(n)} for n in range(size)]
             return WorkerGroup(
@@ -199,53 +220,22 @@ class RayVirtualCluster:
             )
             self._groups.append(group)
         for node, group in enumerate(self._groups):
-            if not group.wait(max(0.0, end - time.monotonic())):
-                raise self._no_room(node, bundle, deadline_s)
-
-    def _no_room(self, node: int, bundle: dict[str, float], deadline_s: float) -> ConfigError:
-        nodes = [
-            {key: entry["Resources"].get(key, 0.0) for key in bundle}
-            for entry in ray.nodes()
-            if entry["Alive"]
-        ]
-        free = ray.available_resources()
-        return ConfigError(
-            f"the cluster {self.name} was not ready within {deadline_s:g} s. Asked for: "
-            f"{self.bundles} bundles of {_show(bundle)} each; entry {node} found no node. "
-            f"Ray has: {'; '.join(map(_show, nodes))}; "
-            f"free now: {_show({key: free.get(key, 0.0) for key in bundle})}",
-            fix="ask for fewer bundles, shut other clusters down, or add nodes",
-            key="bundle_ct_per_node_list",
-        )
-
-    def _check_gpus(self, num_gpus_per_node: int | None) -> None:
-        if self.use_gpus and num_gpus_per_node and max(self.bundles) > num_gpus_per_node:
+            if group.wait(max(0.0, end - time.monotonic())):
+                continue
+            nodes = [
+                {key: entry["Resources"].get(key, 0.0) for key in bundle}
+                for entry in ray.nodes()
+                if entry["Alive"]
+            ]
+            free = ray.available_resources()
             raise ConfigError(
-                f"a node is asked for {max(self.bundles)} bundles with a GPU each, "
-                f"and has {num_gpus_per_node}",
-                fix="ask for at most num_gpus_per_node bundles of a node",
+                f"the cluster {self.name} was not ready within {deadline_s:g} s. Asked for: "
+                f"{self.bundles} bundles of {_show(bundle)} each; entry {node} found no node. "
+                f"Ray has: {'; '.join(map(_show, nodes))}; "
+                f"free now: {_show({key: free.get(key, 0.0) for key in bundle})}",
+                fix="ask for fewer bundles, shut other clusters down, or add nodes",
                 key="bundle_ct_per_node_list",
             )
-
-
-def _check_bundles(counts: Sequence[int]) -> list[int]:
-    if not counts:
-        raise ConfigError(
-            "bundle_ct_per_node_list is empty",
-            fix="[2] asks for two bundles on one node",
-            key="bundle_ct_per_node_list",
-        )
-    return [_at_least_one("bundle_ct_per_node_list", count) for count in counts]
-
-
-def _check_executable(backend: str, executable: str) -> None:
-    """Ray would wait for ever for a Python that is not there; on other nodes only it can tell."""
-    if len(ray.nodes()) == 1 and not shutil.which(shlex.split(executable)[0]):
-        raise ConfigError(
-            f"the Python for workers of {backend!r} does not exist: {executable}",
-            fix="correct py_executables of the RayVirtualCluster",
-            key="py_executables",
-        )
 
 
 def _at_least_one(key: str, value: int) -> int:
