@@ -58,8 +58,8 @@ CORE, LOSSES, CONFORMANCE = "core", "plugins/rl-losses", "tests/conformance"
 PLUGINS = {"hf": "plugins/rl-hf", "vllm": "plugins/rl-vllm"}
 #: Engines that get an environment of their own, and what is installed there on a CPU.
 ENGINES = {"vllm": "plugins/rl-vllm"}
-HOSTING = "plugins/rl-hosting"
-DISTRIBUTIONS = [CORE, LOSSES, HOSTING, *PLUGINS.values(), CONFORMANCE]
+LAUNCHERS = ["plugins/rl-hosting", "plugins/rl-ray"]
+DISTRIBUTIONS = [CORE, LOSSES, *LAUNCHERS, *PLUGINS.values(), CONFORMANCE]
 #: Checks that look different in the dtype of the CUDA profile; all of them pass in it.
 IN_LOWER_PRECISION = "G4 or G7 or G8 or G10 or G11 or P1 or P4 or P5 or P13 or R1 or R15"
 #: All but processes that die, which takes long and is the same in every release of an engine.
@@ -93,7 +93,7 @@ COMPILE = {"PYTHONDONTWRITEBYTECODE": ""}
 
 def editable() -> list[str]:
     """The whole workspace, with every optional part that runs without a GPU."""
-    extras = {CORE: "[ray]", PLUGINS["hf"]: "[lora,device-map]"}
+    extras = {PLUGINS["hf"]: "[lora,device-map]"}
     return [part for path in DISTRIBUTIONS for part in ("-e", path + extras.get(path, ""))]
 
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 #: Where a package that is imported under another name comes from.
-_NAMES = {"rl_losses": "./plugins/rl-losses", "rl_core": "./core"}
+_NAMES = {"rl_core": "./core"} | {f"rl_{n}": f"./plugins/rl-{n}" for n in ("losses", "ray")}
 
 
 def require_packages(*modules: str) -> None:

@@ -1,13 +1,18 @@
 """A test double of a backend: no engine, but every answer shows what the worker was given.
 
-Workers import it by its entry point, from a directory on their ``PYTHONPATH``.
+Workers import it by its entry point, from a directory on their ``PYTHONPATH``. Below it is what all
+tests of launchers need.
 """
 
 from __future__ import annotations
 
 import os
+import time
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NotRequired, Self
 
+import psutil
 import torch
 
 from rl_core.backends import Completion, GenerationBackend, ModelFacts, PolicyBackend
@@ -199,3 +204,58 @@ class PairLoss(LossFunction):
 
     def __call__(self, inputs: Any, data: Any, **counts: Any) -> Any:
         raise NotImplementedError
+
+
+# -- in the driver ---------------------------------------------------------------------------------
+
+CONFIG = {"backend": "double", "model_name": "none", "max_new_tokens": 20}
+ENGINE_ERROR = """
+class EngineError(RuntimeError):
+    def __init__(self, handle, text):
+        super().__init__(text)
+        self.handle = handle
+"""
+
+
+def manifest_in(folder: Path) -> Any:
+    """The double's manifest; its workers find the double, and an engine that is not here."""
+    installed, engine = folder / "site", folder / "engine"
+    info = installed / "rl_double-1.0.dist-info"
+    for made in (info, engine):
+        made.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: rl-double\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[rl_core.backends]\ndouble=cluster_doubles:BACKEND\n")
+    (engine / "only_in_workers.py").write_text(ENGINE_ERROR)
+    path = os.pathsep.join(map(str, [Path(__file__).parent, installed, engine]))
+    return replace(BACKEND, environment={"PYTHONPATH": path, "DOUBLE_SETTING": "from manifest"})
+
+
+def prompts(*rows: list[int], **extra: Any) -> BatchedDataDict[Any]:
+    width = max(map(len, rows), default=0)
+    ids = [row + [0] * (width - len(row)) for row in rows]
+    return BatchedDataDict(
+        {
+            "input_ids": torch.tensor(ids, dtype=torch.int64).reshape(len(rows), width),
+            "input_lengths": torch.tensor([len(row) for row in rows], dtype=torch.int64),
+            **extra,
+        }
+    )
+
+
+def pids(backend: Any) -> list[int]:
+    """Of the workers of a remote backend."""
+    return [place["pid"] for place in backend._group.places]
+
+
+def wait_until_gone(processes: list[int]) -> None:
+    end = time.monotonic() + 30
+    while any(map(_alive, processes)):
+        assert time.monotonic() < end, "processes are left behind"
+        time.sleep(0.05)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

@@ -332,19 +332,6 @@ def test_a_shard_survives_bit_for_bit_with_its_plan(passed_through):
     assert received.elem_counts_per_gb == shard.elem_counts_per_gb
 
 
-@pytest.mark.ray
-@pytest.mark.slow
-def test_a_shard_survives_ray_with_its_plan():
-    ray = pytest.importorskip("ray")
-    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
-    try:
-        received = ray.get(ray.put(planned_shard()), timeout=60)
-    finally:
-        ray.shutdown()
-    assert_same(received, planned_shard())
-    assert received.micro_batch_indices == planned_shard().micro_batch_indices
-
-
 def test_a_slice_travels_without_the_rest_of_the_batch():
     batch = BatchedDataDict({"x": torch.zeros(1000, 100)})
     assert len(pickle.dumps(batch.slice(3, 5))) < 10_000

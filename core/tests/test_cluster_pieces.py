@@ -191,8 +191,8 @@ class Recorder(Workers):
     def stream(self, rank: int, stream_id: str, data: Any, greedy: bool) -> Any:
         raise NotImplementedError
 
-    def shutdown(self) -> bool:
-        return True
+    def end(self) -> None:
+        raise NotImplementedError
 
 
 @pytest.mark.parametrize(

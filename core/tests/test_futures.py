@@ -1,4 +1,4 @@
-"""One wait for futures of either kind, with a deadline."""
+"""One wait for futures of any kind, with a deadline."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import threading
 
 import pytest
 
-from rl_core.errors import ConfigError, DeadlineError, WorkerDiedError, WorkerError
-from rl_core.futures import spawn, wait
+from rl_core.errors import ConfigError, DeadlineError
+from rl_core.futures import as_concurrent, spawn, wait
 
 
 def done(value: object) -> concurrent.futures.Future[object]:
@@ -61,7 +61,15 @@ def test_a_spawned_thread_never_keeps_the_process_alive():
     assert spawn("daemon", lambda: threading.current_thread().daemon).result(10)
 
 
-def test_waiting_does_not_import_ray():
+def test_a_registered_class_of_futures_can_be_waited_for():
+    class Promise:
+        pass
+
+    as_concurrent.register(Promise, lambda _: done("kept"))
+    assert wait([Promise(), done(1)], 10) == ["kept", 1]
+
+
+def test_waiting_imports_neither_ray_nor_torch():
     import subprocess
 
     code = (
@@ -69,35 +77,3 @@ def test_waiting_does_not_import_ray():
         "sys.exit('ray' in sys.modules or 'torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
-
-
-class TestRay:
-    """What Ray makes of errors is taken off; no cluster is needed to see it."""
-
-    @pytest.fixture
-    def ray(self):
-        return pytest.importorskip("ray").exceptions
-
-    def task_error(self, ray, cause: BaseException) -> BaseException:
-        return ray.RayTaskError("generate", "Traceback: there", cause, "p", 1, "127.0.0.1")
-
-    def test_an_error_of_ours_comes_out_as_it_is(self, ray):
-        cause = WorkerError("it failed", remote_traceback="there")
-        for error in (
-            self.task_error(ray, cause),
-            self.task_error(ray, cause).as_instanceof_cause(),
-        ):
-            with pytest.raises(WorkerError) as caught:
-                wait([failed(error)], 10)
-            assert caught.value.message == "it failed"
-            assert caught.value.remote_traceback == "there"
-
-    def test_any_other_error_becomes_a_worker_error_with_its_traceback(self, ray):
-        with pytest.raises(WorkerError) as caught:
-            wait([failed(self.task_error(ray, KeyError("k")))], 10)
-        assert caught.value.remote_type == "KeyError"
-        assert "there" in caught.value.remote_traceback
-
-    def test_a_dead_actor_is_a_worker_that_died(self, ray):
-        with pytest.raises(WorkerDiedError):
-            wait([failed(ray.ActorDiedError())], 10)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import rl_core
+from rl_core.errors import MissingEngineError
 
 
 def type_checked_names() -> set[str]:
@@ -36,6 +37,20 @@ def test_dir_lists_names_that_are_not_imported_yet() -> None:
 def test_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="'rl_core' has no attribute 'nothing'"):
         _ = rl_core.nothing
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "rl_core.RayVirtualCluster",
+        "from rl_core import RayVirtualCluster",
+        "from rl_core.cluster import RayVirtualCluster",
+    ],
+)
+def test_what_was_here_says_where_it_is(statement: str) -> None:
+    with pytest.raises(MissingEngineError, match="from rl_ray import RayVirtualCluster") as caught:
+        exec(statement, {"rl_core": rl_core})
+    assert caught.value.fix == "pip install ./plugins/rl-ray"
 
 
 @pytest.mark.parametrize("first", ["", "import rl_core.refit", "from rl_core.refit import refit"])

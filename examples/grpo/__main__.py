@@ -45,7 +45,7 @@ def main(
 ) -> None:
     """Teaches a model to add, by example and then by reward."""
     if not embedded:
-        require_packages("ray")
+        require_packages("rl_ray")
     with plain_errors():
         check(policy=policy, generation=generation, files=[plot_file, json_file])
         runs = []

@@ -17,7 +17,6 @@ from examples.additions import MAX_NEW_TOKENS, Additions, make_model
 from rl_core import (
     ColocatablePolicyInterface,
     GenerationInterface,
-    RayVirtualCluster,
     create_generation,
     create_policy,
     training_batch,
@@ -128,6 +127,8 @@ def backends(
     with ExitStack() as stack:
         cluster = None
         if not settings.embedded:
+            from rl_ray import RayVirtualCluster
+
             cluster = stack.enter_context(RayVirtualCluster([1], name="generation"))
         generation = create_generation(
             {

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-import time
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import psutil
 import torch
 
 from rl_conformance.reference.generation import ReferenceGeneration
@@ -85,23 +83,5 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(value.equal(other[n]) for n, value in one.items())
 
 
-def pids(policy: RemotePolicy) -> list[int]:
-    return [place["pid"] for place in policy._group.places]
-
-
 def sources(policy: RemotePolicy) -> list[dict[str, int]]:
     return policy._group.attributes("sources")
-
-
-def wait_until_gone(processes: list[int]) -> None:
-    end = time.monotonic() + 30
-    while any(map(_alive, processes)):
-        assert time.monotonic() < end, "processes are left behind"
-        time.sleep(0.05)
-
-
-def _alive(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import sharded
-from sharded import engine_of, pids, same, weights
+from cluster_doubles import pids, wait_until_gone
+from sharded import engine_of, same, weights
 
 from rl_conformance.models import make_tiny_model
 from rl_core.errors import RLError, WeightsTornError, WorkerDiedError
@@ -82,7 +83,7 @@ def start(warm: None, manifest: Any, model: Path) -> Iterator[Callable[[int], Re
         for process in pids(policy):
             end(process)
         cluster.shutdown()
-        sharded.wait_until_gone(pids(policy))
+        wait_until_gone(pids(policy))
 
 
 def end(process: int) -> None:
@@ -194,7 +195,7 @@ def test_a_rank_that_is_killed_or_stopped_is_named_in_time(
             policy.prepare_refit_info()
         processes = pids(policy)
         policy.shutdown()
-        sharded.wait_until_gone(processes)
+        wait_until_gone(processes)
         policy = start(ranks)
     refit(policy, engine, deadline_s=DEADLINE_S)
     engine._receiver.check()

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import sharded
-from sharded import batch, engine_of, pids, same, sources, weights
+from cluster_doubles import pids
+from sharded import batch, engine_of, same, sources, weights
 
 from rl_conformance.models import make_tiny_model
-from rl_core import RayVirtualCluster
 from rl_core.errors import RLError
 from rl_core.refit import refit
 from rl_losses import NLLLossFn
@@ -19,7 +19,7 @@ from rl_losses import NLLLossFn
 if TYPE_CHECKING:
     from pathlib import Path
 
-pytest.importorskip("ray")
+RayVirtualCluster: Any = pytest.importorskip("rl_ray").RayVirtualCluster
 pytestmark = pytest.mark.ray
 
 

@@ -15,7 +15,6 @@ from rl_core import (
     BatchedDataDict,
     DataError,
     LoopWarning,
-    RayVirtualCluster,
     TrainingError,
     WorkerDiedError,
     WorkerError,
@@ -30,6 +29,7 @@ from rl_core.checks import (
 )
 from rl_core.refit import refit
 from rl_losses import NLLLossFn
+from rl_ray import RayVirtualCluster
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

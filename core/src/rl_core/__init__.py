@@ -1,7 +1,7 @@
 """Contracts, batches, weight refits and plugin discovery for RL post-training.
 
 Every public name is here and is imported when it is first used, so that ``import rl_core`` costs
-next to nothing: no torch, no ray, no engine.
+next to nothing: no torch, no engine.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
         test_max_model_len_respected,
         validate_log_probability_consistency,
     )
-    from rl_core.cluster import RayVirtualCluster
     from rl_core.errors import (
         AmbiguousBackendError,
         BackendNotFoundError,
@@ -119,7 +118,6 @@ __all__ = [
     "PolicyConfig",
     "PolicyInterface",
     "RLError",
-    "RayVirtualCluster",
     "ReferenceLogprobOutputSpec",
     "RefitAborted",
     "RefitCorrupted",
@@ -163,7 +161,6 @@ _HOME = {
     "EngineRequirement": "rl_core.plugins.manifest",
     "GenerationBackend": "rl_core.backends",
     "PolicyBackend": "rl_core.backends",
-    "RayVirtualCluster": "rl_core.cluster",
     "create_generation": "rl_core.plugins.factory",
     "create_policy": "rl_core.plugins.factory",
     "test_generation_consistency": "rl_core.checks",
@@ -184,6 +181,8 @@ def __getattr__(name: str) -> Any:
 
         globals()[name] = version("rl-core")
         return globals()[name]
+    if name == "RayVirtualCluster":  # whose error says where it is
+        return getattr(importlib.import_module("rl_core.cluster"), name)
     homes = () if name not in __all__ else (_HOME[name],) if name in _HOME else _LIGHT
     for home in homes:
         module = importlib.import_module(home)

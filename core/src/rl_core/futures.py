@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import concurrent.futures
-import sys
+import functools
 import threading
 import time
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from rl_core.errors import DeadlineError, RLError, WorkerDiedError, WorkerError
+from rl_core.errors import DeadlineError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ def wait(futures: Sequence[Future] | Future, timeout_s: float) -> list[Any]:
     """Waits for all futures, or for the first that fails.
 
     Args:
-        futures: ``concurrent.futures.Future`` and Ray object refs, in any mixture.
+        futures: What :func:`as_concurrent` takes, in any mixture.
         timeout_s: Seconds for all of them together.
 
     Returns:
@@ -32,8 +32,8 @@ def wait(futures: Sequence[Future] | Future, timeout_s: float) -> list[Any]:
 
     Raises:
         DeadlineError: Some are not done in time; ``details["pending"]`` has their positions.
-        WorkerError: A Ray task raised; an error of ours keeps its class.
-        WorkerDiedError: The actor behind a Ray ref is gone.
+        WorkerError: A call of a worker raised; an error of ours keeps its class.
+        WorkerDiedError: The worker is gone.
     """
     given = list(futures) if isinstance(futures, (list, tuple)) else [futures]
     waited = [as_concurrent(future) for future in given]
@@ -47,7 +47,7 @@ def wait(futures: Sequence[Future] | Future, timeout_s: float) -> list[Any]:
         )
         for future in waited:  # of several failures, the first one's
             if future in done and (error := future.exception()):
-                raise _unwrapped(error)
+                raise error
         if not done:
             late = [i for i, future in enumerate(waited) if future in pending]
             raise DeadlineError(
@@ -76,41 +76,19 @@ def spawn(name: str, function: Callable[[], T]) -> concurrent.futures.Future[T]:
     return future
 
 
+@functools.singledispatch
 def as_concurrent(future: Any) -> concurrent.futures.Future[Any]:
-    """A future that ends as the given one does, which may be a Ray object ref.
+    """A future that ends as the given one does.
+
+    Whoever has futures of another class says how to convert them with ``as_concurrent.register``:
+    rl-ray does so for Ray's object refs.
 
     Raises:
-        TypeError: It is neither.
+        TypeError: Nobody did.
     """
     if isinstance(future, concurrent.futures.Future):
         return future
-    ray = sys.modules.get("ray")  # whoever holds a ref has imported it
-    if ray is not None and isinstance(future, ray.ObjectRef):
-        converted: concurrent.futures.Future[Any] = future.future()
-        return converted
-    raise TypeError(f"neither a future nor a Ray object ref: {type(future).__name__}")
-
-
-def _unwrapped(error: Any) -> BaseException:
-    """Ray's wrapping of an error, taken off."""
-    ray = sys.modules.get("ray")
-    original: BaseException = error
-    if ray is None or not isinstance(error, ray.exceptions.RayError):
-        return original
-    if isinstance(error, ray.exceptions.RayTaskError):
-        cause: BaseException = error.cause
-        if isinstance(cause, RLError):
-            return cause
-        return WorkerError(
-            f"a worker failed: {cause}",
-            fix="the worker's traceback is in error.remote_traceback",
-            remote_type=type(cause).__qualname__,
-            remote_traceback=error.traceback_str,
-        )
-    if isinstance(error, (ray.exceptions.RayActorError, ray.exceptions.WorkerCrashedError)):
-        return WorkerDiedError(
-            f"a worker is gone: {error}", fix="look at its log for the cause (often memory)"
-        )
-    if isinstance(error, ray.exceptions.GetTimeoutError):
-        return DeadlineError(str(error), fix="give the worker more time")
-    return original
+    raise TypeError(
+        f"no future that can be waited for: {type(future).__name__} "
+        "(Ray's object refs can be once rl_ray is imported)"
+    )

@@ -23,7 +23,6 @@ import torch
 from rl_conformance.weights import engine_weights, policy_weights
 from rl_core import create_policy
 from rl_core.batch import BatchedDataDict
-from rl_core.cluster import RayVirtualCluster
 from rl_core.errors import (
     ConfigError,
     DataError,
@@ -131,6 +130,8 @@ def test_every_way_of_the_bytes_reaches_every_worker(start, tiny):
 
 
 def test_replicas_on_a_cluster_share_the_rows_and_a_refit(tiny):
+    from rl_ray import RayVirtualCluster
+
     engine_config = {"max_num_seqs": 16, "kv_cache_memory_bytes": 64 << 20}
     config = {"model_name": str(tiny("qwen2")), "torch_dtype": "float32", "max_new_tokens": 6}
     policy = hf_policy(tiny("qwen2"))

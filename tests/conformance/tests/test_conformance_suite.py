@@ -149,6 +149,15 @@ def test_a_missing_module_blocks_the_run() -> None:
     assert (outcome.status, outcome.excused) == (Status.NOT_RUN, False)
 
 
+def test_without_ray_its_checks_are_not_run_and_the_command_is_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(harness.importlib.util, "find_spec", lambda name: None)
+    outcome = _outcome(fails, modules=("rl_ray",))
+    assert (outcome.status, outcome.excused) == (Status.NOT_RUN, False)
+    assert outcome.message == "rl_ray is not installed: pip install ./plugins/rl-ray"
+
+
 def test_what_needs_more_gpus_than_there_are_is_excused_whatever_else_is_missing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -24,7 +24,7 @@ from rl_core.backends.prompts import (
 )
 from rl_core.batch import BatchedDataDict
 from rl_core.batch.provenance import moment
-from rl_core.cluster.remote import RemoteBackend
+from rl_core.cluster.remote import RemoteBackend, through
 from rl_core.cluster.sharding import Loads, collect
 from rl_core.errors import DeadlineError, WeightsTornError
 from rl_core.futures import as_concurrent
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from rl_core.backends.prompts import ModelFacts
     from rl_core.batch.provenance import Provenance
-    from rl_core.interfaces import Future, GenerationOutputSpec
+    from rl_core.interfaces import GenerationOutputSpec
 
 __all__ = ["RemoteGeneration"]
 
@@ -201,13 +201,12 @@ class RemoteGeneration(RemoteBackend, GenerationInterface):
         shards = self._loads.assign(call.sizes[rows].tolist()) or {0: []}
         return {rank: torch.tensor(rows, dtype=torch.int64) for rank, rows in shards.items()}
 
-    def prepare_for_generation(self, *args: Any, **kwargs: Any) -> bool:
-        """See :meth:`GenerationInterface.prepare_for_generation`."""
-        return all(self._group.call_all("prepare_for_generation", *args, **kwargs))
+    def _agreed(self, method: str, *args: Any, **kwargs: Any) -> bool:
+        """Calls it on every replica; whether all of them say yes."""
+        return all(self._group.call_all(method, *args, **kwargs))
 
-    def finish_generation(self, *args: Any, **kwargs: Any) -> bool:
-        """See :meth:`GenerationInterface.finish_generation`."""
-        return all(self._group.call_all("finish_generation", *args, **kwargs))
+    prepare_for_generation = through(_agreed, GenerationInterface.prepare_for_generation)
+    finish_generation = through(_agreed, GenerationInterface.finish_generation)
 
     # -- refit ----------------------------------------------------------------------------------
 
@@ -225,37 +224,16 @@ class RemoteGeneration(RemoteBackend, GenerationInterface):
         """See :attr:`GenerationInterface.requires_kv_scale_sync`."""
         return any(self._group.attributes("requires_kv_scale_sync"))
 
-    def prepare_refit_info(self, state_dict_info: dict[str, Any]) -> None:
-        """See :meth:`GenerationInterface.prepare_refit_info`."""
-        self._group.call_all("prepare_refit_info", state_dict_info)
-
-    def update_weights_via_ipc_zmq(self, *args: Any, **kwargs: Any) -> list[Future]:
-        """One future for each replica; see the interface."""
-        return self._refit("update_weights_via_ipc_zmq", *args, **kwargs)
-
-    def update_weights_from_collective(
-        self, info: dict[str, Any] | None = None, **options: Any
-    ) -> list[Future]:
-        """One future for each replica; see the interface."""
-        self._group.require("collective")
-        return self._refit("update_weights_from_collective", info, **options)
-
-    def init_collective(
-        self, ip: str, port: int, world_size: int, *, train_world_size: int = 1
-    ) -> list[Future]:
-        """One future for each replica; see the interface."""
-        self._group.require("collective")
-        return self._refit(
-            "init_collective", ip, port, world_size, train_world_size=train_world_size
-        )
-
-    def update_weights(self, ipc_handles: dict[str, Any]) -> bool:
-        """See :meth:`GenerationInterface.update_weights`."""
-        return all(self._group.call_all("update_weights", ipc_handles))
-
-    def invalidate_kv_cache(self) -> bool:
-        """See :meth:`GenerationInterface.invalidate_kv_cache`."""
-        return all(self._group.call_all("invalidate_kv_cache"))
+    prepare_refit_info = through(RemoteBackend._on_all, GenerationInterface.prepare_refit_info)
+    update_weights_via_ipc_zmq = through(
+        RemoteBackend._refit, GenerationInterface.update_weights_via_ipc_zmq
+    )
+    init_collective = through(RemoteBackend._collective, GenerationInterface.init_collective)
+    update_weights_from_collective = through(
+        RemoteBackend._collective, GenerationInterface.update_weights_from_collective
+    )
+    update_weights = through(_agreed, GenerationInterface.update_weights)
+    invalidate_kv_cache = through(_agreed, GenerationInterface.invalidate_kv_cache)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """Where workers run: one interface for every launcher.
 
-:class:`~rl_core.cluster.RayVirtualCluster` is one, over any number of hosts; ``LocalCluster`` of
-rl-hosting is another, with processes of this host. Whatever stands on these interfaces (remote
-policies and generation, rows dealt to workers, errors of workers) works on both.
+``RayVirtualCluster`` of rl-ray is one, over any number of hosts; ``LocalCluster`` of rl-hosting is
+another, with processes of this host. Whatever stands on these interfaces (remote policies and
+generation, rows dealt to workers, errors of workers) works on both.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ import uuid
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from rl_core.errors import CapabilityError, ConfigError, WorkerDiedError
+from rl_core.errors import CapabilityError, ConfigError, LifecycleError, WorkerDiedError
 from rl_core.futures import wait
 from rl_core.interfaces import WorkerContext
 from rl_core.plugins.validation import is_kept, is_written_for
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+    from collections.abc import AsyncIterator, Iterable, Mapping
 
     from rl_core.interfaces import Future
     from rl_core.plugins.manifest import BackendManifest, Kind
 
-__all__ = ["Cluster", "Workers", "checked_size", "contexts", "wait_for_all"]
+__all__ = ["Cluster", "Workers", "checked_size", "wait_for_all"]
 
-#: Seconds for workers to end by themselves.
-_SHUTDOWN_DEADLINE_S = 60.0
+#: Seconds for workers to start, before any model is loaded, and to end by themselves.
+_START_DEADLINE_S, _SHUTDOWN_DEADLINE_S = 300.0, 60.0
 
 
 class Cluster(Protocol):
@@ -51,8 +51,9 @@ class Cluster(Protocol):
 class Workers(ABC):
     """Workers of one backend, each embedded in a process of its own, with devices of its own.
 
-    Calls of one group are made one after the other, or as many at once as the group has threads
-    (:data:`rl_core.cluster.worker.CONCURRENCY_GROUPS`).
+    A launcher derives from it. Its constructor fills ``processes``, calls :meth:`build`, and calls
+    :meth:`end` if either fails. Calls of one group are made one after the other, or as many at once
+    as the group has threads (:data:`rl_core.cluster.worker.CONCURRENCY_GROUPS`).
 
     Args:
         name: How errors call them.
@@ -62,7 +63,9 @@ class Workers(ABC):
         call_deadline_s: Seconds that any one call may take, loading the model included.
 
     Attributes:
+        start_deadline_s: Seconds for the processes to start.
         places: For each worker its ``node``, ``address`` and ``pid``.
+        processes: What the launcher calls each worker by; empty once they are shut down.
 
     A launcher's constructor raises:
         ConfigError: More workers than there is room for.
@@ -77,7 +80,10 @@ class Workers(ABC):
         self.name = name
         self.size = size
         self.call_deadline_s = call_deadline_s
+        self.start_deadline_s = min(_START_DEADLINE_S, call_deadline_s)
         self.places: list[dict[str, Any]] = []
+        self.processes: list[Any] = []
+        self._kind = kind
         self._capabilities = manifest.capabilities[kind]
         # A backend of an earlier contract was promised one call at a time, by one thread.
         self._generating = "generate" if is_kept("concurrent_calls", manifest) else "work"
@@ -104,12 +110,43 @@ class Workers(ABC):
         """The ``(row, output)`` of one backend as they come, each as a future that is done."""
 
     @abstractmethod
-    def shutdown(self) -> bool:
-        """Shuts every backend down and ends its process. Idempotent.
+    def end(self) -> None:
+        """Ends the processes, whatever they are doing, and empties ``processes``. Idempotent."""
+
+    # -- what a launcher calls ------------------------------------------------------------------
+
+    def build(self, starting: Iterable[Future], config: Mapping[str, Any]) -> None:
+        """Lets every worker build its backend, once all of them have started.
+
+        Args:
+            starting: What each one's :meth:`~rl_core.cluster.worker.Worker.place` returns.
+            config: The checked configuration of the backend.
+        """
+        self.places = wait(list(starting), self.start_deadline_s + self.grace_s)
+        nodes = [place["node"] for place in self.places]
+        building = []
+        for rank, node in enumerate(nodes):
+            context = WorkerContext(
+                rank=rank,
+                world_size=self.size,
+                local_rank=nodes[:rank].count(node),
+                master_addr=self.places[0]["address"],
+                master_port=self.places[0]["port"],
+            )
+            building.append(self.remote(rank, "work", "build", self._kind, dict(config), context))
+        self.wait(building)
+
+    def process(self, rank: int) -> Any:
+        """The entry of ``processes`` for one worker.
 
         Raises:
-            WorkerError: A backend failed to shut down; its process is gone all the same.
+            LifecycleError: They were shut down.
         """
+        if not self.processes:
+            raise LifecycleError(
+                f"the workers of {self.name} were called after shutdown", fix="build a new backend"
+            )
+        return self.processes[rank]
 
     # -- calls ----------------------------------------------------------------------------------
 
@@ -194,6 +231,19 @@ class Workers(ABC):
         """
         return wait(list(futures), self.call_deadline_s + self.grace_s)
 
+    def shutdown(self) -> bool:
+        """Shuts every backend down and ends its process. Idempotent.
+
+        Raises:
+            WorkerError: A backend failed to shut down; its process is gone all the same.
+        """
+        try:
+            ranks = range(len(self.processes))
+            wait_for_all(self.remote(rank, "control", "call", "shutdown", (), {}) for rank in ranks)
+        finally:
+            self.end()
+        return True
+
 
 def checked_size(num_workers: int | None, places: int) -> int:
     """How many workers, as many as there are places if None.
@@ -204,26 +254,11 @@ def checked_size(num_workers: int | None, places: int) -> int:
     size = places if num_workers is None else num_workers
     if not 1 <= size <= places:
         raise ConfigError(
-            f"num_workers is {size}, the cluster has {places} bundles",
+            f"num_workers is {size}, the cluster has {places} places",
             fix=f"give a number between 1 and {places}",
             key="num_workers",
         )
     return size
-
-
-def contexts(places: Sequence[Mapping[str, Any]]) -> list[WorkerContext]:
-    """Who each worker is, from where all of them are."""
-    nodes = [place["node"] for place in places]
-    return [
-        WorkerContext(
-            rank=rank,
-            world_size=len(places),
-            local_rank=nodes[:rank].count(node),
-            master_addr=places[0]["address"],
-            master_port=places[0]["port"],
-        )
-        for rank, node in enumerate(nodes)
-    ]
 
 
 def wait_for_all(calls: Iterable[Future]) -> None:

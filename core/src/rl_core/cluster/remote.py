@@ -2,16 +2,34 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+import functools
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from rl_core.cluster.launcher import Cluster
     from rl_core.interfaces import Future
     from rl_core.plugins.manifest import BackendManifest, Kind
 
-__all__ = ["RemoteBackend"]
+__all__ = ["RemoteBackend", "through"]
+
+F = TypeVar("F", bound="Callable[..., Any]")
+
+
+def through(forward: Callable[..., Any], method: F) -> F:
+    """Defines a method of a remote backend, with the signature and docstring of an interface's.
+
+    Args:
+        forward: Called with the backend, the method's name and the arguments.
+        method: The interface's.
+    """
+
+    @functools.wraps(method, updated=())  # it is not abstract any more
+    def forwarded(self: RemoteBackend, *args: Any, **kwargs: Any) -> Any:
+        return forward(self, method.__name__, *args, **kwargs)
+
+    return cast("F", forwarded)
 
 
 class RemoteBackend:
@@ -57,9 +75,19 @@ class RemoteBackend:
     def _connect(self) -> None:
         """Asks the workers for what must be known here."""
 
+    def _on_all(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Calls it on every worker; the first one's result."""
+        return self._group.call_all(method, *args, **kwargs)[0]
+
     def _refit(self, method: str, *args: Any, **kwargs: Any) -> list[Future]:
+        """One future for each worker that takes part, the first of which has the report."""
         ranks = self._group.joint_ranks
         return [self._group.submit_refit(rank, method, *args, **kwargs) for rank in ranks]
+
+    def _collective(self, method: str, *args: Any, **kwargs: Any) -> list[Future]:
+        """As :meth:`_refit`, of backends that offer it."""
+        self._group.require("collective")
+        return self._refit(method, *args, **kwargs)
 
     def shutdown(self) -> bool:
         """Ends the workers; see the interface."""

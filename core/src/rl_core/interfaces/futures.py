@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeAlias
-
-if TYPE_CHECKING:
-    import concurrent.futures
-
-    import ray
-
-    Future: TypeAlias = "concurrent.futures.Future[Any] | ray.ObjectRef[Any]"
-else:
-    Future = Any
+import concurrent.futures
+from typing import Any, TypeAlias
 
 __all__ = ["Future"]
+
+#: A ``concurrent.futures.Future``, or what a launcher has instead, such as one of Ray's object
+#: refs: :func:`rl_core.wait` takes both.
+Future: TypeAlias = concurrent.futures.Future[Any] | Any

@@ -35,7 +35,7 @@ __all__ = [
 
 _BY_CLUSTER = Unsupported(
     why="devices are given by the cluster: create_generation(config, RayVirtualCluster([8, 8])) "
-    "has 8 bundles on each of two nodes",
+    "of rl-ray has 8 bundles on each of two nodes",
     fix="set it to None, and pass a cluster",
 )
 

@@ -32,8 +32,8 @@ def create_generation(
 
     Args:
         config: A :class:`~rl_core.interfaces.GenerationConfig` with the backend's own keys.
-        cluster: Where to run it in workers: a ``RayVirtualCluster``, or a ``LocalCluster`` of
-            rl-hosting. Its methods then keep their signatures.
+        cluster: Where to run it in workers, such as rl-hosting's ``LocalCluster`` or rl-ray's
+            ``RayVirtualCluster``. Its methods then keep their signatures.
 
     Raises:
         ConfigError: A key is unknown, missing, ill-typed or out of bounds. No model was loaded.

@@ -1,6 +1,6 @@
 """A launcher for this host: the workers of a backend, each in a process of its own.
 
-It has the interface of a ``RayVirtualCluster`` and needs no Ray. Between hosts, use that one.
+It has the interface of rl-ray's ``RayVirtualCluster``. Between hosts, use that one.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ import uuid
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
-from rl_core.cluster.launcher import Workers, checked_size, contexts, wait_for_all
-from rl_core.errors import ConfigError, LifecycleError, WorkerDiedError
-from rl_core.futures import spawn, wait
+from rl_core.cluster.launcher import Workers, checked_size
+from rl_core.errors import ConfigError, WorkerDiedError
+from rl_core.futures import spawn
 from rl_hosting.process import EngineProcess
 from rl_hosting.values import read, write_with_objects
 
 if TYPE_CHECKING:
+    import concurrent.futures
     from collections.abc import AsyncIterator, Mapping, Sequence
 
     from rl_core.interfaces import Future
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
 
 __all__ = ["LocalCluster", "LocalWorkers"]
 
-#: Seconds for the processes to start, before any model is loaded.
-_START_DEADLINE_S = 300.0
 #: What a process has imported, besides the backend, before it is forked for a worker.
 _PRELOAD = ("torch", "rl_hosting.worker_host", "rl_core.backends")
 
@@ -140,7 +139,6 @@ class LocalWorkers(Workers):
     ) -> None:
         name = f"{manifest.name}-{kind}-{uuid.uuid4().hex[:6]}"
         super().__init__(name, size, manifest, kind, call_deadline_s)
-        self._processes: list[EngineProcess] = []
         try:
             for rank in self.ranks:
                 worker = f"{name}-worker-{rank}"
@@ -154,28 +152,22 @@ class LocalWorkers(Workers):
                     verbose=cluster.verbose,
                     preload=(*_PRELOAD, manifest.factories[kind].partition(":")[0]),
                 )
-                self._processes.append(process)
-            limit_s = min(_START_DEADLINE_S, call_deadline_s)
-            starting = [
-                spawn(f"start-{process.name}", partial(process.start, {}, limit_s))
-                for process in self._processes
-            ]
-            self.places = [read(place) for place in wait(starting, limit_s)]
-            self.wait(
-                self.remote(rank, "work", "build", kind, dict(config), context)
-                for rank, context in zip(self.ranks, contexts(self.places), strict=True)
-            )
+                self.processes.append(process)
+
+            def start(process: EngineProcess) -> Any:
+                return read(process.start({}, self.start_deadline_s))
+
+            starting = [spawn(f"start-{p.name}", partial(start, p)) for p in self.processes]
+            self.build(starting, config)
         except BaseException:
             self.end()
             raise
 
-    def remote(self, rank: int, group: str, method: str, *args: Any) -> Future:
+    def remote(
+        self, rank: int, group: str, method: str, *args: Any
+    ) -> concurrent.futures.Future[Any]:
         """See :meth:`Workers.remote`."""
-        if not self._processes:
-            raise LifecycleError(
-                f"the workers of {self.name} were called after shutdown", fix="build a new backend"
-            )
-        process = self._processes[rank]
+        process = self.process(rank)
         call = write_with_objects(list(args))
 
         def answer() -> Any:
@@ -206,18 +198,9 @@ class LocalWorkers(Workers):
                 return
             yield row
 
-    def shutdown(self) -> bool:
-        """See :meth:`Workers.shutdown`."""
-        ranks = self.ranks if self._processes else range(0)
-        try:
-            wait_for_all(self.remote(rank, "control", "call", "shutdown", (), {}) for rank in ranks)
-        finally:
-            self.end()
-        return True
-
     def end(self) -> None:
-        """Ends the processes. Idempotent."""
-        processes, self._processes = self._processes, []
+        """See :meth:`Workers.end`."""
+        processes, self.processes = self.processes, []
         closing = [spawn(f"end-{process.name}", process.close) for process in processes]
         for future in closing:
             future.result()

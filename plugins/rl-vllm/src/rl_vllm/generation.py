@@ -18,7 +18,7 @@ from rl_vllm.environment import PRELOAD, SOCKETS, engine_environment
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from rl_core.cluster import RayVirtualCluster
+    from rl_core.cluster import Cluster
     from rl_core.interfaces import Future, WorkerContext
 
 __all__ = ["VllmGeneration"]
@@ -35,8 +35,8 @@ class VllmGeneration(HostedGeneration):
     with this one, however this one ends.
 
     Args:
-        cluster: Where to run replicas as Ray actors; the object is then their proxy. None runs
-            one engine beside this process.
+        cluster: Where to run replicas in workers, such as a ``RayVirtualCluster``; the object is
+            then their proxy. None runs one engine beside this process.
         config: A :class:`~rl_vllm.config.VllmConfig`.
 
     Raises:
@@ -48,7 +48,7 @@ class VllmGeneration(HostedGeneration):
     resident_at_first = TAGS
 
     def __new__(
-        cls, cluster: RayVirtualCluster | None = None, config: Mapping[str, Any] | None = None
+        cls, cluster: Cluster | None = None, config: Mapping[str, Any] | None = None
     ) -> Any:
         """A proxy if there is a cluster."""
         if cluster is None:
@@ -56,7 +56,7 @@ class VllmGeneration(HostedGeneration):
         return create_generation({"backend": "vllm", **(config or {})}, cluster)
 
     def __init__(
-        self, cluster: RayVirtualCluster | None = None, config: Mapping[str, Any] | None = None
+        self, cluster: Cluster | None = None, config: Mapping[str, Any] | None = None
     ) -> None:
         del cluster
         given = {"backend": "vllm", **(config or {})}

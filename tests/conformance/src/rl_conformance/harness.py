@@ -29,6 +29,8 @@ __all__ = ["Harness"]
 _DISCARD_S = 120.0
 #: By device, a factor on the deadlines of checks: engines take longer to start on a GPU.
 _PATIENCE = {"cpu": 1.0, "cuda": 3.0}
+#: The command that brings an optional module, to be run in a checkout.
+_INSTALLED_BY = {"rl_ray": "pip install ./plugins/rl-ray"}
 
 
 class Harness:
@@ -150,7 +152,8 @@ class Harness:
         if device == "cuda" and gpus < check.gpus:
             return f"it needs {check.gpus} GPUs, and this machine has {gpus}", True
         if absent := [name for name in check.modules if not importlib.util.find_spec(name)]:
-            return f"{absent[0]} is not installed", False
+            how = f": {_INSTALLED_BY[absent[0]]}" if absent[0] in _INSTALLED_BY else ""
+            return f"{absent[0]} is not installed{how}", False
         return None
 
     def _offers(self, kind: str) -> bool:

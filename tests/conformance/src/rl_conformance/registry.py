@@ -77,7 +77,7 @@ class Check:
         needs: The kinds of backend it uses. A ``pair`` is completed by the suite's own reference.
         capability: The capability it belongs to, or None.
         device: ``"any"``, or the only device type on which it means something.
-        modules: Optional distributions it needs, such as ``("ray",)``.
+        modules: Optional modules it needs, such as ``("rl_ray",)``.
         gpus: How many it needs where it runs on ``cuda``.
         timeout_s: Seconds after which it counts as hung.
         case: Keyword arguments of the function.

@@ -294,12 +294,15 @@ def a_batch_survives_torch_save(ctx: Context) -> None:
     _survived(torch.load(file, weights_only=True), _planned())
 
 
-@check("B6", modules=("ray",), timeout_s=300.0)
+@check("B6", modules=("rl_ray",), timeout_s=300.0)
 def a_batch_survives_ray(ctx: Context) -> None:
     """Through Ray's object store."""
-    from rl_conformance.ray_session import local_ray
+    import ray
 
-    with local_ray() as ray:
+    from rl_ray import RayVirtualCluster
+
+    store = {"object_store_memory": 100 << 20}
+    with RayVirtualCluster([1], use_gpus=False, ray_options=store):
         _survived(ray.get(ray.put(_planned()), timeout=60), _planned())
 
 

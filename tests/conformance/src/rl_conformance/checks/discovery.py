@@ -177,11 +177,11 @@ def a_missing_engine_comes_with_its_command(ctx: Context) -> None:
         check_engine(find_backend(ctx.target.name), manifest)
 
 
-@check("D5", modules=("ray",), timeout_s=300.0)
+@check("D5", modules=("rl_ray",), timeout_s=300.0)
 def a_workers_exception_arrives_with_its_traceback(ctx: Context) -> None:
     """A WorkerError with the worker's traceback as text, which keeps its class if it is ours."""
-    from rl_core.cluster import RayVirtualCluster
     from rl_core.plugins.factory import create_generation, create_policy
+    from rl_ray import RayVirtualCluster
 
     _require_installed(ctx)
     kind = ctx.manifest.kinds[0]

@@ -6,12 +6,12 @@ import os
 import threading
 from typing import TYPE_CHECKING, Any
 
-from rl_core.errors import MissingEngineError
+import ray
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["acquire_ray", "import_ray", "release_ray"]
+__all__ = ["acquire_ray", "release_ray"]
 
 _QUIET: dict[str, Any] = {
     "include_dashboard": False,
@@ -20,23 +20,6 @@ _QUIET: dict[str, Any] = {
 }
 _lock = threading.Lock()
 _users = 0  # clusters that need the Ray that was started here
-
-
-def import_ray() -> Any:
-    """The ``ray`` module.
-
-    Raises:
-        MissingEngineError: Ray is not installed.
-    """
-    try:
-        import ray
-    except ImportError as error:
-        raise MissingEngineError(
-            f"a cluster needs Ray, which cannot be imported: {error}",
-            fix='pip install "rl-core[ray]"',
-            engine="ray",
-        ) from error
-    return ray
 
 
 def acquire_ray(num_cpus: int, options: Mapping[str, Any]) -> bool:
@@ -52,7 +35,6 @@ def acquire_ray(num_cpus: int, options: Mapping[str, Any]) -> bool:
         True if the caller must call :func:`release_ray` when it is done.
     """
     global _users
-    ray = import_ray()
     with _lock:
         if ray.is_initialized():
             _users += bool(_users)
@@ -73,4 +55,4 @@ def release_ray() -> None:
     with _lock:
         _users -= 1
         if not _users:
-            import_ray().shutdown()
+            ray.shutdown()

@@ -1,4 +1,4 @@
-"""Backends as Ray actors: results, errors, deaths and what is left behind."""
+"""What is the same for every launcher: results, errors, deaths and what is left behind."""
 
 from __future__ import annotations
 
@@ -7,33 +7,33 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import psutil
 import pytest
 import torch
 from cluster_doubles import (
     BACKEND,
-    EXIT,
+    CONFIG,
     FINISH_LATE,
     RAISE_DATA,
     RAISE_FOREIGN,
     DoubleGeneration,
     PairLoss,
+    manifest_in,
+    pids,
+    prompts,
+    wait_until_gone,
 )
 
 from rl_core.batch import BatchedDataDict
-from rl_core.cluster import RayVirtualCluster, RemoteGeneration, RemotePolicy
+from rl_core.cluster import RemoteGeneration, RemotePolicy
 from rl_core.errors import (
     CapabilityError,
     ConfigError,
     DataError,
     DeadlineError,
     LifecycleError,
-    MissingEngineError,
     WeightsTornError,
     WorkerDiedError,
     WorkerError,
@@ -42,43 +42,52 @@ from rl_core.futures import wait
 from rl_core.refit import refit
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
-ray = pytest.importorskip("ray")
-pytestmark = pytest.mark.ray
+    from rl_core.cluster import Cluster
 
-ENGINE_ERROR = """
-class EngineError(RuntimeError):
-    def __init__(self, handle, text):
-        super().__init__(text)
-        self.handle = handle
-"""
-CONFIG = {"backend": "double", "model_name": "none", "max_new_tokens": 20}
+#: What a driver writes for two places.
+TWO_PLACES = {"rl_hosting": "LocalCluster(2, threads=1)", "rl_ray": "RayVirtualCluster([2])"}
 
 
-@pytest.fixture(scope="module")
-def manifest(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """The double's manifest; its workers find the double, and an engine that is not here."""
-    installed, engine = tmp_path_factory.mktemp("site"), tmp_path_factory.mktemp("engine")
-    info = installed / "rl_double-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: rl-double\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[rl_core.backends]\ndouble=cluster_doubles:BACKEND\n")
-    (engine / "only_in_workers.py").write_text(ENGINE_ERROR)
-    path = os.pathsep.join(map(str, [Path(__file__).parent, installed, engine]))
-    return replace(BACKEND, environment={"PYTHONPATH": path, "DOUBLE_SETTING": "from manifest"})
+@pytest.fixture(
+    scope="module", params=["rl_hosting", pytest.param("rl_ray", marks=pytest.mark.ray)]
+)
+def launcher(request: pytest.FixtureRequest) -> str:
+    """The package whose cluster is under test."""
+    pytest.importorskip(request.param)
+    name: str = request.param
+    return name
 
 
 @pytest.fixture(scope="module")
-def shared() -> Iterator[RayVirtualCluster]:
-    """Starts Ray, and holds the workers of the tests that leave them as they are."""
-    options = {"num_cpus": 4}
-    with RayVirtualCluster([2], max_colocated_worker_groups=2, ray_options=options) as cluster:
+def manifest(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return manifest_in(tmp_path_factory.mktemp("double"))
+
+
+@pytest.fixture(scope="module")
+def launch(launcher: str) -> Callable[..., Any]:
+    """Makes a cluster of so many places, with room for so many backends."""
+    if launcher == "rl_hosting":
+        from rl_hosting import LocalCluster
+
+        return lambda places, groups=1: LocalCluster(places, threads=1)
+    from rl_ray import RayVirtualCluster
+
+    return lambda places, groups=1: RayVirtualCluster(
+        [places], max_colocated_worker_groups=groups, ray_options={"num_cpus": 4}
+    )
+
+
+@pytest.fixture(scope="module")
+def shared(launch: Callable[..., Any]) -> Iterator[Cluster]:
+    """Holds the workers of the tests that leave them as they are."""
+    with launch(2, groups=2) as cluster:
         yield cluster
 
 
 @pytest.fixture(scope="module")
-def pair(shared: RayVirtualCluster, manifest: Any) -> RemoteGeneration:
+def pair(shared: Cluster, manifest: Any) -> RemoteGeneration:
     """Two replicas, awake."""
     generation = RemoteGeneration(shared, manifest, CONFIG)
     generation.prepare_for_generation()
@@ -87,7 +96,7 @@ def pair(shared: RayVirtualCluster, manifest: Any) -> RemoteGeneration:
 
 @pytest.fixture(scope="module")
 def policy(
-    shared: RayVirtualCluster, manifest: Any, tmp_path_factory: pytest.TempPathFactory
+    shared: Cluster, manifest: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> RemotePolicy:
     """Two data-parallel workers."""
     seen = tmp_path_factory.mktemp("seen")
@@ -95,22 +104,10 @@ def policy(
 
 
 @pytest.fixture
-def cluster(shared: RayVirtualCluster) -> Iterator[RayVirtualCluster]:
-    """Two bundles for the workers of one test."""
-    with RayVirtualCluster([2]) as cluster:
+def cluster(shared: Cluster, launch: Callable[..., Any]) -> Iterator[Cluster]:
+    """Two places for the workers of one test."""
+    with launch(2) as cluster:
         yield cluster
-
-
-def prompts(*rows: list[int], **extra: Any) -> BatchedDataDict[Any]:
-    width = max(map(len, rows), default=0)
-    ids = [row + [0] * (width - len(row)) for row in rows]
-    return BatchedDataDict(
-        {
-            "input_ids": torch.tensor(ids, dtype=torch.int64).reshape(len(rows), width),
-            "input_lengths": torch.tensor([len(row) for row in rows], dtype=torch.int64),
-            **extra,
-        }
-    )
 
 
 def embedded(**config: Any) -> DoubleGeneration:
@@ -124,24 +121,6 @@ def assert_equal(one: BatchedDataDict[Any], other: BatchedDataDict[Any]) -> None
     for key, value in one.items():
         same = value.equal(other[key]) if isinstance(value, torch.Tensor) else value == other[key]
         assert same, key
-
-
-def alive(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-def wait_until_gone(pids: list[int]) -> None:
-    end = time.monotonic() + 30
-    while any(map(alive, pids)):
-        assert time.monotonic() < end, "processes are left behind"
-        time.sleep(0.05)
-
-
-def pids(generation: Any) -> list[int]:
-    return [place["pid"] for place in generation._group.places]
 
 
 RAGGED = [[5], [6, 7, 8, 9], [10, 11], [12, 13, 14], [15] * 9]
@@ -166,7 +145,7 @@ def test_without_a_seed_two_calls_differ(pair: RemoteGeneration) -> None:
 
 
 def test_a_configured_seed_and_samples_equal_the_embedded_ones(
-    cluster: RayVirtualCluster, manifest: Any
+    cluster: Cluster, manifest: Any
 ) -> None:
     config = {**CONFIG, "seed": 7, "num_samples": 3, "pad_token_id": 999}
     generation = RemoteGeneration(cluster, manifest, config)
@@ -238,25 +217,6 @@ def test_a_worker_has_the_variables_of_the_manifest(pair: RemoteGeneration) -> N
     assert pair._group.attributes("environment") == ["from manifest"] * 2
 
 
-def test_workers_run_with_the_python_of_their_backend(
-    shared: RayVirtualCluster, manifest: Any, tmp_path: Path
-) -> None:
-    python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\nDOUBLE_SETTING="of python" exec {sys.executable} "$@"\n')
-    python.chmod(0o755)
-    with RayVirtualCluster([1], py_executables={"double": str(python)}) as cluster:
-        generation = RemoteGeneration(cluster, manifest, CONFIG)
-        assert generation._group.attributes("environment") == ["of python"]
-
-
-def test_a_python_that_is_not_there_is_refused(shared: RayVirtualCluster, manifest: Any) -> None:
-    with (
-        RayVirtualCluster([1], py_executables={"double": "/nowhere/python"}) as cluster,
-        pytest.raises(ConfigError, match="/nowhere/python"),
-    ):
-        RemoteGeneration(cluster, manifest, CONFIG)
-
-
 def test_unsupported_transports_are_refused_here(pair: RemoteGeneration) -> None:
     with pytest.raises(CapabilityError, match="collective"):
         pair.init_collective("127.0.0.1", 1, 2)
@@ -293,32 +253,23 @@ def test_a_stream_raises_the_same_errors(pair: RemoteGeneration) -> None:
     assert isinstance(caught.value, WorkerError)
 
 
-def test_a_backend_that_cannot_be_built_leaves_the_place_free(
-    cluster: RayVirtualCluster, manifest: Any
+def test_a_backend_that_cannot_be_built_leaves_its_place_free(
+    cluster: Cluster, manifest: Any
 ) -> None:
     with pytest.raises(ConfigError, match="no model at 'missing'") as caught:
         RemoteGeneration(cluster, manifest, {**CONFIG, "model_name": "missing"}, num_workers=1)
     assert caught.value.details["key"] == "model_name"
-    cluster.claim("another group")
-
-
-def test_a_backend_without_facts_is_an_error_that_leaves_no_worker(
-    cluster: RayVirtualCluster, manifest: Any
-) -> None:
-    config = {**CONFIG, "fault": "no facts"}
     with pytest.raises(AttributeError, match="facts"):
-        RemoteGeneration(cluster, manifest, config, num_workers=1)
-    cluster.claim("another group")
+        RemoteGeneration(cluster, manifest, {**CONFIG, "fault": "no facts"}, num_workers=1)
+    assert RemoteGeneration(cluster, manifest, CONFIG, num_workers=1).weights_version == 0
 
 
-def test_a_plugin_that_the_workers_lack_is_named(cluster: RayVirtualCluster) -> None:
+def test_a_plugin_that_the_workers_lack_is_named(cluster: Cluster) -> None:
     with pytest.raises(WorkerError, match=r"BackendNotFoundError.*double"):
         RemoteGeneration(cluster, BACKEND, CONFIG, num_workers=1)
 
 
-def test_a_killed_worker_is_named_and_shutdown_still_works(
-    cluster: RayVirtualCluster, manifest: Any
-) -> None:
+def test_a_killed_worker_is_named_and_shutdown_still_works(cluster: Cluster, manifest: Any) -> None:
     generation = RemoteGeneration(cluster, manifest, CONFIG)
     generation.prepare_for_generation()
     victim, survivor = pids(generation)
@@ -329,24 +280,13 @@ def test_a_killed_worker_is_named_and_shutdown_still_works(
     wait_until_gone([survivor])
 
 
-def test_a_worker_that_exits_in_a_call_is_an_error(
-    cluster: RayVirtualCluster, manifest: Any
-) -> None:
-    generation = RemoteGeneration(cluster, manifest, CONFIG, num_workers=1)
-    generation.prepare_for_generation()
-    with pytest.raises(WorkerDiedError, match="worker-0"):
-        generation.generate(prompts([EXIT]))
-
-
 def test_a_call_has_a_deadline(pair: RemoteGeneration, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pair._group, "call_deadline_s", 0.0)
     with pytest.raises(DeadlineError):
         pair.prepare_for_generation()
 
 
-def test_shutdown_ends_the_processes_and_can_be_repeated(
-    cluster: RayVirtualCluster, manifest: Any
-) -> None:
+def test_shutdown_ends_the_processes_and_can_be_repeated(cluster: Cluster, manifest: Any) -> None:
     generation = RemoteGeneration(cluster, manifest, CONFIG, num_workers=1)
     processes = pids(generation)
     assert generation.shutdown()
@@ -359,32 +299,33 @@ def test_shutdown_ends_the_processes_and_can_be_repeated(
 DRIVER = """
 import sys
 from dataclasses import replace
-sys.path.insert(0, sys.argv[1])
-from cluster_doubles import BACKEND
-from rl_core.cluster import RayVirtualCluster, RemoteGeneration
+from cluster_doubles import BACKEND, CONFIG
+from rl_core.cluster import RemoteGeneration
+from {launcher} import *
 
-cluster = RayVirtualCluster([1])
-manifest = replace(BACKEND, environment={"PYTHONPATH": sys.argv[2]})
-config = {"backend": "double", "model_name": "none"}
-generation = RemoteGeneration(cluster, manifest, config)
+manifest = replace(BACKEND, environment={environment!r})
+generation = RemoteGeneration({cluster}, manifest, CONFIG)
 print(*[place["pid"] for place in generation._group.places], flush=True)
 sys.stdin.read()
 """
 
 
-def test_workers_end_with_a_driver_that_is_killed(manifest: Any) -> None:
-    command = [sys.executable, "-c", DRIVER, str(Path(__file__).parent)]
+def test_workers_end_with_a_driver_that_is_killed(launcher: str, manifest: Any) -> None:
+    environment = dict(manifest.environment)
+    made = TWO_PLACES[launcher]
+    driver = DRIVER.format(launcher=launcher, environment=environment, cluster=made)
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
     with subprocess.Popen(
-        [*command, manifest.environment["PYTHONPATH"]],
+        [sys.executable, "-c", driver],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env={key: value for key, value in os.environ.items() if not key.startswith("RAY_")},
-    ) as driver:
-        assert driver.stdout is not None
-        workers = [int(pid) for pid in driver.stdout.readline().split()]
-        driver.kill()
-    assert workers
+        env={**inherited, "PYTHONPATH": environment["PYTHONPATH"]},
+    ) as process:
+        assert process.stdout is not None
+        workers = [int(pid) for pid in process.stdout.readline().split()]
+        process.kill()
+    assert len(workers) == 2
     wait_until_gone(workers)
 
 
@@ -459,55 +400,23 @@ def test_a_builtin_exception_keeps_its_class(policy: RemotePolicy) -> None:
     assert isinstance(caught.value, WorkerError)
 
 
+def test_a_loss_of_the_users_own_file_reaches_the_workers(policy: RemotePolicy) -> None:
+    class Own(PairLoss):
+        group_size = 1
+
+    data = prompts([1], [2], sample_mask=torch.ones(2))
+    assert policy.train(data, Own(), gbs=2)["loss"] == 0.5
+
+
 # -- the cluster -----------------------------------------------------------------------------------
 
 
-def test_resources_that_are_not_there_are_named(shared: RayVirtualCluster) -> None:
-    with pytest.raises(ConfigError, match=r"Asked for: \[9\] bundles of 1 CPU.*Ray has: 4 CPU"):
-        RayVirtualCluster([9], deadline_s=0.5)
-
-
-def test_more_groups_than_places_are_refused(cluster: RayVirtualCluster) -> None:
-    cluster.claim("one")
-    with pytest.raises(ConfigError, match=r"taken by one") as caught:
-        cluster.claim("two")
-    assert caught.value.fix is not None
-    assert "max_colocated_worker_groups=2" in caught.value.fix
-
-
-def test_a_cluster_that_is_shut_down_takes_no_group(shared: RayVirtualCluster) -> None:
-    cluster = RayVirtualCluster([1])
-    cluster.shutdown()
-    cluster.shutdown()
-    with pytest.raises(LifecycleError, match="shut down"):
-        cluster.claim("one")
-
-
-def test_workers_end_with_their_cluster(shared: RayVirtualCluster, manifest: Any) -> None:
-    cluster = RayVirtualCluster([1])
-    processes = pids(RemoteGeneration(cluster, manifest, CONFIG))
-    cluster.shutdown()
+def test_workers_end_with_their_cluster(launch: Callable[..., Any], manifest: Any) -> None:
+    with launch(1) as cluster:
+        processes = pids(RemoteGeneration(cluster, manifest, CONFIG))
     wait_until_gone(processes)
 
 
-@pytest.mark.parametrize("bundles", [[], [0], [2, -1]])
-def test_bundles_must_be_counts(bundles: list[int]) -> None:
-    with pytest.raises(ConfigError, match="bundle_ct_per_node_list"):
-        RayVirtualCluster(bundles)
-
-
-def test_more_gpus_than_a_node_has_are_refused(shared: RayVirtualCluster) -> None:
-    with pytest.raises(ConfigError, match="8 bundles with a GPU each, and has 4"):
-        RayVirtualCluster([8], use_gpus=True, num_gpus_per_node=4)
-
-
-def test_more_workers_than_bundles_are_refused(cluster: RayVirtualCluster, manifest: Any) -> None:
+def test_more_workers_than_places_are_refused(cluster: Cluster, manifest: Any) -> None:
     with pytest.raises(ConfigError, match="num_workers is 3, the cluster has 2"):
         RemoteGeneration(cluster, manifest, CONFIG, num_workers=3)
-
-
-def test_a_missing_ray_is_said_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(MissingEngineError, match="cannot be imported") as caught:
-        RayVirtualCluster([1])
-    assert caught.value.fix == 'pip install "rl-core[ray]"'

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import shlex
+import shutil
 import time
 import uuid
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
-from rl_core.cluster.runtime import acquire_ray, import_ray, release_ray
+import ray
+from ray.util import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from rl_core.cluster.launcher import checked_size
 from rl_core.errors import ConfigError, LifecycleError
+from rl_ray._runtime import acquire_ray, release_ray
+from rl_ray._worker_group import WorkerGroup
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from rl_core.cluster.launcher import Workers
     from rl_core.plugins.manifest import BackendManifest, Kind
 
 __all__ = ["RayVirtualCluster"]
@@ -59,10 +67,18 @@ class RayVirtualCluster:
         deadline_s: float = 60.0,
         ray_options: Mapping[str, Any] | None = None,
     ) -> None:
+        if not bundle_ct_per_node_list:
+            raise ConfigError(
+                "bundle_ct_per_node_list is empty",
+                fix="[2] asks for two bundles on one node",
+                key="bundle_ct_per_node_list",
+            )
         self._groups: list[Any] = []  # placement groups
         self._claims: list[str] = []
         self._owns_ray = False
-        self.bundles = _check_bundles(bundle_ct_per_node_list)
+        self.bundles = [
+            _at_least_one("bundle_ct_per_node_list", count) for count in bundle_ct_per_node_list
+        ]
         self.num_cpus_per_bundle = _at_least_one("num_cpus_per_bundle", num_cpus_per_bundle)
         self.max_colocated_worker_groups = _at_least_one(
             "max_colocated_worker_groups", max_colocated_worker_groups
@@ -71,8 +87,16 @@ class RayVirtualCluster:
         self.py_executables = dict(py_executables or {})
         self._owns_ray = acquire_ray(sum(self.bundles) * num_cpus_per_bundle, ray_options or {})
         try:
-            self.use_gpus = self._has_gpus() if use_gpus is None else use_gpus
-            self._check_gpus(num_gpus_per_node)
+            if use_gpus is None:
+                use_gpus = bool(ray.cluster_resources().get("GPU", 0))
+            self.use_gpus = use_gpus
+            if use_gpus and num_gpus_per_node and max(self.bundles) > num_gpus_per_node:
+                raise ConfigError(
+                    f"a node is asked for {max(self.bundles)} bundles with a GPU each, "
+                    f"and has {num_gpus_per_node}",
+                    fix="ask for at most num_gpus_per_node bundles of a node",
+                    key="bundle_ct_per_node_list",
+                )
             self._reserve(deadline_s)
         except BaseException:
             self.shutdown()
@@ -91,12 +115,41 @@ class RayVirtualCluster:
         *,
         num_workers: int | None = None,
         call_deadline_s: float = 3600.0,
-    ) -> Workers:
-        """Starts one actor for each bundle, or as many as are asked for."""
-        from rl_core.cluster.worker_group import WorkerGroup
+    ) -> WorkerGroup:
+        """Starts one actor for each bundle, or as many as are asked for.
 
-        how = {"num_workers": num_workers, "call_deadline_s": call_deadline_s}
-        return WorkerGroup(self, manifest, kind, config, **how)  # type: ignore[arg-type]
+        Raises:
+            ConfigError: There is no place on the cluster, or no such Python; and see
+                :class:`~rl_core.cluster.Workers`.
+        """
+        size = checked_size(num_workers, self.world_size)
+        name = f"{manifest.name}-{kind}-{uuid.uuid4().hex[:6]}"
+        self.claim(name)
+        try:
+            environment: dict[str, Any] = {"env_vars": dict(manifest.environment)}
+            if executable := self.py_executables.get(manifest.name):
+                # Ray would wait for ever for a Python that is not there; on other nodes only it
+                # can tell.
+                if len(ray.nodes()) == 1 and not shutil.which(shlex.split(executable)[0]):
+                    raise ConfigError(
+                        f"the Python for workers of {manifest.name!r} does not exist: {executable}",
+                        fix="correct py_executables of the RayVirtualCluster",
+                        key="py_executables",
+                    )
+                environment["py_executable"] = executable
+            options = [{"runtime_env": environment, **self.actor_options(n)} for n in range(size)]
+            return WorkerGroup(
+                name,
+                manifest,
+                kind,
+                config,
+                options=options,
+                released=partial(self.release, name),
+                call_deadline_s=call_deadline_s,
+            )
+        except BaseException:
+            self.release(name)
+            raise
 
     def claim(self, owner: str) -> None:
         """Takes one of the places for worker groups.
@@ -121,13 +174,12 @@ class RayVirtualCluster:
         self._claims.append(owner)
 
     def release(self, owner: str) -> None:
-        """Gives a place back."""
-        self._claims.remove(owner)
+        """Gives a place back. Idempotent."""
+        if owner in self._claims:
+            self._claims.remove(owner)
 
     def actor_options(self, bundle: int) -> dict[str, Any]:
         """Ray's options for the worker that a group puts on the given bundle."""
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
         places = [(node, i) for node, count in enumerate(self.bundles) for i in range(count)]
         node, index = places[bundle]
         share = 1 / self.max_colocated_worker_groups
@@ -145,10 +197,7 @@ class RayVirtualCluster:
         """Gives the bundles back, which ends workers that still run on them. Idempotent."""
         groups, self._groups = self._groups, []
         owns_ray, self._owns_ray = self._owns_ray, False
-        ray = import_ray()
         if groups and ray.is_initialized():
-            from ray.util import remove_placement_group
-
             for group in groups:
                 remove_placement_group(group)
         if owns_ray:
@@ -161,8 +210,6 @@ class RayVirtualCluster:
         self.shutdown()
 
     def _reserve(self, deadline_s: float) -> None:
-        from ray.util import placement_group
-
         bundle = {"CPU": float(self.num_cpus_per_bundle)} | ({"GPU": 1.0} if self.use_gpus else {})
         end = time.monotonic() + deadline_s
         for node, count in enumerate(self.bundles):
@@ -173,47 +220,22 @@ class RayVirtualCluster:
             )
             self._groups.append(group)
         for node, group in enumerate(self._groups):
-            if not group.wait(max(0.0, end - time.monotonic())):
-                raise self._no_room(node, bundle, deadline_s)
-
-    def _no_room(self, node: int, bundle: dict[str, float], deadline_s: float) -> ConfigError:
-        nodes = [
-            {key: entry["Resources"].get(key, 0.0) for key in bundle}
-            for entry in import_ray().nodes()
-            if entry["Alive"]
-        ]
-        free = import_ray().available_resources()
-        return ConfigError(
-            f"the cluster {self.name} was not ready within {deadline_s:g} s. Asked for: "
-            f"{self.bundles} bundles of {_show(bundle)} each; entry {node} found no node. "
-            f"Ray has: {'; '.join(map(_show, nodes))}; "
-            f"free now: {_show({key: free.get(key, 0.0) for key in bundle})}",
-            fix="ask for fewer bundles, shut other clusters down, or add nodes",
-            key="bundle_ct_per_node_list",
-        )
-
-    @staticmethod
-    def _has_gpus() -> bool:
-        return bool(import_ray().cluster_resources().get("GPU", 0))
-
-    def _check_gpus(self, num_gpus_per_node: int | None) -> None:
-        if self.use_gpus and num_gpus_per_node and max(self.bundles) > num_gpus_per_node:
+            if group.wait(max(0.0, end - time.monotonic())):
+                continue
+            nodes = [
+                {key: entry["Resources"].get(key, 0.0) for key in bundle}
+                for entry in ray.nodes()
+                if entry["Alive"]
+            ]
+            free = ray.available_resources()
             raise ConfigError(
-                f"a node is asked for {max(self.bundles)} bundles with a GPU each, "
-                f"and has {num_gpus_per_node}",
-                fix="ask for at most num_gpus_per_node bundles of a node",
+                f"the cluster {self.name} was not ready within {deadline_s:g} s. Asked for: "
+                f"{self.bundles} bundles of {_show(bundle)} each; entry {node} found no node. "
+                f"Ray has: {'; '.join(map(_show, nodes))}; "
+                f"free now: {_show({key: free.get(key, 0.0) for key in bundle})}",
+                fix="ask for fewer bundles, shut other clusters down, or add nodes",
                 key="bundle_ct_per_node_list",
             )
-
-
-def _check_bundles(counts: Sequence[int]) -> list[int]:
-    if not counts:
-        raise ConfigError(
-            "bundle_ct_per_node_list is empty",
-            fix="[2] asks for two bundles on one node",
-            key="bundle_ct_per_node_list",
-        )
-    return [_at_least_one("bundle_ct_per_node_list", count) for count in counts]
 
 
 def _at_least_one(key: str, value: int) -> int:
