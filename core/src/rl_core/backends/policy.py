@@ -6,6 +6,7 @@ from abc import abstractmethod
 from typing import TYPE_CHECKING, Any, Self
 
 from rl_core.backends.admission import Admission
+from rl_core.backends.changes import GuardedSource, WeightChanges
 from rl_core.errors import CapabilityError, ConfigError
 from rl_core.interfaces import ColocatablePolicyInterface
 from rl_core.refit import DEFAULT_DEADLINE_S, GatheredSource, RefitSender, SendOptions
@@ -47,6 +48,8 @@ class PolicyBackend(ColocatablePolicyInterface):
         worker: Who this is, if it is one of several workers.
         refit_ranks: Those that a refit needs; None if the first worker has all weights itself.
         admission: Refuses, or warns of, training calls that would go wrong without a word.
+        changes: What changes the weights does so in ``with self.changes.declared()``; a refit that
+            reads them meanwhile then fails.
     """
 
     config: Mapping[str, Any]
@@ -56,7 +59,8 @@ class PolicyBackend(ColocatablePolicyInterface):
         self.refit_ranks: RefitRanks | None = None
         self._followed = 0  # calls of this rank, which rank 0 counts, too
         self._following: concurrent.futures.Future[None] | None = None
-        self._sender = RefitSender(self.weight_source, name=type(self).__name__)
+        self.changes = WeightChanges()
+        self._sender = RefitSender(self.refit_source, name=type(self).__name__)
         self.admission = Admission(
             lambda: getattr(self, "config", {}), lambda: self.weights_version
         )
@@ -80,6 +84,11 @@ class PolicyBackend(ColocatablePolicyInterface):
         """
 
     # -- refit ----------------------------------------------------------------------------------
+
+    def refit_source(self) -> WeightSource:
+        """What a refit reads: :meth:`weight_source`, as long as its tensors are of one state."""
+        check = self.changes.watch()
+        return GuardedSource(self.weight_source(), check)
 
     @property
     def weights_version(self) -> int:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import nullcontext
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
 from rl_core.backends import PolicyBackend
+from rl_core.backends.tensors import NamedTensorSource, module_tensors
 from rl_core.batch import BatchedDataDict
 from rl_core.errors import CapabilityError, DataError, LifecycleError
 from rl_core.plugins.config import check_config
@@ -26,10 +27,9 @@ from rl_hf.reference import make_reference
 from rl_hf.rows import Limits, Microbatching, rows_per_step, training_rows
 from rl_hf.scoring import Scorer
 from rl_hf.training import Trainer, summary
-from rl_hf.weights import ModelWeightSource, SteadyWeightSource
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Mapping
+    from collections.abc import Mapping
     from pathlib import Path
 
     from torch import nn
@@ -64,7 +64,6 @@ class HuggingFacePolicy(PolicyBackend):
         self.config = _checked({"backend": "hf", **config, "model_name": model_name})
         self._microbatching = Microbatching(self.config)
         self._closed = False
-        self._changes = 0
         model = load_model(self.config, for_training=True)
         self.tokenizer = load_tokenizer(model_name, self.config.get("trust_remote_code", False))
         self._device = model_device(model)
@@ -136,8 +135,8 @@ class HuggingFacePolicy(PolicyBackend):
         """
         self._ready("get_reference_policy_logprobs")
         self._placement.reference_to_device(self._reference)
-        moves = self._reference.moves_weights
-        with self._changing(really=moves), self._reference.using(self.model) as model:
+        moved = self.changes.declared() if self._reference.moves_weights else nullcontext()
+        with moved, self._reference.using(self.model) as model:
             scores = self._scorer.logprobs(model, data, micro_batch_size)
         return BatchedDataDict({"reference_logprobs": scores})
 
@@ -255,7 +254,7 @@ class HuggingFacePolicy(PolicyBackend):
             return summary(self._trainer.evaluate(b, loss_fn, lr=lr, **options) for b in batches)
         self.prepare_for_training()
         self._reference.keep(self.model)
-        with self._changing():
+        with self.changes.declared():
             return summary(
                 self._trainer.step(b, loss_fn, self._optimizer, **options) for b in batches
             )
@@ -302,7 +301,7 @@ class HuggingFacePolicy(PolicyBackend):
         """
         self._ready("load_checkpoint")
         self._reference.keep(self.model)
-        with self._changing():
+        with self.changes.declared():
             saving.load(path, self.model, self._optimizer, self._group.rank, self._random)
 
     def export_hf(self, path: str | Path) -> None:
@@ -322,18 +321,9 @@ class HuggingFacePolicy(PolicyBackend):
         Every data-parallel worker has all of them, so that a refit needs the first one alone.
         """
         self._check_open("weight_source")
-        merged = self._adapters
-        source = MergedWeightSource(self.model) if merged else ModelWeightSource(self.model)
-        return SteadyWeightSource(source, lambda: self._changes)
-
-    @contextmanager
-    def _changing(self, *, really: bool = True) -> Generator[None]:
-        """A refit that runs at the same time notices."""
-        self._changes += really
-        try:
-            yield
-        finally:
-            self._changes += really
+        if self._adapters:
+            return MergedWeightSource(self.model)
+        return NamedTensorSource(module_tensors(self.model))
 
     # -- lifecycle ------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors.torch import save_file
 
+from rl_core.backends.tensors import module_tensors, tensor_specs
 from rl_hf.checkpoint import (
     STATE_FILE,
     TENSORS_FILE,
@@ -19,7 +20,6 @@ from rl_hf.checkpoint import (
 from rl_hf.forward import base_model
 from rl_hf.lora import merged_state
 from rl_hf.modeling import quiet
-from rl_hf.weights import model_tensors, tensor_specs
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -122,7 +122,7 @@ def _owned(
     model: nn.Module, found: dict[str, torch.Tensor]
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """The model's tensors without aliases; a file may hold a tied one under any of its names."""
-    tensors = model_tensors(model)
+    tensors = module_tensors(model)
     specs = tensor_specs(tensors)
     for spec in specs:
         if spec.alias_of is not None and spec.name in found:

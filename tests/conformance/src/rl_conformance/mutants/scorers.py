@@ -12,9 +12,9 @@ from rl_conformance.mutants.mutant import Mutant, breaks, registered
 from rl_conformance.quiet import no_progress_bars
 from rl_conformance.reference import MANIFEST, fp8, reference_target
 from rl_conformance.reference.policy import ReferencePolicy
-from rl_conformance.reference.weights import DictSource
 from rl_core.backends import PolicyBackend
 from rl_core.backends.inputs import input_lengths
+from rl_core.backends.tensors import NamedTensorSource
 from rl_core.batch import BatchedDataDict
 from rl_core.plugins.manifest import Capability
 
@@ -271,7 +271,7 @@ class RewardPolicy(ReferencePolicy):
         return score
 
     def weight_source(self) -> Any:
-        return DictSource(self.classifier.state_dict(keep_vars=True), lambda: self.steps)
+        return NamedTensorSource(self.classifier.state_dict(keep_vars=True))
 
 
 def _rewarding(policy: type[RewardPolicy]) -> Any:

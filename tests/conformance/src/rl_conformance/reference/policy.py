@@ -17,10 +17,10 @@ from rl_conformance.quiet import no_progress_bars
 from rl_conformance.reference.fp8 import E4M3_MAX, observed
 from rl_conformance.reference.loading import load_once
 from rl_conformance.reference.stepping import make_optimizer, rate_of
-from rl_conformance.reference.weights import DictSource
 from rl_core.backends import PolicyBackend
 from rl_core.backends.inputs import as_batch, input_lengths
 from rl_core.backends.losses import call_loss, input_type_of
+from rl_core.backends.tensors import NamedTensorSource, module_tensors
 from rl_core.batch import BatchedDataDict
 from rl_core.errors import CheckpointError, DataError, TrainingError
 from rl_core.interfaces import LossInputType
@@ -266,7 +266,8 @@ class ReferencePolicy(PolicyBackend):
             raise TrainingError("the gradient is not finite", fix="look at the batch")
         for group in self.optimizer.param_groups:
             group["lr"] = rate_of(self.steps, self.peak, self.schedule)
-        self._step_optimizer()
+        with self.changes.declared():
+            self._step_optimizer()
         self.steps += 1
         return float(norm)
 
@@ -307,7 +308,7 @@ class ReferencePolicy(PolicyBackend):
 
     def weight_source(self) -> WeightSource:
         """See :meth:`PolicyBackend.weight_source`."""
-        return DictSource(self.model.state_dict(keep_vars=True), lambda: self.steps)
+        return NamedTensorSource(module_tensors(self.model))
 
     def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:
         """Nothing to bring anywhere."""

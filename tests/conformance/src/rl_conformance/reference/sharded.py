@@ -18,8 +18,8 @@ from rl_conformance.reference import MANIFEST as REFERENCE
 from rl_conformance.reference.config import ReferencePolicyConfig
 from rl_conformance.reference.policy import ReferencePolicy
 from rl_conformance.reference.stepping import make_optimizer
-from rl_conformance.reference.weights import DictSource
-from rl_core.errors import ConfigError, LifecycleError
+from rl_core.backends.tensors import module_tensors, tensor_specs
+from rl_core.errors import ConfigError
 from rl_core.interfaces import DataParallelRank
 from rl_core.plugins.manifest import BackendManifest
 from rl_core.refit import GatheredSource, RefitRanks
@@ -92,7 +92,7 @@ class ShardedReferencePolicy(ReferencePolicy):
         self.sources = {"made": 0, "closed": 0}
         self.parts: Parts | None = None
         super().__init__(model_name, **config)
-        self._specs = DictSource(self.model.state_dict(keep_vars=True)).specs()
+        self._specs = tensor_specs(module_tensors(self.model))
         if self.worker is not None and self.worker.world_size > 1:
             self._shard(self.worker.rank % self.shards)
 
@@ -252,7 +252,7 @@ class ShardedSource(GatheredSource):
 
     def __init__(self, policy: ShardedReferencePolicy) -> None:
         super().__init__(policy.refit_ranks)
-        self._policy, self._before = policy, policy.steps
+        self._policy, self._check = policy, policy.changes.watch()
         policy.sources["made"] += 1
 
     def specs(self) -> Sequence[TensorSpec]:
@@ -274,8 +274,7 @@ class ShardedSource(GatheredSource):
 
     def confirm_part(self) -> None:
         """See :meth:`GatheredSource.confirm_part`."""
-        if self._policy.steps != self._before:
-            raise LifecycleError("the weights changed during a refit", fix="wait for its futures")
+        self._check()
 
     def close_part(self) -> None:
         """See :meth:`GatheredSource.close_part`."""
