@@ -2,6 +2,7 @@
 
 from rl_core.backends.generation import GenerationBackend
 from rl_core.backends.policy import PolicyBackend
+from rl_core.backends.policy_rows import RowLimits
 from rl_core.backends.prompts import Completion, ModelFacts, PromptBatch, SamplingParams
 from rl_core.backends.rows import FailedRow, Row, RowEngine
 
@@ -14,5 +15,6 @@ __all__ = [
     "PromptBatch",
     "Row",
     "RowEngine",
+    "RowLimits",
     "SamplingParams",
 ]

@@ -1,9 +1,9 @@
-"""The base class of policy backends: everything about handing weights over."""
+"""The part of the base class of policy backends that hands weights over."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from rl_core.backends.admission import Admission
 from rl_core.backends.changes import GuardedSource, WeightChanges
@@ -21,27 +21,22 @@ if TYPE_CHECKING:
     from rl_core.interfaces import (
         Future,
         GenerationDatumSpec,
-        TopkLogitsOutputSpec,
         WeightSource,
         WorkerContext,
     )
     from rl_core.refit import RefitRanks
 
-__all__ = ["PolicyBackend"]
+__all__ = ["PolicyRefits"]
 
 
-class PolicyBackend(ColocatablePolicyInterface):
-    """Turns a trainer into a :class:`ColocatablePolicyInterface`.
+class PolicyRefits(ColocatablePolicyInterface):
+    """Both generations of the refit methods, over a weight source.
 
     Args:
         worker: Given when it is one of several workers, all of which are called for a refit. The
             first one speaks. Where it does not have all weights itself, each sets
             :attr:`refit_ranks` when it is built, and :meth:`weight_source` returns a
             :class:`~rl_core.refit.GatheredSource`.
-
-    A subclass implements the training and scoring methods and :meth:`weight_source`; both
-    generations of the refit methods are here. Optional capabilities refuse until overridden.
-    ``train`` begins with ``data = self.admission.admit(data, loss_fn, eval_mode=eval_mode)``.
 
     Attributes:
         config: What the policy was built with; a subclass sets it.
@@ -65,16 +60,6 @@ class PolicyBackend(ColocatablePolicyInterface):
             lambda: getattr(self, "config", {}), lambda: self.weights_version
         )
         self._collective_receivers = 1
-
-    @classmethod
-    @abstractmethod
-    def from_config(cls, config: Mapping[str, Any], *, worker: WorkerContext | None = None) -> Self:
-        """Builds the backend from its checked configuration.
-
-        Args:
-            config: As its TypedDict says, ``backend`` included.
-            worker: Given when it is one of several workers.
-        """
 
     @abstractmethod
     def weight_source(self) -> WeightSource:
@@ -151,6 +136,17 @@ class PolicyBackend(ColocatablePolicyInterface):
         if self.refit_ranks is not None:
             self.refit_ranks.close()
 
+    def weights_moved(self) -> None:
+        """To be called when the weights have left the memory that engines read them in.
+
+        A direct refit moved them there, and the next one moves them again. Waits for a refit that
+        is running.
+
+        Raises:
+            DeadlineError: That refit hangs.
+        """
+        self._sender.let_go_of_weights()
+
     @property
     def _speaks(self) -> bool:
         return self.worker is None or self.worker.rank == 0
@@ -190,15 +186,6 @@ class PolicyBackend(ColocatablePolicyInterface):
 
     # -- optional capabilities ------------------------------------------------------------------
 
-    def get_topk_logits(
-        self,
-        data: BatchedDataDict[GenerationDatumSpec],
-        k: int,
-        micro_batch_size: int | None = None,
-    ) -> BatchedDataDict[TopkLogitsOutputSpec]:
-        """See :meth:`PolicyInterface.get_topk_logits`."""
-        raise self._refuse("top-k logits", "use a backend that declares topk_logits")
-
     def calibrate_qkv_fp8_scales(
         self,
         data: BatchedDataDict[GenerationDatumSpec],
@@ -209,21 +196,6 @@ class PolicyBackend(ColocatablePolicyInterface):
     ) -> dict[str, Any]:
         """See :meth:`PolicyInterface.calibrate_qkv_fp8_scales`."""
         raise self._refuse("FP8 scales", "use a backend that declares fp8_kv_scales")
-
-    def offload_before_refit(self) -> None:
-        """Nothing to give back unless a backend says otherwise."""
-
-    def offload_after_refit(self) -> None:
-        """Nothing to give back unless a backend says otherwise."""
-
-    def prepare_for_lp_inference(self) -> None:
-        """Always ready unless a backend says otherwise."""
-
-    def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:
-        """Always ready unless a backend says otherwise."""
-
-    def finish_training(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing to give back unless a backend says otherwise."""
 
     def _refuse(self, what: str, fix: str) -> CapabilityError:
         return CapabilityError(f"{type(self).__name__} does not offer {what}", fix=fix)

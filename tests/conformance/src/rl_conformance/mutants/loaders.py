@@ -153,11 +153,10 @@ class TheAdapterStaysAtHome(ReferencePolicy):
     def _adapted(self) -> torch.Tensor:
         return self.model.get_parameter(_ADAPTED).detach()  # type: ignore[no-any-return]
 
-    def _update(self) -> float:
+    def take_step(self, lr: float, scale: float) -> None:
         before = self._adapted.clone()
-        norm = super()._update()
+        super().take_step(lr, scale)
         self.adapter += self._adapted - before
-        return norm
 
     def weight_source(self) -> WeightSource:
         return _WithoutAdapter(self.model.state_dict(keep_vars=True), self.adapter)
