@@ -8,8 +8,8 @@ import torch
 
 from rl_core.backends import GenerationBackend
 from rl_core.backends.tensors import NamedTensorSink, module_tensors
+from rl_core.config import check_config
 from rl_core.errors import ConfigError
-from rl_core.plugins.config import check_config
 from rl_hf.config import HuggingFaceGenerationConfig
 from rl_hf.decoding import DEFAULT_MAX_BATCH_SIZE, DecodingEngine
 from rl_hf.modeling import load_model, load_tokenizer, model_device, model_facts

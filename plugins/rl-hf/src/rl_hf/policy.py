@@ -14,9 +14,9 @@ from rl_core.backends.policy import check_policy_config
 from rl_core.backends.policy_rows import scoring_rows
 from rl_core.backends.tensors import NamedTensorSource, module_tensors
 from rl_core.batch import BatchedDataDict
+from rl_core.config import check_config
 from rl_core.errors import CapabilityError, DataError
 from rl_core.interfaces import LossInputType
-from rl_core.plugins.config import check_config
 from rl_hf import saving
 from rl_hf.calibration import Calibration
 from rl_hf.config import HuggingFaceGenerationConfig, HuggingFacePolicyConfig
