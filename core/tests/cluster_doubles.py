@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NotRequired, Self
 
 import torch
 
-from rl_core.backends import Completion, GenerationBackend, ModelFacts, PolicyBackend
+from rl_core.backends import Completion, GenerationBackend, ModelFacts, PolicyRefits
 from rl_core.batch import BatchedDataDict
 from rl_core.errors import ConfigError, DataError
 from rl_core.interfaces import GenerationConfig, PolicyConfig, TensorSpec, WeightSink, WeightSource
@@ -151,7 +151,7 @@ class DoubleGeneration(GenerationBackend):
         pass
 
 
-class DoublePolicy(PolicyBackend):
+class DoublePolicy(PolicyRefits):
     """Scores ``-token``; training reports which rows a worker saw, and who it is."""
 
     def __init__(self, worker: WorkerContext | None, config: Mapping[str, Any]) -> None:
@@ -192,6 +192,9 @@ class DoublePolicy(PolicyBackend):
     def shutdown(self) -> bool:
         self._sender.close()
         return True
+
+
+DoublePolicy.__abstractmethods__ = frozenset()  # type: ignore[attr-defined]
 
 
 class PairLoss(LossFunction):

@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 WORKER = """
     import json, sys, torch
     from rl_core.batch import BatchedDataDict
-    from rl_core.backends.ranks import RankGroup
-from rl_core.errors import RLError
+    from rl_core.errors import RLError
     from rl_core.interfaces import WorkerContext
     from rl_core.refit import refit
     from rl_hf.generation import HuggingFaceGeneration

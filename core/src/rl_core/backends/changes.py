@@ -5,15 +5,15 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from rl_core.backends.sources import WrappedSource
 from rl_core.errors import LifecycleError
-from rl_core.interfaces import WeightSource
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Generator, Iterator, Sequence
 
     import torch
 
-    from rl_core.interfaces import TensorSpec
+    from rl_core.interfaces import WeightSource
 
 __all__ = ["GuardedSource", "WeightChanges"]
 
@@ -54,7 +54,7 @@ class WeightChanges:
         return check
 
 
-class GuardedSource(WeightSource):
+class GuardedSource(WrappedSource):
     """Another source, which raises as soon as the weights behind it change.
 
     Args:
@@ -63,21 +63,8 @@ class GuardedSource(WeightSource):
     """
 
     def __init__(self, source: WeightSource, check: Callable[..., None]) -> None:
-        self.device = source.device
-        self._source = source
-        self._check = check
-
-    def specs(self) -> Sequence[TensorSpec]:
-        """See :meth:`WeightSource.specs`."""
-        return self._source.specs()
-
-    def open(self, refit: str, deadline_s: float) -> None:
-        """See :meth:`WeightSource.open`."""
-        self._source.open(refit, deadline_s)
-
-    def check(self) -> None:
-        """See :meth:`WeightSource.check`."""
-        self._source.check()
+        super().__init__(source)
+        self._unchanged = check
 
     def tensors(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """See :meth:`WeightSource.tensors`.
@@ -85,20 +72,12 @@ class GuardedSource(WeightSource):
         Raises:
             LifecycleError: The weights changed since this source was made.
         """
-        for name, tensor in self._source.tensors(names):
-            self._check(f", at {name}")
+        for name, tensor in super().tensors(names):
+            self._unchanged(f", at {name}")
             yield name, tensor
-            self._check(f", at {name}")
-
-    def persistent(self) -> Mapping[str, torch.Tensor] | None:
-        """See :meth:`WeightSource.persistent`."""
-        return self._source.persistent()
+            self._unchanged(f", at {name}")
 
     def confirm(self) -> None:
         """See :meth:`WeightSource.confirm`."""
-        self._check()
-        self._source.confirm()
-
-    def close(self) -> None:
-        """See :meth:`WeightSource.close`."""
-        self._source.close()
+        self._unchanged()
+        super().confirm()

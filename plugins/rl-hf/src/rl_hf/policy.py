@@ -22,6 +22,7 @@ from rl_hf.calibration import Calibration
 from rl_hf.config import HuggingFaceGenerationConfig, HuggingFacePolicyConfig
 from rl_hf.forward import Forward, Sequences, base_model, check_packing
 from rl_hf.lora import MergedWeightSource, add_adapters
+from rl_hf.manifest import BACKEND
 from rl_hf.modeling import load_model, load_tokenizer, model_device
 from rl_hf.optimizer import Optimizer
 from rl_hf.placement import Placement
@@ -57,6 +58,8 @@ class HuggingFacePolicy(PolicyBackend):
         ConfigError: A key is unknown or wrong, or the checkpoint cannot be loaded.
         CapabilityError: ``sequence_packing`` with a model that cannot keep sequences apart.
     """
+
+    manifest = BACKEND
 
     def __init__(
         self, model_name: str, *, worker: WorkerContext | None = None, **config: Any

@@ -87,6 +87,8 @@ class ShardedReferencePolicy(ReferencePolicy):
         sources: How many weight sources were made on this rank, and how many of them closed.
     """
 
+    manifest = MANIFEST
+
     def __init__(self, model_name: str, *, shard_ranks: int | None = None, **config: Any) -> None:
         self._shard_ranks = shard_ranks
         self._optimizer_config = config.get("optimizer") or {}
