@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NotRequired, Self
 import psutil
 import torch
 
-from rl_core.backends import Completion, GenerationBackend, ModelFacts, PolicyBackend
+from rl_core.backends import Completion, GenerationBackend, ModelFacts, PolicyRefits
 from rl_core.batch import BatchedDataDict
 from rl_core.errors import ConfigError, DataError
 from rl_core.interfaces import GenerationConfig, PolicyConfig, TensorSpec, WeightSink, WeightSource
@@ -156,7 +156,7 @@ class DoubleGeneration(GenerationBackend):
         pass
 
 
-class DoublePolicy(PolicyBackend):
+class DoublePolicy(PolicyRefits):
     """Scores ``-token``; training reports which rows a worker saw, and who it is."""
 
     def __init__(self, worker: WorkerContext | None, config: Mapping[str, Any]) -> None:
@@ -197,6 +197,9 @@ class DoublePolicy(PolicyBackend):
     def shutdown(self) -> bool:
         self._sender.close()
         return True
+
+
+DoublePolicy.__abstractmethods__ = frozenset()  # type: ignore[attr-defined]
 
 
 class PairLoss(LossFunction):

@@ -5,8 +5,10 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 
+from rl_core.backends.tensors import tensor_specs
 from rl_core.interfaces import TensorSpec, WeightSink, WeightSource
 from rl_core.refit import RefitReceiver, RefitSender, refit
 
@@ -26,12 +28,8 @@ SOON = 20.0
 
 def describe(tensors: Tensors, ties: Mapping[str, str] | None = None) -> list[TensorSpec]:
     ties = ties or {}
-    return [
-        TensorSpec(
-            name, tuple(t.shape), str(t.dtype).removeprefix("torch."), alias_of=ties.get(name)
-        )
-        for name, t in tensors.items()
-    ]
+    replace = msgspec.structs.replace
+    return [replace(spec, alias_of=ties.get(spec.name)) for spec in tensor_specs(tensors)]
 
 
 class DictSource(WeightSource):

@@ -12,11 +12,11 @@ import torch
 from test_backends_generation import CountingEngine, batch, collect
 
 from rl_core import LoopWarning
-from rl_core.backends import PolicyBackend
+from rl_core.backends import PolicyRefits
 from rl_core.batch import BatchedDataDict
+from rl_core.config import check_config
 from rl_core.errors import ConfigError, DataError, LifecycleError
 from rl_core.interfaces import GenerationConfig
-from rl_core.plugins.config import check_config
 from rl_core.refit import refit
 from rl_core.refit.options import SendOptions
 from rl_core.refit.sampling import warn_of_temperatures
@@ -189,7 +189,7 @@ def test_hardware_is_for_the_cluster_to_give():
 # -- refits ---------------------------------------------------------------------------------------
 
 
-class Scorer(PolicyBackend):
+class Scorer(PolicyRefits):
     """A policy that does nothing."""
 
     def weight_source(self) -> Any: ...

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rl_core.config import Range, check_config, config_keys, nearest
 from rl_core.errors import BrokenPluginError, ConfigError
 from rl_core.interfaces import GenerationConfig
-from rl_core.plugins.config import Range, check_config, config_keys, nearest
 
 
 class Optimizer(TypedDict, total=False):

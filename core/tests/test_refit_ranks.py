@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from refit_doubles import BUCKET, SOON, Engine, blank, describe, go, make_tensors, same
 
-from rl_core.backends import PolicyBackend
+from rl_core.backends import PolicyRefits
 from rl_core.errors import (
     ConfigError,
     LifecycleError,
@@ -92,7 +92,7 @@ class Part(GatheredSource):
         self.closed += 1
 
 
-class Rank(PolicyBackend):
+class Rank(PolicyRefits):
     """A rank that does nothing but refits. ``at`` runs before each of its gathers."""
 
     get_logprobs = get_reference_policy_logprobs = train = save_checkpoint = None  # type: ignore[assignment]
@@ -279,7 +279,7 @@ def test_a_rank_whose_source_cannot_be_made_is_named(trainer: Ranks, engine: Eng
 
 def test_followers_do_nothing_where_rank_0_has_all(keep) -> None:
     rank = Rank.__new__(Rank)
-    PolicyBackend.__init__(rank, WorkerContext(1, 2))
+    PolicyRefits.__init__(rank, WorkerContext(1, 2))
     assert rank.prepare_refit_info() is None
     assert rank.stream_weights_via_ipc_zmq(deadline_s=1) == []
     assert rank.broadcast_weights_for_collective() == []

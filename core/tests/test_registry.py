@@ -26,7 +26,7 @@ from rl_core.plugins.hookspecs import (
     Finding,
     doctor_findings,
     emit,
-    map_weight_name,
+    map_weight_names,
     validate_config,
     worker_environment,
 )
@@ -232,11 +232,30 @@ def test_plugins_that_disagree_on_a_variable_are_both_named(install: Install) ->
         worker_environment(CONFIG, "generation", resolve("toy"))
 
 
-def test_weight_names_pass_through_every_mapper(install: Install) -> None:
+def test_each_mapper_names_the_weights_that_it_knows(install: Install) -> None:
+    install.toy()
+    for name in ("one", "two"):
+        mapper = f"lambda n: n + '.weight' if n == {name!r} else n"
+        hooks(install, f"def weight_name_mappers():\n    return {mapper}\n", f"rl-{name}")
+    names = map_weight_names(["one", "two", "three"], resolve("toy"))
+    assert names == {"one": "one.weight", "two": "two.weight"}
+
+
+def test_mappers_that_disagree_are_both_named(install: Install) -> None:
     install.toy()
     for name in ("rl-one", "rl-two"):
         hooks(install, f"def weight_name_mappers():\n    return lambda n: n + '.{name}'\n", name)
-    assert map_weight_name("w", resolve("toy")) == "w.rl-one.rl-two"
+    with pytest.raises(
+        PluginError, match=r"the weight w: rl-one .* makes it 'w\.rl-one', rl-two .* 'w\.rl-two'"
+    ):
+        map_weight_names(["w"], resolve("toy"))
+
+
+def test_two_weights_of_one_name_are_named_with_the_plugin(install: Install) -> None:
+    install.toy()
+    hooks(install, "def weight_name_mappers():\n    return lambda n: n.split('.')[-1]\n")
+    with pytest.raises(PluginError, match=r"rl-hooks 1\.0 .*: the weights w and a\.w .* 'w'"):
+        map_weight_names(["w", "a.w"], resolve("toy"))
 
 
 def test_events_reach_every_plugin_although_one_raises(
@@ -300,7 +319,7 @@ def test_mapper_that_raises_is_the_plugins_fault(install: Install) -> None:
     install.toy()
     hooks(install, "def weight_name_mappers():\n    return {}.__getitem__\n")
     with pytest.raises(PluginError, match=r"rl-hooks 1\.0 .* weight_name_mappers raised KeyError"):
-        map_weight_name("w", resolve("toy"))
+        map_weight_names(["w"], resolve("toy"))
 
 
 # -- the doctor ------------------------------------------------------------------------------------

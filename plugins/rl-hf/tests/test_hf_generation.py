@@ -15,11 +15,11 @@ import torch
 
 from rl_conformance.oracle import Oracle
 from rl_core import create_generation
+from rl_core.backends.tensors import NamedTensorSource, module_tensors
 from rl_core.batch import BatchedDataDict
 from rl_core.errors import ConfigError, DataError, LifecycleError, WeightsTornError
 from rl_core.refit import RefitSender
 from rl_hf.generation import HuggingFaceGeneration
-from rl_hf.weights import ModelWeightSource
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -227,7 +227,7 @@ def test_shutdown_lets_go_of_the_model(tiny: Callable[..., Path]):
 def test_a_refit_installs_the_weights_and_the_version(tiny: Callable[..., Path]):
     path, other, data = tiny(), tiny(seed=1), batch(4, 9)
     backend, trainer = awake(path), HuggingFaceGeneration(str(other))
-    sender = RefitSender(lambda: ModelWeightSource(trainer._model), name="trainer")
+    sender = RefitSender(lambda: NamedTensorSource(module_tensors(trainer._model)), name="trainer")
     try:
         info = sender.prepare()
         backend.prepare_refit_info(info)

@@ -14,9 +14,9 @@ import pytest
 import torch
 import transformers
 
+from rl_core.backends.checkpoint import write_directory
 from rl_core.batch import BatchedDataDict
 from rl_core.errors import CheckpointError
-from rl_hf.checkpoint import write_directory
 from rl_hf.policy import HuggingFacePolicy
 from rl_losses import NLLLossFn
 
@@ -135,7 +135,7 @@ def test_a_save_that_fails_leaves_the_former_checkpoint_alone(tiny, tmp_path, mo
 KILLED = """
     import os, signal, sys, torch
     from pathlib import Path
-    from rl_hf import checkpoint
+    from rl_core.backends import checkpoint
     from rl_hf.policy import HuggingFacePolicy
     from rl_losses import NLLLossFn
     from rl_core.batch import BatchedDataDict

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from rl_core.backends.tensors import NamedTensorSource, module_tensors
 from rl_core.batch import BatchedDataDict
 from rl_core.errors import ConfigError, LifecycleError
 from rl_hf.policy import HuggingFacePolicy
-from rl_hf.weights import ModelWeightSource
 from rl_losses import NLLLossFn
 
 
@@ -30,10 +30,10 @@ def test_a_refit_sends_the_merged_weights_under_the_base_names(tiny, family):
     policy = with_adapters(tiny(family))
     policy.train(batch(), NLLLossFn())
     before = {name: tensor.clone() for name, tensor in policy.model.state_dict().items()}
-    source = policy.weight_source()
+    source = policy.refit_source()
     names = [spec.name for spec in source.specs() if spec.alias_of is None]
     sent = dict(source.tensors(names))
-    merged = ModelWeightSource(copy.deepcopy(policy.model).merge_and_unload())
+    merged = NamedTensorSource(module_tensors(copy.deepcopy(policy.model).merge_and_unload()))
     assert [s.name for s in source.specs()] == [s.name for s in merged.specs()]
     for name, tensor in merged.tensors(names):
         assert torch.equal(sent[name], tensor), name
@@ -91,7 +91,7 @@ def test_target_modules_that_are_not_there_are_named(tiny):
 
 def test_weights_that_change_during_a_refit_end_it(tiny):
     policy = with_adapters(tiny())
-    source = policy.weight_source()
+    source = policy.refit_source()
     stream = source.tensors([spec.name for spec in source.specs() if spec.alias_of is None])
     next(stream)
     policy.train(batch(), NLLLossFn())

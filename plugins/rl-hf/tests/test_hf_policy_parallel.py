@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from rl_core.backends.ranks import RankGroup
 from rl_core.errors import ConfigError, DeadlineError
 from rl_core.interfaces import WorkerContext
-from rl_hf.parallel import DataParallel
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -141,7 +141,7 @@ def test_a_bad_row_of_one_worker_stops_all_of_them(results):
 
 def test_workers_without_a_port_are_refused():
     with pytest.raises(ConfigError, match="no port"):
-        DataParallel(WorkerContext(rank=0, world_size=2))
+        RankGroup(WorkerContext(rank=0, world_size=2))
 
 
 def test_a_peer_that_never_comes_is_an_error_in_time():
@@ -149,12 +149,12 @@ def test_a_peer_that_never_comes_is_an_error_in_time():
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     with pytest.raises(DeadlineError, match="did not reach its peers"):
-        DataParallel(WorkerContext(1, 2, 1, "127.0.0.1", port), timeout_s=1.0)
+        RankGroup(WorkerContext(1, 2, 1, "127.0.0.1", port), timeout_s=1.0)
 
 
 def test_a_group_of_gpus_is_aborted_before_it_is_dropped():
     aborted: list[str] = []
-    alone = DataParallel()
+    alone = RankGroup()
     alone.close()
     alone._messages = object()
     alone._tensors = SimpleNamespace(abort=lambda: aborted.append("tensors"))

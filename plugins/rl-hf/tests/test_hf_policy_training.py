@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from rl_conformance.models import FAMILIES
+from rl_core.backends.schedule import learning_rate
 from rl_core.batch import BatchedDataDict
 from rl_core.errors import CapabilityError, DataError, TrainingError
 from rl_core.interfaces import LossFunction, LossInputType
 from rl_hf.logprobs import token_logprobs
-from rl_hf.optimizer import learning_rate
 from rl_hf.policy import HuggingFacePolicy
 from rl_losses import DPOLossFn, GRPOLossFn, NLLLossFn
 

@@ -165,13 +165,13 @@ def test_only_what_training_changed_is_sent_as_a_delta(moved, engine):
 @pytest.mark.parametrize("merged", [False, True], ids=["plain", "lora"])
 def test_weights_that_changed_are_not_confirmed(tiny, merged):
     policy = HuggingFacePolicy(str(tiny()), lora=LORA if merged else None, **OPTIONS)
-    source = policy.weight_source()
+    source = policy.refit_source()
     source.confirm()
     train(policy)
     with pytest.raises(LifecycleError, match="during a refit"):
         source.confirm()
-    with policy._changing():
-        half = policy.weight_source()
+    with policy.changes.declared():
+        half = policy.refit_source()
         with pytest.raises(LifecycleError, match="during a refit"):
             half.confirm()
     policy.shutdown()

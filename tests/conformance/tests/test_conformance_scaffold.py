@@ -25,8 +25,8 @@ from rl_conformance.scaffold import project as scaffold
 from rl_conformance.scaffold.cli import app
 from rl_conformance.scaffold.project import TRANSFORMERS, Project
 from rl_conformance.target import Target
+from rl_core.config import check_config, config_keys
 from rl_core.errors import ConfigError
-from rl_core.plugins.config import check_config, config_keys
 from rl_core.plugins.discovery import BACKENDS, Provider, load_object
 from rl_core.plugins.validation import manifest_problems
 

@@ -21,12 +21,12 @@ from rl_conformance.expect import CheckFailed, fail, raises, require, same_tenso
 from rl_conformance.harness import Harness
 from rl_conformance.outcome import Measure, Outcome, RunReport, Status, Verdict
 from rl_conformance.reference import MANIFEST, reference_target
-from rl_conformance.reference.weights import DictSink, DictSource
 from rl_conformance.refits import odd_tensors, whole_tensors
 from rl_conformance.registry import Check, all_checks, refusal_for
 from rl_conformance.reports import from_json
 from rl_conformance.run import run, select
 from rl_conformance.statistics import chi_square_p_value
+from rl_core.backends.tensors import NamedTensorSink, NamedTensorSource
 from rl_core.errors import ConfigError
 from rl_core.plugins.manifest import GENERATION_CAPABILITIES, POLICY_CAPABILITIES
 
@@ -98,7 +98,7 @@ def test_every_capability_has_checks_and_a_refusal(kind: str, capability: str) -
 def test_tensors_of_the_refit_checks_are_on_the_device_that_is_asked(make: Any) -> None:
     tensors = make(1, "meta")
     assert {tensor.device.type for tensor in tensors.values()} == {"meta"}
-    assert DictSource(tensors).device == DictSink(tensors).device == "meta"
+    assert NamedTensorSource(tensors).device == NamedTensorSink(tensors).device == "meta"
 
 
 # -- statuses --------------------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 from rl_core.backends.generation import GenerationBackend
 from rl_core.backends.policy import PolicyBackend
+from rl_core.backends.policy_refits import PolicyRefits
+from rl_core.backends.policy_rows import RowLimits
 from rl_core.backends.prompts import Completion, ModelFacts, PromptBatch, SamplingParams
 from rl_core.backends.rows import FailedRow, Row, RowEngine
 
@@ -11,8 +13,10 @@ __all__ = [
     "GenerationBackend",
     "ModelFacts",
     "PolicyBackend",
+    "PolicyRefits",
     "PromptBatch",
     "Row",
     "RowEngine",
+    "RowLimits",
     "SamplingParams",
 ]

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import TypeIs
 
-__all__ = ["as_batch", "check_rows", "check_vocabulary", "input_lengths", "row_integers"]
+__all__ = ["as_batch", "check_limits", "check_rows", "input_lengths", "row_integers"]
 
 INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 
@@ -125,8 +125,20 @@ def row_integers(data: Mapping[str, Any], key: str, rows: int) -> torch.Tensor |
     return value.to(torch.int64)
 
 
-def check_vocabulary(ids: torch.Tensor, lengths: torch.Tensor, vocab_size: int) -> None:
-    """Raises a DataError for a token of a row, up to its length, that the model does not have."""
+def check_limits(
+    ids: torch.Tensor, lengths: torch.Tensor, *, vocab_size: int, context: int | None
+) -> None:
+    """Checks that a model can read rows.
+
+    Args:
+        ids: ``[B, S]`` token ids; what stands past a row's length is not looked at.
+        lengths: ``[B]`` tokens of each row.
+        vocab_size: Token ids are below it.
+        context: Most tokens of a row; None if the model names no limit.
+
+    Raises:
+        DataError: Names the row, and the position of a token that the model does not have.
+    """
     real = torch.arange(ids.shape[1]) < lengths[:, None]
     outside = real & ((ids < 0) | (ids >= vocab_size))
     if outside.any():
@@ -135,6 +147,14 @@ def check_vocabulary(ids: torch.Tensor, lengths: torch.Tensor, vocab_size: int) 
             f"row {row}: token id {int(ids[row, position])} at position {position} is outside the "
             f"vocabulary of {vocab_size}",
             fix="tokenise with the model's own tokenizer; pad only past input_lengths",
+            row=row,
+            key="input_ids",
+        )
+    if context is not None and (lengths > context).any():
+        row = int((lengths > context).nonzero()[0])
+        raise DataError(
+            f"row {row}: {int(lengths[row])} tokens, the model's context is {context}",
+            fix="shorten the row, or raise max_model_len if it is below what the model can do",
             row=row,
             key="input_ids",
         )

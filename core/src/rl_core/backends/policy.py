@@ -1,69 +1,111 @@
-"""The base class of policy backends: everything about handing weights over."""
+"""The base class of policy backends: everything about a policy that is not its model's."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
+import json
+import math
+from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from rl_core.backends.admission import Admission
-from rl_core.errors import CapabilityError, ConfigError
-from rl_core.interfaces import ColocatablePolicyInterface
-from rl_core.refit import DEFAULT_DEADLINE_S, GatheredSource, RefitSender, SendOptions
-from rl_core.refit.options import MAX_DEADLINE_S
-from rl_core.refit.sender import name_of_call
+import torch
+
+from rl_core.backends.checkpoint import STATE_FILE, read_json, verified, write_directory
+from rl_core.backends.losses import call_loss, input_type_of
+from rl_core.backends.modes import RandomStream, running
+from rl_core.backends.policy_model import PolicyModel
+from rl_core.backends.policy_refits import PolicyRefits
+from rl_core.backends.policy_rows import (
+    Microbatching,
+    RowLimits,
+    check_k,
+    counting_rows,
+    cut,
+    rows_per_step,
+    scoring_rows,
+    training_rows,
+)
+from rl_core.backends.ranks import RankGroup
+from rl_core.backends.schedule import check_schedule, learning_rate
+from rl_core.backends.steps import LossSum, StepResult, not_finite, summary
+from rl_core.batch import BatchedDataDict
+from rl_core.errors import DataError, LifecycleError
+from rl_core.interfaces import LossInputType
 
 if TYPE_CHECKING:
-    import concurrent.futures
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
+    from contextlib import AbstractContextManager
 
-    from rl_core.batch import BatchedDataDict
-    from rl_core.interfaces import (
-        Future,
-        GenerationDatumSpec,
-        TopkLogitsOutputSpec,
-        WeightSource,
-        WorkerContext,
-    )
-    from rl_core.refit import RefitRanks
+    from rl_core.interfaces import DataParallelRank, LossFunction, WorkerContext
 
-__all__ = ["PolicyBackend"]
+__all__ = ["PolicyBackend", "check_policy_config"]
+
+MODEL, OPTIMIZER = frozenset({"model"}), frozenset({"optimizer"})
 
 
-class PolicyBackend(ColocatablePolicyInterface):
-    """Turns a trainer into a :class:`ColocatablePolicyInterface`.
+def check_policy_config(config: Mapping[str, Any]) -> None:
+    """Checks what the TypedDict cannot say, before a model is loaded.
 
     Args:
-        worker: Given when it is one of several workers, all of which are called for a refit. The
-            first one speaks. Where it does not have all weights itself, each sets
-            :attr:`refit_ranks` when it is built, and :meth:`weight_source` returns a
-            :class:`~rl_core.refit.GatheredSource`.
+        config: A checked :class:`~rl_core.interfaces.PolicyConfig`.
 
-    A subclass implements the training and scoring methods and :meth:`weight_source`; both
-    generations of the refit methods are here. Optional capabilities refuse until overridden.
-    ``train`` begins with ``data = self.admission.admit(data, loss_fn, eval_mode=eval_mode)``.
+    Raises:
+        ConfigError: Dynamic batching and packing are both enabled, or a schedule has no end.
+    """
+    Microbatching(config)
+    check_schedule(config.get("scheduler", {}))
+
+
+class PolicyBackend(PolicyModel, PolicyRefits):
+    """Turns a trainer into a :class:`~rl_core.interfaces.ColocatablePolicyInterface`.
+
+    A subclass loads its model, sets :attr:`model`, calls ``super().__init__`` and implements the
+    methods of :class:`~rl_core.backends.policy_model.PolicyModel`. Checks of rows, microbatches,
+    counts, sums over microbatches and ranks, random numbers, the schedule, checkpoints that are
+    whole or not there, the lifecycle and every refit method are here. Optional capabilities refuse
+    until overridden.
+
+    Args:
+        config: A checked :class:`~rl_core.interfaces.PolicyConfig` with the backend's own keys.
+        limits: What the model can read.
+        worker: Given when this is one of several workers; see :class:`PolicyRefits` for what a
+            refit needs of those that do not have all weights.
+        device: Where the model computes, whose random numbers belong to dropout. Default: the CPU.
+        ranks: All workers of the policy. By default they meet where ``worker`` says.
+        data_parallel: Which rows this worker gets; None if each worker has rows of its own.
 
     Attributes:
-        config: What the policy was built with; a subclass sets it.
-        worker: Who this is, if it is one of several workers.
-        refit_ranks: Those that a refit needs; None if the first worker has all weights itself.
-        admission: Refuses, or warns of, training calls that would go wrong without a word.
+        config: The configuration, as a dict.
+        limits: See above.
+        ranks: See above.
+        microbatching: Which rows go through the model together.
+        random: The numbers that training draws from.
+        steps: Optimizer steps taken.
     """
 
-    config: Mapping[str, Any]
-
-    def __init__(self, worker: WorkerContext | None = None) -> None:
-        self.worker = worker
-        self.refit_ranks: RefitRanks | None = None
-        self._followed = 0  # calls of this rank, which rank 0 counts, too
-        self._following: concurrent.futures.Future[None] | None = None
-        self._sender = RefitSender(self.weight_source, name=type(self).__name__)
-        self.admission = Admission(
-            lambda: getattr(self, "config", {}), lambda: self.weights_version
-        )
-        self._collective_receivers = 1
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        limits: RowLimits,
+        *,
+        worker: WorkerContext | None = None,
+        device: torch.device | None = None,
+        ranks: RankGroup | None = None,
+        data_parallel: DataParallelRank | None = None,
+    ) -> None:
+        super().__init__(worker)
+        self.config = dict(config)
+        self.limits = limits
+        self.microbatching = Microbatching(config)
+        self.data_parallel = data_parallel
+        self.steps = 0
+        self._closed = False
+        device = device or torch.device("cpu")
+        self.ranks = RankGroup(worker, device) if ranks is None else ranks
+        own = self.ranks.rank if data_parallel is None else data_parallel.rank
+        self.random = RandomStream(config.get("seed", 0) + own, device)
 
     @classmethod
-    @abstractmethod
     def from_config(cls, config: Mapping[str, Any], *, worker: WorkerContext | None = None) -> Self:
         """Builds the backend from its checked configuration.
 
@@ -71,150 +113,312 @@ class PolicyBackend(ColocatablePolicyInterface):
             config: As its TypedDict says, ``backend`` included.
             worker: Given when it is one of several workers.
         """
+        return cls(worker=worker, **{k: v for k, v in config.items() if k != "backend"})
 
-    @abstractmethod
-    def weight_source(self) -> WeightSource:
-        """The tensors of the model as they are now; called once for each refit, and closed once.
-
-        Also for a description (``prepare_refit_info``) that no refit follows.
-        """
-
-    # -- refit ----------------------------------------------------------------------------------
-
-    @property
-    def weights_version(self) -> int:
-        """The version of the last refit that was committed; 0 before the first."""
-        return self._sender.version
-
-    def prepare_refit_info(self) -> dict[str, Any] | None:
-        """See :meth:`ColocatablePolicyInterface.prepare_refit_info`; None on all but one worker."""
-        return self._sender.prepare() if self._speaks else None
-
-    def stream_weights_via_ipc_zmq(self, *args: Any, **kwargs: Any) -> list[Future]:
-        """See :meth:`ColocatablePolicyInterface.stream_weights_via_ipc_zmq`."""
-        return self._send(*args, **kwargs)
-
-    def prepare_weights_for_ipc(self, *args: Any, **kwargs: Any) -> list[list[str]]:
-        """See :meth:`ColocatablePolicyInterface.prepare_weights_for_ipc`."""
-        if self._speaks:
-            return self._sender.groups(*args, **kwargs)
-        self._followed += 1
-        if self.refit_ranks is not None:
-            name = name_of_call("", self._followed)
-            self._following = self.refit_ranks.follower.follow(self._part, name, MAX_DEADLINE_S)
-        return []
-
-    def get_weights_ipc_handles(self, keys: list[str]) -> dict[str, Any]:
-        """See :meth:`ColocatablePolicyInterface.get_weights_ipc_handles`."""
-        if self._speaks:
-            return self._sender.handles(keys)
-        if self._following is not None and self._following.done():
-            self._following.result()  # why it ended, if it was not complete
-        return {}
-
-    def init_collective(
-        self, ip: str, port: int, world_size: int, *, train_world_size: int = 1
-    ) -> list[Future]:
-        """See :meth:`ColocatablePolicyInterface.init_collective`."""
-        if not self._speaks:
-            return []
-        receivers = world_size - train_world_size
-        self._collective_receivers = receivers
-        opened = self._sender.open(
-            "collective", DEFAULT_DEADLINE_S, ip=ip, port=port, receivers=receivers
-        )
-        return [opened]
-
-    def broadcast_weights_for_collective(
-        self, kv_scales: dict[str, float] | None = None, **options: Any
-    ) -> list[Future]:
-        """See :meth:`ColocatablePolicyInterface.broadcast_weights_for_collective`."""
-        options.setdefault("receivers", self._collective_receivers)
-        return self._send(transport="collective", kv_scales=kv_scales or {}, **options)
-
-    def close_refits(self) -> None:
-        """Ends all refits, and lets go of sockets and shared memory; for ``shutdown``. Idempotent.
+    def ready(self, method: str) -> None:
+        """Called as a method begins: checks that it can run, and brings the model to its device.
 
         Raises:
-            DeadlineError: A refit hangs in the backend's code.
+            LifecycleError: The policy was shut down.
         """
-        self._sender.close()
-        if self.refit_ranks is not None:
-            self.refit_ranks.close()
+        self._check_open(method)
+        self.on_wake(MODEL)
 
-    @property
-    def _speaks(self) -> bool:
-        return self.worker is None or self.worker.rank == 0
+    # -- scoring --------------------------------------------------------------------------------
 
-    def _send(self, **options: Any) -> list[Future]:
-        """Sends, or follows who does."""
-        if not self._speaks:
-            self._followed += 1
-            chosen = SendOptions.of(options)
-            if self.refit_ranks is None:
-                return []
-            name = name_of_call(chosen.refit_id, self._followed)
-            return [self.refit_ranks.follower.follow(self._part, name, chosen.deadline_s)]
-        if self.refit_ranks is None:
-            return [self._sender.send(**options)]
-        leader = self.refit_ranks.leader
-        name = name_of_call(options.get("refit_id", ""), self._sender.calls + 1)
-        try:
-            sending = self._sender.send(**options)
-        except BaseException as error:
-            leader.dismiss(name, str(error))
-            raise
-        sending.add_done_callback(lambda done: leader.dismiss(name, str(done.exception() or "")))
-        return [sending]
+    def get_logprobs(
+        self, data: BatchedDataDict[Any], micro_batch_size: int | None = None
+    ) -> BatchedDataDict[Any]:
+        """See :meth:`PolicyInterface.get_logprobs`.
 
-    def _part(self) -> GatheredSource:
-        """This rank's part of what is gathered."""
-        source = self.weight_source()
-        if not isinstance(source, GatheredSource):
-            raise ConfigError(
-                f"{type(self).__name__} has ranks that a refit needs, and a weight source that "
-                f"does not gather: {type(source).__name__}",
-                fix="return a rl_core.refit.GatheredSource, or leave refit_ranks out",
-                key="refit_ranks",
-            )
-        return source
+        Args:
+            data: ``input_ids`` with ``input_lengths``, or what a generation returned.
+            micro_batch_size: Rows per forward pass; None as configured.
 
-    # -- optional capabilities ------------------------------------------------------------------
+        Raises:
+            DataError: Names the row and what is wrong with it.
+        """
+        self.ready("get_logprobs")
+        rows = scoring_rows(data, self.limits)
+        return BatchedDataDict({"logprobs": self._logprobs(rows, micro_batch_size)})
+
+    def get_reference_policy_logprobs(
+        self, data: BatchedDataDict[Any], micro_batch_size: int | None = None
+    ) -> BatchedDataDict[Any]:
+        """See :meth:`PolicyInterface.get_reference_policy_logprobs` and :meth:`get_logprobs`.
+
+        Raises:
+            CapabilityError: The weights of the start are not kept.
+        """
+        self.ready("get_reference_policy_logprobs")
+        rows = scoring_rows(data, self.limits)
+        with self.reference():
+            return BatchedDataDict({"reference_logprobs": self._logprobs(rows, micro_batch_size)})
 
     def get_topk_logits(
-        self,
-        data: BatchedDataDict[GenerationDatumSpec],
-        k: int,
-        micro_batch_size: int | None = None,
-    ) -> BatchedDataDict[TopkLogitsOutputSpec]:
-        """See :meth:`PolicyInterface.get_topk_logits`."""
-        raise self._refuse("top-k logits", "use a backend that declares topk_logits")
+        self, data: BatchedDataDict[Any], k: int, micro_batch_size: int | None = None
+    ) -> BatchedDataDict[Any]:
+        """See :meth:`PolicyInterface.get_topk_logits`; both are 0 where nothing is predicted.
 
-    def calibrate_qkv_fp8_scales(
+        Raises:
+            CapabilityError: The policy does not offer it.
+            DataError: ``k`` is not within the vocabulary, or a row is wrong.
+        """
+        if type(self).topk is PolicyModel.topk:
+            raise self._refuse("top-k logits", "use a backend that declares topk_logits")
+        self.ready("get_topk_logits")
+        check_k(k, self.limits)
+        rows = scoring_rows(data, self.limits)
+        shape = (*rows["input_ids"][:, 1:].shape, k)
+        values, indices = torch.zeros(shape), torch.zeros(shape, dtype=torch.int64)
+        for index, part in self.microbatches(rows, micro_batch_size):
+            top, chosen = self.topk(part, k)
+            values[index, : top.shape[1]] = top.cpu()
+            indices[index, : top.shape[1]] = chosen.cpu()
+        return BatchedDataDict({"topk_logits": values, "topk_indices": indices})
+
+    def microbatches(
+        self, rows: BatchedDataDict[Any], size: int | None
+    ) -> Iterator[tuple[torch.Tensor, BatchedDataDict[Any]]]:
+        """Rows to score, one microbatch after the other, while the model is in evaluation mode.
+
+        Args:
+            rows: What :func:`~rl_core.backends.policy_rows.scoring_rows` returned.
+            size: Rows of a microbatch; None as configured.
+
+        Yields:
+            ``[b]`` int64 indices, and those rows as :meth:`forward` takes them.
+        """
+        lengths, width = rows["input_lengths"], rows["input_ids"].shape[1]
+        with self.running(training=False):
+            for index in self.microbatching.plan(lengths, "logprob", width=width, size=size):
+                yield index, cut(rows, index)
+
+    def running(self, *, training: bool) -> AbstractContextManager[None]:
+        """Training or evaluation mode, with or without gradients; then it is as it was."""
+        return running(self.model, training=training)
+
+    def _logprobs(self, rows: BatchedDataDict[Any], size: int | None) -> torch.Tensor:
+        result = torch.zeros(rows["input_ids"].shape)
+        for index, part in self.microbatches(rows, size):
+            scores = self.forward(part, LossInputType.LOGPROB)
+            result[index, : scores.shape[1]] = scores.cpu()
+        return result
+
+    # -- training -------------------------------------------------------------------------------
+
+    def train(
         self,
-        data: BatchedDataDict[GenerationDatumSpec],
-        micro_batch_size: int | None = None,
-        percentile: float = 99.9,
-        margin: float = 1.05,
-        include_q: bool = False,
+        data: BatchedDataDict[Any],
+        loss_fn: LossFunction,
+        eval_mode: bool = False,
+        *,
+        gbs: int | None = None,
+        mbs: int | None = None,
     ) -> dict[str, Any]:
-        """See :meth:`PolicyInterface.calibrate_qkv_fp8_scales`."""
-        raise self._refuse("FP8 scales", "use a backend that declares fp8_kv_scales")
+        """See :meth:`PolicyInterface.train`.
 
-    def offload_before_refit(self) -> None:
-        """Nothing to give back unless a backend says otherwise."""
+        A missing ``sample_mask`` is all ones; so is ``token_mask``, unless the batch is a rollout.
+        A global batch in which nothing counts takes no step. ``skipped_steps`` is in the result.
 
-    def offload_after_refit(self) -> None:
-        """Nothing to give back unless a backend says otherwise."""
+        Args:
+            data: This worker's rows; see :class:`TrainingDatumSpec`.
+            loss_fn: The loss.
+            eval_mode: Compute the loss and change nothing. Without ``gbs`` all rows are then one
+                global batch.
+            gbs: Rows per optimizer step over all workers. The rows must be a multiple of it.
+            mbs: Rows per forward and backward pass; overrides dynamic batching and packing's own
+                choice of rows.
 
-    def prepare_for_lp_inference(self) -> None:
-        """Always ready unless a backend says otherwise."""
+        Raises:
+            ConfigError: The loss is a class, or is not called as losses are.
+            DataError: A row is wrong, the batch is generation output, a rollout has no
+                ``token_mask``, or the rows are no multiple of the global batch.
+            TrainingError: A loss or gradient is not finite; the step was not taken. Earlier steps
+                of the call were.
+        """
+        self.ready("train")
+        with self.ranks.together("checking the batch"):
+            data = self.admission.admit(data, loss_fn, eval_mode=eval_mode)
+            rows = training_rows(data, self.limits)
+            if gbs is None and not eval_mode:
+                gbs = self.config.get("train_global_batch_size")
+            shared = self.data_parallel
+            local = rows_per_step(rows.size, gbs, shared.size if shared else self.ranks.size)
+        everybody = self.ranks.gather([rows.size, local])
+        if any(theirs != everybody[0] for theirs in everybody):
+            raise DataError(
+                f"data-parallel workers got different [rows, batch]: {everybody}",
+                fix="give every worker the same number of rows, filled up with sample_mask 0",
+            )
+        batches = [rows.slice(at, at + local) for at in range(0, rows.size, local)]
+        if eval_mode:
+            return summary(self._evaluate(batch, loss_fn, mbs) for batch in batches)
+        self.prepare_for_training()
+        with self.changes.declared():
+            return summary(self._step(batch, loss_fn, mbs) for batch in batches)
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the next step."""
+        return learning_rate(self.steps, self.config)
+
+    def _step(
+        self, rows: BatchedDataDict[Any], loss_fn: LossFunction, size: int | None
+    ) -> StepResult:
+        """One step over this worker's rows of a global batch."""
+        lr, largest = self.lr, self.config.get("max_grad_norm", 1.0) or math.inf
+        try:
+            total = self._loss(rows, loss_fn, size, learn=True)
+            if not (total.valid_seqs and total.valid_toks):
+                return total.result(0.0, lr, skipped=True)
+            norm = self.gradient_norm()
+            finite = math.isfinite(total.loss) and math.isfinite(norm)
+            if finite:
+                self.take_step(lr, largest / norm if norm > largest else 1.0)
+                self.steps += 1
+            elif self.config.get("non_finite") != "skip":
+                raise not_finite(total, norm)
+            return total.result(norm, lr, skipped=not finite)
+        finally:
+            self.clear_gradients()
+
+    def _evaluate(
+        self, rows: BatchedDataDict[Any], loss_fn: LossFunction, size: int | None
+    ) -> StepResult:
+        total = self._loss(rows, loss_fn, size, learn=False)
+        if not math.isfinite(total.loss) and self.config.get("non_finite") != "skip":
+            raise not_finite(total, 0.0)
+        return total.result(0.0, self.lr, skipped=False)
+
+    def _loss(
+        self, rows: BatchedDataDict[Any], loss_fn: LossFunction, size: int | None, *, learn: bool
+    ) -> LossSum:
+        """The loss of a global batch over all workers, and this one's gradients of it."""
+        samples = rows["sample_mask"].double()
+        tokens = (rows["token_mask"].double() * samples[:, None]).sum()
+        counts = self._spoken([float(samples.sum()), float(tokens)])
+        local = LossSum(sum(seqs for seqs, _ in counts), sum(toks for _, toks in counts))
+        drawing = self.random.drawn() if learn else self.random.kept()
+        with self.ranks.together("the loss"), self.running(training=learn), drawing:
+            group_size = getattr(loss_fn, "group_size", 1)
+            index = counting_rows(rows["sample_mask"], group_size)
+            plan = self.microbatching.plan(
+                rows["input_lengths"][index],
+                "train",
+                width=rows["input_ids"].shape[1],
+                size=size,
+                group_size=group_size,
+            )
+            parts = [cut(rows, index[part]) for part in plan]
+
+            def share(number: int, inputs: torch.Tensor) -> torch.Tensor:
+                device = inputs.device
+                loss, metrics = call_loss(
+                    loss_fn,
+                    inputs,
+                    parts[number].to(device),
+                    global_valid_seqs=torch.tensor(local.valid_seqs, device=device),
+                    global_valid_toks=torch.tensor(local.valid_toks, device=device),
+                )
+                local.add(float(loss.detach()), metrics, index[plan[number]].tolist())
+                return loss
+
+            self.accumulate(parts, share, input_type_of(loss_fn), learn=learn)
+        total = LossSum(local.valid_seqs, local.valid_toks)
+        for loss, metrics, bad in self._spoken([local.loss, local.metrics, local.bad_rows]):
+            total.add(loss, metrics, bad)
+        return total
+
+    def _spoken(self, value: Any) -> list[Any]:
+        """The values of the workers whose results are taken, by rank."""
+        speaks = self.data_parallel is None or self.data_parallel.speaks
+        return [theirs for theirs, taken in self.ranks.gather([value, speaks]) if taken]
+
+    # -- checkpoints ----------------------------------------------------------------------------
+
+    def save_checkpoint(self, path: str | Path) -> None:
+        """Writes weights, optimizer, schedule, random state and step to a directory, atomically.
+
+        The directory is also a Hugging Face checkpoint. A checkpoint that stands there is
+        replaced; it stays whole until the new one is. All workers call it with one path.
+
+        Raises:
+            CheckpointError: Something that is not a checkpoint stands at ``path``.
+        """
+        self.ready("save_checkpoint")
+        state = {"steps": self.steps, "random": self.ranks.gather(self.random.state())}
+        with ExitStack() as stack:
+            written = None
+            with self.ranks.together("saving a checkpoint"):
+                if self.ranks.rank == 0:
+                    written = stack.enter_context(write_directory(path))
+                    (written / STATE_FILE).parent.mkdir()
+                    (written / STATE_FILE).write_text(json.dumps(state))
+            directory = Path(self.ranks.gather(str(written))[0])
+            with self.ranks.together("saving a checkpoint"):
+                self.write_checkpoint(directory)
+            with self.ranks.together("publishing a checkpoint"):
+                stack.close()
+
+    def load_checkpoint(self, path: str | Path) -> None:
+        """Continues where :meth:`save_checkpoint` was called; the reference stays as it was.
+
+        Torch's global random state is restored too.
+
+        Raises:
+            CheckpointError: It is missing, incomplete, altered or of another model; names the
+                file or the tensors. The policy is as it was.
+        """
+        self.ready("load_checkpoint")
+        directory = verified(path)
+        state = read_json(directory / STATE_FILE)
+        with self.changes.declared():
+            self.read_checkpoint(directory)
+        self.steps = state["steps"]
+        if self.ranks.rank < len(state["random"]):
+            self.random.set_state(state["random"][self.ranks.rank])
+
+    # -- lifecycle ------------------------------------------------------------------------------
 
     def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:
-        """Always ready unless a backend says otherwise."""
+        """Brings model and optimizer to the device. Idempotent."""
+        self.ready("prepare_for_training")
+        self.on_wake(OPTIMIZER)
 
     def finish_training(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing to give back unless a backend says otherwise."""
+        """Frees the device memory of gradients and optimizer. Idempotent."""
+        self._check_open("finish_training")
+        self.on_sleep(OPTIMIZER)
 
-    def _refuse(self, what: str, fix: str) -> CapabilityError:
-        return CapabilityError(f"{type(self).__name__} does not offer {what}", fix=fix)
+    def prepare_for_lp_inference(self) -> None:
+        """Brings the model to the device, without the optimizer. Idempotent."""
+        self._check_open("prepare_for_lp_inference")
+        self.on_sleep(OPTIMIZER)
+        self.on_wake(MODEL)
+
+    def offload_before_refit(self) -> None:
+        """Frees the device memory of gradients and optimizer; the weights stay to be sent."""
+        self._check_open("offload_before_refit")
+        self.on_sleep(OPTIMIZER)
+
+    def offload_after_refit(self) -> None:
+        """Frees the device memory of everything. Idempotent."""
+        self._check_open("offload_after_refit")
+        self.on_sleep(OPTIMIZER | MODEL)
+
+    def shutdown(self) -> bool:
+        """See :meth:`PolicyInterface.shutdown`."""
+        if not self._closed:
+            self._closed = True
+            self.close_refits()
+            self.on_shutdown()
+            self.ranks.close()
+        return True
+
+    def _check_open(self, method: str) -> None:
+        if self._closed:
+            raise LifecycleError(
+                f"{type(self).__name__}.{method} was called after shutdown",
+                fix="build a new policy",
+            )

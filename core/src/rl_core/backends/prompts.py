@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rl_core.backends.inputs import check_vocabulary, input_lengths, row_integers
+from rl_core.backends.inputs import check_limits, input_lengths, row_integers
 from rl_core.batch import BatchedDataDict
 from rl_core.batch.provenance import Provenance
 from rl_core.errors import DataError
@@ -171,8 +171,7 @@ class PromptBatch:
         lengths = input_lengths(data, filler=(facts.pad_token_id, 0))
         rows = data.size
         ids = data["input_ids"].to(torch.int64)
-        check_vocabulary(ids, lengths, facts.vocab_size)
-        _check_context(lengths, facts.max_model_len)
+        check_limits(ids, lengths, vocab_size=facts.vocab_size, context=facts.max_model_len)
         budgets = (facts.max_model_len - lengths).clamp(max=sampling.max_new_tokens)
         seeds = row_integers(data, "seed", rows)
         seeded = seeds is not None or sampling.seed is not None
@@ -217,18 +216,6 @@ def row_seeds(seed: int | None, rows: int, call: int = 0) -> torch.Tensor:
         base = int.from_bytes(digest, "big") >> 1
     generator = torch.Generator().manual_seed(base)
     return torch.randint(0, 2**62, (rows,), generator=generator)
-
-
-def _check_context(lengths: torch.Tensor, max_model_len: int) -> None:
-    too_long = lengths > max_model_len
-    if too_long.any():
-        row = int(too_long.nonzero()[0])
-        raise DataError(
-            f"row {row}: the prompt has {int(lengths[row])} tokens, the context {max_model_len}",
-            fix="shorten the prompt or raise max_model_len",
-            row=row,
-            key="input_ids",
-        )
 
 
 def _merge_stops(

@@ -15,8 +15,8 @@ import torch
 
 from rl_core.batch.counts import whole
 from rl_core.batch.packing import bin_loads, pack
+from rl_core.config import Range, check_config
 from rl_core.errors import ConfigError, DataError
-from rl_core.plugins.config import Range, check_config
 
 __all__ = [
     "DynamicBatchingArgs",

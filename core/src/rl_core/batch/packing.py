@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from rl_core.batch.counts import whole
+from rl_core.config import nearest
 from rl_core.errors import ConfigError, DataError
-from rl_core.plugins.config import nearest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -18,8 +18,8 @@ from rl_core.batch.microbatches import (
     plan_dynamic,
     plan_packed,
 )
+from rl_core.config import check_config
 from rl_core.errors import ConfigError, DataError
-from rl_core.plugins.config import check_config
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -81,7 +81,7 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     try:
         command = _find(options.command)
         if command is None:
-            from rl_core.plugins.config import nearest
+            from rl_core.config import nearest
 
             names = [*_OWN, *(provider.name for provider in providers(COMMANDS))]
             close = nearest(options.command, names)

@@ -10,7 +10,7 @@ from rl_core.errors import CapabilityError
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from rl_core.batch import BatchedDataDict
+    from rl_core.batch.data_dict import BatchedDataDict
     from rl_core.interfaces.futures import Future
     from rl_core.interfaces.specs import GenerationDatumSpec, GenerationOutputSpec
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 if TYPE_CHECKING:
     import torch
 
-    from rl_core.batch import BatchedDataDict
+    from rl_core.batch.data_dict import BatchedDataDict
 
 __all__ = ["LossFunction", "LossInputType", "LossType"]
 

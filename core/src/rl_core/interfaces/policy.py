@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from rl_core.errors import CapabilityError
 
 if TYPE_CHECKING:
-    from rl_core.batch import BatchedDataDict
+    from rl_core.batch.data_dict import BatchedDataDict
     from rl_core.interfaces.futures import Future
     from rl_core.interfaces.loss import LossFunction
     from rl_core.interfaces.specs import (

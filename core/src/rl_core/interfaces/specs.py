@@ -206,6 +206,8 @@ class PolicyConfig(TypedDict):
         train_micro_batch_size: Rows per forward and backward pass. Default 8.
         logprob_batch_size: Rows per scoring pass. Default: ``train_micro_batch_size``.
         max_grad_norm: Gradients are scaled down to this norm; None is off. Default 1.0.
+        non_finite: What a NaN or infinite loss or gradient does: ``"raise"``, or ``"skip"`` the
+            step. Default ``"raise"``.
         optimizer: See :class:`OptimizerConfig`.
         scheduler: See :class:`SchedulerConfig`.
         dynamic_batching: See :class:`DynamicBatchingConfig`.
@@ -221,6 +223,7 @@ class PolicyConfig(TypedDict):
     train_micro_batch_size: NotRequired[Annotated[int, Range(ge=1)]]
     logprob_batch_size: NotRequired[Annotated[int | None, Range(ge=1)]]
     max_grad_norm: NotRequired[Annotated[float | None, Range(gt=0)]]
+    non_finite: NotRequired[Literal["raise", "skip"]]
     optimizer: NotRequired[OptimizerConfig]
     scheduler: NotRequired[SchedulerConfig]
     dynamic_batching: NotRequired[DynamicBatchingConfig]

@@ -6,6 +6,7 @@ generations of the interface) is written once in :mod:`rl_core.refit` on top of 
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
@@ -38,6 +39,28 @@ class TensorSpec(msgspec.Struct, frozen=True):
     role: str = "parameter"
     alias_of: str | None = None
     trainable: bool = True
+
+    @property
+    def numel(self) -> int:
+        """Elements of the tensor."""
+        return math.prod(self.shape)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype itself.
+
+        Raises:
+            AttributeError: Torch has no dtype of that name.
+        """
+        import torch
+
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor's elements."""
+        return self.numel * self.torch_dtype.itemsize
 
 
 class WeightSource(ABC):

@@ -7,8 +7,8 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast, is_typeddict
 
+from rl_core.config import check_config
 from rl_core.errors import BrokenPluginError, ConfigError
-from rl_core.plugins.config import check_config
 from rl_core.plugins.discovery import BACKENDS, load_object, providers
 from rl_core.plugins.hookspecs import validate_config, worker_environment
 from rl_core.plugins.registry import find_backend, resolve

@@ -28,7 +28,7 @@ from rl_core.errors import ConfigError, PluginError
 from rl_core.plugins.discovery import HOOKS, load_object, providers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from rl_core.plugins.manifest import BackendManifest, Kind
 
@@ -40,7 +40,8 @@ __all__ = [
     "emit",
     "hookimpl",
     "hookspec",
-    "map_weight_name",
+    "map_weight_names",
+    "maps_weight_names",
     "validate_config",
     "worker_environment",
 ]
@@ -99,7 +100,11 @@ class HookSpecs:
 
     @hookspec
     def weight_name_mappers(self, manifest: BackendManifest) -> Callable[[str], str] | None:
-        """Returns a function from a tensor's name to the name the backend knows it by."""
+        """Returns a function from a trainer's name of a weight to the checkpoint's and engine's.
+
+        It is called in the trainer's process when a refit begins, with every name that the policy
+        of this manifest has, and returns a name that it does not map as it is.
+        """
 
     @hookspec
     def on_event(self, event: Event) -> None:
@@ -215,16 +220,50 @@ def _strings(variables: Mapping[str, str]) -> dict[str, str]:
     return dict(variables)
 
 
-def map_weight_name(name: str, manifest: BackendManifest) -> str:
-    """A tensor's name after every plugin's mapper for this backend.
+def maps_weight_names() -> bool:
+    """Whether any plugin maps names of weights."""
+    return bool(_manager()[0].hook.weight_name_mappers.get_hookimpls())
+
+
+def map_weight_names(names: Sequence[str], manifest: BackendManifest) -> dict[str, str]:
+    """The names that plugins give to weights of this backend, by the names that it gives them.
+
+    Args:
+        names: Of all weights of the trainer.
+        manifest: The trainer's.
+
+    Returns:
+        Those that get another name.
 
     Raises:
-        PluginError: A plugin is broken, or its hook raised.
+        PluginError: Two plugins want different names for one weight, two weights would get one
+            name, or a plugin is broken.
     """
-    names = [name]
-    for _, mapped in _results("weight_name_mappers", lambda to: to(names[-1]), manifest=manifest):
-        names.append(mapped)
-    return names[-1]
+
+    def renamed(mapper: Callable[[str], str]) -> dict[str, str]:
+        return {name: new for name in names if (new := mapper(name)) != name}
+
+    wanted: dict[str, tuple[str, str]] = {}
+    for plugin, given in _results("weight_name_mappers", renamed, manifest=manifest):
+        for name, new in given.items():
+            other, before = wanted.setdefault(name, (plugin, new))
+            if before != new:
+                raise PluginError(
+                    f"plugins disagree on the name of the weight {name}: {other} makes it "
+                    f"{before!r}, {plugin} makes it {new!r}",
+                    fix="uninstall one of them",
+                )
+    owners: dict[str, str] = {}
+    for name in names:
+        plugin, new = wanted.get(name, ("", name))
+        if (owner := owners.setdefault(new, name)) != name:
+            plugin = plugin or wanted[owner][0]
+            raise PluginError(
+                f"{plugin}: the weights {owner} and {name} would both be called {new!r}",
+                fix="report this to the plugin's authors, or uninstall it",
+                plugin=plugin,
+            )
+    return {name: new for name, (_, new) in wanted.items()}
 
 
 def emit(name: str, /, **data: Any) -> None:

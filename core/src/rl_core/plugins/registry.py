@@ -93,7 +93,7 @@ def _canonical(distribution: str) -> str:
 
 
 def _not_found(name: str, short: str, known: Sequence[Provider]) -> BackendNotFoundError:
-    from rl_core.plugins.config import nearest
+    from rl_core.config import nearest
 
     names = sorted({provider.name for provider in known})
     match = nearest(short, names)

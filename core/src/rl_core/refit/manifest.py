@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,27 +23,27 @@ __all__ = ["WeightManifest", "compare", "dtype_of", "nbytes", "numel"]
 #: Dtypes between which a sender may round; quantised formats need scales and are not among them.
 CASTABLE = frozenset({"float64", "float32", "float16", "bfloat16"})
 
-_DTYPES = {
-    name: value
+_DTYPES = frozenset(
+    name
     for name, value in vars(torch).items()
     if isinstance(value, torch.dtype) and str(value) == f"torch.{name}"
-}
+)
 _SHOWN = 5
 
 
 def numel(spec: TensorSpec) -> int:
     """Elements of the tensor a spec describes."""
-    return math.prod(spec.shape)
+    return spec.numel
 
 
 def nbytes(spec: TensorSpec) -> int:
     """Bytes of the tensor a spec describes."""
-    return numel(spec) * dtype_of(spec).itemsize
+    return spec.nbytes
 
 
 def dtype_of(spec: TensorSpec) -> torch.dtype:
     """The torch dtype a spec names."""
-    return _DTYPES[spec.dtype]
+    return spec.torch_dtype
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,6 @@ class HuggingFacePolicyConfig(PolicyConfig, HuggingFaceModelConfig):
             ``"swap"`` in a file on disk, swapped in while the reference scores; ``"copy"`` as a
             second model beside the policy; ``"none"`` nowhere. With ``lora`` they are the base
             weights, and this key is not used. Default ``"swap"``.
-        non_finite: What a NaN or infinite loss or gradient does. Default ``"raise"``.
         generation: Sampling keys of a :class:`HuggingFaceGenerationConfig`, for
             ``policy.generate``.
         resume_from: Checkpoint to continue from.
@@ -87,6 +86,5 @@ class HuggingFacePolicyConfig(PolicyConfig, HuggingFaceModelConfig):
     gradient_checkpointing: NotRequired[bool]
     lora: NotRequired[LoraConfig | None]
     reference: NotRequired[Literal["copy", "swap", "none"]]
-    non_finite: NotRequired[Literal["raise", "skip"]]
     generation: NotRequired[dict[str, Any]]
     resume_from: NotRequired[str | None]

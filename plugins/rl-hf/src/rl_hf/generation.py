@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rl_core.backends import GenerationBackend
+from rl_core.backends.tensors import NamedTensorSink, module_tensors
+from rl_core.config import check_config
 from rl_core.errors import ConfigError
-from rl_core.plugins.config import check_config
 from rl_hf.config import HuggingFaceGenerationConfig
 from rl_hf.decoding import DEFAULT_MAX_BATCH_SIZE, DecodingEngine
 from rl_hf.modeling import load_model, load_tokenizer, model_device, model_facts
-from rl_hf.weights import ModelWeightSink
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -76,7 +76,7 @@ class HuggingFaceGeneration(GenerationBackend):
     def weight_sink(self) -> WeightSink:
         """See :meth:`GenerationBackend.weight_sink`."""
         assert self._model is not None
-        return ModelWeightSink(self._model)
+        return NamedTensorSink(module_tensors(self._model))
 
     def on_wake(self, tags: frozenset[str]) -> None:
         """Brings the weights back to their device."""

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 
+from rl_core.backends.tensors import NamedTensorSource, module_tensors, tensor_specs
 from rl_core.errors import ConfigError
-from rl_core.interfaces import WeightSource
-from rl_hf.weights import device_of, model_tensors, tensor_specs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -70,7 +69,7 @@ def _check_untied(model: Any) -> None:
     base = model.get_base_model()
     adapted = _adapted(base)
     owners: dict[str, str] = {}
-    for spec in tensor_specs(model_tensors(base)):
+    for spec in tensor_specs(module_tensors(base)):
         module = spec.name.rsplit(".base_layer.", 1)[0].removesuffix(".weight")
         other = owners.setdefault(spec.alias_of or spec.name, module)
         if other != module and {module, other} & adapted.keys():
@@ -81,7 +80,7 @@ def _check_untied(model: Any) -> None:
             )
 
 
-class MergedWeightSource(WeightSource):
+class MergedWeightSource(NamedTensorSource):
     """The full weights with the adapters added in, one tensor at a time, under base names.
 
     ``weight + B A * alpha / r`` is made when it is asked for; the model is not touched. Weights
@@ -96,32 +95,33 @@ class MergedWeightSource(WeightSource):
         layers = _adapted(base)
         self._layers = {f"{name}.weight": layer for name, layer in layers.items()}
         inside = tuple(f"{name}." for name in layers)
-        self._tensors = {
-            name.replace(".base_layer.", ".") if name.startswith(inside) else name: tensor
-            for name, tensor in model_tensors(base).items()
-            if ".base_layer." in name or not name.startswith(inside)
-        }
-        self.device = device_of(self._tensors)
+        super().__init__(
+            {
+                name.replace(".base_layer.", ".") if name.startswith(inside) else name: tensor
+                for name, tensor in module_tensors(base).items()
+                if ".base_layer." in name or not name.startswith(inside)
+            }
+        )
 
     def specs(self) -> Sequence[TensorSpec]:
         """See :meth:`WeightSource.specs`."""
         return [
             msgspec.structs.replace(spec, trainable=spec.name in self._layers)
-            for spec in tensor_specs(self._tensors)
+            for spec in super().specs()
         ]
 
     @torch.no_grad()
     def tensors(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """See :meth:`WeightSource.tensors`."""
-        for name in names:
-            tensor = self._tensors[name].detach()
+        for name, base in super().tensors(names):
+            tensor = base
             if name in self._layers:
                 update = self._layers[name].get_delta_weight(ADAPTER)
-                tensor = (tensor + update).to(tensor.dtype)
+                tensor = (base + update).to(base.dtype)
             yield name, tensor
 
-    def confirm(self) -> None:
-        """A module does not know of its changes; a ``SteadyWeightSource`` around this one does."""
+    def persistent(self) -> None:
+        """None: what is merged is made when it is asked for."""
 
 
 def merged_state(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -1,45 +1,22 @@
-"""AdamW with float32 master weights and a learning rate that is a function of the step."""
+"""AdamW with float32 master weights."""
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rl_core.errors import CapabilityError, ConfigError
+from rl_core.errors import CapabilityError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from torch import nn
 
-__all__ = ["Optimizer", "check_schedule", "learning_rate"]
+__all__ = ["Optimizer"]
 
-DEFAULT_LR = 1e-5
 #: State that AdamW keeps for each tensor.
 MOMENTS = ("step", "exp_avg", "exp_avg_sq")
-
-
-def learning_rate(step: int, config: Mapping[str, Any]) -> float:
-    """The learning rate of optimizer step ``step``, counted from 0.
-
-    Args:
-        step: Steps taken before this one.
-        config: A checked :class:`~rl_hf.config.HuggingFacePolicyConfig`.
-    """
-    base = float(config.get("optimizer", {}).get("lr", DEFAULT_LR))
-    schedule = config.get("scheduler", {})
-    name, warmup = schedule.get("name", "constant"), int(schedule.get("warmup_steps", 0))
-    if step < warmup:
-        return base * (step + 1) / warmup
-    if name == "constant":
-        return base
-    span = max(1, schedule["total_steps"] - warmup)
-    done = min(1.0, (step - warmup) / span)
-    left = 1 - done if name == "linear" else (1 + math.cos(math.pi * done)) / 2
-    lowest: float = schedule.get("min_lr_ratio", 0.0)
-    return base * (lowest + (1 - lowest) * left)
 
 
 class Optimizer:
@@ -58,9 +35,7 @@ class Optimizer:
     """
 
     def __init__(self, model: nn.Module, config: Mapping[str, Any]) -> None:
-        self._config = config
         settings = config.get("optimizer", {})
-        self.steps = 0
         self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self.masters = {name: _master(name, p) for name, p in self.parameters.items()}
         masters = list(self.masters.values())
@@ -71,16 +46,10 @@ class Optimizer:
         ]
         self._adamw = torch.optim.AdamW(
             groups,
-            lr=self.lr,
             betas=settings.get("betas", (0.9, 0.999)),
             eps=settings.get("eps", 1e-8),
             weight_decay=settings.get("weight_decay", 0.01),
         )
-
-    @property
-    def lr(self) -> float:
-        """Learning rate of the next step."""
-        return learning_rate(self.steps, self._config)
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """The float32 gradients accumulated so far; parameters without one are left out."""
@@ -99,16 +68,14 @@ class Optimizer:
             tensor.grad = None
 
     @torch.no_grad()
-    def step(self) -> None:
-        """Takes one step along the accumulated gradients and forgets them."""
+    def step(self, lr: float) -> None:
+        """Takes one step along the accumulated gradients."""
         for group in self._adamw.param_groups:
-            group["lr"] = self.lr
+            group["lr"] = lr
         self._adamw.step()
         for name, parameter in self.parameters.items():
             if self.masters[name] is not parameter:
                 parameter.copy_(self.masters[name])
-        self.steps += 1
-        self.clear()
 
     def to(self, device: torch.device | None) -> None:
         """Moves the moments and masters to a device, or to each parameter's if None."""
@@ -146,9 +113,8 @@ class Optimizer:
         return expected
 
     @torch.no_grad()
-    def load_state(self, tensors: Mapping[str, torch.Tensor], steps: int) -> None:
+    def load_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Takes over what :meth:`state` gave, after the parameters themselves were set."""
-        self.steps = steps
         self._adamw.state.clear()
         for name, master in self.masters.items():
             if master is not self.parameters[name]:
@@ -161,16 +127,6 @@ class Optimizer:
                     for key, value in state.items()
                     if value is not None
                 }
-
-
-def check_schedule(schedule: Mapping[str, Any]) -> None:
-    """Raises ConfigError if a schedule that falls does not say when it ends."""
-    if schedule.get("name", "constant") != "constant" and "total_steps" not in schedule:
-        raise ConfigError(
-            f"the {schedule['name']} schedule does not say when it ends",
-            fix="set scheduler.total_steps to the number of optimizer steps",
-            key="scheduler.total_steps",
-        )
 
 
 def _master(name: str, parameter: nn.Parameter) -> nn.Parameter:

@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rl_core.backends import PolicyBackend
+from rl_core.backends import PolicyBackend, RowLimits
+from rl_core.backends.checkpoint import write_directory
+from rl_core.backends.policy import check_policy_config
+from rl_core.backends.policy_rows import scoring_rows
+from rl_core.backends.tensors import NamedTensorSource, module_tensors
 from rl_core.batch import BatchedDataDict
-from rl_core.errors import CapabilityError, DataError, LifecycleError
-from rl_core.plugins.config import check_config
+from rl_core.config import check_config
+from rl_core.errors import CapabilityError, DataError
+from rl_core.interfaces import LossInputType
 from rl_hf import saving
+from rl_hf.calibration import Calibration
 from rl_hf.config import HuggingFaceGenerationConfig, HuggingFacePolicyConfig
-from rl_hf.forward import Forward, base_model, check_packing
+from rl_hf.forward import Forward, Sequences, base_model, check_packing
 from rl_hf.lora import MergedWeightSource, add_adapters
+from rl_hf.manifest import BACKEND
 from rl_hf.modeling import load_model, load_tokenizer, model_device
-from rl_hf.modes import RandomStream
-from rl_hf.optimizer import Optimizer, check_schedule, learning_rate
-from rl_hf.parallel import DataParallel
+from rl_hf.optimizer import Optimizer
 from rl_hf.placement import Placement
 from rl_hf.policy_generation import PolicyGeneration
 from rl_hf.reference import make_reference
-from rl_hf.rows import Limits, Microbatching, rows_per_step, training_rows
-from rl_hf.scoring import Scorer
-from rl_hf.training import Trainer, summary
-from rl_hf.weights import ModelWeightSource, SteadyWeightSource
+from rl_hf.reward import reward_scores
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from rl_core.interfaces import LossFunction, WeightSource, WorkerContext
+    from rl_core.interfaces import WeightSource, WorkerContext
 
 __all__ = ["HuggingFacePolicy"]
 
@@ -57,101 +59,121 @@ class HuggingFacePolicy(PolicyBackend):
         CapabilityError: ``sequence_packing`` with a model that cannot keep sequences apart.
     """
 
+    manifest = BACKEND
+
     def __init__(
         self, model_name: str, *, worker: WorkerContext | None = None, **config: Any
     ) -> None:
-        super().__init__(worker)
-        self.config = _checked({"backend": "hf", **config, "model_name": model_name})
-        self._microbatching = Microbatching(self.config)
-        self._closed = False
-        self._changes = 0
-        model = load_model(self.config, for_training=True)
-        self.tokenizer = load_tokenizer(model_name, self.config.get("trust_remote_code", False))
+        checked = _checked({"backend": "hf", **config, "model_name": model_name})
+        model = load_model(checked, for_training=True)
+        self.tokenizer = load_tokenizer(model_name, checked.get("trust_remote_code", False))
         self._device = model_device(model)
         self._labels = _labels(model)
         context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-        self._limits = Limits(model.get_input_embeddings().weight.shape[0], context)
-        if self.config.get("gradient_checkpointing"):
+        limits = RowLimits(model.get_input_embeddings().weight.shape[0], context)
+        if checked.get("gradient_checkpointing"):
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        lora, seed = self.config.get("lora"), self.config.get("seed", 0)
+        lora = checked.get("lora")
         self._adapters = lora is not None
-        self.model: nn.Module = model if lora is None else add_adapters(model, lora, seed=seed)
+        self.model: nn.Module = model
+        if lora is not None:
+            self.model = add_adapters(model, lora, seed=checked.get("seed", 0))
+        super().__init__(checked, limits, worker=worker, device=self._device)
         self._forward = Forward(
             self.model,
-            temperature=self.config.get("temperature", 1.0),
-            packed=self._microbatching.packed,
+            temperature=checked.get("temperature", 1.0),
+            packed=self.microbatching.packed,
         )
-        if self._microbatching.packed and self._labels is None:
-            check_packing(self.model, self._limits.vocab_size)
-        kind = "adapter" if self._adapters else self.config.get("reference", "swap")
+        if self.microbatching.packed and self._labels is None:
+            check_packing(self.model, limits.vocab_size)
+        kind = "adapter" if self._adapters else checked.get("reference", "swap")
         self._reference = make_reference(kind, self.model)
-        spread = bool(self.config.get("device_map"))
+        spread = bool(checked.get("device_map"))
         self._placement = Placement(
-            self.model, self._device, spread=spread, left=self._sender.let_go_of_weights
+            self.model, self._device, spread=spread, left=self.weights_moved
         )
-        self._scorer = Scorer(self._forward, self._microbatching, self._limits, self._device)
-        self._group = DataParallel(worker, self._device)
-        self._random = RandomStream(seed + self._group.rank, self._device)
-        self._trainer = Trainer(
-            self._forward,
-            self._microbatching,
-            self._group,
-            self._random,
-            max_grad_norm=self.config.get("max_grad_norm", 1.0),
-            skip_non_finite=self.config.get("non_finite") == "skip",
-        )
-        if self.config.get("resume_from"):
-            self.load_checkpoint(self.config["resume_from"])
+        self._optimizer: Optimizer | None = None
+        if checked.get("resume_from"):
+            self.load_checkpoint(checked["resume_from"])
 
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any], *, worker: WorkerContext | None = None) -> Self:
-        """See :meth:`PolicyBackend.from_config`."""
-        return cls(worker=worker, **{k: v for k, v in config.items() if k != "backend"})
+    # -- the model ------------------------------------------------------------------------------
 
-    # -- scoring --------------------------------------------------------------------------------
+    def forward(self, rows: BatchedDataDict[Any], wanted: LossInputType) -> torch.Tensor:
+        """See :meth:`PolicyModel.forward`."""
+        sequences = self._sequences(rows)
+        if wanted is LossInputType.LOGIT:
+            return self._forward.logits(sequences)
+        return self._forward.logprobs(sequences)
 
-    def get_logprobs(
-        self, data: BatchedDataDict[Any], micro_batch_size: int | None = None
-    ) -> BatchedDataDict[Any]:
-        """See :meth:`PolicyInterface.get_logprobs`.
+    def topk(self, rows: BatchedDataDict[Any], k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :meth:`PolicyModel.topk`."""
+        return self._forward.topk(self._sequences(rows), k)
 
-        Args:
-            data: ``input_ids`` with ``input_lengths``, or what a generation returned.
-            micro_batch_size: Rows per forward pass; None as configured.
+    def _sequences(self, rows: BatchedDataDict[Any]) -> Sequences:
+        return Sequences.of(rows["input_ids"], rows["input_lengths"], self._device)
 
-        Raises:
-            DataError: Names the row and what is wrong with it.
-        """
-        self._ready("get_logprobs")
-        scores = self._scorer.logprobs(self.model, data, micro_batch_size)
-        return BatchedDataDict({"logprobs": scores})
-
-    def get_reference_policy_logprobs(
-        self, data: BatchedDataDict[Any], micro_batch_size: int | None = None
-    ) -> BatchedDataDict[Any]:
-        """See :meth:`PolicyInterface.get_reference_policy_logprobs`.
+    @contextmanager
+    def reference(self) -> Generator[None]:
+        """See :meth:`PolicyModel.reference`.
 
         Raises:
             CapabilityError: The policy was built with ``reference="none"``.
         """
-        self._ready("get_reference_policy_logprobs")
         self._placement.reference_to_device(self._reference)
-        moves = self._reference.moves_weights
-        with self._changing(really=moves), self._reference.using(self.model) as model:
-            scores = self._scorer.logprobs(model, data, micro_batch_size)
-        return BatchedDataDict({"reference_logprobs": scores})
+        moved = self.changes.declared() if self._reference.moves_weights else nullcontext()
+        own = self._forward
+        with moved, self._reference.using(self.model) as model:
+            self._forward = own.over(model)
+            try:
+                yield
+            finally:
+                self._forward = own
 
-    def get_topk_logits(
-        self, data: BatchedDataDict[Any], k: int, micro_batch_size: int | None = None
-    ) -> BatchedDataDict[Any]:
-        """See :meth:`PolicyInterface.get_topk_logits`; both are 0 where nothing is predicted.
+    def gradient_norm(self) -> float:
+        """See :meth:`PolicyModel.gradient_norm`."""
+        optimizer = self._stepping
+        if self.ranks.size > 1:
+            everybody = self.ranks.gather(list(optimizer.gradients()))
+            optimizer.set_zero_gradients({name for names in everybody for name in names})
+            self.ranks.sum_(optimizer.gradients().values())
+        gradients = list(optimizer.gradients().values())
+        return float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
+
+    def take_step(self, lr: float, scale: float) -> None:
+        """See :meth:`PolicyModel.take_step`."""
+        self._reference.keep(self.model)
+        if scale != 1:
+            for gradient in self._stepping.gradients().values():
+                gradient.mul_(scale)
+        self._stepping.step(lr)
+
+    def clear_gradients(self) -> None:
+        """See :meth:`PolicyModel.clear_gradients`."""
+        if self._optimizer is not None:
+            self._optimizer.clear()
+
+    @property
+    def _stepping(self) -> Optimizer:
+        """Made when training begins; a policy that only scores needs no masters."""
+        if self._optimizer is None:
+            self._optimizer = Optimizer(self.model, self.config)
+        return self._optimizer
+
+    def ready(self, method: str) -> None:
+        """See :meth:`PolicyBackend.ready`.
 
         Raises:
-            DataError: ``k`` is not within the vocabulary, or a row is wrong.
+            CapabilityError: The model is a sequence classifier.
         """
-        self._ready("get_topk_logits")
-        values, indices = self._scorer.topk(data, k, micro_batch_size)
-        return BatchedDataDict({"topk_logits": values, "topk_indices": indices})
+        if self._labels is not None and not self._closed:
+            raise CapabilityError(
+                f"{self.config['model_name']} is a sequence classifier: {method} needs a "
+                "language model",
+                fix="load a causal language model, or call score",
+            )
+        super().ready(method)
+
+    # -- what not every policy offers -----------------------------------------------------------
 
     def calibrate_qkv_fp8_scales(
         self,
@@ -167,10 +189,19 @@ class HuggingFacePolicy(PolicyBackend):
             CapabilityError: The model's attention cannot be observed.
             DataError: There is no row, or ``percentile`` or ``margin`` is out of range.
         """
-        self._ready("calibrate_qkv_fp8_scales")
-        return self._scorer.calibrate(
-            data, micro_batch_size, percentile=percentile, margin=margin, include_q=include_q
-        )
+        self.ready("calibrate_qkv_fp8_scales")
+        if not (0 < percentile <= 100 and margin > 0):
+            raise DataError(
+                f"percentile {percentile} is not in (0, 100], or margin {margin} not above 0",
+                fix="use a percentile such as 99.9 and a margin such as 1.05",
+            )
+        rows = scoring_rows(data, self.limits)
+        if not rows.size:
+            raise DataError("there are no rows to observe", fix="pass at least one row")
+        calibration = Calibration(include_q=include_q)
+        for _, part in self.microbatches(rows, micro_batch_size):
+            self._forward.observed(self._sequences(part), calibration)
+        return calibration.scales(percentile, margin)
 
     def generate(self, data: BatchedDataDict[Any], greedy: bool = False) -> BatchedDataDict[Any]:
         """See :meth:`PolicyInterface.generate`; samples as the key ``generation`` says.
@@ -181,14 +212,14 @@ class HuggingFacePolicy(PolicyBackend):
             ConfigError: The model has no pad token.
             DataError: A row is left-padded, empty, too long or inconsistent with its length.
         """
-        self._ready("generate")
+        self.ready("generate")
         return self._generation.generate(data, greedy)
 
     @cached_property
     def _generation(self) -> PolicyGeneration:
         config = _generation_config(self.config)
         model = base_model(self.model)
-        return PolicyGeneration(model, self.tokenizer, config, lambda: self._sender.version)
+        return PolicyGeneration(model, self.tokenizer, config, lambda: self.weights_version)
 
     def score(
         self, data: BatchedDataDict[Any], micro_batch_size: int | None = None
@@ -206,104 +237,23 @@ class HuggingFacePolicy(PolicyBackend):
                 fix="load a sequence classification checkpoint with num_labels=1",
             )
         self._placement.model_to_device()
-        return BatchedDataDict({"scores": self._scorer.rewards(data, micro_batch_size)})
+        rows = scoring_rows(data, self.limits)
+        scores = torch.zeros(rows.size)
+        for index, part in self.microbatches(rows, micro_batch_size):
+            scores[index] = reward_scores(self.model, self._sequences(part)).cpu()
+        return BatchedDataDict({"scores": scores})
 
-    # -- training -------------------------------------------------------------------------------
+    # -- what leaves it -------------------------------------------------------------------------
 
-    def train(
-        self,
-        data: BatchedDataDict[Any],
-        loss_fn: LossFunction,
-        eval_mode: bool = False,
-        *,
-        gbs: int | None = None,
-        mbs: int | None = None,
-    ) -> dict[str, Any]:
-        """See :meth:`PolicyInterface.train`.
+    def write_checkpoint(self, directory: Path) -> None:
+        """See :meth:`PolicyModel.write_checkpoint`; adapters are merged, the tokenizer is there."""
+        if self.ranks.rank == 0:
+            saving.save(directory, self.model, self.tokenizer, self._stepping)
 
-        A missing ``sample_mask`` is all ones; so is ``token_mask``, unless the batch is a rollout.
-        A global batch in which nothing counts takes no step. ``skipped_steps`` is in the result.
-
-        Args:
-            data: This worker's rows; see :class:`TrainingDatumSpec`.
-            loss_fn: The loss.
-            eval_mode: Compute the loss and change nothing. Without ``gbs`` all rows are then one
-                global batch.
-            gbs: Rows per optimizer step over all workers. The rows must be a multiple of it.
-            mbs: Rows per forward and backward pass; overrides dynamic batching and packing's own
-                choice of rows.
-
-        Raises:
-            ConfigError: The loss is a class, or is not called as losses are.
-            DataError: A row is wrong, the batch is generation output, a rollout has no
-                ``token_mask``, or the rows are no multiple of the global batch.
-            TrainingError: A loss or gradient is not finite; the step was not taken. Earlier steps
-                of the call were; ``details["steps_taken"]`` counts them.
-        """
-        self._ready("train")
-        with self._group.together("checking the batch"):
-            data = self.admission.admit(data, loss_fn, eval_mode=eval_mode)
-            rows = training_rows(data, self._limits)
-            if gbs is None and not eval_mode:
-                gbs = self.config.get("train_global_batch_size")
-            local = rows_per_step(rows.size, gbs, self._group.size)
-        self._check_same_rows(rows.size, local)
-        batches = [rows.slice(at, at + local) for at in range(0, rows.size, local)]
-        options: dict[str, Any] = {"device": self._device, "size": mbs}
-        if eval_mode:
-            lr = learning_rate(self._steps, self.config)
-            return summary(self._trainer.evaluate(b, loss_fn, lr=lr, **options) for b in batches)
-        self.prepare_for_training()
+    def read_checkpoint(self, directory: Path) -> None:
+        """See :meth:`PolicyModel.read_checkpoint`."""
         self._reference.keep(self.model)
-        with self._changing():
-            return summary(
-                self._trainer.step(b, loss_fn, self._optimizer, **options) for b in batches
-            )
-
-    def _check_same_rows(self, rows: int, local: int) -> None:
-        everybody = self._group.gather([rows, local])
-        if any(theirs != everybody[0] for theirs in everybody):
-            raise DataError(
-                f"data-parallel workers got different [rows, batch]: {everybody}",
-                fix="give every worker the same number of rows, filled up with sample_mask 0",
-            )
-
-    @cached_property
-    def _optimizer(self) -> Optimizer:
-        """Made when training begins; a policy that only scores needs no masters."""
-        return Optimizer(self.model, self.config)
-
-    @property
-    def _steps(self) -> int:
-        return self._optimizer.steps if "_optimizer" in self.__dict__ else 0
-
-    # -- checkpoints ----------------------------------------------------------------------------
-
-    def save_checkpoint(self, path: str | Path) -> None:
-        """Writes weights, optimizer, schedule, random state and step to a directory, atomically.
-
-        The directory is also a Hugging Face checkpoint (adapters merged) with its tokenizer. A
-        checkpoint that stands there is replaced; it stays whole until the new one is.
-
-        Raises:
-            CheckpointError: Something that is not a checkpoint stands at ``path``.
-        """
-        self._ready("save_checkpoint")
-        saving.save(path, self.model, self.tokenizer, self._optimizer, self._group, self._random)
-
-    def load_checkpoint(self, path: str | Path) -> None:
-        """Continues where :meth:`save_checkpoint` was called; the reference stays as it was.
-
-        Torch's global random state is restored too.
-
-        Raises:
-            CheckpointError: It is missing, incomplete, altered or of another model; names the
-                file or the tensors. The policy is as it was.
-        """
-        self._ready("load_checkpoint")
-        self._reference.keep(self.model)
-        with self._changing():
-            saving.load(path, self.model, self._optimizer, self._group.rank, self._random)
+        saving.load(directory, self.model, self._stepping)
 
     def export_hf(self, path: str | Path) -> None:
         """Writes the model alone (adapters merged) in the format its architecture is published in.
@@ -312,100 +262,48 @@ class HuggingFacePolicy(PolicyBackend):
         say), this is what other engines read; for all others it is the model part of a checkpoint.
         """
         self._check_open("export_hf")
-        saving.export(path, self.model, self.tokenizer)
-
-    # -- refit ----------------------------------------------------------------------------------
+        with write_directory(path) as directory:
+            saving.write_model(directory, self.model, self.tokenizer, original_format=True)
 
     def weight_source(self) -> WeightSource:
-        """See :meth:`PolicyBackend.weight_source`; with adapters, the merged weights.
+        """See :meth:`PolicyModel.weight_source`; with adapters, the merged weights.
 
         Every data-parallel worker has all of them, so that a refit needs the first one alone.
         """
-        self._check_open("weight_source")
-        merged = self._adapters
-        source = MergedWeightSource(self.model) if merged else ModelWeightSource(self.model)
-        return SteadyWeightSource(source, lambda: self._changes)
+        if self._adapters:
+            return MergedWeightSource(self.model)
+        return NamedTensorSource(module_tensors(self.model))
 
-    @contextmanager
-    def _changing(self, *, really: bool = True) -> Generator[None]:
-        """A refit that runs at the same time notices."""
-        self._changes += really
-        try:
-            yield
-        finally:
-            self._changes += really
+    # -- memory ---------------------------------------------------------------------------------
 
-    # -- lifecycle ------------------------------------------------------------------------------
+    def on_wake(self, parts: frozenset[str]) -> None:
+        """See :meth:`PolicyModel.on_wake`."""
+        if "model" in parts:
+            self._placement.model_to_device()
+        if "optimizer" in parts:
+            self._placement.optimizer_to_device(self._stepping)
 
-    def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:
-        """Brings model and optimizer to the device. Idempotent."""
-        self._check_open("prepare_for_training")
-        self._placement.model_to_device()
-        self._placement.optimizer_to_device(self._optimizer)
-
-    def finish_training(self, *args: Any, **kwargs: Any) -> None:
-        """Frees the device memory of gradients and optimizer. Idempotent."""
-        self._check_open("finish_training")
-        self._offload_optimizer()
-
-    def prepare_for_lp_inference(self) -> None:
-        """Brings the model to the device, without the optimizer. Idempotent."""
-        self._check_open("prepare_for_lp_inference")
-        self._offload_optimizer()
-        self._placement.model_to_device()
-
-    def offload_before_refit(self) -> None:
-        """Frees the device memory of gradients and optimizer; the weights stay to be sent."""
-        self._check_open("offload_before_refit")
-        self._offload_optimizer()
-
-    def offload_after_refit(self) -> None:
-        """Frees the device memory of everything. Idempotent."""
-        self._check_open("offload_after_refit")
-        self._offload_optimizer()
-        self._placement.model_to_host(self._reference)
-
-    def _offload_optimizer(self) -> None:
-        if "_optimizer" in self.__dict__:
+    def on_sleep(self, parts: frozenset[str]) -> None:
+        """See :meth:`PolicyModel.on_sleep`."""
+        if "optimizer" in parts and self._optimizer is not None:
             self._placement.optimizer_to_host(self._optimizer)
+        if "model" in parts:
+            self._placement.model_to_host(self._reference)
 
-    def shutdown(self) -> bool:
-        """See :meth:`PolicyInterface.shutdown`."""
-        if not self._closed:
-            self._closed = True
-            self.close_refits()
-            self._reference.close()
-            self._group.close()
-            for name in ("_optimizer", "_generation"):
-                self.__dict__.pop(name, None)
-            del self.model, self._forward, self._scorer, self._trainer, self._placement
-            if self._device.type == "cuda":
-                torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
-                torch.cuda.empty_cache()
-        return True
-
-    def _ready(self, method: str) -> None:
-        """Checks that a method of language models can run, and brings the model to the device."""
-        self._check_open(method)
-        if self._labels is not None:
-            raise CapabilityError(
-                f"{self.config['model_name']} is a sequence classifier: {method} needs a "
-                "language model",
-                fix="load a causal language model, or call score",
-            )
-        self._placement.model_to_device()
-
-    def _check_open(self, method: str) -> None:
-        if self._closed:
-            raise LifecycleError(
-                f"{type(self).__name__}.{method} was called after shutdown",
-                fix="build a new policy",
-            )
+    def on_shutdown(self) -> None:
+        """See :meth:`PolicyModel.on_shutdown`."""
+        self._reference.close()
+        self.__dict__.pop("_generation", None)
+        self._optimizer = None
+        del self.model, self._forward, self._placement
+        if self._device.type == "cuda":
+            torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
+            torch.cuda.empty_cache()
 
 
 def _checked(config: Mapping[str, Any]) -> dict[str, Any]:
     checked = check_config(HuggingFacePolicyConfig, config, what="policy backend 'hf'")
-    check_schedule(checked.get("scheduler", {}))
+    check_policy_config(checked)
     _generation_config(checked)
     return checked
 

@@ -13,8 +13,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from rl_core.backends.tensors import module_tensors, tensor_specs
 from rl_core.errors import CapabilityError
-from rl_hf.weights import model_tensors, tensor_specs
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -98,7 +98,7 @@ class _Swap(Reference):
     def keep(self, model: nn.Module) -> None:
         if self._file is not None:
             return
-        tensors = model_tensors(model)
+        tensors = module_tensors(model)
         owned = {
             spec.name: tensors[spec.name].detach().cpu().contiguous()
             for spec in tensor_specs(tensors)
@@ -117,7 +117,7 @@ class _Swap(Reference):
         if self._file is None:
             yield model
             return
-        tensors = model_tensors(model)
+        tensors = module_tensors(model)
         own: dict[str, torch.Tensor] = {}
         try:
             with torch.no_grad():

@@ -35,8 +35,7 @@ class RemoteSink(WeightSink):
 
     def write(self, name: str, offset: int, data: torch.Tensor, *, of: TensorSpec) -> None:
         """See :meth:`WeightSink.write`."""
-        dtype = getattr(torch, of.dtype)
-        run = data.detach().to("cpu", dtype).contiguous().view(-1).view(torch.uint8)
+        run = data.detach().to("cpu", of.torch_dtype).contiguous().view(-1).view(torch.uint8)
         self._workers.write(name, offset, bytes(run.numpy()))
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -45,6 +44,6 @@ class RemoteSink(WeightSink):
         for name in names:
             spec = by_name[name]
             data = bytearray(self._workers.read(name))
-            dtype = getattr(torch, spec.dtype)
+            dtype = spec.torch_dtype
             flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
             yield name, flat.view(spec.shape)

@@ -11,14 +11,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import distributed as dist
 
+from rl_core.backends.tensors import module_tensors, tensor_specs
 from rl_core.errors import CapabilityError
-from rl_core.interfaces import TensorSpec
 from rl_hosting.regions import Region, regions_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from torch import nn
+
+    from rl_core.interfaces import TensorSpec
 
 __all__ = ["LoadedWeights", "checkpoint_specs"]
 
@@ -100,7 +102,7 @@ class LoadedWeights(ABC):
         kept = self._somewhere({name for name, found in regions.items() if found})
         for spec in owned:
             if spec.name not in kept:
-                whole = torch.zeros(spec.shape, dtype=_dtype(spec)).view(1, -1)
+                whole = torch.zeros(spec.shape, dtype=spec.torch_dtype).view(1, -1)
                 regions[spec.name] = [Region(whole, whole.shape[1], 0, 0)]
         self._check_filled(regions)
         return regions
@@ -116,10 +118,10 @@ class LoadedWeights(ABC):
             if spec.alias_of is not None:
                 continue
             regions = self.regions[spec.name]
-            if len(regions) != 1 or regions[0].target.numel() != _numel(spec):
+            if len(regions) != 1 or regions[0].target.numel() != spec.numel:
                 return None
             [region] = regions
-            if not region.target.is_contiguous() or region.target.dtype != _dtype(spec):
+            if not region.target.is_contiguous() or region.target.dtype != spec.torch_dtype:
                 return None
             found[spec.name] = region.target.view(spec.shape)
         return found
@@ -131,9 +133,9 @@ class LoadedWeights(ABC):
             spec = by_name[name]
             regions = self.regions[spec.alias_of or name]
             if self._workers == 1 and len(regions) == 1 and regions[0].target.is_contiguous():
-                yield name, regions[0].target.view(spec.shape).to(_dtype(spec))
+                yield name, regions[0].target.view(spec.shape).to(spec.torch_dtype)
                 continue
-            whole = torch.zeros(_numel(spec), dtype=_dtype(spec))
+            whole = torch.zeros(spec.numel, dtype=spec.torch_dtype)
             for region in regions:
                 region.read(whole)
             if self._workers > 1 and whole.numel():
@@ -180,15 +182,6 @@ class LoadedWeights(ABC):
             )
 
 
-def _dtype(spec: TensorSpec) -> torch.dtype:
-    found: torch.dtype = getattr(torch, spec.dtype)
-    return found
-
-
-def _numel(spec: TensorSpec) -> int:
-    return torch.Size(spec.shape).numel()
-
-
 def checkpoint_specs(config: Any, dtype: torch.dtype, *, trust: bool) -> list[TensorSpec]:
     """What transformers calls the tensors of a model, made without any memory.
 
@@ -201,17 +194,4 @@ def checkpoint_specs(config: Any, dtype: torch.dtype, *, trust: bool) -> list[Te
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust, dtype=dtype)
-    first: dict[int, str] = {}
-    specs = []
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        owner = first.setdefault(id(tensor), name)
-        specs.append(
-            TensorSpec(
-                name,
-                tuple(tensor.shape),
-                str(tensor.dtype).removeprefix("torch."),
-                role="parameter" if isinstance(tensor, torch.nn.Parameter) else "buffer",
-                alias_of=None if owner == name else owner,
-            )
-        )
-    return specs
+    return tensor_specs(module_tensors(model))

@@ -6,9 +6,9 @@ from dataclasses import dataclass, fields
 from functools import cache
 from typing import TYPE_CHECKING, Any, Self, get_type_hints
 
+from rl_core.config import check_config, nearest
 from rl_core.errors import ConfigError, DataError
 from rl_core.interfaces import LossFunction, LossType
-from rl_core.plugins.config import check_config, nearest
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from rl_core.config import config_keys, nearest
 from rl_core.errors import ConfigError
-from rl_core.plugins.config import config_keys, nearest
 from rl_vllm.config import VllmEngineConfig
 
 if TYPE_CHECKING:

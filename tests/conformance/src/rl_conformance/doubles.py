@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-from rl_conformance.reference.weights import DictSink, DictSource
+from rl_core.backends.tensors import NamedTensorSink, NamedTensorSource
 from rl_core.refit import DEFAULT_DEADLINE_S, RefitReceiver, RefitSender
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ class TensorPolicy:
 
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
         self.tensors = tensors
-        self.sender = RefitSender(lambda: DictSource(self.tensors), name="tensors")
+        self.sender = RefitSender(lambda: NamedTensorSource(self.tensors), name="tensors")
 
     def prepare_refit_info(self) -> dict[str, Any]:
         """See :class:`rl_core.interfaces.ColocatablePolicyInterface`."""
@@ -57,7 +57,7 @@ class TensorEngine:
         self,
         tensors: dict[str, torch.Tensor],
         name: str = "tensors",
-        sink: type[DictSink] = DictSink,
+        sink: type[NamedTensorSink] = NamedTensorSink,
     ) -> None:
         self.tensors = tensors
         self.receiver = RefitReceiver(lambda: sink(self.tensors), name=name, lock=threading.RLock())

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from rl_conformance.registry import all_checks
+from rl_core.config import nearest
 from rl_core.errors import ConfigError
-from rl_core.plugins.config import nearest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -54,7 +54,7 @@ class Target:
         Raises:
             PluginError: It is missing, ambiguous, broken or incompatible.
         """
-        from rl_core.plugins.config import config_keys
+        from rl_core.config import config_keys
         from rl_core.plugins.discovery import CONFORMANCE, engine_version, load_object, providers
         from rl_core.plugins.factory import create_generation, create_policy
         from rl_core.plugins.registry import find_backend, resolve

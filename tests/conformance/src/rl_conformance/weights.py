@@ -20,7 +20,7 @@ __all__ = ["checkpoint_weights", "digests", "engine_weights", "policy_weights", 
 
 def policy_weights(policy: ColocatablePolicyInterface) -> dict[str, torch.Tensor]:
     """Copies of the policy's tensors under their names, aliases included."""
-    source: Any = getattr(policy, "weight_source", None)
+    source: Any = getattr(policy, "refit_source", None)
     if source is None:
         raise NotRun("the policy does not run in this process as a PolicyBackend")
     source = source()
@@ -57,9 +57,11 @@ def digests(
     """Dtype and SHA-256 of each tensor's bytes, in another dtype where ``dtypes`` names one."""
     import torch
 
+    from rl_core.backends.tensors import dtype_name
+
     found = {}
     for name, tensor in tensors.items():
-        dtype = (dtypes or {}).get(name, str(tensor.dtype).removeprefix("torch."))
+        dtype = (dtypes or {}).get(name, dtype_name(tensor.dtype))
         whole = tensor.to(getattr(torch, dtype)).contiguous().reshape(-1).view(torch.uint8)
         found[name] = [dtype, hashlib.sha256(whole.numpy().tobytes()).hexdigest()]
     return found

@@ -14,8 +14,8 @@ from rl_conformance.catalogue import LARGEST_CONSTANT, LEAST_RELEASED, LOOSEST
 from rl_conformance.expect import raises, require
 from rl_conformance.outcome import Status
 from rl_conformance.registry import check, checks_of
+from rl_core.config import config_keys
 from rl_core.errors import ConfigError, LifecycleError, MissingEngineError, WorkerError
-from rl_core.plugins.config import config_keys
 from rl_core.plugins.discovery import check_engine, load_object
 from rl_core.plugins.manifest import EngineRequirement
 from rl_core.plugins.registry import find_backend

@@ -118,7 +118,7 @@ def what_arrives_is_what_is_saved(ctx: Context) -> None:
 def the_source_keeps_its_word(ctx: Context) -> None:
     """Its description stays, and it gives what it is asked for in that order and as described."""
     policy: Any = ctx.fresh_policy(model_name=str(ctx.model("qwen2", seed=1)))
-    make = getattr(policy, "weight_source", None)
+    make = getattr(policy, "refit_source", None)
     if make is None:
         ctx.not_run("the policy does not run in this process as a PolicyBackend", excused=True)
     described = policy.prepare_refit_info()
@@ -137,8 +137,11 @@ def the_source_keeps_its_word(ctx: Context) -> None:
             require([n for n, _ in given] == chosen, "other tensors than those asked for, or order")
             for name, tensor in given:
                 wanted = specs[name]
-                dtype = str(tensor.dtype).removeprefix("torch.")
-                require((tuple(tensor.shape), dtype) == (wanted.shape, wanted.dtype), name)
+                as_described = (tuple(tensor.shape), tensor.dtype) == (
+                    wanted.shape,
+                    wanted.torch_dtype,
+                )
+                require(as_described, name)
             same_weights(dict(given), {name: before[name] for name in chosen}, "asked for some")
         kept = source.persistent()
         if kept is not None:

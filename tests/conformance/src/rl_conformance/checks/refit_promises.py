@@ -17,12 +17,12 @@ import zmq
 from rl_conformance.doubles import TensorEngine, TensorPolicy
 from rl_conformance.expect import raises, require
 from rl_conformance.faults import at_the_first_bucket
-from rl_conformance.reference.weights import DictSink
 from rl_conformance.refits import DEADLINE_S, attempt, equal, run_refit, whole_tensors
 from rl_conformance.registry import check
 from rl_conformance.training import NegativeLogLikelihood, training_batch
 from rl_conformance.ways import by_handles, engine_for, exact, settable_trainer, shuffle
 from rl_conformance.weights import same_weights
+from rl_core.backends.tensors import NamedTensorSink
 from rl_core.errors import RLError, WeightsTornError
 from rl_core.futures import wait
 from rl_core.refit.frames import Channel
@@ -98,7 +98,9 @@ def handles_never_mix_two_states(ctx: Context) -> None:
 # -- doubles of tensors ----------------------------------------------------------------------------
 
 
-def _doubles(ctx: Context, sink: type[DictSink] = DictSink) -> tuple[TensorPolicy, TensorEngine]:
+def _doubles(
+    ctx: Context, sink: type[NamedTensorSink] = NamedTensorSink
+) -> tuple[TensorPolicy, TensorEngine]:
     policy = ctx.closing(TensorPolicy(whole_tensors(1)))
     return policy, ctx.closing(TensorEngine(whole_tensors(2), sink=sink))
 
@@ -108,7 +110,7 @@ def _renew(policy: TensorPolicy, seed: int) -> None:
         policy.tensors[name].copy_(tensor)
 
 
-class _Disturbed(DictSink):
+class _Disturbed(NamedTensorSink):
     """Fault: the sender's memory changes while the engine takes what lies there."""
 
     lane: Any = None

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from rl_conformance.doubles import SeveralEngines, TensorEngine, TensorPolicy, broken_tensor
 from rl_conformance.expect import require
 from rl_conformance.faults import InjectedFault
-from rl_conformance.reference.weights import DictSink
 from rl_conformance.refits import (
     DEADLINE_S,
     MODES,
@@ -22,6 +21,7 @@ from rl_conformance.refits import (
 )
 from rl_conformance.registry import check
 from rl_conformance.weights import same_weights
+from rl_core.backends.tensors import NamedTensorSink
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -43,7 +43,7 @@ def all_receivers_advance(ctx: Context) -> None:
         equal(policy, engine)
 
 
-class _Unwilling(DictSink):
+class _Unwilling(NamedTensorSink):
     """Fault: raises in the midst of the tensors or behind the last, as ``broken`` says."""
 
     broken: ClassVar[list[str]] = []
@@ -70,7 +70,7 @@ def no_receiver_advances_alone(ctx: Context, mode: str) -> None:
     policy = ctx.closing(TensorPolicy(whole_tensors(1, ctx.settings.device)))
     engines = [
         ctx.closing(TensorEngine(odd_tensors(n, ctx.settings.device), f"engine-{n}", sink))
-        for n, sink in ((2, DictSink), (3, _Unwilling))
+        for n, sink in ((2, NamedTensorSink), (3, _Unwilling))
     ]
     both = SeveralEngines(*engines)
     for fault in (broken_tensor(engines[1], "large"), _unwilling("write"), _unwilling("finish")):

@@ -10,7 +10,7 @@ from rl_conformance.faults import rounded
 from rl_conformance.mutants.mutant import breaks
 from rl_conformance.reference.generation import ReferenceGeneration
 from rl_conformance.reference.policy import ReferencePolicy
-from rl_conformance.reference.weights import DictSink, DictSource
+from rl_core.backends.tensors import NamedTensorSink, NamedTensorSource
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _FIRST = "(R1 or R2 and not (keeps_its_word or change_nothing)) and not (enough or left_behind)"
 
 
-class _OneByOne(DictSink):
+class _OneByOne(NamedTensorSink):
     """Everything is written through :meth:`write`."""
 
     def targets(self) -> None:
@@ -98,12 +98,12 @@ class TheTiedTensorIsForgotten(ReferenceGeneration):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.tied = DictSink(self.model.state_dict(keep_vars=True)).specs()
+        self.tied = NamedTensorSink(self.model.state_dict(keep_vars=True)).specs()
         head: Any = self.model.lm_head
         head.weight = torch.nn.Parameter(head.weight.detach().clone())
 
     def weight_sink(self) -> WeightSink:
-        sink = DictSink(self.model.state_dict(keep_vars=True))
+        sink = NamedTensorSink(self.model.state_dict(keep_vars=True))
         sink.specs = lambda: self.tied  # type: ignore[method-assign]
         return sink
 
@@ -125,7 +125,7 @@ class OnlyTheFirstPieceIsWritten(ReferenceGeneration):
 _ADAPTED = "model.layers.0.mlp.down_proj.weight"
 
 
-class _WithoutAdapter(DictSource):
+class _WithoutAdapter(NamedTensorSource):
     """Gives the weights that the adapter stands beside."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], adapter: torch.Tensor) -> None:
@@ -153,11 +153,10 @@ class TheAdapterStaysAtHome(ReferencePolicy):
     def _adapted(self) -> torch.Tensor:
         return self.model.get_parameter(_ADAPTED).detach()  # type: ignore[no-any-return]
 
-    def _update(self) -> float:
+    def take_step(self, lr: float, scale: float) -> None:
         before = self._adapted.clone()
-        norm = super()._update()
+        super().take_step(lr, scale)
         self.adapter += self._adapted - before
-        return norm
 
     def weight_source(self) -> WeightSource:
         return _WithoutAdapter(self.model.state_dict(keep_vars=True), self.adapter)

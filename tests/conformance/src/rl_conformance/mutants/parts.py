@@ -9,7 +9,7 @@ import torch
 from rl_conformance.mutants.mutant import breaks
 from rl_conformance.reference.generation import ReferenceGeneration
 from rl_conformance.reference.policy import ReferencePolicy
-from rl_conformance.reference.weights import DictSink, DictSource
+from rl_core.backends.tensors import NamedTensorSink, NamedTensorSource
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _PARTS = "R1 and (left_behind or pattern_of_bits)"
 
 
-class _Sink(DictSink):
+class _Sink(NamedTensorSink):
     def __init__(self, engine: _Loader) -> None:
         super().__init__(engine.model.state_dict(keep_vars=True))
         self.engine = engine
@@ -221,7 +221,7 @@ class RotaryTablesAreMadeAnew(ReferenceGeneration):
         return super().invalidate_kv_cache()
 
 
-class _Rounding(DictSource):
+class _Rounding(NamedTensorSource):
     """Gives some tensors in less than they are, and says the same each time."""
 
     def tensors(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -238,10 +238,10 @@ class NormsAreSentRounded(ReferencePolicy):
     """What is sent of 1-D tensors went through a narrower type."""
 
     def weight_source(self) -> WeightSource:
-        return _Rounding(self.model.state_dict(keep_vars=True), lambda: self.steps)
+        return _Rounding(self.model.state_dict(keep_vars=True))
 
 
-class _InItsOwnOrder(DictSource):
+class _InItsOwnOrder(NamedTensorSource):
     def tensors(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
         yield from super().tensors(sorted(names))
 
@@ -251,10 +251,10 @@ class NamesComeInAnotherOrder(ReferencePolicy):
     """The source gives what it is asked for in the order of the alphabet."""
 
     def weight_source(self) -> WeightSource:
-        return _InItsOwnOrder(self.model.state_dict(keep_vars=True), lambda: self.steps)
+        return _InItsOwnOrder(self.model.state_dict(keep_vars=True))
 
 
-class _AllOfThem(DictSource):
+class _AllOfThem(NamedTensorSource):
     def tensors(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
         yield from super().tensors([spec.name for spec in self.specs() if not spec.alias_of])
 
@@ -264,15 +264,15 @@ class EverythingIsGivenAlways(ReferencePolicy):
     """Whatever is asked for, all tensors are given."""
 
     def weight_source(self) -> WeightSource:
-        return _AllOfThem(self.model.state_dict(keep_vars=True), lambda: self.steps)
+        return _AllOfThem(self.model.state_dict(keep_vars=True))
 
 
-class _Frozen(DictSource):
+class _Frozen(NamedTensorSource):
     """The last layer as it was at first."""
 
     def __init__(self, policy: Any, kept: Mapping[str, torch.Tensor]) -> None:
         tensors = policy.model.state_dict(keep_vars=True)
-        super().__init__({**tensors, **kept}, lambda: policy.steps)
+        super().__init__({**tensors, **kept})
 
 
 @breaks("R1", checks="R1 and (is_saved or trained)")

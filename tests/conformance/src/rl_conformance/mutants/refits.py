@@ -12,7 +12,7 @@ import torch
 from rl_conformance.mutants.mutant import breaks
 from rl_conformance.reference.generation import ReferenceGeneration, ScaledSink
 from rl_conformance.reference.policy import ReferencePolicy
-from rl_conformance.reference.weights import DictSource
+from rl_core.backends.tensors import NamedTensorSource
 from rl_core.refit.loading import Loader
 from rl_core.refit.receiving import Receiving
 from rl_core.refit.transports.memory import SharedRegion
@@ -107,7 +107,7 @@ class ScalesAreDropped(ReferenceGeneration):
         return sink
 
 
-class _Snapshot(DictSource):
+class _Snapshot(NamedTensorSource):
     def __init__(self, tensors: Mapping[str, torch.Tensor], kept: dict[str, torch.Tensor]) -> None:
         super().__init__(tensors)
         self._kept = kept
@@ -131,8 +131,8 @@ class EnginesReadACopy(ReferencePolicy):
 class TwoStatesAreOneVersion(ReferencePolicy):
     """Nobody asks whether the weights stayed the same while they were sent."""
 
-    def weight_source(self) -> WeightSource:
-        return DictSource(self.model.state_dict(keep_vars=True))
+    def refit_source(self) -> WeightSource:
+        return self.weight_source()
 
 
 @breaks("R5")

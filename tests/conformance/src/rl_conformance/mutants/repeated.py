@@ -11,7 +11,7 @@ import torch
 from rl_conformance.mutants.mutant import breaks
 from rl_conformance.reference.generation import ReferenceGeneration
 from rl_conformance.reference.policy import ReferencePolicy
-from rl_conformance.reference.weights import DictSink
+from rl_core.backends.tensors import NamedTensorSink
 from rl_core.errors import RLError
 from rl_core.refit.digests import DigestTable
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _SEQUENCES = "an_engine_takes"
 
 
-class _Remembering(DictSink):
+class _Remembering(NamedTensorSink):
     def __init__(self, tensors: Any, seen: set[tuple[str, int]]) -> None:
         super().__init__(tensors)
         self.seen = seen
@@ -73,7 +73,7 @@ class HandlesAreLoadedOnce(ReferenceGeneration):
         tensors = self.model.state_dict(keep_vars=True)
         if self.by_handles and self.sets:
             tensors = {name: tensor.detach().clone() for name, tensor in tensors.items()}
-        return DictSink(tensors)
+        return NamedTensorSink(tensors)
 
 
 @breaks("G13", "R6", checks="G13 or an_engine_takes")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -10,14 +11,15 @@ import torch
 
 from rl_conformance.mutants.mutant import breaks
 from rl_conformance.reference.policy import ReferencePolicy
+from rl_core.backends.modes import RandomStream
 
 
 @breaks("P9", checks="P9 and (goes_on or missing)")
 class TheStepIsNotSaved(ReferencePolicy):
     """A resumed schedule begins anew."""
 
-    def _load(self, path: Path) -> None:
-        super()._load(path)
+    def load_checkpoint(self, path: Any) -> None:
+        super().load_checkpoint(path)
         self.steps = 0
 
 
@@ -25,18 +27,19 @@ class TheStepIsNotSaved(ReferencePolicy):
 class DropoutDoesNotResume(ReferencePolicy):
     """The policy's random numbers start from the seed."""
 
-    def _load(self, path: Path) -> None:
-        dropped = self.dropped
-        super()._load(path)
-        self.dropped = dropped
+    def load_checkpoint(self, path: Any) -> None:
+        own = self.random
+        self.random = RandomStream(0, torch.device("cpu"))
+        super().load_checkpoint(path)
+        self.random = own
 
 
 @breaks("P9", checks="P9 and (goes_on or missing)")
 class MomentsOfVectorsAreLost(ReferencePolicy):
     """Biases and norms begin without moments."""
 
-    def _load(self, path: Path) -> None:
-        super()._load(path)
+    def read_checkpoint(self, directory: Path) -> None:
+        super().read_checkpoint(directory)
         for parameter in self.optimizer.param_groups[1]["params"]:
             self.optimizer.state.pop(parameter, None)
 
@@ -45,12 +48,15 @@ class MomentsOfVectorsAreLost(ReferencePolicy):
 class TheFirstSaveStays(ReferencePolicy):
     """A second save to a path writes the model and keeps the older training state."""
 
-    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        file = Path(args[0] if args else kwargs["path"]) / "training_state.pt"
-        before = file.read_bytes() if file.exists() else None
-        super().save_checkpoint(*args, **kwargs)
-        if before is not None:
-            file.write_bytes(before)
+    def save_checkpoint(self, path: Any) -> None:
+        self.older = Path(path)
+        super().save_checkpoint(path)
+
+    def write_checkpoint(self, directory: Path) -> None:
+        super().write_checkpoint(directory)
+        older = self.older / "rl_training"
+        if older.exists():
+            shutil.copytree(older, directory / "rl_training", dirs_exist_ok=True)
 
 
 @breaks("P9", checks="P9 and (again or missing)")
@@ -80,8 +86,8 @@ class AFullDiskIsNoError(ReferencePolicy):
 class AResumedPolicyIsItsOwnReference(ReferencePolicy):
     """What was resumed is taken for the start."""
 
-    def _load(self, path: Path) -> None:
-        super()._load(path)
+    def read_checkpoint(self, directory: Path) -> None:
+        super().read_checkpoint(directory)
         self.reference_model.load_state_dict(self.model.state_dict())
 
 
@@ -91,7 +97,7 @@ class SavingForgetsTheDropout(ReferencePolicy):
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         super().save_checkpoint(*args, **kwargs)
-        self.dropped = torch.Generator().manual_seed(0).get_state()
+        self.random = RandomStream(0, torch.device("cpu"))
 
 
 @breaks("P9", checks="P9 and (no_step or resum)")

@@ -12,9 +12,9 @@ from rl_conformance.mutants.mutant import Mutant, breaks, registered
 from rl_conformance.quiet import no_progress_bars
 from rl_conformance.reference import MANIFEST, fp8, reference_target
 from rl_conformance.reference.policy import ReferencePolicy
-from rl_conformance.reference.weights import DictSource
-from rl_core.backends import PolicyBackend
+from rl_core.backends import PolicyBackend, RowLimits
 from rl_core.backends.inputs import input_lengths
+from rl_core.backends.tensors import NamedTensorSource
 from rl_core.batch import BatchedDataDict
 from rl_core.plugins.manifest import Capability
 
@@ -123,12 +123,11 @@ class OneReferenceForAll(ReferencePolicy):
 
     shared: Any = None
 
-    def _update(self) -> float:
-        norm = super()._update()
+    def take_step(self, lr: float, scale: float) -> None:
+        super().take_step(lr, scale)
         if type(self).shared is not None and type(self).shared is not self:
             self.reference_model.load_state_dict(self.model.state_dict())
         type(self).shared = self
-        return norm
 
 
 @breaks("P2", checks="P2")
@@ -253,8 +252,7 @@ class RewardPolicy(ReferencePolicy):
         with no_progress_bars():
             self.classifier: Any = AutoModelForSequenceClassification.from_pretrained(model_name)
         self.classifier.eval()
-        self.steps, self.ranks, self.joined = 0, 1, False
-        PolicyBackend.__init__(self)
+        PolicyBackend.__init__(self, {}, RowLimits(self.classifier.config.vocab_size, None))
 
     def score(self, data: Any, micro_batch_size: int | None = None) -> Any:
         with torch.no_grad():
@@ -271,7 +269,7 @@ class RewardPolicy(ReferencePolicy):
         return score
 
     def weight_source(self) -> Any:
-        return DictSource(self.classifier.state_dict(keep_vars=True), lambda: self.steps)
+        return NamedTensorSource(self.classifier.state_dict(keep_vars=True))
 
 
 def _rewarding(policy: type[RewardPolicy]) -> Any:

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import copy
-from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
 
 from rl_conformance.mutants.mutant import breaks
-from rl_conformance.reference import policy as reference
 from rl_conformance.reference.policy import ReferencePolicy
-from rl_conformance.reference.stepping import rate_of
+from rl_core.backends import policy, steps
+from rl_core.backends.modes import RandomStream
+from rl_core.backends.schedule import learning_rate
 from rl_core.errors import TrainingError
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
     from contextlib import AbstractContextManager
+
+    from rl_core.backends.steps import LossSum, StepResult
 
 _ADAM = "P5 and (plain or blunt or betas or no_clipping) or P8"
 _RATES = "P5 and rate or P8"
@@ -29,31 +31,28 @@ _RATES = "P5 and rate or P8"
 class TheStepIsCountedTwice(ReferencePolicy):
     """AdamW's own counter runs ahead from the second step on."""
 
-    def _update(self) -> float:
-        norm = super()._update()
+    def take_step(self, lr: float, scale: float) -> None:
+        super().take_step(lr, scale)
         for state in self.optimizer.state.values():
             state["step"] += 1
-        return norm
 
 
 @breaks("P5", checks=_ADAM)
 class GradientsOfTheStepBeforeStay(ReferencePolicy):
     """From the second call on gradients are added to the ones before."""
 
-    def _update(self) -> float:
-        norm = super()._update()
-        self.optimizer.zero_grad = lambda *_: None  # type: ignore[method-assign]
-        return norm
+    def clear_gradients(self) -> None:
+        pass
 
 
 @breaks("P5", checks=_ADAM)
 class MomentaAreForgottenAfterTwoSteps(ReferencePolicy):
     """The third step starts the optimizer anew."""
 
-    def _update(self) -> float:
+    def take_step(self, lr: float, scale: float) -> None:
         if self.steps == 2:
             self.optimizer.state.clear()
-        return super()._update()
+        super().take_step(lr, scale)
 
 
 @breaks("P6", "P5", checks="P6 and (evaluating or returns) or P5 and linear")
@@ -105,75 +104,65 @@ class NormsAndBiasesDecay(ReferencePolicy):
 class TheEmbeddingDoesNotDecay(ReferencePolicy):
     """The largest matrix is left out of the decay."""
 
-    def _update(self) -> float:
+    def take_step(self, lr: float, scale: float) -> None:
         embedding = self.model.get_input_embeddings().weight
-        rate = rate_of(self.steps, self.peak, self.schedule)
-        kept = 1 - rate * self.optimizer.param_groups[0]["weight_decay"]
+        kept = 1 - lr * self.optimizer.param_groups[0]["weight_decay"]
         with torch.no_grad():
             embedding /= kept
-        return super()._update()
+        super().take_step(lr, scale)
 
 
 @breaks("P5", checks="P5 and (plain or clipping)")
 class EachTensorIsClippedAlone(ReferencePolicy):
     """The norm that is bounded is that of a tensor, not of all together."""
 
-    def _update(self) -> float:
-        largest, self.max_grad_norm = self.max_grad_norm, float("inf")
-        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        whole = float(torch.nn.utils.get_total_norm(gradients))
-        if whole < float("inf"):
-            for gradient in gradients:
-                gradient.mul_(min(1.0, largest / max(float(gradient.norm()), 1e-9)))
-        try:
-            super()._update()
-        finally:
-            self.max_grad_norm = largest
-        return whole
+    def take_step(self, lr: float, scale: float) -> None:
+        largest = self.config.get("max_grad_norm", 1.0) or float("inf")
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(min(1.0, largest / max(float(parameter.grad.norm()), 1e-9)))
+        super().take_step(lr, 1.0)
 
 
 @breaks("P5", checks="P5 and (plain or clipping)")
 class TheNormIsReportedAsClipped(ReferencePolicy):
     """grad_norm is never above max_grad_norm."""
 
-    def _update(self) -> float:
-        return min(super()._update(), self.max_grad_norm)
+    def _step(self, *args: Any) -> StepResult:
+        result = super()._step(*args)
+        largest = self.config.get("max_grad_norm", 1.0) or float("inf")
+        return replace(result, grad_norm=min(result.grad_norm, largest))
 
 
 @breaks("P5", checks="P5 and (plain or clipping)")
 class SmallGradientsAreScaledUp(ReferencePolicy):
     """Every gradient is brought to max_grad_norm, from below too."""
 
-    def _update(self) -> float:
-        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        norm = float(torch.nn.utils.get_total_norm(gradients))
-        if norm < self.max_grad_norm < float("inf"):
-            for gradient in gradients:
-                gradient.mul_(self.max_grad_norm / norm)
-        super()._update()
-        return norm
+    def take_step(self, lr: float, scale: float) -> None:
+        largest = self.config.get("max_grad_norm", 1.0)
+        super().take_step(lr, largest / self.gradient_norm() if largest else scale)
 
 
 def _schedule(change: Any) -> AbstractContextManager[Any]:
-    def changed(step: int, peak: float, schedule: Any) -> float:
-        return rate_of(*change(step, peak, dict(schedule)))
+    def changed(step: int, config: Any) -> float:
+        step, schedule = change(step, dict(config.get("scheduler") or {}))
+        return learning_rate(step, {**config, "scheduler": schedule})
 
-    return mock.patch.object(reference, "rate_of", changed)
+    return mock.patch.object(policy, "learning_rate", changed)
 
 
 @breaks("P5", checks=_RATES)
 def the_rate_never_reaches_its_floor() -> AbstractContextManager[Any]:
     """min_lr_ratio is taken and not used."""
-    return _schedule(lambda step, peak, schedule: (step, peak, {**schedule, "min_lr_ratio": 0.0}))
+    return _schedule(lambda step, schedule: (step, {**schedule, "min_lr_ratio": 0.0}))
 
 
 @breaks("P5", checks=_RATES)
 def the_warm_up_is_a_step_longer() -> AbstractContextManager[Any]:
     """The full rate comes a step late."""
     return _schedule(
-        lambda step, peak, schedule: (
+        lambda step, schedule: (
             step,
-            peak,
             {**schedule, "warmup_steps": schedule.get("warmup_steps", -1) + 1},
         )
     )
@@ -183,7 +172,7 @@ def the_warm_up_is_a_step_longer() -> AbstractContextManager[Any]:
 def the_rate_rises_again() -> AbstractContextManager[Any]:
     """Beyond total_steps the schedule starts over."""
     return _schedule(
-        lambda step, peak, schedule: (step % (schedule.get("total_steps", 99) + 1), peak, schedule)
+        lambda step, schedule: (step % (schedule.get("total_steps", 99) + 1), schedule)
     )
 
 
@@ -191,10 +180,10 @@ def the_rate_rises_again() -> AbstractContextManager[Any]:
 class TrainsAtATemperatureOfOne(ReferencePolicy):
     """Log-probs in the loss do not have the policy's temperature."""
 
-    def _inputs(self, part: Any, loss_fn: Any) -> torch.Tensor:
+    def accumulate(self, *args: Any, **kwargs: Any) -> None:
         temperature, self.temperature = self.temperature, 1.0
         try:
-            return super()._inputs(part, loss_fn)
+            super().accumulate(*args, **kwargs)
         finally:
             self.temperature = temperature
 
@@ -206,44 +195,36 @@ class TrainsAtATemperatureOfOne(ReferencePolicy):
 class EvaluationDrops(ReferencePolicy):
     """Dropout is on while a loss is evaluated."""
 
-    @contextmanager
-    def _eval_mode(self) -> Generator[None]:
+    def accumulate(self, *args: Any, learn: bool) -> None:
         self.model.train()
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            yield
-        self.model.eval()
+        super().accumulate(*args, learn=learn)
 
 
 @breaks("P6", checks="P6")
 class EvaluationSeeds(ReferencePolicy):
     """An evaluation sets the random state, to be reproducible."""
 
-    def _eval_mode(self) -> AbstractContextManager[Any]:
+    def _evaluate(self, *args: Any) -> StepResult:
         torch.manual_seed(0)
-        return super()._eval_mode()
+        return super()._evaluate(*args)
 
 
 @breaks("P5", checks="P5 and (drawn or plain)")
 class EveryStepDropsTheSame(ReferencePolicy):
     """Dropout starts from the seed in every step."""
 
-    @contextmanager
-    def _train_mode(self) -> Generator[None]:
-        dropped = self.dropped
-        with super()._train_mode():
-            yield
-        self.dropped = dropped
+    def _step(self, *args: Any) -> StepResult:
+        self.random = RandomStream(self.config.get("seed", 0), torch.device("cpu"))
+        return super()._step(*args)
 
 
 @breaks("P5", checks="P5 and (drawn or plain)")
 class NothingIsDropped(ReferencePolicy):
     """The model trains in evaluation mode."""
 
-    @contextmanager
-    def _train_mode(self) -> Generator[None]:
-        with super()._train_mode():
-            self.model.eval()
-            yield
+    def accumulate(self, *args: Any, learn: bool) -> None:
+        self.model.eval()
+        super().accumulate(*args, learn=learn)
 
 
 # -- several microbatches, several steps -------------------------------------------------------
@@ -253,8 +234,8 @@ class NothingIsDropped(ReferencePolicy):
 class MetricsOfTheLastMicrobatch(ReferencePolicy):
     """Metrics are not added up."""
 
-    def _step(self, *args: Any) -> dict[str, Any]:
-        with mock.patch.object(reference, "_added", lambda key, total, value: value):
+    def _step(self, *args: Any) -> StepResult:
+        with mock.patch.object(steps, "added", lambda key, total, value: value):
             return super()._step(*args)
 
 
@@ -262,8 +243,8 @@ class MetricsOfTheLastMicrobatch(ReferencePolicy):
 class ExtremesAreAddedUp(ReferencePolicy):
     """Metrics ending in _min and _max are sums, too."""
 
-    def _step(self, *args: Any) -> dict[str, Any]:
-        with mock.patch.object(reference, "_added", lambda key, total, value: total + value):
+    def _step(self, *args: Any) -> StepResult:
+        with mock.patch.object(steps, "added", lambda key, total, value: total + value):
             return super()._step(*args)
 
 
@@ -284,7 +265,7 @@ class AllStepsShareTheCountsOfTheCall(ReferencePolicy):
         self.everything = data
         return super().train(data, *args, **kwargs)
 
-    def _step(self, batch: Any, loss_fn: Any, *rest: Any) -> dict[str, Any]:
+    def _step(self, batch: Any, loss_fn: Any, *rest: Any) -> StepResult:
         weights = self.everything["token_mask"][:, 1:] * self.everything["sample_mask"][:, None]
         counts = self.everything["sample_mask"].sum(), weights.sum()
 
@@ -297,18 +278,20 @@ class AllStepsShareTheCountsOfTheCall(ReferencePolicy):
 
 @breaks("P7", checks="P7 and as_if or P5 and plain")
 class AMaskedMicrobatchIsNotANumber(ReferencePolicy):
-    """A microbatch in which no row counts is divided by its own count."""
+    """What a masked row brings is divided by its own count of nothing."""
 
-    def _inputs(self, part: Any, loss_fn: Any) -> torch.Tensor:
-        inputs = super()._inputs(part, loss_fn)
-        return inputs if part["sample_mask"].any() else inputs / 0.0
+    def _loss(self, rows: Any, *args: Any, learn: bool) -> LossSum:
+        total = super()._loss(rows, *args, learn=learn)
+        if not rows["sample_mask"].all():
+            total.loss = float("nan")
+        return total
 
 
 @breaks("P7", checks="P7 and as_if or P5 and plain")
 class TheLastRowIsAlwaysLearned(ReferencePolicy):
     """The mask of the last row of a batch is not looked at."""
 
-    def _step(self, batch: Any, *rest: Any) -> dict[str, Any]:
+    def _step(self, batch: Any, *rest: Any) -> StepResult:
         batch = batch.copy()
         batch["sample_mask"] = batch["sample_mask"].clone()
         batch["sample_mask"][-1] = 1
@@ -319,12 +302,13 @@ class TheLastRowIsAlwaysLearned(ReferencePolicy):
 class AMaskedBatchIsAStep(ReferencePolicy):
     """Momentum and decay go on where nothing counts."""
 
-    def _step(self, batch: Any, *rest: Any) -> dict[str, Any]:
-        result = super()._step(batch, *rest)
-        if not result["global_valid_toks"] and not rest[1]:
+    def _step(self, *args: Any) -> StepResult:
+        result = super()._step(*args)
+        if not result.valid_toks:
             for parameter in self.model.parameters():
                 parameter.grad = torch.zeros_like(parameter)
-            self._update()
+            self.take_step(result.lr, 1.0)
+            self.steps += 1
         return result
 
 
@@ -335,7 +319,7 @@ class AMaskedBatchIsAStep(ReferencePolicy):
 class ARefusedStepCounts(ReferencePolicy):
     """The schedule moves on although the step was not taken."""
 
-    def _step(self, *args: Any) -> dict[str, Any]:
+    def _step(self, *args: Any) -> StepResult:
         try:
             return super()._step(*args)
         except TrainingError:
@@ -347,22 +331,22 @@ class ARefusedStepCounts(ReferencePolicy):
 class ALaterNanIsNotSeen(ReferencePolicy):
     """What is not finite is left out of the gradient in silence."""
 
-    def _update(self) -> float:
+    def gradient_norm(self) -> float:
         for parameter in self.model.parameters():
             if parameter.grad is not None:
                 parameter.grad.nan_to_num_(0.0, 0.0, 0.0)
-        return super()._update()
+        return super().gradient_norm()
 
 
 @breaks("P7", checks="P7 and (trace or spares) or P5 and plain")
 class ALossThatRaisesLeavesHalfAStep(ReferencePolicy):
     """If the loss raises midway, the gradient so far is stepped with."""
 
-    def _step(self, *args: Any) -> dict[str, Any]:
+    def _loss(self, *args: Any, learn: bool) -> LossSum:
         try:
-            return super()._step(*args)
+            return super()._loss(*args, learn=learn)
         except ArithmeticError:
-            self._update()
+            self.take_step(self.lr, 1.0)
             raise
 
 
@@ -376,10 +360,10 @@ class SettingsAreSharedByAll(ReferencePolicy):
         super().__init__(*args, **config)
         type(self).latest = self
 
-    def _update(self) -> float:
+    @property
+    def lr(self) -> float:
         assert self.latest is not None
-        self.peak, self.schedule = self.latest.peak, self.latest.schedule
-        return super()._update()
+        return learning_rate(self.steps, self.latest.config)
 
 
 @breaks("P10", checks="P10")
@@ -387,7 +371,7 @@ class OffloadingStartsTheDropoutAnew(ReferencePolicy):
     """Random numbers of the policy do not survive offload_after_refit."""
 
     def offload_after_refit(self) -> None:
-        self.dropped = torch.Generator().manual_seed(0).get_state()
+        self.random = RandomStream(0, torch.device("cpu"))
 
 
 @breaks("P10", checks="P10")

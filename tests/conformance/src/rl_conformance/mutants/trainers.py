@@ -45,21 +45,20 @@ class EvalModeTrains(ReferencePolicy):
 class MicrobatchesAreAveraged(ReferencePolicy):
     """Each microbatch is normalised by its own tokens."""
 
-    def _parts(self, batch: Any, size: int) -> Any:
-        parts = list(super()._parts(batch, size))
-        total = batch["token_mask"][:, 1:].sum()
+    def accumulate(self, parts: Any, *args: Any, **kwargs: Any) -> None:
+        total = sum(part["token_mask"].sum() for part in parts)
         for part in parts:
-            own = part["token_mask"][:, 1:].sum().clamp(min=1)
+            own = part["token_mask"].sum().clamp(min=1)
             part["token_mask"] = part["token_mask"] * total / own / len(parts)
-            yield part
+        super().accumulate(parts, *args, **kwargs)
 
 
 @breaks("P7", "P5")
 class NanReachesTheWeights(ReferencePolicy):
     """A gradient that is not finite is stepped with."""
 
-    def _update(self) -> float:
-        self.optimizer.step()
+    def gradient_norm(self) -> float:
+        super().gradient_norm()
         return 1.0
 
 
@@ -87,19 +86,19 @@ class TopKBelongsToTheTokenItself(ReferencePolicy):
 class LossesAreClimbed(ReferencePolicy):
     """The step goes up the gradient."""
 
-    def _update(self) -> float:
+    def gradient_norm(self) -> float:
         for parameter in self.model.parameters():
             if parameter.grad is not None:
                 parameter.grad.neg_()
-        return super()._update()
+        return super().gradient_norm()
 
 
 @breaks("P9", checks="P9 and (bit_equal or exported or missing)")
 class TheOptimizerStartsAnew(ReferencePolicy):
     """Resuming brings the weights back, and not the optimizer's moments."""
 
-    def _load(self, path: Path) -> None:
-        super()._load(path)
+    def read_checkpoint(self, directory: Path) -> None:
+        super().read_checkpoint(directory)
         self.optimizer.state.clear()
 
 

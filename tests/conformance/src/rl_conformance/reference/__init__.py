@@ -61,7 +61,7 @@ MANIFEST = BackendManifest(
 
 def make_reference(kind: str, config: Mapping[str, Any]) -> Any:
     """A reference backend of a kind; keys that it does not know are checked as everywhere."""
-    from rl_core.plugins.config import check_config
+    from rl_core.config import check_config
     from rl_core.plugins.discovery import load_object
 
     factory = load_object(MANIFEST.factories[kind])  # type: ignore[index]
@@ -73,7 +73,7 @@ def make_reference(kind: str, config: Mapping[str, Any]) -> Any:
 def reference_target(**changes: Any) -> Target:
     """The reference as a backend under test; ``changes`` replace parts of the target."""
     from rl_conformance.target import Target
-    from rl_core.plugins.config import config_keys
+    from rl_core.config import config_keys
     from rl_core.plugins.discovery import load_object
 
     parts: dict[str, Any] = {

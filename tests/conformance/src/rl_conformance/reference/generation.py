@@ -10,9 +10,9 @@ import torch
 from rl_conformance.oracle import penalised, truncated_distribution
 from rl_conformance.reference.fp8 import rounded
 from rl_conformance.reference.loading import load_once
-from rl_conformance.reference.weights import DictSink
 from rl_core.backends import Completion, GenerationBackend, ModelFacts, Row, RowEngine
 from rl_core.backends.serving import ServedCall
+from rl_core.backends.tensors import NamedTensorSink
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 __all__ = ["ReferenceGeneration", "ReferenceRows", "ScaledSink"]
 
 
-class ScaledSink(DictSink):
+class ScaledSink(NamedTensorSink):
     """Takes the scales of the key/value cache, too.
 
     Args:
-        tensors: See :class:`DictSink`.
+        tensors: See :class:`NamedTensorSink`.
         scales: Where they are put.
     """
 
@@ -132,7 +132,11 @@ class ReferenceGeneration(GenerationBackend):
     def weight_sink(self) -> WeightSink:
         """See :meth:`GenerationBackend.weight_sink`."""
         tensors = self.model.state_dict(keep_vars=True)
-        return DictSink(tensors) if self.kv_scales is None else ScaledSink(tensors, self.kv_scales)
+        return (
+            NamedTensorSink(tensors)
+            if self.kv_scales is None
+            else ScaledSink(tensors, self.kv_scales)
+        )
 
     @property
     def requires_kv_scale_sync(self) -> bool:

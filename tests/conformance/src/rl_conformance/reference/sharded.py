@@ -18,16 +18,17 @@ from rl_conformance.reference import MANIFEST as REFERENCE
 from rl_conformance.reference.config import ReferencePolicyConfig
 from rl_conformance.reference.policy import ReferencePolicy
 from rl_conformance.reference.stepping import make_optimizer
-from rl_conformance.reference.weights import DictSource
-from rl_core.errors import ConfigError, LifecycleError
+from rl_core.backends.tensors import module_tensors, tensor_specs
+from rl_core.errors import ConfigError
 from rl_core.interfaces import DataParallelRank
 from rl_core.plugins.manifest import BackendManifest
 from rl_core.refit import GatheredSource, RefitRanks
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
+    from pathlib import Path
 
-    from rl_core.batch import BatchedDataDict
+    from rl_core.backends.steps import StepResult
     from rl_core.interfaces import TensorSpec, WeightSource, WorkerContext
 
 __all__ = ["MANIFEST", "ShardedReferenceConfig", "ShardedReferencePolicy", "ShardedSource"]
@@ -86,17 +87,21 @@ class ShardedReferencePolicy(ReferencePolicy):
         sources: How many weight sources were made on this rank, and how many of them closed.
     """
 
+    manifest = MANIFEST
+
     def __init__(self, model_name: str, *, shard_ranks: int | None = None, **config: Any) -> None:
         self._shard_ranks = shard_ranks
         self._optimizer_config = config.get("optimizer") or {}
         self.sources = {"made": 0, "closed": 0}
         self.parts: Parts | None = None
+        self._is_whole = False
         super().__init__(model_name, **config)
-        self._specs = DictSource(self.model.state_dict(keep_vars=True)).specs()
+        self._specs = tensor_specs(module_tensors(self.model))
         if self.worker is not None and self.worker.world_size > 1:
+            self.refit_ranks = RefitRanks(dist.group.WORLD, address=self.worker.master_addr)
             self._shard(self.worker.rank % self.shards)
 
-    def join(self, worker: WorkerContext) -> None:
+    def join(self, worker: WorkerContext) -> DataParallelRank | None:
         """See :meth:`ReferencePolicy.join`; also makes groups of the ranks of a copy, and of rows.
 
         Raises:
@@ -115,10 +120,8 @@ class ShardedReferencePolicy(ReferencePolicy):
         self.refit_group = _own(copies, worker.rank, timeout=_GATHER)
         rows = [list(range(shard, size, self.shards)) for shard in range(self.shards)]
         self.row_group = _own(rows, worker.rank)
-        self.ranks = len(copies)
         mine, part = divmod(worker.rank, self.shards)
-        self.data_parallel = DataParallelRank(mine, len(copies), part == 0)
-        self.refit_ranks = RefitRanks(dist.group.WORLD, address=worker.master_addr)
+        return DataParallelRank(mine, len(copies), part == 0)
 
     # -- the parts --------------------------------------------------------------------------------
 
@@ -161,57 +164,56 @@ class ShardedReferencePolicy(ReferencePolicy):
     @contextmanager
     def _whole(self) -> Generator[None]:
         """The model with whole tensors, for as long as something is computed."""
-        if self.parts is None:
+        if self.parts is None or self._is_whole:
             yield
             return
+        self._is_whole = True
         try:
             for name, parameter in self.model.named_parameters():
                 parameter.data = self.gathered(name, self.parts.by_name[name], self.copy_group)
             yield
         finally:
+            self._is_whole = False
             self._let_go_of_whole()
 
     # -- what is computed -------------------------------------------------------------------------
 
-    def get_logprobs(
-        self, data: BatchedDataDict[Any], micro_batch_size: int | None = None
-    ) -> BatchedDataDict[Any]:
-        """See :meth:`PolicyInterface.get_logprobs`."""
-        with self._whole():
-            return super().get_logprobs(data, micro_batch_size)
+    @contextmanager
+    def running(self, *, training: bool) -> Generator[None]:
+        """See :meth:`PolicyBackend.running`: whatever is computed is computed in it."""
+        with self._whole(), super().running(training=training):
+            yield
 
-    def get_topk_logits(
-        self, data: BatchedDataDict[Any], k: int, micro_batch_size: int | None = None
-    ) -> BatchedDataDict[Any]:
-        """See :meth:`PolicyInterface.get_topk_logits`."""
-        with self._whole():
-            return super().get_topk_logits(data, k, micro_batch_size)
+    def _step(self, *args: Any) -> StepResult:
+        with self._whole():  # the gradients are those of whole tensors
+            return super()._step(*args)
 
     def calibrate_qkv_fp8_scales(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """See :meth:`PolicyInterface.calibrate_qkv_fp8_scales`."""
         with self._whole():
             return super().calibrate_qkv_fp8_scales(*args, **kwargs)
 
-    def _step(self, *args: Any) -> dict[str, Any]:
-        with self._whole():
-            return super()._step(*args)
-
-    def _step_optimizer(self) -> None:
-        if self.parts is not None:
-            assert self.worker is not None
-            shard = self.worker.rank % self.shards
-            for name, parameter in self.model.named_parameters():
-                grad = parameter.grad
-                assert grad is not None
-                self.parts.by_name[name].grad = grad.tensor_split(self.shards)[shard].clone()
-        super()._step_optimizer()
+    def take_step(self, lr: float, scale: float) -> None:
+        """See :meth:`PolicyModel.take_step`: the gradients are whole, the optimizer's parts."""
+        if self.parts is None:
+            super().take_step(lr, scale)
+            return
+        assert self.worker is not None
+        shard = self.worker.rank % self.shards
+        for name, parameter in self.model.named_parameters():
+            assert parameter.grad is not None
+            part = parameter.grad.tensor_split(self.shards)[shard]
+            self.parts.by_name[name].grad = part * scale
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
 
     # -- what leaves it ---------------------------------------------------------------------------
 
-    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """See :meth:`PolicyInterface.save_checkpoint`: the file that one process writes."""
+    def write_checkpoint(self, directory: Path) -> None:
+        """See :meth:`PolicyModel.write_checkpoint`: the file that one process writes."""
         if self.parts is None:
-            super().save_checkpoint(*args, **kwargs)
+            super().write_checkpoint(directory)
             return
         parts = self.optimizer
         try:
@@ -227,7 +229,7 @@ class ShardedReferencePolicy(ReferencePolicy):
                     self.optimizer.param_groups, parts.param_groups, strict=True
                 ):
                     given["lr"] = kept["lr"]
-                super().save_checkpoint(*args, **kwargs)
+                super().write_checkpoint(directory)
         finally:
             self.optimizer = parts
 
@@ -252,7 +254,7 @@ class ShardedSource(GatheredSource):
 
     def __init__(self, policy: ShardedReferencePolicy) -> None:
         super().__init__(policy.refit_ranks)
-        self._policy, self._before = policy, policy.steps
+        self._policy, self._check = policy, policy.changes.watch()
         policy.sources["made"] += 1
 
     def specs(self) -> Sequence[TensorSpec]:
@@ -274,8 +276,7 @@ class ShardedSource(GatheredSource):
 
     def confirm_part(self) -> None:
         """See :meth:`GatheredSource.confirm_part`."""
-        if self._policy.steps != self._before:
-            raise LifecycleError("the weights changed during a refit", fix="wait for its futures")
+        self._check()
 
     def close_part(self) -> None:
         """See :meth:`GatheredSource.close_part`."""

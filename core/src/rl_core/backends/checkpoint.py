@@ -2,7 +2,7 @@
 
 A save writes into a hidden sibling, then a manifest of every file's size and digest, and renames
 the sibling into place last. What lacks its manifest, or disagrees with it, is not a checkpoint.
-Nothing is pickled: tensors are safetensors, the rest is JSON.
+The steps and the random states are JSON; tensors are the backend's.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import xxhash
-from safetensors import SafetensorError, safe_open
 
 from rl_core.errors import CheckpointError
 
@@ -25,19 +24,11 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = [
-    "STATE_FILE",
-    "TENSORS_FILE",
-    "check_fit",
-    "model_weights",
-    "read_checkpoint",
-    "write_directory",
-]
+__all__ = ["STATE_FILE", "check_fit", "read_json", "verified", "write_directory"]
 
 MANIFEST_FILE = "rl_checkpoint.json"
-#: In a directory of their own: engines read every safetensors file beside the model's.
+#: In a folder of their own: engines read every safetensors file beside the model's.
 STATE_FILE = "rl_training/state.json"
-TENSORS_FILE = "rl_training/state.safetensors"
 FORMAT = 1
 
 
@@ -88,11 +79,11 @@ def recover(path: Path) -> None:
             former.rename(path)
 
 
-def read_checkpoint(path: str | Path) -> tuple[dict[str, Any], dict[str, torch.Tensor], Path]:
-    """Verifies every file of a checkpoint and reads its training state.
+def verified(path: str | Path) -> Path:
+    """Verifies every file of a checkpoint.
 
     Returns:
-        The state (JSON), its tensors on the CPU, and the directory.
+        Its directory.
 
     Raises:
         CheckpointError: Something is missing, incomplete or altered; names the file.
@@ -103,47 +94,22 @@ def read_checkpoint(path: str | Path) -> tuple[dict[str, Any], dict[str, torch.T
         raise CheckpointError(
             f"there is no checkpoint at {path}", fix="check the path", file=str(path)
         )
-    manifest = _read_json(path / MANIFEST_FILE)
+    manifest = read_json(path / MANIFEST_FILE)
     if manifest.get("format") != FORMAT:
         raise CheckpointError(
             f"{path} has the checkpoint format {manifest.get('format')}, this is format {FORMAT}",
             fix="load it with the version that wrote it",
             file=str(path / MANIFEST_FILE),
         )
-    files = manifest["files"]
-    for name in (STATE_FILE, TENSORS_FILE):
-        if name not in files:
-            raise CheckpointError(
-                f"{path} holds a model but no training state: {name} is missing",
-                fix="point at what save_checkpoint wrote; a model alone is a model_name",
-                file=str(path / name),
-            )
-    for name, (size, digest) in files.items():
-        _verify(path / name, size, digest)
-    return _read_json(path / STATE_FILE), read_tensors(path / TENSORS_FILE), path
-
-
-def read_tensors(file: Path) -> dict[str, torch.Tensor]:
-    """All tensors of one safetensors file.
-
-    Raises:
-        CheckpointError: It is missing or broken.
-    """
-    try:
-        with safe_open(file, framework="pt") as tensors:
-            return {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
+    if STATE_FILE not in manifest["files"]:
         raise CheckpointError(
-            f"{file} cannot be read: {error}", fix="use another checkpoint", file=str(file)
-        ) from error
-
-
-def model_weights(path: Path) -> dict[str, torch.Tensor]:
-    """The weights of a Hugging Face directory, in one or several files, mapped and not copied."""
-    weights: dict[str, torch.Tensor] = {}
-    for file in sorted(path.glob("model*.safetensors")):
-        weights.update(read_tensors(file))
-    return weights
+            f"{path} holds a model but no training state: {STATE_FILE} is missing",
+            fix="point at what save_checkpoint wrote; a model alone is a model_name",
+            file=str(path / STATE_FILE),
+        )
+    for name, (size, digest) in manifest["files"].items():
+        _verify(path / name, size, digest)
+    return path
 
 
 def check_fit(
@@ -214,7 +180,12 @@ def _verify(file: Path, size: int, digest: str) -> None:
     )
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, Any]:
+    """The JSON object in a file of a checkpoint.
+
+    Raises:
+        CheckpointError: It is missing, or holds no JSON object.
+    """
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
         if not isinstance(content, dict):

@@ -1,4 +1,4 @@
-"""Batches on their way into the policy: checked, masked, and cut into microbatches."""
+"""Batches on their way into a policy: checked, masked, and cut into microbatches."""
 
 from __future__ import annotations
 
@@ -7,14 +7,24 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from rl_core.backends.inputs import as_batch, check_vocabulary, input_lengths
+from rl_core.backends.inputs import as_batch, check_limits, input_lengths
 from rl_core.batch import BatchedDataDict, plan_microbatches
+from rl_core.batch.microbatches import check_groups
 from rl_core.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["Limits", "Microbatching", "cut", "rows_per_step", "scoring_rows", "training_rows"]
+__all__ = [
+    "Microbatching",
+    "RowLimits",
+    "check_k",
+    "counting_rows",
+    "cut",
+    "rows_per_step",
+    "scoring_rows",
+    "training_rows",
+]
 
 #: What generation calls the keys that scoring needs.
 GENERATED = {"input_ids": "output_ids", "input_lengths": "unpadded_sequence_lengths"}
@@ -24,7 +34,7 @@ DEFAULT_TOKENS = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class RowLimits:
     """What the model can read.
 
     Attributes:
@@ -36,7 +46,7 @@ class Limits:
     context: int | None
 
 
-def scoring_rows(data: BatchedDataDict[Any], limits: Limits) -> tuple[torch.Tensor, torch.Tensor]:
+def scoring_rows(data: BatchedDataDict[Any], limits: RowLimits) -> BatchedDataDict[Any]:
     """Checks rows that are to be scored.
 
     Args:
@@ -45,7 +55,7 @@ def scoring_rows(data: BatchedDataDict[Any], limits: Limits) -> tuple[torch.Tens
         limits: The model's.
 
     Returns:
-        ``[B, S]`` int64 ids and ``[B]`` int64 lengths, on the CPU.
+        ``input_ids`` ``[B, S]`` int64 and ``input_lengths`` ``[B]`` int64, on the CPU.
 
     Raises:
         DataError: Names the row and what is wrong with it.
@@ -55,19 +65,11 @@ def scoring_rows(data: BatchedDataDict[Any], limits: Limits) -> tuple[torch.Tens
         data = BatchedDataDict({key: data[source] for key, source in GENERATED.items()})
     lengths = input_lengths(data)
     ids = data["input_ids"].to(torch.int64)
-    check_vocabulary(ids, lengths, limits.vocab_size)
-    if limits.context is not None and (lengths > limits.context).any():
-        row = int((lengths > limits.context).nonzero()[0])
-        raise DataError(
-            f"row {row}: {int(lengths[row])} tokens, the model's context is {limits.context}",
-            fix="shorten the row",
-            row=row,
-            key="input_lengths",
-        )
-    return ids, lengths
+    check_limits(ids, lengths, vocab_size=limits.vocab_size, context=limits.context)
+    return BatchedDataDict({"input_ids": ids, "input_lengths": lengths})
 
 
-def training_rows(data: BatchedDataDict[Any], limits: Limits) -> BatchedDataDict[Any]:
+def training_rows(data: BatchedDataDict[Any], limits: RowLimits) -> BatchedDataDict[Any]:
     """Checks rows that are to be learned from and completes their masks.
 
     Args:
@@ -82,9 +84,8 @@ def training_rows(data: BatchedDataDict[Any], limits: Limits) -> BatchedDataDict
     Raises:
         DataError: Names the row or key and what is wrong with it.
     """
-    ids, lengths = scoring_rows(data, limits)
-    rows = BatchedDataDict[Any](dict(data))
-    rows["input_ids"], rows["input_lengths"] = ids, lengths
+    rows = BatchedDataDict[Any](dict(data)) | scoring_rows(data, limits)
+    ids, lengths = rows["input_ids"], rows["input_lengths"]
     positions = torch.arange(ids.shape[1])
     scored = (positions > 0) & (positions < lengths[:, None])
     tokens = _mask(data, "token_mask", ids.shape)
@@ -109,6 +110,32 @@ def _mask(data: BatchedDataDict[Any], key: str, shape: torch.Size) -> torch.Tens
     if mask.is_floating_point() and not mask.isfinite().all():
         raise DataError(f"{key} holds values that are not finite", fix="use 0 and 1", key=key)
     return mask
+
+
+def check_k(k: int, limits: RowLimits) -> None:
+    """Raises a DataError unless there are k largest logits."""
+    if not 1 <= k <= limits.vocab_size:
+        raise DataError(
+            f"k is {k}, the vocabulary has {limits.vocab_size} tokens",
+            fix="ask for at least 1 and at most all of them",
+            key="k",
+        )
+
+
+def counting_rows(sample_mask: torch.Tensor, group_size: int) -> torch.Tensor:
+    """``[b]`` int64 indices of the whole groups in which some row counts.
+
+    Args:
+        sample_mask: ``[B]``.
+        group_size: So many neighbouring rows belong together.
+
+    Raises:
+        ConfigError: The group size is below 1.
+        DataError: The rows are not whole groups.
+    """
+    check_groups(len(sample_mask), group_size)
+    counts = (sample_mask != 0).view(-1, group_size).any(1)
+    return counts.repeat_interleave(group_size).nonzero()[:, 0]
 
 
 def cut(rows: BatchedDataDict[Any], index: torch.Tensor) -> BatchedDataDict[Any]:
@@ -159,7 +186,7 @@ class Microbatching:
     """Which rows go through the model together, as the configuration says.
 
     Args:
-        config: A checked :class:`~rl_hf.config.HuggingFacePolicyConfig`.
+        config: A checked :class:`~rl_core.interfaces.PolicyConfig`.
 
     Raises:
         ConfigError: Dynamic batching and sequence packing are both enabled.

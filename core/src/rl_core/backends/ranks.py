@@ -1,4 +1,4 @@
-"""Data-parallel workers: sums and small messages over a process group of their own.
+"""All workers of a policy: sums and small messages over a process group of their own.
 
 The default process group of torch is left to whoever owns the process. Messages are JSON in byte
 tensors; nothing is unpickled.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import distributed as dist
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from rl_core.interfaces import WorkerContext
 
-__all__ = ["DataParallel"]
+__all__ = ["RankGroup"]
 
 #: Longest wait for a peer that is still working on its rows.
 TIMEOUT_S = 600.0
@@ -30,8 +30,8 @@ TIMEOUT_S = 600.0
 PIECE_ELEMENTS = 1 << 24
 
 
-class DataParallel:
-    """One rank's connection to its peers; alone, every method returns at once.
+class RankGroup:
+    """One worker's connection to the others; alone, every method returns at once.
 
     Args:
         worker: Who this is among how many, and where rank 0 listens; None is alone.
@@ -57,6 +57,14 @@ class DataParallel:
         self._tensors: Any = None
         if worker is not None and self.size > 1:
             self._connect(worker, device or torch.device("cpu"))
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup) -> Self:
+        """The workers of a group of torch's that exchanges CPU tensors and stays its owner's."""
+        made = cls()
+        made.rank, made.size = group.rank(), group.size()
+        made._messages = made._tensors = group
+        return made
 
     def _connect(self, worker: WorkerContext, device: torch.device) -> None:
         if not worker.master_port:

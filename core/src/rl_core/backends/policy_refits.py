@@ -1,0 +1,231 @@
+"""The part of the base class of policy backends that hands weights over."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import TYPE_CHECKING, Any
+
+from rl_core.backends.admission import Admission
+from rl_core.backends.changes import GuardedSource, WeightChanges
+from rl_core.backends.sources import RenamedSource
+from rl_core.errors import CapabilityError, ConfigError
+from rl_core.interfaces import ColocatablePolicyInterface
+from rl_core.plugins.hookspecs import map_weight_names, maps_weight_names
+from rl_core.refit import DEFAULT_DEADLINE_S, GatheredSource, RefitSender, SendOptions
+from rl_core.refit.options import MAX_DEADLINE_S
+from rl_core.refit.sender import name_of_call
+
+if TYPE_CHECKING:
+    import concurrent.futures
+    from collections.abc import Mapping
+
+    from rl_core.batch import BatchedDataDict
+    from rl_core.interfaces import (
+        Future,
+        GenerationDatumSpec,
+        WeightSource,
+        WorkerContext,
+    )
+    from rl_core.plugins.manifest import BackendManifest
+    from rl_core.refit import RefitRanks
+
+__all__ = ["PolicyRefits"]
+
+
+class PolicyRefits(ColocatablePolicyInterface):
+    """Both generations of the refit methods, over a weight source.
+
+    Args:
+        worker: Given when it is one of several workers, all of which are called for a refit. The
+            first one speaks. Where it does not have all weights itself, each sets
+            :attr:`refit_ranks` when it is built, and :meth:`weight_source` returns a
+            :class:`~rl_core.refit.GatheredSource`.
+
+    Attributes:
+        config: What the policy was built with; a subclass sets it.
+        manifest: The backend's, for plugins that map names of weights; set by the class.
+        worker: Who this is, if it is one of several workers.
+        refit_ranks: Those that a refit needs; None if the first worker has all weights itself.
+        admission: Refuses, or warns of, training calls that would go wrong without a word.
+        changes: What changes the weights does so in ``with self.changes.declared()``; a refit that
+            reads them meanwhile then fails.
+    """
+
+    config: Mapping[str, Any]
+    manifest: BackendManifest | None = None
+
+    def __init__(self, worker: WorkerContext | None = None) -> None:
+        self.worker = worker
+        self.refit_ranks: RefitRanks | None = None
+        self._followed = 0  # calls of this rank, which rank 0 counts, too
+        self._following: concurrent.futures.Future[None] | None = None
+        self.changes = WeightChanges()
+        self._sender = RefitSender(self.refit_source, name=type(self).__name__)
+        self.admission = Admission(
+            lambda: getattr(self, "config", {}), lambda: self.weights_version
+        )
+        self._collective_receivers = 1
+
+    @abstractmethod
+    def weight_source(self) -> WeightSource:
+        """The tensors of the model as they are now; called once for each refit, and closed once.
+
+        Also for a description (``prepare_refit_info``) that no refit follows.
+        """
+
+    # -- refit ----------------------------------------------------------------------------------
+
+    def refit_source(self) -> WeightSource:
+        """What a refit reads: :meth:`weight_source`, as long as its tensors are of one state.
+
+        Here the trainer's names become those that checkpoint and engine use, if a plugin maps them.
+
+        Raises:
+            PluginError: Plugins disagree on a name, or two tensors would get one.
+        """
+        check = self.changes.watch()
+        source = self.weight_source()
+        if maps_weight_names():
+            try:
+                names = [spec.name for spec in source.specs()]
+                source = RenamedSource(source, map_weight_names(names, self._known_manifest()))
+            except BaseException:
+                source.close()
+                raise
+        return GuardedSource(source, check)
+
+    def _known_manifest(self) -> BackendManifest:
+        if self.manifest is None:
+            raise ConfigError(
+                f"a plugin maps names of weights, and {type(self).__name__} does not say of which "
+                "backend it is",
+                fix="its authors set the class attribute manifest; without the plugin it is not "
+                "needed",
+                key="manifest",
+            )
+        return self.manifest
+
+    @property
+    def weights_version(self) -> int:
+        """The version of the last refit that was committed; 0 before the first."""
+        return self._sender.version
+
+    def prepare_refit_info(self) -> dict[str, Any] | None:
+        """See :meth:`ColocatablePolicyInterface.prepare_refit_info`; None on all but one worker."""
+        return self._sender.prepare() if self._speaks else None
+
+    def stream_weights_via_ipc_zmq(self, *args: Any, **kwargs: Any) -> list[Future]:
+        """See :meth:`ColocatablePolicyInterface.stream_weights_via_ipc_zmq`."""
+        return self._send(*args, **kwargs)
+
+    def prepare_weights_for_ipc(self, *args: Any, **kwargs: Any) -> list[list[str]]:
+        """See :meth:`ColocatablePolicyInterface.prepare_weights_for_ipc`."""
+        if self._speaks:
+            return self._sender.groups(*args, **kwargs)
+        self._followed += 1
+        if self.refit_ranks is not None:
+            name = name_of_call("", self._followed)
+            self._following = self.refit_ranks.follower.follow(self._part, name, MAX_DEADLINE_S)
+        return []
+
+    def get_weights_ipc_handles(self, keys: list[str]) -> dict[str, Any]:
+        """See :meth:`ColocatablePolicyInterface.get_weights_ipc_handles`."""
+        if self._speaks:
+            return self._sender.handles(keys)
+        if self._following is not None and self._following.done():
+            self._following.result()  # why it ended, if it was not complete
+        return {}
+
+    def init_collective(
+        self, ip: str, port: int, world_size: int, *, train_world_size: int = 1
+    ) -> list[Future]:
+        """See :meth:`ColocatablePolicyInterface.init_collective`."""
+        if not self._speaks:
+            return []
+        receivers = world_size - train_world_size
+        self._collective_receivers = receivers
+        opened = self._sender.open(
+            "collective", DEFAULT_DEADLINE_S, ip=ip, port=port, receivers=receivers
+        )
+        return [opened]
+
+    def broadcast_weights_for_collective(
+        self, kv_scales: dict[str, float] | None = None, **options: Any
+    ) -> list[Future]:
+        """See :meth:`ColocatablePolicyInterface.broadcast_weights_for_collective`."""
+        options.setdefault("receivers", self._collective_receivers)
+        return self._send(transport="collective", kv_scales=kv_scales or {}, **options)
+
+    def close_refits(self) -> None:
+        """Ends all refits, and lets go of sockets and shared memory; for ``shutdown``. Idempotent.
+
+        Raises:
+            DeadlineError: A refit hangs in the backend's code.
+        """
+        self._sender.close()
+        if self.refit_ranks is not None:
+            self.refit_ranks.close()
+
+    def weights_moved(self) -> None:
+        """To be called when the weights have left the memory that engines read them in.
+
+        A direct refit moved them there, and the next one moves them again. Waits for a refit that
+        is running.
+
+        Raises:
+            DeadlineError: That refit hangs.
+        """
+        self._sender.let_go_of_weights()
+
+    @property
+    def _speaks(self) -> bool:
+        return self.worker is None or self.worker.rank == 0
+
+    def _send(self, **options: Any) -> list[Future]:
+        """Sends, or follows who does."""
+        if not self._speaks:
+            self._followed += 1
+            chosen = SendOptions.of(options)
+            if self.refit_ranks is None:
+                return []
+            name = name_of_call(chosen.refit_id, self._followed)
+            return [self.refit_ranks.follower.follow(self._part, name, chosen.deadline_s)]
+        if self.refit_ranks is None:
+            return [self._sender.send(**options)]
+        leader = self.refit_ranks.leader
+        name = name_of_call(options.get("refit_id", ""), self._sender.calls + 1)
+        try:
+            sending = self._sender.send(**options)
+        except BaseException as error:
+            leader.dismiss(name, str(error))
+            raise
+        sending.add_done_callback(lambda done: leader.dismiss(name, str(done.exception() or "")))
+        return [sending]
+
+    def _part(self) -> GatheredSource:
+        """This rank's part of what is gathered."""
+        source = self.weight_source()
+        if not isinstance(source, GatheredSource):
+            raise ConfigError(
+                f"{type(self).__name__} has ranks that a refit needs, and a weight source that "
+                f"does not gather: {type(source).__name__}",
+                fix="return a rl_core.refit.GatheredSource, or leave refit_ranks out",
+                key="refit_ranks",
+            )
+        return source
+
+    # -- optional capabilities ------------------------------------------------------------------
+
+    def calibrate_qkv_fp8_scales(
+        self,
+        data: BatchedDataDict[GenerationDatumSpec],
+        micro_batch_size: int | None = None,
+        percentile: float = 99.9,
+        margin: float = 1.05,
+        include_q: bool = False,
+    ) -> dict[str, Any]:
+        """See :meth:`PolicyInterface.calibrate_qkv_fp8_scales`."""
+        raise self._refuse("FP8 scales", "use a backend that declares fp8_kv_scales")
+
+    def _refuse(self, what: str, fix: str) -> CapabilityError:
+        return CapabilityError(f"{type(self).__name__} does not offer {what}", fix=fix)
