@@ -96,10 +96,10 @@ EXACT: dict[str, dict[str, Any]] = {
 #: What is refused, and what the error says.
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "apertus": ({}, r"keeps it in torch\.bfloat16"),
-    "bloom": (HEADS, "not filled"),
+    "bloom": ({**HEADS, **TIED}, "not filled"),
     "falcon": (TIED, "not filled"),
     "gpt2": (HEADS, "not followed"),
-    "mamba": ({}, "takes no refit"),
+    "mamba": ({}, "not filled"),
     "mamba2": ({"num_heads": 8, "head_dim": 32, "n_groups": 1}, "computes something"),
     "mixtral": (LOCAL, "rearranges"),
     "qwen2_moe": ({**EXPERTS, "shared_expert_intermediate_size": 32}, "rearranges"),
