@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from rl_conformance.context import Settings
 from rl_conformance.harness import Harness
 from rl_conformance.ledger import read_ledger
 from rl_conformance.mutants import all_mutants
 from rl_conformance.outcome import Status, Verdict
 from rl_conformance.reference import reference_target
 from rl_conformance.run import run, select
+from rl_conformance.settings import Settings
 from rl_core.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -12,7 +12,6 @@ import pytest
 
 from rl_conformance import GenerationConformance
 from rl_conformance.checks import discovery as d_checks
-from rl_conformance.context import Settings
 from rl_conformance.harness import Harness
 from rl_conformance.outcome import Measure, Outcome, RunReport, Status, Verdict
 from rl_conformance.reference import MANIFEST, reference_target
@@ -20,6 +19,7 @@ from rl_conformance.reference.generation import ReferenceGeneration
 from rl_conformance.registry import all_checks
 from rl_conformance.reports import Matrix, from_json, to_json
 from rl_conformance.run import run, select
+from rl_conformance.settings import Settings
 from rl_conformance.target import Target
 from rl_core.errors import BrokenPluginError
 from rl_core.plugins import discovery

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from rl_conformance.context import Settings
 from rl_conformance.models import make_tiny_model
 from rl_conformance.mutants import target
 from rl_conformance.outcome import Verdict
 from rl_conformance.run import run, select
+from rl_conformance.settings import Settings
 from rl_core.errors import ConfigError
 
 if TYPE_CHECKING:

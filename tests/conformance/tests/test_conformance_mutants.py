@@ -12,10 +12,10 @@ from typer.testing import CliRunner
 
 from rl_conformance.catalogue import CLAUSES
 from rl_conformance.cli import app
-from rl_conformance.context import Settings
 from rl_conformance.mutants import Mutant, all_mutants, examine, quick, target
 from rl_conformance.outcome import Status
 from rl_conformance.run import run, select
+from rl_conformance.settings import Settings
 
 if TYPE_CHECKING:
     from pathlib import Path

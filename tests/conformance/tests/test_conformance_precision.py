@@ -9,7 +9,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_conformance.context import Settings
 from rl_conformance.continuations import find_certain
 from rl_conformance.expect import NotRun
 from rl_conformance.models import make_tiny_model
@@ -17,6 +16,7 @@ from rl_conformance.mutants import all_mutants, examine, target
 from rl_conformance.oracle import Oracle, Truncated, truncated_distribution
 from rl_conformance.outcome import Verdict
 from rl_conformance.run import run, select
+from rl_conformance.settings import Settings
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from typer.testing import CliRunner
 
-from rl_conformance.context import Settings
 from rl_conformance.outcome import Outcome, Status, Verdict
 from rl_conformance.pytest_items import finish_session
 from rl_conformance.registry import all_checks
@@ -24,6 +23,7 @@ from rl_conformance.run import run, select
 from rl_conformance.scaffold import project as scaffold
 from rl_conformance.scaffold.cli import app
 from rl_conformance.scaffold.project import TRANSFORMERS, Project
+from rl_conformance.settings import Settings
 from rl_conformance.target import Target
 from rl_core.config import check_config, config_keys
 from rl_core.errors import ConfigError

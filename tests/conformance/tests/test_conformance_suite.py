@@ -16,7 +16,6 @@ import torch
 
 from rl_conformance import GenerationConformance, harness, mutants
 from rl_conformance.catalogue import CLAUSES
-from rl_conformance.context import Settings
 from rl_conformance.expect import CheckFailed, fail, raises, require, same_tensor
 from rl_conformance.harness import Harness
 from rl_conformance.outcome import Measure, Outcome, RunReport, Status, Verdict
@@ -25,6 +24,7 @@ from rl_conformance.refits import odd_tensors, whole_tensors
 from rl_conformance.registry import Check, all_checks, refusal_for
 from rl_conformance.reports import from_json
 from rl_conformance.run import run, select
+from rl_conformance.settings import Settings
 from rl_conformance.statistics import chi_square_p_value
 from rl_core.backends.tensors import NamedTensorSink, NamedTensorSource
 from rl_core.errors import ConfigError

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from rl_conformance.context import Settings
     from rl_conformance.outcome import Outcome, RunReport
     from rl_conformance.registry import Check
     from rl_conformance.reports import Matrix
+    from rl_conformance.settings import Settings
     from rl_conformance.target import Target
 
 __all__ = ["app"]
@@ -108,11 +108,11 @@ def run(
     ] = None,
 ) -> None:
     """Runs the suite; exit code 0 only if it is complete and nothing failed."""
-    from rl_conformance.context import Settings
     from rl_conformance.ledger import read_ledger
     from rl_conformance.parallel import run_in_processes
     from rl_conformance.reports import ReportFiles
     from rl_conformance.run import select
+    from rl_conformance.settings import Settings
     from rl_conformance.target import Target
     from rl_core.errors import ConfigError
 

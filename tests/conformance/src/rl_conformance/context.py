@@ -8,12 +8,11 @@ import tempfile
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from rl_conformance.expect import NotRun, fail
 from rl_conformance.figures import Histogram
 from rl_conformance.outcome import Measure
-from rl_core.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -23,53 +22,19 @@ if TYPE_CHECKING:
     from rl_conformance.oracle import Oracle
     from rl_conformance.outcome import Outcome
     from rl_conformance.registry import Check
+    from rl_conformance.settings import Settings
     from rl_conformance.target import Target
     from rl_core.batch import BatchedDataDict
     from rl_core.interfaces import ColocatablePolicyInterface, GenerationInterface
     from rl_core.plugins.manifest import BackendManifest
 
-__all__ = ["Context", "Settings", "Workshop"]
-
-#: Of the weights where the run does not say it: as in production on a GPU, strict on a CPU.
-_DTYPES = {"cpu": "float32", "cuda": "bfloat16"}
+__all__ = ["Context", "Workshop"]
 
 #: Tokens that engines for refits generate; no other check has engines with so many.
 _REFIT_TOKENS = 3
 
 #: Backends kept for the next check with the same configuration, of each kind.
 _KEPT = 3
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """Where and how a run takes place.
-
-    Attributes:
-        device: ``"cpu"`` or ``"cuda"``.
-        dtype: Of the weights of the backend under test.
-        model: A checkpoint to use instead of the suite's own tiny models.
-    """
-
-    device: Literal["cpu", "cuda"] = "cpu"
-    dtype: str = "float32"
-    model: str | None = None
-
-    @classmethod
-    def of(
-        cls, device: Literal["cpu", "cuda"], dtype: str | None = None, model: str | None = None
-    ) -> Settings:
-        """Settings whose dtype is the device's usual one where none is given.
-
-        Raises:
-            ConfigError: The model is no directory of a checkpoint.
-        """
-        if model is not None and not Path(model, "config.json").is_file():
-            raise ConfigError(
-                f"{model} holds no config.json",
-                fix="give the directory of a Hugging Face checkpoint",
-                key="model",
-            )
-        return cls(device, dtype or _DTYPES[device], model)
 
 
 class Workshop:

@@ -10,7 +10,7 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rl_conformance.context import Settings
+    from rl_conformance.settings import Settings
     from rl_conformance.target import Target
 
 __all__ = ["describe"]

@@ -10,10 +10,11 @@ import traceback
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Self
 
-from rl_conformance.context import Context, Settings, Workshop
+from rl_conformance.context import Context, Workshop
 from rl_conformance.expect import CheckFailed, NotRun
 from rl_conformance.outcome import Outcome, Status
 from rl_conformance.registry import refusal_for
+from rl_conformance.settings import Settings
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping

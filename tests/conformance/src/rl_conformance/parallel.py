@@ -16,8 +16,8 @@ from rl_conformance.reports import read_report
 from rl_core.errors import ConfigError, DeadlineError, WorkerDiedError
 
 if TYPE_CHECKING:
-    from rl_conformance.context import Settings
     from rl_conformance.outcome import RunReport
+    from rl_conformance.settings import Settings
 
 __all__ = ["run_in_processes"]
 

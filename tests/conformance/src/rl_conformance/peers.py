@@ -20,8 +20,8 @@ from unittest import mock
 import torch
 
 from rl_conformance.batches import pad_rows
-from rl_conformance.context import Settings
 from rl_conformance.faults import kill_engine_at
+from rl_conformance.settings import Settings
 from rl_conformance.target import Target
 from rl_core.batch import BatchedDataDict
 

@@ -33,7 +33,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def _model(path: str) -> str:
-    from rl_conformance.context import Settings
+    from rl_conformance.settings import Settings
     from rl_core.errors import ConfigError
 
     try:

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from rl_conformance.catalogue import CLAUSES
-from rl_conformance.context import Settings
 from rl_conformance.environment import describe
 from rl_conformance.harness import Harness
 from rl_conformance.ledger import read_ledger
 from rl_conformance.outcome import Outcome, RunReport, Status, Verdict
 from rl_conformance.registry import all_checks
 from rl_conformance.reports import ReportFiles
+from rl_conformance.settings import Settings
 from rl_conformance.target import Target
 from rl_core.errors import ConfigError
 

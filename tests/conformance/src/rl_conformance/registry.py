@@ -5,12 +5,9 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from rl_conformance.catalogue import CLAUSES, Clause
-
-if TYPE_CHECKING:
-    from rl_conformance.context import Context
 
 __all__ = ["Check", "all_checks", "check", "checks_of", "refusal", "refusal_for"]
 
@@ -115,7 +112,7 @@ class Check:
             "timeout_s": self.timeout_s,
         }
 
-    def __call__(self, ctx: Context) -> None:
+    def __call__(self, ctx: object) -> None:
         self.function(ctx, **self.case)
 
 

@@ -16,9 +16,9 @@ from rl_core.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from rl_conformance.context import Settings
     from rl_conformance.outcome import Outcome
     from rl_conformance.registry import Check
+    from rl_conformance.settings import Settings
     from rl_conformance.target import Target
 
 __all__ = ["matches", "run", "select"]

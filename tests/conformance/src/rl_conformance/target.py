@@ -10,7 +10,7 @@ from rl_core.errors import BrokenPluginError
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from rl_conformance.context import Settings
+    from rl_conformance.settings import Settings
     from rl_core.interfaces import ColocatablePolicyInterface, GenerationInterface
     from rl_core.plugins.discovery import Provider
     from rl_core.plugins.manifest import BackendManifest

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from rl_conformance.catalogue import CLAUSES
-from rl_conformance.context import Settings
 from rl_conformance.reference import reference_target
 from rl_conformance.reference.generation import ReferenceGeneration
 from rl_conformance.reference.policy import ReferencePolicy
 from rl_conformance.run import run, select
+from rl_conformance.settings import Settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable

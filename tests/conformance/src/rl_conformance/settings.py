@@ -1,0 +1,46 @@
+"""Where and how a run of the suite takes place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from rl_core.errors import ConfigError
+
+__all__ = ["Settings"]
+
+#: Of the weights where the run does not say it: as in production on a GPU, strict on a CPU.
+_DTYPES = {"cpu": "float32", "cuda": "bfloat16"}
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Where and how a run takes place.
+
+    Attributes:
+        device: ``"cpu"`` or ``"cuda"``.
+        dtype: Of the weights of the backend under test.
+        model: A checkpoint to use instead of the suite's own tiny models.
+    """
+
+    device: Literal["cpu", "cuda"] = "cpu"
+    dtype: str = "float32"
+    model: str | None = None
+
+    @classmethod
+    def of(
+        cls, device: Literal["cpu", "cuda"], dtype: str | None = None, model: str | None = None
+    ) -> Settings:
+        """Settings whose dtype is the device's usual one where none is given.
+
+        Raises:
+            ConfigError: The model is no directory of a checkpoint.
+        """
+        if model is not None and not Path(model, "config.json").is_file():
+            raise ConfigError(
+                f"{model} holds no config.json",
+                fix="give the directory of a Hugging Face checkpoint",
+                key="model",
+            )
+        return cls(device, dtype or _DTYPES[device], model)
