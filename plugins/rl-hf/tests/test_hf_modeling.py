@@ -78,7 +78,7 @@ def test_damaged_weights_are_named(broken: Path):
 
 def test_damaged_settings_are_named(broken: Path):
     (broken / "config.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"config\.json is not valid JSON"):
+    with pytest.raises(ConfigError, match=r"config\.json is not JSON"):
         load(broken)
 
 

@@ -383,8 +383,8 @@ class PolicyBackend(PolicyModel, PolicyRefits):
 
     def prepare_for_training(self, *args: Any, **kwargs: Any) -> None:
         """Brings model and optimizer to the device. Idempotent."""
-        self.ready("prepare_for_training")
-        self.on_wake(OPTIMIZER)
+        self._check_open("prepare_for_training")
+        self.on_wake(MODEL | OPTIMIZER)
 
     def finish_training(self, *args: Any, **kwargs: Any) -> None:
         """Frees the device memory of gradients and optimizer. Idempotent."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rl_core.backends import GenerationBackend
+from rl_core.backends.model_facts import check_stop_strings
 from rl_core.backends.tensors import NamedTensorSink, module_tensors
 from rl_core.config import check_config
 from rl_core.errors import ConfigError
@@ -44,12 +45,7 @@ class HuggingFaceGeneration(GenerationBackend):
             what=type(self).__name__,
         )
         tokenizer = load_tokenizer(model_name, config.get("trust_remote_code", False))
-        if config.get("stop_strings") and tokenizer is None:
-            raise ConfigError(
-                f"stop_strings are set, and {model_name} has no tokenizer",
-                fix="save the tokenizer beside the model, or use stop_token_ids",
-                key="stop_strings",
-            )
+        check_stop_strings(config, tokenizer)
         model = load_model(config, for_training=False)
         if not model.can_generate():
             raise ConfigError(

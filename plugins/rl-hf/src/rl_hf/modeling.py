@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
-import re
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +14,14 @@ from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
 from safetensors import SafetensorError
 
-from rl_core.backends import ModelFacts
+from rl_core.backends.model_facts import model_facts as facts_of
+from rl_core.backends.model_files import (
+    check_name,
+    check_remote_code,
+    config_of,
+    has_tokenizer,
+    read_object,
+)
 from rl_core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -24,19 +29,12 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from rl_core.backends import ModelFacts
+
 __all__ = ["checkpoint_directory", "load_model", "load_tokenizer", "model_device", "model_facts"]
 
-_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _HUB_TIMEOUT_S = 5.0
 _HUB_FILES = ("*.json", "*.jinja", "*.model", "*.py", "*.safetensors", "*.txt")
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "spiece.model",
-    "vocab.json",
-    "vocab.txt",
-)
 
 
 def load_model(config: Mapping[str, Any], *, for_training: bool) -> PreTrainedModel:
@@ -56,7 +54,8 @@ def load_model(config: Mapping[str, Any], *, for_training: bool) -> PreTrainedMo
     """
     name, trust = config["model_name"], config.get("trust_remote_code", False)
     directory = checkpoint_directory(name)
-    settings = _check_remote_code(name, _read_json(directory / "config.json"), trust)
+    settings = config_of(directory)
+    check_remote_code(name, settings, trust=trust)
     device = _device(config)
     arguments: dict[str, Any] = {
         "dtype": _dtype(config, for_training),
@@ -84,11 +83,11 @@ def load_tokenizer(
             not trusted.
     """
     directory = checkpoint_directory(model_name)
-    if not any((directory / file).exists() for file in _TOKENIZER_FILES):
+    if not has_tokenizer(directory):
         return None
     settings = directory / "tokenizer_config.json"
     if settings.exists():
-        _check_remote_code(model_name, _read_json(settings), trust_remote_code)
+        check_remote_code(model_name, read_object(settings), trust=trust_remote_code)
     try:
         with quiet():
             tokenizer: PreTrainedTokenizerBase = transformers.AutoTokenizer.from_pretrained(
@@ -118,30 +117,20 @@ def model_facts(
     """
     text = model.config.get_text_config()
     generation = getattr(model, "generation_config", None)
-    vocab_size = model.get_input_embeddings().weight.shape[0]
-    eos = _first(
-        getattr(generation, "eos_token_id", None),
-        getattr(text, "eos_token_id", None),
-        getattr(tokenizer, "eos_token_id", None),
-    )
-    return ModelFacts(
-        pad_token_id=_pad_token(
-            _first(
-                config.get("pad_token_id"),
-                getattr(tokenizer, "pad_token_id", None),
-                getattr(text, "pad_token_id", None),
-                getattr(generation, "pad_token_id", None),
-            ),
-            vocab_size,
-            str(config.get("model_name", type(model).__name__)),
-        ),
-        eos_token_ids=tuple(eos)
-        if isinstance(eos, list | tuple)
-        else ()
-        if eos is None
-        else (eos,),
-        vocab_size=vocab_size,
-        max_model_len=_context_length(text, config),
+    context = getattr(text, "max_position_embeddings", None)
+    if (length := config.get("max_model_len") if context is None else context) is None:
+        raise ConfigError(
+            f"{type(text).__name__} names no context length (max_position_embeddings)",
+            fix="set max_model_len",
+            key="max_model_len",
+        )
+    return facts_of(
+        {"model_name": type(model).__name__, **config},
+        vocab_size=model.get_input_embeddings().weight.shape[0],
+        max_model_len=int(length),
+        text=text,
+        generation={} if generation is None else generation.to_dict(),
+        tokenizer=tokenizer,
     )
 
 
@@ -151,58 +140,15 @@ def model_device(model: PreTrainedModel) -> torch.device:
     return device
 
 
-def _first(*values: Any) -> Any:
-    return next((value for value in values if value is not None), None)
-
-
-def _pad_token(pad: int | None, vocab_size: int, name: str) -> int:
-    if pad is None:
-        raise ConfigError(
-            f"{name} has no pad token, in its tokenizer or its configuration",
-            fix="set pad_token_id, usually to the end-of-sequence token's id",
-            key="pad_token_id",
-        )
-    if not 0 <= pad < vocab_size:
-        raise ConfigError(
-            f"the pad token {pad} of {name} is outside its vocabulary of {vocab_size}",
-            fix=f"set pad_token_id to an id below {vocab_size}",
-            key="pad_token_id",
-        )
-    return pad
-
-
-def _context_length(text: Any, config: Mapping[str, Any]) -> int:
-    length = _first(getattr(text, "max_position_embeddings", None), config.get("max_model_len"))
-    if length is None:
-        raise ConfigError(
-            f"{type(text).__name__} names no context length (max_position_embeddings)",
-            fix="set max_model_len",
-            key="max_model_len",
-        )
-    return int(length)
-
-
 def checkpoint_directory(name: str) -> Path:
     """The directory of a checkpoint: the name itself, or where the hub's copy of it lies.
 
     Raises:
         ConfigError: There is no such directory, and the hub does not give us such a model.
     """
-    directory = Path(name)
-    if not directory.is_dir():
-        if not _HUB_NAME.fullmatch(name) or name.startswith("."):
-            raise ConfigError(
-                f"the model directory {name} does not exist",
-                fix="set model_name to an existing directory, or to a name on the hub",
-                key="model_name",
-            )
-        directory = _from_hub(name)
-    if not (directory / "config.json").exists():
-        raise ConfigError(
-            f"{name} is not a Hugging Face checkpoint: it has no config.json",
-            fix="point model_name at the directory that save_pretrained wrote",
-            key="model_name",
-        )
+    check_name(name)
+    directory = Path(name) if Path(name).is_dir() else _from_hub(name)
+    config_of(directory)
     return directory
 
 
@@ -226,36 +172,6 @@ def _from_hub(name: str) -> Path:
             fix="check the name, or set model_name to a local directory",
             key="model_name",
         ) from cause
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(
-            f"{file} is not valid JSON: {error}", fix="save the model again", key="model_name"
-        ) from error
-    if not isinstance(content, dict):
-        raise ConfigError(
-            f"{file} holds no JSON object", fix="save the model again", key="model_name"
-        )
-    return content
-
-
-def _check_remote_code(name: str, settings: dict[str, Any], trust: bool) -> dict[str, Any]:
-    if settings.get("auto_map") and not trust:
-        raise ConfigError(
-            f"{name} comes with Python of its own ({_show_map(settings['auto_map'])}), "
-            "which is not run unless it is trusted",
-            fix="read that code, then set trust_remote_code=True",
-            key="trust_remote_code",
-        )
-    return settings
-
-
-def _show_map(auto_map: Any) -> str:
-    names = auto_map.values() if isinstance(auto_map, dict) else [auto_map]
-    return ", ".join(sorted(str(name) for name in names))
 
 
 def _device(config: Mapping[str, Any]) -> torch.device:

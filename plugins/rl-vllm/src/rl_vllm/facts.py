@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rl_core.backends.model_facts import check_stop_strings, model_facts
+from rl_core.backends.model_files import has_tokenizer
 from rl_core.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 __all__ = ["facts_of", "model_config_of", "tokenizer_of"]
-
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
 
 def tokenizer_of(config: Mapping[str, Any]) -> Any:
@@ -23,13 +24,8 @@ def tokenizer_of(config: Mapping[str, Any]) -> Any:
     """
     name = config["model_name"]
     directory = Path(name)
-    if directory.is_dir() and not any((directory / file).exists() for file in _TOKENIZER_FILES):
-        if config.get("stop_strings"):
-            raise ConfigError(
-                f"stop_strings are set, and {name} has no tokenizer",
-                fix="save the tokenizer beside the model, or use stop_token_ids",
-                key="stop_strings",
-            )
+    if directory.is_dir() and not has_tokenizer(directory):
+        check_stop_strings(config, None)
         return None
     from transformers import AutoTokenizer
 
@@ -84,38 +80,12 @@ def facts_of(model_config: Any, tokenizer: Any, config: Mapping[str, Any]) -> di
         ConfigError: There is no pad token, or it is none of the model's tokens.
     """
     text = model_config.hf_text_config
-    generation = model_config.try_get_generation_config()
-    vocab_size = int(text.vocab_size)
-    eos = _first(
-        generation.get("eos_token_id"),
-        getattr(text, "eos_token_id", None),
-        getattr(tokenizer, "eos_token_id", None),
+    facts = model_facts(
+        config,
+        vocab_size=int(text.vocab_size),
+        max_model_len=int(model_config.max_model_len),
+        text=text,
+        generation=model_config.try_get_generation_config(),
+        tokenizer=tokenizer,
     )
-    pad = _first(
-        config.get("pad_token_id"),
-        getattr(tokenizer, "pad_token_id", None),
-        getattr(text, "pad_token_id", None),
-        generation.get("pad_token_id"),
-    )
-    if pad is None or not 0 <= pad < vocab_size:
-        raise ConfigError(
-            f"{config['model_name']} has no pad token"
-            if pad is None
-            else f"pad_token_id {pad} is not one of the {vocab_size} tokens of the model",
-            fix="set pad_token_id; the end-of-sequence token will do",
-            key="pad_token_id",
-        )
-    return {
-        "pad_token_id": int(pad),
-        "eos_token_ids": list(eos)
-        if isinstance(eos, list | tuple)
-        else []
-        if eos is None
-        else [eos],
-        "vocab_size": vocab_size,
-        "max_model_len": int(model_config.max_model_len),
-    }
-
-
-def _first(*candidates: Any) -> Any:
-    return next((one for one in candidates if one is not None), None)
+    return {**dataclasses.asdict(facts), "eos_token_ids": list(facts.eos_token_ids)}

@@ -276,7 +276,7 @@ class AllStepsShareTheCountsOfTheCall(ReferencePolicy):
         return super()._step(batch, diluted, *rest)  # type: ignore[arg-type]
 
 
-@breaks("P7", checks="P7 and as_if or P5 and plain")
+@breaks("P7", "P5", checks="P7 and as_if or P5 and plain")
 class AMaskedMicrobatchIsNotANumber(ReferencePolicy):
     """What a masked row brings is divided by its own count of nothing."""
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import functools
-import json
 from pathlib import Path
 
 from rl_conformance.oracle import Oracle
+from rl_core.backends.model_files import config_of
 from rl_core.errors import ConfigError
 
 __all__ = ["load_once"]
@@ -19,12 +19,7 @@ def load_once(path: str) -> Oracle:
     Raises:
         ConfigError: There is no checkpoint, or it wants to run code of its own.
     """
-    file = Path(path, "config.json")
-    if not file.exists():
-        raise ConfigError(
-            f"there is no checkpoint at {path}", fix="check the path", key="model_name"
-        )
-    if "auto_map" in json.loads(file.read_text(encoding="utf-8")):
+    if "auto_map" in config_of(Path(path)):
         raise ConfigError(
             f"the checkpoint {path} brings code of its own; the reference has no trust_remote_code",
             fix="use a checkpoint of an architecture that transformers knows",
