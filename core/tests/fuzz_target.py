@@ -21,11 +21,11 @@ from refit_doubles import DictSink, DictSource
 
 from rl_core.errors import RefitProtocolError, RLError
 from rl_core.interfaces import TensorSpec
-from rl_core.refit import RefitReceiver, RefitSender, SendOptions, WeightManifest, frames, sending
+from rl_core.refit import RefitReceiver, RefitSender, SendOptions, WeightManifest, _send_job, frames
 from rl_core.refit import messages as m
+from rl_core.refit._receive_job import Receiving
+from rl_core.refit._send_job import Sending
 from rl_core.refit.plan import make_plan
-from rl_core.refit.receiving import Receiving
-from rl_core.refit.sending import Sending
 from rl_core.refit.session import (
     Attach,
     Confirm,
@@ -332,7 +332,7 @@ def sender_job(choices: Choices, seen: Counter[str]) -> None:
     author = Author("receiver")
     author.bind(job.session.offer.session, NONCE)
     line.frames = conversation(choices, author, right[:-1], right)
-    with mock.patch.object(sending, "secrets", mock.Mock(token_bytes=lambda _: NONCE)):
+    with mock.patch.object(_send_job, "secrets", mock.Mock(token_bytes=lambda _: NONCE)):
         ends_typed("sender's refit", job.refit, seen)
 
 

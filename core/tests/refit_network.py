@@ -29,7 +29,7 @@ from refit_parties import (
 from refit_wire import MemoryLane, TrainerEnd, Wire
 
 from rl_core.errors import RefitAborted, RLError, WeightsTornError
-from rl_core.refit import frames, handles, jobs, receiving, sending
+from rl_core.refit import _handles, _job, _receive_job, _send_job, frames
 from rl_core.refit import receiver as receiver_module
 from rl_core.refit import sender as sender_module
 from rl_core.refit.messages import Hello, Sealed
@@ -39,10 +39,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
     from concurrent.futures import Future
 
-    from rl_core.refit.jobs import Job
+    from rl_core.refit._job import Job
+    from rl_core.refit._receive_job import Receiving
+    from rl_core.refit._send_job import Sending
     from rl_core.refit.options import SendOptions
-    from rl_core.refit.receiving import Receiving
-    from rl_core.refit.sending import Sending
 
 #: Seconds that a thread may take to get somewhere; none does, unless a test fails.
 _PATIENCE_S = 60
@@ -174,7 +174,7 @@ class Network:
 
         plain = frames.Channel.encode
         enter(frames.Channel, "encode", encode)
-        enter(receiving, "write_hello", write_hello)
+        enter(_receive_job, "write_hello", write_hello)
 
         class Drawn:
             """What is random elsewhere, and the same in every run here."""
@@ -189,13 +189,13 @@ class Network:
                 return self.token_bytes(nbytes).hex()
 
         drawn = Drawn(count())
-        for module in (sending, receiving, sender_module, receiver_module, handles):
+        for module in (_send_job, _receive_job, sender_module, receiver_module, _handles):
             enter(module, "secrets", drawn)
-        enter(jobs.Job, "drive", drive)
+        enter(_job.Job, "drive", drive)
         enter(sender_module, "find_transport", lambda name: self._wire)
         enter(receiver_module, "find_transport", lambda name: self._wire)
-        enter(sending, "SenderSession", partial(SenderSession, clock=self.clock))
-        enter(receiving, "ReceiverSession", partial(ReceiverSession, clock=self.clock))
+        enter(_send_job, "SenderSession", partial(SenderSession, clock=self.clock))
+        enter(_receive_job, "ReceiverSession", partial(ReceiverSession, clock=self.clock))
 
     def close(self) -> None:
         self._stepped.close()

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
     from refit_wire import EngineEnd, TrainerEnd
 
-    from rl_core.refit.receiving import Receiving
-    from rl_core.refit.sending import Sending
+    from rl_core.refit._receive_job import Receiving
+    from rl_core.refit._send_job import Sending
 
 DEADLINE_S = 60.0
 #: One tensor of every kind: split, small, odd sizes, 0-d, empty, tied, of several dtypes.

@@ -23,7 +23,7 @@ from rl_core.errors import (
 )
 from rl_core.plugins import hookspecs
 from rl_core.plugins.discovery import TRANSPORTS
-from rl_core.refit import sending
+from rl_core.refit import _send_job
 from rl_core.refit.transports import find_transport
 from rl_core.refit.transports.base import Transport
 
@@ -245,7 +245,7 @@ def test_plugins_hear_of_a_failure_and_its_class(pair, events):
 
 
 def test_plugins_hear_of_the_progress_of_long_refits(pair, events, monkeypatch):
-    monkeypatch.setattr(sending, "_PROGRESS_S", -1.0)  # every bucket takes long
+    monkeypatch.setattr(_send_job, "_PROGRESS_S", -1.0)  # every bucket takes long
     report = go(*pair, version=3)
     progress = [facts for name, facts in events if name == "refit_progress"]
     assert [facts["sent"] for facts in progress] == list(range(report.buckets))

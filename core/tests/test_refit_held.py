@@ -28,13 +28,13 @@ from refit_doubles import (
 )
 
 from rl_core.errors import RefitCorrupted
-from rl_core.refit.digests import Digester, DigestTable, Window
+from rl_core.refit._digests import Digester, DigestTable, Window
+from rl_core.refit._loading import Loader, Route
+from rl_core.refit._packing import SlotPacker
+from rl_core.refit._staging import StagedSink
 from rl_core.refit.hashing import BlockHash
-from rl_core.refit.loading import Loader, Route
 from rl_core.refit.manifest import WeightManifest
-from rl_core.refit.packing import SlotPacker
 from rl_core.refit.plan import make_plan
-from rl_core.refit.staging import StagedSink
 from rl_core.refit.transports.base import NoLane
 
 if TYPE_CHECKING:

@@ -12,10 +12,10 @@ from msgspec.structs import replace
 
 from rl_core.errors import ConfigError
 from rl_core.interfaces import TensorSpec
-from rl_core.refit import digests
-from rl_core.refit.digests import Digester, DigestTable, copy_run, hasher
+from rl_core.refit import _digests
+from rl_core.refit._digests import Digester, DigestTable, copy_run, hasher
+from rl_core.refit._loading import copiers
 from rl_core.refit.hashing import BLOCK, BlockHash
-from rl_core.refit.loading import copiers
 from rl_core.refit.manifest import WeightManifest, dtype_of, nbytes, numel
 from rl_core.refit.plan import ALIGN, Planner, Segment, TransferPlan, arena, make_plan
 
@@ -261,13 +261,13 @@ def test_the_digests_of_many_tensors_are_those_of_each(kind, monkeypatch):
     passing = {f"p{i}": torch.full((i + 1,), float(i)) for i in range(4)}
     specs = {n: TensorSpec(n, tuple(t.shape), "float32") for n, t in (stay | passing).items()}
     calls = []
-    honest = digests.start_digests
+    honest = _digests.start_digests
 
     def start(runs, *args, **kwargs):
         calls.append(len(runs))
         return honest(runs, *args, **kwargs)
 
-    monkeypatch.setattr(digests, "start_digests", start)
+    monkeypatch.setattr(_digests, "start_digests", start)
 
     def given():
         buffer = torch.empty(4)

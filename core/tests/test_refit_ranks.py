@@ -20,8 +20,8 @@ from rl_core.errors import (
 from rl_core.futures import spawn, wait
 from rl_core.interfaces import WorkerContext
 from rl_core.refit import GatheredSource, RefitRanks
-from rl_core.refit.ranks.hands import Hands
-from rl_core.refit.ranks.peers import Peer
+from rl_core.refit.ranks._hands import Hands
+from rl_core.refit.ranks._peers import Peer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

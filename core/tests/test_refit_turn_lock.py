@@ -12,7 +12,7 @@ from refit_doubles import SOON, Engine, InPlaceSink, Trainer, blank, go, make_te
 
 from rl_core.errors import DeadlineError, RefitAborted
 from rl_core.futures import spawn
-from rl_core.refit.jobs import exclusively
+from rl_core.refit._job import exclusively
 from rl_core.refit.turns import TurnLock
 
 

@@ -23,7 +23,7 @@ from refit_doubles import (
 
 from rl_core.errors import DeadlineError, RefitAborted, RefitError, RefitPeerError
 from rl_core.futures import spawn, wait
-from rl_core.refit.receiving import Receiving
+from rl_core.refit._receive_job import Receiving
 
 
 class Gate:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 
-from rl_core.refit.digests import Digester, Window
-from rl_core.refit.loading import Route
+from rl_core.refit._digests import Digester, Window
+from rl_core.refit._loading import Route
 from rl_core.refit.manifest import WeightManifest
 from rl_core.refit.plan import Planner, TransferPlan
 from rl_core.refit.session import Phase

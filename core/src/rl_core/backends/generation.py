@@ -31,7 +31,7 @@ from rl_core.errors import ConfigError, LifecycleError
 from rl_core.interfaces import GenerationInterface
 from rl_core.plugins.discovery import load_object
 from rl_core.refit import DEFAULT_DEADLINE_S, RefitReceiver
-from rl_core.refit.jobs import exclusively
+from rl_core.refit._job import exclusively
 from rl_core.refit.turns import TurnLock
 
 if TYPE_CHECKING:

@@ -11,16 +11,16 @@ import torch
 
 from rl_core.errors import LifecycleError, RefitAborted, RefitProtocolError, WeightsTornError
 from rl_core.futures import spawn
+from rl_core.refit._handles import HandleSets, Taking
+from rl_core.refit._introduction import frame_of, trainer_of
+from rl_core.refit._job import Endpoint, exclusively
+from rl_core.refit._loading import Route
+from rl_core.refit._receive_job import Receiving
 from rl_core.refit.frames import read_handles
-from rl_core.refit.handles import HandleSets, Taking
 from rl_core.refit.hashing import BlockHash
-from rl_core.refit.introduction import frame_of, trainer_of
-from rl_core.refit.jobs import Endpoint, exclusively
-from rl_core.refit.loading import Route
 from rl_core.refit.manifest import WeightManifest, compare
 from rl_core.refit.options import DEFAULT_DEADLINE_S, check_deadline
 from rl_core.refit.plan import Planner
-from rl_core.refit.receiving import Receiving
 from rl_core.refit.transports import find_transport
 from rl_core.refit.transports.base import CPU, NoLane
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from rl_core.interfaces.weights import WeightSink
-    from rl_core.refit.introduction import Trainer
+    from rl_core.refit._introduction import Trainer
     from rl_core.refit.messages import Handles
     from rl_core.refit.plan import TransferPlan
     from rl_core.refit.transports.base import Lane, ReceiverEnd

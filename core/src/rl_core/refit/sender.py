@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 from rl_core.errors import LifecycleError, RefitError
 from rl_core.futures import spawn
+from rl_core.refit._digests import Window
+from rl_core.refit._handles import Handing
+from rl_core.refit._introduction import introduction
+from rl_core.refit._job import Endpoint, exclusively
+from rl_core.refit._send_job import Sending
 from rl_core.refit.arena import Arena
-from rl_core.refit.digests import Window
-from rl_core.refit.handles import Handing
-from rl_core.refit.introduction import introduction
-from rl_core.refit.jobs import Endpoint, exclusively
 from rl_core.refit.manifest import WeightManifest
 from rl_core.refit.messages import PROTOCOL
 from rl_core.refit.options import DEFAULT_BUCKET_BYTES, DEFAULT_DEADLINE_S, SendOptions
 from rl_core.refit.plan import SLOTS, Planner
-from rl_core.refit.sending import Sending
 from rl_core.refit.session import Phase
 from rl_core.refit.transports import find_transport
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import torch
 
     from rl_core.interfaces.weights import WeightSource
-    from rl_core.refit.digests import DigestTable
+    from rl_core.refit._digests import DigestTable
     from rl_core.refit.hashing import BlockHash
     from rl_core.refit.plan import TransferPlan
     from rl_core.refit.transports.base import Lane, SenderEnd

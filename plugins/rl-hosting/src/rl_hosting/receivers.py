@@ -23,7 +23,7 @@ from rl_core.errors import (
 from rl_core.futures import spawn
 from rl_core.interfaces import TensorSpec
 from rl_core.refit import DEFAULT_DEADLINE_S
-from rl_core.refit.jobs import exclusively
+from rl_core.refit._job import exclusively
 from rl_core.refit.options import check_deadline
 from rl_hosting.wire import Reply, Request, decode, encode, raised
 

@@ -19,8 +19,8 @@ from rl_conformance.mutants.mutant import breaks
 from rl_conformance.reference.generation import ReferenceGeneration
 from rl_conformance.reference.policy import ReferencePolicy
 from rl_core.backends import generation
-from rl_core.refit import loading
-from rl_core.refit.digests import run_hasher
+from rl_core.refit import _loading
+from rl_core.refit._digests import run_hasher
 from rl_core.refit.hashing import BlockHash
 from rl_core.refit.receiver import RefitReceiver
 from rl_core.refit.session.sender import SenderSession
@@ -41,9 +41,9 @@ def what_lies_ready_is_verified_and_copied_later() -> AbstractContextManager[Any
         runs = [piece.of(route.data).view(torch.uint8) for piece in group]
         digests = run_hasher(runs, route.plan.block_bytes, route._hash)
         writes = route._writes(group, route.data, 0)
-        return loading._Step(route._names(group), [], digests, writes, in_place=False)
+        return _loading._Step(route._names(group), [], digests, writes, in_place=False)
 
-    return mock.patch.object(loading.Route, "_cached", look_and_copy)
+    return mock.patch.object(_loading.Route, "_cached", look_and_copy)
 
 
 @breaks("R8", checks="R8 and dropped")

@@ -13,8 +13,8 @@ from rl_conformance.mutants.mutant import breaks
 from rl_conformance.reference.generation import ReferenceGeneration, ScaledSink
 from rl_conformance.reference.policy import ReferencePolicy
 from rl_conformance.reference.weights import DictSource
-from rl_core.refit.loading import Loader
-from rl_core.refit.receiving import Receiving
+from rl_core.refit._loading import Loader
+from rl_core.refit._receive_job import Receiving
 from rl_core.refit.transports.memory import SharedRegion
 
 if TYPE_CHECKING:

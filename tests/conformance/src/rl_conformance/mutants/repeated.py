@@ -13,7 +13,7 @@ from rl_conformance.reference.generation import ReferenceGeneration
 from rl_conformance.reference.policy import ReferencePolicy
 from rl_conformance.reference.weights import DictSink
 from rl_core.errors import RLError
-from rl_core.refit.digests import DigestTable
+from rl_core.refit._digests import DigestTable
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 import xxhash
 
-from rl_core.refit import fold
+from rl_core.refit import _fold
 from rl_core.refit.hashing import block_digests, hash_views, start_digests, tensor_digest
 from rl_core.refit.manifest import dtype_of, numel
 
@@ -51,7 +51,7 @@ def run_hasher(
 ) -> Callable[[], list[bytes]]:
     """A function that digests the blocks of some runs of bytes, all in one list."""
     if block_hash.kind == "fold":
-        begin = fold.prepare(runs, block_hash.key, block_bytes)
+        begin = _fold.prepare(runs, block_hash.key, block_bytes)
         return lambda: [digest for run in begin()() for digest in run]
     views = [
         whole[start : start + block_bytes]

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from rl_core.refit.ranks.members import RefitRanks
+    from rl_core.refit.ranks._members import RefitRanks
 
 __all__ = ["GatheredSource"]
 

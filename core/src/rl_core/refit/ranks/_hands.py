@@ -14,7 +14,7 @@ from rl_core.errors import RefitError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from rl_core.refit.ranks.gathered import GatheredSource
+    from rl_core.refit.ranks._gathered import GatheredSource
 
 __all__ = ["Hands"]
 

@@ -9,21 +9,21 @@ from typing import TYPE_CHECKING
 import torch
 
 from rl_core.errors import ConfigError, LifecycleError, RefitAborted, RefitProtocolError
-from rl_core.refit.digests import DigestTable, Window
+from rl_core.refit._digests import DigestTable, Window
+from rl_core.refit._loading import Loader, Route
+from rl_core.refit._packing import SlotPacker
 from rl_core.refit.frames import write_handles
 from rl_core.refit.hashing import BlockHash
-from rl_core.refit.loading import Loader, Route
 from rl_core.refit.manifest import WeightManifest
 from rl_core.refit.messages import Handles
 from rl_core.refit.options import DEFAULT_DEADLINE_S
-from rl_core.refit.packing import SlotPacker
 from rl_core.refit.plan import ALIGN, TransferPlan, make_plan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from rl_core.interfaces.weights import WeightSink, WeightSource
-    from rl_core.refit.introduction import Trainer
+    from rl_core.refit._introduction import Trainer
     from rl_core.refit.transports.base import Lane, SenderEnd
 
 __all__ = ["HandleSets", "Handing", "Taking"]

@@ -18,11 +18,12 @@ from rl_core.errors import (
     WeightsTornError,
 )
 from rl_core.interfaces.weights import WeightSink
-from rl_core.refit.digests import DigestTable
+from rl_core.refit._digests import DigestTable
+from rl_core.refit._job import TICK_S, Job
+from rl_core.refit._loading import Loader
+from rl_core.refit._staging import StagedSink
 from rl_core.refit.frames import Channel, write_hello
 from rl_core.refit.hashing import BlockHash
-from rl_core.refit.jobs import TICK_S, Job
-from rl_core.refit.loading import Loader
 from rl_core.refit.messages import Hello
 from rl_core.refit.session import (
     Announced,
@@ -35,12 +36,11 @@ from rl_core.refit.session import (
     ReceiverSession,
     Send,
 )
-from rl_core.refit.staging import StagedSink
 from rl_core.refit.transports.cuda import visible_gpus
 from rl_core.refit.turns import leave_line
 
 if TYPE_CHECKING:
-    from rl_core.refit.introduction import Trainer
+    from rl_core.refit._introduction import Trainer
     from rl_core.refit.manifest import WeightManifest
     from rl_core.refit.messages import Offer, Prepare
     from rl_core.refit.plan import TransferPlan

@@ -20,7 +20,7 @@ from rl_core.errors import (
     RLError,
 )
 from rl_core.refit.options import DEFAULT_DEADLINE_S
-from rl_core.refit.ranks.messages import (
+from rl_core.refit.ranks._messages import (
     Close,
     Confirm,
     Done,
@@ -36,8 +36,8 @@ from rl_core.refit.ranks.messages import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from rl_core.refit.ranks.hands import Hands
-    from rl_core.refit.ranks.peers import Peer
+    from rl_core.refit.ranks._hands import Hands
+    from rl_core.refit.ranks._peers import Peer
     from rl_core.refit.transports.control import ControlServer
 
 __all__ = ["Leader"]

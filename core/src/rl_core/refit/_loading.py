@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from rl_core.errors import RefitCorrupted
-from rl_core.refit.digests import DIGEST_BYTES, Digester, DigestTable, as_view, run_hasher
+from rl_core.refit._digests import DIGEST_BYTES, Digester, DigestTable, as_view, run_hasher
 from rl_core.refit.manifest import dtype_of
 
 if TYPE_CHECKING:

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from rl_core.errors import ManifestMismatchError
-from rl_core.refit.digests import Digester, DigestTable, copy_run
+from rl_core.refit._digests import Digester, DigestTable, copy_run
 from rl_core.refit.manifest import dtype_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from rl_core.interfaces.weights import TensorSpec, WeightSource
-    from rl_core.refit.digests import Window
+    from rl_core.refit._digests import Window
     from rl_core.refit.hashing import BlockHash
     from rl_core.refit.manifest import WeightManifest
     from rl_core.refit.plan import Bucket

@@ -13,7 +13,7 @@ import msgspec
 
 from rl_core.errors import RefitAborted, RefitError, RefitPeerError, RLError
 from rl_core.futures import spawn
-from rl_core.refit.ranks.messages import (
+from rl_core.refit.ranks._messages import (
     Close,
     Confirm,
     Done,
@@ -30,9 +30,9 @@ from rl_core.refit.transports.control import ControlClient
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from rl_core.refit.ranks.gathered import GatheredSource
-    from rl_core.refit.ranks.hands import Hands
-    from rl_core.refit.ranks.peers import Peer
+    from rl_core.refit.ranks._gathered import GatheredSource
+    from rl_core.refit.ranks._hands import Hands
+    from rl_core.refit.ranks._peers import Peer
 
 __all__ = ["Follower"]
 

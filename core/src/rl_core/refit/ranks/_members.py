@@ -6,10 +6,10 @@ import atexit
 import weakref
 from typing import Any
 
-from rl_core.refit.ranks.following import Follower
-from rl_core.refit.ranks.hands import Hands
-from rl_core.refit.ranks.leading import Leader
-from rl_core.refit.ranks.peers import Peer, exchange
+from rl_core.refit.ranks._following import Follower
+from rl_core.refit.ranks._hands import Hands
+from rl_core.refit.ranks._leading import Leader
+from rl_core.refit.ranks._peers import Peer, exchange
 from rl_core.refit.transports.control import ControlServer
 
 __all__ = ["RefitRanks"]

@@ -18,13 +18,13 @@ from rl_core.errors import (
     RefitProtocolError,
 )
 from rl_core.plugins import hookspecs
+from rl_core.refit._digests import DIGEST_BYTES, DigestTable
+from rl_core.refit._job import Job
+from rl_core.refit._packing import DirectPacker, Packer, SlotPacker, digest_all
 from rl_core.refit.arena import why_not_at_home
-from rl_core.refit.digests import DIGEST_BYTES, DigestTable
 from rl_core.refit.frames import Channel, read_hello
 from rl_core.refit.hashing import BlockHash
-from rl_core.refit.jobs import Job
 from rl_core.refit.messages import Offer, Prepare
-from rl_core.refit.packing import DirectPacker, Packer, SlotPacker, digest_all
 from rl_core.refit.plan import ALIGN
 from rl_core.refit.report import RefitReport, copy_rate
 from rl_core.refit.session import Confirm, Effect, MakePlan, Pack, Phase, Send, SenderSession
