@@ -94,7 +94,7 @@ def emulate(monkeypatch: pytest.MonkeyPatch) -> Gpu:
         monkeypatch.setattr(cuda, name, gpu)
     monkeypatch.setattr(ipc, "uuid_of", lambda device: UUID)
     monkeypatch.setattr(_receive_job, "visible_gpus", lambda device: (UUID,))
-    for lane in ("lane", "home"):
+    for lane in ("lane", "growing_lane"):
         monkeypatch.setattr(
             ipc.IpcSender, lane, lambda end, nbytes, *_: cuda.CudaRegion.create(nbytes, CPU)
         )

@@ -73,7 +73,7 @@ class SharedLane(Lane):
         self._world = world
         self._engine = engine
 
-    def home(self, start: int, stop: int) -> torch.Tensor:
+    def owning_view(self, start: int, stop: int) -> torch.Tensor:
         return torch.frombuffer(self.memory, dtype=torch.uint8, offset=start, count=stop - start)
 
     def publish(self, start: int, stop: int) -> None:

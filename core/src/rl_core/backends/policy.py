@@ -9,8 +9,7 @@ from rl_core.backends.admission import Admission
 from rl_core.errors import CapabilityError, ConfigError
 from rl_core.interfaces import ColocatablePolicyInterface
 from rl_core.refit import DEFAULT_DEADLINE_S, GatheredSource, RefitSender, SendOptions
-from rl_core.refit.options import MAX_DEADLINE_S
-from rl_core.refit.sender import name_of_call
+from rl_core.refit.options import MAX_DEADLINE_S, name_of_call
 
 if TYPE_CHECKING:
     import concurrent.futures

@@ -106,19 +106,14 @@ class Route:
         self._steps: dict[tuple[int, bool], list[_Step]] = {}
         self.digester = Digester(plan.block_bytes, block_hash, keep=bool(self.targets))
 
-    def leads(
-        self,
-        sink: WeightSink,
-        wire: WeightManifest,
-        expected: WeightManifest,
-        plan: TransferPlan,
-        data: torch.Tensor,
-        block_hash: BlockHash,
-    ) -> bool:
-        """Whether it is the way between these; ``sink`` takes the place of the one before."""
-        same = wire is self.wire and expected is self.expected and plan is self.plan
+    def fits(self, sink: WeightSink, data: torch.Tensor) -> bool:
+        """Whether this route can be used again; adopts ``sink`` if so.
+
+        It can if lane and targets are where they were. A sink without targets is written to by
+        calls of its own, which a route made for another sink does not have.
+        """
         targets = sink.targets()
-        if not same or data is not self.data or block_hash != self._hash or not targets:
+        if data is not self.data or not targets:
             return False
         known = self.targets
         if targets is not known and any(known.get(n) is not t for n, t in targets.items()):
@@ -126,8 +121,8 @@ class Route:
         self.sink = sink
         return [target.data_ptr() for target in targets.values()] == self._where
 
-    def let_go(self) -> None:
-        """Forgets the lane's bytes; this way leads nowhere any more."""
+    def detach(self) -> None:
+        """Drops all views of the lane, so that its memory is unmapped; it fits nothing then."""
         self.data = self.data[:0].clone()
         self._steps.clear()
 

@@ -1,32 +1,31 @@
-"""The sender's side of the bytes: tensors into a lane, packed or at home there."""
+"""The sender's side of the bytes: tensors into a lane, packed or living there."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+import operator
 from collections.abc import Generator
-from contextlib import closing
 from typing import TYPE_CHECKING
 
 import torch
 
 from rl_core.errors import ManifestMismatchError
 from rl_core.refit._digests import Digester, DigestTable, copy_run
-from rl_core.refit.manifest import dtype_of
+from rl_core.refit.manifest import dtype_of, nbytes, numel
+from rl_core.refit.plan import places
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from rl_core.interfaces.weights import TensorSpec, WeightSource
-    from rl_core.refit._digests import Window
+    from rl_core.refit._layout import Layout
     from rl_core.refit.hashing import BlockHash
     from rl_core.refit.manifest import WeightManifest
-    from rl_core.refit.plan import Bucket
     from rl_core.refit.transports.base import Lane
 
-__all__ = ["DirectPacker", "Packer", "SlotPacker", "digest_all", "take"]
+__all__ = ["Arena", "Packer", "checked_tensors", "digest_all", "direct_obstacle"]
 
 
-def take(
+def checked_tensors(
     source: WeightSource, specs: Sequence[TensorSpec]
 ) -> Generator[tuple[TensorSpec, torch.Tensor]]:
     """The source's tensors of these specs, in order. Closing it closes the source's iterator.
@@ -54,35 +53,54 @@ def take(
 
 
 def digest_all(
-    source: WeightSource,
-    declared: WeightManifest,
+    given: Iterable[tuple[TensorSpec, torch.Tensor]],
+    lasting: Mapping[str, torch.Tensor],
     wire: WeightManifest,
     block_bytes: int,
     block_hash: BlockHash,
 ) -> DigestTable:
-    """The digest of every tensor as it is now, in the dtype that travels."""
+    """The digest of every tensor as it is now, in the dtype that travels.
+
+    Args:
+        given: Tensors with the source's own specs; one may be gone once the next is asked for.
+        lasting: By name, tensors that stay where they are.
+        wire: The manifest with the dtypes that travel.
+        block_bytes: Bytes under one digest, at most.
+        block_hash: The trainer's.
+    """
     table, digester = DigestTable(wire), Digester(block_bytes, block_hash, keep=False)
-    lasting = (source.persistent() or {}) if block_hash.kind == "fold" else {}
-    with torch.no_grad(), closing(take(source, declared.owned)) as taken:
-        given = ((wire.by_name[s.name], tensor) for s, tensor in taken)
-        table.known.update(digester.all(given, lasting))
+    with torch.no_grad():
+        named = ((wire.by_name[spec.name], tensor) for spec, tensor in given)
+        table.known.update(digester.all(named, lasting))
     return table
 
 
-class Packer(ABC):
-    """Puts the buckets of one refit into a lane, in order.
+class Packer:
+    """Puts the buckets of one refit into its lane, in order.
+
+    A tensor is copied unless it already lies at its place in the lane.
 
     Args:
-        window: What goes where.
-        lane: The sender's end of the lane.
+        layout: What goes where.
+        tensors: Those that are sent, each once and in order.
         table: Collects the digests of what is put; None if nothing is hashed.
+
+    Attributes:
+        layout: What goes where.
     """
 
-    def __init__(self, window: Window, lane: Lane, table: DigestTable | None) -> None:
-        self._window = window
-        self._lane = lane
+    def __init__(
+        self,
+        layout: Layout,
+        tensors: Iterator[tuple[TensorSpec, torch.Tensor]],
+        table: DigestTable | None,
+    ) -> None:
+        self.layout = layout
+        self._tensors = tensors
         self._table = table
+        self._tensor = torch.empty(0)
 
+    @torch.no_grad()
     def put(self, index: int) -> bytes:
         """Makes a bucket ready in the lane.
 
@@ -92,64 +110,118 @@ class Packer(ABC):
         Raises:
             ManifestMismatchError: The source yields something else than its specs say.
         """
-        plan = self._window.plan
-        bucket = plan.buckets[index]
+        layout = self.layout
+        bucket = layout.plan.buckets[index]
+        for segment, view in zip(bucket.segments, layout.views(index), strict=True):
+            if segment.offset == 0:
+                _, self._tensor = next(self._tensors)
+            tensor = self._tensor
+            if tensor.data_ptr() + segment.offset * tensor.element_size() == view.data_ptr():
+                continue
+            if segment.whole:
+                view.copy_(tensor)
+            else:
+                copy_run(view, tensor, segment.offset)
         found: list[bytes] = []
-        with torch.no_grad():
-            self._fill(index, bucket)
-            if self._table is not None:
-                found = self._window.digests(index)
-                self._table.add(bucket, found, plan.block_bytes)
-        self._lane.publish(bucket.start, bucket.stop)
+        if self._table is not None:
+            found = layout.digests(index)
+            self._table.add(bucket, found, layout.plan.block_bytes)
+        layout.lane.publish(bucket.start, bucket.stop)
         return b"".join(found)
 
     def close(self) -> None:
         """Reads nothing more from the source."""
-
-    @abstractmethod
-    def _fill(self, index: int, bucket: Bucket) -> None:
-        """Copies what is not there yet."""
+        if isinstance(self._tensors, Generator):
+            self._tensors.close()
 
 
-class SlotPacker(Packer):
-    """Copies tensors into slots that are used again and again; asks for each once, in order.
+def direct_obstacle(
+    manifest: WeightManifest, tensors: Mapping[str, torch.Tensor], device: torch.device
+) -> str | None:
+    """Why engines cannot read these tensors in shared memory; None if they can."""
+    owners: dict[int, str] = {}
+    for spec in manifest.tensors:
+        tensor = tensors.get(spec.name)
+        if spec.alias_of is not None:
+            if tensor is not None and tensor is not tensors.get(spec.alias_of):
+                return f"{spec.name} shares memory with {spec.alias_of} by another tensor object"
+            continue
+        if not numel(spec):
+            continue
+        if tensor is None:
+            return f"the source keeps no tensor {spec.name}"
+        if tensor.device != device:
+            return f"{spec.name} is on {tensor.device}, which engines cannot read"
+        if tensor.shape != spec.shape or tensor.dtype != dtype_of(spec):
+            return f"{spec.name} is not kept as it is declared"
+        if not tensor.is_contiguous() or tensor.untyped_storage().nbytes() != nbytes(spec):
+            return f"{spec.name} is a view of other memory"
+        if (owner := owners.setdefault(tensor.data_ptr(), spec.name)) != spec.name:
+            return f"{spec.name} shares memory with {owner}, and does not say so"
+    return None
 
-    Args:
-        window: What goes where.
-        lane: The sender's end of the lane.
-        table: Collects the digests of what is put; None if nothing is hashed.
-        source: The trainer's tensors.
-        declared: The source's own manifest.
-    """
 
-    def __init__(
-        self,
-        window: Window,
-        lane: Lane,
-        table: DigestTable | None,
-        source: WeightSource,
-        declared: WeightManifest,
+class Arena:
+    """Remembers which tensors were moved into a lane, so that this is looked at once."""
+
+    def __init__(self) -> None:
+        self._lane: Lane | None = None
+        self._manifest: WeightManifest | None = None
+        self._tensors: list[torch.Tensor] = []
+        self._places: list[int] = []
+        self._lack: tuple[WeightManifest, str] | None = None
+
+    def lacks(self, manifest: WeightManifest) -> str | None:
+        """Why there was no memory for these tensors when they were to be moved; None if there was.
+
+        It is remembered, so that not every refit moves a part of a large model in vain.
+        """
+        known = self._lack
+        return known[1] if known is not None and known[0] is manifest else None
+
+    def remember_lack(self, manifest: WeightManifest, why: str) -> None:
+        """There was no memory to move them all."""
+        self._lack = (manifest, why)
+
+    def holds(self, manifest: WeightManifest, tensors: Mapping[str, torch.Tensor]) -> bool:
+        """Whether these are the tensors that were moved, and are where they were moved to."""
+        if manifest is not self._manifest:
+            return False
+        given = tensors.values()
+        same = len(given) == len(self._tensors) and all(map(operator.is_, given, self._tensors))
+        return same and [tensor.data_ptr() for tensor in given] == self._places
+
+    @torch.no_grad()
+    def adopt(
+        self, lane: Lane, manifest: WeightManifest, tensors: Mapping[str, torch.Tensor]
     ) -> None:
-        super().__init__(window, lane, table)
-        self._tensors = take(source, [declared.owned[index] for index in window.plan.sent])
-        self._tensor = torch.empty(0)
+        """Moves tensors into a lane, each to its place; those that are there stay.
 
-    def _fill(self, index: int, bucket: Bucket) -> None:
-        for segment, view in zip(bucket.segments, self._window.views(index), strict=True):
-            if segment.offset == 0:
-                _, self._tensor = next(self._tensors)
-            if segment.whole:
-                view.copy_(self._tensor)
-            else:
-                copy_run(view, self._tensor, segment.offset)
+        One tensor is moved at a time. Where the lane's memory grows with them, memory for one more
+        is enough. If it lacks, tensors that were moved are whole, and those that were not, too.
 
-    def close(self) -> None:
-        """See :meth:`Packer.close`."""
-        self._tensors.close()
-
-
-class DirectPacker(Packer):
-    """The trainer's tensors live in the lane: there is nothing to copy."""
-
-    def _fill(self, index: int, bucket: Bucket) -> None:
-        pass
+        Raises:
+            RefitError: There is not enough memory.
+        """
+        if self._lane is lane and self.holds(manifest, tensors):
+            return
+        base = lane.data.data_ptr()
+        here = range(base, base + lane.data.numel())
+        moves = [
+            (tensors[spec.name], spec, place)
+            for spec, place in zip(manifest.owned, places(manifest.owned)[0], strict=True)
+            if tensors[spec.name].data_ptr() != base + place
+        ]
+        for tensor, _, _ in moves:
+            if tensor.data_ptr() in here:  # in the place of another one, which comes back to it
+                tensor.data = tensor.clone()
+        for tensor, spec, place in moves:
+            moved = lane.owning_view(place, place + nbytes(spec))
+            moved = moved.view(dtype_of(spec)).view(spec.shape)
+            moved.copy_(tensor)
+            tensor.data = moved
+        if moves:
+            lane.settled()
+        self._lane, self._manifest, self._tensors = lane, manifest, list(tensors.values())
+        self._places = [tensor.data_ptr() for tensor in self._tensors]
+        self._lack = None

@@ -199,7 +199,11 @@ class _Copier:
 
     def attach(self, receiver: RefitReceiver, ref: dict[str, Any] | None) -> None:
         self._lane.close()
-        self._lane = NoLane() if ref is None else receiver.end("ipc").attach(ref, receiver.id)
+        self._lane = (
+            NoLane()
+            if ref is None
+            else receiver.state.ends["ipc"][1].attach(ref, receiver.state.id)
+        )
 
     def copy(self, way: tuple[str, int]) -> tuple[float, float]:
         (call, size), data = way, self._lane.data

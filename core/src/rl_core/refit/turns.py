@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+from rl_core.errors import DeadlineError
 
 if TYPE_CHECKING:
     from collections.abc import Generator
 
-__all__ = ["Lock", "TurnLock", "leave_line"]
+__all__ = ["Lock", "TurnLock", "exclusively", "leave_line"]
 
 
 class Lock(Protocol):
@@ -26,6 +28,26 @@ def leave_line(lock: Lock) -> None:
     """Gives up the place that a lock may keep for who asked and did not get it."""
     if isinstance(lock, TurnLock):
         lock.withdraw()
+
+
+@contextmanager
+def exclusively(lock: Any, timeout_s: float, what: str) -> Generator[None]:
+    """Holds a lock that ``what`` may keep for long.
+
+    Raises:
+        DeadlineError: The lock was not free in time.
+    """
+    if not lock.acquire(timeout=timeout_s):
+        leave_line(lock)
+        raise DeadlineError(
+            f"{what} did not end within {timeout_s:g} s",
+            fix="raise deadline_s, or find out what hangs",
+            seconds=timeout_s,
+        )
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 class TurnLock:

@@ -87,7 +87,7 @@ class HuggingFacePolicy(PolicyBackend):
         self._reference = make_reference(kind, self.model)
         spread = bool(self.config.get("device_map"))
         self._placement = Placement(
-            self.model, self._device, spread=spread, left=self._sender.let_go_of_weights
+            self.model, self._device, spread=spread, left=self._sender.release_weights
         )
         self._scorer = Scorer(self._forward, self._microbatching, self._limits, self._device)
         self._group = DataParallel(worker, self._device)

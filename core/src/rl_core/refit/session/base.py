@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from rl_core.refit.messages import Offer, Prepare, Ready
 
 __all__ = [
-    "Announced",
     "Attach",
     "Confirm",
     "Effect",
@@ -98,15 +97,11 @@ class Attach:
 
 
 @dataclass(frozen=True, slots=True)
-class Announced:
-    """Receiver: a bucket is on its way; begin to fetch it at once."""
-
-    index: int
-
-
-@dataclass(frozen=True, slots=True)
 class Load:
-    """Receiver: verify a bucket and write it to the sink, then call ``loaded``."""
+    """Receiver: a bucket is on its way, so begin to fetch it at once.
+
+    When it is here, verify it, write it to the sink, and call ``loaded``.
+    """
 
     index: int
     digests: bytes
@@ -127,7 +122,7 @@ class Publish:
     version: int
 
 
-Effect = Send | MakePlan | Pack | Confirm | Attach | Announced | Load | Install | Publish
+Effect = Send | MakePlan | Pack | Confirm | Attach | Load | Install | Publish
 
 
 class Session(ABC):

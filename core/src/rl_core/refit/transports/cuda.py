@@ -139,8 +139,8 @@ class CudaRegion(Lane):
             ) from error
         return cls(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage), wanted)
 
-    def home(self, start: int, stop: int) -> torch.Tensor:
-        """See :meth:`Lane.home`."""
+    def owning_view(self, start: int, stop: int) -> torch.Tensor:
+        """See :meth:`Lane.owning_view`."""
         return torch.as_tensor(_Piece(self.data, start, stop), device=self._device)
 
     def settled(self) -> None:

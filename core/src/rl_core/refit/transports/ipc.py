@@ -84,8 +84,8 @@ class IpcSender(ControlServer, SenderEnd):
             return CudaRegion.create(nbytes, device)
         return SharedRegion.create(nbytes, self._directory)
 
-    def home(self, nbytes: int, device: torch.device, receivers: Sequence[str]) -> Lane:
-        """See :meth:`SenderEnd.home`."""
+    def growing_lane(self, nbytes: int, device: torch.device, receivers: Sequence[str]) -> Lane:
+        """See :meth:`SenderEnd.growing_lane`."""
         if device.type == "cuda":
             return self.lane(nbytes, device, receivers)
         return SharedRegion.create(nbytes, self._directory, grows=True)

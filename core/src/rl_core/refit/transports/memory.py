@@ -70,8 +70,8 @@ class SharedRegion(Lane):
         Args:
             nbytes: At least 1.
             directory: Private to this user; where a file is made if memory cannot go without one.
-            grows: Memory is had as :meth:`home` asks for it, so that what is moved in can be freed
-                where it was before the next is moved. Nothing else may be written.
+            grows: Memory is had as :meth:`owning_view` asks for it, so that what is moved in can be
+                freed where it was before the next is moved. Nothing else may be written.
 
         Raises:
             RefitError: There is not enough memory.
@@ -121,8 +121,8 @@ class SharedRegion(Lane):
             os.close(fd)
         raise RefitProtocolError(f"{wanted.path} is not the sender's shared memory")
 
-    def home(self, start: int, stop: int) -> torch.Tensor:
-        """See :meth:`Lane.home`."""
+    def owning_view(self, start: int, stop: int) -> torch.Tensor:
+        """See :meth:`Lane.owning_view`."""
         if self._grows:
             if self._left >= _TRIM_BYTES:
                 self.settled()
