@@ -280,7 +280,7 @@ class RefusedRefitsAreCounted(ReferencePolicy):
         try:
             return super().stream_weights_via_ipc_zmq(*args, **kwargs)
         except RLError:
-            self._sender.version += 1
+            self._sender.state.version += 1
             raise
 
 
