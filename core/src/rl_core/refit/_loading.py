@@ -100,8 +100,14 @@ class Route:
         self._places: dict[str, list[TensorSpec]] = {}
         for spec in expected.owned:
             self._places.setdefault(wire.root(spec.name), []).append(spec)
-        sent = (wire.owned[index] for index in plan.sent)
-        self._in_place = all(self._is_plain(s, of) for of in sent for s in self._places[of.name])
+        # Whether the bytes that are sent can be copied to where the engine's tensors are.
+        self._in_place = all(
+            (target := self.targets.get(spec.name)) is not None
+            and (target.device, target.dtype) == (data.device, dtype_of(sent))
+            and target.is_contiguous()
+            for sent in (wire.owned[index] for index in plan.sent)
+            for spec in self._places[sent.name]
+        )
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._steps: dict[tuple[int, bool], list[_Step]] = {}
         self.digester = Digester(plan.block_bytes, block_hash, keep=bool(self.targets))
@@ -140,13 +146,6 @@ class Route:
                 for number, group in enumerate(groups)
             ]
         return self._steps[key]
-
-    def _is_plain(self, spec: TensorSpec, of: TensorSpec) -> bool:
-        """Whether the bytes of what is sent can be copied to where the engine's tensor is."""
-        target = self.targets.get(spec.name)
-        if target is None or target.device != self.data.device:
-            return False
-        return target.dtype == dtype_of(of) and target.is_contiguous()
 
     def _groups(self, index: int) -> Iterator[list[_Piece]]:
         """The pieces of a bucket that are verified together, in order."""

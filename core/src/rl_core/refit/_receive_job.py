@@ -193,7 +193,14 @@ class ReceiveJob(Job[ReceiverSession]):
                 if self._locked or self._quiesce():
                     return session.installed(self._install(offer, digest))
             case Publish(version):
-                self._publish(version)
+                assert self._loader is not None
+                session.touch()
+                self._state.check_epoch(self._epoch)
+                self._state.publish(version)
+                self._state.known = self._loader.table.known
+                # Before the sender is told, which may free the memory at once.
+                self._state.unmap_trainer_memory()
+                self._sink = None
                 return session.published()
         return []
 
@@ -274,7 +281,7 @@ class ReceiveJob(Job[ReceiverSession]):
             names = {spec.name for spec in expected.owned if wire.root(spec.name) in sent}
             sink = StagedSink(sink, names, state.version, state.second_copy, self._touch)
             # A second copy may be written at any time, and is not what the engine has.
-            known, touch = dict(known), _nothing
+            known, touch = dict(known), lambda: None
         sink.begin(offer.version)
         self._sink = sink
         if route is None or not route.fits(sink, self._lane.data):
@@ -302,16 +309,6 @@ class ReceiveJob(Job[ReceiverSession]):
             self._state.known = {}  # who knows what else is not as it was thought to be
             raise
         return found
-
-    def _publish(self, version: int) -> None:
-        assert self._loader is not None
-        self.session.touch()
-        self._state.check_epoch(self._epoch)
-        self._state.publish(version)
-        self._state.known = self._loader.table.known
-        # Before the sender is told, which may free the memory at once.
-        self._state.unmap_trainer_memory()
-        self._sink = None
 
     def _holds(self) -> bytes:
         """The digests of what the engine is known to have, in the trainer's order."""
@@ -351,7 +348,3 @@ def _settle(sink: WeightSink) -> None:
     device = torch.device(sink.device)
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
-
-
-def _nothing() -> None:
-    """What is called before a second copy is written."""

@@ -105,33 +105,30 @@ class SendJob(Job[SenderSession]):
 
     def refit(self) -> dict[str, Any]:
         """See :meth:`Job.refit`."""
+        state, session = self._state, self.session
         try:
-            return self._refit()
+            self._end.refused()  # what was said before is not about this refit
+            try:
+                try:
+                    self._source.open(self._name, session.remaining_s)
+                except BaseException as error:
+                    self.perform(session.fail(error))
+                self.drive()
+            finally:
+                committed = session.phase is Phase.COMMITTED
+                if not committed:
+                    state.drop_lanes_after_failure()
+            before, now = state.committed, self._table
+            if committed:  # whatever follows, this version is these weights and no others
+                state.version, state.committed = self.version, now
+            if session.error is not None:
+                raise session.error
+            unchanged = None
+            if before is not None and now is not None:
+                unchanged = sum(before.known.get(n) == digest for n, digest in now.known.items())
+            return self._report(unchanged).as_dict()
         finally:
             self._close_source()  # before the refit after this one begins with its own
-
-    def _refit(self) -> dict[str, Any]:
-        self._end.refused()  # what was said before is not about this refit
-        try:
-            try:
-                self._source.open(self._name, self.session.remaining_s)
-            except BaseException as error:
-                self.perform(self.session.fail(error))
-            self.drive()
-        finally:
-            committed = self.session.phase is Phase.COMMITTED
-            if not committed:
-                self._state.drop_lanes_after_failure()
-        before, now = self._state.committed, self._table
-        if committed:  # whatever follows, this version is these weights and no others
-            self._state.version = self.version
-            self._state.committed = now
-        if self.session.error is not None:
-            raise self.session.error
-        unchanged = None
-        if before is not None and now is not None:
-            unchanged = sum(before.known.get(name) == found for name, found in now.known.items())
-        return self._report(unchanged).as_dict()
 
     def release_resources(self) -> None:
         """See :meth:`Job.release_resources`."""

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     from rl_core.interfaces.weights import WeightSink
     from rl_core.refit._introduction import Trainer
-    from rl_core.refit.messages import Handles
     from rl_core.refit.turns import Lock
 
 __all__ = ["RefitReceiver"]
@@ -220,29 +219,26 @@ class RefitReceiver(Endpoint[ReceiveJob]):
             exclusively(self.state.lock, DEFAULT_DEADLINE_S, f"{self.name}: generation"),
         ):
             self.check_open()
-            self._load_group(trainer, message)
+            state, sets = self.state, self.state.sets
+            sets.admit(message, trainer.token, self.name)
+            try:
+                tear = partial(setattr, state, "torn", True)
+                current = sets.current = sets.current or HandleReceiver(
+                    state.new_sink(), trainer, message, state.epoch, known=state.known, touch=tear
+                )
+                end = state.end("ipc", trainer)
+                lane = state.attach(end, False, message.lane, CPU)
+                block_hash = BlockHash.choose(CPU, private=end.private, token=trainer.token)
+                complete = current.load(message, lane, block_hash)
+                state.check_epoch(current.epoch)
+                if complete:
+                    current.sink.finish(message.version)
+                    state.publish(message.version)
+                    sets.end()
+            except BaseException:
+                sets.give_up()
+                raise
         return True
-
-    def _load_group(self, trainer: Trainer, message: Handles) -> None:
-        state, sets = self.state, self.state.sets
-        sets.admit(message, trainer.token, self.name)
-        try:
-            tear = partial(setattr, state, "torn", True)
-            current = sets.current = sets.current or HandleReceiver(
-                state.new_sink(), trainer, message, state.epoch, known=state.known, touch=tear
-            )
-            end = state.end("ipc", trainer)
-            lane = state.attach(end, False, message.lane, CPU)
-            block_hash = BlockHash.choose(CPU, private=end.private, token=trainer.token)
-            complete = current.load(message, lane, block_hash)
-            state.check_epoch(current.epoch)
-            if complete:
-                current.sink.finish(message.version)
-                state.publish(message.version)
-                sets.end()
-        except BaseException:
-            sets.give_up()
-            raise
 
     def _last_waiting(self) -> ReceiveJob | None:
         return next((job for job in reversed(self.waiting()) if not job.cancelled), None)

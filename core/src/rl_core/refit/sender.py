@@ -123,7 +123,13 @@ class RefitSender(Endpoint[SendJob]):
         version = self._next_version(chosen)
         for job in self.waiting():
             job.supersede("a newer refit was asked for")
-        source = self._source_for(chosen.refit_id)
+        described, self._described = self._described, None
+        if described is not None and described[0] == chosen.refit_id:
+            source = described[1]
+        else:
+            if described is not None:
+                described[1].close()
+            source = self._source()
         try:
             name = name_of_call(chosen.refit_id, self.calls)
             job = SendJob(self, self.state, end, source, chosen, version, name)
@@ -131,14 +137,6 @@ class RefitSender(Endpoint[SendJob]):
             source.close()
             raise
         return self.start(job)
-
-    def _source_for(self, refit_id: str) -> WeightSource:
-        """The source that was described for a refit, or a new one."""
-        if self._described is not None and self._described[0] == refit_id:
-            (_, source), self._described = self._described, None
-            return source
-        self._drop_described()
-        return self._source()
 
     def _drop_described(self) -> None:
         described, self._described = self._described, None

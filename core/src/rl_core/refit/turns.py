@@ -89,7 +89,14 @@ class TurnLock:
         with self._changed:
             mine = me in self._reading or self._writer == me
             if not mine:
-                self._wait_to_read()
+                self._drawn += 1
+                number = self._drawn
+                self._waiting.append(number)
+                try:
+                    self._changed.wait_for(lambda: self._may_read(number))
+                finally:
+                    self._waiting.remove(number)
+                    self._changed.notify_all()  # whoever waited for this one
             self._reading[me] = self._reading.get(me, 0) + 1
         try:
             yield
@@ -161,16 +168,6 @@ class TurnLock:
 
     def __exit__(self, *exception: object) -> None:
         self.release()
-
-    def _wait_to_read(self) -> None:
-        self._drawn += 1
-        mine = self._drawn
-        self._waiting.append(mine)
-        try:
-            self._changed.wait_for(lambda: self._may_read(mine))
-        finally:
-            self._waiting.remove(mine)
-            self._changed.notify_all()  # whoever waited for this one
 
     def _may_read(self, mine: int) -> bool:
         room = self._writer is None and len(self._reading) < self._most

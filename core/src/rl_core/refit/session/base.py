@@ -211,19 +211,17 @@ class Session(ABC):
         self.phase = phase
 
     def _end(self, phase: Phase, error: BaseException | None = None) -> None:
-        self.error = None if error is None else self._typed(error)
-        self._enter(phase)
-
-    def _typed(self, error: BaseException) -> RLError:
-        """The error itself if it is ours, else one of ours that it causes."""
-        if not isinstance(error, RLError):
+        """Ends the session; an error that is not ours becomes the cause of one that is."""
+        if error is not None and not isinstance(error, RLError):
             wrapped = RefitError(f"{self.phase}: {type(error).__name__}: {error}")
             wrapped.__cause__ = error
             error = wrapped
-        error.details.setdefault("phase", self.phase.value)
-        if isinstance(error, RefitPeerError):
-            error.details.setdefault("peer", self._awaited())
-        return error
+        self.error = error
+        if error is not None:
+            error.details.setdefault("phase", self.phase.value)
+            if isinstance(error, RefitPeerError):
+                error.details.setdefault("peer", self._awaited())
+        self._enter(phase)
 
 
 def peer_error(kind: str, message: str, *, phase: Phase, peer: str) -> RLError:
