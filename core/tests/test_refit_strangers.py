@@ -135,8 +135,8 @@ def test_frames_of_a_client_without_the_token_do_no_harm(pair, frames):
 def test_a_message_in_several_parts_is_passed_over(pair):
     trainer, engine = pair
     with closing(Stranger(trainer)) as stranger:
-        assert stranger.client._watched is not None
-        stranger.client._watched.socket.send_multipart([b"three", b"parts", b"here"])
+        assert stranger.client._monitored is not None
+        stranger.client._monitored.socket.send_multipart([b"three", b"parts", b"here"])
         assert_refit(trainer, engine)
 
 

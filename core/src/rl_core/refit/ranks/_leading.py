@@ -210,7 +210,7 @@ class Leader:
                 ).start()
 
     def end(self) -> None:
-        """Lets go of all followers."""
+        """Closes the connections to all followers."""
         with self._turn:
             self._closed = True
             self._server.close()

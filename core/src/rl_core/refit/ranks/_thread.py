@@ -105,7 +105,7 @@ class RefitThread:
     def finish(self, function: Callable[[], object]) -> None:
         """Does something last, and waits for it unless a collective hangs.
 
-        What that reads cannot be let go of before it ends, and nobody waits for it.
+        What a hanging collective reads cannot be freed before it ends, and nobody waits for it.
         """
         future = self.submit(function)
         if concurrent.futures.wait([future], _FINISH_S).done:

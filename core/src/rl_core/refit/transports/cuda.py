@@ -64,7 +64,7 @@ class CudaRegion(Lane):
     Torch counts the users of shared memory in a file, one for each time that it is shared, and
     keeps memory with a count forever once it is dropped: a receiver that never attaches or is
     killed would leak it, and a second one take the count below zero. So the memory is shared once
-    in its life, its count is given back at once, and receivers attach without one. What keeps the
+    in its life, its count is dropped at once, and receivers attach without one. What keeps the
     memory is the sender's region alone. Close the receivers' first: after the sender's, torch uses
     the memory for something else, and CUDA leaves undefined what reading it gives then.
     """
