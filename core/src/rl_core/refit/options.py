@@ -26,7 +26,8 @@ __all__ = [
 #: Buffers that fit a CPU's last cache together pass bytes on without the memory's help.
 DEFAULT_BUCKET_BYTES = 8 << 20
 #: By device and by whether tensors are read where they live. Where no cache is to be hit, larger
-#: buckets have fewer messages, and between GPUs each of those costs as much as copying many megabytes.
+#: buckets have fewer messages, and between GPUs each of those costs as much as copying many
+#: megabytes.
 _BUCKET_BYTES = {
     ("cpu", False): DEFAULT_BUCKET_BYTES,
     ("cpu", True): 64 << 20,

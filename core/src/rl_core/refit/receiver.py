@@ -190,6 +190,8 @@ class RefitReceiver(Endpoint[ReceiveJob]):
                 if not older.refit_id:  # those with one are told by the sender what became of it
                     older.supersede("a newer refit was asked for")
         else:
+            # Calls without ids are matched as they come: one that was waiting may
+            # take the refit that this one is meant for, and both then report it.
             earlier, self._earlier = self._earlier or self._last_waiting(), None
             if earlier is not None and earlier.trainer == trainer:
                 job.earlier = earlier

@@ -57,8 +57,8 @@ class RefitSender(Endpoint[SendJob]):
         self.state = SenderState()
         self.calls = 0
         self._source = source
-        self._handed: HandleSender | None = None
-        self._handle_sets = 0
+        self._handle_sender: HandleSender | None = None
+        self._handle_serial = 0
         self._described: tuple[str, WeightSource] | None = None
 
     @property
@@ -167,9 +167,9 @@ class RefitSender(Endpoint[SendJob]):
         """
         self.calls += 1
         self.check_open()
-        if self._handed is not None:
-            self._handed.close()
-            self._handed = None
+        if self._handle_sender is not None:
+            self._handle_sender.close()
+            self._handle_sender = None
         self._drop_described()
         source = self._source()
         try:
@@ -178,7 +178,7 @@ class RefitSender(Endpoint[SendJob]):
                 source,
                 self.state.manifest_of(source),
                 self._next_version(SendOptions()),
-                serial=self._handle_sets + 1,
+                serial=self._handle_serial + 1,
                 bucket_bytes=bucket_bytes,
                 name=self.name,
                 call=name_of_call("", self.calls),
@@ -187,7 +187,7 @@ class RefitSender(Endpoint[SendJob]):
         except BaseException:
             source.close()
             raise
-        self._handle_sets, self._handed = self._handle_sets + 1, handed
+        self._handle_serial, self._handle_sender = self._handle_serial + 1, handed
         return handed.groups
 
     def handles(self, keys: list[str]) -> dict[str, Any]:
@@ -204,15 +204,15 @@ class RefitSender(Endpoint[SendJob]):
             ConfigError: A key is not a tensor of the model.
         """
         self.check_open()
-        if self._handed is None:
+        if self._handle_sender is None:
             raise LifecycleError(
                 f"{self.name}: handles were asked for before groups",
                 fix="call prepare_weights_for_ipc first",
             )
         with exclusively(self.turn, DEFAULT_DEADLINE_S, f"{self.name}: a running refit"):
-            frame = self._handed.hand_over(keys)
-            if not self._handed.left:
-                self.state.version = max(self.version, self._handed.version)
+            frame = self._handle_sender.hand_over(keys)
+            if not self._handle_sender.left:
+                self.state.version = max(self.version, self._handle_sender.version)
                 self.state.committed = None
         return {"protocol": PROTOCOL, "frame": frame}
 
@@ -233,9 +233,9 @@ class RefitSender(Endpoint[SendJob]):
     def release_resources(self) -> None:
         """See :meth:`Endpoint.release_resources`."""
         self._drop_described()
-        if self._handed is not None:
-            self._handed.close()
-            self._handed = None
+        if self._handle_sender is not None:
+            self._handle_sender.close()
+            self._handle_sender = None
         self.state.close()
 
 
