@@ -79,7 +79,7 @@ class SharedLane(Lane):
     def publish(self, start: int, stop: int) -> None:
         task = running()
         assert task is not None
-        if not task.job._plan.direct:
+        if not task.job._layout.plan.direct:
             check_write(self._world, self.ref["lane"], task.job.version)
         self._world.overhear((start, stop), bytes(self.memory[start:stop]))
         point("packed")
