@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from rl_core.refit import receiving
+from rl_core.refit import _receive_job
 from rl_core.refit.hashing import BlockHash
 from rl_core.refit.transports import cuda, ipc
 from rl_core.refit.transports.base import CPU
@@ -93,8 +93,8 @@ def emulate(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     for name in ("torch", "_CUDA", "_STORAGE"):
         monkeypatch.setattr(cuda, name, gpu)
     monkeypatch.setattr(ipc, "uuid_of", lambda device: UUID)
-    monkeypatch.setattr(receiving, "visible_gpus", lambda device: (UUID,))
-    for lane in ("lane", "home"):
+    monkeypatch.setattr(_receive_job, "visible_gpus", lambda device: (UUID,))
+    for lane in ("lane", "growing_lane"):
         monkeypatch.setattr(
             ipc.IpcSender, lane, lambda end, nbytes, *_: cuda.CudaRegion.create(nbytes, CPU)
         )

@@ -21,11 +21,11 @@ from refit_doubles import DictSink, DictSource
 
 from rl_core.errors import RefitProtocolError, RLError
 from rl_core.interfaces import TensorSpec
-from rl_core.refit import RefitReceiver, RefitSender, SendOptions, WeightManifest, frames, sending
+from rl_core.refit import RefitReceiver, RefitSender, SendOptions, WeightManifest, _send_job, frames
 from rl_core.refit import messages as m
+from rl_core.refit._receive_job import ReceiveJob
+from rl_core.refit._send_job import SendJob
 from rl_core.refit.plan import make_plan
-from rl_core.refit.receiving import Receiving
-from rl_core.refit.sending import Sending
 from rl_core.refit.session import (
     Attach,
     Confirm,
@@ -75,7 +75,7 @@ FROM_RECEIVER: list[Any] = [
     m.Done(SESSION, 1),
     m.Failed(SESSION, "RefitError", "enough", True),
 ]
-HANDLES = m.Handles(SESSION, 1, 1, MANIFEST.digest, 1, ("a", "c"), {"at": 1}, bytes(64))
+HANDLES = m.Handles(SESSION, 1, 1, MANIFEST.digest, 1, 1 << 10, 0, {"at": 1}, bytes(64))
 
 
 class Finding(AssertionError):
@@ -230,12 +230,12 @@ class Line:
 
     def receive(self, timeout_s: float) -> Any:
         self._pause = not self._pause
-        if self._pause and isinstance(self.job, Receiving):
+        if self._pause and isinstance(self.job, ReceiveJob):
             return None  # it loads what came before
         frame = self.frames.pop(0) if self.frames else None
         if frame is None:
             self.job.cancelled = "nothing more comes"
-        if isinstance(self.job, Receiving):
+        if isinstance(self.job, ReceiveJob):
             return frame
         return [] if frame is None else [("key", frame)]
 
@@ -288,10 +288,10 @@ def engine(line: Any = None) -> RefitReceiver:
     sink, line = DictSink(tensors), line or Line([])
     receiver = RefitReceiver(lambda: sink, name="engine", lock=threading.RLock())
     receiver.prepare(info())
-    receiver._ends["ipc"] = (receiver._known_trainer().channels["ipc"], line)
+    receiver.state.ends["ipc"] = (receiver._known_trainer().channels["ipc"], line)
     met: concurrent.futures.Future[None] = concurrent.futures.Future()
     met.set_result(None)
-    receiver._meetings[line] = met
+    receiver.state._meetings[line] = met
     return receiver
 
 
@@ -308,10 +308,12 @@ def info() -> dict[str, Any]:
 def receiver_job(choices: Choices, seen: Counter[str]) -> None:
     line = Line(conversation(choices, Author("sender"), FROM_SENDER[:-1], FROM_SENDER))
     receiver = engine(line)
-    line.job = job = Receiving(receiver, "ipc", receiver._known_trainer(), 60.0, "")
+    line.job = job = ReceiveJob(
+        receiver, receiver.state, "ipc", receiver._known_trainer(), 60.0, ""
+    )
     job._channel = frames.Channel(TOKEN, NONCE, "receiver")
     ends_typed("receiver's refit", job.refit, seen)
-    if receiver.lock._is_owned():  # type: ignore[attr-defined]
+    if receiver.state.lock._is_owned():  # type: ignore[attr-defined]
         raise Finding("the engine stays locked")
     if receiver.torn != (job.session.phase is Phase.TORN):
         raise Finding(f"{job.session.phase} and torn={receiver.torn}")
@@ -319,10 +321,10 @@ def receiver_job(choices: Choices, seen: Counter[str]) -> None:
 
 def sender_job(choices: Choices, seen: Counter[str]) -> None:
     sender = RefitSender(lambda: DictSource(TENSORS), name="trainer")
-    sender.token = TOKEN
+    sender.state.token = TOKEN
     options = SendOptions(bucket_bytes=BUCKET, verify="none", mode="packed")
     line = Line([])
-    line.job = job = Sending(sender, line, DictSource(TENSORS), options, 1)
+    line.job = job = SendJob(sender, sender.state, line, DictSource(TENSORS), options, 1)
     right = [
         msgspec.structs.replace(message, session=job.session.offer.session)
         if hasattr(message, "session")
@@ -332,7 +334,7 @@ def sender_job(choices: Choices, seen: Counter[str]) -> None:
     author = Author("receiver")
     author.bind(job.session.offer.session, NONCE)
     line.frames = conversation(choices, author, right[:-1], right)
-    with mock.patch.object(sending, "secrets", mock.Mock(token_bytes=lambda _: NONCE)):
+    with mock.patch.object(_send_job, "secrets", mock.Mock(token_bytes=lambda _: NONCE)):
         ends_typed("sender's refit", job.refit, seen)
 
 

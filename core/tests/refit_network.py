@@ -29,8 +29,15 @@ from refit_parties import (
 from refit_wire import MemoryLane, TrainerEnd, Wire
 
 from rl_core.errors import RefitAborted, RLError, WeightsTornError
-from rl_core.refit import frames, handles, jobs, receiving, sending
-from rl_core.refit import receiver as receiver_module
+from rl_core.refit import (
+    _handles,
+    _job,
+    _receive_job,
+    _receiver_state,
+    _send_job,
+    _sender_state,
+    frames,
+)
 from rl_core.refit import sender as sender_module
 from rl_core.refit.messages import Hello, Sealed
 from rl_core.refit.session import Phase, ReceiverSession, SenderSession
@@ -39,10 +46,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
     from concurrent.futures import Future
 
-    from rl_core.refit.jobs import Job
+    from rl_core.refit._job import Job
+    from rl_core.refit._receive_job import ReceiveJob
+    from rl_core.refit._send_job import SendJob
     from rl_core.refit.options import SendOptions
-    from rl_core.refit.receiving import Receiving
-    from rl_core.refit.sending import Sending
 
 #: Seconds that a thread may take to get somewhere; none does, unless a test fails.
 _PATIENCE_S = 60
@@ -113,8 +120,8 @@ class Refit:
     forged: bool = False
 
 
-def _unmet(job: Sending) -> frames.Channel:
-    return frames.Channel(job._sender.token, b"", "sender")
+def _unmet(job: SendJob) -> frames.Channel:
+    return frames.Channel(job._state.token, b"", "sender")
 
 
 def _signed(reader: frames.Channel, message: object) -> bytes:
@@ -174,7 +181,7 @@ class Network:
 
         plain = frames.Channel.encode
         enter(frames.Channel, "encode", encode)
-        enter(receiving, "write_hello", write_hello)
+        enter(_receive_job, "write_hello", write_hello)
 
         class Drawn:
             """What is random elsewhere, and the same in every run here."""
@@ -189,13 +196,20 @@ class Network:
                 return self.token_bytes(nbytes).hex()
 
         drawn = Drawn(count())
-        for module in (sending, receiving, sender_module, receiver_module, handles):
+        for module in (
+            _send_job,
+            _receive_job,
+            sender_module,
+            _sender_state,
+            _receiver_state,
+            _handles,
+        ):
             enter(module, "secrets", drawn)
-        enter(jobs.Job, "drive", drive)
-        enter(sender_module, "find_transport", lambda name: self._wire)
-        enter(receiver_module, "find_transport", lambda name: self._wire)
-        enter(sending, "SenderSession", partial(SenderSession, clock=self.clock))
-        enter(receiving, "ReceiverSession", partial(ReceiverSession, clock=self.clock))
+        enter(_job.Job, "drive", drive)
+        enter(_sender_state, "find_transport", lambda name: self._wire)
+        enter(_receiver_state, "find_transport", lambda name: self._wire)
+        enter(_send_job, "SenderSession", partial(SenderSession, clock=self.clock))
+        enter(_receive_job, "ReceiverSession", partial(ReceiverSession, clock=self.clock))
 
     def close(self) -> None:
         self._stepped.close()
@@ -207,7 +221,7 @@ class Network:
         return trainer
 
     def _new_engine(self, number: int) -> Engine:
-        def published(receiver: str, job: Receiving) -> None:
+        def published(receiver: str, job: ReceiveJob) -> None:
             assert job.session.offer is not None
             self.refits[job.session.offer.session].published.add(receiver)
 
@@ -272,7 +286,7 @@ class Network:
         message, _ = self.said[frame]
         if isinstance(message, Sealed):
             refit = self.refits[message.session]
-            refit.sealed.add(engine.receiver.id)
+            refit.sealed.add(engine.receiver.state.id)
             # A trainer that has trained meanwhile will not confirm what it sent.
             if refit.step == self.trainer.step and engine.weights != refit.weights:
                 self.wrongly_sealed.append(refit)
@@ -441,7 +455,7 @@ class Network:
                 job, engine.job = engine.job, None
                 self._assert_told(engine, job, self._conclude(job))
 
-    def _assert_told(self, engine: Engine, job: Receiving, succeeded: bool) -> None:
+    def _assert_told(self, engine: Engine, job: ReceiveJob, succeeded: bool) -> None:
         """What an engine says of a refit that is over is how it is."""
         phase = job.session.phase
         assert succeeded == (phase is Phase.COMMITTED)

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
     from refit_wire import EngineEnd, TrainerEnd
 
-    from rl_core.refit.receiving import Receiving
-    from rl_core.refit.sending import Sending
+    from rl_core.refit._receive_job import ReceiveJob
+    from rl_core.refit._send_job import SendJob
 
 DEADLINE_S = 60.0
 #: One tensor of every kind: split, small, odd sizes, 0-d, empty, tied, of several dtypes.
@@ -102,7 +102,7 @@ class Trainer:
         }
         self.end: TrainerEnd
         self.sender = RefitSender(lambda: Source(self), name="trainer")
-        self.job: Sending | None = None
+        self.job: SendJob | None = None
 
     def train(self, names: Iterable[str], *, back: int = 0) -> None:
         """Values of the next step for some tensors, or those of a step before it again."""
@@ -208,7 +208,7 @@ class Kind:
 
 class Engine:
     def __init__(
-        self, number: int, kind: Kind, clock: Clock, published: Callable[[str, Receiving], None]
+        self, number: int, kind: Kind, clock: Clock, published: Callable[[str, ReceiveJob], None]
     ) -> None:
         self.kind = kind
         self.number = number
@@ -216,7 +216,7 @@ class Engine:
         self.tensor = self.kind.blank()
         self.lock = GenerationLock(clock)
         self.end: EngineEnd
-        self.job: Receiving | None = None
+        self.job: ReceiveJob | None = None
         self.before: tuple[Weights, bool] = ({}, False)
         self._published = published
         self.receiver = RefitReceiver(
@@ -233,4 +233,4 @@ class Engine:
     def _committed(self, version: int) -> None:
         self.faults.reached("commit")
         assert self.job is not None
-        self._published(self.receiver.id, self.job)
+        self._published(self.receiver.state.id, self.job)

@@ -22,7 +22,6 @@ from rl_core.refit.messages import (
     Sealed,
 )
 from rl_core.refit.session import (
-    Announced,
     Attach,
     Confirm,
     Effect,
@@ -86,7 +85,7 @@ def says(number: int, message: Hello | FromReceiver) -> Callable[[SenderSession]
 
 
 def announced(index: int) -> list[Effect]:
-    return [Announced(index), Load(index, b"digests")]
+    return [Load(index, b"digests")]
 
 
 def sent(index: int) -> Send:

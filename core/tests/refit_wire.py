@@ -27,7 +27,7 @@ class MemoryLane(Lane):
         self.published: list[tuple[int, int]] = []
         self._faults = faults
 
-    def home(self, start: int, stop: int) -> torch.Tensor:
+    def owning_view(self, start: int, stop: int) -> torch.Tensor:
         return torch.frombuffer(self.memory, dtype=torch.uint8, offset=start, count=stop - start)
 
     def publish(self, start: int, stop: int) -> None:

@@ -18,8 +18,8 @@ from rl_core.config import check_config
 from rl_core.errors import ConfigError, DataError, LifecycleError
 from rl_core.interfaces import GenerationConfig
 from rl_core.refit import refit
+from rl_core.refit._driver import warn_of_temperatures
 from rl_core.refit.options import SendOptions
-from rl_core.refit.sampling import warn_of_temperatures
 
 
 @pytest.fixture

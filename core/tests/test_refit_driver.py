@@ -23,7 +23,7 @@ from rl_core.errors import (
 )
 from rl_core.plugins import hookspecs
 from rl_core.plugins.discovery import TRANSPORTS
-from rl_core.refit import sending
+from rl_core.refit import _send_job
 from rl_core.refit.transports import find_transport
 from rl_core.refit.transports.base import Transport
 
@@ -245,7 +245,7 @@ def test_plugins_hear_of_a_failure_and_its_class(pair, events):
 
 
 def test_plugins_hear_of_the_progress_of_long_refits(pair, events, monkeypatch):
-    monkeypatch.setattr(sending, "_PROGRESS_S", -1.0)  # every bucket takes long
+    monkeypatch.setattr(_send_job, "_PROGRESS_S", -1.0)  # every bucket takes long
     report = go(*pair, version=3)
     progress = [facts for name, facts in events if name == "refit_progress"]
     assert [facts["sent"] for facts in progress] == list(range(report.buckets))
@@ -293,7 +293,7 @@ def test_a_transport_of_another_distribution_is_used(install: Install, pair):
     source = "from rl_core.refit.transports.ipc import IPC as PIGEON\n"
     install("rl-pigeon", {TRANSPORTS: {"pigeon": "pigeon:PIGEON"}}, {"pigeon": source})
     trainer, engine = pair
-    trainer.sender.end("pigeon")
+    trainer.sender.state.end("pigeon")
     engine.prepare_refit_info(trainer.prepare_refit_info())
     sending = trainer.sender.send(transport="pigeon", bucket_bytes=BUCKET, deadline_s=SOON)
     engine.receiver.receive(transport="pigeon", deadline_s=SOON).result(SOON)

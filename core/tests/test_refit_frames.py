@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rl_core.errors import RefitProtocolError
 from rl_core.refit import frames
 from rl_core.refit.frames import MAX_FRAME_BYTES, Channel, read_hello, write_hello
-from rl_core.refit.messages import Abort, BucketReady, Commit, Hello, Loaded, Offer, Ready
+from rl_core.refit.messages import PROTOCOL, Abort, BucketReady, Commit, Hello, Loaded, Offer, Ready
 
 TOKEN, NONCE = "secret", b"n" * 16
 HELLO = Hello("id", "engine", 2, NONCE)
@@ -119,18 +119,20 @@ def test_a_message_of_the_other_direction_is_refused():
         sender.decode(receiver.encode(Abort("session", "RefitError", "why")))
 
 
-@pytest.mark.parametrize("theirs", [2, 4])
+@pytest.mark.parametrize("theirs", [PROTOCOL - 1, PROTOCOL + 1])
 def test_another_version_of_the_protocol_is_refused_by_name(monkeypatch, theirs):
     frame, hello = ends()[0].encode(OFFER), write_hello(HELLO, TOKEN)
     with mock.patch.object(frames, "PROTOCOL", theirs):
         for read in (lambda: ends()[1].decode(frame), lambda: read_hello(hello, TOKEN)):
-            with pytest.raises(RefitProtocolError, match=f"protocol 3.*protocol {theirs}") as error:
+            with pytest.raises(
+                RefitProtocolError, match=f"protocol {PROTOCOL}.*protocol {theirs}"
+            ) as error:
                 read()
             assert "same rl-core" in str(error.value.fix)
 
 
 def test_a_frame_of_a_release_without_a_head_is_refused_by_name():
-    with pytest.raises(RefitProtocolError, match="protocol 3"):
+    with pytest.raises(RefitProtocolError, match=f"protocol {PROTOCOL}"):
         read_hello(bytes(range(100)), TOKEN)
 
 

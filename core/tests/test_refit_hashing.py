@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from second_preimage import second_preimage
 
 from rl_core.errors import RefitProtocolError
-from rl_core.refit import fold
+from rl_core.refit import _fold
 from rl_core.refit.hashing import (
     BLOCK,
     BlockHash,
@@ -47,7 +47,7 @@ def digest(content: bytes, how: BlockHash) -> bytes:
 
 
 def folded(content: bytes, block: int, chunk: int) -> list[bytes]:
-    return fold.prepare([tensor(content)], FOLD.key, block, chunk)()()[0]
+    return _fold.prepare([tensor(content)], FOLD.key, block, chunk)()()[0]
 
 
 def folded_by_hand(content: bytes) -> bytes:
@@ -135,7 +135,7 @@ def test_permuted_blocks_change_the_digest_of_the_tensor(blocks: list[bytes]) ->
 def test_how_much_is_folded_at_once_and_beside_what_has_no_influence(
     contents: list[bytes], chunk: int
 ) -> None:
-    together = fold.prepare([tensor(content) for content in contents], FOLD.key, 64, chunk)()()
+    together = _fold.prepare([tensor(content) for content in contents], FOLD.key, 64, chunk)()()
     assert together == [folded(content, 64, 1 << 20) for content in contents]
 
 
@@ -275,7 +275,7 @@ def test_keys_of_two_kinds_differ_and_are_not_shown() -> None:
 @given(st.integers(0, 70), st.integers(1, 1000))
 def test_folded_digests_do_not_tell_the_multipliers(position: int, word: int) -> None:
     """Of contents with one word, sums without a pseudo-random end are multiples of one number."""
-    factors = fold.multipliers(FOLD.key, CPU)[:, position].numpy().view(np.uint64)
+    factors = _fold.multipliers(FOLD.key, CPU)[:, position].numpy().view(np.uint64)
     content = bytes(4 * position) + word.to_bytes(4, "little")
     halves = np.frombuffer(digest(content, FOLD), dtype=np.uint64)
     with np.errstate(over="ignore"):
@@ -296,18 +296,18 @@ def test_other_bytes_with_the_digest_of_xxh3_have_another_in_keyed_hashes(
 #: Must be told before Triton is imported, so that this is a process of its own.
 INTERPRETED = """
 import torch
-from rl_core.refit import fold, fold_triton
+from rl_core.refit import _fold, _fold_triton
 
 key, cpu = bytes(range(32)), torch.device("cpu")
-cases = {64: [0, 1, 2, 3, 4, 64, 130] * 3, 16_000: [5, 8192, 8193, 16_003], fold.BLOCK: [9000]}
+cases = {64: [0, 1, 2, 3, 4, 64, 130] * 3, 16_000: [5, 8192, 8193, 16_003], _fold.BLOCK: [9000]}
 for block, sizes in cases.items():
     runs = [torch.randint(0, 256, (size,), dtype=torch.uint8) for size in sizes]
-    slow = fold.prepare(runs, key, block)
-    fold._fused = lambda runs, key, block: fold_triton.prepare(
-        runs, fold.multipliers(key, cpu), block
+    slow = _fold.prepare(runs, key, block)
+    _fold._fused = lambda runs, key, block: _fold_triton.prepare(
+        runs, _fold.multipliers(key, cpu), block
     )
-    fast = fold.prepare(runs, key, block)
-    fold._fused = lambda *_: None
+    fast = _fold.prepare(runs, key, block)
+    _fold._fused = lambda *_: None
     assert fast()() == slow()()
     runs[-1][-1] ^= 1
     assert fast()() == slow()()
@@ -350,10 +350,10 @@ def test_a_kernel_that_does_not_compile_is_told_and_done_without(monkeypatch):
         raise RuntimeError("no C compiler was found")
 
     broken = SimpleNamespace(prepare=prepare)
-    monkeypatch.setattr("rl_core.refit.fold_triton", broken, raising=False)
-    monkeypatch.setitem(sys.modules, "rl_core.refit.fold_triton", broken)
-    fold._kernel.cache_clear()
+    monkeypatch.setattr("rl_core.refit._fold_triton", broken, raising=False)
+    monkeypatch.setitem(sys.modules, "rl_core.refit._fold_triton", broken)
+    _fold._kernel.cache_clear()
     with pytest.warns(RuntimeWarning, match="install a C compiler"):
-        assert fold._kernel(CPU) is None
-    assert fold._kernel(CPU) is None  # and is told once
-    fold._kernel.cache_clear()
+        assert _fold._kernel(CPU) is None
+    assert _fold._kernel(CPU) is None  # and is told once
+    _fold._kernel.cache_clear()

@@ -28,13 +28,14 @@ from refit_doubles import (
 )
 
 from rl_core.errors import RefitCorrupted
-from rl_core.refit.digests import Digester, DigestTable, Window
+from rl_core.refit._digests import Digester, DigestTable
+from rl_core.refit._layout import Layout
+from rl_core.refit._loading import Loader, Route
+from rl_core.refit._packing import Packer, checked_tensors
+from rl_core.refit._staging import StagedSink
 from rl_core.refit.hashing import BlockHash
-from rl_core.refit.loading import Loader, Route
 from rl_core.refit.manifest import WeightManifest
-from rl_core.refit.packing import SlotPacker
 from rl_core.refit.plan import make_plan
-from rl_core.refit.staging import StagedSink
 from rl_core.refit.transports.base import NoLane
 
 if TYPE_CHECKING:
@@ -96,14 +97,14 @@ class Rig:
             self.manifest,
             bucket_bytes,
             direct=direct,
-            wanted=left.__contains__,
+            skip=bytes(i not in left for i in range(len(self.manifest.owned))),
             block=self.block_hash.block,
         )
         lane = NoLane()
         lane.data = torch.zeros(plan.lane_bytes, dtype=torch.uint8)
         table = DigestTable(self.manifest, dict(known))
-        window = Window(plan, lane.data, self.block_hash)
-        packer = SlotPacker(window, lane, table, self.source, self.manifest)
+        given = checked_tensors(self.source, [self.manifest.owned[index] for index in plan.sent])
+        packer = Packer(Layout(plan, lane, self.block_hash), given, table)
         sink: Any = self.sink
         expected = WeightManifest.of(sink.specs())
         if staged:
@@ -224,10 +225,10 @@ def test_a_sink_is_given_the_bytes_that_were_verified(keep, mode, isolation):
     expected = {name: tensor.clone() for name, tensor in tensors.items()}
 
     def write(name: str, offset: int, data: torch.Tensor, **kwargs: Any) -> None:
-        for lane in trainer.sender._lanes.values():
+        for lane in trainer.sender.state._lanes.values():
             lane.data ^= 85  # a sender that gave up uses it for something else
         honest(name, offset, data, **kwargs)
-        for lane in trainer.sender._lanes.values():
+        for lane in trainer.sender.state._lanes.values():
             lane.data ^= 85
 
     honest, engine.sink.write = engine.sink.write, write
@@ -248,7 +249,7 @@ def test_an_engine_is_torn_only_if_something_was_written(keep, mode, kind, first
     before = engine.snapshot()
     for tensor in tensors.values():
         tensor.add_(1)
-    [lane] = trainer.sender._lanes.values()
+    [lane] = trainer.sender.state._lanes.values()
     publish, wrong = lane.publish, []
 
     def damage(start: int, stop: int) -> None:
@@ -277,7 +278,7 @@ def test_the_tensor_that_is_wrong_is_named_among_those_that_are_verified_togethe
     engine = keep(Engine(blank(tensors), kind=InPlaceSink))
     options = {"bucket_bytes": 1 << 20, "mode": "packed"}
     go(trainer, engine, **options)
-    [lane] = trainer.sender._lanes.values()
+    [lane] = trainer.sender.state._lanes.values()
     publish = lane.publish
 
     def damage(start: int, stop: int) -> None:
@@ -293,10 +294,10 @@ def test_the_tensor_that_is_wrong_is_named_among_those_that_are_verified_togethe
 def test_without_verification_nothing_is_remembered(pair):
     trainer, engine = pair
     go(trainer, engine)
-    assert engine.receiver.known
+    assert engine.receiver.state.known
     go(trainer, engine, verify="none")
-    assert not engine.receiver.known
-    assert trainer.sender.committed is None
+    assert not engine.receiver.state.known
+    assert trainer.sender.state.committed is None
 
 
 @pytest.mark.parametrize("mode", ["packed", "direct"])
@@ -308,7 +309,7 @@ def test_what_a_sender_remembers_is_what_it_announced(keep, mode):
     trainer.source.at_confirm = lambda: tensors["big"].add_(1)
     go(trainer, engine, mode=mode)
     trainer.source.at_confirm = lambda: None
-    assert trainer.sender.committed.known == engine.receiver.known
+    assert trainer.sender.state.committed.known == engine.receiver.state.known
     report = go(trainer, engine, mode=mode, delta=True)
     assert (report.tensors, report.unchanged) == (1, len(describe(tensors)) - 2)
     assert same(tensors, engine.sink.tensor)

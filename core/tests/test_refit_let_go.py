@@ -42,7 +42,7 @@ def test_memory_that_the_tensors_left_is_let_go_of(monkeypatch, trainer, engine)
     go(trainer, engine)
     for tensor in trainer.source.tensor.values():
         tensor.data = tensor.data.clone()
-    trainer.sender.let_go_of_weights()
+    trainer.sender.release_weights()
     gc.collect()
     assert [region() for region in regions] == [None]
 
@@ -51,14 +51,14 @@ def test_the_next_refit_moves_them_again(trainer, engine):
     go(trainer, engine)
     for name, tensor in make_persistent(1).items():
         trainer.source.tensor[name].data = tensor
-    trainer.sender.let_go_of_weights()
+    trainer.sender.release_weights()
     assert go(trainer, engine).mode == "direct"
     assert same(make_persistent(1), engine.sink.tensor)
 
 
 def test_tensors_that_stayed_are_whole_and_move_to_new_memory(trainer, engine):
     go(trainer, engine)
-    trainer.sender.let_go_of_weights()
+    trainer.sender.release_weights()
     gc.collect()
     assert same(make_persistent(), trainer.source.tensor)
     trainer.source.tensor["big"].add_(1)
@@ -116,7 +116,7 @@ def test_memory_is_given_back_after_a_failure(monkeypatch, trainer, engine):
 
     engine.sink.on["finish"] = refuse
     fails(trainer, engine)
-    assert engine.idle().receiver._lanes == {}
+    assert engine.idle().receiver.state._lanes == {}
 
 
 def test_scales_for_an_engine_without_are_refused_before_anything_is_written(trainer, engine):

@@ -110,7 +110,7 @@ def test_the_digest_covers_the_order():
 
 
 def test_the_info_names_alias_groups_and_converts_back():
-    info = manifest(W, TIED, replace(W, name="free")).to_info()
+    info = manifest(W, TIED, replace(W, name="free")).info
     assert [entry["alias_group"] for entry in info] == ["w", "w", None]
     assert msgspec.convert(info, list[TensorSpec]) == [W, TIED, replace(W, name="free")]
 

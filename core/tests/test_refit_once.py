@@ -32,8 +32,8 @@ from rl_core.errors import (
     WeightsTornError,
 )
 from rl_core.futures import spawn, wait
-from rl_core.refit import RefitReport, sending
-from rl_core.refit.driver import _meeting_host
+from rl_core.refit import RefitReport, _send_job
+from rl_core.refit._driver import _meeting_host
 from rl_core.refit.messages import PROTOCOL
 
 
@@ -187,14 +187,14 @@ def test_a_handle_of_before_does_not_end_the_set_that_followed(both):
 def test_a_version_names_one_refit_also_while_the_report_is_written(both, monkeypatch):
     trainer, engine = both
     reporting, go_on = threading.Event(), threading.Event()
-    report = sending.RefitReport
+    report = _send_job.RefitReport
 
     def slow(**figures: Any) -> RefitReport:
         reporting.set()
         assert go_on.wait(SOON)
         return report(**figures)
 
-    monkeypatch.setattr(sending, "RefitReport", slow)
+    monkeypatch.setattr(_send_job, "RefitReport", slow)
     sending_, receiving = begin(trainer, engine)
     assert receiving.result(SOON)["version"] == 1
     assert reporting.wait(SOON)
@@ -208,7 +208,7 @@ def test_a_version_names_one_refit_also_while_the_report_is_written(both, monkey
 
 def test_a_report_that_fails_leaves_both_sides_at_one_version(both, monkeypatch):
     trainer, engine = both
-    monkeypatch.setattr(sending, "RefitReport", lambda **figures: 1 / 0)
+    monkeypatch.setattr(_send_job, "RefitReport", lambda **figures: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         go(trainer, engine)
     assert trainer.sender.version == engine.receiver.version == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from itertools import pairwise
 
 import pytest
@@ -12,12 +13,15 @@ from msgspec.structs import replace
 
 from rl_core.errors import ConfigError
 from rl_core.interfaces import TensorSpec
-from rl_core.refit import digests
-from rl_core.refit.digests import Digester, DigestTable, copy_run, hasher
+from rl_core.refit import _digests
+from rl_core.refit._digests import Digester, DigestTable, copy_run, run_hasher
+from rl_core.refit._loading import copiers
+from rl_core.refit._sender_state import SenderState
 from rl_core.refit.hashing import BLOCK, BlockHash
-from rl_core.refit.loading import copiers
 from rl_core.refit.manifest import WeightManifest, dtype_of, nbytes, numel
-from rl_core.refit.plan import ALIGN, Planner, Segment, TransferPlan, arena, make_plan
+from rl_core.refit.plan import ALIGN, Segment, TransferPlan, make_plan, places
+from rl_core.refit.transports.base import CPU
+from rl_core.refit.transports.ipc import IPC
 
 W = TensorSpec("w", (4, 3), "float32")
 TIED = TensorSpec("head", (4, 3), "float32", alias_of="w")
@@ -47,9 +51,10 @@ def plans(draw: st.DrawFn) -> tuple[WeightManifest, set[int], TransferPlan]:
     large = draw(st.booleans())
     model = draw(LARGE_MANIFESTS if large else MANIFESTS)
     wanted = draw(st.sets(st.sampled_from(range(len(model.owned))))) if model.owned else set()
+    skip = bytes(index not in wanted for index in range(len(model.owned)))
     bucket_bytes = draw(st.integers(BLOCK // 2, 3 * BLOCK) if large else BUCKET_BYTES)
     plan = make_plan(
-        model, bucket_bytes, direct=draw(st.booleans()), wanted=wanted.__contains__
+        model, bucket_bytes, direct=draw(st.booleans()), skip=skip
     )  # fmt: skip
     biggest = max((b.stop - b.start for b in plan.buckets), default=0)
     assert plan.direct or biggest <= bucket_bytes
@@ -99,8 +104,8 @@ def test_segments_of_buckets_that_are_under_way_together_never_overlap(planned):
     together = plan.slots or len(plan.buckets)
     for first in range(len(plan.buckets)):
         window = plan.buckets[first : first + together]
-        places = sorted((s.start, s.stop) for bucket in window for s in bucket.segments)
-        assert all(stop <= start for (_, stop), (start, _) in pairwise(places))
+        spans = sorted((s.start, s.stop) for bucket in window for s in bucket.segments)
+        assert all(stop <= start for (_, stop), (start, _) in pairwise(spans))
         if not plan.direct:
             spans = sorted((bucket.start, bucket.stop) for bucket in window)
             assert all(stop <= start for (_, stop), (start, _) in pairwise(spans))
@@ -126,13 +131,13 @@ def test_only_what_does_not_fit_any_more_begins_a_bucket(model, bucket_bytes):
 
 @given(LARGE_MANIFESTS, st.data())
 def test_a_direct_place_depends_on_the_model_alone(model, data):
-    wanted = {i for i in range(len(model.owned)) if data.draw(st.booleans())}
+    skip = bytes(data.draw(st.booleans()) for _ in model.owned)
     bucket_bytes = data.draw(st.integers(ALIGN, 2 * BLOCK).filter(lambda n: n > BLOCK // 64))
-    plan = make_plan(model, bucket_bytes, direct=True, wanted=wanted.__contains__)
-    places, end = arena(model.owned)
+    plan = make_plan(model, bucket_bytes, direct=True, skip=skip)
+    starts, end = places(model.owned)
     assert plan.lane_bytes == end
     for segment in segments(plan):
-        begin = places[segment.tensor] + segment.offset * dtype_of(segment.spec).itemsize
+        begin = starts[segment.tensor] + segment.offset * dtype_of(segment.spec).itemsize
         assert segment.start == begin
 
 
@@ -165,7 +170,8 @@ def test_the_digests_of_segments_in_a_lane_are_those_of_the_tensors(model, bucke
     for bucket in plan.buckets:
         for segment in bucket.segments:
             copy_run(segment.of(lane), tensors[segment.tensor], segment.offset)
-        table.add(bucket, hasher(bucket.segments, lane, plan.block_bytes, HASH)(), plan.block_bytes)
+        runs = [lane[segment.start : segment.stop] for segment in bucket.segments]
+        table.add(bucket, run_hasher(runs, plan.block_bytes, HASH)(), plan.block_bytes)
     digester = Digester(plan.block_bytes, HASH, keep=False)
     assert table.known == {
         spec.name: digester.of(tensor, spec)
@@ -179,8 +185,7 @@ def test_both_sides_derive_the_same_plan_and_digest(planned, direct):
     theirs = WeightManifest.of(tuple(replace(spec) for spec in model.tensors))
     skip = bytes(index not in wanted for index in range(len(model.owned)))
     ours, other = (
-        Planner().plan(side, BLOCK, direct=direct, skip=skip, block=BLOCK)
-        for side in (model, theirs)
+        make_plan(side, BLOCK, direct=direct, skip=skip, block=BLOCK) for side in (model, theirs)
     )
     assert ours == other
     assert ours.digest == other.digest
@@ -191,22 +196,22 @@ ARGUMENTS = st.tuples(st.integers(0, 2), st.sampled_from([64, 128, 200]), st.boo
 
 
 @given(st.lists(ARGUMENTS, max_size=12))
-def test_a_planner_that_remembers_never_gives_another_plan(asked):
+def test_a_sender_that_remembers_never_gives_another_plan(asked):
     specs = [replace(W, name=name) for name in "abc"]
     models = [
         manifest(*specs),
         manifest(*reversed(specs)),
         manifest(replace(W, name="a", dtype="int32"), *specs[1:]),
     ]
-    planner = Planner()
-    for which, bucket_bytes, direct, skip in asked:
-        plan = planner.plan(models[which], bucket_bytes, direct=direct, skip=skip, block=BLOCK)
-        wanted = [i for i in range(3) if not skip or not skip[i]]
-        fresh = make_plan(models[which], bucket_bytes, direct=direct, wanted=wanted.__contains__)
-        assert (plan, plan.digest) == (fresh, fresh.digest)
-        assert (
-            planner.plan(models[which], bucket_bytes, direct=direct, skip=skip, block=BLOCK) is plan
-        )
+    end, sender = IPC.sender(), SenderState()
+    where = {"block_hash": HASH, "device": CPU, "receivers": []}
+    with closing(end), closing(sender):
+        for which, bucket_bytes, direct, skip in asked:
+            way = {"direct": direct, "skip": skip}
+            layout = sender.layout(end, models[which], bucket_bytes, **way, **where)
+            fresh = make_plan(models[which], bucket_bytes, **way)
+            assert (layout.plan, layout.plan.digest) == (fresh, fresh.digest)
+            assert sender.layout(end, models[which], bucket_bytes, **way, **where) is layout
 
 
 @pytest.mark.parametrize(
@@ -214,7 +219,7 @@ def test_a_planner_that_remembers_never_gives_another_plan(asked):
     [
         make_plan(manifest(W, replace(W, name="v")), 64),
         make_plan(manifest(W, replace(W, name="v")), 128, direct=True),
-        make_plan(manifest(W, replace(W, name="v")), 128, wanted={0}.__contains__),
+        make_plan(manifest(W, replace(W, name="v")), 128, skip=b"\0\1"),
         make_plan(manifest(replace(W, name="v"), W), 128),
         make_plan(manifest(W, replace(W, name="v", dtype="int32")), 128),
     ],
@@ -230,7 +235,7 @@ def test_aliases_are_not_planned():
 
 
 def test_a_plan_of_nothing_has_no_bucket_and_needs_no_lane():
-    plan = make_plan(manifest(W), 64, wanted=lambda index: False)
+    plan = make_plan(manifest(W), 64, skip=b"\1")
     assert (plan.buckets, plan.sent, plan.nbytes, plan.lane_bytes) == ((), (), 0, 0)
 
 
@@ -261,13 +266,13 @@ def test_the_digests_of_many_tensors_are_those_of_each(kind, monkeypatch):
     passing = {f"p{i}": torch.full((i + 1,), float(i)) for i in range(4)}
     specs = {n: TensorSpec(n, tuple(t.shape), "float32") for n, t in (stay | passing).items()}
     calls = []
-    honest = digests.start_digests
+    honest = _digests.start_digests
 
     def start(runs, *args, **kwargs):
         calls.append(len(runs))
         return honest(runs, *args, **kwargs)
 
-    monkeypatch.setattr(digests, "start_digests", start)
+    monkeypatch.setattr(_digests, "start_digests", start)
 
     def given():
         buffer = torch.empty(4)

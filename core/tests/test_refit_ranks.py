@@ -20,8 +20,8 @@ from rl_core.errors import (
 from rl_core.futures import spawn, wait
 from rl_core.interfaces import WorkerContext
 from rl_core.refit import GatheredSource, RefitRanks
-from rl_core.refit.ranks.hands import Hands
-from rl_core.refit.ranks.peers import Peer
+from rl_core.refit.ranks._peers import Peer
+from rl_core.refit.ranks._thread import RefitThread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -316,15 +316,15 @@ def test_a_source_of_one_rank_gathers_alone(keep, engine: Engine) -> None:
     assert alone.closed() == [[1]]
 
 
-def test_hands_work_in_order_and_outlive_errors() -> None:
-    hands, seen = Hands(), []
-    failing = hands.submit(lambda: 1 / 0)
-    done = [hands.submit(lambda i=i: seen.append(i)) for i in range(5)]
+def test_the_thread_works_in_order_and_outlive_errors() -> None:
+    thread, seen = RefitThread(), []
+    failing = thread.submit(lambda: 1 / 0)
+    done = [thread.submit(lambda i=i: seen.append(i)) for i in range(5)]
     wait(done, SOON)
     assert isinstance(failing.exception(SOON), ZeroDivisionError)
     assert seen == [0, 1, 2, 3, 4]
-    assert hands.idle
-    hands.close()
+    assert thread.idle
+    thread.close()
 
 
 def test_a_process_is_told_by_what_the_system_says_of_it() -> None:

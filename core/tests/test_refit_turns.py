@@ -23,7 +23,7 @@ from refit_doubles import (
 
 from rl_core.errors import DeadlineError, RefitAborted, RefitError, RefitPeerError
 from rl_core.futures import spawn, wait
-from rl_core.refit.receiving import Receiving
+from rl_core.refit._receive_job import ReceiveJob
 
 
 class Gate:
@@ -239,7 +239,7 @@ def test_a_refit_of_one_trainer_is_not_taken_for_that_of_another(keep, pair, mon
     assert gate.reached.wait(SOON)
     second = begin(trainer, engine)
     # As if its bytes were on their way by the time that it was told.
-    monkeypatch.setattr(Receiving, "supersede", lambda job, why: None)
+    monkeypatch.setattr(ReceiveJob, "supersede", lambda job, why: None)
     engine.prepare_refit_info(other.prepare_refit_info())
     third = other.sender.send(version=9, deadline_s=SOON), engine.receiver.receive(deadline_s=SOON)
     gate.opened.set()

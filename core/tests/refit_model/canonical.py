@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 
-from rl_core.refit.digests import Digester, Window
-from rl_core.refit.loading import Route
+from rl_core.refit._digests import Digester
+from rl_core.refit._layout import Layout
+from rl_core.refit._loading import Route
 from rl_core.refit.manifest import WeightManifest
-from rl_core.refit.plan import Planner, TransferPlan
+from rl_core.refit.plan import TransferPlan
 from rl_core.refit.session import Phase
 
 if TYPE_CHECKING:
@@ -21,9 +22,11 @@ if TYPE_CHECKING:
 
     import greenlet
 
-#: Times that were measured, addresses, and what a job keeps for its caller.
+#: Times that were measured, addresses, what a job keeps for its caller, and caches: what they know
+#: of memory is of lanes that are open, which are written down.
 _IGNORED = {
-    "phase_seconds", "_entered", "_told", "looked", "_places", "future", "at", "endpoint",
+    "phase_seconds", "_entered", "_reported_at", "looked", "_places", "future", "at", "endpoint",
+    "_layouts", "routes",
 }  # fmt: skip
 _PLAIN = {int, float, str, bytes, bool, type(None), Phase}
 
@@ -119,6 +122,11 @@ class Canon:
             self.out.append(thing.hexdigest())
 
 
+def _layout(canon: Canon, layout: Any) -> None:
+    canon.out.append(layout.plan.digest)
+    canon.add(layout.lane)
+
+
 def _route(canon: Canon, route: Any) -> None:
     canon.out.append(route.plan.digest)
     canon.add(route.data)
@@ -135,8 +143,7 @@ _WRITERS: dict[type, Callable[[Canon, Any], None]] = {
     types.GeneratorType: Canon._generator,
     TransferPlan: lambda canon, plan: canon.out.append(plan.digest),
     WeightManifest: lambda canon, manifest: canon.out.append(manifest.digest),
-    Planner: Canon._name_only,  # caches
-    Digester: Canon._name_only,
-    Window: lambda canon, window: canon.add(window.data),
+    Digester: Canon._name_only,  # a cache
+    Layout: _layout,
     Route: _route,
 }

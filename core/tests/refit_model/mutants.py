@@ -9,15 +9,15 @@ from unittest.mock import patch
 
 import msgspec
 
-from rl_core.refit import receiving
-from rl_core.refit.digests import run_hasher
+from rl_core.refit import _receive_job
+from rl_core.refit._digests import run_hasher
+from rl_core.refit._loading import Route, _Step
+from rl_core.refit._receiver_state import ReceiverState
+from rl_core.refit._sender_state import SenderState
+from rl_core.refit._staging import StagedSink
 from rl_core.refit.frames import Channel
-from rl_core.refit.loading import Route, _Step
-from rl_core.refit.receiver import RefitReceiver
-from rl_core.refit.sender import RefitSender
 from rl_core.refit.session import Send, SenderSession
 from rl_core.refit.session.sender import _Peer
-from rl_core.refit.staging import StagedSink
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -39,19 +39,19 @@ def _verified_in_the_lane(self: Route, group: list[Any]) -> _Step:
 
 @contextmanager
 def _torn_as_before() -> Generator[None]:
-    attach, release = receiving.Receiving._attach, receiving.Receiving._release
+    attach, release = _receive_job.ReceiveJob._attach, _receive_job.ReceiveJob._release
 
     def attaches(self: Any, *given: Any) -> str:
-        self.torn_before = self._receiver.torn
+        self.torn_before = self._state.torn
         return attach(self, *given)
 
     def releases(self: Any) -> None:
         staged = isinstance(self._sink, StagedSink)
         release(self)
         if staged:
-            self._receiver.torn = self.torn_before
+            self._state.torn = self.torn_before
 
-    with patch.multiple(receiving.Receiving, _attach=attaches, _release=releases):
+    with patch.multiple(_receive_job.ReceiveJob, _attach=attaches, _release=releases):
         yield
 
 
@@ -126,15 +126,15 @@ MUTANTS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], str]] = {
     ),
     "a failed refit gives back the torn that it saw first": (_torn_as_before, "DROPPED"),
     "forget does not advance the epoch": (
-        _with(RefitReceiver, forget=lambda self: setattr(self, "known", {})),
+        _with(ReceiverState, forget=lambda self: setattr(self, "known", {})),
         "LOADED_DELTA",
     ),
     "nobody compares epochs": (
-        _with(RefitReceiver, check_epoch=lambda self, epoch: None),
+        _with(ReceiverState, check_epoch=lambda self, epoch: None),
         "DROPPED_DELTA",
     ),
     "a staged refit writes what is known before it commits": (
-        partial(patch.object, receiving, "dict", lambda known: known, create=True),
+        partial(patch.object, _receive_job, "dict", lambda known: known, create=True),
         "STAGED_CRASH",
     ),
     "no nonce binds an offer": (_no_nonce, "REPLAYED"),
@@ -147,7 +147,7 @@ MUTANTS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], str]] = {
     ),
     "a Hello for any refit is one for this": (_any_refit, "CRASHED"),
     "lanes of failed refits are used again": (
-        _with(RefitSender, drop_lanes_after_failure=lambda self: None),
+        _with(SenderState, drop_lanes_after_failure=lambda self: None),
         "STALE_PACKED",
     ),
 }

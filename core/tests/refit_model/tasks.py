@@ -19,8 +19,7 @@ from unittest.mock import patch
 import greenlet
 
 from refit_model.promises import check_frame
-from rl_core.refit import digests, jobs, receiving, sending
-from rl_core.refit import receiver as receiver_module
+from rl_core.refit import _digests, _job, _receive_job, _receiver_state, _send_job, _sender_state
 from rl_core.refit import sender as sender_module
 from rl_core.refit.frames import Channel
 from rl_core.refit.session import ReceiverSession, SenderSession
@@ -200,20 +199,20 @@ def product_in_hand() -> ExitStack:
     # Whether to look is asked of this clock, which always says yes.
     restless = types.SimpleNamespace(monotonic=lambda: float(next(ticks)), sleep=lambda s: None)
     still = types.SimpleNamespace(monotonic=clock, sleep=lambda s: point("sleep"))
-    enter(jobs, "time", restless)
-    enter(sending, "time", still)
-    enter(receiving, "time", still)
-    enter(jobs, "spawn", _spawn)
-    enter(receiver_module, "spawn", _at_once)
+    enter(_job, "time", restless)
+    enter(_send_job, "time", still)
+    enter(_receive_job, "time", still)
+    enter(_job, "spawn", _spawn)
+    enter(_receiver_state, "spawn", _at_once)
     enter(sender_module, "spawn", _at_once)
-    enter(sending, "SenderSession", session(SenderSession))
-    enter(receiving, "ReceiverSession", session(ReceiverSession))
+    enter(_send_job, "SenderSession", session(SenderSession))
+    enter(_receive_job, "ReceiverSession", session(ReceiverSession))
     # It divides by seconds, of which none pass here.
-    enter(sending.Sending, "_report", lambda *given: types.SimpleNamespace(as_dict=dict))
+    enter(_send_job.SendJob, "_report", lambda *given: types.SimpleNamespace(as_dict=dict))
     enter(sender_module, "_meeting_point", dict)
-    enter(sender_module, "find_transport", lambda name: _now[0].wire)
-    enter(receiver_module, "find_transport", lambda name: _now[0].wire)
-    enter(digests, "hash_views", _hooked(digests.hash_views))
+    enter(_sender_state, "find_transport", lambda name: _now[0].wire)
+    enter(_receiver_state, "find_transport", lambda name: _now[0].wire)
+    enter(_digests, "hash_views", _hooked(_digests.hash_views))
     enter(Channel, "decode", _noted(Channel.decode))
     enter(secrets, "token_hex", lambda n=32: _now[0].names.bytes(n).hex())
     enter(secrets, "token_bytes", lambda n=32: _now[0].names.bytes(n))

@@ -73,13 +73,13 @@ class SharedLane(Lane):
         self._world = world
         self._engine = engine
 
-    def home(self, start: int, stop: int) -> torch.Tensor:
+    def owning_view(self, start: int, stop: int) -> torch.Tensor:
         return torch.frombuffer(self.memory, dtype=torch.uint8, offset=start, count=stop - start)
 
     def publish(self, start: int, stop: int) -> None:
         task = running()
         assert task is not None
-        if not task.job._plan.direct:
+        if not task.job._layout.plan.direct:
             check_write(self._world, self.ref["lane"], task.job.version)
         self._world.overhear((start, stop), bytes(self.memory[start:stop]))
         point("packed")

@@ -31,8 +31,7 @@ from rl_core.errors import ConfigError, LifecycleError
 from rl_core.interfaces import GenerationInterface
 from rl_core.plugins.discovery import load_object
 from rl_core.refit import DEFAULT_DEADLINE_S, RefitReceiver
-from rl_core.refit.jobs import exclusively
-from rl_core.refit.turns import TurnLock
+from rl_core.refit.turns import TurnLock, exclusively
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Mapping
@@ -320,7 +319,7 @@ class GenerationBackend(GenerationInterface):
                 return True
             tags = self.sleeping(tags)
             if resident := tags & self._resident:
-                self._receiver.let_go_of_weights()
+                self._receiver.release_weights()
                 self.on_sleep(resident)
                 self._resident -= resident
             self._awake -= tags

@@ -12,8 +12,7 @@ from rl_core.errors import CapabilityError, ConfigError
 from rl_core.interfaces import ColocatablePolicyInterface
 from rl_core.plugins.hookspecs import map_weight_names, maps_weight_names
 from rl_core.refit import DEFAULT_DEADLINE_S, GatheredSource, RefitSender, SendOptions
-from rl_core.refit.options import MAX_DEADLINE_S
-from rl_core.refit.sender import name_of_call
+from rl_core.refit.options import MAX_DEADLINE_S, name_of_call
 
 if TYPE_CHECKING:
     import concurrent.futures
@@ -175,7 +174,7 @@ class PolicyRefits(ColocatablePolicyInterface):
         Raises:
             DeadlineError: That refit hangs.
         """
-        self._sender.let_go_of_weights()
+        self._sender.release_weights()
 
     @property
     def _speaks(self) -> bool:

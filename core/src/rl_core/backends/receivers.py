@@ -11,13 +11,11 @@ __all__ = ["Receiver"]
 
 
 class Receiver(Protocol):
-    """A :class:`rl_core.refit.RefitReceiver`, or what stands for several in other processes.
+    """A :class:`rl_core.refit.RefitReceiver`, or what stands for several in other processes."""
 
-    Attributes:
-        version: Last committed version, 0 at first.
-    """
-
-    version: int
+    @property
+    def version(self) -> int:
+        """Last committed version, 0 at first."""
 
     def check(self) -> None:
         """Raises WeightsTornError unless the weights are whole."""
@@ -38,7 +36,7 @@ class Receiver(Protocol):
     def load_handles(self, handles: dict[str, Any]) -> bool:
         """Loads one group of tensors by handles."""
 
-    def let_go_of_weights(self) -> None:
+    def release_weights(self) -> None:
         """Drops what is kept of the engine's tensors, before they sleep."""
 
     def close(self) -> None:

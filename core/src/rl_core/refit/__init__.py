@@ -11,7 +11,7 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from rl_core.refit.driver import refit
+from rl_core.refit._driver import refit
 from rl_core.refit.manifest import WeightManifest
 from rl_core.refit.options import DEFAULT_BUCKET_BYTES, DEFAULT_DEADLINE_S, SendOptions
 from rl_core.refit.ranks import GatheredSource, RefitRanks
@@ -35,7 +35,7 @@ __all__ = [
 
 class _CallablePackage(ModuleType):
     def __call__(self, *args: Any, **options: Any) -> RefitReport:
-        """As :func:`rl_core.refit.driver.refit`."""
+        """As :func:`rl_core.refit._driver.refit`."""
         return refit(*args, **options)
 
 

@@ -10,7 +10,7 @@ other bytes with the digests that he sees pass. There are three kinds:
              it sees faults, and withstands nobody.
 ``blake3``   BLAKE3, keyed. On the CPU, for all other transports: a pseudo-random function, so
              that without the key neither a digest nor another content for one can be found.
-``fold``     On a GPU, always: see :mod:`rl_core.refit.fold`, which states its bounds.
+``fold``     On a GPU, always: see :mod:`rl_core.refit._fold`, which states its bounds.
 ===========  ==================================================================================
 
 Keys are derived from the token that a trainer gives its engines in ``prepare_refit_info``. There
@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Literal, Self, cast, get_args
 import xxhash
 
 from rl_core.errors import RefitProtocolError
-from rl_core.refit import fold
+from rl_core.refit import _fold
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -118,7 +118,7 @@ class BlockHash:
     @property
     def block(self) -> int:
         """Bytes under one digest, at most."""
-        return fold.BLOCK if self.kind == "fold" else BLOCK
+        return _fold.BLOCK if self.kind == "fold" else BLOCK
 
     @property
     def of_view(self) -> Callable[[memoryview], bytes]:
@@ -185,7 +185,7 @@ def start_digests(
     """
     block = block or block_hash.block
     if block_hash.kind == "fold":
-        return fold.prepare(runs, block_hash.key, block)()
+        return _fold.prepare(runs, block_hash.key, block)()
     of_view = block_hash.of_view
     found = [
         [

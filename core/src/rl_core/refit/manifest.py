@@ -89,7 +89,8 @@ class WeightManifest:
         tensors = tuple(specs)
         return known if known is not None and known.tensors == tensors else cls(tensors)
 
-    def to_info(self) -> list[dict[str, Any]]:
+    @cached_property
+    def info(self) -> list[dict[str, Any]]:
         """Plain dicts, one per tensor, for ``prepare_refit_info``."""
         tied = {spec.alias_of for spec in self.tensors if spec.alias_of}
         return [
@@ -125,26 +126,20 @@ class WeightManifest:
         """Bytes of the tensors that are sent."""
         return sum(map(nbytes, self.owned))
 
-    @cached_property
-    def info(self) -> list[dict[str, Any]]:
-        """:meth:`to_info`, made once."""
-        return self.to_info()
-
     def root(self, name: str) -> str:
         """The tensor that owns the storage of ``name``."""
         return self.by_name[name].alias_of or name
 
-    def cast(self, dtypes: Mapping[str, str]) -> WeightManifest:
-        """The manifest with other dtypes for some names; the last one is kept.
+    def cast(
+        self, dtypes: Mapping[str, str], known: WeightManifest | None = None
+    ) -> WeightManifest:
+        """The manifest with other dtypes for some names; ``known`` itself if it is the same.
 
         Raises:
             RefitProtocolError: A cast is not between plain floating-point dtypes.
         """
         if not dtypes:
             return self
-        known: tuple[Mapping[str, str], WeightManifest] | None = self.__dict__.get("_last_cast")
-        if known is not None and known[0] == dtypes:
-            return known[1]
         for name, dtype in dtypes.items():
             spec = self.by_name.get(name)
             if spec is None or not _castable(spec.dtype, dtype):
@@ -155,9 +150,7 @@ class WeightManifest:
         tensors = (
             replace(s, dtype=dtypes[s.name]) if s.name in dtypes else s for s in self.tensors
         )
-        manifest = WeightManifest(tuple(tensors))
-        self.__dict__["_last_cast"] = (dict(dtypes), manifest)
-        return manifest
+        return self.of(tensors, known)
 
 
 def compare(

@@ -26,7 +26,7 @@ __all__ = [
     "Sealed",
 ]
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Version of all that crosses between the two sides, which refuse each other if it differs."""
 
 
@@ -162,14 +162,16 @@ class Handles(_InSession, frozen=True):
     """One group of tensors handed over by the older handle methods.
 
     ``serial`` counts the sender's refits by handles, ``group`` the groups of this one: nothing is
-    taken twice, and nothing of a refit that another one has followed.
+    taken twice, and nothing of a refit that another one has followed. The group is the bucket
+    ``index`` of a plan of whole tensors with buckets of ``bucket_bytes``.
     """
 
     serial: int
     group: int
     manifest: str
     version: int
-    keys: tuple[str, ...]
+    bucket_bytes: int
+    index: int
     lane: dict[str, Any]
     digests: bytes
 

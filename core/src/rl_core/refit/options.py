@@ -20,12 +20,14 @@ __all__ = [
     "MODES",
     "SendOptions",
     "check_deadline",
+    "name_of_call",
 ]
 
 #: Buffers that fit a CPU's last cache together pass bytes on without the memory's help.
 DEFAULT_BUCKET_BYTES = 8 << 20
-#: By device and by whether tensors are read at home: where no cache is to be hit, larger buckets
-#: have fewer messages, and between GPUs each of those costs as much as copying many megabytes.
+#: By device and by whether tensors are read where they live. Where no cache is to be hit, larger
+#: buckets have fewer messages, and between GPUs each of those costs as much as copying many
+#: megabytes.
 _BUCKET_BYTES = {
     ("cpu", False): DEFAULT_BUCKET_BYTES,
     ("cpu", True): 64 << 20,
@@ -130,6 +132,16 @@ def check_deadline(seconds: object) -> None:
     if not (_is_number(seconds, int | float) and 0 < seconds <= MAX_DEADLINE_S):
         fix = f"give the seconds that a refit may take, at most {MAX_DEADLINE_S:g} (a week)"
         raise _illegal("deadline_s", seconds, fix)
+
+
+def name_of_call(refit_id: str, number: int) -> str:
+    """What all ranks of a trainer call one refit: each counts the calls, which are the same ones.
+
+    Args:
+        refit_id: The id that the call was given, if any.
+        number: Of the call on this rank, from 1.
+    """
+    return refit_id or f"call {number}"
 
 
 def _is_number(value: object, kind: Any) -> TypeGuard[float]:

@@ -19,14 +19,14 @@ from rl_core.refit.hashing import BLOCK
 from rl_core.refit.manifest import dtype_of, nbytes, numel
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
 
     import torch
 
     from rl_core.interfaces.weights import TensorSpec
     from rl_core.refit.manifest import WeightManifest
 
-__all__ = ["ALIGN", "SLOTS", "Bucket", "Planner", "Segment", "TransferPlan", "arena", "make_plan"]
+__all__ = ["ALIGN", "SLOTS", "Bucket", "Segment", "TransferPlan", "make_plan", "places"]
 
 #: Bytes to which every segment is aligned: a cache line, and any dtype's size.
 ALIGN = 64
@@ -139,8 +139,9 @@ def make_plan(
     bucket_bytes: int,
     *,
     direct: bool = False,
-    wanted: Callable[[int], bool] | None = None,
+    skip: bytes = b"",
     block: int = BLOCK,
+    whole: bool = False,
 ) -> TransferPlan:
     """Fills buckets in the manifest's order.
 
@@ -151,8 +152,9 @@ def make_plan(
         manifest: With the dtypes that travel.
         bucket_bytes: Upper bound of a bucket's size; rounded down to the alignment.
         direct: Give every tensor a place of its own.
-        wanted: Tells by their index which tensors travel; all if None.
+        skip: A byte for each tensor, 0 for those that travel; empty if all do.
         block: Bytes under one digest, at most.
+        whole: Split no tensor: a larger one is a bucket by itself. Buckets use one slot in turn.
 
     Raises:
         ConfigError: ``bucket_bytes`` is smaller than the alignment.
@@ -164,18 +166,19 @@ def make_plan(
             fix="use some tens of megabytes",
             key="bucket_bytes",
         )
-    sent = [i for i in range(len(manifest.owned)) if wanted is None or wanted(i)]
-    block = min(block, size)
-    buckets = _fill(manifest, sent, size, block)
+    sent = [i for i in range(len(manifest.owned)) if not (skip and skip[i])]
+    if not whole:
+        block = min(block, size)
+    buckets = _fill(manifest, sent, size, None if whole else size // block * block)
     if direct:
-        places, end = arena(manifest.owned)
+        place, lane = places(manifest.owned)
         moved = [
-            [_at(s, places[s.tensor] + s.offset * dtype_of(s.spec).itemsize) for s in bucket]
+            [_at(s, place[s.tensor] + s.offset * dtype_of(s.spec).itemsize) for s in bucket]
             for bucket in buckets
         ]
-        slots, lane = 0, end
+        slots = 0
     else:
-        slots = max(1, min(SLOTS, len(buckets)))
+        slots = 1 if whole else max(1, min(SLOTS, len(buckets)))
         slot = _align(max((bucket[-1].stop for bucket in buckets), default=0))
         moved = [[_at(s, i % slots * slot + s.start) for s in b] for i, b in enumerate(buckets)]
         lane = slots * slot
@@ -185,11 +188,13 @@ def make_plan(
 
 
 def _fill(
-    manifest: WeightManifest, sent: Iterable[int], size: int, block: int
+    manifest: WeightManifest, sent: Iterable[int], size: int, piece: int | None
 ) -> list[list[Segment]]:
-    """Buckets whose segments are placed from 0 on."""
-    # Pieces are cut so that their blocks are those of the whole tensor.
-    piece = size // block * block
+    """Buckets whose segments are placed from 0 on.
+
+    A tensor larger than ``size`` is cut into pieces of so many bytes, whose blocks are thus those
+    of the whole tensor; into none if ``piece`` is None.
+    """
     buckets: list[list[Segment]] = []
     position = size + 1  # no bucket is open
     for index in sent:
@@ -200,7 +205,9 @@ def _fill(
             if start + left * itemsize > size:
                 buckets.append([])
                 start = 0
-            count = left if left * itemsize <= size else piece // itemsize
+            count = left
+            if piece is not None and left * itemsize > size:
+                count = piece // itemsize
             position = start + count * itemsize
             offset += count
             last = offset == total
@@ -208,13 +215,13 @@ def _fill(
     return buckets
 
 
-def arena(owned: Iterable[TensorSpec]) -> tuple[list[int], int]:
-    """The place of every tensor when all have one, and the end."""
-    places, position = [], 0
+def places(owned: Iterable[TensorSpec]) -> tuple[list[int], int]:
+    """The first byte of every tensor when each has a place of its own, and the end of them all."""
+    starts, position = [], 0
     for spec in owned:
-        places.append(position)
+        starts.append(position)
         position = _align(position + nbytes(spec))
-    return places, position
+    return starts, position
 
 
 def _at(segment: Segment, start: int) -> Segment:
@@ -223,34 +230,3 @@ def _at(segment: Segment, start: int) -> Segment:
 
 def _align(position: int) -> int:
     return -(-position // ALIGN) * ALIGN
-
-
-class Planner:
-    """Makes plans, and keeps the last few: refits of a model mostly repeat them."""
-
-    _KEPT = 3
-
-    def __init__(self) -> None:
-        self._plans: dict[object, TransferPlan] = {}
-
-    def plan(
-        self, manifest: WeightManifest, bucket_bytes: int, *, direct: bool, skip: bytes, block: int
-    ) -> TransferPlan:
-        """As :func:`make_plan`.
-
-        Args:
-            manifest: With the dtypes that travel.
-            bucket_bytes: Upper bound of a bucket's size.
-            direct: Give every tensor a place of its own.
-            skip: A byte for each tensor, 0 for those that travel; empty if all do.
-            block: Bytes under one digest, at most.
-        """
-        key = (manifest.digest, bucket_bytes, direct, skip, block)
-        plan = self._plans.pop(key, None)
-        if plan is None:
-            wanted = (lambda index: not skip[index]) if skip else None
-            plan = make_plan(manifest, bucket_bytes, direct=direct, wanted=wanted, block=block)
-        self._plans[key] = plan
-        for oldest in list(self._plans)[: -self._KEPT]:
-            del self._plans[oldest]
-        return plan

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+from rl_core.errors import DeadlineError
 
 if TYPE_CHECKING:
     from collections.abc import Generator
 
-__all__ = ["Lock", "TurnLock", "leave_line"]
+__all__ = ["Lock", "TurnLock", "exclusively", "leave_line"]
 
 
 class Lock(Protocol):
@@ -26,6 +28,26 @@ def leave_line(lock: Lock) -> None:
     """Gives up the place that a lock may keep for who asked and did not get it."""
     if isinstance(lock, TurnLock):
         lock.withdraw()
+
+
+@contextmanager
+def exclusively(lock: Any, timeout_s: float, what: str) -> Generator[None]:
+    """Holds a lock that ``what`` may keep for long.
+
+    Raises:
+        DeadlineError: The lock was not free in time.
+    """
+    if not lock.acquire(timeout=timeout_s):
+        leave_line(lock)
+        raise DeadlineError(
+            f"{what} did not end within {timeout_s:g} s",
+            fix="raise deadline_s, or find out what hangs",
+            seconds=timeout_s,
+        )
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 class TurnLock:
@@ -67,7 +89,14 @@ class TurnLock:
         with self._changed:
             mine = me in self._reading or self._writer == me
             if not mine:
-                self._wait_to_read()
+                self._drawn += 1
+                number = self._drawn
+                self._waiting.append(number)
+                try:
+                    self._changed.wait_for(lambda: self._may_read(number))
+                finally:
+                    self._waiting.remove(number)
+                    self._changed.notify_all()  # whoever waited for this one
             self._reading[me] = self._reading.get(me, 0) + 1
         try:
             yield
@@ -139,16 +168,6 @@ class TurnLock:
 
     def __exit__(self, *exception: object) -> None:
         self.release()
-
-    def _wait_to_read(self) -> None:
-        self._drawn += 1
-        mine = self._drawn
-        self._waiting.append(mine)
-        try:
-            self._changed.wait_for(lambda: self._may_read(mine))
-        finally:
-            self._waiting.remove(mine)
-            self._changed.notify_all()  # whoever waited for this one
 
     def _may_read(self, mine: int) -> bool:
         room = self._writer is None and len(self._reading) < self._most

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from rl_core.backends import GenerationBackend
 from rl_core.errors import CapabilityError
 from rl_core.refit import DEFAULT_DEADLINE_S
-from rl_core.refit.jobs import exclusively
+from rl_core.refit.turns import exclusively
 from rl_hf.decoding import DEFAULT_MAX_BATCH_SIZE, DecodingEngine
 from rl_hf.modeling import model_facts
 

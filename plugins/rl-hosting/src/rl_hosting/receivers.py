@@ -23,8 +23,8 @@ from rl_core.errors import (
 from rl_core.futures import spawn
 from rl_core.interfaces import TensorSpec
 from rl_core.refit import DEFAULT_DEADLINE_S
-from rl_core.refit.jobs import exclusively
 from rl_core.refit.options import check_deadline
+from rl_core.refit.turns import exclusively
 from rl_hosting.wire import Reply, Request, decode, encode, raised
 
 if TYPE_CHECKING:
@@ -140,9 +140,9 @@ class WorkerReceivers:
                 self._commit()
         return True
 
-    def let_go_of_weights(self) -> None:
-        """See :meth:`RefitReceiver.let_go_of_weights`."""
-        self._ask("let_go_of_weights")
+    def release_weights(self) -> None:
+        """See :meth:`RefitReceiver.release_weights`."""
+        self._ask("release_weights")
 
     def specs(self) -> list[TensorSpec]:
         """What the engine expects."""

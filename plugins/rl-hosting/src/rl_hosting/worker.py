@@ -82,7 +82,7 @@ class WorkerRefits:
             "grant": self._lock.grant,
             "state": self.state,
             "load_handles": self.load_handles,
-            "let_go_of_weights": self._receiver.let_go_of_weights,
+            "release_weights": self._receiver.release_weights,
             "dropped": self.dropped,
             "close": self._receiver.close,
             "specs": self.specs,

@@ -5,7 +5,6 @@ stops. Nothing of this goes through the trainer's own collectives, so that a ran
 is stopped, or is gone, is named while the refit still has time to say so.
 """
 
-from rl_core.refit.ranks.gathered import GatheredSource
-from rl_core.refit.ranks.members import RefitRanks
+from rl_core.refit.ranks._gathered import GatheredSource, RefitRanks
 
 __all__ = ["GatheredSource", "RefitRanks"]

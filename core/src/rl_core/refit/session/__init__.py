@@ -1,7 +1,6 @@
 """The refit protocol without I/O: messages in, messages and effects out."""
 
 from rl_core.refit.session.base import (
-    Announced,
     Attach,
     Confirm,
     Effect,
@@ -20,7 +19,6 @@ from rl_core.refit.session.sender import SenderSession
 __all__ = [
     "ISOLATION_LEVELS",
     "VERIFY_LEVELS",
-    "Announced",
     "Attach",
     "Confirm",
     "Effect",

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from rl_core.refit.messages import Offer, Prepare, Ready
 
 __all__ = [
-    "Announced",
     "Attach",
     "Confirm",
     "Effect",
@@ -98,15 +97,11 @@ class Attach:
 
 
 @dataclass(frozen=True, slots=True)
-class Announced:
-    """Receiver: a bucket is on its way; begin to fetch it at once."""
-
-    index: int
-
-
-@dataclass(frozen=True, slots=True)
 class Load:
-    """Receiver: verify a bucket and write it to the sink, then call ``loaded``."""
+    """Receiver: a bucket is on its way, so begin to fetch it at once.
+
+    When it is here, verify it, write it to the sink, and call ``loaded``.
+    """
 
     index: int
     digests: bytes
@@ -127,7 +122,7 @@ class Publish:
     version: int
 
 
-Effect = Send | MakePlan | Pack | Confirm | Attach | Announced | Load | Install | Publish
+Effect = Send | MakePlan | Pack | Confirm | Attach | Load | Install | Publish
 
 
 class Session(ABC):
@@ -216,19 +211,17 @@ class Session(ABC):
         self.phase = phase
 
     def _end(self, phase: Phase, error: BaseException | None = None) -> None:
-        self.error = None if error is None else self._typed(error)
-        self._enter(phase)
-
-    def _typed(self, error: BaseException) -> RLError:
-        """The error itself if it is ours, else one of ours that it causes."""
-        if not isinstance(error, RLError):
+        """Ends the session; an error that is not ours becomes the cause of one that is."""
+        if error is not None and not isinstance(error, RLError):
             wrapped = RefitError(f"{self.phase}: {type(error).__name__}: {error}")
             wrapped.__cause__ = error
             error = wrapped
-        error.details.setdefault("phase", self.phase.value)
-        if isinstance(error, RefitPeerError):
-            error.details.setdefault("peer", self._awaited())
-        return error
+        self.error = error
+        if error is not None:
+            error.details.setdefault("phase", self.phase.value)
+            if isinstance(error, RefitPeerError):
+                error.details.setdefault("peer", self._awaited())
+        self._enter(phase)
 
 
 def peer_error(kind: str, message: str, *, phase: Phase, peer: str) -> RLError:

@@ -29,7 +29,6 @@ from rl_core.refit.messages import (
     Sealed,
 )
 from rl_core.refit.session.base import (
-    Announced,
     Attach,
     Effect,
     Install,
@@ -231,7 +230,7 @@ class ReceiverSession(Session):
         if bucket.index != expected or expected >= self._prepare.buckets:
             return self._refuse(f"bucket {bucket.index}, expected {expected}")
         self._announced += 1
-        return [Announced(bucket.index), Load(bucket.index, bucket.digests)]
+        return [Load(bucket.index, bucket.digests)]
 
     def _on_seal(self, seal: Seal) -> list[Effect]:
         assert self._prepare is not None

@@ -347,12 +347,16 @@ class SenderSession(Session):
         return self._refuse(f"{peer.name} sent {what}", peer.name)
 
     def _reported(self, peer: _Peer, message: Failed) -> RLError:
-        """The error behind a failure; who gave up waiting for us waited for those we wait for."""
+        """The error behind a failure.
+
+        A receiver that timed out on us was really waiting for the late peers.
+        """
         late = self._late()
         if message.kind == RefitPeerError.__name__ and late:
             return RefitPeerError(
                 f"{self.phase}: {late} kept {peer.name} waiting, which gave up",
-                fix="look at the log of who is late; raise deadline_s if the model is large",
+                fix="check the logs of the late receivers named above; raise deadline_s if the "
+                "model is large",
                 peer=late,
             )
         return peer_error(message.kind, message.message, phase=self.phase, peer=peer.name)
@@ -374,9 +378,10 @@ class SenderSession(Session):
         return f"this refit has all of its {self._receivers} receivers"
 
     def _late(self) -> str:
-        return ", ".join(p.name for p in self._peers.values() if self._is_late(p))
-
-    def _is_late(self, peer: _Peer) -> bool:
-        if self.phase is Phase.TRANSFER:
-            return peer.loaded < self._packed
-        return self.phase not in peer.did
+        """Who takes part and has not done what is due in this phase."""
+        loading, packed = self.phase is Phase.TRANSFER, self._packed
+        return ", ".join(
+            peer.name
+            for peer in self._peers.values()
+            if (peer.loaded < packed if loading else self.phase not in peer.did)
+        )

@@ -46,7 +46,7 @@ class Lane(ABC):
         """Sender: whether just these receivers can use the lane as it is."""
         return True
 
-    def home(self, start: int, stop: int) -> torch.Tensor:
+    def owning_view(self, start: int, stop: int) -> torch.Tensor:
         """Sender: some of the bytes as a tensor that owns its storage, where that is possible.
 
         Raises:
@@ -55,7 +55,7 @@ class Lane(ABC):
         return self.data[start:stop]
 
     def settled(self) -> None:
-        """Sender: tensors were moved home; gives back the memory that they left."""
+        """Sender: tensors were moved into the lane; frees the memory that they left."""
 
     def publish(self, start: int, stop: int) -> None:
         """Sender: these bytes are written; lets the receivers have them. Does not wait."""
@@ -75,12 +75,15 @@ class Lane(ABC):
         """Receiver: all that was copied from the first expected bytes is done with."""
 
     def abandoned(self) -> bool:
-        """Receiver: whether the sender has let go of the memory, as far as that can be seen."""
+        """Receiver: whether the sender has released the memory, as far as that can be seen."""
         return False
 
     @abstractmethod
     def close(self) -> None:
-        """Lets go; whatever waits on the other side for bytes is unblocked. Idempotent."""
+        """Releases this side's memory; who waits on the other side for bytes is unblocked.
+
+        Idempotent.
+        """
 
 
 class NoLane(Lane):
@@ -91,7 +94,7 @@ class NoLane(Lane):
         self.ref = {}
 
     def close(self) -> None:
-        """There is nothing to let go of."""
+        """There is nothing to close."""
 
 
 class SenderEnd(ABC):
@@ -156,10 +159,11 @@ class SenderEnd(ABC):
             RefitError: There is not enough memory.
         """
 
-    def home(self, nbytes: int, device: torch.device, receivers: Sequence[str]) -> Lane:
-        """As :meth:`lane`, for tensors that are moved there one by one with :meth:`Lane.home`.
+    def growing_lane(self, nbytes: int, device: torch.device, receivers: Sequence[str]) -> Lane:
+        """As :meth:`lane`, for tensors that are moved there one by one.
 
-        Memory that can grow as they come need not be had at once.
+        That is done with :meth:`Lane.owning_view`. Memory that can grow as they come need not be
+        had at once.
         """
         return self.lane(nbytes, device, receivers)
 

@@ -41,11 +41,11 @@ _Socket = zmq.Socket[bytes]
 
 #: Seconds for which a loss may be known before the socket knows whose it was, and the pause
 #: between two looks.
-_DOUBT_S = 1.0
+_IDENTIFY_S = 1.0
 _LOOK_S = 0.005
 
 
-class _Watched:
+class _MonitoredSocket:
     """A socket, and how many of its connections were lost."""
 
     def __init__(self, context: zmq.Context[_Socket], kind: int, events: int) -> None:
@@ -98,12 +98,12 @@ class ControlServer:
 
     def __init__(self, bind: str, *, encrypted: bool = False) -> None:
         context = zmq.Context()
-        held: list[_Watched] = []
+        held: list[_MonitoredSocket] = []
         #: Runs once, at the latest when the process ends.
         self._destroy = weakref.finalize(self, _destroy, context, held, os.getpid())
-        self._watched = _Watched(context, zmq.ROUTER, zmq.EVENT_DISCONNECTED)
-        held.append(self._watched)
-        self._socket = self._watched.socket
+        self._monitored = _MonitoredSocket(context, zmq.ROUTER, zmq.EVENT_DISCONNECTED)
+        held.append(self._monitored)
+        self._socket = self._monitored.socket
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.BACKLOG, _BACKLOG)
         self._socket.setsockopt(zmq.IPV6, "[" in bind)
@@ -127,16 +127,16 @@ class ControlServer:
         self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._known: set[str] = set()
         self._departed: list[str] = []
-        self._unexplained = 0
-        self._doubt_ends = 0.0
+        self._unidentified = 0
+        self._identify_until = 0.0
 
     def receive(self, timeout_s: float) -> list[tuple[str, bytes]]:
         """Frames that are there, each with its connection.
 
         Waits for the first up to the timeout, or until a connection is lost.
         """
-        self._watched.wait(min(timeout_s, _LOOK_S) if self._unexplained else timeout_s)
-        self._explain()  # before the frames are read, so that last words come before the loss
+        self._monitored.wait(min(timeout_s, _LOOK_S) if self._unidentified else timeout_s)
+        self._identify_lost()  # before the frames are read, so that last words come before the loss
         frames = []
         while (parts := _received(self._socket)) is not None:
             if len(parts) == 2:  # anything else is not from one of our clients
@@ -145,7 +145,7 @@ class ControlServer:
         return frames
 
     def send(self, key: str, frame: bytes) -> bool:
-        """Sends to one connection; False if it is gone, or has long stopped to read."""
+        """Sends to one connection; False if it is gone, or no longer reads."""
         try:
             self._socket.send_multipart([bytes.fromhex(key), frame], zmq.NOBLOCK)
         except zmq.ZMQError as error:
@@ -166,23 +166,23 @@ class ControlServer:
         """Closes all connections, once what was sent is delivered or a moment has passed."""
         self._destroy()
 
-    def _explain(self) -> None:
+    def _identify_lost(self) -> None:
         """Finds out whose connections were lost.
 
         The monitor counts losses but cannot name them; the socket refuses to send to a connection
         that is gone, a moment later. So all are sent an empty frame, which clients pass over.
         """
         now = time.monotonic()
-        if self._watched.losses:
-            self._unexplained += self._watched.losses
-            self._watched.losses, self._doubt_ends = 0, now + _DOUBT_S
-        elif now > self._doubt_ends:
-            self._unexplained = 0  # those were strangers
-        if self._unexplained:
+        if self._monitored.losses:
+            self._unidentified += self._monitored.losses
+            self._monitored.losses, self._identify_until = 0, now + _IDENTIFY_S
+        elif now > self._identify_until:
+            self._unidentified = 0  # those were strangers
+        if self._unidentified:
             gone = [key for key in self._known if not self.send(key, b"")]
             self._known.difference_update(gone)
             self._departed += gone
-            self._unexplained = max(self._unexplained - len(gone), 0)
+            self._unidentified = max(self._unidentified - len(gone), 0)
 
 
 class ControlClient:
@@ -197,9 +197,9 @@ class ControlClient:
         self.endpoint = endpoint
         self.key = key
         self._context = zmq.Context()
-        self._held: list[_Watched] = []
+        self._held: list[_MonitoredSocket] = []
         self._destroy = weakref.finalize(self, _destroy, self._context, self._held, os.getpid())
-        self._watched: _Watched | None = None
+        self._monitored: _MonitoredSocket | None = None
 
     def open(self) -> None:
         """Begins a refit: a new connection, on which nothing of earlier refits arrives.
@@ -208,56 +208,56 @@ class ControlClient:
             RefitError: The endpoint is none.
         """
         self.disconnect()
-        watched = _Watched(self._context, zmq.DEALER, _LOST)
-        self._held[:] = [watched]
-        watched.socket.setsockopt(zmq.RECONNECT_IVL, _NEVER_MS)
-        watched.socket.setsockopt(zmq.IPV6, "[" in self.endpoint)
+        monitored = _MonitoredSocket(self._context, zmq.DEALER, _LOST)
+        self._held[:] = [monitored]
+        monitored.socket.setsockopt(zmq.RECONNECT_IVL, _NEVER_MS)
+        monitored.socket.setsockopt(zmq.IPV6, "[" in self.endpoint)
         try:
             if self.key:
                 public, secret = _key_pair()
-                watched.socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES + _ENCRYPTION_BYTES)
-                watched.socket.setsockopt(zmq.CURVE_SERVERKEY, self.key.encode())
-                watched.socket.setsockopt(zmq.CURVE_PUBLICKEY, public)
-                watched.socket.setsockopt(zmq.CURVE_SECRETKEY, secret)
-            watched.socket.connect(self.endpoint)
+                monitored.socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES + _ENCRYPTION_BYTES)
+                monitored.socket.setsockopt(zmq.CURVE_SERVERKEY, self.key.encode())
+                monitored.socket.setsockopt(zmq.CURVE_PUBLICKEY, public)
+                monitored.socket.setsockopt(zmq.CURVE_SECRETKEY, secret)
+            monitored.socket.connect(self.endpoint)
         except zmq.ZMQError as error:
-            watched.close()
+            monitored.close()
             raise RefitError(f"{self.endpoint} cannot be connected to: {error}") from error
-        self._watched = watched
+        self._monitored = monitored
 
     def disconnect(self) -> None:
         """Ends it; what was sent is delivered in the background, or a moment has passed."""
-        watched, self._watched = self._watched, None
-        if watched is not None and not self._context.closed:
-            watched.close()
+        monitored, self._monitored = self._monitored, None
+        if monitored is not None and not self._context.closed:
+            monitored.close()
         self._held.clear()
 
     def receive(self, timeout_s: float) -> bytes | None:
         """The next frame; None after the timeout, or when the server is lost."""
-        assert self._watched is not None, "open() first"
-        frame = _frame(self._watched)
+        assert self._monitored is not None, "open() first"
+        frame = _frame(self._monitored)
         if frame is None:
-            self._watched.wait(timeout_s)
-            frame = _frame(self._watched)
+            self._monitored.wait(timeout_s)
+            frame = _frame(self._monitored)
         return frame
 
     def send(self, frame: bytes) -> None:
-        """Sends a frame; into the void if the server is lost, which :meth:`lost` tells."""
-        assert self._watched is not None, "open() first"
+        """Sends a frame; dropped silently if the server is lost, which :meth:`lost` tells."""
+        assert self._monitored is not None, "open() first"
         try:
-            self._watched.socket.send(frame, zmq.NOBLOCK)
+            self._monitored.socket.send(frame, zmq.NOBLOCK)
         except zmq.Again:
-            self._watched.look()
+            self._monitored.look()
 
     def lost(self) -> bool:
         """Whether the server is gone, and all that it sent before was received.
 
         Its connection broke or was refused, or it was silent for some seconds.
         """
-        if self._watched is None:
+        if self._monitored is None:
             return False
-        self._watched.look()
-        return self._watched.losses > 0 and not self._watched.socket.poll(0)
+        self._monitored.look()
+        return self._monitored.losses > 0 and not self._monitored.socket.poll(0)
 
     def close(self) -> None:
         """Closes, once what was sent is delivered or a moment has passed. Idempotent."""
@@ -279,9 +279,9 @@ def _key_pair() -> tuple[bytes, bytes]:
     return zmq.curve_keypair()
 
 
-def _frame(watched: _Watched) -> bytes | None:
+def _frame(monitored: _MonitoredSocket) -> bytes | None:
     """The next frame with anything in it."""
-    while (parts := _received(watched.socket)) is not None:
+    while (parts := _received(monitored.socket)) is not None:
         if parts[-1]:
             return parts[-1]
     return None
@@ -295,7 +295,7 @@ def _received(socket: _Socket) -> list[bytes] | None:
         return None
 
 
-def _destroy(context: zmq.Context[_Socket], held: list[_Watched], owner: int) -> None:
+def _destroy(context: zmq.Context[_Socket], held: list[_MonitoredSocket], owner: int) -> None:
     """Closes all sockets of a context.
 
     The context waits for them and knows them weakly: garbage that still holds its sockets would

@@ -64,7 +64,7 @@ class CudaRegion(Lane):
     Torch counts the users of shared memory in a file, one for each time that it is shared, and
     keeps memory with a count forever once it is dropped: a receiver that never attaches or is
     killed would leak it, and a second one take the count below zero. So the memory is shared once
-    in its life, its count is given back at once, and receivers attach without one. What keeps the
+    in its life, its count is dropped at once, and receivers attach without one. What keeps the
     memory is the sender's region alone. Close the receivers' first: after the sender's, torch uses
     the memory for something else, and CUDA leaves undefined what reading it gives then.
     """
@@ -139,8 +139,8 @@ class CudaRegion(Lane):
             ) from error
         return cls(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage), wanted)
 
-    def home(self, start: int, stop: int) -> torch.Tensor:
-        """See :meth:`Lane.home`."""
+    def owning_view(self, start: int, stop: int) -> torch.Tensor:
+        """See :meth:`Lane.owning_view`."""
         return torch.as_tensor(_Piece(self.data, start, stop), device=self._device)
 
     def settled(self) -> None:

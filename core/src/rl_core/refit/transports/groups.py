@@ -216,7 +216,7 @@ class _Carrier:
             self._group = None
 
     def _meet(self) -> Any:
-        """The group, once all members are at its door; to wait there can be given up."""
+        """The group, once every member has arrived; :meth:`stop` interrupts the wait."""
         meeting = self._meeting
         store = c10d.PrefixStore(f"refit/{meeting.name}", meeting.store)
         there, pause = store.add("members", 1), 0.0005

@@ -84,8 +84,8 @@ class IpcSender(ControlServer, SenderEnd):
             return CudaRegion.create(nbytes, device)
         return SharedRegion.create(nbytes, self._directory)
 
-    def home(self, nbytes: int, device: torch.device, receivers: Sequence[str]) -> Lane:
-        """See :meth:`SenderEnd.home`."""
+    def growing_lane(self, nbytes: int, device: torch.device, receivers: Sequence[str]) -> Lane:
+        """See :meth:`SenderEnd.growing_lane`."""
         if device.type == "cuda":
             return self.lane(nbytes, device, receivers)
         return SharedRegion.create(nbytes, self._directory, grows=True)
@@ -97,7 +97,7 @@ class IpcSender(ControlServer, SenderEnd):
 
 
 class IpcReceiver(ControlClient, ReceiverEnd):
-    """A receiver's end; it clears away what a sender that was killed could not."""
+    """A receiver's end; it removes the directory of a sender that was killed."""
 
     private = True
 
@@ -173,7 +173,7 @@ def _remove(directory: str, owner: int) -> None:
 
 
 def _sweep() -> None:
-    """Clears away what senders left that were killed, and that no receiver cleared away."""
+    """Removes the directories of senders that were killed, where no receiver did."""
     for directory in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         with suppress(OSError):  # gone meanwhile
             found = directory.lstat()  # not what another user made it point to

@@ -32,7 +32,7 @@ __all__ = ["SharedRegion"]
 
 _POPULATE = getattr(mmap, "MAP_POPULATE", 0)
 _SEAL_FUTURE_WRITE = 0x10  # the kernel's F_SEAL_FUTURE_WRITE, which fcntl does not name everywhere
-#: Bytes that tensors left after which the heap gives back what is free in it.
+#: Bytes that tensors left after which the heap returns its free memory to the system.
 _TRIM_BYTES = 64 << 20
 
 
@@ -61,7 +61,7 @@ class SharedRegion(Lane):
         self._mapped = mmap.mmap(fd, ref.nbytes, flags=flags, prot=rights)
         seen = self._mapped if writable else _readable(self._mapped)
         self.data = torch.frombuffer(seen, dtype=torch.uint8, count=ref.nbytes)
-        self._give_back: weakref.finalize[..., SharedRegion] | None = None
+        self._finalizer: weakref.finalize[..., SharedRegion] | None = None
 
     @classmethod
     def create(cls, nbytes: int, directory: str, *, grows: bool = False) -> Self:
@@ -70,8 +70,8 @@ class SharedRegion(Lane):
         Args:
             nbytes: At least 1.
             directory: Private to this user; where a file is made if memory cannot go without one.
-            grows: Memory is had as :meth:`home` asks for it, so that what is moved in can be freed
-                where it was before the next is moved. Nothing else may be written.
+            grows: Memory is had as :meth:`owning_view` asks for it, so that what is moved in can be
+                freed where it was before the next is moved. Nothing else may be written.
 
         Raises:
             RefitError: There is not enough memory.
@@ -91,9 +91,9 @@ class SharedRegion(Lane):
             if not name:
                 _seal(fd)
         except OSError as error:
-            _let_go(fd, name, os.getpid())
+            _release(fd, name, os.getpid())
             raise _lacking(nbytes, error) from error
-        region._give_back = weakref.finalize(region, _let_go, fd, name, os.getpid())
+        region._finalizer = weakref.finalize(region, _release, fd, name, os.getpid())
         return region
 
     @classmethod
@@ -121,8 +121,8 @@ class SharedRegion(Lane):
             os.close(fd)
         raise RefitProtocolError(f"{wanted.path} is not the sender's shared memory")
 
-    def home(self, start: int, stop: int) -> torch.Tensor:
-        """See :meth:`Lane.home`."""
+    def owning_view(self, start: int, stop: int) -> torch.Tensor:
+        """See :meth:`Lane.owning_view`."""
         if self._grows:
             if self._left >= _TRIM_BYTES:
                 self.settled()
@@ -148,9 +148,9 @@ class SharedRegion(Lane):
             trim(0)
 
     def close(self) -> None:
-        """Lets go; the memory is gone once every process and tensor has let go of it."""
-        if self._give_back is not None:
-            self._give_back()
+        """Releases this side; the memory is gone once no process and no tensor uses it."""
+        if self._finalizer is not None:
+            self._finalizer()
         self.data = torch.empty(0, dtype=torch.uint8)
 
 
@@ -194,7 +194,7 @@ def _seal(fd: int) -> None:
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, size)
 
 
-def _let_go(fd: int, name: str, owner: int) -> None:
+def _release(fd: int, name: str, owner: int) -> None:
     if os.getpid() != owner:
         return  # a forked child ends; the memory may still be asked for
     os.close(fd)

@@ -170,7 +170,7 @@ def a_mismatch_is_named_and_nothing_is_touched(ctx: Context, kind: str, change: 
     specs = list(msgspec.convert(info["tensors"], tuple[TensorSpec, ...]))
     changed, name = change(specs)
     manifest = WeightManifest.of(changed)
-    tampered = info | {"tensors": manifest.to_info(), "digest": manifest.digest}
+    tampered = info | {"tensors": manifest.info, "digest": manifest.digest}
     with raises(ManifestMismatchError, name) as caught:
         generation.prepare_refit_info(tampered)
     require(caught.error.details[kind] == [name], f"details[{kind!r}] is not [{name!r}]")

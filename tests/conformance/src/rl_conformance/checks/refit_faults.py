@@ -40,7 +40,7 @@ from rl_conformance.served import greedy, same_output
 from rl_conformance.training import NegativeLogLikelihood, training_batch
 from rl_conformance.weights import same_weights
 from rl_core.errors import RefitCorrupted, RefitError, RLError, WeightsTornError
-from rl_core.refit.sender import RefitSender
+from rl_core.refit._sender_state import SenderState
 from rl_core.refit.transports.control import ControlServer
 
 if TYPE_CHECKING:
@@ -270,17 +270,18 @@ def damaged_bytes_never_commit(ctx: Context, way: Any) -> None:
     """A byte that changes in a buffer, or in the tensor itself, once it was hashed is found."""
     policy, engine = _doubles(ctx, way)
     lanes: list[Any] = []
-    window = RefitSender.window
+    honest = SenderState.layout
 
-    def remember(sender: RefitSender, plan: Any, lane: Any, block_hash: Any) -> Any:
-        lanes.append(lane)
-        return window(sender, plan, lane, block_hash)
+    def remember(*args: Any, **options: Any) -> Any:
+        layout = honest(*args, **options)
+        lanes.append(layout.lane)
+        return layout
 
     def damage() -> None:
         lanes[-1].data[5] ^= 64
 
     with (
-        mock.patch.object(RefitSender, "window", remember),
+        mock.patch.object(SenderState, "layout", remember),
         at_the_first_bucket(damage),
     ):
         error = attempt(policy, engine, bucket_bytes=4096, deadline_s=10.0, **way)

@@ -74,7 +74,7 @@ def refused_descriptions_change_nothing(ctx: Context) -> None:
 
         def of(changed: list[TensorSpec]) -> dict[str, Any]:
             manifest = WeightManifest.of(changed)
-            changes: dict[str, Any] = {"tensors": manifest.to_info(), "digest": manifest.digest}
+            changes: dict[str, Any] = {"tensors": manifest.info, "digest": manifest.digest}
             return {**info, **changes}
 
         def other(spec: TensorSpec, **changes: Any) -> list[TensorSpec]:

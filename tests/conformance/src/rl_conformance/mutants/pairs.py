@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import runpy
 import tempfile
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,8 +16,8 @@ from rl_conformance.mutants.mutant import Mutant, breaks, registered, target
 from rl_conformance.reference import MANIFEST, make_reference, reference_target
 from rl_conformance.reference.generation import ReferenceGeneration
 from rl_core.errors import DataError, RLError
+from rl_core.refit import _receive_job, receiver
 from rl_core.refit import manifest as manifests
-from rl_core.refit import receiver
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -115,7 +115,10 @@ def names_are_not_compared() -> AbstractContextManager[Any]:
             return manifests.compare(*args, **kwargs)
         return {}
 
-    return mock.patch.object(receiver, "compare", lenient)
+    stack = ExitStack()
+    for module in (receiver, _receive_job):
+        stack.enter_context(mock.patch.object(module, "compare", lenient))
+    return stack
 
 
 @breaks("S2", checks="S2 and (private_directory or unguessable)")

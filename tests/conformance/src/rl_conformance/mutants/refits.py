@@ -13,8 +13,8 @@ from rl_conformance.mutants.mutant import breaks
 from rl_conformance.reference.generation import ReferenceGeneration, ScaledSink
 from rl_conformance.reference.policy import ReferencePolicy
 from rl_core.backends.tensors import NamedTensorSource
-from rl_core.refit.loading import Loader
-from rl_core.refit.receiving import Receiving
+from rl_core.refit._loading import Loader
+from rl_core.refit._receive_job import ReceiveJob
 from rl_core.refit.transports.memory import SharedRegion
 
 if TYPE_CHECKING:
@@ -209,14 +209,14 @@ def nothing_is_read_back() -> AbstractContextManager[Any]:
 @breaks("R13", checks="R13")
 def engines_publish_when_they_have_all() -> AbstractContextManager[Any]:
     """An engine serves the new weights before it is known whether the others can."""
-    honest = Receiving._install
+    honest = ReceiveJob._install
 
     def early(receiving: Any, offer: Any, digest: str) -> str:
         found = honest(receiving, offer, digest)
-        receiving._receiver.publish(offer.version)
+        receiving._state.publish(offer.version)
         return found
 
-    return mock.patch.object(Receiving, "_install", early)
+    return mock.patch.object(ReceiveJob, "_install", early)
 
 
 @breaks("R3", checks="R3 or (R1 and not trained)")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import queue
 import threading
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -12,11 +13,9 @@ import torch
 from rl_core.errors import RefitError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
-    from rl_core.refit.ranks.gathered import GatheredSource
-
-__all__ = ["Hands"]
+__all__ = ["Part", "RefitThread"]
 
 #: Seconds for which the end of a refit waits for what hangs in a collective.
 _FINISH_S = 0.1
@@ -24,7 +23,26 @@ _FINISH_S = 0.1
 T = TypeVar("T")
 
 
-class Hands:
+class Part(ABC):
+    """One rank's part of a source whose tensors are gathered from all ranks."""
+
+    @abstractmethod
+    def gather(self, name: str) -> torch.Tensor | None:
+        """Gathers one tensor; what ranks other than 0 return does not matter.
+
+        If it raises on any rank, what the ranks exchange next may not belong together, so that all
+        later refits are refused.
+        """
+
+    @abstractmethod
+    def confirm_part(self) -> None:
+        """As :meth:`WeightSource.confirm`, for this rank's part; called on every rank."""
+
+    def close_part(self) -> None:
+        """As :meth:`WeightSource.close`; called on every rank once nothing is gathered any more."""
+
+
+class RefitThread:
     """Does what it is given in order, in a thread that never keeps the process alive.
 
     So whoever waits can stop to wait while a collective hangs, and what it began is still ended
@@ -56,7 +74,7 @@ class Hands:
         self._tasks.put((future, function))
         return future
 
-    def gather(self, source: GatheredSource, name: str) -> torch.Tensor | None:
+    def gather(self, part: Part, name: str) -> torch.Tensor | None:
         """Gathers a tensor; for :meth:`submit`.
 
         Raises:
@@ -64,10 +82,15 @@ class Hands:
         """
         self.check_step()
         try:
-            return source.gather(name)
+            return part.gather(name)
         except BaseException as error:
             self.out_of_step = f"{name}: {type(error).__name__}: {error}"
             raise
+
+    def gather_all(self, part: Part, names: Iterable[str]) -> None:
+        """Gathers tensors for the other ranks; for :meth:`submit`."""
+        for name in names:
+            self.gather(part, name)
 
     def check_step(self) -> None:
         """Raises RefitError if the ranks are out of step."""
@@ -82,7 +105,7 @@ class Hands:
     def finish(self, function: Callable[[], object]) -> None:
         """Does something last, and waits for it unless a collective hangs.
 
-        What that reads cannot be let go of before it ends, and nobody waits for it.
+        What a hanging collective reads cannot be freed before it ends, and nobody waits for it.
         """
         future = self.submit(function)
         if concurrent.futures.wait([future], _FINISH_S).done:

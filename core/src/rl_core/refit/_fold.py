@@ -113,12 +113,12 @@ def _fused(
 def _kernel(device: torch.device) -> Any:
     """The module of the kernel, if Triton is installed and can compile for a device here."""
     try:
-        from rl_core.refit import fold_triton
+        from rl_core.refit import _fold_triton
     except ImportError:
         return None
     try:
         factors = torch.ones(2, 1, dtype=torch.int64, device=device)
-        fold_triton.prepare([torch.zeros(4, dtype=torch.uint8, device=device)], factors, 4)()
+        _fold_triton.prepare([torch.zeros(4, dtype=torch.uint8, device=device)], factors, 4)()
     except (
         Exception
     ) as error:  # no compiler, or a GPU that it does not know: it has no narrower one
@@ -129,7 +129,7 @@ def _kernel(device: torch.device) -> Any:
             stacklevel=2,
         )
         return None
-    return fold_triton
+    return _fold_triton
 
 
 def _in_torch(

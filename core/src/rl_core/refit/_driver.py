@@ -5,6 +5,8 @@ from __future__ import annotations
 import concurrent.futures
 import secrets
 import time
+import warnings
+import weakref
 from ipaddress import ip_address
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +14,7 @@ from rl_core.errors import (
     ConfigError,
     DeadlineError,
     LifecycleError,
+    LoopWarning,
     ManifestMismatchError,
     RefitError,
     RefitPeerError,
@@ -23,16 +26,19 @@ from rl_core.interfaces import GenerationInterface, PolicyInterface
 from rl_core.plugins import hookspecs
 from rl_core.refit.options import SendOptions
 from rl_core.refit.report import RefitReport
-from rl_core.refit.sampling import warn_of_temperatures
 from rl_core.refit.session import Phase
 
 if TYPE_CHECKING:
     from rl_core.interfaces import ColocatablePolicyInterface, Future
 
-__all__ = ["refit"]
+__all__ = ["refit", "warn_of_temperatures"]
 
 #: Seconds the two sides get, past the deadline, to say themselves which peer missed it.
 _GRACE_S = 5.0
+
+
+#: Engines of which it was said that they sample at another temperature.
+_told: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def refit(
@@ -77,7 +83,12 @@ def refit(
         try:
             report = _attempt(policy, generation, chosen, options, address, attempt)
         except Exception as error:
-            again = attempt <= retries and _may_pass(error)
+            if isinstance(error, LifecycleError):  # the weights changed while they were sent
+                may_pass = error.details.get("phase") in (Phase.TRANSFER, Phase.SEAL)
+            else:
+                may_pass = isinstance(error, RefitError | DeadlineError)
+            mismatch = isinstance(error, ManifestMismatchError)
+            again = attempt <= retries and may_pass and not mismatch
             what = {"error": type(error).__name__, "message": str(error), "attempt": attempt}
             hookspecs.emit("refit_retried" if again else "refit_failed", **what)
             if not again:
@@ -87,14 +98,6 @@ def refit(
             continue
         hookspecs.emit("refit_committed", **report.as_dict())
         return report
-
-
-def _may_pass(error: Exception) -> bool:
-    """Whether a failure may be gone when the same is tried again."""
-    if isinstance(error, LifecycleError):  # the weights changed while they were sent
-        return error.details.get("phase") in (Phase.TRANSFER, Phase.SEAL)
-    transfer = isinstance(error, RefitError | DeadlineError)
-    return transfer and not isinstance(error, ManifestMismatchError)
 
 
 def _check_order(policy: Any, generation: Any) -> None:
@@ -214,3 +217,24 @@ def _wait_for_followers(followers: list[Future]) -> None:
                 rank=rank,
                 phase=Phase.COMMITTED,
             ) from error
+
+
+def warn_of_temperatures(policy: Any, generation: Any) -> None:
+    """Warns, once for each engine, of temperatures that differ; one that is greedy has none.
+
+    Both are known wherever the two run: a backend on a cluster has its configuration here.
+    """
+    sampling = getattr(generation, "sampling", None)
+    theirs = None if sampling is None or sampling.greedy else sampling.temperature
+    ours = float(getattr(policy, "config", {}).get("temperature", 1.0))
+    if theirs is None or theirs == ours or generation in _told:
+        return
+    _told.add(generation)
+    warnings.warn(
+        f"the engine samples at temperature {theirs:g}, the policy scores and trains at "
+        f"temperature {ours:g}: their log-probs are of different distributions. "
+        'Set "temperature" to the same value in both configurations. An engine that is for '
+        "evaluation alone may differ; ignore rl_core.LoopWarning for it.",
+        LoopWarning,
+        stacklevel=4,
+    )

@@ -1,28 +1,99 @@
-"""A source of tensors that lie on several ranks, each of which has a part."""
+"""The ranks of one trainer, and a source of tensors of which each rank has a part."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
+import atexit
+import weakref
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rl_core.interfaces.weights import WeightSource
 from rl_core.refit.manifest import nbytes
+from rl_core.refit.ranks._following import Follower
+from rl_core.refit.ranks._leading import Leader
+from rl_core.refit.ranks._peers import Peer, exchange
+from rl_core.refit.ranks._thread import Part, RefitThread
+from rl_core.refit.transports.control import ControlServer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     import torch
 
-    from rl_core.refit.ranks.members import RefitRanks
-
-__all__ = ["GatheredSource"]
+__all__ = ["GatheredSource", "RefitRanks"]
 
 #: Bytes of tensors that are gathered for one question; a larger tensor comes alone.
 _BATCH_BYTES = 4 << 20
 
 
-class GatheredSource(WeightSource):
+class RefitRanks:
+    """One for each rank, made by all of them at the same time, for the trainer's whole life.
+
+    Args:
+        group: A process group of torch over all ranks that takes tensors of the CPU (gloo). It is
+            used here, to meet, and never again.
+        address: Of rank 0, at which the others reach it. Between hosts, one of a private network.
+
+    Attributes:
+        rank: This one; rank 0 speaks.
+        size: How many there are.
+        thread: Computes for refits on this rank.
+
+    Raises:
+        ConfigError: The group takes no tensors of the CPU.
+        RefitError: The address is not this host's.
+    """
+
+    def __init__(self, group: Any, *, address: str = "127.0.0.1") -> None:
+        self.rank: int = group.rank()
+        self.size: int = group.size()
+        self.thread = RefitThread()
+        self._leader: Leader | None = None
+        self._follower: Follower | None = None
+        if self.rank == 0:
+            host = f"[{address}]" if ":" in address else address
+            server = ControlServer(f"tcp://{host}:*", encrypted=True)
+            mine = Peer.here(0, self.size, server.endpoint, server.key)
+            self._leader = Leader(server, exchange(group, mine), self.thread)
+        else:
+            peers = exchange(group, Peer.here(self.rank, self.size))
+            self._follower = Follower(peers, self.rank, self.thread)
+        _alive.add(self)
+
+    @property
+    def leader(self) -> Leader:
+        """Rank 0's side; for rank 0."""
+        assert self._leader is not None, "rank 0 leads"
+        return self._leader
+
+    @property
+    def follower(self) -> Follower:
+        """The side of every other rank."""
+        assert self._follower is not None, "rank 0 does not follow"
+        return self._follower
+
+    def close(self) -> None:
+        """Ends all refits of this rank. Idempotent."""
+        if self in _alive:
+            _alive.discard(self)
+            if self._leader is not None:
+                self._leader.end()
+            if self._follower is not None:
+                self._follower.close()
+            self.thread.close()
+
+
+_alive: weakref.WeakSet[RefitRanks] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """Before sockets are destroyed under the threads that use them."""
+    for ranks in list(_alive):
+        ranks.close()
+
+
+class GatheredSource(WeightSource, Part):
     """Whole tensors on rank 0, each gathered from all ranks when its turn comes.
 
     Every rank makes one for each refit. A subclass says what the tensors are (:meth:`specs`, on
@@ -39,25 +110,10 @@ class GatheredSource(WeightSource):
     def __init__(self, ranks: RefitRanks | None) -> None:
         self.ranks = ranks if ranks is not None and ranks.size > 1 else None
 
-    @abstractmethod
-    def gather(self, name: str) -> torch.Tensor | None:
-        """Gathers one tensor; what ranks other than 0 return does not matter.
-
-        If it raises on any rank, what the ranks exchange next may not belong together, so that all
-        later refits are refused.
-        """
-
-    @abstractmethod
-    def confirm_part(self) -> None:
-        """As :meth:`WeightSource.confirm`, for this rank's part; called on every rank."""
-
-    def close_part(self) -> None:
-        """As :meth:`WeightSource.close`; called on every rank once nothing is gathered any more."""
-
     def open(self, refit: str, deadline_s: float) -> None:
         """See :meth:`WeightSource.open`."""
         if self.ranks is not None:
-            self.ranks.hands.check_step()
+            self.ranks.thread.check_step()
             self.ranks.leader.open(refit, deadline_s)
 
     def check(self) -> None:
@@ -78,10 +134,10 @@ class GatheredSource(WeightSource):
         if self.ranks is None:
             yield from ((name, _given(self.gather(name))) for name in names)
             return
-        leader, hands = self.ranks.leader, self.ranks.hands
+        leader, thread = self.ranks.leader, self.ranks.thread
         for batch in self._batches(names):
             number = leader.gather(batch)
-            futures = [hands.submit(partial(hands.gather, self, name)) for name in batch]
+            futures = [thread.submit(partial(thread.gather, self, name)) for name in batch]
             for name in batch:
                 yield name, _given(leader.wait_for(futures.pop(0), number, name))
 
@@ -90,7 +146,7 @@ class GatheredSource(WeightSource):
         if self.ranks is None:
             self.confirm_part()
             return
-        own = self.ranks.hands.submit(self.confirm_part)
+        own = self.ranks.thread.submit(self.confirm_part)
         self.ranks.leader.wait_for(own, 0, "a confirmation")
         self.ranks.leader.confirm()
 
@@ -100,7 +156,7 @@ class GatheredSource(WeightSource):
             self.close_part()
             return
         self.ranks.leader.close()
-        self.ranks.hands.finish(self.close_part)
+        self.ranks.thread.finish(self.close_part)
 
     def _batches(self, names: Sequence[str]) -> Iterator[list[str]]:
         """The names in their order, a few at a time: a question takes a while to be answered."""

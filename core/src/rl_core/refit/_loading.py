@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from rl_core.errors import RefitCorrupted
-from rl_core.refit.digests import DIGEST_BYTES, Digester, DigestTable, as_view, run_hasher
+from rl_core.refit._digests import DIGEST_BYTES, Digester, DigestTable, as_view, run_hasher
 from rl_core.refit.manifest import dtype_of
 
 if TYPE_CHECKING:
@@ -100,25 +100,26 @@ class Route:
         self._places: dict[str, list[TensorSpec]] = {}
         for spec in expected.owned:
             self._places.setdefault(wire.root(spec.name), []).append(spec)
-        sent = (wire.owned[index] for index in plan.sent)
-        self._in_place = all(self._is_plain(s, of) for of in sent for s in self._places[of.name])
+        # Whether the bytes that are sent can be copied to where the engine's tensors are.
+        self._in_place = all(
+            (target := self.targets.get(spec.name)) is not None
+            and (target.device, target.dtype) == (data.device, dtype_of(sent))
+            and target.is_contiguous()
+            for sent in (wire.owned[index] for index in plan.sent)
+            for spec in self._places[sent.name]
+        )
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._steps: dict[tuple[int, bool], list[_Step]] = {}
         self.digester = Digester(plan.block_bytes, block_hash, keep=bool(self.targets))
 
-    def leads(
-        self,
-        sink: WeightSink,
-        wire: WeightManifest,
-        expected: WeightManifest,
-        plan: TransferPlan,
-        data: torch.Tensor,
-        block_hash: BlockHash,
-    ) -> bool:
-        """Whether it is the way between these; ``sink`` takes the place of the one before."""
-        same = wire is self.wire and expected is self.expected and plan is self.plan
+    def fits(self, sink: WeightSink, data: torch.Tensor) -> bool:
+        """Whether this route can be used again; adopts ``sink`` if so.
+
+        It can if lane and targets are where they were. A sink without targets is written to by
+        calls of its own, which a route made for another sink does not have.
+        """
         targets = sink.targets()
-        if not same or data is not self.data or block_hash != self._hash or not targets:
+        if data is not self.data or not targets:
             return False
         known = self.targets
         if targets is not known and any(known.get(n) is not t for n, t in targets.items()):
@@ -126,8 +127,8 @@ class Route:
         self.sink = sink
         return [target.data_ptr() for target in targets.values()] == self._where
 
-    def let_go(self) -> None:
-        """Forgets the lane's bytes; this way leads nowhere any more."""
+    def detach(self) -> None:
+        """Drops all views of the lane, so that its memory is unmapped; it fits nothing then."""
         self.data = self.data[:0].clone()
         self._steps.clear()
 
@@ -145,13 +146,6 @@ class Route:
                 for number, group in enumerate(groups)
             ]
         return self._steps[key]
-
-    def _is_plain(self, spec: TensorSpec, of: TensorSpec) -> bool:
-        """Whether the bytes of what is sent can be copied to where the engine's tensor is."""
-        target = self.targets.get(spec.name)
-        if target is None or target.device != self.data.device:
-            return False
-        return target.dtype == dtype_of(of) and target.is_contiguous()
 
     def _groups(self, index: int) -> Iterator[list[_Piece]]:
         """The pieces of a bucket that are verified together, in order."""

@@ -1,4 +1,7 @@
-"""Refits by handles, the older interface: one group of tensors at a time."""
+"""Refits by handles, the older interface: one group of tensors at a time.
+
+The groups are the buckets of a plan that splits no tensor, and whose pace the caller sets.
+"""
 
 from __future__ import annotations
 
@@ -9,51 +12,45 @@ from typing import TYPE_CHECKING
 import torch
 
 from rl_core.errors import ConfigError, LifecycleError, RefitAborted, RefitProtocolError
-from rl_core.refit.digests import DigestTable, Window
+from rl_core.refit._digests import DigestTable
+from rl_core.refit._layout import Layout
+from rl_core.refit._loading import Loader, Route
+from rl_core.refit._packing import Packer, checked_tensors
 from rl_core.refit.frames import write_handles
 from rl_core.refit.hashing import BlockHash
-from rl_core.refit.loading import Loader, Route
 from rl_core.refit.manifest import WeightManifest
 from rl_core.refit.messages import Handles
 from rl_core.refit.options import DEFAULT_DEADLINE_S
-from rl_core.refit.packing import SlotPacker
-from rl_core.refit.plan import ALIGN, TransferPlan, make_plan
+from rl_core.refit.plan import ALIGN, make_plan
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
     from rl_core.interfaces.weights import WeightSink, WeightSource
-    from rl_core.refit.introduction import Trainer
+    from rl_core.refit._introduction import Trainer
     from rl_core.refit.transports.base import Lane, SenderEnd
 
-__all__ = ["HandleSets", "Handing", "Taking"]
+__all__ = ["HandleReceiver", "HandleSender", "HandleSets"]
 
 
-def _group_plan(manifest: WeightManifest, names: Iterable[str]) -> TransferPlan:
-    """All of the named tensors in one bucket, in the manifest's order."""
-    wanted = set(names)
-    sizes = [spec for spec in manifest.owned if spec.name in wanted]
-    room = WeightManifest(tuple(sizes)).nbytes + ALIGN * (len(sizes) + 1)
-    return make_plan(manifest, room, wanted=lambda index: manifest.owned[index].name in wanted)
-
-
-class Handing:
+class HandleSender:
     """The trainer's side of a refit by handles: of one state of the weights, or not complete.
 
     Args:
         end: Makes the memory that is handed over.
         source: The trainer's tensors, as they are now; asked for all groups.
         manifest: The source's.
-        version: Of these weights.
+        version: The version that these weights become.
         serial: Number of this refit by handles among the sender's.
         bucket_bytes: Size of a group at most, unless it is one larger tensor.
-        name: Of the sender.
+        name: How errors call the sender.
         call: What every rank of the trainer calls this refit.
+        token: The trainer's secret.
 
     Attributes:
         groups: Names, grouped.
-        left: Names that were not handed over yet.
-        version: Of these weights.
+        left: Indices of the groups that were not handed over yet.
+        version: The version that these weights become.
     """
 
     def __init__(
@@ -67,83 +64,77 @@ class Handing:
         bucket_bytes: int,
         name: str,
         call: str,
+        token: str,
     ) -> None:
+        plan = make_plan(manifest, bucket_bytes, whole=True)
         self.version = version
-        self.left = {spec.name for spec in manifest.owned}
-        self.groups: list[list[str]] = []
+        self.groups = [[s.spec.name for s in bucket.segments] for bucket in plan.buckets]
+        self.left = set(range(len(self.groups)))
         self._source = source
         self._manifest = manifest
         self._serial = serial
-        self._handed = 0
+        self._bucket_bytes = bucket_bytes
         self._name = name
         self._call = call
+        self._token = token
         self._open = True
         self._session = secrets.token_hex(16)
         self._changed: LifecycleError | None = None
-        for bucket in make_plan(manifest, bucket_bytes).buckets:
-            before = self.groups[-1][-1:] if self.groups else []
-            # Pieces of a split tensor come together.
-            names = [s.spec.name for s in bucket.segments if [s.spec.name] != before]
-            if names:
-                self.groups.append(names)
-        sizes = [_group_plan(manifest, group).lane_bytes for group in self.groups]
-        self._private = end.private
-        self._lane = end.lane(max(sizes, default=ALIGN), torch.device("cpu"), [])
+        lane = end.lane(max(plan.lane_bytes, ALIGN), torch.device("cpu"), [])
+        block_hash = BlockHash.choose(lane.data.device, private=end.private, token=token)
+        self._layout = Layout(plan, lane, block_hash)
 
-    def hand_over(self, keys: list[str], token: str) -> bytes:
-        """Packs some tensors into the memory; the frame that tells of it.
+    def hand_over(self, keys: list[str]) -> bytes:
+        """Packs a group into the memory; the frame that tells of it.
 
         Raises:
-            ConfigError: A key is not a tensor that is left, or they are too many.
+            ConfigError: The keys are not a group that is left.
             LifecycleError: The weights changed since this refit began.
         """
         if self._changed is not None:
             raise self._changed
-        if unknown := sorted(set(keys) - self.left):
+        index = next((i for i in self.left if set(self.groups[i]) == set(keys)), None)
+        if index is None:
+            left = {name for i in self.left for name in self.groups[i]}
+            wrong = next((key for key in keys if key not in left), "")
             raise ConfigError(
-                f"{self._name}: {unknown[0]!r} is not a tensor that is left to hand over",
-                fix="pass each group of prepare_weights_for_ipc once",
-                key=unknown[0],
+                f"{self._name}: {wrong!r} is not a tensor that is left to hand over"
+                if wrong
+                else f"{self._name}: these {len(keys)} tensors are not a group",
+                fix="pass each group of prepare_weights_for_ipc once, as it is",
+                key=wrong or "keys",
             )
-        plan = _group_plan(self._manifest, keys)
-        if plan.lane_bytes > self._lane.data.numel():
-            raise ConfigError(
-                f"{len(keys)} tensors of {plan.lane_bytes} bytes are more than a group holds",
-                fix="pass one group of prepare_weights_for_ipc at a time",
-                key="keys",
-            )
-        table = DigestTable(self._manifest)
-        device = self._lane.data.device
-        block_hash = BlockHash.choose(device, private=self._private, token=token)
-        window = Window(plan, self._lane.data, block_hash)
+        bucket = self._layout.plan.buckets[index]
         self._source.open(self._call, DEFAULT_DEADLINE_S)
-        packer = SlotPacker(window, self._lane, table, self._source, self._manifest)
         try:
-            with closing(packer):
-                digests = b"".join(packer.put(index) for index in range(len(plan.buckets)))
+            with closing(
+                checked_tensors(self._source, [s.spec for s in bucket.segments])
+            ) as tensors:
+                packer = Packer(self._layout, tensors, DigestTable(self._manifest))
+                digests = packer.put(index)
             self._source.confirm()  # before anything goes out, so that no engine has a mixture
         except LifecycleError as error:
             self._changed = error
             raise
-        self.left -= set(keys)
+        self.left.remove(index)
         if not self.left:
             self._close_source()
-        self._handed += 1
         message = Handles(
             self._session,
             self._serial,
-            self._handed,
+            len(self.groups) - len(self.left),
             self._manifest.digest,
             self.version,
-            tuple(self._manifest.owned[index].name for index in plan.sent),
-            dict(self._lane.ref),
+            self._bucket_bytes,
+            index,
+            dict(self._layout.lane.ref),
             digests,
         )
-        return write_handles(message, token)
+        return write_handles(message, self._token)
 
     def close(self) -> None:
-        """Lets go of the memory and of the source. Idempotent."""
-        self._lane.close()
+        """Closes the memory and the source. Idempotent."""
+        self._layout.lane.close()
         self._close_source()
 
     def _close_source(self) -> None:
@@ -152,7 +143,7 @@ class Handing:
             self._source.close()
 
 
-class Taking:
+class HandleReceiver:
     """The engine's side of a refit by handles.
 
     Args:
@@ -169,6 +160,9 @@ class Taking:
         trainer: Whose it is.
         epoch: In which it may end.
         sink: Where it is written.
+
+    Raises:
+        RefitAborted: The trainer's tensors changed since they were checked.
     """
 
     def __init__(
@@ -195,10 +189,11 @@ class Taking:
         self.sink = sink
         self._expected = WeightManifest.of(sink.specs())
         self._groups = 0
-        self._manifest = manifest
         self._known = known
         self._touch = touch
-        self._left = {spec.name for spec in manifest.owned}
+        self._plan = make_plan(manifest, message.bucket_bytes, whole=True)
+        self._left = set(range(len(self._plan.buckets)))
+        self._route: Route | None = None
         sink.begin(message.version)
 
     def load(self, message: Handles, lane: Lane, block_hash: BlockHash) -> bool:
@@ -216,9 +211,9 @@ class Taking:
             RefitProtocolError: A tensor of it came before.
             RefitCorrupted: The bytes are not those that the sender packed.
         """
-        plan = _group_plan(self._manifest, message.keys)
-        in_order = message.group == self._groups + 1 and self._left.issuperset(message.keys)
-        if not in_order or plan.lane_bytes > lane.data.numel():
+        plan, data = self._plan, lane.data
+        in_order = message.group == self._groups + 1 and message.index in self._left
+        if not in_order or plan.lane_bytes > data.numel():
             raise RefitProtocolError(
                 f"handles of group {message.group} where group {self._groups + 1} is due, or that "
                 "do not fit the trainer's tensors",
@@ -226,11 +221,12 @@ class Taking:
                 "for",
                 phase="TRANSFER",
             )
-        route = Route(self.sink, self._manifest, self._expected, plan, lane.data, block_hash)
-        loader = Loader(route, verify="wire", known=self._known, touch=self._touch)
-        for index in range(len(plan.buckets)):
-            loader.load(index, message.digests)
-        self._left -= set(message.keys)
+        if self._route is None or self._route.data is not data:
+            manifest, expected = self.trainer.manifest, self._expected
+            self._route = Route(self.sink, manifest, expected, plan, data, block_hash)
+        loader = Loader(self._route, verify="wire", known=self._known, touch=self._touch)
+        loader.load(message.index, message.digests)
+        self._left.remove(message.index)
         self._groups = message.group
         return not self._left
 
@@ -243,7 +239,7 @@ class HandleSets:
     """
 
     def __init__(self) -> None:
-        self.current: Taking | None = None
+        self.current: HandleReceiver | None = None
         self._over: dict[str, int] = {}  # by token, the last serial that is over
 
     def admit(self, message: Handles, token: str, name: str) -> None:
@@ -266,14 +262,14 @@ class HandleSets:
 
     def end(self) -> None:
         """The set is complete: nothing of it is taken again."""
-        taking, self.current = self.current, None
-        if taking is not None:
-            token = taking.trainer.token
-            self._over[token] = max(self._over.get(token, 0), taking.serial)
+        current, self.current = self.current, None
+        if current is not None:
+            token = current.trainer.token
+            self._over[token] = max(self._over.get(token, 0), current.serial)
 
     def give_up(self) -> None:
         """The set is not complete, and will not be."""
-        taking = self.current
+        current = self.current
         self.end()
-        if taking is not None:
-            taking.sink.fail()
+        if current is not None:
+            current.sink.fail()

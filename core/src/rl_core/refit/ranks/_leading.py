@@ -20,7 +20,7 @@ from rl_core.errors import (
     RLError,
 )
 from rl_core.refit.options import DEFAULT_DEADLINE_S
-from rl_core.refit.ranks.messages import (
+from rl_core.refit.ranks._peers import (
     Close,
     Confirm,
     Done,
@@ -29,6 +29,7 @@ from rl_core.refit.ranks.messages import (
     Go,
     Hello,
     Message,
+    Peer,
     Ready,
     decode,
 )
@@ -36,8 +37,7 @@ from rl_core.refit.ranks.messages import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from rl_core.refit.ranks.hands import Hands
-    from rl_core.refit.ranks.peers import Peer
+    from rl_core.refit.ranks._thread import RefitThread
     from rl_core.refit.transports.control import ControlServer
 
 __all__ = ["Leader"]
@@ -106,12 +106,12 @@ class Leader:
     Args:
         server: Where the others connect.
         peers: All ranks; the first is this one.
-        hands: Compute.
+        thread: Computes for refits on this rank.
     """
 
-    def __init__(self, server: ControlServer, peers: Sequence[Peer], hands: Hands) -> None:
+    def __init__(self, server: ControlServer, peers: Sequence[Peer], thread: RefitThread) -> None:
         self._server = server
-        self._hands = hands
+        self._thread = thread
         self._peers = peers
         self._turn = threading.RLock()
         self._calls: dict[str, _Call] = {}
@@ -150,7 +150,7 @@ class Leader:
             RefitPeerError: One is gone or did not come, or this rank hangs in an earlier gather.
         """
         with self._turn:
-            self._wait(lambda: [] if self._hands.idle else [0])
+            self._wait(lambda: [] if self._thread.idle else [0])
         number = self._ask(lambda number: Gather(number, tuple(names)), lambda m: m.ready)
         with self._turn:
             for member in self._calls[self._current].members.values():
@@ -210,7 +210,7 @@ class Leader:
                 ).start()
 
     def end(self) -> None:
-        """Lets go of all followers."""
+        """Closes the connections to all followers."""
         with self._turn:
             self._closed = True
             self._server.close()
@@ -283,7 +283,7 @@ class Leader:
                     member.failed = message
                     if message.out_of_step:
                         why = f"on {self._peers[rank]}: {message.kind}: {message.message}"
-                        self._hands.out_of_step = self._hands.out_of_step or why
+                        self._thread.out_of_step = self._thread.out_of_step or why
 
     def _check(self) -> None:
         call = self._calls.get(self._current)
@@ -293,7 +293,7 @@ class Leader:
             self._doubt(None)
         for rank, member in call.members.items():
             if member.gone:
-                raise self._gone(rank)
+                raise self._peers[rank].lost()
         for rank, member in call.members.items():
             if member.failed is not None:
                 raise _error_of(member.failed, str(self._peers[rank]), rank)
@@ -310,7 +310,7 @@ class Leader:
                 self._take(_LOOK_S)
                 for rank, member in call.members.items():
                     if member.gone or self._peers[rank].state() == "ended":
-                        raise self._gone(rank) from cause
+                        raise self._peers[rank].lost() from cause
             if cause is not None:
                 self._check()
 
@@ -322,18 +322,9 @@ class Leader:
             if state != "stopped":
                 self._stopped.pop(rank, None)
             elif now - self._stopped.setdefault(rank, now) > _STOPPED_S:
-                raise self._gone(rank)
+                raise self._peers[rank].lost()
             if state == "ended":
-                raise self._gone(rank)
-
-    def _gone(self, rank: int) -> RefitPeerError:
-        peer = self._peers[rank]
-        return RefitPeerError(
-            f"{peer} {peer.fate()}",
-            fix="look at that worker's log; if its process has ended, build the policy again",
-            peer=f"rank {rank}",
-            rank=rank,
-        )
+                raise self._peers[rank].lost()
 
     def _late(self, ranks: list[int], what: str, call: _Call) -> RefitPeerError:
         names = " and ".join(str(self._peers[rank]) for rank in ranks)

@@ -18,14 +18,17 @@ from rl_core.errors import (
     WeightsTornError,
 )
 from rl_core.interfaces.weights import WeightSink
-from rl_core.refit.digests import DigestTable
+from rl_core.refit._digests import DigestTable
+from rl_core.refit._job import TICK_S, Endpoint, Job
+from rl_core.refit._layout import keep_two
+from rl_core.refit._loading import Loader, Route
+from rl_core.refit._staging import StagedSink
 from rl_core.refit.frames import Channel, write_hello
 from rl_core.refit.hashing import BlockHash
-from rl_core.refit.jobs import TICK_S, Job
-from rl_core.refit.loading import Loader
+from rl_core.refit.manifest import compare
 from rl_core.refit.messages import Hello
+from rl_core.refit.plan import make_plan
 from rl_core.refit.session import (
-    Announced,
     Attach,
     Effect,
     Install,
@@ -35,42 +38,42 @@ from rl_core.refit.session import (
     ReceiverSession,
     Send,
 )
-from rl_core.refit.staging import StagedSink
 from rl_core.refit.transports.cuda import visible_gpus
 from rl_core.refit.turns import leave_line
 
 if TYPE_CHECKING:
-    from rl_core.refit.introduction import Trainer
-    from rl_core.refit.manifest import WeightManifest
+    from rl_core.refit._introduction import Trainer
+    from rl_core.refit._receiver_state import ReceiverState
     from rl_core.refit.messages import Offer, Prepare
     from rl_core.refit.plan import TransferPlan
-    from rl_core.refit.receiver import RefitReceiver
     from rl_core.refit.transports.base import Lane, ReceiverEnd
 
-__all__ = ["Receiving"]
+__all__ = ["ReceiveJob"]
 
 #: Seconds between two looks at a lane whose bytes have not arrived.
 _PAUSE_S = 0.0002
 
 
-class Receiving(Job[ReceiverSession]):
-    """One refit.
+class ReceiveJob(Job[ReceiverSession]):
+    """One refit of a receiver.
 
     Args:
-        receiver: Whose.
-        transport: Name of what it is received over.
+        endpoint: The receiver whose refits take turns.
+        state: What it keeps from refit to refit.
+        transport: Name of the transport that the sender uses.
         trainer: Who sends, and what.
         deadline_s: Seconds that it may take.
         refit_id: What the sender was told, too; empty if nothing.
 
     Attributes:
-        before: A refit that was waiting when this one was asked for, and may take its place.
+        earlier: A refit that was waiting when this one was asked for, and may take its place.
         summary: What it did, once it is committed.
     """
 
     def __init__(
         self,
-        receiver: RefitReceiver,
+        endpoint: Endpoint[Any],
+        state: ReceiverState,
         transport: str,
         trainer: Trainer,
         deadline_s: float,
@@ -78,19 +81,19 @@ class Receiving(Job[ReceiverSession]):
     ) -> None:
         nonce = secrets.token_bytes(16)
         session = ReceiverSession(
-            Hello(receiver.id, receiver.name, os.getpid(), nonce, refit_id),
+            Hello(state.id, state.name, os.getpid(), nonce, refit_id),
             manifest=trainer.manifest.digest,
             dtypes=trainer.dtypes,
             holds=self._holds,
-            gpus=visible_gpus(receiver.device),
+            gpus=visible_gpus(state.device),
             deadline_s=deadline_s,
         )
-        super().__init__(session, receiver, refit_id)
+        super().__init__(session, endpoint, refit_id)
         self.transport = transport
         self.trainer = trainer
-        self.before: Receiving | None = None
+        self.earlier: ReceiveJob | None = None
         self.summary: dict[str, Any] = {}
-        self._receiver = receiver
+        self._state = state
         self._end: ReceiverEnd
         self._channel = Channel(trainer.token, nonce, "receiver")
         self._loads: deque[Load] = deque()
@@ -99,16 +102,16 @@ class Receiving(Job[ReceiverSession]):
         self._loader: Loader | None = None
         self._sink: WeightSink | None = None
         self._locked = False
-        self._epoch = receiver.epoch
+        self._epoch = state.epoch
         self._tore = False
 
     def refit(self) -> dict[str, Any]:
         """See :meth:`Job.refit`."""
-        session, receiver = self.session, self._receiver
-        before, self.before = self.before, None
-        if before is not None and before.session.phase is Phase.COMMITTED:
-            return before.summary  # the call before took the refit that this one was for
-        self._end = receiver.end(self.transport, self.trainer)
+        session, state = self.session, self._state
+        earlier, self.earlier = self.earlier, None
+        if earlier is not None and earlier.session.phase is Phase.COMMITTED:
+            return earlier.summary  # the earlier call took the refit that this one was for
+        self._end = state.end(self.transport, self.trainer)
         try:
             if self._meet():
                 self._end.connect(self.trainer.channels[self.transport])
@@ -120,25 +123,25 @@ class Receiving(Job[ReceiverSession]):
             finally:
                 self._end.disconnect()
         if session.error is not None:
-            receiver.drop_broken_lanes()
-            receiver.clear_away()
+            state.drop_broken_lanes()
+            state.remove_stale_channels(self.trainer)
             raise session.error
         self.summary = {
-            "version": receiver.version,
+            "version": state.version,
             "bytes": self._plan.nbytes,
             "seconds": sum(session.phase_seconds.values()),
-            "name": receiver.name,
+            "name": state.name,
         }
         return self.summary
 
-    def let_go(self) -> None:
-        """See :meth:`Job.let_go`."""
+    def release_resources(self) -> None:
+        """See :meth:`Job.release_resources`."""
         self._lane = self._loader = self._sink = None
         self._loads.clear()
 
     def _meet(self) -> bool:
         """Waits for the sender where that comes first; False if the session ended meanwhile."""
-        meeting = self._receiver.meeting(self._end, self.session.remaining_s)
+        meeting = self._state.meeting(self._end, self.session.remaining_s)
         while not meeting.done():
             if self.given_up or not self.session.remaining_s:
                 self.look()
@@ -181,17 +184,23 @@ class Receiving(Job[ReceiverSession]):
             case Attach(prepare, offer):
                 if offer.isolation == "staged" or self._quiesce():
                     return session.attached(self._attach(prepare, offer))
-            case Announced(index):
+            case Load(index):
                 bucket = self._plan.buckets[index]
                 assert self._lane is not None
                 self._lane.expect(bucket.start, bucket.stop)
-            case Load():
                 self._loads.append(effect)
             case Install(offer, digest):
                 if self._locked or self._quiesce():
                     return session.installed(self._install(offer, digest))
             case Publish(version):
-                self._publish(version)
+                assert self._loader is not None
+                session.touch()
+                self._state.check_epoch(self._epoch)
+                self._state.publish(version)
+                self._state.known = self._loader.table.known
+                # Before the sender is told, which may free the memory at once.
+                self._state.unmap_trainer_memory()
+                self._sink = None
                 return session.published()
         return []
 
@@ -216,7 +225,7 @@ class Receiving(Job[ReceiverSession]):
 
     def _quiesce(self) -> bool:
         """Waits for the engine to stop generating; False if the session ended meanwhile."""
-        session, lock = self.session, self._receiver.lock
+        session, lock = self.session, self._state.lock
         session.held_up = "generation"
         try:
             while not lock.acquire(timeout=TICK_S):
@@ -233,60 +242,60 @@ class Receiving(Job[ReceiverSession]):
 
     def _attach(self, prepare: Prepare, offer: Offer) -> str:
         """Derives the plan, attaches to the lane and opens the sink; the plan's digest."""
-        receiver, trainer = self._receiver, self.trainer
-        wire = trainer.manifest.cast(trainer.dtypes)
+        state, wire = self._state, self.trainer.wire
         if len(prepare.skip) not in (0, len(wire.owned)):
             raise RefitProtocolError("the sender skips tensors of another model", phase="PREPARE")
-        block_hash = BlockHash.named(prepare.hash, private=self._end.private, token=trainer.token)
-        self._plan = plan = receiver.planner.plan(
-            wire,
-            prepare.bucket_bytes,
-            direct=prepare.direct,
-            skip=prepare.skip,
-            block=block_hash.block,
+        token, private = self.trainer.token, self._end.private
+        block_hash = BlockHash.named(prepare.hash, private=private, token=token)
+        if offer.delta:  # what it said to hold is not sent
+            state.check_epoch(self._epoch)
+        self._epoch = state.epoch  # before the sink is made: that is of this epoch, or a later one
+        sink = state.sink_for(self.refit_id)
+        expected = state.manifest_of(sink)
+        size, direct, skip = prepare.bucket_bytes, prepare.direct, prepare.skip
+        key = (wire.digest, expected.digest, size, direct, skip, block_hash, offer.isolation)
+        route = state.routes.get(key)
+        plan = self._plan = (
+            make_plan(wire, size, direct=direct, skip=skip, block=block_hash.block)
+            if route is None
+            else route.plan
         )
         if plan.digest != prepare.plan or len(plan.buckets) != prepare.buckets:
             raise RefitProtocolError("the two sides derive different plans", phase="PREPARE")
-        receiver.sets.give_up()
-        if offer.delta:  # what it said to hold is not sent
-            receiver.check_epoch(self._epoch)
-        self._epoch = receiver.epoch
-        sink = receiver.sink_for(self.refit_id)
-        device = torch.device(sink.device)
-        self._lane = receiver.lane(self._end, plan, prepare.lane, device)
+        state.sets.give_up()
+        self._lane = state.lane(self._end, plan, prepare.lane, torch.device(sink.device))
         if offer.kv_scales and type(sink).scale_kv is WeightSink.scale_kv:
             sink.scale_kv(offer.kv_scales)  # refuses, and nothing was touched
-        expected = receiver.manifest_of(sink)
-        receiver.check_match(wire, expected)
-        known, touch = receiver.known, self._touch
+        if route is None:
+            compare(wire, expected)
+        known, touch = state.known, self._touch
         if offer.isolation == "staged":
-            sink, known, touch = self._staged(sink, wire, expected), dict(known), _nothing
+            if offer.kv_scales:
+                raise CapabilityError(
+                    "key/value scales cannot be taken back, so they do not travel with a staged "
+                    "refit",
+                    fix='use isolation="quiesced"',
+                    capability="staged",
+                )
+            sent = {wire.owned[index].name for index in plan.sent}
+            names = {spec.name for spec in expected.owned if wire.root(spec.name) in sent}
+            sink = StagedSink(sink, names, state.version, state.second_copy, self._touch)
+            # A second copy may be written at any time, and is not what the engine has.
+            known, touch = dict(known), lambda: None
         sink.begin(offer.version)
         self._sink = sink
-        route = receiver.route(sink, wire, expected, plan, self._lane, block_hash)
+        if route is None or not route.fits(sink, self._lane.data):
+            route = Route(sink, wire, expected, plan, self._lane.data, block_hash)
+        keep_two(state.routes, key, route)
         self._loader = Loader(route, verify=offer.verify, known=known, touch=touch)
         return plan.digest
-
-    def _staged(
-        self, sink: WeightSink, wire: WeightManifest, expected: WeightManifest
-    ) -> StagedSink:
-        if self.session.offer is not None and self.session.offer.kv_scales:
-            raise CapabilityError(
-                "key/value scales cannot be taken back, so they do not travel with a staged refit",
-                fix='use isolation="quiesced"',
-                capability="staged",
-            )
-        sent = {wire.owned[index].name for index in self._plan.sent}
-        names = {spec.name for spec in expected.owned if wire.root(spec.name) in sent}
-        receiver = self._receiver
-        return StagedSink(sink, names, receiver.version, receiver.second_copy, self._touch)
 
     def _install(self, offer: Offer, digest: str) -> str:
         """Finishes the sink and verifies what is there; the digest of all of it."""
         self.session.at = ""
         assert self._sink is not None
         assert self._loader is not None
-        self._receiver.check_epoch(self._epoch)
+        self._state.check_epoch(self._epoch)
         try:
             found = self._loader.check_sealed(digest)
             if offer.kv_scales:
@@ -297,29 +306,19 @@ class Receiving(Job[ReceiverSession]):
             if offer.verify == "installed":
                 self._loader.check_installed()
         except RefitCorrupted:
-            self._receiver.known = {}  # who knows what else is not as it was thought to be
+            self._state.known = {}  # who knows what else is not as it was thought to be
             raise
         return found
 
-    def _publish(self, version: int) -> None:
-        assert self._loader is not None
-        self.session.touch()
-        self._receiver.check_epoch(self._epoch)
-        self._receiver.publish(version)
-        self._receiver.known = self._loader.table.known
-        self._receiver.give_back()  # before the sender is told: it may free the memory at once
-        self._sink = None
-
     def _holds(self) -> bytes:
         """The digests of what the engine is known to have, in the trainer's order."""
-        self._epoch = self._receiver.epoch
-        wire = self.trainer.manifest.cast(self.trainer.dtypes)
-        return DigestTable(wire, self._receiver.known).flat
+        self._epoch = self._state.epoch
+        return DigestTable(self.trainer.wire, self._state.known).flat
 
     def _touch(self) -> None:
         self.session.touch()
-        if not self._receiver.torn:
-            self._receiver.torn = self._tore = True
+        if not self._state.torn:
+            self._state.torn = self._tore = True
 
     def _release(self) -> None:
         """Tells the sink of a failure, and lets the engine generate again if it may."""
@@ -327,21 +326,21 @@ class Receiving(Job[ReceiverSession]):
             if self._sink is not None:
                 self._sink.fail()
                 _settle(self._sink)
-                untouched = self._epoch == self._receiver.epoch
+                untouched = self._epoch == self._state.epoch
                 if isinstance(self._sink, StagedSink) and self._tore and untouched:
-                    self._receiver.torn = False  # all is as it was
+                    self._state.torn = False  # all is as it was
         except Exception as error:
-            self._receiver.forget()
+            self._state.forget()
             raise WeightsTornError(
-                f"{self._receiver.name}: the engine could not be told of a refit that failed: "
+                f"{self._state.name}: the engine could not be told of a refit that failed: "
                 f"{type(error).__name__}: {error}",
                 fix="refit again",
                 phase=self.session.phase.value,
             ) from error
         finally:
-            self._receiver.give_back()
+            self._state.unmap_trainer_memory()
             if self._locked:
-                self._receiver.lock.release()
+                self._state.lock.release()
 
 
 def _settle(sink: WeightSink) -> None:
@@ -349,7 +348,3 @@ def _settle(sink: WeightSink) -> None:
     device = torch.device(sink.device)
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
-
-
-def _nothing() -> None:
-    """A second copy may be written at any time."""

@@ -13,18 +13,18 @@ from collections import deque
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from rl_core.errors import DeadlineError, LifecycleError, RefitAborted
+from rl_core.errors import LifecycleError, RefitAborted
 from rl_core.futures import spawn
 from rl_core.refit.options import DEFAULT_DEADLINE_S
 from rl_core.refit.session import Phase, Session
-from rl_core.refit.turns import leave_line
+from rl_core.refit.turns import exclusively
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable
 
     from rl_core.refit.session import Effect
 
-__all__ = ["TICK_S", "Endpoint", "Job", "exclusively"]
+__all__ = ["TICK_S", "Endpoint", "Job"]
 
 #: Seconds between looks at deadlines and at whether the peers live.
 TICK_S = 0.05
@@ -39,37 +39,15 @@ S = TypeVar("S", bound=Session)
 J = TypeVar("J", bound="Job[Any]")
 
 
-@contextmanager
-def exclusively(lock: Any, timeout_s: float, what: str) -> Generator[None]:
-    """Holds a lock that ``what`` may keep for long.
-
-    Raises:
-        DeadlineError: The lock was not free in time.
-    """
-    if not lock.acquire(timeout=timeout_s):
-        leave_line(lock)
-        raise DeadlineError(
-            f"{what} did not end within {timeout_s:g} s",
-            fix="raise deadline_s, or find out what hangs",
-            seconds=timeout_s,
-        )
-    try:
-        yield
-    finally:
-        lock.release()
-
-
 class Endpoint(ABC, Generic[J]):
     """One side of every refit of a trainer or an engine.
 
     Attributes:
-        version: Last committed version, 0 at first.
         closed: True once nothing more is taken on.
         name: How errors on the other side call this one.
     """
 
     def __init__(self, name: str) -> None:
-        self.version = 0
         self.closed = False
         self.name = name
         self.turn = threading.Lock()
@@ -107,7 +85,7 @@ class Endpoint(ABC, Generic[J]):
             self._over.append(refit)
 
     def close(self) -> None:
-        """Ends every refit and lets go of sockets and shared memory. Idempotent.
+        """Ends every refit and closes sockets and shared memory. Idempotent.
 
         Raises:
             DeadlineError: A refit hangs in the backend's code.
@@ -116,10 +94,10 @@ class Endpoint(ABC, Generic[J]):
         for job in list(self.jobs):
             job.cancelled = "closed"
         with exclusively(self.turn, DEFAULT_DEADLINE_S, f"{self.name}: a running refit"):
-            self.let_go()
+            self.release_resources()
 
     @abstractmethod
-    def let_go(self) -> None:
+    def release_resources(self) -> None:
         """Frees what is held between refits."""
 
     def check_open(self) -> None:
@@ -160,7 +138,7 @@ class Job(ABC, Generic[S]):
         finally:
             endpoint.ended(self.refit_id)
             endpoint.jobs.remove(self)
-            self.let_go()  # an error that is kept holds this frame, and with it the job
+            self.release_resources()  # an error that is kept holds this frame, and with it the job
 
     def supersede(self, why: str) -> None:
         """Ends it, unless bytes are on their way: an engine would be torn for nothing."""
@@ -179,7 +157,7 @@ class Job(ABC, Generic[S]):
         """Opens what is needed, drives the session, and tells what it did."""
 
     @abstractmethod
-    def let_go(self) -> None:
+    def release_resources(self) -> None:
         """Drops what it holds of buffers and tensors, once it is over."""
 
     @abstractmethod

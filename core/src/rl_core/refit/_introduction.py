@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-import rl_core
 from rl_core.errors import LifecycleError, RefitProtocolError
 from rl_core.interfaces.weights import TensorSpec  # noqa: TC001 - msgspec resolves it
 from rl_core.refit.manifest import WeightManifest
@@ -42,12 +42,14 @@ class Trainer:
         token: The secret that frames are authenticated with.
         channels: By transport, the address of its end.
         dtypes: What the engine wants instead, by tensor.
+        wire: The manifest in the dtypes that travel.
     """
 
     manifest: WeightManifest
     token: str
     channels: dict[str, dict[str, Any]]
     dtypes: dict[str, str]
+    wire: WeightManifest
 
     def channel(self, transport: str, name: str) -> dict[str, Any]:
         """The address of its end of a transport; ``name`` is who asks.
@@ -70,7 +72,7 @@ def introduction(manifest: WeightManifest, token: str) -> dict[str, Any]:
     """What a trainer says of itself; the addresses of its transports are still to be added."""
     return {
         "protocol": PROTOCOL,
-        "rl_core": rl_core.__version__,
+        "rl_core": version("rl-core"),
         "digest": manifest.digest,
         "tensors": manifest.info,
         "token": token,
@@ -97,7 +99,9 @@ def trainer_of(
         raise RefitProtocolError(
             "the trainer's tensors do not have the digest that came with them", phase="DISCOVER"
         )
-    return Trainer(manifest, theirs.token, theirs.channels, compare_with(manifest))
+    dtypes = compare_with(manifest)
+    wire = manifest.cast(dtypes, known.wire if known else None)
+    return Trainer(manifest, theirs.token, theirs.channels, dtypes, wire)
 
 
 def frame_of(handles: object) -> bytes:
@@ -116,7 +120,7 @@ def _convert(given: object, kind: type[T], origin: str) -> T:
         release = fields.get("rl_core", "of another release")
         raise RefitProtocolError(
             f"the trainer (rl-core {release}) speaks refit protocol {theirs}, this engine "
-            f"(rl-core {rl_core.__version__}) protocol {PROTOCOL}",
+            f"(rl-core {version('rl-core')}) protocol {PROTOCOL}",
             fix="install the same rl-core in both environments",
             phase="DISCOVER",
         )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 import xxhash
 
-from rl_core.refit import fold
+from rl_core.refit import _fold
 from rl_core.refit.hashing import block_digests, hash_views, start_digests, tensor_digest
 from rl_core.refit.manifest import dtype_of, numel
 
@@ -17,16 +17,14 @@ if TYPE_CHECKING:
     from rl_core.interfaces.weights import TensorSpec
     from rl_core.refit.hashing import BlockHash
     from rl_core.refit.manifest import WeightManifest
-    from rl_core.refit.plan import Bucket, Segment, TransferPlan
+    from rl_core.refit.plan import Bucket
 
 __all__ = [
     "DIGEST_BYTES",
     "DigestTable",
     "Digester",
-    "Window",
     "as_view",
     "copy_run",
-    "hasher",
     "run_hasher",
 ]
 
@@ -39,19 +37,12 @@ def as_view(data: torch.Tensor) -> memoryview:
     return memoryview(data.detach().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
-def hasher(
-    segments: Sequence[Segment], lane: torch.Tensor, block_bytes: int, block_hash: BlockHash
-) -> Callable[[], list[bytes]]:
-    """A function that digests the blocks of some segments, on the device where they are."""
-    return run_hasher([lane[s.start : s.stop] for s in segments], block_bytes, block_hash)
-
-
 def run_hasher(
     runs: Sequence[torch.Tensor], block_bytes: int, block_hash: BlockHash
 ) -> Callable[[], list[bytes]]:
     """A function that digests the blocks of some runs of bytes, all in one list."""
     if block_hash.kind == "fold":
-        begin = fold.prepare(runs, block_hash.key, block_bytes)
+        begin = _fold.prepare(runs, block_hash.key, block_bytes)
         return lambda: [digest for run in begin()() for digest in run]
     views = [
         whole[start : start + block_bytes]
@@ -59,40 +50,6 @@ def run_hasher(
         for start in range(0, len(whole), block_bytes)
     ]
     return lambda: hash_views(views, block_hash)
-
-
-class Window:
-    """A plan's segments seen through a lane. Views are made once, for all refits of the plan.
-
-    Args:
-        plan: What lies where.
-        data: The lane's bytes.
-        block_hash: The trainer's.
-    """
-
-    def __init__(self, plan: TransferPlan, data: torch.Tensor, block_hash: BlockHash) -> None:
-        self.plan = plan
-        self.data = data
-        self.block_hash = block_hash
-        self._views: dict[int, list[torch.Tensor]] = {}
-        self._hashers: dict[int, Callable[[], list[bytes]]] = {}
-
-    def views(self, index: int) -> list[torch.Tensor]:
-        """The segments of a bucket, of the dtypes that travel: whole tensors, or 1-D parts."""
-        if index not in self._views:
-            segments = self.plan.buckets[index].segments
-            self._views[index] = [
-                segment.of(self.data).view(segment.spec.shape if segment.whole else -1)
-                for segment in segments
-            ]
-        return self._views[index]
-
-    def digests(self, index: int) -> list[bytes]:
-        """The digests of a bucket's blocks, as they are now."""
-        if index not in self._hashers:
-            segments, size = self.plan.buckets[index].segments, self.plan.block_bytes
-            self._hashers[index] = hasher(segments, self.data, size, self.block_hash)
-        return self._hashers[index]()
 
 
 class DigestTable:

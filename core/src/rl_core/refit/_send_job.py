@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections import deque
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -18,28 +19,27 @@ from rl_core.errors import (
     RefitProtocolError,
 )
 from rl_core.plugins import hookspecs
-from rl_core.refit.arena import why_not_at_home
-from rl_core.refit.digests import DIGEST_BYTES, DigestTable
+from rl_core.refit._digests import DIGEST_BYTES, DigestTable
+from rl_core.refit._job import Endpoint, Job
+from rl_core.refit._packing import Packer, checked_tensors, digest_all, direct_obstacle
 from rl_core.refit.frames import Channel, read_hello
 from rl_core.refit.hashing import BlockHash
-from rl_core.refit.jobs import Job
 from rl_core.refit.messages import Offer, Prepare
-from rl_core.refit.packing import DirectPacker, Packer, SlotPacker, digest_all
 from rl_core.refit.plan import ALIGN
 from rl_core.refit.report import RefitReport
 from rl_core.refit.session import Confirm, Effect, MakePlan, Pack, Phase, Send, SenderSession
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Iterable, Iterator, Mapping
 
-    from rl_core.interfaces.weights import WeightSource
+    from rl_core.interfaces.weights import TensorSpec, WeightSource
+    from rl_core.refit._layout import Layout
+    from rl_core.refit._sender_state import SenderState
     from rl_core.refit.messages import Ready
     from rl_core.refit.options import SendOptions
-    from rl_core.refit.plan import TransferPlan
-    from rl_core.refit.sender import RefitSender
-    from rl_core.refit.transports.base import Lane, SenderEnd
+    from rl_core.refit.transports.base import SenderEnd
 
-__all__ = ["Sending"]
+__all__ = ["SendJob"]
 
 #: Buckets of a direct refit that may be announced and not loaded: enough to keep loaders busy.
 _DIRECT_WINDOW = 3
@@ -47,21 +47,23 @@ _DIRECT_WINDOW = 3
 _PROGRESS_S = 1.0
 
 
-class Sending(Job[SenderSession]):
-    """One refit.
+class SendJob(Job[SenderSession]):
+    """One refit of a sender.
 
     Args:
-        sender: Whose.
-        end: What it is sent over.
-        source: The tensors as they are now.
-        options: How.
-        version: Of these weights.
-        name: What every rank of the trainer calls it.
+        endpoint: The sender whose refits take turns.
+        state: What it keeps from refit to refit.
+        end: The sender's end of the transport.
+        source: The tensors as they are now; closed once, here.
+        options: What was chosen for this refit.
+        version: The version that these weights become.
+        name: What every rank of the trainer calls this refit.
     """
 
     def __init__(
         self,
-        sender: RefitSender,
+        endpoint: Endpoint[Any],
+        state: SenderState,
         end: SenderEnd,
         source: WeightSource,
         options: SendOptions,
@@ -71,13 +73,13 @@ class Sending(Job[SenderSession]):
         self.options = options
         self.version = version
         self._name = name
-        self._sender = sender
+        self._state = state
         self._end = end
         self._source = source
-        self._manifest = sender.manifest_of(source)
+        self._manifest = state.manifest_of(source)
         offer = Offer(
             secrets.token_hex(16),
-            sender.name,
+            endpoint.name,
             version,
             self._manifest.digest,
             options.verify,
@@ -90,50 +92,48 @@ class Sending(Job[SenderSession]):
             receivers=options.receivers,
             deadline_s=options.deadline_s,
             refit=options.refit_id,
-            is_over=sender.is_over,
+            is_over=endpoint.is_over,
         )
-        super().__init__(session, sender, options.refit_id)
+        super().__init__(session, endpoint, options.refit_id)
         self._channels: dict[str, Channel] = {}
         self._frames: deque[tuple[str, bytes]] = deque()
         self._table: DigestTable | None = None
-        self._plan: TransferPlan
         self._packer: Packer | None = None
-        self._lane: Lane | None = None
         self._fallback: str | None = None
-        self._told = time.monotonic()
+        self._reported_at = time.monotonic()
         self._closed = False
 
     def refit(self) -> dict[str, Any]:
         """See :meth:`Job.refit`."""
+        state, session = self._state, self.session
         try:
-            return self._refit()
+            self._end.refused()  # what was said before is not about this refit
+            try:
+                try:
+                    self._source.open(self._name, session.remaining_s)
+                except BaseException as error:
+                    self.perform(session.fail(error))
+                self.drive()
+            finally:
+                committed = session.phase is Phase.COMMITTED
+                if not committed:
+                    state.drop_lanes_after_failure()
+            before, now = state.committed, self._table
+            if committed:  # whatever follows, this version is these weights and no others
+                state.version, state.committed = self.version, now
+            if session.error is not None:
+                raise session.error
+            unchanged = None
+            if before is not None and now is not None:
+                unchanged = sum(before.known.get(n) == digest for n, digest in now.known.items())
+            return self._report(unchanged).as_dict()
         finally:
             self._close_source()  # before the refit after this one begins with its own
 
-    def _refit(self) -> dict[str, Any]:
-        self._end.refused()  # what was said before is not about this refit
-        try:
-            try:
-                self._source.open(self._name, self.session.remaining_s)
-            except BaseException as error:
-                self.perform(self.session.fail(error))
-            self.drive()
-        finally:
-            committed = self.session.phase is Phase.COMMITTED
-            if not committed:
-                self._sender.drop_lanes_after_failure()
-        unchanged = self._unchanged()
-        if committed:  # whatever follows, this version is these weights and no others
-            self._sender.version = self.version
-            self._sender.committed = self._table
-        if self.session.error is not None:
-            raise self.session.error
-        return self._report(unchanged).as_dict()
-
-    def let_go(self) -> None:
-        """See :meth:`Job.let_go`."""
+    def release_resources(self) -> None:
+        """See :meth:`Job.release_resources`."""
         self._close_source()
-        self._packer = self._lane = self._table = None
+        self._packer = self._table = None
         self._channels.clear()
         self._frames.clear()
 
@@ -152,9 +152,9 @@ class Sending(Job[SenderSession]):
 
     def _take(self, key: str, frame: bytes) -> list[Effect]:
         channel = self._channels.get(key)
-        if (hello := read_hello(frame, self._sender.token)) is not None:
+        if (hello := read_hello(frame, self._state.token)) is not None:
             if channel is None:
-                self._channels[key] = Channel(self._sender.token, hello.nonce, "sender")
+                self._channels[key] = Channel(self._state.token, hello.nonce, "sender")
             elif channel.nonce != hello.nonce:
                 raise RefitProtocolError("another Hello on a connection that has said one")
             return self.session.receive(key, hello)
@@ -182,20 +182,23 @@ class Sending(Job[SenderSession]):
                 return [following for key in gone for following in self.session.forget(key)]
             case MakePlan(ready):
                 prepare = self._make_plan(ready)
-                return self.session.planned(prepare, self._plan.slots or _DIRECT_WINDOW)
+                return self.session.planned(prepare, self._layout.plan.slots or _DIRECT_WINDOW)
             case Pack(index):
-                self.session.at = self._plan.buckets[index].name
-                self._tell(index)
+                self.session.at = self._layout.plan.buckets[index].name
+                self._report_progress(index)
                 assert self._packer is not None
                 return self.session.packed(index, self._packer.put(index))
             case Confirm():
                 self.session.at = ""
-                return self.session.confirmed(self._confirm())
+                self._source.confirm()  # what was sent is of one state
+                if self.options.join:
+                    self._check_same()
+                return self.session.confirmed("" if self._table is None else self._table.digest)
         return []
 
     def _send(self, key: str, message: object) -> bool:
         """Sends to one connection, also to one that never said a Hello; False if it is gone."""
-        channel = self._channels.get(key) or Channel(self._sender.token, b"", "sender")
+        channel = self._channels.get(key) or Channel(self._state.token, b"", "sender")
         if isinstance(message, Offer):
             message = msgspec.structs.replace(message, nonce=secrets.token_bytes(16))
         return self._end.send(key, channel.encode(message))
@@ -203,90 +206,56 @@ class Sending(Job[SenderSession]):
     # -- what is sent, and where it lies ----------------------------------------------------------
 
     def _make_plan(self, ready: tuple[Ready, ...]) -> Prepare:
-        self._wire = self._manifest.cast(ready[0].dtypes)
+        state, options, token = self._state, self.options, self._state.token
         self._casts = len(ready[0].dtypes)
+        self._wire = state.wire_of(self._manifest, ready[0].dtypes)
         own = torch.empty(0, device=self._source.device).device  # by the name that tensors give it
         if own.type == "cuda":
             torch.cuda.synchronize(own)  # an optimizer may step on a stream of its own
-        device = self._end.place(own, [r.gpus for r in ready])
-        receivers = [hello.receiver for hello in self.session.peers.values()]
-        private, token = self._end.private, self._sender.token
-        self._hash = BlockHash.choose(device, private=private, token=token)
-        tensors = self._at_home(device)
-        if tensors is not None and not self._move_home(tensors, device, receivers):
+        self._device = self._end.place(own, [r.gpus for r in ready])
+        self._hash = BlockHash.choose(self._device, private=self._end.private, token=token)
+        tensors = self._direct_tensors()
+        if tensors is not None and not self._move(tensors):
             tensors = None
-        self._bucket = self.options.bucket_for(device, direct=tensors is not None)
-        if self.options.verify != "none":
+        skip = self._skip([r.holds for r in ready], tensors)
+        if options.verify != "none" and self._table is None:
             self._table = DigestTable(self._wire)
-        holds = [r.holds for r in ready]
-        if tensors is None:
-            skip = self._skip(holds, self._digest_source)
-            plan = self._plan_of(skip, direct=False)
-            self._open_lane(plan, device, receivers)
-            if self._lane is not None:
-                window = self._sender.window(plan, self._lane, self._hash)
-                self._packer = SlotPacker(
-                    window, self._lane, self._table, self._source, self._manifest
-                )
-        else:
-            everything = self._plan_of(b"", direct=True)
-            skip = self._skip(holds, lambda: self._digest_lane(everything))
-            plan = self._plan_of(skip, direct=True)
-            if self._lane is not None:
-                window = self._sender.window(plan, self._lane, self._hash)
-                self._packer = DirectPacker(window, self._lane, self._table)
-        self._plan = plan
+        layout = self._layout_of(skip, direct=tensors is not None)
+        sent = [self._manifest.owned[index] for index in layout.plan.sent]
+        given = checked_tensors(self._source, sent) if tensors is None else _named(tensors, sent)
+        self._packer = Packer(layout, given, self._table)
         return Prepare(
             self.session.offer.session,
-            plan.digest,
-            self._bucket,
-            len(plan.buckets),
-            plan.direct,
+            layout.plan.digest,
+            options.bucket_for(self._device, direct=layout.plan.direct),
+            len(layout.plan.buckets),
+            layout.plan.direct,
             skip,
-            dict(self._lane.ref) if self._lane else {},
+            dict(layout.lane.ref),
             self.session.remaining_s,
             self._hash.kind,
         )
 
-    def _plan_of(self, skip: bytes, *, direct: bool) -> TransferPlan:
-        size, block = self._bucket, self._hash.block
-        return self._sender.planner.plan(self._wire, size, direct=direct, skip=skip, block=block)
+    def _layout_of(self, skip: bytes, *, direct: bool) -> Layout:
+        return self._state.layout(
+            self._end,
+            self._wire,
+            self.options.bucket_for(self._device, direct=direct),
+            direct=direct,
+            skip=skip,
+            block_hash=self._hash,
+            device=self._device,
+            receivers=[hello.receiver for hello in self.session.peers.values()],
+        )
 
-    def _open_lane(self, plan: TransferPlan, device: torch.device, receivers: list[str]) -> None:
-        if plan.buckets:
-            size = self._bucket
-            self._lane = self._sender.lane(self._end, plan, device, receivers, size)
+    @property
+    def _layout(self) -> Layout:
+        assert self._packer is not None, "there is a plan"
+        return self._packer.layout
 
-    def _move_home(
-        self, tensors: dict[str, torch.Tensor], device: torch.device, receivers: list[str]
-    ) -> bool:
-        """Moves tensors to where receivers can read them; False if there is no memory for that.
-
-        Raises:
-            RefitError: There is none, and ``mode`` leaves no other way.
-        """
-        self._bucket = self.options.bucket_for(device, direct=True)
-        try:
-            self._open_lane(self._plan_of(b"", direct=True), device, receivers)
-            if self._lane is not None:
-                self._sender.arena.adopt(self._lane, self._wire, tensors)
-        except (RefitError, torch.OutOfMemoryError) as error:
-            self._lane = None
-            why = str(error).splitlines()[0]
-            self._fallback = f"the tensors cannot be moved to memory that engines read: {why}"
-            self._sender.stay_put(self._manifest, self._fallback)
-            if self.options.mode == "direct":
-                raise RefitError(
-                    f"refit: mode='direct' is not possible: {self._fallback}",
-                    fix='use mode="auto" or mode="packed", or leave more memory free: that of one '
-                    "tensor on the CPU, that of all tensors on a GPU",
-                ) from error
-            return False
-        return True
-
-    def _at_home(self, device: torch.device) -> dict[str, torch.Tensor] | None:
+    def _direct_tensors(self) -> dict[str, torch.Tensor] | None:
         """The source's own tensors, if receivers can read them where they are."""
-        mode = self.options.mode
+        mode, arena = self.options.mode, self._state.arena
         if mode == "packed":
             return None
         obstacle = None
@@ -297,10 +266,10 @@ class Sending(Job[SenderSession]):
         tensors = {} if obstacle else self._source.persistent()
         if tensors is None:
             obstacle = "the source makes its tensors on the fly"
-        elif not obstacle and not self._sender.arena.holds(self._manifest, tensors):
-            obstacle = why_not_at_home(self._manifest, tensors, device)
+        elif not obstacle and not arena.holds(self._manifest, tensors):
+            obstacle = direct_obstacle(self._manifest, tensors, self._device)
         if obstacle is None and mode == "auto":
-            obstacle = self._sender.arena.lacks(self._manifest)
+            obstacle = arena.lacks(self._manifest)
         self._fallback = obstacle
         if obstacle and mode == "direct":
             raise ConfigError(
@@ -310,13 +279,44 @@ class Sending(Job[SenderSession]):
             )
         return None if obstacle or tensors is None else dict(tensors)
 
-    def _skip(self, holds: list[bytes], digest: Callable[[], None]) -> bytes:
+    def _move(self, tensors: Mapping[str, torch.Tensor]) -> bool:
+        """Moves tensors to where receivers can read them; False if there is no memory for that.
+
+        Raises:
+            RefitError: There is none, and ``mode`` leaves no other way.
+        """
+        try:
+            lane = self._layout_of(b"", direct=True).lane
+            self._state.arena.adopt(lane, self._wire, tensors)
+        except (RefitError, torch.OutOfMemoryError) as error:
+            why = str(error).splitlines()[0]
+            self._fallback = f"the tensors cannot be moved to memory that engines read: {why}"
+            self._state.release_weights()
+            self._state.arena.remember_lack(self._manifest, self._fallback)
+            if self.options.mode == "direct":
+                raise RefitError(
+                    f"refit: mode='direct' is not possible: {self._fallback}",
+                    fix='use mode="auto" or mode="packed", or leave more memory free: that of one '
+                    "tensor on the CPU, that of all tensors on a GPU",
+                ) from error
+            return False
+        return True
+
+    def _skip(self, holds: list[bytes], direct: Mapping[str, torch.Tensor] | None) -> bytes:
         """For each tensor 1 if every receiver has it as it is now; empty if all are sent."""
         join = self.options.join
         if not join and not any(map(any, holds)):  # nobody has anything, or nobody was asked
             return b""
-        digest()
-        assert self._table is not None
+        owned, kind = self._manifest.owned, self._hash
+        bucket = self.options.bucket_for(self._device, direct=direct is not None)
+        block = min(kind.block, bucket // ALIGN * ALIGN)
+        if direct is not None:
+            self._table = digest_all(_named(direct, owned), direct, self._wire, block, kind)
+        else:
+            # Only tensors that stay can be hashed together on a device.
+            lasting = (self._source.persistent() or {}) if kind.kind == "fold" else {}
+            with closing(checked_tensors(self._source, owned)) as given:
+                self._table = digest_all(given, lasting, self._wire, block, kind)
         if join:
             self._check_same()  # before a late engine, which may serve, is written to
         now = self._table.flat
@@ -326,27 +326,7 @@ class Sending(Job[SenderSession]):
             for i in starts
         )
 
-    def _digest_source(self) -> None:
-        """Digests every tensor as the source gives it."""
-        block = min(self._hash.block, self._bucket // ALIGN * ALIGN)
-        self._table = digest_all(self._source, self._manifest, self._wire, block, self._hash)
-
-    def _digest_lane(self, everything: TransferPlan) -> None:
-        """Digests every tensor where it is at home."""
-        assert self._lane is not None
-        assert self._table is not None
-        window = self._sender.window(everything, self._lane, self._hash)
-        for index, bucket in enumerate(everything.buckets):
-            self._table.add(bucket, window.digests(index), everything.block_bytes)
-
     # -- the end ----------------------------------------------------------------------------------
-
-    def _confirm(self) -> str:
-        """Makes sure that what was sent is one state, and gives its digest."""
-        self._source.confirm()
-        if self.options.join:
-            self._check_same()
-        return "" if self._table is None else self._table.digest
 
     def _close_source(self) -> None:
         """Closes it once.
@@ -365,16 +345,16 @@ class Sending(Job[SenderSession]):
             text = f"the weight source could not be closed: {type(error).__name__}: {error}"
             if self.session.error is None:
                 raise RefitError(
-                    f"{self._sender.name}: {text}", fix="look at WeightSource.close"
+                    f"{self.endpoint.name}: {text}", fix="look at WeightSource.close"
                 ) from error
             self.session.error.add_note(text)
 
     def _check_same(self) -> None:
         """Raises unless the weights are those that the other engines serve."""
-        before, now = self._sender.committed, self._table
+        before, now = self._state.committed, self._table
         if before is None or now is None or before.digest != now.digest:
             raise LifecycleError(
-                f"{self._sender.name}: the weights are no longer those of version "
+                f"{self.endpoint.name}: the weights are no longer those of version "
                 f"{self.version}, which the other engines serve",
                 fix="let the late engine take part in the next refit of all, or join before "
                 "training goes on, in the dtypes and with the bucket_bytes of the others",
@@ -382,16 +362,15 @@ class Sending(Job[SenderSession]):
             )
 
     def _report(self, unchanged: int | None) -> RefitReport:
-        phases, plan = self.session.phase_seconds, self._plan
+        phases, plan, lane = self.session.phase_seconds, self._layout.plan, self._layout.lane
         seconds = sum(phases.values())
-        lane = 0 if plan.direct or self._lane is None else self._lane.data.numel()
         return RefitReport(
             version=self.version,
             bytes=plan.nbytes,
             seconds=seconds,
             gb_per_s=plan.nbytes / seconds / 1e9,
             phases=phases,
-            extra_memory_bytes=lane,
+            extra_memory_bytes=0 if plan.direct else lane.data.numel(),
             tensors=len(plan.sent),
             skipped=len(self._wire.owned) - len(plan.sent),
             unchanged=unchanged,
@@ -405,19 +384,19 @@ class Sending(Job[SenderSession]):
             fallback=self._fallback,
         )
 
-    def _unchanged(self) -> int | None:
-        before, now = self._sender.committed, self._table
-        if before is None or now is None:
-            return None
-        return sum(before.known.get(name) == digest for name, digest in now.known.items())
-
-    def _tell(self, index: int) -> None:
-        if time.monotonic() - self._told > _PROGRESS_S:
-            self._told = time.monotonic()
+    def _report_progress(self, index: int) -> None:
+        if time.monotonic() - self._reported_at > _PROGRESS_S:
+            self._reported_at = time.monotonic()
             hookspecs.emit(
                 "refit_progress",
                 version=self.version,
-                buckets=len(self._plan.buckets),
+                buckets=len(self._layout.plan.buckets),
                 sent=index,
-                bytes=self._plan.nbytes,
+                bytes=self._layout.plan.nbytes,
             )
+
+
+def _named(
+    tensors: Mapping[str, torch.Tensor], specs: Iterable[TensorSpec]
+) -> Iterator[tuple[TensorSpec, torch.Tensor]]:
+    return ((spec, tensors[spec.name]) for spec in specs)

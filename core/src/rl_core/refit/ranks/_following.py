@@ -13,7 +13,7 @@ import msgspec
 
 from rl_core.errors import RefitAborted, RefitError, RefitPeerError, RLError
 from rl_core.futures import spawn
-from rl_core.refit.ranks.messages import (
+from rl_core.refit.ranks._peers import (
     Close,
     Confirm,
     Done,
@@ -22,6 +22,7 @@ from rl_core.refit.ranks.messages import (
     Go,
     Hello,
     Message,
+    Peer,
     Ready,
     decode,
 )
@@ -30,9 +31,8 @@ from rl_core.refit.transports.control import ControlClient
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from rl_core.refit.ranks.gathered import GatheredSource
-    from rl_core.refit.ranks.hands import Hands
-    from rl_core.refit.ranks.peers import Peer
+    from rl_core.refit.ranks._thread import Part, RefitThread
+
 
 __all__ = ["Follower"]
 
@@ -51,23 +51,21 @@ class Follower:
     Args:
         peers: All ranks.
         rank: This one.
-        hands: Compute.
+        thread: Computes for refits on this rank.
     """
 
-    def __init__(self, peers: Sequence[Peer], rank: int, hands: Hands) -> None:
+    def __init__(self, peers: Sequence[Peer], rank: int, thread: RefitThread) -> None:
         self._leader = peers[0]
         self._rank = rank
-        self._hands = hands
+        self._thread = thread
         self._ended = threading.Event()
         self._threads: list[Future[None]] = []
 
-    def follow(
-        self, make: Callable[[], GatheredSource], call: str, deadline_s: float
-    ) -> Future[None]:
+    def follow(self, make: Callable[[], Part], call: str, deadline_s: float) -> Future[None]:
         """Takes part in a refit.
 
         Args:
-            make: Makes this rank's source, which is closed once, however the refit ends.
+            make: Makes this rank's part of the source; it is closed once, however the refit ends.
             call: What all ranks call the refit.
             deadline_s: Seconds for it.
 
@@ -79,13 +77,13 @@ class Follower:
         client.open()
         _send(client, Hello(call, self._rank))
         try:
-            source = make()
+            part = make()
         except BaseException as error:
             with closing(client):
                 _send(client, _failure(error))
             raise
         end = time.monotonic() + deadline_s + _GRACE_S
-        future = spawn(f"follow-{call}", lambda: self._follow(client, source, end))
+        future = spawn(f"follow-{call}", lambda: self._follow(client, part, end))
         self._threads = [thread for thread in self._threads if not thread.done()] + [future]
         return future
 
@@ -94,14 +92,14 @@ class Follower:
         self._ended.set()
         wait(self._threads, 2 * _GRACE_S)
 
-    def _follow(self, client: ControlClient, source: GatheredSource, end: float) -> None:
+    def _follow(self, client: ControlClient, part: Part, end: float) -> None:
         try:
             with closing(client):
-                self._obey(client, source, end)
+                self._obey(client, part, end)
         finally:
-            self._hands.finish(source.close_part)
+            self._thread.finish(part.close_part)
 
-    def _obey(self, client: ControlClient, source: GatheredSource, end: float) -> None:
+    def _obey(self, client: ControlClient, part: Part, end: float) -> None:
         waiting: Message | None = None  # for what an earlier refit began
         promised: tuple[str, ...] = ()  # to be gathered, once all ranks are ready
         working: tuple[int, Future[None]] | None = None
@@ -119,64 +117,47 @@ class Follower:
                             cause=reason,
                         )
                     return
-                case Gather(number, names) if self._hands.idle:
+                case Gather(number, names) if self._thread.idle:
                     _send(client, Ready(number))
                     waiting, promised = None, names
                 case Go(number):
-                    gather = partial(self._gather, source, promised)
-                    waiting, working = None, (number, self._hands.submit(gather))
-                case Confirm(number) if self._hands.idle:
-                    waiting, working = None, (number, self._hands.submit(source.confirm_part))
+                    gather = partial(self._thread.gather_all, part, promised)
+                    waiting, working = None, (number, self._thread.submit(gather))
+                case Confirm(number) if self._thread.idle:
+                    waiting, working = None, (number, self._thread.submit(part.confirm_part))
             if working is not None and working[1].done():
                 number, done = working
                 working = None
                 if (error := done.exception()) is not None:
-                    out_of_step = self._hands.out_of_step is not None
+                    out_of_step = self._thread.out_of_step is not None
                     _send(client, _failure(error, out_of_step=out_of_step))
                     self._doubt(client, error)
-                    raise self._typed(error) from error
+                    if isinstance(error, RLError):
+                        raise error
+                    raise RefitError(
+                        f"rank {self._rank}: {type(error).__name__}: {error}"
+                    ) from error
                 _send(client, Done(number))
             if self._ended.is_set():
                 raise RefitAborted("this rank was shut down", fix="refit with all ranks")
-            if frame is None:
-                self._check_leader(client, end)
-
-    def _gather(self, source: GatheredSource, names: Sequence[str]) -> None:
-        for name in names:
-            self._hands.gather(source, name)
+            if frame is None and client.lost():
+                raise self._leader.lost()
+            if frame is None and time.monotonic() > end:
+                raise RefitPeerError(
+                    f"{self._leader} did not end the refit by its deadline",
+                    fix="look at what that worker does (its log, py-spy)",
+                    peer="rank 0",
+                    rank=0,
+                )
 
     def _doubt(self, client: ControlClient, cause: BaseException) -> None:
         """After a failure: raises if rank 0 is gone, of which a collective knows no more."""
         end = time.monotonic() + _DOUBT_S
         while time.monotonic() < end:
             if client.lost() or self._leader.state() == "ended":
-                raise self._lost() from cause
+                raise self._leader.lost() from cause
             if (frame := client.receive(_LOOK_S)) is not None and isinstance(decode(frame), Close):
                 return
-
-    def _typed(self, error: BaseException) -> RLError:
-        if isinstance(error, RLError):
-            return error
-        return RefitError(f"rank {self._rank}: {type(error).__name__}: {error}")
-
-    def _lost(self) -> RefitPeerError:
-        return RefitPeerError(
-            f"{self._leader} {self._leader.fate()}",
-            fix="look at that worker's log; if its process has ended, build the policy again",
-            peer="rank 0",
-            rank=0,
-        )
-
-    def _check_leader(self, client: ControlClient, end: float) -> None:
-        if client.lost():
-            raise self._lost()
-        if time.monotonic() > end:
-            raise RefitPeerError(
-                f"{self._leader} did not end the refit by its deadline",
-                fix="look at what that worker does (its log, py-spy)",
-                peer="rank 0",
-                rank=0,
-            )
 
 
 def _failure(error: BaseException, *, out_of_step: bool = False) -> Failed:

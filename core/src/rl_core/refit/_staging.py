@@ -120,7 +120,7 @@ class StagedSink(WeightSink):
             return
         [(_, installed)] = self._sink.read([spec.name])
         before = self._staged[spec.name] = installed.clone()
-        self._exchanged.append(spec)  # from here on there is something to give back
+        self._exchanged.append(spec)  # from here on there is something to restore
         self._put(spec, new)
         self._staged[spec.name] = new.copy_(before)
 
