@@ -14,7 +14,7 @@ from rl_core.refit.manifest import dtype_of, nbytes, numel
 from rl_core.refit.plan import places
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from rl_core.interfaces.weights import TensorSpec, WeightSource
     from rl_core.refit._layout import Layout
@@ -78,11 +78,9 @@ def digest_all(
 class Packer:
     """Puts the buckets of one refit into its lane, in order.
 
-    A tensor is copied unless it already lies at its place in the lane.
-
     Args:
         layout: What goes where.
-        tensors: Those that are sent, each once and in order.
+        tensors: Those that are copied, each once and in order; None if all live in the lane.
         table: Collects the digests of what is put; None if nothing is hashed.
 
     Attributes:
@@ -92,7 +90,7 @@ class Packer:
     def __init__(
         self,
         layout: Layout,
-        tensors: Iterator[tuple[TensorSpec, torch.Tensor]],
+        tensors: Generator[tuple[TensorSpec, torch.Tensor]] | None,
         table: DigestTable | None,
     ) -> None:
         self.layout = layout
@@ -112,16 +110,14 @@ class Packer:
         """
         layout = self.layout
         bucket = layout.plan.buckets[index]
-        for segment, view in zip(bucket.segments, layout.views(index), strict=True):
-            if segment.offset == 0:
-                _, self._tensor = next(self._tensors)
-            tensor = self._tensor
-            if tensor.data_ptr() + segment.offset * tensor.element_size() == view.data_ptr():
-                continue
-            if segment.whole:
-                view.copy_(tensor)
-            else:
-                copy_run(view, tensor, segment.offset)
+        if self._tensors is not None:
+            for segment, view in zip(bucket.segments, layout.views(index), strict=True):
+                if segment.offset == 0:
+                    _, self._tensor = next(self._tensors)
+                if segment.whole:
+                    view.copy_(self._tensor)
+                else:
+                    copy_run(view, self._tensor, segment.offset)
         found: list[bytes] = []
         if self._table is not None:
             found = layout.digests(index)
@@ -131,7 +127,7 @@ class Packer:
 
     def close(self) -> None:
         """Reads nothing more from the source."""
-        if isinstance(self._tensors, Generator):
+        if self._tensors is not None:
             self._tensors.close()
 
 

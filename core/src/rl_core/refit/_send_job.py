@@ -30,9 +30,9 @@ from rl_core.refit.report import RefitReport
 from rl_core.refit.session import Confirm, Effect, MakePlan, Pack, Phase, Send, SenderSession
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Mapping
 
-    from rl_core.interfaces.weights import TensorSpec, WeightSource
+    from rl_core.interfaces.weights import WeightSource
     from rl_core.refit._layout import Layout
     from rl_core.refit._sender_state import SenderState
     from rl_core.refit.messages import Ready
@@ -217,12 +217,12 @@ class SendJob(Job[SenderSession]):
         tensors = self._direct_tensors()
         if tensors is not None and not self._move(tensors):
             tensors = None
-        skip = self._skip([r.holds for r in ready], tensors)
+        skip = self._skip([r.holds for r in ready], direct=tensors is not None)
         if options.verify != "none" and self._table is None:
             self._table = DigestTable(self._wire)
         layout = self._layout_of(skip, direct=tensors is not None)
         sent = [self._manifest.owned[index] for index in layout.plan.sent]
-        given = checked_tensors(self._source, sent) if tensors is None else _named(tensors, sent)
+        given = checked_tensors(self._source, sent) if tensors is None else None
         self._packer = Packer(layout, given, self._table)
         return Prepare(
             self.session.offer.session,
@@ -302,20 +302,21 @@ class SendJob(Job[SenderSession]):
             return False
         return True
 
-    def _skip(self, holds: list[bytes], direct: Mapping[str, torch.Tensor] | None) -> bytes:
+    def _skip(self, holds: list[bytes], *, direct: bool) -> bytes:
         """For each tensor 1 if every receiver has it as it is now; empty if all are sent."""
         join = self.options.join
         if not join and not any(map(any, holds)):  # nobody has anything, or nobody was asked
             return b""
-        owned, kind = self._manifest.owned, self._hash
-        bucket = self.options.bucket_for(self._device, direct=direct is not None)
-        block = min(kind.block, bucket // ALIGN * ALIGN)
-        if direct is not None:
-            self._table = digest_all(_named(direct, owned), direct, self._wire, block, kind)
+        if direct:
+            self._table, layout = DigestTable(self._wire), self._layout_of(b"", direct=True)
+            for index, part in enumerate(layout.plan.buckets):
+                self._table.add(part, layout.digests(index), layout.plan.block_bytes)
         else:
+            bucket, kind = self.options.bucket_for(self._device, direct=False), self._hash
+            block = min(kind.block, bucket // ALIGN * ALIGN)
             # Only tensors that stay can be hashed together on a device.
             lasting = (self._source.persistent() or {}) if kind.kind == "fold" else {}
-            with closing(checked_tensors(self._source, owned)) as given:
+            with closing(checked_tensors(self._source, self._manifest.owned)) as given:
                 self._table = digest_all(given, lasting, self._wire, block, kind)
         if join:
             self._check_same()  # before a late engine, which may serve, is written to
@@ -394,9 +395,3 @@ class SendJob(Job[SenderSession]):
                 sent=index,
                 bytes=self._layout.plan.nbytes,
             )
-
-
-def _named(
-    tensors: Mapping[str, torch.Tensor], specs: Iterable[TensorSpec]
-) -> Iterator[tuple[TensorSpec, torch.Tensor]]:
-    return ((spec, tensors[spec.name]) for spec in specs)
