@@ -297,7 +297,7 @@ def bench_engine(session: nox.Session, plugin: str) -> None:
 def fuzz(session: nox.Session) -> None:
     """A million inputs for all that reads what another process wrote, guided by coverage."""
     install(session, "-e", CORE, "atheris")
-    target = ["core/tests/fuzz_messages.py", "--runs", "1000000"]
+    target = ["core/tests/support/fuzz_messages.py", "--runs", "1000000"]
     with PARTS.part(session.name, "atheris"):
         session.run("python", *target, *session.posargs)
 

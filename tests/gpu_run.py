@@ -109,7 +109,7 @@ def plan(folder: Path, *, rehearse: bool = False) -> list[Part]:
         name, what = f"bench-{gigabytes}gb", f"refits of {size[0]:g} GB next to plain copies"
         return Part(name, "hf", what, command, 1200, f"{name}.json", 0 if rehearse else gpu_gb)
 
-    which = ("not gpu", "core/tests/test_refit_cuda.py") if rehearse else ("gpu",)
+    which = ("not gpu", "core/tests/refit/transports/test_cuda.py") if rehearse else ("gpu",)
     tests = ("-m", "pytest", "-q", "--junit-xml", str(folder / "tests.xml"), "-m", *which)
     return [
         Part("doctor", "hf", "what is installed", (*rl, "backends", "doctor", "hf"), 120),

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from cuda_emulation import Gpu
-    from refit_doubles import Engine, Trainer
+    from simple_pair import Engine, Trainer
 
 # How long an example takes says more about the machine than about what is tested.
 hypothesis.settings.register_profile("untimed", deadline=None)
@@ -145,7 +145,7 @@ def keep() -> Iterator[Callable[[Any], Any]]:
 @pytest.fixture
 def pair(keep: Callable[[Any], Any]) -> tuple[Trainer, Engine]:
     """A trainer with every awkward kind of tensor, and an engine with zeros in their place."""
-    from refit_doubles import Engine, Trainer, blank, make_tensors
+    from simple_pair import Engine, Trainer, blank, make_tensors
 
     tensors = make_tensors()
     return keep(Trainer(tensors)), keep(Engine(blank(tensors)))

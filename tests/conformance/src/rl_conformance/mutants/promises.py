@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import pickle
 import runpy
 import secrets
@@ -118,18 +119,28 @@ class _ForReaders:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
+        self._counting = threading.Lock()
         self._last = 0.0
+        self._readers = 0  # that read, or wait to
 
     @contextmanager
     def reading(self) -> Generator[None]:
-        with self._lock:
-            yield
-            self._last = time.monotonic()
+        with self._counting:
+            self._readers += 1
+        try:
+            with self._lock:
+                yield
+        finally:
+            with self._counting:
+                self._readers -= 1
+                self._last = time.monotonic()
 
     def acquire(self, timeout: float = -1) -> bool:
-        if time.monotonic() - self._last < 0.3:
-            time.sleep(max(min(timeout, 0.05), 0.0))
-            return False
+        given_up = time.monotonic() + timeout if timeout >= 0 else math.inf
+        while self._readers or time.monotonic() - self._last < 0.3:
+            if time.monotonic() >= given_up:
+                return False
+            time.sleep(0.02)
         return self._lock.acquire(timeout=timeout)
 
     def release(self) -> None:

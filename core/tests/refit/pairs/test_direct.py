@@ -1,0 +1,435 @@
+"""Refits in which engines read the trainer's own tensors."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import io
+import os
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import safetensors.torch
+import torch
+from simple_pair import (
+    BUCKET,
+    DictSource,
+    Engine,
+    InPlaceSink,
+    Tensors,
+    Trainer,
+    blank,
+    fails,
+    go,
+    make_persistent,
+    same,
+)
+
+from rl_core.errors import ConfigError, RefitError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+pytestmark = pytest.mark.usefixtures("either_device")
+
+
+@pytest.fixture
+def pair(keep: Callable[[Any], Any]) -> tuple[Trainer, Engine]:
+    """A trainer whose tensors may be moved, and an engine with zeros."""
+    tensors = make_persistent()
+    return keep(Trainer(tensors, at_home=True)), keep(Engine(blank(tensors)))
+
+
+def asked_for(trainer: Trainer) -> list[str]:
+    """The names that the source is asked for from now on: there are none in a direct refit."""
+    asked: list[str] = []
+    trainer.source.before = asked.append
+    return asked
+
+
+# -- exact, and one copy --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["written", "in place"])
+@pytest.mark.parametrize("verify", ["none", "wire", "installed"])
+def test_every_tensor_arrives_bit_for_bit_without_being_packed(keep, verify, kind):
+    tensors = make_persistent()
+    trainer = keep(Trainer(tensors, at_home=True))
+    if kind == "written":
+        engine = keep(Engine(blank(tensors)))
+    else:
+        engine = keep(Engine(blank(tensors), kind=InPlaceSink))
+    asked = asked_for(trainer)
+    report = go(trainer, engine, verify=verify)
+    assert report.mode == "direct"
+    assert report.extra_memory_bytes == 0
+    assert asked == []
+    assert same(make_persistent(), engine.sink.tensor)
+
+
+def test_changes_in_place_are_seen_by_the_next_refit(pair):
+    trainer, engine = pair
+    go(trainer, engine)
+    places = {name: t.data_ptr() for name, t in trainer.source.tensor.items()}
+    for name, tensor in make_persistent(1).items():
+        trainer.source.tensor[name].copy_(tensor)
+    assert go(trainer, engine).mode == "direct"
+    assert same(make_persistent(1), engine.sink.tensor)
+    assert {name: t.data_ptr() for name, t in trainer.source.tensor.items()} == places
+
+
+def test_the_engine_keeps_its_version_while_the_trainer_goes_on(pair):
+    trainer, engine = pair
+    go(trainer, engine)
+    trainer.source.tensor["big"].add_(1)
+    assert torch.equal(engine.sink.tensor["big"], make_persistent()["big"])
+
+
+def test_a_tensor_that_was_replaced_is_moved_again(pair):
+    trainer, engine = pair
+    go(trainer, engine)
+    trainer.source.tensor["big"].data = torch.full((50, 41), 3.0)
+    assert go(trainer, engine).mode == "direct"
+    assert torch.equal(engine.sink.tensor["big"], torch.full((50, 41), 3.0))
+    trainer.source.tensor["big"].add_(1)
+    go(trainer, engine)
+    assert torch.equal(engine.sink.tensor["big"], torch.full((50, 41), 4.0))
+
+
+def test_a_model_that_grows_moves_to_other_memory(keep, pair):
+    trainer, engine = pair
+    go(trainer, engine)
+    trainer.source.tensor["late"] = torch.ones(100)
+    wider = keep(Engine(blank(trainer.source.tensor)))
+    assert go(trainer, wider).mode == "direct"
+    trainer.source.tensor["half"].zero_()
+    go(trainer, wider)
+    assert same(trainer.source.tensor, wider.sink.tensor)
+    assert not wider.sink.tensor["half"].any()
+
+
+def test_direct_and_packed_refits_may_alternate(pair):
+    trainer, engine = pair
+    for value, mode in enumerate(["direct", "packed", "direct", "packed"]):
+        trainer.source.tensor["big"].fill_(value)
+        assert go(trainer, engine, mode=mode).mode == mode
+        assert same(trainer.source.tensor, engine.sink.tensor)
+
+
+def test_a_direct_refit_after_one_that_failed_is_exact(pair):
+    trainer, engine = pair
+    engine.sink.on["write"] = lambda: 1 / 0
+    fails(trainer, engine)
+    engine.sink.on.clear()
+    assert go(trainer, engine).mode == "direct"
+    assert same(trainer.source.tensor, engine.sink.tensor)
+
+
+def test_the_device_may_be_called_by_a_name_that_tensors_do_not_give_it(pair):
+    trainer, engine = pair
+    trainer.source.device = "cpu:0"
+    assert go(trainer, engine, mode="direct").mode == "direct"
+
+
+# -- what the trainer notices of the move ---------------------------------------------------------
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(32, 16)
+        self.body = torch.nn.Linear(16, 16)
+        self.head = torch.nn.Linear(16, 32, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(self.embed(tokens)))
+
+    def named(self) -> Tensors:
+        return dict(self.named_parameters(remove_duplicate=False))
+
+
+TIES = {"head.weight": "embed.weight"}
+
+
+def step(model: Model, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    model(torch.arange(32)).square().mean().backward()
+    optimizer.step()
+
+
+def test_training_goes_on_as_if_nothing_had_moved(keep):
+    torch.manual_seed(0)
+    model = Model()
+    twin = Model()
+    twin.load_state_dict(model.state_dict())
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (model, twin)]
+    engine = keep(Engine(blank(twin.named())))
+    trainer = keep(Trainer(model.named(), TIES, at_home=True))
+    for _ in range(3):
+        step(model, optimizers[0])
+        assert go(trainer, engine).mode == "direct"
+        step(twin, optimizers[1])
+        assert same(twin.named(), engine.sink.tensor)
+
+
+def test_parameters_keep_identity_values_gradients_and_ties(keep):
+    model = Model()
+    model(torch.arange(32)).sum().backward()
+    before = model.named()
+    values = {name: p.detach().clone() for name, p in before.items()}
+    gradients = {name: p.grad for name, p in before.items()}
+    trainer = keep(Trainer(before, TIES, at_home=True))
+    go(trainer, keep(Engine(blank(values))))
+    after = model.named()
+    assert all(after[name] is before[name] for name in before)
+    assert all(after[name].grad is gradients[name] for name in before)
+    assert all(p.requires_grad and p.is_leaf for p in after.values())
+    assert same(values, after)
+    assert model.head.weight is model.embed.weight
+
+
+def test_each_tensor_has_storage_of_its_own_so_that_saving_one_saves_little(pair):
+    trainer, engine = pair
+    go(trainer, engine)
+    scalar, big = trainer.source.tensor["scalar"], trainer.source.tensor["big"]
+    assert scalar.untyped_storage().nbytes() == 4
+    assert big.untyped_storage().nbytes() == big.numel() * 4
+    saved = io.BytesIO()
+    torch.save(scalar, saved)
+    assert saved.tell() < 2000
+    assert torch.equal(torch.load(io.BytesIO(saved.getvalue())), scalar)
+    everything = safetensors.torch.save(trainer.source.tensor)
+    assert same(safetensors.torch.load(everything), trainer.source.tensor)
+    assert len(safetensors.torch.save({"scalar": scalar})) < 200
+
+
+def test_tensors_outlive_the_sender(pair):
+    trainer, engine = pair
+    go(trainer, engine)
+    trainer.close()
+    engine.close()
+    gc.collect()
+    trainer.source.tensor["big"].add_(1)
+    assert torch.equal(trainer.source.tensor["big"], make_persistent()["big"] + 1)
+
+
+@pytest.mark.parametrize("either_device", ["cpu"], indirect=True)
+def test_no_second_copy_of_the_model_remains(keep):
+    # malloc gives memory of more than 32 MiB back at once, and keeps smaller pieces for later.
+    size = 96 << 20
+    tensors = {f"w{i}": torch.ones(size // 8) for i in range(2)}
+    trainer, engine = keep(Trainer(tensors, at_home=True)), keep(Engine(blank(tensors)))
+    go(trainer, engine, mode="packed", bucket_bytes=1 << 20)  # touches what is touched once
+    before = private_bytes()
+    assert go(trainer, engine, bucket_bytes=1 << 20).mode == "direct"
+    assert private_bytes() < before - 0.9 * size
+
+
+def private_bytes() -> int:
+    """Memory that this process has for itself, unlike the one that tensors are moved to."""
+    gc.collect()
+    with open("/proc/self/status") as status:
+        [line] = [line for line in status if line.startswith("RssAnon")]
+    return int(line.split()[1]) << 10
+
+
+# -- memory that is lacking -----------------------------------------------------------------------
+
+
+def lacking(monkeypatch: pytest.MonkeyPatch, allocations: int) -> list[int]:
+    """Memory of the host is at its end after so many tensors; the sizes that were asked for."""
+    asked: list[int] = []
+    allocate = os.posix_fallocate
+
+    def until(fd: int, start: int, nbytes: int) -> None:
+        asked.append(nbytes)
+        if start and len(asked) > allocations:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        allocate(fd, start, nbytes)
+
+    monkeypatch.setattr(os, "posix_fallocate", until)
+    return asked
+
+
+@pytest.mark.parametrize("either_device", ["cpu"], indirect=True)
+def test_the_first_refit_needs_memory_for_one_more_tensor_and_not_for_all(keep, monkeypatch):
+    asked = lacking(monkeypatch, 1 << 20)
+    tensors = {f"w{i}": torch.full((1000 + i,), float(i)) for i in range(5)}
+    trainer, engine = keep(Trainer(tensors, at_home=True)), keep(Engine(blank(tensors)))
+    left: list[int] = []
+    for tensor in tensors.values():
+        weakref.finalize(tensor.untyped_storage(), lambda: left.append(len(asked)))
+    assert go(trainer, engine).mode == "direct"
+    assert asked == [4 * (1000 + i) for i in range(5)]
+    assert left == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("either_device", ["cpu"], indirect=True)
+def test_without_memory_for_all_tensors_auto_packs_and_says_why(pair, monkeypatch):
+    trainer, engine = pair
+    asked = lacking(monkeypatch, 3)
+    report = go(trainer, engine)
+    assert report.mode == "packed"
+    assert "No space left" in str(report.fallback)
+    assert str(report.fallback) in str(report)
+    assert same(make_persistent(), trainer.source.tensor)
+    assert same(make_persistent(), engine.sink.tensor)
+    trainer.source.tensor["big"].add_(1)
+    tried = len(asked)
+    assert go(trainer, engine).mode == "packed"
+    assert torch.equal(engine.sink.tensor["big"], make_persistent()["big"] + 1)
+    assert len(asked) == tried  # nothing is moved in vain at every refit
+    monkeypatch.undo()
+    assert go(trainer, engine, mode="direct").fallback is None
+    trainer.source.tensor["big"].add_(1)
+    assert go(trainer, engine).mode == "direct"
+    assert same(trainer.source.tensor, engine.sink.tensor)
+
+
+@pytest.mark.parametrize("either_device", ["cpu"], indirect=True)
+def test_without_memory_direct_says_what_to_do_and_the_next_refit_works(pair, monkeypatch):
+    trainer, engine = pair
+    lacking(monkeypatch, 3)
+    with pytest.raises(RefitError, match="No space left") as caught:
+        go(trainer, engine, mode="direct")
+    assert 'mode="auto"' in str(caught.value.fix)
+    assert "bucket_bytes" not in str(caught.value)
+    assert same(make_persistent(), trainer.source.tensor)
+    engine.idle().receiver.check()
+    assert go(trainer, engine).mode == "packed"
+    assert same(make_persistent(), engine.sink.tensor)
+
+
+@pytest.mark.parametrize("either_device", ["cpu"], indirect=True)
+def test_a_gpu_without_memory_for_a_second_copy_packs_and_says_why(gpu, pair):
+    trainer, engine = pair
+    gpu.limit = 3 * BUCKET
+    report = go(trainer, engine)
+    assert (report.mode, gpu.emptied) == ("packed", 0)
+    assert "CUDA out of memory" in str(report.fallback)
+    assert same(make_persistent(), engine.sink.tensor)
+    with pytest.raises(RefitError, match="CUDA out of memory") as caught:
+        go(trainer, engine, mode="direct")
+    assert "that of all tensors on a GPU" in str(caught.value.fix)
+    gpu.limit = None
+    assert go(trainer, engine, mode="direct").mode == "direct"
+    assert gpu.emptied == 1  # what the tensors left is there for others
+    assert go(trainer, engine).mode == "direct"
+    assert gpu.emptied == 1
+
+
+# -- tensors that cannot be moved -----------------------------------------------------------------
+
+
+def obstacles() -> dict[str, tuple[Callable[[Tensors], object], str]]:
+    def lose(tensors: Tensors) -> None:
+        del tensors["v"]
+
+    return {
+        "a view": (lambda t: t.update(w=torch.randn(40)[:30]), "w is a view of other memory"),
+        "not contiguous": (
+            lambda t: t.update(m=torch.randn(5, 6).t()),
+            "m is a view of other memory",
+        ),
+        "tied by another object": (lambda t: t.update(tied=t["v"][:]), "by another tensor object"),
+        "tied in secret": (lambda t: t.update(w=t["o"]), "w shares memory with o, and does not"),
+        "missing": (lose, "the source keeps no tensor v"),
+        "another shape": (lambda t: t.update(w=torch.randn(31)), "w is not kept as it is declared"),
+        "another dtype": (lambda t: t.update(w=t["w"].double()), "w is not kept as it is declared"),
+        "another device": (lambda t: t.update(w=t["w"].to("meta")), "w is on meta"),
+    }
+
+
+class ElsewhereTrainer(Trainer):
+    """Keeps other tensors than those it sends."""
+
+    def __init__(self, change: Callable[[Tensors], object]) -> None:
+        v = torch.randn(7)
+        tensors = {
+            "o": torch.randn(30),
+            "w": torch.randn(30),
+            "m": torch.randn(6, 5),
+            "v": v,
+            "tied": v,
+        }
+        super().__init__(tensors, {"tied": "v"}, at_home=True)
+        kept = dict(tensors)
+        change(kept)
+        self.source.persistent = lambda: kept
+
+
+@pytest.mark.parametrize("obstacle", obstacles())
+def test_what_cannot_be_moved_is_packed(keep, obstacle):
+    change, _ = obstacles()[obstacle]
+    trainer = keep(ElsewhereTrainer(change))
+    engine = keep(Engine(blank(trainer.source.tensor), {"tied": "v"}))
+    engine.sink.tensor["tied"] = engine.sink.tensor["v"]
+    assert go(trainer, engine, verify="installed").mode == "packed"
+    assert same(trainer.source.tensor, engine.sink.tensor)
+
+
+@pytest.mark.parametrize("obstacle", obstacles())
+def test_direct_says_what_cannot_be_moved(keep, obstacle):
+    change, why = obstacles()[obstacle]
+    trainer = keep(ElsewhereTrainer(change))
+    engine = keep(Engine(blank(trainer.source.tensor), {"tied": "v"}))
+    with pytest.raises(ConfigError, match=why) as caught:
+        go(trainer, engine, mode="direct")
+    assert caught.value.details["key"] == "mode"
+    engine.idle().receiver.check()
+    assert engine.sink.calls == []
+
+
+def test_empty_tensors_are_no_obstacle(keep):
+    tensors = {"w": torch.randn(30), "empty": torch.randn(4)[:0]}
+    trainer, engine = keep(Trainer(tensors, at_home=True)), keep(Engine(blank(tensors)))
+    assert go(trainer, engine, mode="direct").mode == "direct"
+
+
+def test_tensors_made_on_the_fly_cannot_be_direct(keep):
+    trainer, engine = keep(Trainer({"w": torch.ones(3)})), keep(Engine({"w": torch.zeros(3)}))
+    with pytest.raises(ConfigError, match="on the fly"):
+        go(trainer, engine, mode="direct")
+    assert go(trainer, engine).mode == "packed"
+
+
+def test_an_engine_that_wants_another_dtype_gets_packed_tensors(keep):
+    trainer = keep(Trainer({"w": torch.randn(30)}, at_home=True))
+    engine = keep(Engine({"w": torch.zeros(30).bfloat16()}))
+    engine.sink.casts = True
+    with pytest.raises(ConfigError, match="1 tensors in another dtype"):
+        go(trainer, engine, mode="direct")
+    assert go(trainer, engine).mode == "packed"
+    assert torch.equal(engine.sink.tensor["w"], trainer.source.tensor["w"].bfloat16())
+
+
+def test_packed_leaves_tensors_where_they_are(pair):
+    trainer, engine = pair
+    places = {name: t.data_ptr() for name, t in trainer.source.tensor.items()}
+    report = go(trainer, engine, mode="packed")
+    assert report.mode == "packed"
+    assert report.extra_memory_bytes <= 2 * BUCKET
+    assert {name: t.data_ptr() for name, t in trainer.source.tensor.items()} == places
+
+
+def test_tensors_that_are_declared_in_another_order_are_moved_again(keep):
+    tensors = {"a": torch.full((99,), 1.0), "b": torch.full((99,), 2.0)}
+    trainer, engine = keep(Trainer(tensors, at_home=True)), keep(Engine(blank(tensors)))
+    go(trainer, engine)
+    trainer.source.specs = lambda: list(reversed(DictSource.specs(trainer.source)))
+    assert go(trainer, engine).mode == "direct"
+    assert same(tensors, engine.sink.tensor)
+    assert tensors["a"].eq(1).all()
+
+
+def test_tensors_that_exchanged_their_memory_are_moved_back(keep):
+    tensors = {"a": torch.full((99,), 1.0), "b": torch.full((99,), 2.0)}
+    trainer, engine = keep(Trainer(tensors, at_home=True)), keep(Engine(blank(tensors)))
+    go(trainer, engine)
+    tensors["a"].data, tensors["b"].data = tensors["b"].data, tensors["a"].data
+    assert go(trainer, engine).mode == "direct"
+    assert same(tensors, engine.sink.tensor)
+    assert engine.sink.tensor["a"].eq(2).all()
+    assert engine.sink.tensor["b"].eq(1).all()

@@ -1,0 +1,203 @@
+"""A source and a sink are made once for each refit, and a source is closed once."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from simple_pair import (
+    BUCKET,
+    SOON,
+    DictSource,
+    Engine,
+    InPlaceSink,
+    Trainer,
+    blank,
+    go,
+    make_tensors,
+)
+
+from rl_core.errors import ConfigError, LifecycleError, RefitAborted, RefitError
+from rl_core.refit import RefitReceiver, RefitSender
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    import torch
+
+
+class Counted(DictSource):
+    """Notes what is asked of it; ``reading`` is whether its iterator is open."""
+
+    def __init__(self, trainer: CountingTrainer, tensors: dict[str, torch.Tensor]) -> None:
+        super().__init__(tensors)
+        self.before, self.at_confirm = trainer.before, trainer.at_confirm
+        self.opened: list[str] = []
+        self.reading = False
+        self.closed = 0
+
+    def open(self, refit: str, deadline_s: float) -> None:
+        assert not self.closed
+        assert deadline_s > 0
+        self.opened.append(refit)
+
+    def tensors(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        assert self.opened
+        self.reading = True
+        try:
+            yield from super().tensors(names)
+        finally:
+            self.reading = False
+
+    def close(self) -> None:
+        assert not self.reading
+        self.closed += 1
+
+
+class CountingTrainer(Trainer):
+    def __init__(self) -> None:
+        self.before: Any = lambda name: None
+        self.at_confirm: Any = lambda: None
+        self.made: list[Counted] = []
+        self.tensors = make_tensors()
+        self.sender = RefitSender(self.make, name="trainer")
+
+    def make(self) -> Counted:
+        self.made.append(Counted(self, self.tensors))
+        return self.made[-1]
+
+
+class CountingEngine(Engine):
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        super().__init__(tensors, kind=InPlaceSink)
+        self.made = 0
+        self.receiver = RefitReceiver(self.make, name="engine", lock=self.lock)
+
+    def make(self) -> InPlaceSink:
+        self.made += 1
+        return InPlaceSink(self.sink.tensor)
+
+
+@pytest.fixture
+def trainer(keep) -> CountingTrainer:
+    return keep(CountingTrainer())
+
+
+@pytest.fixture
+def engine(keep, trainer) -> CountingEngine:
+    return keep(CountingEngine(blank(trainer.tensors)))
+
+
+def counts(trainer: CountingTrainer) -> list[int]:
+    """How often each source was closed, once no refit is going on."""
+    with trainer.sender.turn:
+        pass
+    return [source.closed for source in trainer.made]
+
+
+@pytest.mark.parametrize("options", [{}, {"delta": True}, {"isolation": "staged"}], ids=str)
+def test_every_refit_has_one_source_and_one_sink(trainer, engine, options):
+    go(trainer, engine)
+    for _ in range(3):
+        go(trainer, engine, **options)
+    assert counts(trainer) == [1] * 4
+    assert len({source.opened[0] for source in trainer.made}) == 4
+    assert engine.made == 4
+
+
+def test_a_source_that_fails_is_closed(trainer, engine):
+    trainer.before = lambda name: 1 / 0 if name == "strided" else None
+    with pytest.raises(RefitError, match="division"):
+        go(trainer, engine)
+    trainer.before = lambda name: None
+    go(trainer, engine)
+    assert counts(trainer) == [1, 1]
+
+
+def test_a_refit_that_an_engine_ends_closes_the_source(trainer, engine, monkeypatch):
+    monkeypatch.setattr(InPlaceSink, "finish", lambda self, version: 1 / 0)
+    with pytest.raises(RefitError):
+        go(trainer, engine)
+    assert counts(trainer) == [1]
+
+
+def test_a_refit_that_another_one_follows_closes_its_source(trainer, engine):
+    first = trainer.sender.send(deadline_s=SOON)
+    second = trainer.sender.send(deadline_s=0.5)
+    with pytest.raises(RefitAborted, match="newer"):
+        first.result(SOON)
+    with pytest.raises(RefitError, match="did not answer"):
+        second.result(SOON)
+    assert counts(trainer) == [1, 1]
+
+
+def test_one_that_waits_for_its_turn_and_is_closed_was_never_opened(trainer, engine):
+    with trainer.sender.turn:
+        future = trainer.sender.send(deadline_s=0.2)
+        assert future.exception(SOON) is not None
+    [source] = trainer.made
+    assert (source.opened, source.closed) == ([], 1)
+
+
+def test_a_description_that_no_refit_follows_is_closed_with_the_next(trainer):
+    trainer.sender.prepare()
+    assert counts(trainer) == [0]
+    trainer.sender.prepare()
+    assert counts(trainer) == [1, 0]
+    trainer.close()
+    assert counts(trainer) == [1, 1]
+
+
+def test_a_refit_of_its_own_name_has_a_source_of_its_own(trainer, engine):
+    engine.prepare_refit_info(trainer.prepare_refit_info())
+    sending = trainer.sender.send(bucket_bytes=BUCKET, deadline_s=SOON)
+    engine.receiver.receive(deadline_s=SOON).result(SOON)
+    sending.result(SOON)
+    assert counts(trainer) == [1, 1]
+    assert [source.opened for source in trainer.made] == [[], ["call 1"]]
+
+
+@pytest.mark.parametrize("wrong", [{"verify": "no"}, {"join": True}], ids=str)
+def test_a_refit_that_is_refused_makes_no_source(trainer, wrong):
+    with pytest.raises((ConfigError, LifecycleError)):
+        trainer.sender.send(**wrong)
+    assert trainer.made == []
+
+
+def test_a_set_of_handles_has_one_source_and_one_sink(trainer, engine):
+    info = trainer.prepare_refit_info()
+    engine.prepare_refit_info(info)
+    looked = engine.made
+    groups = trainer.sender.groups(BUCKET)
+    assert len(groups) > 2
+    for keys in groups:
+        assert counts(trainer) == [1, 0]
+        engine.receiver.load_handles(trainer.sender.handles(keys))
+    assert counts(trainer) == [1, 1]
+    assert engine.made == looked + 1
+    assert set(trainer.made[1].opened) == {"call 1"}
+    trainer.sender.groups(BUCKET)
+    trainer.close()
+    assert counts(trainer) == [1, 1, 1]
+
+
+def test_what_cannot_be_closed_is_said_and_the_version_counts(trainer, engine, monkeypatch):
+    monkeypatch.setattr(Counted, "close", lambda self: 1 / 0)
+    with pytest.raises(RefitError, match="could not be closed: ZeroDivisionError"):
+        go(trainer, engine)
+    assert trainer.sender.version == 1
+    trainer.before = lambda name: {}[name]
+    with pytest.raises(RefitError, match="KeyError") as caught:
+        go(trainer, engine)
+    assert "could not be closed" in caught.value.__notes__[0]
+    monkeypatch.undo()
+
+
+def test_a_source_that_says_that_it_cannot_go_on_ends_the_refit(trainer, engine, monkeypatch):
+    def gone(self: Counted) -> None:
+        raise RefitError("rank 3 is gone", fix="")
+
+    monkeypatch.setattr(Counted, "check", gone)
+    with pytest.raises(RefitError, match="rank 3 is gone"):
+        trainer.sender.send(deadline_s=SOON).result(SOON)
+    assert counts(trainer) == [1]

@@ -1,0 +1,140 @@
+"""As on one host, over the transport that reaches other hosts; and what survivors hold."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from killable import (
+    LATE,
+    Cast,
+    EngineParty,
+    TrainerParty,
+    as_it_was,
+    assert_names,
+    assert_names_the_sender,
+    begin,
+    census,
+    gained,
+    introduce,
+    refit,
+    until,
+)
+
+from rl_core.errors import RefitAborted, RefitPeerError, WeightsTornError
+
+if TYPE_CHECKING:
+    from collections import Counter
+    from collections.abc import Iterator
+
+pytestmark = pytest.mark.concerns("core/")
+
+OLD, NEXT = 0, 2
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with as_it_was(monkeypatch):
+        yield
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+@pytest.mark.parametrize(
+    ("at", "phase"), [("device", "PREPARE"), (LATE, "TRANSFER"), ("confirm", "TRANSFER")]
+)
+def test_an_engine_elsewhere_survives_a_trainer_that_is_killed(stack, at, phase):
+    cast = Cast(stack, transport="collective")
+    engine, trainer = cast.here(EngineParty), cast.elsewhere("trainer")
+    introduce(trainer, engine)
+    trainer.stall(at)
+    begin(trainer, engine)
+    trainer.reached()
+    until(lambda: engine.phase() == phase)
+    trainer.kill()
+    assert_names_the_sender(engine.failure(), phase)
+    assert engine.torn() == (phase == "TRANSFER")
+    refit(cast.elsewhere("trainer"), engine, seed=NEXT)
+
+
+def test_an_engine_that_meets_another_trainer_clears_away_what_the_first_left(stack):
+    cast = Cast(stack)
+    engine, victim = cast.here(EngineParty), cast.elsewhere("trainer")
+    introduce(victim, engine)
+    victim.kill()
+    (left,) = Path(tempfile.gettempdir()).iterdir()
+    introduce(cast.here(TrainerParty), engine)
+    assert not left.exists()
+
+
+def test_the_next_trainer_clears_away_what_one_left_that_no_engine_saw_die(stack):
+    cast = Cast(stack)
+    victim = cast.elsewhere("trainer")
+    victim.info()
+    victim.kill()
+    (left,) = Path(tempfile.gettempdir()).iterdir()
+    cast.here(TrainerParty).info()
+    assert left.exists()  # it could be one that is just being made
+    os.utime(left, (0, 0))
+    cast.here(TrainerParty).info()
+    assert not left.exists()
+
+
+@pytest.mark.parametrize("bystanders", [0, 1])
+@pytest.mark.parametrize(
+    ("at", "phase"),
+    [(None, "PREPARE"), ("write", "TRANSFER"), ("finish", "SEAL"), ("commit", "COMMIT")],
+)
+def test_a_trainer_and_engines_elsewhere_survive_an_engine_that_is_killed(
+    stack, at, phase, bystanders
+):
+    cast = Cast(stack, transport="collective")
+    trainer, victim = cast.here(TrainerParty), cast.elsewhere("engine")
+    others = [cast.here(EngineParty) for _ in range(bystanders)]
+    introduce(trainer, victim, *others)
+    if at is None:
+        victim.generate()
+    else:
+        victim.stall(at)
+    begin(trainer, victim, *others)
+    if at is not None:
+        victim.reached()
+    until(lambda: trainer.phase() == phase)
+    victim.kill()
+    assert_names(victim, trainer.failure(), phase)
+    for other in others:
+        assert isinstance(other.failure(), RefitAborted | WeightsTornError | None)
+        assert other.version() == trainer.version() == (phase == "COMMIT")
+    refit(trainer, cast.elsewhere("engine"), *others, seed=NEXT)
+
+
+# -- what survivors hold ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("transport", ["ipc", "collective"])
+@pytest.mark.parametrize("survivor", ["trainer", "engine"])
+def test_who_survives_many_deaths_holds_no_more_than_after_the_first(stack, survivor, transport):
+    cast = Cast(stack, transport=transport)
+    here = cast.here(TrainerParty if survivor == "trainer" else EngineParty)
+    after_first: Counter[str] | None = None
+    for _ in range(3):
+        there = cast.elsewhere("engine" if survivor == "trainer" else "trainer")
+        trainer, engine = (here, there) if survivor == "trainer" else (there, here)
+        refit(trainer, engine, seed=OLD)
+        there.stall("finish" if there is engine else "confirm")
+        begin(trainer, engine)
+        there.reached()
+        there.kill()
+        assert isinstance(here.failure(), RefitPeerError)
+        there.close()
+        if after_first is None:
+            after_first = census()
+    assert gained(after_first) == {}

@@ -1,0 +1,415 @@
+"""What may arrive from outside, wrong in every way that bytes can choose.
+
+:func:`one_input` turns bytes into one attempt at something that reads what others wrote: frames,
+the sessions and endpoints behind them, ``prepare_refit_info`` dicts, handles, references to
+memory. It raises :class:`Finding` unless that ends as it may: with a result, or an error of ours.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import hashlib
+import threading
+from functools import cache
+from typing import TYPE_CHECKING, Any, TypeVar
+from unittest import mock
+
+import msgspec
+import torch
+from fuzz_choices import AWKWARD, Choices, bent, plain
+from simple_pair import DictSink, DictSource
+
+from rl_core.errors import RefitProtocolError, RLError
+from rl_core.interfaces import TensorSpec
+from rl_core.refit import RefitReceiver, RefitSender, SendOptions, WeightManifest, _send_job, frames
+from rl_core.refit import messages as m
+from rl_core.refit._receive_job import ReceiveJob
+from rl_core.refit._send_job import SendJob
+from rl_core.refit.plan import make_plan
+from rl_core.refit.session import (
+    Attach,
+    Confirm,
+    Effect,
+    Install,
+    Load,
+    MakePlan,
+    Pack,
+    Phase,
+    Publish,
+    ReceiverSession,
+    Send,
+    SenderSession,
+)
+from rl_core.refit.transports.base import NoLane
+from rl_core.refit.transports.ipc import IPC
+from rl_core.refit.transports.memory import SharedRegion
+
+if TYPE_CHECKING:
+    from collections import Counter
+    from collections.abc import Callable, Sequence
+
+T = TypeVar("T")
+
+TOKEN, NONCE, BUCKET, SESSION = "token", b"n" * 16, 64, "session"
+TENSORS = {"a": torch.arange(40.0), "b": torch.ones(3, 2), "c": torch.tensor(1.5)}
+SPECS = [TensorSpec(name, tuple(t.shape), "float32") for name, t in TENSORS.items()]
+MANIFEST = WeightManifest(tuple(SPECS))
+PLAN = make_plan(MANIFEST, BUCKET)
+DIGESTS = [bytes(16 * len(bucket.segments)) for bucket in PLAN.buckets]
+OFFER = m.Offer(SESSION, "trainer", 1, MANIFEST.digest, "none", "quiesced", False, {})
+PREPARE = m.Prepare(SESSION, PLAN.digest, BUCKET, len(PLAN.buckets), False, b"", {"at": 1}, 60.0)
+FROM_SENDER: list[Any] = [
+    OFFER,
+    PREPARE,
+    *(m.BucketReady(SESSION, index, found) for index, found in enumerate(DIGESTS)),
+    m.Seal(SESSION, ""),
+    m.Commit(SESSION, 1),
+    m.Abort(SESSION, "RefitError", "enough"),
+]
+FROM_RECEIVER: list[Any] = [
+    m.Hello("id", "engine", 1, NONCE),
+    m.Ready(SESSION, MANIFEST.digest, {}, b"", ("gpu",)),
+    m.Prepared(SESSION, PLAN.digest),
+    *(m.Loaded(SESSION, index) for index in range(len(PLAN.buckets))),
+    m.Sealed(SESSION, ""),
+    m.Done(SESSION, 1),
+    m.Failed(SESSION, "RefitError", "enough", True),
+]
+HANDLES = m.Handles(SESSION, 1, 1, MANIFEST.digest, 1, 1 << 10, 0, {"at": 1}, bytes(64))
+
+
+class Finding(AssertionError):
+    """Something ended as it may not."""
+
+
+class Author:
+    """Signs whatever it is given as somebody who holds the token would, in order."""
+
+    def __init__(self, side: frames.Side) -> None:
+        self._channel = frames.Channel(TOKEN, NONCE, side)
+
+    def encode(self, message: object, body: bytes = b"") -> bytes:
+        """The next frame: of a message, or of a body in its place."""
+        body = body or msgspec.msgpack.encode(message)
+        if isinstance(message, m.Hello):
+            return frames._hello.sign(body, frames._key(TOKEN, b"hello"), 0)
+        if isinstance(message, m.Handles):
+            return frames._handles.sign(body, frames._key(TOKEN, b"handles"), 0)
+        channel = self._channel
+        kind, key = frames._said_by[channel._side], channel._keys[channel._side]
+        signed = kind.sign(body, key, channel._sent)
+        channel._sent += 1
+        if isinstance(message, m.Offer):
+            self.bind(message.session, message.nonce)
+        return signed
+
+    def bind(self, session: str, nonce: bytes) -> None:
+        """From here on as after an offer."""
+        self._channel._bind(session.encode(), nonce)
+
+
+def frame(choices: Choices, author: Author, samples: Sequence[Any]) -> bytes:
+    """A frame, mostly of a message that is wrong, mostly signed with the right key."""
+    message = choices.one_of(samples)
+    if choices.once_in(8):
+        return author.encode(message)
+    told = msgspec.to_builtins(message, builtin_types=(bytes,))
+    try:
+        body = msgspec.msgpack.encode(plain(choices, told))
+    except (OverflowError, UnicodeEncodeError):
+        body = b""
+    if choices.once_in(5):
+        body = bent(choices, body)
+    signed = author.encode(message, body or b"\0")
+    return bent(choices, signed) if choices.once_in(8) else signed
+
+
+def decoded(frame: bytes, reader: frames.Channel, seen: Counter[str]) -> Any:
+    """The message, or None if it is refused as it may be."""
+    try:
+        message = frames.read_hello(frame, TOKEN) or reader.decode(frame)
+    except RefitProtocolError:
+        seen["refused"] += 1
+        return None
+    seen[f"read {type(message).__name__}"] += 1
+    return message
+
+
+# -- who reads it ----------------------------------------------------------------------------------
+
+
+def receiver_session(choices: Choices, seen: Counter[str]) -> None:
+    session = ReceiverSession(
+        FROM_RECEIVER[0], manifest=MANIFEST.digest, dtypes={}, deadline_s=60.0
+    )
+    perform(session, session.start())
+    for message in script(choices, FROM_SENDER[:-1], "sender", FROM_SENDER, seen):
+        perform(session, session.receive(message))
+    seen[f"receiver {session.phase}"] += 1
+
+
+def sender_session(choices: Choices, seen: Counter[str]) -> None:
+    count = 1 + choices.below(2)
+    session = SenderSession(OFFER, receivers=count, deadline_s=60.0)
+    for message in script(choices, FROM_RECEIVER[:-1], "receiver", FROM_RECEIVER, seen):
+        for key in "ab"[:count]:
+            told = message
+            if isinstance(message, m.Hello):
+                told = msgspec.structs.replace(message, receiver=message.receiver + key)
+            if choices.once_in(40):
+                perform(session, session.forget(key))
+            perform(session, session.receive(key, told))
+    seen[f"sender {session.phase}"] += 1
+
+
+def script(
+    choices: Choices,
+    right: Sequence[Any],
+    side: frames.Side,
+    samples: Sequence[Any],
+    seen: Counter[str],
+) -> list[Any]:
+    """A right conversation in which some messages are not, or come when they should not."""
+    told = list(right)
+    for _ in range(1 + choices.below(2)):
+        at, instead = choices.below(len(told)), choices.below(3)
+        written = frame(choices, Author(side), [told[at]] if instead else samples)
+        other: frames.Side = "receiver" if side == "sender" else "sender"
+        wrong = decoded(written, frames.Channel(TOKEN, NONCE, other), seen)
+        if wrong is not None:
+            told[at : at + 1] = [wrong] if instead else [wrong, told[at]]
+    return told
+
+
+def perform(session: Any, effects: list[Effect]) -> None:
+    """Answers every effect as an endpoint does that never fails."""
+    if session.error is not None and not isinstance(session.error, RLError):
+        raise Finding(f"an error that is not ours: {session.error!r}")
+    if session.phase in (Phase.ABORTED, Phase.TORN) and session.error is None:
+        raise Finding("a failure without an error")
+    for effect in effects:
+        match effect:
+            case Send(message):
+                msgspec.msgpack.encode(message)
+                following: list[Effect] = []
+            case MakePlan():
+                following = session.planned(PREPARE, 2)
+            case Pack(index):
+                following = session.packed(index, DIGESTS[index])
+            case Confirm():
+                following = session.confirmed("")
+            case Attach():
+                following = session.attached(PLAN.digest)
+            case Load(index):
+                session.touch()
+                following = session.loaded(index)
+            case Install(_, digest):
+                following = session.installed(digest)
+            case Publish():
+                following = session.published()
+            case _:
+                following = []
+        perform(session, following)
+
+
+class Bytes(NoLane):
+    def __init__(self) -> None:
+        self.data, self.ref = torch.zeros(4096, dtype=torch.uint8), {"at": 1}
+
+
+class Line:
+    """Both ends of a line on which only these frames come; then its job is given up."""
+
+    reads_memory = False
+    private = True
+    job: Any
+
+    def __init__(self, frames: list[bytes]) -> None:
+        self.frames = frames
+        self._pause = True
+
+    def receive(self, timeout_s: float) -> Any:
+        self._pause = not self._pause
+        if self._pause and isinstance(self.job, ReceiveJob):
+            return None  # it loads what came before
+        frame = self.frames.pop(0) if self.frames else None
+        if frame is None:
+            self.job.cancelled = "nothing more comes"
+        if isinstance(self.job, ReceiveJob):
+            return frame
+        return [] if frame is None else [("key", frame)]
+
+    def send(self, *_: object) -> bool:
+        return True
+
+    def departed(self) -> list[str]:
+        return []
+
+    def lost(self) -> bool:
+        return False
+
+    def place(self, device: torch.device, _: object) -> torch.device:
+        return device
+
+    def lane(self, *_: object) -> Bytes:
+        return Bytes()
+
+    attach = lane
+
+    def refused(self) -> None:
+        """Nobody did."""
+
+    def connect(self, address: object) -> None:
+        """It always is."""
+
+    def disconnect(self) -> None:
+        """It never is."""
+
+    close = disconnect
+
+
+def conversation(
+    choices: Choices, author: Author, right: Sequence[Any], samples: Sequence[Any]
+) -> list[bytes]:
+    """All that one side says, and one frame that is wrong: each signed for its place."""
+    at, instead = choices.below(len(right)), choices.below(3)
+    told: list[bytes] = []
+    for number, message in enumerate(right):
+        if number == at:
+            told.append(frame(choices, author, [message] if instead else samples))
+        if number != at or not instead:
+            told.append(author.encode(message))
+    return told
+
+
+def engine(line: Any = None) -> RefitReceiver:
+    """One that knows the trainer, and reaches it by this line."""
+    tensors = {name: torch.zeros_like(tensor) for name, tensor in TENSORS.items()}
+    sink, line = DictSink(tensors), line or Line([])
+    receiver = RefitReceiver(lambda: sink, name="engine", lock=threading.RLock())
+    receiver.prepare(info())
+    receiver.state.ends["ipc"] = (receiver._known_trainer().channels["ipc"], line)
+    met: concurrent.futures.Future[None] = concurrent.futures.Future()
+    met.set_result(None)
+    receiver.state._meetings[line] = met
+    return receiver
+
+
+def info() -> dict[str, Any]:
+    return {
+        "protocol": m.PROTOCOL,
+        "digest": MANIFEST.digest,
+        "tensors": [dict(tensor) for tensor in MANIFEST.info],
+        "token": TOKEN,
+        "channels": {"ipc": {"endpoint": "ipc:///nowhere/rl-refit-0/socket"}},
+    }
+
+
+def receiver_job(choices: Choices, seen: Counter[str]) -> None:
+    line = Line(conversation(choices, Author("sender"), FROM_SENDER[:-1], FROM_SENDER))
+    receiver = engine(line)
+    line.job = job = ReceiveJob(
+        receiver, receiver.state, "ipc", receiver._known_trainer(), 60.0, ""
+    )
+    job._channel = frames.Channel(TOKEN, NONCE, "receiver")
+    ends_typed("receiver's refit", job.refit, seen)
+    if receiver.state.lock._is_owned():  # type: ignore[attr-defined]
+        raise Finding("the engine stays locked")
+    if receiver.torn != (job.session.phase is Phase.TORN):
+        raise Finding(f"{job.session.phase} and torn={receiver.torn}")
+
+
+def sender_job(choices: Choices, seen: Counter[str]) -> None:
+    sender = RefitSender(lambda: DictSource(TENSORS), name="trainer")
+    sender.state.token = TOKEN
+    options = SendOptions(bucket_bytes=BUCKET, verify="none", mode="packed")
+    line = Line([])
+    line.job = job = SendJob(sender, sender.state, line, DictSource(TENSORS), options, 1)
+    right = [
+        msgspec.structs.replace(message, session=job.session.offer.session)
+        if hasattr(message, "session")
+        else message
+        for message in FROM_RECEIVER
+    ]
+    author = Author("receiver")
+    author.bind(job.session.offer.session, NONCE)
+    line.frames = conversation(choices, author, right[:-1], right)
+    with mock.patch.object(_send_job, "secrets", mock.Mock(token_bytes=lambda _: NONCE)):
+        ends_typed("sender's refit", job.refit, seen)
+
+
+def prepare(choices: Choices, seen: Counter[str]) -> None:
+    given = plain(choices, info())
+    if isinstance(given, dict) and choices.below(2):
+        try:
+            tensors = msgspec.convert(given.get("tensors"), tuple[TensorSpec, ...])
+            given["digest"] = WeightManifest(tensors).digest
+        except (msgspec.ValidationError, RLError):
+            pass  # it is refused for that
+    ends_typed("prepare", lambda: engine().prepare(given), seen)
+
+
+def address(choices: Choices, seen: Counter[str]) -> None:
+    endpoint = choices.one_of(["ipc://", "", "tcp://"]) + choices.one_of(
+        [text for text in AWKWARD if isinstance(text, str)]
+    )
+    given = {"endpoint": endpoint} if choices.below(2) else plain(choices, {"endpoint": endpoint})
+
+    def use() -> None:
+        end = IPC.receiver(given)
+        try:
+            end.connect(given)
+        finally:
+            end.close()
+
+    ends_typed("address", use, seen)
+
+
+def handles(choices: Choices, seen: Counter[str]) -> None:
+    given: Any = {"protocol": m.PROTOCOL, "frame": frame(choices, Author("sender"), [HANDLES])}
+    if choices.once_in(4):
+        given = plain(choices, given)
+    receiver = engine(Line([]))
+    ends_typed("handles", lambda: receiver.load_handles(given), seen)
+
+
+@cache
+def region() -> SharedRegion:
+    return SharedRegion.create(4096, "/nowhere")
+
+
+def reference(choices: Choices, seen: Counter[str]) -> None:
+    given = plain(choices, dict(region().ref))
+    ends_typed("reference", lambda: SharedRegion.attach(given).close(), seen)
+
+
+def ends_typed(what: str, call: Callable[[], object], seen: Counter[str]) -> None:
+    """Runs what may only succeed, or raise an error of ours."""
+    try:
+        call()
+    except RLError as error:
+        if type(error.__cause__) in (AssertionError, KeyError, IndexError, AttributeError):
+            raise Finding(f"{what}: a mistake of ours behind {error!r}") from error
+        seen[f"{what}: {type(error).__name__}"] += 1
+    else:
+        seen[f"{what}: done"] += 1
+
+
+#: What reads, and how often it is tried.
+TARGETS = (
+    [receiver_session] * 20 + [sender_session] * 20 + [prepare] * 8 + [reference] * 8
+    + [handles] * 4 + [receiver_job] * 2 + [sender_job] * 2
+    + [address]
+)  # fmt: skip
+
+
+def one_input(data: bytes, seen: Counter[str]) -> None:
+    """One attempt; raises if it ended as it may not."""
+    choices = Choices(data)
+    choices.one_of(TARGETS)(choices, seen)
+
+
+def keyed(seed: int, number: int) -> bytes:
+    """The input with this number of a run; between 16 and 400 bytes."""
+    digest = hashlib.shake_128(f"{seed}/{number}".encode())
+    return digest.digest(16 + int.from_bytes(digest.digest(2), "little") % 385)
