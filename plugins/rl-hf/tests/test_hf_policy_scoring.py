@@ -280,5 +280,6 @@ def test_after_shutdown_calls_are_refused_and_shutdown_is_not(tiny):
     policy = HuggingFacePolicy(str(tiny()))
     assert policy.shutdown()
     assert policy.shutdown()
-    with pytest.raises(LifecycleError, match="after shutdown"):
-        policy.get_logprobs(batch())
+    for refused in (lambda: policy.get_logprobs(batch()), policy.weight_source):
+        with pytest.raises(LifecycleError, match="after shutdown"):
+            refused()

@@ -250,11 +250,11 @@ class ReceiveJob(Job[ReceiverSession]):
         if offer.delta:  # what it said to hold is not sent
             state.check_epoch(self._epoch)
         self._epoch = state.epoch  # before the sink is made: that is of this epoch, or a later one
-        sink = state.sink_for(self.refit_id)
+        routes, sink = state.routes, state.sink_for(self.refit_id)
         expected = state.manifest_of(sink)
         size, direct, skip = prepare.bucket_bytes, prepare.direct, prepare.skip
         key = (wire.digest, expected.digest, size, direct, skip, block_hash, offer.isolation)
-        route = state.routes.get(key)
+        route = routes.get(key)
         plan = self._plan = (
             make_plan(wire, size, direct=direct, skip=skip, block=block_hash.block)
             if route is None
@@ -286,7 +286,7 @@ class ReceiveJob(Job[ReceiverSession]):
         self._sink = sink
         if route is None or not route.fits(sink, self._lane.data):
             route = Route(sink, wire, expected, plan, self._lane.data, block_hash)
-        keep_two(state.routes, key, route)
+        keep_two(routes, key, route)
         self._loader = Loader(route, verify=offer.verify, known=known, touch=touch)
         return plan.digest
 

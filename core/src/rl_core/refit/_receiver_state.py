@@ -198,10 +198,13 @@ class ReceiverState:
         return lane
 
     def release_weights(self) -> None:
-        """Drops what refits keep of the engine's tensors; a refit that is under way ends."""
+        """Drops what refits keep of the engine's tensors; a refit that is under way ends.
+
+        That refit's thread goes on with the dict that it has, and what it keeps is dropped with it.
+        """
         self.epoch += 1
         self._prepared = None
-        self.routes.clear()
+        self.routes = {}
         self.second_copy = {}
 
     def unmap_trainer_memory(self) -> None:

@@ -103,7 +103,7 @@ class StagedSink(WeightSink):
         self._begun = False
         self._sink.fail()
         self._sink.begin(self._before)
-        for spec in self._exchanged:
+        for spec in reversed(self._exchanged):  # those that overlap, too
             self._put(spec, self._staged[spec.name])
         self._exchanged = []
         self._sink.finish(self._before)

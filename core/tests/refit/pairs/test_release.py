@@ -8,9 +8,20 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from simple_pair import DictSink, Engine, Trainer, blank, fails, go, make_persistent, same
+from simple_pair import (
+    DictSink,
+    Engine,
+    InPlaceSink,
+    Trainer,
+    blank,
+    fails,
+    go,
+    make_persistent,
+    same,
+)
 
 from rl_core.errors import CapabilityError
+from rl_core.refit._loading import Route
 from rl_core.refit.frames import Channel
 from rl_core.refit.messages import Done
 from rl_core.refit.transports.memory import SharedRegion
@@ -73,6 +84,32 @@ def test_a_trainer_that_is_closed_holds_no_tensor(trainer, engine):
     trainer.source.tensor = {}
     gc.collect()
     assert [tensor() for tensor in tensors] == [None] * len(tensors)
+
+
+@pytest.mark.parametrize("kind", [DictSink, InPlaceSink])
+def test_an_engine_that_sleeps_during_a_refit_is_held_by_nothing(keep, trainer, kind):
+    engine = keep(Engine(blank(trainer.source.tensor), kind=kind))
+    engine.sink.on["begin"] = engine.receiver.release_weights
+    fails(trainer, engine)
+    tensors = [weakref.ref(tensor) for tensor in engine.idle().sink.tensor.values()]
+    engine.sink.tensor = {}
+    gc.collect()
+    assert [tensor() for tensor in tensors] == [None] * len(tensors)
+
+
+def test_an_engine_may_fall_asleep_while_a_lane_is_closed(monkeypatch, trainer, engine):
+    go(trainer, engine)
+    detach = Route.detach
+
+    def asleep(route: Route) -> None:
+        detach(route)
+        engine.receiver.release_weights()  # as another thread may at any time
+
+    monkeypatch.setattr(Route, "detach", asleep)
+    engine.receiver.state.disconnect("ipc")
+    monkeypatch.undo()
+    go(trainer, engine)
+    assert same(make_persistent(), engine.sink.tensor)
 
 
 @pytest.mark.parametrize("verify", ["wire", "installed"])

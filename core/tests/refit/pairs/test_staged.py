@@ -135,6 +135,20 @@ def test_a_write_that_fails_half_way_through_the_exchange_is_undone(pair, count)
     assert_serves(engine, seed=0, version=1)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_tensors_that_overlap_are_taken_back(keep, kind):
+    weights = torch.randn(2, 40, 30)
+    trainer = keep(Trainer({"fused": weights[0], "rows": weights[0][:20]}))
+    installed = torch.zeros(40, 30)
+    engine = keep(Engine({"fused": installed, "rows": installed[:20]}, kind=kind))
+    go(trainer, engine)
+    trainer.source.tensor = {"fused": weights[1], "rows": weights[1][:20]}
+    failing(engine, "finish")
+    fails(trainer, engine, **STAGED)
+    engine.idle().receiver.check()
+    assert torch.equal(installed, weights[0])
+
+
 def test_tensors_that_are_not_installed_are_taken_back(pair):
     trainer, engine = pair
     damage = [lambda: engine.sink.tensor["big"].view(-1)[7].add_(1)]

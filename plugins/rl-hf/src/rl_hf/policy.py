@@ -270,6 +270,7 @@ class HuggingFacePolicy(PolicyBackend):
 
         Every data-parallel worker has all of them, so that a refit needs the first one alone.
         """
+        self._check_open("weight_source")
         if self._adapters:
             return MergedWeightSource(self.model)
         return NamedTensorSource(module_tensors(self.model))
