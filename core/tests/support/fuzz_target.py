@@ -19,6 +19,7 @@ import torch
 from fuzz_choices import AWKWARD, Choices, bent, plain
 from simple_pair import DictSink, DictSource
 
+from rl_core.backends.tensors import tensor_specs
 from rl_core.errors import RefitProtocolError, RLError
 from rl_core.interfaces import TensorSpec
 from rl_core.refit import RefitReceiver, RefitSender, SendOptions, WeightManifest, _send_job, frames
@@ -52,7 +53,7 @@ T = TypeVar("T")
 
 TOKEN, NONCE, BUCKET, SESSION = "token", b"n" * 16, 64, "session"
 TENSORS = {"a": torch.arange(40.0), "b": torch.ones(3, 2), "c": torch.tensor(1.5)}
-SPECS = [TensorSpec(name, tuple(t.shape), "float32") for name, t in TENSORS.items()]
+SPECS = tensor_specs(TENSORS)
 MANIFEST = WeightManifest(tuple(SPECS))
 PLAN = make_plan(MANIFEST, BUCKET)
 DIGESTS = [bytes(16 * len(bucket.segments)) for bucket in PLAN.buckets]

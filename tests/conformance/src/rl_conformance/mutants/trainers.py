@@ -41,14 +41,14 @@ class EvalModeTrains(ReferencePolicy):
         return super().train(data, loss_fn, False, **sizes)
 
 
-@breaks("P5", "P6")
+@breaks("P5")
 class MicrobatchesAreAveraged(ReferencePolicy):
     """Each microbatch is normalised by its own tokens."""
 
     def accumulate(self, parts: Any, *args: Any, **kwargs: Any) -> None:
-        total = sum(part["token_mask"].sum() for part in parts)
+        total = sum(part["token_mask"][:, 1:].sum() for part in parts)
         for part in parts:
-            own = part["token_mask"].sum().clamp(min=1)
+            own = part["token_mask"][:, 1:].sum().clamp(min=1)
             part["token_mask"] = part["token_mask"] * total / own / len(parts)
         super().accumulate(parts, *args, **kwargs)
 
