@@ -73,7 +73,7 @@ class Endpoint(ABC, Generic[J]):
 
     def waiting(self) -> list[J]:
         """The refits in which nothing was sent yet."""
-        return [job for job in self.jobs if job.session.phase in _BEFORE_TRANSFER]
+        return [job for job in list(self.jobs) if job.session.phase in _BEFORE_TRANSFER]
 
     def is_over(self, refit: str) -> bool:
         """Whether a refit, by its id, has ended or will not begin any more."""

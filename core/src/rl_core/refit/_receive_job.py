@@ -338,9 +338,11 @@ class ReceiveJob(Job[ReceiverSession]):
                 phase=self.session.phase.value,
             ) from error
         finally:
-            self._state.unmap_trainer_memory()
-            if self._locked:
-                self._state.lock.release()
+            try:
+                self._state.unmap_trainer_memory()
+            finally:
+                if self._locked:
+                    self._state.lock.release()
 
 
 def _settle(sink: WeightSink) -> None:

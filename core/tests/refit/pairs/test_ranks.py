@@ -187,6 +187,23 @@ def test_what_a_delta_skips_is_skipped_on_all_ranks(trainer: Ranks, engine: Engi
     assert all(names == first for names in others)
 
 
+def test_a_source_whose_refit_never_began_ends_no_other(trainer: Ranks, engine: Engine) -> None:
+    gathering, go_on = threading.Event(), threading.Event()
+
+    def stop(name: str) -> None:
+        gathering.set()
+        assert go_on.wait(SOON)
+
+    trainer.ranks[0].at = stop
+    refitting = spawn("refit", lambda: go(trainer, engine))
+    assert gathering.wait(SOON)
+    for _ in range(2):  # the second one closes the source of the first
+        trainer.prepare_refit_info()
+    go_on.set()
+    assert wait([refitting], SOON)[0].version == 1
+    assert same(engine.sink.tensor, trainer.ranks[0].tensors)
+
+
 def test_a_follower_that_fails_to_gather_is_named_and_later_refits_are_refused(
     trainer: Ranks, engine: Engine
 ) -> None:

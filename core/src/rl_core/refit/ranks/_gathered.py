@@ -109,11 +109,13 @@ class GatheredSource(WeightSource, Part):
 
     def __init__(self, ranks: RefitRanks | None) -> None:
         self.ranks = ranks if ranks is not None and ranks.size > 1 else None
+        self._refit = ""
 
     def open(self, refit: str, deadline_s: float) -> None:
         """See :meth:`WeightSource.open`."""
         if self.ranks is not None:
             self.ranks.thread.check_step()
+            self._refit = refit
             self.ranks.leader.open(refit, deadline_s)
 
     def check(self) -> None:
@@ -151,11 +153,12 @@ class GatheredSource(WeightSource, Part):
         self.ranks.leader.confirm()
 
     def close(self) -> None:
-        """See :meth:`WeightSource.close`; tells every rank."""
+        """See :meth:`WeightSource.close`; tells every rank, if the source's refit has begun."""
         if self.ranks is None:
             self.close_part()
             return
-        self.ranks.leader.close()
+        if self._refit:
+            self.ranks.leader.dismiss(self._refit)
         self.ranks.thread.finish(self.close_part)
 
     def _batches(self, names: Sequence[str]) -> Iterator[list[str]]:

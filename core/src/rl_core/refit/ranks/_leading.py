@@ -127,6 +127,7 @@ class Leader:
         """Begins a refit, or gives it more time."""
         with self._turn:
             self._current = name
+            self._stopped.clear()  # how long somebody stood still then says nothing about now
             call = self._calls.setdefault(name, _Call())
             call.seconds, call.deadline = deadline_s, time.monotonic() + deadline_s
 
@@ -182,11 +183,6 @@ class Leader:
         if (error := future.exception()) is not None:
             self._doubt(error)
         return future.result()
-
-    def close(self) -> None:
-        """Ends the refit that is under way, if one is."""
-        if self._current:
-            self.dismiss(self._current)
 
     def dismiss(self, name: str, reason: str = "") -> None:
         """Ends a refit, which may not have begun here, also for followers who come later."""
