@@ -118,13 +118,14 @@ class SendJob(Job[SenderSession]):
                 committed = session.phase is Phase.COMMITTED
                 if not committed:
                     state.drop_lanes_after_failure()
-            before, now = state.committed, self._table
+            before, hashed, now = state.committed, state.committed_hash, self._table
             if committed:  # whatever follows, this version is these weights and no others
                 state.version, state.committed = self.version, now
+                state.committed_hash = self._hash
             if session.error is not None:
                 raise session.error
             unchanged = None
-            if before is not None and now is not None:
+            if before is not None and now is not None and hashed == self._hash:
                 unchanged = sum(before.known.get(n) == digest for n, digest in now.known.items())
             return self._report(unchanged).as_dict()
         finally:
@@ -352,7 +353,15 @@ class SendJob(Job[SenderSession]):
 
     def _check_same(self) -> None:
         """Raises unless the weights are those that the other engines serve."""
-        before, now = self._state.committed, self._table
+        before, now, hashed = self._state.committed, self._table, self._state.committed_hash
+        if hashed is not None and hashed != self._hash:
+            raise LifecycleError(
+                f"{self.endpoint.name}: version {self.version} was hashed with {hashed.kind}, and "
+                f"this refit hashes with {self._hash.kind}: whether the weights are the same "
+                "cannot be told",
+                fix="join over the transport, and from the device, of the last refit of all",
+                version=self.version,
+            )
         if before is None or now is None or before.digest != now.digest:
             raise LifecycleError(
                 f"{self.endpoint.name}: the weights are no longer those of version "

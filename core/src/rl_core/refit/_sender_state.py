@@ -32,6 +32,7 @@ class SenderState:
         token: The secret that messages are authenticated with.
         version: Last committed version, 0 at first.
         committed: Digests of what was committed last, if it was hashed.
+        committed_hash: What they were made with.
         arena: Knows the tensors that engines read where they are.
         ends: The sender's end of each transport that was used.
     """
@@ -40,6 +41,7 @@ class SenderState:
         self.token = secrets.token_hex(32)
         self.version = 0
         self.committed: DigestTable | None = None
+        self.committed_hash: BlockHash | None = None
         self.arena = Arena()
         self.ends: dict[str, SenderEnd] = {}
         self._manifest: WeightManifest | None = None

@@ -18,6 +18,7 @@ from simple_pair import (
 )
 
 from rl_core.errors import LifecycleError, RefitAborted
+from rl_core.refit.transports import ipc
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -41,6 +42,17 @@ def test_a_late_engine_gets_the_committed_version_and_the_others_are_not_involve
     assert same(trainer.source.tensor, late.sink.tensor)
     assert first.sink.calls == []
     assert first.receiver.version == 5
+
+
+def test_what_another_hash_says_of_the_weights_is_not_compared(pair, late, monkeypatch):
+    trainer, first = pair
+    report = go(trainer, first)
+    assert report.unchanged == report.tensors
+    for end in (ipc.IpcSender, ipc.IpcReceiver):
+        monkeypatch.setattr(end, "private", False)  # as between hosts
+    with pytest.raises(LifecycleError, match="hashed with xxh3, and this refit hashes with blake3"):
+        go(trainer, late, **JOIN)
+    assert go(trainer, first).unchanged is None
 
 
 def test_the_next_refit_is_for_all(pair, late):
