@@ -223,7 +223,8 @@ class HandleReceiver:
             )
         if self._route is None or self._route.data is not data:
             manifest, expected = self.trainer.manifest, self._expected
-            self._route = Route(self.sink, manifest, expected, plan, data, block_hash)
+            first = message.index
+            self._route = Route(self.sink, manifest, expected, plan, data, block_hash, first)
         loader = Loader(self._route, verify="wire", known=self._known, touch=self._touch)
         loader.load(message.index, message.digests)
         self._left.remove(message.index)

@@ -77,6 +77,7 @@ class Route:
         plan: What lies where in the lane.
         data: The receiver's end of the lane, uint8.
         block_hash: The trainer's.
+        first: Index of the bucket that is loaded first.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class Route:
         plan: TransferPlan,
         data: torch.Tensor,
         block_hash: BlockHash,
+        first: int = 0,
     ) -> None:
         self.sink = sink
         self.wire = wire
@@ -94,6 +96,7 @@ class Route:
         self.plan = plan
         self.data = data
         self._hash = block_hash
+        self._first = first
         self.targets: Mapping[str, torch.Tensor] = sink.targets() or {}
         self._where = [target.data_ptr() for target in self.targets.values()]
         # What the trainer ties and the engine does not is written to each of its storages.
@@ -140,10 +143,10 @@ class Route:
         key = (index, verified)
         if key not in self._steps:
             make = self._landed if self._in_place else self._cached if verified else self._passed
-            groups = self._groups(index)
+            careful = verified and index == self._first
             self._steps[key] = [
-                self._cached(group) if index == number == 0 and verified else make(group)
-                for number, group in enumerate(groups)
+                self._cached(group) if careful and number == 0 else make(group)
+                for number, group in enumerate(self._groups(index))
             ]
         return self._steps[key]
 
@@ -154,7 +157,7 @@ class Route:
         if self.data.device.type != "cpu":
             whole = most = self.plan.lane_bytes if self._in_place else _DEVICE_GROUP
         group: list[_Piece] = []
-        alone = index == 0  # the first block of all, so that little is copied twice
+        alone = index == self._first  # the first block of all, so that little is copied twice
         for segment in self.plan.buckets[index].segments:
             pieces = segment.blocks(whole)
             if alone and not group:

@@ -154,6 +154,20 @@ def test_handles_that_were_overwritten_are_noticed(pair):
         engine.receiver.load_handles(stale)
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_wrong_bytes_in_the_group_that_comes_first_leave_the_engine_serving(keep, pair, order):
+    trainer, _ = pair
+    engine = keep(Engine(blank(trainer.source.tensor), kind=InPlaceSink))
+    engine.prepare_refit_info(trainer.prepare_refit_info())
+    first, second, *_ = trainer.sender.groups(BUCKET)[::order]
+    stale = trainer.sender.handles(first)
+    trainer.sender.handles(second)
+    with pytest.raises(RefitCorrupted):
+        engine.receiver.load_handles(stale)
+    engine.receiver.check()
+    assert same(blank(trainer.source.tensor), engine.sink.tensor)
+
+
 def test_handles_of_a_trainer_that_changed_are_refused_before_anything_is_touched(pair):
     trainer, engine = pair
     engine.prepare_refit_info(trainer.prepare_refit_info())
