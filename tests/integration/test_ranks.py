@@ -25,6 +25,15 @@ if TYPE_CHECKING:
 SOON = 60.0
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Here as in the workers: with more, sums are made in another order."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("model"))
@@ -156,10 +165,10 @@ def test_refits_that_others_follow_or_that_are_refused_end_on_all_ranks(
     engine.prepare_refit_info(policy.prepare_refit_info())
     superseded = policy.stream_weights_via_ipc_zmq(deadline_s=SOON)
     sending = policy.stream_weights_via_ipc_zmq(deadline_s=SOON)
-    wait([*sending, *engine.update_weights_via_ipc_zmq(deadline_s=SOON)], SOON)
-    for future in superseded:
+    for future in superseded:  # before an engine can answer it
         with pytest.raises(Exception, match=r"newer refit|ended the refit"):
             wait(future, SOON)
+    wait([*sending, *engine.update_weights_via_ipc_zmq(deadline_s=SOON)], SOON)
     fresh = engine_of(model)
     refused = policy.stream_weights_via_ipc_zmq(deadline_s=SOON, mode="direct")
     fresh.prepare_refit_info(policy.prepare_refit_info())
