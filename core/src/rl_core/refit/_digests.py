@@ -107,26 +107,25 @@ class Digester:
     Args:
         block_bytes: Largest piece that is hashed at once.
         block_hash: The trainer's, for the device of the lane.
-        keep: Tensors stay where they are, so that views of them are made once, and held.
     """
 
-    def __init__(self, block_bytes: int, block_hash: BlockHash, *, keep: bool) -> None:
+    def __init__(self, block_bytes: int, block_hash: BlockHash) -> None:
         self._block = block_bytes
         self._hash = block_hash
-        self._keep = keep
         self._views: dict[tuple[str, int], list[memoryview]] = {}
 
-    def of(self, tensor: torch.Tensor, spec: TensorSpec) -> bytes:
+    def of(self, tensor: torch.Tensor, spec: TensorSpec, *, lasts: bool = False) -> bytes:
         """The digest that a tensor gets when it travels as ``spec`` says.
 
         Args:
             tensor: Any strides, dtype and device; at most a block of it is copied.
             spec: With the dtype that travels.
+            lasts: It stays where it is, so that views of it are made once. They hold its memory.
         """
         if not tensor.is_contiguous() or tensor.dtype != dtype_of(spec):
             return tensor_digest(self._copied(tensor, spec))
         if tensor.device.type == "cpu" and self._hash.kind != "fold":
-            return tensor_digest(hash_views(self._seen(tensor, spec.name), self._hash))
+            return tensor_digest(hash_views(self._seen(tensor, spec.name, lasts), self._hash))
         run = tensor.detach().reshape(-1).view(torch.uint8)
         return tensor_digest(block_digests(run, self._hash, block=self._block))
 
@@ -146,11 +145,13 @@ class Digester:
         begun: list[tuple[list[str], Callable[[], list[list[bytes]]]]] = []
         for spec, tensor in given:
             plain = tensor.is_contiguous() and tensor.dtype == dtype_of(spec)
+            kept = lasting.get(spec.name)
+            lasts = kept is not None and kept.data_ptr() == tensor.data_ptr()
             if self._hash.kind != "fold" or not plain:
-                found[spec.name] = self.of(tensor, spec)
+                found[spec.name] = self.of(tensor, spec, lasts=lasts)
                 continue
-            run, kept = tensor.detach().reshape(-1).view(torch.uint8), lasting.get(spec.name)
-            if kept is not None and kept.data_ptr() == tensor.data_ptr():
+            run = tensor.detach().reshape(-1).view(torch.uint8)
+            if lasts:
                 names, runs = together.setdefault(run.device, ([], []))
                 names.append(spec.name)
                 runs.append(run)
@@ -163,14 +164,14 @@ class Digester:
             found.update(zip(names, map(tensor_digest, finish()), strict=True))
         return found
 
-    def _seen(self, tensor: torch.Tensor, name: str) -> list[memoryview]:
+    def _seen(self, tensor: torch.Tensor, name: str, lasts: bool) -> list[memoryview]:
         key = (name, tensor.data_ptr())
         views = self._views.get(key)
         if views is None:
             whole = as_view(tensor)
             starts = range(0, len(whole), self._block)
             views = [whole[start : start + self._block] for start in starts]
-            if self._keep:
+            if lasts:
                 self._views[key] = views
         return views
 

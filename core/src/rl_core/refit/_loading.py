@@ -113,7 +113,7 @@ class Route:
         )
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._steps: dict[tuple[int, bool], list[_Step]] = {}
-        self.digester = Digester(plan.block_bytes, block_hash, keep=bool(self.targets))
+        self.digester = Digester(plan.block_bytes, block_hash)
 
     def fits(self, sink: WeightSink, data: torch.Tensor) -> bool:
         """Whether this route can be used again; adopts ``sink`` if so.

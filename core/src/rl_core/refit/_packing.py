@@ -68,7 +68,7 @@ def digest_all(
         block_bytes: Bytes under one digest, at most.
         block_hash: The trainer's.
     """
-    table, digester = DigestTable(wire), Digester(block_bytes, block_hash, keep=False)
+    table, digester = DigestTable(wire), Digester(block_bytes, block_hash)
     with torch.no_grad():
         named = ((wire.by_name[spec.name], tensor) for spec, tensor in given)
         table.known.update(digester.all(named, lasting))

@@ -130,7 +130,7 @@ class Rig:
 
     def digests(self, bucket_bytes: int, tensors: Tensors | None = None) -> dict[str, bytes]:
         block = min(bucket_bytes // 64 * 64, self.block_hash.block)
-        digester = Digester(block, self.block_hash, keep=False)
+        digester = Digester(block, self.block_hash)
         held = self.source.tensor if tensors is None else tensors
         return {spec.name: digester.of(held[spec.name], spec) for spec in self.manifest.tensors}
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import gc
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from simple_pair import (
     make_tensors,
     same,
 )
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from rl_core.errors import (
     CapabilityError,
@@ -35,7 +37,7 @@ from rl_core.futures import wait
 from rl_core.refit.transports.collective import CollectiveSender
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Iterator
 
 FAULTS = ["drop", "misplace", "convert"]
 
@@ -53,6 +55,32 @@ def break_loader(engine: Engine, fault: str, tensor: str = "big") -> None:
             write(name, offset, data.bfloat16().float(), **kwargs)
 
     engine.sink.write = wrong
+
+
+class CopyingSink(InPlaceSink):
+    """Shows copies of what it has."""
+
+    shown: ClassVar[list[StorageWeakRef]] = []
+
+    def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in super().read(names):
+            copy = tensor.clone()
+            self.shown.append(StorageWeakRef(copy.untyped_storage()))
+            yield name, copy
+
+
+@pytest.mark.parametrize("isolation", ["quiesced", "staged"])
+def test_copies_that_an_engine_shows_are_not_kept(keep, isolation):
+    trainer, engine = (
+        keep(Trainer(make_tensors())),
+        keep(Engine(blank(make_tensors()), kind=CopyingSink)),
+    )
+    CopyingSink.shown.clear()
+    for _ in range(3):
+        go(trainer, engine, verify="installed", isolation=isolation)
+    gc.collect()
+    assert CopyingSink.shown
+    assert all(storage.expired() for storage in CopyingSink.shown)
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -172,7 +172,7 @@ def test_the_digests_of_segments_in_a_lane_are_those_of_the_tensors(model, bucke
             copy_run(segment.of(lane), tensors[segment.tensor], segment.offset)
         runs = [lane[segment.start : segment.stop] for segment in bucket.segments]
         table.add(bucket, run_hasher(runs, plan.block_bytes, HASH)(), plan.block_bytes)
-    digester = Digester(plan.block_bytes, HASH, keep=False)
+    digester = Digester(plan.block_bytes, HASH)
     assert table.known == {
         spec.name: digester.of(tensor, spec)
         for spec, tensor in zip(model.owned, tensors, strict=True)
@@ -260,7 +260,7 @@ def test_a_run_is_copied_in_logical_order_whatever_the_strides(data):
 def test_the_digests_of_many_tensors_are_those_of_each(kind, monkeypatch):
     """Those that stay are digested together; another may be gone once the next is asked for."""
     how = BlockHash(kind, bytes(32))
-    digester = Digester(128, how, keep=False)
+    digester = Digester(128, how)
     stay = {f"s{i}": torch.arange(i * 40, dtype=torch.float32) for i in range(5)}
     stay["turned"] = torch.arange(60.0).view(6, 10).t()
     passing = {f"p{i}": torch.full((i + 1,), float(i)) for i in range(4)}
