@@ -38,6 +38,14 @@ def processes(mark: str) -> set[psutil.Process]:
     return found - {psutil.Process()}
 
 
+def described(process: psutil.Process) -> str:
+    """What it runs, and for whom."""
+    try:
+        return f"{process} of {process.ppid()}: {' '.join(process.cmdline())[:300]}"
+    except psutil.Error:
+        return str(process)
+
+
 @pytest.fixture(scope="session")
 def mark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     tmp_path_factory.getbasetemp()  # before anybody changes where temporary files go
@@ -74,7 +82,7 @@ def nothing_stays_behind(
 
     def left() -> list[Any]:
         return [
-            *(processes(mark) - before),
+            *map(described, processes(mark) - before),
             *(n for n in os.listdir("/dev/shm") if n not in memory and "rl-fake" in n),
             *directory.rglob("rl-engine-*"),
             *(threads() - reading),
