@@ -188,7 +188,7 @@ def main() -> int:
             bar = BARS.get(m.folder)
             share = len(m.single) / max(m.functions, 1)
             table.add_row(
-                m.folder,
+                folder.name if folder == package else f"  {folder.name}",
                 str(m.files),
                 f"{m.lines:,}" + (f" (bar {bar:,})" if bar else ""),
                 *(f"{n:,}" for n in (m.code, m.imports, m.docstrings, m.comments, m.functions)),
