@@ -162,9 +162,9 @@ def main() -> int:
         1 if there is a circle or a file that is too long, or else 0.
     """
     console = Console(width=120 if not sys.stdout.isatty() else None)
-    folders = [
-        path.parent for path in sorted(ROOT.glob("**/pyproject.toml")) if path.parent != ROOT
-    ]
+    # No deeper, and nothing hidden: what a run built lies there.
+    places = ("[!.]*/pyproject.toml", "[!.]*/*/pyproject.toml")
+    folders = [path.parent for place in places for path in sorted(ROOT.glob(place))]
     sources = [
         path
         for folder in folders
