@@ -37,11 +37,14 @@ FILES = {
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    folder = tmp_path / "part" / "src" / "crooked"
+    folder = tmp_path / "plugins" / "rl-crooked" / "src" / "crooked"
     folder.mkdir(parents=True)
     for name, text in FILES.items():
         (folder / name).write_text(text)
-    (tmp_path / "part" / "pyproject.toml").write_text('[project]\nname = "crooked"\n')
+    project = '[project]\nname = "crooked"\n'
+    (tmp_path / "plugins" / "rl-crooked" / "pyproject.toml").write_text(project)
+    (tmp_path / "mine").mkdir()  # a user's own, which is not looked at
+    (tmp_path / "mine" / "pyproject.toml").write_text(project)
     monkeypatch.syspath_prepend(folder.parent)
     monkeypatch.setattr(structure, "ROOT", tmp_path)
     return folder
@@ -49,7 +52,8 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_lines_are_counted_by_what_is_on_them(package: Path) -> None:
     m = structure.measure(package)
-    assert (m.folder, m.files, m.lines) == ("part/src/crooked", 5, 1 + 1 + 5 + 451 + 14)
+    where = "plugins/rl-crooked/src/crooked"
+    assert (m.folder, m.files, m.lines) == (where, 5, 1 + 1 + 5 + 451 + 14)
     assert (m.imports, m.docstrings, m.comments) == (4, 2, 1)
     assert m.code == 451 + 1 + 6
 
@@ -80,7 +84,10 @@ def test_a_circle_and_a_long_file_fail(package: Path, capsys: pytest.CaptureFixt
     assert "in circles of imports: crooked.first, crooked.second" in out
 
 
-def test_what_keeps_the_rules_does_not_fail(package: Path) -> None:
+def test_what_keeps_the_rules_does_not_fail(
+    package: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (package / "second.py").write_text("")
     (package / "long.py").write_text("x = 1\n" * structure.FILE_LINES)
     assert structure.main() == 0
+    assert "crooked" in capsys.readouterr().out
