@@ -310,10 +310,10 @@ def test_a_reader_that_leaves_early_frees_the_engine(make):
     async def read_one() -> None:
         stream = engine.generate_async(batch([5], [8], [9]))
         assert (await anext(stream))[0] == 2
+        assert await asyncio.to_thread(second_row.wait, SOON)
         await stream.aclose()
 
     asyncio.run(read_one())
-    assert second_row.wait(SOON)
     may_go_on.set()
     assert lock_is_free(engine)
     assert engine.closed_in == ["generate-CountingEngine"]

@@ -407,17 +407,26 @@ def test_an_engines_own_time_out_is_told_as_it_is(error, seconds):
         asyncio.run(rows_of(engine, prompt(5)))
 
 
-async def rows_of(engine: Engine, data: BatchedDataDict[Any], pause: float = 0.0) -> list[int]:
-    found = []
-    async for row, _ in engine.generate_async(data):
-        found.append(row)
-        time.sleep(pause)  # noqa: ASYNC251 - a reader that is slow
-    return found
+async def rows_of(engine: Engine, data: BatchedDataDict[Any]) -> list[int]:
+    return [row async for row, _ in engine.generate_async(data)]
 
 
 def test_rows_that_are_done_come_to_a_slow_reader_too():
-    engine = Engine(call_deadline_s=0.3)
-    assert sorted(asyncio.run(rows_of(engine, prompt(5, 6, 7), pause=0.2))) == [0, 1, 2]
+    engine = Engine(room=1, call_deadline_s=3.0)
+    engine.rows.stepped = True
+    engine.rows.step.release(3)
+
+    async def read_slowly() -> list[int]:
+        found, passed = [], time.monotonic() + 3.5
+        async for row, _ in engine.generate_async(prompt(5, 6, 7)):
+            found.append(row)
+            # The event loop is held: it sees what is done meanwhile when the deadline has passed.
+            engine.rows.step.release(6)
+            until(lambda: time.monotonic() > passed and len(engine.rows.admitted) == 3)
+            until(lambda: not engine.rows.rows)
+        return found
+
+    assert sorted(asyncio.run(read_slowly())) == [0, 1, 2]
 
 
 @pytest.mark.parametrize("deadline", [None, 60.0])
