@@ -9,7 +9,7 @@ import torch
 
 from rl_core.errors import RefitAborted, RefitProtocolError
 from rl_core.futures import spawn
-from rl_core.refit._handles import HandleSets
+from rl_core.refit._handles import HandleReceiver
 from rl_core.refit.manifest import WeightManifest
 from rl_core.refit.transports import find_transport
 from rl_core.refit.transports.base import CPU, NoLane
@@ -45,7 +45,7 @@ class ReceiverState:
             commit, and takes nothing of it back.
         known: Digests, by name, of the tensors that the engine is known to have.
         device: Where the engine's tensors were when it was prepared.
-        sets: Refits by handles.
+        handles: Takes refits by handles.
         second_copy: Memory of staged refits, kept between them.
         ends: By transport, where its sender is and this side's end.
         routes: Ways from a lane to the engine's tensors, of the last refits.
@@ -68,7 +68,7 @@ class ReceiverState:
         self.epoch = 0
         self.known: dict[str, bytes] = {}
         self.device = CPU
-        self.sets = HandleSets()
+        self.handles = HandleReceiver()
         self.second_copy: dict[str, torch.Tensor] = {}
         self.ends: dict[str, tuple[Mapping[str, Any], ReceiverEnd]] = {}
         self._prepared: tuple[str, int, WeightSink] | None = None  # refit, epoch, what it was told

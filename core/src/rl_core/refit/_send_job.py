@@ -91,7 +91,7 @@ class SendJob(Job[SenderSession]):
             offer,
             receivers=options.receivers,
             deadline_s=options.deadline_s,
-            refit=options.refit_id,
+            refit_id=options.refit_id,
             is_over=endpoint.is_over,
         )
         super().__init__(session, endpoint, options.refit_id)
@@ -170,7 +170,7 @@ class SendJob(Job[SenderSession]):
             return self.session.fail(error)
         if self.session.phase is not Phase.COMMIT:  # in which nothing is read any more
             self._source.check()
-        return [effect for key in self._end.departed() for effect in self.session.forget(key)]
+        return [effect for key in self._end.departed() for effect in self.session.lost(key)]
 
     def do(self, effect: Effect) -> list[Effect]:
         """See :meth:`Job.do`."""
@@ -180,10 +180,13 @@ class SendJob(Job[SenderSession]):
                 gone = [key for key in keys if not self._send(key, message)]
                 if gone:
                     self.pump(0.0)  # why it went may be here already
-                return [following for key in gone for following in self.session.forget(key)]
+                return [following for key in gone for following in self.session.lost(key)]
             case MakePlan(ready):
                 prepare = self._make_plan(ready)
-                return self.session.planned(prepare, self._layout.plan.slots or _DIRECT_WINDOW)
+                plan = self._layout.plan
+                return self.session.planned(
+                    prepare, len(plan.buckets), plan.slots or _DIRECT_WINDOW
+                )
             case Pack(index):
                 self.session.at = self._layout.plan.buckets[index].name
                 self._report_progress(index)
@@ -229,7 +232,6 @@ class SendJob(Job[SenderSession]):
             self.session.offer.session,
             layout.plan.digest,
             options.bucket_for(self._device, direct=layout.plan.direct),
-            len(layout.plan.buckets),
             layout.plan.direct,
             skip,
             dict(layout.lane.ref),

@@ -7,16 +7,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rl_core.errors import LifecycleError, WeightsTornError
-from rl_core.refit._handles import HandleReceiver
 from rl_core.refit._introduction import frame_of, trainer_of
 from rl_core.refit._job import Endpoint
 from rl_core.refit._receive_job import ReceiveJob
 from rl_core.refit._receiver_state import ReceiverState
 from rl_core.refit.frames import read_handles
-from rl_core.refit.hashing import BlockHash
 from rl_core.refit.manifest import compare
 from rl_core.refit.options import DEFAULT_DEADLINE_S, check_deadline
-from rl_core.refit.transports.base import CPU
 from rl_core.refit.turns import exclusively
 
 if TYPE_CHECKING:
@@ -221,25 +218,7 @@ class RefitReceiver(Endpoint[ReceiveJob]):
             exclusively(self.state.lock, DEFAULT_DEADLINE_S, f"{self.name}: generation"),
         ):
             self.check_open()
-            state, sets = self.state, self.state.sets
-            sets.admit(message, trainer.token, self.name)
-            try:
-                tear = partial(setattr, state, "torn", True)
-                current = sets.current = sets.current or HandleReceiver(
-                    state.new_sink(), trainer, message, state.epoch, known=state.known, touch=tear
-                )
-                end = state.end("ipc", trainer)
-                lane = state.attach(end, False, message.lane, CPU)
-                block_hash = BlockHash.choose(CPU, private=end.private, token=trainer.token)
-                complete = current.load(message, lane, block_hash)
-                state.check_epoch(current.epoch)
-                if complete:
-                    current.sink.finish(message.version)
-                    state.publish(message.version)
-                    sets.end()
-            except BaseException:
-                sets.give_up()
-                raise
+            self.state.handles.take(message, trainer, self.state)
         return True
 
     def _last_waiting(self) -> ReceiveJob | None:

@@ -181,7 +181,7 @@ class RefitSender(Endpoint[SendJob]):
                 serial=self._handle_serial + 1,
                 bucket_bytes=bucket_bytes,
                 name=self.name,
-                call=name_of_call("", self.calls),
+                rank_call_id=name_of_call("", self.calls),
                 token=self.state.token,
             )
         except BaseException:

@@ -158,7 +158,7 @@ class Session(ABC):
         return max(0.0, self._deadline - self._clock())
 
     @property
-    def place(self) -> str:
+    def where(self) -> str:
         """The phase, and what is being transferred in it."""
         return f"{self.phase} ({self.at})" if self.at else str(self.phase)
 
@@ -169,7 +169,7 @@ class Session(ABC):
         if self.held_up and self.remaining_s <= min(_TELL_S, self._seconds / 10):
             return self.fail(
                 RefitAborted(
-                    f"{self.place}: {self.held_up} did not end within {self._seconds:g} s",
+                    f"{self.where}: {self.held_up} did not end within {self._seconds:g} s",
                     fix="end running calls (close iterators of generate_async), or raise "
                     "deadline_s",
                     peer=self.held_up,
@@ -180,7 +180,7 @@ class Session(ABC):
         who = self._awaited()
         return self.fail(
             RefitPeerError(
-                f"{self.place}: {who} did not answer within {self._seconds:g} s{self._hint()}",
+                f"{self.where}: {who} did not answer within {self._seconds:g} s{self._hint()}",
                 fix="look at the other side's log; raise deadline_s if the model is large",
                 peer=who,
             )
