@@ -27,15 +27,12 @@ from rl_core.plugins import hookspecs
 from rl_core.refit.options import SendOptions
 from rl_core.refit.report import RefitReport
 from rl_core.refit.session import Phase
+from rl_core.refit.timing import DRIVER_GRACE_S
 
 if TYPE_CHECKING:
     from rl_core.interfaces import ColocatablePolicyInterface, Future
 
 __all__ = ["refit", "warn_of_temperatures"]
-
-#: Seconds the two sides get, past the deadline, to say themselves which peer missed it.
-_GRACE_S = 5.0
-
 
 #: Engines of which it was said that they sample at another temperature.
 _told: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -128,7 +125,7 @@ def _attempt(
         info = policy.prepare_refit_info() or info  # with where to find it, for the engines alone
         generation.prepare_refit_info(info)
         opening = [*opening, *generation.init_collective(*meeting)]
-        wait(opening, chosen.deadline_s + _GRACE_S)
+        wait(opening, chosen.deadline_s + DRIVER_GRACE_S)
     else:
         generation.prepare_refit_info(info)
     # The policy names the refit that the description is for; one that does not gets a name here.
@@ -137,7 +134,7 @@ def _attempt(
     receiving = generation.update_weights_via_ipc_zmq(
         transport=chosen.transport, deadline_s=chosen.deadline_s, refit_id=refit_id
     )
-    results = _outcome(sending, receiving, chosen.deadline_s + _GRACE_S)
+    results = _outcome(sending, receiving, chosen.deadline_s + DRIVER_GRACE_S)
     return RefitReport.of(results, attempt)
 
 
@@ -168,7 +165,7 @@ def _outcome(sending: list[Future], receiving: list[Future], timeout_s: float) -
         _wait_for_followers(followers)
         return done
     several = bool(followers)
-    end = time.monotonic() + _GRACE_S
+    end = time.monotonic() + DRIVER_GRACE_S
     others = []
     for future in [*sending, *receiving] if "cause" in failure.details or several else ():
         try:
@@ -204,7 +201,7 @@ def _first_failure(needed: list[Future], others: list[Future], timeout_s: float)
 
 def _wait_for_followers(followers: list[Future]) -> None:
     """Raises for a rank that does not end its part of a refit which is committed."""
-    end = time.monotonic() + _GRACE_S
+    end = time.monotonic() + DRIVER_GRACE_S
     for rank, future in enumerate(followers, 1):
         try:
             wait(future, max(0.0, end - time.monotonic()))

@@ -19,7 +19,7 @@ from rl_core.errors import (
 )
 from rl_core.interfaces.weights import WeightSink
 from rl_core.refit._digests import DigestTable
-from rl_core.refit._job import TICK_S, Endpoint, Job
+from rl_core.refit._job import Endpoint, Job
 from rl_core.refit._layout import keep_two
 from rl_core.refit._loading import Loader, Route
 from rl_core.refit._staging import StagedSink
@@ -38,6 +38,7 @@ from rl_core.refit.session import (
     ReceiverSession,
     Send,
 )
+from rl_core.refit.timing import TICK_S
 from rl_core.refit.transports.cuda import visible_gpus
 from rl_core.refit.turns import leave_line
 

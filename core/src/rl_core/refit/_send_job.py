@@ -57,7 +57,7 @@ class SendJob(Job[SenderSession]):
         source: The tensors as they are now; closed once, here.
         options: What was chosen for this refit.
         version: The version that these weights become.
-        name: What every rank of the trainer calls this refit.
+        rank_call_id: What every rank of the trainer calls this refit.
     """
 
     def __init__(
@@ -68,11 +68,11 @@ class SendJob(Job[SenderSession]):
         source: WeightSource,
         options: SendOptions,
         version: int,
-        name: str = "",
+        rank_call_id: str = "",
     ) -> None:
         self.options = options
         self.version = version
-        self._name = name
+        self._rank_call_id = rank_call_id
         self._state = state
         self._end = end
         self._source = source
@@ -110,7 +110,7 @@ class SendJob(Job[SenderSession]):
             self._end.refused()  # what was said before is not about this refit
             try:
                 try:
-                    self._source.open(self._name, session.remaining_s)
+                    self._source.open(self._rank_call_id, session.remaining_s)
                 except BaseException as error:
                     self.perform(session.fail(error))
                 self.drive()

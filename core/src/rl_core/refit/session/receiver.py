@@ -24,6 +24,7 @@ from rl_core.refit.session.base import (
     Session,
     describe,
 )
+from rl_core.refit.timing import HELLO_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,8 +33,6 @@ __all__ = ["ISOLATION_LEVELS", "VERIFY_LEVELS", "ReceiverSession"]
 
 VERIFY_LEVELS = ("none", "wire", "installed")
 ISOLATION_LEVELS = ("quiesced", "staged")
-#: Seconds between two ``Hello`` messages while there is no offer.
-HELLO_INTERVAL_S = 0.5
 
 
 class ReceiverSession(Session):
@@ -92,7 +91,7 @@ class ReceiverSession(Session):
 
     def start(self) -> list[Effect]:
         """Says hello."""
-        self._hello_at = self._clock() + HELLO_INTERVAL_S
+        self._hello_at = self._clock() + HELLO_S
         return [Send(self._hello)]
 
     def tick(self) -> list[Effect]:

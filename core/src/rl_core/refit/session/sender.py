@@ -24,6 +24,7 @@ from rl_core.refit.session.base import (
     describe,
     peer_error,
 )
+from rl_core.refit.timing import UNHEARD_OF_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,8 +36,6 @@ __all__ = ["SenderSession"]
 #: Connections that may have an offer and no answer yet, for each receiver that is wanted: what
 #: earlier refits left on the way, or who says a Hello again that was another's.
 _OFFERS = 32
-#: Seconds for which another refit, of which a receiver knows already, may still be asked for here.
-_UNHEARD_OF_S = 2.0
 
 
 @dataclass
@@ -232,7 +231,7 @@ class SenderSession(Session):
         """Tells who asks for a refit that is over, or for none by name; others wait for theirs."""
         if hello.refit_id and self._refit_id:
             since = self._asked_for.setdefault(hello.refit_id, self._clock())
-            if not self._is_over(hello.refit_id) and self._clock() < since + _UNHEARD_OF_S:
+            if not self._is_over(hello.refit_id) and self._clock() < since + UNHEARD_OF_S:
                 return []
             why = "the refit that was asked for is over, or was never begun here"
         else:
@@ -340,7 +339,13 @@ class SenderSession(Session):
                 "model is large",
                 peer=late,
             )
-        return peer_error(message.kind, message.message, phase=self.phase, peer=peer.name)
+        return peer_error(
+            message.kind,
+            f"{peer.name} failed: {message.message}",
+            phase=self.phase.value,
+            peer=peer.name,
+            cause=message.kind,
+        )
 
     def _awaited(self) -> str:
         missing = self._receivers - len(self._peers)

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from rl_core.errors import ConfigError, DeadlineError, LifecycleError, RefitProtocolError
+from rl_core.refit.timing import HELLO_S, REFUSAL_S
 from rl_core.refit.transports.base import CPU, ReceiverEnd, SenderEnd, Transport
 from rl_core.refit.transports.control import ControlClient, ControlServer
 from rl_core.refit.transports.cuda import uuid_of
@@ -43,8 +44,6 @@ _REFUSED = "refit/refused"
 _STORE_TIMEOUT = timedelta(seconds=10)
 _POLL_S = 0.02
 _REFUSAL_CHARS = 500
-#: Seconds for which a refusal is said, and between two times.
-_REFUSE_S, _REPEAT_S = 3.0, 0.3
 
 _Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 T = TypeVar("T", bound=msgspec.Struct)
@@ -240,10 +239,10 @@ class CollectiveReceiver(ControlClient, ReceiverEnd):
         def repeat() -> None:
             with suppress(dist.DistError):
                 store.set(_REFUSED, why[:_REFUSAL_CHARS])
-                while not self._closed.wait(_REPEAT_S) and time.monotonic() < ends:
+                while not self._closed.wait(HELLO_S) and time.monotonic() < ends:
                     store.set(_REFUSED, why[:_REFUSAL_CHARS])
 
-        ends = time.monotonic() + _REFUSE_S
+        ends = time.monotonic() + REFUSAL_S
         threading.Thread(target=repeat, name="rl-refit-refuse", daemon=True).start()
 
     def connect(self, address: Mapping[str, Any]) -> None:

@@ -43,7 +43,7 @@ _JOIN = timedelta(seconds=10)
 #: For one broadcast, in which a member may first have to load the bucket before it.
 _MOVE = timedelta(seconds=600)
 #: Seconds that a close waits for the lane's thread, and again once the group was aborted.
-_GOODBYE_S = 0.5
+_STOP_S = 0.5
 #: Seconds for which :meth:`GroupLane.arrived` waits, so that asking in a loop costs little.
 _PATIENCE_S = 0.001
 #: More than the members of any group: taken from their number by one that leaves.
@@ -196,11 +196,11 @@ class _Carrier:
         self._spans.put(None)
         if threading.current_thread() is self._thread:
             return
-        self._thread.join(_GOODBYE_S)
+        self._thread.join(_STOP_S)
         if (group := self._group) is not None:
             self._backend.abort(group)
             del group  # the thread lets it go
-            self._thread.join(_GOODBYE_S)
+            self._thread.join(_STOP_S)
 
     def _run(self) -> None:
         try:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from rl_core.errors import ConfigError, RefitError, RefitPeerError, RefitProtocolError
+from rl_core.refit.timing import DYING_S
 from rl_core.refit.transports.base import CPU, ReceiverEnd, SenderEnd, Transport
 from rl_core.refit.transports.control import ControlClient, ControlServer
 from rl_core.refit.transports.cuda import CudaRegion, uuid_of
@@ -37,9 +38,7 @@ _PREFIX = "rl-refit-"
 _SCHEME = "ipc://"
 #: Age in seconds from which a socket that refuses connections is a dead sender's; one that is
 #: just being made does so, too.
-_GRACE_S = 60.0
-#: Seconds in which a process that is being killed closes its sockets, one after the other.
-_DYING_S = 1.0
+_YOUNG_S = 60.0
 
 
 class _Address(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -128,9 +127,9 @@ class IpcReceiver(ControlClient, ReceiverEnd):
         """See :meth:`ReceiverEnd.disconnect`."""
         lost = self.lost()
         super().disconnect()
-        end = time.monotonic() + _DYING_S
+        end = time.monotonic() + DYING_S
         while lost and not _clear(self.endpoint) and time.monotonic() < end:
-            time.sleep(_DYING_S / 50)
+            time.sleep(DYING_S / 50)
 
     def close(self) -> None:
         """See :meth:`ReceiverEnd.close`."""
@@ -177,7 +176,7 @@ def _sweep() -> None:
     for directory in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         with suppress(OSError):  # gone meanwhile
             found = directory.lstat()  # not what another user made it point to
-            if found.st_uid == os.geteuid() and time.time() - found.st_mtime > _GRACE_S:
+            if found.st_uid == os.geteuid() and time.time() - found.st_mtime > _YOUNG_S:
                 _clear(f"{_SCHEME}{directory}/socket")
 
 
@@ -192,7 +191,7 @@ def _clear(endpoint: str) -> bool:
         return True
     if not path.exists():
         with suppress(OSError):  # it has another thing in it, or is gone
-            if time.time() - path.parent.lstat().st_mtime > _GRACE_S:
+            if time.time() - path.parent.lstat().st_mtime > _YOUNG_S:
                 path.parent.rmdir()
         return True
     with socket.socket(socket.AF_UNIX) as probe, suppress(OSError):
