@@ -249,10 +249,10 @@ class Line:
     def lost(self) -> bool:
         return False
 
-    def place(self, device: torch.device, _: object) -> torch.device:
+    def lane_device(self, device: torch.device, _: object) -> torch.device:
         return device
 
-    def lane(self, *_: object) -> Bytes:
+    def lane(self, *_: object, direct: bool = False) -> Bytes:
         return Bytes()
 
     attach = lane
@@ -289,7 +289,7 @@ def engine(line: Any = None) -> RefitReceiver:
     sink, line = DictSink(tensors), line or Line([])
     receiver = RefitReceiver(lambda: sink, name="engine", lock=threading.RLock())
     receiver.prepare(info())
-    receiver.state.ends["ipc"] = (receiver._known_trainer().channels["ipc"], line)
+    receiver.state.ends["ipc"] = (receiver._known_trainer().addresses["ipc"], line)
     met: concurrent.futures.Future[None] = concurrent.futures.Future()
     met.set_result(None)
     receiver.state._meetings[line] = met
@@ -302,7 +302,7 @@ def info() -> dict[str, Any]:
         "digest": MANIFEST.digest,
         "tensors": [dict(tensor) for tensor in MANIFEST.info],
         "token": TOKEN,
-        "channels": {"ipc": {"endpoint": "ipc:///nowhere/rl-refit-0/socket"}},
+        "addresses": {"ipc": {"endpoint": "ipc:///nowhere/rl-refit-0/socket"}},
     }
 
 

@@ -115,7 +115,7 @@ class ReceiveJob(Job[ReceiverSession]):
         self._end = state.end(self.transport, self.trainer)
         try:
             if self._meet():
-                self._end.connect(self.trainer.channels[self.transport])
+                self._end.connect(self.trainer.addresses[self.transport])
                 self.perform(session.start())
                 self.drive()
         finally:

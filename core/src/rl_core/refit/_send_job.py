@@ -216,7 +216,7 @@ class SendJob(Job[SenderSession]):
         own = torch.empty(0, device=self._source.device).device  # by the name that tensors give it
         if own.type == "cuda":
             torch.cuda.synchronize(own)  # an optimizer may step on a stream of its own
-        self._device = self._end.place(own, [r.gpus for r in ready])
+        self._device = self._end.lane_device(own, [r.gpus for r in ready])
         self._hash = BlockHash.choose(self._device, private=self._end.private, token=token)
         tensors = self._direct_tensors()
         if tensors is not None and not self._move(tensors):

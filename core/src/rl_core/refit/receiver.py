@@ -132,7 +132,7 @@ class RefitReceiver(Endpoint[ReceiveJob]):
             self.state.remove_stale_channels(before)
             with self.between_refits() as idle:  # what a running refit uses, the next replaces
                 for transport, (address, _) in list(self.state.ends.items()):
-                    if idle and address == before.channels.get(transport):
+                    if idle and address == before.addresses.get(transport):
                         self.state.disconnect(transport)
         self._earlier = self._last_waiting()
 
@@ -176,7 +176,7 @@ class RefitReceiver(Endpoint[ReceiveJob]):
         trainer = self._known_trainer()
         check_deadline(deadline_s)
         try:
-            trainer.channel(transport, self.name)
+            trainer.address_of(transport, self.name)
         except LifecycleError as error:
             if transport in self.state.ends:  # the sender may wait for us there
                 self.state.ends[transport][1].refuse(str(error))

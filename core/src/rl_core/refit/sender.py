@@ -84,7 +84,7 @@ class RefitSender(Endpoint[SendJob]):
             **introduction(manifest, self.state.token),
             "refit_id": refit_id,
             **_meeting_point(),
-            "channels": {name: dict(end.address) for name, end in self.state.ends.items()},
+            "addresses": {name: dict(end.address) for name, end in self.state.ends.items()},
         }
 
     def open(

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from rl_core.errors import ConfigError, RefitError, RefitPeerError, RefitProtocolError
+from rl_core.errors import RefitError, RefitPeerError, RefitProtocolError
 from rl_core.refit.timing import DYING_S
-from rl_core.refit.transports.base import CPU, ReceiverEnd, SenderEnd, Transport
+from rl_core.refit.transports.base import CPU, ReceiverEnd, SenderEnd, Transport, refuse_options
 from rl_core.refit.transports.control import ControlClient, ControlServer
 from rl_core.refit.transports.cuda import CudaRegion, uuid_of
 from rl_core.refit.transports.memory import SharedRegion
@@ -72,22 +72,18 @@ class IpcSender(ControlServer, SenderEnd):
             raise
         self.address = {"endpoint": self.endpoint}
 
-    def place(self, device: torch.device, gpus: Sequence[Sequence[str]]) -> torch.device:
-        """See :meth:`SenderEnd.place`: all receivers must see the very GPU."""
+    def lane_device(self, device: torch.device, gpus: Sequence[Sequence[str]]) -> torch.device:
+        """See :meth:`SenderEnd.lane_device`: all receivers must see the very GPU."""
         uuid = uuid_of(device)
         return device if uuid is not None and all(uuid in seen for seen in gpus) else CPU
 
-    def lane(self, nbytes: int, device: torch.device, receivers: Sequence[str]) -> Lane:
+    def lane(
+        self, nbytes: int, device: torch.device, receivers: Sequence[str], *, direct: bool = False
+    ) -> Lane:
         """See :meth:`SenderEnd.lane`."""
         if device.type == "cuda":
             return CudaRegion.create(nbytes, device)
-        return SharedRegion.create(nbytes, self._directory)
-
-    def growing_lane(self, nbytes: int, device: torch.device, receivers: Sequence[str]) -> Lane:
-        """See :meth:`SenderEnd.growing_lane`."""
-        if device.type == "cuda":
-            return self.lane(nbytes, device, receivers)
-        return SharedRegion.create(nbytes, self._directory, grows=True)
+        return SharedRegion.create(nbytes, self._directory, grows=direct)
 
     def close(self) -> None:
         """See :meth:`SenderEnd.close`."""
@@ -141,11 +137,11 @@ class _Ipc(Transport):
     """Takes no options."""
 
     def sender(self, **options: Any) -> IpcSender:
-        _check(options)
+        refuse_options("the ipc transport", options)
         return IpcSender()
 
     def receiver(self, address: Mapping[str, Any], **options: Any) -> IpcReceiver:
-        _check(options)
+        refuse_options("the ipc transport", options)
         try:
             endpoint = msgspec.convert(address, _Address).endpoint
         except msgspec.ValidationError as error:
@@ -157,13 +153,6 @@ class _Ipc(Transport):
 
 #: The transport named ``ipc``.
 IPC: Transport = _Ipc()
-
-
-def _check(options: Mapping[str, Any]) -> None:
-    for key in options:
-        raise ConfigError(
-            f"the ipc transport has no option {key!r}", fix="give it no options", key=key
-        )
 
 
 def _remove(directory: str, owner: int) -> None:
