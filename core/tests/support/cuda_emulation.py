@@ -94,10 +94,8 @@ def emulate(monkeypatch: pytest.MonkeyPatch) -> Gpu:
         monkeypatch.setattr(cuda, name, gpu)
     monkeypatch.setattr(ipc, "uuid_of", lambda device: UUID)
     monkeypatch.setattr(_receive_job, "visible_gpus", lambda device: (UUID,))
-    for lane in ("lane", "growing_lane"):
-        monkeypatch.setattr(
-            ipc.IpcSender, lane, lambda end, nbytes, *_: cuda.CudaRegion.create(nbytes, CPU)
-        )
+    make = lambda end, nbytes, *_, **__: cuda.CudaRegion.create(nbytes, CPU)  # noqa: E731
+    monkeypatch.setattr(ipc.IpcSender, "lane", make)
     _hash_as_a_gpu_does(monkeypatch)
     return gpu
 

@@ -70,11 +70,10 @@ def out_of_turn_to_engine(network: Network, engine: Engine) -> list[FromSender]:
         offer,
         *(BucketReady(s, index, b"") for index in range(3)),
         Seal(s, ""),
-        Commit(s, offer.version + 1000),
         Abort(s, "RefitError", "not really"),
     ]
     if engine.job is not None and engine.job.session.phase is not Phase.COMMIT:
-        messages.append(Commit(s, offer.version))
+        messages.append(Commit(s))
     return messages
 
 
@@ -85,14 +84,11 @@ def out_of_turn_to_trainer(network: Network) -> list[FromReceiver]:
     offer = session.offer
     s = offer.session
     messages: list[FromReceiver] = [
-        Ready(s, offer.manifest, {}, b"", ()),
-        Prepared(s, "another"),
-        Sealed(s, "another"),
-        Done(s, offer.version + 1000),
+        Ready(s, {}, b"", ()),
         Failed(s, "RefitError", "not really", True),
     ]
-    if session.phase is not Phase.COMMIT:
-        messages.append(Done(s, offer.version))
+    due = {Phase.PREPARE: Prepared, Phase.SEAL: Sealed, Phase.COMMIT: Done}.get(session.phase)
+    messages += [kind(s) for kind in (Prepared, Sealed, Done) if kind is not due]
     if options.verify != "none":  # else nobody can tell that a slot was filled too early
         messages += [Loaded(s, index) for index in range(3)]
     return messages

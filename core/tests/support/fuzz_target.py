@@ -58,25 +58,25 @@ MANIFEST = WeightManifest(tuple(SPECS))
 PLAN = make_plan(MANIFEST, BUCKET)
 DIGESTS = [bytes(16 * len(bucket.segments)) for bucket in PLAN.buckets]
 OFFER = m.Offer(SESSION, "trainer", 1, MANIFEST.digest, "none", "quiesced", False, {})
-PREPARE = m.Prepare(SESSION, PLAN.digest, BUCKET, len(PLAN.buckets), False, b"", {"at": 1}, 60.0)
+PREPARE = m.Prepare(SESSION, PLAN.digest, BUCKET, False, b"", {"at": 1}, 60.0)
 FROM_SENDER: list[Any] = [
     OFFER,
     PREPARE,
     *(m.BucketReady(SESSION, index, found) for index, found in enumerate(DIGESTS)),
     m.Seal(SESSION, ""),
-    m.Commit(SESSION, 1),
+    m.Commit(SESSION),
     m.Abort(SESSION, "RefitError", "enough"),
 ]
 FROM_RECEIVER: list[Any] = [
     m.Hello("id", "engine", 1, NONCE),
-    m.Ready(SESSION, MANIFEST.digest, {}, b"", ("gpu",)),
-    m.Prepared(SESSION, PLAN.digest),
+    m.Ready(SESSION, {}, b"", ("gpu",)),
+    m.Prepared(SESSION),
     *(m.Loaded(SESSION, index) for index in range(len(PLAN.buckets))),
-    m.Sealed(SESSION, ""),
-    m.Done(SESSION, 1),
+    m.Sealed(SESSION),
+    m.Done(SESSION),
     m.Failed(SESSION, "RefitError", "enough", True),
 ]
-HANDLES = m.Handles(SESSION, 1, 1, MANIFEST.digest, 1, 1 << 10, 0, {"at": 1}, bytes(64))
+HANDLES = m.Handles(1, 1, MANIFEST.digest, 1, 1 << 10, 0, {"at": 1}, bytes(64))
 
 
 class Finding(AssertionError):
@@ -158,7 +158,7 @@ def sender_session(choices: Choices, seen: Counter[str]) -> None:
             if isinstance(message, m.Hello):
                 told = msgspec.structs.replace(message, receiver=message.receiver + key)
             if choices.once_in(40):
-                perform(session, session.forget(key))
+                perform(session, session.lost(key))
             perform(session, session.receive(key, told))
     seen[f"sender {session.phase}"] += 1
 
@@ -194,18 +194,18 @@ def perform(session: Any, effects: list[Effect]) -> None:
                 msgspec.msgpack.encode(message)
                 following: list[Effect] = []
             case MakePlan():
-                following = session.planned(PREPARE, 2)
+                following = session.planned(PREPARE, len(PLAN.buckets), 2)
             case Pack(index):
                 following = session.packed(index, DIGESTS[index])
             case Confirm():
                 following = session.confirmed("")
             case Attach():
-                following = session.attached(PLAN.digest)
+                following = session.attached(len(PLAN.buckets))
             case Load(index):
                 session.touch()
                 following = session.loaded(index)
-            case Install(_, digest):
-                following = session.installed(digest)
+            case Install():
+                following = session.installed()
             case Publish():
                 following = session.published()
             case _:
@@ -249,10 +249,10 @@ class Line:
     def lost(self) -> bool:
         return False
 
-    def place(self, device: torch.device, _: object) -> torch.device:
+    def lane_device(self, device: torch.device, _: object) -> torch.device:
         return device
 
-    def lane(self, *_: object) -> Bytes:
+    def lane(self, *_: object, direct: bool = False) -> Bytes:
         return Bytes()
 
     attach = lane
@@ -289,7 +289,7 @@ def engine(line: Any = None) -> RefitReceiver:
     sink, line = DictSink(tensors), line or Line([])
     receiver = RefitReceiver(lambda: sink, name="engine", lock=threading.RLock())
     receiver.prepare(info())
-    receiver.state.ends["ipc"] = (receiver._known_trainer().channels["ipc"], line)
+    receiver.state.ends["ipc"] = (receiver._known_trainer().addresses["ipc"], line)
     met: concurrent.futures.Future[None] = concurrent.futures.Future()
     met.set_result(None)
     receiver.state._meetings[line] = met
@@ -302,7 +302,7 @@ def info() -> dict[str, Any]:
         "digest": MANIFEST.digest,
         "tensors": [dict(tensor) for tensor in MANIFEST.info],
         "token": TOKEN,
-        "channels": {"ipc": {"endpoint": "ipc:///nowhere/rl-refit-0/socket"}},
+        "addresses": {"ipc": {"endpoint": "ipc:///nowhere/rl-refit-0/socket"}},
     }
 
 

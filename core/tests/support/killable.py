@@ -200,7 +200,7 @@ class EngineParty(_Party):
     def meet(self, info: dict[str, Any]) -> None:
         self.endpoint.prepare(info)
         if self.transport != "ipc":
-            address = info["channels"][self.transport]
+            address = info["addresses"][self.transport]
             self.endpoint.open(self.transport, SOON, address).result(SOON)
 
     def begin(self, deadline_s: float = LATER) -> None:

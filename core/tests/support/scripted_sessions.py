@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 
 S, DEADLINE_S = "this", 60.0
 OFFER = Offer(S, "trainer", 1, "manifest", "wire", "quiesced", False, {})
-READY = Ready(S, "manifest", {}, b"", ())
-PREPARE = Prepare(S, "plan", 64, 2, False, b"", {}, DEADLINE_S)
+READY = Ready(S, {}, b"", ())
+PREPARE = Prepare(S, "plan", 64, False, b"", {}, DEADLINE_S)
 HELLOS = [Hello(f"id{i}", "engine", 100 + i, bytes([i]) * 16) for i in range(3)]
 
 
@@ -96,15 +96,15 @@ RECEIVER: list[Step] = [
     ("discover", lambda r: r.start(), Phase.DISCOVER, [Send(HELLOS[0])]),
     ("ready", hears(OFFER), Phase.PREPARE, [Send(READY)]),
     ("attaching", hears(PREPARE), Phase.PREPARE, [Attach(PREPARE, OFFER)]),
-    ("prepared", lambda r: r.attached("plan"), Phase.TRANSFER, [Send(Prepared(S, "plan"))]),
+    ("prepared", lambda r: r.attached(2), Phase.TRANSFER, [Send(Prepared(S))]),
     ("first comes", hears(BucketReady(S, 0, b"digests")), Phase.TRANSFER, announced(0)),
     ("first loaded", loads(0), Phase.TRANSFER, [Send(Loaded(S, 0))]),
     ("second comes", hears(BucketReady(S, 1, b"digests")), Phase.TRANSFER, announced(1)),
     ("all loaded", loads(1), Phase.TRANSFER, [Send(Loaded(S, 1))]),
     ("installing", hears(Seal(S, "digest")), Phase.SEAL, [Install(OFFER, "digest")]),
-    ("sealed", lambda r: r.installed("digest"), Phase.COMMIT, [Send(Sealed(S, "digest"))]),
-    ("publishing", hears(Commit(S, 1)), Phase.COMMIT, [Publish(1)]),
-    ("committed", lambda r: r.published(), Phase.COMMITTED, [Send(Done(S, 1))]),
+    ("sealed", lambda r: r.installed(), Phase.COMMIT, [Send(Sealed(S))]),
+    ("publishing", hears(Commit(S)), Phase.COMMIT, [Publish(1)]),
+    ("committed", lambda r: r.published(), Phase.COMMITTED, [Send(Done(S))]),
 ]  # fmt: skip
 SENDER: list[Step] = [
     ("nobody", lambda s: s.tick(), Phase.DISCOVER, []),
@@ -112,9 +112,9 @@ SENDER: list[Step] = [
     ("all there", says(1, HELLOS[1]), Phase.DISCOVER, [Send(OFFER, "p1")]),
     ("p0 ready", says(0, READY), Phase.DISCOVER, []),
     ("planning", says(1, READY), Phase.PREPARE, [MakePlan((READY, READY))]),
-    ("planned", lambda s: s.planned(PREPARE, 2), Phase.PREPARE, [Send(PREPARE)]),
-    ("p0 prepared", says(0, Prepared(S, "plan")), Phase.PREPARE, []),
-    ("packing", says(1, Prepared(S, "plan")), Phase.TRANSFER, [Pack(0)]),
+    ("planned", lambda s: s.planned(PREPARE, 2, 2), Phase.PREPARE, [Send(PREPARE)]),
+    ("p0 prepared", says(0, Prepared(S)), Phase.PREPARE, []),
+    ("packing", says(1, Prepared(S)), Phase.TRANSFER, [Pack(0)]),
     ("first sent", lambda s: s.packed(0, b"digests"), Phase.TRANSFER, [sent(0), Pack(1)]),
     ("both sent", lambda s: s.packed(1, b"digests"), Phase.TRANSFER, [sent(1)]),
     ("p0 loaded one", says(0, Loaded(S, 0)), Phase.TRANSFER, []),
@@ -122,10 +122,10 @@ SENDER: list[Step] = [
     ("p1 loaded one", says(1, Loaded(S, 0)), Phase.TRANSFER, []),
     ("confirming", says(1, Loaded(S, 1)), Phase.SEAL, [Confirm()]),
     ("sealing", lambda s: s.confirmed("digest"), Phase.SEAL, [Send(Seal(S, "digest"))]),
-    ("p0 sealed", says(0, Sealed(S, "digest")), Phase.SEAL, []),
-    ("committing", says(1, Sealed(S, "digest")), Phase.COMMIT, [Send(Commit(S, 1))]),
-    ("p0 done", says(0, Done(S, 1)), Phase.COMMIT, []),
-    ("committed", says(1, Done(S, 1)), Phase.COMMITTED, []),
+    ("p0 sealed", says(0, Sealed(S)), Phase.SEAL, []),
+    ("committing", says(1, Sealed(S)), Phase.COMMIT, [Send(Commit(S))]),
+    ("p0 done", says(0, Done(S)), Phase.COMMIT, []),
+    ("committed", says(1, Done(S)), Phase.COMMITTED, []),
 ]  # fmt: skip
 
 
@@ -155,11 +155,11 @@ def states(path: list[Step]) -> list[str]:
 
 FROM_SENDER: list[FromSender] = [
     OFFER, PREPARE, *(BucketReady(S, index, b"digests") for index in range(3)),
-    Seal(S, "digest"), Commit(S, 1), Commit(S, 2), Abort(S, "RefitError", "why"),
+    Seal(S, "digest"), Commit(S), Abort(S, "RefitError", "why"),
 ]  # fmt: skip
 FROM_RECEIVER: list[FromReceiver] = [
-    READY, Prepared(S, "plan"), Prepared(S, "other"), *(Loaded(S, index) for index in range(3)),
-    Sealed(S, "digest"), Sealed(S, "other"), Done(S, 1), Done(S, 2),
+    READY, Prepared(S), *(Loaded(S, index) for index in range(3)),
+    Sealed(S), Done(S),
     Failed(S, "RefitCorrupted", "why", True),
 ]  # fmt: skip
 

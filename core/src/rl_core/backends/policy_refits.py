@@ -12,7 +12,7 @@ from rl_core.errors import CapabilityError, ConfigError
 from rl_core.interfaces import ColocatablePolicyInterface
 from rl_core.plugins.hookspecs import map_weight_names, maps_weight_names
 from rl_core.refit import DEFAULT_DEADLINE_S, GatheredSource, RefitSender, SendOptions
-from rl_core.refit.options import MAX_DEADLINE_S, name_of_call
+from rl_core.refit.options import MAX_DEADLINE_S, rank_call_id
 
 if TYPE_CHECKING:
     import concurrent.futures
@@ -123,8 +123,8 @@ class PolicyRefits(ColocatablePolicyInterface):
             return self._sender.groups(*args, **kwargs)
         self._followed += 1
         if self.refit_ranks is not None:
-            name = name_of_call("", self._followed)
-            self._following = self.refit_ranks.follower.follow(self._part, name, MAX_DEADLINE_S)
+            call_id = rank_call_id("", self._followed)
+            self._following = self.refit_ranks.follower.follow(self._part, call_id, MAX_DEADLINE_S)
         return []
 
     def get_weights_ipc_handles(self, keys: list[str]) -> dict[str, Any]:
@@ -187,18 +187,18 @@ class PolicyRefits(ColocatablePolicyInterface):
             chosen = SendOptions.of(options)
             if self.refit_ranks is None:
                 return []
-            name = name_of_call(chosen.refit_id, self._followed)
-            return [self.refit_ranks.follower.follow(self._part, name, chosen.deadline_s)]
+            call_id = rank_call_id(chosen.refit_id, self._followed)
+            return [self.refit_ranks.follower.follow(self._part, call_id, chosen.deadline_s)]
         if self.refit_ranks is None:
             return [self._sender.send(**options)]
         leader = self.refit_ranks.leader
-        name = name_of_call(options.get("refit_id", ""), self._sender.calls + 1)
+        call_id = rank_call_id(options.get("refit_id", ""), self._sender.calls + 1)
         try:
             sending = self._sender.send(**options)
         except BaseException as error:
-            leader.dismiss(name, str(error))
+            leader.dismiss(call_id, str(error))
             raise
-        sending.add_done_callback(lambda done: leader.dismiss(name, str(done.exception() or "")))
+        sending.add_done_callback(lambda done: leader.dismiss(call_id, str(done.exception() or "")))
         return [sending]
 
     def _part(self) -> GatheredSource:

@@ -33,9 +33,9 @@ class WrappedSource(WeightSource):
         """See :meth:`WeightSource.specs`."""
         return self._source.specs()
 
-    def open(self, refit: str, deadline_s: float) -> None:
+    def open(self, rank_call_id: str, deadline_s: float) -> None:
         """See :meth:`WeightSource.open`."""
-        self._source.open(refit, deadline_s)
+        self._source.open(rank_call_id, deadline_s)
 
     def check(self) -> None:
         """See :meth:`WeightSource.check`."""

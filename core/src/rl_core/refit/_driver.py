@@ -27,15 +27,12 @@ from rl_core.plugins import hookspecs
 from rl_core.refit.options import SendOptions
 from rl_core.refit.report import RefitReport
 from rl_core.refit.session import Phase
+from rl_core.refit.timing import DRIVER_GRACE_S
 
 if TYPE_CHECKING:
     from rl_core.interfaces import ColocatablePolicyInterface, Future
 
 __all__ = ["refit", "warn_of_temperatures"]
-
-#: Seconds the two sides get, past the deadline, to say themselves which peer missed it.
-_GRACE_S = 5.0
-
 
 #: Engines of which it was said that they sample at another temperature.
 _told: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -54,8 +51,8 @@ def refit(
     Args:
         policy: The trainer, embedded or in workers.
         generation: The engine, embedded or in workers; all of its replicas commit or none.
-        retries: How often to try again after a transfer that failed; what arrived and was
-            verified is not sent again.
+        retries: How often to try again after a transfer that failed, before ``deadline_s`` have
+            passed since the first attempt; what arrived and was verified is not sent again.
         address: With ``transport="collective"``, the address of the trainer's host at which the
             engines reach it; weights are not encrypted, so name one of a private network. By
             default that of the trainer's default route, which must be a private one.
@@ -77,7 +74,7 @@ def refit(
     warn_of_temperatures(policy, generation)
     options.setdefault("receivers", getattr(generation, "receiver_count", 1))
     chosen = SendOptions.of(options)
-    attempt = 1
+    attempt, end = 1, time.monotonic() + chosen.deadline_s
     hookspecs.emit("refit_started", verify=chosen.verify, isolation=chosen.isolation)
     while True:
         try:
@@ -88,13 +85,15 @@ def refit(
             else:
                 may_pass = isinstance(error, RefitError | DeadlineError)
             mismatch = isinstance(error, ManifestMismatchError)
-            again = attempt <= retries and may_pass and not mismatch
+            left = end - time.monotonic()
+            again = attempt <= retries and may_pass and not mismatch and left > 0
             what = {"error": type(error).__name__, "message": str(error), "attempt": attempt}
             hookspecs.emit("refit_retried" if again else "refit_failed", **what)
             if not again:
                 raise
             attempt += 1
-            options["delta"] = chosen.verify != "none"
+            options |= {"delta": chosen.verify != "none", "deadline_s": left}
+            chosen = SendOptions.of(options)
             continue
         hookspecs.emit("refit_committed", **report.as_dict())
         return report
@@ -122,22 +121,26 @@ def _attempt(
     info = policy.prepare_refit_info()
     if info is None:
         raise RefitProtocolError("the policy described no tensors", phase="DISCOVER")
-    if chosen.transport == "collective" and "collective" not in info["channels"]:
+    if chosen.transport == "collective" and "collective" not in info["addresses"]:
         meeting = (_meeting_host(info["host"], address), info["port"], 1 + chosen.receivers)
         opening = policy.init_collective(*meeting)
         info = policy.prepare_refit_info() or info  # with where to find it, for the engines alone
         generation.prepare_refit_info(info)
         opening = [*opening, *generation.init_collective(*meeting)]
-        wait(opening, chosen.deadline_s + _GRACE_S)
+        wait(opening, chosen.deadline_s + DRIVER_GRACE_S)
     else:
         generation.prepare_refit_info(info)
     # The policy names the refit that the description is for; one that does not gets a name here.
     refit_id = info.get("refit_id") or secrets.token_hex(8)
     sending = policy.stream_weights_via_ipc_zmq(**{**options, "refit_id": refit_id})
+    if chosen.transport not in info.get("addresses", [chosen.transport]):
+        # A plugin's transport, which the sender has opened by now; nobody else could say where.
+        info = {**(policy.prepare_refit_info() or info), "refit_id": refit_id}
+        generation.prepare_refit_info(info)
     receiving = generation.update_weights_via_ipc_zmq(
         transport=chosen.transport, deadline_s=chosen.deadline_s, refit_id=refit_id
     )
-    results = _outcome(sending, receiving, chosen.deadline_s + _GRACE_S)
+    results = _outcome(sending, receiving, chosen.deadline_s + DRIVER_GRACE_S)
     return RefitReport.of(results, attempt)
 
 
@@ -168,7 +171,7 @@ def _outcome(sending: list[Future], receiving: list[Future], timeout_s: float) -
         _wait_for_followers(followers)
         return done
     several = bool(followers)
-    end = time.monotonic() + _GRACE_S
+    end = time.monotonic() + DRIVER_GRACE_S
     others = []
     for future in [*sending, *receiving] if "cause" in failure.details or several else ():
         try:
@@ -204,7 +207,7 @@ def _first_failure(needed: list[Future], others: list[Future], timeout_s: float)
 
 def _wait_for_followers(followers: list[Future]) -> None:
     """Raises for a rank that does not end its part of a refit which is committed."""
-    end = time.monotonic() + _GRACE_S
+    end = time.monotonic() + DRIVER_GRACE_S
     for rank, future in enumerate(followers, 1):
         try:
             wait(future, max(0.0, end - time.monotonic()))

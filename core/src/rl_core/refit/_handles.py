@@ -1,12 +1,14 @@
 """Refits by handles, the older interface: one group of tensors at a time.
 
-The groups are the buckets of a plan that splits no tensor, and whose pace the caller sets.
+The groups are the buckets of a plan that splits no tensor, and whose pace the caller sets. All that
+are of one state of the weights are a set.
 """
 
 from __future__ import annotations
 
-import secrets
 from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,34 +23,32 @@ from rl_core.refit.hashing import BlockHash
 from rl_core.refit.manifest import WeightManifest
 from rl_core.refit.messages import Handles
 from rl_core.refit.options import DEFAULT_DEADLINE_S
-from rl_core.refit.plan import ALIGN, make_plan
+from rl_core.refit.plan import ALIGN, TransferPlan, make_plan
+from rl_core.refit.transports.base import CPU
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from rl_core.interfaces.weights import WeightSink, WeightSource
     from rl_core.refit._introduction import Trainer
-    from rl_core.refit.transports.base import Lane, SenderEnd
-
-__all__ = ["HandleReceiver", "HandleSender", "HandleSets"]
+    from rl_core.refit._receiver_state import ReceiverState
+    from rl_core.refit.transports.base import SenderEnd
 
 
 class HandleSender:
-    """The trainer's side of a refit by handles: of one state of the weights, or not complete.
+    """The trainer's side of one set.
 
     Args:
         end: Makes the memory that is handed over.
         source: The trainer's tensors, as they are now; asked for all groups.
         manifest: The source's.
         version: The version that these weights become.
-        serial: Number of this refit by handles among the sender's.
+        serial: Number of this set among the sender's.
         bucket_bytes: Size of a group at most, unless it is one larger tensor.
         name: How errors call the sender.
-        call: What every rank of the trainer calls this refit.
+        rank_call_id: What every rank of the trainer calls the set.
         token: The trainer's secret.
 
     Attributes:
-        groups: Names, grouped.
+        groups: Names, grouped; one empty group if no tensor has an element.
         left: Indices of the groups that were not handed over yet.
         version: The version that these weights become.
     """
@@ -63,22 +63,21 @@ class HandleSender:
         serial: int,
         bucket_bytes: int,
         name: str,
-        call: str,
+        rank_call_id: str,
         token: str,
     ) -> None:
         plan = make_plan(manifest, bucket_bytes, whole=True)
         self.version = version
-        self.groups = [[s.spec.name for s in bucket.segments] for bucket in plan.buckets]
+        self.groups = [[s.spec.name for s in bucket.segments] for bucket in plan.buckets] or [[]]
         self.left = set(range(len(self.groups)))
         self._source = source
         self._manifest = manifest
         self._serial = serial
         self._bucket_bytes = bucket_bytes
         self._name = name
-        self._call = call
+        self._rank_call_id = rank_call_id
         self._token = token
         self._open = True
-        self._session = secrets.token_hex(16)
         self._changed: LifecycleError | None = None
         lane = end.lane(max(plan.lane_bytes, ALIGN), torch.device("cpu"), [])
         block_hash = BlockHash.choose(lane.data.device, private=end.private, token=token)
@@ -89,29 +88,17 @@ class HandleSender:
 
         Raises:
             ConfigError: The keys are not a group that is left.
-            LifecycleError: The weights changed since this refit began.
+            LifecycleError: The weights changed since the set began.
         """
         if self._changed is not None:
             raise self._changed
-        index = next((i for i in self.left if set(self.groups[i]) == set(keys)), None)
-        if index is None:
-            left = {name for i in self.left for name in self.groups[i]}
-            wrong = next((key for key in keys if key not in left), "")
-            raise ConfigError(
-                f"{self._name}: {wrong!r} is not a tensor that is left to hand over"
-                if wrong
-                else f"{self._name}: these {len(keys)} tensors are not a group",
-                fix="pass each group of prepare_weights_for_ipc once, as it is",
-                key=wrong or "keys",
-            )
-        bucket = self._layout.plan.buckets[index]
-        self._source.open(self._call, DEFAULT_DEADLINE_S)
+        index = self._index_of(keys)
+        self._source.open(self._rank_call_id, DEFAULT_DEADLINE_S)
         try:
-            with closing(
-                checked_tensors(self._source, [s.spec for s in bucket.segments])
-            ) as tensors:
+            specs = [self._manifest.by_name[name] for name in self.groups[index]]
+            with closing(checked_tensors(self._source, specs)) as tensors:
                 packer = Packer(self._layout, tensors, DigestTable(self._manifest))
-                digests = packer.put(index)
+                digests = packer.put(index) if specs else b""
             self._source.confirm()  # before anything goes out, so that no engine has a mixture
         except LifecycleError as error:
             self._changed = error
@@ -120,7 +107,6 @@ class HandleSender:
         if not self.left:
             self._close_source()
         message = Handles(
-            self._session,
             self._serial,
             len(self.groups) - len(self.left),
             self._manifest.digest,
@@ -137,140 +123,161 @@ class HandleSender:
         self._layout.lane.close()
         self._close_source()
 
+    def _index_of(self, keys: list[str]) -> int:
+        """Which group these are."""
+        given, left = set(keys), {index: self.groups[index] for index in self.left}
+        for index, group in left.items():
+            if given == set(group):
+                return index
+        known = {name for group in left.values() for name in group}
+        group = next((group for group in left.values() if given < set(group)), [])
+        missing = [name for name in group if name not in given]
+        wrong = next((key for key in keys if key not in known), "")
+        if wrong:
+            what = f"{wrong!r} is not a tensor that is left to hand over"
+        elif missing:
+            what = f"{', '.join(missing)} of the same group are missing"
+        else:
+            what = f"these {len(keys)} tensors are of several groups"
+        raise ConfigError(
+            f"{self._name}: {what}",
+            fix="pass each group of prepare_weights_for_ipc once, as it is",
+            key=wrong or "keys",
+            missing=missing,
+        )
+
     def _close_source(self) -> None:
         if self._open:
             self._open = False
             self._source.close()
 
 
-class HandleReceiver:
-    """The engine's side of a refit by handles.
+@dataclass(slots=True)
+class _Set:
+    """A set that is under way.
 
-    Args:
-        sink: Where to write.
+    Attributes:
         trainer: Whose tensors they are, as they were checked.
-        message: The first group.
-        epoch: The receiver's, now.
-        known: Digests, by name, of what the engine has; kept up to date.
-        touch: Called before anything is written.
-
-    Attributes:
-        session: Which refit it is.
         serial: Its number among the sender's.
-        trainer: Whose it is.
-        epoch: In which it may end.
+        epoch: The receiver's when it began, in which it may end.
         sink: Where it is written.
-
-    Raises:
-        RefitAborted: The trainer's tensors changed since they were checked.
+        known: Digests, by name, of what the engine has; kept up to date.
+        plan: Of the groups.
+        groups: How many were written.
+        left: Indices of the groups that are still to come.
+        route: From the lane to the sink, once there is one.
     """
 
-    def __init__(
-        self,
-        sink: WeightSink,
-        trainer: Trainer,
-        message: Handles,
-        epoch: int,
-        *,
-        known: dict[str, bytes],
-        touch: Callable[[], None],
-    ) -> None:
-        manifest = trainer.manifest
-        if message.manifest != manifest.digest:
-            raise RefitAborted(
-                "the trainer's tensors are no longer those that were checked",
-                fix="pass the policy's prepare_refit_info() to the engine again",
-                phase="PREPARE",
-            )
-        self.session = message.session
-        self.serial = message.serial
-        self.trainer = trainer
-        self.epoch = epoch
-        self.sink = sink
-        self._expected = WeightManifest.of(sink.specs())
-        self._groups = 0
-        self._known = known
-        self._touch = touch
-        self._plan = make_plan(manifest, message.bucket_bytes, whole=True)
-        self._left = set(range(len(self._plan.buckets)))
-        self._route: Route | None = None
-        sink.begin(message.version)
-
-    def load(self, message: Handles, lane: Lane, block_hash: BlockHash) -> bool:
-        """Writes one group.
-
-        Args:
-            message: That describes it.
-            lane: Where it lies.
-            block_hash: That the trainer used.
-
-        Returns:
-            True if it was the last.
-
-        Raises:
-            RefitProtocolError: A tensor of it came before.
-            RefitCorrupted: The bytes are not those that the sender packed.
-        """
-        plan, data = self._plan, lane.data
-        in_order = message.group == self._groups + 1 and message.index in self._left
-        if not in_order or plan.lane_bytes > data.numel():
-            raise RefitProtocolError(
-                f"handles of group {message.group} where group {self._groups + 1} is due, or that "
-                "do not fit the trainer's tensors",
-                fix="pass each result of get_weights_ipc_handles once, before the next is asked "
-                "for",
-                phase="TRANSFER",
-            )
-        if self._route is None or self._route.data is not data:
-            manifest, expected = self.trainer.manifest, self._expected
-            first = message.index
-            self._route = Route(self.sink, manifest, expected, plan, data, block_hash, first)
-        loader = Loader(self._route, verify="wire", known=self._known, touch=self._touch)
-        loader.load(message.index, message.digests)
-        self._left.remove(message.index)
-        self._groups = message.group
-        return not self._left
+    trainer: Trainer
+    serial: int
+    epoch: int
+    sink: WeightSink
+    known: dict[str, bytes]
+    plan: TransferPlan
+    groups: int
+    left: set[int]
+    route: Route | None = None
 
 
-class HandleSets:
-    """Which sets of handles an engine takes: one at a time, each once, none that was followed.
-
-    Attributes:
-        current: The set that is under way.
-    """
+class HandleReceiver:
+    """The engine's side: one set at a time, each once, and none that another one has followed."""
 
     def __init__(self) -> None:
-        self.current: HandleReceiver | None = None
-        self._over: dict[str, int] = {}  # by token, the last serial that is over
+        self._set: _Set | None = None
+        self._over: dict[str, int] = {}  # by token, the serial of the last set that is over
 
-    def admit(self, message: Handles, token: str, name: str) -> None:
-        """Gives up the set before, if handles are of the next one; ``name`` is the engine's.
+    def take(self, message: Handles, trainer: Trainer, state: ReceiverState) -> None:
+        """Writes one group; with the last one the version moves.
+
+        Whatever goes wrong ends the set.
+
+        Args:
+            message: Describes the group.
+            trainer: Who handed it over.
+            state: What the engine has.
 
         Raises:
-            RefitAborted: They are of a set that is over, or that another one has followed.
+            RefitAborted: The set is over, another one has followed it, or the trainer's tensors
+                changed since they were checked.
+            RefitProtocolError: It is not the group that is due.
+            RefitCorrupted: The bytes are not those that the sender packed.
         """
-        current, over = self.current, self._over.get(token, 0)
-        if current is not None and current.trainer.token == token:
+        over, current = self._over.get(trainer.token, 0), self._set
+        same = current is not None and current.trainer.token == trainer.token
+        if current is not None and same:
             over = max(over, current.serial - 1)
         if message.serial <= over:
             raise RefitAborted(
-                f"{name}: the refit of these handles is over",
+                f"{state.name}: the refit of these handles is over",
                 fix="begin another with prepare_weights_for_ipc",
                 phase="TRANSFER",
             )
-        if current is not None and current.session != message.session:
+        if current is not None and not (same and current.serial == message.serial):
             self.give_up()
+        try:
+            if self._set is None:
+                self._set = _begin(message, trainer, state)
+            current = self._set
+            _load(current, message, state)
+            state.check_epoch(current.epoch)
+            if not current.left:
+                current.sink.finish(message.version)
+                state.publish(message.version)
+                self._end()
+        except BaseException:
+            self.give_up()
+            raise
 
-    def end(self) -> None:
-        """The set is complete: nothing of it is taken again."""
-        current, self.current = self.current, None
+    def give_up(self) -> None:
+        """The set that is under way, if any, will not be complete."""
+        if (ended := self._end()) is not None:
+            ended.sink.fail()
+
+    def _end(self) -> _Set | None:
+        """Takes nothing of the set again."""
+        current, self._set = self._set, None
         if current is not None:
             token = current.trainer.token
             self._over[token] = max(self._over.get(token, 0), current.serial)
+        return current
 
-    def give_up(self) -> None:
-        """The set is not complete, and will not be."""
-        current = self.current
-        self.end()
-        if current is not None:
-            current.sink.fail()
+
+def _begin(message: Handles, trainer: Trainer, state: ReceiverState) -> _Set:
+    epoch, sink = state.epoch, state.new_sink()
+    if message.manifest != trainer.manifest.digest:
+        raise RefitAborted(
+            "the trainer's tensors are no longer those that were checked",
+            fix="pass the policy's prepare_refit_info() to the engine again",
+            phase="PREPARE",
+        )
+    plan = make_plan(trainer.manifest, message.bucket_bytes, whole=True)
+    sink.begin(message.version)
+    left = set(range(max(len(plan.buckets), 1)))  # without a bucket there is one empty group
+    return _Set(trainer, message.serial, epoch, sink, state.known, plan, 0, left)
+
+
+def _load(current: _Set, message: Handles, state: ReceiverState) -> None:
+    """Verifies and writes one group of a set."""
+    trainer, plan, due = current.trainer, current.plan, current.groups + 1
+    end = state.end("ipc", trainer)
+    data = state.attach(end, False, message.lane, CPU).data
+    in_order = message.group == due and message.index in current.left
+    if not in_order or plan.lane_bytes > data.numel():
+        raise RefitProtocolError(
+            f"handles of group {message.group} where group {due} is due, or that do not fit the "
+            "trainer's tensors",
+            fix="pass each result of get_weights_ipc_handles once, before the next is asked for",
+            phase="TRANSFER",
+        )
+    if plan.buckets:
+        if current.route is None or current.route.data is not data:
+            expected = WeightManifest.of(current.sink.specs())
+            block_hash = BlockHash.choose(CPU, private=end.private, token=trainer.token)
+            current.route = Route(
+                current.sink, trainer.manifest, expected, plan, data, block_hash, message.index
+            )
+        tear = partial(setattr, state, "torn", True)
+        loader = Loader(current.route, verify="wire", known=current.known, touch=tear)
+        loader.load(message.index, message.digests)
+    current.left.remove(message.index)
+    current.groups += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -17,8 +18,6 @@ from rl_core.refit.messages import PROTOCOL
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Trainer", "frame_of", "introduction", "trainer_of"]
-
 T = TypeVar("T")
 
 
@@ -26,7 +25,7 @@ class _Info(msgspec.Struct, frozen=True):
     digest: str
     tensors: tuple[TensorSpec, ...]
     token: str
-    channels: dict[str, dict[str, Any]]
+    addresses: dict[str, dict[str, Any]]
 
 
 class _HandleInfo(msgspec.Struct, frozen=True):
@@ -40,39 +39,39 @@ class Trainer:
     Attributes:
         manifest: Its tensors.
         token: The secret that frames are authenticated with.
-        channels: By transport, the address of its end.
+        addresses: By transport, the address of its end.
         dtypes: What the engine wants instead, by tensor.
         wire: The manifest in the dtypes that travel.
     """
 
     manifest: WeightManifest
     token: str
-    channels: dict[str, dict[str, Any]]
+    addresses: dict[str, dict[str, Any]]
     dtypes: dict[str, str]
     wire: WeightManifest
 
-    def channel(self, transport: str, name: str) -> dict[str, Any]:
+    def address_of(self, transport: str, name: str) -> dict[str, Any]:
         """The address of its end of a transport; ``name`` is who asks.
 
         Raises:
             LifecycleError: It has none.
         """
-        if transport not in self.channels:
-            offered = ", ".join(self.channels) or "nothing"
+        if transport not in self.addresses:
+            offered = ", ".join(self.addresses) or "nothing"
             raise LifecycleError(
                 f"{name}: the trainer offers {offered}, not {transport}",
                 fix="open it on both sides (init_collective), then prepare_refit_info again"
                 if transport != "ipc"
                 else "look at the trainer's TMPDIR: its path must be short, on a local disk",
             )
-        return self.channels[transport]
+        return self.addresses[transport]
 
 
 def introduction(manifest: WeightManifest, token: str) -> dict[str, Any]:
     """What a trainer says of itself; the addresses of its transports are still to be added."""
     return {
         "protocol": PROTOCOL,
-        "rl_core": version("rl-core"),
+        "rl_core": _release(),
         "digest": manifest.digest,
         "tensors": manifest.info,
         "token": token,
@@ -101,7 +100,7 @@ def trainer_of(
         )
     dtypes = compare_with(manifest)
     wire = manifest.cast(dtypes, known.wire if known else None)
-    return Trainer(manifest, theirs.token, theirs.channels, dtypes, wire)
+    return Trainer(manifest, theirs.token, theirs.addresses, dtypes, wire)
 
 
 def frame_of(handles: object) -> bytes:
@@ -113,6 +112,12 @@ def frame_of(handles: object) -> bytes:
     return _convert(handles, _HandleInfo, "get_weights_ipc_handles(keys)").frame
 
 
+@cache
+def _release() -> str:
+    """Of rl-core, here; metadata is read from disk."""
+    return version("rl-core")
+
+
 def _convert(given: object, kind: type[T], origin: str) -> T:
     fields = given if isinstance(given, Mapping) else {}
     theirs = fields.get("protocol", PROTOCOL)
@@ -120,7 +125,7 @@ def _convert(given: object, kind: type[T], origin: str) -> T:
         release = fields.get("rl_core", "of another release")
         raise RefitProtocolError(
             f"the trainer (rl-core {release}) speaks refit protocol {theirs}, this engine "
-            f"(rl-core {version('rl-core')}) protocol {PROTOCOL}",
+            f"(rl-core {_release()}) protocol {PROTOCOL}",
             fix="install the same rl-core in both environments",
             phase="DISCOVER",
         )

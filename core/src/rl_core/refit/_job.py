@@ -17,6 +17,7 @@ from rl_core.errors import LifecycleError, RefitAborted
 from rl_core.futures import spawn
 from rl_core.refit.options import DEFAULT_DEADLINE_S
 from rl_core.refit.session import Phase, Session
+from rl_core.refit.timing import GOODBYE_S, TICK_S
 from rl_core.refit.turns import exclusively
 
 if TYPE_CHECKING:
@@ -24,13 +25,8 @@ if TYPE_CHECKING:
 
     from rl_core.refit.session import Effect
 
-__all__ = ["TICK_S", "Endpoint", "Job"]
+__all__ = ["Endpoint", "Job"]
 
-#: Seconds between looks at deadlines and at whether the peers live.
-TICK_S = 0.05
-
-#: Seconds that refits get to end when the process does.
-_GOODBYE_S = 1.0
 #: Refits that are over and whose ids are known, so that whoever comes late is told.
 _REMEMBERED = 64
 _BEFORE_TRANSFER = (Phase.DISCOVER, Phase.PREPARE)
@@ -219,4 +215,4 @@ def _end_refits() -> None:
     jobs = [job for endpoint in list(_endpoints) for job in list(endpoint.jobs)]
     for job in jobs:
         job.cancelled = "the process ends"
-    concurrent.futures.wait([job.future for job in jobs if job.future is not None], _GOODBYE_S)
+    concurrent.futures.wait([job.future for job in jobs if job.future is not None], GOODBYE_S)

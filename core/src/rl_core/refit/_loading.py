@@ -328,11 +328,8 @@ class Loader:
             tensor=name,
         )
 
-    def check_sealed(self, digest: str) -> str:
+    def check_sealed(self, digest: str) -> None:
         """Compares all that the engine has, sent now or held before, with the sender's.
-
-        Returns:
-            The digest.
 
         Raises:
             RefitCorrupted: They differ: the engine does not have what it is known to have.
@@ -342,7 +339,6 @@ class Loader:
                 "the engine's tensors, with those it held before, are not the sender's",
                 fix="refit again without delta",
             )
-        return digest
 
     @torch.no_grad()
     def check_installed(self) -> None:

@@ -212,12 +212,12 @@ class Arena:
             if tensor.data_ptr() in here:  # in the place of another one, which comes back to it
                 tensor.data = tensor.clone()
         for tensor, spec, place in moves:
-            moved = lane.owning_view(place, place + nbytes(spec))
+            moved = lane.allocate_view(place, place + nbytes(spec))
             moved = moved.view(dtype_of(spec)).view(spec.shape)
             moved.copy_(tensor)
             tensor.data = moved
         if moves:
-            lane.settled()
+            lane.moved_in()
         self._lane, self._manifest, self._tensors = lane, manifest, list(tensors.values())
         self._places = [tensor.data_ptr() for tensor in self._tensors]
         self._lack = None

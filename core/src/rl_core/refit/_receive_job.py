@@ -19,7 +19,7 @@ from rl_core.errors import (
 )
 from rl_core.interfaces.weights import WeightSink
 from rl_core.refit._digests import DigestTable
-from rl_core.refit._job import TICK_S, Endpoint, Job
+from rl_core.refit._job import Endpoint, Job
 from rl_core.refit._layout import keep_two
 from rl_core.refit._loading import Loader, Route
 from rl_core.refit._staging import StagedSink
@@ -38,6 +38,7 @@ from rl_core.refit.session import (
     ReceiverSession,
     Send,
 )
+from rl_core.refit.timing import TICK_S
 from rl_core.refit.transports.cuda import visible_gpus
 from rl_core.refit.turns import leave_line
 
@@ -114,7 +115,7 @@ class ReceiveJob(Job[ReceiverSession]):
         self._end = state.end(self.transport, self.trainer)
         try:
             if self._meet():
-                self._end.connect(self.trainer.channels[self.transport])
+                self._end.connect(self.trainer.addresses[self.transport])
                 self.perform(session.start())
                 self.drive()
         finally:
@@ -191,7 +192,8 @@ class ReceiveJob(Job[ReceiverSession]):
                 self._loads.append(effect)
             case Install(offer, digest):
                 if self._locked or self._quiesce():
-                    return session.installed(self._install(offer, digest))
+                    self._install(offer, digest)
+                    return session.installed()
             case Publish(version):
                 assert self._loader is not None
                 session.touch()
@@ -240,8 +242,8 @@ class ReceiveJob(Job[ReceiverSession]):
                 leave_line(lock)
         return True
 
-    def _attach(self, prepare: Prepare, offer: Offer) -> str:
-        """Derives the plan, attaches to the lane and opens the sink; the plan's digest."""
+    def _attach(self, prepare: Prepare, offer: Offer) -> int:
+        """Derives the plan, attaches to the lane and opens the sink; the plan's buckets."""
         state, wire = self._state, self.trainer.wire
         if len(prepare.skip) not in (0, len(wire.owned)):
             raise RefitProtocolError("the sender skips tensors of another model", phase="PREPARE")
@@ -260,9 +262,9 @@ class ReceiveJob(Job[ReceiverSession]):
             if route is None
             else route.plan
         )
-        if plan.digest != prepare.plan or len(plan.buckets) != prepare.buckets:
+        if plan.digest != prepare.plan:
             raise RefitProtocolError("the two sides derive different plans", phase="PREPARE")
-        state.sets.give_up()
+        state.handles.give_up()
         self._lane = state.lane(self._end, plan, prepare.lane, torch.device(sink.device))
         if offer.kv_scales and type(sink).scale_kv is WeightSink.scale_kv:
             sink.scale_kv(offer.kv_scales)  # refuses, and nothing was touched
@@ -288,16 +290,16 @@ class ReceiveJob(Job[ReceiverSession]):
             route = Route(sink, wire, expected, plan, self._lane.data, block_hash)
         keep_two(routes, key, route)
         self._loader = Loader(route, verify=offer.verify, known=known, touch=touch)
-        return plan.digest
+        return len(plan.buckets)
 
-    def _install(self, offer: Offer, digest: str) -> str:
-        """Finishes the sink and verifies what is there; the digest of all of it."""
+    def _install(self, offer: Offer, digest: str) -> None:
+        """Finishes the sink and verifies what is there."""
         self.session.at = ""
         assert self._sink is not None
         assert self._loader is not None
         self._state.check_epoch(self._epoch)
         try:
-            found = self._loader.check_sealed(digest)
+            self._loader.check_sealed(digest)
             if offer.kv_scales:
                 self._touch()  # also where no tensor was sent
                 self._sink.scale_kv(offer.kv_scales)
@@ -308,7 +310,6 @@ class ReceiveJob(Job[ReceiverSession]):
         except RefitCorrupted:
             self._state.known = {}  # who knows what else is not as it was thought to be
             raise
-        return found
 
     def _holds(self) -> bytes:
         """The digests of what the engine is known to have, in the trainer's order."""

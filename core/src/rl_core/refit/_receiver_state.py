@@ -9,7 +9,7 @@ import torch
 
 from rl_core.errors import RefitAborted, RefitProtocolError
 from rl_core.futures import spawn
-from rl_core.refit._handles import HandleSets
+from rl_core.refit._handles import HandleReceiver
 from rl_core.refit.manifest import WeightManifest
 from rl_core.refit.transports import find_transport
 from rl_core.refit.transports.base import CPU, NoLane
@@ -45,7 +45,7 @@ class ReceiverState:
             commit, and takes nothing of it back.
         known: Digests, by name, of the tensors that the engine is known to have.
         device: Where the engine's tensors were when it was prepared.
-        sets: Refits by handles.
+        handles: Takes refits by handles.
         second_copy: Memory of staged refits, kept between them.
         ends: By transport, where its sender is and this side's end.
         routes: Ways from a lane to the engine's tensors, of the last refits.
@@ -68,7 +68,7 @@ class ReceiverState:
         self.epoch = 0
         self.known: dict[str, bytes] = {}
         self.device = CPU
-        self.sets = HandleSets()
+        self.handles = HandleReceiver()
         self.second_copy: dict[str, torch.Tensor] = {}
         self.ends: dict[str, tuple[Mapping[str, Any], ReceiverEnd]] = {}
         self._prepared: tuple[str, int, WeightSink] | None = None  # refit, epoch, what it was told
@@ -130,7 +130,7 @@ class ReceiverState:
         Raises:
             LifecycleError: The trainer does not offer it.
         """
-        address = trainer.channel(transport, self.name)
+        address = trainer.address_of(transport, self.name)
         known = self.ends.get(transport)
         if known is not None and known[0].items() <= address.items():
             self.ends[transport] = address, known[1]  # it may have been opened with less
@@ -164,7 +164,7 @@ class ReceiverState:
 
     def remove_stale_channels(self, trainer: Trainer | None) -> None:
         """Removes what a trainer that was killed left behind on transports not used here."""
-        for transport, address in trainer.channels.items() if trainer else ():
+        for transport, address in trainer.addresses.items() if trainer else ():
             if transport not in self.ends or self.ends[transport][0] != address:
                 find_transport(transport).receiver(address).close()
 
@@ -209,18 +209,20 @@ class ReceiverState:
 
     def unmap_trainer_memory(self) -> None:
         """Closes lanes in the trainer's own memory, if it could not be freed otherwise."""
-        self._close_lanes([key for key, lane in self._lanes.items() if key[1] and lane.borrows])
+        self._close_lanes(
+            [key for key, lane in self._lanes.items() if key[1] and lane.unmap_after_each_refit]
+        )
 
     def unmap_abandoned_memory(self) -> bool:
         """Closes lanes in the memory of a trainer that has ended; whether there was one."""
-        left = [key for key, lane in self._lanes.items() if key[1] and lane.abandoned()]
+        left = [key for key, lane in self._lanes.items() if key[1] and lane.sender_gone()]
         self._close_lanes(left)
         return bool(left)
 
     def drop_broken_lanes(self) -> None:
         """After a failure: closes lanes that it may have broken."""
         lanes = self._lanes.items()
-        self._close_lanes([key for key, lane in lanes if not lane.outlives_failure])
+        self._close_lanes([key for key, lane in lanes if not lane.reusable_after_failure])
 
     def close(self, trainer: Trainer | None) -> None:
         """Closes everything. Idempotent."""

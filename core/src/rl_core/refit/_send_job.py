@@ -57,7 +57,7 @@ class SendJob(Job[SenderSession]):
         source: The tensors as they are now; closed once, here.
         options: What was chosen for this refit.
         version: The version that these weights become.
-        name: What every rank of the trainer calls this refit.
+        rank_call_id: What every rank of the trainer calls this refit.
     """
 
     def __init__(
@@ -68,11 +68,11 @@ class SendJob(Job[SenderSession]):
         source: WeightSource,
         options: SendOptions,
         version: int,
-        name: str = "",
+        rank_call_id: str = "",
     ) -> None:
         self.options = options
         self.version = version
-        self._name = name
+        self._rank_call_id = rank_call_id
         self._state = state
         self._end = end
         self._source = source
@@ -91,7 +91,7 @@ class SendJob(Job[SenderSession]):
             offer,
             receivers=options.receivers,
             deadline_s=options.deadline_s,
-            refit=options.refit_id,
+            refit_id=options.refit_id,
             is_over=endpoint.is_over,
         )
         super().__init__(session, endpoint, options.refit_id)
@@ -110,7 +110,7 @@ class SendJob(Job[SenderSession]):
             self._end.refused()  # what was said before is not about this refit
             try:
                 try:
-                    self._source.open(self._name, session.remaining_s)
+                    self._source.open(self._rank_call_id, session.remaining_s)
                 except BaseException as error:
                     self.perform(session.fail(error))
                 self.drive()
@@ -170,7 +170,7 @@ class SendJob(Job[SenderSession]):
             return self.session.fail(error)
         if self.session.phase is not Phase.COMMIT:  # in which nothing is read any more
             self._source.check()
-        return [effect for key in self._end.departed() for effect in self.session.forget(key)]
+        return [effect for key in self._end.departed() for effect in self.session.lost(key)]
 
     def do(self, effect: Effect) -> list[Effect]:
         """See :meth:`Job.do`."""
@@ -180,10 +180,13 @@ class SendJob(Job[SenderSession]):
                 gone = [key for key in keys if not self._send(key, message)]
                 if gone:
                     self.pump(0.0)  # why it went may be here already
-                return [following for key in gone for following in self.session.forget(key)]
+                return [following for key in gone for following in self.session.lost(key)]
             case MakePlan(ready):
                 prepare = self._make_plan(ready)
-                return self.session.planned(prepare, self._layout.plan.slots or _DIRECT_WINDOW)
+                plan = self._layout.plan
+                return self.session.planned(
+                    prepare, len(plan.buckets), plan.slots or _DIRECT_WINDOW
+                )
             case Pack(index):
                 self.session.at = self._layout.plan.buckets[index].name
                 self._report_progress(index)
@@ -213,7 +216,7 @@ class SendJob(Job[SenderSession]):
         own = torch.empty(0, device=self._source.device).device  # by the name that tensors give it
         if own.type == "cuda":
             torch.cuda.synchronize(own)  # an optimizer may step on a stream of its own
-        self._device = self._end.place(own, [r.gpus for r in ready])
+        self._device = self._end.lane_device(own, [r.gpus for r in ready])
         self._hash = BlockHash.choose(self._device, private=self._end.private, token=token)
         tensors = self._direct_tensors()
         if tensors is not None and not self._move(tensors):
@@ -229,7 +232,6 @@ class SendJob(Job[SenderSession]):
             self.session.offer.session,
             layout.plan.digest,
             options.bucket_for(self._device, direct=layout.plan.direct),
-            len(layout.plan.buckets),
             layout.plan.direct,
             skip,
             dict(layout.lane.ref),

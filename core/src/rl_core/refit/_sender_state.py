@@ -121,8 +121,7 @@ class SenderState:
             if fits and lane.serves(receivers):
                 return lane
             self._close_lanes([key])
-        make = end.growing_lane if plan.direct else end.lane
-        self._lanes[key] = make(plan.lane_bytes, device, receivers)
+        self._lanes[key] = end.lane(plan.lane_bytes, device, receivers, direct=plan.direct)
         return self._lanes[key]
 
     def drop_lanes_after_failure(self) -> None:
@@ -132,7 +131,7 @@ class SenderState:
         be taken from under the weights, and what is read there late is verified like all else.
         """
         lanes = self._lanes.items()
-        self._close_lanes([k for k, lane in lanes if not (k[1] and lane.outlives_failure)])
+        self._close_lanes([k for k, lane in lanes if not (k[1] and lane.reusable_after_failure)])
 
     def release_weights(self) -> None:
         """Closes the memory that engines read the trainer's tensors in."""

@@ -6,27 +6,7 @@ from typing import Any
 
 import msgspec
 
-__all__ = [
-    "PROTOCOL",
-    "Abort",
-    "BucketReady",
-    "Commit",
-    "Done",
-    "Failed",
-    "FromReceiver",
-    "FromSender",
-    "Handles",
-    "Hello",
-    "Loaded",
-    "Offer",
-    "Prepare",
-    "Prepared",
-    "Ready",
-    "Seal",
-    "Sealed",
-]
-
-PROTOCOL = 4
+PROTOCOL = 5
 """Version of all that crosses between the two sides, which refuse each other if it differs."""
 
 
@@ -41,15 +21,15 @@ class _InSession(_Message, frozen=True):
 class Hello(_Message, frozen=True):
     """Receiver: here I am. Repeated until an offer comes.
 
-    ``nonce`` has 16 bytes that this connection alone uses. ``refit`` is the id of the refit that
-    this side was asked to take; empty if it was told none.
+    ``nonce`` has 16 bytes that this connection alone uses. ``refit_id`` names the refit that this
+    side was asked to take; empty if it was told none.
     """
 
     receiver: str
     name: str
     pid: int
     nonce: bytes
-    refit: str = ""
+    refit_id: str = ""
 
 
 class Offer(_InSession, frozen=True):
@@ -70,14 +50,13 @@ class Offer(_InSession, frozen=True):
 
 
 class Ready(_InSession, frozen=True):
-    """Receiver: the manifest is the one I checked; send these tensors in these dtypes.
+    """Receiver: the offered manifest is the one I checked; send these tensors in these dtypes.
 
     ``holds`` has the digest of every tensor that I know to have, 16 bytes each, in the manifest's
     order, zeros for the others; it is empty without ``delta``. ``gpus`` are the UUIDs of the
     GPU that my tensors are on and of others that I can reach; empty if they are on none.
     """
 
-    manifest: str
     dtypes: dict[str, str]
     holds: bytes
     gpus: tuple[str, ...]
@@ -92,7 +71,6 @@ class Prepare(_InSession, frozen=True):
 
     plan: str
     bucket_bytes: int
-    buckets: int
     direct: bool
     skip: bytes
     lane: dict[str, Any]
@@ -102,8 +80,6 @@ class Prepare(_InSession, frozen=True):
 
 class Prepared(_InSession, frozen=True):
     """Receiver: nothing generates any more, and my plan is the same."""
-
-    plan: str
 
 
 class BucketReady(_InSession, frozen=True):
@@ -128,19 +104,13 @@ class Seal(_InSession, frozen=True):
 class Sealed(_InSession, frozen=True):
     """Receiver: everything is installed and verified; I await your decision."""
 
-    digest: str
-
 
 class Commit(_InSession, frozen=True):
-    """Sender: every receiver is sealed; the version counts."""
-
-    version: int
+    """Sender: every receiver is sealed; the version of the offer counts."""
 
 
 class Done(_InSession, frozen=True):
-    """Receiver: the version serves."""
-
-    version: int
+    """Receiver: the version of the offer serves."""
 
 
 class Abort(_InSession, frozen=True):
@@ -158,12 +128,13 @@ class Failed(_InSession, frozen=True):
     torn: bool
 
 
-class Handles(_InSession, frozen=True):
+class Handles(_Message, frozen=True):
     """One group of tensors handed over by the older handle methods.
 
-    ``serial`` counts the sender's refits by handles, ``group`` the groups of this one: nothing is
-    taken twice, and nothing of a refit that another one has followed. The group is the bucket
-    ``index`` of a plan of whole tensors with buckets of ``bucket_bytes``.
+    ``serial`` counts the sender's sets of handles, ``group`` the groups of this one in the order
+    in which they are handed over: nothing is taken twice, and nothing of a set that another one
+    has followed. The group is the bucket ``index`` of a plan of whole tensors with buckets of
+    ``bucket_bytes``; a model of empty tensors alone has one group, without a bucket.
     """
 
     serial: int

@@ -20,7 +20,7 @@ __all__ = [
     "MODES",
     "SendOptions",
     "check_deadline",
-    "name_of_call",
+    "rank_call_id",
 ]
 
 #: Buffers that fit a CPU's last cache together pass bytes on without the memory's help.
@@ -134,7 +134,7 @@ def check_deadline(seconds: object) -> None:
         raise _illegal("deadline_s", seconds, fix)
 
 
-def name_of_call(refit_id: str, number: int) -> str:
+def rank_call_id(refit_id: str, number: int) -> str:
     """What all ranks of a trainer call one refit: each counts the calls, which are the same ones.
 
     Args:

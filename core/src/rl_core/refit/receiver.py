@@ -7,16 +7,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rl_core.errors import LifecycleError, WeightsTornError
-from rl_core.refit._handles import HandleReceiver
 from rl_core.refit._introduction import frame_of, trainer_of
 from rl_core.refit._job import Endpoint
 from rl_core.refit._receive_job import ReceiveJob
 from rl_core.refit._receiver_state import ReceiverState
 from rl_core.refit.frames import read_handles
-from rl_core.refit.hashing import BlockHash
 from rl_core.refit.manifest import compare
 from rl_core.refit.options import DEFAULT_DEADLINE_S, check_deadline
-from rl_core.refit.transports.base import CPU
 from rl_core.refit.turns import exclusively
 
 if TYPE_CHECKING:
@@ -135,7 +132,7 @@ class RefitReceiver(Endpoint[ReceiveJob]):
             self.state.remove_stale_channels(before)
             with self.between_refits() as idle:  # what a running refit uses, the next replaces
                 for transport, (address, _) in list(self.state.ends.items()):
-                    if idle and address == before.channels.get(transport):
+                    if idle and address == before.addresses.get(transport):
                         self.state.disconnect(transport)
         self._earlier = self._last_waiting()
 
@@ -179,7 +176,7 @@ class RefitReceiver(Endpoint[ReceiveJob]):
         trainer = self._known_trainer()
         check_deadline(deadline_s)
         try:
-            trainer.channel(transport, self.name)
+            trainer.address_of(transport, self.name)
         except LifecycleError as error:
             if transport in self.state.ends:  # the sender may wait for us there
                 self.state.ends[transport][1].refuse(str(error))
@@ -221,25 +218,7 @@ class RefitReceiver(Endpoint[ReceiveJob]):
             exclusively(self.state.lock, DEFAULT_DEADLINE_S, f"{self.name}: generation"),
         ):
             self.check_open()
-            state, sets = self.state, self.state.sets
-            sets.admit(message, trainer.token, self.name)
-            try:
-                tear = partial(setattr, state, "torn", True)
-                current = sets.current = sets.current or HandleReceiver(
-                    state.new_sink(), trainer, message, state.epoch, known=state.known, touch=tear
-                )
-                end = state.end("ipc", trainer)
-                lane = state.attach(end, False, message.lane, CPU)
-                block_hash = BlockHash.choose(CPU, private=end.private, token=trainer.token)
-                complete = current.load(message, lane, block_hash)
-                state.check_epoch(current.epoch)
-                if complete:
-                    current.sink.finish(message.version)
-                    state.publish(message.version)
-                    sets.end()
-            except BaseException:
-                sets.give_up()
-                raise
+            self.state.handles.take(message, trainer, self.state)
         return True
 
     def _last_waiting(self) -> ReceiveJob | None:

@@ -19,7 +19,7 @@ from rl_core.refit.options import (
     DEFAULT_BUCKET_BYTES,
     DEFAULT_DEADLINE_S,
     SendOptions,
-    name_of_call,
+    rank_call_id,
 )
 from rl_core.refit.session import Phase
 from rl_core.refit.turns import exclusively
@@ -84,7 +84,7 @@ class RefitSender(Endpoint[SendJob]):
             **introduction(manifest, self.state.token),
             "refit_id": refit_id,
             **_meeting_point(),
-            "channels": {name: dict(end.address) for name, end in self.state.ends.items()},
+            "addresses": {name: dict(end.address) for name, end in self.state.ends.items()},
         }
 
     def open(
@@ -131,8 +131,8 @@ class RefitSender(Endpoint[SendJob]):
                 described[1].close()
             source = self._source()
         try:
-            name = name_of_call(chosen.refit_id, self.calls)
-            job = SendJob(self, self.state, end, source, chosen, version, name)
+            call_id = rank_call_id(chosen.refit_id, self.calls)
+            job = SendJob(self, self.state, end, source, chosen, version, call_id)
         except BaseException:
             source.close()
             raise
@@ -181,7 +181,7 @@ class RefitSender(Endpoint[SendJob]):
                 serial=self._handle_serial + 1,
                 bucket_bytes=bucket_bytes,
                 name=self.name,
-                call=name_of_call("", self.calls),
+                rank_call_id=rank_call_id("", self.calls),
                 token=self.state.token,
             )
         except BaseException:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -102,6 +103,28 @@ def test_the_last_attempt_raises_its_error(pair):
     with pytest.raises(RefitError, match="division by zero"):
         go(trainer, engine, retries=2)
     assert engine.idle().sink.calls.count("finish") == 3
+
+
+def test_all_attempts_share_one_deadline(pair, monkeypatch):
+    trainer, engine = pair
+    given: list[float] = []
+    send = trainer.sender.send
+
+    def remember(**options: Any) -> Any:
+        given.append(options["deadline_s"])
+        return send(**options)
+
+    def late() -> None:
+        time.sleep(0.5)
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(trainer.sender, "send", remember)
+    engine.sink.on["finish"] = late
+    with pytest.raises(RefitError):
+        go(trainer, engine, retries=1, deadline_s=30.0)
+    first, second = given
+    assert first == 30.0
+    assert 0 < second <= 29.5
 
 
 def test_no_retry_is_made_unless_asked_for(pair):
@@ -299,6 +322,16 @@ def test_a_transport_of_another_distribution_is_used(install: Install, pair):
     engine.receiver.receive(transport="pigeon", deadline_s=SOON).result(SOON)
     assert sending.result(SOON)["transport"] == "pigeon"
     assert same(trainer.source.tensor, engine.sink.tensor)
+
+
+def test_a_transport_of_another_distribution_is_opened_by_the_refit(install: Install, pair):
+    source = "from rl_core.refit.transports.ipc import IPC as PIGEON\n"
+    install("rl-pigeon", {TRANSPORTS: {"pigeon": "pigeon:PIGEON"}}, {"pigeon": source})
+    trainer, engine = pair
+    for version in (1, 2):
+        report = go(trainer, engine, transport="pigeon")
+        assert (report.transport, report.version) == ("pigeon", version)
+        assert same(trainer.source.tensor, engine.sink.tensor)
 
 
 def test_two_providers_of_one_transport_are_both_named(install: Install):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 
+import msgspec
 import pytest
 import torch
 from simple_pair import SOON, Engine, InPlaceSink, Trainer, begin, blank, fails, go, same
@@ -19,6 +20,8 @@ from rl_core.errors import (
     WeightsTornError,
 )
 from rl_core.futures import wait
+from rl_core.refit.frames import Channel
+from rl_core.refit.messages import Prepare
 
 
 @pytest.mark.parametrize("call", ["begin", "write", "finish", "commit"])
@@ -40,6 +43,22 @@ def test_a_sink_that_raises_fails_both_sides_and_the_next_refit_recovers(pair, c
     go(trainer, engine)
     engine.receiver.check()
     assert same(trainer.source.tensor, engine.sink.tensor)
+
+
+def test_a_receiver_that_derives_another_plan_refuses_before_it_is_written_to(pair, monkeypatch):
+    trainer, engine = pair
+    encode = Channel.encode
+
+    def another(channel: Channel, message: object) -> bytes:
+        if isinstance(message, Prepare):
+            message = msgspec.structs.replace(message, plan="another")
+        return encode(channel, message)
+
+    monkeypatch.setattr(Channel, "encode", another)
+    sender, receiver = fails(trainer, engine)
+    assert isinstance(sender, RefitProtocolError)
+    assert "different plans" in str(receiver)
+    assert (engine.sink.calls, engine.receiver.torn) == ([], False)
 
 
 def test_a_version_counts_for_the_trainer_once_every_engine_was_sealed(pair):

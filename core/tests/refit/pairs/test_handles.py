@@ -205,6 +205,28 @@ def test_handles_are_asked_for_by_group(pair):
         trainer.sender.handles(first)
 
 
+def test_keys_that_are_part_of_a_group_are_answered_with_those_that_are_missing(pair):
+    trainer, _ = pair
+    groups = trainer.sender.groups(BUCKET)
+    one, *others = next(group for group in groups if len(group) > 1)
+    with pytest.raises(ConfigError, match=f"{others[0]}.* missing") as error:
+        trainer.sender.handles([one])
+    assert error.value.details["missing"] == others
+    with pytest.raises(ConfigError, match="several groups"):
+        trainer.sender.handles([*groups[0], *groups[1]])
+
+
+def test_a_model_of_empty_tensors_alone_moves_its_version_by_handles(keep):
+    trainer = keep(Trainer({"none": torch.empty(0, 3)}))
+    engine = keep(Engine({"none": torch.empty(0, 3)}))
+    for version in (1, 2):
+        assert trainer.sender.groups(BUCKET) == [[]]
+        hand_over(trainer, engine)
+        assert engine.receiver.version == trainer.sender.version == version
+        engine.receiver.check()
+    assert engine.sink.calls == ["begin", "finish", "commit"] * 2
+
+
 def test_forged_handles_are_refused(pair):
     trainer, engine = pair
     engine.prepare_refit_info(trainer.prepare_refit_info())

@@ -120,7 +120,7 @@ class Rig:
         except RefitCorrupted:
             sink.fail()
             return False
-        assert loader.check_sealed(table.digest)
+        loader.check_sealed(table.digest)
         sink.finish(1)
         loader.check_installed()
         return True

@@ -342,7 +342,7 @@ def test_a_trainer_that_is_not_to_be_seen_from_here_is_told_from_a_dead_one(both
     trainer, engine = both
     info = trainer.prepare_refit_info()
     elsewhere = {"ipc": {"endpoint": f"ipc://{tmp_path}/rl-refit-x/socket"}}
-    engine.prepare_refit_info(info | {"channels": elsewhere})
+    engine.prepare_refit_info(info | {"addresses": elsewhere})
     with pytest.raises(RefitPeerError, match="another host or container") as error:
         engine.receiver.receive(deadline_s=SOON).result(SOON)
     assert "collective" in str(error.value.fix)
@@ -366,7 +366,7 @@ def test_a_directory_that_holds_no_socket_hinders_no_other_transport(
         deep.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(deep))
     info = trainer.prepare_refit_info()
-    assert info["channels"] == {}
+    assert info["addresses"] == {}
     with pytest.raises(RefitError, match="TMPDIR"):
         trainer.sender.send()
 

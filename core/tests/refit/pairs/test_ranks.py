@@ -20,7 +20,9 @@ from rl_core.errors import (
 from rl_core.futures import spawn, wait
 from rl_core.interfaces import WorkerContext
 from rl_core.refit import GatheredSource, RefitRanks
-from rl_core.refit.ranks._peers import Peer
+from rl_core.refit.ranks import _messages as messages
+from rl_core.refit.ranks._leading import Leader
+from rl_core.refit.ranks._processes import RankProcess
 from rl_core.refit.ranks._thread import RefitThread
 
 if TYPE_CHECKING:
@@ -226,6 +228,56 @@ def test_a_follower_that_fails_to_gather_is_named_and_later_refits_are_refused(
     assert "build the policy again" in (e.value.fix or "")
 
 
+def test_a_follower_that_is_out_of_step_alone_says_so_before_rank_0_gathers(
+    trainer: Ranks, engine: Engine
+) -> None:
+    follower = trainer.ranks[-1].refit_ranks
+    assert follower is not None
+    follower.thread.out_of_step = "half: of a refit that rank 0 gave up"
+    rank = follower.rank
+    with pytest.raises(RefitPeerError, match=rf"rank {rank} of .*collectives may not match"):
+        go(trainer, engine, deadline_s=5)
+    assert trainer.ranks[0].parts[-1].names == []  # it would hang, with nobody to end it
+
+
+def test_a_gather_that_failed_after_its_refit_was_given_up_is_remembered() -> None:
+    class Server:
+        """A ``ControlServer`` that brings what it was given."""
+
+        def __init__(self) -> None:
+            self.frames: list[tuple[str, bytes]] = []
+
+        def receive(self, timeout_s: float) -> list[tuple[str, bytes]]:
+            frames, self.frames = self.frames, []
+            return frames
+
+        def send(self, key: str, frame: bytes) -> bool:
+            return True
+
+        def departed(self) -> list[str]:
+            return []
+
+        def close(self) -> None:
+            pass
+
+    server, thread = Server(), RefitThread()
+    leader = Leader(server, [RankProcess.here(rank, 2) for rank in range(2)], thread)  # type: ignore[arg-type]
+    try:
+        leader.open("given up", SOON)
+        server.frames = [("follower", messages.encode(messages.RankHello("given up", 1)))]
+        leader.look()
+        leader.dismiss("given up")
+        failed = messages.RankFailed("ValueError", "out of luck", out_of_step=True)
+        server.frames = [("follower", messages.encode(failed))]
+        leader.open("the next one", SOON)
+        leader.look()
+        with pytest.raises(RefitError, match="out of luck"):
+            thread.check_step()
+    finally:
+        leader.end()
+        thread.close()
+
+
 def test_a_part_that_changed_is_a_lifecycle_error(trainer: Ranks, engine: Engine) -> None:
     def changed(name: str) -> None:
         if name == "confirm":
@@ -351,7 +403,7 @@ def test_a_process_is_told_by_what_the_system_says_of_it() -> None:
     import sys
 
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    peer = Peer(1, 2, process.pid, Peer.here(0, 2).host)
+    peer = RankProcess(1, 2, process.pid, RankProcess.here(0, 2).host)
     try:
         assert peer.state() == "runs"
         os.kill(process.pid, signal.SIGSTOP)
@@ -364,4 +416,4 @@ def test_a_process_is_told_by_what_the_system_says_of_it() -> None:
         process.communicate()
     assert peer.state() == "ended"
     assert peer.fate() == "died"
-    assert Peer(1, 2, process.pid, "elsewhere").fate() == "died or does not answer"
+    assert RankProcess(1, 2, process.pid, "elsewhere").fate() == "died or does not answer"

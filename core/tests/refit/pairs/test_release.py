@@ -133,7 +133,7 @@ def test_memory_that_cannot_be_freed_otherwise_is_given_back_before_the_commit_i
         return encode(channel, message)
 
     monkeypatch.setattr(SharedRegion, "attach", classmethod(remembered))
-    monkeypatch.setattr(SharedRegion, "borrows", True)
+    monkeypatch.setattr(SharedRegion, "unmap_after_each_refit", True)
     encode = Channel.encode
     monkeypatch.setattr(Channel, "encode", done)
     for seed in (1, 2):
@@ -146,7 +146,7 @@ def test_memory_that_cannot_be_freed_otherwise_is_given_back_before_the_commit_i
 
 
 def test_memory_is_given_back_after_a_failure(monkeypatch, trainer, engine):
-    monkeypatch.setattr(SharedRegion, "borrows", True)
+    monkeypatch.setattr(SharedRegion, "unmap_after_each_refit", True)
 
     def refuse() -> None:
         raise RuntimeError("the engine gave up")

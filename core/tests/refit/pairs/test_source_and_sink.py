@@ -36,10 +36,10 @@ class Counted(DictSource):
         self.reading = False
         self.closed = 0
 
-    def open(self, refit: str, deadline_s: float) -> None:
+    def open(self, rank_call_id: str, deadline_s: float) -> None:
         assert not self.closed
         assert deadline_s > 0
-        self.opened.append(refit)
+        self.opened.append(rank_call_id)
 
     def tensors(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
         assert self.opened

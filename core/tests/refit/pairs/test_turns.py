@@ -259,7 +259,7 @@ def test_a_refit_of_one_trainer_is_not_taken_for_that_of_another(keep, pair, mon
 def test_an_engine_whose_collective_sender_does_not_come_gives_up(keep, pair, ends_by, error):
     trainer, engine = pair
     info = trainer.prepare_refit_info()
-    info["channels"]["collective"] = {"ip": "127.0.0.1", "port": 1}  # nobody listens
+    info["addresses"]["collective"] = {"ip": "127.0.0.1", "port": 1}  # nobody listens
     engine.prepare_refit_info(info)
     seconds = 0.3 if ends_by == "deadline" else 600
     receiving = engine.receiver.receive(transport="collective", deadline_s=seconds)

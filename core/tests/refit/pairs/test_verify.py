@@ -206,7 +206,7 @@ def meeting(keep: Callable[[Any], Any]) -> tuple[Trainer, Engine]:
     trainer, engine = keep(Trainer(tensors)), keep(Engine(blank(tensors), kind=InPlaceSink))
     opening = trainer.sender.open("collective", SOON, ip="127.0.0.1", port=0, receivers=1)
     info = trainer.prepare_refit_info()
-    wait(engine.receiver.open("collective", SOON, info["channels"]["collective"]), SOON)
+    wait(engine.receiver.open("collective", SOON, info["addresses"]["collective"]), SOON)
     wait(opening, SOON)
     engine.prepare_refit_info(info)
     assert send_between_hosts(trainer, engine) == [None, None]

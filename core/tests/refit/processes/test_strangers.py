@@ -45,7 +45,7 @@ def pair() -> Iterator[tuple[TrainerParty, EngineParty]]:
 
 
 def endpoint(trainer: TrainerParty) -> str:
-    address: str = trainer.info()["channels"]["ipc"]["endpoint"]
+    address: str = trainer.info()["addresses"]["ipc"]["endpoint"]
     return address
 
 
@@ -191,7 +191,7 @@ def test_a_whole_refit_that_is_played_to_an_engine_is_refused(pair):
     player = ControlServer(f"ipc://{Path(endpoint(trainer).removeprefix('ipc://')).parent}/player")
     with closing(player):
         info = trainer.info()
-        engine.meet(info | {"channels": {"ipc": {"endpoint": player.endpoint}}})
+        engine.meet(info | {"addresses": {"ipc": {"endpoint": player.endpoint}}})
         engine.begin(deadline_s=SOON)
         key: list[str] = []
         until(lambda: key.extend(k for k, _ in player.receive(0.05)) or key)
@@ -276,7 +276,7 @@ def test_an_endpoint_behind_which_something_else_listens_is_given_up_at_the_dead
         other.bind(path)
         other.listen()
         info = trainer.info()
-        engine.meet(info | {"channels": {"ipc": {"endpoint": f"ipc://{path}"}}})
+        engine.meet(info | {"addresses": {"ipc": {"endpoint": f"ipc://{path}"}}})
         engine.begin(deadline_s=1.0)
         error = engine.failure()
     assert isinstance(error, RefitPeerError)

@@ -70,11 +70,11 @@ def test_a_refit_of_nothing_needs_no_bucket():
     sender = new_sender(receivers=1)
     sender.receive("p0", HELLOS[0])
     sender.receive("p0", READY)
-    sender.planned(msgspec.structs.replace(PREPARE, buckets=0), 1)
-    assert sender.receive("p0", Prepared(S, "plan")) == [Confirm()]
+    sender.planned(PREPARE, 0, 1)
+    assert sender.receive("p0", Prepared(S)) == [Confirm()]
     receiver = receiver_at("ready")
-    receiver.receive(msgspec.structs.replace(PREPARE, buckets=0))
-    receiver.attached("plan")
+    receiver.receive(PREPARE)
+    receiver.attached(0)
     assert receiver.receive(Seal(S, "digest")) == [Install(OFFER, "digest")]
 
 
@@ -88,19 +88,19 @@ HEARD: list[tuple[str, FromSender, Phase, list[Effect]]] = [
     ("first comes", BucketReady(S, 1, b"digests"), Phase.TRANSFER, announced(1)),
     ("first loaded", BucketReady(S, 1, b"digests"), Phase.TRANSFER, announced(1)),
     ("all loaded", Seal(S, "digest"), Phase.SEAL, [Install(OFFER, "digest")]),
-    ("sealed", Commit(S, 1), Phase.COMMIT, [Publish(1)]),
-    ("publishing", Commit(S, 1), Phase.COMMIT, [Publish(1)]),
+    ("sealed", Commit(S), Phase.COMMIT, [Publish(1)]),
+    ("publishing", Commit(S), Phase.COMMIT, [Publish(1)]),
 ]
 #: As said by p0; ``nobody`` is here yet in the first state, so that what p0 says is not heard.
 SAID: list[tuple[str, FromReceiver, Phase, list[Effect]]] = [
     ("p0 there", READY, Phase.DISCOVER, []),
     ("all there", READY, Phase.DISCOVER, []),
-    ("planned", Prepared(S, "plan"), Phase.PREPARE, []),
+    ("planned", Prepared(S), Phase.PREPARE, []),
     ("first sent", Loaded(S, 0), Phase.TRANSFER, []),
     ("both sent", Loaded(S, 0), Phase.TRANSFER, []),
     ("p0 loaded one", Loaded(S, 1), Phase.TRANSFER, []),
-    ("sealing", Sealed(S, "digest"), Phase.SEAL, []),
-    ("committing", Done(S, 1), Phase.COMMIT, []),
+    ("sealing", Sealed(S), Phase.SEAL, []),
+    ("committing", Done(S), Phase.COMMIT, []),
 ]
 
 
@@ -211,9 +211,9 @@ def test_a_session_that_failed_says_and_hears_nothing_more(end: Phase):
         assert session.tick() == []
         assert "first" in str(session.error)
     calls = [
-        receiver.lost("died"), receiver.attached("plan"), receiver.loaded(0),
-        receiver.installed("digest"), receiver.published(),
-        sender.lost("p0", "died"), sender.forget("p0"), sender.planned(PREPARE, 2),
+        receiver.lost("died"), receiver.attached(2), receiver.loaded(0),
+        receiver.installed(), receiver.published(),
+        sender.lost("p0"), sender.planned(PREPARE, 2, 2),
         sender.packed(0, b""), sender.confirmed("digest"),
         *(receiver.receive(message) for message in FROM_SENDER),
         *(sender.receive("p0", message) for message in [HELLOS[0], *FROM_RECEIVER]),
@@ -279,11 +279,10 @@ def test_a_receiver_takes_the_senders_deadline_if_that_is_sooner():
 
 
 @pytest.mark.parametrize("state", states(SENDER)[1:-1])
-@pytest.mark.parametrize("call", ["lost", "forget"])
-def test_a_receiver_that_is_gone_ends_a_refit_that_it_was_ready_for(state: str, call: str):
+def test_a_receiver_that_is_gone_ends_a_refit_that_it_was_ready_for(state: str):
     sender = sender_at(state)
     before = sender.phase
-    effects = sender.lost("p0", "died") if call == "lost" else sender.forget("p0")
+    effects = sender.lost("p0")
     ready = states(SENDER).index(state) >= states(SENDER).index("p0 ready")
     if state == "p0 done" or not ready:
         assert (effects, sender.phase, sender.error) == ([], before, None)

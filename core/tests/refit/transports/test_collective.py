@@ -157,7 +157,7 @@ def test_a_lane_serves_its_own_receivers_in_any_order():
     assert lane.serves(["b", "a"])
     assert not lane.serves(["a"])
     assert not lane.serves(["a", "b", "c"])
-    assert not lane.outlives_failure
+    assert not lane.reusable_after_failure
     sender.close()
 
 

@@ -168,9 +168,9 @@ def test_bytes_stay_on_the_gpu_if_every_receiver_can_take_them_there(
     monkeypatch.setattr(collective, "uuid_of", lambda device: HERE)
     device = torch.device("cuda", 0)
     with closing(IPC.sender()) as sender:
-        assert (sender.place(device, seen) == device) is by_handle
+        assert (sender.lane_device(device, seen) == device) is by_handle
     with closing(COLLECTIVE.sender(ip="127.0.0.1", port=0, receivers=1)) as sender:
-        assert (sender.place(device, seen) == device) is by_nccl
+        assert (sender.lane_device(device, seen) == device) is by_nccl
 
 
 @pytest.mark.parametrize(
@@ -183,9 +183,9 @@ def test_nccl_where_gpus_are_shared_is_refused_and_gloo_is_made_on_the_cpu(
     options = {"ip": "127.0.0.1", "port": 0, "receivers": 1}
     with closing(COLLECTIVE.sender(**options, backend="nccl")) as sender:
         with pytest.raises(ConfigError, match=f"they are on {where}") as caught:
-            sender.place(torch.device("cuda", 0), seen)
+            sender.lane_device(torch.device("cuda", 0), seen)
         assert caught.value.details["key"] == "backend"
-        assert sender.place(torch.device("cuda", 0), [(BEYOND,)]).type == "cuda"
+        assert sender.lane_device(torch.device("cuda", 0), [(BEYOND,)]).type == "cuda"
         assert sender.lane(100, CPU, ["a"]).ref["backend"] == "gloo"
 
 

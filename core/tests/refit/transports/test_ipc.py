@@ -291,7 +291,7 @@ def test_a_transport_that_the_trainer_did_not_open_is_a_lifecycle_error(pair):
         ("digest", "0"),
         ("tensors", [{"name": 1}]),
         ("token", None),
-        ("channels", {"ipc": "here"}),
+        ("addresses", {"ipc": "here"}),
     ],
 )
 def test_a_damaged_description_is_refused(pair, field, value):
@@ -305,7 +305,7 @@ def test_a_damaged_description_is_refused(pair, field, value):
 
 def test_a_stranger_on_the_socket_is_refused_and_does_no_harm(pair):
     trainer, engine = pair
-    endpoint = trainer.prepare_refit_info()["channels"]["ipc"]["endpoint"]
+    endpoint = trainer.prepare_refit_info()["addresses"]["ipc"]["endpoint"]
     with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
         stranger.connect(endpoint)
         for frame in (b"", b"noise", b"x" * 1000, b"x" * (9 << 20)):
@@ -328,7 +328,7 @@ def test_a_receiver_with_the_wrong_token_gets_a_typed_error_at_once(pair):
 def test_the_socket_is_in_a_directory_for_this_user_alone_and_gone_afterwards(pair):
     trainer, engine = pair
     go(trainer, engine)
-    endpoint = trainer.prepare_refit_info()["channels"]["ipc"]["endpoint"]
+    endpoint = trainer.prepare_refit_info()["addresses"]["ipc"]["endpoint"]
     directory = Path(endpoint.removeprefix("ipc://")).parent
     assert directory.stat().st_mode & 0o777 == 0o700
     trainer.sender.close()

@@ -18,7 +18,7 @@ from rl_core.refit.messages import PROTOCOL, Abort, BucketReady, Commit, Hello, 
 TOKEN, NONCE = "secret", b"n" * 16
 HELLO = Hello("id", "engine", 2, NONCE)
 OFFER = Offer("session", "trainer", 1, "manifest", "wire", "quiesced", False, {})
-READY = Ready("session", "manifest", {}, b"", ())
+READY = Ready("session", {}, b"", ())
 
 
 def ends(nonce: bytes = NONCE, token: str = TOKEN) -> tuple[Channel, Channel]:
@@ -60,7 +60,7 @@ def test_a_frame_means_nothing_anywhere_else():
         receiver.decode(told[0][1])
         for number in range(3):
             told.append(("up", receiver.encode(Loaded("s", 7))))
-            told.append(("down", sender.encode(Commit("s", 7))))
+            told.append(("down", sender.encode(Commit("s"))))
             sender.decode(told[-2][1])
             receiver.decode(told[-1][1])
             assert number < 3
@@ -90,7 +90,7 @@ def test_a_frame_means_nothing_anywhere_else():
 
 def test_a_frame_is_taken_once():
     sender, receiver = bound()
-    frame = sender.encode(Commit("session", 1))
+    frame = sender.encode(Commit("session"))
     receiver.decode(frame)
     with pytest.raises(RefitProtocolError, match="before"):
         receiver.decode(frame)
@@ -98,9 +98,9 @@ def test_a_frame_is_taken_once():
 
 def test_a_frame_that_went_missing_is_noticed_at_the_next():
     sender, receiver = bound()
-    sender.encode(Commit("session", 1))
+    sender.encode(Commit("session"))
     with pytest.raises(RefitProtocolError):
-        receiver.decode(sender.encode(Commit("session", 1)))
+        receiver.decode(sender.encode(Commit("session")))
 
 
 def test_a_frame_written_with_another_token_is_refused():

@@ -98,7 +98,7 @@ def _no_counter() -> Generator[None]:
 def _last_hello_wins(self: Any, key: str, hello: Any) -> list[Any]:
     if self.phase != "DISCOVER" or key in self._peers or key in self._offered:
         return []
-    if hello.refit != self._refit:
+    if hello.refit_id != self._refit_id:
         return list(self._turn_away(key, hello))
     for known in (self._peers, self._offered):
         for old in [k for k, p in known.items() if p.hello.receiver == hello.receiver]:
@@ -112,7 +112,7 @@ def _any_refit() -> Generator[None]:
     on_hello = SenderSession._on_hello
 
     def takes(self: Any, key: str, hello: Any) -> list[Any]:
-        return on_hello(self, key, msgspec.structs.replace(hello, refit=self._refit))
+        return on_hello(self, key, msgspec.structs.replace(hello, refit_id=self._refit_id))
 
     with patch.object(SenderSession, "_on_hello", takes):
         yield

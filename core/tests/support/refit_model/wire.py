@@ -73,7 +73,7 @@ class SharedLane(Lane):
         self._world = world
         self._engine = engine
 
-    def owning_view(self, start: int, stop: int) -> torch.Tensor:
+    def allocate_view(self, start: int, stop: int) -> torch.Tensor:
         return torch.frombuffer(self.memory, dtype=torch.uint8, offset=start, count=stop - start)
 
     def publish(self, start: int, stop: int) -> None:
@@ -150,7 +150,9 @@ class TrainerEnd(SenderEnd):
         gone, self.gone = self.gone, []
         return gone
 
-    def lane(self, nbytes: int, device: torch.device, receivers: Sequence[str]) -> Lane:
+    def lane(
+        self, nbytes: int, device: torch.device, receivers: Sequence[str], *, direct: bool = False
+    ) -> Lane:
         self._world.lanes.append(bytearray(nbytes))
         return SharedLane(self._world, len(self._world.lanes) - 1)
 

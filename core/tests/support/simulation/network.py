@@ -17,7 +17,6 @@ from unittest.mock import patch
 
 from rl_core.errors import RefitAborted, RLError, WeightsTornError
 from rl_core.refit import (
-    _handles,
     _job,
     _receive_job,
     _receiver_state,
@@ -201,7 +200,6 @@ class Network:
             sender_module,
             _sender_state,
             _receiver_state,
-            _handles,
         ):
             enter(module, "secrets", drawn)
         enter(_job.Job, "drive", drive)

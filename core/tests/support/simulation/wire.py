@@ -27,7 +27,7 @@ class MemoryLane(Lane):
         self.published: list[tuple[int, int]] = []
         self._faults = faults
 
-    def owning_view(self, start: int, stop: int) -> torch.Tensor:
+    def allocate_view(self, start: int, stop: int) -> torch.Tensor:
         return torch.frombuffer(self.memory, dtype=torch.uint8, offset=start, count=stop - start)
 
     def publish(self, start: int, stop: int) -> None:
@@ -71,7 +71,9 @@ class TrainerEnd(SenderEnd):
         self.gone = [key for key in self.gone if key in arriving]
         return gone
 
-    def lane(self, nbytes: int, device: torch.device, receivers: Sequence[str]) -> Lane:
+    def lane(
+        self, nbytes: int, device: torch.device, receivers: Sequence[str], *, direct: bool = False
+    ) -> Lane:
         self._trainer.faults.reached("lane")
         number = len(self._network.lanes)
         lane = MemoryLane(bytearray(nbytes), number, self._trainer.faults)

@@ -7,66 +7,48 @@ import time
 from concurrent.futures import Future, wait
 from contextlib import closing
 from functools import partial
-from typing import TYPE_CHECKING
-
-import msgspec
+from typing import TYPE_CHECKING, NoReturn
 
 from rl_core.errors import RefitAborted, RefitError, RefitPeerError, RLError
 from rl_core.futures import spawn
-from rl_core.refit.ranks._peers import (
-    Close,
-    Confirm,
-    Done,
-    Failed,
-    Gather,
-    Go,
-    Hello,
-    Message,
-    Peer,
-    Ready,
-    decode,
-)
+from rl_core.refit.ranks import _messages as messages
+from rl_core.refit.timing import CAUSE_S, FOLLOWER_GRACE_S, TICK_S
 from rl_core.refit.transports.control import ControlClient
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from rl_core.refit.ranks._processes import RankProcess
     from rl_core.refit.ranks._thread import Part, RefitThread
 
-
-__all__ = ["Follower"]
-
-#: Seconds between looks at whether rank 0 is still there, and at work that is to be reported.
-_LOOK_S, _REPORT_S = 0.05, 0.002
-#: Seconds by which rank 0 is first to say that the deadline has passed.
-_GRACE_S = 2.0
-#: Seconds in which a failure may turn out to be the consequence of rank 0's end.
-_DOUBT_S = 0.5
-_MESSAGE_CHARS = 2000
+#: Seconds between looks at work that is to be reported.
+_REPORT_S = 0.002
 
 
 class Follower:
     """This rank's side.
 
     Args:
-        peers: All ranks.
+        processes: Those of all ranks.
         rank: This one.
         thread: Computes for refits on this rank.
     """
 
-    def __init__(self, peers: Sequence[Peer], rank: int, thread: RefitThread) -> None:
-        self._leader = peers[0]
+    def __init__(self, processes: Sequence[RankProcess], rank: int, thread: RefitThread) -> None:
+        self._leader = processes[0]
         self._rank = rank
         self._thread = thread
         self._ended = threading.Event()
         self._threads: list[Future[None]] = []
 
-    def follow(self, make: Callable[[], Part], call: str, deadline_s: float) -> Future[None]:
+    def follow(
+        self, make: Callable[[], Part], rank_call_id: str, deadline_s: float
+    ) -> Future[None]:
         """Takes part in a refit.
 
         Args:
             make: Makes this rank's part of the source; it is closed once, however the refit ends.
-            call: What all ranks call the refit.
+            rank_call_id: What all ranks call the refit.
             deadline_s: Seconds for it.
 
         Returns:
@@ -75,22 +57,22 @@ class Follower:
         """
         client = ControlClient(self._leader.endpoint, self._leader.key)
         client.open()
-        _send(client, Hello(call, self._rank))
+        _send(client, messages.RankHello(rank_call_id, self._rank))
         try:
             part = make()
         except BaseException as error:
             with closing(client):
-                _send(client, _failure(error))
+                _send(client, messages.RankFailed.of(error))
             raise
-        end = time.monotonic() + deadline_s + _GRACE_S
-        future = spawn(f"follow-{call}", lambda: self._follow(client, part, end))
+        end = time.monotonic() + deadline_s + FOLLOWER_GRACE_S
+        future = spawn(f"follow-{rank_call_id}", lambda: self._follow(client, part, end))
         self._threads = [thread for thread in self._threads if not thread.done()] + [future]
         return future
 
     def close(self) -> None:
         """Ends all refits."""
         self._ended.set()
-        wait(self._threads, 2 * _GRACE_S)
+        wait(self._threads, 2 * FOLLOWER_GRACE_S)
 
     def _follow(self, client: ControlClient, part: Part, end: float) -> None:
         try:
@@ -100,15 +82,16 @@ class Follower:
             self._thread.finish(part.close_part)
 
     def _obey(self, client: ControlClient, part: Part, end: float) -> None:
-        waiting: Message | None = None  # for what an earlier refit began
+        # What was asked, until everything that an earlier refit began on this rank has ended.
+        waiting: messages.Message | None = None
         promised: tuple[str, ...] = ()  # to be gathered, once all ranks are ready
         working: tuple[int, Future[None]] | None = None
         while True:
-            frame = client.receive(_REPORT_S if waiting or working else _LOOK_S)
+            frame = client.receive(_REPORT_S if waiting or working else TICK_S)
             if frame is not None:
-                waiting = decode(frame)
+                waiting = messages.decode(frame)
             match waiting:
-                case Close(reason):
+                case messages.Close(reason):
                     if reason:
                         raise RefitAborted(
                             f"{self._leader} ended the refit: {reason}",
@@ -117,27 +100,24 @@ class Follower:
                             cause=reason,
                         )
                     return
-                case Gather(number, names) if self._thread.idle:
-                    _send(client, Ready(number))
+                case messages.Gather(number, names) if self._thread.idle:
+                    try:
+                        self._thread.check_step()
+                    except RefitError as error:  # rank 0 may not know, and would gather alone
+                        self._fail(client, error)
+                    _send(client, messages.RankReady(number))
                     waiting, promised = None, names
-                case Go(number):
+                case messages.Go(number):
                     gather = partial(self._thread.gather_all, part, promised)
                     waiting, working = None, (number, self._thread.submit(gather))
-                case Confirm(number) if self._thread.idle:
+                case messages.ConfirmPart(number) if self._thread.idle:
                     waiting, working = None, (number, self._thread.submit(part.confirm_part))
             if working is not None and working[1].done():
                 number, done = working
                 working = None
-                if (error := done.exception()) is not None:
-                    out_of_step = self._thread.out_of_step is not None
-                    _send(client, _failure(error, out_of_step=out_of_step))
-                    self._doubt(client, error)
-                    if isinstance(error, RLError):
-                        raise error
-                    raise RefitError(
-                        f"rank {self._rank}: {type(error).__name__}: {error}"
-                    ) from error
-                _send(client, Done(number))
+                if (failure := done.exception()) is not None:
+                    self._fail(client, failure)
+                _send(client, messages.RankDone(number))
             if self._ended.is_set():
                 raise RefitAborted("this rank was shut down", fix="refit with all ranks")
             if frame is None and client.lost():
@@ -150,21 +130,21 @@ class Follower:
                     rank=0,
                 )
 
-    def _doubt(self, client: ControlClient, cause: BaseException) -> None:
-        """After a failure: raises if rank 0 is gone, of which a collective knows no more."""
-        end = time.monotonic() + _DOUBT_S
+    def _fail(self, client: ControlClient, error: BaseException) -> NoReturn:
+        """Tells rank 0 of a failure; raises it, or rank 0's end if a collective failed for that."""
+        out_of_step = self._thread.out_of_step is not None
+        _send(client, messages.RankFailed.of(error, out_of_step=out_of_step))
+        end = time.monotonic() + CAUSE_S
         while time.monotonic() < end:
             if client.lost() or self._leader.state() == "ended":
-                raise self._leader.lost() from cause
-            if (frame := client.receive(_LOOK_S)) is not None and isinstance(decode(frame), Close):
-                return
+                raise self._leader.lost() from error
+            frame = client.receive(TICK_S)
+            if frame is not None and isinstance(messages.decode(frame), messages.Close):
+                break
+        if isinstance(error, RLError):
+            raise error
+        raise RefitError(f"rank {self._rank}: {type(error).__name__}: {error}") from error
 
 
-def _failure(error: BaseException, *, out_of_step: bool = False) -> Failed:
-    text = error.message if isinstance(error, RLError) else str(error)
-    fix = error.fix if isinstance(error, RLError) else None
-    return Failed(type(error).__name__, text[:_MESSAGE_CHARS], fix, out_of_step)
-
-
-def _send(client: ControlClient, message: Message) -> None:
-    client.send(msgspec.msgpack.encode(message))
+def _send(client: ControlClient, message: messages.Message) -> None:
+    client.send(messages.encode(message))

@@ -8,10 +8,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rl_core.interfaces.weights import WeightSource
-from rl_core.refit.manifest import nbytes
 from rl_core.refit.ranks._following import Follower
 from rl_core.refit.ranks._leading import Leader
-from rl_core.refit.ranks._peers import Peer, exchange
+from rl_core.refit.ranks._processes import RankProcess, exchange
 from rl_core.refit.ranks._thread import Part, RefitThread
 from rl_core.refit.transports.control import ControlServer
 
@@ -19,8 +18,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     import torch
-
-__all__ = ["GatheredSource", "RefitRanks"]
 
 #: Bytes of tensors that are gathered for one question; a larger tensor comes alone.
 _BATCH_BYTES = 4 << 20
@@ -53,11 +50,11 @@ class RefitRanks:
         if self.rank == 0:
             host = f"[{address}]" if ":" in address else address
             server = ControlServer(f"tcp://{host}:*", encrypted=True)
-            mine = Peer.here(0, self.size, server.endpoint, server.key)
+            mine = RankProcess.here(0, self.size, server.endpoint, server.key)
             self._leader = Leader(server, exchange(group, mine), self.thread)
         else:
-            peers = exchange(group, Peer.here(self.rank, self.size))
-            self._follower = Follower(peers, self.rank, self.thread)
+            processes = exchange(group, RankProcess.here(self.rank, self.size))
+            self._follower = Follower(processes, self.rank, self.thread)
         _alive.add(self)
 
     @property
@@ -109,14 +106,14 @@ class GatheredSource(WeightSource, Part):
 
     def __init__(self, ranks: RefitRanks | None) -> None:
         self.ranks = ranks if ranks is not None and ranks.size > 1 else None
-        self._refit = ""
+        self._rank_call_id = ""
 
-    def open(self, refit: str, deadline_s: float) -> None:
+    def open(self, rank_call_id: str, deadline_s: float) -> None:
         """See :meth:`WeightSource.open`."""
         if self.ranks is not None:
             self.ranks.thread.check_step()
-            self._refit = refit
-            self.ranks.leader.open(refit, deadline_s)
+            self._rank_call_id = rank_call_id
+            self.ranks.leader.open(rank_call_id, deadline_s)
 
     def check(self) -> None:
         """See :meth:`WeightSource.check`.
@@ -141,7 +138,7 @@ class GatheredSource(WeightSource, Part):
             number = leader.gather(batch)
             futures = [thread.submit(partial(thread.gather, self, name)) for name in batch]
             for name in batch:
-                yield name, _given(leader.wait_for(futures.pop(0), number, name))
+                yield name, _given(leader.wait_for(futures.pop(0), number, f"gather {name}"))
 
     def confirm(self) -> None:
         """See :meth:`WeightSource.confirm`; asks every rank."""
@@ -149,7 +146,7 @@ class GatheredSource(WeightSource, Part):
             self.confirm_part()
             return
         own = self.ranks.thread.submit(self.confirm_part)
-        self.ranks.leader.wait_for(own, 0, "a confirmation")
+        self.ranks.leader.wait_for(own, 0, "confirm its part")
         self.ranks.leader.confirm()
 
     def close(self) -> None:
@@ -157,13 +154,13 @@ class GatheredSource(WeightSource, Part):
         if self.ranks is None:
             self.close_part()
             return
-        if self._refit:
-            self.ranks.leader.dismiss(self._refit)
+        if self._rank_call_id:
+            self.ranks.leader.dismiss(self._rank_call_id)
         self.ranks.thread.finish(self.close_part)
 
     def _batches(self, names: Sequence[str]) -> Iterator[list[str]]:
         """The names in their order, a few at a time: a question takes a while to be answered."""
-        sizes = {spec.name: nbytes(spec) for spec in self.specs()}
+        sizes = {spec.name: spec.nbytes for spec in self.specs()}
         batch: list[str] = []
         room = _BATCH_BYTES
         for name in names:

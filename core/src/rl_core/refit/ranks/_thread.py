@@ -15,8 +15,6 @@ from rl_core.errors import RefitError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-__all__ = ["Part", "RefitThread"]
-
 #: Seconds for which the end of a refit waits for what hangs in a collective.
 _FINISH_S = 0.1
 

@@ -16,6 +16,7 @@ from rl_core.errors import (
     RefitProtocolError,
     RLError,
 )
+from rl_core.refit.timing import tell_s
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,8 +40,8 @@ __all__ = [
 ]
 
 _MESSAGE_CHARS = 4000
-#: Seconds before the deadline at which one that is held up says so, while the other side listens.
-_TELL_S = 1.0
+#: What another side may have raised, and means the same on this one.
+_KNOWN = (RefitError, CapabilityError)
 
 
 class Phase(enum.StrEnum):
@@ -158,7 +159,7 @@ class Session(ABC):
         return max(0.0, self._deadline - self._clock())
 
     @property
-    def place(self) -> str:
+    def where(self) -> str:
         """The phase, and what is being transferred in it."""
         return f"{self.phase} ({self.at})" if self.at else str(self.phase)
 
@@ -166,10 +167,10 @@ class Session(ABC):
         """To be called now and then: ends the session once its deadline has passed."""
         if self.phase.terminal:
             return []
-        if self.held_up and self.remaining_s <= min(_TELL_S, self._seconds / 10):
+        if self.held_up and self.remaining_s <= tell_s(self._seconds):
             return self.fail(
                 RefitAborted(
-                    f"{self.place}: {self.held_up} did not end within {self._seconds:g} s",
+                    f"{self.where}: {self.held_up} did not end within {self._seconds:g} s",
                     fix="end running calls (close iterators of generate_async), or raise "
                     "deadline_s",
                     peer=self.held_up,
@@ -180,7 +181,7 @@ class Session(ABC):
         who = self._awaited()
         return self.fail(
             RefitPeerError(
-                f"{self.place}: {who} did not answer within {self._seconds:g} s{self._hint()}",
+                f"{self.where}: {who} did not answer within {self._seconds:g} s{self._hint()}",
                 fix="look at the other side's log; raise deadline_s if the model is large",
                 peer=who,
             )
@@ -224,13 +225,21 @@ class Session(ABC):
         self._enter(phase)
 
 
-def peer_error(kind: str, message: str, *, phase: Phase, peer: str) -> RLError:
-    """The error that another side reported, as an error of the same class on this side."""
+def peer_error(
+    kind: str, message: str, *, known: tuple[type[RLError], ...] = _KNOWN, **details: Any
+) -> RLError:
+    """The error of another process, as one of the same class here; else a RefitPeerError.
+
+    Args:
+        kind: Name of its class.
+        message: The whole text.
+        known: The classes that mean the same here.
+        **details: And ``fix``, as of :class:`RLError`.
+    """
     found = getattr(errors, kind, None) if kind in errors.__all__ else None
-    cls: type[RLError] = RefitPeerError
-    if isinstance(found, type) and issubclass(found, RefitError | CapabilityError):
-        cls = RefitPeerError if found is RefitError else found
-    return cls(f"{peer} failed: {message}", phase=phase.value, peer=peer, cause=kind)
+    if isinstance(found, type) and issubclass(found, known) and found is not RefitError:
+        return found(message, **details)
+    return RefitPeerError(message, **details)
 
 
 def describe(error: BaseException) -> tuple[str, str]:

@@ -12,22 +12,7 @@ from rl_core.errors import (
     RefitPeerError,
     WeightsTornError,
 )
-from rl_core.refit.messages import (
-    Abort,
-    BucketReady,
-    Commit,
-    Done,
-    Failed,
-    FromSender,
-    Hello,
-    Loaded,
-    Offer,
-    Prepare,
-    Prepared,
-    Ready,
-    Seal,
-    Sealed,
-)
+from rl_core.refit import messages
 from rl_core.refit.session.base import (
     Attach,
     Effect,
@@ -39,6 +24,7 @@ from rl_core.refit.session.base import (
     Session,
     describe,
 )
+from rl_core.refit.timing import HELLO_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -47,8 +33,6 @@ __all__ = ["ISOLATION_LEVELS", "VERIFY_LEVELS", "ReceiverSession"]
 
 VERIFY_LEVELS = ("none", "wire", "installed")
 ISOLATION_LEVELS = ("quiesced", "staged")
-#: Seconds between two ``Hello`` messages while there is no offer.
-HELLO_INTERVAL_S = 0.5
 
 
 class ReceiverSession(Session):
@@ -74,16 +58,16 @@ class ReceiverSession(Session):
     #: What may arrive in each phase. ``Abort`` is legal in all of them; everything else ends the
     #: session: ABORTED if nothing was written, else TORN.
     TABLE: ClassVar[dict[tuple[Phase, type], str]] = {
-        (Phase.DISCOVER, Offer): "_on_offer",  # -> PREPARE
-        (Phase.PREPARE, Prepare): "_on_prepare",  # attached  -> TRANSFER
-        (Phase.TRANSFER, BucketReady): "_on_bucket",
-        (Phase.TRANSFER, Seal): "_on_seal",  # -> SEAL, installed -> COMMIT
-        (Phase.COMMIT, Commit): "_on_commit",  # published -> COMMITTED
+        (Phase.DISCOVER, messages.Offer): "_on_offer",  # -> PREPARE
+        (Phase.PREPARE, messages.Prepare): "_on_prepare",  # attached  -> TRANSFER
+        (Phase.TRANSFER, messages.BucketReady): "_on_bucket",
+        (Phase.TRANSFER, messages.Seal): "_on_seal",  # -> SEAL, installed -> COMMIT
+        (Phase.COMMIT, messages.Commit): "_on_commit",  # published -> COMMITTED
     }
 
     def __init__(
         self,
-        hello: Hello,
+        hello: messages.Hello,
         *,
         manifest: str,
         dtypes: dict[str, str],
@@ -93,20 +77,21 @@ class ReceiverSession(Session):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(deadline_s, clock)
-        self.offer: Offer | None = None
+        self.offer: messages.Offer | None = None
         self.touched = False
         self._hello = hello
         self._manifest = manifest
         self._dtypes = dtypes
         self._holds = holds
         self._gpus = gpus
-        self._prepare: Prepare | None = None
+        self._prepare: messages.Prepare | None = None
+        self._buckets = 0
         self._announced = self._loaded = 0
         self._hello_at = 0.0
 
     def start(self) -> list[Effect]:
         """Says hello."""
-        self._hello_at = self._clock() + HELLO_INTERVAL_S
+        self._hello_at = self._clock() + HELLO_S
         return [Send(self._hello)]
 
     def tick(self) -> list[Effect]:
@@ -119,12 +104,12 @@ class ReceiverSession(Session):
 
     # -- what happens -----------------------------------------------------------------------------
 
-    def receive(self, message: FromSender) -> list[Effect]:
+    def receive(self, message: messages.FromSender) -> list[Effect]:
         """Takes one message of the sender."""
         if self.phase.terminal:
             return []
         ours = self.offer is None or message.session == self.offer.session
-        if isinstance(message, Abort) and ours:
+        if isinstance(message, messages.Abort) and ours:
             return self._on_abort(message)
         handler = self.TABLE.get((self.phase, type(message)))
         if handler is None or not ours:
@@ -132,15 +117,13 @@ class ReceiverSession(Session):
         effects: list[Effect] = getattr(self, handler)(message)
         return effects
 
-    def attached(self, plan: str) -> list[Effect]:
-        """The lane is attached and the sink is ready; ``plan`` is our plan's digest."""
+    def attached(self, buckets: int) -> list[Effect]:
+        """Our plan, of so many buckets, is the sender's; lane and sink are ready."""
         if self.phase.terminal:
             return []
-        assert self._prepare is not None
-        if plan != self._prepare.plan:
-            return self._refuse("the two sides derive different plans")
+        self._buckets = buckets
         self._enter(Phase.TRANSFER)
-        return [Send(Prepared(self._session, plan))]
+        return [Send(messages.Prepared(self._session))]
 
     def touch(self) -> None:
         """The next write makes the weights neither old nor new."""
@@ -151,32 +134,27 @@ class ReceiverSession(Session):
         if self.phase.terminal:
             return []
         self._loaded += 1
-        return [Send(Loaded(self._session, index))]
+        return [Send(messages.Loaded(self._session, index))]
 
-    def installed(self, digest: str) -> list[Effect]:
-        """All is installed and verified; only the sender's decision is missing.
-
-        Args:
-            digest: Over every tensor of the model, as in ``Seal``.
-        """
+    def installed(self) -> list[Effect]:
+        """All is installed and verified; only the sender's decision is missing."""
         if self.phase.terminal:
             return []
         self._enter(Phase.COMMIT)
-        return [Send(Sealed(self._session, digest))]
+        return [Send(messages.Sealed(self._session))]
 
     def published(self) -> list[Effect]:
         """The new version serves."""
         if self.phase.terminal:
             return []
-        done = Send(Done(self._session, self._offer.version))
         self._end(Phase.COMMITTED)
-        return [done]
+        return [Send(messages.Done(self._session))]
 
     def lost(self, why: str) -> list[Effect]:
         """The sender is gone."""
         return self.fail(
             RefitPeerError(
-                f"{self.place}: {self._awaited()} {why}",
+                f"{self.where}: {self._awaited()} {why}",
                 fix="restart the trainer and refit again",
                 peer=self._awaited(),
             )
@@ -191,11 +169,11 @@ class ReceiverSession(Session):
             return []
         assert self.error is not None
         torn = self.phase is Phase.TORN
-        return [Send(Failed(self._session, *describe(self.error), torn))]
+        return [Send(messages.Failed(self._session, *describe(self.error), torn))]
 
     # -- handlers, in the order of the phases -----------------------------------------------------
 
-    def _on_offer(self, offer: Offer) -> list[Effect]:
+    def _on_offer(self, offer: messages.Offer) -> list[Effect]:
         self.offer = offer
         if offer.verify not in VERIFY_LEVELS or offer.isolation not in ISOLATION_LEVELS:
             return self.fail(
@@ -213,9 +191,9 @@ class ReceiverSession(Session):
             )
         self._enter(Phase.PREPARE)
         holds = self._holds() if offer.delta else b""
-        return [Send(Ready(offer.session, self._manifest, self._dtypes, holds, self._gpus))]
+        return [Send(messages.Ready(offer.session, self._dtypes, holds, self._gpus))]
 
-    def _on_prepare(self, prepare: Prepare) -> list[Effect]:
+    def _on_prepare(self, prepare: messages.Prepare) -> list[Effect]:
         if self._prepare is not None:
             return self._refuse("Prepare came twice")
         self._prepare = prepare
@@ -224,27 +202,23 @@ class ReceiverSession(Session):
             self._deadline = self._clock() + prepare.deadline_s
         return [Attach(prepare, self._offer)]
 
-    def _on_bucket(self, bucket: BucketReady) -> list[Effect]:
-        assert self._prepare is not None
+    def _on_bucket(self, bucket: messages.BucketReady) -> list[Effect]:
         expected = self._announced
-        if bucket.index != expected or expected >= self._prepare.buckets:
+        if bucket.index != expected or expected >= self._buckets:
             return self._refuse(f"bucket {bucket.index}, expected {expected}")
         self._announced += 1
         return [Load(bucket.index, bucket.digests)]
 
-    def _on_seal(self, seal: Seal) -> list[Effect]:
-        assert self._prepare is not None
-        if self._loaded != self._prepare.buckets:
-            return self._refuse(f"sealed after {self._loaded} of {self._prepare.buckets} buckets")
+    def _on_seal(self, seal: messages.Seal) -> list[Effect]:
+        if self._loaded != self._buckets:
+            return self._refuse(f"sealed after {self._loaded} of {self._buckets} buckets")
         self._enter(Phase.SEAL)
         return [Install(self._offer, seal.digest)]
 
-    def _on_commit(self, commit: Commit) -> list[Effect]:
-        if commit.version != self._offer.version:
-            return self._refuse(f"Commit of version {commit.version}")
-        return [Publish(commit.version)]
+    def _on_commit(self, _: messages.Commit) -> list[Effect]:
+        return [Publish(self._offer.version)]
 
-    def _on_abort(self, abort: Abort) -> list[Effect]:
+    def _on_abort(self, abort: messages.Abort) -> list[Effect]:
         what = f"{self.phase}: the sender gave up: {abort.message}"
         details = {"phase": self.phase.value, "peer": self._awaited(), "cause": abort.kind}
         error: RefitError
@@ -259,7 +233,7 @@ class ReceiverSession(Session):
     # -- helpers ----------------------------------------------------------------------------------
 
     @property
-    def _offer(self) -> Offer:
+    def _offer(self) -> messages.Offer:
         assert self.offer is not None
         return self.offer
 

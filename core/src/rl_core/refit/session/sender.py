@@ -12,22 +12,7 @@ from rl_core.errors import (
     RefitPeerError,
     RefitProtocolError,
 )
-from rl_core.refit.messages import (
-    Abort,
-    BucketReady,
-    Commit,
-    Done,
-    Failed,
-    FromReceiver,
-    Hello,
-    Loaded,
-    Offer,
-    Prepare,
-    Prepared,
-    Ready,
-    Seal,
-    Sealed,
-)
+from rl_core.refit import messages
 from rl_core.refit.session.base import (
     Confirm,
     Effect,
@@ -39,6 +24,7 @@ from rl_core.refit.session.base import (
     describe,
     peer_error,
 )
+from rl_core.refit.timing import UNHEARD_OF_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -47,22 +33,19 @@ if TYPE_CHECKING:
 
 __all__ = ["SenderSession"]
 
-
 #: Connections that may have an offer and no answer yet, for each receiver that is wanted: what
 #: earlier refits left on the way, or who says a Hello again that was another's.
 _OFFERS = 32
-#: Seconds for which another refit, of which a receiver knows already, may still be asked for here.
-_UNHEARD_OF_S = 2.0
 
 
 @dataclass
 class _Peer:
-    hello: Hello
+    hello: messages.Hello
     #: Among who takes part; None before that.
     number: int | None = None
     #: The phases in which the peer did its part.
     did: set[Phase] = field(default_factory=set)
-    ready: Ready | None = None
+    ready: messages.Ready | None = None
     loaded: int = 0
 
     @property
@@ -85,7 +68,7 @@ class SenderSession(Session):
     Args:
         offer: What every receiver is told first.
         receivers: How many must take part.
-        refit: Id of the refit, which receivers were told as well; empty if it has none.
+        refit_id: Of the refit, which receivers were told as well; empty if it has none.
         is_over: Whether the refit of an id has ended, or never will begin.
         deadline_s: Seconds within which the session ends.
         clock: Monotonic seconds.
@@ -94,41 +77,41 @@ class SenderSession(Session):
     #: What may arrive in each phase from who takes part. ``Failed`` is legal in all of them; a
     #: ``Hello`` after DISCOVER means the next refit and is said again; all else ends the session.
     TABLE: ClassVar[dict[tuple[Phase, type], str]] = {
-        (Phase.DISCOVER, Ready): "_on_ready",  # all ready     -> PREPARE
-        (Phase.PREPARE, Prepared): "_on_prepared",  # all prepared  -> TRANSFER
-        (Phase.TRANSFER, Loaded): "_on_loaded",  # all loaded    -> SEAL
-        (Phase.SEAL, Sealed): "_on_sealed",  # all sealed    -> COMMIT
-        (Phase.COMMIT, Done): "_on_done",  # all done      -> COMMITTED
+        (Phase.DISCOVER, messages.Ready): "_on_ready",  # all ready     -> PREPARE
+        (Phase.PREPARE, messages.Prepared): "_on_prepared",  # all prepared  -> TRANSFER
+        (Phase.TRANSFER, messages.Loaded): "_on_loaded",  # all loaded    -> SEAL
+        (Phase.SEAL, messages.Sealed): "_on_sealed",  # all sealed    -> COMMIT
+        (Phase.COMMIT, messages.Done): "_on_done",  # all done      -> COMMITTED
     }
 
     def __init__(
         self,
-        offer: Offer,
+        offer: messages.Offer,
         *,
         receivers: int,
         deadline_s: float,
-        refit: str = "",
+        refit_id: str = "",
         is_over: Callable[[str], bool] = lambda _: False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(deadline_s, clock)
         self.offer = offer
         self._receivers = receivers
-        self._refit = refit
+        self._refit_id = refit_id
         self._is_over = is_over
         self._offered: dict[str, _Peer] = {}
         self._peers: dict[str, _Peer] = {}
         self._noise = ""
         self._asked_for: dict[str, float] = {}
         self._dtypes: dict[str, str] | None = None
-        self._prepare: Prepare | None = None
+        self._buckets: int | None = None  # once there is a plan
         self._window = 0
         self._packed = 0
         self._packing = False
-        self._seal: Seal | None = None
+        self._confirmed = False
 
     @property
-    def peers(self) -> dict[str, Hello]:
+    def peers(self) -> dict[str, messages.Hello]:
         """Who takes part, by connection."""
         return {key: peer.hello for key, peer in self._peers.items()}
 
@@ -139,18 +122,18 @@ class SenderSession(Session):
 
     # -- what happens -----------------------------------------------------------------------------
 
-    def receive(self, key: str, message: Hello | FromReceiver) -> list[Effect]:
+    def receive(self, key: str, message: messages.Hello | messages.FromReceiver) -> list[Effect]:
         """Takes one message from the connection ``key``."""
         if self.phase.terminal:
             return []
-        if isinstance(message, Hello):
+        if isinstance(message, messages.Hello):
             return self._on_hello(key, message)
         peer = self._peers.get(key) or self._offered.get(key)
         if peer is None:
             return []
         if message.session != self.offer.session:
             return self._break(peer, f"{type(message).__name__} of another session")
-        if isinstance(message, Failed):
+        if isinstance(message, messages.Failed):
             self._peers.pop(key, None)
             self._offered.pop(key, None)
             return self.fail(self._reported(peer, message))
@@ -162,11 +145,17 @@ class SenderSession(Session):
             effects += getattr(self, handler)(peer, message)
         return effects
 
-    def planned(self, prepare: Prepare, window: int) -> list[Effect]:
-        """The plan is made and its lane exists; ``window`` buckets may be under way at once."""
+    def planned(self, prepare: messages.Prepare, buckets: int, window: int) -> list[Effect]:
+        """The plan is made, of so many buckets, and its lane exists.
+
+        Args:
+            prepare: What the receivers are told of it.
+            buckets: How many the plan has.
+            window: How many of them may be under way at once.
+        """
         if self.phase.terminal:
             return []
-        self._prepare, self._window = prepare, window
+        self._buckets, self._window = buckets, window
         return [Send(prepare)]
 
     def packed(self, index: int, digests: bytes) -> list[Effect]:
@@ -175,33 +164,29 @@ class SenderSession(Session):
             return []
         self._packing = False
         self._packed += 1
-        return [Send(BucketReady(self.offer.session, index, digests)), *self._advance()]
+        return [Send(messages.BucketReady(self.offer.session, index, digests)), *self._advance()]
 
     def confirmed(self, digest: str) -> list[Effect]:
         """All that was sent is of one state, whose digest is this."""
         if self.phase.terminal:
             return []
-        self._seal = Seal(self.offer.session, digest)
-        return [Send(self._seal)]
+        self._confirmed = True
+        return [Send(messages.Seal(self.offer.session, digest))]
 
-    def lost(self, key: str, why: str) -> list[Effect]:
-        """A peer is gone; that matters unless it was done."""
+    def lost(self, key: str) -> list[Effect]:
+        """A connection is gone; the session fails if its peer takes part and was not done."""
+        self._offered.pop(key, None)
         peer = self._peers.get(key)
         if peer is None or self.phase.terminal or Phase.COMMIT in peer.did:
             return []
         del self._peers[key]
         return self.fail(
             RefitPeerError(
-                f"{self.place}: {peer.name} {why}",
+                f"{self.where}: {peer.name} closed its connection",
                 fix="restart that engine; the others take the next refit as they are",
                 peer=peer.name,
             )
         )
-
-    def forget(self, key: str) -> list[Effect]:
-        """A connection is gone; if its peer takes part, the session fails."""
-        self._offered.pop(key, None)
-        return self.lost(key, "closed its connection")
 
     def corrupted(self, key: str, error: RefitProtocolError) -> list[Effect]:
         """A frame that could not be read came from ``key``: from who takes part, that is the end.
@@ -230,10 +215,10 @@ class SenderSession(Session):
 
     # -- handlers, in the order of the phases -----------------------------------------------------
 
-    def _on_hello(self, key: str, hello: Hello) -> list[Effect]:
+    def _on_hello(self, key: str, hello: messages.Hello) -> list[Effect]:
         if self.phase is not Phase.DISCOVER or key in self._peers or key in self._offered:
             return []
-        if hello.refit != self._refit:
+        if hello.refit_id != self._refit_id:
             return self._turn_away(key, hello)
         if len(self._peers) == self._receivers:
             return self._dismiss(key, self._full)
@@ -242,11 +227,11 @@ class SenderSession(Session):
         self._offered[key] = _Peer(hello)
         return [Send(self.offer, key)]
 
-    def _turn_away(self, key: str, hello: Hello) -> list[Effect]:
+    def _turn_away(self, key: str, hello: messages.Hello) -> list[Effect]:
         """Tells who asks for a refit that is over, or for none by name; others wait for theirs."""
-        if hello.refit and self._refit:
-            since = self._asked_for.setdefault(hello.refit, self._clock())
-            if not self._is_over(hello.refit) and self._clock() < since + _UNHEARD_OF_S:
+        if hello.refit_id and self._refit_id:
+            since = self._asked_for.setdefault(hello.refit_id, self._clock())
+            if not self._is_over(hello.refit_id) and self._clock() < since + UNHEARD_OF_S:
                 return []
             why = "the refit that was asked for is over, or was never begun here"
         else:
@@ -271,9 +256,7 @@ class SenderSession(Session):
     def _dismiss(self, key: str, why: str) -> list[Effect]:
         return [Send(self._abort(RefitProtocolError(f"{self.phase}: {why}")), key)]
 
-    def _on_ready(self, peer: _Peer, message: Ready) -> list[Effect]:
-        if message.manifest != self.offer.manifest:
-            return self._break(peer, "Ready for another manifest")
+    def _on_ready(self, peer: _Peer, message: messages.Ready) -> list[Effect]:
         if self._dtypes is not None and message.dtypes != self._dtypes:
             return self.fail(
                 ManifestMismatchError(
@@ -291,31 +274,29 @@ class SenderSession(Session):
         everybody = tuple(p.ready for p in self._peers.values() if p.ready is not None)
         return [*late, MakePlan(everybody)]
 
-    def _on_prepared(self, peer: _Peer, message: Prepared) -> list[Effect]:
-        if self._prepare is None or message.plan != self._prepare.plan:
-            return self._break(peer, "Prepared for another plan")
+    def _on_prepared(self, peer: _Peer, _: messages.Prepared) -> list[Effect]:
+        if self._buckets is None:
+            return self._break(peer, "Prepared before it was told the plan")
         if not self._all_did(peer):
             return []
         self._enter(Phase.TRANSFER)
         return self._advance()
 
-    def _on_loaded(self, peer: _Peer, message: Loaded) -> list[Effect]:
+    def _on_loaded(self, peer: _Peer, message: messages.Loaded) -> list[Effect]:
         if message.index != peer.loaded or message.index >= self._packed:
             return self._break(peer, f"Loaded({message.index}), expected {peer.loaded}")
         peer.loaded += 1
         return self._advance()
 
-    def _on_sealed(self, peer: _Peer, message: Sealed) -> list[Effect]:
-        if self._seal is None or message.digest != self._seal.digest:
-            return self._break(peer, "Sealed with another digest")
+    def _on_sealed(self, peer: _Peer, _: messages.Sealed) -> list[Effect]:
+        if not self._confirmed:
+            return self._break(peer, "Sealed before it was told to")
         if not self._all_did(peer):
             return []
         self._enter(Phase.COMMIT)
-        return [Send(Commit(self.offer.session, self.offer.version))]
+        return [Send(messages.Commit(self.offer.session))]
 
-    def _on_done(self, peer: _Peer, message: Done) -> list[Effect]:
-        if message.version != self.offer.version:
-            return self._break(peer, f"Done with version {message.version}")
+    def _on_done(self, peer: _Peer, _: messages.Done) -> list[Effect]:
         if self._all_did(peer):
             self._end(Phase.COMMITTED)
         return []
@@ -324,13 +305,12 @@ class SenderSession(Session):
 
     def _advance(self) -> list[Effect]:
         """Packs the next bucket once there is room for it; seals when all are loaded."""
-        assert self._prepare is not None
         slowest = min(peer.loaded for peer in self._peers.values())
-        if slowest == self._prepare.buckets:
+        if slowest == self._buckets:
             self._enter(Phase.SEAL)
             return [Confirm()]
         room = self._packed - slowest < self._window
-        if self._packing or self._packed == self._prepare.buckets or not room:
+        if self._packing or self._packed == self._buckets or not room:
             return []
         self._packing = True
         return [Pack(self._packed)]
@@ -340,13 +320,13 @@ class SenderSession(Session):
         peers = self._peers.values()
         return len(peers) == self._receivers and all(self.phase in p.did for p in peers)
 
-    def _abort(self, error: BaseException) -> Abort:
-        return Abort(self.offer.session, *describe(error))
+    def _abort(self, error: BaseException) -> messages.Abort:
+        return messages.Abort(self.offer.session, *describe(error))
 
     def _break(self, peer: _Peer, what: str) -> list[Effect]:
         return self._refuse(f"{peer.name} sent {what}", peer.name)
 
-    def _reported(self, peer: _Peer, message: Failed) -> RLError:
+    def _reported(self, peer: _Peer, message: messages.Failed) -> RLError:
         """The error behind a failure.
 
         A receiver that timed out on us was really waiting for the late peers.
@@ -359,7 +339,13 @@ class SenderSession(Session):
                 "model is large",
                 peer=late,
             )
-        return peer_error(message.kind, message.message, phase=self.phase, peer=peer.name)
+        return peer_error(
+            message.kind,
+            f"{peer.name} failed: {message.message}",
+            phase=self.phase.value,
+            peer=peer.name,
+            cause=message.kind,
+        )
 
     def _awaited(self) -> str:
         missing = self._receivers - len(self._peers)

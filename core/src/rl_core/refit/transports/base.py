@@ -18,44 +18,61 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from rl_core.errors import ConfigError
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 CPU = torch.device("cpu")
 
-__all__ = ["CPU", "Lane", "NoLane", "ReceiverEnd", "SenderEnd", "Transport"]
+__all__ = ["CPU", "Lane", "NoLane", "ReceiverEnd", "SenderEnd", "Transport", "refuse_options"]
 
 
 class Lane(ABC):
     """One end of a stretch of bytes that a sender fills and receivers read.
 
+    Either side keeps its end from refit to refit. What ends that, by kind of memory::
+
+        event                     | shared (ipc, CPU) | GPU (ipc)        | group (collective)
+        --------------------------+-------------------+------------------+-------------------
+        packed: a refit fails     | sender closes     | sender closes    | both close
+        direct: a refit fails     | both keep         | sender keeps     | (never direct)
+        direct: a refit ends      | both keep         | receiver closes  |
+        direct: the sender's      | receiver closes   | (closed already) |
+          memory is gone          |                   |                  |
+        other receivers take part | sender keeps      | sender keeps     | sender closes
+
+    A sender that closed its end makes another for the next refit, and a receiver attaches to that.
+    Lanes are ``direct`` where tensors of the trainer are moved into them, to stay: for each one
+    :meth:`allocate_view`, after the last :meth:`moved_in`.
+
     Attributes:
         data: The bytes on this side, uint8 ``[nbytes]``; allocated and touched once.
         ref: Plain data from which a receiver attaches; sent inside an authenticated message.
-        outlives_failure: A refit that fails leaves the lane as good as new.
-        borrows: The sender cannot free the memory while a receiver is attached. If it is the
-            trainer's own (``direct``), receivers attach for one refit at a time.
+        reusable_after_failure: A refit that fails leaves the lane as good as new.
+        unmap_after_each_refit: The sender cannot free the memory while a receiver is attached. If
+            it is the trainer's own (``direct``), receivers attach for one refit at a time.
     """
 
     data: torch.Tensor
     ref: Mapping[str, Any]
-    outlives_failure: ClassVar[bool] = True
-    borrows: ClassVar[bool] = False
+    reusable_after_failure: ClassVar[bool] = True
+    unmap_after_each_refit: ClassVar[bool] = False
 
     def serves(self, receivers: Sequence[str]) -> bool:
         """Sender: whether just these receivers can use the lane as it is."""
         return True
 
-    def owning_view(self, start: int, stop: int) -> torch.Tensor:
-        """Sender: some of the bytes as a tensor that owns its storage, where that is possible.
+    def allocate_view(self, start: int, stop: int) -> torch.Tensor:
+        """Sender: some of the bytes, had now, as a tensor that owns its storage if it can.
 
         Raises:
             RefitError: There is not enough memory for them.
         """
         return self.data[start:stop]
 
-    def settled(self) -> None:
-        """Sender: tensors were moved into the lane; frees the memory that they left."""
+    def moved_in(self) -> None:
+        """Sender: all tensors were moved in; frees the memory that they left."""
 
     def publish(self, start: int, stop: int) -> None:
         """Sender: these bytes are written; lets the receivers have them. Does not wait."""
@@ -74,7 +91,7 @@ class Lane(ABC):
     def release(self) -> None:
         """Receiver: all that was copied from the first expected bytes is done with."""
 
-    def abandoned(self) -> bool:
+    def sender_gone(self) -> bool:
         """Receiver: whether the sender has released the memory, as far as that can be seen."""
         return False
 
@@ -133,7 +150,7 @@ class SenderEnd(ABC):
             DeadlineError: Says who is missing.
         """
 
-    def place(self, device: torch.device, gpus: Sequence[Sequence[str]]) -> torch.device:
+    def lane_device(self, device: torch.device, gpus: Sequence[Sequence[str]]) -> torch.device:
         """Where a lane is made for tensors on ``device``.
 
         Args:
@@ -147,25 +164,21 @@ class SenderEnd(ABC):
         return CPU
 
     @abstractmethod
-    def lane(self, nbytes: int, device: torch.device, receivers: Sequence[str]) -> Lane:
+    def lane(
+        self, nbytes: int, device: torch.device, receivers: Sequence[str], *, direct: bool = False
+    ) -> Lane:
         """New memory that these receivers can attach to.
 
         Args:
             nbytes: At least 1.
             device: Where the sender's tensors are.
             receivers: Their ids, as in ``Hello``, in one order for all.
+            direct: Tensors are moved in one by one with :meth:`Lane.allocate_view`, so that memory
+                which can grow as they come need not be had at once. Nothing else is written.
 
         Raises:
             RefitError: There is not enough memory.
         """
-
-    def growing_lane(self, nbytes: int, device: torch.device, receivers: Sequence[str]) -> Lane:
-        """As :meth:`lane`, for tensors that are moved there one by one.
-
-        That is done with :meth:`Lane.owning_view`. Memory that can grow as they come need not be
-        had at once.
-        """
-        return self.lane(nbytes, device, receivers)
 
     @abstractmethod
     def close(self) -> None:
@@ -255,3 +268,9 @@ class Transport(ABC):
         Raises:
             RefitProtocolError: The address is malformed.
         """
+
+
+def refuse_options(who: str, options: Mapping[str, Any]) -> None:
+    """Raises ConfigError for the first of the options, where ``who`` takes none."""
+    for key in options:
+        raise ConfigError(f"{who} has no option {key!r}", fix="give it no options", key=key)

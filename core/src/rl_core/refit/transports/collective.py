@@ -20,7 +20,7 @@ import weakref
 from contextlib import closing, suppress
 from datetime import timedelta
 from ipaddress import ip_address
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 import torch
@@ -28,10 +28,11 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from rl_core.errors import ConfigError, DeadlineError, LifecycleError, RefitProtocolError
-from rl_core.refit.transports.base import CPU, ReceiverEnd, SenderEnd, Transport
+from rl_core.refit.timing import HELLO_S, REFUSAL_S
+from rl_core.refit.transports.base import CPU, ReceiverEnd, SenderEnd, Transport, refuse_options
 from rl_core.refit.transports.control import ControlClient, ControlServer
 from rl_core.refit.transports.cuda import uuid_of
-from rl_core.refit.transports.groups import GroupLane, Meeting
+from rl_core.refit.transports.groups import GroupLane, GroupRef, Member
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -43,11 +44,8 @@ _REFUSED = "refit/refused"
 _STORE_TIMEOUT = timedelta(seconds=10)
 _POLL_S = 0.02
 _REFUSAL_CHARS = 500
-#: Seconds for which a refusal is said, and between two times.
-_REFUSE_S, _REPEAT_S = 3.0, 0.3
 
 _Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
-T = TypeVar("T", bound=msgspec.Struct)
 
 
 class _SenderOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -57,23 +55,11 @@ class _SenderOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     backend: Literal["gloo", "nccl"] | None = None
 
 
-class _NoOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    pass
-
-
 class _Address(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ip: str
     port: _Port
     control: str = ""
     key: str = ""
-
-
-class _Ref(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    kind: Literal["group"]
-    epoch: str
-    backend: Literal["gloo", "nccl"]
-    members: tuple[str, ...]
-    nbytes: Annotated[int, msgspec.Meta(ge=1)]
 
 
 class CollectiveSender(ControlServer, SenderEnd):
@@ -146,8 +132,8 @@ class CollectiveSender(ControlServer, SenderEnd):
         store.delete_key(_REFUSED)
         return text
 
-    def place(self, device: torch.device, gpus: Sequence[Sequence[str]]) -> torch.device:
-        """See :meth:`SenderEnd.place`: NCCL wants a GPU of its own for every member.
+    def lane_device(self, device: torch.device, gpus: Sequence[Sequence[str]]) -> torch.device:
+        """See :meth:`SenderEnd.lane_device`: NCCL wants a GPU of its own for every member.
 
         Raises:
             ConfigError: NCCL was asked for, and there are not so many.
@@ -163,15 +149,13 @@ class CollectiveSender(ControlServer, SenderEnd):
             )
         return device if apart and self._backend != "gloo" else CPU
 
-    def lane(self, nbytes: int, device: torch.device, receivers: Sequence[str]) -> GroupLane:
+    def lane(
+        self, nbytes: int, device: torch.device, receivers: Sequence[str], *, direct: bool = False
+    ) -> GroupLane:
         """See :meth:`SenderEnd.lane`; returns before the receivers have joined the group."""
         backend: Literal["gloo", "nccl"] = "nccl" if device.type == "cuda" else "gloo"
-        members = tuple(receivers)
-        ref = _Ref("group", secrets.token_hex(8), backend, members, nbytes)
-        meeting = _meeting(_open(self._store), ref, 0, self.address)
-        lane = GroupLane(msgspec.to_builtins(ref), meeting, _place(backend, device))
-        self._lanes.add(lane)
-        return lane
+        ref = GroupRef("group", secrets.token_hex(8), backend, tuple(receivers), nbytes)
+        return _join(ref, 0, self._store, self.address, device, self._lanes)
 
     def close(self) -> None:
         """See :meth:`SenderEnd.close`."""
@@ -240,10 +224,10 @@ class CollectiveReceiver(ControlClient, ReceiverEnd):
         def repeat() -> None:
             with suppress(dist.DistError):
                 store.set(_REFUSED, why[:_REFUSAL_CHARS])
-                while not self._closed.wait(_REPEAT_S) and time.monotonic() < ends:
+                while not self._closed.wait(HELLO_S) and time.monotonic() < ends:
                     store.set(_REFUSED, why[:_REFUSAL_CHARS])
 
-        ends = time.monotonic() + _REFUSE_S
+        ends = time.monotonic() + REFUSAL_S
         threading.Thread(target=repeat, name="rl-refit-refuse", daemon=True).start()
 
     def connect(self, address: Mapping[str, Any]) -> None:
@@ -268,7 +252,7 @@ class CollectiveReceiver(ControlClient, ReceiverEnd):
     ) -> GroupLane:
         """See :meth:`ReceiverEnd.attach`; returns before the group is complete."""
         try:
-            wanted = msgspec.convert(ref, _Ref)
+            wanted = msgspec.convert(ref, GroupRef)
         except msgspec.ValidationError as error:
             raise RefitProtocolError(f"a malformed reference to a group: {error}") from error
         if receiver not in wanted.members:
@@ -279,10 +263,7 @@ class CollectiveReceiver(ControlClient, ReceiverEnd):
                 fix="put the engine's tensors on a GPU, or give the sender backend='gloo'",
             )
         rank = 1 + wanted.members.index(receiver)
-        meeting = _meeting(_open(self._store), wanted, rank, self._address)
-        lane = GroupLane(ref, meeting, _place(wanted.backend, device))
-        self._lanes.add(lane)
-        return lane
+        return _join(wanted, rank, self._store, self._address, device, self._lanes)
 
     def close(self) -> None:
         """See :meth:`ReceiverEnd.close`."""
@@ -297,11 +278,11 @@ class _Collective(Transport):
     """Options: those of :class:`CollectiveSender`; a receiver has none."""
 
     def sender(self, **options: Any) -> CollectiveSender:
-        given = _options(options, _SenderOptions)
+        given = _sender_options(options)
         return CollectiveSender(given.ip, given.port, given.receivers, given.backend)
 
     def receiver(self, address: Mapping[str, Any], **options: Any) -> CollectiveReceiver:
-        _options(options, _NoOptions)
+        refuse_options("the collective transport's receiver", options)
         _address(address)
         return CollectiveReceiver(address)
 
@@ -310,14 +291,14 @@ class _Collective(Transport):
 COLLECTIVE: Transport = _Collective()
 
 
-def _options(given: Mapping[str, Any], kind: type[T]) -> T:
+def _sender_options(given: Mapping[str, Any]) -> _SenderOptions:
     try:
-        return msgspec.convert(dict(given), kind)
+        return msgspec.convert(dict(given), _SenderOptions)
     except msgspec.ValidationError as error:
         names = re.findall(r"`\$?\.?(\w+)`", str(error))
         raise ConfigError(
             f"the collective transport's options: {error}",
-            fix=f"it takes {', '.join(field.name for field in msgspec.structs.fields(kind))}",
+            fix=f"it takes {', '.join(_SenderOptions.__struct_fields__)}",
             key=names[-1] if names else "",
         ) from error
 
@@ -376,12 +357,19 @@ def _open(store: c10d.TCPStore | None) -> c10d.TCPStore:
     return store
 
 
-def _meeting(store: c10d.TCPStore, ref: _Ref, rank: int, address: Mapping[str, Any]) -> Meeting:
-    return Meeting(store, ref.epoch, rank, 1 + len(ref.members), address["ip"], address["port"])
-
-
-def _place(backend: str, device: torch.device) -> torch.device:
-    return device if backend == "nccl" else torch.device("cpu")
+def _join(
+    ref: GroupRef,
+    rank: int,
+    store: c10d.TCPStore | None,
+    address: Mapping[str, Any],
+    device: torch.device,
+    lanes: weakref.WeakSet[GroupLane],
+) -> GroupLane:
+    """This member's lane, which is added to those of its end."""
+    member = Member(ref, rank, _open(store), address["ip"], address["port"])
+    lane = GroupLane(member, device if ref.backend == "nccl" else CPU)
+    lanes.add(lane)
+    return lane
 
 
 def _name(address: Mapping[str, Any]) -> str:

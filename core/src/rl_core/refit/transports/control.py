@@ -17,16 +17,14 @@ import zmq
 
 from rl_core.errors import RefitError
 from rl_core.refit.frames import MAX_FRAME_BYTES
+from rl_core.refit.timing import HEARTBEAT_S, LINGER_S, SILENCE_S
 
 __all__ = ["ControlClient", "ControlServer"]
 
-#: Milliseconds in which last words are still delivered after a close.
-_LINGER_MS = 200
-_HEARTBEAT_MS = 500
-#: Milliseconds of silence after which a peer counts as gone.
-_SILENCE_MS = 3000
-#: A lost connection stays lost for longer than any refit. Not -1, with which ZeroMQ throws away
-#: what was received on it and not yet read.
+_LINGER_MS = int(1000 * LINGER_S)
+_HEARTBEAT_MS, _SILENCE_MS = int(1000 * HEARTBEAT_S), int(1000 * SILENCE_S)
+#: A lost connection ends its refit long before it would be made again. Not -1 (never), with which
+#: ZeroMQ throws away what was received on it and not yet read.
 _NEVER_MS = 3_600_000
 #: Connections that may wait to be accepted: as many engines as may start a refit at once.
 _BACKLOG = 1024
@@ -36,13 +34,12 @@ _ENCRYPTION_BYTES = 64
 #: because a server's endpoint is known only once it listens.
 _LOST = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_CONNECT_RETRIED
 
-_Socket = zmq.Socket[bytes]
-
-
 #: Seconds for which a loss may be known before the socket knows whose it was, and the pause
 #: between two looks.
 _IDENTIFY_S = 1.0
 _LOOK_S = 0.005
+
+_Socket = zmq.Socket[bytes]
 
 
 class _MonitoredSocket:
@@ -125,7 +122,7 @@ class ControlServer:
                 else "give an address of this host",
             ) from error
         self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        self._known: set[str] = set()
+        self._connections: set[str] = set()
         self._departed: list[str] = []
         self._unidentified = 0
         self._identify_until = 0.0
@@ -141,7 +138,7 @@ class ControlServer:
         while (parts := _received(self._socket)) is not None:
             if len(parts) == 2:  # anything else is not from one of our clients
                 frames.append((parts[0].hex(), parts[1]))
-        self._known.update({key for key, _ in frames}.difference(self._departed))
+        self._connections.update({key for key, _ in frames}.difference(self._departed))
         return frames
 
     def send(self, key: str, frame: bytes) -> bool:
@@ -179,8 +176,8 @@ class ControlServer:
         elif now > self._identify_until:
             self._unidentified = 0  # those were strangers
         if self._unidentified:
-            gone = [key for key in self._known if not self.send(key, b"")]
-            self._known.difference_update(gone)
+            gone = [key for key in self._connections if not self.send(key, b"")]
+            self._connections.difference_update(gone)
             self._departed += gone
             self._unidentified = max(self._unidentified - len(gone), 0)
 

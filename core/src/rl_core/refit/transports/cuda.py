@@ -69,7 +69,7 @@ class CudaRegion(Lane):
     the memory for something else, and CUDA leaves undefined what reading it gives then.
     """
 
-    borrows: ClassVar[bool] = True
+    unmap_after_each_refit: ClassVar[bool] = True
 
     def __init__(self, data: torch.Tensor, ref: _Ref) -> None:
         self.data = data
@@ -139,12 +139,12 @@ class CudaRegion(Lane):
             ) from error
         return cls(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage), wanted)
 
-    def owning_view(self, start: int, stop: int) -> torch.Tensor:
-        """See :meth:`Lane.owning_view`."""
+    def allocate_view(self, start: int, stop: int) -> torch.Tensor:
+        """See :meth:`Lane.allocate_view`."""
         return torch.as_tensor(_Piece(self.data, start, stop), device=self._device)
 
-    def settled(self) -> None:
-        """See :meth:`Lane.settled`: torch would keep it for tensors of this process alone."""
+    def moved_in(self) -> None:
+        """See :meth:`Lane.moved_in`: torch would keep it for tensors of this process alone."""
         _CUDA.empty_cache()
 
     def publish(self, start: int, stop: int) -> None:

@@ -25,8 +25,9 @@ from collections import deque
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
+import msgspec
 import torch
 from torch._C import _distributed_c10d as c10d
 
@@ -34,16 +35,16 @@ from rl_core.errors import RefitError, RefitPeerError, RefitProtocolError
 from rl_core.refit.transports.base import Lane
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Mapping, Sequence
+    from collections.abc import Generator, Sequence
 
-__all__ = ["GroupLane", "Meeting"]
+__all__ = ["GroupLane", "GroupRef", "Member"]
 
 #: For the members' connections to each other, once all of them are there.
 _JOIN = timedelta(seconds=10)
 #: For one broadcast, in which a member may first have to load the bucket before it.
 _MOVE = timedelta(seconds=600)
 #: Seconds that a close waits for the lane's thread, and again once the group was aborted.
-_GOODBYE_S = 0.5
+_STOP_S = 0.5
 #: Seconds for which :meth:`GroupLane.arrived` waits, so that asking in a loop costs little.
 _PATIENCE_S = 0.001
 #: More than the members of any group: taken from their number by one that leaves.
@@ -55,25 +56,46 @@ _CUDA: Any = torch.cuda  # its streams and events are not typed
 _C10D: Any = c10d
 
 
-@dataclass(frozen=True)
-class Meeting:
-    """Where the members of a group find each other.
+class GroupRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the sender tells the members of a group.
 
     Attributes:
+        kind: Tells it from other lanes.
+        group_name: Never used before.
+        backend: What broadcasts.
+        members: Ids of the receivers, whose ranks are 1 and up in this order; 0 is the sender.
+        nbytes: Size of the lane.
+    """
+
+    kind: Literal["group"]
+    group_name: str
+    backend: Literal["gloo", "nccl"]
+    members: tuple[str, ...]
+    nbytes: Annotated[int, msgspec.Meta(ge=1)]
+
+
+@dataclass(frozen=True)
+class Member:
+    """One member of a group, and where it finds the others.
+
+    Attributes:
+        ref: The group.
+        rank: This member's.
         store: Reaches all members.
-        name: Of this group; never used before.
-        rank: This member's; 0 is the sender.
-        size: Number of members.
         host: The sender's address; members use the interface from which they reach it.
         port: The store's.
     """
 
-    store: c10d.Store
-    name: str
+    ref: GroupRef
     rank: int
-    size: int
+    store: c10d.Store
     host: str
     port: int
+
+    @property
+    def size(self) -> int:
+        """How many members there are, the sender among them."""
+        return 1 + len(self.ref.members)
 
 
 @dataclass
@@ -85,36 +107,34 @@ class _Span:
     done: threading.Event = field(default_factory=threading.Event)
 
 
-class _Backend(Protocol):
-    def open(self, store: c10d.Store, meeting: Meeting) -> Any:
-        """The group; blocks until all members open it."""
-
-    def move(self, group: Any, span: _Span) -> None:
-        """Broadcasts from rank 0; returns when the bytes are here, or gone from here."""
-
-    def abort(self, group: Any) -> None:
-        """Makes whatever blocks in the group return, as far as that is possible."""
-
-
 class _Gloo:
+    """Groups on the CPU.
+
+    Torch says of none how it is connected, and gloo has no way to end a broadcast. So the sockets
+    of a group are told from all others of this process: they are open after it was made and were
+    not before, and either listen for this member, or are connected to where a member listens.
+    :meth:`abort` shuts them down.
+    """
+
     def __init__(self) -> None:
         self._connections: list[tuple[int, int]] = []
 
-    def open(self, store: c10d.Store, meeting: Meeting) -> Any:
+    def open(self, store: c10d.Store, member: Member) -> Any:
+        """The group; blocks until all members open it."""
         gloo: Any = c10d.ProcessGroupGloo
         options = gloo._Options()
         with _MAKING:
             before = _sockets()
-            options._devices = [gloo.create_device(hostname=_local_address(meeting))]
+            options._devices = [gloo.create_device(hostname=_local_address(member))]
             made = [_ends(*one) for one in _sockets() - before]
         listening = [here for here, there in made if here is not None and there is None]
         options._threads = 1  # broadcasts arrive one after the other, so the first is here first
         options._timeout = _JOIN
-        store.set(f"listening/{meeting.rank}", json.dumps(listening))
-        group = gloo(store, meeting.rank, meeting.size, options)
+        store.set(f"listening/{member.rank}", json.dumps(listening))
+        group = gloo(store, member.rank, member.size, options)
         mine, theirs = (
             {tuple(end) for rank in ranks for end in json.loads(store.get(f"listening/{rank}"))}
-            for ranks in ([meeting.rank], {*range(meeting.size)} - {meeting.rank})
+            for ranks in ([member.rank], {*range(member.size)} - {member.rank})
         )
         for one in _sockets() - before:
             here, there = _ends(*one)
@@ -123,6 +143,7 @@ class _Gloo:
         return group
 
     def move(self, group: Any, span: _Span) -> None:
+        """Broadcasts from rank 0; returns when the bytes are here, or gone from here."""
         group.broadcast([span.data], _from_sender()).wait()
 
     def abort(self, group: Any) -> None:
@@ -133,16 +154,18 @@ class _Gloo:
 
 
 class _Nccl:
+    """Groups of GPUs; methods as of :class:`_Gloo`."""
+
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = _CUDA.Stream(device)
 
-    def open(self, store: c10d.Store, meeting: Meeting) -> Any:
+    def open(self, store: c10d.Store, member: Member) -> Any:
         nccl: Any = c10d.ProcessGroupNCCL
         options = nccl.Options()
         options._timeout = _MOVE
         with _survive_errors():
-            return nccl(store, meeting.rank, meeting.size, options)
+            return nccl(store, member.rank, member.size, options)
 
     def move(self, group: Any, span: _Span) -> None:
         with torch.cuda.stream(self._stream):
@@ -161,14 +184,14 @@ class _Nccl:
 class _Carrier:
     """The thread that owns the group, and what it was given to do."""
 
-    def __init__(self, backend: _Backend, meeting: Meeting) -> None:
-        self._backend, self._meeting = backend, meeting
+    def __init__(self, backend: _Gloo | _Nccl, member: Member) -> None:
+        self._backend, self._member = backend, member
         self._spans: queue.SimpleQueue[_Span | None] = queue.SimpleQueue()
         self._stopped = threading.Event()
         self._group: Any = None
         self.failure = ""
         self._thread = threading.Thread(
-            target=self._run, name=f"rl-refit-{meeting.name}", daemon=True
+            target=self._run, name=f"rl-refit-{member.ref.group_name}", daemon=True
         )
         self._thread.start()
 
@@ -196,11 +219,11 @@ class _Carrier:
         self._spans.put(None)
         if threading.current_thread() is self._thread:
             return
-        self._thread.join(_GOODBYE_S)
+        self._thread.join(_STOP_S)
         if (group := self._group) is not None:
             self._backend.abort(group)
             del group  # the thread lets it go
-            self._thread.join(_GOODBYE_S)
+            self._thread.join(_STOP_S)
 
     def _run(self) -> None:
         try:
@@ -217,45 +240,45 @@ class _Carrier:
 
     def _meet(self) -> Any:
         """The group, once every member has arrived; :meth:`stop` interrupts the wait."""
-        meeting = self._meeting
-        store = c10d.PrefixStore(f"refit/{meeting.name}", meeting.store)
+        member = self._member
+        store = c10d.PrefixStore(f"refit/{member.ref.group_name}", member.store)
         there, pause = store.add("members", 1), 0.0005
-        while 0 < there < meeting.size:
+        while 0 < there < member.size:
             if self._stopped.wait(pause):
                 store.add("members", -_NEVER)
                 return None
             there, pause = store.add("members", 0), min(2 * pause, 0.02)
         if there < 0:
             raise RuntimeError("a member left before all were there")
-        return self._backend.open(store, meeting)
+        return self._backend.open(store, member)
 
 
 class GroupLane(Lane):
     """One member's end of a group that was made for one sender and its receivers.
 
     Args:
-        ref: See :class:`Lane`.
-        meeting: Where the group is made, which begins at once and is not waited for.
+        member: This one. The group is made at once, which is not waited for.
         device: Where ``data`` is: the CPU for gloo, a GPU for NCCL.
 
     Raises:
         RefitError: There is not enough memory.
     """
 
-    outlives_failure: ClassVar[bool] = False
+    reusable_after_failure: ClassVar[bool] = False
 
-    def __init__(self, ref: Mapping[str, Any], meeting: Meeting, device: torch.device) -> None:
-        self.ref = ref
+    def __init__(self, member: Member, device: torch.device) -> None:
+        self.ref = {**msgspec.to_builtins(member.ref), "members": list(member.ref.members)}
+        nbytes = member.ref.nbytes
         try:
-            self.data = torch.zeros(ref["nbytes"], dtype=torch.uint8, device=device)
+            self.data = torch.zeros(nbytes, dtype=torch.uint8, device=device)
         except RuntimeError as error:
             raise RefitError(
-                f"a buffer of {ref['nbytes']} bytes cannot be had on {device}: {error}",
+                f"a buffer of {nbytes} bytes cannot be had on {device}: {error}",
                 fix="lower bucket_bytes",
             ) from error
         self._cuda = device.type == "cuda"
         self._expected: deque[_Span] = deque()
-        self._carrier = _Carrier(_Nccl(device) if self._cuda else _Gloo(), meeting)
+        self._carrier = _Carrier(_Nccl(device) if self._cuda else _Gloo(), member)
         self._stop = weakref.finalize(self, self._carrier.stop)
 
     def serves(self, receivers: Sequence[str]) -> bool:
@@ -310,11 +333,11 @@ def _from_sender() -> c10d.BroadcastOptions:
     return options
 
 
-def _local_address(meeting: Meeting) -> str:
+def _local_address(member: Member) -> str:
     """The address of the interface from which this host reaches the sender."""
-    family = socket.AF_INET6 if ":" in meeting.host else socket.AF_INET
+    family = socket.AF_INET6 if ":" in member.host else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect((meeting.host, meeting.port))  # sends nothing
+        probe.connect((member.host, member.port))  # sends nothing
         return str(probe.getsockname()[0])
 
 

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from rl_core.errors import ConfigError, RefitError, RefitPeerError, RefitProtocolError
-from rl_core.refit.transports.base import CPU, ReceiverEnd, SenderEnd, Transport
+from rl_core.errors import RefitError, RefitPeerError, RefitProtocolError
+from rl_core.refit.timing import DYING_S
+from rl_core.refit.transports.base import CPU, ReceiverEnd, SenderEnd, Transport, refuse_options
 from rl_core.refit.transports.control import ControlClient, ControlServer
 from rl_core.refit.transports.cuda import CudaRegion, uuid_of
 from rl_core.refit.transports.memory import SharedRegion
@@ -37,9 +38,7 @@ _PREFIX = "rl-refit-"
 _SCHEME = "ipc://"
 #: Age in seconds from which a socket that refuses connections is a dead sender's; one that is
 #: just being made does so, too.
-_GRACE_S = 60.0
-#: Seconds in which a process that is being killed closes its sockets, one after the other.
-_DYING_S = 1.0
+_YOUNG_S = 60.0
 
 
 class _Address(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -73,22 +72,18 @@ class IpcSender(ControlServer, SenderEnd):
             raise
         self.address = {"endpoint": self.endpoint}
 
-    def place(self, device: torch.device, gpus: Sequence[Sequence[str]]) -> torch.device:
-        """See :meth:`SenderEnd.place`: all receivers must see the very GPU."""
+    def lane_device(self, device: torch.device, gpus: Sequence[Sequence[str]]) -> torch.device:
+        """See :meth:`SenderEnd.lane_device`: all receivers must see the very GPU."""
         uuid = uuid_of(device)
         return device if uuid is not None and all(uuid in seen for seen in gpus) else CPU
 
-    def lane(self, nbytes: int, device: torch.device, receivers: Sequence[str]) -> Lane:
+    def lane(
+        self, nbytes: int, device: torch.device, receivers: Sequence[str], *, direct: bool = False
+    ) -> Lane:
         """See :meth:`SenderEnd.lane`."""
         if device.type == "cuda":
             return CudaRegion.create(nbytes, device)
-        return SharedRegion.create(nbytes, self._directory)
-
-    def growing_lane(self, nbytes: int, device: torch.device, receivers: Sequence[str]) -> Lane:
-        """See :meth:`SenderEnd.growing_lane`."""
-        if device.type == "cuda":
-            return self.lane(nbytes, device, receivers)
-        return SharedRegion.create(nbytes, self._directory, grows=True)
+        return SharedRegion.create(nbytes, self._directory, grows=direct)
 
     def close(self) -> None:
         """See :meth:`SenderEnd.close`."""
@@ -128,9 +123,9 @@ class IpcReceiver(ControlClient, ReceiverEnd):
         """See :meth:`ReceiverEnd.disconnect`."""
         lost = self.lost()
         super().disconnect()
-        end = time.monotonic() + _DYING_S
+        end = time.monotonic() + DYING_S
         while lost and not _clear(self.endpoint) and time.monotonic() < end:
-            time.sleep(_DYING_S / 50)
+            time.sleep(DYING_S / 50)
 
     def close(self) -> None:
         """See :meth:`ReceiverEnd.close`."""
@@ -142,11 +137,11 @@ class _Ipc(Transport):
     """Takes no options."""
 
     def sender(self, **options: Any) -> IpcSender:
-        _check(options)
+        refuse_options("the ipc transport", options)
         return IpcSender()
 
     def receiver(self, address: Mapping[str, Any], **options: Any) -> IpcReceiver:
-        _check(options)
+        refuse_options("the ipc transport", options)
         try:
             endpoint = msgspec.convert(address, _Address).endpoint
         except msgspec.ValidationError as error:
@@ -160,13 +155,6 @@ class _Ipc(Transport):
 IPC: Transport = _Ipc()
 
 
-def _check(options: Mapping[str, Any]) -> None:
-    for key in options:
-        raise ConfigError(
-            f"the ipc transport has no option {key!r}", fix="give it no options", key=key
-        )
-
-
 def _remove(directory: str, owner: int) -> None:
     if os.getpid() == owner:  # a forked child ends, not the sender
         shutil.rmtree(directory, ignore_errors=True)
@@ -177,7 +165,7 @@ def _sweep() -> None:
     for directory in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         with suppress(OSError):  # gone meanwhile
             found = directory.lstat()  # not what another user made it point to
-            if found.st_uid == os.geteuid() and time.time() - found.st_mtime > _GRACE_S:
+            if found.st_uid == os.geteuid() and time.time() - found.st_mtime > _YOUNG_S:
                 _clear(f"{_SCHEME}{directory}/socket")
 
 
@@ -192,7 +180,7 @@ def _clear(endpoint: str) -> bool:
         return True
     if not path.exists():
         with suppress(OSError):  # it has another thing in it, or is gone
-            if time.time() - path.parent.lstat().st_mtime > _GRACE_S:
+            if time.time() - path.parent.lstat().st_mtime > _YOUNG_S:
                 path.parent.rmdir()
         return True
     with socket.socket(socket.AF_UNIX) as probe, suppress(OSError):

@@ -70,8 +70,8 @@ class SharedRegion(Lane):
         Args:
             nbytes: At least 1.
             directory: Private to this user; where a file is made if memory cannot go without one.
-            grows: Memory is had as :meth:`owning_view` asks for it, so that what is moved in can be
-                freed where it was before the next is moved. Nothing else may be written.
+            grows: Memory is had as :meth:`allocate_view` asks for it, so that what is moved in can
+                be freed where it was before the next is moved. Nothing else may be written.
 
         Raises:
             RefitError: There is not enough memory.
@@ -121,11 +121,11 @@ class SharedRegion(Lane):
             os.close(fd)
         raise RefitProtocolError(f"{wanted.path} is not the sender's shared memory")
 
-    def owning_view(self, start: int, stop: int) -> torch.Tensor:
-        """See :meth:`Lane.owning_view`."""
+    def allocate_view(self, start: int, stop: int) -> torch.Tensor:
+        """See :meth:`Lane.allocate_view`."""
         if self._grows:
             if self._left >= _TRIM_BYTES:
-                self.settled()
+                self.moved_in()
             self._left += stop - start
             try:
                 os.posix_fallocate(self._fd, start, stop - start)
@@ -133,16 +133,16 @@ class SharedRegion(Lane):
                 raise _lacking(stop - start, error) from error
         return torch.frombuffer(self._mapped, dtype=torch.uint8, offset=start, count=stop - start)
 
-    def abandoned(self) -> bool:
-        """See :meth:`Lane.abandoned`: who has the memory has its path."""
+    def sender_gone(self) -> bool:
+        """See :meth:`Lane.sender_gone`: who has the memory has its path."""
         try:
             found = os.stat(self.ref["path"])
         except OSError as error:
             return isinstance(error, FileNotFoundError | ProcessLookupError)
         return (found.st_dev, found.st_ino) != (self.ref["device"], self.ref["inode"])
 
-    def settled(self) -> None:
-        """See :meth:`Lane.settled`: malloc keeps small pieces otherwise."""
+    def moved_in(self) -> None:
+        """See :meth:`Lane.moved_in`: malloc keeps small pieces otherwise."""
         self._left = 0
         if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:  # glibc has it
             trim(0)

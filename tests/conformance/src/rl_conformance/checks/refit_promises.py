@@ -293,7 +293,7 @@ def a_hello_that_was_recorded_takes_nobodys_place(ctx: Context) -> None:
     policy, engine = _doubles(ctx)
     run_refit(policy, engine)
     _renew(policy, 3)
-    endpoint = policy.prepare_refit_info()["channels"]["ipc"]["endpoint"]
+    endpoint = policy.prepare_refit_info()["addresses"]["ipc"]["endpoint"]
     context: zmq.Context[Any] = zmq.Context()
     stranger = context.socket(zmq.DEALER)
     hellos: list[bytes] = []

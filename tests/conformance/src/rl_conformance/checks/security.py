@@ -121,7 +121,7 @@ def a_malformed_reference_is_refused(ctx: Context, name: str) -> None:
             transport.receiver(address)
     policy = ctx.closing(TensorPolicy(odd_tensors(1)))
     policy.init_collective("127.0.0.1", free_port(), 2)
-    sound = policy.prepare_refit_info()["channels"][name]
+    sound = policy.prepare_refit_info()["addresses"][name]
     receiver = ctx.closing(transport.receiver(sound))
     receiver.rendezvous(DEADLINE_S)
     for ref in _references(ctx):
@@ -231,7 +231,7 @@ def the_socket_is_in_a_private_directory(ctx: Context) -> None:
 
 
 def _directory(info: dict[str, Any]) -> Path:
-    return Path(info["channels"]["ipc"]["endpoint"].removeprefix("ipc://")).parent
+    return Path(info["addresses"]["ipc"]["endpoint"].removeprefix("ipc://")).parent
 
 
 @check("S2", needs=())

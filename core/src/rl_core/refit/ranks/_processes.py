@@ -1,7 +1,4 @@
-"""The ranks of a trainer: which process each one is, and what they say to each other in a refit.
-
-Messages are MessagePack in encrypted frames.
-"""
+"""The ranks of a trainer: which process each one is, and what became of it."""
 
 from __future__ import annotations
 
@@ -15,29 +12,13 @@ import msgspec
 import torch
 
 from rl_core.errors import ConfigError, RefitPeerError
+from rl_core.refit.timing import DYING_S
 
-__all__ = [
-    "Close",
-    "Confirm",
-    "Done",
-    "Failed",
-    "Gather",
-    "Go",
-    "Hello",
-    "Message",
-    "Peer",
-    "Ready",
-    "decode",
-    "exchange",
-]
-
-#: Seconds in which a process whose connection broke becomes one that has ended.
-_DYING_S = 0.5
 _MESSAGE_BYTES = 1024
 
 
-class Peer(msgspec.Struct, frozen=True):
-    """One rank.
+class RankProcess(msgspec.Struct, frozen=True):
+    """The process of one rank.
 
     Attributes:
         rank: Its number.
@@ -56,7 +37,7 @@ class Peer(msgspec.Struct, frozen=True):
     key: str = ""
 
     @classmethod
-    def here(cls, rank: int, size: int, endpoint: str = "", key: str = "") -> Peer:
+    def here(cls, rank: int, size: int, endpoint: str = "", key: str = "") -> RankProcess:
         """This process."""
         return cls(rank, size, os.getpid(), _host(), endpoint, key)
 
@@ -76,7 +57,7 @@ class Peer(msgspec.Struct, frozen=True):
 
     def fate(self) -> str:
         """What became of it, now that its connection is lost."""
-        end = time.monotonic() + _DYING_S
+        end = time.monotonic() + DYING_S
         while (state := self.state()) == "runs" and time.monotonic() < end:
             time.sleep(0.01)
         return {
@@ -95,7 +76,7 @@ class Peer(msgspec.Struct, frozen=True):
         )
 
 
-def exchange(group: Any, mine: Peer) -> list[Peer]:
+def exchange(group: Any, mine: RankProcess) -> list[RankProcess]:
     """Everybody's, by rank.
 
     Args:
@@ -118,7 +99,7 @@ def exchange(group: Any, mine: Peer) -> list[Peer]:
             key="group",
         ) from error
     texts = [bytes(part.tolist()).rstrip(b"\0") for part in parts]
-    return [msgspec.json.decode(text, type=Peer) for text in texts]
+    return [msgspec.json.decode(text, type=RankProcess) for text in texts]
 
 
 def _host() -> str:
@@ -129,92 +110,3 @@ def _host() -> str:
     with suppress(OSError):
         parts.append(os.readlink("/proc/self/ns/pid"))
     return " ".join(parts) or os.uname().nodename
-
-
-class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
-    """A follower takes part.
-
-    Attributes:
-        call: What all ranks call the refit.
-        rank: Of the follower.
-    """
-
-    call: str
-    rank: int
-
-
-class Gather(msgspec.Struct, frozen=True, array_like=True, tag="gather"):
-    """Rank 0 asks who is ready to gather tensors, in this order, on every rank.
-
-    Attributes:
-        number: Of the question.
-        names: Of the tensors.
-    """
-
-    number: int
-    names: tuple[str, ...]
-
-
-class Go(msgspec.Struct, frozen=True, array_like=True, tag="go"):
-    """All are ready, and rank 0 begins: every rank gathers all of the tensors, whatever happens."""
-
-    number: int
-
-
-class Confirm(msgspec.Struct, frozen=True, array_like=True, tag="confirm"):
-    """Rank 0 asks whether the follower's part is still of one state."""
-
-    number: int
-
-
-class Close(msgspec.Struct, frozen=True, array_like=True, tag="close"):
-    """Rank 0 has ended.
-
-    Attributes:
-        reason: Why it did before all was read and confirmed; empty if it was.
-    """
-
-    reason: str = ""
-
-
-class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
-    """The follower gathers as soon as it is told to go."""
-
-    number: int
-
-
-class Done(msgspec.Struct, frozen=True, array_like=True, tag="done"):
-    """The follower has done what was asked."""
-
-    number: int
-
-
-class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
-    """The follower could not do it.
-
-    Attributes:
-        kind: Class of its error.
-        message: Text of it.
-        fix: What helps.
-        out_of_step: It failed to gather, so that the ranks' collectives no longer match.
-    """
-
-    kind: str
-    message: str
-    fix: str | None = None
-    out_of_step: bool = False
-
-
-Message = Hello | Gather | Go | Confirm | Close | Ready | Done | Failed
-
-_decoder = msgspec.msgpack.Decoder(Message)
-
-
-def decode(frame: bytes) -> Message:
-    """The message in a frame.
-
-    Raises:
-        msgspec.MsgspecError: There is none in it.
-    """
-    message: Message = _decoder.decode(frame)
-    return message
