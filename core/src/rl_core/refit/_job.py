@@ -11,6 +11,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from rl_core.errors import LifecycleError, RefitAborted
@@ -18,14 +19,16 @@ from rl_core.futures import spawn
 from rl_core.refit.options import DEFAULT_DEADLINE_S
 from rl_core.refit.session import Phase, Session
 from rl_core.refit.timing import GOODBYE_S, TICK_S
+from rl_core.refit.transports import find_transport
 from rl_core.refit.turns import exclusively
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterable
+    from collections.abc import Callable, Generator, Iterable
 
     from rl_core.refit.session import Effect
+    from rl_core.refit.transports.base import Transport
 
-__all__ = ["Endpoint", "Job"]
+__all__ = ["Endpoint", "Job", "Runtime"]
 
 #: Refits that are over and whose ids are known, so that whoever comes late is told.
 _REMEMBERED = 64
@@ -41,11 +44,13 @@ class Endpoint(ABC, Generic[J]):
     Attributes:
         closed: True once nothing more is taken on.
         name: How errors on the other side call this one.
+        runtime: What its refits take from outside of them.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, runtime: Runtime | None = None) -> None:
         self.closed = False
         self.name = name
+        self.runtime = runtime or Runtime()
         self.turn = threading.Lock()
         self.jobs: list[J] = []
         self._over: deque[str] = deque(maxlen=_REMEMBERED)
@@ -54,7 +59,7 @@ class Endpoint(ABC, Generic[J]):
     def start(self, job: J) -> concurrent.futures.Future[dict[str, Any]]:
         """Lets a refit begin as soon as those before it have ended."""
         self.jobs.append(job)
-        job.future = spawn(f"refit-{self.name}", job.run)
+        job.future = self.runtime.spawn(f"refit-{self.name}", job.run)
         return job.future
 
     @contextmanager
@@ -197,6 +202,23 @@ class Job(ABC, Generic[S]):
             except BaseException as error:  # the session tells the peers, and ends with it
                 following = self.session.fail(error)
             self.perform(following)
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """What refits take from outside of them; whoever hosts or tests them may give others.
+
+    Attributes:
+        clock: Monotonic seconds, by which deadlines pass and phases are measured.
+        spawn: Runs a named function in a thread of its own.
+        transport: The transport of a name.
+        drive: Runs the session of a job to its end, in that job's thread.
+    """
+
+    clock: Callable[[], float] = time.monotonic
+    spawn: Callable[[str, Callable[[], Any]], concurrent.futures.Future[Any]] = spawn
+    transport: Callable[[str], Transport] = find_transport
+    drive: Callable[[Job[Any]], None] = Job.drive
 
 
 _endpoints: weakref.WeakSet[Endpoint[Any]] = weakref.WeakSet()

@@ -88,6 +88,7 @@ class ReceiveJob(Job[ReceiverSession]):
             holds=self._holds,
             gpus=visible_gpus(state.device),
             deadline_s=deadline_s,
+            clock=endpoint.runtime.clock,
         )
         super().__init__(session, endpoint, refit_id)
         self.transport = transport
@@ -117,7 +118,7 @@ class ReceiveJob(Job[ReceiverSession]):
             if self._meet():
                 self._end.connect(self.trainer.addresses[self.transport])
                 self.perform(session.start())
-                self.drive()
+                self.endpoint.runtime.drive(self)
         finally:
             try:
                 self._release()

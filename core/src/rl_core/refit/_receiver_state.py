@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rl_core.errors import RefitAborted, RefitProtocolError
-from rl_core.futures import spawn
 from rl_core.refit._handles import HandleReceiver
 from rl_core.refit.manifest import WeightManifest
-from rl_core.refit.transports import find_transport
 from rl_core.refit.transports.base import CPU, NoLane
 
 if TYPE_CHECKING:
@@ -20,6 +18,7 @@ if TYPE_CHECKING:
 
     from rl_core.interfaces.weights import WeightSink
     from rl_core.refit._introduction import Trainer
+    from rl_core.refit._job import Runtime
     from rl_core.refit._loading import Route
     from rl_core.refit.plan import TransferPlan
     from rl_core.refit.transports.base import Lane, ReceiverEnd
@@ -36,6 +35,7 @@ class ReceiverState:
         new_sink: Makes a sink; called once for each refit.
         lock: Held while the engine generates, and by a refit while it writes.
         on_commit: Called with the new version before it serves; drops caches.
+        runtime: Where its transports come from.
 
     Attributes:
         id: Tells this receiver from all others.
@@ -57,7 +57,9 @@ class ReceiverState:
         new_sink: Callable[[], WeightSink],
         lock: Lock,
         on_commit: Callable[[int], None] | None,
+        runtime: Runtime,
     ) -> None:
+        self._runtime = runtime
         self.id = secrets.token_hex(16)
         self.name = name
         self.new_sink = new_sink
@@ -142,7 +144,7 @@ class ReceiverState:
     ) -> ReceiverEnd:
         """A new end in the place of the one that there may be."""
         self.disconnect(transport)
-        end = find_transport(transport).receiver(address, **options)
+        end = self._runtime.transport(transport).receiver(address, **options)
         self.ends[transport] = address, end
         return end
 
@@ -158,7 +160,7 @@ class ReceiverState:
         """A future that is done when the sender is found; what failed before is tried again."""
         known = self._meetings.get(end)
         if known is None or (known.done() and known.exception() is not None):
-            known = spawn(self.name, lambda: end.rendezvous(deadline_s))
+            known = self._runtime.spawn(self.name, lambda: end.rendezvous(deadline_s))
             self._meetings[end] = known
         return known
 
@@ -166,7 +168,7 @@ class ReceiverState:
         """Removes what a trainer that was killed left behind on transports not used here."""
         for transport, address in trainer.addresses.items() if trainer else ():
             if transport not in self.ends or self.ends[transport][0] != address:
-                find_transport(transport).receiver(address).close()
+                self._runtime.transport(transport).receiver(address).close()
 
     # -- memory -----------------------------------------------------------------------------------
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import time
 from collections import deque
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
@@ -93,6 +92,7 @@ class SendJob(Job[SenderSession]):
             deadline_s=options.deadline_s,
             refit_id=options.refit_id,
             is_over=endpoint.is_over,
+            clock=endpoint.runtime.clock,
         )
         super().__init__(session, endpoint, options.refit_id)
         self._channels: dict[str, Channel] = {}
@@ -100,7 +100,7 @@ class SendJob(Job[SenderSession]):
         self._table: DigestTable | None = None
         self._packer: Packer | None = None
         self._fallback: str | None = None
-        self._reported_at = time.monotonic()
+        self._reported_at = endpoint.runtime.clock()
         self._closed = False
 
     def refit(self) -> dict[str, Any]:
@@ -113,7 +113,7 @@ class SendJob(Job[SenderSession]):
                     self._source.open(self._rank_call_id, session.remaining_s)
                 except BaseException as error:
                     self.perform(session.fail(error))
-                self.drive()
+                self.endpoint.runtime.drive(self)
             finally:
                 committed = session.phase is Phase.COMMITTED
                 if not committed:
@@ -397,8 +397,9 @@ class SendJob(Job[SenderSession]):
         )
 
     def _report_progress(self, index: int) -> None:
-        if time.monotonic() - self._reported_at > _PROGRESS_S:
-            self._reported_at = time.monotonic()
+        now = self.endpoint.runtime.clock()
+        if now - self._reported_at > _PROGRESS_S:
+            self._reported_at = now
             hookspecs.emit(
                 "refit_progress",
                 version=self.version,

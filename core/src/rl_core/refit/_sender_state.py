@@ -9,7 +9,6 @@ from rl_core.refit._layout import Layout, keep_two
 from rl_core.refit._packing import Arena
 from rl_core.refit.manifest import WeightManifest
 from rl_core.refit.plan import SLOTS, TransferPlan, make_plan
-from rl_core.refit.transports import find_transport
 from rl_core.refit.transports.base import NoLane
 
 if TYPE_CHECKING:
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
 
     from rl_core.interfaces.weights import WeightSource
     from rl_core.refit._digests import DigestTable
+    from rl_core.refit._job import Runtime
     from rl_core.refit.hashing import BlockHash
     from rl_core.refit.transports.base import Lane, SenderEnd
 
@@ -27,6 +27,9 @@ __all__ = ["SenderState"]
 
 class SenderState:
     """Made once for a trainer's whole life, and used by one refit at a time.
+
+    Args:
+        runtime: Where its transports come from.
 
     Attributes:
         token: The secret that messages are authenticated with.
@@ -37,7 +40,8 @@ class SenderState:
         ends: The sender's end of each transport that was used.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
         self.token = secrets.token_hex(32)
         self.version = 0
         self.committed: DigestTable | None = None
@@ -63,7 +67,7 @@ class SenderState:
     def end(self, transport: str) -> SenderEnd:
         """This side's end of a transport."""
         if transport not in self.ends:
-            self.ends[transport] = find_transport(transport).sender()
+            self.ends[transport] = self._runtime.transport(transport).sender()
         return self.ends[transport]
 
     def reopen(self, transport: str, options: Mapping[str, Any]) -> SenderEnd:
@@ -71,7 +75,7 @@ class SenderState:
         if (known := self.ends.pop(transport, None)) is not None:
             self._close_lanes([key for key in self._lanes if key[0] is known])
             known.close()
-        self.ends[transport] = find_transport(transport).sender(**options)
+        self.ends[transport] = self._runtime.transport(transport).sender(**options)
         return self.ends[transport]
 
     def layout(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
 
     from rl_core.interfaces.weights import WeightSink
     from rl_core.refit._introduction import Trainer
+    from rl_core.refit._job import Runtime
     from rl_core.refit.turns import Lock
 
 __all__ = ["RefitReceiver"]
@@ -39,6 +39,7 @@ class RefitReceiver(Endpoint[ReceiveJob]):
         name: How errors on the other side call this one.
         lock: Held while the engine generates, and by a refit while it writes.
         on_commit: Called with the new version before it serves; drops caches.
+        runtime: What its refits take from outside, such as their clock.
 
     Attributes:
         state: What is kept from refit to refit.
@@ -51,9 +52,10 @@ class RefitReceiver(Endpoint[ReceiveJob]):
         name: str,
         lock: Lock,
         on_commit: Callable[[int], None] | None = None,
+        runtime: Runtime | None = None,
     ) -> None:
-        super().__init__(name)
-        self.state = ReceiverState(name, sink, lock, on_commit)
+        super().__init__(name, runtime)
+        self.state = ReceiverState(name, sink, lock, on_commit, self.runtime)
         self._trainer: Trainer | None = None
         self._looked = 0.0
         self._earlier: ReceiveJob | None = None
@@ -75,8 +77,8 @@ class RefitReceiver(Endpoint[ReceiveJob]):
             WeightsTornError: A refit failed, or a refit by handles is not complete.
         """
         with self.between_refits() as idle:
-            if idle and time.monotonic() >= self._looked + _LOOK_S:
-                self._looked = time.monotonic()
+            if idle and (now := self.runtime.clock()) >= self._looked + _LOOK_S:
+                self._looked = now
                 # A trainer's own memory may be its whole model, which nobody else has any more.
                 if self.state.unmap_abandoned_memory():
                     self.state.remove_stale_channels(self._trainer)

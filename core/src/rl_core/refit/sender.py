@@ -8,7 +8,6 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from rl_core.errors import LifecycleError, RefitError
-from rl_core.futures import spawn
 from rl_core.refit._handles import HandleSender
 from rl_core.refit._introduction import introduction
 from rl_core.refit._job import Endpoint
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from rl_core.interfaces.weights import WeightSource
+    from rl_core.refit._job import Runtime
 
 __all__ = ["RefitSender"]
 
@@ -46,15 +46,18 @@ class RefitSender(Endpoint[SendJob]):
         source: Gives the tensors as they are now; called once for each refit, and for a description
             that no refit follows. Each one is closed once.
         name: How errors on the other side call this one.
+        runtime: What its refits take from outside, such as their clock.
 
     Attributes:
         state: What is kept from refit to refit.
         calls: How often a refit was asked for.
     """
 
-    def __init__(self, source: Callable[[], WeightSource], *, name: str) -> None:
-        super().__init__(name)
-        self.state = SenderState()
+    def __init__(
+        self, source: Callable[[], WeightSource], *, name: str, runtime: Runtime | None = None
+    ) -> None:
+        super().__init__(name, runtime)
+        self.state = SenderState(self.runtime)
         self.calls = 0
         self._source = source
         self._handle_sender: HandleSender | None = None
@@ -101,7 +104,7 @@ class RefitSender(Endpoint[SendJob]):
                 job.cancelled = f"the transport {transport} is opened anew"
         with exclusively(self.turn, deadline_s, f"{self.name}: a running refit"):
             end = self.state.reopen(transport, options)
-        return spawn(f"{transport}-{self.name}", lambda: end.rendezvous(deadline_s))
+        return self.runtime.spawn(f"{transport}-{self.name}", lambda: end.rendezvous(deadline_s))
 
     def send(self, **options: Any) -> concurrent.futures.Future[dict[str, Any]]:
         """Starts one refit.

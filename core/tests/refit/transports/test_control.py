@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+import zmq
 from transport_processes import SOON, Remote, receiving, sending
 
 from rl_core.errors import ConfigError, RefitError, RefitPeerError, RefitProtocolError
@@ -25,6 +26,16 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 CPU = torch.device("cpu")
+#: What a ZMTP 3.1 client says: signature, version, mechanism, padding; then what it is.
+SHAKES_HANDS = b"".join(
+    [
+        b"\xff",
+        bytes(8),
+        b"\x7f\x03\x01NULL",
+        bytes(48),
+        b"\x04\x1c\x05READY\x0bSocket-Type\0\0\0\x06DEALER",
+    ]
+)
 
 
 @pytest.fixture(autouse=True)
@@ -164,8 +175,6 @@ def test_a_frame_that_is_too_large_ends_its_connection_only(ends):
 
 
 def test_messages_of_another_shape_than_ours_are_passed_over(ends):
-    import zmq
-
     server, client = ends
     with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
         stranger.linger = 0
@@ -198,6 +207,25 @@ def test_three_hundred_connections_leave_nothing_behind(ends):
     for _ in range(300):
         use()
     until(lambda: held() <= before, lambda: time.sleep(0.05))
+
+
+def test_many_departures_while_nobody_reads_do_not_stop_the_server(temporary):
+    """As between two refits; 2000 messages of ZeroMQ's monitor would fill a queue with a bound."""
+    server = ControlServer(f"ipc://{temporary}/s")
+    for _ in range(3000):
+        with socket.socket(socket.AF_UNIX) as stranger:
+            stranger.settimeout(SOON)
+            stranger.connect(f"{temporary}/s")
+            stranger.sendall(SHAKES_HANDS)
+            received = b""
+            while b"READY" not in received:
+                received += stranger.recv(200)
+    client = ControlClient(server.endpoint)
+    client.open()
+    client.send(b"hello")
+    assert [frame for _, frame in frames_of(server, 1)] == [b"hello"]
+    client.close()
+    server.close()
 
 
 def test_an_address_that_cannot_be_bound_is_named(temporary):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from refit_model.tasks import Lock, point
+from refit_model.tasks import WORLD, Lock, point
 from rl_core.errors import LifecycleError
 from rl_core.interfaces import TensorSpec, WeightSink, WeightSource
 from rl_core.refit import RefitReceiver, RefitSender
@@ -61,7 +61,7 @@ class Trainer:
         self.number = number
         self.step = 0
         self.tensor = {name: torch.full((16,), weights[name]) for name in NAMES}
-        self.sender = RefitSender(lambda: Source(self), name="T")
+        self.sender = RefitSender(lambda: Source(self), name="T", runtime=WORLD)
         self.sender.turn = Lock()  # type: ignore[assignment]
 
     def train(self, weights: Weights) -> None:
@@ -118,7 +118,11 @@ class Engine:
         self.lock = Lock()
         self._world = world
         self.receiver = RefitReceiver(
-            lambda: Sink(self), name=name, lock=self.lock, on_commit=self._commits
+            lambda: Sink(self),
+            name=name,
+            lock=self.lock,
+            on_commit=self._commits,
+            runtime=WORLD,
         )
         self.receiver.turn = Lock()  # type: ignore[assignment]
 

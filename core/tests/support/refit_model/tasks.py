@@ -19,10 +19,10 @@ from unittest.mock import patch
 import greenlet
 
 from refit_model.promises import check_frame
-from rl_core.refit import _digests, _job, _receive_job, _receiver_state, _send_job, _sender_state
+from rl_core.refit import _digests, _job, _send_job
 from rl_core.refit import sender as sender_module
+from rl_core.refit._job import Runtime
 from rl_core.refit.frames import Channel
-from rl_core.refit.session import ReceiverSession, SenderSession
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -134,13 +134,16 @@ class Lock:
 
 
 def _spawn(name: str, function: Callable[[], Any]) -> concurrent.futures.Future[Any]:
-    return _now[0].spawn(name, function)
-
-
-def _at_once(name: str, function: Callable[[], Any]) -> concurrent.futures.Future[Any]:
+    """Refits are tasks; what else has a thread is done at once."""
+    if name.startswith("refit-"):
+        return _now[0].spawn(name, function)
     future: concurrent.futures.Future[Any] = concurrent.futures.Future()
     future.set_result(function())
     return future
+
+
+#: What the parties' refits take from outside of them: the world that the code runs in.
+WORLD = Runtime(clock=lambda: _now[0].now, spawn=_spawn, transport=lambda name: _now[0].wire)
 
 
 class Names:
@@ -182,7 +185,7 @@ def _noted(decode: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def product_in_hand() -> ExitStack:
-    """Puts threads, time and randomness of the refit's code into the hands of a world."""
+    """Puts what :data:`WORLD` does not have of the refit's code into the hands of a world."""
     stack = ExitStack()
     ticks = itertools.count()
 
@@ -190,28 +193,11 @@ def product_in_hand() -> ExitStack:
         if hasattr(module, name):
             stack.enter_context(patch.object(module, name, value))
 
-    def clock() -> float:
-        return _now[0].now
-
-    def session(kind: Any) -> Any:
-        return lambda *args, **given: kind(*args, **given, clock=clock)
-
     # Whether to look is asked of this clock, which always says yes.
-    restless = types.SimpleNamespace(monotonic=lambda: float(next(ticks)), sleep=lambda s: None)
-    still = types.SimpleNamespace(monotonic=clock, sleep=lambda s: point("sleep"))
-    enter(_job, "time", restless)
-    enter(_send_job, "time", still)
-    enter(_receive_job, "time", still)
-    enter(_job, "spawn", _spawn)
-    enter(_receiver_state, "spawn", _at_once)
-    enter(sender_module, "spawn", _at_once)
-    enter(_send_job, "SenderSession", session(SenderSession))
-    enter(_receive_job, "ReceiverSession", session(ReceiverSession))
+    enter(_job, "time", types.SimpleNamespace(monotonic=lambda: float(next(ticks))))
     # It divides by seconds, of which none pass here.
     enter(_send_job.SendJob, "_report", lambda *given: types.SimpleNamespace(as_dict=dict))
     enter(sender_module, "_meeting_point", dict)
-    enter(_sender_state, "find_transport", lambda name: _now[0].wire)
-    enter(_receiver_state, "find_transport", lambda name: _now[0].wire)
     enter(_digests, "hash_views", _hooked(_digests.hash_views))
     enter(Channel, "decode", _noted(Channel.decode))
     enter(secrets, "token_hex", lambda n=32: _now[0].names.bytes(n).hex())

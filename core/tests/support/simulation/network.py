@@ -6,6 +6,7 @@ is the transport (queues of frames, bytes in this process), the clock, and the t
 
 from __future__ import annotations
 
+import secrets
 import threading
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -16,17 +17,10 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 from rl_core.errors import RefitAborted, RLError, WeightsTornError
-from rl_core.refit import (
-    _job,
-    _receive_job,
-    _receiver_state,
-    _send_job,
-    _sender_state,
-    frames,
-)
-from rl_core.refit import sender as sender_module
+from rl_core.refit import _receive_job, frames
+from rl_core.refit._job import Runtime
 from rl_core.refit.messages import Hello, Sealed
-from rl_core.refit.session import Phase, ReceiverSession, SenderSession
+from rl_core.refit.session import Phase
 from simulation.parties import (
     DEADLINE_S,
     SPECS,
@@ -41,7 +35,7 @@ from simulation.parties import (
 from simulation.wire import MemoryLane, TrainerEnd, Wire
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator
+    from collections.abc import Callable, Collection
     from concurrent.futures import Future
 
     from rl_core.refit._job import Job
@@ -62,7 +56,7 @@ class Stepped:
         self._futures: dict[Job[Any], Future[dict[str, Any]]] = {}
 
     def drive(self, job: Job[Any]) -> None:
-        """In the job's thread, in place of :meth:`Job.drive`."""
+        """In the job's thread: what :class:`Runtime` drives a job with."""
         gate = self._gates[job] = threading.Event()
         self._arrived.put(job)
         gate.wait()
@@ -152,17 +146,17 @@ class Network:
         self._patches = ExitStack()
         self._stepped = Stepped()
         self._wire = Wire(self)
-        self._patch()
+        self.runtime = Runtime(
+            clock=self.clock, transport=lambda name: self._wire, drive=self._stepped.drive
+        )
+        self._record()
+        self._draw()
         self.trainer = self._new_trainer(0, None)
         self.engines = [self._new_engine(number) for number in range(engines)]
         self._introduce()
 
-    def _patch(self) -> None:
-        def enter(module: Any, name: str, value: object) -> None:
-            self._patches.enter_context(patch.object(module, name, value))
-
-        def drive(job: Job[Any]) -> None:
-            self._stepped.drive(job)
+    def _record(self) -> None:
+        """Keeps what is said, to say it again or something like it."""
 
         def encode(channel: frames.Channel, message: object) -> bytes:
             side = channel._side
@@ -178,42 +172,28 @@ class Network:
             return frame
 
         plain = frames.Channel.encode
-        enter(frames.Channel, "encode", encode)
-        enter(_receive_job, "write_hello", write_hello)
+        self._patches.enter_context(patch.object(frames.Channel, "encode", encode))
+        self._patches.enter_context(patch.object(_receive_job, "write_hello", write_hello))
 
-        class Drawn:
-            """What is random elsewhere, and the same in every run here."""
+    def _draw(self) -> None:
+        """Makes what is random elsewhere the same in every run."""
+        numbers = count()
 
-            def __init__(self, numbers: Iterator[int]) -> None:
-                self._numbers = numbers
+        def token_bytes(nbytes: int) -> bytes:
+            return next(numbers).to_bytes(nbytes, "big")
 
-            def token_bytes(self, nbytes: int) -> bytes:
-                return next(self._numbers).to_bytes(nbytes, "big")
+        def token_hex(nbytes: int) -> str:
+            return token_bytes(nbytes).hex()
 
-            def token_hex(self, nbytes: int) -> str:
-                return self.token_bytes(nbytes).hex()
-
-        drawn = Drawn(count())
-        for module in (
-            _send_job,
-            _receive_job,
-            sender_module,
-            _sender_state,
-            _receiver_state,
-        ):
-            enter(module, "secrets", drawn)
-        enter(_job.Job, "drive", drive)
-        enter(_sender_state, "find_transport", lambda name: self._wire)
-        enter(_receiver_state, "find_transport", lambda name: self._wire)
-        enter(_send_job, "SenderSession", partial(SenderSession, clock=self.clock))
-        enter(_receive_job, "ReceiverSession", partial(ReceiverSession, clock=self.clock))
+        self._patches.enter_context(patch.object(secrets, "token_bytes", token_bytes))
+        self._patches.enter_context(patch.object(secrets, "token_hex", token_hex))
 
     def close(self) -> None:
         self._stepped.close()
         self._patches.close()
 
     def _new_trainer(self, number: int, before: Trainer | None) -> Trainer:
-        trainer = Trainer(number, before)
+        trainer = Trainer(number, before, self.runtime)
         trainer.end = TrainerEnd(self, trainer)
         return trainer
 
@@ -222,7 +202,7 @@ class Network:
             assert job.session.offer is not None
             self.refits[job.session.offer.session].published.add(receiver)
 
-        return Engine(number, self.kind, self.clock, published)
+        return Engine(number, self.kind, self.clock, published, self.runtime)
 
     def _introduce(self, engines: Collection[Engine] = ()) -> None:
         info = self.trainer.sender.prepare()

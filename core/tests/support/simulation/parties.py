@@ -15,6 +15,7 @@ from rl_core.refit import RefitReceiver, RefitSender
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+    from rl_core.refit._job import Runtime
     from rl_core.refit._receive_job import ReceiveJob
     from rl_core.refit._send_job import SendJob
     from simulation.wire import EngineEnd, TrainerEnd
@@ -88,7 +89,7 @@ class Source(WeightSource):
 
 
 class Trainer:
-    def __init__(self, number: int, before: Trainer | None) -> None:
+    def __init__(self, number: int, before: Trainer | None, runtime: Runtime) -> None:
         self.number = number
         self.faults = Faults()
         self.step = 0 if before is None else before.step
@@ -100,7 +101,7 @@ class Trainer:
             if s.alias_of is None
         }
         self.end: TrainerEnd
-        self.sender = RefitSender(lambda: Source(self), name="trainer")
+        self.sender = RefitSender(lambda: Source(self), name="trainer", runtime=runtime)
         self.job: SendJob | None = None
 
     def train(self, names: Iterable[str], *, back: int = 0) -> None:
@@ -207,7 +208,12 @@ class Kind:
 
 class Engine:
     def __init__(
-        self, number: int, kind: Kind, clock: Clock, published: Callable[[str, ReceiveJob], None]
+        self,
+        number: int,
+        kind: Kind,
+        clock: Clock,
+        published: Callable[[str, ReceiveJob], None],
+        runtime: Runtime,
     ) -> None:
         self.kind = kind
         self.number = number
@@ -223,6 +229,7 @@ class Engine:
             name=f"engine {number}",
             lock=self.lock,  # type: ignore[arg-type]
             on_commit=self._committed,
+            runtime=runtime,
         )
 
     @property

@@ -46,12 +46,13 @@ class _MonitoredSocket:
     """A socket, and how many of its connections were lost."""
 
     def __init__(self, context: zmq.Context[_Socket], kind: int, events: int) -> None:
+        # A full queue stops ZeroMQ from reading a connection, heartbeats included, which then ends.
+        # Who may connect is trusted with memory: one user, or who knows the key. A full queue of
+        # the monitor, which nobody reads between refits, would stop the thread of all connections.
+        context.setsockopt(zmq.RCVHWM, 0)
+        context.setsockopt(zmq.SNDHWM, 0)
         self.socket = context.socket(kind)
         self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-        # A full queue stops ZeroMQ from reading a connection, heartbeats included, which then ends.
-        # Who may connect is trusted with memory: one user, or who knows the key.
-        self.socket.setsockopt(zmq.RCVHWM, 0)
-        self.socket.setsockopt(zmq.SNDHWM, 0)
         self.socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
         self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _SILENCE_MS)
         self.socket.setsockopt(zmq.HANDSHAKE_IVL, _SILENCE_MS)
@@ -73,9 +74,10 @@ class _MonitoredSocket:
 
     def close(self) -> None:
         """Closes; what was sent is delivered in the background, or a moment has passed."""
-        self.socket.disable_monitor()
-        self._monitor.close(0)
-        self.socket.close(_LINGER_MS)
+        if not self.socket.closed:
+            self.socket.disable_monitor()
+            self._monitor.close(0)
+            self.socket.close(_LINGER_MS)
 
 
 class ControlServer:
@@ -299,5 +301,7 @@ def _destroy(context: zmq.Context[_Socket], held: list[_MonitoredSocket], owner:
     wait for ever. So what they are held by is handed over, and lives until here.
     """
     if os.getpid() == owner:  # a forked child ends, not the one whose sockets these are
+        for monitored in held:
+            monitored.close()
         context.destroy(_LINGER_MS)
     held.clear()
