@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 import uuid
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from rl_core.errors import CapabilityError, ConfigError, LifecycleError, WorkerDiedError
 from rl_core.futures import wait
@@ -29,13 +29,15 @@ __all__ = ["Cluster", "Workers", "checked_size", "wait_for_all"]
 _START_DEADLINE_S, _SHUTDOWN_DEADLINE_S = 300.0, 60.0
 
 
-class Cluster(Protocol):
+class Cluster(ABC):
     """Places for workers."""
 
     @property
+    @abstractmethod
     def world_size(self) -> int:
         """How many there are."""
 
+    @abstractmethod
     def workers(
         self,
         manifest: BackendManifest,
@@ -47,13 +49,21 @@ class Cluster(Protocol):
     ) -> Workers:
         """Starts workers, each with a backend; see :class:`Workers`."""
 
+    def remote_backend(self, manifest: BackendManifest, kind: Kind, config: dict[str, Any]) -> Any:
+        """See :meth:`rl_core.interfaces.Cluster.remote_backend`."""
+        from rl_hosting.cluster.generation import RemoteGeneration
+        from rl_hosting.cluster.policy import RemotePolicy
+
+        remote = RemoteGeneration if kind == "generation" else RemotePolicy
+        return remote(self, manifest, config)
+
 
 class Workers(ABC):
     """Workers of one backend, each embedded in a process of its own, with devices of its own.
 
     A launcher derives from it. Its constructor fills ``processes``, calls :meth:`build`, and calls
     :meth:`end` if either fails. Calls of one group are made one after the other, or as many at once
-    as the group has threads (:data:`rl_core.cluster.worker.CONCURRENCY_GROUPS`).
+    as the group has threads (:data:`rl_hosting.cluster.worker.CONCURRENCY_GROUPS`).
 
     Args:
         name: How errors call them.
@@ -99,7 +109,7 @@ class Workers(ABC):
 
     @abstractmethod
     def remote(self, rank: int, group: str, method: str, *args: Any) -> Future:
-        """Calls a method of one :class:`~rl_core.cluster.worker.Worker`; its result comes later.
+        """Calls a method of one :class:`~rl_hosting.cluster.worker.Worker`; its result comes later.
 
         Raises:
             LifecycleError: They were shut down.
@@ -119,7 +129,7 @@ class Workers(ABC):
         """Lets every worker build its backend, once all of them have started.
 
         Args:
-            starting: What each one's :meth:`~rl_core.cluster.worker.Worker.place` returns.
+            starting: What each one's :meth:`~rl_hosting.cluster.worker.Worker.place` returns.
             config: The checked configuration of the backend.
         """
         self.places = wait(list(starting), self.start_deadline_s + self.grace_s)
