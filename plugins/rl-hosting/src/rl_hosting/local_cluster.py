@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 from rl_core.errors import ConfigError, WorkerDiedError
 from rl_core.futures import spawn
-from rl_hosting.cluster.launcher import Cluster, Workers, checked_size
+from rl_hosting.cluster.cluster import Cluster
+from rl_hosting.cluster.launcher import Workers, checked_size
 from rl_hosting.process import EngineProcess
 from rl_hosting.values import read, write_with_objects
 

@@ -14,7 +14,8 @@ from ray.util import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rl_core.errors import ConfigError, LifecycleError
-from rl_hosting.cluster.launcher import Cluster, checked_size
+from rl_hosting.cluster.cluster import Cluster
+from rl_hosting.cluster.launcher import checked_size
 from rl_ray._runtime import acquire_ray, release_ray
 from rl_ray._worker_group import WorkerGroup
 

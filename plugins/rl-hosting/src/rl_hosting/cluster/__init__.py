@@ -10,15 +10,16 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rl_hosting.cluster.cluster import Cluster
     from rl_hosting.cluster.generation import RemoteGeneration
-    from rl_hosting.cluster.launcher import Cluster, Workers
+    from rl_hosting.cluster.launcher import Workers
     from rl_hosting.cluster.policy import RemotePolicy
     from rl_hosting.cluster.remote_error import worker_error
 
 __all__ = ["Cluster", "RemoteGeneration", "RemotePolicy", "Workers", "worker_error"]
 
 _HOME = {
-    "Cluster": "launcher",
+    "Cluster": "cluster",
     "RemoteGeneration": "generation",
     "RemotePolicy": "policy",
     "Workers": "launcher",

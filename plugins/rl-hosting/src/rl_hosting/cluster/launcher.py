@@ -23,19 +23,19 @@ if TYPE_CHECKING:
     from rl_core.interfaces import Future
     from rl_core.plugins.manifest import BackendManifest, Kind
 
-__all__ = ["Cluster", "Workers", "checked_size", "wait_for_all"]
+__all__ = ["Launcher", "Workers", "checked_size", "wait_for_all"]
 
 #: Seconds for workers to start, before any model is loaded, and to end by themselves.
 _START_DEADLINE_S, _SHUTDOWN_DEADLINE_S = 300.0, 60.0
 
 
-class Cluster(ABC):
-    """Places for workers."""
+class Launcher(ABC):
+    """Starts workers; a launcher's author derives from :class:`rl_hosting.cluster.Cluster`."""
 
     @property
     @abstractmethod
     def world_size(self) -> int:
-        """How many there are."""
+        """How many places for workers there are."""
 
     @abstractmethod
     def workers(
@@ -48,14 +48,6 @@ class Cluster(ABC):
         call_deadline_s: float = 3600.0,
     ) -> Workers:
         """Starts workers, each with a backend; see :class:`Workers`."""
-
-    def remote_backend(self, manifest: BackendManifest, kind: Kind, config: dict[str, Any]) -> Any:
-        """See :meth:`rl_core.interfaces.Cluster.remote_backend`."""
-        from rl_hosting.cluster.generation import RemoteGeneration
-        from rl_hosting.cluster.policy import RemotePolicy
-
-        remote = RemoteGeneration if kind == "generation" else RemotePolicy
-        return remote(self, manifest, config)
 
 
 class Workers(ABC):

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
     from rl_core.interfaces import Future
     from rl_core.plugins.manifest import BackendManifest, Kind
-    from rl_hosting.cluster.launcher import Cluster
+    from rl_hosting.cluster.launcher import Launcher
 
 __all__ = ["RemoteBackend", "through"]
 
@@ -47,7 +47,7 @@ class RemoteBackend:
 
     def __init__(
         self,
-        cluster: Cluster,
+        cluster: Launcher,
         manifest: BackendManifest,
         config: Mapping[str, Any],
         *,
