@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -39,18 +40,29 @@ def test_unknown_name_is_an_attribute_error() -> None:
         _ = rl_core.nothing
 
 
-@pytest.mark.parametrize(
-    "statement",
-    [
-        "rl_core.RayVirtualCluster",
-        "from rl_core import RayVirtualCluster",
-        "from rl_core.cluster import RayVirtualCluster",
-    ],
-)
-def test_what_was_here_says_where_it_is(statement: str) -> None:
-    with pytest.raises(MissingEngineError, match="from rl_ray import RayVirtualCluster") as caught:
-        exec(statement, {"rl_core": rl_core})
-    assert caught.value.fix == "pip install ./plugins/rl-ray"
+ELSEWHERE = [
+    ("rl_core", "RayVirtualCluster", "rl_ray", "./plugins/rl-hosting ./plugins/rl-ray"),
+    ("rl_core.cluster", "RayVirtualCluster", "rl_ray", "./plugins/rl-hosting ./plugins/rl-ray"),
+    ("rl_core.cluster", "Workers", "rl_hosting.cluster", "./plugins/rl-hosting"),
+]
+
+
+@pytest.mark.parametrize(("module", "name", "home", "install"), ELSEWHERE)
+def test_name_of_another_distribution_comes_from_there(
+    module: str, name: str, home: str, install: str
+) -> None:
+    found = getattr(importlib.import_module(module), name)
+    assert found is getattr(importlib.import_module(home), name)
+
+
+@pytest.mark.parametrize(("module", "name", "home", "install"), ELSEWHERE)
+def test_name_of_a_distribution_that_is_not_installed_says_where_it_is(
+    module: str, name: str, home: str, install: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, home.partition(".")[0], None)
+    with pytest.raises(MissingEngineError, match=f"from {home} import {name}") as caught:
+        exec(f"from {module} import {name}")
+    assert caught.value.fix == f"pip install {install}"
 
 
 @pytest.mark.parametrize("first", ["", "import rl_core.refit", "from rl_core.refit import refit"])

@@ -13,13 +13,13 @@ from rl_conformance.reference.generation import ReferenceGeneration
 from rl_conformance.reference.policy import ReferencePolicy
 from rl_conformance.reference.sharded import MANIFEST
 from rl_core.batch import BatchedDataDict
-from rl_core.cluster import RemotePolicy
+from rl_hosting.cluster import RemotePolicy
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from rl_core.cluster import Cluster
+    from rl_hosting.cluster import Cluster
 
 ENTRY = "[rl_core.backends]\nreference-sharded=rl_conformance.reference.sharded:MANIFEST\n"
 TRAINING = {"optimizer": {"lr": 1e-2}, "torch_dtype": "float32"}

@@ -27,7 +27,6 @@ from cluster_doubles import (
 )
 
 from rl_core.batch import BatchedDataDict
-from rl_core.cluster import RemoteGeneration, RemotePolicy
 from rl_core.errors import (
     CapabilityError,
     ConfigError,
@@ -40,11 +39,12 @@ from rl_core.errors import (
 )
 from rl_core.futures import wait
 from rl_core.refit import refit
+from rl_hosting.cluster import RemoteGeneration, RemotePolicy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from rl_core.cluster import Cluster
+    from rl_hosting.cluster import Cluster
 
 #: What a driver writes for two places.
 TWO_PLACES = {"rl_hosting": "LocalCluster(2, threads=1)", "rl_ray": "RayVirtualCluster([2])"}
@@ -300,7 +300,7 @@ DRIVER = """
 import sys
 from dataclasses import replace
 from cluster_doubles import BACKEND, CONFIG
-from rl_core.cluster import RemoteGeneration
+from rl_hosting.cluster import RemoteGeneration
 from {launcher} import *
 
 manifest = replace(BACKEND, environment={environment!r})

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from rl_core.cluster import RemotePolicy
+    from rl_hosting.cluster import RemotePolicy
 
 SOON = 60.0
 

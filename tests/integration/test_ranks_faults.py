@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from rl_conformance.reference.generation import ReferenceGeneration
-    from rl_core.cluster import RemotePolicy
     from rl_core.interfaces import WeightSink
+    from rl_hosting.cluster import RemotePolicy
 
 #: Seconds for a refit, and by when its failure must be known.
 DEADLINE_S, SOON_S = 30.0, 12.0

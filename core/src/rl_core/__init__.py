@@ -17,11 +17,6 @@ if TYPE_CHECKING:
         training_batch,
         verify_right_padding,
     )
-    from rl_core.checks import (
-        test_generation_consistency,
-        test_max_model_len_respected,
-        validate_log_probability_consistency,
-    )
     from rl_core.errors import (
         AmbiguousBackendError,
         BackendNotFoundError,
@@ -141,10 +136,7 @@ __all__ = [
     "create_generation",
     "create_policy",
     "refit",
-    "test_generation_consistency",
-    "test_max_model_len_respected",
     "training_batch",
-    "validate_log_probability_consistency",
     "verify_right_padding",
     "wait",
 ]
@@ -163,11 +155,15 @@ _HOME = {
     "PolicyBackend": "rl_core.backends",
     "create_generation": "rl_core.plugins.factory",
     "create_policy": "rl_core.plugins.factory",
+}
+_LIGHT = ("rl_core.errors", "rl_core.interfaces")
+#: Names that other distributions provide; these modules say which.
+_ELSEWHERE = {
+    "RayVirtualCluster": "rl_core.cluster",
     "test_generation_consistency": "rl_core.checks",
     "test_max_model_len_respected": "rl_core.checks",
     "validate_log_probability_consistency": "rl_core.checks",
 }
-_LIGHT = ("rl_core.errors", "rl_core.interfaces")
 
 #: Version of the installed distribution.
 __version__: str
@@ -181,8 +177,8 @@ def __getattr__(name: str) -> Any:
 
         globals()[name] = version("rl-core")
         return globals()[name]
-    if name == "RayVirtualCluster":  # whose error says where it is
-        return getattr(importlib.import_module("rl_core.cluster"), name)
+    if name in _ELSEWHERE:
+        return getattr(importlib.import_module(_ELSEWHERE[name]), name)
     homes = () if name not in __all__ else (_HOME[name],) if name in _HOME else _LIGHT
     for home in homes:
         module = importlib.import_module(home)
@@ -193,4 +189,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *_ELSEWHERE})

@@ -15,8 +15,8 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from rl_core.cluster.remote_error import as_plain
 from rl_core.errors import DataError
+from rl_hosting.cluster.remote_error import as_plain
 from rl_hosting.engine import Engine
 from rl_hosting.wire import Channel, Done, Reply, encode
 

@@ -11,9 +11,9 @@ import psutil
 import pytest
 from cluster_doubles import CONFIG, EXIT, manifest_in, pids, prompts, wait_until_gone
 
-from rl_core.cluster import RemoteGeneration
 from rl_core.errors import ConfigError, DeadlineError, WorkerDiedError
 from rl_hosting import LocalCluster
+from rl_hosting.cluster import RemoteGeneration
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

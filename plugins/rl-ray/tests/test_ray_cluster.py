@@ -12,9 +12,9 @@ import ray
 import torch
 from cluster_doubles import CONFIG, EXIT, manifest_in, prompts
 
-from rl_core.cluster import RemoteGeneration, RemotePolicy
 from rl_core.errors import ConfigError, LifecycleError, WorkerDiedError
 from rl_core.futures import spawn, wait
+from rl_hosting.cluster import RemoteGeneration, RemotePolicy
 from rl_ray import RayVirtualCluster
 
 if TYPE_CHECKING:

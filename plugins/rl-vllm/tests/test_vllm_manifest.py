@@ -10,8 +10,8 @@ import pytest
 
 import rl_vllm.private
 from rl_core import create_generation
-from rl_core.cluster.remote_error import as_plain, from_plain
 from rl_core.errors import ConfigError, IncompatiblePluginError, ManifestMismatchError
+from rl_hosting.cluster.remote_error import as_plain, from_plain
 from rl_vllm.environment import VARIABLES, engine_environment
 from rl_vllm.generation import VllmGeneration
 from rl_vllm.private import PRIVATE, check_version

@@ -155,7 +155,8 @@ def test_without_ray_its_checks_are_not_run_and_the_command_is_said(
     monkeypatch.setattr(harness.importlib.util, "find_spec", lambda name: None)
     outcome = _outcome(fails, modules=("rl_ray",))
     assert (outcome.status, outcome.excused) == (Status.NOT_RUN, False)
-    assert outcome.message == "rl_ray is not installed: pip install ./plugins/rl-ray"
+    fix = "pip install ./plugins/rl-hosting ./plugins/rl-ray"
+    assert outcome.message == f"rl_ray is not installed: {fix}"
 
 
 def test_what_needs_more_gpus_than_there_are_is_excused_whatever_else_is_missing(

@@ -23,9 +23,10 @@ from rl_core.interfaces.specs import (
     TrainingDatumSpec,
 )
 from rl_core.interfaces.weights import TensorSpec, WeightSink, WeightSource
-from rl_core.interfaces.worker import DataParallelRank, WorkerContext
+from rl_core.interfaces.worker import Cluster, DataParallelRank, WorkerContext
 
 __all__ = [
+    "Cluster",
     "ColocatablePolicyInterface",
     "ColocationConfig",
     "DataParallelRank",

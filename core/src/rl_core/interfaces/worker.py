@@ -1,10 +1,34 @@
-"""Who a worker is among its peers."""
+"""Where backends run in workers, and who a worker is among its peers."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
-__all__ = ["DataParallelRank", "WorkerContext"]
+if TYPE_CHECKING:
+    from rl_core.plugins.manifest import BackendManifest, Kind
+
+__all__ = ["Cluster", "DataParallelRank", "WorkerContext"]
+
+
+class Cluster(Protocol):
+    """Places for workers, such as rl-hosting's ``LocalCluster`` or rl-ray's ``RayVirtualCluster``.
+
+    Authors of others derive from ``rl_hosting.cluster.Cluster``, which implements this.
+    """
+
+    def remote_backend(self, manifest: BackendManifest, kind: Kind, config: dict[str, Any]) -> Any:
+        """Starts workers that have a backend each, and returns one that stands for all of them.
+
+        Args:
+            manifest: The backend, with the variables of its workers' processes.
+            kind: ``"generation"`` or ``"policy"``.
+            config: Its checked configuration.
+
+        Returns:
+            A :class:`~rl_core.interfaces.GenerationInterface` or
+            :class:`~rl_core.interfaces.ColocatablePolicyInterface`.
+        """
 
 
 @dataclass(frozen=True, slots=True)

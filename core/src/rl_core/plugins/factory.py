@@ -14,10 +14,10 @@ from rl_core.plugins.hookspecs import validate_config, worker_environment
 from rl_core.plugins.registry import find_backend, resolve
 
 if TYPE_CHECKING:
-    from rl_core.cluster import Cluster
+    from rl_core.interfaces import Cluster
     from rl_core.interfaces.generation import GenerationInterface
     from rl_core.interfaces.policy import ColocatablePolicyInterface
-    from rl_core.plugins.manifest import BackendManifest, Kind
+    from rl_core.plugins.manifest import Kind
 
 __all__ = ["create_generation", "create_policy"]
 
@@ -72,17 +72,10 @@ def _create(kind: Kind, config: Mapping[str, Any], cluster: Cluster | None) -> A
     environment = worker_environment(checked, kind, manifest)
     if cluster is not None:
         manifest = dataclasses.replace(manifest, environment=environment)
-        return _remote(kind, cluster, manifest, checked)
+        return cluster.remote_backend(manifest, kind, checked)
     for variable, value in environment.items():
         os.environ.setdefault(variable, value)
     return load_object(f"{manifest.factories[kind]}.from_config", provider)(checked)
-
-
-def _remote(kind: Kind, cluster: Cluster, manifest: BackendManifest, config: dict[str, Any]) -> Any:
-    from rl_core.cluster import RemoteGeneration, RemotePolicy
-
-    remote = RemoteGeneration if kind == "generation" else RemotePolicy
-    return remote(cluster, manifest, config)
 
 
 def _backend_name(config: Any) -> str:

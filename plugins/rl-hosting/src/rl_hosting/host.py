@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import psutil
 
-from rl_core.cluster.remote_error import as_plain
 from rl_core.errors import LifecycleError, PluginError
 from rl_core.plugins.discovery import load_object
+from rl_hosting.cluster.remote_error import as_plain
 from rl_hosting.engine import Engine
 from rl_hosting.leftovers import SharedMemory, end_session
 from rl_hosting.wire import Channel, Done, Hello, Progress, Prompt, Reply, Request, encode

@@ -12,9 +12,10 @@ import uuid
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
-from rl_core.cluster.launcher import Workers, checked_size
 from rl_core.errors import ConfigError, WorkerDiedError
 from rl_core.futures import spawn
+from rl_hosting.cluster.cluster import Cluster
+from rl_hosting.cluster.launcher import Workers, checked_size
 from rl_hosting.process import EngineProcess
 from rl_hosting.values import read, write_with_objects
 
@@ -31,7 +32,7 @@ __all__ = ["LocalCluster", "LocalWorkers"]
 _PRELOAD = ("torch", "rl_hosting.worker_host", "rl_core.backends")
 
 
-class LocalCluster:
+class LocalCluster(Cluster):
     """Places for workers on this host.
 
     ::
@@ -72,12 +73,17 @@ class LocalCluster:
                 fix='name the GPU of each, such as ["0", "1"]',
                 key="devices",
             )
-        self.world_size = world_size
+        self._world_size = world_size
         self.devices = None if devices is None else [str(device) for device in devices]
         self.threads = threads or max(1, (os.cpu_count() or 1) // world_size)
         self.python = python
         self.verbose = verbose
         self._groups: list[LocalWorkers] = []
+
+    @property
+    def world_size(self) -> int:
+        """How many places there are."""
+        return self._world_size
 
     def workers(
         self,
@@ -88,7 +94,7 @@ class LocalCluster:
         num_workers: int | None = None,
         call_deadline_s: float = 3600.0,
     ) -> Workers:
-        """See :meth:`rl_core.cluster.Cluster.workers`."""
+        """See :meth:`Cluster.workers`."""
         size = checked_size(num_workers, self.world_size)
         workers = LocalWorkers(self, manifest, kind, config, size, call_deadline_s)
         self._groups.append(workers)

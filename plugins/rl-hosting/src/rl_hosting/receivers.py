@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from rl_core.cluster.remote_error import from_plain
 from rl_core.errors import (
     DeadlineError,
     LifecycleError,
@@ -25,6 +24,7 @@ from rl_core.interfaces import TensorSpec
 from rl_core.refit import DEFAULT_DEADLINE_S
 from rl_core.refit.options import check_deadline
 from rl_core.refit.turns import exclusively
+from rl_hosting.cluster.remote_error import from_plain
 from rl_hosting.wire import Reply, Request, decode, encode, raised
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from typing import Any
 
 import msgspec
 
-from rl_core.cluster.remote_error import as_plain, from_plain
 from rl_core.errors import DeadlineError, IncompatiblePluginError, WorkerError
+from rl_hosting.cluster.remote_error import as_plain, from_plain
 
 __all__ = [
     "WIRE",
@@ -113,7 +113,7 @@ class Done(msgspec.Struct, array_like=True):
         token_ids: Generated.
         logprobs: One for each.
         truncated: It ended by length.
-        error: As :func:`rl_core.cluster.remote_error.as_plain` makes it, if it failed.
+        error: As :func:`rl_hosting.cluster.remote_error.as_plain` makes it, if it failed.
     """
 
     key: int
@@ -141,7 +141,7 @@ class Reply(msgspec.Struct, array_like=True, tag="reply"):
     Attributes:
         number: The request's.
         value: What the method returned.
-        error: As :func:`rl_core.cluster.remote_error.as_plain` makes it.
+        error: As :func:`rl_hosting.cluster.remote_error.as_plain` makes it.
     """
 
     number: int = 0
@@ -168,7 +168,7 @@ def raised(reply: Reply | Done | Progress) -> WorkerError | None:
     except (TypeError, ValueError):
         return WorkerError(
             f"the engine failed with an error that is none: {reply.error!r:.200}",
-            fix="report it to the backend's author: rl_core.cluster.remote_error makes them",
+            fix="report it to the backend's author: rl_hosting.cluster.remote_error makes them",
         )
 
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 
-from rl_core.cluster.remote_error import as_plain
 from rl_core.plugins.discovery import load_object
 from rl_core.refit import RefitReceiver
+from rl_hosting.cluster.remote_error import as_plain
 from rl_hosting.wire import Reply, Request, decode, encode, failure
 
 if TYPE_CHECKING:

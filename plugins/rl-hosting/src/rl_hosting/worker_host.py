@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
-from rl_core.cluster.worker import CONCURRENCY_GROUPS, Worker
+from rl_hosting.cluster.worker import CONCURRENCY_GROUPS, Worker
 from rl_hosting.values import read_with_objects, write
 from rl_hosting.wire import Hello, Reply, Request, encode, failure
 

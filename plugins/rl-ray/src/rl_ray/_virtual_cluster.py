@@ -13,8 +13,9 @@ import ray
 from ray.util import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rl_core.cluster.launcher import checked_size
 from rl_core.errors import ConfigError, LifecycleError
+from rl_hosting.cluster.cluster import Cluster
+from rl_hosting.cluster.launcher import checked_size
 from rl_ray._runtime import acquire_ray, release_ray
 from rl_ray._worker_group import WorkerGroup
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["RayVirtualCluster"]
 
 
-class RayVirtualCluster:
+class RayVirtualCluster(Cluster):
     """Reserves one bundle for each worker, and holds the workers to it.
 
     ::
@@ -120,7 +121,7 @@ class RayVirtualCluster:
 
         Raises:
             ConfigError: There is no place on the cluster, or no such Python; and see
-                :class:`~rl_core.cluster.Workers`.
+                :class:`~rl_hosting.cluster.Workers`.
         """
         size = checked_size(num_workers, self.world_size)
         name = f"{manifest.name}-{kind}-{uuid.uuid4().hex[:6]}"

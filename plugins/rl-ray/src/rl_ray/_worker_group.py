@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from rl_core.cluster.launcher import Workers, wait_for_all
-from rl_core.cluster.remote_error import as_text
-from rl_core.cluster.worker import CONCURRENCY_GROUPS, Worker
+from rl_hosting.cluster.launcher import Workers, wait_for_all
+from rl_hosting.cluster.remote_error import as_text
+from rl_hosting.cluster.worker import CONCURRENCY_GROUPS, Worker
 from rl_ray._futures import as_future
 
 if TYPE_CHECKING:

@@ -21,8 +21,8 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from rl_core.cluster.remote_error import as_plain
 from rl_core.errors import ConfigError, DataError, PluginError, RLError
+from rl_hosting.cluster.remote_error import as_plain
 from rl_hosting.engine import Engine
 from rl_hosting.wire import Done, Reply, Request, decode, encode, raised
 from rl_vllm.facts import facts_of, model_config_of, tokenizer_of

@@ -18,8 +18,7 @@ from rl_vllm.environment import PRELOAD, SOCKETS, engine_environment
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from rl_core.cluster import Cluster
-    from rl_core.interfaces import Future, WorkerContext
+    from rl_core.interfaces import Cluster, Future, WorkerContext
 
 __all__ = ["VllmGeneration"]
 

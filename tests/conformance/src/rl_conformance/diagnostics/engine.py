@@ -19,7 +19,7 @@ from rl_core.plugins.factory import create_generation
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
 
-    from rl_core.cluster import Cluster
+    from rl_core.interfaces import Cluster
 
 __all__ = [
     "GenerationConsistency",

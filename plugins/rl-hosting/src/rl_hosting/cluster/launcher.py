@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 import uuid
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from rl_core.errors import CapabilityError, ConfigError, LifecycleError, WorkerDiedError
 from rl_core.futures import wait
@@ -23,19 +23,21 @@ if TYPE_CHECKING:
     from rl_core.interfaces import Future
     from rl_core.plugins.manifest import BackendManifest, Kind
 
-__all__ = ["Cluster", "Workers", "checked_size", "wait_for_all"]
+__all__ = ["Launcher", "Workers", "checked_size", "wait_for_all"]
 
 #: Seconds for workers to start, before any model is loaded, and to end by themselves.
 _START_DEADLINE_S, _SHUTDOWN_DEADLINE_S = 300.0, 60.0
 
 
-class Cluster(Protocol):
-    """Places for workers."""
+class Launcher(ABC):
+    """Starts workers; a launcher's author derives from :class:`rl_hosting.cluster.Cluster`."""
 
     @property
+    @abstractmethod
     def world_size(self) -> int:
-        """How many there are."""
+        """How many places for workers there are."""
 
+    @abstractmethod
     def workers(
         self,
         manifest: BackendManifest,
@@ -53,7 +55,7 @@ class Workers(ABC):
 
     A launcher derives from it. Its constructor fills ``processes``, calls :meth:`build`, and calls
     :meth:`end` if either fails. Calls of one group are made one after the other, or as many at once
-    as the group has threads (:data:`rl_core.cluster.worker.CONCURRENCY_GROUPS`).
+    as the group has threads (:data:`rl_hosting.cluster.worker.CONCURRENCY_GROUPS`).
 
     Args:
         name: How errors call them.
@@ -99,7 +101,7 @@ class Workers(ABC):
 
     @abstractmethod
     def remote(self, rank: int, group: str, method: str, *args: Any) -> Future:
-        """Calls a method of one :class:`~rl_core.cluster.worker.Worker`; its result comes later.
+        """Calls a method of one :class:`~rl_hosting.cluster.worker.Worker`; its result comes later.
 
         Raises:
             LifecycleError: They were shut down.
@@ -119,7 +121,7 @@ class Workers(ABC):
         """Lets every worker build its backend, once all of them have started.
 
         Args:
-            starting: What each one's :meth:`~rl_core.cluster.worker.Worker.place` returns.
+            starting: What each one's :meth:`~rl_hosting.cluster.worker.Worker.place` returns.
             config: The checked configuration of the backend.
         """
         self.places = wait(list(starting), self.start_deadline_s + self.grace_s)

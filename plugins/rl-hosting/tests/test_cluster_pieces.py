@@ -15,11 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_core.batch import BatchedDataDict
-from rl_core.cluster.launcher import Workers, wait_for_all
-from rl_core.cluster.remote_error import worker_error
-from rl_core.cluster.sharding import collect, deal, padded_shards, training_shards
 from rl_core.errors import DataError, RefitPeerError, RLError, WorkerError
 from rl_core.futures import spawn
+from rl_hosting.cluster.launcher import Workers, wait_for_all
+from rl_hosting.cluster.remote_error import worker_error
+from rl_hosting.cluster.sharding import collect, deal, padded_shards, training_shards
 
 if TYPE_CHECKING:
     from rl_core.interfaces import Future

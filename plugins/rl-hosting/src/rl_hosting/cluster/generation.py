@@ -24,11 +24,11 @@ from rl_core.backends.prompts import (
 )
 from rl_core.batch import BatchedDataDict
 from rl_core.batch.provenance import moment
-from rl_core.cluster.remote import RemoteBackend, through
-from rl_core.cluster.sharding import Loads, collect
 from rl_core.errors import DeadlineError, WeightsTornError
 from rl_core.futures import as_concurrent
 from rl_core.interfaces import GenerationInterface
+from rl_hosting.cluster.remote import RemoteBackend, through
+from rl_hosting.cluster.sharding import Loads, collect
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping

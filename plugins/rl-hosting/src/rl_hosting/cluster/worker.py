@@ -10,9 +10,9 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from rl_core.cluster.remote_error import as_text, worker_error
 from rl_core.errors import DeadlineError
 from rl_core.futures import wait
+from rl_hosting.cluster.remote_error import as_text, worker_error
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping, Sequence

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from rl_core.backends import ModelFacts
 from rl_core.batch import BatchedDataDict
-from rl_core.cluster.generation import RemoteGeneration
-from rl_core.cluster.sharding import Loads
 from rl_core.errors import WeightsTornError
+from rl_hosting.cluster.generation import RemoteGeneration
+from rl_hosting.cluster.sharding import Loads
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -109,7 +109,7 @@ def test_a_call_waits_for_a_refit_that_has_not_reached_all_replicas(monkeypatch)
 
 
 def test_replicas_that_go_on_to_differ_do_not_serve(monkeypatch):
-    monkeypatch.setattr("rl_core.cluster.generation._SETTLE_S", 0.1)
+    monkeypatch.setattr("rl_hosting.cluster.generation._SETTLE_S", 0.1)
     with pytest.raises(WeightsTornError, match="different weights"):
         backend(Replicas([7, 8])).generate(prompts(2, 3))
 

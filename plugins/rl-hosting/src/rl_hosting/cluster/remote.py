@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from rl_core.cluster.launcher import Cluster
     from rl_core.interfaces import Future
     from rl_core.plugins.manifest import BackendManifest, Kind
+    from rl_hosting.cluster.launcher import Launcher
 
 __all__ = ["RemoteBackend", "through"]
 
@@ -47,7 +47,7 @@ class RemoteBackend:
 
     def __init__(
         self,
-        cluster: Cluster,
+        cluster: Launcher,
         manifest: BackendManifest,
         config: Mapping[str, Any],
         *,

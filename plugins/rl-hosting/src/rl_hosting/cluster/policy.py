@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 from rl_core.backends.admission import Admission
 from rl_core.backends.inputs import as_batch
-from rl_core.cluster.remote import RemoteBackend, through
-from rl_core.cluster.sharding import RowRanks, collect, padded_shards, training_shards
 from rl_core.interfaces import ColocatablePolicyInterface as Colocatable
 from rl_core.interfaces import PolicyInterface
+from rl_hosting.cluster.remote import RemoteBackend, through
+from rl_hosting.cluster.sharding import RowRanks, collect, padded_shards, training_shards
 
 if TYPE_CHECKING:
     from rl_core.batch import BatchedDataDict

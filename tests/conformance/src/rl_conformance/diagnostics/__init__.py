@@ -1,0 +1,1 @@
+"""Diagnostics that users run on a model: do trainer and engine agree, does the engine hold."""
