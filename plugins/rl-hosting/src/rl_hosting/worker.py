@@ -120,21 +120,17 @@ class WorkerRefits:
     def done(self, key: str, wait_s: float) -> dict[str, Any]:
         """How far :meth:`receive` or :meth:`open` is; waits for news."""
         future = self._futures[key]
-        if not (future.done() or self._waits_for_generation(future)):
+        if not (future.done() or self._receiver.awaits_generation(future)):
             self._news.wait(wait_s)
         self._news.clear()
         if not future.done():
-            return {"done": False, "wants_lock": self._waits_for_generation(future)}
+            return {"done": False, "wants_lock": self._receiver.awaits_generation(future)}
         for old in [k for k in self._futures if k != key and self._futures[k].done()][:-_KEPT]:
             del self._futures[old]  # nobody asked
         error = future.exception()
         if error is not None:  # told when all workers are done, with what they are then
             return {"done": True, "error": as_plain(error, self.name), **self.state()}
         return {"done": True, "result": future.result(), **self.state()}
-
-    def _waits_for_generation(self, future: concurrent.futures.Future[Any]) -> bool:
-        """Whether it is this refit, and no other one, that generation keeps waiting."""
-        return any(job.future is future and job.session.held_up for job in self._receiver.jobs)
 
     def load_handles(self, handles: bytes) -> dict[str, Any]:
         """See :meth:`RefitReceiver.load_handles`."""
