@@ -15,7 +15,7 @@ import psutil
 import pytest
 from fake_backend import FakeGeneration, environment
 
-from rl_hosting.forking import ForkServer
+from rl_hosting._fork_client import ForkServer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

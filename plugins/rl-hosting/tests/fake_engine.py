@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 from rl_core.cluster.remote_error import as_plain
 from rl_core.errors import DataError
+from rl_hosting._messages import Channel, Done, Reply, encode
 from rl_hosting.engine import Engine
-from rl_hosting.wire import Channel, Done, Reply, encode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
-    from rl_hosting.wire import Prompt
+    from rl_hosting._messages import Prompt
 
 #: First tokens: the engine raises, the row fails, the process exits or is stopped, it never ends.
 RAISES, FAILS, EXITS, STOPS, ENDLESS = range(900, 905)

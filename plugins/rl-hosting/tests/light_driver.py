@@ -14,8 +14,8 @@ import threading
 import time
 from pathlib import Path
 
-from rl_hosting.process import EngineProcess
-from rl_hosting.wire import Prompt, Sampling
+from rl_hosting._messages import Prompt, Sampling
+from rl_hosting._process import EngineProcess
 
 ENDLESS = 904
 

@@ -23,7 +23,7 @@ from rl_core.errors import (
     RLError,
     WorkerDiedError,
 )
-from rl_hosting.process import EngineProcess
+from rl_hosting._process import EngineProcess
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -8,7 +8,7 @@ import torch
 
 from rl_core.batch import BatchedDataDict
 from rl_core.errors import DataError
-from rl_hosting.values import read, write, write_with_objects
+from rl_hosting._values import read, write, write_with_objects
 
 
 def test_values_come_back_as_they_were():

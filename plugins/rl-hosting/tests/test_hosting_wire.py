@@ -16,8 +16,8 @@ from fake_backend import SOON, prompts, until
 from fake_engine import ENDLESS
 
 from rl_core.errors import DeadlineError, IncompatiblePluginError, PluginError, RLError, WorkerError
-from rl_hosting import wire
-from rl_hosting.wire import WIRE, Channel, Hello, Progress, Reply, Request, encode
+from rl_hosting import _messages as wire
+from rl_hosting._messages import WIRE, Channel, Hello, Progress, Reply, Request, encode
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

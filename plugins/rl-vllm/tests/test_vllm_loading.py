@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from rl_core.errors import CapabilityError
-from rl_hosting.derived import Loading
+from rl_hosting.derived_weights import Loading
 from rl_vllm import loading
 
 

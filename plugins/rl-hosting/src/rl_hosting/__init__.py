@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rl_hosting.generation import HostedGeneration
     from rl_hosting.local_cluster import LocalCluster
     from rl_hosting.weights import LoadedWeights
-    from rl_hosting.worker import WorkerRefits
+    from rl_hosting.worker_refits import WorkerRefits
 
 __all__ = ["Engine", "HostedGeneration", "LoadedWeights", "LocalCluster", "WorkerRefits"]
 
@@ -23,7 +23,7 @@ _HOME = {
     "HostedGeneration": "rl_hosting.generation",
     "LocalCluster": "rl_hosting.local_cluster",
     "LoadedWeights": "rl_hosting.weights",
-    "WorkerRefits": "rl_hosting.worker",
+    "WorkerRefits": "rl_hosting.worker_refits",
 }
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
-    from rl_hosting.wire import Done, Prompt
+    from rl_hosting._messages import Done, Prompt
 
 __all__ = ["Engine"]
 
@@ -54,7 +54,7 @@ class Engine(ABC):
 
     @abstractmethod
     def call_workers(self, frame: bytes) -> list[bytes]:
-        """Hands a frame to :meth:`rl_hosting.worker.WorkerRefits.answer` in every worker.
+        """Hands a frame to :meth:`rl_hosting.worker_refits.WorkerRefits.answer` in every worker.
 
         Returns:
             An answer from each.

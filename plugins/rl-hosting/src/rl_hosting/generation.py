@@ -11,11 +11,11 @@ import msgspec
 
 from rl_core.backends import Completion, FailedRow, GenerationBackend, ModelFacts, RowEngine
 from rl_core.errors import PluginError, RLError, WorkerDiedError
-from rl_hosting.host import SOCKETS
-from rl_hosting.process import EngineProcess
-from rl_hosting.receivers import WorkerReceivers
-from rl_hosting.remote_sink import RemoteSink
-from rl_hosting.wire import Prompt, Sampling, raised
+from rl_hosting._engine_host import SOCKETS
+from rl_hosting._messages import Prompt, Sampling, raised
+from rl_hosting._process import EngineProcess
+from rl_hosting._remote_receiver import WorkerReceivers
+from rl_hosting._remote_sink import RemoteSink
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
@@ -141,7 +141,7 @@ class HostedGeneration(GenerationBackend):
         environment: All variables of its process.
         python: Its interpreter.
         verbose: Print what it prints.
-        preload: See :class:`~rl_hosting.process.EngineProcess`.
+        preload: See :class:`~rl_hosting._process.EngineProcess`.
         sockets: Likewise.
         start_timeout_s: Seconds for it to load the model.
 

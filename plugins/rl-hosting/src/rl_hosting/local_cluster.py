@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Self
 from rl_core.cluster.launcher import Workers, checked_size
 from rl_core.errors import ConfigError, WorkerDiedError
 from rl_core.futures import spawn
-from rl_hosting.process import EngineProcess
-from rl_hosting.values import read, write_with_objects
+from rl_hosting._process import EngineProcess
+from rl_hosting._values import read, write_with_objects
 
 if TYPE_CHECKING:
     import concurrent.futures
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["LocalCluster", "LocalWorkers"]
 
 #: What a process has imported, besides the backend, before it is forked for a worker.
-_PRELOAD = ("torch", "rl_hosting.worker_host", "rl_core.backends")
+_PRELOAD = ("torch", "rl_hosting._worker_host", "rl_core.backends")
 
 
 class LocalCluster:
@@ -146,7 +146,7 @@ class LocalWorkers(Workers):
                     worker,
                     worker,
                     cluster.environment(manifest, rank),
-                    host="rl_hosting.worker_host:WorkerHost",
+                    host="rl_hosting._worker_host:WorkerHost",
                     patient=True,  # a trainer that goes on has lost nothing; refits name it soon
                     python=cluster.python,
                     verbose=cluster.verbose,

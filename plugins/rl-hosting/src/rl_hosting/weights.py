@@ -13,7 +13,7 @@ from torch import distributed as dist
 
 from rl_core.backends.tensors import module_tensors, tensor_specs
 from rl_core.errors import CapabilityError
-from rl_hosting.regions import Region, regions_of
+from rl_hosting._regions import Region, regions_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence

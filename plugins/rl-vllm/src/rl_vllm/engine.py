@@ -23,8 +23,8 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from rl_core.cluster.remote_error import as_plain
 from rl_core.errors import ConfigError, DataError, PluginError, RLError
+from rl_hosting._messages import Done, Reply, Request, decode, encode, raised
 from rl_hosting.engine import Engine
-from rl_hosting.wire import Done, Reply, Request, decode, encode, raised
 from rl_vllm.facts import facts_of, model_config_of, tokenizer_of
 from rl_vllm.private import check_version, engine_version
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from vllm.outputs import RequestOutput
 
-    from rl_hosting.wire import Prompt
+    from rl_hosting._messages import Prompt
 
 __all__ = ["VllmEngine"]
 

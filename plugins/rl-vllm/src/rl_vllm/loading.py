@@ -7,7 +7,7 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from rl_core.errors import CapabilityError
-from rl_hosting.derived import Loading
+from rl_hosting.derived_weights import Loading
 
 if TYPE_CHECKING:
     from torch import nn

@@ -13,7 +13,7 @@ import os
 from functools import cache
 from typing import Any
 
-from rl_hosting.worker import WorkerRefits
+from rl_hosting.worker_refits import WorkerRefits
 from rl_vllm.cpu_weights import keep_plain_weights
 from rl_vllm.loading import watch_loading
 from rl_vllm.sink import ModelSink

@@ -1,6 +1,6 @@
 """The process beside a driver that forks its engines and ends what they leave.
 
-``python -m rl_hosting.forkserver FD DRIVER MODULE...`` imports some modules and forks a process for
+``python -m rl_hosting._fork_server FD DRIVER MODULE...`` imports some modules and forks a process for
 every engine that is asked for, until the last one with the same environment is closed. Importing an
 engine can take some ten seconds, starting it with a small model two: only the first engine waits.
 
@@ -29,8 +29,8 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from rl_hosting.host import PARENT_POLL_S, SOCKETS, run_host
-from rl_hosting.leftovers import SharedMemory, end_session, kill
+from rl_hosting._engine_host import PARENT_POLL_S, SOCKETS, run_host
+from rl_hosting._leftovers import SharedMemory, end_session, kill
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

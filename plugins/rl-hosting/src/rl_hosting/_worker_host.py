@@ -15,13 +15,13 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from rl_core.cluster.worker import CONCURRENCY_GROUPS, Worker
-from rl_hosting.values import read_with_objects, write
-from rl_hosting.wire import Hello, Reply, Request, encode, failure
+from rl_hosting._messages import Hello, Reply, Request, encode, failure
+from rl_hosting._values import read_with_objects, write
 
 if TYPE_CHECKING:
     from collections.abc import Generator
 
-    from rl_hosting.wire import Channel
+    from rl_hosting._messages import Channel
 
 __all__ = ["HostedWorker", "WorkerHost"]
 

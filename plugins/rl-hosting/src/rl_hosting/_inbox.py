@@ -9,12 +9,12 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from rl_core.errors import PluginError, RLError
-from rl_hosting.wire import Hello, Progress, Reply
+from rl_hosting._messages import Hello, Progress, Reply
 
 if TYPE_CHECKING:
     from collections.abc import Generator
 
-    from rl_hosting.wire import Channel, Message
+    from rl_hosting._messages import Channel, Message
 
 __all__ = ["Inbox"]
 

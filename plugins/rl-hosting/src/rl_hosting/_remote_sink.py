@@ -11,7 +11,7 @@ from rl_core.interfaces import TensorSpec, WeightSink
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from rl_hosting.receivers import WorkerReceivers
+    from rl_hosting._remote_receiver import WorkerReceivers
 
 __all__ = ["RemoteSink"]
 

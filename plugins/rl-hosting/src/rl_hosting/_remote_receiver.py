@@ -25,14 +25,14 @@ from rl_core.interfaces import TensorSpec
 from rl_core.refit import DEFAULT_DEADLINE_S
 from rl_core.refit.options import check_deadline
 from rl_core.refit.turns import exclusively
-from rl_hosting.wire import Reply, Request, decode, encode, raised
+from rl_hosting._messages import Reply, Request, decode, encode, raised
 
 if TYPE_CHECKING:
     import concurrent.futures
     from collections.abc import Callable, Generator
 
     from rl_core.refit.turns import TurnLock
-    from rl_hosting.process import EngineProcess
+    from rl_hosting._process import EngineProcess
 
 __all__ = ["WorkerReceivers"]
 

@@ -11,7 +11,7 @@ import torch
 from rl_core.cluster.remote_error import as_plain
 from rl_core.plugins.discovery import load_object
 from rl_core.refit import RefitReceiver
-from rl_hosting.wire import Reply, Request, decode, encode, failure
+from rl_hosting._messages import Reply, Request, decode, encode, failure
 
 if TYPE_CHECKING:
     import concurrent.futures
@@ -68,7 +68,7 @@ class WorkerRefits:
         self._futures: dict[str, concurrent.futures.Future[Any]] = {}
 
     def answer_frame(self, frame: bytes) -> bytes:
-        """Answers what :class:`rl_hosting.receivers.WorkerReceivers` asks."""
+        """Answers what :class:`rl_hosting._remote_receiver.WorkerReceivers` asks."""
         return bytes(encode(self.answer(decode(frame, type=Request))))
 
     def answer(self, request: Request) -> Reply:

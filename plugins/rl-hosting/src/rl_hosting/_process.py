@@ -28,18 +28,18 @@ from rl_core.errors import (
     RLError,
     WorkerDiedError,
 )
-from rl_hosting.forking import Forked, ForkServer, per_process
-from rl_hosting.host import HOST, SOCKETS
-from rl_hosting.inbox import Inbox
-from rl_hosting.leftovers import end_session, stopped
-from rl_hosting.log import Log
-from rl_hosting.wire import Channel, Hello, Progress, Request, encode, raised
+from rl_hosting._engine_host import HOST, SOCKETS
+from rl_hosting._fork_client import Forked, ForkServer, per_process
+from rl_hosting._inbox import Inbox
+from rl_hosting._leftovers import end_session, stopped
+from rl_hosting._log import Log
+from rl_hosting._messages import Channel, Hello, Progress, Request, encode, raised
 
 if TYPE_CHECKING:
     import concurrent.futures
     from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 
-    from rl_hosting.wire import Prompt
+    from rl_hosting._messages import Prompt
 
 __all__ = ["EngineProcess"]
 
@@ -59,7 +59,7 @@ _LONGEST = 50
 
 
 class EngineProcess:
-    """One process that runs :mod:`rl_hosting.host`; it ends with this one, however that ends.
+    """One process that runs :mod:`rl_hosting._engine_host`; it ends with this one, however that ends.
 
     Any thread may call. Everything the engine prints goes to a file without a name, whose end is
     in ``details["log"]`` of every error.

@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from rl_core.errors import ConfigError, DeadlineError, WorkerDiedError
-from rl_hosting.forkserver import MESSAGE
+from rl_hosting._fork_server import MESSAGE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -94,7 +94,7 @@ class Forked:
         if self.returncode is None:
             said = self._heard(_STATUS, timeout)
             if said is None:
-                raise subprocess.TimeoutExpired(["rl_hosting.forkserver"], timeout)
+                raise subprocess.TimeoutExpired(["rl_hosting._fork_server"], timeout)
             # A server that was killed says nothing; what it forked ends with it.
             self.lost = not said
             self.returncode = int(said or -signal.SIGKILL)
@@ -161,7 +161,7 @@ class ForkServer:
         try:
             with theirs:
                 self._process = subprocess.Popen(  # noqa: S603 - our own module
-                    [python, "-m", "rl_hosting.forkserver", *arguments],
+                    [python, "-m", "rl_hosting._fork_server", *arguments],
                     # A process with OpenMP's threads could not be forked.
                     env={**environment, **({"OMP_NUM_THREADS": "1"} if preload else {})},
                     pass_fds=[theirs.fileno()],

@@ -1,4 +1,4 @@
-"""The engine's own process, which :mod:`rl_hosting.forkserver` forks.
+"""The engine's own process, which :mod:`rl_hosting._fork_server` forks.
 
 Answers the requests that come over a socket, between the steps of the engine, until the socket is
 closed. It ends when its driver is gone, however that ended and whatever it is doing: a thread of
@@ -26,9 +26,9 @@ import psutil
 from rl_core.cluster.remote_error import as_plain
 from rl_core.errors import LifecycleError, PluginError
 from rl_core.plugins.discovery import load_object
+from rl_hosting._leftovers import SharedMemory, end_session
+from rl_hosting._messages import Channel, Done, Hello, Progress, Prompt, Reply, Request, encode
 from rl_hosting.engine import Engine
-from rl_hosting.leftovers import SharedMemory, end_session
-from rl_hosting.wire import Channel, Done, Hello, Progress, Prompt, Reply, Request, encode
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 __all__ = ["HOST", "PARENT_POLL_S", "SOCKETS", "Host", "run_host"]
 
 #: What answers calls, where an engine is hosted.
-HOST = "rl_hosting.host:Host"
+HOST = "rl_hosting._engine_host:Host"
 #: Variable with a directory for the engine's sockets, which is removed with the process.
 SOCKETS = "RL_HOSTING_SOCKETS"
 #: Seconds between two looks at whether the parent is still there.
@@ -205,7 +205,7 @@ class Host:
     # -- all else ---------------------------------------------------------------------------------
 
     def refit(self, call: bytes) -> list[bytes]:
-        """Calls every worker's :class:`rl_hosting.worker.WorkerRefits`; an answer from each."""
+        """Calls every worker's :class:`rl_hosting.worker_refits.WorkerRefits`; an answer from each."""
         return self.engine.call_workers(call)
 
     def wake(self, tags: list[str]) -> None:
