@@ -15,15 +15,16 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from rl_core.cluster.remote_error import as_plain
+from rl_core.cluster.remote_error import encode_error
 from rl_core.errors import DataError
-from rl_hosting._messages import Channel, Done, Reply, encode
+from rl_hosting._messages import Channel, Reply, encode
 from rl_hosting.engine import Engine
+from rl_hosting.rows import Done
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
-    from rl_hosting._messages import Prompt
+    from rl_hosting.rows import Prompt
 
 #: First tokens: the engine raises, the row fails, the process exits or is stopped, it never ends.
 RAISES, FAILS, EXITS, STOPS, ENDLESS = range(900, 905)
@@ -158,7 +159,7 @@ class FakeEngine(Engine):
             on_fire()
         elif first == FAILS:
             error = DataError(f"row {prompt.index} is bad", row=prompt.index)
-            return Done(key, error=as_plain(error, "fake"))
+            return Done(key, error=encode_error(error, "fake"))
         elif first == EXITS:
             print("last words")
             os._exit(7)

@@ -89,7 +89,7 @@ BROKEN = {
 
 @pytest.mark.parametrize("what", list(BROKEN))
 def test_what_is_not_whole_is_refused_before_anything_starts(what, tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr("rl_hosting.generation.EngineProcess", None)
+    monkeypatch.setattr("rl_hosting.generation.HostedProcess", None)
     path = tmp_path / "model"
     shutil.copytree(tiny(), path)
     breaks, says = BROKEN[what]

@@ -1,8 +1,8 @@
-"""What the processes of an engine leave when they are killed: other processes, and shared memory.
+"""What an engine's processes leave when they are killed: other processes, and shared memory.
 
-An engine leads a session of its own. Its workers talk through shared memory, which nobody removes
-when they are killed: Python's resource tracker, which would remove some of it, is killed with the
-others, and of what C++ code makes it never hears.
+An engine leads a session (``setsid``) of its own. Its workers communicate through shared memory,
+which nobody removes when they are killed: Python's resource tracker, which would remove some of
+it, is killed with the others, and does not know what C++ code makes.
 """
 
 from __future__ import annotations
@@ -15,18 +15,16 @@ from pathlib import Path
 
 import psutil
 
-__all__ = ["SharedMemory", "end_session", "kill", "members", "stopped"]
+from rl_hosting._timing import KILL_S, TRACKER_S
+
+__all__ = ["SessionMemory", "end_session", "kill", "session_processes", "stopped_processes"]
 
 _DIRECTORY = Path("/dev/shm")  # noqa: S108 - where Linux shows it
-_WRITTEN = "shared-memory"
-#: Seconds for killed processes to be gone; one that is in the kernel takes its time.
-_GONE_S = 2.0
-#: Seconds for Python's resource trackers to do what they are there for.
-_TRACKER_S = 1.0
+_RECORD = "shared-memory"
 
 
-class SharedMemory:
-    """What the processes of a session have mapped; refits map nothing that has a name.
+class SessionMemory:
+    """The shared memory that the processes of a session have mapped; refits map none with a name.
 
     Args:
         session: Its leader's process id.
@@ -34,12 +32,13 @@ class SharedMemory:
 
     def __init__(self, session: int) -> None:
         self._session = session
-        # Semaphores are mapped under a name that they lose at once: inodes tell what is the same.
+        # A semaphore is mapped under a temporary name, and has another one in /dev/shm: inodes tell
+        # that both are the same.
         self._inodes: set[int] = set()
 
-    def look(self) -> None:
-        """Notes what they have mapped now."""
-        pids = [process.pid for process in members(self._session)]
+    def record(self) -> None:
+        """Adds what they have mapped now."""
+        pids = [process.pid for process in session_processes(self._session)]
         if self._session == os.getsid(0):
             pids.append(os.getpid())
         for pid in pids:
@@ -50,26 +49,28 @@ class SharedMemory:
                     if path and path[0].startswith(f"{_DIRECTORY}/"):
                         self._inodes.add(int(inode))
 
-    def write(self, directory: str) -> None:
-        """Writes down what it knows, for whoever removes it once all processes are dead."""
+    def save(self, directory: str) -> None:
+        """Writes what is recorded, and was saved before, to a file for :meth:`load`."""
+        self.load(directory)
         lines = "".join(f"{inode}\n" for inode in sorted(self._inodes))
-        Path(directory, _WRITTEN).write_text(lines)
+        with suppress(FileNotFoundError):  # the session was ended meanwhile
+            Path(directory, _RECORD).write_text(lines)
 
-    def read(self, directory: str) -> None:
-        """Learns what was written down there, if something was."""
+    def load(self, directory: str) -> None:
+        """Adds what was saved there, if something was."""
         with suppress(OSError):
-            self._inodes |= {int(line) for line in Path(directory, _WRITTEN).read_text().split()}
+            self._inodes |= {int(line) for line in Path(directory, _RECORD).read_text().split()}
 
     def remove(self) -> None:
-        """Removes what is still there of it."""
+        """Removes what is still there of all that is recorded."""
         for path in _DIRECTORY.iterdir() if self._inodes else ():
             with suppress(OSError):  # it has gone, or is somebody else's
                 if path.lstat().st_ino in self._inodes:
                     path.unlink()
 
 
-def members(session: int) -> list[psutil.Process]:
-    """The processes of a session, this one and zombies left out."""
+def session_processes(session: int) -> list[psutil.Process]:
+    """The processes of a session, without this one and zombies."""
     found = []
     for pid in psutil.pids():
         with suppress(OSError, psutil.Error):
@@ -80,34 +81,39 @@ def members(session: int) -> list[psutil.Process]:
     return found
 
 
-def stopped(session: int) -> list[int]:
-    """Those of them that are stopped, as by SIGSTOP."""
+def stopped_processes(session: int) -> list[int]:
+    """The ids of those that are stopped, as by SIGSTOP."""
     found = []
-    for process in members(session):
+    for process in session_processes(session):
         with suppress(psutil.Error):
             if process.status() == psutil.STATUS_STOPPED:
                 found.append(process.pid)
     return found
 
 
-def end_session(session: int, sockets: str, memory: SharedMemory | None = None) -> None:
-    """Kills what is left of a session but this process, and removes what would stay behind.
+def end_session(session: int, sockets: str, memory: SessionMemory | None = None) -> None:
+    """Kills the processes of a session but this one, and removes what would stay behind.
 
     Args:
         session: Its leader's process id.
-        sockets: The directory of its sockets.
+        sockets: The directory of its sockets, in which its shared memory may be recorded, too.
         memory: What is known of its shared memory, besides what it has mapped now.
     """
-    memory = memory or SharedMemory(session)
-    memory.read(sockets)
-    memory.look()
-    memory.remove()  # first, so that when they are gone nothing is left
+    memory = memory or SessionMemory(session)
+    memory.load(sockets)
+    memory.record()
+    memory.remove()  # first: whoever waits for the processes finds nothing when they are gone
     shutil.rmtree(sockets, ignore_errors=True)
-    while left := members(session):  # they may be starting others
-        trackers = [process for process in left if _is_tracker(process)]
+    while left := session_processes(session):  # they may be starting others
+        trackers = []
+        for process in left:
+            with suppress(psutil.Error):
+                if any("resource_tracker" in word for word in process.cmdline()):
+                    trackers.append(process)
         if not kill([process for process in left if process not in trackers]):
             break  # in the kernel: they end when they leave it
-        kill(psutil.wait_procs(trackers, _TRACKER_S)[1])
+        # A tracker removes what is left of Python's own when all that it served have ended.
+        kill(psutil.wait_procs(trackers, TRACKER_S)[1])
     memory.remove()  # what they made meanwhile
     shutil.rmtree(sockets, ignore_errors=True)
 
@@ -117,10 +123,4 @@ def kill(processes: list[psutil.Process]) -> bool:
     for process in processes:
         with suppress(psutil.Error):
             process.send_signal(signal.SIGKILL)
-    return not psutil.wait_procs(processes, _GONE_S)[1]
-
-
-def _is_tracker(process: psutil.Process) -> bool:
-    with suppress(psutil.Error):
-        return any("resource_tracker" in word for word in process.cmdline())
-    return False
+    return not psutil.wait_procs(processes, KILL_S)[1]

@@ -1,6 +1,6 @@
-"""A launcher for this host: the workers of a backend, each in a process of its own.
+"""Starts the workers of a backend on this host, each in a process of its own.
 
-It has the interface of rl-ray's ``RayVirtualCluster``. Between hosts, use that one.
+rl-ray's ``RayVirtualCluster`` does so on several hosts, and has the same interface.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Self
 from rl_core.cluster.launcher import Workers, checked_size
 from rl_core.errors import ConfigError, WorkerDiedError
 from rl_core.futures import spawn
-from rl_hosting._process import EngineProcess
-from rl_hosting._values import read, write_with_objects
+from rl_hosting._process import HostedProcess
+from rl_hosting._values import decode_result, encode_arguments
 
 if TYPE_CHECKING:
     import concurrent.futures
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LocalCluster", "LocalWorkers"]
 
-#: What a process has imported, besides the backend, before it is forked for a worker.
+#: What the fork server imports, besides the backend, before it forks workers.
 _PRELOAD = ("torch", "rl_hosting._worker_host", "rl_core.backends")
 
 
@@ -142,7 +142,7 @@ class LocalWorkers(Workers):
         try:
             for rank in self.ranks:
                 worker = f"{name}-worker-{rank}"
-                process = EngineProcess(
+                process = HostedProcess(
                     worker,
                     worker,
                     cluster.environment(manifest, rank),
@@ -154,8 +154,8 @@ class LocalWorkers(Workers):
                 )
                 self.processes.append(process)
 
-            def start(process: EngineProcess) -> Any:
-                return read(process.start({}, self.start_deadline_s))
+            def start(process: HostedProcess) -> Any:
+                return decode_result(process.start({}, self.start_deadline_s))
 
             starting = [spawn(f"start-{p.name}", partial(start, p)) for p in self.processes]
             self.build(starting, config)
@@ -168,7 +168,7 @@ class LocalWorkers(Workers):
     ) -> concurrent.futures.Future[Any]:
         """See :meth:`Workers.remote`."""
         process = self.process(rank)
-        call = write_with_objects(list(args))
+        call = encode_arguments(list(args))
 
         def answer() -> Any:
             try:
@@ -176,7 +176,7 @@ class LocalWorkers(Workers):
             except WorkerDiedError as error:
                 error.details.setdefault("rank", rank)
                 raise
-            return read(found)
+            return decode_result(found)
 
         return spawn(f"{method}-{process.name}", answer)
 

@@ -21,7 +21,7 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from rl_core.cluster.remote_error import as_plain
+from rl_core.cluster.remote_error import encode_error
 from rl_core.errors import ConfigError, DataError, PluginError, RLError
 from rl_hosting._messages import Done, Reply, Request, decode, encode, raised
 from rl_hosting.engine import Engine
@@ -153,7 +153,7 @@ class VllmEngine(Engine):
             row=prompt.index,
             key="stop_strings",
         )
-        return Done(prompt.key, error=as_plain(error, "vLLM"))
+        return Done(prompt.key, error=encode_error(error, "vLLM"))
 
     @abstractmethod
     def rpc(self, method: str, *args: Any) -> list[Any]:
@@ -208,7 +208,7 @@ class _SyncEngine(VllmEngine):
             try:
                 given = self._llm.add_request(name, request, _params(prompt))
             except Exception as error:  # of this row alone
-                self._refused.append(Done(prompt.key, error=as_plain(error, "vLLM")))
+                self._refused.append(Done(prompt.key, error=encode_error(error, "vLLM")))
             else:
                 self._names[prompt.key] = given or name
 
@@ -286,7 +286,7 @@ class _AsyncEngine(VllmEngine):
                 if output.finished:
                     self._ended.put(_done(output))
         except Exception as error:
-            self._ended.put(Done(prompt.key, error=as_plain(error, "vLLM")))
+            self._ended.put(Done(prompt.key, error=encode_error(error, "vLLM")))
 
     def step(self) -> list[Done]:
         """See :meth:`Engine.step`."""
@@ -422,7 +422,7 @@ def _done(output: RequestOutput) -> Done:
             "vLLM gave a row a log-prob that is not finite",
             fix="look at the weights: float16 overflows where bfloat16 and float32 do not",
         )
-        return Done(key, error=as_plain(error, "vLLM"))
+        return Done(key, error=encode_error(error, "vLLM"))
     # A log-prob of more than 0 is a rounding error.
     return Done(key, ids, [min(0.0, one) for one in logprobs], done.finish_reason == "length")
 

@@ -7,7 +7,7 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from rl_core.errors import CapabilityError
-from rl_hosting.derived_weights import Loading
+from rl_hosting.derived_weights import LoadWatch
 
 if TYPE_CHECKING:
     from torch import nn
@@ -19,7 +19,7 @@ _MADE_ANEW = {"cpu_linear"}
 _SCALES = {f"_{which}_scale{kind}" for which in "qkv" for kind in ("", "_float")}
 _WITHOUT_REFITS = "without refits set vllm_cfg.refit to False"
 
-_watched: weakref.WeakKeyDictionary[nn.Module, Loading] = weakref.WeakKeyDictionary()
+_watched: weakref.WeakKeyDictionary[nn.Module, LoadWatch] = weakref.WeakKeyDictionary()
 
 
 def watch_loading() -> None:
@@ -33,17 +33,17 @@ def watch_loading() -> None:
     @functools.wraps(initialize)
     def watched_initialize(*args: Any, **kwargs: Any) -> nn.Module:
         model: nn.Module = initialize(*args, **kwargs)
-        _watched[model] = Loading(model, "vLLM", _MADE_ANEW | _SCALES)
+        _watched[model] = LoadWatch(model, "vLLM", _MADE_ANEW | _SCALES)
         return model
 
     @functools.wraps(process)
     def watched_process(model: nn.Module, *args: Any, **kwargs: Any) -> None:
         loading = _watched.get(model)
         if loading is not None:
-            loading.loaded(model)
+            loading.weights_loaded(model)
         process(model, *args, **kwargs)
         if loading is not None:
-            loading.finished(model)
+            loading.hooks_finished(model)
 
     watched_process.rl_watched = True  # type: ignore[attr-defined]
     base_loader.initialize_model = watched_initialize
