@@ -88,6 +88,7 @@ ACTS: dict[str, Callable[[], Any]] = {
     "interrupt": interrupted,
     "leave": leave_things,
     "share": share_memory,
+    "share and hang": lambda: (share_memory(), hang()),
     "deaf": lambda: (channel()._end.shutdown(2), hang()),
 }
 

@@ -147,7 +147,7 @@ def test_engines_share_what_is_imported_unless_their_environments_differ():
         given = {**environment(), "EMPTY": "", sockets: "", **variables}
         engine = HostedProcess("one", "fake_engine:FakeEngine", given, sockets=sockets)
         engines.append(engine)
-        engine._process.begin(30.0)
+        engine._process.wait_for_fork(30.0)
         return psutil.Process(engine._process.pid).ppid()
 
     first = server()

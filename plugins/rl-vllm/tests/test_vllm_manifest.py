@@ -10,7 +10,7 @@ import pytest
 
 import rl_vllm.private
 from rl_core import create_generation
-from rl_core.cluster.remote_error import encode_error, decode_error
+from rl_core.cluster.remote_error import decode_error, encode_error
 from rl_core.errors import ConfigError, IncompatiblePluginError, ManifestMismatchError
 from rl_vllm.environment import VARIABLES, engine_environment
 from rl_vllm.generation import VllmGeneration
