@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -78,6 +79,26 @@ def test_absent_engine_is_listed_with_the_command_that_installs_it(install: Inst
     assert listing.status == "no engine"
     assert isinstance(listing.error, MissingEngineError)
     assert listing.error.fix == 'pip install "rl-toy[engine]"'
+
+
+@pytest.mark.parametrize(
+    ("origin", "wanted"),
+    [
+        ({"url": "file:///src/rl-toy", "dir_info": {}}, "file:///src/rl-toy"),
+        (
+            {"url": "https://h.org/toy", "vcs_info": {"vcs": "git", "commit_id": "c0ffee"}},
+            "git+https://h.org/toy@c0ffee",
+        ),
+    ],
+)
+def test_plugin_that_came_from_no_index_is_installed_again_from_where_it_came(
+    install: Install, origin: dict[str, Any], wanted: str
+) -> None:
+    root = install.toy(engine="EngineRequirement(('no-such-engine',), '>=2', extra='engine')")
+    (root / "direct_url.json").write_text(json.dumps(origin))
+    error = toy().error
+    assert error is not None
+    assert error.fix == f'pip install "rl-toy[engine] @ {wanted}"'
 
 
 def test_engine_out_of_range_names_both_versions(install: Install) -> None:
@@ -169,7 +190,7 @@ def test_other_contract_version_names_what_to_upgrade(
     listing = toy()
     assert listing.status == "incompatible"
     assert isinstance(listing.error, IncompatiblePluginError)
-    assert listing.error.fix == f'pip install --upgrade "{upgrade}"'
+    assert listing.error.fix == f"install a newer release of {upgrade}"
 
 
 def test_newer_minor_version_of_the_contract_is_compatible(install: Install) -> None:

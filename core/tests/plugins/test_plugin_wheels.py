@@ -206,10 +206,10 @@ def test_backend_without_its_engine_is_listed_and_names_the_pip_command(env: Env
     absent = env.list()["rl-absent:absent"]
     assert absent["status"] == "no engine"
     assert absent["manifest"]["kinds"] == ["generation"]
-    assert absent["error"]["fix"] == 'pip install "rl-absent[engine]"'
+    assert absent["error"]["fix"].startswith('pip install "rl-absent[engine] @ file:///')
     raised = env.create("absent")
     assert raised.startswith("MissingEngineError")
-    assert 'pip install "rl-absent[engine]"' in raised
+    assert 'pip install "rl-absent[engine] @ file:///' in raised
 
 
 def test_engine_out_of_range_is_named_with_both_versions(env: Environment) -> None:
@@ -223,7 +223,7 @@ def test_broken_backend_is_listed_with_its_cause_and_bricks_nothing(env: Environ
     broken = listing["rl-broken:broken"]
     assert broken["status"] == "broken"
     assert "No module named 'package_nowhere'" in broken["error"]["message"]
-    assert 'pip install --force-reinstall "rl-broken"' in broken["error"]["fix"]
+    assert broken["error"]["fix"] == "reinstall rl-broken, or uninstall it"
     assert listing["rl-whole:whole"]["status"] == "ready"
     raised = env.create("broken")
     assert raised.startswith("BrokenPluginError rl-broken 1.0")
@@ -238,7 +238,7 @@ def test_incomplete_manifest_is_broken(env: Environment) -> None:
 def test_plugin_for_another_contract_version_is_incompatible(env: Environment) -> None:
     future = env.list()["rl-future:future"]
     assert future["status"] == "incompatible"
-    assert future["error"]["fix"] == 'pip install --upgrade "rl-core"'
+    assert future["error"]["fix"] == "install a newer release of rl-core"
     raised = env.create("future")
     assert raised.startswith("IncompatiblePluginError")
 

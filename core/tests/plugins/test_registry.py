@@ -8,6 +8,7 @@ import types
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from rl_core.plugins.doctor import diagnose
 
 from rl_core.errors import (
     AmbiguousBackendError,
@@ -20,7 +21,6 @@ from rl_core.errors import (
     RefitProtocolError,
 )
 from rl_core.plugins.discovery import BACKENDS, HOOKS
-from rl_core.plugins.doctor import diagnose
 from rl_core.plugins.factory import create_generation, create_policy
 from rl_core.plugins.hookspecs import (
     Finding,
@@ -65,10 +65,10 @@ def test_unknown_name_suggests_the_nearest_and_lists_what_is_there(install: Inst
     assert caught.value.fix == "write 'toy'"
 
 
-def test_unknown_name_like_no_other_suggests_the_distribution() -> None:
+def test_unknown_name_like_no_other_names_no_distribution_that_anybody_may_have_taken() -> None:
     with pytest.raises(BackendNotFoundError) as caught:
         resolve("qqqqqq")
-    assert caught.value.fix == 'pip install "rl-qqqqqq"'
+    assert caught.value.fix.startswith("install the plugin that provides it;")
 
 
 def test_unknown_distribution_suggests_the_one_that_provides_the_name(install: Install) -> None:

@@ -185,7 +185,7 @@ def test_a_missing_package_comes_with_its_command(
     tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("rl_hf.modeling.importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r'pip install "rl-hf\[device-map\]"'):
+    with pytest.raises(ConfigError, match=r'pip install "./plugins/rl-hf\[device-map\]"'):
         load(tiny(), device_map="auto")
 
 

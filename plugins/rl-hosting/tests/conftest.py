@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
-from fake_backend import FakeGeneration, environment
+from fake_backend import FakeGeneration, environment, until
 
-from rl_hosting.forking import ForkServer
+from rl_hosting._fork_client import ForkServer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -59,6 +59,9 @@ def imported(mark: str) -> Iterator[ForkServer]:
     """Keeps the process that has the fake engine imported from test to test."""
     with tempfile.TemporaryFile() as log:
         server = ForkServer.obtain(environment(), log.fileno(), sys.executable, PRELOAD)
+        # Popen returns before the kernel shows the environment of what it started: a test would
+        # take the server for a process that an engine left.
+        until(lambda: server._process.pid in {process.pid for process in processes(mark)})
         yield server
         server.release()
 

@@ -16,7 +16,7 @@ from rl_core.batch import BatchedDataDict
 from rl_core.interfaces import TensorSpec, WeightSink, WeightSource
 from rl_core.refit import RefitSender
 from rl_hosting.generation import HostedGeneration
-from rl_hosting.worker import WorkerRefits
+from rl_hosting.worker_refits import WorkerRefits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

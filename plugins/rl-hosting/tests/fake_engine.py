@@ -16,14 +16,15 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from rl_core.errors import DataError
-from rl_hosting.cluster.remote_error import as_plain
+from rl_hosting._messages import Channel, Reply, encode
+from rl_hosting.cluster.remote_error import encode_error
 from rl_hosting.engine import Engine
-from rl_hosting.wire import Channel, Done, Reply, encode
+from rl_hosting.rows import Done
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
-    from rl_hosting.wire import Prompt
+    from rl_hosting.rows import Prompt
 
 #: First tokens: the engine raises, the row fails, the process exits or is stopped, it never ends.
 RAISES, FAILS, EXITS, STOPS, ENDLESS = range(900, 905)
@@ -87,6 +88,7 @@ ACTS: dict[str, Callable[[], Any]] = {
     "interrupt": interrupted,
     "leave": leave_things,
     "share": share_memory,
+    "share and hang": lambda: (share_memory(), hang()),
     "deaf": lambda: (channel()._end.shutdown(2), hang()),
 }
 
@@ -158,7 +160,7 @@ class FakeEngine(Engine):
             on_fire()
         elif first == FAILS:
             error = DataError(f"row {prompt.index} is bad", row=prompt.index)
-            return Done(key, error=as_plain(error, "fake"))
+            return Done(key, error=encode_error(error, "fake"))
         elif first == EXITS:
             print("last words")
             os._exit(7)

@@ -14,8 +14,8 @@ import threading
 import time
 from pathlib import Path
 
-from rl_hosting.process import EngineProcess
-from rl_hosting.wire import Prompt, Sampling
+from rl_hosting._process import HostedProcess
+from rl_hosting.rows import Prompt, Sampling
 
 ENDLESS = 904
 
@@ -30,14 +30,14 @@ def main() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     moment, act = sys.argv[1:3]
     acts = {moment: act} if act else {}
-    engine = EngineProcess(
+    engine = HostedProcess(
         "the fake engine",
         "fake_engine:FakeEngine",
         {**os.environ, "PYTHONPATH": str(Path(__file__).parent)},
     )
     config = {"fake": {"acts": acts, "pause": 0.01}}
     if moment == "handshake":
-        engine._process.begin(30)
+        engine._process.wait_for_fork(30)
     elif moment == "start":
         threading.Thread(target=lambda: engine.start(config, 300), daemon=True).start()
     else:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from rl_core.errors import CapabilityError
-from rl_hosting.derived import Loading
+from rl_hosting.derived_weights import LoadWatch
 
 
 @dataclass
@@ -36,16 +36,16 @@ class Layer(nn.Module):
         self.eps = 1e-6
 
 
-def loaded(hook) -> tuple[nn.Module, Loading]:
+def loaded(hook) -> tuple[nn.Module, LoadWatch]:
     """A model of one layer whose loading was watched, with what an engine's hooks would do."""
     torch.manual_seed(0)
     model = nn.Sequential(Layer())
-    loading = Loading(model, "the engine", {"packed"})
+    loading = LoadWatch(model, "the engine", {"packed"})
     for parameter in model.parameters():
         parameter.normal_()
-    loading.loaded(model)
+    loading.weights_loaded(model)
     hook(model[0])
-    loading.finished(model)
+    loading.hooks_finished(model)
     return model, loading
 
 
@@ -130,10 +130,10 @@ def test_a_copy_that_a_layer_makes_while_it_computes_is_found_and_memory_to_work
     layer = model[0]
     layer.workspace = torch.randn(4, 6)
     layer.impl.cache = [layer.weight.view(-1)]
-    loading.look_again(model)
+    loading.find_new_copies(model)
     assert loading.derived == []
     layer.impl.scale = {"turned": layer.weight.t().contiguous().to(torch.float64)}
-    loading.look_again(model)
+    loading.find_new_copies(model)
     assert loading.derived == ["0.impl.scale['turned']"]
 
 

@@ -16,7 +16,7 @@ import psutil
 import pytest
 from fake_backend import HERE, until
 
-from rl_hosting.leftovers import kill
+from rl_hosting._leftovers import kill
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -23,7 +23,7 @@ from rl_core.errors import (
     RLError,
     WorkerDiedError,
 )
-from rl_hosting.process import EngineProcess
+from rl_hosting._process import HostedProcess
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -145,9 +145,9 @@ def test_engines_share_what_is_imported_unless_their_environments_differ():
 
     def server(sockets: str = "SOME_SOCKETS", **variables: str) -> int:
         given = {**environment(), "EMPTY": "", sockets: "", **variables}
-        engine = EngineProcess("one", "fake_engine:FakeEngine", given, sockets=sockets)
+        engine = HostedProcess("one", "fake_engine:FakeEngine", given, sockets=sockets)
         engines.append(engine)
-        engine._process.begin(30.0)
+        engine._process.wait_for_fork(30.0)
         return psutil.Process(engine._process.pid).ppid()
 
     first = server()

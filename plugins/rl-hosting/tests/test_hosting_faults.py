@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
-from fake_backend import prompts
+from fake_backend import prompts, until
 from fake_engine import ENDLESS
 
 from rl_core.errors import (
@@ -125,4 +125,13 @@ def test_shared_memory_goes_with_an_engine_that_is_killed_as_soon_as_it_is_ready
     assert memory.exists()
     os.kill(engine.pid, signal.SIGKILL)
     engine.shutdown()
+    assert not memory.exists()
+
+
+def test_memory_that_an_engine_just_made_is_removed_with_it_when_the_driver_kills_it(start):
+    engine = start(fake={"acts": {"reset_caches": "share and hang"}})
+    memory = Path("/dev/shm", f"rl-fake-{engine.pid}")
+    engine._process.tell("reset_caches")
+    until(lambda: str(memory) in Path(f"/proc/{engine.pid}/maps").read_text())
+    engine._process.give_up("is in the way")  # long before the fork server looks
     assert not memory.exists()

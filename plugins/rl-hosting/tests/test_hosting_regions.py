@@ -13,8 +13,8 @@ from torch import nn
 
 from rl_core.errors import CapabilityError
 from rl_core.interfaces import TensorSpec
-from rl_hosting import regions
-from rl_hosting.regions import Region
+from rl_hosting import _regions as regions
+from rl_hosting._regions import Region
 from rl_hosting.weights import LoadedWeights
 
 regions_of = partial(regions.regions_of, without_refits="build it without")

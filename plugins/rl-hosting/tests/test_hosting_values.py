@@ -8,13 +8,13 @@ import torch
 
 from rl_core.batch import BatchedDataDict
 from rl_core.errors import DataError
-from rl_hosting.values import read, write, write_with_objects
+from rl_hosting._values import decode_result, encode_arguments, encode_result
 
 
 def test_values_come_back_as_they_were():
     batch = BatchedDataDict({"ids": torch.arange(6).view(2, 3), "texts": ["a", "b"]})
     value = {"batch": batch, "pair": (1, {2}), "dtype": torch.bfloat16, 3: 1 << 70, "none": None}
-    found = read(write(value))
+    found = decode_result(encode_result(value))
     assert torch.equal(found["batch"]["ids"], batch["ids"])
     assert found["batch"]["texts"] == ["a", "b"]
     assert {k: v for k, v in found.items() if k != "batch"} == {
@@ -41,11 +41,11 @@ def test_values_come_back_as_they_were():
 )
 def test_nonsense_is_an_error_of_ours(value):
     with pytest.raises(DataError, match="what a worker returned"):
-        read(msgspec.msgpack.encode(value))
+        decode_result(msgspec.msgpack.encode(value))
 
 
 def test_objects_and_cut_frames_are_not_read():
     with pytest.raises(DataError, match="not loaded"):
-        read(write_with_objects([print]))
+        decode_result(encode_arguments([print]))
     with pytest.raises(DataError):
-        read(write([1, 2, 3])[:-1])
+        decode_result(encode_result([1, 2, 3])[:-1])

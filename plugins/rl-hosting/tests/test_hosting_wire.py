@@ -16,8 +16,8 @@ from fake_backend import SOON, prompts, until
 from fake_engine import ENDLESS
 
 from rl_core.errors import DeadlineError, IncompatiblePluginError, PluginError, RLError, WorkerError
-from rl_hosting import wire
-from rl_hosting.wire import WIRE, Channel, Hello, Progress, Reply, Request, encode
+from rl_hosting import Done, _messages
+from rl_hosting._messages import PROTOCOL, Channel, Hello, Progress, Reply, Request, encode
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 HEAD = struct.Struct("!BQ")
 
 
-def framed(message: Any, version: int = WIRE) -> bytes:
+def framed(message: Any, version: int = PROTOCOL) -> bytes:
     data = message if isinstance(message, bytes) else msgspec.msgpack.encode(message)
     return HEAD.pack(version, len(data)) + data
 
@@ -34,8 +34,8 @@ def framed(message: Any, version: int = WIRE) -> bytes:
 NONSENSE = {
     "garbage": (b"\xff" * 64, "version 255"),
     "printed": (b"INFO: hello\n", "version 73"),
-    "version": (framed(Progress(), version=WIRE + 1), f"version {WIRE + 1}"),
-    "endless": (HEAD.pack(WIRE, 1 << 60), "a frame of"),
+    "version": (framed(Progress(), version=PROTOCOL + 1), f"version {PROTOCOL + 1}"),
+    "endless": (HEAD.pack(PROTOCOL, 1 << 60), "a frame of"),
     "no message": (framed(b"\xc1"), "no message"),
     "no map": (framed({"hello": 1}), "no message"),
     "tag": (framed(["goodbye"]), "no message"),
@@ -43,13 +43,13 @@ NONSENSE = {
     "rows": (framed(["progress", [["x"]]]), "no message"),
     "second hello": (framed(Hello("0", "0", "?")), "no message"),
     "request": (framed(Request("start")), "no message"),
-    "unknown row": (framed(Progress([wire.Done(1 << 40)])), "was never given"),
+    "unknown row": (framed(Progress([Done(1 << 40)])), "was never given"),
 }
 #: What does no harm: what is about nothing that anybody waits for.
 HARMLESS = {
     "old reply": framed(Reply(1, "again")),
     "reply to nobody": framed(Reply(1 << 30, 5)),
-    "row that was taken back": framed(Progress([wire.Done(0)])),
+    "row that was taken back": framed(Progress([Done(0)])),
     "sign of life": framed(Progress()),
 }
 
@@ -85,8 +85,8 @@ def test_what_nobody_waits_for_is_passed_over(start, what):
 
 
 def test_a_frame_that_does_not_go_on_fails_the_calls(start, monkeypatch):
-    monkeypatch.setattr(wire, "_STALL_S", 0.5)
-    engine = start(fake={"acts": {"submit": HEAD.pack(WIRE, 1000) + b"abc", "step": "hang"}})
+    monkeypatch.setattr(_messages, "FRAME_STALL_S", 0.5)
+    engine = start(fake={"acts": {"submit": HEAD.pack(PROTOCOL, 1000) + b"abc", "step": "hang"}})
     with pytest.raises(RLError, match=r"the fake engine.*of a frame of 1000 bytes 3 came"):
         engine.generate(prompts(5))
     assert not psutil.pid_exists(engine.pid)
@@ -214,6 +214,8 @@ def test_an_end_amid_a_frame_is_an_end(ends, cut):
 
 def test_another_version_is_refused_by_both(ends):
     ours, theirs = ends
-    ours._end.sendall(framed(Progress(), version=WIRE + 1))
-    with pytest.raises(IncompatiblePluginError, match=f"version {WIRE + 1} .* this one {WIRE}"):
+    ours._end.sendall(framed(Progress(), version=PROTOCOL + 1))
+    with pytest.raises(
+        IncompatiblePluginError, match=f"version {PROTOCOL + 1} .* this one {PROTOCOL}"
+    ):
         theirs.receive()

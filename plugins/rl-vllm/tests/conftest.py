@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from rl_conformance.models import make_tiny_model
-from rl_hosting.forking import ForkServer
+from rl_hosting._fork_client import ForkServer
 from rl_vllm.environment import PRELOAD, engine_environment
 
 if TYPE_CHECKING:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
-import time
 
 import pytest
+from rl_vllm.checkpoint import check_checkpoint
 
 from rl_core.errors import ConfigError
-from rl_vllm import VllmGeneration, checkpoint
-from rl_vllm.checkpoint import check_checkpoint
+from rl_vllm import VllmGeneration
 
 
 def cut(path) -> None:
@@ -89,7 +88,7 @@ BROKEN = {
 
 @pytest.mark.parametrize("what", list(BROKEN))
 def test_what_is_not_whole_is_refused_before_anything_starts(what, tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr("rl_hosting.generation.EngineProcess", None)
+    monkeypatch.setattr("rl_hosting.generation.HostedProcess", None)
     path = tmp_path / "model"
     shutil.copytree(tiny(), path)
     breaks, says = BROKEN[what]
@@ -103,46 +102,4 @@ def test_what_is_not_whole_is_refused_before_anything_starts(what, tiny, tmp_pat
 def test_random_weights_want_no_files(tiny, tmp_path):
     shutil.copytree(tiny(), tmp_path / "model")
     (tmp_path / "model" / "model.safetensors").unlink()
-    config = {"model_name": str(tmp_path / "model")}
-    check_checkpoint({**config, "vllm_cfg": {"load_format": "dummy"}})
-
-
-@pytest.fixture
-def hub(monkeypatch, tmp_path):
-    """A hub that never answers, and an empty cache."""
-    from huggingface_hub import HfApi, constants
-
-    def hang(*args, **kwargs):
-        time.sleep(5)
-
-    monkeypatch.setattr(checkpoint, "_HUB_S", 0.1)
-    monkeypatch.setattr(HfApi, "model_info", hang)
-    for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
-        monkeypatch.setattr(constants, name, str(tmp_path))
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.delenv("TRANSFORMERS_OFFLINE", raising=False)
-
-
-@pytest.mark.parametrize(
-    ("variable", "says"), [(None, "did not answer"), ("TRANSFORMERS_OFFLINE", "forbids to ask")]
-)
-def test_a_name_that_cannot_be_looked_up_is_told_at_once(variable, says, hub, monkeypatch):
-    if variable:
-        monkeypatch.setenv(variable, "1")
-    began = time.monotonic()
-    with pytest.raises(ConfigError, match=f"neither a directory nor in the cache.*{says}"):
-        check_checkpoint({"model_name": "nobody/nothing"})
-    assert time.monotonic() - began < 2
-
-
-def test_a_hub_that_has_no_such_model_is_quoted(hub, monkeypatch):
-    from httpx import Request, Response
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import RepositoryNotFoundError
-
-    def refuse(*args, **kwargs):
-        raise RepositoryNotFoundError("401", response=Response(401, request=Request("GET", "h:")))
-
-    monkeypatch.setattr(HfApi, "model_info", refuse)
-    with pytest.raises(ConfigError, match="has no such model"):
-        check_checkpoint({"model_name": "nobody/nothing"})
+    check_checkpoint(str(tmp_path / "model"), "dummy", without_weights="")

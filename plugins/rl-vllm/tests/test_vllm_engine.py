@@ -32,7 +32,7 @@ from rl_core.errors import (
     WorkerDiedError,
 )
 from rl_core.refit import refit
-from rl_hosting.wire import Prompt, Sampling
+from rl_hosting.rows import Prompt, Sampling
 from rl_vllm import VllmGeneration, VllmGenerationWorker
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]

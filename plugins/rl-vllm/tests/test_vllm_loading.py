@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from rl_core.errors import CapabilityError
-from rl_hosting.derived import Loading
+from rl_hosting.derived_weights import LoadWatch
 from rl_vllm import loading
 
 
@@ -15,10 +15,10 @@ def test_a_model_that_was_not_watched_and_one_that_keeps_more_are_refused(monkey
     model = nn.Linear(2, 2)
     with pytest.raises(CapabilityError, match="nobody saw how vLLM loaded its Linear"):
         loading.check_derived(model)
-    seen = Loading(model, "vLLM")
-    seen.loaded(model)
+    seen = LoadWatch(model, "vLLM")
+    seen.weights_loaded(model)
     model.kept = torch.ones(2)
-    seen.finished(model)
+    seen.hooks_finished(model)
     monkeypatch.setitem(loading._watched, model, seen)
     with pytest.raises(CapabilityError, match=r"vLLM keeps something .*: kept\n") as caught:
         loading.check_derived(model)

@@ -11,7 +11,7 @@ import pytest
 import rl_vllm.private
 from rl_core import create_generation
 from rl_core.errors import ConfigError, IncompatiblePluginError, ManifestMismatchError
-from rl_hosting.cluster.remote_error import as_plain, from_plain
+from rl_hosting.cluster.remote_error import decode_error, encode_error
 from rl_vllm.environment import VARIABLES, engine_environment
 from rl_vllm.generation import VllmGeneration
 from rl_vllm.private import PRIVATE, check_version
@@ -82,11 +82,11 @@ def test_what_is_exported_wins(monkeypatch):
 
 def test_errors_cross_processes_as_text():
     error = ManifestMismatchError("two differ", fix="load the same", missing=["a"], extra=object())
-    plain = as_plain(error, "worker 1")
-    again = from_plain(plain)
+    plain = encode_error(error, "worker 1")
+    again = decode_error(plain)
     assert isinstance(again, ManifestMismatchError)
     assert again.details["missing"] == ["a"]
     assert again.fix == "load the same"
     assert "worker 1" in str(again)
-    assert as_plain(again, "driver") == plain
-    assert isinstance(from_plain(as_plain(ZeroDivisionError("x"), "w")), ZeroDivisionError)
+    assert encode_error(again, "driver") == plain
+    assert isinstance(decode_error(encode_error(ZeroDivisionError("x"), "w")), ZeroDivisionError)

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from cluster_doubles import DoubleGeneration
-
-from rl_core.batch import BatchedDataDict
 from rl_core.checks import (
     Agreement,
     measure_log_probability_consistency,
@@ -19,6 +17,8 @@ from rl_core.checks import (
     test_max_model_len_respected,
     validate_log_probability_consistency,
 )
+
+from rl_core.batch import BatchedDataDict
 from rl_core.cli import main
 from rl_core.errors import ConfigError, DataError, PluginError
 

@@ -170,7 +170,7 @@ def _columns(*headings: str) -> Table:
 def _print_table(listings: Sequence[BackendListing], env: str | None) -> None:
     console = console_for_result()
     if not listings:
-        console.print(_text("No backend is installed. Try: pip install rl-hf"))
+        console.print(_text("No backend is installed. Try: pip install ./plugins/rl-hf"))
         return
     table = _columns("Backend", "Offers", "Plugin", "Engine", "Status")
     for item in listings:

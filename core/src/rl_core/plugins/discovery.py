@@ -8,6 +8,7 @@ plugin (:func:`providers`). L1 imports the small module that holds a manifest
 from __future__ import annotations
 
 import importlib
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -221,9 +222,7 @@ def load_object(reference: str, provider: Provider | None = None) -> Any:
         name = provider.distribution if provider else ""
         raise BrokenPluginError(
             f"{who}cannot load {reference!r}: {type(error).__name__}: {error}",
-            fix=f'repair it with: pip install --force-reinstall "{name}", or uninstall it'
-            if name
-            else f"make {module!r} importable",
+            fix=f"reinstall {name}, or uninstall it" if name else f"make {module!r} importable",
             distribution=name,
             version=provider.version if provider else "",
             reference=reference,
@@ -273,7 +272,7 @@ def _check_contract(provider: Provider, manifest: BackendManifest) -> None:
         IncompatiblePluginError,
         f"{provider} is written for version {manifest.contract} of the contract; "
         f"this rl-core speaks {CONTRACT_VERSION}",
-        fix=f'pip install --upgrade "{upgrade}"',
+        fix=f"install a newer release of {upgrade}",
         contract=str(manifest.contract),
     )
 
@@ -296,11 +295,10 @@ def check_engine(provider: Provider, manifest: BackendManifest) -> None:
     wanted = f"{engine.distributions[0]} {engine.versions}".strip()
     installed = engine_version(engine)
     if installed is None:
-        source = provider.distribution + (f"[{engine.extra}]" if engine.extra else "")
         raise provider.error(
             MissingEngineError,
             f"the backend '{manifest.name}' ({provider}) needs {wanted}, which is not installed",
-            fix=f'pip install "{source}"',
+            fix=f'pip install "{_requirement(provider.distribution, engine.extra)}"',
             engine=engine.distributions[0],
         )
     name, version = installed
@@ -312,6 +310,21 @@ def check_engine(provider: Provider, manifest: BackendManifest) -> None:
             engine=name,
             engine_version=version,
         )
+
+
+def _requirement(distribution: str, extra: str) -> str:
+    """What pip must be given to install a distribution again, with an extra.
+
+    One that did not come from an index is named with where it came from (PEP 610): pip would look
+    for its bare name on an index, where anybody may have taken it.
+    """
+    name = f"{distribution}[{extra}]" if extra else distribution
+    [dist, *_] = _distributions(name=distribution)
+    origin = json.loads(dist.read_text("direct_url.json") or "{}")
+    if "vcs_info" in origin:
+        vcs = origin["vcs_info"]
+        return f"{name} @ {vcs['vcs']}+{origin['url']}@{vcs['commit_id']}"
+    return f"{name} @ {origin['url']}" if origin else name
 
 
 def _is_within(version: str, specifier: str) -> bool:

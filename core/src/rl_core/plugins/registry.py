@@ -103,7 +103,7 @@ def _not_found(name: str, short: str, known: Sequence[Provider]) -> BackendNotFo
     elif match:
         fix = f"write {match!r}"
     else:
-        fix = f'pip install "rl-{short}"'
+        fix = "install the plugin that provides it; `rl backends list` shows what is installed"
     return BackendNotFoundError(
         f"no installed plugin provides the backend {name!r}; "
         f"installed are: {', '.join(names) or 'none'}",

@@ -196,6 +196,14 @@ class RefitReceiver(Endpoint[ReceiveJob]):
                 job.earlier = earlier
         return self.start(job)
 
+    def awaits_generation(self, refit: concurrent.futures.Future[dict[str, Any]]) -> bool:
+        """Whether a refit waits for the engine to stop generating.
+
+        Args:
+            refit: What :meth:`receive` returned.
+        """
+        return any(job.future is refit and job.session.held_up for job in list(self.jobs))
+
     # -- the older handle-based interface ---------------------------------------------------------
 
     def load_handles(self, handles: dict[str, Any]) -> bool:

@@ -40,7 +40,7 @@ def add_adapters(model: PreTrainedModel, config: Mapping[str, Any], *, seed: int
     except ImportError as error:
         raise ConfigError(
             "lora needs peft, which is not installed",
-            fix='pip install "rl-hf[lora]"',
+            fix='pip install "./plugins/rl-hf[lora]"',
             key="lora",
         ) from error
     settings = peft.LoraConfig(

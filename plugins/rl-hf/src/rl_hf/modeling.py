@@ -204,7 +204,7 @@ def _placement(config: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError(
             "device and device_map exclude each other", fix="set one of them", key="device_map"
         )
-    _need("accelerate", "device_map", 'pip install "rl-hf[device-map]"')
+    _need("accelerate", "device_map", 'pip install "./plugins/rl-hf[device-map]"')
     return {"device_map": device_map}
 
 
@@ -228,7 +228,7 @@ def _quantisation(
     if device.type != "cuda":
         raise ConfigError(f"{key} needs a CUDA device, not {device}", fix=f"remove {key}", key=key)
     _need("bitsandbytes", key, "pip install bitsandbytes accelerate")
-    _need("accelerate", key, 'pip install "rl-hf[device-map]"')
+    _need("accelerate", key, 'pip install "./plugins/rl-hf[device-map]"')
     quantisation = transformers.BitsAndBytesConfig(**{key: True})
     placement = {} if config.get("device_map") else {"device_map": {"": device}}
     return {"quantization_config": quantisation, **placement}

@@ -99,11 +99,15 @@ class _Swap(Reference):
         if self._file is not None:
             return
         tensors = module_tensors(model)
-        owned = {
-            spec.name: tensors[spec.name].detach().cpu().contiguous()
-            for spec in tensor_specs(tensors)
-            if spec.alias_of is None
-        }
+        owned: dict[str, torch.Tensor] = {}
+        storages: set[int] = set()
+        for spec in tensor_specs(tensors):
+            if spec.alias_of is None:
+                tensor = tensors[spec.name].detach().cpu().contiguous()
+                storage = tensor.untyped_storage().data_ptr()
+                # safetensors takes no two that overlap.
+                owned[spec.name] = tensor.clone() if storage in storages else tensor
+                storages.add(storage)
         with tempfile.TemporaryDirectory(prefix="rl-hf-reference-") as directory:
             path = Path(directory, "weights.safetensors")
             save_file(owned, path)
@@ -127,7 +131,8 @@ class _Swap(Reference):
             yield model
         finally:
             with torch.no_grad():
-                for name, value in own.items():
+                # Tensors may overlap: what was changed first was copied before any other change.
+                for name, value in reversed(own.items()):
                     tensors[name].copy_(value)
 
     def close(self) -> None:

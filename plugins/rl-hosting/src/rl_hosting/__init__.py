@@ -1,7 +1,8 @@
-"""Engines in processes of their own: what every backend needs whose engine is not to share one.
+"""Engines, and the workers of a backend, in processes of their own on this host.
 
-An author writes an :class:`Engine`, which runs in the engine's process, and derives a backend from
-:class:`HostedGeneration`, which runs in the driver's.
+The author of a backend writes an :class:`Engine`, which runs in the engine's process, gives each of
+its workers a :class:`WorkerRefits`, and derives a backend from :class:`HostedGeneration`, which
+runs in the driver's process. Modules whose names begin with an underscore are private.
 """
 
 from __future__ import annotations
@@ -10,20 +11,38 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rl_hosting.derived_weights import LoadWatch
     from rl_hosting.engine import Engine
     from rl_hosting.generation import HostedGeneration
     from rl_hosting.local_cluster import LocalCluster
-    from rl_hosting.weights import LoadedWeights
-    from rl_hosting.worker import WorkerRefits
+    from rl_hosting.rows import Done, Prompt, Sampling
+    from rl_hosting.weights import LoadedSink, LoadedWeights
+    from rl_hosting.worker_refits import WorkerRefits
 
-__all__ = ["Engine", "HostedGeneration", "LoadedWeights", "LocalCluster", "WorkerRefits"]
+__all__ = [
+    "Done",
+    "Engine",
+    "HostedGeneration",
+    "LoadWatch",
+    "LoadedSink",
+    "LoadedWeights",
+    "LocalCluster",
+    "Prompt",
+    "Sampling",
+    "WorkerRefits",
+]
 
 _HOME = {
+    "Done": "rl_hosting.rows",
     "Engine": "rl_hosting.engine",
     "HostedGeneration": "rl_hosting.generation",
-    "LocalCluster": "rl_hosting.local_cluster",
+    "LoadWatch": "rl_hosting.derived_weights",
+    "LoadedSink": "rl_hosting.weights",
     "LoadedWeights": "rl_hosting.weights",
-    "WorkerRefits": "rl_hosting.worker",
+    "LocalCluster": "rl_hosting.local_cluster",
+    "Prompt": "rl_hosting.rows",
+    "Sampling": "rl_hosting.rows",
+    "WorkerRefits": "rl_hosting.worker_refits",
 }
 
 

@@ -1,4 +1,4 @@
-"""What an author writes of an engine that runs in a process of its own."""
+"""What the author of a backend writes about an engine that runs in a process of its own."""
 
 from __future__ import annotations
 
@@ -6,20 +6,28 @@ import time
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, Self
 
+from rl_hosting._messages import Reply, Request, decode, encode, error_of
+
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
-    from rl_hosting.wire import Done, Prompt
+    from rl_hosting.rows import Done, Prompt
 
 __all__ = ["Engine"]
 
 
 class Engine(ABC):
-    """An engine, in the process that it is alone in. All methods are called by its main thread.
+    """An engine, alone in its process, whose main thread calls all methods, one after the other.
 
     Attributes:
-        facts: Plain values that the driver gets: the fields of
-            :class:`rl_core.backends.ModelFacts`, and whatever else a backend wants to know.
+        facts: Plain values for the driver, where they are ``HostedGeneration.engine_facts``:
+
+            - ``pad_token_id``, ``eos_token_ids``, ``vocab_size``, ``max_model_len``: see
+              :class:`rl_core.backends.ModelFacts`;
+            - ``workers``: processes that hold a part of the model; 1 by default;
+            - ``has_tokenizer``: False if it cannot find stop strings, so that rows which have some
+              fail before the engine sees them; True by default;
+            - whatever else the backend wants to know.
     """
 
     facts: dict[str, Any]
@@ -35,39 +43,65 @@ class Engine(ABC):
 
     @abstractmethod
     def submit(self, prompts: Sequence[Prompt]) -> None:
-        """Takes rows; they are decoded from the next :meth:`step` on."""
+        """Takes rows; they are decoded from the next :meth:`step` on.
+
+        A row that cannot be taken comes back from :meth:`step` as :meth:`Done.failed`.
+        """
 
     @abstractmethod
     def step(self) -> Sequence[Done]:
-        """Works on the rows it has for a moment, such as by one token; those that ended."""
+        """Decodes all rows a little, such as by one token.
+
+        Returns:
+            The rows that ended meanwhile.
+        """
 
     @abstractmethod
     def cancel(self, keys: Collection[int]) -> None:
-        """Forgets rows, some of which may have ended."""
+        """Forgets rows, by their keys; some of them may have ended."""
 
     def tokens_made(self) -> int:
-        """A number that moves while the engine works on rows, as a sign of life.
+        """A number that changes while the engine decodes; a change is a sign of life.
 
-        By default a step that returns is one.
+        By default every return from :meth:`step` is a change.
         """
         return time.monotonic_ns()
 
     @abstractmethod
     def call_workers(self, frame: bytes) -> list[bytes]:
-        """Hands a frame to :meth:`rl_hosting.worker.WorkerRefits.answer` in every worker.
+        """Hands a frame to :meth:`rl_hosting.WorkerRefits.answer_frame` in every worker.
 
         Returns:
-            An answer from each.
+            The answer of each worker, in the order of their ranks.
         """
 
+    def check_refits(self) -> None:
+        """Makes sure that refits reach every worker; for the :meth:`start` of an engine.
+
+        Raises:
+            CapabilityError: In a worker the sink's ``begin`` refused.
+        """
+        for answer in self.call_workers(encode(Request("check"))):
+            if (error := error_of(decode(answer, type=Reply))) is not None:
+                raise error
+
     def wake(self, tags: Sequence[str]) -> None:
-        """Takes memory again, where it sleeps."""
+        """Allocates again what :meth:`sleep` freed: ``"weights"``, ``"kv_cache"`` or both."""
 
     def sleep(self, tags: Sequence[str], level: int) -> None:
-        """Gives memory back, as far as the manifest says so."""
+        """Frees memory, as far as the backend's manifest says that it can.
+
+        Args:
+            tags: Of what: ``"weights"``, ``"kv_cache"`` or both.
+            level: ``HostedGeneration.sleep_level``.
+        """
 
     def reset_caches(self) -> bool:
-        """Forgets keys and values of earlier prompts; whether it did."""
+        """Forgets the keys and values of earlier prompts.
+
+        Returns:
+            Whether it did.
+        """
         return True
 
     @abstractmethod

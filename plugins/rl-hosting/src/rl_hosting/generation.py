@@ -1,37 +1,30 @@
-"""A generation backend whose engine runs in a process of its own: this process's side of it."""
+"""The base class of generation backends whose engine runs in a process of its own."""
 
 from __future__ import annotations
 
 import sys
-import time
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
-from rl_core.backends import Completion, FailedRow, GenerationBackend, ModelFacts, RowEngine
-from rl_core.errors import PluginError, RLError, WorkerDiedError
-from rl_hosting.host import SOCKETS
-from rl_hosting.process import EngineProcess
-from rl_hosting.receivers import WorkerReceivers
-from rl_hosting.remote_sink import RemoteSink
-from rl_hosting.wire import Prompt, Sampling, raised
+from rl_core.backends import GenerationBackend, ModelFacts, RowEngine
+from rl_core.errors import CapabilityError, PluginError, RLError
+from rl_hosting._engine_host import SOCKETS
+from rl_hosting._hosted_rows import HostedRows
+from rl_hosting._process import HostedProcess
+from rl_hosting._remote_receiver import RemoteReceiver
+from rl_hosting._remote_sink import RemoteSink
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+    from collections.abc import AsyncIterator, Mapping, Sequence
 
-    from rl_core.backends import Row
     from rl_core.backends.receivers import Receiver
     from rl_core.batch import BatchedDataDict
-    from rl_core.interfaces import GenerationOutputSpec, WeightSink
+    from rl_core.interfaces import Future, GenerationOutputSpec, WeightSink
     from rl_core.refit.turns import TurnLock
 
-__all__ = ["HostedGeneration", "HostedRows"]
-
-#: Seconds for which a service waits for rows before it looks at what else there is.
-_COLLECT_S = 0.2
-#: Engines take seeds of 63 bits.
-_SEEDS = (1 << 63) - 1
+__all__ = ["HostedGeneration"]
 
 
 class _Facts(msgspec.Struct):
@@ -42,108 +35,24 @@ class _Facts(msgspec.Struct):
     workers: Annotated[int, msgspec.Meta(ge=1)] = 1
 
 
-class HostedRows(RowEngine):
-    """The rows in an engine's process.
-
-    Args:
-        process: Of the engine.
-        silence_s: Asks for the seconds without a sign of life after which it counts as hung.
-    """
-
-    def __init__(self, process: EngineProcess, silence_s: Callable[[], float]) -> None:
-        self._process = process
-        self._silence_s = silence_s
-        self._rows: set[int] = set()
-        self._newest = -1
-        self._silent: float | None = None  # since when, if it should say something
-
-    @property
-    def busy(self) -> bool:
-        """Whether the engine decodes."""
-        return bool(self._rows)
-
-    def submit(self, rows: Sequence[Row]) -> None:
-        """See :meth:`RowEngine.submit`."""
-        if self._silent is None:
-            self._silent = time.monotonic()
-        self._rows |= {row.key for row in rows}
-        self._newest = max({self._newest} | self._rows)
-        self._process.submit(
-            [
-                Prompt(
-                    key=row.key,
-                    index=row.index,
-                    token_ids=list(row.token_ids),
-                    budget=row.budget,
-                    seed=row.seed & _SEEDS if row.seeded else None,
-                    stop_strings=list(row.stop_strings),
-                    sampling=Sampling(
-                        row.sampling.greedy,
-                        row.sampling.temperature,
-                        row.sampling.top_k,
-                        row.sampling.top_p,
-                        row.sampling.repetition_penalty,
-                        list(row.sampling.stop_token_ids),
-                    ),
-                )
-                for row in rows
-            ]
-        )
-
-    def collect(self) -> list[Completion | FailedRow]:
-        """Waits for rows that ended.
-
-        Raises:
-            WorkerDiedError: Its process is gone, or gave no sign of life and was ended.
-            WorkerError: It failed, and lost all rows in it.
-            PluginError: It ended a row that it was never given; it was ended.
-        """
-        progress = self._process.progress(_COLLECT_S)
-        now = time.monotonic()
-        if progress is None:
-            if self._silent is not None and now - self._silent > self._silence_s():
-                raise self._process.given_up(
-                    f"decodes and gave no sign of life for {now - self._silent:.0f} s"
-                )
-            return []
-        ended: list[Completion | FailedRow] = []
-        for done in progress.rows:
-            if done.key > self._newest:
-                raise self._process.given_up(f"ended row {done.key}, which it was never given")
-            if done.key not in self._rows:  # it was taken back
-                continue
-            self._rows.discard(done.key)
-            if (error := raised(done)) is not None:
-                ended.append(FailedRow(done.key, self._process.logged(error)))
-            else:
-                ended.append(Completion(done.key, done.token_ids, done.logprobs, done.truncated))
-        self._silent = now if self._rows else None
-        return ended
-
-    def cancel(self, keys: Collection[int]) -> None:
-        """See :meth:`RowEngine.cancel`."""
-        self._rows.difference_update(keys)
-        with suppress(WorkerDiedError):  # with all rows
-            self._process.cancel(keys)
-
-    def interrupt(self) -> None:
-        """See :meth:`RowEngine.interrupt`."""
-        self._process.interrupt()
-
-
 class HostedGeneration(GenerationBackend):
     """Generates with an :class:`~rl_hosting.engine.Engine` in a process of its own.
 
     Args:
-        config: The checked configuration of the backend.
+        config: The checked configuration of the backend; :meth:`Engine.start` is given it.
         engine: ``"module:Class"``, importable in the engine's process.
-        name: How errors call it.
+        name: How errors call the engine.
         environment: All variables of its process.
-        python: Its interpreter.
-        verbose: Print what it prints.
-        preload: See :class:`~rl_hosting.process.EngineProcess`.
-        sockets: Likewise.
-        start_timeout_s: Seconds for it to load the model.
+        python: The interpreter of its environment. rl-core and rl-hosting must be installed there
+            in the versions of this one.
+        verbose: Print on standard error what the engine prints.
+        preload: Modules that are imported once for all engines with this environment, which are
+            forked with them. They may start no threads and use no GPU.
+        sockets: A variable of the engine's own that names the directory for its sockets, if it has
+            one; the directory is removed with the process.
+        start_timeout_s: Seconds for the engine to load the model.
+        without_refits: If the engine was built to take no refits: the words for the errors that
+            refuse them, such as ``"vllm_cfg.refit False"``.
 
     Raises:
         ConfigError: The interpreter does not run.
@@ -151,14 +60,14 @@ class HostedGeneration(GenerationBackend):
         WorkerError: The engine refused the configuration; an instance of what it raised, too.
         WorkerDiedError: Its process ended.
         DeadlineError: It did not start in time.
-        PluginError: Its facts are none.
+        PluginError: ``Engine.facts`` lacks a fact, or one is of another type.
     """
 
-    #: What ``on_sleep`` asks for; an engine may know several ways to sleep.
+    #: The level that :meth:`Engine.sleep` is given; an engine may know several ways to sleep.
     sleep_level = 1
     #: Seconds without a sign of life after which an engine that decodes counts as hung.
     silence_s = 300.0
-    #: Seconds for calls that wake, sleep, reset or look.
+    #: Seconds for an answer to calls that neither decode nor refit: wake, sleep, reset, read.
     answer_s = 120.0
 
     def __init__(
@@ -173,8 +82,10 @@ class HostedGeneration(GenerationBackend):
         preload: Sequence[str] = (),
         sockets: str = SOCKETS,
         start_timeout_s: float = 600.0,
+        without_refits: str = "",
     ) -> None:
-        self._process = EngineProcess(
+        self._without_refits = without_refits
+        self._process = HostedProcess(
             name,
             engine,
             environment,
@@ -198,13 +109,13 @@ class HostedGeneration(GenerationBackend):
             super().__init__(config, ModelFacts(*model, facts.max_model_len))
         except BaseException as error:
             if isinstance(error, RLError):
-                self._process.logged(error)
+                self._process.with_log(error)
             self._process.close()
             raise
 
     @property
     def pid(self) -> int:
-        """Of the engine's process."""
+        """The id of the engine's process."""
         return self._process.pid
 
     def row_engine(self) -> RowEngine:
@@ -217,17 +128,18 @@ class HostedGeneration(GenerationBackend):
         self, data: BatchedDataDict[Any], greedy: bool = False
     ) -> BatchedDataDict[GenerationOutputSpec]:
         """See :meth:`GenerationBackend.generate`."""
-        with self._process.logging():
+        with self._process.logs_in_errors():
             return super().generate(data, greedy)
 
     def generate_async(
         self, data: BatchedDataDict[Any], greedy: bool = False
     ) -> AsyncIterator[tuple[int, BatchedDataDict[GenerationOutputSpec]]]:
         """See :meth:`GenerationBackend.generate_async`."""
-        accepted: Any = super().generate_async(data, greedy)  # now, and not when it is read
+        # Accepted here and not in rows(), which runs only when its first row is asked for.
+        accepted: Any = super().generate_async(data, greedy)
 
         async def rows() -> AsyncIterator[tuple[int, BatchedDataDict[GenerationOutputSpec]]]:
-            with self._process.logging():
+            with self._process.logs_in_errors():
                 async with aclosing(accepted):
                     async for row in accepted:
                         yield row
@@ -242,7 +154,8 @@ class HostedGeneration(GenerationBackend):
 
     def prepare_for_generation(self, *args: Any, **kwargs: Any) -> bool:
         """See :meth:`GenerationBackend.prepare_for_generation`."""
-        self._process.check_owner()  # before a lock that nobody frees in a forked child
+        # In a forked child a lock that another thread held at the fork is never released.
+        self._process.check_owner()
         return super().prepare_for_generation(*args, **kwargs)
 
     def finish_generation(self, *args: Any, **kwargs: Any) -> bool:
@@ -268,9 +181,38 @@ class HostedGeneration(GenerationBackend):
 
     # -- refit ------------------------------------------------------------------------------------
 
+    def prepare_refit_info(self, state_dict_info: dict[str, Any]) -> None:
+        """See :meth:`GenerationInterface.prepare_refit_info`.
+
+        Raises:
+            CapabilityError: The engine was built to take no refits.
+            ManifestMismatchError: The tensors are not those of the engine; nothing was touched.
+        """
+        self._check_takes_refits()
+        super().prepare_refit_info(state_dict_info)
+
+    def update_weights_from_collective(
+        self, info: dict[str, Any] | None = None, **options: Any
+    ) -> list[Future]:
+        """See :meth:`GenerationInterface.update_weights_from_collective`."""
+        self._check_takes_refits()
+        return super().update_weights_from_collective(info, **options)
+
+    def _check_takes_refits(self) -> None:
+        if self._without_refits:
+            raise CapabilityError(
+                f"{self._process.name} was built with {self._without_refits}",
+                fix="build it without that key",
+                capability="refit",
+            )
+
+    def weights_dropped(self) -> None:
+        """Refuses to generate until a refit, after a sleep that freed the weights for good."""
+        self._remote.dropped()
+
     def make_receiver(self, lock: TurnLock) -> Receiver:
-        """The receivers in the engine's workers."""
-        self._workers = WorkerReceivers(
+        """The receivers in the engine's workers, as one."""
+        self._remote = RemoteReceiver(
             self._process,
             count=self.receiver_count,
             answer_s=self.answer_s,
@@ -279,15 +221,15 @@ class HostedGeneration(GenerationBackend):
             on_commit=self._on_commit,
             wake=lambda: self.bring(frozenset({"weights"})),
         )
-        return self._workers
+        return self._remote
 
     def weight_sink(self) -> WeightSink:
-        """What the engine holds, to be read; refits write in the engine's own processes."""
-        return RemoteSink(self._workers)
+        """The engine's weights, for checks; refits write to sinks in the engine's processes."""
+        return RemoteSink(self._remote)
 
     def beside_weights(self, function: str, **arguments: Any) -> list[Any]:
         """See :meth:`GenerationBackend.beside_weights`: in the engine's workers."""
-        return self._workers.call(function, arguments)
+        return self._remote.call(function, arguments)
 
     def invalidate_kv_cache(self) -> bool:
         """Forgets the keys and values of prompts seen so far.

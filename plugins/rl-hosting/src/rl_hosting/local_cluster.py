@@ -1,6 +1,6 @@
-"""A launcher for this host: the workers of a backend, each in a process of its own.
+"""Starts the workers of a backend on this host, each in a process of its own.
 
-It has the interface of rl-ray's ``RayVirtualCluster``. Between hosts, use that one.
+rl-ray's ``RayVirtualCluster`` does so on several hosts, and has the same interface.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, Self
 
 from rl_core.errors import ConfigError, WorkerDiedError
 from rl_core.futures import spawn
+from rl_hosting._process import HostedProcess
+from rl_hosting._values import decode_result, encode_arguments
 from rl_hosting.cluster.cluster import Cluster
 from rl_hosting.cluster.launcher import Workers, checked_size
-from rl_hosting.process import EngineProcess
-from rl_hosting.values import read, write_with_objects
 
 if TYPE_CHECKING:
     import concurrent.futures
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 __all__ = ["LocalCluster", "LocalWorkers"]
 
-#: What a process has imported, besides the backend, before it is forked for a worker.
-_PRELOAD = ("torch", "rl_hosting.worker_host", "rl_core.backends")
+#: What the fork server imports, besides the backend, before it forks workers.
+_PRELOAD = ("torch", "rl_hosting._worker_host", "rl_core.backends")
 
 
 class LocalCluster(Cluster):
@@ -148,11 +148,11 @@ class LocalWorkers(Workers):
         try:
             for rank in self.ranks:
                 worker = f"{name}-worker-{rank}"
-                process = EngineProcess(
+                process = HostedProcess(
                     worker,
                     worker,
                     cluster.environment(manifest, rank),
-                    host="rl_hosting.worker_host:WorkerHost",
+                    host="rl_hosting._worker_host:WorkerHost",
                     patient=True,  # a trainer that goes on has lost nothing; refits name it soon
                     python=cluster.python,
                     verbose=cluster.verbose,
@@ -160,8 +160,8 @@ class LocalWorkers(Workers):
                 )
                 self.processes.append(process)
 
-            def start(process: EngineProcess) -> Any:
-                return read(process.start({}, self.start_deadline_s))
+            def start(process: HostedProcess) -> Any:
+                return decode_result(process.start({}, self.start_deadline_s))
 
             starting = [spawn(f"start-{p.name}", partial(start, p)) for p in self.processes]
             self.build(starting, config)
@@ -174,7 +174,7 @@ class LocalWorkers(Workers):
     ) -> concurrent.futures.Future[Any]:
         """See :meth:`Workers.remote`."""
         process = self.process(rank)
-        call = write_with_objects(list(args))
+        call = encode_arguments(list(args))
 
         def answer() -> Any:
             try:
@@ -182,7 +182,7 @@ class LocalWorkers(Workers):
             except WorkerDiedError as error:
                 error.details.setdefault("rank", rank)
                 raise
-            return read(found)
+            return decode_result(found)
 
         return spawn(f"{method}-{process.name}", answer)
 

@@ -1,4 +1,4 @@
-"""The weights of a loaded model under the names of its checkpoint, on one worker of an engine."""
+"""Where an engine keeps the tensors of a checkpoint, in one of its workers, and writes to them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from torch import distributed as dist
 
 from rl_core.backends.tensors import module_tensors, tensor_specs
 from rl_core.errors import CapabilityError
-from rl_hosting.regions import Region, regions_of
+from rl_core.interfaces import WeightSink
+from rl_hosting._regions import Region, regions_of
+from rl_hosting._timing import MEET_S
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,22 +24,20 @@ if TYPE_CHECKING:
 
     from rl_core.interfaces import TensorSpec
 
-__all__ = ["LoadedWeights", "checkpoint_specs"]
-
-#: Seconds in which the workers of an engine must meet while a tensor is read back.
-_MEET_S = 60.0
+__all__ = ["LoadedSink", "LoadedWeights", "checkpoint_specs"]
 
 
 class LoadedWeights(ABC):
-    """What a refit writes to, found once and kept.
+    """Finds where a model's own ``load_weights`` puts each tensor of a checkpoint, and keeps that.
 
-    An engine's subclass says what is its own.
+    For engines whose loader fuses, shards or pads tensors. A subclass says which tensors there are,
+    and what is special about the engine.
 
     Args:
-        model: This worker's part of it.
+        model: This worker's part of the model, loaded.
         dtype: Of the engine.
-        workers: Of the engine, which share the model.
-        without_refits: How an engine is built that takes none, for errors.
+        workers: How many workers share the model; all of them read at the same time.
+        without_refits: How to build an engine that takes no refits, for errors.
     """
 
     def __init__(
@@ -48,21 +48,23 @@ class LoadedWeights(ABC):
         self._workers = workers
         self._without_refits = without_refits
 
-    # -- what an engine says ----------------------------------------------------------------------
+    # -- for a subclass --------------------------------------------------------------------------
 
     @abstractmethod
     def find_specs(self) -> Sequence[TensorSpec]:
         """The tensors that a trainer of this model has, in the dtype of the engine."""
 
     def check(self) -> None:
-        """Makes sure that nothing was made of the weights that a refit would leave as it was.
+        """Makes sure that nothing was derived from the weights that a refit would leave as it was.
+
+        See :class:`rl_hosting.derived_weights.LoadWatch`.
 
         Raises:
-            CapabilityError: It was.
+            CapabilityError: Something was.
         """
 
     def loading(self) -> AbstractContextManager[None]:
-        """What the engine's code wants to be asked in."""
+        """The context in which the model's ``load_weights`` runs."""
         return nullcontext()
 
     def is_padded(self, module: nn.Module) -> bool:
@@ -70,11 +72,11 @@ class LoadedWeights(ABC):
         del module
         return False
 
-    # -- what follows from it ---------------------------------------------------------------------
+    # -- found once -------------------------------------------------------------------------------
 
     @property
     def device(self) -> torch.device:
-        """Where the model is."""
+        """The device of the model."""
         return next(self.model.parameters()).device
 
     @cached_property
@@ -99,9 +101,11 @@ class LoadedWeights(ABC):
             regions = regions_of(
                 self.model, owned, self._dtype, without_refits=self._without_refits
             )
-        kept = self._somewhere({name for name, found in regions.items() if found})
-        for spec in owned:
-            if spec.name not in kept:
+        somewhere = torch.tensor([bool(regions[spec.name]) for spec in owned], dtype=torch.uint8)
+        if self._workers > 1 and owned:
+            dist.all_reduce(somewhere, dist.ReduceOp.MAX, group=self._group)
+        for spec, kept in zip(owned, somewhere.tolist(), strict=True):
+            if not kept:
                 whole = torch.zeros(spec.shape, dtype=spec.torch_dtype).view(1, -1)
                 regions[spec.name] = [Region(whole, whole.shape[1], 0, 0)]
         self._check_filled(regions)
@@ -146,17 +150,8 @@ class LoadedWeights(ABC):
     @cached_property
     def _group(self) -> Any:
         """All workers of the engine, on the CPU."""
-        timeout = timedelta(seconds=_MEET_S)
+        timeout = timedelta(seconds=MEET_S)
         return dist.new_group(list(range(self._workers)), timeout=timeout, backend="gloo")
-
-    def _somewhere(self, names: set[str]) -> set[str]:
-        """Names that any worker of the engine knows."""
-        if self._workers == 1:
-            return names
-        ours = [spec.name in names for spec in self.specs]
-        known = torch.tensor(ours, dtype=torch.uint8)
-        dist.all_reduce(known, dist.ReduceOp.MAX, group=self._group)
-        return {spec.name for spec, one in zip(self.specs, known.tolist(), strict=True) if one}
 
     def _check_filled(self, regions: Mapping[str, list[Region]]) -> None:
         """Makes sure that the tensors of a checkpoint fill every parameter but its padding."""
@@ -182,13 +177,53 @@ class LoadedWeights(ABC):
             )
 
 
-def checkpoint_specs(config: Any, dtype: torch.dtype, *, trust: bool) -> list[TensorSpec]:
-    """What transformers calls the tensors of a model, made without any memory.
+class LoadedSink(WeightSink):
+    """Writes the tensors of a checkpoint to where the engine's own loader would, in place.
+
+    Storages stay what they are, so that CUDA graphs do, too.
 
     Args:
-        config: Of transformers.
+        weights: Of this worker.
+    """
+
+    casts = True
+
+    def __init__(self, weights: LoadedWeights) -> None:
+        self._loaded = weights
+        self.device = str(weights.device)
+
+    def specs(self) -> Sequence[TensorSpec]:
+        """See :meth:`WeightSink.specs`."""
+        return self._loaded.specs
+
+    def begin(self, version: int) -> None:
+        """Finds out where every tensor goes, before anything is written."""
+        _ = self._loaded.regions
+        self._loaded.check()  # layers that computed since may have kept something
+
+    @torch.no_grad()
+    def write(self, name: str, offset: int, data: torch.Tensor, *, of: TensorSpec) -> None:
+        """See :meth:`WeightSink.write`."""
+        for region in self._loaded.regions[name]:
+            region.write(offset, data)
+
+    def targets(self) -> Mapping[str, torch.Tensor] | None:
+        """See :meth:`WeightSink.targets`."""
+        return self._loaded.targets
+
+    @torch.no_grad()
+    def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """See :meth:`WeightSink.read`."""
+        return self._loaded.read(names)
+
+
+def checkpoint_specs(config: Any, dtype: torch.dtype, *, trust: bool) -> list[TensorSpec]:
+    """The tensors of a model under the names that transformers gives them; allocates none.
+
+    Args:
+        config: The configuration that transformers made of ``config.json``.
         dtype: Of the tensors.
-        trust: Run code of the checkpoint.
+        trust: Whether code of the checkpoint may run.
     """
     from transformers import AutoModelForCausalLM
 

@@ -17,23 +17,23 @@ from vllm import EngineArgs, SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
+from vllm.transformers_utils.config import get_config
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from rl_core.errors import ConfigError, DataError, PluginError, RLError
-from rl_hosting.cluster.remote_error import as_plain
-from rl_hosting.engine import Engine
-from rl_hosting.wire import Done, Reply, Request, decode, encode, raised
-from rl_vllm.facts import facts_of, model_config_of, tokenizer_of
+from rl_core.backends.model_facts import model_facts
+from rl_core.errors import ConfigError, PluginError, RLError
+from rl_hosting import Done, Engine
+from rl_hosting.checkpoint import cannot_load, load_tokenizer
 from rl_vllm.private import check_version, engine_version
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 
     from vllm.outputs import RequestOutput
 
-    from rl_hosting.wire import Prompt
+    from rl_hosting import Prompt
 
 __all__ = ["VllmEngine"]
 
@@ -67,18 +67,11 @@ class VllmEngine(Engine):
 
     Args:
         arguments: Of vLLM.
-
-    Attributes:
-        model_config: vLLM's.
-        workers: Processes that hold a part of the model.
     """
 
-    model_config: Any
-    workers: int
     _llm: Any
     #: What sleeps; vLLM itself says only whether anything does.
     _asleep: frozenset[str] = frozenset()
-    _has_tokenizer = True
 
     @classmethod
     def start(cls, config: Mapping[str, Any]) -> VllmEngine:
@@ -88,7 +81,8 @@ class VllmEngine(Engine):
             config: A checked :class:`rl_vllm.config.VllmConfig`.
 
         Raises:
-            ConfigError: vLLM does not know an engine argument, or refuses the configuration.
+            ConfigError: vLLM does not know an engine argument, or refuses the configuration; or a
+                part of the checkpoint cannot be read, or the model has no pad token.
             IncompatiblePluginError: This vLLM is not one that was tested.
             CapabilityError: A refit would not reach all that it computes with.
         """
@@ -101,8 +95,12 @@ class VllmEngine(Engine):
                 fix="use tensor_parallel_size",
                 key="vllm_cfg.pipeline_parallel_size",
             )
-        model_config = model_config_of(config)
-        tokenizer = tokenizer_of(config)
+        try:
+            trust = config.get("trust_remote_code", False)
+            model_config = get_config(config["model_name"], trust)
+        except Exception as error:  # whatever classes of configurations raise
+            raise cannot_load("config.json", config, error) from error
+        tokenizer = load_tokenizer(config)
         arguments = _arguments(config, model_config, with_tokenizer=tokenizer is not None)
         known = {field.name for field in dataclasses.fields(EngineArgs)}
         if unknown := sorted(set(arguments) - known):
@@ -118,69 +116,61 @@ class VllmEngine(Engine):
         except Exception as error:
             raise _refusal(error, config) from error
         if given.get("refit", True):
-            engine.check_refit()
-        engine._has_tokenizer = tokenizer is not None
-        engine.facts = facts_of(engine.model_config, tokenizer, config) | {
+            try:
+                engine.check_refits()
+            except RLError:
+                engine.shutdown()
+                raise
+        loaded = engine._llm.model_config
+        text = loaded.hf_text_config
+        facts = model_facts(
+            config,
+            vocab_size=int(text.vocab_size),
+            max_model_len=int(loaded.max_model_len),
+            text=text,
+            generation=loaded.try_get_generation_config(),
+            tokenizer=tokenizer,
+        )
+        engine.facts = dataclasses.asdict(facts) | {
+            "eos_token_ids": list(facts.eos_token_ids),
+            "has_tokenizer": tokenizer is not None,
             "sleeps": not current_platform.is_cpu(),
-            "workers": engine.workers,
+            "workers": engine._llm.vllm_config.parallel_config.world_size,
             "fp8_cache": str(arguments.get("kv_cache_dtype", "auto")).startswith("fp8"),
             "version": engine_version(),
         }
         return engine
 
-    def check_refit(self) -> None:
-        """Makes sure that every worker can be refit.
-
-        Raises:
-            CapabilityError: A refit would not reach all that one computes with.
-        """
-        for answer in self.call_workers(encode(Request("check"))):
-            if (error := raised(decode(answer, type=Reply))) is not None:
-                self.shutdown()
-                raise error
-
     def call_workers(self, frame: bytes) -> list[bytes]:
         """See :meth:`Engine.call_workers`."""
         return self.rpc("rl_refit", frame)
 
-    def refusal(self, prompt: Prompt) -> Done | None:
-        """What becomes of a row that vLLM cannot take."""
-        if not prompt.stop_strings or self._has_tokenizer:
-            return None
-        error = DataError(
-            f"row {prompt.index} has stop strings, and the model has no tokenizer",
-            fix="save the tokenizer beside the model, or use stop_token_ids",
-            row=prompt.index,
-            key="stop_strings",
-        )
-        return Done(prompt.key, error=as_plain(error, "vLLM"))
-
     @abstractmethod
+    def wait_for(self, found: Any) -> Any:
+        """What a call of vLLM returned, or what it will return if that is awaitable."""
+
     def rpc(self, method: str, *args: Any) -> list[Any]:
         """Calls a method of every worker."""
-
-    @abstractmethod
-    def put_to_sleep(self, level: int) -> None:
-        """Gives all memory back, which vLLM does only if all of it is there."""
-
-    @abstractmethod
-    def wake_up(self, tags: list[str]) -> None:
-        """Takes memory again, which vLLM does only if none of it is there."""
+        return list(self.wait_for(self._llm.collective_rpc(method, args=args)))
 
     def wake(self, tags: Sequence[str]) -> None:
-        """See :meth:`Engine.wake`."""
+        """See :meth:`Engine.wake`; vLLM itself fails if memory that it is to take is there."""
         if asleep := sorted(self._asleep & set(tags)):
-            self.wake_up(asleep)
+            self.wait_for(self._llm.wake_up(asleep))
             self._asleep -= set(asleep)
 
     def sleep(self, tags: Sequence[str], level: int) -> None:
-        """Gives all memory back; on the CPU, where vLLM frees nothing, nothing happens."""
+        """Frees all memory, which vLLM does only if all of it is there; none on the CPU."""
         del tags
         if current_platform.is_cpu() or self._asleep == _ALL:
             return
         self.wake(sorted(self._asleep))
-        self.put_to_sleep(level)
+        self.wait_for(self._llm.sleep(level))
         self._asleep = _ALL
+
+    def reset_caches(self) -> bool:
+        """See :meth:`Engine.reset_caches`."""
+        return bool(self.wait_for(self._llm.reset_prefix_cache()))
 
     def tokens_made(self) -> int:
         """See :meth:`Engine.tokens_made`; of the rows that are not complete."""
@@ -193,22 +183,21 @@ class _SyncEngine(VllmEngine):
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         self._llm = LLMEngine.from_engine_args(EngineArgs(**arguments), usage_context=_USE)
-        self.model_config = self._llm.model_config
-        self.workers = self._llm.vllm_config.parallel_config.world_size
         self._names: dict[int, str] = {}  # vLLM's own, by the keys of rows
         self._refused: list[Done] = []
+
+    def wait_for(self, found: Any) -> Any:
+        """See :meth:`VllmEngine.wait_for`: nothing is awaited here."""
+        return found
 
     def submit(self, prompts: Sequence[Prompt]) -> None:
         """See :meth:`Engine.submit`."""
         for prompt in prompts:
-            if (refused := self.refusal(prompt)) is not None:
-                self._refused.append(refused)
-                continue
             name, request = str(prompt.key), {"prompt_token_ids": prompt.token_ids}
             try:
                 given = self._llm.add_request(name, request, _params(prompt))
             except Exception as error:  # of this row alone
-                self._refused.append(Done(prompt.key, error=as_plain(error, "vLLM")))
+                self._refused.append(Done.failed(prompt.key, error, "vLLM"))
             else:
                 self._names[prompt.key] = given or name
 
@@ -229,22 +218,6 @@ class _SyncEngine(VllmEngine):
             while self._llm.has_unfinished_requests():
                 self._llm.step()
 
-    def rpc(self, method: str, *args: Any) -> list[Any]:
-        """See :meth:`VllmEngine.rpc`."""
-        return list(self._llm.collective_rpc(method, args=args))
-
-    def put_to_sleep(self, level: int) -> None:
-        """See :meth:`VllmEngine.put_to_sleep`."""
-        self._llm.sleep(level)
-
-    def wake_up(self, tags: list[str]) -> None:
-        """See :meth:`VllmEngine.wake_up`."""
-        self._llm.wake_up(tags)
-
-    def reset_caches(self) -> bool:
-        """See :meth:`Engine.reset_caches`."""
-        return bool(self._llm.reset_prefix_cache())
-
     def shutdown(self) -> None:
         """See :meth:`Engine.shutdown`."""
         gc.collect = _nothing  # vLLM collects twice, a second each; this process ends anyway
@@ -257,24 +230,25 @@ class _AsyncEngine(VllmEngine):
     def __init__(self, arguments: dict[str, Any]) -> None:
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="vllm", daemon=True).start()
-        self._llm: AsyncLLM = self._wait(self._make(arguments))
-        self.model_config = self._llm.model_config
-        self.workers = self._llm.vllm_config.parallel_config.world_size
+
+        async def make() -> AsyncLLM:  # which looks for the running loop
+            return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), usage_context=_USE)
+
+        self._llm: AsyncLLM = self.wait_for(make())
         self._ended: queue.SimpleQueue[Done] = queue.SimpleQueue()
         self._tasks: dict[int, Any] = {}  # by the keys of rows
 
-    async def _make(self, arguments: dict[str, Any]) -> AsyncLLM:
-        return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), usage_context=_USE)
+    def wait_for(self, found: Awaitable[Any]) -> Any:
+        """See :meth:`VllmEngine.wait_for`."""
 
-    def _wait(self, work: Coroutine[Any, Any, Any] | Awaitable[Any]) -> Any:
-        return asyncio.run_coroutine_threadsafe(_as_coroutine(work), self._loop).result()
+        async def awaited() -> Any:
+            return await found
+
+        return asyncio.run_coroutine_threadsafe(awaited(), self._loop).result()
 
     def submit(self, prompts: Sequence[Prompt]) -> None:
         """See :meth:`Engine.submit`."""
         for prompt in prompts:
-            if (refused := self.refusal(prompt)) is not None:
-                self._ended.put(refused)
-                continue
             self._tasks[prompt.key] = asyncio.run_coroutine_threadsafe(
                 self._complete(prompt), self._loop
             )
@@ -286,7 +260,7 @@ class _AsyncEngine(VllmEngine):
                 if output.finished:
                     self._ended.put(_done(output))
         except Exception as error:
-            self._ended.put(Done(prompt.key, error=as_plain(error, "vLLM")))
+            self._ended.put(Done.failed(prompt.key, error, "vLLM"))
 
     def step(self) -> list[Done]:
         """See :meth:`Engine.step`."""
@@ -305,26 +279,14 @@ class _AsyncEngine(VllmEngine):
             if key in self._tasks:
                 self._tasks.pop(key).cancel()
 
-    def rpc(self, method: str, *args: Any) -> list[Any]:
-        """See :meth:`VllmEngine.rpc`."""
-        return list(self._wait(self._llm.collective_rpc(method, args=args)))
-
-    def put_to_sleep(self, level: int) -> None:
-        """See :meth:`VllmEngine.put_to_sleep`."""
-        self._wait(self._llm.sleep(level))
-
-    def wake_up(self, tags: list[str]) -> None:
-        """See :meth:`VllmEngine.wake_up`."""
-        self._wait(self._llm.wake_up(tags))
-
-    def reset_caches(self) -> bool:
-        """See :meth:`Engine.reset_caches`."""
-        return bool(self._wait(self._llm.reset_prefix_cache()))
-
     def shutdown(self) -> None:
         """See :meth:`Engine.shutdown`."""
         gc.collect = _nothing  # vLLM collects twice, a second each; this process ends anyway
-        self._wait(_call(self._llm.shutdown))
+
+        async def shut_down() -> None:
+            self._llm.shutdown()
+
+        self.wait_for(shut_down())
         self._loop.call_soon_threadsafe(self._loop.stop)
 
 
@@ -334,9 +296,14 @@ def _arguments(
     """The engine arguments of vLLM."""
     given = config.get("vllm_cfg", {})
     cpu = current_platform.is_cpu()
+    dtype = given.get("dtype") or config.get("torch_dtype") or "auto"
+    if dtype == "auto":  # vLLM's own "auto" would round float32 checkpoints
+        text = model_config.get_text_config()
+        found = getattr(text, "dtype", None) or getattr(model_config, "dtype", "auto")
+        dtype = str(found or "auto").removeprefix("torch.")
     chosen = {
         "model": config["model_name"],
-        "dtype": _dtype(config, model_config),
+        "dtype": dtype,
         "trust_remote_code": config.get("trust_remote_code", False),
         "skip_tokenizer_init": not with_tokenizer,
         "generation_config": "vllm",
@@ -352,16 +319,6 @@ def _arguments(
     if not cpu:
         chosen.setdefault("enable_sleep_mode", True)
     return {key: value for key, value in chosen.items() if value is not None}
-
-
-def _dtype(config: Mapping[str, Any], model_config: Any) -> str:
-    """The dtype of the weights; vLLM's own "auto" would round float32 checkpoints."""
-    named = config.get("vllm_cfg", {}).get("dtype") or config.get("torch_dtype") or "auto"
-    if named != "auto":
-        return str(named)
-    text = model_config.get_text_config()
-    found = getattr(text, "dtype", None) or getattr(model_config, "dtype", None)
-    return "auto" if found is None else str(found).removeprefix("torch.")
 
 
 def _refusal(error: Exception, config: Mapping[str, Any]) -> RLError:
@@ -413,7 +370,7 @@ def _params(prompt: Prompt) -> SamplingParams:
 
 
 def _done(output: RequestOutput) -> Done:
-    done, key = output.outputs[0], _key_of(output.request_id)
+    done, key = output.outputs[0], int(output.request_id.partition("-")[0])
     ids = list(done.token_ids)
     found = done.logprobs or []
     logprobs = [found[i][token].logprob for i, token in enumerate(ids)]
@@ -422,21 +379,9 @@ def _done(output: RequestOutput) -> Done:
             "vLLM gave a row a log-prob that is not finite",
             fix="look at the weights: float16 overflows where bfloat16 and float32 do not",
         )
-        return Done(key, error=as_plain(error, "vLLM"))
+        return Done.failed(key, error, "vLLM")
     # A log-prob of more than 0 is a rounding error.
     return Done(key, ids, [min(0.0, one) for one in logprobs], done.finish_reason == "length")
-
-
-def _key_of(name: str) -> int:
-    return int(name.partition("-")[0])
-
-
-async def _as_coroutine(work: Awaitable[Any]) -> Any:
-    return await work
-
-
-async def _call(function: Callable[[], Any]) -> None:
-    function()
 
 
 def _nothing(generation: int = 2) -> int:

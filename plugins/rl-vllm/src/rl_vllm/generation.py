@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any, Self
 
+import torch
+
 from rl_core.backends.tags import TAGS
 from rl_core.config import check_config
 from rl_core.errors import CapabilityError, ConfigError
 from rl_core.plugins.factory import create_generation
-from rl_hosting.generation import HostedGeneration
-from rl_vllm.checkpoint import check_checkpoint
+from rl_hosting import HostedGeneration
+from rl_hosting.checkpoint import check_checkpoint
 from rl_vllm.config import VllmConfig
 from rl_vllm.engine_args import check_engine_args
 from rl_vllm.environment import PRELOAD, SOCKETS, engine_environment
@@ -18,11 +20,12 @@ from rl_vllm.environment import PRELOAD, SOCKETS, engine_environment
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from rl_core.interfaces import Cluster, Future, WorkerContext
+    from rl_core.interfaces import Cluster, WorkerContext
 
 __all__ = ["VllmGeneration"]
 
 _START_S = 600.0
+_DUMMY = '; for random weights, which the first refit replaces, set vllm_cfg.load_format to "dummy"'
 #: vLLM raises what is lower to the first, and refuses what is higher than the second.
 _TEMPERATURES = 0.01, 2.0
 
@@ -61,21 +64,32 @@ class VllmGeneration(HostedGeneration):
         given = {"backend": "vllm", **(config or {})}
         checked = _checked(check_config(VllmConfig, given, what=type(self).__name__))
         engine = checked.get("vllm_cfg", {})
-        verbose, device = engine.get("verbose", False), _device()
+        verbose = engine.get("verbose", False)
+        device = "cuda" if torch.cuda.is_available() else "cpu"
         check_engine_args(engine, device)
-        check_checkpoint(checked)
-        self._takes_refits: bool = engine.get("refit", True)
+        load_format = engine.get("load_format", "auto")
+        check_checkpoint(checked["model_name"], load_format, without_weights=_DUMMY)
         self.sleep_level = engine.get("sleep_level", 1)
-        _check_devices(device, _workers(engine))
+        sizes = (engine.get(f"{kind}_parallel_size", 1) for kind in ("tensor", "pipeline"))
+        workers = math.prod(sizes)
+        if device == "cuda" and torch.cuda.device_count() < workers:
+            raise ConfigError(
+                f"{workers} workers want a GPU each, and this process sees "
+                f"{torch.cuda.device_count()}",
+                fix="without a cluster, all of a host's GPUs are seen; a bundle of a "
+                "RayVirtualCluster has one, so that replicas on it have one worker",
+                key="vllm_cfg.tensor_parallel_size",
+            )
         super().__init__(
             checked,
             engine="rl_vllm.engine:VllmEngine",
             name=f"vLLM with {checked['model_name']}",
-            environment=engine_environment(device, workers=_workers(engine), verbose=verbose),
+            environment=engine_environment(device, workers=workers, verbose=verbose),
             verbose=verbose,
             preload=PRELOAD if device == "cpu" else (),
             sockets=SOCKETS,
             start_timeout_s=engine.get("start_timeout_s", _START_S),
+            without_refits="" if engine.get("refit", True) else "vllm_cfg.refit False",
         )
         self._sleeps: bool = self.engine_facts["sleeps"]
         self.engine_version: str = self.engine_facts["version"]
@@ -93,7 +107,7 @@ class VllmGeneration(HostedGeneration):
         """See :meth:`HostedGeneration.on_sleep`; at level 2 the weights are gone."""
         super().on_sleep(tags)
         if self.sleep_level == 2 and self._sleeps:
-            self._workers.dropped()
+            self.weights_dropped()
 
     def sleeping(self, tags: frozenset[str]) -> frozenset[str]:
         """See :meth:`GenerationBackend.sleeping`.
@@ -110,33 +124,6 @@ class VllmGeneration(HostedGeneration):
                 capability="sleep",
             )
         return TAGS
-
-    # -- refit ------------------------------------------------------------------------------------
-
-    def prepare_refit_info(self, state_dict_info: dict[str, Any]) -> None:
-        """See :meth:`GenerationInterface.prepare_refit_info`.
-
-        Raises:
-            CapabilityError: ``vllm_cfg.refit`` is False.
-            ManifestMismatchError: The tensors are not those of the engine; nothing was touched.
-        """
-        self._check_refits()
-        super().prepare_refit_info(state_dict_info)
-
-    def update_weights_from_collective(
-        self, info: dict[str, Any] | None = None, **options: Any
-    ) -> list[Future]:
-        """See :meth:`GenerationInterface.update_weights_from_collective`."""
-        self._check_refits()
-        return super().update_weights_from_collective(info, **options)
-
-    def _check_refits(self) -> None:
-        if not self._takes_refits:
-            raise CapabilityError(
-                f"{self._process.name} was built with vllm_cfg.refit False",
-                fix="build it without that key",
-                capability="refit",
-            )
 
     @property
     def requires_kv_scale_sync(self) -> bool:
@@ -169,27 +156,3 @@ def _checked(config: dict[str, Any]) -> dict[str, Any]:
         )
     inside = engine.get("max_model_len")
     return config if inside is None else {**config, "max_model_len": inside}
-
-
-def _workers(engine: Mapping[str, Any]) -> int:
-    sizes = (engine.get(f"{kind}_parallel_size", 1) for kind in ("tensor", "pipeline"))
-    return math.prod(sizes)
-
-
-def _check_devices(device: str, workers: int) -> None:
-    import torch
-
-    if device == "cuda" and torch.cuda.device_count() < workers:
-        raise ConfigError(
-            f"{workers} workers want a GPU each, and this process sees {torch.cuda.device_count()}",
-            fix="without a cluster, all of a host's GPUs are seen; a bundle of a RayVirtualCluster "
-            "has one, so that replicas on it have one worker",
-            key="vllm_cfg.tensor_parallel_size",
-        )
-
-
-def _device() -> str:
-    """Where vLLM will run: on what torch sees here."""
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"

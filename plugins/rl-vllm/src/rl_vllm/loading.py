@@ -1,4 +1,4 @@
-"""vLLM's loading of a model, watched for what it makes of the weights."""
+"""Watches how vLLM loads a model, for what it derives from the weights."""
 
 from __future__ import annotations
 
@@ -7,23 +7,24 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from rl_core.errors import CapabilityError
-from rl_hosting.derived import Loading
+from rl_hosting import LoadWatch
 
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["check_derived", "watch_loading"]
+__all__ = ["WITHOUT_REFITS", "check_derived", "watch_loading"]
 
 #: Attributes that are made anew after a refit (``cpu_weights``), or travel with it (``sink``).
 _MADE_ANEW = {"cpu_linear"}
 _SCALES = {f"_{which}_scale{kind}" for which in "qkv" for kind in ("", "_float")}
-_WITHOUT_REFITS = "without refits set vllm_cfg.refit to False"
+#: How to build an engine that takes no refits.
+WITHOUT_REFITS = "set vllm_cfg.refit to False"
 
-_watched: weakref.WeakKeyDictionary[nn.Module, Loading] = weakref.WeakKeyDictionary()
+_watched: weakref.WeakKeyDictionary[nn.Module, LoadWatch] = weakref.WeakKeyDictionary()
 
 
 def watch_loading() -> None:
-    """Makes vLLM's loader tell of its steps. For a worker's process, before it loads a model."""
+    """Wraps vLLM's loader, so that its steps are seen. To be called before a model is loaded."""
     from vllm.model_executor.model_loader import base_loader
 
     initialize, process = base_loader.initialize_model, base_loader.process_weights_after_loading
@@ -33,17 +34,17 @@ def watch_loading() -> None:
     @functools.wraps(initialize)
     def watched_initialize(*args: Any, **kwargs: Any) -> nn.Module:
         model: nn.Module = initialize(*args, **kwargs)
-        _watched[model] = Loading(model, "vLLM", _MADE_ANEW | _SCALES)
+        _watched[model] = LoadWatch(model, "vLLM", _MADE_ANEW | _SCALES)
         return model
 
     @functools.wraps(process)
     def watched_process(model: nn.Module, *args: Any, **kwargs: Any) -> None:
         loading = _watched.get(model)
         if loading is not None:
-            loading.loaded(model)
+            loading.weights_loaded(model)
         process(model, *args, **kwargs)
         if loading is not None:
-            loading.finished(model)
+            loading.hooks_finished(model)
 
     watched_process.rl_watched = True  # type: ignore[attr-defined]
     base_loader.initialize_model = watched_initialize
@@ -61,12 +62,13 @@ def check_derived(model: nn.Module) -> None:
         raise CapabilityError(
             f"nobody saw how vLLM loaded its {type(model).__name__}, so that what it made of the "
             "weights is not known",
-            fix=f"report it to rl-vllm, with the name of the model; {_WITHOUT_REFITS}",
+            fix="report it to rl-vllm, with the name of the model; without refits "
+            f"{WITHOUT_REFITS}",
             capability="refit",
         )
     loading.check(
         model,
         fix="use a model without such layers; on CUDA, experts that run in Triton "
         '(vllm_cfg.engine_args["moe_backend"]="triton") are left as they are; '
-        f"{_WITHOUT_REFITS}",
+        f"without refits {WITHOUT_REFITS}",
     )

@@ -1,28 +1,29 @@
-"""The weights of a loaded vLLM model under the names of its checkpoint, on one worker."""
+"""The weights of a loaded vLLM model: where a refit writes, on one worker."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rl_core.errors import CapabilityError
-from rl_hosting.weights import LoadedWeights, checkpoint_specs
-from rl_vllm.loading import check_derived
+from rl_core.errors import CapabilityError, ConfigError
+from rl_hosting import LoadedSink, LoadedWeights
+from rl_hosting.weights import checkpoint_specs
+from rl_vllm.cpu_weights import check_packed, pack_again
+from rl_vllm.loading import WITHOUT_REFITS, check_derived
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
+    import torch
     from torch import nn
 
     from rl_core.interfaces import TensorSpec
 
-__all__ = ["WITHOUT_REFITS", "EngineWeights"]
-
-WITHOUT_REFITS = "set vllm_cfg.refit to False"
+__all__ = ["EngineWeights", "ModelSink"]
 
 
 class EngineWeights(LoadedWeights):
-    """What a refit writes to.
+    """Where vLLM's loader puts the tensors of a checkpoint.
 
     Args:
         worker: vLLM's, with its part of the model loaded.
@@ -37,7 +38,7 @@ class EngineWeights(LoadedWeights):
         if model_config.quantization is not None:
             raise CapabilityError(
                 f"an engine quantised with {model_config.quantization} takes no refit",
-                fix=f"use a checkpoint that is not quantised, or {WITHOUT_REFITS}",
+                fix=f"use a checkpoint that is not quantised; without refits {WITHOUT_REFITS}",
                 capability="refit",
             )
         super().__init__(
@@ -62,7 +63,7 @@ class EngineWeights(LoadedWeights):
         check_derived(self.model)
 
     def loading(self) -> AbstractContextManager[None]:
-        """The engine's configuration is the one that vLLM's code is asked in."""
+        """The configuration of the engine is set, which vLLM's code asks for."""
         from vllm.config import set_current_vllm_config
 
         context: AbstractContextManager[None] = set_current_vllm_config(self._config)
@@ -71,3 +72,67 @@ class EngineWeights(LoadedWeights):
     def is_padded(self, module: nn.Module) -> bool:
         """See :meth:`LoadedWeights.is_padded`."""
         return hasattr(module, "org_vocab_size")
+
+
+class ModelSink(LoadedSink):
+    """Writes to vLLM's own parameters, and renews what vLLM makes of them.
+
+    Args:
+        weights: Of the worker.
+    """
+
+    def __init__(self, weights: EngineWeights) -> None:
+        super().__init__(weights)
+        self._weights = weights
+        self._checked = False
+
+    def finish(self, version: int) -> None:
+        """Packs the new weights where vLLM computes with packed ones."""
+        pack_again(self._weights.model)
+        self._checked = False
+
+    def fail(self) -> None:
+        """Packs the weights as they are: torn, but those that :meth:`read` gives."""
+        pack_again(self._weights.model)
+
+    def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """See :meth:`WeightSink.read`."""
+        if not self._checked:
+            check_packed(self._weights.model)
+            self._checked = True
+        return super().read(names)
+
+    def scale_kv(self, scales: Mapping[str, float]) -> None:
+        """See :meth:`WeightSink.scale_kv`; names are such as ``layer_0.k_scale``.
+
+        Raises:
+            CapabilityError: The engine has no FP8 cache, or its CUDA graphs have the scales in
+                them.
+            ConfigError: A scale is of no layer of the model.
+        """
+        layers = {n: m for n, m in self._weights.model.named_modules() if hasattr(m, "_k_scale")}
+        if not all(str(m.kv_cache_dtype).startswith("fp8") for m in layers.values()):
+            raise CapabilityError(
+                "the engine has no FP8 key/value cache",
+                fix='set vllm_cfg.kv_cache_dtype="fp8", or refit without kv_scales',
+                capability="kv_scales",
+            )
+        for name, scale in scales.items():
+            layer, _, which = name.partition(".")
+            found = [m for n, m in layers.items() if f".{layer.replace('_', 's.')}." in n]
+            if not found or which not in ("q_scale", "k_scale", "v_scale"):
+                raise ConfigError(f"{name} is no scale of a layer of the model", key=name)
+            for module in found:
+                impl: Any = getattr(module, "impl", None)
+                if hasattr(impl, "bmm1_scale"):
+                    if not self._weights.eager:
+                        raise CapabilityError(
+                            f"{type(impl).__name__} keeps the scales of the cache in its CUDA "
+                            "graphs",
+                            fix="set vllm_cfg.enforce_eager, or another attention backend, such "
+                            "as FLASH_ATTN",
+                            capability="kv_scales",
+                        )
+                    impl.bmm1_scale = impl.bmm2_scale = None  # made of the scales when next used
+                getattr(module, f"_{which}").fill_(float(scale))
+                setattr(module, f"_{which}_float", float(scale))

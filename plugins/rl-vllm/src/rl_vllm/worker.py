@@ -1,4 +1,4 @@
-"""What runs in vLLM's workers: an end of every refit beside each part of the model.
+"""What runs in vLLM's workers: the receiver of refits beside each part of the model.
 
 ``RefitExtension`` is mixed into vLLM's worker class (``worker_extension_cls``); its one method is
 called by name in every worker. vLLM's own weight-transfer engines would be the other way: they
@@ -13,11 +13,10 @@ import os
 from functools import cache
 from typing import Any
 
-from rl_hosting.worker import WorkerRefits
+from rl_hosting import WorkerRefits
 from rl_vllm.cpu_weights import keep_plain_weights
 from rl_vllm.loading import watch_loading
-from rl_vllm.sink import ModelSink
-from rl_vllm.weights import EngineWeights
+from rl_vllm.weights import EngineWeights, ModelSink
 
 __all__ = ["RefitExtension"]
 
@@ -31,7 +30,7 @@ class RefitExtension:
 
     def rl_refit(self, frame: bytes) -> bytes:
         """Answers one call of a :class:`WorkerRefits` method."""
-        refits = self.__dict__.setdefault("rl_refits", None)
+        refits = self.__dict__.get("rl_refits")
         if refits is None:
             worker: Any = self
             weights = cache(lambda: EngineWeights(worker))

@@ -54,7 +54,7 @@ def diagnose(name: str | None = None) -> list[Finding]:
             findings += (_malformed(provider) for provider in others if provider.problem)
         findings += doctor_findings()
     return findings or [
-        Finding("warning", "plugins", "no plugin is installed", "pip install rl-hf")
+        Finding("warning", "plugins", "no plugin is installed", "pip install ./plugins/rl-hf")
     ]
 
 

@@ -41,7 +41,7 @@ def run_in_processes(
     if importlib.util.find_spec("xdist") is None:
         raise ConfigError(
             "several processes need pytest-xdist, which is not installed",
-            fix='pip install "rl-conformance[parallel]"',
+            fix='pip install "./tests/conformance[parallel]"',
             key="processes",
         )
     options = {

@@ -19,7 +19,7 @@ from rl_core.errors import RLError, WorkerError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["as_plain", "as_text", "from_plain", "worker_error"]
+__all__ = ["encode_error", "as_text", "decode_error", "worker_error"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -79,7 +79,7 @@ def as_text(method: Callable[P, T]) -> Callable[P, T]:
     return guarded
 
 
-def as_plain(error: BaseException, worker: str) -> list[Any]:
+def encode_error(error: BaseException, worker: str) -> list[Any]:
     """The error that :func:`worker_error` makes, as strings, numbers and lists of these.
 
     For engines that do not run in Ray: it fits any message format.
@@ -90,8 +90,8 @@ def as_plain(error: BaseException, worker: str) -> list[Any]:
     return [name if _known(name) else known.__name__, remote.message, remote.fix, remote.details]
 
 
-def from_plain(plain: list[Any]) -> WorkerError:
-    """The error behind what :func:`as_plain` made of it."""
+def decode_error(plain: list[Any]) -> WorkerError:
+    """The error behind what :func:`encode_error` made of it."""
     name, message, fix, details = plain
     return _rebuild(str(name), str(message), fix, dict(details))
 

@@ -6,14 +6,14 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import torch
-
-from rl_conformance.expect import raises, require
-from rl_conformance.registry import check
-from rl_core.batch import BatchedDataDict
 from rl_core.checks import (
     measure_log_probability_consistency,
     validate_log_probability_consistency,
 )
+
+from rl_conformance.expect import raises, require
+from rl_conformance.registry import check
+from rl_core.batch import BatchedDataDict
 from rl_core.errors import DataError
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from rl_core.checks.agreement import Agreement
 
 from rl_core.batch import BatchedDataDict
-from rl_core.checks.agreement import Agreement
 from rl_core.errors import ConfigError, DataError
 from rl_core.plugins.factory import create_generation
 

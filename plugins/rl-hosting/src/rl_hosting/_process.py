@@ -1,4 +1,4 @@
-"""The engine's process, seen from the driver: started, called, and never left behind."""
+"""A process with an engine or a worker in it, as the driver sees it: started, called and ended."""
 
 from __future__ import annotations
 
@@ -28,54 +28,55 @@ from rl_core.errors import (
     RLError,
     WorkerDiedError,
 )
-from rl_hosting.forking import Forked, ForkServer, per_process
-from rl_hosting.host import HOST, SOCKETS
-from rl_hosting.inbox import Inbox
-from rl_hosting.leftovers import end_session, stopped
-from rl_hosting.log import Log
-from rl_hosting.wire import Channel, Hello, Progress, Request, encode, raised
+from rl_hosting._engine_host import HOST, SOCKETS
+from rl_hosting._fork_client import ForkedProcess, ForkServer, per_process
+from rl_hosting._inbox import Inbox
+from rl_hosting._leftovers import SessionMemory, end_session, stopped_processes
+from rl_hosting._log import Log
+from rl_hosting._messages import Channel, Hello, Progress, Request, encode, error_of
+from rl_hosting._timing import (
+    CLOSE_S,
+    DRIVER_SEND_S,
+    EXIT_STATUS_S,
+    KILLED_S,
+    LATE_CLOSE_S,
+    POLL_S,
+    STOPPED_POLL_S,
+    STOPPED_S,
+)
 
 if TYPE_CHECKING:
     import concurrent.futures
     from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 
-    from rl_hosting.wire import Prompt
+    from rl_hosting.rows import Prompt
 
-__all__ = ["EngineProcess"]
+__all__ = ["HostedProcess"]
 
-#: Seconds for an engine to end by itself.
-_GRACE_S = 20.0
-#: Seconds for one that owes an answer, and for a killed one to be gone with all that it left.
-_LATE_S, _KILLED_S = 1.0, 5.0
-#: Seconds for one that closed its socket to be gone.
-_STATUS_S = 2.0
-#: Seconds for an engine's process to take a frame; a thread of its own reads there.
-_SEND_S = 60.0
-#: Seconds between two looks at whether the process is there, and whether it is stopped.
-_LOOK_S, _STOPPED_LOOK_S = 0.2, 1.0
-#: Seconds for which it may be stopped while somebody waits for it.
-_STOPPED_S = 2.5
-_LONGEST = 50
+#: Characters of a directory's name: the path of a Unix socket has 107 at most, and engines append
+#: up to 36 to that of their directory.
+_LONGEST_PARENT = 50
 
 
-class EngineProcess:
-    """One process that runs :mod:`rl_hosting.host`; it ends with this one, however that ends.
+class HostedProcess:
+    """A process that a fork server forked for an engine or a worker, and its socket.
 
-    Any thread may call. Everything the engine prints goes to a file without a name, whose end is
-    in ``details["log"]`` of every error.
+    It ends with this process, however that ends. Any thread may call. Everything that it prints
+    goes to a file without a name, the end of which is in ``details["log"]`` of every error.
 
     Args:
         name: How errors call it.
-        engine: ``"module:Class"``, an :class:`~rl_hosting.engine.Engine` that is importable there;
-            or whatever the host takes.
+        engine: What its host is given: ``"module:Class"``, an :class:`~rl_hosting.Engine` that can
+            be imported there; or a worker's name.
         environment: All of its variables.
         python: Its interpreter, in which rl-hosting and the engine are installed.
         verbose: Print what the engine prints.
         preload: Modules that are imported before the process is forked, and once for all engines
             with this environment. None of them may start threads or use a GPU.
-        sockets: A variable that tells the engine where its own sockets go, if there is one.
-        host: ``"module:Class"``, what answers the calls there.
-        patient: Wait for a process that is stopped until the deadline, instead of ending it soon.
+        sockets: The variable that names the directory for the engine's own sockets, if there is
+            one.
+        host: ``"module:Class"`` of the object that answers the calls there.
+        patient: If the process is stopped, wait until the deadline instead of ending it soon.
 
     Raises:
         ConfigError: The interpreter does not run.
@@ -105,7 +106,10 @@ class EngineProcess:
         self._looked = 0.0
         self._ending = threading.Lock()
         self._why = ""
-        directory = _directory(environment.get(sockets) or tempfile.gettempdir())
+        parent = environment.get(sockets) or tempfile.gettempdir()
+        if len(parent) >= _LONGEST_PARENT or not os.path.isdir(parent):
+            parent = "/tmp"  # noqa: S108 - mkdtemp makes a directory that is this user's alone
+        directory = tempfile.mkdtemp(prefix="rl-engine-", dir=parent)
         own = {sockets: directory, SOCKETS: directory}
         shared = {name: value for name, value in environment.items() if name not in own}
         self._log = Log(show=verbose)
@@ -122,7 +126,7 @@ class EngineProcess:
                 server.release()
             shutil.rmtree(directory, ignore_errors=True)
             if isinstance(error, RLError):
-                self.logged(error)
+                self.with_log(error)
             self._log.close()
             raise
         self._process = process
@@ -141,7 +145,7 @@ class EngineProcess:
         return self._process.pid
 
     def start(self, config: Mapping[str, Any], timeout_s: float) -> Any:
-        """Has the engine load a model, and notes what must be removed if it is killed.
+        """Waits for the process, and has its host load the model.
 
         Returns:
             Its facts.
@@ -154,25 +158,23 @@ class EngineProcess:
         """
         end = time.monotonic() + timeout_s
         try:
-            self._process.begin(timeout_s)
-            self._check(self._wait(self._inbox.hello, "start", end - time.monotonic()))
+            self._process.wait_for_fork(timeout_s)
+            hello: Hello = self._wait(self._inbox.hello, "start", end - time.monotonic())
+            # One release may read otherwise what another writes.
+            for name, theirs in (("rl-hosting", hello.hosting), ("rl-core", hello.core)):
+                if theirs != (ours := version(name)):
+                    raise IncompatiblePluginError(
+                        f"{self.name}: {hello.python} has {name} {theirs}, this process {ours}",
+                        fix=f"install {name} {ours} there, or {theirs} here",
+                        version=theirs,
+                    )
             return self.call("start", end - time.monotonic(), config=dict(config))
-        except PluginError as error:  # of which the log may know more
-            self.logged(error).message += self._last_words()
+        except PluginError as error:  # the log may say more of it
+            self.with_log(error).message += self._log_lines()
             raise
         except RLError as error:
-            self.logged(error)
+            self.with_log(error)
             raise
-
-    def _check(self, hello: Hello) -> None:
-        """What one release writes, another may read otherwise."""
-        for name, theirs in (("rl-hosting", hello.hosting), ("rl-core", hello.core)):
-            if theirs != (ours := version(name)):
-                raise IncompatiblePluginError(
-                    f"{self.name}: {hello.python} has {name} {theirs}, this process {ours}",
-                    fix=f"install {name} {ours} there, or {theirs} here",
-                    version=theirs,
-                )
 
     def call(self, method: str, timeout_s: float, **arguments: Any) -> Any:
         """Calls a method of the host.
@@ -192,39 +194,42 @@ class EngineProcess:
         with self._inbox.expecting(number) as answer:
             self._send(Request(method, arguments, number), timeout_s)
             reply = self._wait(answer, method, end - time.monotonic())
-        if (error := raised(reply)) is not None:
-            raise self.logged(error)
+        if (error := error_of(reply)) is not None:
+            raise self.with_log(error)
         return reply.value
 
     def tell(self, method: str, **arguments: Any) -> None:
-        """Calls a method of the host and waits for nothing.
+        """Calls a method of the host without waiting for a reply.
 
         Raises:
             WorkerDiedError: The process is gone.
-            DeadlineError: It takes nothing.
+            DeadlineError: It does not read its socket.
         """
-        self._send(Request(method, arguments), _SEND_S)
+        self._send(Request(method, arguments), DRIVER_SEND_S)
 
     def submit(self, prompts: Sequence[Prompt]) -> None:
-        """Gives rows to the engine; what becomes of them is said by :meth:`progress`."""
+        """Gives rows to the engine; :meth:`progress` returns them when they ended."""
         self.tell("submit", rows=prompts)
 
     def cancel(self, keys: Collection[int]) -> None:
-        """Takes rows back, of which nothing more is said."""
+        """Takes rows back; they need not end."""
         self.tell("cancel", keys=list(keys))
 
     def progress(self, timeout_s: float) -> Progress | None:
-        """What ended since the last time; None after the timeout, or if interrupted.
+        """Waits for rows that end.
+
+        Returns:
+            The next message about rows; None after the timeout, or if interrupted.
 
         Raises:
             WorkerDiedError: The process is gone.
             WorkerError: The engine failed, and lost all rows in it.
         """
-        found = self._inbox.next_progress(min(timeout_s, _LOOK_S))
+        found = self._inbox.next_progress(min(timeout_s, POLL_S))
         if found is None and not self._alive():
             raise self._died()
-        if found is not None and (error := raised(found)) is not None:
-            raise self.logged(error)
+        if found is not None and (error := error_of(found)) is not None:
+            raise self.with_log(error)
         return found
 
     def interrupt(self) -> None:
@@ -233,12 +238,12 @@ class EngineProcess:
 
     def close(self) -> None:
         """Ends the process and everything it started. Idempotent."""
-        grace_s = _LATE_S if self._inbox.owed else _GRACE_S
+        grace_s = LATE_CLOSE_S if self._inbox.owed else CLOSE_S
         self._end(grace_s, lambda: "was closed")
         self._log.close()
 
     def _end(self, grace_s: float, why: Callable[[], str]) -> None:
-        with self._ending:  # whoever comes second waits until it is over
+        with self._ending:  # a second caller waits until the process has ended
             self._why = self._why or why()
             if self._finish.detach():
                 _end(*self._owned, grace_s)
@@ -249,7 +254,7 @@ class EngineProcess:
         return os.getpid() == self._owner
 
     def check_owner(self) -> None:
-        """Makes sure that this is not a forked child, in which nobody reads what the engine says.
+        """Makes sure that this is not a forked child: the thread that reads is not in it.
 
         Raises:
             LifecycleError: It is.
@@ -274,7 +279,7 @@ class EngineProcess:
         while True:
             left = end - time.monotonic()
             try:
-                return answer.result(min(_LOOK_S, max(0.0, left)))
+                return answer.result(min(POLL_S, max(0.0, left)))
             except TimeoutError:
                 if not self._alive() and not answer.done():
                     raise self._died() from None
@@ -289,111 +294,110 @@ class EngineProcess:
         if self._patient:
             return True
         now, before = time.monotonic(), self._looked
-        if now - before > _STOPPED_LOOK_S:
+        if now - before > STOPPED_POLL_S:
             self._looked = now
-            since = self._stopped_since if now - before < _STOPPED_S else None
-            self._stopped_since = (since or now) if stopped(self.pid) else None
-        # One that is continued together with this process has time to do so.
+            since = self._stopped_since if now - before < STOPPED_S else None
+            self._stopped_since = (since or now) if stopped_processes(self.pid) else None
+        # If this process was stopped with it, the time before its own last look does not count.
         since = self._stopped_since
-        return since is None or now - since < _STOPPED_S
+        return since is None or now - since < STOPPED_S
 
     def _died(self) -> RLError:
-        """Of what the process ended, or why it is ended now: it is of no use any more."""
-        self._end(0.0, self._cause)
-        if self._inbox.nonsense is None:
+        """Ends the process, which is of no use any more; the error that says why."""
+
+        def why() -> str:
+            code = self._process.poll()
+            if code is None and self._stopped_since is not None:
+                pids = ", ".join(map(str, stopped_processes(self.pid)))
+                return f"is stopped ({pids}), and was killed"
+            if code is None and self._inbox.broken is None:
+                try:
+                    code = self._process.wait(EXIT_STATUS_S)
+                except subprocess.TimeoutExpired:
+                    return "closed its socket, and was killed"
+            return f"ended, exit status {code}"
+
+        self._end(0.0, why)
+        if self._inbox.broken is None:
             error: RLError = self._lost(self._why)
         else:
-            error = copy(self._inbox.nonsense)  # raising it changes it
+            error = copy(self._inbox.broken)  # raising it changes it
             error.message = f"{self.name}: {error.message}; the process was killed"
-        self.logged(error)
+        self.with_log(error)
         return error
 
-    def _cause(self) -> str:
-        code = self._process.poll()
-        if code is None and self._stopped_since is not None:
-            return f"is stopped ({', '.join(map(str, stopped(self.pid)))}), and was killed"
-        if code is None and self._inbox.nonsense is None:
-            try:
-                code = self._process.wait(_STATUS_S)
-            except subprocess.TimeoutExpired:
-                return "closed its socket, and was killed"
-        return f"ended, exit status {code}"
-
-    def given_up(self, why: str) -> RLError:
-        """Ends an engine that is of no use any more; the error for whoever waits for it.
+    def give_up(self, why: str) -> RLError:
+        """Ends a process that is of no use any more.
 
         Args:
-            why: What it did.
+            why: What it did, for the error.
+
+        Returns:
+            The error for whoever waits for it.
         """
         self._end(0.0, lambda: f"{why}, and was killed")
-        error: RLError = self.logged(self._lost(self._why))
+        error: RLError = self.with_log(self._lost(self._why))
         return error
 
     def _lost(self, why: str) -> WorkerDiedError:
         return WorkerDiedError(
-            f"{self.name}: the engine's process {self.pid} {why}{self._last_words()}",
+            f"{self.name}: the engine's process {self.pid} {why}{self._log_lines()}",
             fix="build a new backend; with verbose the engine's log is shown",
             worker=self.name,
         )
 
     def _late(self, method: str, seconds: float) -> RLError:
-        error: RLError = self.logged(
+        error: RLError = self.with_log(
             DeadlineError(
-                f"{self.name}: {method} was not answered within {seconds:.0f} s"
-                f"{self._last_words()}",
+                f"{self.name}: {method} was not answered within {seconds:.0f} s{self._log_lines()}",
                 fix="look at the engine's log (verbose), or give it more time",
                 seconds=seconds,
             )
         )
         return error
 
-    def logged(self, error: Any) -> Any:
-        """An error, with the last log lines of the engine in its details."""
+    def with_log(self, error: Any) -> Any:
+        """Puts the last lines of the log into the details of an error; returns it."""
         error.details.setdefault("log", self._log.tail())
         return error
 
     @contextmanager
-    def logging(self) -> Generator[None]:
-        """Has the errors of a call, whoever raised them, carry the last log lines."""
+    def logs_in_errors(self) -> Generator[None]:
+        """Puts the last lines of the log into the details of errors that leave the context."""
         try:
             yield
         except (DeadlineError, RemoteError, RefitError, PluginError) as error:
-            self.logged(error)
+            self.with_log(error)
             raise
 
-    def _last_words(self) -> str:
+    def _log_lines(self) -> str:
         text = self._log.tail()
         return f"; its last words:\n{text}" if text else ""
 
 
-def _directory(parent: str) -> str:
-    """A private directory for sockets, whose names have 36 more characters of the 107 there may be.
-
-    The parent is left where it is too long.
-    """
-    short = parent if len(parent) < _LONGEST and os.path.isdir(parent) else "/tmp"  # noqa: S108
-    return tempfile.mkdtemp(prefix="rl-engine-", dir=short)
-
-
 def _end(
-    process: Forked,
+    process: ForkedProcess,
     channel: Channel,
     server: ForkServer,
     sockets: str,
     owner: int,
     grace_s: float,
 ) -> None:
-    """Closes the socket, which the engine takes for the end, and kills what does not follow."""
-    if os.getpid() != owner:  # a forked child ends, not the one whose engine this is
+    """Closes the socket, upon which the process ends, and kills it if it does not."""
+    if os.getpid() != owner:  # a finalizer in a forked child of the driver
         return
     channel.close()
     try:
         if process.pid:
             process.wait(grace_s)
     except subprocess.TimeoutExpired:
+        # What it has mapped is known only while it lives.
+        memory = SessionMemory(process.pid)
+        memory.record()
+        memory.save(sockets)
         process.kill()
         with suppress(subprocess.TimeoutExpired):
-            process.wait(_KILLED_S)
+            process.wait(KILLED_S)
     finally:
         if process.pid and (process.lost or process.poll() is None):
             end_session(process.pid, sockets)  # the server, which would do it, is gone or hangs

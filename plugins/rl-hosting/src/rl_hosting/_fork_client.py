@@ -1,4 +1,4 @@
-"""A fork server, seen from the driver."""
+"""A fork server and the processes it forks, as the driver sees them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from rl_core.errors import ConfigError, DeadlineError, WorkerDiedError
-from rl_hosting.forkserver import MESSAGE
+from rl_hosting._fork_server import MESSAGE
+from rl_hosting._timing import SERVER_CLOSE_S
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["ForkServer", "Forked", "per_process"]
+__all__ = ["ForkServer", "ForkedProcess", "per_process"]
 
 #: Variables that a forked process may have of its own: its GPUs, which torch looks for when it uses
 #: the first, what torch sets meanwhile, and what pytest sets.
@@ -29,20 +30,24 @@ _PER_PROCESS = (
     "PYTEST_CURRENT_TEST",
     "TORCHINDUCTOR_CACHE_DIR",
 )
-#: Seconds for a server that is given up to end what it has.
-_END_S = 3.0
-_PID, _STATUS = 1, 2
+#: The lines that a server writes of a process.
+_PID_LINE, _STATUS_LINE = 1, 2
 
 
-class Forked:
-    """An engine's process, with the part of :class:`subprocess.Popen` that is needed.
+class ForkedProcess:
+    """A process that a fork server forked, with the part of :class:`subprocess.Popen` we need.
 
     Any thread may call.
 
     Args:
-        status: Where the server writes a line when the process has begun, and one when it and all
-            that it left has ended.
-        server: Its process.
+        status: A pipe, to which the server writes a line when the process has begun (its id), and
+            one when the process and all that it left have ended (its exit status).
+        server: The server's process.
+
+    Attributes:
+        pid: Its id, once :meth:`wait_for_fork` has returned.
+        returncode: Its exit status, negative for a signal, once it is known.
+        lost: True if the server ended without writing the status.
     """
 
     def __init__(self, status: int, server: subprocess.Popen[bytes]) -> None:
@@ -51,21 +56,21 @@ class Forked:
         self.lost = False
         self._status = status
         self._server = server
-        self._said = b""
+        self._received = b""
         self._guard = threading.Lock()
         os.set_blocking(status, False)
 
-    def begin(self, timeout_s: float) -> None:
+    def wait_for_fork(self, timeout_s: float) -> None:
         """Waits until it is forked.
 
         Raises:
             WorkerDiedError: It could not be.
             DeadlineError: The server is busy importing, or hangs.
         """
-        said = self._heard(_PID, timeout_s)
-        if said is not None and said.isdigit():
-            self.pid = int(said)
-        elif said is None:
+        line = self._read_line(_PID_LINE, timeout_s)
+        if line is not None and line.isdigit():
+            self.pid = int(line)
+        elif line is None:
             raise DeadlineError(
                 f"the process {self._server.pid}, which imports the engine, did not fork within "
                 f"{timeout_s:.0f} s",
@@ -75,7 +80,7 @@ class Forked:
         else:
             raise WorkerDiedError(
                 f"the process {self._server.pid}, which imports the engine, did not fork: "
-                f"{said or 'it ended'}",
+                f"{line or 'it ended'}",
                 fix="look at the log for why; rl-hosting must be installed there",
             )
 
@@ -92,12 +97,12 @@ class Forked:
             subprocess.TimeoutExpired: It still runs.
         """
         if self.returncode is None:
-            said = self._heard(_STATUS, timeout)
-            if said is None:
-                raise subprocess.TimeoutExpired(["rl_hosting.forkserver"], timeout)
-            # A server that was killed says nothing; what it forked ends with it.
-            self.lost = not said
-            self.returncode = int(said or -signal.SIGKILL)
+            line = self._read_line(_STATUS_LINE, timeout)
+            if line is None:
+                raise subprocess.TimeoutExpired(["rl_hosting._fork_server"], timeout)
+            # A server that was killed writes nothing; what it forked ends with it.
+            self.lost = not line
+            self.returncode = int(line or -signal.SIGKILL)
         return self.returncode
 
     def kill(self) -> None:
@@ -107,26 +112,26 @@ class Forked:
                 os.kill(self.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """Nobody asks any more."""
+        """Closes the pipe. Idempotent."""
         with self._guard:
             if self._status >= 0:
                 os.close(self._status)
             self._status = -1
 
-    def _heard(self, line: int, timeout_s: float) -> str | None:
-        """A line of the server's, empty if it will not come, None if it has not."""
+    def _read_line(self, number: int, timeout_s: float) -> str | None:
+        """A line of the server's: empty if it will never come, None if it has not come yet."""
         end = time.monotonic() + timeout_s
         while True:
             with self._guard:
                 ended = self._status < 0
                 with suppress(BlockingIOError):
-                    while not ended and self._said.count(b"\n") < line:
+                    while not ended and self._received.count(b"\n") < number:
                         new = os.read(self._status, MESSAGE)
-                        self._said += new
+                        self._received += new
                         ended = not new
-                said, status = self._said.split(b"\n"), self._status
-            if len(said) > line:
-                return said[line - 1].decode(errors="replace")
+                lines, status = self._received.split(b"\n"), self._status
+            if len(lines) > number:
+                return lines[number - 1].decode(errors="replace")
             if ended:
                 return ""
             left = end - time.monotonic()
@@ -147,8 +152,9 @@ class ForkServer:
         preload: Modules that it imports.
     """
 
-    _servers: dict[str, ForkServer] = {}  # noqa: RUF012 - one per environment and process
-    _turn = threading.RLock()  # a finalizer may release while its thread obtains
+    _servers: dict[str, ForkServer] = {}  # noqa: RUF012 - one for an environment and a process
+    # Reentrant: the garbage collector may run a finalizer, which releases, within obtain.
+    _turn = threading.RLock()
 
     def __init__(
         self, environment: Mapping[str, str], log: int | None, python: str, preload: Sequence[str]
@@ -156,12 +162,12 @@ class ForkServer:
         self.users = 0
         self._owner = os.getpid()
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._control.settimeout(_END_S)
+        self._control.settimeout(SERVER_CLOSE_S)
         arguments = [str(theirs.fileno()), str(self._owner), *preload]
         try:
             with theirs:
                 self._process = subprocess.Popen(  # noqa: S603 - our own module
-                    [python, "-m", "rl_hosting.forkserver", *arguments],
+                    [python, "-m", "rl_hosting._fork_server", *arguments],
                     # A process with OpenMP's threads could not be forked.
                     env={**environment, **({"OMP_NUM_THREADS": "1"} if preload else {})},
                     pass_fds=[theirs.fileno()],
@@ -201,7 +207,7 @@ class ForkServer:
             return server
 
     def release(self) -> None:
-        """Gives it up; with its last user it ends."""
+        """Ends it with its last user."""
         with self._turn:
             self.users -= 1
             if self.users or os.getpid() != self._owner:
@@ -209,31 +215,32 @@ class ForkServer:
             for key in [key for key, server in self._servers.items() if server is self]:
                 del self._servers[key]
         with suppress(OSError):  # it is gone
-            self._control.shutdown(socket.SHUT_RDWR)  # a forked child has it, too
+            # To close it would not be enough: a child that the driver forked has it, too.
+            self._control.shutdown(socket.SHUT_RDWR)
         self._control.close()
         try:
-            self._process.wait(_END_S)
+            self._process.wait(SERVER_CLOSE_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
 
     def fork(
         self, end: int, log: int, environment: Mapping[str, str], engine: str, host: str
-    ) -> Forked:
+    ) -> ForkedProcess:
         """Asks for a process that answers the calls of a socket.
 
         Args:
-            end: The process's end.
-            log: Where it prints.
-            environment: What the process has besides the server's.
-            engine: ``"module:Class"``.
-            host: Likewise, what answers the calls.
+            end: Descriptor of the process's end of the socket.
+            log: Descriptor to which it prints.
+            environment: The variables that it has besides the server's.
+            engine: ``"module:Class"`` of the engine, which the host is given.
+            host: ``"module:Class"`` of the object that answers the calls.
 
         Raises:
             WorkerDiedError: The server is gone.
         """
-        told = {"environment": dict(environment), "engine": engine, "host": host}
-        message = json.dumps(told).encode()
+        request = {"environment": dict(environment), "engine": engine, "host": host}
+        message = json.dumps(request).encode()
         status, theirs = os.pipe()
         try:
             socket.send_fds(self._control, [message], [end, theirs, log])
@@ -242,13 +249,13 @@ class ForkServer:
             raise DeadlineError(
                 f"the process {self._process.pid}, which imports the engine, takes no request",
                 fix="it may be stopped; end it, and build the backend again",
-                seconds=_END_S,
+                seconds=SERVER_CLOSE_S,
             ) from error
-        except OSError:  # it has ended: the pipe says so
+        except OSError:  # it has ended: the pipe is closed, and whoever waits is told
             pass
         finally:
             os.close(theirs)
-        return Forked(status, self._process)
+        return ForkedProcess(status, self._process)
 
 
 def per_process(environment: Mapping[str, str]) -> dict[str, str]:

@@ -1,11 +1,10 @@
-"""What an engine makes of the weights while it loads a model, and a refit would leave as it was.
+"""Finds what an engine derives from the weights, because a refit would leave that as it was.
 
 A refit writes parameters. A layer that computes with something else that was made of them (a copy
 in another attribute, a weight that was rearranged) would go on with the old weights, and nothing
-would say so. So the loading of a model is watched: all that its modules hold is taken down before
-there are weights and after the engine's hooks have run. What was there before, bit for bit, does
-not depend on the weights. A view of a parameter follows it. What else there is was made of the
-weights.
+would say so. So all that the modules of a model hold is recorded before there are weights, and
+again after the engine's hooks have run. What was there before, bit for bit, does not depend on the
+weights. A view of a parameter follows it. All else was derived from the weights.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import functools
 import types
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,26 +26,30 @@ from rl_core.refit.hashing import BlockHash, block_digests, tensor_digest
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
-__all__ = ["Loading"]
+__all__ = ["LoadWatch"]
 
-#: What the walk over modules covers.
+#: Attributes of a module that ``named_modules`` and ``named_parameters`` cover.
 _LISTED = {"_modules", "_parameters"}
 _ATOMS = (str, bytes, int, bool, type(None), torch.dtype, torch.device, types.ModuleType)
 _FEW = 5
-#: Numbers of a tensor that are looked at, and how many different ones tell anything.
-_SAMPLE, _TELLING = 4096, 8
+#: Numbers of a tensor that are compared, and how many different ones there must be: zeros and ones
+#: alone are in every tensor.
+_SAMPLE, _FEWEST_NUMBERS = 4096, 8
 
 
-class Loading:
-    """One model's way from its construction to the end of the engine's hooks.
+class LoadWatch:
+    """Watches the loading of one model, from its construction to the end of the engine's hooks.
+
+    Make one when the model is constructed; call :meth:`weights_loaded`, :meth:`hooks_finished`, and
+    then :meth:`check` before each refit.
 
     Args:
         model: Before it has weights.
         engine: How errors call it.
-        skipped: Attributes of modules that are made anew after a refit, or travel with it.
+        skipped: Attributes of modules that the backend itself renews after a refit.
 
     Attributes:
-        derived: Paths of what was made of weights.
+        derived: Paths of what was derived from weights.
         rearranged: Names of parameters that hooks changed.
     """
 
@@ -58,12 +62,12 @@ class Loading:
         self.rearranged: list[str] = []
         self._known: set[str] = set()
 
-    def loaded(self, model: nn.Module) -> None:
-        """The weights are there, and nothing was made of them by hooks yet."""
+    def weights_loaded(self, model: nn.Module) -> None:
+        """Records the weights; to be called before any hook."""
         self._weights = {n: (p.dtype, _digest(p)) for n, p in _parameters(model)}
 
-    def finished(self, model: nn.Module) -> None:
-        """All hooks have run: what they left is compared with what there was."""
+    def hooks_finished(self, model: nn.Module) -> None:
+        """Compares what the hooks left with what was recorded."""
         after = dict(_parameters(model))
         for name, (dtype, digest) in self._weights.items():
             # Some kernels keep the same numbers in a wider dtype.
@@ -74,11 +78,11 @@ class Loading:
                 self.derived.append(path)
         self._known = {path for path, _ in _held(model, self._skipped)}
 
-    def look_again(self, model: nn.Module) -> None:
-        """Looks for copies of weights that layers made while they computed.
+    def find_new_copies(self, model: nn.Module) -> None:
+        """Finds copies of weights that layers made while they computed.
 
-        What they keep then may also be memory to work in, or a cache. A copy is what has no number
-        that the weights of its module have not, too.
+        What they keep then may also be scratch memory or a cache. A tensor is taken for a copy if
+        all of a sample of its numbers are in the weights of its module.
         """
         modules = dict(model.named_modules())
         for path, value in _held(model, self._skipped):
@@ -98,7 +102,7 @@ class Loading:
             while part.dim() > 1 and part.numel() > _SAMPLE:  # without a copy of the whole
                 part = part[0]
             sample: torch.Tensor = part.flatten()[:_SAMPLE].unique()  # type: ignore[no-untyped-call]
-            if sample.numel() < _TELLING:
+            if sample.numel() < _FEWEST_NUMBERS:
                 continue
             for weight in weights:
                 sample = sample[~torch.isin(sample, weight.to(sample.dtype).flatten())]
@@ -116,10 +120,10 @@ class Loading:
             CapabilityError: Names the parameters that were rearranged after loading, and what else
                 was made of weights.
         """
-        self.look_again(model)
+        self.find_new_copies(model)
         for paths, what in (
             (self.rearranged, "rearranges the weights of this model after loading"),
-            (self.derived, "keeps something besides that it made of the weights"),
+            (self.derived, "keeps something besides that it derived from the weights"),
         ):
             if paths:
                 more = f" and {len(paths) - _FEW} more" if len(paths) > _FEW else ""
@@ -132,7 +136,7 @@ class Loading:
                 )
 
     def _fingerprints(self, model: nn.Module) -> dict[str, Any]:
-        """All numbers that the modules of a model hold besides parameters and views of these."""
+        """What the modules of a model hold besides parameters and views of these, by path."""
         storages = {p.untyped_storage().data_ptr() for _, p in _parameters(model) if p.numel()}
         found: dict[str, Any] = {}
         for path, value in _held(model, self._skipped):
@@ -186,9 +190,8 @@ def _members(path: str, value: Any, skipped: Collection[str]) -> Iterator[tuple[
     """What an object holds; of a class, what a function could have left there."""
     if isinstance(value, types.FunctionType):
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
-            with_contents = _contents(cell)
-            if with_contents is not None:
-                yield f"{path}:{name}", with_contents
+            with suppress(ValueError):  # the cell is empty
+                yield f"{path}:{name}", cell.cell_contents
         yield f"{path}:defaults", value.__defaults__
         yield f"{path}:kwdefaults", value.__kwdefaults__
     elif isinstance(value, types.MethodType):
@@ -207,24 +210,12 @@ def _members(path: str, value: Any, skipped: Collection[str]) -> Iterator[tuple[
         if name not in skipped or not isinstance(value, nn.Module):
             yield (f"{path}.{name}" if path else name), one
     for cls in type(value).__mro__:
-        for name in _slots(cls):
-            if hasattr(value, name):
+        if "torch" in cls.__module__.partition(".")[0]:
+            continue
+        slots = cls.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else tuple(slots):
+            if not name.startswith("__") and hasattr(value, name):
                 yield f"{path}.{name}", getattr(value, name)
-
-
-def _slots(cls: type) -> tuple[str, ...]:
-    if "torch" in cls.__module__.partition(".")[0]:
-        return ()
-    slots = cls.__dict__.get("__slots__", ())
-    names = (slots,) if isinstance(slots, str) else tuple(slots)
-    return tuple(name for name in names if not name.startswith("__"))
-
-
-def _contents(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # empty
-        return None
 
 
 def _digest(tensor: torch.Tensor) -> bytes:

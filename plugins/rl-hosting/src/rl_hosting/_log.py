@@ -7,19 +7,21 @@ import tempfile
 import threading
 from contextlib import suppress
 
+from rl_hosting._timing import SHOW_LOG_S
+
 __all__ = ["Log"]
 
+#: Bytes of the end of a log that go into an error.
 _TAIL = 4000
 _CHUNK = 1 << 16
-#: Seconds between two looks at whether there is something to show.
-_SHOW_S = 0.1
 _STDERR = 2
 
 
 class Log:
     """A file without a name that an engine's processes print to.
 
-    No pipe: an engine never waits for who reads, and what it printed before it was killed is there.
+    It is no pipe: an engine never waits for its reader, and what it printed before it was killed is
+    kept.
 
     Args:
         show: Print it here, too.
@@ -54,7 +56,7 @@ class Log:
     def _show(self) -> None:
         shown = 0
         while True:
-            over = self._over.wait(_SHOW_S)
+            over = self._over.wait(SHOW_LOG_S)
             while chunk := os.pread(self.fileno(), _CHUNK, shown):
                 shown += len(chunk)
                 with suppress(OSError):  # nobody reads it

@@ -1,4 +1,4 @@
-"""The receivers in an engine's workers, as one: what the backend needs of refits."""
+"""The receivers in a hosted engine's workers, which the driver uses as one."""
 
 from __future__ import annotations
 
@@ -24,42 +24,39 @@ from rl_core.interfaces import TensorSpec
 from rl_core.refit import DEFAULT_DEADLINE_S
 from rl_core.refit.options import check_deadline
 from rl_core.refit.turns import exclusively
-from rl_hosting.cluster.remote_error import from_plain
-from rl_hosting.wire import Reply, Request, decode, encode, raised
+from rl_hosting._messages import Reply, Request, decode, encode, error_of
+from rl_hosting._timing import REFIT_BUSY_POLL_S, REFIT_POLL_S, REFIT_REPORT_S
+from rl_hosting.cluster.remote_error import decode_error
 
 if TYPE_CHECKING:
     import concurrent.futures
     from collections.abc import Callable, Generator
 
     from rl_core.refit.turns import TurnLock
-    from rl_hosting.process import EngineProcess
+    from rl_hosting._process import HostedProcess
 
-__all__ = ["WorkerReceivers"]
-
-#: Seconds for which an idle engine is asked to wait at a time, so that others get a word in.
-_SLICE_S = 0.25
-#: Seconds between two questions to one that decodes rows, which it does not while it answers.
-_PAUSE_S = 0.02
-#: Seconds beyond a refit's deadline in which the workers tell that they kept it.
-_TELL_S = 3.0
+__all__ = ["RemoteReceiver"]
 
 
-class WorkerReceivers:
-    """A :class:`rl_core.refit.RefitReceiver` in every worker of one engine.
+class RemoteReceiver:
+    """Has the methods of a :class:`rl_core.refit.RefitReceiver`, and asks one in every worker.
+
+    It sends frames through the engine's host and ``Engine.call_workers`` to
+    :class:`rl_hosting.WorkerRefits`.
 
     Args:
         process: Of the engine.
-        count: Workers, each with an answer to every call.
-        answer_s: Seconds for an answer to what waits for nothing.
+        count: How many workers there are.
+        answer_s: Seconds for an answer to calls that wait for nothing.
         lock: Held while the engine generates.
-        busy: Whether it does.
+        busy: Whether the engine has rows.
         on_commit: Called with a new version before it serves; drops caches.
-        wake: Called before weights are read or written; makes sure that they are there.
+        wake: Called before weights are read or written; loads them if they sleep.
     """
 
     def __init__(
         self,
-        process: EngineProcess,
+        process: HostedProcess,
         *,
         count: int,
         answer_s: float,
@@ -118,25 +115,27 @@ class WorkerReceivers:
     ) -> concurrent.futures.Future[None]:
         """See :meth:`RefitReceiver.open`."""
 
-        def meet() -> None:
+        def connect() -> None:
             key = secrets.token_hex(8)
             arguments: dict[str, Any] = {"transport": transport, "address": address}
             end = time.monotonic() + deadline_s
-            with self._process.logging():
-                self._ask("open", deadline_s + _TELL_S, key=key, deadline_s=deadline_s, **arguments)
+            with self._process.logs_in_errors():
+                self._ask(
+                    "open", deadline_s + REFIT_REPORT_S, key=key, deadline_s=deadline_s, **arguments
+                )
                 self._until_done(key, end)
 
-        return spawn(f"{transport}-{self.name}", meet)
+        return spawn(f"{transport}-{self.name}", connect)
 
     def load_handles(self, handles: dict[str, Any]) -> bool:
         """See :meth:`RefitReceiver.load_handles`."""
-        with self._process.logging(), self._generation_waits(DEFAULT_DEADLINE_S):
+        with self._process.logs_in_errors(), self._generation_waits(DEFAULT_DEADLINE_S):
             try:
-                self._take(self._ask("load_handles", handles=msgspec.msgpack.encode(handles)))
+                self._adopt(self._ask("load_handles", handles=msgspec.msgpack.encode(handles)))
             except BaseException:
-                self._look()
+                self._ask_state()
                 raise
-            if not self.torn:  # as it is between the groups of a set
+            if not self.torn:  # it is torn between the groups of a set
                 self._commit()
         return True
 
@@ -145,7 +144,7 @@ class WorkerReceivers:
         self._ask("release_weights")
 
     def specs(self) -> list[TensorSpec]:
-        """What the engine expects."""
+        """The tensors that the engine expects."""
         return msgspec.convert(self._ask("specs")[0], list[TensorSpec])
 
     def read(self, name: str) -> bytes:
@@ -165,7 +164,7 @@ class WorkerReceivers:
 
     def dropped(self) -> None:
         """The engine dropped its weights; only a refit brings it back."""
-        self._take(self._ask("dropped"))
+        self._adopt(self._ask("dropped"))
 
     def close(self) -> None:
         """Ends a refit that waits. Idempotent."""
@@ -173,15 +172,15 @@ class WorkerReceivers:
 
     def _receive(self, how: dict[str, Any]) -> dict[str, Any]:
         end, key = time.monotonic() + how["deadline_s"], secrets.token_hex(8)
-        with self._process.logging(), ExitStack() as held:
+        with self._process.logs_in_errors(), ExitStack() as held:
             try:
-                self._ask("receive", how["deadline_s"] + _TELL_S, key=key, **how)
+                self._ask("receive", how["deadline_s"] + REFIT_REPORT_S, key=key, **how)
                 states = self._until_done(key, end, held)
-                self._take(states)
+                self._adopt(states)
                 self.check()
                 self._commit()
             except BaseException as error:
-                self._look()
+                self._ask_state()
                 if self._closed.is_set() and isinstance(error, WorkerDiedError):
                     raise self._aborted() from None
                 raise
@@ -190,34 +189,42 @@ class WorkerReceivers:
     def _until_done(
         self, key: str, end: float, held: ExitStack | None = None
     ) -> list[dict[str, Any]]:
-        """The workers' states when all are done; the deadline is theirs to keep.
+        """Waits until all workers are done; they keep the deadline themselves.
 
-        Generation waits from the moment at which a worker asks for it until ``held`` ends.
+        Args:
+            key: Of what was begun in them.
+            end: When the deadline ends.
+            held: Generation waits from the moment at which a worker asks for that until this ends.
+
+        Returns:
+            The workers' states.
 
         Raises:
             DeadlineError: A worker did not keep it.
             RefitAborted: The engine is shut down.
         """
-        asked = False
+        locked = False
         while not self._closed.is_set():
             left, busy = max(0.0, end - time.monotonic()), self._busy()
-            states = self._ask("done", left + _TELL_S, key=key, wait_s=0 if busy else _SLICE_S)
+            states = self._ask(
+                "done", left + REFIT_REPORT_S, key=key, wait_s=0 if busy else REFIT_POLL_S
+            )
             if all(state["done"] for state in states):
-                if errors := [from_plain(s["error"]) for s in states if s.get("error")]:
-                    raise min(errors, key=_is_consequence)
+                if errors := [decode_error(s["error"]) for s in states if s.get("error")]:
+                    raise min(errors, key=_is_effect)
                 return states
-            if time.monotonic() > end + _TELL_S:
+            if time.monotonic() > end + REFIT_REPORT_S:
                 late = [rank for rank, state in enumerate(states) if not state["done"]]
                 raise DeadlineError(
                     f"{self.name}: the refit did not end in its deadline in workers {late}",
                     fix="find out what their sinks wait for; the engine may have to be ended",
                     workers=late,
                 )
-            if held and not asked and any(state.get("wants_lock") for state in states):
+            if held and not locked and any(state.get("wants_lock") for state in states):
                 held.enter_context(self._generation_waits(left))
-                asked = True
+                locked = True
             elif busy:
-                time.sleep(_PAUSE_S)
+                time.sleep(REFIT_BUSY_POLL_S)
         with suppress(WorkerDiedError):
             self._ask("close")
         raise self._aborted()
@@ -227,13 +234,13 @@ class WorkerReceivers:
 
     @contextmanager
     def _generation_waits(self, deadline_s: float) -> Generator[None]:
-        """Holds the lock for the workers."""
+        """Holds the engine's lock for its workers, and tells them so."""
         with exclusively(self._lock, deadline_s, f"{self.name}: generation"):
             self._wake()  # what sleeps cannot be written to
             self._ask("grant", granted=True)
             try:
                 yield
-            finally:  # rows that are sent after this come after it, even if nobody answers now
+            finally:  # rows that are sent later arrive later: no reply need be awaited
                 with suppress(WorkerDiedError, DeadlineError):
                     self._process.tell("refit", call=encode(Request("grant", {"granted": False})))
 
@@ -242,13 +249,13 @@ class WorkerReceivers:
         self._on_commit(self.version)
         self.torn = False
 
-    def _look(self) -> None:
-        """What a failure left, if the engine can still say so."""
+    def _ask_state(self) -> None:
+        """Learns what a failure left of the weights: torn, unless the engine answers otherwise."""
         self.torn = True
         with suppress(WorkerDiedError, DeadlineError):
-            self._take(self._ask("state", _TELL_S))
+            self._adopt(self._ask("state", REFIT_REPORT_S))
 
-    def _take(self, states: list[dict[str, Any]]) -> None:
+    def _adopt(self, states: list[dict[str, Any]]) -> None:
         versions = {state["version"] for state in states}
         self.torn = any(state["torn"] for state in states) or len(versions) > 1
         self.version = min(versions)
@@ -258,7 +265,7 @@ class WorkerReceivers:
 
         Raises:
             WorkerError: One failed; of several failures, one that is a cause of the others.
-            PluginError: There are not as many answers as workers, or they are none.
+            PluginError: There are not as many answers as workers, or one is no reply.
         """
         frame = encode(Request(method, arguments))
         try:
@@ -273,12 +280,12 @@ class WorkerReceivers:
                 f"{self.name}: call_workers returned what no worker answered: {wrong}",
                 fix="report it to the backend's author: an answer of each worker's WorkerRefits",
             ) from wrong
-        errors = [error for answer in answers if (error := raised(answer)) is not None]
+        errors = [error for answer in answers if (error := error_of(answer)) is not None]
         if errors:
-            raise self._process.logged(min(errors, key=_is_consequence))
+            raise self._process.with_log(min(errors, key=_is_effect))
         return [answer.value for answer in answers]
 
 
-def _is_consequence(error: WorkerError) -> bool:
+def _is_effect(error: WorkerError) -> bool:
     """Whether another worker's failure is why this one failed."""
     return isinstance(error, RefitAborted | WeightsTornError)

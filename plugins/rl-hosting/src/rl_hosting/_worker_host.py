@@ -14,19 +14,17 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
+from rl_hosting._messages import Hello, Reply, Request, encode, error_reply
+from rl_hosting._timing import ENGINE_SEND_S
+from rl_hosting._values import decode_arguments, encode_result
 from rl_hosting.cluster.worker import CONCURRENCY_GROUPS, Worker
-from rl_hosting.values import read_with_objects, write
-from rl_hosting.wire import Hello, Reply, Request, encode, failure
 
 if TYPE_CHECKING:
     from collections.abc import Generator
 
-    from rl_hosting.wire import Channel
+    from rl_hosting._messages import Channel
 
 __all__ = ["HostedWorker", "WorkerHost"]
-
-#: Seconds for the driver to take a frame.
-_SEND_S = 600.0
 
 
 class HostedWorker(Worker):
@@ -74,7 +72,7 @@ class WorkerHost:
     def serve(self) -> None:
         """Answers until the socket is closed."""
         hello = Hello(version("rl-core"), version("rl-hosting"), sys.executable)
-        self._channel.send(encode(hello), _SEND_S)
+        self._channel.send(encode(hello), ENGINE_SEND_S)
         threading.Thread(target=self._read, name="requests", daemon=True).start()
         while (request := self._work.get()) is not None:
             self._answer(request)
@@ -91,7 +89,7 @@ class WorkerHost:
                         group.submit(self._answer, message)
         except EOFError:
             pass
-        except Exception:  # nonsense: the driver sees that the process ends, and reads why
+        except Exception:  # no message: the driver sees that the process ends, and reads why
             traceback.print_exc()
         finally:
             self._work.put(None)
@@ -99,14 +97,14 @@ class WorkerHost:
     def _answer(self, request: Request) -> None:
         try:
             if request.method == "start":
-                value = write(self._worker.place())
+                value = encode_result(self._worker.place())
             else:
                 method = getattr(self._worker, request.method)
-                value = write(method(*read_with_objects(request.arguments["call"])))
+                value = encode_result(method(*decode_arguments(request.arguments["call"])))
             reply = encode(Reply(request.number, value))
         except Exception as error:
-            reply = encode(failure(error, self.name, request.number))
+            reply = encode(error_reply(error, self.name, request.number))
         try:
-            self._channel.send(reply, _SEND_S)
+            self._channel.send(reply, ENGINE_SEND_S)
         except OSError:  # the driver is gone
             self._work.put(None)

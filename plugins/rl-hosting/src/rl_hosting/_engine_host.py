@@ -1,8 +1,8 @@
-"""The engine's own process, which :mod:`rl_hosting.forkserver` forks.
+"""The engine's own process, which :mod:`rl_hosting._fork_server` forks.
 
-Answers the requests that come over a socket, between the steps of the engine, until the socket is
-closed. It ends when its driver is gone, however that ended and whatever it is doing: a thread of
-its own looks.
+The main thread answers requests and steps the engine in turn, until the socket is closed. One
+thread reads the socket; another ends the process when its driver is gone, however that ended and
+whatever the main thread is doing.
 """
 
 from __future__ import annotations
@@ -23,36 +23,34 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import psutil
 
-from rl_core.errors import LifecycleError, PluginError
+from rl_core.errors import DataError, LifecycleError, PluginError
 from rl_core.plugins.discovery import load_object
-from rl_hosting.cluster.remote_error import as_plain
+from rl_hosting._leftovers import SessionMemory, end_session
+from rl_hosting._messages import Channel, Hello, Progress, Reply, Request, encode
+from rl_hosting._timing import (
+    ENGINE_SEND_S,
+    HEARTBEAT_S,
+    PARENT_ACTS_S,
+    PARENT_POLL_S,
+    SOCKET_SETTLE_S,
+)
+from rl_hosting.cluster.remote_error import encode_error
 from rl_hosting.engine import Engine
-from rl_hosting.leftovers import SharedMemory, end_session
-from rl_hosting.wire import Channel, Done, Hello, Progress, Prompt, Reply, Request, encode
+from rl_hosting.rows import Done, Prompt
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["HOST", "PARENT_POLL_S", "SOCKETS", "Host", "run_host"]
+__all__ = ["HOST", "SOCKETS", "EngineHost", "run_host"]
 
-#: What answers calls, where an engine is hosted.
-HOST = "rl_hosting.host:Host"
+#: Answers calls in the process of an engine.
+HOST = "rl_hosting._engine_host:EngineHost"
 #: Variable with a directory for the engine's sockets, which is removed with the process.
 SOCKETS = "RL_HOSTING_SOCKETS"
-#: Seconds between two looks at whether the parent is still there.
-PARENT_POLL_S = 0.5
-#: Seconds for the parent to do what it does when the driver is gone.
-_PARENT_S = 2.0
-#: Seconds between a driver's last socket and its end.
-_SETTLE_S = 0.05
-#: Seconds between two signs of life while rows are decoded.
-_ALIVE_S = 1.0
-#: Seconds for a driver to take a frame.
-_SEND_S = 600.0
 
 
-class Host:
-    """What can be called.
+class EngineHost:
+    """Calls an engine's methods as the driver asks for it.
 
     Args:
         channel: To the driver.
@@ -65,18 +63,22 @@ class Host:
         self._engine: Engine | None = None
         self._inbox: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
         self._rows: set[int] = set()  # keys of those in the engine
-        self._spoke, self._made = 0.0, -1
+        self._refused: list[Done] = []  # rows that the engine is not given
+        self._sent_at, self._tokens = 0.0, -1  # of the last progress
         self._newest = -1  # of all keys
         self.name = f"{engine.partition(':')[2]} (pid {os.getpid()})"
 
     def serve(self) -> None:
         """Answers until the socket is closed."""
         hello = Hello(version("rl-core"), version("rl-hosting"), sys.executable)
-        self._channel.send(encode(hello), _SEND_S)
+        self._channel.send(encode(hello), ENGINE_SEND_S)
         threading.Thread(target=self._read, name="requests", daemon=True).start()
         try:
-            while (request := self._next()) is not None:
-                if request.method:
+            while True:
+                with suppress(queue.Empty):
+                    request = self._inbox.get(block=not self._rows)
+                    if request is None:
+                        return
                     self._answer(request)
                 if self._rows and self._inbox.empty():
                     self._step()
@@ -94,16 +96,10 @@ class Host:
                     self._inbox.put(message)
         except EOFError:
             pass
-        except Exception:  # nonsense: the driver sees that the process ends, and reads why
+        except Exception:  # no message: the driver sees that the process ends, and reads why
             traceback.print_exc()
         finally:
             self._inbox.put(None)
-
-    def _next(self) -> Request | None:
-        try:
-            return self._inbox.get(block=not self._rows)
-        except queue.Empty:
-            return Request("")
 
     def _answer(self, request: Request) -> None:
         methods: dict[str, Callable[..., Any]] = {
@@ -119,10 +115,10 @@ class Host:
         try:
             frame = encode(Reply(request.number, methods[request.method](**request.arguments)))
         except Exception as caught:
-            error = as_plain(caught, self.name)
+            error = encode_error(caught, self.name)
             frame = encode(Reply(request.number, error=error))
         if request.number:
-            self._channel.send(frame, _SEND_S)
+            self._channel.send(frame, ENGINE_SEND_S)
         elif error is not None:
             self._fail(error)
 
@@ -142,82 +138,95 @@ class Host:
                 fix="report it to the backend's author",
             )
         self._engine = engine
-        # The server looks now and then: an engine that is killed at once may be faster.
-        memory = SharedMemory(os.getpid())
-        memory.look()
-        memory.write(os.environ[SOCKETS])
+        # The fork server looks twice a second: an engine that is killed at once may be faster.
+        memory = SessionMemory(os.getpid())
+        memory.record()
+        memory.save(os.environ[SOCKETS])
         return engine.facts
 
     # -- rows -------------------------------------------------------------------------------------
 
     def submit(self, rows: list[Any]) -> None:
-        """Takes rows."""
+        """Gives rows to the engine."""
         prompts = msgspec.convert(rows, list[Prompt])
         if not self._rows:
-            self._spoke, self._made = time.monotonic(), -1
+            self._sent_at, self._tokens = time.monotonic(), -1
         self._rows |= {prompt.key for prompt in prompts}
         self._newest = max({self._newest} | self._rows)
-        self.engine.submit(prompts)
+        if not self.engine.facts.get("has_tokenizer", True):
+            for prompt in prompts:
+                if prompt.stop_strings:
+                    error = DataError(
+                        f"row {prompt.index} has stop strings, and the model has no tokenizer",
+                        fix="save the tokenizer beside the model, or use stop_token_ids",
+                        row=prompt.index,
+                        key="stop_strings",
+                    )
+                    self._refused.append(Done.failed(prompt.key, error, self.name))
+            refused = {done.key for done in self._refused}
+            prompts = [prompt for prompt in prompts if prompt.key not in refused]
+        if prompts:
+            self.engine.submit(prompts)
 
     def cancel(self, keys: list[int]) -> None:
-        """Forgets rows."""
+        """Takes rows back from the engine."""
         gone = self._rows.intersection(keys)
         self._rows -= gone
         self.engine.cancel(gone)
-        self._channel.send(encode(Progress()), _SEND_S)  # it has not hung
+        self._channel.send(encode(Progress()), ENGINE_SEND_S)  # it has not hung
 
     def _step(self) -> None:
         now = time.monotonic()
         try:
-            done = [one for one in self.engine.step() if self._is_ours(one)]
+            ended: list[Any] = [*self._refused, *self.engine.step()]
+            self._refused = []
+            for one in ended:
+                if not isinstance(one, Done) or one.key not in range(self._newest + 1):
+                    raise PluginError(
+                        f"{self.name}: step ended {one!r:.200}, which is of no row that it was "
+                        "given",
+                        fix="report it to the backend's author: a Done's key is the row's",
+                    )
+            done = [one for one in ended if one.key in self._rows]  # others were taken back
             if not done:
-                if now - self._spoke < _ALIVE_S:
+                if now - self._sent_at < HEARTBEAT_S:
                     return
-                made, self._made = self._made, self.engine.tokens_made()
-                if made == self._made:
+                before, self._tokens = self._tokens, self.engine.tokens_made()
+                if before == self._tokens:
                     return
             frame = encode(Progress(done))
         except Exception as error:
-            self._fail(as_plain(error, self.name))
+            self._fail(encode_error(error, self.name))
             return
         self._rows -= {one.key for one in done}
-        self._channel.send(frame, _SEND_S)
-        self._spoke = now
-
-    def _is_ours(self, done: Any) -> bool:
-        """Whether it is of a row that is in the engine; others were taken back."""
-        if not isinstance(done, Done) or done.key not in range(self._newest + 1):
-            raise PluginError(
-                f"{self.name}: step ended {done!r:.200}, which is of no row that it was given",
-                fix="report it to the backend's author: a Done's key is the row's",
-            )
-        return done.key in self._rows
+        self._channel.send(frame, ENGINE_SEND_S)
+        self._sent_at = now
 
     def _fail(self, error: list[Any]) -> None:
-        """The rows in the engine are lost; it may do for others."""
+        """Fails all rows in the engine, which may still decode others."""
         lost, self._rows = self._rows, set()
         try:
             self.engine.cancel(lost)
-        except Exception:  # it is as broken as it was; whoever calls next is told
+        except Exception:  # it is as broken as before; the next call to it fails, too
             traceback.print_exc()
-        self._channel.send(encode(Progress(error=error)), _SEND_S)
+        self._channel.send(encode(Progress(error=error)), ENGINE_SEND_S)
 
     # -- all else ---------------------------------------------------------------------------------
 
     def refit(self, call: bytes) -> list[bytes]:
-        """Calls every worker's :class:`rl_hosting.worker.WorkerRefits`; an answer from each."""
+        """Hands a frame to every worker's :class:`rl_hosting.WorkerRefits`."""
         return self.engine.call_workers(call)
 
     def wake(self, tags: list[str]) -> None:
-        """Takes memory again."""
+        """See :meth:`Engine.wake`."""
         self.engine.wake(tags)
 
     def sleep(self, tags: list[str], level: int) -> None:
-        """Gives memory back."""
+        """See :meth:`Engine.sleep`."""
         self.engine.sleep(tags, level)
 
     def reset_caches(self) -> bool:
-        """Forgets the keys and values of prompts seen so far."""
+        """See :meth:`Engine.reset_caches`."""
         return self.engine.reset_caches()
 
 
@@ -227,25 +236,25 @@ def _is_gone(driver: psutil.Process) -> bool:
     return True
 
 
-def _end_with(driver: psutil.Process, sockets: str) -> threading.Thread:
-    """Ends this process, and all that it started, when its driver or its parent is gone.
+def _end_with_driver(driver: psutil.Process, sockets: str) -> threading.Thread:
+    """Starts a thread that ends this process, and all that it started, when its driver is gone.
 
-    The parent does so, too, unless it is stopped or was killed.
+    So does its parent, the fork server, unless that is stopped or was killed.
     """
     parent = os.getppid()
 
-    def look() -> None:
+    def watch() -> None:
         while os.getppid() == parent and not _is_gone(driver):
             time.sleep(PARENT_POLL_S)
         try:
             if os.getppid() == parent:
-                time.sleep(_PARENT_S)
+                time.sleep(PARENT_ACTS_S)
                 os.kill(parent, signal.SIGKILL)
             end_session(os.getpid(), sockets)
         finally:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    thread = threading.Thread(target=look, name="end-with-driver", daemon=True)
+    thread = threading.Thread(target=watch, name="end-with-driver", daemon=True)
     thread.start()
     return thread
 
@@ -253,7 +262,7 @@ def _end_with(driver: psutil.Process, sockets: str) -> threading.Thread:
 def run_host(descriptor: int, driver: psutil.Process, engine: str, host_class: str) -> None:
     """Answers what comes over a socket, until it is closed or the driver is gone; then ends."""
     host = load_object(host_class)(Channel(socket.socket(fileno=descriptor)), engine)
-    end = _end_with(driver, os.environ[SOCKETS])
+    ending = _end_with_driver(driver, os.environ[SOCKETS])
     status = 1
     try:
         host.serve()
@@ -262,7 +271,7 @@ def run_host(descriptor: int, driver: psutil.Process, engine: str, host_class: s
         traceback.print_exc()
     atexit._run_exitfuncs()
     sys.stdout.flush()
-    time.sleep(_SETTLE_S)
+    time.sleep(SOCKET_SETTLE_S)
     if _is_gone(driver):
-        end.join()
+        ending.join()
     os._exit(status)  # with an engine imported, an interpreter takes seconds to clear its modules

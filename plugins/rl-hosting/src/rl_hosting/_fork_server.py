@@ -1,15 +1,17 @@
 """The process beside a driver that forks its engines and ends what they leave.
 
-``python -m rl_hosting.forkserver FD DRIVER MODULE...`` imports some modules and forks a process for
-every engine that is asked for, until the last one with the same environment is closed. Importing an
-engine can take some ten seconds, starting it with a small model two: only the first engine waits.
+``python -m rl_hosting._fork_server FD DRIVER MODULE...`` imports some modules and forks a process
+for every engine that is asked for, until the last one with the same environment is closed.
+Importing an engine can take ten seconds, starting it with a small model two: only the first engine
+waits.
 
-It is the parent of every engine, and of whatever an engine's processes leave when they end. So it
-alone can tell of what an engine ended, kill what is left in time, and do both when the driver is
-killed while the engine is stopped.
+It is the parent of every engine, and becomes the parent of every orphan of an engine's processes
+(PR_SET_CHILD_SUBREAPER). So it alone knows an engine's exit status, can end its orphans, and does
+both also when the driver is killed while the engine is stopped.
 
-A process with threads cannot be forked: the server runs no torch operation and has one OpenMP
-thread; the number that was wanted is set in the forked process. Nor can one that has used a GPU.
+A process with threads cannot be forked, because locks that they hold stay locked in the child: the
+server runs no torch operation and has one OpenMP thread; the number that was wanted is set in the
+forked process. Nor can one that has used a GPU, whose context a child cannot use.
 """
 
 from __future__ import annotations
@@ -25,28 +27,24 @@ import socket
 import sys
 import time
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 
-from rl_hosting.host import PARENT_POLL_S, SOCKETS, run_host
-from rl_hosting.leftovers import SharedMemory, end_session, kill
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from rl_hosting._engine_host import SOCKETS, run_host
+from rl_hosting._leftovers import SessionMemory, end_session, kill
+from rl_hosting._timing import NEW_MEMORY_S, PARENT_POLL_S
 
 __all__ = ["MESSAGE", "main"]
 
 #: Bytes of a request, which is one message.
 MESSAGE = 1 << 16
-#: Bytes of a log that are kept when it has grown to the second.
-_KEPT, _LOG = 1 << 16, 32 << 20
+#: Bytes that a log may take on the disk, and those at its end that are kept when it takes more.
+_LOG_BYTES, _KEPT_BYTES = 32 << 20, 1 << 16
 #: Bytes of a block of a file, as stat counts them.
 _BLOCK = 512
-#: Seconds in which what is new in /dev/shm is mapped by whose it is.
-_MAPPED_S = 3.0
 _PR_SET_CHILD_SUBREAPER = 36
-#: With the length kept, as the kernel wants it.
+#: FALLOC_FL_PUNCH_HOLE, with which FALLOC_FL_KEEP_SIZE must be set.
 _PUNCH_HOLE = 3
 _libc = ctypes.CDLL(None)
 
@@ -56,8 +54,8 @@ class _Child:
 
     Args:
         pid: Of its process.
-        status: Where the driver reads what becomes of it.
-        log: What it prints to.
+        status: The pipe to the driver, for its id and its exit status.
+        log: The file that it prints to.
         sockets: The directory of its sockets.
     """
 
@@ -67,20 +65,15 @@ class _Child:
         self.log = log
         self.sockets = sockets
         self.ended = os.pidfd_open(pid)
-        self.memory = SharedMemory(pid)
-        self.tell(str(pid))
-
-    def tell(self, what: str) -> None:
-        """Writes a line for the driver."""
-        _tell(self.status, what)
+        self.memory = SessionMemory(pid)
+        _report(status, str(pid))
 
     def trim(self) -> None:
         """Keeps an engine that prints without end from filling the disk."""
         found = os.fstat(self.log)
-        if (
-            found.st_blocks * _BLOCK > _LOG
-        ):  # the file keeps its length, and whoever writes its place
-            begin, length = ctypes.c_longlong(0), ctypes.c_longlong(found.st_size - _KEPT)
+        if found.st_blocks * _BLOCK > _LOG_BYTES:
+            # The beginning becomes a hole: the file keeps its length, and its writers their place.
+            begin, length = ctypes.c_longlong(0), ctypes.c_longlong(found.st_size - _KEPT_BYTES)
             if _libc.fallocate(self.log, _PUNCH_HOLE, begin, length):
                 os.ftruncate(self.log, 0)
 
@@ -91,11 +84,11 @@ class _Child:
 
 
 class _Server:
-    """Forks, and reaps.
+    """Forks engines, and ends what they leave.
 
     Args:
-        control: Where requests come from.
-        driver: Its process.
+        control: The socket on which the driver asks for engines.
+        driver: The driver's process.
     """
 
     def __init__(self, control: socket.socket, driver: psutil.Process) -> None:
@@ -106,7 +99,12 @@ class _Server:
         self._selector.register(control, selectors.EVENT_READ)
 
     def serve(self) -> tuple[dict[str, Any], int, int] | None:
-        """Until the driver is gone; in a forked process, what it was told, its socket and log."""
+        """Serves until the driver is gone, or has closed the socket.
+
+        Returns:
+            None in the server. In a process that was forked, the request for it, and the
+            descriptors of its socket and its log.
+        """
         looked, changed, seen = 0.0, 0.0, set[str]()
         while os.getppid() == self._driver.pid:
             for key, _ in self._selector.select(PARENT_POLL_S):
@@ -121,24 +119,26 @@ class _Server:
                     return forked
             if time.monotonic() - looked < PARENT_POLL_S:
                 continue
-            looked, before, seen = time.monotonic(), seen, set(_named_memory())
+            looked, before = time.monotonic(), seen
+            with suppress(OSError):
+                seen = set(os.listdir("/dev/shm"))  # noqa: S108 - where Linux shows it
             if seen - before:
                 changed = looked
             for child in self._children.values():
                 child.trim()
-                if looked - changed < _MAPPED_S:
-                    child.memory.look()
+                if looked - changed < NEW_MEMORY_S:
+                    child.memory.record()
             self._reap_orphans()
         self._end()
         return None
 
     def _fork(
-        self, told: dict[str, Any], end: int, status: int, log: int
+        self, request: dict[str, Any], end: int, status: int, log: int
     ) -> tuple[dict[str, Any], int, int] | None:
         try:
             pid = os.fork()
         except OSError as error:  # others live on
-            _tell(status, f"fork: {error}")
+            _report(status, f"fork: {error}")
             for descriptor in (end, status, log):
                 os.close(descriptor)
             return None
@@ -148,26 +148,31 @@ class _Server:
                 other.close()
             self._selector.close()
             os.close(status)
-            return told, end, log
+            return request, end, log
         os.close(end)
-        child = self._children[pid] = _Child(pid, status, log, told["environment"][SOCKETS])
+        child = self._children[pid] = _Child(pid, status, log, request["environment"][SOCKETS])
         self._selector.register(child.ended, selectors.EVENT_READ, child)
         return None
 
     def _reap(self, child: _Child) -> None:
-        """Ends what a process left while it is a zombie, so that nobody else has its number."""
+        """Ends what an engine left and reports its status; for an engine that has ended.
+
+        It is reaped last: as long as it is a zombie, no other process can get its id, which is the
+        id of its session.
+        """
         end_session(child.pid, child.sockets, child.memory)
         del self._children[child.pid]
         self._reap_orphans(child)
         code = os.waitstatus_to_exitcode(os.waitpid(child.pid, 0)[1])
         self._selector.unregister(child.ended)
-        child.tell(str(code))
+        _report(child.status, str(code))
         child.close()
 
     def _reap_orphans(self, ended: _Child | None = None) -> None:
-        """Reaps what engines left, and kills what left the session of one that has ended.
+        """Reaps orphans of engines, and kills those of an engine that has ended.
 
-        It is known by the directory in its environment, or by there being no other engine.
+        An orphan that is in no session of an engine is that engine's if its environment has the
+        directory of that engine's sockets, or if there is no other engine.
         """
         for orphan in psutil.Process().children():
             with suppress(psutil.Error):
@@ -181,32 +186,26 @@ class _Server:
     def _end(self) -> None:
         """Kills everything."""
         for child in list(self._children.values()):
-            child.memory.look()
+            child.memory.record()
             with suppress(ProcessLookupError):
                 os.kill(child.pid, signal.SIGKILL)
             os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
             self._reap(child)
 
 
-def _named_memory() -> list[str]:
-    with suppress(OSError):
-        return os.listdir("/dev/shm")  # noqa: S108 - where Linux shows it
-    return []
+def _report(status: int, line: str) -> None:
+    with suppress(BrokenPipeError):  # the driver is gone, or closed it
+        os.write(status, f"{line}\n".encode())
 
 
-def _tell(status: int, what: str) -> None:
-    with suppress(BrokenPipeError):  # nobody wants to know
-        os.write(status, f"{what}\n".encode())
-
-
-def _become_engine(told: dict[str, Any], end: int, log: int, driver: psutil.Process) -> None:
-    """In a forked process."""
+def _become_engine(request: dict[str, Any], end: int, log: int, driver: psutil.Process) -> None:
+    """Makes the forked process what was asked for: its output, its variables, its threads."""
     os.dup2(log, sys.stdout.fileno())
     os.dup2(log, sys.stderr.fileno())
     os.close(log)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    own = told["environment"]
+    own = request["environment"]
     os.environ.pop("OMP_NUM_THREADS", None)  # the server's
     os.environ.update(own)
     if "torch" in sys.modules:
@@ -214,31 +213,27 @@ def _become_engine(told: dict[str, Any], end: int, log: int, driver: psutil.Proc
 
         cores = len(os.sched_getaffinity(0))
         torch.set_num_threads(int((own.get("OMP_NUM_THREADS") or str(cores)).split(",")[0]))
-    run_host(end, driver, told["engine"], told["host"])
-
-
-def _preload(modules: Sequence[str]) -> None:
-    for module in modules:
-        try:
-            importlib.import_module(module)
-        except Exception as error:  # the first call of the engine tells it
-            print(f"{module} cannot be imported: {error!r}", file=sys.stderr)
-            break
-    gc.collect()
-    gc.freeze()  # what is forked need not look through all of this, nor copy its pages
+    run_host(end, driver, request["engine"], request["host"])
 
 
 def main() -> None:
-    """The server."""
+    """Runs the server, and in a process that it forks the engine."""
     end, parent, *modules = sys.argv[1:]
     try:
         driver = psutil.Process(int(parent))
     except psutil.NoSuchProcess:
         return
-    # What an engine's processes leave becomes ours.
+    # Orphans of an engine's processes become this one's children.
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     with socket.socket(fileno=int(end)) as control:
-        _preload(modules)
+        for module in modules:
+            try:
+                importlib.import_module(module)
+            except Exception as error:  # the engine's first call imports it again, and raises
+                print(f"{module} cannot be imported: {error!r}", file=sys.stderr)
+                break
+        gc.collect()
+        gc.freeze()  # collections in a forked process need not copy the pages of all of this
         forked = _Server(control, driver).serve()
     if forked is not None:
         _become_engine(*forked, driver)

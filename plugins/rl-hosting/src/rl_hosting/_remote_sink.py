@@ -1,4 +1,4 @@
-"""The weights of an engine in other processes, to be looked at from this one."""
+"""The weights of a hosted engine, read and written from the driver, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from rl_core.interfaces import TensorSpec, WeightSink
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from rl_hosting.receivers import WorkerReceivers
+    from rl_hosting._remote_receiver import RemoteReceiver
 
 __all__ = ["RemoteSink"]
 
 
 class RemoteSink(WeightSink):
-    """Reads and writes what the workers hold, tensor by tensor; refits do not go through it.
+    """What ``weight_sink`` of a hosted backend returns, for checks; refits do not go through it.
 
     Args:
-        workers: Of the engine.
+        receiver: Of the engine.
     """
 
     casts = True
 
-    def __init__(self, workers: WorkerReceivers) -> None:
-        self._workers = workers
-        self._specs = workers.specs()
+    def __init__(self, receiver: RemoteReceiver) -> None:
+        self._receiver = receiver
+        self._specs = receiver.specs()
 
     def specs(self) -> Sequence[TensorSpec]:
         """See :meth:`WeightSink.specs`."""
@@ -36,14 +36,14 @@ class RemoteSink(WeightSink):
     def write(self, name: str, offset: int, data: torch.Tensor, *, of: TensorSpec) -> None:
         """See :meth:`WeightSink.write`."""
         run = data.detach().to("cpu", of.torch_dtype).contiguous().view(-1).view(torch.uint8)
-        self._workers.write(name, offset, bytes(run.numpy()))
+        self._receiver.write(name, offset, bytes(run.numpy()))
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """See :meth:`WeightSink.read`."""
         by_name = {spec.name: spec for spec in self._specs}
         for name in names:
             spec = by_name[name]
-            data = bytearray(self._workers.read(name))
+            data = bytearray(self._receiver.read(name))
             dtype = spec.torch_dtype
             flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
             yield name, flat.view(spec.shape)

@@ -1,14 +1,15 @@
 """Which elements of a checkpoint's tensor an engine's own loader puts where.
 
 Engines fuse tensors (query, key and value into one), shard them over workers and pad them; their
-loaders know how. So they are asked: the model's ``load_weights`` runs once over tensors without
-contents, in a mode that writes nothing and takes down every copy into a parameter. What is found
-serves both ways: to write, and to read back.
+loaders know how. So the model's ``load_weights`` runs once over tensors without contents, under a
+dispatch mode that writes nothing and records every copy into a parameter. The records serve both
+ways: to write, and to read back.
 """
 
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -58,25 +59,22 @@ class Region(NamedTuple):
             offset: Index of the first element in the flattened tensor.
             data: 1-D.
         """
+        rows, columns = self.target.shape
         while data.numel():
             row, column = divmod(offset, self.width)
             whole = 0 if column else data.numel() // self.width
             count = whole * self.width if whole else min(self.width - column, data.numel())
             block = data[:count].view(max(whole, 1), -1)
-            self._put(row, column, block)
+            # Of this block of rows, what lies in the region.
+            top, bottom = max(row, self.row), min(row + block.shape[0], self.row + rows)
+            left = max(column, self.column)
+            right = min(column + block.shape[1], self.column + columns)
+            if top < bottom and left < right:
+                part = block[top - row : bottom - row, left - column : right - column]
+                self.target[
+                    top - self.row : bottom - self.row, left - self.column : right - self.column
+                ].copy_(part)
             offset, data = offset + count, data[count:]
-
-    def _put(self, row: int, column: int, block: torch.Tensor) -> None:
-        """Writes the part of a block of rows that lies in the region."""
-        rows, columns = self.target.shape
-        top, bottom = max(row, self.row), min(row + block.shape[0], self.row + rows)
-        left = max(column, self.column)
-        right = min(column + block.shape[1], self.column + columns)
-        if top < bottom and left < right:
-            part = block[top - row : bottom - row, left - column : right - column]
-            self.target[
-                top - self.row : bottom - self.row, left - self.column : right - self.column
-            ].copy_(part)
 
     def read(self, whole: torch.Tensor) -> None:
         """Puts the engine's elements where they belong in the whole tensor, 1-D."""
@@ -86,23 +84,30 @@ class Region(NamedTuple):
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Takes down copies of marked tensors into others, and writes nothing."""
+    """Records copies of marked tensors into others, and writes nothing.
+
+    Attributes:
+        found: For each copy the marked tensor's name, the target, and the offset, shape and
+            strides of the part of the marked tensor that was copied.
+        changed: Names of tensors over whose copies something else was written.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.found: list[tuple[str, torch.Tensor, int, tuple[int, ...], tuple[int, ...]]] = []
         self.changed: list[str] = []
-        self._filled: dict[int, str] = {}
+        self._copied: dict[int, str] = {}
         self._names: dict[int, str] = {}
-        self._kept: list[torch.Tensor] = []
+        self._alive: list[torch.Tensor] = []
 
     def mark(self, name: str, tensor: torch.Tensor) -> None:
+        """Has copies of a tensor recorded; it is kept, so that no other gets its address."""
         self._names[tensor.untyped_storage().data_ptr()] = name
-        self._kept.append(tensor)
+        self._alive.append(tensor)
 
-    def _note(self, target: torch.Tensor) -> None:
-        """What is no copy is written: over a copy, so that this is not what is computed with."""
-        if name := self._filled.get(target.untyped_storage().data_ptr()):
+    def _note_change(self, target: torch.Tensor) -> None:
+        """Something that is no copy is written, perhaps over a copy: nobody could follow that."""
+        if name := self._copied.get(target.untyped_storage().data_ptr()):
             self.changed.append(name)
 
     def __torch_dispatch__(
@@ -113,16 +118,16 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             name = self._names.get(source.untyped_storage().data_ptr())
             if name is not None:
                 target = target.detach()
-                self._filled[target.untyped_storage().data_ptr()] = name
+                self._copied[target.untyped_storage().data_ptr()] = name
                 source = source.broadcast_to(target.shape)
                 place = source.storage_offset(), tuple(source.shape), tuple(source.stride())
                 self.found.append((name, target, *place))
             else:
-                self._note(args[0])
+                self._note_change(args[0])
             return args[0]
         if func._schema.name.endswith("_") and not func._schema.name.endswith("__"):
             if func not in _FILLS:  # padding
-                self._note(args[0])
+                self._note_change(args[0])
             return args[0]
         result = func(*args, **(kwargs or {}))
         if func in _SAME and args[0].is_contiguous():
@@ -132,8 +137,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
-class _Held:
-    """What a model's modules hold, so that asking its loader leaves them as they were."""
+class _ModelState:
+    """What a model's modules hold before its loader runs, and must hold again after it."""
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = [
@@ -157,7 +162,11 @@ class _Held:
                     one, other = old.get(key), now.get(key)
                     if one is other:
                         continue
-                    if one is not None and other is not None and _alike(one, other):
+                    ours, theirs = (
+                        None if t is None else (t.shape, t.dtype, t.stride(), type(t))
+                        for t in (one, other)
+                    )
+                    if ours == theirs and isinstance(one, torch.nn.Parameter):
                         new[other.untyped_storage().data_ptr()] = one.detach()
                     else:
                         kept.append(f"{name}.{key}")
@@ -178,11 +187,6 @@ class _Held:
         return new, kept
 
 
-def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    ours, theirs = ((t.shape, t.dtype, t.stride(), type(t)) for t in (one, other))
-    return ours == theirs and isinstance(one, torch.nn.Parameter)
-
-
 def regions_of(
     model: nn.Module, specs: Sequence[TensorSpec], dtype: torch.dtype, *, without_refits: str
 ) -> dict[str, list[Region]]:
@@ -192,7 +196,7 @@ def regions_of(
         model: The engine's, on one worker; its ``load_weights`` takes names and tensors.
         specs: Of a checkpoint; only those that own their elements.
         dtype: Of the model.
-        without_refits: How an engine is built that takes none, for errors.
+        without_refits: How to build an engine that takes no refits, for errors.
 
     Returns:
         Regions by name; none for what the loader ignores or another worker has.
@@ -201,11 +205,11 @@ def regions_of(
         CapabilityError: The loader computes something of a tensor, or keeps something of it, so
             that it cannot be followed.
     """
-    recorder, before = _Recorder(), _Held(model)
+    recorder, before = _Recorder(), _ModelState(model)
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
         for spec in specs:
-            # Memory that nobody touches, and that therefore is never there.
+            # The kernel gives no memory to pages that are never touched.
             tensor = torch.empty(spec.shape or (1,), dtype=dtype, device="cpu").view(spec.shape)
             recorder.mark(spec.name, tensor)
             yield spec.name, tensor
@@ -239,34 +243,19 @@ def regions_of(
                 fix=f"set torch_dtype to that dtype; without refits {without_refits}",
                 tensor=name,
             )
-        region = _region(shapes[name], target, offset, shape, stride)
-        if region is None:
+        rows, columns, width = _rectangle(shape, stride, math.prod(shapes[name][1:]))
+        flat = None
+        with suppress(RuntimeError):  # the target is no rectangle
+            flat = target.view(rows, columns) if rows else None
+        if flat is None:
             raise CapabilityError(
                 f"{name}: the engine lays {list(shape)} of {list(shapes[name])} out in a way that "
                 "is not followed",
                 fix=f"report it, with the name of the model; without refits {without_refits}",
                 tensor=name,
             )
-        regions[name].append(region)
+        regions[name].append(Region(flat, width, *divmod(offset, width)))
     return regions
-
-
-def _region(
-    whole: tuple[int, ...],
-    target: torch.Tensor,
-    offset: int,
-    shape: tuple[int, ...],
-    stride: tuple[int, ...],
-) -> Region | None:
-    """The rectangle that a view of a contiguous tensor is, if it is one."""
-    rows, columns, width = _rectangle(shape, stride, math.prod(whole[1:]) if whole else 1)
-    if not rows:
-        return None
-    try:
-        flat = target.view(rows, columns)
-    except RuntimeError:
-        return None
-    return Region(flat, width, *divmod(offset, width))
 
 
 def _rectangle(shape: tuple[int, ...], stride: tuple[int, ...], width: int) -> tuple[int, int, int]:

@@ -1,4 +1,4 @@
-"""What runs beside each part of a model: an end of every refit, in the engine's worker."""
+"""The receiver of refits in one worker of an engine, beside its part of the model."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 
 from rl_core.plugins.discovery import load_object
 from rl_core.refit import RefitReceiver
-from rl_hosting.cluster.remote_error import as_plain
-from rl_hosting.wire import Reply, Request, decode, encode, failure
+from rl_hosting._messages import Reply, Request, decode, encode, error_reply
+from rl_hosting.cluster.remote_error import encode_error
 
 if TYPE_CHECKING:
     import concurrent.futures
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
     from rl_core.interfaces import WeightSink
 
-__all__ = ["GrantedLock", "WorkerRefits"]
+__all__ = ["WorkerRefits"]
 
-#: Refits that are over and of which it was not told.
+#: How many refits that are over are kept for a driver that has not asked for their results.
 _KEPT = 64
 
 
-class GrantedLock:
-    """A lock that the backend holds for a worker: it keeps the engine from generating.
+class _GrantedLock:
+    """The receiver's lock, which the driver holds for it: the engine generates in its calls alone.
 
     Args:
         news: Set when the lock is asked for.
@@ -37,22 +37,25 @@ class GrantedLock:
         self._granted = threading.Event()
 
     def acquire(self, timeout: float = -1) -> bool:
-        """Asks for it; whether it was granted in time."""
+        """Asks the driver for it; whether it was granted in time."""
         if not self._granted.is_set():
             self._news.set()
         return self._granted.wait(None if timeout < 0 else timeout)
 
     def release(self) -> None:
-        """Gives it up: the refit after this one has to ask again."""
+        """Ends the grant: the next refit asks again."""
         self._granted.clear()
 
     def grant(self, granted: bool) -> None:
-        """The backend holds it, or does so no more."""
+        """Notes whether the driver holds it."""
         (self._granted.set if granted else self._granted.clear)()
 
 
 class WorkerRefits:
-    """The refits of one worker.
+    """Receives refits in one worker, as the driver asks by frames.
+
+    Make one for each worker, in its process, and give it every frame that the engine's
+    ``call_workers`` is given.
 
     Args:
         sink: Makes the sink of a refit, over this worker's part of the model.
@@ -63,16 +66,22 @@ class WorkerRefits:
         self.name = name
         self._sink = sink
         self._news = threading.Event()
-        self._lock = GrantedLock(self._news)
+        self._lock = _GrantedLock(self._news)
         self._receiver = RefitReceiver(sink, name=name, lock=self._lock)
         self._futures: dict[str, concurrent.futures.Future[Any]] = {}
 
     def answer_frame(self, frame: bytes) -> bytes:
-        """Answers what :class:`rl_hosting.receivers.WorkerReceivers` asks."""
-        return bytes(encode(self.answer(decode(frame, type=Request))))
+        """Does what a frame asks for.
 
-    def answer(self, request: Request) -> Reply:
-        """Calls one of the methods below."""
+        Args:
+            frame: Of the driver.
+
+        Returns:
+            The answer, which ``call_workers`` returns. Errors are part of it.
+        """
+        return bytes(encode(self._answer(decode(frame, type=Request))))
+
+    def _answer(self, request: Request) -> Reply:
         methods: dict[str, Callable[..., Any]] = {
             "check": self.check,
             "prepare": self.prepare,
@@ -93,12 +102,12 @@ class WorkerRefits:
         try:
             return Reply(value=methods[request.method](**request.arguments))
         except Exception as error:
-            return failure(error, self.name)
+            return error_reply(error, self.name)
 
     # -- refits -----------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Makes sure that refits can reach all that this worker computes with."""
+        """Has a sink begin: it makes sure that refits reach all that the worker computes with."""
         self._sink().begin(self._receiver.version)
 
     def prepare(self, info: bytes) -> None:
@@ -110,7 +119,7 @@ class WorkerRefits:
         self._begin(key, self._receiver.receive(**how))
 
     def open(self, key: str, transport: str, deadline_s: float, address: dict[str, Any]) -> None:
-        """Begins to look for the sender; :meth:`done` tells of the end."""
+        """Begins to connect to the sender; :meth:`done` tells of the end."""
         self._begin(key, self._receiver.open(transport, deadline_s, address))
 
     def _begin(self, key: str, future: concurrent.futures.Future[Any]) -> None:
@@ -120,21 +129,17 @@ class WorkerRefits:
     def done(self, key: str, wait_s: float) -> dict[str, Any]:
         """How far :meth:`receive` or :meth:`open` is; waits for news."""
         future = self._futures[key]
-        if not (future.done() or self._waits_for_generation(future)):
+        if not (future.done() or self._receiver.awaits_generation(future)):
             self._news.wait(wait_s)
         self._news.clear()
         if not future.done():
-            return {"done": False, "wants_lock": self._waits_for_generation(future)}
+            return {"done": False, "wants_lock": self._receiver.awaits_generation(future)}
         for old in [k for k in self._futures if k != key and self._futures[k].done()][:-_KEPT]:
-            del self._futures[old]  # nobody asked
+            del self._futures[old]  # the driver has not asked for it
         error = future.exception()
         if error is not None:  # told when all workers are done, with what they are then
-            return {"done": True, "error": as_plain(error, self.name), **self.state()}
+            return {"done": True, "error": encode_error(error, self.name), **self.state()}
         return {"done": True, "result": future.result(), **self.state()}
-
-    def _waits_for_generation(self, future: concurrent.futures.Future[Any]) -> bool:
-        """Whether it is this refit, and no other one, that generation keeps waiting."""
-        return any(job.future is future and job.session.held_up for job in self._receiver.jobs)
 
     def load_handles(self, handles: bytes) -> dict[str, Any]:
         """See :meth:`RefitReceiver.load_handles`."""
@@ -142,7 +147,7 @@ class WorkerRefits:
         return self.state()
 
     def dropped(self) -> dict[str, Any]:
-        """The engine dropped its weights: nothing is right until all of them are sent."""
+        """The engine freed its weights: it is torn until all of them are sent."""
         self._receiver.dropped()
         return self.state()
 
@@ -161,7 +166,7 @@ class WorkerRefits:
         return load_object(function)(self._sink, **arguments)
 
     def read(self, name: str) -> bytes:
-        """The bytes of a tensor; all workers of an engine at the same time."""
+        """The bytes of a tensor; all workers of an engine must read at the same time."""
         [(_, tensor)] = self._sink().read([name])
         return bytes(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
 

@@ -1,7 +1,8 @@
-"""The frames between a driver and its engine's process: MessagePack on a socket, nothing pickled.
+"""The messages between a driver and a hosted process: MessagePack on a socket, nothing pickled.
 
-Both sides send at any time. A request has a number, and so has its one reply; what an engine has
-completed comes as :class:`Progress`, which answers nothing.
+Both sides send at any time. A request has a number, and so has its one reply; rows that ended come
+as :class:`Progress`, which answers nothing. A frame is the version of the protocol (one byte), the
+length of the message (eight bytes, big-endian) and the message.
 """
 
 from __future__ import annotations
@@ -15,33 +16,30 @@ from typing import Any
 import msgspec
 
 from rl_core.errors import DeadlineError, IncompatiblePluginError, WorkerError
-from rl_hosting.cluster.remote_error import as_plain, from_plain
+from rl_hosting._timing import FRAME_STALL_S
+from rl_hosting.cluster.remote_error import decode_error, encode_error
+from rl_hosting.rows import Done  # noqa: TC001 - msgspec looks the types of fields up
 
 __all__ = [
-    "WIRE",
+    "PROTOCOL",
     "Channel",
-    "Done",
     "Hello",
     "Progress",
-    "Prompt",
     "Reply",
     "Request",
-    "Sampling",
     "decode",
     "encode",
-    "failure",
-    "raised",
+    "error_of",
+    "error_reply",
 ]
 
 #: Version of the frames; every frame begins with it.
-WIRE = 1
+PROTOCOL = 1
 
 _HEAD = struct.Struct("!BQ")
 _TIMEVAL = struct.Struct("@ll")
 #: A frame that is larger than this is none of ours.
 _MOST = 1 << 34
-#: Seconds in which more of a frame must come, once it has begun.
-_STALL_S = 20.0
 
 
 class Hello(msgspec.Struct, array_like=True, tag="hello"):
@@ -72,57 +70,6 @@ class Request(msgspec.Struct, array_like=True, tag="request"):
     number: int = 0
 
 
-class Sampling(msgspec.Struct, array_like=True):
-    """How a row is sampled; see :class:`rl_core.backends.SamplingParams`."""
-
-    greedy: bool
-    temperature: float
-    top_k: int
-    top_p: float
-    repetition_penalty: float
-    stop_token_ids: list[int]
-
-
-class Prompt(msgspec.Struct, array_like=True):
-    """One row to complete; see :class:`rl_core.backends.Row`.
-
-    Attributes:
-        key: Tells it from every other row of the engine.
-        index: Of the row in its call, for messages.
-        token_ids: The prompt.
-        budget: Tokens that it may generate.
-        seed: Of its own stream, or None to draw from the engine's.
-        stop_strings: Each of them ends it.
-        sampling: How.
-    """
-
-    key: int
-    index: int
-    token_ids: list[int]
-    budget: int
-    seed: int | None
-    stop_strings: list[str]
-    sampling: Sampling
-
-
-class Done(msgspec.Struct, array_like=True):
-    """One row that is complete, or that failed; see :class:`rl_core.backends.Completion`.
-
-    Attributes:
-        key: Of the row.
-        token_ids: Generated.
-        logprobs: One for each.
-        truncated: It ended by length.
-        error: As :func:`rl_hosting.cluster.remote_error.as_plain` makes it, if it failed.
-    """
-
-    key: int
-    token_ids: list[int] = []
-    logprobs: list[float] = []
-    truncated: bool = False
-    error: list[Any] | None = None
-
-
 class Progress(msgspec.Struct, array_like=True, tag="progress"):
     """Rows that ended, or none: a sign of life.
 
@@ -141,7 +88,7 @@ class Reply(msgspec.Struct, array_like=True, tag="reply"):
     Attributes:
         number: The request's.
         value: What the method returned.
-        error: As :func:`rl_hosting.cluster.remote_error.as_plain` makes it.
+        error: As :func:`rl_hosting.cluster.remote_error.encode_error` makes it.
     """
 
     number: int = 0
@@ -156,15 +103,15 @@ decode = msgspec.msgpack.decode
 _decode_message = msgspec.msgpack.Decoder(Message).decode
 
 
-def failure(error: BaseException, name: str, number: int = 0) -> Reply:
+def error_reply(error: BaseException, name: str, number: int = 0) -> Reply:
     """The reply that carries an error."""
-    return Reply(number=number, error=as_plain(error, name))
+    return Reply(number=number, error=encode_error(error, name))
 
 
-def raised(reply: Reply | Done | Progress) -> WorkerError | None:
+def error_of(reply: Reply | Done | Progress) -> WorkerError | None:
     """The error that a message carries."""
     try:
-        return None if reply.error is None else from_plain(reply.error)
+        return None if reply.error is None else decode_error(reply.error)
     except (TypeError, ValueError):
         return WorkerError(
             f"the engine failed with an error that is none: {reply.error!r:.200}",
@@ -181,7 +128,7 @@ class Channel:
 
     def __init__(self, end: socket.socket) -> None:
         end.settimeout(None)
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(_STALL_S))
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(FRAME_STALL_S))
         self._end = end
         self._turn = threading.Lock()
         self._broken = False
@@ -205,7 +152,7 @@ class Channel:
                 raise BrokenPipeError("a part of an earlier frame was not taken")
             # The kernel's own limit: Python's would hold for whoever receives, too.
             self._end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(timeout_s))
-            for part in (_HEAD.pack(WIRE, len(data)), data):
+            for part in (_HEAD.pack(PROTOCOL, len(data)), data):
                 view = memoryview(part)
                 while view:
                     view = view[self._end.send(view) :]
@@ -222,13 +169,13 @@ class Channel:
         Raises:
             EOFError: The other side is gone.
             DeadlineError: A message began and does not go on.
-            IncompatiblePluginError: It speaks another version.
+            IncompatiblePluginError: It has another version of the protocol.
             msgspec.MsgspecError: It sends what is no message.
         """
         version, size = _HEAD.unpack(self._exactly(_HEAD.size, begun=False))
-        if version != WIRE:
+        if version != PROTOCOL:
             raise IncompatiblePluginError(
-                f"the other side speaks version {version} of rl-hosting's wire, this one {WIRE}",
+                f"the other side has version {version} of the protocol, this one {PROTOCOL}",
                 fix="install the same release of rl-hosting in both environments",
                 version=version,
             )
@@ -253,9 +200,9 @@ class Channel:
                 if not (begun or got):
                     continue
                 raise DeadlineError(
-                    f"of a frame of {size} bytes {got} came, and no more in {_STALL_S:.0f} s",
+                    f"of a frame of {size} bytes {got} came, and no more in {FRAME_STALL_S:.0f} s",
                     fix="look at its log",
-                    seconds=_STALL_S,
+                    seconds=FRAME_STALL_S,
                 ) from None
             except OSError as error:
                 raise EOFError(str(error)) from error

@@ -1,4 +1,4 @@
-"""What an engine's process says, sorted for those who wait for it in the driver."""
+"""The messages of a hosted process, sorted for the threads of the driver that wait for them."""
 
 from __future__ import annotations
 
@@ -9,33 +9,34 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from rl_core.errors import PluginError, RLError
-from rl_hosting.wire import Hello, Progress, Reply
+from rl_hosting._messages import Hello, Progress, Reply
 
 if TYPE_CHECKING:
     from collections.abc import Generator
 
-    from rl_hosting.wire import Channel, Message
+    from rl_hosting._messages import Channel
 
 __all__ = ["Inbox"]
 
 
 class Inbox:
-    """What came.
+    """The messages that came, and those that are awaited.
 
-    It knows no :class:`EngineProcess`, so that an engine that is dropped ends.
+    The thread that reads has this object alone: with a reference to :class:`HostedProcess` it would
+    keep a process alive whose backend was dropped.
 
     Attributes:
         hello: The first message.
-        ended: Nothing comes any more.
-        owed: Numbers of replies that did not come in time.
-        nonsense: Why nothing is read any more, if what came was no message.
+        ended: True when no message will come any more.
+        owed: Numbers of requests whose replies did not come in time.
+        broken: Why nothing more is read, if something came that is no message.
     """
 
     def __init__(self) -> None:
         self.hello: concurrent.futures.Future[Hello] = concurrent.futures.Future()
         self.ended = False
         self.owed: set[int] = set()
-        self.nonsense: RLError | None = None
+        self.broken: RLError | None = None
         self._guard = threading.Lock()
         self._answers: dict[int, concurrent.futures.Future[Reply]] = {}
         self._progress: queue.SimpleQueue[Progress | None] = queue.SimpleQueue()
@@ -57,7 +58,7 @@ class Inbox:
                     self.owed.add(number)
 
     def next_progress(self, timeout_s: float) -> Progress | None:
-        """What came of rows; None after the timeout, or if :meth:`wake` was called."""
+        """The next message about rows; None after the timeout, or if :meth:`wake` was called."""
         with suppress(queue.Empty):
             return self._progress.get(timeout=timeout_s)
         return None
@@ -67,16 +68,28 @@ class Inbox:
         self._progress.put(None)
 
     def read(self, channel: Channel) -> None:
-        """Until the process is gone."""
+        """Reads messages until the process closes its socket; for a thread of its own."""
         try:
             while True:
-                self._sort(channel.receive())
+                message = channel.receive()
+                if isinstance(message, Progress):
+                    self._progress.put(message)
+                elif isinstance(message, Hello):
+                    self.hello.set_result(message)
+                elif isinstance(message, Reply):
+                    with self._guard:
+                        answer = self._answers.get(message.number)
+                        self.owed.discard(message.number)
+                    if answer is not None and not answer.done():  # otherwise nobody waits any more
+                        answer.set_result(message)
+                else:
+                    raise TypeError("an engine calls nobody")
         except EOFError:
             pass
         except RLError as error:
-            self.nonsense = error
+            self.broken = error
         except Exception as error:
-            self.nonsense = PluginError(
+            self.broken = PluginError(
                 f"the engine's process said what is no message: {error}",
                 fix="nothing but rl-hosting may write to its socket; report it",
             )
@@ -88,17 +101,3 @@ class Inbox:
                 if not answer.done():
                     answer.set_exception(EOFError())
             self.wake()
-
-    def _sort(self, message: Message) -> None:
-        if isinstance(message, Progress):
-            self._progress.put(message)
-        elif isinstance(message, Hello):
-            self.hello.set_result(message)
-        elif isinstance(message, Reply):
-            with self._guard:
-                answer = self._answers.get(message.number)
-                self.owed.discard(message.number)
-            if answer is not None and not answer.done():  # otherwise nobody waits any more
-                answer.set_result(message)
-        else:
-            raise TypeError("an engine calls nobody")

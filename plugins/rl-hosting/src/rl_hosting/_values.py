@@ -1,8 +1,8 @@
 """What calls of a worker are given and return, as MessagePack: plain values, tensors, batches.
 
-A driver may also give a worker objects, such as a loss: those are pickled (cloudpickle), and the
-worker, which the driver has started from its own code, loads them. In the other direction nothing
-is unpickled: a worker returns values alone.
+Arguments may also be objects, such as a loss: those are pickled (cloudpickle), and the worker,
+which the driver has started from its own code, loads them. In the other direction nothing is
+unpickled: a worker returns values alone.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rl_core.errors import DataError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["read", "read_with_objects", "write", "write_with_objects"]
+__all__ = ["decode_arguments", "decode_result", "encode_arguments", "encode_result"]
 
 _TENSOR, _OBJECT = 1, 2
 #: The key of what is not plain: no column or key of ours begins with it.
@@ -35,23 +35,23 @@ _NONSENSE = (TypeError, ValueError, AttributeError, RuntimeError, ImportError)
 _PLAIN = (str, bytes, bool, float, type(None))
 
 
-def write(value: Any) -> bytes:
-    """A value that another process may read.
+def encode_result(value: Any) -> bytes:
+    """What a worker returns, as bytes.
 
     Raises:
         DataError: It has an object in it that is no value.
     """
-    return msgspec.msgpack.encode(_packed(value, _refused))
+    return msgspec.msgpack.encode(_to_plain(value, _refused))
 
 
-def read(data: bytes) -> Any:
-    """What :func:`write` wrote.
+def decode_result(data: bytes) -> Any:
+    """What :func:`encode_result` was given.
 
     Raises:
-        DataError: It is none of that.
+        DataError: The bytes are none of its.
     """
     try:
-        return _unpacked(msgspec.msgpack.decode(data, ext_hook=_extension))
+        return _from_plain(msgspec.msgpack.decode(data, ext_hook=_extension))
     except (msgspec.MsgspecError, ArithmeticError, LookupError, *_NONSENSE) as error:
         raise DataError(
             f"what a worker returned is no value: {type(error).__name__}: {error}",
@@ -59,36 +59,38 @@ def read(data: bytes) -> Any:
         ) from error
 
 
-def write_with_objects(value: Any) -> bytes:
-    """A value with objects in it, for a worker of this process."""
-    return msgspec.msgpack.encode(_packed(value, _pickled))
+def encode_arguments(value: Any) -> bytes:
+    """The arguments of a call, as bytes, for a worker that this process started."""
+    return msgspec.msgpack.encode(_to_plain(value, _pickled))
 
 
-def read_with_objects(data: bytes) -> Any:
-    """What this process's own driver wrote."""
-    return _unpacked(msgspec.msgpack.decode(data, ext_hook=_object_or_extension))
+def decode_arguments(data: bytes) -> Any:
+    """What :func:`encode_arguments` was given; for bytes of this process's own driver alone."""
+    return _from_plain(msgspec.msgpack.decode(data, ext_hook=_object_or_extension))
 
 
-def _packed(value: Any, other: Callable[[Any], Any]) -> Any:
+def _to_plain(value: Any, fallback: Callable[[Any], Any]) -> Any:
     kind = type(value)
     if kind in _PLAIN:
         return value
     if kind is int:
         return value if -(1 << 63) <= value < 1 << 64 else {_KIND: "int", "value": str(value)}
     if kind is list:
-        return [_packed(item, other) for item in value]
+        return [_to_plain(item, fallback) for item in value]
     if kind is dict and all(type(key) is str for key in value) and _KIND not in value:
-        return {key: _packed(item, other) for key, item in value.items()}
+        return {key: _to_plain(item, fallback) for key, item in value.items()}
     if kind in (tuple, set, frozenset):
-        return {_KIND: kind.__name__, "value": [_packed(item, other) for item in value]}
+        return {_KIND: kind.__name__, "value": [_to_plain(item, fallback) for item in value]}
     if kind is dict:
-        pairs = [[_packed(key, other), _packed(item, other)] for key, item in value.items()]
+        pairs = [
+            [_to_plain(key, fallback), _to_plain(item, fallback)] for key, item in value.items()
+        ]
         return {_KIND: "dict", "value": pairs}
     if isinstance(value, torch.Tensor) and not value.is_sparse and not value.is_quantized:
         return msgspec.msgpack.Ext(_TENSOR, _tensor_bytes(value))
     for name, batch in _BATCHES.items():
         if kind is batch:
-            return {_KIND: name, "value": _packed(value.__getstate__(), other)}
+            return {_KIND: name, "value": _to_plain(value.__getstate__(), fallback)}
     if isinstance(value, Path):
         return {_KIND: "path", "value": str(value)}
     if isinstance(value, torch.dtype):
@@ -96,18 +98,18 @@ def _packed(value: Any, other: Callable[[Any], Any]) -> Any:
     if dataclasses.is_dataclass(value) and kind.__module__.startswith(_OURS):
         fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
         name = f"{kind.__module__}:{kind.__qualname__}"
-        return {_KIND: "fields", "class": name, "value": _packed(fields, other)}
-    return other(value)
+        return {_KIND: "fields", "class": name, "value": _to_plain(fields, fallback)}
+    return fallback(value)
 
 
-def _unpacked(value: Any) -> Any:
+def _from_plain(value: Any) -> Any:
     if type(value) is list:
-        return [_unpacked(item) for item in value]
+        return [_from_plain(item) for item in value]
     if type(value) is not dict:
         return value
     if _KIND not in value:
-        return {key: _unpacked(item) for key, item in value.items()}
-    inner = _unpacked(value["value"])
+        return {key: _from_plain(item) for key, item in value.items()}
+    inner = _from_plain(value["value"])
     match value[_KIND]:
         case "int":
             return int(inner)
@@ -124,11 +126,11 @@ def _unpacked(value: Any) -> Any:
         case "dtype":
             return _dtype_of(inner)
         case "fields":
-            return _class_of(value["class"])(**inner)
+            return _dataclass(value["class"])(**inner)
     raise msgspec.DecodeError(f"a value of the unknown kind {value[_KIND]!r}")
 
 
-def _class_of(name: str) -> Any:
+def _dataclass(name: str) -> Any:
     """One of our dataclasses."""
     module, _, path = name.partition(":")
     found: Any = None
