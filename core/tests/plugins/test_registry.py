@@ -30,7 +30,7 @@ from rl_core.plugins.hookspecs import (
     validate_config,
     worker_environment,
 )
-from rl_core.plugins.registry import find_backend, resolve
+from rl_core.plugins.registry import find_provider, resolve
 
 if TYPE_CHECKING:
     from conftest import Install
@@ -88,7 +88,7 @@ def test_two_providers_are_ambiguous_until_one_is_named(install: Install) -> Non
     install.toy("rl-toy")
     install.toy("rl-toy-two", summary="'The second.'")
     with pytest.raises(AmbiguousBackendError) as caught:
-        find_backend("toy")
+        find_provider("toy")
     assert caught.value.details["candidates"] == ["rl-toy:toy", "rl-toy-two:toy"]
     assert resolve("rl-toy-two:toy").summary == "The second."
 

@@ -16,7 +16,7 @@ from rl_core.plugins.discovery import (
     site_packages,
 )
 from rl_core.plugins.manifest import CONTRACT_VERSION
-from rl_core.plugins.registry import match_backends
+from rl_core.plugins.registry import match_providers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -91,7 +91,7 @@ def _list(options: argparse.Namespace) -> Answer:
 
 
 def _info(options: argparse.Namespace) -> Answer:
-    listings = inspect_all(match_backends(options.name))
+    listings = inspect_all(match_providers(options.name))
 
     def show() -> None:
         for listing in listings:

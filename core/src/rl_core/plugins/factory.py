@@ -11,7 +11,7 @@ from rl_core.config import check_config
 from rl_core.errors import BrokenPluginError, ConfigError
 from rl_core.plugins.discovery import BACKENDS, load_object, providers
 from rl_core.plugins.hookspecs import validate_config, worker_environment
-from rl_core.plugins.registry import find_backend, resolve
+from rl_core.plugins.registry import find_provider, resolve
 
 if TYPE_CHECKING:
     from rl_core.interfaces import Cluster
@@ -57,7 +57,7 @@ def create_policy(
 
 def _create(kind: Kind, config: Mapping[str, Any], cluster: Cluster | None) -> Any:
     name = _backend_name(config)
-    provider = find_backend(name)
+    provider = find_provider(name)
     # On a cluster, the engine is installed where the workers run, not here.
     manifest = resolve(name, kind, engine=cluster is None)
     spec = load_object(manifest.configs[kind], provider)

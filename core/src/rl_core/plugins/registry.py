@@ -5,26 +5,36 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rl_core.errors import AmbiguousBackendError, BackendNotFoundError
-from rl_core.plugins.discovery import BACKENDS, Provider, check_engine, load_manifest, providers
+from rl_core.plugins.discovery import (
+    BACKENDS,
+    TRANSPORTS,
+    Provider,
+    check_engine,
+    load_manifest,
+    providers,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from rl_core.plugins.manifest import BackendManifest, Kind
 
-__all__ = ["find_backend", "match_backends", "resolve"]
+__all__ = ["find_provider", "match_providers", "resolve"]
+
+_KINDS = {BACKENDS: "backend", TRANSPORTS: "refit transport"}
 
 
-def match_backends(name: str) -> list[Provider]:
+def match_providers(name: str, group: str = BACKENDS) -> list[Provider]:
     """All providers that a name may mean, from metadata alone.
 
     Args:
         name: As ``rl backends list`` shows it, or ``dist:name``.
+        group: The entry-point group: that of backends, or of transports.
 
     Raises:
         BackendNotFoundError: Nothing installed provides it; names the nearest match.
     """
-    known = providers(BACKENDS)
+    known = providers(group)
     distribution, _, short = name.rpartition(":")
     found = [
         provider
@@ -33,24 +43,25 @@ def match_backends(name: str) -> list[Provider]:
         and _canonical(distribution) in ("", _canonical(provider.distribution))
     ]
     if not found:
-        raise _not_found(name, short, known)
+        raise _not_found(name, short, known, _KINDS[group])
     return found
 
 
-def find_backend(name: str) -> Provider:
-    """The one provider of a backend, from metadata alone.
+def find_provider(name: str, group: str = BACKENDS) -> Provider:
+    """The one provider of a name, from metadata alone.
 
     Args:
         name: As ``rl backends list`` shows it, or ``dist:name``.
+        group: The entry-point group: that of backends, or of transports.
 
     Raises:
         BackendNotFoundError: Nothing installed provides it; names the nearest match.
         AmbiguousBackendError: Several distributions provide it and none was named.
     """
-    found = match_backends(name)
+    found = match_providers(name, group)
     if len(found) > 1:
         raise AmbiguousBackendError(
-            f"several plugins provide the backend {name!r}: {', '.join(map(str, found))}",
+            f"several plugins provide the {_KINDS[group]} {name!r}: {', '.join(map(str, found))}",
             fix=f"write {' or '.join(repr(p.qualified_name) for p in found)}, or uninstall one",
             name=name,
             candidates=[provider.qualified_name for provider in found],
@@ -74,7 +85,7 @@ def resolve(name: str, kind: Kind | None = None, *, engine: bool = False) -> Bac
         IncompatiblePluginError: It was written for another version of the contract.
         MissingEngineError: The engine was asked for and is not installed or out of range.
     """
-    provider = find_backend(name)
+    provider = find_provider(name)
     manifest = load_manifest(provider)
     if kind is not None and kind not in manifest.kinds:
         raise provider.error(
@@ -92,7 +103,7 @@ def _canonical(distribution: str) -> str:
     return distribution.lower().replace("_", "-").replace(".", "-")
 
 
-def _not_found(name: str, short: str, known: Sequence[Provider]) -> BackendNotFoundError:
+def _not_found(name: str, short: str, known: Sequence[Provider], kind: str) -> BackendNotFoundError:
     from rl_core.config import nearest
 
     names = sorted({provider.name for provider in known})
@@ -105,7 +116,7 @@ def _not_found(name: str, short: str, known: Sequence[Provider]) -> BackendNotFo
     else:
         fix = "install the plugin that provides it; `rl backends list` shows what is installed"
     return BackendNotFoundError(
-        f"no installed plugin provides the backend {name!r}; "
+        f"no installed plugin provides the {kind} {name!r}; "
         f"installed are: {', '.join(names) or 'none'}",
         fix=fix,
         name=name,

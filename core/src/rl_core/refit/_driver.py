@@ -27,6 +27,7 @@ from rl_core.plugins import hookspecs
 from rl_core.refit.options import SendOptions
 from rl_core.refit.report import RefitReport
 from rl_core.refit.session import Phase
+from rl_core.refit.session.base import is_echo
 from rl_core.refit.timing import DRIVER_GRACE_S
 
 if TYPE_CHECKING:
@@ -173,7 +174,7 @@ def _outcome(sending: list[Future], receiving: list[Future], timeout_s: float) -
     several = bool(followers)
     end = time.monotonic() + DRIVER_GRACE_S
     others = []
-    for future in [*sending, *receiving] if "cause" in failure.details or several else ():
+    for future in [*sending, *receiving] if is_echo(failure) or several else ():
         try:
             wait(future, max(0.0, end - time.monotonic()))
         except DeadlineError:
@@ -185,7 +186,7 @@ def _outcome(sending: list[Future], receiving: list[Future], timeout_s: float) -
     if several:
         others.sort(key=lambda error: "rank" not in error.details)  # stable
     for other in others:
-        if "cause" not in other.details:
+        if not is_echo(other):
             raise other from None
     raise failure
 

@@ -40,7 +40,7 @@ from rl_core.refit.session import (
 )
 from rl_core.refit.timing import TICK_S
 from rl_core.refit.transports.cuda import visible_gpus
-from rl_core.refit.turns import leave_line
+from rl_core.refit.turns import leave_line, wait_in_line
 
 if TYPE_CHECKING:
     from rl_core.refit._introduction import Trainer
@@ -231,7 +231,7 @@ class ReceiveJob(Job[ReceiverSession]):
         session, lock = self.session, self._state.lock
         session.held_up = "generation"
         try:
-            while not lock.acquire(timeout=TICK_S):
+            while not wait_in_line(lock, TICK_S):
                 self.pump(0.0)
                 self.look()
                 if session.phase.terminal:

@@ -79,7 +79,7 @@ class _Kind(Generic[M]):
             )
         head, code, body = frame[:_HEAD_BYTES], frame[_HEAD_BYTES:least], frame[least:]
         if head[:-1] != _MAGIC + bytes([PROTOCOL]):
-            spoken = f"protocol {head[2]}" if head.startswith(_MAGIC) else "no protocol since 3"
+            spoken = f"refit protocol {head[2]}" if head.startswith(_MAGIC) else "no refit protocol"
             raise RefitProtocolError(
                 f"a frame of {spoken}; this side speaks refit protocol {PROTOCOL}",
                 fix="install the same rl-core on both sides",

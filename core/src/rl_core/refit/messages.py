@@ -53,8 +53,8 @@ class Ready(_InSession, frozen=True):
     """Receiver: the offered manifest is the one I checked; send these tensors in these dtypes.
 
     ``holds`` has the digest of every tensor that I know to have, 16 bytes each, in the manifest's
-    order, zeros for the others; it is empty without ``delta``. ``gpus`` are the UUIDs of the
-    GPU that my tensors are on and of others that I can reach; empty if they are on none.
+    order, zeros for the others; it is empty without ``delta``. ``gpus`` are the UUIDs of the GPUs
+    that I can reach, that of my tensors first; it is empty if my tensors are on the CPU.
     """
 
     dtypes: dict[str, str]

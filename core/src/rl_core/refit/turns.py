@@ -11,11 +11,11 @@ from rl_core.errors import DeadlineError
 if TYPE_CHECKING:
     from collections.abc import Generator
 
-__all__ = ["Lock", "TurnLock", "exclusively", "leave_line"]
+__all__ = ["Lock", "TurnLock", "exclusively", "leave_line", "wait_in_line"]
 
 
 class Lock(Protocol):
-    """What a refit asks of an engine's lock: a :class:`TurnLock`, or one of :mod:`threading`."""
+    """What a refit needs of an engine's lock: a :class:`TurnLock`, or one of :mod:`threading`."""
 
     def acquire(self, *, timeout: float = ...) -> bool:
         """Whether it was had in time."""
@@ -24,8 +24,18 @@ class Lock(Protocol):
         """Gives it back."""
 
 
+def wait_in_line(lock: Lock, timeout_s: float) -> bool:
+    """Whether the lock was had in time; a :class:`TurnLock` keeps the place in line if not.
+
+    Call it again, or :func:`leave_line`.
+    """
+    if isinstance(lock, TurnLock):
+        return lock.acquire(timeout_s, keep_place=True)
+    return lock.acquire(timeout=timeout_s)
+
+
 def leave_line(lock: Lock) -> None:
-    """Gives up the place that a lock may keep for who asked and did not get it."""
+    """Gives up the place that :func:`wait_in_line` kept."""
     if isinstance(lock, TurnLock):
         lock.withdraw()
 
@@ -38,7 +48,6 @@ def exclusively(lock: Any, timeout_s: float, what: str) -> Generator[None]:
         DeadlineError: The lock was not free in time.
     """
     if not lock.acquire(timeout=timeout_s):
-        leave_line(lock)
         raise DeadlineError(
             f"{what} did not end within {timeout_s:g} s",
             fix="raise deadline_s, or find out what hangs",
@@ -68,9 +77,9 @@ class TurnLock:
         self._depth = 0
         self._reading: dict[int, int] = {}  # by thread, how often
         self._writers: list[int] = []  # threads that wait to write, in line
-        self._drawn = 0  # numbers that readers drew, in the order in which they came
-        self._waiting: list[int] = []  # of readers that wait
-        self._kept_out = 0  # who drew up to this number goes before the next writer
+        self._tickets = 0  # readers get one each, numbered in the order in which they come
+        self._waiting: list[int] = []  # tickets of readers that wait
+        self._first = 0  # tickets up to this one go before the next writer, who kept them out
 
     @property
     def wanted(self) -> bool:
@@ -89,13 +98,13 @@ class TurnLock:
         with self._changed:
             mine = me in self._reading or self._writer == me
             if not mine:
-                self._drawn += 1
-                number = self._drawn
-                self._waiting.append(number)
+                self._tickets += 1
+                ticket = self._tickets
+                self._waiting.append(ticket)
                 try:
-                    self._changed.wait_for(lambda: self._may_read(number))
+                    self._changed.wait_for(lambda: self._may_read(ticket))
                 finally:
-                    self._waiting.remove(number)
+                    self._waiting.remove(ticket)
                     self._changed.notify_all()  # whoever waited for this one
             self._reading[me] = self._reading.get(me, 0) + 1
         try:
@@ -107,13 +116,13 @@ class TurnLock:
                     del self._reading[me]
                 self._changed.notify_all()
 
-    def acquire(self, timeout: float = -1) -> bool:
+    def acquire(self, timeout: float = -1, *, keep_place: bool = False) -> bool:
         """Holds it for a writer, if it can be had in time.
-
-        Who could not have it stays in line: call again, or :meth:`withdraw`.
 
         Args:
             timeout: Seconds; for ever if negative.
+            keep_place: A thread that did not get it stays in line, and keeps readers out, until it
+                asks again or withdraws.
 
         Returns:
             Whether this thread has it.
@@ -130,11 +139,14 @@ class TurnLock:
                     self._writers.append(me)
                 wait_s = None if timeout < 0 else timeout
                 try:
-                    if not self._changed.wait_for(lambda: self._may_write(me), wait_s):
-                        return False
+                    had = self._changed.wait_for(lambda: self._may_write(me), wait_s)
                 except BaseException:  # a signal: who is gone must not keep readers out
                     self.withdraw()
                     raise
+                if not had:
+                    if not keep_place:
+                        self.withdraw()
+                    return False
                 self._writers.remove(me)
                 self._writer = me
             self._depth += 1
@@ -160,7 +172,7 @@ class TurnLock:
             self._depth -= 1
             if not self._depth:
                 self._writer = None
-                self._kept_out = self._drawn
+                self._first = self._tickets
                 self._changed.notify_all()
 
     def __enter__(self) -> None:
@@ -169,14 +181,14 @@ class TurnLock:
     def __exit__(self, *exception: object) -> None:
         self.release()
 
-    def _may_read(self, mine: int) -> bool:
+    def _may_read(self, ticket: int) -> bool:
         room = self._writer is None and len(self._reading) < self._most
-        return room and (mine <= self._kept_out or not (self._writers or self._owes_readers()))
+        return room and (ticket <= self._first or not (self._writers or self._readers_go_first()))
 
     def _may_write(self, me: int) -> bool:
         free = self._writer is None and not self._reading.keys() - {me}
-        return free and self._writers[0] == me and not self._owes_readers()
+        return free and self._writers[0] == me and not self._readers_go_first()
 
-    def _owes_readers(self) -> bool:
+    def _readers_go_first(self) -> bool:
         """Whether readers wait whom the last writer kept out."""
-        return any(number <= self._kept_out for number in self._waiting)
+        return any(ticket <= self._first for ticket in self._waiting)

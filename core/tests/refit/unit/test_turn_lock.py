@@ -12,7 +12,7 @@ from simple_pair import SOON, Engine, InPlaceSink, Trainer, blank, go, make_tens
 
 from rl_core.errors import DeadlineError, RefitAborted
 from rl_core.futures import spawn
-from rl_core.refit.turns import TurnLock, exclusively
+from rl_core.refit.turns import TurnLock, exclusively, wait_in_line
 
 
 def until(condition) -> None:
@@ -129,8 +129,8 @@ def test_who_comes_later_takes_no_place_of_one_who_was_kept_waiting():
     until(lambda: lock._waiting)
     with lock._changed:  # nobody is woken before both are there
         lock.release()
-        assert not lock._may_read(lock._drawn + 1)
-        assert lock._may_read(lock._drawn)
+        assert not lock._may_read(lock._tickets + 1)
+        assert lock._may_read(lock._tickets)
     kept.result(SOON)
     read("later")
     assert order == ["kept", "later"]
@@ -153,6 +153,17 @@ def test_who_waits_in_vain_leaves_the_line():
         assert not lock._writers
     with lock.reading():
         pass
+
+
+def test_who_keeps_a_place_in_line_keeps_readers_out_until_it_is_given_up():
+    lock = TurnLock()
+    with lock.reading():
+        assert not spawn("w", lambda: wait_in_line(lock, 0.01)).result(SOON)
+        assert lock.wanted
+        assert not lock._may_read(lock._tickets + 1)
+        lock._writers.clear()  # what ``leave_line`` does in the thread that waited
+        assert not spawn("w", lambda: lock.acquire(0.01)).result(SOON)
+        assert not lock.wanted
 
 
 def test_who_is_interrupted_leaves_the_line(monkeypatch):
@@ -210,8 +221,6 @@ def test_never_a_writer_with_anybody_and_never_too_many_readers(readers, plan):
         elif lock.acquire(timeout=0.0005):
             enter("w", pause)
             lock.release()
-        else:
-            lock.withdraw()
 
     for future in [spawn("t", lambda step=step: run(*step)) for step in plan]:
         future.result(SOON)

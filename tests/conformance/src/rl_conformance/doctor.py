@@ -20,7 +20,7 @@ from rl_core.plugins.discovery import (
     providers,
 )
 from rl_core.plugins.hookspecs import Finding, doctor_findings
-from rl_core.plugins.registry import match_backends
+from rl_core.plugins.registry import match_providers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -43,7 +43,7 @@ def diagnose(name: str | None = None) -> list[Finding]:
         BackendNotFoundError: Nothing installed provides ``name``.
     """
     findings: list[Finding] = []
-    chosen = providers(BACKENDS) if name is None else match_backends(name)
+    chosen = providers(BACKENDS) if name is None else match_providers(name)
     for provider in chosen:
         findings += _examine(provider, strict=name is not None)
     findings += _collisions(BACKENDS, chosen)

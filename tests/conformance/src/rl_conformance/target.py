@@ -57,9 +57,9 @@ class Target:
         from rl_core.config import config_keys
         from rl_core.plugins.discovery import CONFORMANCE, engine_version, load_object, providers
         from rl_core.plugins.factory import create_generation, create_policy
-        from rl_core.plugins.registry import find_backend, resolve
+        from rl_core.plugins.registry import find_provider, resolve
 
-        provider = find_backend(name)
+        provider = find_provider(name)
         manifest = resolve(name)
         keys: dict[str, frozenset[str]] = {
             kind: frozenset(config_keys(load_object(reference, provider)))

@@ -109,7 +109,6 @@ class GatheredSource(WeightSource, Part):
         self._rank_call_id = ""
 
     def open(self, rank_call_id: str, deadline_s: float) -> None:
-        """See :meth:`WeightSource.open`."""
         if self.ranks is not None:
             self.ranks.thread.check_step()
             self._rank_call_id = rank_call_id

@@ -238,7 +238,7 @@ class Leader:
                 self._sort(key, messages.decode(frame))
             except msgspec.MsgspecError as error:
                 raise RefitError(
-                    f"a rank said what is no message: {error}",
+                    f"a frame of another rank holds no message: {error}",
                     fix="install the same rl-core for all ranks",
                 ) from error
         for key in self._server.departed():

@@ -36,6 +36,7 @@ __all__ = [
     "Send",
     "Session",
     "describe",
+    "is_echo",
     "peer_error",
 ]
 
@@ -240,6 +241,11 @@ def peer_error(
     if isinstance(found, type) and issubclass(found, known) and found is not RefitError:
         return found(message, **details)
     return RefitPeerError(message, **details)
+
+
+def is_echo(error: RLError) -> bool:
+    """Whether it repeats what another process raised there, whose class is its ``cause``."""
+    return "cause" in error.details
 
 
 def describe(error: BaseException) -> tuple[str, str]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from rl_core.errors import AmbiguousBackendError, BackendNotFoundError, BrokenPluginError
-from rl_core.plugins.discovery import TRANSPORTS, load_object, providers
+from rl_core.errors import BrokenPluginError
+from rl_core.plugins.discovery import TRANSPORTS, load_object
+from rl_core.plugins.registry import find_provider
 from rl_core.refit.transports.base import Transport
 
 __all__ = ["find_transport"]
@@ -17,26 +18,12 @@ def find_transport(name: str) -> Transport:
         AmbiguousBackendError: Several do.
         BrokenPluginError: It cannot be imported, or is not a :class:`Transport`.
     """
-    known = providers(TRANSPORTS)
-    found = [provider for provider in known if provider.name == name]
-    if not found:
-        names = ", ".join(sorted({provider.name for provider in known})) or "none"
-        raise BackendNotFoundError(
-            f"no installed plugin provides the refit transport {name!r}; installed are: {names}",
-            fix="install the plugin that provides it, or reinstall rl-core if none is listed",
-            name=name,
-        )
-    if len(found) > 1:
-        raise AmbiguousBackendError(
-            f"several plugins provide the transport {name!r}: {', '.join(map(str, found))}",
-            fix="uninstall all but one",
-            name=name,
-        )
-    transport = load_object(found[0].value, found[0])
+    provider = find_provider(name, TRANSPORTS)
+    transport = load_object(provider.value, provider)
     if not isinstance(transport, Transport):
-        raise found[0].error(
+        raise provider.error(
             BrokenPluginError,
-            f"{found[0]}: {found[0].value!r} is a {type(transport).__name__}, not a Transport",
-            fix=f"report this to the authors of {found[0].distribution}",
+            f"{provider}: {provider.value!r} is a {type(transport).__name__}, not a Transport",
+            fix=f"report this to the authors of {provider.distribution}",
         )
     return transport

@@ -158,7 +158,6 @@ class CollectiveSender(ControlServer, SenderEnd):
         return _join(ref, 0, self._store, self.address, device, self._lanes)
 
     def close(self) -> None:
-        """See :meth:`SenderEnd.close`."""
         self._closed.set()
         for lane in list(self._lanes):
             lane.close()
@@ -266,7 +265,6 @@ class CollectiveReceiver(ControlClient, ReceiverEnd):
         return _join(wanted, rank, self._store, self._address, device, self._lanes)
 
     def close(self) -> None:
-        """See :meth:`ReceiverEnd.close`."""
         self._closed.set()
         for lane in list(self._lanes):
             lane.close()

@@ -89,7 +89,7 @@ class ControlServer:
 
     Attributes:
         endpoint: Where clients connect.
-        key: The server's public key, which is nobody else's business; empty if not encrypted.
+        key: The server's public key, which clients must be told; empty if not encrypted.
 
     Raises:
         RefitError: It cannot be bound, or encryption is not there.

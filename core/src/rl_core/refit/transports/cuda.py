@@ -140,7 +140,6 @@ class CudaRegion(Lane):
         return cls(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage), wanted)
 
     def allocate_view(self, start: int, stop: int) -> torch.Tensor:
-        """See :meth:`Lane.allocate_view`."""
         return torch.as_tensor(_Piece(self.data, start, stop), device=self._device)
 
     def moved_in(self) -> None:

@@ -298,7 +298,6 @@ class GroupLane(Lane):
         self._carrier.take(_Span(self.data[start:stop], written))
 
     def expect(self, start: int, stop: int) -> None:
-        """See :meth:`Lane.expect`."""
         span = _Span(self.data[start:stop], None)
         self._expected.append(span)
         self._carrier.take(span)
@@ -313,7 +312,6 @@ class GroupLane(Lane):
         return False
 
     def release(self) -> None:
-        """See :meth:`Lane.release`."""
         if self._cuda:
             torch.cuda.current_stream(self.data.device).synchronize()
         self._expected.popleft()

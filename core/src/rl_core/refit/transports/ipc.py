@@ -80,13 +80,11 @@ class IpcSender(ControlServer, SenderEnd):
     def lane(
         self, nbytes: int, device: torch.device, receivers: Sequence[str], *, direct: bool = False
     ) -> Lane:
-        """See :meth:`SenderEnd.lane`."""
         if device.type == "cuda":
             return CudaRegion.create(nbytes, device)
         return SharedRegion.create(nbytes, self._directory, grows=direct)
 
     def close(self) -> None:
-        """See :meth:`SenderEnd.close`."""
         super().close()
         self._remove()
 
@@ -97,7 +95,6 @@ class IpcReceiver(ControlClient, ReceiverEnd):
     private = True
 
     def connect(self, address: Mapping[str, Any]) -> None:
-        """See :meth:`ReceiverEnd.connect`."""
         path = self.endpoint.removeprefix(_SCHEME)
         try:
             os.stat(path)
@@ -114,13 +111,11 @@ class IpcReceiver(ControlClient, ReceiverEnd):
         self.open()
 
     def attach(self, ref: Mapping[str, Any], receiver: str, device: torch.device = CPU) -> Lane:
-        """See :meth:`ReceiverEnd.attach`."""
         if ref.get("kind") == "cuda":
             return CudaRegion.attach(ref)
         return SharedRegion.attach(ref)
 
     def disconnect(self) -> None:
-        """See :meth:`ReceiverEnd.disconnect`."""
         lost = self.lost()
         super().disconnect()
         end = time.monotonic() + DYING_S
@@ -128,7 +123,6 @@ class IpcReceiver(ControlClient, ReceiverEnd):
             time.sleep(DYING_S / 50)
 
     def close(self) -> None:
-        """See :meth:`ReceiverEnd.close`."""
         super().close()
         _clear(self.endpoint)
 

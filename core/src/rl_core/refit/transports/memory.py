@@ -122,7 +122,6 @@ class SharedRegion(Lane):
         raise RefitProtocolError(f"{wanted.path} is not the sender's shared memory")
 
     def allocate_view(self, start: int, stop: int) -> torch.Tensor:
-        """See :meth:`Lane.allocate_view`."""
         if self._grows:
             if self._left >= _TRIM_BYTES:
                 self.moved_in()

@@ -18,7 +18,7 @@ from rl_core.config import config_keys
 from rl_core.errors import ConfigError, LifecycleError, MissingEngineError, WorkerError
 from rl_core.plugins.discovery import check_engine, load_object
 from rl_core.plugins.manifest import EngineRequirement
-from rl_core.plugins.registry import find_backend
+from rl_core.plugins.registry import find_provider
 from rl_core.plugins.validation import manifest_problems
 
 if TYPE_CHECKING:
@@ -174,7 +174,7 @@ def a_missing_engine_comes_with_its_command(ctx: Context) -> None:
     engine = EngineRequirement(("no-such-engine-of-rl-conformance",), ">=1", "engine")
     manifest = dataclasses.replace(ctx.manifest, engine=engine)
     with raises(MissingEngineError, "pip install", "[engine]", name):
-        check_engine(find_backend(ctx.target.name), manifest)
+        check_engine(find_provider(ctx.target.name), manifest)
 
 
 @check("D5", modules=("rl_ray",), timeout_s=300.0)
