@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from rl_conformance.diagnostics.agreement import measure_log_probability_consistency
+from rl_conformance.diagnostics.engine import random_prompts, test_max_model_len_respected
 from rl_conformance.models import make_tiny_model
 from rl_core import (
     BatchedDataDict,
@@ -21,11 +23,6 @@ from rl_core import (
     create_generation,
     create_policy,
     training_batch,
-)
-from rl_core.checks import (
-    measure_log_probability_consistency,
-    random_prompts,
-    test_max_model_len_respected,
 )
 from rl_core.refit import refit
 from rl_losses import NLLLossFn

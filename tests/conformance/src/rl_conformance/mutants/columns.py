@@ -8,6 +8,7 @@ from unittest import mock
 import numpy as np
 import torch
 
+from rl_conformance.diagnostics.agreement import Agreement, LogprobConsistency
 from rl_conformance.mutants.mutant import breaks
 from rl_core.batch import (
     BatchedDataDict,
@@ -18,7 +19,6 @@ from rl_core.batch import (
     padding,
     sharding,
 )
-from rl_core.checks.agreement import Agreement, LogprobConsistency
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
