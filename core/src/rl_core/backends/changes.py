@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from rl_core.backends.sources import WrappedSource
+from rl_core.backends._sources import WrappedSource
 from rl_core.errors import LifecycleError
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from rl_core.backends.prompts import (
     repeated,
 )
 from rl_core.backends.rows import BatchEngine
-from rl_core.backends.serving import CallDeadline, RowService, ServedCall
+from rl_core.backends._serving import CallDeadline, RowService, ServedCall
 from rl_core.backends.tags import TAGS, tags_of
 from rl_core.batch.provenance import moment
 from rl_core.errors import ConfigError, LifecycleError
@@ -36,7 +36,7 @@ from rl_core.refit.turns import TurnLock, exclusively
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Mapping
 
-    from rl_core.backends.receivers import Receiver
+    from rl_core.backends._receivers import Receiver
     from rl_core.backends.rows import RowEngine
     from rl_core.batch import BatchedDataDict
     from rl_core.batch.provenance import Provenance

@@ -12,7 +12,7 @@ import torch
 
 from rl_core.backends.checkpoint import STATE_FILE, read_json, verified, write_directory
 from rl_core.backends.losses import call_loss, input_type_of
-from rl_core.backends.modes import RandomStream, running
+from rl_core.backends._randomness import RandomStream, running
 from rl_core.backends.policy_model import PolicyModel
 from rl_core.backends.policy_refits import PolicyRefits
 from rl_core.backends.policy_rows import (
@@ -27,7 +27,7 @@ from rl_core.backends.policy_rows import (
 )
 from rl_core.backends.ranks import RankGroup
 from rl_core.backends.schedule import check_schedule, learning_rate
-from rl_core.backends.steps import LossSum, StepResult, not_finite, summary
+from rl_core.backends._steps import LossSum, StepResult, not_finite, summary
 from rl_core.batch import BatchedDataDict
 from rl_core.errors import DataError, LifecycleError
 from rl_core.interfaces import LossInputType

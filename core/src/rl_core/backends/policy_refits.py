@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl_core.backends.admission import Admission
 from rl_core.backends.changes import GuardedSource, WeightChanges
-from rl_core.backends.sources import RenamedSource
+from rl_core.backends._sources import RenamedSource
 from rl_core.errors import CapabilityError, ConfigError
 from rl_core.interfaces import ColocatablePolicyInterface
 from rl_core.plugins.hookspecs import map_weight_names, maps_weight_names

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 
     from rl_core.backends import Row
-    from rl_core.backends.receivers import Receiver
+    from rl_core.backends._receivers import Receiver
     from rl_core.batch import BatchedDataDict
     from rl_core.interfaces import GenerationOutputSpec, WeightSink
     from rl_core.refit.turns import TurnLock
