@@ -20,8 +20,7 @@ from rl_hosting.wire import Prompt, Sampling, raised
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 
-    from rl_core.backends import Row
-    from rl_core.backends._receivers import Receiver
+    from rl_core.backends import Receiver, Row
     from rl_core.batch import BatchedDataDict
     from rl_core.interfaces import GenerationOutputSpec, WeightSink
     from rl_core.refit.turns import TurnLock

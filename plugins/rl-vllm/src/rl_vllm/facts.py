@@ -6,8 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rl_core.backends.model_facts import check_stop_strings, model_facts
-from rl_core.backends.model_files import has_tokenizer
+from rl_core.backends.model_files import check_stop_strings, has_tokenizer, model_facts
 from rl_core.errors import ConfigError
 
 if TYPE_CHECKING:

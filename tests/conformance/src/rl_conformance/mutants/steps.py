@@ -14,7 +14,7 @@ from rl_conformance.reference.policy import ReferencePolicy
 from rl_core.backends import _steps as steps
 from rl_core.backends import policy
 from rl_core.backends._randomness import RandomStream
-from rl_core.backends.schedule import learning_rate
+from rl_core.backends._steps import learning_rate
 from rl_core.errors import TrainingError
 
 if TYPE_CHECKING:
