@@ -11,13 +11,12 @@ import sys
 from typing import TYPE_CHECKING
 
 import pytest
+from installed import NO_ENGINE
 
 from rl_core.cli import main
 
 if TYPE_CHECKING:
-    from conftest import Install
-
-NO_ENGINE = "EngineRequirement(('no-such-engine',), '>=2', extra='engine')"
+    from installed import Install
 
 
 def rl(*arguments: str) -> tuple[int, str, str]:
@@ -120,28 +119,7 @@ def test_wrong_usage_exits_with_two_and_says_so(arguments: list[str]) -> None:
 def test_help_exits_with_zero(arguments: list[str]) -> None:
     code, out, _ = rl(*arguments)
     assert code == 0
-    assert "list, describe and examine" in out.lower()
-
-
-def test_doctor_of_a_whole_backend_exits_with_zero(install: Install) -> None:
-    install.toy()
-    code, out, _ = rl("backends", "doctor", "toy")
-    assert code == 0
-    assert "0 errors, 0 warnings" in out
-
-
-def test_doctor_of_a_backend_without_engine_exits_with_one(install: Install) -> None:
-    install.toy(engine=NO_ENGINE)
-    code, out, _ = rl("backends", "doctor", "toy")
-    assert code == 1
-    assert 'Fix: pip install "rl-toy[engine]"' in out
-    assert "1 error, 0 warnings" in out
-
-
-def test_doctor_as_json_lists_its_findings(install: Install) -> None:
-    install.toy()
-    (finding,) = json.loads(rl("backends", "doctor", "toy", "--json")[1])
-    assert (finding["level"], finding["subject"]) == ("ok", "toy")
+    assert "list and describe" in out.lower()
 
 
 def test_command_that_two_plugins_provide_names_both(install: Install) -> None:
@@ -186,37 +164,28 @@ def test_misspelt_command_is_told_the_nearest() -> None:
 
 def test_unknown_command_is_told_which_there_are_and_where_others_come_from() -> None:
     err = rl("frob")[2]
-    assert "there is no command 'frob'; those that are installed: backends, check" in err
+    assert "there is no command 'frob'; those that are installed: backends, " in err
     assert "entry-point group rl_core.commands" in err
-    assert "conformance, new and refit come with: pip install ./tests/conformance" in err
+    assert "check, conformance, new and refit come with: pip install ./tests/conformance" in err
+
+
+@pytest.mark.parametrize("words", [["check", "logprobs"], ["backends", "doctor"]])
+def test_command_of_the_suite_says_how_to_install_it(
+    words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rl_core.cli.providers", lambda _: [])
+    code, _, err = rl(*words)
+    assert code == 1
+    assert f"'rl {' '.join(words[: len(words)])}'".split(" logprobs")[0] in err
+    assert "Fix: pip install ./tests/conformance" in err
+
+
+def test_command_of_two_words_is_found_by_both(install: Install) -> None:
+    source = "import sys\ndef main(argv):\n    print(sys.argv[0], argv)\n"
+    install("rl-one", {"rl_core.commands": {"backends.serve": "served:main"}}, {"served": source})
+    assert rl("backends", "serve", "all")[1] == "rl backends serve ['all']\n"
 
 
 def test_command_of_a_plugin_does_not_hide_ours_in_the_help(install: Install) -> None:
-    install("rl-one", {"rl_core.commands": {"check": "one:app"}})
-    assert "check a model" in rl("--help")[1]
-
-
-@pytest.mark.parametrize("text", ["{", "[1]"])
-def test_check_refuses_what_is_no_json_object(text: str) -> None:
-    code, _, err = rl("check", "max-model-len", "m", "--generation-config", text)
-    assert (code, f"not a JSON object: {text}" in err) == (2, True)
-
-
-@pytest.mark.parametrize("check", ["max-model-len", "generation-consistency"])
-def test_configuration_as_json_has_the_last_word(install: Install, check: str) -> None:
-    install.toy()
-    given = {"max_model_len": 8, "max_new_tokens": 8, "model_name": "m", "toy_sise": 1}
-    config = json.dumps({**given, "backend": "toy"})
-    code, _, err = rl("check", check, "other", "--generation-config", config)
-    assert (code, "unknown key 'toy_sise'" in err) == (1, True)
-
-
-def test_check_that_finds_no_number_is_still_json(monkeypatch: pytest.MonkeyPatch) -> None:
-    from rl_core import checks
-
-    nan = float("nan")
-    agreement = checks.Agreement(nan, nan, nan, 1, (nan,))
-    found = checks.GenerationConsistency(agreement, 1.0, 1, 1.05, 0.95)
-    monkeypatch.setattr(checks, "test_generation_consistency", lambda **_: found)
-    code, out, _ = rl("check", "generation-consistency", "m", "--json")
-    assert (code, json.loads(out, parse_constant=pytest.fail)["agreement"]["error"]) == (1, None)
+    install("rl-one", {"rl_core.commands": {"backends": "one:app"}})
+    assert "list and describe" in rl("--help")[1]

@@ -44,6 +44,18 @@ ELSEWHERE = [
     ("rl_core", "RayVirtualCluster", "rl_ray", "./plugins/rl-hosting ./plugins/rl-ray"),
     ("rl_core.cluster", "RayVirtualCluster", "rl_ray", "./plugins/rl-hosting ./plugins/rl-ray"),
     ("rl_core.cluster", "Workers", "rl_hosting.cluster", "./plugins/rl-hosting"),
+    (
+        "rl_core",
+        "validate_log_probability_consistency",
+        "rl_conformance.diagnostics.agreement",
+        "./tests/conformance",
+    ),
+    (
+        "rl_core.checks",
+        "random_prompts",
+        "rl_conformance.diagnostics.engine",
+        "./tests/conformance",
+    ),
 ]
 
 

@@ -6,13 +6,13 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from rl_core.checks import (
-    measure_log_probability_consistency,
+
+from rl_conformance.diagnostics.agreement import measure_log_probability_consistency
+from rl_conformance.diagnostics.engine import (
     random_prompts,
     test_generation_consistency,
     test_max_model_len_respected,
 )
-
 from rl_conformance.models import make_tiny_model
 from rl_core import create_generation, create_policy
 from rl_core.cli import main

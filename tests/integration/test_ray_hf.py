@@ -9,12 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from rl_core.checks import (
-    measure_log_probability_consistency,
-    random_prompts,
-    test_max_model_len_respected,
-)
 
+from rl_conformance.diagnostics.agreement import measure_log_probability_consistency
+from rl_conformance.diagnostics.engine import random_prompts, test_max_model_len_respected
 from rl_conformance.models import make_tiny_model
 from rl_core import (
     BatchedDataDict,

@@ -18,7 +18,7 @@ from rl_core.refit import refit
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from conftest import Install
+    from installed import Install
 
 #: Writes ``module.layers.0.weight`` as the trainer calls it for ``model.layers.0.weight``.
 MAPPER = """

@@ -23,8 +23,8 @@ from rl_core.backends import (
     RowEngine,
     SamplingParams,
 )
+from rl_core.backends._serving import RowService, ServedCall
 from rl_core.backends.rows import BatchEngine
-from rl_core.backends.serving import RowService, ServedCall
 from rl_core.batch import BatchedDataDict
 from rl_core.errors import DataError, DeadlineError, LifecycleError, PluginError
 from rl_core.refit.turns import TurnLock

@@ -30,7 +30,7 @@ from rl_core.plugins.discovery import (
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from conftest import Install
+    from installed import Install
 
 
 def toys() -> list[BackendListing]:

@@ -8,7 +8,7 @@ import types
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from rl_core.plugins.doctor import diagnose
+from installed import NO_ENGINE
 
 from rl_core.errors import (
     AmbiguousBackendError,
@@ -33,10 +33,9 @@ from rl_core.plugins.hookspecs import (
 from rl_core.plugins.registry import find_provider, resolve
 
 if TYPE_CHECKING:
-    from conftest import Install
+    from installed import Install
 
 CONFIG = {"backend": "toy", "model_name": "m"}
-NO_ENGINE = "EngineRequirement(('no-such-engine',), '>=2', extra='engine')"
 HOOK = "from rl_core.plugins.hookspecs import Finding, hookimpl\n\n@hookimpl\n"
 
 
@@ -320,64 +319,3 @@ def test_mapper_that_raises_is_the_plugins_fault(install: Install) -> None:
     hooks(install, "def weight_name_mappers():\n    return {}.__getitem__\n")
     with pytest.raises(PluginError, match=r"rl-hooks 1\.0 .* weight_name_mappers raised KeyError"):
         map_weight_names(["w"], resolve("toy"))
-
-
-# -- the doctor ------------------------------------------------------------------------------------
-
-
-def texts(name: str | None, level: str) -> str:
-    return "\n".join(finding.text for finding in diagnose(name) if finding.level == level)
-
-
-def test_doctor_finds_nothing_wrong_with_a_whole_backend(install: Install) -> None:
-    install.toy()
-    assert {finding.level for finding in diagnose("toy")} == {"ok"}
-
-
-def test_doctor_tolerates_a_missing_engine_unless_asked_for_the_backend(install: Install) -> None:
-    install.toy(engine=NO_ENGINE)
-    assert "needs no-such-engine" in texts(None, "warning")
-    assert "needs no-such-engine" in texts("toy", "error")
-
-
-def test_doctor_finds_a_manifest_that_imports_an_engine(install: Install) -> None:
-    install("ray-double", {}, {"sglang": ""})  # a test double of an engine's package
-    install.toy()
-    path = install.root / "toy" / "__init__.py"
-    path.write_text("import sglang")
-    assert "loading its manifest imports sglang" in texts("toy", "error")
-
-
-@pytest.mark.parametrize(
-    ("field", "expression", "finding"),
-    [
-        ("factories", "{'generation': 'toy.nowhere:Toy'}", "factory toy.nowhere:Toy has no such"),
-        ("configs", "{'generation': 'toy.config:Nothing'}", "cannot load 'toy.config:Nothing'"),
-        ("configs", "{'generation': 'toy.backend:Toy'}", "toy.backend:Toy is no TypedDict"),
-        ("engine", "EngineRequirement(('pluggy',), '>=1', extra='gone')", "the extra 'gone'"),
-    ],
-)
-def test_doctor_finds_what_the_manifest_promises_and_lacks(
-    install: Install, field: str, expression: str, finding: str
-) -> None:
-    install.toy(**{field: expression})
-    assert finding in texts("toy", "error")
-
-
-def test_doctor_finds_two_plugins_with_one_command(install: Install) -> None:
-    for name in ("rl-one", "rl-two"):
-        install(name, {"rl_core.commands": {"serve": "one:app"}})
-    assert "several plugins provide it in rl_core.commands: rl-one 1.0, rl-two" in texts(
-        None, "error"
-    )
-
-
-def test_doctor_refuses_a_name_that_nothing_provides() -> None:
-    with pytest.raises(BackendNotFoundError):
-        diagnose("qqqqqq")
-
-
-def test_doctor_examines_a_backend_whose_metadata_has_no_name(install: Install) -> None:
-    info = install.toy()
-    (info / "METADATA").unlink()
-    assert "its metadata is incomplete" in texts("toy", "error")

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rl_conformance.models import FAMILIES
 from rl_conformance.oracle import Oracle
 from rl_core.backends import Completion, FailedRow, PromptBatch, SamplingParams
-from rl_core.backends.serving import ServedCall
+from rl_core.backends._serving import ServedCall
 from rl_core.errors import ConfigError, RLError
 from rl_hf.decoders import GroupDecoder, SlotDecoder, fits_slots
 from rl_hf.decoding import DecodingEngine

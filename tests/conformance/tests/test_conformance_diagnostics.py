@@ -9,21 +9,24 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from cluster_doubles import DoubleGeneration
-from rl_core.checks import (
+
+from rl_conformance.diagnostics import engine
+from rl_conformance.diagnostics.agreement import (
     Agreement,
     measure_log_probability_consistency,
+    validate_log_probability_consistency,
+)
+from rl_conformance.diagnostics.engine import (
     random_prompts,
     test_generation_consistency,
     test_max_model_len_respected,
-    validate_log_probability_consistency,
 )
-
 from rl_core.batch import BatchedDataDict
 from rl_core.cli import main
 from rl_core.errors import ConfigError, DataError, PluginError
 
 if TYPE_CHECKING:
-    from conftest import Install
+    from installed import Install
 
 
 class ShiftedScores:
@@ -40,7 +43,7 @@ def policy(shift: float = 0.0, **config: Any) -> Any:
     return ShiftedScores(shift, **config)
 
 
-def engine(**config: Any) -> DoubleGeneration:
+def double_engine(**config: Any) -> DoubleGeneration:
     return DoubleGeneration("none", max_new_tokens=4, **config)
 
 
@@ -51,7 +54,7 @@ PROMPTS = random_prompts(900, [1, 5, 3])
 
 
 def test_equal_scores_have_error_one() -> None:
-    result = measure_log_probability_consistency(policy(), engine(), PROMPTS)
+    result = measure_log_probability_consistency(policy(), double_engine(), PROMPTS)
     assert result.greedy is not None
     assert (result.error, result.greedy.max, result.greedy.tokens) == (1.0, 0.0, 12)
     assert result.passed
@@ -59,24 +62,24 @@ def test_equal_scores_have_error_one() -> None:
 
 @pytest.mark.parametrize("shift", [0.3, -0.3])
 def test_the_error_is_the_mean_exponential_of_the_distance(shift: float) -> None:
-    result = measure_log_probability_consistency(policy(shift), engine(), PROMPTS)
+    result = measure_log_probability_consistency(policy(shift), double_engine(), PROMPTS)
     assert result.error == pytest.approx(math.exp(0.3))
 
 
 def test_the_error_must_be_below_the_threshold() -> None:
-    arguments = (policy(0.1), engine(), PROMPTS)
+    arguments = (policy(0.1), double_engine(), PROMPTS)
     assert validate_log_probability_consistency(*arguments, threshold=1.2)
     assert not validate_log_probability_consistency(*arguments, threshold=1.1)
 
 
 def test_a_score_that_is_not_a_number_fails() -> None:
-    assert not validate_log_probability_consistency(policy(math.nan), engine(), PROMPTS)
+    assert not validate_log_probability_consistency(policy(math.nan), double_engine(), PROMPTS)
 
 
 def test_prompts_without_room_are_an_error_not_a_pass() -> None:
     full = random_prompts(900, [64])
     with pytest.raises(DataError, match="nothing to compare"):
-        validate_log_probability_consistency(policy(), engine(), full)
+        validate_log_probability_consistency(policy(), double_engine(), full)
 
 
 @pytest.mark.parametrize(
@@ -90,26 +93,26 @@ def test_prompts_without_room_are_an_error_not_a_pass() -> None:
 )
 def test_an_engine_of_another_distribution_is_refused(config: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        validate_log_probability_consistency(policy(), engine(**config), PROMPTS)
+        validate_log_probability_consistency(policy(), double_engine(**config), PROMPTS)
 
 
 def test_raw_log_probs_are_not_those_of_a_tempered_policy() -> None:
     with pytest.raises(ConfigError, match="of temperature 1, the policy's of 2"):
         validate_log_probability_consistency(
-            policy(temperature=2.0), engine(temperature=2.0, logprobs_mode="raw"), PROMPTS
+            policy(temperature=2.0), double_engine(temperature=2.0, logprobs_mode="raw"), PROMPTS
         )
 
 
 def test_at_another_temperature_only_sampled_rows_are_compared() -> None:
     result = measure_log_probability_consistency(
-        policy(temperature=2.0), engine(temperature=2.0), PROMPTS
+        policy(temperature=2.0), double_engine(temperature=2.0), PROMPTS
     )
     assert result.greedy is None
     assert result.sampled is not None
 
 
 def test_an_engine_that_never_samples_is_compared_on_greedy_rows() -> None:
-    result = measure_log_probability_consistency(policy(), engine(do_sample=False), PROMPTS)
+    result = measure_log_probability_consistency(policy(), double_engine(do_sample=False), PROMPTS)
     assert result.sampled is None
     assert result.greedy is not None
 
@@ -196,3 +199,35 @@ def test_the_command_exits_with_one_and_prints_json(
     printed = json.loads(capsys.readouterr().out)
     assert printed["passed"] is False
     assert printed["agreement"]["error"] > 2.0
+
+
+@pytest.mark.parametrize("text", ["{", "[1]"])
+def test_the_command_refuses_what_is_no_json_object(
+    text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["check", "max-model-len", "m", "--generation-config", text])
+    assert f"not a JSON object: {text}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("check", ["max-model-len", "generation-consistency"])
+def test_configuration_as_json_has_the_last_word(
+    install: Install, check: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    install.toy()
+    given = {"max_model_len": 8, "max_new_tokens": 8, "model_name": "m", "toy_sise": 1}
+    config = json.dumps({**given, "backend": "toy"})
+    assert main(["check", check, "other", "--generation-config", config]) == 1
+    assert "unknown key 'toy_sise'" in capsys.readouterr().err
+
+
+def test_the_command_that_finds_no_number_still_prints_json(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nan = float("nan")
+    agreement = Agreement(nan, nan, nan, 1, (nan,))
+    found = engine.GenerationConsistency(agreement, 1.0, 1, 1.05, 0.95)
+    monkeypatch.setattr(engine, "test_generation_consistency", lambda **_: found)
+    assert main(["check", "generation-consistency", "m", "--json"]) == 1
+    printed = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert printed["agreement"]["error"] is None

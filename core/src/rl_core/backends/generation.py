@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from rl_core.backends.inputs import as_batch
+from rl_core.backends._serving import CallDeadline, RowService, ServedCall
+from rl_core.backends.inputs import TAGS, as_batch, tags_of
 from rl_core.backends.prompts import (
     Completion,
     ModelFacts,
@@ -24,8 +25,6 @@ from rl_core.backends.prompts import (
     repeated,
 )
 from rl_core.backends.rows import BatchEngine
-from rl_core.backends.serving import CallDeadline, RowService, ServedCall
-from rl_core.backends.tags import TAGS, tags_of
 from rl_core.batch.provenance import moment
 from rl_core.errors import ConfigError, LifecycleError
 from rl_core.interfaces import GenerationInterface
@@ -36,7 +35,7 @@ from rl_core.refit.turns import TurnLock, exclusively
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Mapping
 
-    from rl_core.backends.receivers import Receiver
+    from rl_core.backends._receivers import Receiver
     from rl_core.backends.rows import RowEngine
     from rl_core.batch import BatchedDataDict
     from rl_core.batch.provenance import Provenance

@@ -8,14 +8,25 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rl_core.batch import BatchedDataDict
-from rl_core.errors import DataError
+from rl_core.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from typing_extensions import TypeIs
 
-__all__ = ["as_batch", "check_limits", "check_rows", "input_lengths", "row_integers"]
+__all__ = [
+    "TAGS",
+    "as_batch",
+    "check_limits",
+    "check_rows",
+    "input_lengths",
+    "row_integers",
+    "tags_of",
+]
+
+#: What of an engine's memory sleeps and wakes by itself.
+TAGS = frozenset({"weights", "kv_cache"})
 
 INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 
@@ -198,3 +209,34 @@ def _check_filler(ids: torch.Tensor, lengths: torch.Tensor, filler: Sequence[int
         "(left-padded, or a wrong length)",
         fix=f"{_PAD_RIGHT} and give each row's true length",
     )
+
+
+def tags_of(
+    args: tuple[Any, ...], kwargs: dict[str, Any], also: tuple[str, ...] = ()
+) -> frozenset[str]:
+    """The tags of a lifecycle call: all if none are given.
+
+    Args:
+        args: The tags, if anything.
+        kwargs: ``tags``, and switches.
+        also: The switches that there are: True or False.
+
+    Raises:
+        ConfigError: There is no such tag or keyword, or a switch is neither True nor False.
+    """
+    for key, value in kwargs.items():
+        if key not in ("tags", *also):
+            raise ConfigError(
+                f"unknown keyword {key!r}", fix=f"use some of {['tags', *also]}", key=key
+            )
+        if key in also and not isinstance(value, bool):
+            raise ConfigError(f"{key} is {value!r}", fix="give True or False", key=key)
+    if len(args) + ("tags" in kwargs) > 1:
+        raise ConfigError(f"{args!r} and {kwargs!r} are too many", fix="give tags once", key="tags")
+    tags = kwargs.get("tags") or (args[0] if args else None)
+    chosen = TAGS if tags is None else frozenset(tags)
+    if unknown := chosen - TAGS:
+        raise ConfigError(
+            f"unknown tags {sorted(unknown)}", fix=f"use some of {sorted(TAGS)}", key="tags"
+        )
+    return chosen

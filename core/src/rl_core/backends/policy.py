@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import json
 import math
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
+from rl_core.backends._randomness import RandomStream
+from rl_core.backends._steps import (
+    LossSum,
+    StepResult,
+    check_schedule,
+    learning_rate,
+    not_finite,
+    summary,
+)
 from rl_core.backends.checkpoint import STATE_FILE, read_json, verified, write_directory
 from rl_core.backends.losses import call_loss, input_type_of
-from rl_core.backends.modes import RandomStream, running
 from rl_core.backends.policy_model import PolicyModel
 from rl_core.backends.policy_refits import PolicyRefits
 from rl_core.backends.policy_rows import (
@@ -26,15 +34,12 @@ from rl_core.backends.policy_rows import (
     training_rows,
 )
 from rl_core.backends.ranks import RankGroup
-from rl_core.backends.schedule import check_schedule, learning_rate
-from rl_core.backends.steps import LossSum, StepResult, not_finite, summary
 from rl_core.batch import BatchedDataDict
 from rl_core.errors import DataError, LifecycleError
 from rl_core.interfaces import LossInputType
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-    from contextlib import AbstractContextManager
+    from collections.abc import Generator, Iterator, Mapping
 
     from rl_core.interfaces import DataParallelRank, LossFunction, WorkerContext
 
@@ -194,9 +199,17 @@ class PolicyBackend(PolicyModel, PolicyRefits):
             for index in self.microbatching.plan(lengths, "logprob", width=width, size=size):
                 yield index, cut(rows, index)
 
-    def running(self, *, training: bool) -> AbstractContextManager[None]:
+    @contextmanager
+    def running(self, *, training: bool) -> Generator[None]:
         """Training or evaluation mode, with or without gradients; then it is as it was."""
-        return running(self.model, training=training)
+        before = {module: module.training for module in self.model.modules()}
+        self.model.train(training)
+        try:
+            with torch.set_grad_enabled(training):
+                yield
+        finally:
+            for module, flag in before.items():
+                module.training = flag
 
     def _logprobs(self, rows: BatchedDataDict[Any], size: int | None) -> torch.Tensor:
         result = torch.zeros(rows["input_ids"].shape)

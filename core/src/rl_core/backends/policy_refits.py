@@ -5,9 +5,8 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import TYPE_CHECKING, Any
 
+from rl_core.backends._sources import GuardedSource, WeightChanges
 from rl_core.backends.admission import Admission
-from rl_core.backends.changes import GuardedSource, WeightChanges
-from rl_core.backends.sources import RenamedSource
 from rl_core.errors import CapabilityError, ConfigError
 from rl_core.interfaces import ColocatablePolicyInterface
 from rl_core.plugins.hookspecs import map_weight_names, maps_weight_names
@@ -82,27 +81,25 @@ class PolicyRefits(ColocatablePolicyInterface):
         Raises:
             PluginError: Plugins disagree on a name, or two tensors would get one.
         """
-        check = self.changes.watch()
+        unchanged = self.changes.watch()
         source = self.weight_source()
+        renamed: dict[str, str] = {}
         if maps_weight_names():
             try:
+                if self.manifest is None:
+                    raise ConfigError(
+                        f"a plugin maps names of weights, and {type(self).__name__} does not say "
+                        "of which backend it is",
+                        fix="set the policy's class attribute manifest; without the plugin it is "
+                        "not needed",
+                        key="manifest",
+                    )
                 names = [spec.name for spec in source.specs()]
-                source = RenamedSource(source, map_weight_names(names, self._known_manifest()))
+                renamed = map_weight_names(names, self.manifest)
             except BaseException:
                 source.close()
                 raise
-        return GuardedSource(source, check)
-
-    def _known_manifest(self) -> BackendManifest:
-        if self.manifest is None:
-            raise ConfigError(
-                f"a plugin maps names of weights, and {type(self).__name__} does not say of which "
-                "backend it is",
-                fix="its authors set the class attribute manifest; without the plugin it is not "
-                "needed",
-                key="manifest",
-            )
-        return self.manifest
+        return GuardedSource(source, unchanged, renamed)
 
     @property
     def weights_version(self) -> int:

@@ -64,7 +64,7 @@ class FailedRow:
 class RowEngine(ABC):
     """An engine that decodes rows of many calls together.
 
-    Its methods are called by one thread at a time, of :class:`rl_core.backends.serving.RowService`;
+    One thread at a time, of the service that all calls share, calls its methods;
     only :meth:`interrupt` may be called by others. Whatever one of them raises fails every call
     with rows in the engine, which is told to :meth:`cancel` them all.
     """

@@ -2,9 +2,10 @@
 
 A sub-command is a callable that takes its arguments as a list of strings and returns an exit code
 or None, such as a :class:`typer.Typer` or a ``main(argv)`` on argparse; its program's name is in
-``sys.argv[0]``. Plugins add their own through the entry-point group ``rl_core.commands``. Each is
-imported when it is asked for (and for ``rl --help``); one that is broken is shown as broken and
-leaves the others alone. The command itself is built on argparse, because it must start quickly.
+``sys.argv[0]``. Plugins add their own through the entry-point group ``rl_core.commands``;
+``backends.doctor`` there is ``rl backends doctor``. Each is imported when it is asked for (and for
+``rl --help``); one that is broken is shown as broken and leaves the others alone. The command
+itself is built on argparse, because it must start quickly.
 """
 
 from __future__ import annotations
@@ -13,34 +14,41 @@ import argparse
 import sys
 from typing import TYPE_CHECKING, TypeAlias
 
-from rl_core.errors import AmbiguousBackendError, BrokenPluginError, PluginError, RLError
+from rl_core.config import nearest
+from rl_core.errors import (
+    AmbiguousBackendError,
+    BrokenPluginError,
+    MissingEngineError,
+    PluginError,
+    RLError,
+)
 from rl_core.plugins.discovery import COMMANDS, load_object, providers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from rl_core.plugins.discovery import Provider
-
     Command: TypeAlias = Callable[[list[str]], int | None]
 
 __all__ = ["main"]
 
-_OWN = {
-    "backends": ("rl_core.cli.backends:main", "list, describe and examine the installed backends"),
-    "check": ("rl_core.cli.check:main", "check a model: log-probs, context length, decoding"),
-}
-#: Where commands come from that are not installed.
-_OTHERS = (
-    f"packages add others through the entry-point group {COMMANDS}; "
-    "conformance, new and refit come with: pip install ./tests/conformance"
-)
+_OWN = {"backends": ("rl_core.cli.backends:main", "list and describe the installed backends")}
+#: Commands of rl-conformance, so that whoever has not installed it learns where they are.
+_CONFORMANCE = ("backends.doctor", "check", "conformance", "new", "refit")
+_FIX = "pip install ./tests/conformance"
 
 
 class _Parser(argparse.ArgumentParser):
     """Lists the sub-commands in its help, the broken ones as broken."""
 
     def format_help(self) -> str:
-        lines = {provider.name: _summary(provider.name) for provider in providers(COMMANDS)}
+        lines = {}
+        for provider in providers(COMMANDS):
+            words = provider.name.replace(".", " ")
+            try:
+                _load(provider.name)
+                lines[words] = f"from {provider}"
+            except PluginError as error:
+                lines[words] = f"(broken) {error.message}"
         lines |= {name: summary for name, (_, summary) in _OWN.items()}
         width = max(map(len, lines))
         commands = (f"  {name:{width}}  {text}\n" for name, text in sorted(lines.items()))
@@ -74,22 +82,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.command is None:
         parser.print_help(sys.stderr)
         return 2
-    return _run(parser, options)
-
-
-def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    given = [options.command, *options.arguments]
+    installed = {*_OWN, *(provider.name for provider in providers(COMMANDS))}
+    names = installed | set(_CONFORMANCE)
+    name = next((name for name in (".".join(given[:2]), given[0]) if name in names), None)
+    if name is None:
+        hint = (
+            f"those that are installed: {', '.join(sorted(installed))}; packages add others "
+            f"through the entry-point group {COMMANDS}; check, conformance, new and refit come "
+            f"with: {_FIX}"
+        )
+        if close := nearest(given[0], names):
+            hint = f"did you mean {close.replace('.', ' ')!r}?"
+        parser.error(f"there is no command {given[0]!r}; {hint}")
+    words = name.split(".")
+    sys.argv[0] = f"rl {' '.join(words)}"
     try:
-        command = _find(options.command)
-        if command is None:
-            from rl_core.config import nearest
-
-            names = [*_OWN, *(provider.name for provider in providers(COMMANDS))]
-            close = nearest(options.command, names)
-            known = f"those that are installed: {', '.join(sorted(names))}; {_OTHERS}"
-            hint = f"did you mean {close!r}?" if close else known
-            parser.error(f"there is no command {options.command!r}; {hint}")
-        sys.argv[0] = f"rl {options.command}"
-        return command(options.arguments) or 0
+        if name not in installed:
+            raise MissingEngineError(
+                f"'{sys.argv[0]}' is a command of rl-conformance, which is not installed", fix=_FIX
+            )
+        return _load(name)(given[len(words) :]) or 0
     except RLError as error:
         if options.debug:
             raise
@@ -97,15 +110,11 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         return 1
 
 
-def _find(name: str) -> Command | None:
+def _load(name: str) -> Command:
     if name in _OWN:
-        command: Command = load_object(_OWN[name][0])
-        return command
+        own: Command = load_object(_OWN[name][0])
+        return own
     found = [provider for provider in providers(COMMANDS) if provider.name == name]
-    return _load(found) if found else None
-
-
-def _load(found: Sequence[Provider]) -> Command:
     provider = found[0]
     if len(found) > 1:
         raise AmbiguousBackendError(
@@ -120,12 +129,3 @@ def _load(found: Sequence[Provider]) -> Command:
         f"{provider}: {provider.value!r} is of type {type(command).__name__}, not callable",
         fix=f"report this to the authors of {provider.distribution}",
     )
-
-
-def _summary(name: str) -> str:
-    found = [provider for provider in providers(COMMANDS) if provider.name == name]
-    try:
-        _load(found)
-    except PluginError as error:
-        return f"(broken) {error.message}"
-    return f"from {found[0]}"

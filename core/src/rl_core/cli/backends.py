@@ -1,4 +1,4 @@
-"""``rl backends list|info|doctor``: what is installed, what it can do, what is wrong with it."""
+"""``rl backends list|info``: what is installed, and what it can do."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-    from rl_core.plugins.hookspecs import Finding
     from rl_core.plugins.manifest import BackendManifest
 
     #: A JSON document, how to show it to people, and whether there is a problem.
@@ -41,14 +40,13 @@ _STYLES = {
     "incompatible": "red",
     "broken": "red",
 }
-_LEVELS = {"ok": "green", "warning": "yellow", "error": "red"}
 _ELSEWHERE = "Nothing is imported from another environment: this is what its metadata says."
 
 
 def main(argv: list[str]) -> int:
     """Runs ``rl backends`` with the arguments after these words; returns the exit code."""
     parser = argparse.ArgumentParser(
-        prog="rl backends", description="List, describe and examine the installed backends."
+        prog="rl backends", description="List and describe the installed backends."
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     listing = commands.add_parser(
@@ -62,15 +60,9 @@ def main(argv: list[str]) -> int:
         help="show everything that a backend declares",
         description="Exits with 1 if the backend is broken, incompatible or ambiguous.",
     )
-    doctor = commands.add_parser(
-        "doctor",
-        help="look for faults and how to repair them",
-        description="Exits with 1 if there is an error. A missing engine is an error only for a "
-        "backend that is given by name.",
-    )
+    commands.add_parser("doctor", help="look for faults and how to repair them (rl-conformance)")
     info.add_argument("name", help="NAME, or DISTRIBUTION:NAME")
-    doctor.add_argument("name", nargs="?", help="NAME, or DISTRIBUTION:NAME; all if left out")
-    for command, run in ((listing, _list), (info, _info), (doctor, _doctor)):
+    for command, run in ((listing, _list), (info, _info)):
         command.add_argument("--json", action="store_true", help="print JSON")
         command.set_defaults(run=run)
     text = "look into another environment, by its metadata only"
@@ -98,14 +90,6 @@ def _info(options: argparse.Namespace) -> Answer:
             _print_info(listing)
 
     return _answer(listings, show)
-
-
-def _doctor(options: argparse.Namespace) -> Answer:
-    from rl_core.plugins.doctor import diagnose
-
-    findings = diagnose(options.name)
-    failed = any(finding.level == "error" for finding in findings)
-    return findings, lambda: _print_findings(findings), failed
 
 
 def _answer(
@@ -261,22 +245,3 @@ def _print_capabilities(console: Console, manifest: BackendManifest) -> None:
             )
     console.print()
     console.print(table)
-
-
-def _print_findings(findings: Sequence[Finding]) -> None:
-    console, table = console_for_result(), _columns("", "", "")
-    for finding in findings:
-        fix = (("\nFix: ", "bold"), finding.fix) if finding.fix else ()
-        table.add_row(
-            _text((finding.level, f"bold {_LEVELS[finding.level]}")),
-            _text((finding.subject, "bold")),
-            _text(finding.text, *fix),
-        )
-    console.print(table)
-    counts = (_count(findings, level) for level in ("error", "warning"))
-    console.print(_text((", ".join(counts), "bold")))
-
-
-def _count(findings: Sequence[Finding], level: str) -> str:
-    number = sum(finding.level == level for finding in findings)
-    return f"{number} {level}" if number == 1 else f"{number} {level}s"

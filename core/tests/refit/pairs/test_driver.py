@@ -29,7 +29,7 @@ from rl_core.refit.transports import find_transport
 from rl_core.refit.transports.base import Transport
 
 if TYPE_CHECKING:
-    from conftest import Install
+    from installed import Install
 
 Events = list[tuple[str, dict[str, Any]]]
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rl_core.backends import GenerationBackend
-from rl_core.backends.model_facts import check_stop_strings
+from rl_core.backends.model_files import check_stop_strings
 from rl_core.backends.tensors import NamedTensorSink, module_tensors
 from rl_core.config import check_config
 from rl_core.errors import ConfigError

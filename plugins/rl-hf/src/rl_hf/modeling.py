@@ -14,7 +14,6 @@ from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
 from safetensors import SafetensorError
 
-from rl_core.backends.model_facts import model_facts as facts_of
 from rl_core.backends.model_files import (
     check_name,
     check_remote_code,
@@ -22,6 +21,7 @@ from rl_core.backends.model_files import (
     has_tokenizer,
     read_object,
 )
+from rl_core.backends.model_files import model_facts as facts_of
 from rl_core.errors import ConfigError
 
 if TYPE_CHECKING:

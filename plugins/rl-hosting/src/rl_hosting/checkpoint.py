@@ -6,8 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rl_core.backends.model_facts import check_stop_strings
-from rl_core.backends.model_files import check_files, check_name, has_tokenizer
+from rl_core.backends.model_files import check_files, check_name, check_stop_strings, has_tokenizer
 from rl_core.errors import ConfigError
 from rl_core.futures import spawn
 

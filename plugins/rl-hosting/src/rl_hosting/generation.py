@@ -19,7 +19,7 @@ from rl_hosting._remote_sink import RemoteSink
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence
 
-    from rl_core.backends.receivers import Receiver
+    from rl_core.backends import Receiver
     from rl_core.batch import BatchedDataDict
     from rl_core.interfaces import Future, GenerationOutputSpec, WeightSink
     from rl_core.refit.turns import TurnLock

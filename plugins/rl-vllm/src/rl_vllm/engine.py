@@ -22,7 +22,7 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from rl_core.backends.model_facts import model_facts
+from rl_core.backends.model_files import model_facts
 from rl_core.errors import ConfigError, PluginError, RLError
 from rl_hosting import Done, Engine
 from rl_hosting.checkpoint import cannot_load, load_tokenizer

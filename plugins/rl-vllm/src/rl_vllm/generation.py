@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from rl_core.backends.tags import TAGS
+from rl_core.backends import TAGS
 from rl_core.config import check_config
 from rl_core.errors import CapabilityError, ConfigError
 from rl_core.plugins.factory import create_generation

@@ -1,14 +1,18 @@
-"""Looks for what is wrong with the installed plugins, and says how to repair it."""
+"""``rl backends doctor``: what is wrong with the installed plugins, and how to repair it."""
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
+import json
 import sys
 from collections import Counter
+from dataclasses import asdict
 from typing import TYPE_CHECKING, is_typeddict
 
 import importlib_metadata
 
+from rl_core.cli.output import chatter_to_stderr, console_for_result
 from rl_core.errors import MissingEngineError, PluginError
 from rl_core.plugins.discovery import (
     BACKENDS,
@@ -27,9 +31,29 @@ if TYPE_CHECKING:
 
     from rl_core.plugins.manifest import BackendManifest
 
-__all__ = ["diagnose"]
+__all__ = ["diagnose", "main"]
 
+_LEVELS = {"ok": "green", "warning": "yellow", "error": "red"}
 _HEAVY = ("torch", "ray", "transformers", "vllm", "sglang", "megatron")
+
+
+def main(argv: list[str]) -> int:
+    """Runs ``rl backends doctor`` with the arguments after these words; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="rl backends doctor",
+        description="Look for faults and how to repair them. Exits with 1 if there is an error. A "
+        "missing engine is an error only for a backend that is given by name.",
+    )
+    parser.add_argument("name", nargs="?", help="NAME, or DISTRIBUTION:NAME; all if left out")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    options = parser.parse_args(argv)
+    with chatter_to_stderr():
+        findings = diagnose(options.name)
+    if options.json:
+        print(json.dumps([asdict(finding) for finding in findings], indent=2))
+    else:
+        _print(findings)
+    return int(any(finding.level == "error" for finding in findings))
 
 
 def diagnose(name: str | None = None) -> list[Finding]:
@@ -133,3 +157,23 @@ def _extra(provider: Provider, manifest: BackendManifest) -> Iterator[Finding]:
 def _authors(provider: Provider, text: str) -> Finding:
     fix = f"report this to the authors of {provider.distribution}"
     return Finding("error", provider.name, text, fix)
+
+
+def _print(findings: Sequence[Finding]) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
+    for finding in findings:
+        fix = (("\nFix: ", "bold"), finding.fix) if finding.fix else ()
+        table.add_row(  # without markup: what plugins say may contain brackets
+            Text(finding.level, f"bold {_LEVELS[finding.level]}"),
+            Text(finding.subject, "bold", overflow="fold"),
+            Text.assemble(finding.text, *fix, overflow="fold"),
+        )
+    counts = Counter[str](finding.level for finding in findings)
+    levels = ("error", "warning")
+    console = console_for_result()
+    console.print(table)
+    total = ", ".join(f"{counts[n]} {n}{'' if counts[n] == 1 else 's'}" for n in levels)
+    console.print(Text(total, "bold"))

@@ -8,13 +8,14 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
 
-from rl_core.checks import (
+from rl_conformance.diagnostics.agreement import (
     measure_log_probability_consistency,
-    test_generation_consistency,
-    test_max_model_len_respected,
     validate_log_probability_consistency,
 )
-
+from rl_conformance.diagnostics.engine import (
+    test_generation_consistency,
+    test_max_model_len_respected,
+)
 from rl_conformance.expect import raises, require
 from rl_conformance.refits import run_refit, scores_of_both
 from rl_conformance.registry import check

@@ -6,11 +6,11 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import torch
-from rl_core.checks import (
+
+from rl_conformance.diagnostics.agreement import (
     measure_log_probability_consistency,
     validate_log_probability_consistency,
 )
-
 from rl_conformance.expect import raises, require
 from rl_conformance.registry import check
 from rl_core.batch import BatchedDataDict

@@ -86,8 +86,8 @@ def _generation(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _logprobs(options: argparse.Namespace) -> tuple[Any, dict[str, str]]:
-    from rl_core.checks import measure_log_probability_consistency, random_prompts
-
+    from rl_conformance.diagnostics.agreement import measure_log_probability_consistency
+    from rl_conformance.diagnostics.engine import random_prompts
     from rl_core.plugins.factory import create_generation, create_policy
 
     generation = {"max_new_tokens": options.max_new_tokens, **_generation(options)}
@@ -108,7 +108,7 @@ def _logprobs(options: argparse.Namespace) -> tuple[Any, dict[str, str]]:
 
 
 def _max_model_len(options: argparse.Namespace) -> tuple[Any, dict[str, str]]:
-    from rl_core.checks import test_max_model_len_respected
+    from rl_conformance.diagnostics.engine import test_max_model_len_respected
 
     config = {"max_model_len": options.max_model_len, **_generation(options)}
     result = test_max_model_len_respected(**config)
@@ -119,7 +119,7 @@ def _max_model_len(options: argparse.Namespace) -> tuple[Any, dict[str, str]]:
 
 
 def _generation_consistency(options: argparse.Namespace) -> tuple[Any, dict[str, str]]:
-    from rl_core.checks import test_generation_consistency
+    from rl_conformance.diagnostics.engine import test_generation_consistency
 
     config = {"max_new_tokens": options.max_new_tokens, **_generation(options)}
     result = test_generation_consistency(threshold=options.threshold, **config)

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from rl_core.checks.agreement import Agreement
 
+from rl_conformance.diagnostics.agreement import Agreement
 from rl_core.batch import BatchedDataDict
 from rl_core.errors import ConfigError, DataError
 from rl_core.plugins.factory import create_generation

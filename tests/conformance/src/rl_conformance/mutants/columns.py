@@ -7,8 +7,8 @@ from unittest import mock
 
 import numpy as np
 import torch
-from rl_core.checks.agreement import Agreement, LogprobConsistency
 
+from rl_conformance.diagnostics.agreement import Agreement, LogprobConsistency
 from rl_conformance.mutants.mutant import breaks
 from rl_core.batch import (
     BatchedDataDict,

@@ -10,7 +10,7 @@ from unittest import mock
 
 from rl_conformance.mutants.mutant import breaks
 from rl_conformance.reference.generation import ReferenceGeneration, ReferenceRows
-from rl_core.backends.serving import RowService
+from rl_core.backends._serving import RowService
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence

@@ -11,7 +11,7 @@ import torch
 
 from rl_conformance.mutants.mutant import breaks
 from rl_conformance.reference.policy import ReferencePolicy
-from rl_core.backends.modes import RandomStream
+from rl_core.backends._randomness import RandomStream
 
 
 @breaks("P9", checks="P9 and (goes_on or missing)")

@@ -11,15 +11,16 @@ import torch
 
 from rl_conformance.mutants.mutant import breaks
 from rl_conformance.reference.policy import ReferencePolicy
-from rl_core.backends import policy, steps
-from rl_core.backends.modes import RandomStream
-from rl_core.backends.schedule import learning_rate
+from rl_core.backends import _steps as steps
+from rl_core.backends import policy
+from rl_core.backends._randomness import RandomStream
+from rl_core.backends._steps import learning_rate
 from rl_core.errors import TrainingError
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from rl_core.backends.steps import LossSum, StepResult
+    from rl_core.backends._steps import LossSum, StepResult
 
 _ADAM = "P5 and (plain or blunt or betas or no_clipping) or P8"
 _RATES = "P5 and rate or P8"

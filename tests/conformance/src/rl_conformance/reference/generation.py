@@ -11,7 +11,7 @@ from rl_conformance.oracle import penalised, truncated_distribution
 from rl_conformance.reference.fp8 import rounded
 from rl_conformance.reference.loading import load_once
 from rl_core.backends import Completion, GenerationBackend, ModelFacts, Row, RowEngine
-from rl_core.backends.serving import ServedCall
+from rl_core.backends._serving import ServedCall
 from rl_core.backends.tensors import NamedTensorSink
 
 if TYPE_CHECKING:

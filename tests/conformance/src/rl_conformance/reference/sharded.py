@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
     from pathlib import Path
 
-    from rl_core.backends.steps import StepResult
+    from rl_core.backends._steps import StepResult
     from rl_core.interfaces import TensorSpec, WeightSource, WorkerContext
 
 __all__ = ["MANIFEST", "ShardedReferenceConfig", "ShardedReferencePolicy", "ShardedSource"]

@@ -1,4 +1,4 @@
-"""Ways to run a model for a while and leave it as it was found."""
+"""Random numbers of one owner."""
 
 from __future__ import annotations
 
@@ -10,23 +10,6 @@ import torch
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping, Sequence
-
-    from torch import nn
-
-__all__ = ["RandomStream", "running"]
-
-
-@contextmanager
-def running(model: nn.Module, *, training: bool) -> Generator[None]:
-    """Puts a model into training or evaluation mode, with or without gradients."""
-    before = {module: module.training for module in model.modules()}
-    model.train(training)
-    try:
-        with torch.set_grad_enabled(training):
-            yield
-    finally:
-        for module, flag in before.items():
-            module.training = flag
 
 
 class RandomStream:

@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     import concurrent.futures
 
-__all__ = ["Receiver"]
-
 
 class Receiver(Protocol):
     """A :class:`rl_core.refit.RefitReceiver`, or what stands for several in other processes."""

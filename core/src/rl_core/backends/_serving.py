@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from rl_core.backends.rows import RowEngine
     from rl_core.refit.turns import TurnLock
 
-__all__ = ["CallDeadline", "RowService", "ServedCall"]
-
 _log = logging.getLogger(__name__)
 
 #: Seconds for a service to end the step in which the process ends.
