@@ -6,9 +6,9 @@ import json
 import shutil
 
 import pytest
-from rl_vllm.checkpoint import check_checkpoint
 
 from rl_core.errors import ConfigError
+from rl_hosting.checkpoint import check_checkpoint
 from rl_vllm import VllmGeneration
 
 

@@ -61,7 +61,12 @@ class Calibration:
         """
         layers: dict[str, dict[str, float]] = {}
         for (layer, kind), counts in sorted(self._counts.items()):
-            largest = _percentile(counts, percentile)
+            below = counts.cumsum(0)
+            wanted = max(1, math.ceil(int(below[-1]) * percentile / 100))
+            bin_ = int(torch.searchsorted(below, wanted))
+            # The upper edge of the bin that holds the percentile.
+            edge = torch.tensor((bin_ + 1) << COARSE_BITS, dtype=torch.int32)
+            largest = float(edge.view(torch.float32))
             if not math.isfinite(largest):
                 raise TrainingError(
                     f"layer {layer}: {kind} holds values that are not finite",
@@ -72,12 +77,3 @@ class Calibration:
             scale = max(largest * margin / E4M3_MAX, smallest)
             layers.setdefault(f"layer_{layer}", {})[f"{kind}_scale"] = scale
         return {"format": "e4m3", "layers": layers}
-
-
-def _percentile(counts: torch.Tensor, percentile: float) -> float:
-    """Upper edge of the bin that holds the percentile."""
-    below = counts.cumsum(0)
-    wanted = max(1, math.ceil(int(below[-1]) * percentile / 100))
-    index = int(torch.searchsorted(below, wanted))
-    edge = torch.tensor((index + 1) << COARSE_BITS, dtype=torch.int32)
-    return float(edge.view(torch.float32))

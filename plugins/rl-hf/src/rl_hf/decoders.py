@@ -107,7 +107,15 @@ class SlotDecoder:
         positions = torch.cat([torch.arange(length) for length in lengths])
         ids = torch.tensor([token for prompt in unique for token in prompt])
         which = [unique[tuple(prompt)] for prompt in prompts]
-        self._cache.writes = self._copies(which, starts, first)
+        # Every slot gets the tokens of its own prompt.
+        counts = [lengths[prompt] for prompt in which]
+        repeats = torch.tensor(counts)
+        slots = torch.arange(first, first + len(which)).repeat_interleave(repeats)
+        columns = torch.cat([torch.arange(count) for count in counts])
+        source = torch.tensor([starts[i] for i in which]).repeat_interleave(repeats) + columns
+        self._cache.writes = Writes(
+            slots.to(self._device), columns.to(self._device), source.to(self._device)
+        )
         logits = self._model(
             input_ids=ids.to(self._device)[None],
             position_ids=positions.to(self._device)[None],
@@ -118,14 +126,6 @@ class SlotDecoder:
         ).logits[0]
         result: torch.Tensor = logits[torch.tensor(which, device=logits.device)]
         return result
-
-    def _copies(self, which: list[int], starts: list[int], first: int) -> Writes:
-        """Every slot gets the tokens of its own prompt."""
-        lengths = torch.tensor([starts[i + 1] - starts[i] for i in which])
-        slots = torch.arange(first, first + len(which)).repeat_interleave(lengths)
-        columns = torch.cat([torch.arange(length) for length in lengths.tolist()])
-        source = torch.tensor([starts[i] for i in which]).repeat_interleave(lengths) + columns
-        return Writes(slots.to(self._device), columns.to(self._device), source.to(self._device))
 
     def step(self, tokens: torch.Tensor, lengths: torch.Tensor, longest: int) -> torch.Tensor:
         """See :meth:`Decoder.step`."""

@@ -239,7 +239,11 @@ class _Batch:
         if count:
             first, logits = active, self._admit(next_ones[:count])
         else:
-            first, logits = 0, self._step()
+            first, slots = 0, self._slots
+            longest = max(self._origins) + self._steps
+            logits = self._decoder.step(slots.tokens[:active], slots.lengths[:active], longest)
+            slots.lengths[:active] += 1
+            self._steps += 1
         ended, stopped = self._record(first, logits)
         return self._release(ended, stopped) if ended else []
 
@@ -310,14 +314,6 @@ class _Batch:
         kinds = {id(row.sampling): row.sampling for row in self._rows}  # nearly always one object
         self._samplers = {kind: Sampler(kind) for kind in kinds.values()}
 
-    def _step(self) -> torch.Tensor:
-        slots, active = self._slots, len(self._rows)
-        longest = max(self._origins) + self._steps
-        logits = self._decoder.step(slots.tokens[:active], slots.lengths[:active], longest)
-        slots.lengths[:active] += 1
-        self._steps += 1
-        return logits
-
     def _record(self, first: int, logits: torch.Tensor) -> tuple[list[int], list[bool]]:
         """Samples for the slots from ``first`` on; returns those that ended, and which stopped."""
         slots, to = self._slots, slice(first, first + len(logits))
@@ -331,7 +327,11 @@ class _Batch:
         counts += 1
         stopped = self._stops[tokens]
         if self._watchers:
-            stopped |= self._matches(first, tokens)
+            found = [
+                row.key in self._watchers and self._watchers[row.key].push(token)
+                for row, token in zip(self._rows[first:], tokens.tolist(), strict=True)
+            ]
+            stopped |= torch.tensor(found, device=self._device)
         ended = (stopped | (counts >= slots.budgets[to])).nonzero()[:, 0]
         return (ended + first).tolist(), stopped[ended].tolist()
 
@@ -357,14 +357,6 @@ class _Batch:
                 )
         return tokens, logprobs
 
-    def _matches(self, first: int, tokens: torch.Tensor) -> torch.Tensor:
-        """``[n]`` bool: the rows whose text holds one of their stop strings now."""
-        found = [
-            row.key in self._watchers and self._watchers[row.key].push(token)
-            for row, token in zip(self._rows[first:], tokens.tolist(), strict=True)
-        ]
-        return torch.tensor(found, device=self._device)
-
     def _release(self, ended: list[int], stopped: list[bool]) -> list[Completion | FailedRow]:
         """Makes completions of slots that ended, and fills their places from the end."""
         slots = self._slots
@@ -373,27 +365,23 @@ class _Batch:
         width = max(counts)
         generated = slots.generated[index, :width].tolist()
         logprobs = slots.logprobs[index, :width].tolist()
-        completions = [
-            self._completion(slot, tokens[:count], values[:count], truncated=not stop)
-            for slot, count, tokens, values, stop in zip(
-                ended, counts, generated, logprobs, stopped, strict=True
-            )
-        ]
-        self._close_ranks(set(ended))
-        return completions
-
-    def _completion(
-        self, slot: int, tokens: list[int], logprobs: list[float], *, truncated: bool
-    ) -> Completion | FailedRow:
-        row = self._rows[slot]
-        if not all(map(math.isfinite, logprobs)):
+        completions: list[Completion | FailedRow] = []
+        for slot, count, tokens, values, stop in zip(
+            ended, counts, generated, logprobs, stopped, strict=True
+        ):
+            row = self._rows[slot]
+            if all(map(math.isfinite, values[:count])):
+                done = Completion(row.key, tokens[:count], values[:count], truncated=not stop)
+                completions.append(done)
+                continue
             error = RLError(
                 f"row {row.index}: the model's logits are not finite",
                 fix="check the weights of the last refit; bfloat16 has more range than float16",
                 row=row.index,
             )
-            return FailedRow(row.key, error)
-        return Completion(row.key, tokens, logprobs, truncated)
+            completions.append(FailedRow(row.key, error))
+        self._close_ranks(set(ended))
+        return completions
 
     def _close_ranks(self, ended: set[int]) -> None:
         for slot in ended:

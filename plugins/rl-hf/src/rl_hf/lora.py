@@ -53,20 +53,15 @@ def add_adapters(model: PreTrainedModel, config: Mapping[str, Any], *, seed: int
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            wrapped: nn.Module = peft.get_peft_model(model, settings)
+            wrapped: Any = peft.get_peft_model(model, settings)
     except ValueError as error:
         raise ConfigError(
             f"peft cannot put adapters into {type(model).__name__}: {error}",
             fix="name modules of this model in lora.target_modules, or use 'all-linear'",
             key="lora.target_modules",
         ) from error
-    _check_untied(wrapped)
-    return wrapped
-
-
-def _check_untied(model: Any) -> None:
-    """A merged weight has one value, and tied modules with one adapter between them have two."""
-    base = model.get_base_model()
+    # A merged weight has one value, and tied modules with one adapter between them have two.
+    base = wrapped.get_base_model()
     adapted = _adapted(base)
     owners: dict[str, str] = {}
     for spec in tensor_specs(module_tensors(base)):
@@ -78,6 +73,8 @@ def _check_untied(model: Any) -> None:
                 fix="leave both out of lora.target_modules, or untie them in the checkpoint",
                 key="lora.target_modules",
             )
+    adapted_model: nn.Module = wrapped
+    return adapted_model
 
 
 class MergedWeightSource(NamedTensorSource):

@@ -57,16 +57,43 @@ def load_model(config: Mapping[str, Any], *, for_training: bool) -> PreTrainedMo
     settings = config_of(directory)
     check_remote_code(name, settings, trust=trust)
     device = _device(config)
+    dtype = config.get("torch_dtype") or ("float32" if for_training else "auto")
     arguments: dict[str, Any] = {
-        "dtype": _dtype(config, for_training),
+        "dtype": dtype if dtype == "auto" else getattr(torch, dtype),
         "trust_remote_code": trust,
         **_placement(config),
         **_quantisation(config, device, for_training),
     }
     if config.get("attn_implementation"):
         arguments["attn_implementation"] = config["attn_implementation"]
-    model, info = _from_pretrained(_auto_class(settings), directory, arguments)
-    _check_complete(name, info)
+    architectures = settings.get("architectures") or [""]
+    auto_class = (
+        transformers.AutoModelForSequenceClassification
+        if architectures[0].endswith("ForSequenceClassification")
+        else transformers.AutoModelForCausalLM
+    )
+    try:
+        with quiet():
+            model, info = auto_class.from_pretrained(
+                directory, output_loading_info=True, ignore_mismatched_sizes=True, **arguments
+            )
+    except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
+        raise ConfigError(
+            f"the model {directory} cannot be loaded: {error}",
+            fix="check that it is a complete checkpoint, and what device_map and "
+            "attn_implementation ask for",
+            key="model_name",
+        ) from error
+    # Weights that a checkpoint lacks would be random numbers.
+    wrong = sorted([*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])])
+    if wrong:
+        more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+        raise ConfigError(
+            f"the checkpoint {name} lacks weights of its architecture, or has them in another "
+            f"shape: {', '.join(wrong[:5])}{more}",
+            fix="save the whole model, with the configuration it was made with",
+            key="model_name",
+        )
     if "device_map" not in arguments:
         model = model.to(device)
     loaded: PreTrainedModel = model.eval()
@@ -191,11 +218,6 @@ def _device(config: Mapping[str, Any]) -> torch.device:
     return device
 
 
-def _dtype(config: Mapping[str, Any], for_training: bool) -> Any:
-    name = config.get("torch_dtype") or ("float32" if for_training else "auto")
-    return name if name == "auto" else getattr(torch, name)
-
-
 def _placement(config: Mapping[str, Any]) -> dict[str, Any]:
     device_map = config.get("device_map")
     if device_map is None:
@@ -237,44 +259,6 @@ def _quantisation(
 def _need(package: str, key: str, command: str) -> None:
     if importlib.util.find_spec(package) is None:
         raise ConfigError(f"{key} needs {package}, which is not installed", fix=command, key=key)
-
-
-def _auto_class(settings: Mapping[str, Any]) -> Any:
-    architectures = settings.get("architectures") or [""]
-    if architectures[0].endswith("ForSequenceClassification"):
-        return transformers.AutoModelForSequenceClassification
-    return transformers.AutoModelForCausalLM
-
-
-def _from_pretrained(
-    auto_class: Any, directory: Path, arguments: dict[str, Any]
-) -> tuple[Any, Any]:
-    try:
-        with quiet():
-            model, info = auto_class.from_pretrained(
-                directory, output_loading_info=True, ignore_mismatched_sizes=True, **arguments
-            )
-    except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
-        raise ConfigError(
-            f"the model {directory} cannot be loaded: {error}",
-            fix="check that it is a complete checkpoint, and what device_map and "
-            "attn_implementation ask for",
-            key="model_name",
-        ) from error
-    return model, info
-
-
-def _check_complete(name: str, info: Mapping[str, Any]) -> None:
-    """Weights that a checkpoint lacks would be random numbers."""
-    wrong = sorted([*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])])
-    if wrong:
-        more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
-        raise ConfigError(
-            f"the checkpoint {name} lacks weights of its architecture, or has them in another "
-            f"shape: {', '.join(wrong[:5])}{more}",
-            fix="save the whole model, with the configuration it was made with",
-            key="model_name",
-        )
 
 
 @contextmanager

@@ -64,7 +64,10 @@ class HuggingFacePolicy(PolicyBackend):
     def __init__(
         self, model_name: str, *, worker: WorkerContext | None = None, **config: Any
     ) -> None:
-        checked = _checked({"backend": "hf", **config, "model_name": model_name})
+        given = {"backend": "hf", **config, "model_name": model_name}
+        checked = check_config(HuggingFacePolicyConfig, given, what="policy backend 'hf'")
+        check_policy_config(checked)
+        _generation_config(checked)
         model = load_model(checked, for_training=True)
         self.tokenizer = load_tokenizer(model_name, checked.get("trust_remote_code", False))
         self._device = model_device(model)
@@ -300,13 +303,6 @@ class HuggingFacePolicy(PolicyBackend):
         if self._device.type == "cuda":
             torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
             torch.cuda.empty_cache()
-
-
-def _checked(config: Mapping[str, Any]) -> dict[str, Any]:
-    checked = check_config(HuggingFacePolicyConfig, config, what="policy backend 'hf'")
-    check_policy_config(checked)
-    _generation_config(checked)
-    return checked
 
 
 def _generation_config(config: Mapping[str, Any]) -> dict[str, Any]:

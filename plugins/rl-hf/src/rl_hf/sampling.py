@@ -64,7 +64,9 @@ class Sampler:
             tokens = scores.argmax(-1)
             return tokens, _log_softmax_at(raw, tokens)
         if params.temperature != 1.0:
-            scores = _heated(scores, params.temperature)
+            # Below the row's largest: what overflows is -inf.
+            below = scores - scores.amax(-1, keepdim=True)
+            scores = below / max(params.temperature, COLDEST)
         points = uniforms(seeds, counts)
         if params.top_k or params.top_p < 1.0:
             tokens, logprobs = self._truncated(scores, points)
@@ -111,12 +113,6 @@ def penalised(logits: torch.Tensor, seen: torch.Tensor, penalty: float) -> torch
     """Logits of tokens seen before, divided by the penalty, or multiplied if negative."""
     lowered = torch.where(logits > 0, logits / penalty, logits * penalty)
     return torch.where(seen, lowered, logits)
-
-
-def _heated(scores: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Scores below the row's largest, divided by the temperature: what overflows is -inf."""
-    below = scores - scores.amax(-1, keepdim=True)
-    return below / max(temperature, COLDEST)
 
 
 def uniforms(seeds: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:

@@ -66,7 +66,12 @@ def load(directory: Path, model: nn.Module, optimizer: Optimizer) -> None:
         found: dict[str, torch.Tensor] = {}
         for file in sorted(directory.glob("model*.safetensors")):
             found.update(_read_tensors(file))
-        targets, weights = _owned(model, found)
+        own = module_tensors(model)
+        specs = tensor_specs(own)
+        for spec in specs:  # a file may hold a tied tensor under any of its names
+            if spec.alias_of is not None and spec.name in found:
+                found.setdefault(spec.alias_of, found[spec.name])
+        targets, weights = {s.name: own[s.name] for s in specs if s.alias_of is None}, found
     check_fit(targets, weights, directory)
     check_fit(optimizer.expected_state(tensors), tensors, directory)
     with torch.no_grad():
@@ -104,18 +109,6 @@ def _read_tensors(file: Path) -> dict[str, torch.Tensor]:
         raise CheckpointError(
             f"{file} cannot be read: {error}", fix="use another checkpoint", file=str(file)
         ) from error
-
-
-def _owned(
-    model: nn.Module, found: dict[str, torch.Tensor]
-) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """The model's tensors without aliases; a file may hold a tied one under any of its names."""
-    tensors = module_tensors(model)
-    specs = tensor_specs(tensors)
-    for spec in specs:
-        if spec.alias_of is not None and spec.name in found:
-            found.setdefault(spec.alias_of, found[spec.name])
-    return {s.name: tensors[s.name] for s in specs if s.alias_of is None}, found
 
 
 def _has_adapters(model: nn.Module) -> bool:

@@ -36,16 +36,13 @@ class StopStrings:
     def push(self, token: int) -> bool:
         """Takes the next token; True if the text holds a stop string now."""
         self._tokens.append(token)
-        # The tail is cheap and answers nearly always; the whole text has the last word.
-        return self._match(self._tail()) and self._match(self._decode(self._tokens))
-
-    def _tail(self) -> str:
-        """Text of the last tokens, at least ``enough`` characters if there are as many."""
+        # The last tokens decide nearly always, and cost little; a match is looked for again in
+        # the whole text, whose beginning a window may decode otherwise.
         text = self._decode(self._tokens[-self._window :])
         while len(text) < self._enough and self._window < len(self._tokens):
             self._window *= 2
             text = self._decode(self._tokens[-self._window :])
-        return text
+        return self._match(text) and self._match(self._decode(self._tokens))
 
     def _match(self, text: str) -> bool:
         return any(string in text for string in self._strings)

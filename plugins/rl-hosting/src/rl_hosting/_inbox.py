@@ -80,17 +80,17 @@ class Inbox:
                     with self._guard:
                         answer = self._answers.get(message.number)
                         self.owed.discard(message.number)
-                    if answer is not None and not answer.done():  # otherwise nobody waits any more
+                    if answer is not None and not answer.done():  # otherwise no call waits for it
                         answer.set_result(message)
                 else:
-                    raise TypeError("an engine calls nobody")
+                    raise TypeError("an engine sends no requests")
         except EOFError:
             pass
         except RLError as error:
             self.broken = error
         except Exception as error:
             self.broken = PluginError(
-                f"the engine's process said what is no message: {error}",
+                f"the engine's process sent what is no message: {error}",
                 fix="nothing but rl-hosting may write to its socket; report it",
             )
         finally:

@@ -154,7 +154,7 @@ class RemoteReceiver:
         return data
 
     def write(self, name: str, offset: int, data: bytes) -> None:
-        """Writes elements of a tensor, past all refits."""
+        """Writes elements of a tensor, without a refit."""
         self._wake()
         self._ask("write", name=name, offset=offset, data=data)
 
@@ -163,7 +163,7 @@ class RemoteReceiver:
         return self._ask("call", function=function, arguments=arguments)
 
     def dropped(self) -> None:
-        """The engine dropped its weights; only a refit brings it back."""
+        """Notes that the engine freed its weights for good: it is torn until a refit."""
         self._adopt(self._ask("dropped"))
 
     def close(self) -> None:
@@ -191,10 +191,14 @@ class RemoteReceiver:
     ) -> list[dict[str, Any]]:
         """Waits until all workers are done; they keep the deadline themselves.
 
+        One thread of the engine's process makes all calls: one that waited there for the end of a
+        refit would keep the engine from decoding. So the workers are asked again and again.
+
         Args:
-            key: Of what was begun in them.
-            end: When the deadline ends.
-            held: Generation waits from the moment at which a worker asks for that until this ends.
+            key: What :meth:`WorkerRefits.receive` or ``open`` was given.
+            end: When the deadline ends, by the monotonic clock.
+            held: Where the engine's lock goes, if a worker asks for it: generation waits from then
+                until this context ends.
 
         Returns:
             The workers' states.
@@ -245,7 +249,7 @@ class RemoteReceiver:
                     self._process.tell("refit", call=encode(Request("grant", {"granted": False})))
 
     def _commit(self) -> None:
-        self.torn = True  # until the caches of the old weights are gone
+        self.torn = True  # the caches are those of the old weights
         self._on_commit(self.version)
         self.torn = False
 

@@ -54,8 +54,8 @@ class _GrantedLock:
 class WorkerRefits:
     """Receives refits in one worker, as the driver asks by frames.
 
-    Make one for each worker, in its process, and give it every frame that the engine's
-    ``call_workers`` is given.
+    Make one for each worker, in its process, and give :meth:`answer_frame` every frame that the
+    engine's ``call_workers`` is given. The other methods are what frames ask for.
 
     Args:
         sink: Makes the sink of a refit, over this worker's part of the model.
@@ -115,11 +115,11 @@ class WorkerRefits:
         self._receiver.prepare(msgspec.msgpack.decode(info))
 
     def receive(self, key: str, **how: Any) -> None:
-        """Begins a refit; :meth:`done` tells of its end."""
+        """Begins a refit, of which :meth:`done` returns the result."""
         self._begin(key, self._receiver.receive(**how))
 
     def open(self, key: str, transport: str, deadline_s: float, address: dict[str, Any]) -> None:
-        """Begins to connect to the sender; :meth:`done` tells of the end."""
+        """Begins to connect to the sender; :meth:`done` returns whether it did."""
         self._begin(key, self._receiver.open(transport, deadline_s, address))
 
     def _begin(self, key: str, future: concurrent.futures.Future[Any]) -> None:
@@ -127,7 +127,12 @@ class WorkerRefits:
         future.add_done_callback(lambda _: self._news.set())
 
     def done(self, key: str, wait_s: float) -> dict[str, Any]:
-        """How far :meth:`receive` or :meth:`open` is; waits for news."""
+        """The state of what :meth:`receive` or :meth:`open` began.
+
+        Args:
+            key: What that was given.
+            wait_s: Seconds for it to end, or to ask for the lock.
+        """
         future = self._futures[key]
         if not (future.done() or self._receiver.awaits_generation(future)):
             self._news.wait(wait_s)
@@ -171,7 +176,7 @@ class WorkerRefits:
         return bytes(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
 
     def write(self, name: str, offset: int, data: bytes) -> None:
-        """Writes elements of a tensor, past all refits."""
+        """Writes elements of a tensor, without a refit."""
         sink = self._sink()
         [spec] = [one for one in sink.specs() if one.name == name]
         run = torch.frombuffer(bytearray(data), dtype=getattr(torch, spec.dtype))

@@ -102,21 +102,17 @@ class ConfiguredLoss(LossFunction):
             ConfigError: A key is unknown (the nearest match is named), ill-typed or out of bounds.
         """
         options = dict(config)
-        if isinstance(options.get("loss_type"), str):
-            options["loss_type"] = _loss_type(options["loss_type"], what=cls.__name__)
+        if isinstance(kind := options.get("loss_type"), str):
+            by_value = {known.value: known for known in LossType}
+            if kind not in by_value:
+                allowed = " or ".join(map(repr, by_value))
+                raise ConfigError(
+                    f"{cls.__name__}: 'loss_type' must be {allowed}, got {kind!r}",
+                    fix=f"set 'loss_type' to {allowed}",
+                    key="loss_type",
+                )
+            options["loss_type"] = by_value[kind]
         return cls(**check_config(_options_of(cls), options, what=cls.__name__))
-
-
-def _loss_type(value: str, *, what: str) -> LossType:
-    by_value = {kind.value: kind for kind in LossType}
-    if value not in by_value:
-        allowed = " or ".join(map(repr, by_value))
-        raise ConfigError(
-            f"{what}: 'loss_type' must be {allowed}, got {value!r}",
-            fix=f"set 'loss_type' to {allowed}",
-            key="loss_type",
-        )
-    return by_value[value]
 
 
 @cache
@@ -148,7 +144,12 @@ def read_tensor(
             key=key,
         )
     value: torch.Tensor = data[key]
-    if not any(_fits(tuple(value.shape), shape) for shape in shapes):
+    fits = (
+        len(shape) == value.dim()
+        and all(want in (-1, size) for size, want in zip(value.shape, shape, strict=True))
+        for shape in shapes
+    )
+    if not any(fits):
         expected = " or ".join(str(list(shape)) for shape in shapes)
         raise DataError(
             f"{needed_by}: '{key}' has shape {list(value.shape)}, expected {expected}",
@@ -203,9 +204,3 @@ def check_logprobs(
             key=key,
             row=row,
         )
-
-
-def _fits(shape: tuple[int, ...], expected: tuple[int, ...]) -> bool:
-    return len(shape) == len(expected) and all(
-        want in (-1, size) for size, want in zip(shape, expected, strict=True)
-    )

@@ -61,7 +61,25 @@ def grpo_advantages(
             key="rewards",
         )
     groups = _group_numbers(rewards, group_size, prompt_ids)
-    valid = _valid_rows(rewards, sample_mask)
+    valid = torch.ones_like(rewards, dtype=torch.bool)
+    if sample_mask is not None:
+        if sample_mask.shape != rewards.shape:
+            raise DataError(
+                f"grpo_advantages: 'sample_mask' has shape {list(sample_mask.shape)}, "
+                f"'rewards' {list(rewards.shape)}",
+                fix="give one mask entry for each reward",
+                key="sample_mask",
+            )
+        valid = sample_mask.to(rewards.device) != 0
+    wrong = valid & ~rewards.isfinite()
+    if wrong.any():
+        row = int(wrong.nonzero()[0, 0])
+        raise DataError(
+            f"grpo_advantages: the reward of row {row} is {rewards[row].item()}",
+            fix="mask the row with 'sample_mask', or correct the reward function",
+            key="rewards",
+            row=row,
+        )
     values = torch.where(valid, rewards.double(), 0.0)
     size = _group_sum(valid.double(), groups)
     mean = _group_sum(values, groups) / size.clamp(min=1)
@@ -120,26 +138,3 @@ def _group_numbers(
             key="rewards",
         )
     return torch.arange(rows, device=rewards.device) // group_size
-
-
-def _valid_rows(rewards: torch.Tensor, sample_mask: torch.Tensor | None) -> torch.Tensor:
-    valid = torch.ones_like(rewards, dtype=torch.bool)
-    if sample_mask is not None:
-        if sample_mask.shape != rewards.shape:
-            raise DataError(
-                f"grpo_advantages: 'sample_mask' has shape {list(sample_mask.shape)}, "
-                f"'rewards' {list(rewards.shape)}",
-                fix="give one mask entry for each reward",
-                key="sample_mask",
-            )
-        valid = sample_mask.to(rewards.device) != 0
-    wrong = valid & ~rewards.isfinite()
-    if wrong.any():
-        row = int(wrong.nonzero()[0, 0])
-        raise DataError(
-            f"grpo_advantages: the reward of row {row} is {rewards[row].item()}",
-            fix="mask the row with 'sample_mask', or correct the reward function",
-            key="rewards",
-            row=row,
-        )
-    return valid

@@ -85,7 +85,14 @@ class TopkKLLossFn(ConfiguredLoss):
         teacher = (logits / self.teacher_temperature).log_softmax(dim=-1)
         topk = student.gather(-1, indices.long())
         zeros = inputs.new_zeros(shares.tokens.shape)
-        kl = zeros.masked_scatter(shares.tokens, self._divergence(teacher, topk))
+        if self.direction == "reverse":
+            log_q = topk.log_softmax(dim=-1)
+            divergence = (log_q.exp() * (log_q - teacher)).sum(dim=-1)
+        else:
+            p = teacher.exp()
+            # A teacher's logit of -inf is a probability of 0, which adds nothing.
+            divergence = torch.where(p > 0, p * (teacher - topk), 0.0).sum(dim=-1)
+        kl = zeros.masked_scatter(shares.tokens, divergence)
         mass = zeros.masked_scatter(shares.tokens, topk.detach().exp().sum(dim=-1))
         metrics = {"kl": shares.token_mean(kl), "teacher_mass": shares.token_mean(mass)}
         return shares.mean(kl, self.loss_type), to_floats(metrics)
@@ -131,15 +138,6 @@ class TopkKLLossFn(ConfiguredLoss):
                 key="teacher_topk_logits",
                 row=row,
             )
-
-    def _divergence(self, teacher: torch.Tensor, student: torch.Tensor) -> torch.Tensor:
-        """``[n]`` divergences from ``[n, K]`` log-probs of the teacher's top-k."""
-        if self.direction == "reverse":
-            student = student.log_softmax(dim=-1)
-            return (student.exp() * (student - teacher)).sum(dim=-1)
-        mass = teacher.exp()
-        # A teacher's logit of -inf is a probability of 0, which adds nothing.
-        return torch.where(mass > 0, mass * (teacher - student), 0.0).sum(dim=-1)
 
 
 def _read_teacher(data: BatchedDataDict[Any], key: str, chosen: torch.Tensor) -> torch.Tensor:

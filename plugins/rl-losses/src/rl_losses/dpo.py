@@ -90,11 +90,29 @@ class DPOLossFn(ConfiguredLoss):
             global_valid_toks=global_valid_toks,
             needed_by="DPOLossFn",
         )
-        valid = _valid_pairs(shares.rows)
+        if len(inputs) % 2:
+            raise DataError(
+                f"DPOLossFn: {len(inputs)} rows do not make pairs of chosen and rejected",
+                fix="keep pairs together: neighbouring rows, and batch sizes that are even",
+                rows=len(inputs),
+            )
+        valid = shares.rows[0::2]
+        half = valid != shares.rows[1::2]
+        if half.any():
+            row = 2 * int(half.nonzero()[0, 0])
+            raise DataError(
+                f"DPOLossFn: rows {row} and {row + 1} are a pair, but 'sample_mask' is 1 for one "
+                "of them and 0 for the other",
+                fix="mask both rows of a pair, or neither",
+                key="sample_mask",
+                row=row,
+            )
         key = "reference_policy_logprobs"
         reference = read_tensor(data, key, [tuple(inputs.shape)], needed_by="DPOLossFn").to(inputs)
         check_logprobs(reference, shares.tokens, key, needed_by="DPOLossFn", strict=True)
-        chosen, rejected = self._rewards(inputs - reference, shares)
+        reduce = shares.row_mean if self.preference_average_log_probs else shares.row_sum
+        rewards = self.beta * reduce(inputs - reference)
+        chosen, rejected = rewards[0::2], rewards[1::2]
         margin = chosen - rejected
         preference = -(
             (1 - self.label_smoothing) * functional.logsigmoid(margin)
@@ -113,33 +131,3 @@ class DPOLossFn(ConfiguredLoss):
         }
         metrics = {name: shares.row_share(x, valid, size=2) for name, x in per_pair.items()}
         return shares.row_share(loss, valid, size=2), to_floats(metrics)
-
-    def _rewards(
-        self, log_ratios: torch.Tensor, shares: Shares
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Implicit rewards of the chosen and the rejected rows, ``[b / 2]`` each."""
-        reduce = shares.row_mean if self.preference_average_log_probs else shares.row_sum
-        rewards = self.beta * reduce(log_ratios)
-        return rewards[0::2], rewards[1::2]
-
-
-def _valid_pairs(rows: torch.Tensor) -> torch.Tensor:
-    """``[b / 2]`` bool: the pairs that count."""
-    if rows.numel() % 2:
-        raise DataError(
-            f"DPOLossFn: {rows.numel()} rows do not make pairs of chosen and rejected",
-            fix="keep pairs together: neighbouring rows, and batch sizes that are even",
-            rows=rows.numel(),
-        )
-    chosen, rejected = rows[0::2], rows[1::2]
-    half = chosen != rejected
-    if half.any():
-        row = 2 * int(half.nonzero()[0, 0])
-        raise DataError(
-            f"DPOLossFn: rows {row} and {row + 1} are a pair, but 'sample_mask' is 1 for one of "
-            "them and 0 for the other",
-            fix="mask both rows of a pair, or neither",
-            key="sample_mask",
-            row=row,
-        )
-    return chosen

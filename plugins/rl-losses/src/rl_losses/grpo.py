@@ -109,31 +109,12 @@ class GRPOLossFn(ConfiguredLoss):
             needed_by="GRPOLossFn",
         )
         batch = _Batch(data, shares, shares.keep(inputs))
-        previous = self._previous(batch)
-        cost, metrics = self._surrogate(batch, previous)
-        if self.importance_sampling_cap is not None or "generation_logprobs" in data:
-            weights, mismatch = self._correction(batch, previous)
-            cost = cost * weights
-            metrics |= mismatch
-        if self.reference_policy_kl_penalty or "reference_policy_logprobs" in data:
-            kl = self._kl(batch)
-            metrics["kl"] = shares.token_mean(kl)
-            if self.reference_policy_kl_penalty:
-                cost = cost + self.reference_policy_kl_penalty * kl
-        return shares.mean(cost, self.loss_type), to_floats(metrics)
-
-    def _previous(self, batch: _Batch) -> torch.Tensor:
-        """``[b, s]`` log-probs that ratios are taken against."""
-        if self.on_policy:
-            return batch.logprobs.detach()
-        return batch.values("prev_logprobs", "on_policy=False")
-
-    def _surrogate(
-        self, batch: _Batch, previous: torch.Tensor
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """``[b, s]`` cost of each token before correction and penalty, and its metrics."""
-        shares = batch.shares
         advantages = batch.advantages()
+        previous = (
+            batch.logprobs.detach()
+            if self.on_policy
+            else batch.values("prev_logprobs", "on_policy=False")
+        )
         ratio = _exp(self._over_row(batch.logprobs - previous, shares.row_mean))
         plain = -advantages * ratio
         clipped = ratio.clamp(1 - self.ratio_clip_min, 1 + self.ratio_clip_max)
@@ -141,32 +122,35 @@ class GRPOLossFn(ConfiguredLoss):
         if self.ratio_clip_c is not None:
             bounded = torch.minimum(cost, -self.ratio_clip_c * advantages)
             cost = torch.where(advantages < 0, bounded, cost)
-        return cost, {
+        metrics = {
             "probs_ratio": shares.token_mean(ratio),
             "probs_ratio_min": shares.token_min(ratio),
             "probs_ratio_max": shares.token_max(ratio),
             "clip_fraction": shares.token_mean((cost != plain).to(ratio.dtype)),
             "approx_entropy": shares.token_mean(-batch.logprobs),
         }
-
-    def _correction(
-        self, batch: _Batch, previous: torch.Tensor
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """``[b, s]`` importance weights (1 when off), and how far engine and trainer differ."""
-        shares, cap = batch.shares, self.importance_sampling_cap
-        generated = batch.values("generation_logprobs", f"importance_sampling_cap={cap}")
-        error = _exp((generated - previous).abs())
-        metrics = {
-            "token_mult_prob_error": shares.token_mean(error),
-            "token_mult_prob_error_max": shares.token_max(error),
-        }
-        if cap is None:
-            return torch.ones_like(error), metrics
-        raw = _exp(self._over_row(previous - generated, shares.row_sum))
-        weights = raw.clamp(max=cap)
-        metrics["importance_weight"] = shares.token_mean(weights)
-        metrics["importance_capped_fraction"] = shares.token_mean((raw > cap).to(raw.dtype))
-        return weights, metrics
+        cap = self.importance_sampling_cap
+        if cap is not None or "generation_logprobs" in data:
+            generated = batch.values("generation_logprobs", f"importance_sampling_cap={cap}")
+            error = _exp((generated - previous).abs())
+            metrics["token_mult_prob_error"] = shares.token_mean(error)
+            metrics["token_mult_prob_error_max"] = shares.token_max(error)
+            if cap is not None:
+                raw = _exp(self._over_row(previous - generated, shares.row_sum))
+                weights = raw.clamp(max=cap)
+                cost = cost * weights
+                capped = (raw > cap).to(raw.dtype)
+                metrics["importance_weight"] = shares.token_mean(weights)
+                metrics["importance_capped_fraction"] = shares.token_mean(capped)
+        penalty = self.reference_policy_kl_penalty
+        if penalty or "reference_policy_logprobs" in data:
+            option = f"reference_policy_kl_penalty={penalty:g}"
+            reference = batch.values("reference_policy_logprobs", option)
+            kl = kl_penalty(batch.logprobs, reference, self.kl_estimator)
+            metrics["kl"] = shares.token_mean(kl)
+            if penalty:
+                cost = cost + penalty * kl
+        return shares.mean(cost, self.loss_type), to_floats(metrics)
 
     def _over_row(
         self, values: torch.Tensor, reduce: Callable[[torch.Tensor], torch.Tensor]
@@ -175,11 +159,6 @@ class GRPOLossFn(ConfiguredLoss):
         if self.importance_ratio == "token":
             return values
         return reduce(values)[:, None].expand_as(values)
-
-    def _kl(self, batch: _Batch) -> torch.Tensor:
-        option = f"reference_policy_kl_penalty={self.reference_policy_kl_penalty:g}"
-        reference = batch.values("reference_policy_logprobs", option)
-        return kl_penalty(batch.logprobs, reference, self.kl_estimator)
 
 
 @dataclass(frozen=True)
