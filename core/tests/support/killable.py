@@ -23,7 +23,17 @@ from typing import TYPE_CHECKING, Any, Self
 
 import pytest
 import torch
-from simple_pair import DictSink, DictSource, Engine, Trainer, blank, make_tensors
+from simple_pair import (
+    BUCKET,
+    SOON,
+    DictSink,
+    DictSource,
+    Engine,
+    Trainer,
+    blank,
+    make_tensors,
+    same,
+)
 from torch._C import _distributed_c10d as c10d
 
 from rl_core.errors import RefitPeerError, WeightsTornError
@@ -36,9 +46,6 @@ if TYPE_CHECKING:
 
     from rl_core.refit.session import Phase
 
-BUCKET = 1024
-#: Seconds within which everything but a refit's own deadline must have happened.
-SOON = 20.0
 #: The deadline of refits that are to fail earlier, for another reason.
 LATER = 60.0
 #: How long threads and sockets that are let go may take to be gone.
@@ -135,7 +142,7 @@ class _Party:
 
     def holds(self, seed: int) -> bool:
         """Whether every byte is that of the trainer with this seed."""
-        return exact(self.tensors(seed), self.double.tensor)
+        return same(self.tensors(seed), self.double.tensor)
 
     def limit(self, kind: str, bytes_: int) -> None:
         """Lets this process have no more of ``"FSIZE"`` or ``"AS"``, -1 for no limit."""
@@ -354,23 +361,6 @@ def assert_names(victim: Remote, error: BaseException | None, phase: str) -> Non
     assert isinstance(error, RefitPeerError)
     assert error.phase == phase
     assert f"pid {victim.pid}" in error.peer
-
-
-def exact(left: Tensors, right: Tensors) -> bool:
-    def raw(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.contiguous().reshape(-1).view(torch.uint8)
-
-    return left.keys() == right.keys() and all(
-        torch.equal(raw(left[name]), raw(right[name])) for name in left
-    )
-
-
-def until(condition: Callable[[], object]) -> None:
-    """Waits for something that will be so soon."""
-    ends = time.monotonic() + SOON
-    while not condition():
-        assert time.monotonic() < ends, "it did not come so"
-        time.sleep(0.002)
 
 
 def census() -> Counter[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -11,6 +12,7 @@ import torch
 from rl_core.backends.tensors import tensor_specs
 from rl_core.interfaces import TensorSpec, WeightSink, WeightSource
 from rl_core.refit import RefitReceiver, RefitSender, refit
+from rl_core.refit._job import Runtime
 
 if TYPE_CHECKING:
     import concurrent.futures
@@ -24,6 +26,14 @@ Tensors = dict[str, torch.Tensor]
 BUCKET = 1024
 #: Seconds within which everything must have happened.
 SOON = 20.0
+
+
+def until(condition: Callable[[], object], what: str = "it") -> None:
+    """Waits for something that will be so soon."""
+    ends = time.monotonic() + SOON
+    while not condition():
+        assert time.monotonic() < ends, f"{what} did not come so"
+        time.sleep(0.002)
 
 
 def describe(tensors: Tensors, ties: Mapping[str, str] | None = None) -> list[TensorSpec]:
@@ -104,12 +114,32 @@ class MuteSink(DictSink):
     read = WeightSink.read
 
 
+class Clock:
+    """The clock of refits, which a test puts forward: a deadline passes once all is as it should
+    be by then, however long that takes.
+
+    Attributes:
+        ahead_s: How far it is put forward.
+        each_look_s: By how much each look at it does so.
+    """
+
+    def __init__(self) -> None:
+        self.ahead_s = self.each_look_s = 0.0
+
+    def __call__(self) -> float:
+        self.ahead_s += self.each_look_s
+        return time.monotonic() + self.ahead_s
+
+
 class Trainer:
     def __init__(
         self, tensors: Tensors, ties: Mapping[str, str] | None = None, *, at_home: bool = False
     ) -> None:
         self.source = DictSource(tensors, ties, at_home=at_home)
-        self.sender = RefitSender(lambda: self.source, name="trainer")
+        self.clock = Clock()
+        self.sender = RefitSender(
+            lambda: self.source, name="trainer", runtime=Runtime(clock=self.clock)
+        )
 
     def prepare_refit_info(self) -> dict[str, Any]:
         return self.sender.prepare()
@@ -133,11 +163,13 @@ class Engine:
     ) -> None:
         self.sink = kind(tensors, ties)
         self.lock = threading.RLock()
+        self.clock = Clock()
         self.receiver = RefitReceiver(
             lambda: self.sink,
             name="engine",
             lock=self.lock,
             on_commit=lambda version: self.sink._called("commit"),
+            runtime=Runtime(clock=self.clock),
         )
 
     def prepare_refit_info(self, info: dict[str, Any]) -> None:
@@ -154,6 +186,10 @@ class Engine:
         """Itself, once its refits are over."""
         with self.receiver.turn:
             return self
+
+    def held_up(self) -> bool:
+        """Whether a refit waits for generation to end."""
+        return any(job.session.held_up for job in list(self.receiver.jobs))
 
     def may_generate(self) -> bool:
         """Whether another thread could generate now."""

@@ -10,6 +10,7 @@ import time
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
+from simple_pair import SOON
 
 from rl_core.refit.transports.collective import COLLECTIVE
 from rl_core.refit.transports.ipc import IPC
@@ -17,7 +18,6 @@ from rl_core.refit.transports.ipc import IPC
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-SOON = 20.0
 TRANSPORTS = {"ipc": IPC, "collective": COLLECTIVE}
 
 

@@ -115,9 +115,7 @@ def environment() -> dict[str, str]:
 
 class FakeGeneration(HostedGeneration):
     def __init__(self, *, engine: str = "fake_engine:FakeEngine", **config: Any) -> None:
-        for name in ("silence_s", "answer_s"):
-            if name in config:
-                setattr(self, name, config.pop(name))
+        self.silence_s = config.pop("silence_s", self.silence_s)
         hosting = {"environment": environment(), **config.pop("hosting", {})}
         config = {"max_new_tokens": 4, **config}
         super().__init__(config, engine=engine, name="the fake engine", **hosting)

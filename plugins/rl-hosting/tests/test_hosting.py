@@ -97,7 +97,7 @@ def test_rows_that_nobody_reads_are_taken_back(start):
 
 
 def test_a_call_that_is_late_says_so_with_the_log_and_the_engine_goes_on(start):
-    engine = start(call_deadline_s=0.5, fake={"pause": 0.01})
+    engine = start(call_deadline_s=3.0, fake={"pause": 0.01})
     with pytest.raises(DeadlineError, match=r"1 rows in the engine") as caught:
         engine.generate(prompts(ENDLESS))
     assert "the fake engine starts" in caught.value.details["log"]
@@ -158,7 +158,7 @@ def test_a_refusal_to_start_is_an_error_of_its_class(start):
     ],
 )
 def test_a_start_that_fails_is_told_by_name_and_in_time(start, act, error):
-    late = {"start_timeout_s": 1.0} if error is DeadlineError else {}
+    late = {"start_timeout_s": 3.0} if error is DeadlineError else {}
     with pytest.raises(error, match=r"(?s)fake engine|FakeEngine") as caught:
         start(fake={"acts": {"start": act}}, hosting=late)
     assert caught.value.details["log"]

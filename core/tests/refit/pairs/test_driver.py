@@ -24,7 +24,6 @@ from rl_core.errors import (
 )
 from rl_core.plugins import hookspecs
 from rl_core.plugins.discovery import TRANSPORTS
-from rl_core.refit import _send_job
 from rl_core.refit.transports import find_transport
 from rl_core.refit.transports.base import Transport
 
@@ -267,9 +266,10 @@ def test_plugins_hear_of_a_failure_and_its_class(pair, events):
     assert events[1][1]["error"] == "RefitCorrupted"
 
 
-def test_plugins_hear_of_the_progress_of_long_refits(pair, events, monkeypatch):
-    monkeypatch.setattr(_send_job, "_PROGRESS_S", -1.0)  # every bucket takes long
-    report = go(*pair, version=3)
+def test_plugins_hear_of_the_progress_of_long_refits(pair, events):
+    trainer, engine = pair
+    trainer.clock.each_look_s = 2.0  # every bucket takes long
+    report = go(trainer, engine, version=3, deadline_s=86_400)
     progress = [facts for name, facts in events if name == "refit_progress"]
     assert [facts["sent"] for facts in progress] == list(range(report.buckets))
     assert {facts["version"] for facts in progress} == {3}

@@ -7,7 +7,7 @@ import threading
 import msgspec
 import pytest
 import torch
-from simple_pair import SOON, Engine, InPlaceSink, Trainer, begin, blank, fails, go, same
+from simple_pair import SOON, Engine, InPlaceSink, Trainer, begin, blank, fails, go, same, until
 
 from rl_core.errors import (
     CapabilityError,
@@ -144,7 +144,10 @@ def test_a_refit_waits_for_generation_to_end_and_generation_for_the_refit(pair):
 def test_a_deadline_while_the_engine_generates_is_an_error_on_both_sides(pair):
     trainer, engine = pair
     with engine.lock:
-        sender, receiver = fails(trainer, engine, deadline_s=0.5)
+        sending, receiving = begin(trainer, engine)
+        until(engine.held_up)
+        trainer.clock.ahead_s = engine.clock.ahead_s = SOON - 0.5  # it is told before that
+        sender, receiver = sending.exception(SOON), receiving.exception(SOON)
     for error in (sender, receiver):
         assert isinstance(error, RefitAborted)
         assert error.phase == "PREPARE"

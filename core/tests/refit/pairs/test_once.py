@@ -418,7 +418,7 @@ def test_buffers_that_an_engine_may_still_read_are_not_used_again(both):
 
 
 @pytest.mark.parametrize("how", ["prepared for another", "asked to generate"])
-def test_the_memory_of_a_trainer_that_is_gone_is_let_go(keep, how, monkeypatch):
+def test_the_memory_of_a_trainer_that_is_gone_is_let_go(keep, how):
     first = Trainer(make_persistent(), at_home=True)
     engine = keep(Engine(blank(first.source.tensor), kind=InPlaceSink))
     assert go(first, engine).mode == "direct"
@@ -427,7 +427,7 @@ def test_the_memory_of_a_trainer_that_is_gone_is_let_go(keep, how, monkeypatch):
     del lane
     first.close()
     if how == "asked to generate":
-        monkeypatch.setattr(engine.receiver, "_looked", -1e9)
+        engine.clock.ahead_s = 60.0
         engine.receiver.check()
     else:
         other = keep(Trainer(make_persistent(), at_home=True))

@@ -317,7 +317,7 @@ def test_a_rank_that_is_not_called_is_named_before_the_deadline(
     sending = trainer.ranks[0].stream_weights_via_ipc_zmq(deadline_s=2, bucket_bytes=BUCKET)
     engine.receiver.receive(deadline_s=2)
     with pytest.raises(RefitPeerError, match=r"rank 1 of .*did not come"):
-        wait(sending, 2)
+        wait(sending, SOON)
 
 
 def test_who_comes_after_the_end_is_told(trainer: Ranks) -> None:

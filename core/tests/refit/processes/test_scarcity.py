@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from killable import LATER, SOON, EngineParty, Remote, TrainerParty, as_it_was, begin
+from killable import LATER, SOON, EngineParty, Remote, TrainerParty, as_it_was, begin, until
 from simple_pair import Engine, Trainer, blank, same
 
 from rl_core.errors import RefitAborted, RefitError, RefitPeerError, RefitProtocolError
@@ -163,10 +163,8 @@ def test_a_slow_engine_is_waited_for_with_two_buffers_and_a_fast_one_reads_what_
     assert same(tensors, slow.sink.tensor)
 
 
-@pytest.mark.parametrize(("deadline_s", "fast_deadline_s"), [(1.0, LATER), (LATER, 1.0)])
-def test_an_engine_that_is_slower_than_a_deadline_is_named_whoever_gives_up(
-    stack, deadline_s, fast_deadline_s
-):
+@pytest.mark.parametrize("impatient", ["trainer", "engine"])
+def test_an_engine_that_is_slower_than_a_deadline_is_named_whoever_gives_up(stack, impatient):
     trainer, fast = TrainerParty(), EngineParty()
     stack.enter_context(closing(trainer))
     stack.enter_context(closing(fast))
@@ -175,10 +173,10 @@ def test_an_engine_that_is_slower_than_a_deadline_is_named_whoever_gives_up(
     for engine in (fast, slow):
         engine.meet(info)
     slow.stall("write")
-    trainer.begin(receivers=2, deadline_s=deadline_s)
-    fast.begin(fast_deadline_s)
-    slow.begin()
+    begin(trainer, fast, slow)
     slow.reached()
+    until(lambda: fast.phase() == "TRANSFER")
+    (trainer.trainer if impatient == "trainer" else fast.engine).clock.ahead_s = LATER
     error = trainer.failure()
     assert isinstance(error, RefitPeerError)
     assert error.phase == "TRANSFER"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from killable import EngineParty, TrainerParty, as_it_was, until
+from killable import LATER, EngineParty, TrainerParty, as_it_was, until
 from simple_pair import SOON
 
 from rl_core.errors import RefitError, RefitPeerError, RefitProtocolError
@@ -255,8 +255,10 @@ def test_a_receiver_that_leaves_before_it_is_ready_makes_room_for_another(pair):
 def test_a_receiver_that_says_hello_and_no_more_is_named_at_the_deadline(pair):
     trainer, engine = pair
     with closing(Stranger(trainer)) as mute:
-        trainer.begin(deadline_s=1.0)
+        trainer.begin()
         mute.say(hello(trainer, "mute", 7))
+        until(lambda: trainer.endpoint.jobs[-1].session.connections)
+        trainer.trainer.clock.ahead_s = LATER
         error = trainer.failure()
     assert isinstance(error, RefitPeerError)
     assert "mute, pid 7" in error.peer

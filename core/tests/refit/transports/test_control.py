@@ -134,7 +134,8 @@ def test_only_the_connection_that_was_lost_is_named(ends):
     other.close()
     assert departures(server) == [keys[b"b"]]
     assert server.send(keys[b"a"], b"still here?")
-    answers = [client.receive(SOON) or client.receive(SOON)]  # a frame that only asked wakes it too
+    answers: list[bytes] = []  # a frame that only asked wakes it too
+    until(lambda: bool(answers), lambda: answers.extend(filter(None, [client.receive(0.1)])))
     assert answers == [b"still here?"]
 
 
@@ -424,7 +425,7 @@ def test_more_memory_than_the_host_has_is_an_error_and_leaves_nothing(temporary)
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(RefitError, match="bucket_bytes"):
         SharedRegion.create(1 << 50, str(temporary))
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
     assert not list(temporary.iterdir())
 
 

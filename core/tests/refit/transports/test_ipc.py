@@ -39,7 +39,7 @@ from rl_core.errors import (
     RefitProtocolError,
     WeightsTornError,
 )
-from rl_core.refit.transports import find_transport
+from rl_core.refit.transports import find_transport, ipc
 from rl_core.refit.transports.memory import SharedRegion
 
 if TYPE_CHECKING:
@@ -171,7 +171,10 @@ def test_a_hundred_refits_leave_nothing_behind(keep):
         trainer.source.tensor["scalar"].fill_(version)
         assert go(trainer, engine).version == version
         assert same(trainer.source.tensor, engine.sink.tensor)
-    assert held() == before
+    descriptors, mapped, files = held()
+    assert descriptors <= before[0]  # other tests' threads may close some
+    assert mapped <= before[1]
+    assert files == before[2]
 
 
 # -- several receivers ----------------------------------------------------------------------------
@@ -353,10 +356,17 @@ def test_what_a_dying_trainer_left_is_cleared_once_it_no_longer_listens(monkeypa
     receiver = find_transport("ipc").receiver(address)
     receiver.connect(address)
     monkeypatch.setattr(receiver, "lost", lambda: True)
-    closing = threading.Timer(0.3, listener.close)
-    closing.start()
+    looks: list[bool] = []
+
+    def clear(endpoint: str) -> bool:
+        looks.append(cleared(endpoint))
+        listener.close()  # after the first look
+        return looks[-1]
+
+    cleared = ipc._clear
+    monkeypatch.setattr(ipc, "_clear", clear)
     receiver.disconnect()
-    closing.join()
+    assert looks == [False, True]
     assert not directory.exists()
     receiver.close()
 
