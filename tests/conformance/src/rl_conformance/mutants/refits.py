@@ -211,10 +211,9 @@ def engines_publish_when_they_have_all() -> AbstractContextManager[Any]:
     """An engine serves the new weights before it is known whether the others can."""
     honest = ReceiveJob._install
 
-    def early(receiving: Any, offer: Any, digest: str) -> str:
-        found = honest(receiving, offer, digest)
+    def early(receiving: Any, offer: Any, digest: str) -> None:
+        honest(receiving, offer, digest)
         receiving._state.publish(offer.version)
-        return found
 
     return mock.patch.object(ReceiveJob, "_install", early)
 
