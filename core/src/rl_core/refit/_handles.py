@@ -9,7 +9,7 @@ from __future__ import annotations
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -27,10 +27,11 @@ from rl_core.refit.plan import ALIGN, TransferPlan, make_plan
 from rl_core.refit.transports.base import CPU
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
     from rl_core.interfaces.weights import WeightSink, WeightSource
     from rl_core.refit._introduction import Trainer
-    from rl_core.refit._receiver_state import ReceiverState
-    from rl_core.refit.transports.base import SenderEnd
+    from rl_core.refit.transports.base import Lane, ReceiverEnd, SenderEnd
 
 
 class HandleSender:
@@ -152,6 +153,23 @@ class HandleSender:
             self._source.close()
 
 
+class _State(Protocol):
+    """What is asked of the engine's ``ReceiverState``, which knows this module."""
+
+    name: str
+    new_sink: Callable[[], WeightSink]
+    epoch: int
+    torn: bool
+    known: dict[str, bytes]
+
+    def end(self, transport: str, trainer: Trainer) -> ReceiverEnd: ...
+    def attach(
+        self, end: ReceiverEnd, direct: bool, ref: Mapping[str, Any], device: torch.device
+    ) -> Lane: ...
+    def check_epoch(self, epoch: int) -> None: ...
+    def publish(self, version: int) -> None: ...
+
+
 @dataclass(slots=True)
 class _Set:
     """A set that is under way.
@@ -186,7 +204,7 @@ class HandleReceiver:
         self._set: _Set | None = None
         self._over: dict[str, int] = {}  # by token, the serial of the last set that is over
 
-    def take(self, message: Handles, trainer: Trainer, state: ReceiverState) -> None:
+    def take(self, message: Handles, trainer: Trainer, state: _State) -> None:
         """Writes one group; with the last one the version moves.
 
         Whatever goes wrong ends the set.
@@ -242,7 +260,7 @@ class HandleReceiver:
         return current
 
 
-def _begin(message: Handles, trainer: Trainer, state: ReceiverState) -> _Set:
+def _begin(message: Handles, trainer: Trainer, state: _State) -> _Set:
     epoch, sink = state.epoch, state.new_sink()
     if message.manifest != trainer.manifest.digest:
         raise RefitAborted(
@@ -256,7 +274,7 @@ def _begin(message: Handles, trainer: Trainer, state: ReceiverState) -> _Set:
     return _Set(trainer, message.serial, epoch, sink, state.known, plan, 0, left)
 
 
-def _load(current: _Set, message: Handles, state: ReceiverState) -> None:
+def _load(current: _Set, message: Handles, state: _State) -> None:
     """Verifies and writes one group of a set."""
     trainer, plan, due = current.trainer, current.plan, current.groups + 1
     end = state.end("ipc", trainer)

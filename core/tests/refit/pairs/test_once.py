@@ -32,7 +32,7 @@ from rl_core.errors import (
     WeightsTornError,
 )
 from rl_core.futures import spawn, wait
-from rl_core.refit import RefitReport, _send_job
+from rl_core.refit import RefitReport, _introduction, _send_job
 from rl_core.refit._driver import _meeting_host
 from rl_core.refit.messages import PROTOCOL
 
@@ -369,6 +369,18 @@ def test_a_directory_that_holds_no_socket_hinders_no_other_transport(
     assert info["addresses"] == {}
     with pytest.raises(RefitError, match="TMPDIR"):
         trainer.sender.send()
+
+
+def test_the_release_is_read_from_disk_once(both, monkeypatch):
+    trainer, _ = both
+    read: list[str] = []
+    _introduction._release.cache_clear()
+    monkeypatch.setattr(_introduction, "version", lambda name: read.append(name) or "1.0")
+    try:
+        assert [trainer.prepare_refit_info()["rl_core"] for _ in range(3)] == ["1.0"] * 3
+        assert read == ["rl-core"]
+    finally:
+        _introduction._release.cache_clear()
 
 
 # -- what is kept, and for how long ----------------------------------------------------------------

@@ -81,7 +81,7 @@ def collective(trainer: Trainer, engine: Engine) -> Callable[[], Any]:
 def test_where_the_sender_listens_is_not_read_from_the_store(both):
     trainer, engine = both
     again = collective(trainer, engine)
-    store = trainer.sender.state.ends["collective"]._store
+    store = trainer.sender.state.ends["collective"]._meeting.store
     for key in store.list_keys():
         if "joined" not in key:
             store.set(key, "tcp://127.0.0.1:1")

@@ -62,6 +62,60 @@ class _Address(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     key: str = ""
 
 
+class _Meeting:
+    """What either end has of the place where all members meet.
+
+    Attributes:
+        host: The sender's address.
+        port: Of the store.
+        store: In which members find each other; None before the end is connected and after it was
+            closed.
+        closed: Whether it was.
+    """
+
+    def __init__(self, host: str, port: int) -> None:
+        self.host, self.port = host, port
+        self.store: c10d.TCPStore | None = None
+        self.closed = threading.Event()
+        self._lanes: weakref.WeakSet[GroupLane] = weakref.WeakSet()
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}"
+
+    def connected(self) -> c10d.TCPStore:
+        """The store; raises LifecycleError where there is none."""
+        store = self.store  # another thread may close this end
+        if store is None:
+            raise LifecycleError(
+                "this end of the collective transport is not connected",
+                fix="call init_collective on both sides first",
+            )
+        return store
+
+    def wait_for(self, done: Callable[[], bool], deadline_s: float) -> bool:
+        """Whether it became so in time; raises LifecycleError if this end was closed."""
+        ends = time.monotonic() + deadline_s
+        while not done():
+            if time.monotonic() >= ends:
+                return False
+            if self.closed.wait(_POLL_S):
+                raise LifecycleError("this end of the collective transport was closed")
+        return True
+
+    def join(self, ref: GroupRef, rank: int, device: torch.device) -> GroupLane:
+        """The lane of one member of a group, which is made in the background."""
+        member = Member(ref, rank, self.connected(), self.host, self.port)
+        lane = GroupLane(member, device if ref.backend == "nccl" else CPU)
+        self._lanes.add(lane)
+        return lane
+
+    def close(self) -> None:
+        self.closed.set()
+        for lane in list(self._lanes):
+            lane.close()
+        self.store = None
+
+
 class CollectiveSender(ControlServer, SenderEnd):
     """The sender's end.
 
@@ -81,15 +135,14 @@ class CollectiveSender(ControlServer, SenderEnd):
         listener = _listen(ip, port)
         host, port = listener.getsockname()[:2]
         self._receivers, self._backend = receivers, backend
-        self._closed = threading.Event()
-        self._lanes: weakref.WeakSet[GroupLane] = weakref.WeakSet()
+        self._meeting = _Meeting(host, port)
         bind = f"tcp://[{host}]:*" if ":" in host else f"tcp://{host}:*"
         try:
             super().__init__(bind, encrypted=True)
         except BaseException:
             listener.close()
             raise
-        self._store: c10d.TCPStore | None = c10d.TCPStore(
+        self._meeting.store = c10d.TCPStore(
             host,
             port,
             is_master=True,
@@ -110,13 +163,13 @@ class CollectiveSender(ControlServer, SenderEnd):
 
         def complete() -> bool:
             nonlocal joined
-            joined = _open(self._store).add(_JOINED, 0)
+            joined = self._meeting.connected().add(_JOINED, 0)
             return joined >= self._receivers
 
-        if not _poll(complete, deadline_s, self._closed):
+        if not self._meeting.wait_for(complete, deadline_s):
             missing = self._receivers - joined
             raise DeadlineError(
-                f"{missing} of {self._receivers} receivers did not join {_name(self.address)} "
+                f"{missing} of {self._receivers} receivers did not join {self._meeting} "
                 f"within {deadline_s:g} s",
                 fix="start them with this address, and let them reach it (firewall, network)",
                 seconds=deadline_s,
@@ -125,7 +178,7 @@ class CollectiveSender(ControlServer, SenderEnd):
 
     def refused(self) -> str | None:
         """See :meth:`SenderEnd.refused`; anybody may have written it, so it only ends a wait."""
-        store = _open(self._store)
+        store = self._meeting.connected()
         if not store.check([_REFUSED]):
             return None
         text = store.get(_REFUSED)[:_REFUSAL_CHARS].decode(errors="replace")
@@ -155,14 +208,11 @@ class CollectiveSender(ControlServer, SenderEnd):
         """See :meth:`SenderEnd.lane`; returns before the receivers have joined the group."""
         backend: Literal["gloo", "nccl"] = "nccl" if device.type == "cuda" else "gloo"
         ref = GroupRef("group", secrets.token_hex(8), backend, tuple(receivers), nbytes)
-        return _join(ref, 0, self._store, self.address, device, self._lanes)
+        return self._meeting.join(ref, 0, device)
 
     def close(self) -> None:
-        self._closed.set()
-        for lane in list(self._lanes):
-            lane.close()
+        self._meeting.close()
         super().close()
-        self._store = None
 
 
 class CollectiveReceiver(ControlClient, ReceiverEnd):
@@ -174,10 +224,7 @@ class CollectiveReceiver(ControlClient, ReceiverEnd):
 
     def __init__(self, address: Mapping[str, Any]) -> None:
         super().__init__("")
-        self._address = address
-        self._store: c10d.TCPStore | None = None
-        self._closed = threading.Event()
-        self._lanes: weakref.WeakSet[GroupLane] = weakref.WeakSet()
+        self._meeting = _Meeting(address["ip"], address["port"])
 
     def rendezvous(self, deadline_s: float) -> None:
         """Waits until the sender is there, and joins it.
@@ -186,7 +233,7 @@ class CollectiveReceiver(ControlClient, ReceiverEnd):
             DeadlineError: It did not come.
             LifecycleError: This end was closed.
         """
-        ip, port = self._address["ip"], self._address["port"]
+        ip, port = self._meeting.host, self._meeting.port
 
         def listens() -> bool:
             with suppress(OSError), closing(socket.create_connection((ip, port), 1)):
@@ -195,18 +242,18 @@ class CollectiveReceiver(ControlClient, ReceiverEnd):
 
         ends = time.monotonic() + deadline_s
         cause = "nobody listens there"
-        if _poll(listens, deadline_s, self._closed):
+        if self._meeting.wait_for(listens, deadline_s):
             try:
                 left = timedelta(seconds=max(ends - time.monotonic(), 1))
                 store = c10d.TCPStore(ip, port, wait_for_workers=False, timeout=left)
                 store.set_timeout(_STORE_TIMEOUT)
                 store.add(_JOINED, 1)
-                self._store = store
+                self._meeting.store = store
                 return
             except dist.DistError as error:
                 cause = str(error).splitlines()[0]
         raise DeadlineError(
-            f"the sender was not at {_name(self._address)} within {deadline_s:g} s: {cause}",
+            f"the sender was not at {self._meeting} within {deadline_s:g} s: {cause}",
             fix="start the sender first or soon, and let this host reach it (firewall, network)",
             seconds=deadline_s,
         )
@@ -216,14 +263,14 @@ class CollectiveReceiver(ControlClient, ReceiverEnd):
 
         A sender that begins to wait passes over what was said before.
         """
-        store = self._store
+        store, closed = self._meeting.store, self._meeting.closed
         if store is None:
             return
 
         def repeat() -> None:
             with suppress(dist.DistError):
                 store.set(_REFUSED, why[:_REFUSAL_CHARS])
-                while not self._closed.wait(HELLO_S) and time.monotonic() < ends:
+                while not closed.wait(HELLO_S) and time.monotonic() < ends:
                     store.set(_REFUSED, why[:_REFUSAL_CHARS])
 
         ends = time.monotonic() + REFUSAL_S
@@ -236,11 +283,11 @@ class CollectiveReceiver(ControlClient, ReceiverEnd):
             LifecycleError: The sender was never met.
             RefitProtocolError: It is not said where the sender listens.
         """
-        _open(self._store)
+        self._meeting.connected()
         where = _address(address)
         if not where.control or not where.key:
             raise RefitProtocolError(
-                f"{_name(address)}: it is not said where the sender listens, or with which key",
+                f"{self._meeting}: it is not said where the sender listens, or with which key",
                 fix="pass the policy's prepare_refit_info() to the engine after init_collective",
             )
         self.endpoint, self.key = where.control, where.key
@@ -262,14 +309,11 @@ class CollectiveReceiver(ControlClient, ReceiverEnd):
                 fix="put the engine's tensors on a GPU, or give the sender backend='gloo'",
             )
         rank = 1 + wanted.members.index(receiver)
-        return _join(wanted, rank, self._store, self._address, device, self._lanes)
+        return self._meeting.join(wanted, rank, device)
 
     def close(self) -> None:
-        self._closed.set()
-        for lane in list(self._lanes):
-            lane.close()
+        self._meeting.close()
         super().close()
-        self._store = None
 
 
 class _Collective(Transport):
@@ -333,42 +377,3 @@ def _unusable(ip: str, port: int, error: OSError) -> ConfigError:
         fix="give an address of the trainer's host that the engines reach, and a free port",
         key="port" if error.errno == errno.EADDRINUSE else "ip",
     )
-
-
-def _poll(done: Callable[[], bool], deadline_s: float, closed: threading.Event) -> bool:
-    """Whether it became so in time."""
-    ends = time.monotonic() + deadline_s
-    while not done():
-        if time.monotonic() >= ends:
-            return False
-        if closed.wait(_POLL_S):
-            raise LifecycleError("this end of the collective transport was closed")
-    return True
-
-
-def _open(store: c10d.TCPStore | None) -> c10d.TCPStore:
-    if store is None:
-        raise LifecycleError(
-            "this end of the collective transport is not connected",
-            fix="call init_collective on both sides first",
-        )
-    return store
-
-
-def _join(
-    ref: GroupRef,
-    rank: int,
-    store: c10d.TCPStore | None,
-    address: Mapping[str, Any],
-    device: torch.device,
-    lanes: weakref.WeakSet[GroupLane],
-) -> GroupLane:
-    """This member's lane, which is added to those of its end."""
-    member = Member(ref, rank, _open(store), address["ip"], address["port"])
-    lane = GroupLane(member, device if ref.backend == "nccl" else CPU)
-    lanes.add(lane)
-    return lane
-
-
-def _name(address: Mapping[str, Any]) -> str:
-    return f"{address['ip']}:{address['port']}"
