@@ -7,23 +7,17 @@ nobody has looked at it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from rl_core.config import config_keys, nearest
+from rl_core.config import config_keys
 from rl_core.errors import ConfigError
+from rl_hosting.engine_arguments import ArgumentRules, Reason
 from rl_vllm.config import VllmEngineConfig
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["ALLOWED", "OWN_KEYS", "REFUSED", "WITHOUT_REFITS", "Reason", "check_engine_args"]
-
-
-class Reason(NamedTuple):
-    """Why arguments are refused, and what to do instead."""
-
-    why: str
-    fix: str
+__all__ = ["ALLOWED", "OWN_KEYS", "REFUSED", "WITHOUT_REFITS", "check_engine_args"]
 
 
 def _names(text: str) -> frozenset[str]:
@@ -188,6 +182,17 @@ REFUSED: dict[str, Reason] = _table(
 )
 
 
+_RULES = ArgumentRules(
+    backend="rl-vllm",
+    key="vllm_cfg.engine_args",
+    refit_key="vllm_cfg.refit",
+    own_keys=OWN_KEYS,
+    allowed=ALLOWED,
+    without_refits=WITHOUT_REFITS,
+    refused=REFUSED,
+)
+
+
 def check_engine_args(engine: Mapping[str, Any], device: str) -> None:
     """Refuses arguments that would change what rl-vllm promises. Imports no vLLM.
 
@@ -198,35 +203,13 @@ def check_engine_args(engine: Mapping[str, Any], device: str) -> None:
     Raises:
         ConfigError: Names the argument, and the key to set instead if there is one.
     """
-    for name, value in engine.get("engine_args", {}).items():
-        at = f"vllm_cfg.engine_args.{name}"
-        if name in OWN_KEYS:
-            key = OWN_KEYS[name]
-            raise ConfigError(f"'{at}' has a key of its own", fix=f"set {key} instead", key=at)
-        if name in REFUSED:
-            why, fix = REFUSED[name]
-            raise ConfigError(f"'{at}' is refused: {why}", fix=fix, key=at)
-        if name in WITHOUT_REFITS:
-            if engine.get("refit", True):
-                raise ConfigError(
-                    f"'{at}' is refused: a refit would not reach what it makes",
-                    fix="leave it out; for an engine that only generates set vllm_cfg.refit to "
-                    "False",
-                    key=at,
-                )
-        elif name not in ALLOWED:
-            match = nearest(name, [*OWN_KEYS, *ALLOWED, *WITHOUT_REFITS])
-            meant = OWN_KEYS.get(match or "", f"vllm_cfg.engine_args.{match}")
-            raise ConfigError(
-                f"'{at}' is no engine argument that rl-vllm knows"
-                + (f", did you mean '{match}'?" if match else ""),
-                fix=f"write {meant} instead" if match else f"remove '{at}'",
-                key=at,
-            )
-        if name == "enable_chunked_prefill" and value and device == "cpu":
-            raise ConfigError(
-                f"'{at}' is refused on the CPU: after a part of a prompt vLLM winds a row's "
-                "generator back, which generators on the CPU cannot",
-                fix="leave it out",
-                key=at,
-            )
+    given = engine.get("engine_args", {})
+    _RULES.check(given, takes_refits=engine.get("refit", True))
+    if given.get("enable_chunked_prefill") and device == "cpu":
+        at = "vllm_cfg.engine_args.enable_chunked_prefill"
+        raise ConfigError(
+            f"'{at}' is refused on the CPU: after a part of a prompt vLLM winds a row's "
+            "generator back, which generators on the CPU cannot",
+            fix="leave it out",
+            key=at,
+        )
