@@ -1,4 +1,4 @@
-"""Checks a configuration against the TypedDict that describes it.
+"""Checks what users configure: a configuration against its TypedDict, and arguments that count.
 
 The TypedDict is the only description: its keys, types, nesting and ``Annotated`` bounds are what
 is checked, so a backend that extends :class:`~rl_core.interfaces.GenerationConfig` gets its own
@@ -7,6 +7,7 @@ keys checked by declaring them.
 
 from __future__ import annotations
 
+import operator
 import reprlib
 import types
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,7 +28,7 @@ from typing import (
 from rl_core.errors import BrokenPluginError, ConfigError
 from rl_core.interfaces.constraints import Range, Unsupported
 
-__all__ = ["Range", "Unsupported", "check_config", "config_keys", "nearest"]
+__all__ = ["Range", "Unsupported", "check_config", "config_keys", "nearest", "whole"]
 
 
 def check_config(spec: type, config: Mapping[str, Any], *, what: str) -> dict[str, Any]:
@@ -69,6 +70,25 @@ def check_config(spec: type, config: Mapping[str, Any], *, what: str) -> dict[st
 def config_keys(spec: type) -> dict[str, bool]:
     """The keys of a TypedDict, inherited ones included; True where a key is required."""
     return {key: item.required for key, item in _items(spec).items()}
+
+
+def whole(name: str, value: Any, least: int | None = None) -> int:
+    """The value as an int; those of numpy and torch count too, bools and floats do not.
+
+    Raises:
+        ConfigError: It is no whole number, or below ``least``; names the parameter.
+    """
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or (least is not None and number < least):
+        raise ConfigError(
+            f"{name} is {value!r}",
+            fix="use a whole number" + ("" if least is None else f", {least} or more"),
+            key=name,
+        )
+    return number
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:

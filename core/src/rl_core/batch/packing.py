@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from rl_core.batch.counts import whole
-from rl_core.config import nearest
+from rl_core.config import nearest, whole
 from rl_core.errors import ConfigError, DataError
 
 if TYPE_CHECKING:

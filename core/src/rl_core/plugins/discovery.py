@@ -21,8 +21,12 @@ from rl_core.errors import (
     MissingEngineError,
     PluginError,
 )
-from rl_core.plugins.manifest import CONTRACT_VERSION, BackendManifest
-from rl_core.plugins.validation import is_importable, manifest_problems
+from rl_core.plugins.manifest import (
+    CONTRACT_VERSION,
+    BackendManifest,
+    is_importable,
+    manifest_problems,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
