@@ -146,13 +146,19 @@ def _check_dict(
     spec: type, value: Mapping[str, Any], path: str, problems: list[_Problem]
 ) -> dict[str, Any]:
     items = _items(spec)
+    allowed = f"allowed keys: {', '.join(sorted(items))}"
     checked: dict[str, Any] = {}
     for key, given in value.items():
         at = f"{path}{key}"
         if key in items:
             checked[key] = _check(items[key].hint, given, at, problems)
+            continue
+        text, fix = f"unknown key '{at}'", f"remove '{at}'"
+        if match := nearest(str(key), items):
+            text, fix = f"{text}, did you mean '{match}'?", f"write '{match}' instead of '{key}'"
+            problems.append(_Problem(at, f"{text} {allowed}", fix))
         else:
-            problems.append(_unknown_key(str(key), at, items))
+            problems.append(_Problem(at, f"{text}; {allowed}", fix))
     for key, item in items.items():
         if item.required and key not in value:
             expected = _describe(item.hint)
@@ -164,18 +170,6 @@ def _check_dict(
                 )
             )
     return checked
-
-
-def _unknown_key(key: str, at: str, items: Mapping[str, _Item]) -> _Problem:
-    allowed = f"allowed keys: {', '.join(sorted(items))}"
-    match = nearest(key, items)
-    if match is None:
-        return _Problem(at, f"unknown key '{at}'; {allowed}", f"remove '{at}'")
-    return _Problem(
-        at,
-        f"unknown key '{at}', did you mean '{match}'? {allowed}",
-        f"write '{match}' instead of '{key}'",
-    )
 
 
 def _mistyped(hint: Any, value: Any, at: str) -> _Problem:
@@ -194,7 +188,8 @@ def _check(hint: Any, value: Any, at: str, problems: list[_Problem]) -> Any:
         return _check_union(hint, args, value, at, problems)
     if is_typeddict(hint) and isinstance(value, Mapping):
         return _check_dict(hint, value, f"{at}.", problems)
-    if origin in (list, tuple, Sequence) and _is_sequence(value):
+    is_sequence = isinstance(value, Sequence) and not isinstance(value, str | bytes)
+    if origin in (list, tuple, Sequence) and is_sequence:
         return _check_sequence(origin, args, value, at, problems)
     if origin in (dict, Mapping) and isinstance(value, Mapping):
         key_hint, value_hint = args
@@ -268,10 +263,6 @@ def _check_sequence(
         for i, (hint, entry) in enumerate(zip(hints, value, strict=True))
     ]
     return tuple(checked) if origin is tuple else checked
-
-
-def _is_sequence(value: Any) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
 
 def _is_instance(hint: Any, value: Any) -> bool:

@@ -98,28 +98,31 @@ def _answer(
     document = {
         "contract": CONTRACT_VERSION,
         "environment": env,
-        "backends": [_as_dict(listing) for listing in listings],
+        "backends": [
+            {
+                "name": item.provider.name,
+                "qualified_name": item.provider.qualified_name,
+                "distribution": item.provider.distribution,
+                "version": item.provider.version,
+                "entry_point": item.provider.value,
+                "location": item.provider.location,
+                "status": item.status,
+                "engine": item.engine or None,
+                "duplicates": item.duplicates,
+                "error": item.error
+                and {
+                    "type": type(item.error).__name__,
+                    "message": item.error.message,
+                    "fix": item.error.fix,
+                },
+                "manifest": item.manifest
+                and {"kinds": item.manifest.kinds, **_plain(item.manifest)},
+            }
+            for item in listings
+        ],
     }
     failed = any(item.status in ("broken", "incompatible") or item.duplicates for item in listings)
     return document, show, failed
-
-
-def _as_dict(listing: BackendListing) -> dict[str, Any]:
-    provider, manifest, error = listing.provider, listing.manifest, listing.error
-    return {
-        "name": provider.name,
-        "qualified_name": provider.qualified_name,
-        "distribution": provider.distribution,
-        "version": provider.version,
-        "entry_point": provider.value,
-        "location": provider.location,
-        "status": listing.status,
-        "engine": listing.engine or None,
-        "duplicates": listing.duplicates,
-        "error": error
-        and {"type": type(error).__name__, "message": error.message, "fix": error.fix},
-        "manifest": manifest and {"kinds": manifest.kinds, **_plain(manifest)},
-    }
 
 
 def _plain(value: Any) -> Any:
@@ -164,23 +167,19 @@ def _print_table(listings: Sequence[BackendListing], env: str | None) -> None:
         elif item.status != "ready":
             wanted = f"{manifest.engine.distributions[0]} {manifest.engine.versions}"
             engine = _text((wanted, "dim"))
+        ambiguous = ", ambiguous" if item.duplicates else ""
         table.add_row(
             _text((item.provider.name, "bold")),
             ", ".join(manifest.kinds) if manifest else "-",
             _text(str(item.provider)),
             engine,
-            _status(item),
+            _text((item.status, _STYLES[item.status]), (ambiguous, "red")),
         )
     console.print(table)
     for item in listings:
         _print_trouble(console, item)
     if env:
         console.print(_text((_ELSEWHERE, "dim")))
-
-
-def _status(item: BackendListing) -> Text:
-    status = (item.status, _STYLES[item.status])
-    return _text(status, (", ambiguous", "red")) if item.duplicates else _text(status)
 
 
 def _print_trouble(console: Console, item: BackendListing) -> None:

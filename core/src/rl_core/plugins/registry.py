@@ -8,8 +8,6 @@ from rl_core.errors import AmbiguousBackendError, BackendNotFoundError
 from rl_core.plugins.discovery import BACKENDS, Provider, check_engine, load_manifest, providers
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from rl_core.plugins.manifest import BackendManifest, Kind
 
 __all__ = ["find_backend", "match_backends", "resolve"]
@@ -32,9 +30,25 @@ def match_backends(name: str) -> list[Provider]:
         if provider.name == short
         and _canonical(distribution) in ("", _canonical(provider.distribution))
     ]
-    if not found:
-        raise _not_found(name, short, known)
-    return found
+    if found:
+        return found
+    from rl_core.config import nearest
+
+    names = sorted({provider.name for provider in known})
+    match = nearest(short, names)
+    others = [provider.qualified_name for provider in known if provider.name == short]
+    if others:
+        fix = f"write {' or '.join(map(repr, others))}"
+    else:
+        fix = f"write {match!r}" if match else f'pip install "rl-{short}"'
+    raise BackendNotFoundError(
+        f"no installed plugin provides the backend {name!r}; "
+        f"installed are: {', '.join(names) or 'none'}",
+        fix=fix,
+        name=name,
+        installed=names,
+        nearest=match or "",
+    )
 
 
 def find_backend(name: str) -> Provider:
@@ -90,25 +104,3 @@ def resolve(name: str, kind: Kind | None = None, *, engine: bool = False) -> Bac
 
 def _canonical(distribution: str) -> str:
     return distribution.lower().replace("_", "-").replace(".", "-")
-
-
-def _not_found(name: str, short: str, known: Sequence[Provider]) -> BackendNotFoundError:
-    from rl_core.config import nearest
-
-    names = sorted({provider.name for provider in known})
-    match = nearest(short, names)
-    others = [provider.qualified_name for provider in known if provider.name == short]
-    if others:
-        fix = f"write {' or '.join(map(repr, others))}"
-    elif match:
-        fix = f"write {match!r}"
-    else:
-        fix = f'pip install "rl-{short}"'
-    return BackendNotFoundError(
-        f"no installed plugin provides the backend {name!r}; "
-        f"installed are: {', '.join(names) or 'none'}",
-        fix=fix,
-        name=name,
-        installed=names,
-        nearest=match or "",
-    )
