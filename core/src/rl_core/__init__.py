@@ -1,13 +1,16 @@
 """Contracts, batches, weight refits and plugin discovery for RL post-training.
 
-Every public name is here and is imported when it is first used, so that ``import rl_core`` costs
-next to nothing: no torch, no engine.
+Every public name is here. All but the errors are imported when they are first used, so that
+``import rl_core`` costs next to nothing: no torch, no engine.
 """
 
 from __future__ import annotations
 
 import importlib
 from typing import TYPE_CHECKING, Any
+
+from rl_core import errors
+from rl_core.errors import *  # noqa: F403 - all of them are public here
 
 if TYPE_CHECKING:
     from rl_core.backends import GenerationBackend, PolicyBackend
@@ -16,34 +19,6 @@ if TYPE_CHECKING:
         SlicedDataDict,
         training_batch,
         verify_right_padding,
-    )
-    from rl_core.errors import (
-        AmbiguousBackendError,
-        BackendNotFoundError,
-        BrokenPluginError,
-        CapabilityError,
-        CheckpointError,
-        ConfigError,
-        DataError,
-        DeadlineError,
-        IncompatiblePluginError,
-        LifecycleError,
-        LoopWarning,
-        ManifestMismatchError,
-        MissingEngineError,
-        MissingKeyError,
-        PluginError,
-        RefitAborted,
-        RefitCorrupted,
-        RefitError,
-        RefitPeerError,
-        RefitProtocolError,
-        RemoteError,
-        RLError,
-        TrainingError,
-        WeightsTornError,
-        WorkerDiedError,
-        WorkerError,
     )
     from rl_core.futures import wait
     from rl_core.interfaces import (
@@ -77,19 +52,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "__version__",
-    "AmbiguousBackendError",
     "BackendManifest",
-    "BackendNotFoundError",
     "BatchedDataDict",
-    "BrokenPluginError",
     "Capability",
-    "CapabilityError",
-    "CheckpointError",
     "ColocatablePolicyInterface",
     "ColocationConfig",
-    "ConfigError",
-    "DataError",
-    "DeadlineError",
     "EngineRequirement",
     "Future",
     "GenerationBackend",
@@ -97,42 +64,24 @@ __all__ = [
     "GenerationDatumSpec",
     "GenerationInterface",
     "GenerationOutputSpec",
-    "IncompatiblePluginError",
-    "LifecycleError",
     "LogprobOutputSpec",
     "LogprobsSpec",
-    "LoopWarning",
     "LossFunction",
     "LossInputType",
     "LossType",
-    "ManifestMismatchError",
-    "MissingEngineError",
-    "MissingKeyError",
-    "PluginError",
     "PolicyBackend",
     "PolicyConfig",
     "PolicyInterface",
-    "RLError",
     "ReferenceLogprobOutputSpec",
-    "RefitAborted",
-    "RefitCorrupted",
-    "RefitError",
-    "RefitPeerError",
-    "RefitProtocolError",
-    "RemoteError",
     "ResourcesConfig",
     "ScoreOutputSpec",
     "SlicedDataDict",
     "TensorSpec",
     "TopkLogitsOutputSpec",
     "TrainingDatumSpec",
-    "TrainingError",
     "WeightSink",
     "WeightSource",
-    "WeightsTornError",
     "WorkerContext",
-    "WorkerDiedError",
-    "WorkerError",
     "create_generation",
     "create_policy",
     "refit",
@@ -140,8 +89,9 @@ __all__ = [
     "verify_right_padding",
     "wait",
 ]
+__all__ += errors.__all__
 
-#: Where names are that cost something to import; all others are in the two light modules.
+#: Where names are that are imported when they are first used; all others are in the interfaces.
 _HOME = {
     "BatchedDataDict": "rl_core.batch",
     "SlicedDataDict": "rl_core.batch",
@@ -156,7 +106,6 @@ _HOME = {
     "create_generation": "rl_core.plugins.factory",
     "create_policy": "rl_core.plugins.factory",
 }
-_LIGHT = ("rl_core.errors", "rl_core.interfaces")
 #: Names that other distributions provide; these modules say which.
 _ELSEWHERE = {
     "RayVirtualCluster": "rl_core.cluster",
@@ -179,13 +128,11 @@ def __getattr__(name: str) -> Any:
         return globals()[name]
     if name in _ELSEWHERE:
         return getattr(importlib.import_module(_ELSEWHERE[name]), name)
-    homes = () if name not in __all__ else (_HOME[name],) if name in _HOME else _LIGHT
-    for home in homes:
-        module = importlib.import_module(home)
-        if hasattr(module, name):
-            globals()[name] = getattr(module, name)
-            return globals()[name]
-    raise AttributeError(f"module 'rl_core' has no attribute {name!r}")
+    if name not in __all__:
+        raise AttributeError(f"module 'rl_core' has no attribute {name!r}")
+    module = importlib.import_module(_HOME.get(name, "rl_core.interfaces"))
+    globals()[name] = getattr(module, name)
+    return globals()[name]
 
 
 def __dir__() -> list[str]:

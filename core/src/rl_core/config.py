@@ -1,4 +1,4 @@
-"""Checks a configuration against the TypedDict that describes it.
+"""Checks what users configure: a configuration against its TypedDict, and arguments that count.
 
 The TypedDict is the only description: its keys, types, nesting and ``Annotated`` bounds are what
 is checked, so a backend that extends :class:`~rl_core.interfaces.GenerationConfig` gets its own
@@ -7,6 +7,7 @@ keys checked by declaring them.
 
 from __future__ import annotations
 
+import operator
 import reprlib
 import types
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,7 +28,7 @@ from typing import (
 from rl_core.errors import BrokenPluginError, ConfigError
 from rl_core.interfaces.constraints import Range, Unsupported
 
-__all__ = ["Range", "Unsupported", "check_config", "config_keys", "nearest"]
+__all__ = ["Range", "Unsupported", "check_config", "config_keys", "nearest", "whole"]
 
 
 def check_config(spec: type, config: Mapping[str, Any], *, what: str) -> dict[str, Any]:
@@ -69,6 +70,25 @@ def check_config(spec: type, config: Mapping[str, Any], *, what: str) -> dict[st
 def config_keys(spec: type) -> dict[str, bool]:
     """The keys of a TypedDict, inherited ones included; True where a key is required."""
     return {key: item.required for key, item in _items(spec).items()}
+
+
+def whole(name: str, value: Any, least: int | None = None) -> int:
+    """The value as an int; those of numpy and torch count too, bools and floats do not.
+
+    Raises:
+        ConfigError: It is no whole number, or below ``least``; names the parameter.
+    """
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or (least is not None and number < least):
+        raise ConfigError(
+            f"{name} is {value!r}",
+            fix="use a whole number" + ("" if least is None else f", {least} or more"),
+            key=name,
+        )
+    return number
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
@@ -126,13 +146,19 @@ def _check_dict(
     spec: type, value: Mapping[str, Any], path: str, problems: list[_Problem]
 ) -> dict[str, Any]:
     items = _items(spec)
+    allowed = f"allowed keys: {', '.join(sorted(items))}"
     checked: dict[str, Any] = {}
     for key, given in value.items():
         at = f"{path}{key}"
         if key in items:
             checked[key] = _check(items[key].hint, given, at, problems)
+            continue
+        text, fix = f"unknown key '{at}'", f"remove '{at}'"
+        if match := nearest(str(key), items):
+            text, fix = f"{text}, did you mean '{match}'?", f"write '{match}' instead of '{key}'"
+            problems.append(_Problem(at, f"{text} {allowed}", fix))
         else:
-            problems.append(_unknown_key(str(key), at, items))
+            problems.append(_Problem(at, f"{text}; {allowed}", fix))
     for key, item in items.items():
         if item.required and key not in value:
             expected = _describe(item.hint)
@@ -144,18 +170,6 @@ def _check_dict(
                 )
             )
     return checked
-
-
-def _unknown_key(key: str, at: str, items: Mapping[str, _Item]) -> _Problem:
-    allowed = f"allowed keys: {', '.join(sorted(items))}"
-    match = nearest(key, items)
-    if match is None:
-        return _Problem(at, f"unknown key '{at}'; {allowed}", f"remove '{at}'")
-    return _Problem(
-        at,
-        f"unknown key '{at}', did you mean '{match}'? {allowed}",
-        f"write '{match}' instead of '{key}'",
-    )
 
 
 def _mistyped(hint: Any, value: Any, at: str) -> _Problem:
@@ -174,7 +188,8 @@ def _check(hint: Any, value: Any, at: str, problems: list[_Problem]) -> Any:
         return _check_union(hint, args, value, at, problems)
     if is_typeddict(hint) and isinstance(value, Mapping):
         return _check_dict(hint, value, f"{at}.", problems)
-    if origin in (list, tuple, Sequence) and _is_sequence(value):
+    is_sequence = isinstance(value, Sequence) and not isinstance(value, str | bytes)
+    if origin in (list, tuple, Sequence) and is_sequence:
         return _check_sequence(origin, args, value, at, problems)
     if origin in (dict, Mapping) and isinstance(value, Mapping):
         key_hint, value_hint = args
@@ -248,10 +263,6 @@ def _check_sequence(
         for i, (hint, entry) in enumerate(zip(hints, value, strict=True))
     ]
     return tuple(checked) if origin is tuple else checked
-
-
-def _is_sequence(value: Any) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
 
 def _is_instance(hint: Any, value: Any) -> bool:

@@ -13,7 +13,7 @@ from rl_core.errors import DeadlineError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from rl_core.interfaces.futures import Future
+    from rl_core.interfaces.worker import Future
 
 __all__ = ["as_concurrent", "spawn", "wait"]
 

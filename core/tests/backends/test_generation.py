@@ -443,7 +443,7 @@ def test_memory_that_was_not_asked_for_can_be_given_back():
 
 def test_brought_memory_is_not_taken_again_and_does_not_allow_to_generate():
     engine = CountingEngine()
-    engine.bring(frozenset({"weights"}))
+    engine.wake(frozenset({"weights"}))
     with pytest.raises(LifecycleError):
         engine.generate(batch([5]))
     engine.prepare_for_generation()

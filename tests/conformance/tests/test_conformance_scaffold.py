@@ -28,7 +28,7 @@ from rl_conformance.target import Target
 from rl_core.config import check_config, config_keys
 from rl_core.errors import ConfigError
 from rl_core.plugins.discovery import BACKENDS, Provider, load_object
-from rl_core.plugins.validation import manifest_problems
+from rl_core.plugins.manifest import manifest_problems
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -296,11 +296,11 @@ class GenerationBackend(GenerationInterface):
         tags = tags_of(args, kwargs)
         with self._lock:
             self._check_open("prepare_for_generation")
-            self.bring(tags)
+            self.wake(tags)
             self._awake |= tags
         return True
 
-    def bring(self, tags: frozenset[str]) -> None:
+    def wake(self, tags: frozenset[str]) -> None:
         """Takes the memory behind ``tags`` where it is asleep; the caller may still not generate.
 
         For a subclass that needs memory outside a call of its user, such as a refit's weights.

@@ -108,7 +108,14 @@ def input_lengths(data: Mapping[str, Any], filler: Sequence[int] = ()) -> torch.
         fix="give each row its number of real tokens",
     )
     if filler:
-        _check_filler(ids.to(torch.int64), lengths, filler)
+        past = torch.arange(ids.shape[1]) >= lengths[:, None]
+        allowed = torch.isin(ids.to(torch.int64), torch.tensor(list(filler), dtype=torch.int64))
+        check_rows(
+            (past & ~allowed).any(1),
+            f"tokens other than padding {tuple(dict.fromkeys(filler))} stand past the row's length "
+            "(left-padded, or a wrong length)",
+            fix=f"{_PAD_RIGHT} and give each row's true length",
+        )
     return lengths
 
 
@@ -198,17 +205,6 @@ def _lengths_from_mask(mask: object, ids: torch.Tensor) -> torch.Tensor:
         fix=_PAD_RIGHT,
     )
     return lengths
-
-
-def _check_filler(ids: torch.Tensor, lengths: torch.Tensor, filler: Sequence[int]) -> None:
-    past = torch.arange(ids.shape[1]) >= lengths[:, None]
-    allowed = torch.isin(ids, torch.tensor(list(filler), dtype=ids.dtype))
-    check_rows(
-        (past & ~allowed).any(1),
-        f"tokens other than padding {tuple(dict.fromkeys(filler))} stand past the row's length "
-        "(left-padded, or a wrong length)",
-        fix=f"{_PAD_RIGHT} and give each row's true length",
-    )
 
 
 def tags_of(

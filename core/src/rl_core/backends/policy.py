@@ -251,7 +251,7 @@ class PolicyBackend(PolicyModel, PolicyRefits):
                 of the call were.
         """
         self.ready("train")
-        with self.ranks.together("checking the batch"):
+        with self.ranks.all_or_none("checking the batch"):
             data = self.admission.admit(data, loss_fn, eval_mode=eval_mode)
             rows = training_rows(data, self.limits)
             if gbs is None and not eval_mode:
@@ -313,7 +313,7 @@ class PolicyBackend(PolicyModel, PolicyRefits):
         counts = self._spoken([float(samples.sum()), float(tokens)])
         local = LossSum(sum(seqs for seqs, _ in counts), sum(toks for _, toks in counts))
         drawing = self.random.drawn() if learn else self.random.kept()
-        with self.ranks.together("the loss"), self.running(training=learn), drawing:
+        with self.ranks.all_or_none("the loss"), self.running(training=learn), drawing:
             group_size = getattr(loss_fn, "group_size", 1)
             index = counting_rows(rows["sample_mask"], group_size)
             plan = self.microbatching.plan(
@@ -363,15 +363,15 @@ class PolicyBackend(PolicyModel, PolicyRefits):
         state = {"steps": self.steps, "random": self.ranks.gather(self.random.state())}
         with ExitStack() as stack:
             written = None
-            with self.ranks.together("saving a checkpoint"):
+            with self.ranks.all_or_none("saving a checkpoint"):
                 if self.ranks.rank == 0:
                     written = stack.enter_context(write_directory(path))
                     (written / STATE_FILE).parent.mkdir()
                     (written / STATE_FILE).write_text(json.dumps(state))
             directory = Path(self.ranks.gather(str(written))[0])
-            with self.ranks.together("saving a checkpoint"):
+            with self.ranks.all_or_none("saving a checkpoint"):
                 self.write_checkpoint(directory)
-            with self.ranks.together("publishing a checkpoint"):
+            with self.ranks.all_or_none("publishing a checkpoint"):
                 stack.close()
 
     def load_checkpoint(self, path: str | Path) -> None:

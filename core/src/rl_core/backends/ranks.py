@@ -128,7 +128,7 @@ class RankGroup:
         ]
 
     @contextmanager
-    def together(self, what: str) -> Generator[None]:
+    def all_or_none(self, what: str) -> Generator[None]:
         """A piece of work of each rank's own; if it fails on one, all raise.
 
         Raises:

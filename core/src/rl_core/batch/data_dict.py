@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Generic, Self, TypeAlias, TypeVar, overlo
 
 import torch
 
-from rl_core.batch.columns import (
+from rl_core.batch._columns import (
     common_size,
     concatenate,
     index_of,
@@ -17,10 +17,10 @@ from rl_core.batch.columns import (
     permutation_inverse,
     take_rows,
 )
-from rl_core.batch.counts import whole
-from rl_core.batch.gather import gather_batches
+from rl_core.batch._gather import gather_batches
+from rl_core.batch._sharding import plan_columns, plan_shards, planned_shards
 from rl_core.batch.provenance import Provenance
-from rl_core.batch.sharding import plan_columns, plan_shards, planned_shards
+from rl_core.config import whole
 from rl_core.errors import DataError, LifecycleError, MissingKeyError
 
 if TYPE_CHECKING:
@@ -227,7 +227,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
 
         Raises:
             DataError: A list holds a value that cannot travel, see
-                :func:`rl_core.batch.gather.gather_batches`.
+                :func:`rl_core.batch._gather.gather_batches`.
         """
         _ = self.size
         tensors = [value for value in self.data.values() if isinstance(value, torch.Tensor)]

@@ -13,9 +13,8 @@ from typing import Annotated, Any, NotRequired, TypedDict
 import numpy as np
 import torch
 
-from rl_core.batch.counts import whole
 from rl_core.batch.packing import bin_loads, pack
-from rl_core.config import Range, check_config
+from rl_core.config import Range, check_config, whole
 from rl_core.errors import ConfigError, DataError
 
 __all__ = [

@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from rl_core.batch.counts import whole
-from rl_core.config import nearest
+from rl_core.config import nearest, whole
 from rl_core.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -70,7 +69,16 @@ def pack(
     capacity, seed = whole("capacity", capacity, 1), whole("seed", seed, 0)
     bin_multiple = whole("bin_multiple", bin_multiple, 1)
     min_bin_count = whole("min_bin_count", min_bin_count, 0)
-    sizes = _read_lengths(lengths)
+    try:
+        sizes = np.asarray(lengths)
+    except (TypeError, ValueError, RuntimeError):  # ragged lists, tensors that are not on the CPU
+        sizes = np.asarray(None)
+    if sizes.ndim != 1 or (len(sizes) and sizes.dtype.kind not in "iu"):
+        raise DataError(
+            f"lengths are {reprlib.repr(lengths)}",
+            fix="give integers of shape [sequences], on the CPU",
+            key="lengths",
+        )
     outside = np.flatnonzero((sizes < 1) | (sizes > capacity))
     if len(outside):
         index = int(outside[0])
@@ -83,21 +91,6 @@ def pack(
     bins = ALGORITHMS[algorithm](sizes, capacity, seed) if len(sizes) else []
     wanted = max(len(bins), min_bin_count)
     return _split_heaviest(bins, sizes, wanted + -wanted % bin_multiple)
-
-
-def _read_lengths(lengths: Any) -> np.ndarray[Any, Any]:
-    """``[n]`` integers of any width."""
-    try:
-        sizes = np.asarray(lengths)
-    except (TypeError, ValueError, RuntimeError):  # ragged lists, tensors that are not on the CPU
-        sizes = np.asarray(None)
-    if sizes.ndim != 1 or (len(sizes) and sizes.dtype.kind not in "iu"):
-        raise DataError(
-            f"lengths are {reprlib.repr(lengths)}",
-            fix="give integers of shape [sequences], on the CPU",
-            key="lengths",
-        )
-    return sizes
 
 
 def bin_loads(lengths: Lengths, bins: Sequence[Sequence[int]]) -> Lengths:

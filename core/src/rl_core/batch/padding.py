@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from rl_core.batch.counts import whole
+from rl_core.config import whole
 from rl_core.errors import ConfigError, DataError
 
 __all__ = ["verify_right_padding"]

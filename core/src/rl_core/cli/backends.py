@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import json
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from rl_core.cli.output import chatter_to_stderr, console_for_result
 from rl_core.plugins.discovery import (
@@ -19,16 +19,11 @@ from rl_core.plugins.manifest import CONTRACT_VERSION
 from rl_core.plugins.registry import match_providers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
-
-    from rl_core.plugins.manifest import BackendManifest
-
-    #: A JSON document, how to show it to people, and whether there is a problem.
-    Answer: TypeAlias = tuple[Any, Callable[[], None], bool]
 
 __all__ = ["main"]
 
@@ -48,7 +43,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="rl backends", description="List and describe the installed backends."
     )
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
     listing = commands.add_parser(
         "list",
         help="list the backends, whole and broken",
@@ -60,66 +55,56 @@ def main(argv: list[str]) -> int:
         help="show everything that a backend declares",
         description="Exits with 1 if the backend is broken, incompatible or ambiguous.",
     )
+    # For the help alone: rl-conformance runs it.
     commands.add_parser("doctor", help="look for faults and how to repair them (rl-conformance)")
     info.add_argument("name", help="NAME, or DISTRIBUTION:NAME")
-    for command, run in ((listing, _list), (info, _info)):
+    for command in (listing, info):
         command.add_argument("--json", action="store_true", help="print JSON")
-        command.set_defaults(run=run)
     text = "look into another environment, by its metadata only"
     listing.add_argument("--env", metavar="PATH", help=text)
     options = parser.parse_args(argv)
+    env = options.env if options.command == "list" else None
     with chatter_to_stderr():
-        document, show, failed = options.run(options)
+        if options.command == "list":
+            listings = list_backends(site_packages(env) if env else None)
+        else:
+            listings = inspect_all(match_providers(options.name))
     if options.json:
+        document = {
+            "contract": CONTRACT_VERSION,
+            "environment": env,
+            "backends": [
+                {
+                    "name": item.provider.name,
+                    "qualified_name": item.provider.qualified_name,
+                    "distribution": item.provider.distribution,
+                    "version": item.provider.version,
+                    "entry_point": item.provider.value,
+                    "location": item.provider.location,
+                    "status": item.status,
+                    "engine": item.engine or None,
+                    "duplicates": item.duplicates,
+                    "error": item.error
+                    and {
+                        "type": type(item.error).__name__,
+                        "message": item.error.message,
+                        "fix": item.error.fix,
+                    },
+                    "manifest": item.manifest
+                    and {"kinds": item.manifest.kinds, **_plain(item.manifest)},
+                }
+                for item in listings
+            ],
+        }
         print(json.dumps(document, indent=2, default=_plain))
+    elif options.command == "list":
+        _print_table(listings, env)
     else:
-        show()
-    return int(failed)
-
-
-def _list(options: argparse.Namespace) -> Answer:
-    listings = list_backends(site_packages(options.env) if options.env else None)
-    return _answer(listings, lambda: _print_table(listings, options.env), options.env)
-
-
-def _info(options: argparse.Namespace) -> Answer:
-    listings = inspect_all(match_providers(options.name))
-
-    def show() -> None:
-        for listing in listings:
-            _print_info(listing)
-
-    return _answer(listings, show)
-
-
-def _answer(
-    listings: Sequence[BackendListing], show: Callable[[], None], env: str | None = None
-) -> Answer:
-    document = {
-        "contract": CONTRACT_VERSION,
-        "environment": env,
-        "backends": [_as_dict(listing) for listing in listings],
-    }
-    failed = any(item.status in ("broken", "incompatible") or item.duplicates for item in listings)
-    return document, show, failed
-
-
-def _as_dict(listing: BackendListing) -> dict[str, Any]:
-    provider, manifest, error = listing.provider, listing.manifest, listing.error
-    return {
-        "name": provider.name,
-        "qualified_name": provider.qualified_name,
-        "distribution": provider.distribution,
-        "version": provider.version,
-        "entry_point": provider.value,
-        "location": provider.location,
-        "status": listing.status,
-        "engine": listing.engine or None,
-        "duplicates": listing.duplicates,
-        "error": error
-        and {"type": type(error).__name__, "message": error.message, "fix": error.fix},
-        "manifest": manifest and {"kinds": manifest.kinds, **_plain(manifest)},
-    }
+        for item in listings:
+            _print_info(item)
+    return int(
+        any(item.status in ("broken", "incompatible") or item.duplicates for item in listings)
+    )
 
 
 def _plain(value: Any) -> Any:
@@ -164,23 +149,19 @@ def _print_table(listings: Sequence[BackendListing], env: str | None) -> None:
         elif item.status != "ready":
             wanted = f"{manifest.engine.distributions[0]} {manifest.engine.versions}"
             engine = _text((wanted, "dim"))
+        ambiguous = ", ambiguous" if item.duplicates else ""
         table.add_row(
             _text((item.provider.name, "bold")),
             ", ".join(manifest.kinds) if manifest else "-",
             _text(str(item.provider)),
             engine,
-            _status(item),
+            _text((item.status, _STYLES[item.status]), (ambiguous, "red")),
         )
     console.print(table)
     for item in listings:
         _print_trouble(console, item)
     if env:
         console.print(_text((_ELSEWHERE, "dim")))
-
-
-def _status(item: BackendListing) -> Text:
-    status = (item.status, _STYLES[item.status])
-    return _text(status, (", ambiguous", "red")) if item.duplicates else _text(status)
 
 
 def _print_trouble(console: Console, item: BackendListing) -> None:
@@ -226,22 +207,20 @@ def _print_info(listing: BackendListing) -> None:
     console.print(_text((provider.name, "bold"), summary))
     console.print(table)
     if manifest is not None:
-        _print_capabilities(console, manifest)
+        styles = {"full": "green", "versioned": "green", "not_implemented": "yellow"}
+        table = _columns("Capability", "Of", "Level", "Devices", "Remark")
+        for kind, capabilities in manifest.capabilities.items():
+            for name, capability in capabilities.items():
+                offered = capability.level in ("full", "versioned")
+                table.add_row(
+                    name,
+                    kind,
+                    _text(
+                        (capability.level.replace("_", " "), styles.get(capability.level, "dim"))
+                    ),
+                    ", ".join(capability.devices) if offered else "-",
+                    _text(" ".join(filter(None, (capability.engine, capability.reason)))),
+                )
+        console.print()
+        console.print(table)
     _print_trouble(console, listing)
-
-
-def _print_capabilities(console: Console, manifest: BackendManifest) -> None:
-    styles = {"full": "green", "versioned": "green", "not_implemented": "yellow"}
-    table = _columns("Capability", "Of", "Level", "Devices", "Remark")
-    for kind, capabilities in manifest.capabilities.items():
-        for name, capability in capabilities.items():
-            offered = capability.level in ("full", "versioned")
-            table.add_row(
-                name,
-                kind,
-                _text((capability.level.replace("_", " "), styles.get(capability.level, "dim"))),
-                ", ".join(capability.devices) if offered else "-",
-                _text(" ".join(filter(None, (capability.engine, capability.reason)))),
-            )
-    console.print()
-    console.print(table)

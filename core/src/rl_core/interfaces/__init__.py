@@ -1,6 +1,5 @@
 """The contract and nothing else: abstract classes and TypedDicts, no logic, no heavy imports."""
 
-from rl_core.interfaces.futures import Future
 from rl_core.interfaces.generation import GenerationInterface
 from rl_core.interfaces.loss import LossFunction, LossInputType, LossType
 from rl_core.interfaces.policy import ColocatablePolicyInterface, PolicyInterface
@@ -23,7 +22,7 @@ from rl_core.interfaces.specs import (
     TrainingDatumSpec,
 )
 from rl_core.interfaces.weights import TensorSpec, WeightSink, WeightSource
-from rl_core.interfaces.worker import Cluster, DataParallelRank, WorkerContext
+from rl_core.interfaces.worker import Cluster, DataParallelRank, Future, WorkerContext
 
 __all__ = [
     "Cluster",

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from rl_core.batch.data_dict import BatchedDataDict
-    from rl_core.interfaces.futures import Future
     from rl_core.interfaces.specs import GenerationDatumSpec, GenerationOutputSpec
+    from rl_core.interfaces.worker import Future
 
 __all__ = ["GenerationInterface"]
 

@@ -9,7 +9,6 @@ from rl_core.errors import CapabilityError
 
 if TYPE_CHECKING:
     from rl_core.batch.data_dict import BatchedDataDict
-    from rl_core.interfaces.futures import Future
     from rl_core.interfaces.loss import LossFunction
     from rl_core.interfaces.specs import (
         GenerationDatumSpec,
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
         ScoreOutputSpec,
         TopkLogitsOutputSpec,
     )
-    from rl_core.interfaces.worker import DataParallelRank
+    from rl_core.interfaces.worker import DataParallelRank, Future
 
 __all__ = ["ColocatablePolicyInterface", "PolicyInterface"]
 

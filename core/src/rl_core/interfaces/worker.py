@@ -1,14 +1,19 @@
-"""Where backends run in workers, and who a worker is among its peers."""
+"""Workers: where they run, who one is among its peers, and what their methods return."""
 
 from __future__ import annotations
 
+import concurrent.futures
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 if TYPE_CHECKING:
     from rl_core.plugins.manifest import BackendManifest, Kind
 
-__all__ = ["Cluster", "DataParallelRank", "WorkerContext"]
+__all__ = ["Cluster", "DataParallelRank", "Future", "WorkerContext"]
+
+#: What a method returns when its result comes later: a ``concurrent.futures.Future``, or what a
+#: launcher has instead, such as one of Ray's object refs. :func:`rl_core.wait` takes both.
+Future: TypeAlias = concurrent.futures.Future[Any] | Any
 
 
 class Cluster(Protocol):

@@ -22,8 +22,12 @@ from rl_core.errors import (
     MissingEngineError,
     PluginError,
 )
-from rl_core.plugins.manifest import CONTRACT_VERSION, BackendManifest
-from rl_core.plugins.validation import is_importable, manifest_problems
+from rl_core.plugins.manifest import (
+    CONTRACT_VERSION,
+    BackendManifest,
+    is_importable,
+    manifest_problems,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -250,7 +254,17 @@ def load_manifest(provider: Provider) -> BackendManifest:
             "not a BackendManifest",
             fix=f"report this to the authors of {provider.distribution}",
         )
-    _check_contract(provider, manifest)
+    theirs, ours = str(manifest.contract).split(".")[0], CONTRACT_VERSION.split(".")[0]
+    if theirs != ours:
+        newer = theirs.isdecimal() and int(theirs) > int(ours)
+        upgrade = "rl-core" if newer else provider.distribution
+        raise provider.error(
+            IncompatiblePluginError,
+            f"{provider} is written for version {manifest.contract} of the contract; "
+            f"this rl-core speaks {CONTRACT_VERSION}",
+            fix=f"install a newer release of {upgrade}",
+            contract=str(manifest.contract),
+        )
     problems = manifest_problems(manifest, provider.name)
     if problems:
         raise provider.error(
@@ -260,21 +274,6 @@ def load_manifest(provider: Provider) -> BackendManifest:
             problems=problems,
         )
     return manifest
-
-
-def _check_contract(provider: Provider, manifest: BackendManifest) -> None:
-    theirs, ours = str(manifest.contract).split(".")[0], CONTRACT_VERSION.split(".")[0]
-    if theirs == ours:
-        return
-    newer = theirs.isdecimal() and int(theirs) > int(ours)
-    upgrade = "rl-core" if newer else provider.distribution
-    raise provider.error(
-        IncompatiblePluginError,
-        f"{provider} is written for version {manifest.contract} of the contract; "
-        f"this rl-core speaks {CONTRACT_VERSION}",
-        fix=f"install a newer release of {upgrade}",
-        contract=str(manifest.contract),
-    )
 
 
 def engine_version(engine: EngineRequirement) -> tuple[str, str] | None:
@@ -291,6 +290,9 @@ def check_engine(provider: Provider, manifest: BackendManifest) -> None:
     Raises:
         MissingEngineError: It is not installed or out of range; the fix is the pip command.
     """
+    from packaging.specifiers import SpecifierSet
+    from packaging.version import InvalidVersion, Version
+
     engine = manifest.engine
     wanted = f"{engine.distributions[0]} {engine.versions}".strip()
     installed = engine_version(engine)
@@ -302,7 +304,11 @@ def check_engine(provider: Provider, manifest: BackendManifest) -> None:
             engine=engine.distributions[0],
         )
     name, version = installed
-    if not _is_within(version, engine.versions):
+    try:
+        fits = SpecifierSet(engine.versions).contains(Version(version), prereleases=True)
+    except InvalidVersion:  # such as what a half-removed distribution leaves
+        fits = False
+    if not fits:
         raise provider.error(
             MissingEngineError,
             f"the backend '{manifest.name}' ({provider}) needs {wanted}; {version} is installed",
@@ -325,16 +331,6 @@ def _requirement(distribution: str, extra: str) -> str:
         vcs = origin["vcs_info"]
         return f"{name} @ {vcs['vcs']}+{origin['url']}@{vcs['commit_id']}"
     return f"{name} @ {origin['url']}" if origin else name
-
-
-def _is_within(version: str, specifier: str) -> bool:
-    from packaging.specifiers import SpecifierSet
-    from packaging.version import InvalidVersion, Version
-
-    try:
-        return SpecifierSet(specifier).contains(Version(version), prereleases=True)
-    except InvalidVersion:  # such as what a half-removed distribution leaves
-        return False
 
 
 def inspect_backend(provider: Provider, duplicates: Sequence[str] = ()) -> BackendListing:

@@ -56,7 +56,15 @@ def create_policy(
 
 
 def _create(kind: Kind, config: Mapping[str, Any], cluster: Cluster | None) -> Any:
-    name = _backend_name(config)
+    given: Any = config
+    name = given.get("backend") if isinstance(given, Mapping) else None
+    if not isinstance(name, str) or not name:
+        known = ", ".join(sorted({provider.name for provider in providers(BACKENDS)})) or "none"
+        raise ConfigError(
+            f"the configuration names no backend (installed: {known})",
+            fix="set 'backend' to one of the names that `rl backends list` shows",
+            key="backend",
+        )
     provider = find_provider(name)
     # On a cluster, the engine is installed where the workers run, not here.
     manifest = resolve(name, kind, engine=cluster is None)
@@ -76,15 +84,3 @@ def _create(kind: Kind, config: Mapping[str, Any], cluster: Cluster | None) -> A
     for variable, value in environment.items():
         os.environ.setdefault(variable, value)
     return load_object(f"{manifest.factories[kind]}.from_config", provider)(checked)
-
-
-def _backend_name(config: Any) -> str:
-    name = config.get("backend") if isinstance(config, Mapping) else None
-    if isinstance(name, str) and name:
-        return name
-    known = ", ".join(sorted({provider.name for provider in providers(BACKENDS)})) or "none"
-    raise ConfigError(
-        f"the configuration names no backend (installed: {known})",
-        fix="set 'backend' to one of the names that `rl backends list` shows",
-        key="backend",
-    )

@@ -154,22 +154,17 @@ def _outcomes(
                 found = read(result) if read else result
                 yield name, found, None
         except Exception as error:
-            yield name, None, _named(error, name, hook)
-
-
-def _named(error: Exception, plugin: str, hook: str) -> Exception:
-    """The same failure under the name of its plugin, with the original as cause."""
-    named: Exception
-    if isinstance(error, ConfigError):
-        named = ConfigError(f"{plugin}: {error.message}", fix=error.fix, **error.details)
-    else:
-        named = PluginError(
-            f"{plugin}: its hook {hook} raised {type(error).__name__}: {error}",
-            fix="report this to the plugin's authors, or uninstall it",
-            plugin=plugin,
-        )
-    named.__cause__ = error
-    return named
+            named: Exception  # the same failure under the name of its plugin
+            if isinstance(error, ConfigError):
+                named = ConfigError(f"{name}: {error.message}", fix=error.fix, **error.details)
+            else:
+                named = PluginError(
+                    f"{name}: its hook {hook} raised {type(error).__name__}: {error}",
+                    fix="report this to the plugin's authors, or uninstall it",
+                    plugin=name,
+                )
+            named.__cause__ = error
+            yield name, None, named
 
 
 def _results(

@@ -6,11 +6,12 @@ The module that holds it imports only the standard library and ``rl_core``.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator
 
 __all__ = [
     "CONTRACT_VERSION",
@@ -20,6 +21,8 @@ __all__ = [
     "BackendManifest",
     "Capability",
     "EngineRequirement",
+    "is_importable",
+    "manifest_problems",
 ]
 
 #: Version of the contract that this core speaks; a plugin must share its major number.
@@ -127,3 +130,113 @@ class BackendManifest:
     def kinds(self) -> tuple[Kind, ...]:
         """The kinds the backend offers, such as ``("generation", "policy")``."""
         return tuple(self.factories)
+
+    def is_written_for(self, contract: str) -> bool:
+        """Whether the backend was written for a version of the contract, or a later one."""
+        from packaging.version import Version
+
+        return not _is_version(self.contract) or Version(self.contract) >= Version(contract)
+
+    def knows(self, capability: str) -> bool:
+        """Whether the contract that the backend was written for has a capability."""
+        return self.is_written_for(SINCE.get(capability, "1.0"))
+
+
+_CAPABILITIES: dict[str, tuple[str, ...]] = {
+    "generation": GENERATION_CAPABILITIES,
+    "policy": POLICY_CAPABILITIES,
+}
+
+
+def is_importable(value: Any) -> bool:
+    """Whether the value is ``"module:attribute"`` or ``"module"``."""
+    if not isinstance(value, str):
+        return False
+    return all(part.isidentifier() for part in value.replace(":", ".", 1).split("."))
+
+
+def manifest_problems(manifest: BackendManifest, name: str) -> list[str]:
+    """Everything that keeps a manifest from being complete, one sentence each.
+
+    Args:
+        manifest: What the plugin declares.
+        name: The name of its entry point.
+    """
+    ill_typed = [
+        f"{part} is of type {type(getattr(manifest, part)).__name__}, not a mapping"
+        for part in ("factories", "configs", "capabilities", "environment")
+        if not isinstance(getattr(manifest, part), Mapping)
+    ]
+    if ill_typed:
+        return ill_typed
+    problems = []
+    if manifest.name != name:
+        problems.append(f"its name is {manifest.name!r} but its entry point is {name!r}")
+    if not manifest.summary:
+        problems.append("the summary is empty")
+    if not manifest.factories:
+        problems.append("factories is empty, so it offers nothing")
+    for part in ("factories", "configs"):
+        for kind, reference in getattr(manifest, part).items():
+            if kind not in _CAPABILITIES:
+                problems.append(f"{part} has the unknown kind {kind!r}")
+            if not is_importable(reference) or ":" not in reference:
+                problems.append(f"{part}[{kind!r}] is {reference!r}, not 'module:attribute'")
+    problems += [
+        f"{part} and factories have different kinds"
+        for part in ("configs", "capabilities")
+        if set(getattr(manifest, part)) != set(manifest.factories)
+    ]
+    for kind, capabilities in manifest.capabilities.items():
+        problems += _capability_problems(kind, capabilities, manifest)
+    if not _is_version(manifest.contract):
+        problems.append(f"contract is {manifest.contract!r}, not a version such as '1.0'")
+    if not all(isinstance(text, str) for item in manifest.environment.items() for text in item):
+        problems.append("environment must map strings to strings")
+    engine: Any = manifest.engine
+    if not isinstance(engine, EngineRequirement):
+        return [*problems, f"engine is {engine!r}, not an EngineRequirement"]
+    if not engine.distributions or not isinstance(engine.distributions, tuple):
+        problems.append("engine.distributions must be a tuple with at least one name")
+    if not _is_range(engine.versions):
+        problems.append(
+            f"engine.versions is {engine.versions!r}, not a PEP 440 range such as '>=1.0,<2'"
+        )
+    return problems
+
+
+def _capability_problems(kind: str, declared: Any, manifest: BackendManifest) -> Iterator[str]:
+    if not isinstance(declared, Mapping):
+        yield f"capabilities[{kind!r}] is not a mapping"
+        return
+    devices = set(manifest.devices)
+    known = set(_CAPABILITIES.get(kind, ()))
+    if missing := sorted(c for c in known - set(declared) if manifest.knows(c)):
+        yield f"capabilities[{kind!r}] does not declare {', '.join(missing)}"
+    if unknown := sorted(set(declared) - known):
+        yield f"capabilities[{kind!r}] declares the unknown {', '.join(unknown)}"
+    for name, capability in declared.items():
+        if not isinstance(capability, Capability) or capability.level not in get_args(Level):
+            yield f"capability {name!r} is {capability!r}, not a Capability of a known level"
+        elif capability.level == "versioned" and not _is_range(capability.engine):
+            yield f"capability {name!r} names no engine range: {capability.engine!r}"
+        elif not devices & set(capability.devices):
+            yield f"capability {name!r} holds on {capability.devices}, none of {sorted(devices)}"
+
+
+def _is_version(version: Any) -> bool:
+    from packaging.version import InvalidVersion, Version
+
+    try:
+        return bool(Version(version).release)
+    except (InvalidVersion, TypeError):
+        return False
+
+
+def _is_range(specifier: str) -> bool:
+    from packaging.specifiers import InvalidSpecifier, SpecifierSet
+
+    try:
+        return len(SpecifierSet(specifier)) > 0
+    except InvalidSpecifier:
+        return False

@@ -15,8 +15,6 @@ from rl_core.plugins.discovery import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from rl_core.plugins.manifest import BackendManifest, Kind
 
 __all__ = ["find_provider", "match_providers", "resolve"]
@@ -42,9 +40,27 @@ def match_providers(name: str, group: str = BACKENDS) -> list[Provider]:
         if provider.name == short
         and _canonical(distribution) in ("", _canonical(provider.distribution))
     ]
-    if not found:
-        raise _not_found(name, short, known, _KINDS[group])
-    return found
+    if found:
+        return found
+    from rl_core.config import nearest
+
+    names = sorted({provider.name for provider in known})
+    match = nearest(short, names)
+    others = [provider.qualified_name for provider in known if provider.name == short]
+    if others:
+        fix = f"write {' or '.join(map(repr, others))}"
+    elif match:
+        fix = f"write {match!r}"
+    else:
+        fix = "install the plugin that provides it; `rl backends list` shows what is installed"
+    raise BackendNotFoundError(
+        f"no installed plugin provides the {_KINDS[group]} {name!r}; "
+        f"installed are: {', '.join(names) or 'none'}",
+        fix=fix,
+        name=name,
+        installed=names,
+        nearest=match or "",
+    )
 
 
 def find_provider(name: str, group: str = BACKENDS) -> Provider:
@@ -101,25 +117,3 @@ def resolve(name: str, kind: Kind | None = None, *, engine: bool = False) -> Bac
 
 def _canonical(distribution: str) -> str:
     return distribution.lower().replace("_", "-").replace(".", "-")
-
-
-def _not_found(name: str, short: str, known: Sequence[Provider], kind: str) -> BackendNotFoundError:
-    from rl_core.config import nearest
-
-    names = sorted({provider.name for provider in known})
-    match = nearest(short, names)
-    others = [provider.qualified_name for provider in known if provider.name == short]
-    if others:
-        fix = f"write {' or '.join(map(repr, others))}"
-    elif match:
-        fix = f"write {match!r}"
-    else:
-        fix = "install the plugin that provides it; `rl backends list` shows what is installed"
-    return BackendNotFoundError(
-        f"no installed plugin provides the {kind} {name!r}; "
-        f"installed are: {', '.join(names) or 'none'}",
-        fix=fix,
-        name=name,
-        installed=names,
-        nearest=match or "",
-    )

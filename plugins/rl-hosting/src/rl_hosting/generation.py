@@ -219,7 +219,7 @@ class HostedGeneration(GenerationBackend):
             lock=lock,
             busy=lambda: self._rows.busy,
             on_commit=self._on_commit,
-            wake=lambda: self.bring(frozenset({"weights"})),
+            wake=lambda: self.wake(frozenset({"weights"})),
         )
         return self._remote
 

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from rl_core.errors import CapabilityError, ConfigError, LifecycleError, WorkerDiedError
 from rl_core.futures import wait
 from rl_core.interfaces import WorkerContext
-from rl_core.plugins.validation import is_kept, is_written_for
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable, Mapping
@@ -88,8 +87,8 @@ class Workers(ABC):
         self._kind = kind
         self._capabilities = manifest.capabilities[kind]
         # A backend of an earlier contract was promised one call at a time, by one thread.
-        self._generating = "generate" if is_kept("concurrent_calls", manifest) else "work"
-        together = kind == "generation" or is_written_for("1.1", manifest)
+        self._generating = "generate" if manifest.knows("concurrent_calls") else "work"
+        together = kind == "generation" or manifest.is_written_for("1.1")
         #: Ranks that are called for what all of them do together, such as a refit: of a policy of
         #: an earlier contract the first alone.
         self.joint_ranks = self.ranks if together else range(1)

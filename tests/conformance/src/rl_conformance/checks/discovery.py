@@ -17,9 +17,8 @@ from rl_conformance.registry import check, checks_of
 from rl_core.config import config_keys
 from rl_core.errors import ConfigError, LifecycleError, MissingEngineError, WorkerError
 from rl_core.plugins.discovery import check_engine, load_object
-from rl_core.plugins.manifest import EngineRequirement
+from rl_core.plugins.manifest import EngineRequirement, manifest_problems
 from rl_core.plugins.registry import find_provider
-from rl_core.plugins.validation import manifest_problems
 
 if TYPE_CHECKING:
     from rl_conformance.context import Context

@@ -12,12 +12,12 @@ from rl_conformance.diagnostics.agreement import Agreement, LogprobConsistency
 from rl_conformance.mutants.mutant import breaks
 from rl_core.batch import (
     BatchedDataDict,
-    columns,
+    _columns,
+    _sharding,
     data_dict,
     microbatches,
     packing,
     padding,
-    sharding,
 )
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ _MEASURED = "A1 and (exponentials or no_number or each_mode)"
 @breaks("B3", checks="B3")
 def neighbours_are_taken_as_a_view() -> AbstractContextManager[Any]:
     """Where the chosen rows are a run, nothing is copied."""
-    honest = columns.take_rows
+    honest = _columns.take_rows
 
     def take(value: Any, rows: torch.Tensor) -> Any:
         start = int(rows[0]) if len(rows) else 0
@@ -51,7 +51,7 @@ def repeated_items_are_one() -> AbstractContextManager[Any]:
 @breaks("B3", checks="B3")
 def negative_rows_count_from_the_end() -> AbstractContextManager[Any]:
     """As in Python's own lists."""
-    honest = columns.index_of
+    honest = _columns.index_of
 
     def index_of(indices: Any, size: int) -> torch.Tensor:
         rows = torch.as_tensor(indices)
@@ -63,7 +63,7 @@ def negative_rows_count_from_the_end() -> AbstractContextManager[Any]:
 @breaks("B3", checks="B3")
 def a_mask_is_taken_for_numbers() -> AbstractContextManager[Any]:
     """True and False are rows 1 and 0."""
-    honest = columns.index_of
+    honest = _columns.index_of
     return mock.patch.object(
         data_dict, "index_of", lambda rows, size: honest(torch.as_tensor(rows).long(), size)
     )
@@ -72,18 +72,18 @@ def a_mask_is_taken_for_numbers() -> AbstractContextManager[Any]:
 @breaks("B2", checks="B2")
 def three_dimensions_are_padded_with_zero() -> AbstractContextManager[Any]:
     """The pad value is for matrices."""
-    honest = columns._stack_padded
+    honest = _columns._stack_padded
 
     def stack(tensors: Any, pad_value: float) -> torch.Tensor:
         return honest(tensors, pad_value if tensors[0].dim() == 2 else 0)
 
-    return mock.patch.object(columns, "_stack_padded", stack)
+    return mock.patch.object(_columns, "_stack_padded", stack)
 
 
 @breaks("B4", checks="B4")
 def uneven_shards_are_dealt_by_turns() -> AbstractContextManager[Any]:
     """Only where shards differ in size do neighbours part."""
-    honest = sharding.plan_shards
+    honest = _sharding.plan_shards
 
     def plan(size: int, shards: int, batch_size: Any, *, uneven: bool, group_size: int) -> Any:
         if uneven and size % shards:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rl_core.batch.counts import whole
 from rl_core.batch.microbatches import (
     DynamicBatchingArgs,
     Microbatch,
@@ -18,13 +17,11 @@ from rl_core.batch.microbatches import (
     plan_dynamic,
     plan_packed,
 )
-from rl_core.config import check_config
+from rl_core.config import check_config, whole
 from rl_core.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-__all__ = ["ShardLayout", "plan_columns", "plan_shards", "planned_shards"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,15 +16,6 @@ from rl_core.errors import DataError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = [
-    "common_size",
-    "concatenate",
-    "index_of",
-    "own_memory",
-    "permutation_inverse",
-    "take_rows",
-]
-
 
 def leading_size(key: str, value: Any) -> int:
     """Rows of a column.

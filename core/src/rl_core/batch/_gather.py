@@ -13,8 +13,6 @@ from rl_core.errors import DataError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["gather_batches"]
-
 _TENSOR = 1  # msgpack extension type of a tensor inside a list
 _HEADER_BYTES = 8  # the frame starts with the length of its header, little-endian
 
