@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         test_max_model_len_respected,
         validate_log_probability_consistency,
     )
+    from rl_core.create import create_generation, create_policy
     from rl_core.errors import (
         AmbiguousBackendError,
         BackendNotFoundError,
@@ -76,7 +77,6 @@ if TYPE_CHECKING:
         WeightSource,
         WorkerContext,
     )
-    from rl_core.plugins.factory import create_generation, create_policy
     from rl_core.plugins.manifest import BackendManifest, Capability, EngineRequirement
     from rl_core.refit import refit
 
@@ -161,8 +161,8 @@ _HOME = {
     "EngineRequirement": "rl_core.plugins.manifest",
     "GenerationBackend": "rl_core.backends",
     "PolicyBackend": "rl_core.backends",
-    "create_generation": "rl_core.plugins.factory",
-    "create_policy": "rl_core.plugins.factory",
+    "create_generation": "rl_core.create",
+    "create_policy": "rl_core.create",
     "test_generation_consistency": "rl_core.checks",
     "test_max_model_len_respected": "rl_core.checks",
     "validate_log_probability_consistency": "rl_core.checks",

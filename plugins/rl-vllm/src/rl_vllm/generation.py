@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 from rl_core.backends.tags import TAGS
 from rl_core.config import check_config
+from rl_core.create import create_generation
 from rl_core.errors import CapabilityError, ConfigError
-from rl_core.plugins.factory import create_generation
 from rl_hosting.generation import HostedGeneration
 from rl_vllm.checkpoint import check_checkpoint
 from rl_vllm.config import VllmConfig
