@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         training_batch,
         verify_right_padding,
     )
+    from rl_core.create import create_generation, create_policy
     from rl_core.futures import wait
     from rl_core.interfaces import (
         ColocatablePolicyInterface,
@@ -46,7 +47,6 @@ if TYPE_CHECKING:
         WeightSource,
         WorkerContext,
     )
-    from rl_core.plugins.factory import create_generation, create_policy
     from rl_core.plugins.manifest import BackendManifest, Capability, EngineRequirement
     from rl_core.refit import refit
 
@@ -103,8 +103,8 @@ _HOME = {
     "EngineRequirement": "rl_core.plugins.manifest",
     "GenerationBackend": "rl_core.backends",
     "PolicyBackend": "rl_core.backends",
-    "create_generation": "rl_core.plugins.factory",
-    "create_policy": "rl_core.plugins.factory",
+    "create_generation": "rl_core.create",
+    "create_policy": "rl_core.create",
 }
 #: Names that other distributions provide; these modules say which.
 _ELSEWHERE = {

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from installed import NO_ENGINE
 
+from rl_core.create import create_generation, create_policy
 from rl_core.errors import (
     AmbiguousBackendError,
     BackendNotFoundError,
@@ -21,7 +22,6 @@ from rl_core.errors import (
     RefitProtocolError,
 )
 from rl_core.plugins.discovery import BACKENDS, HOOKS
-from rl_core.plugins.factory import create_generation, create_policy
 from rl_core.plugins.hookspecs import (
     Finding,
     doctor_findings,

@@ -8,21 +8,18 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
-import multiprocessing.forkserver
-import multiprocessing.resource_tracker
 import os
 import resource
-import signal
 import tempfile
 import threading
 import time
 from collections import Counter
 from contextlib import ExitStack, contextmanager, suppress
-from functools import cache
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from remote import Remote, warm_up
 from simple_pair import (
     BUCKET,
     SOON,
@@ -34,7 +31,6 @@ from simple_pair import (
     make_tensors,
     same,
 )
-from torch._C import _distributed_c10d as c10d
 
 from rl_core.errors import RefitPeerError, WeightsTornError
 
@@ -230,77 +226,6 @@ class EngineParty(_Party):
         self.endpoint.check()
 
 
-PARTIES = {"trainer": TrainerParty, "engine": EngineParty}
-
-
-class Remote:
-    """A party in a process of its own: its methods are called there, and raise here."""
-
-    def __init__(self, kind: str, *arguments: Any, **options: Any) -> None:
-        context = multiprocessing.get_context("forkserver")
-        self.pipe, theirs = context.Pipe()
-        folder = tempfile.gettempdir()
-        what = (theirs, folder, kind, arguments, options)
-        self.process = context.Process(target=serve, args=what, daemon=True)
-        self.process.start()
-        theirs.close()
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        def call(*arguments: Any, **options: Any) -> Any:
-            self.pipe.send((name, arguments, options))
-            assert self.pipe.poll(LATER), f"the process does not answer to {name}"
-            ok, result = self.pipe.recv()
-            if not ok:
-                raise result
-            return result
-
-        return call
-
-    @property
-    def pid(self) -> int:
-        assert self.process.pid is not None
-        return self.process.pid
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.join(SOON)
-        assert self.process.exitcode is not None
-
-    def stop(self) -> None:
-        os.kill(self.pid, signal.SIGSTOP)
-
-    def go_on(self) -> None:
-        os.kill(self.pid, signal.SIGCONT)
-
-    def close(self) -> None:
-        if self.process is not None:
-            self.kill()
-            self.process.close()
-            self.pipe.close()
-            self.process = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-
-def serve(
-    pipe: Any, folder: str, kind: str, arguments: tuple[Any, ...], options: dict[str, Any]
-) -> None:
-    """The process of a party: answers calls until it is killed."""
-    os.environ["TMPDIR"] = tempfile.tempdir = folder
-    torch.set_num_threads(1)
-    party = PARTIES[kind](*arguments, **options)
-    while True:
-        name, positional, named = pipe.recv()
-        try:
-            pipe.send((True, getattr(party, name)(*positional, **named)))
-        except Exception as error:
-            pipe.send((False, error))
-
-
 class Cast:
     """Trainer and engines of one test; closed or killed at its end."""
 
@@ -312,7 +237,7 @@ class Cast:
         self.stack.callback(party.close)
         return party
 
-    def elsewhere(self, kind: str) -> Any:
+    def elsewhere(self, kind: type[Any]) -> Any:
         return self.stack.enter_context(Remote(kind, **self.options))
 
 
@@ -385,15 +310,6 @@ def gained(before: Counter[str]) -> Counter[str]:
     while (more := census() - before) and time.monotonic() < ends:
         time.sleep(0.01)
     return more
-
-
-@cache
-def warm_up() -> None:
-    """Starts what a process has once, and keeps."""
-    multiprocessing.set_forkserver_preload(["rl_core.refit"])
-    multiprocessing.forkserver.ensure_running()
-    multiprocessing.resource_tracker.ensure_running()
-    c10d.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
 @contextmanager

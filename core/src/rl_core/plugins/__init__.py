@@ -1,1 +1,1 @@
-"""Plugins: the manifest, discovery, the registry, configuration checks, hooks and the factory."""
+"""Plugins: the manifest, discovery, the registry, hooks and the doctor."""

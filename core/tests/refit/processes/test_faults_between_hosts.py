@@ -22,8 +22,8 @@ from killable import (
     gained,
     introduce,
     refit,
-    until,
 )
+from simple_pair import until
 
 from rl_core.errors import RefitAborted, RefitPeerError, WeightsTornError
 
@@ -53,7 +53,7 @@ def stack() -> Iterator[ExitStack]:
 )
 def test_an_engine_elsewhere_survives_a_trainer_that_is_killed(stack, at, phase):
     cast = Cast(stack, transport="collective")
-    engine, trainer = cast.here(EngineParty), cast.elsewhere("trainer")
+    engine, trainer = cast.here(EngineParty), cast.elsewhere(TrainerParty)
     introduce(trainer, engine)
     trainer.stall(at)
     begin(trainer, engine)
@@ -62,12 +62,12 @@ def test_an_engine_elsewhere_survives_a_trainer_that_is_killed(stack, at, phase)
     trainer.kill()
     assert_names_the_sender(engine.failure(), phase)
     assert engine.torn() == (phase == "TRANSFER")
-    refit(cast.elsewhere("trainer"), engine, seed=NEXT)
+    refit(cast.elsewhere(TrainerParty), engine, seed=NEXT)
 
 
 def test_an_engine_that_meets_another_trainer_clears_away_what_the_first_left(stack):
     cast = Cast(stack)
-    engine, victim = cast.here(EngineParty), cast.elsewhere("trainer")
+    engine, victim = cast.here(EngineParty), cast.elsewhere(TrainerParty)
     introduce(victim, engine)
     victim.kill()
     (left,) = Path(tempfile.gettempdir()).iterdir()
@@ -77,7 +77,7 @@ def test_an_engine_that_meets_another_trainer_clears_away_what_the_first_left(st
 
 def test_the_next_trainer_clears_away_what_one_left_that_no_engine_saw_die(stack):
     cast = Cast(stack)
-    victim = cast.elsewhere("trainer")
+    victim = cast.elsewhere(TrainerParty)
     victim.info()
     victim.kill()
     (left,) = Path(tempfile.gettempdir()).iterdir()
@@ -97,7 +97,7 @@ def test_a_trainer_and_engines_elsewhere_survive_an_engine_that_is_killed(
     stack, at, phase, bystanders
 ):
     cast = Cast(stack, transport="collective")
-    trainer, victim = cast.here(TrainerParty), cast.elsewhere("engine")
+    trainer, victim = cast.here(TrainerParty), cast.elsewhere(EngineParty)
     others = [cast.here(EngineParty) for _ in range(bystanders)]
     introduce(trainer, victim, *others)
     if at is None:
@@ -113,7 +113,7 @@ def test_a_trainer_and_engines_elsewhere_survive_an_engine_that_is_killed(
     for other in others:
         assert isinstance(other.failure(), RefitAborted | WeightsTornError | None)
         assert other.version() == trainer.version() == (phase == "COMMIT")
-    refit(trainer, cast.elsewhere("engine"), *others, seed=NEXT)
+    refit(trainer, cast.elsewhere(EngineParty), *others, seed=NEXT)
 
 
 # -- what survivors hold ---------------------------------------------------------------------------
@@ -126,7 +126,7 @@ def test_who_survives_many_deaths_holds_no_more_than_after_the_first(stack, surv
     here = cast.here(TrainerParty if survivor == "trainer" else EngineParty)
     after_first: Counter[str] | None = None
     for _ in range(3):
-        there = cast.elsewhere("engine" if survivor == "trainer" else "trainer")
+        there = cast.elsewhere(EngineParty if survivor == "trainer" else TrainerParty)
         trainer, engine = (here, there) if survivor == "trainer" else (there, here)
         refit(trainer, engine, seed=OLD)
         there.stall("finish" if there is engine else "confirm")
@@ -134,7 +134,7 @@ def test_who_survives_many_deaths_holds_no_more_than_after_the_first(stack, surv
         there.reached()
         there.kill()
         assert isinstance(here.failure(), RefitPeerError)
-        there.close()
+        there.end()
         if after_first is None:
             after_first = census()
     assert gained(after_first) == {}

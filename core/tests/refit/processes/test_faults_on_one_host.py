@@ -23,8 +23,8 @@ from killable import (
     begin,
     introduce,
     refit,
-    until,
 )
+from simple_pair import until
 
 from rl_core.errors import RefitAborted, RefitPeerError, WeightsTornError
 
@@ -74,7 +74,7 @@ SENDER_DIES = {
 @pytest.mark.parametrize("case", SENDER_DIES.values(), ids=SENDER_DIES)
 def test_an_engine_survives_a_trainer_that_is_killed(stack, case, isolation):
     cast = Cast(stack)
-    engine, trainer = cast.here(EngineParty), cast.elsewhere("trainer")
+    engine, trainer = cast.here(EngineParty), cast.elsewhere(TrainerParty)
     refit(trainer, engine, seed=OLD)
     trainer.load(NEW)
     engine.begin()
@@ -86,13 +86,13 @@ def test_an_engine_survives_a_trainer_that_is_killed(stack, case, isolation):
     trainer.kill()
     assert_names_the_sender(engine.failure(), case.phase)
     assert_whole_unless(case.torn and isolation == "quiesced", engine, old=OLD)
-    refit(cast.elsewhere("trainer"), engine, seed=NEXT)
+    refit(cast.elsewhere(TrainerParty), engine, seed=NEXT)
 
 
 @pytest.mark.parametrize("isolation", ISOLATIONS)
 def test_an_engine_that_generates_hears_all_the_same_that_its_trainer_was_killed(stack, isolation):
     cast = Cast(stack)
-    engine, trainer = cast.here(EngineParty), cast.elsewhere("trainer")
+    engine, trainer = cast.here(EngineParty), cast.elsewhere(TrainerParty)
     refit(trainer, engine, seed=OLD)
     trainer.load(NEW)
     engine.generate()
@@ -104,14 +104,14 @@ def test_an_engine_that_generates_hears_all_the_same_that_its_trainer_was_killed
     assert_names_the_sender(engine.failure(), phase)
     assert_whole_unless(False, engine, old=OLD)
     engine.end_generation()
-    refit(cast.elsewhere("trainer"), engine, seed=NEXT)
+    refit(cast.elsewhere(TrainerParty), engine, seed=NEXT)
 
 
 @pytest.mark.parametrize("isolation", ISOLATIONS)
 def test_an_engine_that_sealed_and_was_never_told_does_not_advance(stack, isolation):
     cast = Cast(stack)
-    engine, late = cast.here(EngineParty), cast.elsewhere("engine")
-    trainer = cast.elsewhere("trainer")
+    engine, late = cast.here(EngineParty), cast.elsewhere(EngineParty)
+    trainer = cast.elsewhere(TrainerParty)
     refit(trainer, engine, late, seed=OLD)
     trainer.load(NEW)
     late.stall("finish")
@@ -124,13 +124,13 @@ def test_an_engine_that_sealed_and_was_never_told_does_not_advance(stack, isolat
         assert_names_the_sender(waiting.failure(), "COMMIT")
         assert waiting.version() == 1
         assert_whole_unless(isolation == "quiesced", waiting, old=OLD)
-    refit(cast.elsewhere("trainer"), engine, late, seed=NEXT)
+    refit(cast.elsewhere(TrainerParty), engine, late, seed=NEXT)
 
 
 @pytest.mark.parametrize("isolation", ISOLATIONS)
 def test_an_engine_that_was_told_to_commit_needs_its_trainer_no_more(stack, isolation):
     cast = Cast(stack)
-    engine, trainer = cast.here(EngineParty), cast.elsewhere("trainer")
+    engine, trainer = cast.here(EngineParty), cast.elsewhere(TrainerParty)
     refit(trainer, engine, seed=OLD)
     trainer.load(NEW)
     engine.stall("commit")
@@ -140,7 +140,7 @@ def test_an_engine_that_was_told_to_commit_needs_its_trainer_no_more(stack, isol
     engine.release()
     assert engine.outcome()["version"] == engine.version() == 2
     assert_whole_unless(False, engine, old=NEW)
-    refit(cast.elsewhere("trainer"), engine, seed=NEXT)
+    refit(cast.elsewhere(TrainerParty), engine, seed=NEXT)
 
 
 # -- a receiver dies -------------------------------------------------------------------------------
@@ -173,7 +173,7 @@ def test_a_trainer_and_its_other_engines_survive_an_engine_that_is_killed(
     stack, case, isolation, bystanders
 ):
     cast = Cast(stack)
-    trainer, victim = cast.here(TrainerParty), cast.elsewhere("engine")
+    trainer, victim = cast.here(TrainerParty), cast.elsewhere(EngineParty)
     others = [cast.here(EngineParty) for _ in range(bystanders)]
     refit(trainer, victim, *others, seed=OLD)
     trainer.load(NEW)
@@ -192,13 +192,13 @@ def test_a_trainer_and_its_other_engines_survive_an_engine_that_is_killed(
         assert other.version() == 1
         torn = other.torn() if case.torn is None else case.torn
         assert_whole_unless(torn and isolation == "quiesced", other, old=OLD)
-    refit(trainer, cast.elsewhere("engine"), *others, seed=NEXT)
+    refit(trainer, cast.elsewhere(EngineParty), *others, seed=NEXT)
 
 
 @pytest.mark.parametrize("bystanders", [0, 1])
 def test_an_engine_killed_while_others_are_awaited_is_named(stack, bystanders):
     cast = Cast(stack)
-    trainer, victim = cast.here(TrainerParty), cast.elsewhere("engine")
+    trainer, victim = cast.here(TrainerParty), cast.elsewhere(EngineParty)
     others = [cast.here(EngineParty) for _ in range(bystanders)]
     introduce(trainer, victim, *others)
     begin(trainer, victim, *others, receivers=2 + bystanders)
@@ -208,19 +208,19 @@ def test_an_engine_killed_while_others_are_awaited_is_named(stack, bystanders):
     for other in others:
         assert isinstance(other.failure(), RefitAborted)
         assert not other.torn()
-    refit(trainer, cast.elsewhere("engine"), *others, seed=NEXT)
+    refit(trainer, cast.elsewhere(EngineParty), *others, seed=NEXT)
 
 
 def test_an_engine_killed_while_it_generates_is_named(stack):
     cast = Cast(stack)
-    trainer, victim = cast.here(TrainerParty), cast.elsewhere("engine")
+    trainer, victim = cast.here(TrainerParty), cast.elsewhere(EngineParty)
     introduce(trainer, victim)
     victim.generate()
     begin(trainer, victim)
     until(lambda: trainer.phase() == "PREPARE")
     victim.kill()
     assert_names(victim, trainer.failure(), "PREPARE")
-    refit(trainer, cast.elsewhere("engine"), seed=NEXT)
+    refit(trainer, cast.elsewhere(EngineParty), seed=NEXT)
 
 
 @pytest.mark.parametrize("bystanders", [0, 1])
@@ -229,7 +229,7 @@ def test_a_version_counts_although_an_engine_was_killed_while_it_committed(
     stack, isolation, bystanders
 ):
     cast = Cast(stack)
-    trainer, victim = cast.here(TrainerParty), cast.elsewhere("engine")
+    trainer, victim = cast.here(TrainerParty), cast.elsewhere(EngineParty)
     others = [cast.here(EngineParty) for _ in range(bystanders)]
     refit(trainer, victim, *others, seed=OLD)
     trainer.load(NEW)
@@ -242,7 +242,7 @@ def test_a_version_counts_although_an_engine_was_killed_while_it_committed(
     for other in others:
         assert other.outcome()["version"] == 2
         assert_whole_unless(False, other, old=NEW)
-    refit(trainer, cast.elsewhere("engine"), *others, seed=NEXT)
+    refit(trainer, cast.elsewhere(EngineParty), *others, seed=NEXT)
 
 
 # -- tensors that are read where the trainer keeps them --------------------------------------------
@@ -250,7 +250,7 @@ def test_a_version_counts_although_an_engine_was_killed_while_it_committed(
 
 def test_an_engine_killed_while_it_reads_the_trainers_own_tensors_does_them_no_harm(stack):
     cast = Cast(stack, at_home=True)
-    trainer, victim = cast.here(TrainerParty), cast.elsewhere("engine")
+    trainer, victim = cast.here(TrainerParty), cast.elsewhere(EngineParty)
     introduce(trainer, victim)
     victim.stall("write")
     begin(trainer, victim, mode="direct")
@@ -258,12 +258,12 @@ def test_an_engine_killed_while_it_reads_the_trainers_own_tensors_does_them_no_h
     victim.kill()
     assert_names(victim, trainer.failure(), "TRANSFER")
     assert trainer.holds(OLD)
-    refit(trainer, cast.elsewhere("engine"), seed=NEXT)
+    refit(trainer, cast.elsewhere(EngineParty), seed=NEXT)
 
 
 def test_an_engine_whose_trainer_is_killed_while_it_reads_its_tensors_is_torn(stack):
     cast = Cast(stack, at_home=True)
-    engine, trainer = cast.here(EngineParty), cast.elsewhere("trainer")
+    engine, trainer = cast.here(EngineParty), cast.elsewhere(TrainerParty)
     introduce(trainer, engine)
     engine.stall("write")
     begin(trainer, engine, mode="direct")
@@ -272,7 +272,7 @@ def test_an_engine_whose_trainer_is_killed_while_it_reads_its_tensors_is_torn(st
     engine.release()
     assert_names_the_sender(engine.failure(), "TRANSFER")
     assert_whole_unless(True, engine, old=OLD)
-    refit(cast.elsewhere("trainer"), engine, seed=NEXT)
+    refit(cast.elsewhere(TrainerParty), engine, seed=NEXT)
 
 
 # -- not dead, but stopped -------------------------------------------------------------------------
@@ -281,7 +281,7 @@ def test_an_engine_whose_trainer_is_killed_while_it_reads_its_tensors_is_torn(st
 @pytest.mark.parametrize("transport", ["ipc", "collective"])
 def test_an_engine_gives_up_a_trainer_that_hangs_and_both_can_go_on(stack, transport):
     cast = Cast(stack, transport=transport)
-    engine, trainer = cast.here(EngineParty), cast.elsewhere("trainer")
+    engine, trainer = cast.here(EngineParty), cast.elsewhere(TrainerParty)
     introduce(trainer, engine)
     trainer.stall(LATE)
     begin(trainer, engine)
@@ -298,7 +298,7 @@ def test_an_engine_gives_up_a_trainer_that_hangs_and_both_can_go_on(stack, trans
 @pytest.mark.parametrize("transport", ["ipc", "collective"])
 def test_a_trainer_gives_up_an_engine_that_hangs_and_both_can_go_on(stack, transport):
     cast = Cast(stack, transport=transport)
-    trainer, engine = cast.here(TrainerParty), cast.elsewhere("engine")
+    trainer, engine = cast.here(TrainerParty), cast.elsewhere(EngineParty)
     introduce(trainer, engine)
     engine.stall("write")
     begin(trainer, engine)

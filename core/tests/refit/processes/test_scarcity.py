@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from killable import LATER, SOON, EngineParty, Remote, TrainerParty, as_it_was, begin, until
-from simple_pair import Engine, Trainer, blank, same
+from killable import LATER, EngineParty, TrainerParty, as_it_was, begin
+from remote import Remote
+from simple_pair import SOON, Engine, Trainer, blank, same, until
 
 from rl_core.errors import RefitAborted, RefitError, RefitPeerError, RefitProtocolError
 from rl_core.futures import wait
@@ -45,7 +46,7 @@ def stack() -> Iterator[ExitStack]:
 
 def test_a_trainer_without_memory_for_the_buffers_says_so_and_does_with_smaller_ones(stack):
     engine = stack.enter_context(closing(EngineParty()))
-    trainer = stack.enter_context(Remote("trainer"))
+    trainer = stack.enter_context(Remote(TrainerParty))
     engine.meet(trainer.info())
     trainer.limit("FSIZE", 1000)
     begin(trainer, engine, bucket_bytes=1024)
@@ -70,7 +71,7 @@ def test_a_trainer_without_memory_for_the_buffers_says_so_and_does_with_smaller_
 )
 def test_an_engine_without_memory_says_so_and_does_with_less(stack, shortage, kind, instead):
     trainer = stack.enter_context(closing(TrainerParty(megabytes=128)))
-    engine = stack.enter_context(Remote("engine", megabytes=128))
+    engine = stack.enter_context(Remote(EngineParty, megabytes=128))
     engine.meet(trainer.info())
     begin(trainer, engine, bucket_bytes=MEGABYTE)
     assert trainer.outcome()["version"] == engine.outcome()["version"] == 1
@@ -168,7 +169,7 @@ def test_an_engine_that_is_slower_than_a_deadline_is_named_whoever_gives_up(stac
     trainer, fast = TrainerParty(), EngineParty()
     stack.enter_context(closing(trainer))
     stack.enter_context(closing(fast))
-    slow = stack.enter_context(Remote("engine"))
+    slow = stack.enter_context(Remote(EngineParty))
     info = trainer.info()
     for engine in (fast, slow):
         engine.meet(info)

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from killable import LATER, EngineParty, TrainerParty, as_it_was, until
-from simple_pair import SOON
+from killable import LATER, EngineParty, TrainerParty, as_it_was
+from simple_pair import SOON, until
 
 from rl_core.errors import RefitError, RefitPeerError, RefitProtocolError
 from rl_core.refit.frames import MAX_FRAME_BYTES, write_hello

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
-from transport_processes import SOON, Remote, await_arrival, held, receiving, sending
+from remote import Remote
+from simple_pair import SOON
+from transport_processes import ReceivingProcess, SendingProcess, await_arrival, held
 
 from rl_core.errors import (
     ConfigError,
@@ -47,7 +49,7 @@ def members(count: int) -> Iterator[tuple[Any, list[Remote]]]:
         sender = new_sender(count)
         stack.callback(sender.close)
         remotes = [
-            stack.enter_context(Remote(receiving, "collective", sender.address, f"r{i}"))
+            stack.enter_context(Remote(ReceivingProcess, "collective", sender.address, f"r{i}"))
             for i in range(count)
         ]
         sender.rendezvous(60)
@@ -57,7 +59,7 @@ def members(count: int) -> Iterator[tuple[Any, list[Remote]]]:
 def lane_for(sender: Any, remotes: dict[str, Remote], nbytes: int) -> Any:
     lane = sender.lane(nbytes, CPU, list(remotes))
     for remote in remotes.values():
-        remote.ask("attach", lane.ref)
+        remote.attach(lane.ref)
     return lane
 
 
@@ -95,37 +97,37 @@ def test_every_receiver_gets_the_bytes(count):
         lane = lane_for(sender, {f"r{i}": r for i, r in enumerate(remotes)}, MIB)
         for value in (7, 8):
             for remote in remotes:
-                remote.ask("expect", 0, MIB)
+                remote.expect(0, MIB)
             fill(lane, 0, MIB, value)
-            assert [remote.ask("take", 0, MIB) for remote in remotes] == [[value]] * count
+            assert [remote.take(0, MIB) for remote in remotes] == [[value]] * count
 
 
 def test_two_outstanding_broadcasts_arrive_in_the_order_in_which_they_were_published():
     with members(1) as (sender, (remote,)):
         lane = lane_for(sender, {"r0": remote}, 2 * MIB)
         for start in (MIB, 0):
-            remote.ask("expect", start, start + MIB)
+            remote.expect(start, start + MIB)
             fill(lane, start, start + MIB, 1 + start // MIB)
-        assert remote.ask("take", MIB, 2 * MIB) == [2]
-        assert remote.ask("take", 0, MIB) == [1]
+        assert remote.take(MIB, 2 * MIB) == [2]
+        assert remote.take(0, MIB) == [1]
 
 
 def test_a_broadcast_moves_nothing_but_its_own_bytes():
     with members(1) as (sender, (remote,)):
         lane = lane_for(sender, {"r0": remote}, 3 * MIB)
-        remote.ask("expect", MIB, 2 * MIB)
+        remote.expect(MIB, 2 * MIB)
         lane.data.fill_(5)
         lane.publish(MIB, 2 * MIB)
-        assert remote.ask("take", 0, 3 * MIB) == [0, 5]
+        assert remote.take(0, 3 * MIB) == [0, 5]
 
 
 def test_what_is_published_before_the_receivers_attach_waits_for_them():
     with members(1) as (sender, (remote,)):
         lane = sender.lane(MIB, CPU, ["r0"])
         fill(lane, 0, MIB, 3)
-        remote.ask("attach", lane.ref)
-        remote.ask("expect", 0, MIB)
-        assert remote.ask("take", 0, MIB) == [3]
+        remote.attach(lane.ref)
+        remote.expect(0, MIB)
+        assert remote.take(0, MIB) == [3]
 
 
 def test_both_ends_may_be_in_one_process():
@@ -150,9 +152,9 @@ def test_the_group_is_independent_of_a_default_group(tmp_path):
         with members(1) as (sender, (remote,)):
             lane = lane_for(sender, {"r0": remote}, MIB)
             dist.all_reduce(torch.ones(1))
-            remote.ask("expect", 0, MIB)
+            remote.expect(0, MIB)
             fill(lane, 0, MIB, 4)
-            assert remote.ask("take", 0, MIB) == [4]
+            assert remote.take(0, MIB) == [4]
             assert dist.get_world_size() == 1
     finally:
         dist.destroy_process_group()
@@ -175,9 +177,9 @@ def test_a_lane_serves_its_own_receivers_in_any_order():
 def test_a_killed_receiver_fails_the_broadcast():
     with members(1) as (sender, (remote,)):
         lane = lane_for(sender, {"r0": remote}, MUCH)
-        remote.ask("expect", 0, 1)
+        remote.expect(0, 1)
         fill(lane, 0, 1, 1)
-        assert remote.ask("take", 0, 1) == [1]  # the group is there
+        assert remote.take(0, 1) == [1]  # the group is there
         fill(lane, 0, MUCH, 1)
         remote.kill()
         assert until_failed(lane).phase == "TRANSFER"
@@ -189,18 +191,18 @@ def test_a_lost_receiver_keeps_neither_the_sender_nor_the_others_from_a_new_grou
     with members(2) as (sender, (bad, good)):
         lane = lane_for(sender, {"r0": bad, "r1": good}, MUCH)
         for remote in (bad, good):
-            remote.ask("expect", 0, MUCH // 2)
+            remote.expect(0, MUCH // 2)
         fill(lane, 0, MUCH // 2, 1)
-        assert bad.ask("take", 0, MUCH // 2) == [1]  # the group is there
+        assert bad.take(0, MUCH // 2) == [1]  # the group is there
         getattr(bad, fate)()
-        good.ask("expect", MUCH // 2, MUCH)
+        good.expect(MUCH // 2, MUCH)
         fill(lane, MUCH // 2, MUCH, 1)
         lane.close()
-        good.ask("close")
+        good.close()
         lane = lane_for(sender, {"r1": good}, MIB)
-        good.ask("expect", 0, MIB)
+        good.expect(0, MIB)
         fill(lane, 0, MIB, 6)
-        assert good.ask("take", 0, MIB) == [6]
+        assert good.take(0, MIB) == [6]
 
 
 def test_a_member_that_hangs_costs_neither_threads_nor_descriptors_nor_buffers():
@@ -209,33 +211,33 @@ def test_a_member_that_hangs_costs_neither_threads_nor_descriptors_nor_buffers()
         def half() -> Any:
             lane = lane_for(sender, {"r0": bad, "r1": good}, MUCH)
             for remote in (bad, good):
-                remote.ask("expect", 0, MUCH // 2)
+                remote.expect(0, MUCH // 2)
             fill(lane, 0, MUCH // 2, 1)
-            assert [remote.ask("take", 0, MUCH // 2) for remote in (bad, good)] == [[1], [1]]
+            assert [remote.take(0, MUCH // 2) for remote in (bad, good)] == [[1], [1]]
             return lane
 
         half().close()  # starts the threads that torch keeps
-        good.ask("close")
-        bad.ask("close")
-        before = held(), good.ask("held")
+        good.close()
+        bad.close()
+        before = held(), good.held()
         lane = half()
         buffer = weakref.ref(lane.data)
         bad.stop()
-        good.ask("expect", MUCH // 2, MUCH)
+        good.expect(MUCH // 2, MUCH)
         fill(lane, MUCH // 2, MUCH, 1)
         lane.close()
-        good.ask("close")
-        until_no_more_than(before, lambda: (held(), good.ask("held")))
+        good.close()
+        until_no_more_than(before, lambda: (held(), good.held()))
         assert buffer() is None
 
 
 @pytest.mark.parametrize("begun", [True, False])
 @pytest.mark.parametrize("fate", ["kill", "stop"])
 def test_a_receiver_outlives_its_sender_and_joins_the_next(fate, begun):
-    with Remote(sending, "collective", {"ip": LOCAL, "port": 0, "receivers": 1}) as first:
-        receiver = COLLECTIVE.receiver(first.ask("address"))
+    with Remote(SendingProcess, "collective", {"ip": LOCAL, "port": 0, "receivers": 1}) as first:
+        receiver = COLLECTIVE.receiver(first.address())
         receiver.rendezvous(SOON)
-        lane = receiver.attach(first.ask("lane", MUCH, ["a"]), "a")
+        lane = receiver.attach(first.lane(MUCH, ["a"]), "a")
         if begun:
             exchange(first, lane)
         lane.expect(0, MUCH)
@@ -261,7 +263,7 @@ def test_a_receiver_outlives_its_sender_and_joins_the_next(fate, begun):
 def exchange(sender: Remote, lane: Any) -> None:
     """A broadcast, after which the group is there."""
     lane.expect(0, 1)
-    sender.ask("publish", 0, 1, 1)
+    sender.publish(0, 1, 1)
     await_arrival(lane)
     lane.release()
 
@@ -269,9 +271,9 @@ def exchange(sender: Remote, lane: Any) -> None:
 def test_closing_the_sender_unblocks_a_receiver_that_waits_for_bytes():
     with members(1) as (sender, (remote,)):
         lane = lane_for(sender, {"r0": remote}, MIB)
-        remote.ask("expect", 0, MIB)
+        remote.expect(0, MIB)
         fill(lane, 0, MIB, 1)
-        assert remote.ask("take", 0, MIB) == [1]
+        assert remote.take(0, MIB) == [1]
         remote.start("try_to_take")
         lane.close()
         with pytest.raises(RefitPeerError):
@@ -281,7 +283,7 @@ def test_closing_the_sender_unblocks_a_receiver_that_waits_for_bytes():
 def test_closing_the_sender_unblocks_a_receiver_that_waits_for_the_group():
     with members(1) as (sender, (remote,)):
         lane = sender.lane(MIB, CPU, ["r0", "nobody"])
-        remote.ask("attach", lane.ref)
+        remote.attach(lane.ref)
         remote.start("try_to_take")
         lane.close()
         with pytest.raises(RefitPeerError, match="left before all were there"):

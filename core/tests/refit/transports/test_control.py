@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import zmq
-from transport_processes import SOON, Remote, receiving, sending
+from remote import Remote, warm_up
+from simple_pair import SOON
+from transport_processes import ReceivingProcess, SendingProcess
 
 from rl_core.errors import ConfigError, RefitError, RefitPeerError, RefitProtocolError
 from rl_core.refit.frames import MAX_FRAME_BYTES
@@ -41,6 +43,7 @@ SHAKES_HANDS = b"".join(
 @pytest.fixture(autouse=True)
 def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A temporary directory of this test's own, with a path short enough for a socket."""
+    warm_up()  # which has a directory that stays
     with tempfile.TemporaryDirectory(prefix="t") as folder:
         monkeypatch.setenv("TMPDIR", folder)
         monkeypatch.setattr(tempfile, "tempdir", folder)
@@ -284,7 +287,7 @@ def test_a_forked_child_does_not_remove_its_parents_directory(temporary):
 def test_a_receiver_killed_is_named_at_once_and_one_that_hangs_after_its_silence():
     sender = IPC.sender()
     for fate in ("kill", "stop"):
-        with Remote(receiving, "ipc", sender.address, "a") as remote:
+        with Remote(ReceivingProcess, "ipc", sender.address, "a") as remote:
             remote.start("greet", b"hello")
             ((key, _),) = frames_of(sender, 1)
             sender.send(key, b"welcome")
@@ -296,12 +299,12 @@ def test_a_receiver_killed_is_named_at_once_and_one_that_hangs_after_its_silence
 
 @pytest.mark.parametrize("fate", ["kill", "stop"])
 def test_a_lost_sender_is_noticed_and_a_dead_ones_directory_removed(temporary, fate):
-    with Remote(sending, "ipc", {}) as remote:
-        address = remote.ask("address")
+    with Remote(SendingProcess, "ipc", {}) as remote:
+        address = remote.address()
         receiver = IPC.receiver(address)
         receiver.connect(address)
         receiver.send(b"hello")
-        remote.ask("answer", b"welcome")
+        remote.answer(b"welcome")
         assert receiver.receive(SOON) == b"welcome"
         getattr(remote, fate)()
         until(receiver.lost, lambda: receiver.receive(0.1))
@@ -366,13 +369,13 @@ def test_what_one_side_writes_the_other_reads_until_both_let_go(region, temporar
 
 def test_memory_is_attached_across_processes():
     sender = IPC.sender()
-    with Remote(receiving, "ipc", sender.address, "a") as remote:
+    with Remote(ReceivingProcess, "ipc", sender.address, "a") as remote:
         lane = sender.lane(5000, CPU, ["a"])
-        remote.ask("attach", lane.ref)
+        remote.attach(lane.ref)
         lane.data.fill_(9)
         lane.publish(0, 5000)
-        remote.ask("expect", 0, 5000)
-        assert remote.ask("take", 0, 5000) == [9]
+        remote.expect(0, 5000)
+        assert remote.take(0, 5000) == [9]
     sender.close()
 
 

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 import zmq
-from killable import Remote
+from killable import EngineParty
+from remote import Remote
 from simple_pair import (
     BUCKET,
     SOON,
@@ -132,7 +133,7 @@ def test_a_version_may_be_chosen(pair):
 
 def test_two_processes_refit_exactly_by_stream_and_by_handles(keep):
     trainer = keep(Trainer({}))
-    with Remote("engine") as engine:
+    with Remote(EngineParty) as engine:
         for seed in (1, 2):
             trainer.source.tensor = make_tensors(seed)
             engine.meet(trainer.prepare_refit_info())

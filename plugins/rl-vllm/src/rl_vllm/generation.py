@@ -9,8 +9,8 @@ import torch
 
 from rl_core.backends import TAGS
 from rl_core.config import check_config
+from rl_core.create import create_generation
 from rl_core.errors import CapabilityError, ConfigError
-from rl_core.plugins.factory import create_generation
 from rl_hosting import HostedGeneration
 from rl_hosting.checkpoint import check_checkpoint
 from rl_vllm.config import VllmConfig

@@ -55,8 +55,8 @@ class Target:
             PluginError: It is missing, ambiguous, broken or incompatible.
         """
         from rl_core.config import config_keys
+        from rl_core.create import create_generation, create_policy
         from rl_core.plugins.discovery import CONFORMANCE, engine_version, load_object, providers
-        from rl_core.plugins.factory import create_generation, create_policy
         from rl_core.plugins.registry import find_provider, resolve
 
         provider = find_provider(name)

@@ -179,7 +179,7 @@ def a_missing_engine_comes_with_its_command(ctx: Context) -> None:
 @check("D5", modules=("rl_ray",), timeout_s=300.0)
 def a_workers_exception_arrives_with_its_traceback(ctx: Context) -> None:
     """A WorkerError with the worker's traceback as text, which keeps its class if it is ours."""
-    from rl_core.plugins.factory import create_generation, create_policy
+    from rl_core.create import create_generation, create_policy
     from rl_ray import RayVirtualCluster
 
     _require_installed(ctx)

@@ -124,7 +124,7 @@ def one_step_for_each_global_batch(ctx: Context) -> None:
 @check("P5", modules=("rl_ray",), gpus=2, timeout_s=300.0)
 def two_ranks_train_as_one(ctx: Context) -> None:
     """Each of two workers has half of the global batch: loss, norm and log-probs are one's."""
-    from rl_core.plugins.factory import create_policy
+    from rl_core.create import create_policy
     from rl_ray import RayVirtualCluster
 
     if not ctx.target.installed:

@@ -88,7 +88,7 @@ def _generation(options: argparse.Namespace) -> dict[str, Any]:
 def _logprobs(options: argparse.Namespace) -> tuple[Any, dict[str, str]]:
     from rl_conformance.diagnostics.agreement import measure_log_probability_consistency
     from rl_conformance.diagnostics.engine import random_prompts
-    from rl_core.plugins.factory import create_generation, create_policy
+    from rl_core.create import create_generation, create_policy
 
     generation = {"max_new_tokens": options.max_new_tokens, **_generation(options)}
     policy = {"backend": options.policy, "model_name": options.model, **options.policy_config}

@@ -13,8 +13,8 @@ import torch
 
 from rl_conformance.diagnostics.agreement import Agreement
 from rl_core.batch import BatchedDataDict
+from rl_core.create import create_generation
 from rl_core.errors import ConfigError, DataError
-from rl_core.plugins.factory import create_generation
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
