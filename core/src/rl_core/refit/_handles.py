@@ -12,16 +12,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from rl_core.errors import ConfigError, LifecycleError, RefitAborted, RefitProtocolError
-from rl_core.refit._digests import DigestTable
-from rl_core.refit._layout import Layout
-from rl_core.refit._loading import Loader, Route
-from rl_core.refit._packing import Packer, checked_tensors
+from rl_core.refit._loading import Loader, ReceiverBuckets
+from rl_core.refit._packing import Packer, SenderBuckets, checked_tensors
 from rl_core.refit.frames import write_handles
-from rl_core.refit.hashing import BlockHash
+from rl_core.refit.hashing import BlockHash, DigestTable
 from rl_core.refit.manifest import WeightManifest
 from rl_core.refit.messages import Handles
 from rl_core.refit.options import DEFAULT_DEADLINE_S
-from rl_core.refit.plan import ALIGN, make_plan
+from rl_core.refit.plan import ALIGN, DataMode, make_plan
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -66,7 +64,7 @@ class HandleSender:
         call: str,
         token: str,
     ) -> None:
-        plan = make_plan(manifest, bucket_bytes, whole=True)
+        plan = make_plan(manifest, bucket_bytes, DataMode.HANDLES)
         self.version = version
         self.groups = [[s.spec.name for s in bucket.segments] for bucket in plan.buckets]
         self.left = set(range(len(self.groups)))
@@ -82,7 +80,7 @@ class HandleSender:
         self._changed: LifecycleError | None = None
         lane = end.lane(max(plan.lane_bytes, ALIGN), torch.device("cpu"), [])
         block_hash = BlockHash.choose(lane.data.device, private=end.private, token=token)
-        self._layout = Layout(plan, lane, block_hash)
+        self._buckets = SenderBuckets(plan, lane, block_hash)
 
     def hand_over(self, keys: list[str]) -> bytes:
         """Packs a group into the memory; the frame that tells of it.
@@ -104,13 +102,13 @@ class HandleSender:
                 fix="pass each group of prepare_weights_for_ipc once, as it is",
                 key=wrong or "keys",
             )
-        bucket = self._layout.plan.buckets[index]
+        bucket = self._buckets.plan.buckets[index]
         self._source.open(self._call, DEFAULT_DEADLINE_S)
         try:
             with closing(
                 checked_tensors(self._source, [s.spec for s in bucket.segments])
             ) as tensors:
-                packer = Packer(self._layout, tensors, DigestTable(self._manifest))
+                packer = Packer(self._buckets, tensors, DigestTable(self._manifest))
                 digests = packer.put(index)
             self._source.confirm()  # before anything goes out, so that no engine has a mixture
         except LifecycleError as error:
@@ -127,14 +125,14 @@ class HandleSender:
             self.version,
             self._bucket_bytes,
             index,
-            dict(self._layout.lane.ref),
+            dict(self._buckets.lane.ref),
             digests,
         )
         return write_handles(message, self._token)
 
     def close(self) -> None:
         """Closes the memory and the source. Idempotent."""
-        self._layout.lane.close()
+        self._buckets.lane.close()
         self._close_source()
 
     def _close_source(self) -> None:
@@ -191,9 +189,9 @@ class HandleReceiver:
         self._groups = 0
         self._known = known
         self._touch = touch
-        self._plan = make_plan(manifest, message.bucket_bytes, whole=True)
+        self._plan = make_plan(manifest, message.bucket_bytes, DataMode.HANDLES)
         self._left = set(range(len(self._plan.buckets)))
-        self._route: Route | None = None
+        self._buckets: ReceiverBuckets | None = None
         sink.begin(message.version)
 
     def load(self, message: Handles, lane: Lane, block_hash: BlockHash) -> bool:
@@ -221,11 +219,13 @@ class HandleReceiver:
                 "for",
                 phase="TRANSFER",
             )
-        if self._route is None or self._route.data is not data:
+        if self._buckets is None or self._buckets.data is not data:
             manifest, expected = self.trainer.manifest, self._expected
             first = message.index
-            self._route = Route(self.sink, manifest, expected, plan, data, block_hash, first)
-        loader = Loader(self._route, verify="wire", known=self._known, touch=self._touch)
+            self._buckets = ReceiverBuckets(
+                self.sink, manifest, expected, plan, data, block_hash, first
+            )
+        loader = Loader(self._buckets, verify="wire", known=self._known, touch=self._touch)
         loader.load(message.index, message.digests)
         self._left.remove(message.index)
         self._groups = message.group

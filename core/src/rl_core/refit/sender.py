@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from rl_core.errors import LifecycleError, RefitError
 from rl_core.futures import spawn
+from rl_core.refit._direct import MovedTensors
 from rl_core.refit._handles import HandleSender
 from rl_core.refit._introduction import introduction
-from rl_core.refit._job import Endpoint
+from rl_core.refit._job import Endpoint, keep_two
+from rl_core.refit._packing import SenderBuckets
 from rl_core.refit._send_job import SendJob
-from rl_core.refit._sender_state import SenderState
+from rl_core.refit.manifest import WeightManifest
 from rl_core.refit.messages import PROTOCOL
 from rl_core.refit.options import (
     DEFAULT_BUCKET_BYTES,
@@ -21,19 +23,27 @@ from rl_core.refit.options import (
     SendOptions,
     name_of_call,
 )
+from rl_core.refit.plan import SLOTS, DataMode, TransferPlan, make_plan
 from rl_core.refit.session import Phase
+from rl_core.refit.transports import find_transport
+from rl_core.refit.transports.base import NoLane
 from rl_core.refit.turns import exclusively
 
 if TYPE_CHECKING:
     import concurrent.futures
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping, Sequence
+
+    import torch
 
     from rl_core.interfaces.weights import WeightSource
+    from rl_core.refit.hashing import BlockHash, DigestTable
+    from rl_core.refit.transports.base import Lane, SenderEnd
 
 __all__ = ["RefitSender"]
 
 #: The transport that every sender offers without being told where to listen.
 _LOCAL = "ipc"
+_NO_LANE = NoLane()
 
 
 class RefitSender(Endpoint[SendJob]):
@@ -48,23 +58,32 @@ class RefitSender(Endpoint[SendJob]):
         name: How errors on the other side call this one.
 
     Attributes:
-        state: What is kept from refit to refit.
+        token: The secret that messages are authenticated with.
+        version: Last committed version, 0 at first.
+        committed: Digests of what was committed last, if it was hashed.
+        committed_hash: What they were made with.
+        moved: The tensors that engines read where they are.
+        ends: The sender's end of each transport that was used.
         calls: How often a refit was asked for.
     """
 
     def __init__(self, source: Callable[[], WeightSource], *, name: str) -> None:
         super().__init__(name)
-        self.state = SenderState()
+        self.token = secrets.token_hex(32)
+        self.version = 0
+        self.committed: DigestTable | None = None
+        self.committed_hash: BlockHash | None = None
+        self.moved = MovedTensors()
+        self.ends: dict[str, SenderEnd] = {}
         self.calls = 0
         self._source = source
         self._handle_sender: HandleSender | None = None
         self._handle_serial = 0
         self._described: tuple[str, WeightSource] | None = None
-
-    @property
-    def version(self) -> int:
-        """Last committed version, 0 at first."""
-        return self.state.version
+        self._manifest: WeightManifest | None = None
+        self._wire: WeightManifest | None = None
+        self._lanes: dict[tuple[SenderEnd, DataMode], Lane] = {}
+        self._buckets: dict[object, SenderBuckets] = {}
 
     # -- refits -----------------------------------------------------------------------------------
 
@@ -77,14 +96,14 @@ class RefitSender(Endpoint[SendJob]):
         self._drop_described()
         refit_id, source = secrets.token_hex(8), self._source()
         self._described = refit_id, source
-        manifest = self.state.manifest_of(source)
+        manifest = self.manifest_of(source)
         with suppress(RefitError):  # who uses another transport does not need this one
-            self.state.end(_LOCAL)
+            self.end(_LOCAL)
         return {
-            **introduction(manifest, self.state.token),
+            **introduction(manifest, self.token),
             "refit_id": refit_id,
             **_meeting_point(),
-            "channels": {name: dict(end.address) for name, end in self.state.ends.items()},
+            "channels": {name: dict(end.address) for name, end in self.ends.items()},
         }
 
     def open(
@@ -100,7 +119,10 @@ class RefitSender(Endpoint[SendJob]):
             if job.options.transport == transport:
                 job.cancelled = f"the transport {transport} is opened anew"
         with exclusively(self.turn, deadline_s, f"{self.name}: a running refit"):
-            end = self.state.reopen(transport, options)
+            if (known := self.ends.pop(transport, None)) is not None:
+                self._close_lanes([key for key in self._lanes if key[0] is known])
+                known.close()
+            end = self.ends[transport] = find_transport(transport).sender(**options)
         return spawn(f"{transport}-{self.name}", lambda: end.rendezvous(deadline_s))
 
     def send(self, **options: Any) -> concurrent.futures.Future[dict[str, Any]]:
@@ -119,7 +141,7 @@ class RefitSender(Endpoint[SendJob]):
         self.calls += 1
         self.check_open()
         chosen = SendOptions.of(options)
-        end = self.state.end(chosen.transport)
+        end = self.end(chosen.transport)
         version = self._next_version(chosen)
         for job in self.waiting():
             job.supersede("a newer refit was asked for")
@@ -132,7 +154,7 @@ class RefitSender(Endpoint[SendJob]):
             source = self._source()
         try:
             name = name_of_call(chosen.refit_id, self.calls)
-            job = SendJob(self, self.state, end, source, chosen, version, name)
+            job = SendJob(self, end, source, chosen, version, name)
         except BaseException:
             source.close()
             raise
@@ -145,7 +167,7 @@ class RefitSender(Endpoint[SendJob]):
 
     def _next_version(self, options: SendOptions) -> int:
         if options.join:
-            if self.state.committed is None:
+            if self.committed is None:
                 raise LifecycleError(
                     f"{self.name}: nothing was committed that a late engine could be brought to",
                     fix='refit all engines with verify="wire" first',
@@ -174,15 +196,15 @@ class RefitSender(Endpoint[SendJob]):
         source = self._source()
         try:
             handed = HandleSender(
-                self.state.end(_LOCAL),
+                self.end(_LOCAL),
                 source,
-                self.state.manifest_of(source),
+                self.manifest_of(source),
                 self._next_version(SendOptions()),
                 serial=self._handle_serial + 1,
                 bucket_bytes=bucket_bytes,
                 name=self.name,
                 call=name_of_call("", self.calls),
-                token=self.state.token,
+                token=self.token,
             )
         except BaseException:
             source.close()
@@ -212,11 +234,91 @@ class RefitSender(Endpoint[SendJob]):
         with exclusively(self.turn, DEFAULT_DEADLINE_S, f"{self.name}: a running refit"):
             frame = self._handle_sender.hand_over(keys)
             if not self._handle_sender.left:
-                self.state.version = max(self.version, self._handle_sender.version)
-                self.state.committed = None
+                self.version = max(self.version, self._handle_sender.version)
+                self.committed = None
         return {"protocol": PROTOCOL, "frame": frame}
 
-    # -- what is kept ----------------------------------------------------------------------------
+    # -- what is kept from refit to refit ----------------------------------------------------------
+
+    def manifest_of(self, source: WeightSource) -> WeightManifest:
+        """The source's manifest; the one that is known if nothing changed."""
+        self._manifest = WeightManifest.of(source.specs(), self._manifest)
+        return self._manifest
+
+    def wire_of(self, manifest: WeightManifest, dtypes: Mapping[str, str]) -> WeightManifest:
+        """The manifest in the dtypes that travel; the one that is known if nothing changed."""
+        self._wire = manifest.cast(dtypes, self._wire)
+        return self._wire
+
+    def end(self, transport: str) -> SenderEnd:
+        """This side's end of a transport."""
+        if transport not in self.ends:
+            self.ends[transport] = find_transport(transport).sender()
+        return self.ends[transport]
+
+    def buckets(
+        self,
+        end: SenderEnd,
+        wire: WeightManifest,
+        bucket_bytes: int,
+        mode: DataMode,
+        *,
+        skip: bytes,
+        block_hash: BlockHash,
+        device: torch.device,
+        receivers: Sequence[str],
+    ) -> SenderBuckets:
+        """The buckets of a refit, and memory for them: those of the last refits, where they fit.
+
+        Raises:
+            RefitError: There is not enough memory.
+        """
+        key = (end, wire.digest, bucket_bytes, mode, skip, block_hash)
+        known = self._buckets.get(key)
+        plan = known.plan if known is not None else None
+        if plan is None:
+            plan = make_plan(wire, bucket_bytes, mode, skip=skip, block=block_hash.block)
+        lane = self._lane(end, plan, device, receivers, bucket_bytes)
+        if known is None or known.lane is not lane:
+            known = SenderBuckets(plan, lane, block_hash)
+        return keep_two(self._buckets, key, known)
+
+    def _lane(
+        self,
+        end: SenderEnd,
+        plan: TransferPlan,
+        device: torch.device,
+        receivers: Sequence[str],
+        bucket_bytes: int,
+    ) -> Lane:
+        """The lane at hand if it fits, so that memory is touched once."""
+        if not plan.buckets:
+            return _NO_LANE
+        key, direct = (end, plan.mode), plan.mode is DataMode.DIRECT
+        most = plan.lane_bytes if direct else max(plan.lane_bytes, SLOTS * bucket_bytes)
+        lane = self._lanes.get(key)
+        if lane is not None:
+            fits = plan.lane_bytes <= lane.data.numel() <= most and lane.data.device == device
+            if fits and lane.serves(receivers):
+                return lane
+            self._close_lanes([key])
+        make = end.growing_lane if direct else end.lane
+        self._lanes[key] = make(plan.lane_bytes, device, receivers)
+        return self._lanes[key]
+
+    def drop_lanes_after_failure(self) -> None:
+        """Closes lanes that a receiver may still read which did not hear of the failure.
+
+        What is written next goes elsewhere. The trainer's own memory (``direct``) stays: it cannot
+        be taken from under the weights, and what is read there late is verified like all else.
+        """
+        self._close_lanes(
+            [
+                (end, mode)
+                for (end, mode), lane in self._lanes.items()
+                if not (mode is DataMode.DIRECT and lane.outlives_failure)
+            ]
+        )
 
     def release_weights(self) -> None:
         """Closes the memory that engines read the trainer's tensors in.
@@ -228,15 +330,29 @@ class RefitSender(Endpoint[SendJob]):
             DeadlineError: That refit hangs.
         """
         with exclusively(self.turn, DEFAULT_DEADLINE_S, f"{self.name}: a running refit"):
-            self.state.release_weights()
+            self.drop_moved_tensors()
 
-    def release_resources(self) -> None:
-        """See :meth:`Endpoint.release_resources`."""
+    def drop_moved_tensors(self) -> None:
+        """As :meth:`release_weights`, for the refit that is running."""
+        self.moved = MovedTensors()
+        self._close_lanes([key for key in self._lanes if key[1] is DataMode.DIRECT])
+
+    def release_resources(self) -> None:  # noqa: D102
         self._drop_described()
         if self._handle_sender is not None:
             self._handle_sender.close()
             self._handle_sender = None
-        self.state.close()
+        self.moved = MovedTensors()
+        self._close_lanes(list(self._lanes))
+        for end in self.ends.values():
+            end.close()
+        self.ends.clear()
+
+    def _close_lanes(self, keys: list[tuple[SenderEnd, DataMode]]) -> None:
+        for key in keys:
+            self._lanes.pop(key).close()
+        if keys:
+            self._buckets.clear()  # views would keep the memory
 
 
 def _meeting_point() -> dict[str, Any]:

@@ -19,9 +19,11 @@ from unittest.mock import patch
 import greenlet
 
 from refit_model.promises import check_frame
-from rl_core.refit import _digests, _job, _receive_job, _receiver_state, _send_job, _sender_state
+from rl_core.refit import _job, _receive_job, _send_job
+from rl_core.refit import receiver as receiver_module
 from rl_core.refit import sender as sender_module
 from rl_core.refit.frames import Channel
+from rl_core.refit.hashing import Hasher
 from rl_core.refit.session import ReceiverSession, SenderSession
 
 if TYPE_CHECKING:
@@ -157,19 +159,19 @@ class Names:
         return hashlib.blake2b(name.encode(), digest_size=count).digest()
 
 
-def _hooked(function: Callable[..., Any]) -> Callable[..., Any]:
-    def hash_views(views: Any, *given: Any) -> Any:
-        views, task = list(views), running()
+def _hooked(honest: Callable[[Hasher], Any]) -> Callable[[Hasher], Any]:
+    def begin(hasher: Hasher) -> Any:
+        task = running()
         reads = task is not None and task.party != "T"  # what it has not written itself
         if reads:
             point("hash")
-        found = function(views, *given)
-        _now[0].digested.update(zip(found, map(bytes, views), strict=True))
+        result = honest(hasher)
+        _now[0].digested.update(zip(result(), map(bytes, hasher._blocks), strict=True))
         if reads:
             point("hashed")
-        return found
+        return result
 
-    return hash_views
+    return begin
 
 
 def _noted(decode: Callable[..., Any]) -> Callable[..., Any]:
@@ -203,16 +205,16 @@ def product_in_hand() -> ExitStack:
     enter(_send_job, "time", still)
     enter(_receive_job, "time", still)
     enter(_job, "spawn", _spawn)
-    enter(_receiver_state, "spawn", _at_once)
+    enter(receiver_module, "spawn", _at_once)
     enter(sender_module, "spawn", _at_once)
     enter(_send_job, "SenderSession", session(SenderSession))
     enter(_receive_job, "ReceiverSession", session(ReceiverSession))
     # It divides by seconds, of which none pass here.
     enter(_send_job.SendJob, "_report", lambda *given: types.SimpleNamespace(as_dict=dict))
     enter(sender_module, "_meeting_point", dict)
-    enter(_sender_state, "find_transport", lambda name: _now[0].wire)
-    enter(_receiver_state, "find_transport", lambda name: _now[0].wire)
-    enter(_digests, "hash_views", _hooked(_digests.hash_views))
+    enter(sender_module, "find_transport", lambda name: _now[0].wire)
+    enter(receiver_module, "find_transport", lambda name: _now[0].wire)
+    enter(Hasher, "begin", _hooked(Hasher.begin))
     enter(Channel, "decode", _noted(Channel.decode))
     enter(secrets, "token_hex", lambda n=32: _now[0].names.bytes(n).hex())
     enter(secrets, "token_bytes", lambda n=32: _now[0].names.bytes(n))

@@ -20,11 +20,10 @@ from rl_core.refit import (
     _handles,
     _job,
     _receive_job,
-    _receiver_state,
     _send_job,
-    _sender_state,
     frames,
 )
+from rl_core.refit import receiver as receiver_module
 from rl_core.refit import sender as sender_module
 from rl_core.refit.messages import Hello, Sealed
 from rl_core.refit.session import Phase, ReceiverSession, SenderSession
@@ -199,14 +198,13 @@ class Network:
             _send_job,
             _receive_job,
             sender_module,
-            _sender_state,
-            _receiver_state,
+            receiver_module,
             _handles,
         ):
             enter(module, "secrets", drawn)
         enter(_job.Job, "drive", drive)
-        enter(_sender_state, "find_transport", lambda name: self._wire)
-        enter(_receiver_state, "find_transport", lambda name: self._wire)
+        enter(sender_module, "find_transport", lambda name: self._wire)
+        enter(receiver_module, "find_transport", lambda name: self._wire)
         enter(_send_job, "SenderSession", partial(SenderSession, clock=self.clock))
         enter(_receive_job, "ReceiverSession", partial(ReceiverSession, clock=self.clock))
 
@@ -285,7 +283,7 @@ class Network:
         message, _ = self.said[frame]
         if isinstance(message, Sealed):
             refit = self.refits[message.session]
-            refit.sealed.add(engine.receiver.state.id)
+            refit.sealed.add(engine.receiver.id)
             # A trainer that has trained meanwhile will not confirm what it sent.
             if refit.step == self.trainer.step and engine.weights != refit.weights:
                 self.wrongly_sealed.append(refit)

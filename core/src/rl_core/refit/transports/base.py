@@ -255,3 +255,10 @@ class Transport(ABC):
         Raises:
             RefitProtocolError: The address is malformed.
         """
+
+    def remove_leftovers(self, address: Mapping[str, Any]) -> None:
+        """Removes what a sender that was killed left behind there; nothing of one that lives.
+
+        Raises:
+            RefitProtocolError: The address is malformed.
+        """

@@ -147,13 +147,10 @@ class _Ipc(Transport):
 
     def receiver(self, address: Mapping[str, Any], **options: Any) -> IpcReceiver:
         _check(options)
-        try:
-            endpoint = msgspec.convert(address, _Address).endpoint
-        except msgspec.ValidationError as error:
-            raise RefitProtocolError(f"a malformed ipc address: {error}") from error
-        if not endpoint.startswith(_SCHEME):
-            raise RefitProtocolError(f"{endpoint!r} is no ipc endpoint")
-        return IpcReceiver(endpoint)
+        return IpcReceiver(_endpoint(address))
+
+    def remove_leftovers(self, address: Mapping[str, Any]) -> None:
+        _clear(_endpoint(address))
 
 
 #: The transport named ``ipc``.
@@ -165,6 +162,16 @@ def _check(options: Mapping[str, Any]) -> None:
         raise ConfigError(
             f"the ipc transport has no option {key!r}", fix="give it no options", key=key
         )
+
+
+def _endpoint(address: Mapping[str, Any]) -> str:
+    try:
+        endpoint = msgspec.convert(address, _Address).endpoint
+    except msgspec.ValidationError as error:
+        raise RefitProtocolError(f"a malformed ipc address: {error}") from error
+    if not endpoint.startswith(_SCHEME):
+        raise RefitProtocolError(f"{endpoint!r} is no ipc endpoint")
+    return endpoint
 
 
 def _remove(directory: str, owner: int) -> None:
