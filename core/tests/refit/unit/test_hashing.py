@@ -290,10 +290,16 @@ def test_other_bytes_with_the_digest_of_xxh3_have_another_in_keyed_hashes(
 
 #: Must be told before Triton is imported, so that this is a process of its own.
 INTERPRETED = """
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import torch
 from rl_core.refit import _fold, _fold_triton
 
-key, cpu = bytes(range(32)), torch.device("cpu")
+key, cpu, launched_on = bytes(range(32)), torch.device("cpu"), []
+_fold_triton._CUDA = SimpleNamespace(
+    device_of=lambda factors: launched_on.append(factors.device) or nullcontext()
+)
 cases = {64: [0, 1, 2, 3, 4, 64, 130] * 3, 16_000: [5, 8192, 8193, 16_003], _fold.BLOCK: [9000]}
 for block, sizes in cases.items():
     runs = [torch.randint(0, 256, (size,), dtype=torch.uint8) for size in sizes]
@@ -306,6 +312,7 @@ for block, sizes in cases.items():
     assert fast()() == slow()()
     runs[-1][-1] ^= 1
     assert fast()() == slow()()
+assert launched_on and set(launched_on) == {cpu}  # the tensors', whatever the current one is
 print("as torch does")
 """
 

@@ -120,7 +120,6 @@ class SenderSession(Session):
         self._peers: dict[str, _Peer] = {}
         self._noise = ""
         self._asked_for: dict[str, float] = {}
-        self._dtypes: dict[str, str] | None = None
         self._prepare: Prepare | None = None
         self._window = 0
         self._packed = 0
@@ -274,7 +273,7 @@ class SenderSession(Session):
     def _on_ready(self, peer: _Peer, message: Ready) -> list[Effect]:
         if message.manifest != self.offer.manifest:
             return self._break(peer, "Ready for another manifest")
-        if self._dtypes is not None and message.dtypes != self._dtypes:
+        if any(p.ready and p.ready.dtypes != message.dtypes for p in self._peers.values()):
             return self.fail(
                 ManifestMismatchError(
                     f"{peer.name} wants other dtypes than the receivers before it",
@@ -282,7 +281,7 @@ class SenderSession(Session):
                     peer=peer.name,
                 )
             )
-        self._dtypes, peer.ready = message.dtypes, message
+        peer.ready = message
         if not self._all_did(peer):
             return []
         late = [effect for key in self._offered for effect in self._dismiss(key, self._full)]
