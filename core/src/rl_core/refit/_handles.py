@@ -148,7 +148,7 @@ class HandleReceiver:
         sink: Where to write.
         trainer: Whose tensors they are, as they were checked.
         message: The first group.
-        epoch: The receiver's, now.
+        outside_changes: The receiver's, now.
         known: Digests, by name, of what the engine has; kept up to date.
         touch: Called before anything is written.
 
@@ -156,7 +156,7 @@ class HandleReceiver:
         session: Which refit it is.
         serial: Its number among the sender's.
         trainer: Whose it is.
-        epoch: In which it may end.
+        outside_changes: As long as there are no more, it may end.
         sink: Where it is written.
 
     Raises:
@@ -168,7 +168,7 @@ class HandleReceiver:
         sink: WeightSink,
         trainer: Trainer,
         message: Handles,
-        epoch: int,
+        outside_changes: int,
         *,
         known: dict[str, bytes],
         touch: Callable[[], None],
@@ -183,7 +183,7 @@ class HandleReceiver:
         self.session = message.session
         self.serial = message.serial
         self.trainer = trainer
-        self.epoch = epoch
+        self.outside_changes = outside_changes
         self.sink = sink
         self._expected = WeightManifest.of(sink.specs())
         self._groups = 0

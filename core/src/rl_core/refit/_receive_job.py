@@ -42,9 +42,9 @@ from rl_core.refit.turns import leave_line
 
 if TYPE_CHECKING:
     from rl_core.refit._introduction import Trainer
+    from rl_core.refit._receiver_base import ReceiverBase
     from rl_core.refit.messages import Offer, Prepare
     from rl_core.refit.plan import TransferPlan
-    from rl_core.refit.receiver import RefitReceiver
     from rl_core.refit.transports.base import Lane, ReceiverEnd
 
 #: Seconds between two looks at a lane whose bytes have not arrived.
@@ -68,11 +68,11 @@ class ReceiveJob(Job[ReceiverSession]):
         summary: What it did, once it is committed.
     """
 
-    endpoint: RefitReceiver
+    endpoint: ReceiverBase[Any]
 
     def __init__(
         self,
-        endpoint: RefitReceiver,
+        endpoint: ReceiverBase[Any],
         transport: str,
         trainer: Trainer,
         deadline_s: float,

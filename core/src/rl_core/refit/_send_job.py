@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 
     from rl_core.interfaces.weights import WeightSource
     from rl_core.refit._packing import SenderBuckets
+    from rl_core.refit._sender_base import SenderBase
     from rl_core.refit.messages import Ready
     from rl_core.refit.options import SendOptions
-    from rl_core.refit.sender import RefitSender
     from rl_core.refit.transports.base import SenderEnd
 
 #: Seconds between two events that tell of progress; short refits have none.
@@ -54,11 +54,11 @@ class SendJob(Job[SenderSession]):
         name: What every rank of the trainer calls this refit.
     """
 
-    endpoint: RefitSender
+    endpoint: SenderBase[Any]
 
     def __init__(
         self,
-        endpoint: RefitSender,
+        endpoint: SenderBase[Any],
         end: SenderEnd,
         source: WeightSource,
         options: SendOptions,

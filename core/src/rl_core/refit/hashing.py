@@ -38,6 +38,7 @@ import xxhash
 from rl_core.errors import RefitProtocolError
 from rl_core.refit import _fold
 from rl_core.refit.manifest import dtype_of, numel
+from rl_core.refit.plan import BLOCK
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -48,8 +49,6 @@ if TYPE_CHECKING:
 
 __all__ = ["BlockHash", "DigestTable", "Hasher", "TensorHasher", "copy_run", "tensor_digest"]
 
-BLOCK = 512 << 10
-"""Bytes under one digest on the CPU, at most: they are in its cache when they were just copied."""
 DIGEST_BYTES = 16
 _UNKNOWN = bytes(DIGEST_BYTES)
 

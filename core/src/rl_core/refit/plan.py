@@ -12,7 +12,6 @@ import msgspec
 import xxhash
 
 from rl_core.errors import ConfigError
-from rl_core.refit.hashing import BLOCK
 from rl_core.refit.manifest import dtype_of, nbytes, numel
 
 if TYPE_CHECKING:
@@ -23,8 +22,10 @@ if TYPE_CHECKING:
     from rl_core.interfaces.weights import TensorSpec
     from rl_core.refit.manifest import WeightManifest
 
-__all__ = ["ALIGN", "SLOTS", "Bucket", "DataMode", "Segment", "TransferPlan", "make_plan"]
+__all__ = ["ALIGN", "BLOCK", "SLOTS", "Bucket", "DataMode", "Segment", "TransferPlan", "make_plan"]
 
+#: Bytes under one digest on the CPU, at most: they are in its cache when they were just copied.
+BLOCK = 512 << 10
 #: Bytes to which every segment is aligned: a cache line, and any dtype's size.
 ALIGN = 64
 #: Buffers of a packed refit: one is packed while the other is loaded.

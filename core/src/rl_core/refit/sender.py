@@ -12,10 +12,8 @@ from rl_core.futures import spawn
 from rl_core.refit._direct import MovedTensors
 from rl_core.refit._handles import HandleSender
 from rl_core.refit._introduction import introduction
-from rl_core.refit._job import Endpoint, keep_two
-from rl_core.refit._packing import SenderBuckets
 from rl_core.refit._send_job import SendJob
-from rl_core.refit.manifest import WeightManifest
+from rl_core.refit._sender_base import SenderBase
 from rl_core.refit.messages import PROTOCOL
 from rl_core.refit.options import (
     DEFAULT_BUCKET_BYTES,
@@ -23,30 +21,22 @@ from rl_core.refit.options import (
     SendOptions,
     name_of_call,
 )
-from rl_core.refit.plan import SLOTS, DataMode, TransferPlan, make_plan
 from rl_core.refit.session import Phase
-from rl_core.refit.transports import find_transport
-from rl_core.refit.transports.base import NoLane
 from rl_core.refit.turns import exclusively
 
 if TYPE_CHECKING:
     import concurrent.futures
-    from collections.abc import Callable, Mapping, Sequence
-
-    import torch
+    from collections.abc import Callable
 
     from rl_core.interfaces.weights import WeightSource
-    from rl_core.refit.hashing import BlockHash, DigestTable
-    from rl_core.refit.transports.base import Lane, SenderEnd
 
 __all__ = ["RefitSender"]
 
 #: The transport that every sender offers without being told where to listen.
 _LOCAL = "ipc"
-_NO_LANE = NoLane()
 
 
-class RefitSender(Endpoint[SendJob]):
+class RefitSender(SenderBase[SendJob]):
     """Sends a trainer's weights; one for the trainer's whole life.
 
     Sockets and buffers are made at the first use and kept. Refits run one after another; those
@@ -58,32 +48,16 @@ class RefitSender(Endpoint[SendJob]):
         name: How errors on the other side call this one.
 
     Attributes:
-        token: The secret that messages are authenticated with.
-        version: Last committed version, 0 at first.
-        committed: Digests of what was committed last, if it was hashed.
-        committed_hash: What they were made with.
-        moved: The tensors that engines read where they are.
-        ends: The sender's end of each transport that was used.
         calls: How often a refit was asked for.
     """
 
     def __init__(self, source: Callable[[], WeightSource], *, name: str) -> None:
         super().__init__(name)
-        self.token = secrets.token_hex(32)
-        self.version = 0
-        self.committed: DigestTable | None = None
-        self.committed_hash: BlockHash | None = None
-        self.moved = MovedTensors()
-        self.ends: dict[str, SenderEnd] = {}
         self.calls = 0
         self._source = source
         self._handle_sender: HandleSender | None = None
         self._handle_serial = 0
         self._described: tuple[str, WeightSource] | None = None
-        self._manifest: WeightManifest | None = None
-        self._wire: WeightManifest | None = None
-        self._lanes: dict[tuple[SenderEnd, DataMode], Lane] = {}
-        self._buckets: dict[object, SenderBuckets] = {}
 
     # -- refits -----------------------------------------------------------------------------------
 
@@ -119,10 +93,7 @@ class RefitSender(Endpoint[SendJob]):
             if job.options.transport == transport:
                 job.cancelled = f"the transport {transport} is opened anew"
         with exclusively(self.turn, deadline_s, f"{self.name}: a running refit"):
-            if (known := self.ends.pop(transport, None)) is not None:
-                self._close_lanes([key for key in self._lanes if key[0] is known])
-                known.close()
-            end = self.ends[transport] = find_transport(transport).sender(**options)
+            end = self.reopen(transport, options)
         return spawn(f"{transport}-{self.name}", lambda: end.rendezvous(deadline_s))
 
     def send(self, **options: Any) -> concurrent.futures.Future[dict[str, Any]]:
@@ -238,87 +209,7 @@ class RefitSender(Endpoint[SendJob]):
                 self.committed = None
         return {"protocol": PROTOCOL, "frame": frame}
 
-    # -- what is kept from refit to refit ----------------------------------------------------------
-
-    def manifest_of(self, source: WeightSource) -> WeightManifest:
-        """The source's manifest; the one that is known if nothing changed."""
-        self._manifest = WeightManifest.of(source.specs(), self._manifest)
-        return self._manifest
-
-    def wire_of(self, manifest: WeightManifest, dtypes: Mapping[str, str]) -> WeightManifest:
-        """The manifest in the dtypes that travel; the one that is known if nothing changed."""
-        self._wire = manifest.cast(dtypes, self._wire)
-        return self._wire
-
-    def end(self, transport: str) -> SenderEnd:
-        """This side's end of a transport."""
-        if transport not in self.ends:
-            self.ends[transport] = find_transport(transport).sender()
-        return self.ends[transport]
-
-    def buckets(
-        self,
-        end: SenderEnd,
-        wire: WeightManifest,
-        bucket_bytes: int,
-        mode: DataMode,
-        *,
-        skip: bytes,
-        block_hash: BlockHash,
-        device: torch.device,
-        receivers: Sequence[str],
-    ) -> SenderBuckets:
-        """The buckets of a refit, and memory for them: those of the last refits, where they fit.
-
-        Raises:
-            RefitError: There is not enough memory.
-        """
-        key = (end, wire.digest, bucket_bytes, mode, skip, block_hash)
-        known = self._buckets.get(key)
-        plan = known.plan if known is not None else None
-        if plan is None:
-            plan = make_plan(wire, bucket_bytes, mode, skip=skip, block=block_hash.block)
-        lane = self._lane(end, plan, device, receivers, bucket_bytes)
-        if known is None or known.lane is not lane:
-            known = SenderBuckets(plan, lane, block_hash)
-        return keep_two(self._buckets, key, known)
-
-    def _lane(
-        self,
-        end: SenderEnd,
-        plan: TransferPlan,
-        device: torch.device,
-        receivers: Sequence[str],
-        bucket_bytes: int,
-    ) -> Lane:
-        """The lane at hand if it fits, so that memory is touched once."""
-        if not plan.buckets:
-            return _NO_LANE
-        key, direct = (end, plan.mode), plan.mode is DataMode.DIRECT
-        most = plan.lane_bytes if direct else max(plan.lane_bytes, SLOTS * bucket_bytes)
-        lane = self._lanes.get(key)
-        if lane is not None:
-            fits = plan.lane_bytes <= lane.data.numel() <= most and lane.data.device == device
-            if fits and lane.serves(receivers):
-                return lane
-            self._close_lanes([key])
-        make = end.growing_lane if direct else end.lane
-        self._lanes[key] = make(plan.lane_bytes, device, receivers)
-        return self._lanes[key]
-
-    def drop_lanes_after_failure(self) -> None:
-        """Closes lanes that a receiver may still read which did not hear of the failure.
-
-        What is written next goes elsewhere. The trainer's own memory (``direct``) stays: it cannot
-        be taken from under the weights, and what is read there late is verified like all else.
-        """
-        self._close_lanes(
-            [
-                (end, mode)
-                for (end, mode), lane in self._lanes.items()
-                if not (mode is DataMode.DIRECT and lane.outlives_failure)
-            ]
-        )
+    # -- what is kept -----------------------------------------------------------------------------
 
     def release_weights(self) -> None:
         """Closes the memory that engines read the trainer's tensors in.
@@ -332,11 +223,6 @@ class RefitSender(Endpoint[SendJob]):
         with exclusively(self.turn, DEFAULT_DEADLINE_S, f"{self.name}: a running refit"):
             self.drop_moved_tensors()
 
-    def drop_moved_tensors(self) -> None:
-        """As :meth:`release_weights`, for the refit that is running."""
-        self.moved = MovedTensors()
-        self._close_lanes([key for key in self._lanes if key[1] is DataMode.DIRECT])
-
     def release_resources(self) -> None:  # noqa: D102
         self._drop_described()
         if self._handle_sender is not None:
@@ -347,12 +233,6 @@ class RefitSender(Endpoint[SendJob]):
         for end in self.ends.values():
             end.close()
         self.ends.clear()
-
-    def _close_lanes(self, keys: list[tuple[SenderEnd, DataMode]]) -> None:
-        for key in keys:
-            self._lanes.pop(key).close()
-        if keys:
-            self._buckets.clear()  # views would keep the memory
 
 
 def _meeting_point() -> dict[str, Any]:

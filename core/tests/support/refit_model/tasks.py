@@ -19,8 +19,7 @@ from unittest.mock import patch
 import greenlet
 
 from refit_model.promises import check_frame
-from rl_core.refit import _job, _receive_job, _send_job
-from rl_core.refit import receiver as receiver_module
+from rl_core.refit import _job, _receive_job, _receiver_base, _send_job, _sender_base
 from rl_core.refit import sender as sender_module
 from rl_core.refit.frames import Channel
 from rl_core.refit.hashing import Hasher
@@ -205,15 +204,15 @@ def product_in_hand() -> ExitStack:
     enter(_send_job, "time", still)
     enter(_receive_job, "time", still)
     enter(_job, "spawn", _spawn)
-    enter(receiver_module, "spawn", _at_once)
+    enter(_receiver_base, "spawn", _at_once)
     enter(sender_module, "spawn", _at_once)
     enter(_send_job, "SenderSession", session(SenderSession))
     enter(_receive_job, "ReceiverSession", session(ReceiverSession))
     # It divides by seconds, of which none pass here.
     enter(_send_job.SendJob, "_report", lambda *given: types.SimpleNamespace(as_dict=dict))
     enter(sender_module, "_meeting_point", dict)
-    enter(sender_module, "find_transport", lambda name: _now[0].wire)
-    enter(receiver_module, "find_transport", lambda name: _now[0].wire)
+    enter(_sender_base, "find_transport", lambda name: _now[0].wire)
+    enter(_receiver_base, "find_transport", lambda name: _now[0].wire)
     enter(Hasher, "begin", _hooked(Hasher.begin))
     enter(Channel, "decode", _noted(Channel.decode))
     enter(secrets, "token_hex", lambda n=32: _now[0].names.bytes(n).hex())

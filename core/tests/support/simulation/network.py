@@ -20,10 +20,11 @@ from rl_core.refit import (
     _handles,
     _job,
     _receive_job,
+    _receiver_base,
     _send_job,
+    _sender_base,
     frames,
 )
-from rl_core.refit import receiver as receiver_module
 from rl_core.refit import sender as sender_module
 from rl_core.refit.messages import Hello, Sealed
 from rl_core.refit.session import Phase, ReceiverSession, SenderSession
@@ -198,13 +199,14 @@ class Network:
             _send_job,
             _receive_job,
             sender_module,
-            receiver_module,
+            _sender_base,
+            _receiver_base,
             _handles,
         ):
             enter(module, "secrets", drawn)
         enter(_job.Job, "drive", drive)
-        enter(sender_module, "find_transport", lambda name: self._wire)
-        enter(receiver_module, "find_transport", lambda name: self._wire)
+        enter(_sender_base, "find_transport", lambda name: self._wire)
+        enter(_receiver_base, "find_transport", lambda name: self._wire)
         enter(_send_job, "SenderSession", partial(SenderSession, clock=self.clock))
         enter(_receive_job, "ReceiverSession", partial(ReceiverSession, clock=self.clock))
 
