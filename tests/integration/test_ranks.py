@@ -119,7 +119,7 @@ def test_a_delta_skips_the_same_tensors_on_every_rank(policy: RemotePolicy, mode
     name = next(n for n in weights(engine) if n.endswith("mlp.up_proj.weight"))
     with torch.no_grad():
         engine.model.state_dict(keep_vars=True)[name].zero_()
-    engine._receiver.state.known.pop(name)
+    engine._receiver.known.pop(name)
     partly = refit(policy, engine, delta=True, deadline_s=SOON)
     assert partly.tensors == 1
     late = engine_of(model)

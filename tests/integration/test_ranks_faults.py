@@ -104,7 +104,7 @@ def at(phase: str, engine: ReferenceGeneration, happens: Callable[[], None]) -> 
         answer = engine.update_weights_via_ipc_zmq
         engine.update_weights_via_ipc_zmq = lambda *a, **k: (once(), answer(*a, **k))[1]
     elif phase == "commit":
-        engine._receiver.state.on_commit = lambda version: once()
+        engine._receiver.on_commit = lambda version: once()
     else:
         make = engine.weight_sink
         names = [spec.name for spec in make().specs() if spec.alias_of is None]
@@ -129,14 +129,14 @@ def at(phase: str, engine: ReferenceGeneration, happens: Callable[[], None]) -> 
                 made.write = writing
             return made
 
-        engine._receiver.state.new_sink = sink
+        engine._receiver.new_sink = sink
     return moments
 
 
 def restored(engine: ReferenceGeneration) -> None:
     engine.__dict__.pop("update_weights_via_ipc_zmq", None)
-    engine._receiver.state.new_sink = engine.weight_sink
-    engine._receiver.state.on_commit = engine._on_commit
+    engine._receiver.new_sink = engine.weight_sink
+    engine._receiver.on_commit = engine._on_commit
 
 
 def all_closed(policy: RemotePolicy, ranks: set[int]) -> None:

@@ -26,7 +26,7 @@ from rl_core.refit import RefitReceiver, RefitSender, SendOptions, WeightManifes
 from rl_core.refit import messages as m
 from rl_core.refit._receive_job import ReceiveJob
 from rl_core.refit._send_job import SendJob
-from rl_core.refit.plan import make_plan
+from rl_core.refit.plan import DataMode, make_plan
 from rl_core.refit.session import (
     Attach,
     Confirm,
@@ -55,7 +55,7 @@ TOKEN, NONCE, BUCKET, SESSION = "token", b"n" * 16, 64, "session"
 TENSORS = {"a": torch.arange(40.0), "b": torch.ones(3, 2), "c": torch.tensor(1.5)}
 SPECS = tensor_specs(TENSORS)
 MANIFEST = WeightManifest(tuple(SPECS))
-PLAN = make_plan(MANIFEST, BUCKET)
+PLAN = make_plan(MANIFEST, BUCKET, DataMode.PACKED)
 DIGESTS = [bytes(16 * len(bucket.segments)) for bucket in PLAN.buckets]
 OFFER = m.Offer(SESSION, "trainer", 1, MANIFEST.digest, "none", "quiesced", False, {})
 PREPARE = m.Prepare(SESSION, PLAN.digest, BUCKET, False, b"", {"at": 1}, 60.0)
@@ -289,10 +289,10 @@ def engine(line: Any = None) -> RefitReceiver:
     sink, line = DictSink(tensors), line or Line([])
     receiver = RefitReceiver(lambda: sink, name="engine", lock=threading.RLock())
     receiver.prepare(info())
-    receiver.state.ends["ipc"] = (receiver._known_trainer().addresses["ipc"], line)
+    receiver.ends["ipc"] = (receiver._known_trainer().addresses["ipc"], line)
     met: concurrent.futures.Future[None] = concurrent.futures.Future()
     met.set_result(None)
-    receiver.state._meetings[line] = met
+    receiver._meetings[line] = met
     return receiver
 
 
@@ -309,12 +309,10 @@ def info() -> dict[str, Any]:
 def receiver_job(choices: Choices, seen: Counter[str]) -> None:
     line = Line(conversation(choices, Author("sender"), FROM_SENDER[:-1], FROM_SENDER))
     receiver = engine(line)
-    line.job = job = ReceiveJob(
-        receiver, receiver.state, "ipc", receiver._known_trainer(), 60.0, ""
-    )
+    line.job = job = ReceiveJob(receiver, "ipc", receiver._known_trainer(), 60.0, "")
     job._channel = frames.Channel(TOKEN, NONCE, "receiver")
     ends_typed("receiver's refit", job.refit, seen)
-    if receiver.state.lock._is_owned():  # type: ignore[attr-defined]
+    if receiver.lock._is_owned():  # type: ignore[attr-defined]
         raise Finding("the engine stays locked")
     if receiver.torn != (job.session.phase is Phase.TORN):
         raise Finding(f"{job.session.phase} and torn={receiver.torn}")
@@ -322,10 +320,10 @@ def receiver_job(choices: Choices, seen: Counter[str]) -> None:
 
 def sender_job(choices: Choices, seen: Counter[str]) -> None:
     sender = RefitSender(lambda: DictSource(TENSORS), name="trainer")
-    sender.state.token = TOKEN
+    sender.token = TOKEN
     options = SendOptions(bucket_bytes=BUCKET, verify="none", mode="packed")
     line = Line([])
-    line.job = job = SendJob(sender, sender.state, line, DictSource(TENSORS), options, 1)
+    line.job = job = SendJob(sender, line, DictSource(TENSORS), options, 1)
     right = [
         msgspec.structs.replace(message, session=job.session.offer.session)
         if hasattr(message, "session")

@@ -175,7 +175,7 @@ class TrainerParty(_Party):
                 self.double.tensor[name] = tensor
 
     def info(self) -> dict[str, Any]:
-        if self.transport != "ipc" and self.transport not in self.endpoint.state.ends:
+        if self.transport != "ipc" and self.transport not in self.endpoint.ends:
             self.endpoint.open(self.transport, LATER, ip="127.0.0.1", port=0, receivers=1)
         return self.endpoint.prepare()
 

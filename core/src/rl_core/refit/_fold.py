@@ -51,8 +51,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-__all__ = ["BLOCK", "multipliers", "prepare"]
-
 BLOCK = 4 << 20  # bytes under one digest, at most
 
 _CHUNK = 8 << 20  # bytes folded at once: with products (x 2) and multipliers, 40 MiB of a device
@@ -60,7 +58,7 @@ _CHUNK = 8 << 20  # bytes folded at once: with products (x 2) and multipliers, 4
 
 def prepare(
     runs: Sequence[torch.Tensor], key: bytes, block: int = BLOCK, chunk: int = _CHUNK
-) -> Callable[[], Callable[[], list[list[bytes]]]]:
+) -> Callable[[], Callable[[], list[bytes]]]:
     """Makes ready to digest the blocks of some runs of bytes on one device, as often as needed.
 
     Args:
@@ -72,7 +70,7 @@ def prepare(
 
     Returns:
         A function that begins to digest what the bytes are now. What it returns waits for the
-        device, and gives the digests by run.
+        device, and gives the digests in order.
     """
     counts = [-(-run.numel() // block) for run in runs]
     ends = np.cumsum(counts, dtype=np.int64).tolist()
@@ -82,14 +80,9 @@ def prepare(
             sizes[end - 1] = run.numel() - (count - 1) * block
     launch = _fused(runs, key, block) or partial(_in_torch, runs, ends, key, block, chunk)
 
-    def begin() -> Callable[[], list[list[bytes]]]:
+    def begin() -> Callable[[], list[bytes]]:
         sums = launch()
-
-        def finish() -> list[list[bytes]]:
-            digests = _digests(sums.cpu().numpy().view(np.uint64), sizes, key)
-            return [digests[end - count : end] for end, count in zip(ends, counts, strict=True)]
-
-        return finish
+        return lambda: _digests(sums.cpu().numpy().view(np.uint64), sizes, key)
 
     return begin
 

@@ -7,7 +7,7 @@ these are integers.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -17,8 +17,7 @@ import triton.language as tl
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = ["prepare"]
-
+_CUDA: Any = torch.cuda  # whose device_of is not typed
 _COLUMNS = 2048  # words: 8 KiB of data, 32 KiB of multipliers
 _ROWS = 16  # blocks that share the multipliers
 
@@ -60,10 +59,11 @@ def prepare(
     def launch() -> torch.Tensor:
         sums = torch.zeros(count, 2, dtype=torch.int64, device=device)
         if len(tasks):
-            _sum[(len(tasks),)](
-                work, addresses, sizes, factors, sums, count, factors.shape[1],
-                columns=_COLUMNS, rows=_ROWS, aligned=aligned, num_warps=8,
-            )  # fmt: skip
+            with _CUDA.device_of(factors):  # Triton launches on the current device
+                _sum[(len(tasks),)](
+                    work, addresses, sizes, factors, sums, count, factors.shape[1],
+                    columns=_COLUMNS, rows=_ROWS, aligned=aligned, num_warps=8,
+                )  # fmt: skip
         return sums[back]
 
     return launch

@@ -14,16 +14,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from rl_core.errors import ConfigError, LifecycleError, RefitAborted, RefitProtocolError
-from rl_core.refit._digests import DigestTable
-from rl_core.refit._layout import Layout
-from rl_core.refit._loading import Loader, Route
-from rl_core.refit._packing import Packer, checked_tensors
+from rl_core.refit._loading import Loader, ReceiverBuckets
+from rl_core.refit._packing import Packer, SenderBuckets, checked_tensors
 from rl_core.refit.frames import write_handles
-from rl_core.refit.hashing import BlockHash
+from rl_core.refit.hashing import BlockHash, DigestTable
 from rl_core.refit.manifest import WeightManifest
 from rl_core.refit.messages import Handles
 from rl_core.refit.options import DEFAULT_DEADLINE_S
-from rl_core.refit.plan import ALIGN, TransferPlan, make_plan
+from rl_core.refit.plan import ALIGN, DataMode, TransferPlan, make_plan
 from rl_core.refit.transports.base import CPU
 
 if TYPE_CHECKING:
@@ -67,7 +65,7 @@ class HandleSender:
         rank_call_id: str,
         token: str,
     ) -> None:
-        plan = make_plan(manifest, bucket_bytes, whole=True)
+        plan = make_plan(manifest, bucket_bytes, DataMode.HANDLES)
         self.version = version
         self.groups = [[s.spec.name for s in bucket.segments] for bucket in plan.buckets] or [[]]
         self.left = set(range(len(self.groups)))
@@ -82,7 +80,7 @@ class HandleSender:
         self._changed: LifecycleError | None = None
         lane = end.lane(max(plan.lane_bytes, ALIGN), torch.device("cpu"), [])
         block_hash = BlockHash.choose(lane.data.device, private=end.private, token=token)
-        self._layout = Layout(plan, lane, block_hash)
+        self._buckets = SenderBuckets(plan, lane, block_hash)
 
     def hand_over(self, keys: list[str]) -> bytes:
         """Packs a group into the memory; the frame that tells of it.
@@ -98,7 +96,7 @@ class HandleSender:
         try:
             specs = [self._manifest.by_name[name] for name in self.groups[index]]
             with closing(checked_tensors(self._source, specs)) as tensors:
-                packer = Packer(self._layout, tensors, DigestTable(self._manifest))
+                packer = Packer(self._buckets, tensors, DigestTable(self._manifest))
                 digests = packer.put(index) if specs else b""
             self._source.confirm()  # before anything goes out, so that no engine has a mixture
         except LifecycleError as error:
@@ -114,14 +112,14 @@ class HandleSender:
             self.version,
             self._bucket_bytes,
             index,
-            dict(self._layout.lane.ref),
+            dict(self._buckets.lane.ref),
             digests,
         )
         return write_handles(message, self._token)
 
     def close(self) -> None:
         """Closes the memory and the source. Idempotent."""
-        self._layout.lane.close()
+        self._buckets.lane.close()
         self._close_source()
 
     def _index_of(self, keys: list[str]) -> int:
@@ -154,19 +152,19 @@ class HandleSender:
 
 
 class _State(Protocol):
-    """What is asked of the engine's ``ReceiverState``, which knows this module."""
+    """What is asked of the engine's ``ReceiverBase``, which knows this module."""
 
     name: str
     new_sink: Callable[[], WeightSink]
-    epoch: int
+    outside_changes: int
     torn: bool
     known: dict[str, bytes]
 
     def end(self, transport: str, trainer: Trainer) -> ReceiverEnd: ...
     def attach(
-        self, end: ReceiverEnd, direct: bool, ref: Mapping[str, Any], device: torch.device
+        self, end: ReceiverEnd, mode: DataMode, ref: Mapping[str, Any], device: torch.device
     ) -> Lane: ...
-    def check_epoch(self, epoch: int) -> None: ...
+    def check_unchanged(self, since: int) -> None: ...
     def publish(self, version: int) -> None: ...
 
 
@@ -177,24 +175,24 @@ class _Set:
     Attributes:
         trainer: Whose tensors they are, as they were checked.
         serial: Its number among the sender's.
-        epoch: The receiver's when it began, in which it may end.
+        outside_changes: The receiver's when it began; as long as there are no more, it may end.
         sink: Where it is written.
         known: Digests, by name, of what the engine has; kept up to date.
         plan: Of the groups.
         groups: How many were written.
         left: Indices of the groups that are still to come.
-        route: From the lane to the sink, once there is one.
+        buckets: Of the lane, once there is one.
     """
 
     trainer: Trainer
     serial: int
-    epoch: int
+    outside_changes: int
     sink: WeightSink
     known: dict[str, bytes]
     plan: TransferPlan
     groups: int
     left: set[int]
-    route: Route | None = None
+    buckets: ReceiverBuckets | None = None
 
 
 class HandleReceiver:
@@ -204,7 +202,7 @@ class HandleReceiver:
         self._set: _Set | None = None
         self._over: dict[str, int] = {}  # by token, the serial of the last set that is over
 
-    def take(self, message: Handles, trainer: Trainer, state: _State) -> None:
+    def take(self, message: Handles, trainer: Trainer, state: _State) -> bool:
         """Writes one group; with the last one the version moves.
 
         Whatever goes wrong ends the set.
@@ -213,6 +211,9 @@ class HandleReceiver:
             message: Describes the group.
             trainer: Who handed it over.
             state: What the engine has.
+
+        Returns:
+            True if it was the last.
 
         Raises:
             RefitAborted: The set is over, another one has followed it, or the trainer's tensors
@@ -237,7 +238,7 @@ class HandleReceiver:
                 self._set = _begin(message, trainer, state)
             current = self._set
             _load(current, message, state)
-            state.check_epoch(current.epoch)
+            state.check_unchanged(current.outside_changes)
             if not current.left:
                 current.sink.finish(message.version)
                 state.publish(message.version)
@@ -245,6 +246,7 @@ class HandleReceiver:
         except BaseException:
             self.give_up()
             raise
+        return self._set is None
 
     def give_up(self) -> None:
         """The set that is under way, if any, will not be complete."""
@@ -261,24 +263,24 @@ class HandleReceiver:
 
 
 def _begin(message: Handles, trainer: Trainer, state: _State) -> _Set:
-    epoch, sink = state.epoch, state.new_sink()
+    changes, sink = state.outside_changes, state.new_sink()
     if message.manifest != trainer.manifest.digest:
         raise RefitAborted(
             "the trainer's tensors are no longer those that were checked",
             fix="pass the policy's prepare_refit_info() to the engine again",
             phase="PREPARE",
         )
-    plan = make_plan(trainer.manifest, message.bucket_bytes, whole=True)
+    plan = make_plan(trainer.manifest, message.bucket_bytes, DataMode.HANDLES)
     sink.begin(message.version)
     left = set(range(max(len(plan.buckets), 1)))  # without a bucket there is one empty group
-    return _Set(trainer, message.serial, epoch, sink, state.known, plan, 0, left)
+    return _Set(trainer, message.serial, changes, sink, state.known, plan, 0, left)
 
 
 def _load(current: _Set, message: Handles, state: _State) -> None:
     """Verifies and writes one group of a set."""
     trainer, plan, due = current.trainer, current.plan, current.groups + 1
     end = state.end("ipc", trainer)
-    data = state.attach(end, False, message.lane, CPU).data
+    data = state.attach(end, DataMode.HANDLES, message.lane, CPU).data
     in_order = message.group == due and message.index in current.left
     if not in_order or plan.lane_bytes > data.numel():
         raise RefitProtocolError(
@@ -288,14 +290,14 @@ def _load(current: _Set, message: Handles, state: _State) -> None:
             phase="TRANSFER",
         )
     if plan.buckets:
-        if current.route is None or current.route.data is not data:
+        if current.buckets is None or current.buckets.data is not data:
             expected = WeightManifest.of(current.sink.specs())
             block_hash = BlockHash.choose(CPU, private=end.private, token=trainer.token)
-            current.route = Route(
+            current.buckets = ReceiverBuckets(
                 current.sink, trainer.manifest, expected, plan, data, block_hash, message.index
             )
         tear = partial(setattr, state, "torn", True)
-        loader = Loader(current.route, verify="wire", known=current.known, touch=tear)
+        loader = Loader(current.buckets, verify="wire", known=current.known, touch=tear)
         loader.load(message.index, message.digests)
     current.left.remove(message.index)
     current.groups += 1

@@ -10,9 +10,11 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import torch
 
 from rl_core.errors import LifecycleError, RefitAborted
 from rl_core.futures import spawn
@@ -28,14 +30,23 @@ if TYPE_CHECKING:
     from rl_core.refit.session import Effect
     from rl_core.refit.transports.base import Transport
 
-__all__ = ["Endpoint", "Job", "Runtime"]
-
 #: Refits that are over and whose ids are known, so that whoever comes late is told.
 _REMEMBERED = 64
 _BEFORE_TRANSFER = (Phase.DISCOVER, Phase.PREPARE)
 
 S = TypeVar("S", bound=Session)
 J = TypeVar("J", bound="Job[Any]")
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+def keep_two(kept: dict[K, V], key: K, value: V) -> V:
+    """Puts ``value`` last, and drops all but the last two: refits mostly repeat one of these."""
+    kept.pop(key, None)
+    kept[key] = value
+    for oldest in list(kept)[:-2]:
+        del kept[oldest]
+    return value
 
 
 class Endpoint(ABC, Generic[J]):
@@ -108,32 +119,48 @@ class Endpoint(ABC, Generic[J]):
 
 
 class Job(ABC, Generic[S]):
-    """One refit: performs a session's effects until it ends.
+    """One refit: performs a session's effects until it ends, in a thread of its own.
+
+    :meth:`drive` is the loop: :meth:`pump` hands messages to the session, :meth:`perform` performs
+    the effects it answers with, :meth:`look` looks for what no message tells. Nothing runs beside
+    it, so what must go on while an effect waits is called from within that effect: a receiver that
+    waits for generation to end pumps and looks, and a sender that cannot send pumps, because why
+    the peer went may be there already. A session may therefore have ended, or gone on, when the
+    performance of an effect comes back. Three rules keep that sound. A session that has ended takes
+    nothing and answers nothing. Whoever pumped within an effect looks at the phase before it goes
+    on. And what :meth:`pump` has not handed over yet lies in the job (frames, loads), so that the
+    inner call goes on where the outer one was, and the outer one finds it done.
 
     Args:
         session: The state machine; its deadline has begun.
         endpoint: Whose refit it is.
         refit_id: What both sides call it; empty if they were told nothing.
+        device: Where this side's tensors are.
 
     Attributes:
         cancelled: Why it has to end, whatever it is doing.
         superseded: Why it is not wanted any more; it ends unless bytes are on their way.
     """
 
-    def __init__(self, session: S, endpoint: Endpoint[Any], refit_id: str = "") -> None:
+    def __init__(
+        self, session: S, endpoint: Endpoint[Any], refit_id: str, device: torch.device
+    ) -> None:
         self.session = session
         self.endpoint = endpoint
         self.refit_id = refit_id
         self.cancelled: str | None = None
         self.superseded: str | None = None
         self.future: concurrent.futures.Future[dict[str, Any]] | None = None
+        # A thread begins with GPU 0 as the current one, whichever its maker used.
+        cuda = device.type == "cuda"
+        self._on_gpu = torch.cuda.device(device) if cuda else nullcontext()
 
     def run(self) -> dict[str, Any]:
         """Waits for its turn, then refits."""
         endpoint = self.endpoint
         before = f"{endpoint.name}: the refit before this one"
         try:
-            with exclusively(endpoint.turn, self.session.remaining_s, before):
+            with self._on_gpu, exclusively(endpoint.turn, self.session.remaining_s, before):
                 endpoint.check_open()
                 return self.refit()
         finally:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import zip_longest
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from rl_core.errors import RefitCorrupted
-from rl_core.refit._digests import DIGEST_BYTES, Digester, DigestTable, as_view, run_hasher
+from rl_core.refit.hashing import DIGEST_BYTES, DigestTable, Hasher, TensorHasher, as_view
 from rl_core.refit.manifest import dtype_of
 
 if TYPE_CHECKING:
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
     from rl_core.refit.hashing import BlockHash
     from rl_core.refit.manifest import WeightManifest
     from rl_core.refit.plan import Segment, TransferPlan
-
-__all__ = ["Loader", "Route"]
 
 #: Bytes that are verified together, at most, but for one block: on the CPU what fits a cache, so
 #: that they are read from memory once; on a device what a copy may take besides.
@@ -61,14 +60,11 @@ class _Step(NamedTuple):
     writes: list[Callable[[], object]]
     in_place: bool
 
-    def take(self) -> None:
-        """All of it, unverified."""
-        for call in (*self.copies, *self.writes):
-            call()
 
+class ReceiverBuckets:
+    """The buckets of a plan on their way from the receiver's lane into an engine's tensors.
 
-class Route:
-    """The way from a lane to an engine's tensors: views and copies, made once for many refits.
+    Views, copies and hashers are made once for each bucket, and used by all refits with this plan.
 
     Args:
         sink: The engine's tensors.
@@ -98,37 +94,41 @@ class Route:
         self._hash = block_hash
         self._first = first
         self.targets: Mapping[str, torch.Tensor] = sink.targets() or {}
-        self._where = [target.data_ptr() for target in self.targets.values()]
+        self._addresses = [target.data_ptr() for target in self.targets.values()]
         # What the trainer ties and the engine does not is written to each of its storages.
-        self._places: dict[str, list[TensorSpec]] = {}
+        self._written_to: dict[str, list[TensorSpec]] = {}
         for spec in expected.owned:
-            self._places.setdefault(wire.root(spec.name), []).append(spec)
+            self._written_to.setdefault(wire.root(spec.name), []).append(spec)
+        self._only_targets = all(
+            spec.name in self.targets for specs in self._written_to.values() for spec in specs
+        )
         # Whether the bytes that are sent can be copied to where the engine's tensors are.
         self._in_place = all(
             (target := self.targets.get(spec.name)) is not None
             and (target.device, target.dtype) == (data.device, dtype_of(sent))
             and target.is_contiguous()
             for sent in (wire.owned[index] for index in plan.sent)
-            for spec in self._places[sent.name]
+            for spec in self._written_to[sent.name]
         )
+        # The largest piece of a segment, and the most bytes, that are verified together.
+        self._piece, self._group = plan.block_bytes, _GROUP
+        if data.device.type != "cpu":
+            self._piece = self._group = plan.lane_bytes if self._in_place else _DEVICE_GROUP
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._steps: dict[tuple[int, bool], list[_Step]] = {}
-        self.digester = Digester(plan.block_bytes, block_hash)
+        self.tensor_hasher = TensorHasher(block_hash, plan.block_bytes)
 
     def fits(self, sink: WeightSink, data: torch.Tensor) -> bool:
-        """Whether this route can be used again; adopts ``sink`` if so.
+        """Whether what was made for another sink serves this one: lane and targets are the same.
 
-        It can if lane and targets are where they were. A sink without targets is written to by
-        calls of its own, which a route made for another sink does not have.
+        What has no target is written by calls of the sink's own.
         """
-        targets = sink.targets()
-        if data is not self.data or not targets:
+        targets, known = sink.targets() or {}, self.targets
+        if data is not self.data or not self._only_targets:
             return False
-        known = self.targets
         if targets is not known and any(known.get(n) is not t for n, t in targets.items()):
             return False
-        self.sink = sink
-        return [target.data_ptr() for target in targets.values()] == self._where
+        return [target.data_ptr() for target in targets.values()] == self._addresses
 
     def detach(self) -> None:
         """Drops all views of the lane, so that its memory is unmapped; it fits nothing then."""
@@ -142,10 +142,12 @@ class Route:
         """
         key = (index, verified)
         if key not in self._steps:
-            make = self._landed if self._in_place else self._cached if verified else self._passed
+            make = self._verified_in_place if self._in_place else self._verified_beside
+            if not verified:
+                make = self._unverified
             careful = verified and index == self._first
             self._steps[key] = [
-                self._cached(group) if careful and number == 0 else make(group)
+                self._verified_beside(group) if careful and number == 0 else make(group)
                 for number, group in enumerate(self._groups(index))
             ]
         return self._steps[key]
@@ -153,49 +155,50 @@ class Route:
     def _groups(self, index: int) -> Iterator[list[_Piece]]:
         """The pieces of a bucket that are verified together, in order."""
         block = self.plan.block_bytes
-        whole, most = block, _GROUP
-        if self.data.device.type != "cpu":
-            whole = most = self.plan.lane_bytes if self._in_place else _DEVICE_GROUP
         group: list[_Piece] = []
         alone = index == self._first  # the first block of all, so that little is copied twice
         for segment in self.plan.buckets[index].segments:
-            pieces = segment.blocks(whole)
+            pieces = segment.blocks(self._piece)
             if alone and not group:
                 stop = min(segment.start + block, segment.stop)
-                pieces = [(segment.start, stop), *segment._replace(start=stop).blocks(whole)]
+                rest = segment._replace(start=stop).blocks(self._piece)
+                pieces = [(segment.start, stop), *rest]
             for start, stop in pieces:
-                if group and (alone or stop - group[0].start > most):
+                if group and (alone or stop - group[0].start > self._group):
                     yield group
                     group, alone = [], False
                 group.append(_Piece(segment, start, stop))
         yield group
 
-    def _landed(self, group: list[_Piece]) -> _Step:
+    def _verified_in_place(self, group: list[_Piece]) -> _Step:
         """A step that verifies in the engine's own tensors what was copied there."""
         copies, runs, ties = [], [], []
         for piece in group:
             first, *others = (
                 self._part(self.targets[spec.name], piece)
-                for spec in self._places[piece.segment.spec.name]
+                for spec in self._written_to[piece.segment.spec.name]
             )
             copies.append((first, piece.of(self.data)))
             runs.append(first.view(torch.uint8))
             ties += [(other, first) for other in others]
-        digests = run_hasher(runs, self.plan.block_bytes, self._hash)
-        return _Step(self._names(group), copiers(copies), digests, copiers(ties), True)
+        hasher = Hasher(runs, self._hash, self.plan.block_bytes)
+        return _Step(self._names(group), copiers(copies), hasher.digests, copiers(ties), True)
 
-    def _cached(self, group: list[_Piece]) -> _Step:
+    def _verified_beside(self, group: list[_Piece]) -> _Step:
         """A step that verifies a copy of its own, and writes that."""
         begin, size = group[0].start, group[-1].stop - group[0].start
-        if len(self._scratch) < size:
-            self._scratch = self.data.new_empty(size)
+        if not len(self._scratch):  # one for all groups: in place, the first block alone is copied
+            most = self.plan.block_bytes if self._in_place else max(self._piece, self._group)
+            largest = max(bucket.stop - bucket.start for bucket in self.plan.buckets)
+            self._scratch = self.data.new_empty(min(most, largest))
         kept = self._scratch[:size]
         copy = partial(kept.copy_, self.data[begin : begin + size])
         runs = [piece.of(kept, begin).view(torch.uint8) for piece in group]
-        digests = run_hasher(runs, self.plan.block_bytes, self._hash)
-        return _Step(self._names(group), [copy], digests, self._writes(group, kept, begin), False)
+        hasher = Hasher(runs, self._hash, self.plan.block_bytes)
+        writes = self._writes(group, kept, begin)
+        return _Step(self._names(group), [copy], hasher.digests, writes, False)
 
-    def _passed(self, group: list[_Piece]) -> _Step:
+    def _unverified(self, group: list[_Piece]) -> _Step:
         """A step that verifies nothing."""
         return _Step([], [], list, self._writes(group, self.data, 0), False)
 
@@ -217,12 +220,18 @@ class Route:
     def _writes(
         self, group: list[_Piece], data: torch.Tensor, begin: int
     ) -> list[Callable[[], object]]:
-        """Calls that write pieces wherever the engine wants them, from bytes as of ``of``."""
+        """Calls that write pieces wherever the engine wants them.
+
+        Args:
+            group: The pieces.
+            data: Bytes that have them.
+            begin: Where in the lane the first of these bytes is.
+        """
         writes: list[Callable[[], object]] = []
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         for piece in group:
             run, (offset, _) = piece.of(data, begin), self._span(piece)
-            for spec in self._places[piece.segment.spec.name]:
+            for spec in self._written_to[piece.segment.spec.name]:
                 target = self.targets.get(spec.name)
                 if target is None:
                     writes.append(partial(self.sink.write, spec.name, offset, run, of=spec))
@@ -257,17 +266,22 @@ class Loader:
     """Writes the buckets of one refit.
 
     Args:
-        route: From where to where.
+        buckets: From where to where.
         verify: ``"none"``, ``"wire"`` or ``"installed"``.
         known: Digests, by name, of what the engine has; kept up to date.
         touch: Called before anything is written.
     """
 
     def __init__(
-        self, route: Route, *, verify: str, known: dict[str, bytes], touch: Callable[[], None]
+        self,
+        buckets: ReceiverBuckets,
+        *,
+        verify: str,
+        known: dict[str, bytes],
+        touch: Callable[[], None],
     ) -> None:
-        self.table = DigestTable(route.wire, known)
-        self._route = route
+        self.table = DigestTable(buckets.wire, known)
+        self._buckets = buckets
         self._verify = verify
         self._touch = touch
 
@@ -286,14 +300,14 @@ class Loader:
             RefitCorrupted: A block is not what the sender packed. If it is the first of all,
                 nothing was written.
         """
-        steps = self._route.steps(index, verified=self._verify != "none")
+        steps = self._buckets.steps(index, verified=self._verify != "none")
         if self._verify == "none":
             self._touch()
             self.table.known.clear()
-            for step in steps:
-                step.take()
+            for write in (write for step in steps for write in step.writes):
+                write()
             return
-        plan = self._route.plan
+        plan = self._buckets.plan
         bucket = plan.buckets[index]
         self.table.forget(bucket)
         found: list[bytes] = []
@@ -303,30 +317,15 @@ class Loader:
             for copy in step.copies:
                 copy()
             begin = len(found) * DIGEST_BYTES
-            found += step.digests()
-            if b"".join(found[-len(step.names) :]) != digests[begin : len(found) * DIGEST_BYTES]:
-                raise self._corrupted(index, step, found, digests)
+            of_step = step.digests()
+            found += of_step
+            announced = digests[begin : len(found) * DIGEST_BYTES]
+            if b"".join(of_step) != announced:
+                raise _corrupted(index, step, of_step, announced)
             self._touch()
             for write in step.writes:
                 write()
         self.table.add(bucket, found, plan.block_bytes)
-
-    def _corrupted(
-        self, index: int, step: _Step, found: list[bytes], digests: bytes
-    ) -> RefitCorrupted:
-        """Names the tensor of the first block that is wrong."""
-        first = len(found) - len(step.names)
-        name = next(
-            name
-            for at, name in enumerate(step.names, first)
-            if found[at] != digests[at * DIGEST_BYTES : (at + 1) * DIGEST_BYTES]
-        )
-        return RefitCorrupted(
-            f"bucket {index}, {name}: the bytes are not those that the sender packed",
-            fix="refit again; if it happens twice, test the host's memory",
-            bucket=index,
-            tensor=name,
-        )
 
     def check_sealed(self, digest: str) -> None:
         """Compares all that the engine has, sent now or held before, with the sender's.
@@ -347,25 +346,39 @@ class Loader:
         Raises:
             RefitCorrupted: Names every tensor that is not what arrived.
         """
-        route = self._route
+        buckets = self._buckets
+        expected = buckets.expected
         right = set()
 
         def sound() -> Iterator[tuple[TensorSpec, torch.Tensor]]:
-            for name, tensor in route.sink.read([spec.name for spec in route.expected.tensors]):
-                spec = route.expected.by_name[name]
+            for name, tensor in buckets.sink.read([spec.name for spec in expected.tensors]):
+                spec = expected.by_name[name]
                 if tensor.shape == spec.shape and tensor.dtype == dtype_of(spec):
                     if tensor.numel():
                         yield spec, tensor
                     else:
                         right.add(name)
 
-        for name, digest in route.digester.all(sound(), route.targets).items():
-            if digest == self.table.known.get(route.wire.root(name)):
+        for name, digest in buckets.tensor_hasher.digests(sound(), buckets.targets).items():
+            if digest == self.table.known.get(buckets.wire.root(name)):
                 right.add(name)
-        wrong = [spec.name for spec in route.expected.tensors if spec.name not in right]
+        wrong = [spec.name for spec in expected.tensors if spec.name not in right]
         if wrong:
             raise RefitCorrupted(
                 f"{len(wrong)} tensors are not installed as they arrived: {', '.join(wrong[:5])}",
                 fix="the engine's loader drops, misplaces or converts them",
                 tensors=wrong,
             )
+
+
+def _corrupted(index: int, step: _Step, found: list[bytes], announced: bytes) -> RefitCorrupted:
+    """Names the tensor of the first block that is wrong."""
+    right = [announced[i : i + DIGEST_BYTES] for i in range(0, len(announced), DIGEST_BYTES)]
+    pairs = zip_longest(found, right)
+    name = next(name for name, (a, b) in zip(step.names, pairs, strict=False) if a != b)
+    return RefitCorrupted(
+        f"bucket {index}, {name}: the bytes are not those that the sender packed",
+        fix="refit again; if it happens twice, test the host's memory",
+        bucket=index,
+        tensor=name,
+    )

@@ -14,20 +14,19 @@ import torch
 from rl_core.errors import (
     CapabilityError,
     RefitCorrupted,
+    RefitError,
     RefitProtocolError,
     WeightsTornError,
 )
 from rl_core.interfaces.weights import WeightSink
-from rl_core.refit._digests import DigestTable
-from rl_core.refit._job import Endpoint, Job
-from rl_core.refit._layout import keep_two
-from rl_core.refit._loading import Loader, Route
+from rl_core.refit._job import Job, keep_two
+from rl_core.refit._loading import Loader, ReceiverBuckets
 from rl_core.refit._staging import StagedSink
 from rl_core.refit.frames import Channel, write_hello
-from rl_core.refit.hashing import BlockHash
+from rl_core.refit.hashing import BlockHash, DigestTable
 from rl_core.refit.manifest import compare
 from rl_core.refit.messages import Hello
-from rl_core.refit.plan import make_plan
+from rl_core.refit.plan import DataMode, make_plan
 from rl_core.refit.session import (
     Attach,
     Effect,
@@ -44,23 +43,22 @@ from rl_core.refit.turns import leave_line, wait_in_line
 
 if TYPE_CHECKING:
     from rl_core.refit._introduction import Trainer
-    from rl_core.refit._receiver_state import ReceiverState
+    from rl_core.refit._receiver_base import ReceiverBase
     from rl_core.refit.messages import Offer, Prepare
     from rl_core.refit.plan import TransferPlan
     from rl_core.refit.transports.base import Lane, ReceiverEnd
 
-__all__ = ["ReceiveJob"]
-
 #: Seconds between two looks at a lane whose bytes have not arrived.
 _PAUSE_S = 0.0002
+#: Seconds in which a sender whose memory is gone is heard that it gave up.
+_LAST_WORD_S = 0.5
 
 
 class ReceiveJob(Job[ReceiverSession]):
     """One refit of a receiver.
 
     Args:
-        endpoint: The receiver whose refits take turns.
-        state: What it keeps from refit to refit.
+        endpoint: The receiver whose refit it is.
         transport: Name of the transport that the sender uses.
         trainer: Who sends, and what.
         deadline_s: Seconds that it may take.
@@ -71,10 +69,11 @@ class ReceiveJob(Job[ReceiverSession]):
         summary: What it did, once it is committed.
     """
 
+    endpoint: ReceiverBase[Any]
+
     def __init__(
         self,
-        endpoint: Endpoint[Any],
-        state: ReceiverState,
+        endpoint: ReceiverBase[Any],
         transport: str,
         trainer: Trainer,
         deadline_s: float,
@@ -82,20 +81,19 @@ class ReceiveJob(Job[ReceiverSession]):
     ) -> None:
         nonce = secrets.token_bytes(16)
         session = ReceiverSession(
-            Hello(state.id, state.name, os.getpid(), nonce, refit_id),
+            Hello(endpoint.id, endpoint.name, os.getpid(), nonce, refit_id),
             manifest=trainer.manifest.digest,
             dtypes=trainer.dtypes,
             holds=self._holds,
-            gpus=visible_gpus(state.device),
+            gpus=visible_gpus(endpoint.device),
             deadline_s=deadline_s,
             clock=endpoint.runtime.clock,
         )
-        super().__init__(session, endpoint, refit_id)
+        super().__init__(session, endpoint, refit_id, endpoint.device)
         self.transport = transport
         self.trainer = trainer
         self.earlier: ReceiveJob | None = None
         self.summary: dict[str, Any] = {}
-        self._state = state
         self._end: ReceiverEnd
         self._channel = Channel(trainer.token, nonce, "receiver")
         self._loads: deque[Load] = deque()
@@ -104,16 +102,14 @@ class ReceiveJob(Job[ReceiverSession]):
         self._loader: Loader | None = None
         self._sink: WeightSink | None = None
         self._locked = False
-        self._epoch = state.epoch
         self._tore = False
 
     def refit(self) -> dict[str, Any]:
-        """See :meth:`Job.refit`."""
-        session, state = self.session, self._state
+        session, receiver = self.session, self.endpoint
         earlier, self.earlier = self.earlier, None
         if earlier is not None and earlier.session.phase is Phase.COMMITTED:
             return earlier.summary  # the earlier call took the refit that this one was for
-        self._end = state.end(self.transport, self.trainer)
+        self._end = receiver.end(self.transport, self.trainer)
         try:
             if self._meet():
                 self._end.connect(self.trainer.addresses[self.transport])
@@ -125,25 +121,24 @@ class ReceiveJob(Job[ReceiverSession]):
             finally:
                 self._end.disconnect()
         if session.error is not None:
-            state.drop_broken_lanes()
-            state.remove_stale_channels(self.trainer)
+            receiver.drop_broken_lanes()
+            receiver.remove_leftovers(self.trainer)
             raise session.error
         self.summary = {
-            "version": state.version,
+            "version": receiver.version,
             "bytes": self._plan.nbytes,
             "seconds": sum(session.phase_seconds.values()),
-            "name": state.name,
+            "name": receiver.name,
         }
         return self.summary
 
     def release_resources(self) -> None:
-        """See :meth:`Job.release_resources`."""
         self._lane = self._loader = self._sink = None
         self._loads.clear()
 
     def _meet(self) -> bool:
         """Waits for the sender where that comes first; False if the session ended meanwhile."""
-        meeting = self._state.meeting(self._end, self.session.remaining_s)
+        meeting = self.endpoint.meeting(self._end, self.session.remaining_s)
         while not meeting.done():
             if self.given_up or not self.session.remaining_s:
                 self.look()
@@ -172,11 +167,9 @@ class ReceiveJob(Job[ReceiverSession]):
             self.perform(self._load_next())
 
     def lost_peers(self) -> list[Effect]:
-        """See :meth:`Job.lost_peers`."""
         return self.session.lost("died or does not answer") if self._end.lost() else []
 
     def do(self, effect: Effect) -> list[Effect]:
-        """See :meth:`Job.do`."""
         session = self.session
         match effect:
             case Send(Hello() as hello):
@@ -184,8 +177,9 @@ class ReceiveJob(Job[ReceiverSession]):
             case Send(message):
                 self._end.send(self._channel.encode(message))
             case Attach(prepare, offer):
-                if offer.isolation == "staged" or self._quiesce():
-                    return session.attached(self._attach(prepare, offer))
+                if offer.isolation != "staged" and not self._quiesce():
+                    return []
+                return session.attached(self._attach(prepare, offer))
             case Load(index):
                 bucket = self._plan.buckets[index]
                 assert self._lane is not None
@@ -198,11 +192,11 @@ class ReceiveJob(Job[ReceiverSession]):
             case Publish(version):
                 assert self._loader is not None
                 session.touch()
-                self._state.check_epoch(self._epoch)
-                self._state.publish(version)
-                self._state.known = self._loader.table.known
+                self.endpoint.check_unchanged(self._changes)
+                self.endpoint.publish(version)
+                self.endpoint.known = self._loader.table.known
                 # Before the sender is told, which may free the memory at once.
-                self._state.unmap_trainer_memory()
+                self.endpoint.unmap_trainer_memory()
                 self._sink = None
                 return session.published()
         return []
@@ -228,7 +222,7 @@ class ReceiveJob(Job[ReceiverSession]):
 
     def _quiesce(self) -> bool:
         """Waits for the engine to stop generating; False if the session ended meanwhile."""
-        session, lock = self.session, self._state.lock
+        session, lock = self.session, self.endpoint.lock
         session.held_up = "generation"
         try:
             while not wait_in_line(lock, TICK_S):
@@ -245,52 +239,55 @@ class ReceiveJob(Job[ReceiverSession]):
 
     def _attach(self, prepare: Prepare, offer: Offer) -> int:
         """Derives the plan, attaches to the lane and opens the sink; the plan's buckets."""
-        state, wire = self._state, self.trainer.wire
-        if len(prepare.skip) not in (0, len(wire.owned)):
+        receiver, wire = self.endpoint, self.trainer.wire
+        skip, bucket_bytes = prepare.skip, prepare.bucket_bytes
+        if len(skip) not in (0, len(wire.owned)):
             raise RefitProtocolError("the sender skips tensors of another model", phase="PREPARE")
-        token, private = self.trainer.token, self._end.private
-        block_hash = BlockHash.named(prepare.hash, private=private, token=token)
-        if offer.delta:  # what it said to hold is not sent
-            state.check_epoch(self._epoch)
-        self._epoch = state.epoch  # before the sink is made: that is of this epoch, or a later one
-        routes, sink = state.routes, state.sink_for(self.refit_id)
-        expected = state.manifest_of(sink)
-        size, direct, skip = prepare.bucket_bytes, prepare.direct, prepare.skip
-        key = (wire.digest, expected.digest, size, direct, skip, block_hash, offer.isolation)
-        route = routes.get(key)
-        plan = self._plan = (
-            make_plan(wire, size, direct=direct, skip=skip, block=block_hash.block)
-            if route is None
-            else route.plan
+        block_hash = BlockHash.named(
+            prepare.hash, private=self._end.private, token=self.trainer.token
         )
+        if offer.delta:  # what it said to hold is not sent
+            receiver.check_unchanged(self._changes_when_told)
+        # Before the sink is made, which knows of these changes, or of later ones as well.
+        self._changes = receiver.outside_changes
+        kept, sink = receiver.buckets, receiver.sink_for(self.refit_id)
+        expected = receiver.manifest_of(sink)
+        mode = DataMode.DIRECT if prepare.direct else DataMode.PACKED
+        key = (
+            wire.digest, expected.digest, bucket_bytes, mode, skip, block_hash, offer.isolation
+        )  # fmt: skip
+        buckets = kept.get(key)
+        if buckets is None:
+            plan = make_plan(wire, bucket_bytes, mode, skip=skip, block=block_hash.block)
+        else:
+            plan = buckets.plan
+        self._plan = plan
         if plan.digest != prepare.plan:
             raise RefitProtocolError("the two sides derive different plans", phase="PREPARE")
-        state.handles.give_up()
-        self._lane = state.lane(self._end, plan, prepare.lane, torch.device(sink.device))
-        if offer.kv_scales and type(sink).scale_kv is WeightSink.scale_kv:
-            sink.scale_kv(offer.kv_scales)  # refuses, and nothing was touched
-        if route is None:
+        receiver.give_up_handles()
+        try:
+            self._lane = receiver.lane(self._end, plan, prepare.lane, torch.device(sink.device))
+        except RefitError:
+            self.pump(_LAST_WORD_S)  # a sender that gave up said so before it closed its memory
+            raise
+        if buckets is None:
             compare(wire, expected)
-        known, touch = state.known, self._touch
+        known, touch = receiver.known, self._touch
         if offer.isolation == "staged":
-            if offer.kv_scales:
-                raise CapabilityError(
-                    "key/value scales cannot be taken back, so they do not travel with a staged "
-                    "refit",
-                    fix='use isolation="quiesced"',
-                    capability="staged",
-                )
             sent = {wire.owned[index].name for index in plan.sent}
             names = {spec.name for spec in expected.owned if wire.root(spec.name) in sent}
-            sink = StagedSink(sink, names, state.version, state.second_copy, self._touch)
+            sink = StagedSink(sink, names, receiver.version, receiver.second_copy, self._touch)
             # A second copy may be written at any time, and is not what the engine has.
             known, touch = dict(known), lambda: None
+        if offer.kv_scales:
+            _check_takes_scales(sink)
         sink.begin(offer.version)
         self._sink = sink
-        if route is None or not route.fits(sink, self._lane.data):
-            route = Route(sink, wire, expected, plan, self._lane.data, block_hash)
-        keep_two(routes, key, route)
-        self._loader = Loader(route, verify=offer.verify, known=known, touch=touch)
+        if buckets is None or not buckets.fits(sink, self._lane.data):
+            buckets = ReceiverBuckets(sink, wire, expected, plan, self._lane.data, block_hash)
+        buckets.sink = sink
+        keep_two(kept, key, buckets)
+        self._loader = Loader(buckets, verify=offer.verify, known=known, touch=touch)
         return len(plan.buckets)
 
     def _install(self, offer: Offer, digest: str) -> None:
@@ -298,7 +295,7 @@ class ReceiveJob(Job[ReceiverSession]):
         self.session.at = ""
         assert self._sink is not None
         assert self._loader is not None
-        self._state.check_epoch(self._epoch)
+        self.endpoint.check_unchanged(self._changes)
         try:
             self._loader.check_sealed(digest)
             if offer.kv_scales:
@@ -309,18 +306,18 @@ class ReceiveJob(Job[ReceiverSession]):
             if offer.verify == "installed":
                 self._loader.check_installed()
         except RefitCorrupted:
-            self._state.known = {}  # who knows what else is not as it was thought to be
+            self.endpoint.known = {}  # who knows what else is not as it was thought to be
             raise
 
     def _holds(self) -> bytes:
         """The digests of what the engine is known to have, in the trainer's order."""
-        self._epoch = self._state.epoch
-        return DigestTable(self.trainer.wire, self._state.known).flat
+        self._changes_when_told = self.endpoint.outside_changes
+        return DigestTable(self.trainer.wire, self.endpoint.known).flat
 
     def _touch(self) -> None:
         self.session.touch()
-        if not self._state.torn:
-            self._state.torn = self._tore = True
+        if not self.endpoint.torn:
+            self.endpoint.torn = self._tore = True
 
     def _release(self) -> None:
         """Tells the sink of a failure, and lets the engine generate again if it may."""
@@ -328,23 +325,42 @@ class ReceiveJob(Job[ReceiverSession]):
             if self._sink is not None:
                 self._sink.fail()
                 _settle(self._sink)
-                untouched = self._epoch == self._state.epoch
+                untouched = self._changes == self.endpoint.outside_changes
                 if isinstance(self._sink, StagedSink) and self._tore and untouched:
-                    self._state.torn = False  # all is as it was
+                    self.endpoint.torn = False  # all is as it was
         except Exception as error:
-            self._state.forget()
+            self.endpoint.forget()
             raise WeightsTornError(
-                f"{self._state.name}: the engine could not be told of a refit that failed: "
+                f"{self.endpoint.name}: the engine could not be told of a refit that failed: "
                 f"{type(error).__name__}: {error}",
                 fix="refit again",
                 phase=self.session.phase.value,
             ) from error
         finally:
             try:
-                self._state.unmap_trainer_memory()
+                self.endpoint.unmap_trainer_memory()
             finally:
                 if self._locked:
-                    self._state.lock.release()
+                    self.endpoint.lock.release()
+
+
+def _check_takes_scales(sink: WeightSink) -> None:
+    """Raises CapabilityError unless the scales of a key/value cache can be applied.
+
+    Nothing was touched yet.
+    """
+    if isinstance(sink, StagedSink):
+        raise CapabilityError(
+            "key/value scales cannot be taken back, so they do not travel with a staged refit",
+            fix='use isolation="quiesced"',
+            capability="staged",
+        )
+    if type(sink).scale_kv is WeightSink.scale_kv:
+        raise CapabilityError(
+            f"{type(sink).__name__} takes no key/value scales",
+            fix="refit without kv_scales, or implement WeightSink.scale_kv",
+            capability="kv_scales",
+        )
 
 
 def _settle(sink: WeightSink) -> None:

@@ -18,13 +18,12 @@ from rl_core.errors import (
     RefitProtocolError,
 )
 from rl_core.plugins import hookspecs
-from rl_core.refit._digests import DIGEST_BYTES, DigestTable
-from rl_core.refit._job import Endpoint, Job
-from rl_core.refit._packing import Packer, checked_tensors, digest_all, direct_obstacle
+from rl_core.refit._job import Job
+from rl_core.refit._packing import Packer, checked_tensors
 from rl_core.refit.frames import Channel, read_hello
-from rl_core.refit.hashing import BlockHash
+from rl_core.refit.hashing import DIGEST_BYTES, BlockHash, DigestTable, TensorHasher
 from rl_core.refit.messages import Offer, Prepare
-from rl_core.refit.plan import ALIGN
+from rl_core.refit.plan import ALIGN, DataMode
 from rl_core.refit.report import RefitReport
 from rl_core.refit.session import Confirm, Effect, MakePlan, Pack, Phase, Send, SenderSession
 
@@ -32,16 +31,12 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from rl_core.interfaces.weights import WeightSource
-    from rl_core.refit._layout import Layout
-    from rl_core.refit._sender_state import SenderState
+    from rl_core.refit._packing import SenderBuckets
+    from rl_core.refit._sender_base import SenderBase
     from rl_core.refit.messages import Ready
     from rl_core.refit.options import SendOptions
     from rl_core.refit.transports.base import SenderEnd
 
-__all__ = ["SendJob"]
-
-#: Buckets of a direct refit that may be announced and not loaded: enough to keep loaders busy.
-_DIRECT_WINDOW = 3
 #: Seconds between two events that tell of progress; short refits have none.
 _PROGRESS_S = 1.0
 
@@ -50,8 +45,7 @@ class SendJob(Job[SenderSession]):
     """One refit of a sender.
 
     Args:
-        endpoint: The sender whose refits take turns.
-        state: What it keeps from refit to refit.
+        endpoint: The sender whose refit it is.
         end: The sender's end of the transport.
         source: The tensors as they are now; closed once, here.
         options: What was chosen for this refit.
@@ -59,10 +53,11 @@ class SendJob(Job[SenderSession]):
         rank_call_id: What every rank of the trainer calls this refit.
     """
 
+    endpoint: SenderBase[Any]
+
     def __init__(
         self,
-        endpoint: Endpoint[Any],
-        state: SenderState,
+        endpoint: SenderBase[Any],
         end: SenderEnd,
         source: WeightSource,
         options: SendOptions,
@@ -72,10 +67,9 @@ class SendJob(Job[SenderSession]):
         self.options = options
         self.version = version
         self._rank_call_id = rank_call_id
-        self._state = state
         self._end = end
         self._source = source
-        self._manifest = state.manifest_of(source)
+        self._manifest = endpoint.manifest_of(source)
         offer = Offer(
             secrets.token_hex(16),
             endpoint.name,
@@ -94,7 +88,7 @@ class SendJob(Job[SenderSession]):
             is_over=endpoint.is_over,
             clock=endpoint.runtime.clock,
         )
-        super().__init__(session, endpoint, options.refit_id)
+        super().__init__(session, endpoint, options.refit_id, torch.device(source.device))
         self._channels: dict[str, Channel] = {}
         self._frames: deque[tuple[str, bytes]] = deque()
         self._table: DigestTable | None = None
@@ -104,8 +98,7 @@ class SendJob(Job[SenderSession]):
         self._closed = False
 
     def refit(self) -> dict[str, Any]:
-        """See :meth:`Job.refit`."""
-        state, session = self._state, self.session
+        sender, session = self.endpoint, self.session
         try:
             self._end.refused()  # what was said before is not about this refit
             try:
@@ -117,11 +110,11 @@ class SendJob(Job[SenderSession]):
             finally:
                 committed = session.phase is Phase.COMMITTED
                 if not committed:
-                    state.drop_lanes_after_failure()
-            before, hashed, now = state.committed, state.committed_hash, self._table
+                    sender.drop_lanes_after_failure()
+            before, hashed, now = sender.committed, sender.committed_hash, self._table
             if committed:  # whatever follows, this version is these weights and no others
-                state.version, state.committed = self.version, now
-                state.committed_hash = self._hash
+                sender.version, sender.committed = self.version, now
+                sender.committed_hash = self._hash
             if session.error is not None:
                 raise session.error
             unchanged = None
@@ -132,14 +125,13 @@ class SendJob(Job[SenderSession]):
             self._close_source()  # before the refit after this one begins with its own
 
     def release_resources(self) -> None:
-        """See :meth:`Job.release_resources`."""
         self._close_source()
         self._packer = self._table = None
         self._channels.clear()
         self._frames.clear()
 
     def pump(self, timeout_s: float) -> None:
-        """See :meth:`Job.pump`; called again in the middle of it, it goes on where it was."""
+        # Called again in the middle of it, it goes on where it was.
         self._frames.extend(self._end.receive(timeout_s))
         while self._frames:
             key, frame = self._frames.popleft()
@@ -153,9 +145,9 @@ class SendJob(Job[SenderSession]):
 
     def _take(self, key: str, frame: bytes) -> list[Effect]:
         channel = self._channels.get(key)
-        if (hello := read_hello(frame, self._state.token)) is not None:
+        if (hello := read_hello(frame, self.endpoint.token)) is not None:
             if channel is None:
-                self._channels[key] = Channel(self._state.token, hello.nonce, "sender")
+                self._channels[key] = Channel(self.endpoint.token, hello.nonce, "sender")
             elif channel.nonce != hello.nonce:
                 raise RefitProtocolError("another Hello on a connection that has said one")
             return self.session.receive(key, hello)
@@ -164,7 +156,6 @@ class SendJob(Job[SenderSession]):
         return self.session.receive(key, channel.decode(frame))
 
     def lost_peers(self) -> list[Effect]:
-        """See :meth:`Job.lost_peers`."""
         if self.session.phase is Phase.DISCOVER and (why := self._end.refused()) is not None:
             error = RefitAborted(f"DISCOVER: a receiver will not come: {why}", peer="a receiver")
             return self.session.fail(error)
@@ -173,7 +164,6 @@ class SendJob(Job[SenderSession]):
         return [effect for key in self._end.departed() for effect in self.session.lost(key)]
 
     def do(self, effect: Effect) -> list[Effect]:
-        """See :meth:`Job.do`."""
         match effect:
             case Send(message, to):
                 keys = self.session.connections if to is None else [to]
@@ -183,12 +173,10 @@ class SendJob(Job[SenderSession]):
                 return [following for key in gone for following in self.session.lost(key)]
             case MakePlan(ready):
                 prepare = self._make_plan(ready)
-                plan = self._layout.plan
-                return self.session.planned(
-                    prepare, len(plan.buckets), plan.slots or _DIRECT_WINDOW
-                )
+                plan = self._buckets.plan
+                return self.session.planned(prepare, len(plan.buckets), plan.window)
             case Pack(index):
-                self.session.at = self._layout.plan.buckets[index].name
+                self.session.at = self._buckets.plan.buckets[index].name
                 self._report_progress(index)
                 assert self._packer is not None
                 return self.session.packed(index, self._packer.put(index))
@@ -202,7 +190,7 @@ class SendJob(Job[SenderSession]):
 
     def _send(self, key: str, message: object) -> bool:
         """Sends to one connection, also to one that never said a Hello; False if it is gone."""
-        channel = self._channels.get(key) or Channel(self._state.token, b"", "sender")
+        channel = self._channels.get(key) or Channel(self.endpoint.token, b"", "sender")
         if isinstance(message, Offer):
             message = msgspec.structs.replace(message, nonce=secrets.token_bytes(16))
         return self._end.send(key, channel.encode(message))
@@ -210,41 +198,55 @@ class SendJob(Job[SenderSession]):
     # -- what is sent, and where it lies ----------------------------------------------------------
 
     def _make_plan(self, ready: tuple[Ready, ...]) -> Prepare:
-        state, options, token = self._state, self.options, self._state.token
+        sender, options = self.endpoint, self.options
         self._casts = len(ready[0].dtypes)
-        self._wire = state.wire_of(self._manifest, ready[0].dtypes)
+        self._wire = sender.wire_of(self._manifest, ready[0].dtypes)
         own = torch.empty(0, device=self._source.device).device  # by the name that tensors give it
         if own.type == "cuda":
             torch.cuda.synchronize(own)  # an optimizer may step on a stream of its own
         self._device = self._end.lane_device(own, [r.gpus for r in ready])
-        self._hash = BlockHash.choose(self._device, private=self._end.private, token=token)
-        tensors = self._direct_tensors()
-        if tensors is not None and not self._move(tensors):
-            tensors = None
-        skip = self._skip([r.holds for r in ready], direct=tensors is not None)
-        if options.verify != "none" and self._table is None:
+        self._hash = BlockHash.choose(self._device, private=self._end.private, token=sender.token)
+        tensors, self._fallback = self._direct_tensors()
+        if tensors is not None:
+            self._fallback = self._move(tensors)
+        direct = tensors is not None and self._fallback is None
+        mode = DataMode.DIRECT if direct else DataMode.PACKED
+        self._table = self._digests_now(mode) if self._sends_a_part(ready) else None
+        skip = b""
+        if self._table is not None:
+            if options.join:
+                self._check_same()  # before a late engine, which may serve, is written to
+            skip = _held_by_all([r.holds for r in ready], self._table.flat)
+        elif options.verify != "none":
             self._table = DigestTable(self._wire)
-        layout = self._layout_of(skip, direct=tensors is not None)
-        sent = [self._manifest.owned[index] for index in layout.plan.sent]
-        given = checked_tensors(self._source, sent) if tensors is None else None
-        self._packer = Packer(layout, given, self._table)
+        buckets = self._make_buckets(mode, skip)
+        sent = [self._manifest.owned[index] for index in buckets.plan.sent]
+        given = None if direct else checked_tensors(self._source, sent)
+        self._packer = Packer(buckets, given, self._table)
         return Prepare(
             self.session.offer.session,
-            layout.plan.digest,
-            options.bucket_for(self._device, direct=layout.plan.direct),
-            layout.plan.direct,
+            buckets.plan.digest,
+            self._bucket_bytes(mode),
+            direct,
             skip,
-            dict(layout.lane.ref),
+            dict(buckets.lane.ref),
             self.session.remaining_s,
             self._hash.kind,
         )
 
-    def _layout_of(self, skip: bytes, *, direct: bool) -> Layout:
-        return self._state.layout(
+    def _sends_a_part(self, ready: tuple[Ready, ...]) -> bool:
+        """Whether some receiver may have tensors already; for a join one must."""
+        return self.options.join or any(any(r.holds) for r in ready)
+
+    def _bucket_bytes(self, mode: DataMode) -> int:
+        return self.options.bucket_for(self._device, direct=mode is DataMode.DIRECT)
+
+    def _make_buckets(self, mode: DataMode, skip: bytes = b"") -> SenderBuckets:
+        return self.endpoint.buckets(
             self._end,
             self._wire,
-            self.options.bucket_for(self._device, direct=direct),
-            direct=direct,
+            self._bucket_bytes(mode),
+            mode,
             skip=skip,
             block_hash=self._hash,
             device=self._device,
@@ -252,83 +254,75 @@ class SendJob(Job[SenderSession]):
         )
 
     @property
-    def _layout(self) -> Layout:
+    def _buckets(self) -> SenderBuckets:
         assert self._packer is not None, "there is a plan"
-        return self._packer.layout
+        return self._packer.buckets
 
-    def _direct_tensors(self) -> dict[str, torch.Tensor] | None:
-        """The source's own tensors, if receivers can read them where they are."""
-        mode, arena = self.options.mode, self._state.arena
+    def _direct_tensors(self) -> tuple[dict[str, torch.Tensor] | None, str | None]:
+        """The source's own tensors, if receivers can read them where they are, or why not.
+
+        Raises:
+            ConfigError: They cannot, and ``mode`` leaves no other way.
+        """
+        mode, moved = self.options.mode, self.endpoint.moved
         if mode == "packed":
-            return None
-        obstacle = None
+            return None, None
+        tensors, obstacle = None, None
         if not self._end.reads_memory:
             obstacle = f"the transport {self.options.transport} does not share memory"
         elif self._casts:
             obstacle = f"the engine wants {self._casts} tensors in another dtype"
-        tensors = {} if obstacle else self._source.persistent()
-        if tensors is None:
+        elif (tensors := self._source.persistent()) is None:
             obstacle = "the source makes its tensors on the fly"
-        elif not obstacle and not arena.holds(self._manifest, tensors):
-            obstacle = direct_obstacle(self._manifest, tensors, self._device)
-        if obstacle is None and mode == "auto":
-            obstacle = arena.lacks(self._manifest)
-        self._fallback = obstacle
+        else:
+            obstacle = moved.obstacle(self._manifest, tensors, self._device)
+            if obstacle is None and mode == "auto":
+                obstacle = moved.no_memory_for(self._manifest)
         if obstacle and mode == "direct":
             raise ConfigError(
                 f"refit: mode='direct' is not possible: {obstacle}",
                 fix='use mode="auto" or mode="packed"',
                 key="mode",
             )
-        return None if obstacle or tensors is None else dict(tensors)
+        return None if obstacle or tensors is None else dict(tensors), obstacle
 
-    def _move(self, tensors: Mapping[str, torch.Tensor]) -> bool:
-        """Moves tensors to where receivers can read them; False if there is no memory for that.
+    def _move(self, tensors: Mapping[str, torch.Tensor]) -> str | None:
+        """Moves tensors to where receivers can read them, or tells why there is no memory for that.
 
         Raises:
             RefitError: There is none, and ``mode`` leaves no other way.
         """
         try:
-            lane = self._layout_of(b"", direct=True).lane
-            self._state.arena.adopt(lane, self._wire, tensors)
+            self.endpoint.moved.move(self._make_buckets(DataMode.DIRECT).lane, self._wire, tensors)
         except (RefitError, torch.OutOfMemoryError) as error:
-            why = str(error).splitlines()[0]
-            self._fallback = f"the tensors cannot be moved to memory that engines read: {why}"
-            self._state.release_weights()
-            self._state.arena.remember_lack(self._manifest, self._fallback)
+            cause = str(error).splitlines()[0]
+            why = f"the tensors cannot be moved to memory that engines read: {cause}"
+            self.endpoint.drop_moved_tensors()
+            self.endpoint.moved.remember_no_memory(self._manifest, why)
             if self.options.mode == "direct":
                 raise RefitError(
-                    f"refit: mode='direct' is not possible: {self._fallback}",
+                    f"refit: mode='direct' is not possible: {why}",
                     fix='use mode="auto" or mode="packed", or leave more memory free: that of one '
                     "tensor on the CPU, that of all tensors on a GPU",
                 ) from error
-            return False
-        return True
+            return why
+        return None
 
-    def _skip(self, holds: list[bytes], *, direct: bool) -> bytes:
-        """For each tensor 1 if every receiver has it as it is now; empty if all are sent."""
-        join = self.options.join
-        if not join and not any(map(any, holds)):  # nobody has anything, or nobody was asked
-            return b""
-        if direct:
-            self._table, layout = DigestTable(self._wire), self._layout_of(b"", direct=True)
-            for index, part in enumerate(layout.plan.buckets):
-                self._table.add(part, layout.digests(index), layout.plan.block_bytes)
-        else:
-            bucket, kind = self.options.bucket_for(self._device, direct=False), self._hash
-            block = min(kind.block, bucket // ALIGN * ALIGN)
-            # Only tensors that stay can be hashed together on a device.
-            lasting = (self._source.persistent() or {}) if kind.kind == "fold" else {}
-            with closing(checked_tensors(self._source, self._manifest.owned)) as given:
-                self._table = digest_all(given, lasting, self._wire, block, kind)
-        if join:
-            self._check_same()  # before a late engine, which may serve, is written to
-        now = self._table.flat
-        starts = range(0, len(now), DIGEST_BYTES)
-        return bytes(
-            all(held[i : i + DIGEST_BYTES] == now[i : i + DIGEST_BYTES] for held in holds)
-            for i in starts
-        )
+    def _digests_now(self, mode: DataMode) -> DigestTable:
+        """The digest of every tensor as it is now, in the dtype that travels."""
+        table = DigestTable(self._wire)
+        if mode is DataMode.DIRECT:
+            whole = self._make_buckets(mode)
+            for index, part in enumerate(whole.plan.buckets):
+                table.add(part, whole.digests(index), whole.plan.block_bytes)
+            return table
+        block = min(self._hash.block, self._bucket_bytes(mode) // ALIGN * ALIGN)
+        # Only tensors that stay can be hashed together on a device.
+        lasting = (self._source.persistent() or {}) if self._hash.kind == "fold" else {}
+        with closing(checked_tensors(self._source, self._manifest.owned)) as given:
+            named = ((self._wire.by_name[spec.name], tensor) for spec, tensor in given)
+            table.known.update(TensorHasher(self._hash, block).digests(named, lasting))
+        return table
 
     # -- the end ----------------------------------------------------------------------------------
 
@@ -355,7 +349,7 @@ class SendJob(Job[SenderSession]):
 
     def _check_same(self) -> None:
         """Raises unless the weights are those that the other engines serve."""
-        before, now, hashed = self._state.committed, self._table, self._state.committed_hash
+        before, hashed = self.endpoint.committed, self.endpoint.committed_hash
         if hashed is not None and hashed != self._hash:
             raise LifecycleError(
                 f"{self.endpoint.name}: version {self.version} was hashed with {hashed.kind}, and "
@@ -364,7 +358,7 @@ class SendJob(Job[SenderSession]):
                 fix="join over the transport, and from the device, of the last refit of all",
                 version=self.version,
             )
-        if before is None or now is None or before.digest != now.digest:
+        if before is None or self._table is None or before.digest != self._table.digest:
             raise LifecycleError(
                 f"{self.endpoint.name}: the weights are no longer those of version "
                 f"{self.version}, which the other engines serve",
@@ -374,7 +368,7 @@ class SendJob(Job[SenderSession]):
             )
 
     def _report(self, unchanged: int | None) -> RefitReport:
-        phases, plan, lane = self.session.phase_seconds, self._layout.plan, self._layout.lane
+        phases, plan, lane = self.session.phase_seconds, self._buckets.plan, self._buckets.lane
         seconds = sum(phases.values())
         return RefitReport(
             version=self.version,
@@ -382,7 +376,7 @@ class SendJob(Job[SenderSession]):
             seconds=seconds,
             gb_per_s=plan.nbytes / seconds / 1e9,
             phases=phases,
-            extra_memory_bytes=0 if plan.direct else lane.data.numel(),
+            extra_memory_bytes=0 if plan.mode is DataMode.DIRECT else lane.data.numel(),
             tensors=len(plan.sent),
             skipped=len(self._wire.owned) - len(plan.sent),
             unchanged=unchanged,
@@ -390,7 +384,7 @@ class SendJob(Job[SenderSession]):
             buckets=len(plan.buckets),
             receivers=self.options.receivers,
             transport=self.options.transport,
-            mode="direct" if plan.direct else "packed",
+            mode=plan.mode.value,
             verify=self.options.verify,
             isolation=self.options.isolation,
             fallback=self._fallback,
@@ -403,7 +397,15 @@ class SendJob(Job[SenderSession]):
             hookspecs.emit(
                 "refit_progress",
                 version=self.version,
-                buckets=len(self._layout.plan.buckets),
+                buckets=len(self._buckets.plan.buckets),
                 sent=index,
-                bytes=self._layout.plan.nbytes,
+                bytes=self._buckets.plan.nbytes,
             )
+
+
+def _held_by_all(holds: list[bytes], now: bytes) -> bytes:
+    """For each tensor 1 if every receiver has it as it is now."""
+    return bytes(
+        all(held[i : i + DIGEST_BYTES] == now[i : i + DIGEST_BYTES] for held in holds)
+        for i in range(0, len(now), DIGEST_BYTES)
+    )

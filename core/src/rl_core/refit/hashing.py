@@ -29,30 +29,28 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING, Literal, Self, cast, get_args
 
+import torch
 import xxhash
 
 from rl_core.errors import RefitProtocolError
 from rl_core.refit import _fold
+from rl_core.refit.manifest import dtype_of, numel
+from rl_core.refit.plan import BLOCK
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    import torch
+    from rl_core.interfaces.weights import TensorSpec
+    from rl_core.refit.manifest import WeightManifest
+    from rl_core.refit.plan import Bucket
 
-__all__ = [
-    "BLOCK",
-    "BlockHash",
-    "block_digests",
-    "hash_views",
-    "run_digests",
-    "start_digests",
-    "tensor_digest",
-]
+__all__ = ["BlockHash", "DigestTable", "Hasher", "TensorHasher", "copy_run", "tensor_digest"]
 
-BLOCK = 512 << 10
-"""Bytes under one digest on the CPU, at most: they are in its cache when they were just copied."""
+DIGEST_BYTES = 16
+_UNKNOWN = bytes(DIGEST_BYTES)
 
 _Kind = Literal["xxh3", "blake3", "fold"]
 _KEY_BYTES = 32
@@ -122,7 +120,7 @@ class BlockHash:
 
     @property
     def of_view(self) -> Callable[[memoryview], bytes]:
-        """What digests a block in the CPU's memory.
+        """The function that digests a block in the CPU's memory.
 
         Raises:
             ValueError: The kind is ``"fold"``, which takes tensors.
@@ -130,21 +128,63 @@ class BlockHash:
         if self.kind == "xxh3":
             return xxhash.xxh3_128_digest
         if self.kind == "fold":
-            raise ValueError("fold takes tensors: run_digests")
+            raise ValueError("fold takes tensors: Hasher")
         from blake3 import blake3  # only where a refit leaves the host
 
         key = self.key
         return lambda view: blake3(view, key=key).digest(length=16)
 
 
-def hash_views(views: Iterable[memoryview], block_hash: BlockHash) -> list[bytes]:
-    """The digest of each view.
+class Hasher:
+    """Digests the blocks of some runs of bytes, as often as it is asked to.
 
     Args:
-        views: A block each.
-        block_hash: Not a ``"fold"``.
+        runs: uint8 ``[nbytes]`` each, contiguous, at any alignment, all on one device. Their memory
+            is held.
+        block_hash: Digests of two of them have nothing in common, so one who compares with others
+            uses theirs, wherever the bytes are.
+        block: Bytes under one digest, if not as many as the hash takes.
     """
-    return list(map(block_hash.of_view, views))
+
+    def __init__(
+        self, runs: Sequence[torch.Tensor], block_hash: BlockHash, block: int | None = None
+    ) -> None:
+        size = block or block_hash.block
+        self._fold: Callable[[], Callable[[], list[bytes]]] | None = None
+        self._blocks: list[memoryview | torch.Tensor] = []
+        if block_hash.kind == "fold":
+            self._fold = _fold.prepare(runs, block_hash.key, size)
+        else:
+            self._of_view = block_hash.of_view
+            for run in runs:
+                whole = as_view(run) if run.device.type == "cpu" else run
+                self._blocks += [whole[at : at + size] for at in range(0, len(whole), size)]
+
+    def begin(self) -> Callable[[], list[bytes]]:
+        """Begins to digest what the bytes are now.
+
+        A device computes meanwhile; what its stream does next to the bytes comes after that.
+
+        Returns:
+            A function that waits for the device and gives the result: 16 bytes for each block or
+            part of one, in order. It holds none of the runs.
+        """
+        if self._fold is not None:
+            return self._fold()
+        found = [
+            self._of_view(block if isinstance(block, memoryview) else as_view(block.cpu()))
+            for block in self._blocks
+        ]
+        return lambda: found
+
+    def digests(self) -> list[bytes]:
+        """The result for what the bytes are now."""
+        return self.begin()()
+
+
+def as_view(data: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous tensor on the CPU."""
+    return memoryview(data.detach().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def tensor_digest(blocks: Sequence[bytes]) -> bytes:
@@ -152,46 +192,143 @@ def tensor_digest(blocks: Sequence[bytes]) -> bytes:
     return blocks[0] if len(blocks) == 1 else xxhash.xxh3_128_digest(b"".join(blocks))
 
 
-def block_digests(
-    data: torch.Tensor, block_hash: BlockHash, *, block: int | None = None
-) -> list[bytes]:
-    """Digests of the blocks of one run of bytes.
+class TensorHasher:
+    """Digests tensors as they would travel.
 
     Args:
-        data: uint8 ``[nbytes]``, contiguous, on any device and at any alignment.
-        block_hash: Digests of two of them have nothing in common, so one who compares with
-            others uses theirs, wherever the bytes are.
-        block: Bytes under one digest, if not as many as the hash takes.
-
-    Returns:
-        16 bytes for each block or part of one; none for an empty run.
+        block_hash: The trainer's, for the device of the lane.
+        block: Bytes under one digest, at most.
     """
-    return run_digests([data], block_hash, block=block)[0]
+
+    def __init__(self, block_hash: BlockHash, block: int) -> None:
+        self._hash = block_hash
+        self._block = block
+        self._lasting: dict[torch.device, tuple[list[tuple[int, int]], Hasher]] = {}
+
+    @torch.no_grad()
+    def digests(
+        self,
+        given: Iterable[tuple[TensorSpec, torch.Tensor]],
+        lasting: Mapping[str, torch.Tensor],
+    ) -> dict[str, bytes]:
+        """The digest that each tensor gets when it travels as its spec says, by name.
+
+        A device is waited for when all tensors are under way.
+
+        Args:
+            given: Tensors of any strides, dtype and device, each with a spec of the dtype that
+                travels; at most a block of one is copied. One may be gone once the next is asked
+                for.
+            lasting: By name, tensors that stay: those of them that are given are digested together,
+                and their memory is held.
+        """
+        found: dict[str, bytes] = {}
+        begun: list[tuple[dict[str, int], Callable[[], list[bytes]]]] = []
+        together: dict[torch.device, dict[str, torch.Tensor]] = {}
+        for spec, tensor in given:
+            if not tensor.is_contiguous() or tensor.dtype != dtype_of(spec):
+                found[spec.name] = tensor_digest(self._copied(tensor, spec))
+                continue
+            run = tensor.detach().reshape(-1).view(torch.uint8)
+            kept = lasting.get(spec.name)
+            if kept is not None and kept.data_ptr() == tensor.data_ptr():
+                together.setdefault(run.device, {})[spec.name] = run
+            else:
+                hasher = Hasher([run], self._hash, self._block)
+                begun.append(({spec.name: run.numel()}, hasher.begin()))
+        for device, runs in together.items():
+            places = [(run.data_ptr(), run.numel()) for run in runs.values()]
+            if self._lasting.get(device, ([],))[0] != places:
+                hasher = Hasher(list(runs.values()), self._hash, self._block)
+                self._lasting[device] = places, hasher
+            sizes = {name: run.numel() for name, run in runs.items()}
+            begun.append((sizes, self._lasting[device][1].begin()))
+        for sizes, result in begun:
+            blocks = iter(result())
+            for name, size in sizes.items():
+                found[name] = tensor_digest(list(islice(blocks, -(-size // self._block))))
+        return found
+
+    def _copied(self, tensor: torch.Tensor, spec: TensorSpec) -> list[bytes]:
+        """The digests of a tensor's blocks, each of which is copied into a buffer."""
+        dtype = dtype_of(spec)
+        step, total = self._block // dtype.itemsize, numel(spec)
+        scratch = torch.empty(min(step, total), dtype=dtype, device=tensor.device)
+        digests: list[bytes] = []
+        for offset in range(0, total, step):
+            part = scratch[: total - offset]
+            copy_run(part, tensor, offset)
+            digests += Hasher([part.view(torch.uint8)], self._hash).digests()
+        return digests
 
 
-def run_digests(
-    runs: Sequence[torch.Tensor], block_hash: BlockHash, *, block: int | None = None
-) -> list[list[bytes]]:
-    """As :func:`block_digests`, of many runs of one device; waits for the device once."""
-    return start_digests(runs, block_hash, block=block)()
+class DigestTable:
+    """The digest of every tensor of a model.
 
-
-def start_digests(
-    runs: Sequence[torch.Tensor], block_hash: BlockHash, *, block: int | None = None
-) -> Callable[[], list[list[bytes]]]:
-    """As :func:`run_digests`, whose result is had by calling what this returns.
-
-    A device computes meanwhile; what its stream does next to the bytes comes after that.
+    Args:
+        manifest: The model, in the dtypes that travel.
+        known: Digests by name; tensors that are not in it count as unknown.
     """
-    block = block or block_hash.block
-    if block_hash.kind == "fold":
-        return _fold.prepare(runs, block_hash.key, block)()
-    of_view = block_hash.of_view
-    found = [
-        [
-            of_view(run[start : start + block].cpu().numpy().data)
-            for start in range(0, run.numel(), block)
-        ]
-        for run in runs
-    ]
-    return lambda: found
+
+    def __init__(self, manifest: WeightManifest, known: dict[str, bytes] | None = None) -> None:
+        self.known = {} if known is None else known
+        self._manifest = manifest
+        self._open: list[bytes] = []
+
+    def add(self, bucket: Bucket, digests: Sequence[bytes], block_bytes: int) -> None:
+        """Takes the block digests of a bucket; buckets come in order."""
+        position = 0
+        for segment in bucket.segments:
+            nbytes = segment.stop - segment.start
+            if nbytes <= block_bytes and segment.whole:
+                self.known[segment.spec.name] = digests[position]
+                position += 1
+                continue
+            blocks = -(-nbytes // block_bytes)
+            part = digests[position : position + blocks]
+            position += blocks
+            if segment.last and not self._open:
+                self.known[segment.spec.name] = tensor_digest(part)
+                continue
+            self._open += part
+            if segment.last:
+                self.known[segment.spec.name] = tensor_digest(self._open)
+                self._open = []
+
+    def forget(self, bucket: Bucket) -> None:
+        """The tensors of a bucket are about to be written."""
+        for segment in bucket.segments:
+            self.known.pop(segment.spec.name, None)
+
+    @property
+    def flat(self) -> bytes:
+        """All digests, in the manifest's order, zeros where unknown."""
+        return b"".join(self.known.get(spec.name, _UNKNOWN) for spec in self._manifest.owned)
+
+    @property
+    def digest(self) -> str:
+        """128-bit hash over the manifest and every tensor's digest."""
+        return xxhash.xxh3_128_hexdigest(self._manifest.digest.encode() + self.flat)
+
+
+def copy_run(target: torch.Tensor, source: torch.Tensor, offset: int) -> None:
+    """Fills 1-D ``target`` with the elements of ``source`` from ``offset`` on, in logical order.
+
+    Casts if the dtypes differ. ``source`` may have any strides and device; no copy of it is made.
+    """
+    count = target.numel()
+    if source.is_contiguous():
+        target.copy_(source.view(-1)[offset : offset + count])
+        return
+    width = source.numel() // source.shape[0]
+    done = 0
+    while done < count:
+        row, within = divmod(offset + done, width)
+        whole = 0 if within else (count - done) // width
+        if whole:
+            part = target[done : done + whole * width]
+            part.view(whole, *source.shape[1:]).copy_(source[row : row + whole])
+        else:
+            part = target[done : done + min(width - within, count - done)]
+            copy_run(part, source[row], within)
+        done += part.numel()

@@ -196,6 +196,12 @@ def compare(
         if owner in theirs.by_name and theirs.root(owner) != theirs.root(spec.name):
             faults["untied"].append(spec.name)
             notes[spec.name] = f"the engine ties it to {owner}, the trainer does not"
+    for spec in theirs.tensors:  # a tied tensor is sent once, in one dtype
+        root = theirs.root(spec.name)
+        wanted, sent = (dtypes.get(n, theirs.by_name[n].dtype) for n in (spec.name, root))
+        if wanted != sent and not {spec.name, root} & {*faults["missing"], *faults["mistyped"]}:
+            faults["mistyped"].append(spec.name)
+            notes[spec.name] = f"the trainer ties it to {root}, engine {wanted} and {sent}"
     if any(faults.values()):
         _mismatch(notes=notes, **faults)
     return dtypes

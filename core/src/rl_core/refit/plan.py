@@ -1,11 +1,8 @@
-"""The plan: which bytes of which tensors lie where. Both sides derive it from the manifest alone.
-
-``packed`` plans share a few slots between all buckets; a ``direct`` plan (no slots) gives every
-tensor a place of its own, which is where the trainer keeps it.
-"""
+"""Which bytes of which tensors lie where. Both sides derive it from the manifest alone."""
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -15,7 +12,6 @@ import msgspec
 import xxhash
 
 from rl_core.errors import ConfigError
-from rl_core.refit.hashing import BLOCK
 from rl_core.refit.manifest import dtype_of, nbytes, numel
 
 if TYPE_CHECKING:
@@ -26,12 +22,30 @@ if TYPE_CHECKING:
     from rl_core.interfaces.weights import TensorSpec
     from rl_core.refit.manifest import WeightManifest
 
-__all__ = ["ALIGN", "SLOTS", "Bucket", "Segment", "TransferPlan", "make_plan", "places"]
+__all__ = ["ALIGN", "BLOCK", "SLOTS", "Bucket", "DataMode", "Segment", "TransferPlan", "make_plan"]
 
+#: Bytes under one digest on the CPU, at most: they are in its cache when they were just copied.
+BLOCK = 512 << 10
 #: Bytes to which every segment is aligned: a cache line, and any dtype's size.
 ALIGN = 64
 #: Buffers of a packed refit: one is packed while the other is loaded.
 SLOTS = 2
+#: Buckets of a direct refit that may be announced and not loaded: enough to keep loaders busy.
+_ANNOUNCED = 3
+
+
+class DataMode(enum.StrEnum):
+    """How buckets share the lane.
+
+    Attributes:
+        DIRECT: Every tensor has a place of its own, which is where the trainer keeps it.
+        PACKED: Buckets take turns in two slots.
+        HANDLES: As packed, for the older handle methods: one slot, and no tensor is split.
+    """
+
+    DIRECT = "direct"
+    PACKED = "packed"
+    HANDLES = "handles"
 
 
 class Segment(NamedTuple):
@@ -97,23 +111,20 @@ class TransferPlan:
     """Every bucket of one refit, in order.
 
     Attributes:
+        mode: How the buckets share the lane.
         buckets: What travels.
-        slots: Buckets that fit the lane at once; 0 for ``direct``.
+        window: Buckets that may be announced and not loaded.
         lane_bytes: Size of the lane.
         block_bytes: Largest piece of a segment that is hashed at once.
         sent: Indices of the tensors that travel.
     """
 
+    mode: DataMode
     buckets: tuple[Bucket, ...]
-    slots: int
+    window: int
     lane_bytes: int
     block_bytes: int
     sent: tuple[int, ...]
-
-    @property
-    def direct(self) -> bool:
-        """Every tensor has a place of its own."""
-        return self.slots == 0
 
     @cached_property
     def nbytes(self) -> int:
@@ -123,38 +134,38 @@ class TransferPlan:
     @cached_property
     def digest(self) -> str:
         """128-bit hash over the place of every segment."""
-        layout = [
+        buckets = [
             [
                 (s.tensor, s.spec.name, s.spec.dtype, s.offset, s.elements, s.start)
                 for s in b.segments
             ]
             for b in self.buckets
         ]
-        whole = (layout, self.slots, self.lane_bytes, self.block_bytes)
+        slots = 0 if self.mode is DataMode.DIRECT else self.window
+        whole = (buckets, slots, self.lane_bytes, self.block_bytes)
         return xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(whole))
 
 
 def make_plan(
     manifest: WeightManifest,
     bucket_bytes: int,
+    mode: DataMode = DataMode.PACKED,
     *,
-    direct: bool = False,
     skip: bytes = b"",
     block: int = BLOCK,
-    whole: bool = False,
 ) -> TransferPlan:
     """Fills buckets in the manifest's order.
 
     A tensor that fits in a bucket is never split, so that loaders mostly see whole tensors; a
-    larger one starts a bucket of its own and is cut into pieces that fill theirs.
+    larger one starts a bucket of its own and is cut into pieces that fill theirs. For handles it is
+    one bucket by itself.
 
     Args:
         manifest: With the dtypes that travel.
         bucket_bytes: Upper bound of a bucket's size; rounded down to the alignment.
-        direct: Give every tensor a place of its own.
+        mode: How buckets share the lane.
         skip: A byte for each tensor, 0 for those that travel; empty if all do.
         block: Bytes under one digest, at most.
-        whole: Split no tensor: a larger one is a bucket by itself. Buckets use one slot in turn.
 
     Raises:
         ConfigError: ``bucket_bytes`` is smaller than the alignment.
@@ -167,24 +178,25 @@ def make_plan(
             key="bucket_bytes",
         )
     sent = [i for i in range(len(manifest.owned)) if not (skip and skip[i])]
-    if not whole:
+    piece = None
+    if mode is not DataMode.HANDLES:
         block = min(block, size)
-    buckets = _fill(manifest, sent, size, None if whole else size // block * block)
-    if direct:
-        place, lane = places(manifest.owned)
+        piece = size // block * block
+    filled = _fill(manifest, sent, size, piece)
+    if mode is DataMode.DIRECT:
+        window = _ANNOUNCED
+        own, lane = direct_places(manifest.owned)
         moved = [
-            [_at(s, place[s.tensor] + s.offset * dtype_of(s.spec).itemsize) for s in bucket]
-            for bucket in buckets
+            [_at(s, own[s.tensor] + s.offset * dtype_of(s.spec).itemsize) for s in bucket]
+            for bucket in filled
         ]
-        slots = 0
     else:
-        slots = 1 if whole else max(1, min(SLOTS, len(buckets)))
-        slot = _align(max((bucket[-1].stop for bucket in buckets), default=0))
-        moved = [[_at(s, i % slots * slot + s.start) for s in b] for i, b in enumerate(buckets)]
-        lane = slots * slot
-    return TransferPlan(
-        tuple(Bucket(tuple(bucket)) for bucket in moved), slots, lane, block, tuple(sent)
-    )
+        window = 1 if mode is DataMode.HANDLES else max(1, min(SLOTS, len(filled)))
+        slot = _align(max((bucket[-1].stop for bucket in filled), default=0))
+        moved = [[_at(s, i % window * slot + s.start) for s in b] for i, b in enumerate(filled)]
+        lane = window * slot
+    buckets = tuple(Bucket(tuple(bucket)) for bucket in moved)
+    return TransferPlan(mode, buckets, window, lane, block, tuple(sent))
 
 
 def _fill(
@@ -215,7 +227,7 @@ def _fill(
     return buckets
 
 
-def places(owned: Iterable[TensorSpec]) -> tuple[list[int], int]:
+def direct_places(owned: Iterable[TensorSpec]) -> tuple[list[int], int]:
     """The first byte of every tensor when each has a place of its own, and the end of them all."""
     starts, position = [], 0
     for spec in owned:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from rl_core.errors import LifecycleError, WeightsTornError
 from rl_core.refit._introduction import frame_of, trainer_of
-from rl_core.refit._job import Endpoint
 from rl_core.refit._receive_job import ReceiveJob
-from rl_core.refit._receiver_state import ReceiverState
+from rl_core.refit._receiver_base import ReceiverBase
 from rl_core.refit.frames import read_handles
 from rl_core.refit.manifest import compare
 from rl_core.refit.options import DEFAULT_DEADLINE_S, check_deadline
@@ -30,7 +31,7 @@ __all__ = ["RefitReceiver"]
 _LOOK_S = 5.0
 
 
-class RefitReceiver(Endpoint[ReceiveJob]):
+class RefitReceiver(ReceiverBase[ReceiveJob]):
     """Takes weights into an engine; one for the engine's whole life.
 
     Args:
@@ -40,9 +41,6 @@ class RefitReceiver(Endpoint[ReceiveJob]):
         lock: Held while the engine generates, and by a refit while it writes.
         on_commit: Called with the new version before it serves; drops caches.
         runtime: What its refits take from outside, such as their clock.
-
-    Attributes:
-        state: What is kept from refit to refit.
     """
 
     def __init__(
@@ -54,21 +52,12 @@ class RefitReceiver(Endpoint[ReceiveJob]):
         on_commit: Callable[[int], None] | None = None,
         runtime: Runtime | None = None,
     ) -> None:
-        super().__init__(name, runtime)
-        self.state = ReceiverState(name, sink, lock, on_commit, self.runtime)
+        super().__init__(name, sink, lock, on_commit, runtime)
         self._trainer: Trainer | None = None
         self._looked = 0.0
         self._earlier: ReceiveJob | None = None
 
-    @property
-    def version(self) -> int:
-        """Last committed version, 0 at first."""
-        return self.state.version
-
-    @property
-    def torn(self) -> bool:
-        """True while the weights are neither old nor new."""
-        return self.state.torn
+    # -- what the engine has ----------------------------------------------------------------------
 
     def check(self) -> None:
         """Raises unless the weights are whole.
@@ -79,9 +68,7 @@ class RefitReceiver(Endpoint[ReceiveJob]):
         with self.between_refits() as idle:
             if idle and (now := self.runtime.clock()) >= self._looked + _LOOK_S:
                 self._looked = now
-                # A trainer's own memory may be its whole model, which nobody else has any more.
-                if self.state.unmap_abandoned_memory():
-                    self.state.remove_stale_channels(self._trainer)
+                self._unmap_abandoned_memory()
         if self.torn:
             raise WeightsTornError(
                 f"{self.name}: the weights are partly of version {self.version} and partly newer, "
@@ -90,25 +77,41 @@ class RefitReceiver(Endpoint[ReceiveJob]):
                 version=self.version,
             )
 
-    def forget(self) -> None:
-        """The engine's weights were changed by something else: a delta must not rely on them."""
-        self.state.forget()
-
     def dropped(self) -> None:
         """The engine's weights are gone: it is torn until a full refit commits."""
-        self.state.torn = True
-        self.state.forget()
+        self.torn = True
+        self.forget()
 
     def release_weights(self) -> None:
         """Drops what refits keep of the engine's tensors, so that their memory can be freed.
 
         A refit that is under way ends: the tensors that it knows may not be the engine's any more.
+        Its thread goes on with the dicts that it has, and what they hold is dropped with it.
         """
-        self.state.release_weights()
+        self.outside_changes += 1
+        self._prepared = None
+        self.buckets = {}
+        self.second_copy = {}
+        with self.between_refits() as idle:
+            if idle:
+                self.give_up_handles()
 
     def release_resources(self) -> None:
-        """See :meth:`Endpoint.release_resources`."""
-        self.state.close(self._trainer)
+        """Closes everything. Idempotent."""
+        self.release_weights()
+        try:
+            self.give_up_handles()
+        finally:
+            self.remove_leftovers(self._trainer)
+            for transport in list(self.ends):
+                self.disconnect(transport)
+
+    def _unmap_abandoned_memory(self) -> None:
+        """Closes lanes in the memory of a trainer that has ended: they may be its whole model."""
+        direct = self._direct_lanes().items()
+        if left := [key for key, lane in direct if lane.sender_gone()]:
+            self._close_lanes(left)
+            self.remove_leftovers(self._trainer)
 
     # -- refits -----------------------------------------------------------------------------------
 
@@ -120,22 +123,23 @@ class RefitReceiver(Endpoint[ReceiveJob]):
             ManifestMismatchError: The tensors are not those of the engine; nothing was touched.
         """
         self.check_open()
-        epoch = self.state.epoch
-        sink = self.state.new_sink()
-        match = partial(compare, expected=self.state.manifest_of(sink), casts=sink.casts)
+        changes = self.outside_changes
+        sink = self.new_sink()
+        match = partial(compare, expected=self.manifest_of(sink), casts=sink.casts)
         trainer = trainer_of(info, match, self._trainer)
-        self.state.keep_sink(str(info.get("refit_id")), epoch, sink)
+        self.device = torch.device(sink.device)
+        self._prepared = str(info.get("refit_id")), changes, sink
         for job in self.waiting():
             if job.trainer != trainer:
                 job.supersede("the engine was prepared for other tensors or another trainer")
         before, self._trainer = self._trainer, trainer
         if before is not None and before.token != trainer.token:
             # The earlier trainer may have died after its last refit, so that nobody cleaned up.
-            self.state.remove_stale_channels(before)
+            self.remove_leftovers(before)
             with self.between_refits() as idle:  # what a running refit uses, the next replaces
-                for transport, (address, _) in list(self.state.ends.items()):
+                for transport, (address, _) in list(self.ends.items()):
                     if idle and address == before.addresses.get(transport):
-                        self.state.disconnect(transport)
+                        self.disconnect(transport)
         self._earlier = self._last_waiting()
 
     def open(
@@ -152,8 +156,8 @@ class RefitReceiver(Endpoint[ReceiveJob]):
                 job.supersede(f"the transport {transport} is opened anew")
         check_deadline(deadline_s)
         with exclusively(self.turn, deadline_s, f"{self.name}: a running refit"):
-            end = self.state.connect(transport, address, options)
-        return self.state.meeting(end, deadline_s)
+            end = self._connect(transport, address, options)
+        return self.meeting(end, deadline_s)
 
     def receive(
         self,
@@ -180,10 +184,10 @@ class RefitReceiver(Endpoint[ReceiveJob]):
         try:
             trainer.address_of(transport, self.name)
         except LifecycleError as error:
-            if transport in self.state.ends:  # the sender may wait for us there
-                self.state.ends[transport][1].refuse(str(error))
+            if transport in self.ends:  # the sender may wait for us there
+                self.ends[transport][1].refuse(str(error))
             raise
-        job = ReceiveJob(self, self.state, transport, trainer, deadline_s, refit_id)
+        job = ReceiveJob(self, transport, trainer, deadline_s, refit_id)
         if refit_id:
             for older in self.waiting():
                 if not older.refit_id:  # those with one are told by the sender what became of it
@@ -225,10 +229,15 @@ class RefitReceiver(Endpoint[ReceiveJob]):
         message = read_handles(frame_of(handles), trainer.token)
         with (
             exclusively(self.turn, DEFAULT_DEADLINE_S, f"{self.name}: the refit before this one"),
-            exclusively(self.state.lock, DEFAULT_DEADLINE_S, f"{self.name}: generation"),
+            exclusively(self.lock, DEFAULT_DEADLINE_S, f"{self.name}: generation"),
         ):
             self.check_open()
-            self.state.handles.take(message, trainer, self.state)
+            try:
+                if self.handles.take(message, trainer, self):
+                    self.give_up_handles()
+            except BaseException:
+                self.give_up_handles()
+                raise
         return True
 
     def _last_waiting(self) -> ReceiveJob | None:

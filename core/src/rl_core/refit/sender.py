@@ -8,11 +8,11 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from rl_core.errors import LifecycleError, RefitError
+from rl_core.refit._direct import MovedTensors
 from rl_core.refit._handles import HandleSender
 from rl_core.refit._introduction import introduction
-from rl_core.refit._job import Endpoint
 from rl_core.refit._send_job import SendJob
-from rl_core.refit._sender_state import SenderState
+from rl_core.refit._sender_base import SenderBase
 from rl_core.refit.messages import PROTOCOL
 from rl_core.refit.options import (
     DEFAULT_BUCKET_BYTES,
@@ -36,7 +36,7 @@ __all__ = ["RefitSender"]
 _LOCAL = "ipc"
 
 
-class RefitSender(Endpoint[SendJob]):
+class RefitSender(SenderBase[SendJob]):
     """Sends a trainer's weights; one for the trainer's whole life.
 
     Sockets and buffers are made at the first use and kept. Refits run one after another; those
@@ -49,7 +49,6 @@ class RefitSender(Endpoint[SendJob]):
         runtime: What its refits take from outside, such as their clock.
 
     Attributes:
-        state: What is kept from refit to refit.
         calls: How often a refit was asked for.
     """
 
@@ -57,17 +56,11 @@ class RefitSender(Endpoint[SendJob]):
         self, source: Callable[[], WeightSource], *, name: str, runtime: Runtime | None = None
     ) -> None:
         super().__init__(name, runtime)
-        self.state = SenderState(self.runtime)
         self.calls = 0
         self._source = source
         self._handle_sender: HandleSender | None = None
         self._handle_serial = 0
         self._described: tuple[str, WeightSource] | None = None
-
-    @property
-    def version(self) -> int:
-        """Last committed version, 0 at first."""
-        return self.state.version
 
     # -- refits -----------------------------------------------------------------------------------
 
@@ -80,14 +73,14 @@ class RefitSender(Endpoint[SendJob]):
         self._drop_described()
         refit_id, source = secrets.token_hex(8), self._source()
         self._described = refit_id, source
-        manifest = self.state.manifest_of(source)
+        manifest = self.manifest_of(source)
         with suppress(RefitError):  # who uses another transport does not need this one
-            self.state.end(_LOCAL)
+            self.end(_LOCAL)
         return {
-            **introduction(manifest, self.state.token),
+            **introduction(manifest, self.token),
             "refit_id": refit_id,
             **_meeting_point(),
-            "addresses": {name: dict(end.address) for name, end in self.state.ends.items()},
+            "addresses": {name: dict(end.address) for name, end in self.ends.items()},
         }
 
     def open(
@@ -103,7 +96,7 @@ class RefitSender(Endpoint[SendJob]):
             if job.options.transport == transport:
                 job.cancelled = f"the transport {transport} is opened anew"
         with exclusively(self.turn, deadline_s, f"{self.name}: a running refit"):
-            end = self.state.reopen(transport, options)
+            end = self.reopen(transport, options)
         return self.runtime.spawn(f"{transport}-{self.name}", lambda: end.rendezvous(deadline_s))
 
     def send(self, **options: Any) -> concurrent.futures.Future[dict[str, Any]]:
@@ -122,7 +115,7 @@ class RefitSender(Endpoint[SendJob]):
         self.calls += 1
         self.check_open()
         chosen = SendOptions.of(options)
-        end = self.state.end(chosen.transport)
+        end = self.end(chosen.transport)
         version = self._next_version(chosen)
         for job in self.waiting():
             job.supersede("a newer refit was asked for")
@@ -135,7 +128,7 @@ class RefitSender(Endpoint[SendJob]):
             source = self._source()
         try:
             call_id = rank_call_id(chosen.refit_id, self.calls)
-            job = SendJob(self, self.state, end, source, chosen, version, call_id)
+            job = SendJob(self, end, source, chosen, version, call_id)
         except BaseException:
             source.close()
             raise
@@ -148,7 +141,7 @@ class RefitSender(Endpoint[SendJob]):
 
     def _next_version(self, options: SendOptions) -> int:
         if options.join:
-            if self.state.committed is None:
+            if self.committed is None:
                 raise LifecycleError(
                     f"{self.name}: nothing was committed that a late engine could be brought to",
                     fix='refit all engines with verify="wire" first',
@@ -177,15 +170,15 @@ class RefitSender(Endpoint[SendJob]):
         source = self._source()
         try:
             handed = HandleSender(
-                self.state.end(_LOCAL),
+                self.end(_LOCAL),
                 source,
-                self.state.manifest_of(source),
+                self.manifest_of(source),
                 self._next_version(SendOptions()),
                 serial=self._handle_serial + 1,
                 bucket_bytes=bucket_bytes,
                 name=self.name,
                 rank_call_id=rank_call_id("", self.calls),
-                token=self.state.token,
+                token=self.token,
             )
         except BaseException:
             source.close()
@@ -215,11 +208,11 @@ class RefitSender(Endpoint[SendJob]):
         with exclusively(self.turn, DEFAULT_DEADLINE_S, f"{self.name}: a running refit"):
             frame = self._handle_sender.hand_over(keys)
             if not self._handle_sender.left:
-                self.state.version = max(self.version, self._handle_sender.version)
-                self.state.committed = None
+                self.version = max(self.version, self._handle_sender.version)
+                self.committed = None
         return {"protocol": PROTOCOL, "frame": frame}
 
-    # -- what is kept ----------------------------------------------------------------------------
+    # -- what is kept -----------------------------------------------------------------------------
 
     def release_weights(self) -> None:
         """Closes the memory that engines read the trainer's tensors in.
@@ -231,15 +224,18 @@ class RefitSender(Endpoint[SendJob]):
             DeadlineError: That refit hangs.
         """
         with exclusively(self.turn, DEFAULT_DEADLINE_S, f"{self.name}: a running refit"):
-            self.state.release_weights()
+            self.drop_moved_tensors()
 
-    def release_resources(self) -> None:
-        """See :meth:`Endpoint.release_resources`."""
+    def release_resources(self) -> None:  # noqa: D102
         self._drop_described()
         if self._handle_sender is not None:
             self._handle_sender.close()
             self._handle_sender = None
-        self.state.close()
+        self.moved = MovedTensors()
+        self._close_lanes(list(self._lanes))
+        for end in self.ends.values():
+            end.close()
+        self.ends.clear()
 
 
 def _meeting_point() -> dict[str, Any]:

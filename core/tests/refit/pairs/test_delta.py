@@ -206,7 +206,7 @@ def test_weights_changed_behind_the_engines_back_are_noticed_once(pair, again):
 
 def test_an_inventory_that_is_not_the_trainers_is_noticed_before_the_commit(pair):
     trainer, engine = pair
-    known = engine.receiver.state.known
+    known = engine.receiver.known
     engine.prepare_refit_info(trainer.prepare_refit_info())
     with trainer.sender.turn:
         sending = trainer.sender.send(bucket_bytes=BUCKET, deadline_s=SOON, **DELTA)

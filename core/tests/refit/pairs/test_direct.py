@@ -388,6 +388,20 @@ def test_empty_tensors_are_no_obstacle(keep):
     assert go(trainer, engine, mode="direct").mode == "direct"
 
 
+def test_what_is_trained_arrives_also_where_the_source_keeps_detached_twins_of_it(keep):
+    parameter = torch.nn.Parameter(torch.randn(30))
+    trainer = keep(Trainer({"w": parameter.detach()}, at_home=True))
+    engine = keep(Engine({"w": torch.zeros(30)}))
+    for _ in range(2):
+        report = go(trainer, engine)
+        assert "w shares memory with a tensor that is not the source's" in str(report.fallback)
+        assert torch.equal(engine.sink.tensor["w"], parameter)
+        with torch.no_grad():
+            parameter.add_(1)
+    with pytest.raises(ConfigError, match="not the source's"):
+        go(trainer, engine, mode="direct")
+
+
 def test_tensors_made_on_the_fly_cannot_be_direct(keep):
     trainer, engine = keep(Trainer({"w": torch.ones(3)})), keep(Engine({"w": torch.zeros(3)}))
     with pytest.raises(ConfigError, match="on the fly"):

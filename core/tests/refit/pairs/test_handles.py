@@ -41,6 +41,20 @@ def hand_over_one(trainer: Trainer, engine: Engine) -> list[list[str]]:
     return others
 
 
+@pytest.mark.parametrize("end", ["release_weights", "close"])
+def test_a_set_that_is_not_complete_ends_with_the_weights(pair, end):
+    """Its sink is told, and the trainer's memory for it is let go of."""
+    trainer, engine = pair
+    assert hand_over_one(trainer, engine)
+    assert engine.sink.calls[-1] == "write"
+    lanes = list(engine.receiver._lanes.values())
+    assert lanes
+    getattr(engine.receiver, end)()
+    assert engine.sink.calls[-1] == "fail"
+    assert engine.receiver._lanes == {}
+    assert [lane.data.numel() for lane in lanes] == [0]
+
+
 def test_handles_bring_every_tensor_and_move_the_version_once(pair):
     trainer, engine = pair
     for version in (1, 2):

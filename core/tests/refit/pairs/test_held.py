@@ -28,14 +28,12 @@ from simple_pair import (
 )
 
 from rl_core.errors import RefitCorrupted
-from rl_core.refit._digests import Digester, DigestTable
-from rl_core.refit._layout import Layout
-from rl_core.refit._loading import Loader, Route
-from rl_core.refit._packing import Packer, checked_tensors
+from rl_core.refit._loading import Loader, ReceiverBuckets
+from rl_core.refit._packing import Packer, SenderBuckets, checked_tensors
 from rl_core.refit._staging import StagedSink
-from rl_core.refit.hashing import BlockHash
+from rl_core.refit.hashing import BlockHash, DigestTable, TensorHasher
 from rl_core.refit.manifest import WeightManifest
-from rl_core.refit.plan import make_plan
+from rl_core.refit.plan import DataMode, make_plan
 from rl_core.refit.transports.base import NoLane
 
 if TYPE_CHECKING:
@@ -48,7 +46,7 @@ SIZES = [0, 1, 11, 130, 900]
 HASHES = [BlockHash("xxh3", b""), BlockHash("blake3", bytes(32)), BlockHash("fold", bytes(32))]
 
 
-class RestlessRoute(Route):
+class RestlessRoute(ReceiverBuckets):
     """``between`` is called before and after everything that a step does."""
 
     between: Callable[[], None]
@@ -96,7 +94,7 @@ class Rig:
         plan = make_plan(
             self.manifest,
             bucket_bytes,
-            direct=direct,
+            DataMode.DIRECT if direct else DataMode.PACKED,
             skip=bytes(i not in left for i in range(len(self.manifest.owned))),
             block=self.block_hash.block,
         )
@@ -104,7 +102,7 @@ class Rig:
         lane.data = torch.zeros(plan.lane_bytes, dtype=torch.uint8)
         table = DigestTable(self.manifest, dict(known))
         given = checked_tensors(self.source, [self.manifest.owned[index] for index in plan.sent])
-        packer = Packer(Layout(plan, lane, self.block_hash), given, table)
+        packer = Packer(SenderBuckets(plan, lane, self.block_hash), given, table)
         sink: Any = self.sink
         expected = WeightManifest.of(sink.specs())
         if staged:
@@ -130,9 +128,9 @@ class Rig:
 
     def digests(self, bucket_bytes: int, tensors: Tensors | None = None) -> dict[str, bytes]:
         block = min(bucket_bytes // 64 * 64, self.block_hash.block)
-        digester = Digester(block, self.block_hash)
         held = self.source.tensor if tensors is None else tensors
-        return {spec.name: digester.of(held[spec.name], spec) for spec in self.manifest.tensors}
+        given = ((spec, held[spec.name]) for spec in self.manifest.tensors)
+        return TensorHasher(self.block_hash, block).digests(given, {})
 
     def check_known(self, known: dict[str, bytes], bucket_bytes: int) -> None:
         found = self.digests(bucket_bytes, self.sink.tensor)
@@ -225,10 +223,10 @@ def test_a_sink_is_given_the_bytes_that_were_verified(keep, mode, isolation):
     expected = {name: tensor.clone() for name, tensor in tensors.items()}
 
     def write(name: str, offset: int, data: torch.Tensor, **kwargs: Any) -> None:
-        for lane in trainer.sender.state._lanes.values():
+        for lane in trainer.sender._lanes.values():
             lane.data ^= 85  # a sender that gave up uses it for something else
         honest(name, offset, data, **kwargs)
-        for lane in trainer.sender.state._lanes.values():
+        for lane in trainer.sender._lanes.values():
             lane.data ^= 85
 
     honest, engine.sink.write = engine.sink.write, write
@@ -249,7 +247,7 @@ def test_an_engine_is_torn_only_if_something_was_written(keep, mode, kind, first
     before = engine.snapshot()
     for tensor in tensors.values():
         tensor.add_(1)
-    [lane] = trainer.sender.state._lanes.values()
+    [lane] = trainer.sender._lanes.values()
     publish, wrong = lane.publish, []
 
     def damage(start: int, stop: int) -> None:
@@ -278,7 +276,7 @@ def test_the_tensor_that_is_wrong_is_named_among_those_that_are_verified_togethe
     engine = keep(Engine(blank(tensors), kind=InPlaceSink))
     options = {"bucket_bytes": 1 << 20, "mode": "packed"}
     go(trainer, engine, **options)
-    [lane] = trainer.sender.state._lanes.values()
+    [lane] = trainer.sender._lanes.values()
     publish = lane.publish
 
     def damage(start: int, stop: int) -> None:
@@ -294,10 +292,10 @@ def test_the_tensor_that_is_wrong_is_named_among_those_that_are_verified_togethe
 def test_without_verification_nothing_is_remembered(pair):
     trainer, engine = pair
     go(trainer, engine)
-    assert engine.receiver.state.known
+    assert engine.receiver.known
     go(trainer, engine, verify="none")
-    assert not engine.receiver.state.known
-    assert trainer.sender.state.committed is None
+    assert not engine.receiver.known
+    assert trainer.sender.committed is None
 
 
 @pytest.mark.parametrize("mode", ["packed", "direct"])
@@ -309,7 +307,7 @@ def test_what_a_sender_remembers_is_what_it_announced(keep, mode):
     trainer.source.at_confirm = lambda: tensors["big"].add_(1)
     go(trainer, engine, mode=mode)
     trainer.source.at_confirm = lambda: None
-    assert trainer.sender.state.committed.known == engine.receiver.state.known
+    assert trainer.sender.committed.known == engine.receiver.known
     report = go(trainer, engine, mode=mode, delta=True)
     assert (report.tensors, report.unchanged) == (1, len(describe(tensors)) - 2)
     assert same(tensors, engine.sink.tensor)

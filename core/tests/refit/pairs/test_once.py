@@ -89,7 +89,7 @@ def test_a_staged_refit_takes_nothing_back_that_happened_meanwhile(both, event, 
         go(trainer, engine, isolation="staged", delta=delta, mode="packed")
     assert happened
     engine.idle()
-    assert engine.receiver.state.known == {}
+    assert engine.receiver.known == {}
     if event is drop:
         with pytest.raises(WeightsTornError):
             engine.receiver.check()
@@ -212,7 +212,7 @@ def test_a_report_that_fails_leaves_both_sides_at_one_version(both, monkeypatch)
     with pytest.raises(ZeroDivisionError):
         go(trainer, engine)
     assert trainer.sender.version == engine.receiver.version == 1
-    assert trainer.sender.state.committed is not None
+    assert trainer.sender.committed is not None
 
 
 def test_a_join_that_is_refused_leaves_an_engine_that_serves_as_it_was(both):
@@ -230,7 +230,7 @@ def test_a_join_that_is_refused_leaves_an_engine_that_serves_as_it_was(both):
 def test_what_a_transport_raises_ends_the_refit_on_both_sides(both):
     trainer, engine = both
     engine.prepare_refit_info(trainer.prepare_refit_info())
-    end = trainer.sender.state.end("ipc")
+    end = trainer.sender.end("ipc")
     receive = end.receive
 
     def broken(timeout_s: float) -> Any:
@@ -389,14 +389,14 @@ def test_the_release_is_read_from_disk_once(both, monkeypatch):
 def test_an_error_that_is_kept_keeps_no_buffers(both):
     trainer, engine = both
     lanes: list[weakref.ref[Any]] = []
-    lane_of = trainer.sender.state._lane
+    lane_of = trainer.sender._lane
 
     def remember(*arguments: Any) -> Any:
         lane = lane_of(*arguments)
         lanes.append(weakref.ref(lane.data))
         return lane
 
-    trainer.sender.state._lane = remember
+    trainer.sender._lane = remember
     trainer.source.at_confirm = lambda: 1 / 0
     with pytest.raises(RefitError) as kept:
         go(trainer, engine, mode="packed")
@@ -410,13 +410,13 @@ def test_buffers_that_an_engine_may_still_read_are_not_used_again(both):
     """It was paused, heard nothing of the failure, and will read on."""
     trainer, engine = both
     told: list[Any] = []
-    lane_of = trainer.sender.state._lane
+    lane_of = trainer.sender._lane
 
     def remember(*arguments: Any) -> Any:
         told.append(dict(lane_of(*arguments).ref))
         return lane_of(*arguments)
 
-    trainer.sender.state._lane = remember
+    trainer.sender._lane = remember
     go(trainer, engine, mode="packed")
     go(trainer, engine, mode="packed")
     assert told[0] == told[1]
@@ -434,7 +434,7 @@ def test_the_memory_of_a_trainer_that_is_gone_is_let_go(keep, how):
     first = Trainer(make_persistent(), at_home=True)
     engine = keep(Engine(blank(first.source.tensor), kind=InPlaceSink))
     assert go(first, engine).mode == "direct"
-    [lane] = engine.receiver.state._lanes.values()
+    [lane] = engine.receiver._lanes.values()
     mapped = weakref.ref(lane.data)
     del lane
     first.close()
@@ -446,4 +446,4 @@ def test_the_memory_of_a_trainer_that_is_gone_is_let_go(keep, how):
         engine.prepare_refit_info(other.prepare_refit_info())
     gc.collect()
     assert mapped() is None
-    assert engine.receiver.state._lanes == {}
+    assert engine.receiver._lanes == {}

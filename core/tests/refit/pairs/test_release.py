@@ -21,7 +21,7 @@ from simple_pair import (
 )
 
 from rl_core.errors import CapabilityError
-from rl_core.refit._loading import Route
+from rl_core.refit._loading import ReceiverBuckets
 from rl_core.refit.frames import Channel
 from rl_core.refit.messages import Done
 from rl_core.refit.transports.memory import SharedRegion
@@ -61,7 +61,7 @@ def test_memory_that_the_tensors_left_is_let_go_of(monkeypatch, trainer, engine)
 def test_the_next_refit_moves_them_again(trainer, engine):
     go(trainer, engine)
     for name, tensor in make_persistent(1).items():
-        trainer.source.tensor[name].data = tensor
+        trainer.source.tensor[name].data = tensor.clone()
     trainer.sender.release_weights()
     assert go(trainer, engine).mode == "direct"
     assert same(make_persistent(1), engine.sink.tensor)
@@ -99,14 +99,14 @@ def test_an_engine_that_sleeps_during_a_refit_is_held_by_nothing(keep, trainer, 
 
 def test_an_engine_may_fall_asleep_while_a_lane_is_closed(monkeypatch, trainer, engine):
     go(trainer, engine)
-    detach = Route.detach
+    detach = ReceiverBuckets.detach
 
-    def asleep(route: Route) -> None:
+    def asleep(route: ReceiverBuckets) -> None:
         detach(route)
         engine.receiver.release_weights()  # as another thread may at any time
 
-    monkeypatch.setattr(Route, "detach", asleep)
-    engine.receiver.state.disconnect("ipc")
+    monkeypatch.setattr(ReceiverBuckets, "detach", asleep)
+    engine.receiver.disconnect("ipc")
     monkeypatch.undo()
     go(trainer, engine)
     assert same(make_persistent(), engine.sink.tensor)
@@ -153,7 +153,7 @@ def test_memory_is_given_back_after_a_failure(monkeypatch, trainer, engine):
 
     engine.sink.on["finish"] = refuse
     fails(trainer, engine)
-    assert engine.idle().receiver.state._lanes == {}
+    assert engine.idle().receiver._lanes == {}
 
 
 def test_scales_for_an_engine_without_are_refused_before_anything_is_written(trainer, engine):

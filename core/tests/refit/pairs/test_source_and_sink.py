@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 from simple_pair import (
     BUCKET,
     SOON,
+    DictSink,
     DictSource,
     Engine,
     InPlaceSink,
@@ -23,8 +25,6 @@ from rl_core.refit import RefitReceiver, RefitSender
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-
-    import torch
 
 
 class Counted(DictSource):
@@ -66,6 +66,44 @@ class CountingTrainer(Trainer):
     def make(self) -> Counted:
         self.made.append(Counted(self, self.tensors))
         return self.made[-1]
+
+
+class PartlyInPlace(DictSink):
+    """Some of its tensors are written directly, the others by calls."""
+
+    def targets(self) -> dict[str, torch.Tensor]:
+        return {"scalar": self.tensor["scalar"]}
+
+
+def test_every_sink_writes_what_it_is_given(keep):
+    trainer, engine = keep(Trainer(make_tensors())), keep(Engine(blank(make_tensors())))
+    sinks: list[PartlyInPlace] = []
+
+    def new_sink() -> PartlyInPlace:
+        sinks.append(PartlyInPlace(engine.sink.tensor))
+        return sinks[-1]
+
+    engine.receiver = keep(RefitReceiver(new_sink, name="engine", lock=engine.lock))
+    for number in (1, 2, 3):
+        trainer.source.tensor["big"].add_(1)
+        go(trainer, engine)
+        assert len(sinks) == number
+        assert "write" in sinks[-1].calls
+
+
+def test_a_receiver_verifies_in_one_buffer_whatever_the_sizes(keep, monkeypatch):
+    tensors = {f"w{size}": torch.ones(size << 10, dtype=torch.uint8) for size in (550, 750, 950)}
+    trainer, engine = keep(Trainer(tensors)), keep(Engine(blank(tensors)))
+    made: list[int] = []
+    new_empty = torch.Tensor.new_empty
+
+    def counted(tensor: torch.Tensor, size: int) -> torch.Tensor:
+        made.append(size)
+        return new_empty(tensor, size)
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", counted, raising=False)
+    go(trainer, engine, bucket_bytes=1 << 20)
+    assert 0 < sum(made) <= 1 << 20
 
 
 class CountingEngine(Engine):

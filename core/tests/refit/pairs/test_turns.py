@@ -8,6 +8,7 @@ import threading
 from typing import Any
 
 import pytest
+import torch
 from simple_pair import (
     BUCKET,
     SOON,
@@ -15,6 +16,7 @@ from simple_pair import (
     Trainer,
     begin,
     blank,
+    fails,
     go,
     make_tensors,
     same,
@@ -22,6 +24,7 @@ from simple_pair import (
 
 from rl_core.errors import DeadlineError, RefitAborted, RefitError, RefitPeerError
 from rl_core.futures import spawn, wait
+from rl_core.refit import _receive_job
 from rl_core.refit._receive_job import ReceiveJob
 
 
@@ -249,3 +252,46 @@ def test_an_engine_whose_collective_sender_does_not_come_gives_up(keep, pair, en
     elif ends_by == "another sender":
         go(keep(Trainer(make_tensors())), engine)
     assert isinstance(receiving.exception(SOON), error)
+
+
+def test_a_receiver_that_attaches_after_the_sender_gave_up_says_why_it_did(pair):
+    """The sender's memory is gone by then, which is not what happened."""
+    trainer, engine = pair
+    honest, asked = engine.sink.specs, []
+
+    def specs() -> Any:
+        asked.append(threading.current_thread())
+        if len(asked) == 2:  # the lane is attached next
+            later = trainer.sender.send(bucket_bytes=BUCKET, deadline_s=SOON)
+            assert not later.done()
+            assert isinstance(sending.exception(SOON), RefitAborted)
+        return honest()
+
+    engine.sink.specs = specs
+    sending, receiving = begin(trainer, engine)
+    error = receiving.exception(SOON)
+    assert isinstance(error, RefitAborted), error
+    assert "a newer refit was asked for" in str(error)
+
+
+def test_a_refit_runs_on_the_gpu_of_the_tensors(pair, monkeypatch):
+    """A thread begins with GPU 0 as the current one."""
+    trainer, engine = pair
+    entered: list[tuple[str, Any]] = []
+
+    class Device:
+        def __init__(self, device: torch.device) -> None:
+            self.device = device
+
+        def __enter__(self) -> None:
+            entered.append((threading.current_thread().name, self.device))
+
+        def __exit__(self, *exception: object) -> None:
+            pass
+
+    monkeypatch.setattr(torch.cuda, "device", Device)
+    monkeypatch.setattr(_receive_job, "visible_gpus", lambda device: ())
+    trainer.source.device = engine.sink.device = "cuda:1"  # there is none
+    fails(trainer, engine)
+    where = torch.device("cuda:1")
+    assert sorted(entered) == [("refit-engine", where), ("refit-trainer", where)]

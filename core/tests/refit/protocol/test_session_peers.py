@@ -112,6 +112,15 @@ def test_a_receiver_that_comes_again_after_it_was_ready_takes_its_own_place():
     assert sender.error is None
 
 
+def test_a_receiver_that_comes_again_may_want_other_dtypes_if_nobody_else_is_ready():
+    sender = sender_at("p0 ready")
+    sender.receive("again", HELLOS[0])
+    ready = msgspec.structs.replace(READY, dtypes={"w": "bfloat16"})
+    sender.receive("again", ready)
+    [planning] = sender.receive("p1", ready)
+    assert isinstance(planning, MakePlan)
+
+
 def test_offers_that_nobody_answers_are_bounded():
     sender = sender_at("nobody")
     for number in range(1000):

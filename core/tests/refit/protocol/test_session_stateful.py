@@ -69,11 +69,7 @@ class Hostile(RuleBasedStateMachine):
     ) -> None:
         """With calls that will fail, perhaps, and up to where something else happens."""
         network = self.network
-        if (
-            join
-            and network.trainer.sender.state.committed is not None
-            and chosen["verify"] != "none"
-        ):
+        if join and network.trainer.sender.committed is not None and chosen["verify"] != "none":
             chosen["join"] = True
         else:
             network.trainer.train(names, back=back)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from rl_core.errors import ConfigError, RefitError, RefitProtocolError
-from rl_core.refit.hashing import BlockHash, block_digests, tensor_digest
+from rl_core.refit.hashing import BlockHash, Hasher, tensor_digest
 from rl_core.refit.transports import collective, cuda, groups, ipc
 from rl_core.refit.transports.base import CPU
 from rl_core.refit.transports.collective import COLLECTIVE
@@ -38,7 +38,7 @@ NBYTES = 12_345_678
 FOLD = BlockHash("fold", bytes(32))
 RECEIVER = """
 import sys, msgspec, torch
-from rl_core.refit.hashing import BlockHash, block_digests, tensor_digest
+from rl_core.refit.hashing import BlockHash, Hasher, tensor_digest
 from rl_core.refit.transports.cuda import CudaRegion
 
 FOLD = BlockHash("fold", bytes(32))
@@ -47,7 +47,7 @@ target = torch.empty(lane.data.shape, dtype=torch.uint8, device=lane.data.device
 for line in sys.stdin:
     target.copy_(lane.data)
     lane.release()
-    digest = tensor_digest(block_digests(target, FOLD)).hex()
+    digest = tensor_digest(Hasher([target], FOLD).digests()).hex()
     print(digest, torch.cuda.memory_allocated(), flush=True)
 lane.close()
 """
@@ -102,7 +102,7 @@ def created(device: torch.device | None = None) -> Iterator[CudaRegion]:
 
 
 def digest_of(region: CudaRegion) -> str:
-    return tensor_digest(block_digests(region.data, FOLD)).hex()
+    return tensor_digest(Hasher([region.data], FOLD).digests()).hex()
 
 
 def fill(region: CudaRegion) -> str:
@@ -320,7 +320,7 @@ def test_a_region_that_is_closed_cannot_be_attached() -> None:
 def test_both_processes_fold_to_the_same_digest_as_a_cpu() -> None:
     with created() as region, receiving(region) as receiver:
         fill(region)
-        on_cpu = tensor_digest(block_digests(region.data.cpu(), FOLD)).hex()
+        on_cpu = tensor_digest(Hasher([region.data.cpu()], FOLD).digests()).hex()
         assert receiver.copy()[0] == on_cpu
 
 

@@ -23,9 +23,7 @@ from rl_core.refit import _fold
 from rl_core.refit.hashing import (
     BLOCK,
     BlockHash,
-    block_digests,
-    run_digests,
-    start_digests,
+    Hasher,
     tensor_digest,
 )
 
@@ -43,11 +41,11 @@ def tensor(content: bytes) -> torch.Tensor:
 
 
 def digest(content: bytes, how: BlockHash) -> bytes:
-    return tensor_digest(block_digests(tensor(content), how))
+    return tensor_digest(Hasher([tensor(content)], how).digests())
 
 
 def folded(content: bytes, block: int, chunk: int) -> list[bytes]:
-    return _fold.prepare([tensor(content)], FOLD.key, block, chunk)()()[0]
+    return _fold.prepare([tensor(content)], FOLD.key, block, chunk)()()
 
 
 def folded_by_hand(content: bytes) -> bytes:
@@ -65,7 +63,7 @@ def folded_by_hand(content: bytes) -> bytes:
 @settings(max_examples=20)
 @given(CONTENTS)
 def test_the_folded_digest_is_its_formula(content: bytes) -> None:
-    assert block_digests(tensor(content), FOLD) == [folded_by_hand(content)]
+    assert Hasher([tensor(content)], FOLD).digests() == [folded_by_hand(content)]
 
 
 @HASHES
@@ -136,7 +134,7 @@ def test_how_much_is_folded_at_once_and_beside_what_has_no_influence(
     contents: list[bytes], chunk: int
 ) -> None:
     together = _fold.prepare([tensor(content) for content in contents], FOLD.key, 64, chunk)()()
-    assert together == [folded(content, 64, 1 << 20) for content in contents]
+    assert together == [one for content in contents for one in folded(content, 64, 1 << 20)]
 
 
 @HASHES
@@ -145,7 +143,7 @@ def test_a_digest_does_not_depend_on_alignment(how: BlockHash, content: bytes, o
     whole = torch.full((len(content) + 16,), 0xA5, dtype=torch.uint8)
     view = whole[offset : offset + len(content)]
     view.copy_(tensor(content))
-    assert block_digests(view, how) == block_digests(tensor(content), how)
+    assert Hasher([view], how).digests() == Hasher([tensor(content)], how).digests()
 
 
 @pytest.mark.parametrize("offset", [0, 1, 4])
@@ -156,8 +154,8 @@ def test_runs_of_several_blocks_fold_as_their_blocks_do(offset: int, extra: int)
         0, 256, (3 * FOLD.block + extra + 8,), dtype=torch.uint8, generator=generator
     )
     run = whole[offset : offset + 3 * FOLD.block + extra]
-    each = [block_digests(part.clone(), FOLD)[0] for part in run.split(FOLD.block)]  # type: ignore[no-untyped-call]
-    assert block_digests(run, FOLD) == each
+    each = [Hasher([part.clone()], FOLD).digests()[0] for part in run.split(FOLD.block)]  # type: ignore[no-untyped-call]
+    assert Hasher([run], FOLD).digests() == each
     assert len(set(each)) == len(each)
 
 
@@ -168,7 +166,7 @@ def test_a_hundred_thousand_contents_have_as_many_digests(how: BlockHash) -> Non
     dense = rng.integers(0, 256, (50_000, 64), dtype=np.uint8)
     contents = np.unique(np.concatenate([sparse.astype(np.uint8), dense]), axis=0)
     runs = list(torch.from_numpy(contents))
-    found = {blocks[0] for blocks in run_digests(runs, how)}
+    found = set(Hasher(runs, how).digests())
     assert len(found) == len(runs) > 99_000
     assert len({one[:8] for one in found}) == len({one[8:] for one in found}) == len(runs)
 
@@ -179,7 +177,7 @@ def test_half_of_the_digest_changes_with_one_bit() -> None:
     for bit in range(1024):
         flipped[bit, bit // 8] ^= 1 << bit % 8
     runs = [start, *flipped]
-    digests = np.array([list(one) for (one,) in run_digests(runs, FOLD)], dtype=np.uint8)
+    digests = np.array([list(one) for one in Hasher(runs, FOLD).digests()], dtype=np.uint8)
     changes = np.unpackbits(digests[1:] ^ digests[0], axis=1)
     assert abs(changes.mean() - 0.5) < 0.01
     assert abs(changes.mean(axis=0) - 0.5).max() < 0.1
@@ -192,37 +190,34 @@ def test_half_of_the_digest_changes_with_one_bit() -> None:
 def test_blocks_are_digested_one_by_one(how: BlockHash, size: int) -> None:
     run = torch.arange(size, dtype=torch.int64).to(torch.uint8)
     each = [how.of_view(part.numpy().data) for part in run.split(BLOCK) if len(part)]  # type: ignore[no-untyped-call]
-    assert block_digests(run, how) == each
+    assert Hasher([run], how).digests() == each
 
 
 def test_the_kinds_of_the_cpu_are_those_functions_of_the_bytes() -> None:
-    assert block_digests(tensor(b"weights"), XXH3) == [xxhash.xxh3_128_digest(b"weights")]
+    assert Hasher([tensor(b"weights")], XXH3).digests() == [xxhash.xxh3_128_digest(b"weights")]
     keyed = blake3(b"weights", key=BLAKE3.key).digest(length=16)
-    assert block_digests(tensor(b"weights"), BLAKE3) == [keyed]
+    assert Hasher([tensor(b"weights")], BLAKE3).digests() == [keyed]
 
 
 @HASHES
 def test_an_empty_run_has_no_block(how: BlockHash) -> None:
     empty = torch.empty(0, dtype=torch.uint8)
-    assert run_digests([empty, tensor(b"a"), empty], how) == [
-        [],
-        block_digests(tensor(b"a"), how),
-        [],
-    ]
+    runs = [empty, tensor(b"a"), empty]
+    assert Hasher(runs, how).digests() == Hasher([tensor(b"a")], how).digests()
     assert tensor_digest([]) == xxhash.xxh3_128_digest(b"")
 
 
 @HASHES
 def test_no_runs_have_no_digests(how: BlockHash) -> None:
-    assert run_digests([], how) == []
+    assert Hasher([], how).digests() == []
 
 
 @HASHES
 def test_what_is_started_before_bytes_change_is_of_the_bytes_before(how: BlockHash) -> None:
     data = tensor(b"weights")
-    finish = start_digests([data], how)
+    finish = Hasher([data], how).begin()
     data.zero_()
-    assert finish() == [block_digests(tensor(b"weights"), how)]
+    assert finish() == Hasher([tensor(b"weights")], how).digests()
 
 
 @HASHES
@@ -230,8 +225,8 @@ def test_what_is_started_before_bytes_change_is_of_the_bytes_before(how: BlockHa
 def test_blocks_may_be_smaller(how: BlockHash, block: int) -> None:
     content = bytes(range(256)) * 40
     parts = [content[at : at + block] for at in range(0, len(content), block)]
-    expected = [block_digests(tensor(part), how)[0] for part in parts]
-    assert block_digests(tensor(content), how, block=block) == expected
+    expected = [Hasher([tensor(part)], how).digests()[0] for part in parts]
+    assert Hasher([tensor(content)], how, block).digests() == expected
 
 
 # -- keys -----------------------------------------------------------------------------------------
@@ -295,10 +290,16 @@ def test_other_bytes_with_the_digest_of_xxh3_have_another_in_keyed_hashes(
 
 #: Must be told before Triton is imported, so that this is a process of its own.
 INTERPRETED = """
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import torch
 from rl_core.refit import _fold, _fold_triton
 
-key, cpu = bytes(range(32)), torch.device("cpu")
+key, cpu, launched_on = bytes(range(32)), torch.device("cpu"), []
+_fold_triton._CUDA = SimpleNamespace(
+    device_of=lambda factors: launched_on.append(factors.device) or nullcontext()
+)
 cases = {64: [0, 1, 2, 3, 4, 64, 130] * 3, 16_000: [5, 8192, 8193, 16_003], _fold.BLOCK: [9000]}
 for block, sizes in cases.items():
     runs = [torch.randint(0, 256, (size,), dtype=torch.uint8) for size in sizes]
@@ -311,6 +312,7 @@ for block, sizes in cases.items():
     assert fast()() == slow()()
     runs[-1][-1] ^= 1
     assert fast()() == slow()()
+assert launched_on and set(launched_on) == {cpu}  # the tensors', whatever the current one is
 print("as torch does")
 """
 
@@ -331,8 +333,8 @@ def test_the_kernel_for_gpus_folds_as_torch_does() -> None:
 def test_a_gpu_folds_as_the_cpu_does() -> None:
     sizes = [1, 3, 64, 4099, 200_000, FOLD.block - 1, FOLD.block, 5 * FOLD.block + 77]
     runs = [torch.randint(0, 256, (size,), dtype=torch.uint8) for size in sizes]
-    there = run_digests([run.cuda() for run in runs], FOLD)
-    assert there == run_digests(runs, FOLD)
+    there = Hasher([run.cuda() for run in runs], FOLD).digests()
+    assert there == Hasher(runs, FOLD).digests()
 
 
 @pytest.mark.gpu
@@ -341,7 +343,7 @@ def test_folding_on_a_gpu_needs_little_memory_besides() -> None:
     run = torch.ones(256 << 20, dtype=torch.uint8, device="cuda")
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    block_digests(run, FOLD)
+    Hasher([run], FOLD).digests()
     assert torch.cuda.max_memory_allocated() - before <= 64 << 20
 
 

@@ -90,6 +90,17 @@ def test_either_name_of_a_tied_pair_may_be_the_owner():
     assert compare(manifest(W, TIED), other) == {}
 
 
+def test_storages_of_two_dtypes_for_what_the_trainer_ties_are_refused_by_name():
+    ours = manifest(replace(W, dtype="bfloat16"), replace(TIED, alias_of=None))
+    with pytest.raises(
+        ManifestMismatchError, match="ties it to w, engine float32 and bfloat16"
+    ) as e:
+        compare(manifest(W, TIED), ours, casts=True)
+    assert e.value.details["mistyped"] == ["head"]
+    both = manifest(replace(W, dtype="bfloat16"), replace(TIED, alias_of=None, dtype="bfloat16"))
+    assert compare(manifest(W, TIED), both, casts=True) == {"w": "bfloat16", "head": "bfloat16"}
+
+
 @pytest.mark.parametrize(
     "change",
     [

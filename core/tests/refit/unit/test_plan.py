@@ -10,22 +10,30 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
+from simple_pair import DictSource
 
 from rl_core.errors import ConfigError
 from rl_core.interfaces import TensorSpec
-from rl_core.refit import _digests
-from rl_core.refit._digests import Digester, DigestTable, copy_run, run_hasher
 from rl_core.refit._loading import copiers
-from rl_core.refit._sender_state import SenderState
-from rl_core.refit.hashing import BLOCK, BlockHash
+from rl_core.refit.hashing import (
+    BLOCK,
+    BlockHash,
+    DigestTable,
+    Hasher,
+    TensorHasher,
+    copy_run,
+)
 from rl_core.refit.manifest import WeightManifest, dtype_of, nbytes, numel
-from rl_core.refit.plan import ALIGN, Segment, TransferPlan, make_plan, places
+from rl_core.refit.plan import ALIGN, DataMode, Segment, TransferPlan, direct_places, make_plan
+from rl_core.refit.sender import RefitSender
 from rl_core.refit.transports.base import CPU
 from rl_core.refit.transports.ipc import IPC
 
 W = TensorSpec("w", (4, 3), "float32")
 TIED = TensorSpec("head", (4, 3), "float32", alias_of="w")
 HASH = BlockHash("xxh3", b"")
+DIRECT, PACKED = DataMode.DIRECT, DataMode.PACKED
+MODES = st.sampled_from([DIRECT, PACKED])
 DTYPES = ["float32", "bfloat16", "bool", "int64", "complex128"]
 
 
@@ -54,10 +62,10 @@ def plans(draw: st.DrawFn) -> tuple[WeightManifest, set[int], TransferPlan]:
     skip = bytes(index not in wanted for index in range(len(model.owned)))
     bucket_bytes = draw(st.integers(BLOCK // 2, 3 * BLOCK) if large else BUCKET_BYTES)
     plan = make_plan(
-        model, bucket_bytes, direct=draw(st.booleans()), skip=skip
+        model, bucket_bytes, draw(MODES), skip=skip
     )  # fmt: skip
     biggest = max((b.stop - b.start for b in plan.buckets), default=0)
-    assert plan.direct or biggest <= bucket_bytes
+    assert plan.mode is DIRECT or biggest <= bucket_bytes
     return model, wanted, plan
 
 
@@ -101,12 +109,12 @@ def test_every_segment_is_aligned_and_inside_the_lane(planned):
 def test_segments_of_buckets_that_are_under_way_together_never_overlap(planned):
     """All of them in a direct plan, else as many as there are slots."""
     _, _, plan = planned
-    together = plan.slots or len(plan.buckets)
+    together = len(plan.buckets) if plan.mode is DIRECT else plan.window
     for first in range(len(plan.buckets)):
         window = plan.buckets[first : first + together]
         spans = sorted((s.start, s.stop) for bucket in window for s in bucket.segments)
         assert all(stop <= start for (_, stop), (start, _) in pairwise(spans))
-        if not plan.direct:
+        if plan.mode is not DIRECT:
             spans = sorted((bucket.start, bucket.stop) for bucket in window)
             assert all(stop <= start for (_, stop), (start, _) in pairwise(spans))
 
@@ -133,8 +141,8 @@ def test_only_what_does_not_fit_any_more_begins_a_bucket(model, bucket_bytes):
 def test_a_direct_place_depends_on_the_model_alone(model, data):
     skip = bytes(data.draw(st.booleans()) for _ in model.owned)
     bucket_bytes = data.draw(st.integers(ALIGN, 2 * BLOCK).filter(lambda n: n > BLOCK // 64))
-    plan = make_plan(model, bucket_bytes, direct=True, skip=skip)
-    starts, end = places(model.owned)
+    plan = make_plan(model, bucket_bytes, DIRECT, skip=skip)
+    starts, end = direct_places(model.owned)
     assert plan.lane_bytes == end
     for segment in segments(plan):
         begin = starts[segment.tensor] + segment.offset * dtype_of(segment.spec).itemsize
@@ -143,10 +151,10 @@ def test_a_direct_place_depends_on_the_model_alone(model, data):
 
 @given(LARGE_MANIFESTS, st.integers(BLOCK, 4 * BLOCK), st.booleans())
 def test_the_blocks_of_a_tensor_are_the_same_for_every_bucket_that_holds_one(
-    model, bucket_bytes, direct
+    model, bucket_bytes, mode
 ):
     """So that digests of two refits can be compared, whatever their buckets."""
-    plan = make_plan(model, bucket_bytes, direct=direct)
+    plan = make_plan(model, bucket_bytes, mode)
     found: dict[int, list[tuple[int, int]]] = {}
     for segment in segments(plan):
         shift = segment.offset * dtype_of(segment.spec).itemsize - segment.start
@@ -157,10 +165,10 @@ def test_the_blocks_of_a_tensor_are_the_same_for_every_bucket_that_holds_one(
         assert found[index] == list(pairwise(edges))
 
 
-@given(MANIFESTS, BUCKET_BYTES, st.booleans())
-def test_the_digests_of_segments_in_a_lane_are_those_of_the_tensors(model, bucket_bytes, direct):
+@given(MANIFESTS, BUCKET_BYTES, MODES)
+def test_the_digests_of_segments_in_a_lane_are_those_of_the_tensors(model, bucket_bytes, mode):
     """What a packer or a loader finds, bucket by bucket, is what a delta finds beforehand."""
-    plan = make_plan(model, bucket_bytes, direct=direct)
+    plan = make_plan(model, bucket_bytes, mode)
     tensors = [
         torch.arange(index, index + numel(spec)).remainder(3).to(dtype_of(spec)).view(spec.shape)
         for index, spec in enumerate(model.owned)
@@ -171,22 +179,17 @@ def test_the_digests_of_segments_in_a_lane_are_those_of_the_tensors(model, bucke
         for segment in bucket.segments:
             copy_run(segment.of(lane), tensors[segment.tensor], segment.offset)
         runs = [lane[segment.start : segment.stop] for segment in bucket.segments]
-        table.add(bucket, run_hasher(runs, plan.block_bytes, HASH)(), plan.block_bytes)
-    digester = Digester(plan.block_bytes, HASH)
-    assert table.known == {
-        spec.name: digester.of(tensor, spec)
-        for spec, tensor in zip(model.owned, tensors, strict=True)
-    }
+        table.add(bucket, Hasher(runs, HASH, plan.block_bytes).digests(), plan.block_bytes)
+    given = zip(model.owned, tensors, strict=True)
+    assert table.known == TensorHasher(HASH, plan.block_bytes).digests(given, {})
 
 
-@given(plans(), st.booleans())
-def test_both_sides_derive_the_same_plan_and_digest(planned, direct):
+@given(plans(), MODES)
+def test_both_sides_derive_the_same_plan_and_digest(planned, mode):
     model, wanted, _ = planned
     theirs = WeightManifest.of(tuple(replace(spec) for spec in model.tensors))
     skip = bytes(index not in wanted for index in range(len(model.owned)))
-    ours, other = (
-        make_plan(side, BLOCK, direct=direct, skip=skip, block=BLOCK) for side in (model, theirs)
-    )
+    ours, other = (make_plan(side, BLOCK, mode, skip=skip, block=BLOCK) for side in (model, theirs))
     assert ours == other
     assert ours.digest == other.digest
 
@@ -203,22 +206,22 @@ def test_a_sender_that_remembers_never_gives_another_plan(asked):
         manifest(*reversed(specs)),
         manifest(replace(W, name="a", dtype="int32"), *specs[1:]),
     ]
-    end, sender = IPC.sender(), SenderState()
+    end, sender = IPC.sender(), RefitSender(lambda: DictSource({}), name="trainer")
     where = {"block_hash": HASH, "device": CPU, "receivers": []}
     with closing(end), closing(sender):
         for which, bucket_bytes, direct, skip in asked:
-            way = {"direct": direct, "skip": skip}
-            layout = sender.layout(end, models[which], bucket_bytes, **way, **where)
-            fresh = make_plan(models[which], bucket_bytes, **way)
-            assert (layout.plan, layout.plan.digest) == (fresh, fresh.digest)
-            assert sender.layout(end, models[which], bucket_bytes, **way, **where) is layout
+            mode, way = DIRECT if direct else PACKED, {"skip": skip}
+            buckets = sender.buckets(end, models[which], bucket_bytes, mode, **way, **where)
+            fresh = make_plan(models[which], bucket_bytes, mode, **way)
+            assert (buckets.plan, buckets.plan.digest) == (fresh, fresh.digest)
+            assert sender.buckets(end, models[which], bucket_bytes, mode, **way, **where) is buckets
 
 
 @pytest.mark.parametrize(
     "other",
     [
         make_plan(manifest(W, replace(W, name="v")), 64),
-        make_plan(manifest(W, replace(W, name="v")), 128, direct=True),
+        make_plan(manifest(W, replace(W, name="v")), 128, DIRECT),
         make_plan(manifest(W, replace(W, name="v")), 128, skip=b"\0\1"),
         make_plan(manifest(replace(W, name="v"), W), 128),
         make_plan(manifest(W, replace(W, name="v", dtype="int32")), 128),
@@ -260,19 +263,19 @@ def test_a_run_is_copied_in_logical_order_whatever_the_strides(data):
 def test_the_digests_of_many_tensors_are_those_of_each(kind, monkeypatch):
     """Those that stay are digested together; another may be gone once the next is asked for."""
     how = BlockHash(kind, bytes(32))
-    digester = Digester(128, how)
+    hasher = TensorHasher(how, 128)
     stay = {f"s{i}": torch.arange(i * 40, dtype=torch.float32) for i in range(5)}
     stay["turned"] = torch.arange(60.0).view(6, 10).t()
     passing = {f"p{i}": torch.full((i + 1,), float(i)) for i in range(4)}
     specs = {n: TensorSpec(n, tuple(t.shape), "float32") for n, t in (stay | passing).items()}
-    calls = []
-    honest = _digests.start_digests
+    made = []
+    honest = Hasher.__init__
 
-    def start(runs, *args, **kwargs):
-        calls.append(len(runs))
-        return honest(runs, *args, **kwargs)
+    def init(self, runs, *args):
+        made.append(len(runs))
+        honest(self, runs, *args)
 
-    monkeypatch.setattr(_digests, "start_digests", start)
+    monkeypatch.setattr(Hasher, "__init__", init)
 
     def given():
         buffer = torch.empty(4)
@@ -283,9 +286,14 @@ def test_the_digests_of_many_tensors_are_those_of_each(kind, monkeypatch):
                 part = buffer[: len(passing[name])]
                 yield spec, part.copy_(passing[name])
 
-    found = digester.all(given(), stay)
-    assert found == {n: digester.of((stay | passing)[n], spec) for n, spec in specs.items()}
-    assert sorted(calls) == ([] if kind == "xxh3" else [1, 1, 1, 1, 5])
+    found = hasher.digests(given(), stay)
+    turned = 2  # blocks of the one that is not contiguous
+    assert sorted(made) == [1] * (4 + turned) + [5]
+    assert hasher.digests(given(), stay) == found
+    assert sorted(made) == [1] * 2 * (4 + turned) + [5]  # those that stay have one for ever
+    each = ([(spec, (stay | passing)[name])] for name, spec in specs.items())
+    alone = [TensorHasher(how, 128).digests(one, {}) for one in each]
+    assert found == {name: digest for one in alone for name, digest in one.items()}
 
 
 def test_small_tensors_on_a_device_are_copied_together():

@@ -226,7 +226,7 @@ def test_never_a_writer_with_anybody_and_never_too_many_readers(readers, plan):
 def test_refits_get_through_to_an_engine_that_is_kept_busy(keep, isolation):
     trainer = keep(Trainer(make_tensors()))
     engine = keep(Engine(blank(trainer.source.tensor), kind=InPlaceSink))
-    lock = engine.lock = engine.receiver.state.lock = TurnLock()
+    lock = engine.lock = engine.receiver.lock = TurnLock()
     stop = threading.Event()
     threads = busy(lock, stop, 0.02, threads=4)
     try:
@@ -242,7 +242,7 @@ def test_refits_get_through_to_an_engine_that_is_kept_busy(keep, isolation):
 def test_generation_that_does_not_end_is_named(keep):
     trainer = keep(Trainer(make_tensors()))
     engine = keep(Engine(blank(trainer.source.tensor)))
-    lock = engine.receiver.state.lock = TurnLock()
+    lock = engine.receiver.lock = TurnLock()
     with lock.reading():
         refit = spawn("refit", lambda: go(trainer, engine))
         until(engine.held_up)

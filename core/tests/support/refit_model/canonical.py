@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 
-from rl_core.refit._digests import Digester
-from rl_core.refit._layout import Layout
-from rl_core.refit._loading import Route
+from rl_core.refit._loading import ReceiverBuckets
+from rl_core.refit._packing import SenderBuckets
+from rl_core.refit.hashing import TensorHasher
 from rl_core.refit.manifest import WeightManifest
 from rl_core.refit.plan import TransferPlan
 from rl_core.refit.session import Phase
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 #: Times that were measured, addresses, what a job keeps for its caller, and caches: what they know
 #: of memory is of lanes that are open, which are written down.
 _IGNORED = {
-    "phase_seconds", "_entered", "_reported_at", "looked", "_places", "future", "at", "endpoint",
-    "_layouts", "routes",
+    "phase_seconds", "_entered", "_reported_at", "looked", "_addresses", "future", "at", "endpoint",
+    "_buckets", "buckets", "_on_gpu",
 }  # fmt: skip
 _PLAIN = {int, float, str, bytes, bool, type(None), Phase}
 
@@ -122,14 +122,14 @@ class Canon:
             self.out.append(thing.hexdigest())
 
 
-def _layout(canon: Canon, layout: Any) -> None:
-    canon.out.append(layout.plan.digest)
-    canon.add(layout.lane)
+def _sender_buckets(canon: Canon, buckets: Any) -> None:
+    canon.out.append(buckets.plan.digest)
+    canon.add(buckets.lane)
 
 
-def _route(canon: Canon, route: Any) -> None:
-    canon.out.append(route.plan.digest)
-    canon.add(route.data)
+def _receiver_buckets(canon: Canon, buckets: Any) -> None:
+    canon.out.append(buckets.plan.digest)
+    canon.add(buckets.data)
 
 
 _WRITERS: dict[type, Callable[[Canon, Any], None]] = {
@@ -143,7 +143,7 @@ _WRITERS: dict[type, Callable[[Canon, Any], None]] = {
     types.GeneratorType: Canon._generator,
     TransferPlan: lambda canon, plan: canon.out.append(plan.digest),
     WeightManifest: lambda canon, manifest: canon.out.append(manifest.digest),
-    Digester: Canon._name_only,  # a cache
-    Layout: _layout,
-    Route: _route,
+    TensorHasher: Canon._name_only,  # a cache
+    SenderBuckets: _sender_buckets,
+    ReceiverBuckets: _receiver_buckets,
 }

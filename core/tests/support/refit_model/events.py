@@ -135,10 +135,10 @@ def take(world: World, choice: str) -> None:
         case [_, "goes", "on"]:
             pass
         case ["T", "reads", key]:
-            world.trainer.sender.state.end("ipc").chosen = key
+            world.trainer.sender.end("ipc").chosen = key
         case ["T", "sees", "that", key, "is", "gone"]:
             world.connections[key].reported = True
-            world.trainer.sender.state.end("ipc").gone.append(key)
+            world.trainer.sender.end("ipc").gone.append(key)
         case ["ask", party]:
             world.ask(party)
         case ["ask", party, "and", "play", key]:

@@ -10,12 +10,12 @@ from unittest.mock import patch
 import msgspec
 
 from rl_core.refit import _receive_job
-from rl_core.refit._digests import run_hasher
-from rl_core.refit._loading import Route, _Step
-from rl_core.refit._receiver_state import ReceiverState
-from rl_core.refit._sender_state import SenderState
+from rl_core.refit._loading import ReceiverBuckets, _Step
 from rl_core.refit._staging import StagedSink
 from rl_core.refit.frames import Channel
+from rl_core.refit.hashing import Hasher
+from rl_core.refit.receiver import RefitReceiver
+from rl_core.refit.sender import RefitSender
 from rl_core.refit.session import Send, SenderSession
 from rl_core.refit.session.sender import _Peer
 
@@ -31,9 +31,9 @@ def _with(owner: Any, **replaced: Any) -> Callable[[], AbstractContextManager[An
     return lambda: patch.multiple(owner, **replaced)
 
 
-def _verified_in_the_lane(self: Route, group: list[Any]) -> _Step:
+def _verified_in_the_lane(self: ReceiverBuckets, group: list[Any]) -> _Step:
     runs = [piece.of(self.data).view(self.data.dtype) for piece in group]
-    digests = run_hasher(runs, self.plan.block_bytes, self._hash)
+    digests = Hasher(runs, self._hash, self.plan.block_bytes).digests
     return _Step(self._names(group), [], digests, self._writes(group, self.data, 0), False)
 
 
@@ -42,14 +42,14 @@ def _torn_as_before() -> Generator[None]:
     attach, release = _receive_job.ReceiveJob._attach, _receive_job.ReceiveJob._release
 
     def attaches(self: Any, *given: Any) -> str:
-        self.torn_before = self._state.torn
+        self.torn_before = self.endpoint.torn
         return attach(self, *given)
 
     def releases(self: Any) -> None:
         staged = isinstance(self._sink, StagedSink)
         release(self)
         if staged:
-            self._state.torn = self.torn_before
+            self.endpoint.torn = self.torn_before
 
     with patch.multiple(_receive_job.ReceiveJob, _attach=attaches, _release=releases):
         yield
@@ -121,16 +121,16 @@ def _any_refit() -> Generator[None]:
 #: What is taken back, how, and the scenario in which that shows.
 MUTANTS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], str]] = {
     "bytes are verified in the sender's memory": (
-        _with(Route, _cached=_verified_in_the_lane),
+        _with(ReceiverBuckets, _verified_beside=_verified_in_the_lane),
         "STALE_DIRECT",
     ),
     "a failed refit gives back the torn that it saw first": (_torn_as_before, "DROPPED"),
     "forget does not advance the epoch": (
-        _with(ReceiverState, forget=lambda self: setattr(self, "known", {})),
+        _with(RefitReceiver, forget=lambda self: setattr(self, "known", {})),
         "LOADED_DELTA",
     ),
     "nobody compares epochs": (
-        _with(ReceiverState, check_epoch=lambda self, epoch: None),
+        _with(RefitReceiver, check_unchanged=lambda self, epoch: None),
         "DROPPED_DELTA",
     ),
     "a staged refit writes what is known before it commits": (
@@ -147,7 +147,7 @@ MUTANTS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], str]] = {
     ),
     "a Hello for any refit is one for this": (_any_refit, "CRASHED"),
     "lanes of failed refits are used again": (
-        _with(SenderState, drop_lanes_after_failure=lambda self: None),
+        _with(RefitSender, drop_lanes_after_failure=lambda self: None),
         "STALE_PACKED",
     ),
 }

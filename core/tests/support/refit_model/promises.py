@@ -27,7 +27,7 @@ def check_engines(world: World) -> None:
             world.fails(
                 f"{engine.name} serves version {receiver.version} as {weights}, not {expected}"
             )
-        for name, digest in receiver.state.known.items():
+        for name, digest in receiver.known.items():
             if world.digested[digest] != engine.tensor[name].numpy().tobytes():
                 world.fails(f"{engine.name} knows {name} to be what it is not")
 

@@ -19,10 +19,11 @@ from unittest.mock import patch
 import greenlet
 
 from refit_model.promises import check_frame
-from rl_core.refit import _digests, _job, _send_job
+from rl_core.refit import _job, _send_job
 from rl_core.refit import sender as sender_module
 from rl_core.refit._job import Runtime
 from rl_core.refit.frames import Channel
+from rl_core.refit.hashing import Hasher
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -160,19 +161,19 @@ class Names:
         return hashlib.blake2b(name.encode(), digest_size=count).digest()
 
 
-def _hooked(function: Callable[..., Any]) -> Callable[..., Any]:
-    def hash_views(views: Any, *given: Any) -> Any:
-        views, task = list(views), running()
+def _hooked(honest: Callable[[Hasher], Any]) -> Callable[[Hasher], Any]:
+    def begin(hasher: Hasher) -> Any:
+        task = running()
         reads = task is not None and task.party != "T"  # what it has not written itself
         if reads:
             point("hash")
-        found = function(views, *given)
-        _now[0].digested.update(zip(found, map(bytes, views), strict=True))
+        result = honest(hasher)
+        _now[0].digested.update(zip(result(), map(bytes, hasher._blocks), strict=True))
         if reads:
             point("hashed")
-        return found
+        return result
 
-    return hash_views
+    return begin
 
 
 def _noted(decode: Callable[..., Any]) -> Callable[..., Any]:
@@ -198,7 +199,7 @@ def product_in_hand() -> ExitStack:
     # It divides by seconds, of which none pass here.
     enter(_send_job.SendJob, "_report", lambda *given: types.SimpleNamespace(as_dict=dict))
     enter(sender_module, "_meeting_point", dict)
-    enter(_digests, "hash_views", _hooked(_digests.hash_views))
+    enter(Hasher, "begin", _hooked(Hasher.begin))
     enter(Channel, "decode", _noted(Channel.decode))
     enter(secrets, "token_hex", lambda n=32: _now[0].names.bytes(n).hex())
     enter(secrets, "token_bytes", lambda n=32: _now[0].names.bytes(n))

@@ -15,6 +15,7 @@ import torch
 from refit_model.promises import check_write
 from refit_model.tasks import dead, point, running
 from rl_core.errors import RefitProtocolError
+from rl_core.refit.plan import DataMode
 from rl_core.refit.transports.base import CPU, Lane, ReceiverEnd, SenderEnd, Transport
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ class SharedLane(Lane):
     def publish(self, start: int, stop: int) -> None:
         task = running()
         assert task is not None
-        if not task.job._layout.plan.direct:
+        if task.job._buckets.plan.mode is not DataMode.DIRECT:
             check_write(self._world, self.ref["lane"], task.job.version)
         self._world.overhear((start, stop), bytes(self.memory[start:stop]))
         point("packed")

@@ -263,7 +263,7 @@ class Network:
         message, _ = self.said[frame]
         if isinstance(message, Sealed):
             refit = self.refits[message.session]
-            refit.sealed.add(engine.receiver.state.id)
+            refit.sealed.add(engine.receiver.id)
             # A trainer that has trained meanwhile will not confirm what it sent.
             if refit.step == self.trainer.step and engine.weights != refit.weights:
                 self.wrongly_sealed.append(refit)

@@ -239,4 +239,4 @@ class Engine:
     def _committed(self, version: int) -> None:
         self.faults.reached("commit")
         assert self.job is not None
-        self._published(self.receiver.state.id, self.job)
+        self._published(self.receiver.id, self.job)

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from rl_core.errors import CapabilityError
-from rl_core.refit.hashing import BlockHash, block_digests, tensor_digest
+from rl_core.refit.hashing import BlockHash, Hasher, tensor_digest
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -223,4 +223,4 @@ def _digest(tensor: torch.Tensor) -> bytes:
         return repr((tensor.layout, tensor.shape)).encode()
     flat = tensor.detach().contiguous().view(-1)
     block_hash = BlockHash.choose(flat.device, private=True, token="")
-    return tensor_digest(block_digests(flat.view(torch.uint8), block_hash))
+    return tensor_digest(Hasher([flat.view(torch.uint8)], block_hash).digests())

@@ -103,7 +103,6 @@ class SenderSession(Session):
         self._peers: dict[str, _Peer] = {}
         self._noise = ""
         self._asked_for: dict[str, float] = {}
-        self._dtypes: dict[str, str] | None = None
         self._buckets: int | None = None  # once there is a plan
         self._window = 0
         self._packed = 0
@@ -257,7 +256,7 @@ class SenderSession(Session):
         return [Send(self._abort(RefitProtocolError(f"{self.phase}: {why}")), key)]
 
     def _on_ready(self, peer: _Peer, message: messages.Ready) -> list[Effect]:
-        if self._dtypes is not None and message.dtypes != self._dtypes:
+        if any(p.ready and p.ready.dtypes != message.dtypes for p in self._peers.values()):
             return self.fail(
                 ManifestMismatchError(
                     f"{peer.name} wants other dtypes than the receivers before it",
@@ -265,7 +264,7 @@ class SenderSession(Session):
                     peer=peer.name,
                 )
             )
-        self._dtypes, peer.ready = message.dtypes, message
+        peer.ready = message
         if not self._all_did(peer):
             return []
         late = [effect for key in self._offered for effect in self._dismiss(key, self._full)]

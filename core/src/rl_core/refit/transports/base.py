@@ -269,6 +269,13 @@ class Transport(ABC):
             RefitProtocolError: The address is malformed.
         """
 
+    def remove_leftovers(self, address: Mapping[str, Any]) -> None:
+        """Removes what a sender that was killed left behind there; nothing of one that lives.
+
+        Raises:
+            RefitProtocolError: The address is malformed.
+        """
+
 
 def refuse_options(who: str, options: Mapping[str, Any]) -> None:
     """Raises ConfigError for the first of the options, where ``who`` takes none."""

@@ -136,17 +136,24 @@ class _Ipc(Transport):
 
     def receiver(self, address: Mapping[str, Any], **options: Any) -> IpcReceiver:
         refuse_options("the ipc transport", options)
-        try:
-            endpoint = msgspec.convert(address, _Address).endpoint
-        except msgspec.ValidationError as error:
-            raise RefitProtocolError(f"a malformed ipc address: {error}") from error
-        if not endpoint.startswith(_SCHEME):
-            raise RefitProtocolError(f"{endpoint!r} is no ipc endpoint")
-        return IpcReceiver(endpoint)
+        return IpcReceiver(_endpoint(address))
+
+    def remove_leftovers(self, address: Mapping[str, Any]) -> None:
+        _clear(_endpoint(address))
 
 
 #: The transport named ``ipc``.
 IPC: Transport = _Ipc()
+
+
+def _endpoint(address: Mapping[str, Any]) -> str:
+    try:
+        endpoint = msgspec.convert(address, _Address).endpoint
+    except msgspec.ValidationError as error:
+        raise RefitProtocolError(f"a malformed ipc address: {error}") from error
+    if not endpoint.startswith(_SCHEME):
+        raise RefitProtocolError(f"{endpoint!r} is no ipc endpoint")
+    return endpoint
 
 
 def _remove(directory: str, owner: int) -> None:

@@ -40,7 +40,7 @@ from rl_conformance.served import greedy, same_output
 from rl_conformance.training import NegativeLogLikelihood, training_batch
 from rl_conformance.weights import same_weights
 from rl_core.errors import RefitCorrupted, RefitError, RLError, WeightsTornError
-from rl_core.refit._sender_state import SenderState
+from rl_core.refit.sender import RefitSender
 from rl_core.refit.transports.control import ControlServer
 
 if TYPE_CHECKING:
@@ -270,7 +270,7 @@ def damaged_bytes_never_commit(ctx: Context, way: Any) -> None:
     """A byte that changes in a buffer, or in the tensor itself, once it was hashed is found."""
     policy, engine = _doubles(ctx, way)
     lanes: list[Any] = []
-    honest = SenderState.layout
+    honest = RefitSender.buckets
 
     def remember(*args: Any, **options: Any) -> Any:
         layout = honest(*args, **options)
@@ -281,7 +281,7 @@ def damaged_bytes_never_commit(ctx: Context, way: Any) -> None:
         lanes[-1].data[5] ^= 64
 
     with (
-        mock.patch.object(SenderState, "layout", remember),
+        mock.patch.object(RefitSender, "buckets", remember),
         at_the_first_bucket(damage),
     ):
         error = attempt(policy, engine, bucket_bytes=4096, deadline_s=10.0, **way)

@@ -25,9 +25,9 @@ from rl_conformance.weights import same_weights
 from rl_core.backends.tensors import NamedTensorSink
 from rl_core.errors import RLError, WeightsTornError
 from rl_core.futures import wait
-from rl_core.refit._sender_state import SenderState
 from rl_core.refit.frames import Channel
 from rl_core.refit.messages import BucketReady, Offer
+from rl_core.refit.sender import RefitSender
 from rl_core.refit.transports.control import ControlClient, ControlServer
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ def what_is_held_is_what_was_written(ctx: Context) -> None:
     policy, engine = _doubles(ctx, _Disturbed)
     run_refit(policy, engine, mode="packed")
     _renew(policy, 3)
-    honest, lanes = SenderState.layout, []
+    honest, lanes = RefitSender.buckets, []
 
     def remember(*args: Any, **options: Any) -> Any:
         layout = honest(*args, **options)
@@ -142,7 +142,7 @@ def what_is_held_is_what_was_written(ctx: Context) -> None:
     def disturb() -> None:
         _Disturbed.lane = lanes[-1].data
 
-    with mock.patch.object(SenderState, "layout", remember), at_the_first_bucket(disturb):
+    with mock.patch.object(RefitSender, "buckets", remember), at_the_first_bucket(disturb):
         error = attempt(policy, engine, mode="packed")
     require(_Disturbed.lane is None, "the memory was not disturbed")
     if error is None:

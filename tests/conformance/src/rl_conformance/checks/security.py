@@ -163,7 +163,7 @@ def a_stranger_on_the_socket_is_refused(ctx: Context, transport: str) -> None:
     run_refit(policy, engine, transport=transport)
     for name, tensor in odd_tensors(3).items():
         policy.tensors[name].copy_(tensor)
-    endpoint = policy.sender.state.end(transport).endpoint
+    endpoint = policy.sender.end(transport).endpoint
     context: zmq.Context[Any] = zmq.Context()
     stranger = context.socket(zmq.DEALER)
     try:
@@ -178,7 +178,7 @@ def a_stranger_on_the_socket_is_refused(ctx: Context, transport: str) -> None:
         context.destroy(0)
     require(report.receivers == 1, f"{report.receivers} receivers took part")
     same_weights(engine.tensors, policy.tensors, "engine")
-    token = policy.sender.state.token.encode()
+    token = policy.sender.token.encode()
     require(not any(token in frame for frame in told), "the stranger was told the token")
     require(not any(b"Offer" in frame for frame in told), "the stranger was made an offer")
 

@@ -21,9 +21,7 @@ from rl_conformance.reference.generation import ReferenceGeneration
 from rl_conformance.reference.policy import ReferencePolicy
 from rl_core.backends import generation
 from rl_core.refit import _loading
-from rl_core.refit._digests import run_hasher
-from rl_core.refit._receiver_state import ReceiverState
-from rl_core.refit.hashing import BlockHash
+from rl_core.refit.hashing import BlockHash, Hasher
 from rl_core.refit.receiver import RefitReceiver
 from rl_core.refit.session.sender import SenderSession
 
@@ -39,29 +37,29 @@ _SESSION_BYTES = 16
 def what_lies_ready_is_verified_and_copied_later() -> AbstractContextManager[Any]:
     """Digests are of the sender's memory, which is read again to be written."""
 
-    def look_and_copy(route: Any, group: Any) -> Any:
-        runs = [piece.of(route.data).view(torch.uint8) for piece in group]
-        digests = run_hasher(runs, route.plan.block_bytes, route._hash)
-        writes = route._writes(group, route.data, 0)
-        return _loading._Step(route._names(group), [], digests, writes, in_place=False)
+    def look_and_copy(buckets: Any, group: Any) -> Any:
+        runs = [piece.of(buckets.data).view(torch.uint8) for piece in group]
+        digests = Hasher(runs, buckets._hash, buckets.plan.block_bytes).digests
+        writes = buckets._writes(group, buckets.data, 0)
+        return _loading._Step(buckets._names(group), [], digests, writes, in_place=False)
 
-    return mock.patch.object(_loading.Route, "_cached", look_and_copy)
+    return mock.patch.object(_loading.ReceiverBuckets, "_verified_beside", look_and_copy)
 
 
 @breaks("R8", checks="R8 and dropped")
 def dropped_weights_are_committed() -> AbstractContextManager[Any]:
     """A refit does not ask whether the weights were dropped since it began."""
-    return mock.patch.object(ReceiverState, "check_epoch", return_value=None)
+    return mock.patch.object(RefitReceiver, "check_unchanged", return_value=None)
 
 
 @breaks("R8", checks="R8 and dropped")
 def dropped_weights_are_no_news() -> AbstractContextManager[Any]:
     """Only what is held is forgotten; the refit goes on as if it were whole."""
 
-    def forget(state: ReceiverState) -> None:
+    def forget(state: RefitReceiver) -> None:
         state.known = {}
 
-    return mock.patch.object(ReceiverState, "forget", forget)
+    return mock.patch.object(RefitReceiver, "forget", forget)
 
 
 @breaks("R9", checks="R9 and digests_over")

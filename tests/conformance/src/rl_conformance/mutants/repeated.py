@@ -13,7 +13,7 @@ from rl_conformance.reference.generation import ReferenceGeneration
 from rl_conformance.reference.policy import ReferencePolicy
 from rl_core.backends.tensors import NamedTensorSink
 from rl_core.errors import RLError
-from rl_core.refit._digests import DigestTable
+from rl_core.refit.hashing import DigestTable
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -183,7 +183,7 @@ class ASleepMendsTornWeights(ReferenceGeneration):
     """Waking up, the engine calls its weights whole."""
 
     def on_wake(self, tags: frozenset[str]) -> None:
-        self._receiver.state.torn = False  # type: ignore[attr-defined]
+        self._receiver.torn = False  # type: ignore[attr-defined]
 
 
 @breaks("R8", checks="R8 and torn")
@@ -192,7 +192,7 @@ class PreparingMendsTornWeights(ReferenceGeneration):
 
     def prepare_refit_info(self, state_dict_info: dict[str, Any]) -> None:
         super().prepare_refit_info(state_dict_info)
-        self._receiver.state.torn = False  # type: ignore[attr-defined]
+        self._receiver.torn = False  # type: ignore[attr-defined]
 
 
 @breaks("R8", checks="R8 and torn_state")
@@ -268,7 +268,7 @@ class ARefusedHandleTears(ReferenceGeneration):
     """The weights count as torn before anybody has looked at the handle."""
 
     def update_weights(self, ipc_handles: dict[str, Any]) -> bool:
-        self._receiver.state.torn = True  # type: ignore[attr-defined]
+        self._receiver.torn = True  # type: ignore[attr-defined]
         return super().update_weights(ipc_handles)
 
 
@@ -280,7 +280,7 @@ class RefusedRefitsAreCounted(ReferencePolicy):
         try:
             return super().stream_weights_via_ipc_zmq(*args, **kwargs)
         except RLError:
-            self._sender.state.version += 1
+            self._sender.version += 1
             raise
 
 

@@ -13,7 +13,7 @@ import torch
 from rl_core.errors import DeadlineError
 from rl_core.futures import wait
 from rl_core.interfaces.weights import TensorSpec, WeightSink, WeightSource
-from rl_core.refit.hashing import BlockHash, block_digests
+from rl_core.refit.hashing import BlockHash, Hasher
 from rl_core.refit.plan import SLOTS
 from rl_core.refit.receiver import RefitReceiver
 from rl_core.refit.transports import find_transport
@@ -74,7 +74,7 @@ class Tensors(WeightSource, WeightSink):
         device = next(iter(self.held.values())).device
         block_hash = BlockHash.choose(device, private=True, token="")
         runs = (tensor.view(-1).view(torch.uint8) for tensor in self.held.values())
-        return [block_digests(run, block_hash) for run in runs]
+        return [Hasher([run], block_hash).digests() for run in runs]
 
     def write(self, name: str, offset: int, data: torch.Tensor, *, of: TensorSpec) -> None:
         """See :meth:`WeightSink.write`."""

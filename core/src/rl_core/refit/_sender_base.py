@@ -1,14 +1,15 @@
-"""What a sender keeps from refit to refit: connections, memory, and the last layouts of it."""
+"""What a sender keeps from refit to refit: connections, memory."""
 
 from __future__ import annotations
 
 import secrets
 from typing import TYPE_CHECKING, Any
 
-from rl_core.refit._layout import Layout, keep_two
-from rl_core.refit._packing import Arena
+from rl_core.refit._direct import MovedTensors
+from rl_core.refit._job import Endpoint, J, keep_two
+from rl_core.refit._packing import SenderBuckets
 from rl_core.refit.manifest import WeightManifest
-from rl_core.refit.plan import SLOTS, TransferPlan, make_plan
+from rl_core.refit.plan import SLOTS, DataMode, TransferPlan, make_plan
 from rl_core.refit.transports.base import NoLane
 
 if TYPE_CHECKING:
@@ -17,42 +18,37 @@ if TYPE_CHECKING:
     import torch
 
     from rl_core.interfaces.weights import WeightSource
-    from rl_core.refit._digests import DigestTable
     from rl_core.refit._job import Runtime
-    from rl_core.refit.hashing import BlockHash
+    from rl_core.refit.hashing import BlockHash, DigestTable
     from rl_core.refit.transports.base import Lane, SenderEnd
 
-__all__ = ["SenderState"]
+_NO_LANE = NoLane()
 
 
-class SenderState:
-    """Made once for a trainer's whole life, and used by one refit at a time.
-
-    Args:
-        runtime: Where its transports come from.
+class SenderBase(Endpoint[J]):
+    """What a refit uses of its sender; one refit at a time does.
 
     Attributes:
         token: The secret that messages are authenticated with.
         version: Last committed version, 0 at first.
         committed: Digests of what was committed last, if it was hashed.
         committed_hash: What they were made with.
-        arena: Knows the tensors that engines read where they are.
+        moved: The tensors that engines read where they are.
         ends: The sender's end of each transport that was used.
     """
 
-    def __init__(self, runtime: Runtime) -> None:
-        self._runtime = runtime
+    def __init__(self, name: str, runtime: Runtime | None) -> None:
+        super().__init__(name, runtime)
         self.token = secrets.token_hex(32)
         self.version = 0
         self.committed: DigestTable | None = None
         self.committed_hash: BlockHash | None = None
-        self.arena = Arena()
+        self.moved = MovedTensors()
         self.ends: dict[str, SenderEnd] = {}
         self._manifest: WeightManifest | None = None
         self._wire: WeightManifest | None = None
-        self._lanes: dict[tuple[SenderEnd, bool], Lane] = {}
-        self._layouts: dict[object, Layout] = {}
-        self._no_lane = NoLane()
+        self._lanes: dict[tuple[SenderEnd, DataMode], Lane] = {}
+        self._buckets: dict[object, SenderBuckets] = {}
 
     def manifest_of(self, source: WeightSource) -> WeightManifest:
         """The source's manifest; the one that is known if nothing changed."""
@@ -67,7 +63,7 @@ class SenderState:
     def end(self, transport: str) -> SenderEnd:
         """This side's end of a transport."""
         if transport not in self.ends:
-            self.ends[transport] = self._runtime.transport(transport).sender()
+            self.ends[transport] = self.runtime.transport(transport).sender()
         return self.ends[transport]
 
     def reopen(self, transport: str, options: Mapping[str, Any]) -> SenderEnd:
@@ -75,36 +71,35 @@ class SenderState:
         if (known := self.ends.pop(transport, None)) is not None:
             self._close_lanes([key for key in self._lanes if key[0] is known])
             known.close()
-        self.ends[transport] = self._runtime.transport(transport).sender(**options)
+        self.ends[transport] = self.runtime.transport(transport).sender(**options)
         return self.ends[transport]
 
-    def layout(
+    def buckets(
         self,
         end: SenderEnd,
         wire: WeightManifest,
         bucket_bytes: int,
+        mode: DataMode,
         *,
-        direct: bool,
         skip: bytes,
         block_hash: BlockHash,
         device: torch.device,
         receivers: Sequence[str],
-    ) -> Layout:
-        """A plan and memory for it: what the last refits used, where that fits.
+    ) -> SenderBuckets:
+        """The buckets of a refit, and memory for them: those of the last refits, where they fit.
 
         Raises:
             RefitError: There is not enough memory.
         """
-        key = (end, wire.digest, bucket_bytes, direct, skip, block_hash)
-        known = self._layouts.get(key)
+        key = (end, wire.digest, bucket_bytes, mode, skip, block_hash)
+        known = self._buckets.get(key)
         plan = known.plan if known is not None else None
         if plan is None:
-            block = block_hash.block
-            plan = make_plan(wire, bucket_bytes, direct=direct, skip=skip, block=block)
+            plan = make_plan(wire, bucket_bytes, mode, skip=skip, block=block_hash.block)
         lane = self._lane(end, plan, device, receivers, bucket_bytes)
         if known is None or known.lane is not lane:
-            known = Layout(plan, lane, block_hash)
-        return keep_two(self._layouts, key, known)
+            known = SenderBuckets(plan, lane, block_hash)
+        return keep_two(self._buckets, key, known)
 
     def _lane(
         self,
@@ -116,16 +111,16 @@ class SenderState:
     ) -> Lane:
         """The lane at hand if it fits, so that memory is touched once."""
         if not plan.buckets:
-            return self._no_lane
-        key = (end, plan.direct)
-        most = plan.lane_bytes if plan.direct else max(plan.lane_bytes, SLOTS * bucket_bytes)
+            return _NO_LANE
+        key, direct = (end, plan.mode), plan.mode is DataMode.DIRECT
+        most = plan.lane_bytes if direct else max(plan.lane_bytes, SLOTS * bucket_bytes)
         lane = self._lanes.get(key)
         if lane is not None:
             fits = plan.lane_bytes <= lane.data.numel() <= most and lane.data.device == device
             if fits and lane.serves(receivers):
                 return lane
             self._close_lanes([key])
-        self._lanes[key] = end.lane(plan.lane_bytes, device, receivers, direct=plan.direct)
+        self._lanes[key] = end.lane(plan.lane_bytes, device, receivers, direct=direct)
         return self._lanes[key]
 
     def drop_lanes_after_failure(self) -> None:
@@ -134,24 +129,21 @@ class SenderState:
         What is written next goes elsewhere. The trainer's own memory (``direct``) stays: it cannot
         be taken from under the weights, and what is read there late is verified like all else.
         """
-        lanes = self._lanes.items()
-        self._close_lanes([k for k, lane in lanes if not (k[1] and lane.reusable_after_failure)])
+        self._close_lanes(
+            [
+                (end, mode)
+                for (end, mode), lane in self._lanes.items()
+                if not (mode is DataMode.DIRECT and lane.reusable_after_failure)
+            ]
+        )
 
-    def release_weights(self) -> None:
-        """Closes the memory that engines read the trainer's tensors in."""
-        self.arena = Arena()
-        self._close_lanes([key for key in self._lanes if key[1]])
+    def drop_moved_tensors(self) -> None:
+        """As :meth:`release_weights`, for the refit that is running."""
+        self.moved = MovedTensors()
+        self._close_lanes([key for key in self._lanes if key[1] is DataMode.DIRECT])
 
-    def close(self) -> None:
-        """Closes everything. Idempotent."""
-        self.release_weights()
-        self._close_lanes(list(self._lanes))
-        for end in self.ends.values():
-            end.close()
-        self.ends.clear()
-
-    def _close_lanes(self, keys: list[tuple[SenderEnd, bool]]) -> None:
+    def _close_lanes(self, keys: list[tuple[SenderEnd, DataMode]]) -> None:
         for key in keys:
             self._lanes.pop(key).close()
         if keys:
-            self._layouts.clear()  # views would keep the memory
+            self._buckets.clear()  # views would keep the memory
