@@ -202,7 +202,12 @@ class HandleReceiver:
         self._set: _Set | None = None
         self._over: dict[str, int] = {}  # by token, the serial of the last set that is over
 
-    def take(self, message: Handles, trainer: Trainer, state: _State) -> bool:
+    @property
+    def under_way(self) -> bool:
+        """Whether a set is begun and not over."""
+        return self._set is not None
+
+    def take(self, message: Handles, trainer: Trainer, state: _State) -> None:
         """Writes one group; with the last one the version moves.
 
         Whatever goes wrong ends the set.
@@ -211,9 +216,6 @@ class HandleReceiver:
             message: Describes the group.
             trainer: Who handed it over.
             state: What the engine has.
-
-        Returns:
-            True if it was the last.
 
         Raises:
             RefitAborted: The set is over, another one has followed it, or the trainer's tensors
@@ -246,7 +248,6 @@ class HandleReceiver:
         except BaseException:
             self.give_up()
             raise
-        return self._set is None
 
     def give_up(self) -> None:
         """The set that is under way, if any, will not be complete."""

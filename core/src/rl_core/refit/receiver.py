@@ -233,11 +233,10 @@ class RefitReceiver(ReceiverBase[ReceiveJob]):
         ):
             self.check_open()
             try:
-                if self.handles.take(message, trainer, self):
+                self.handles.take(message, trainer, self)
+            finally:
+                if not self.handles.under_way:
                     self.give_up_handles()
-            except BaseException:
-                self.give_up_handles()
-                raise
         return True
 
     def _last_waiting(self) -> ReceiveJob | None:
