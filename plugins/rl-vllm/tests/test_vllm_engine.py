@@ -129,7 +129,16 @@ def test_every_way_of_the_bytes_reaches_every_worker(start, tiny):
     policy.shutdown()
 
 
-def test_replicas_on_a_cluster_share_the_rows_and_a_refit(tiny):
+@pytest.fixture
+def same_environment():
+    """Takes back what a test exports, as Ray does: engines of another environment share nothing."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
+def test_replicas_on_a_cluster_share_the_rows_and_a_refit(tiny, same_environment):
     from rl_ray import RayVirtualCluster
 
     engine_config = {"max_num_seqs": 16, "kv_cache_memory_bytes": 64 << 20}
