@@ -586,4 +586,4 @@ def test_a_service_without_calls_takes_an_engine_that_cannot_cancel(caplog):
     service.submit(ServedCall("generate", prompts, SamplingParams(), told.append))
     until(lambda: bool(told))
     assert isinstance(told[0], OSError)
-    until(lambda: "could not give its rows up" in caplog.text)
+    until(lambda: "could not cancel its rows" in caplog.text)

@@ -179,7 +179,7 @@ class RowService:
             )
 
     def end(self, timeout_s: float) -> None:
-        """Gives all calls up, and waits for the thread."""
+        """Cancels all calls, and waits for the thread."""
         with self._guard:
             calls, thread = [*self._arrived, *self._begun, *self._running.values()], self._thread
         for call in dict.fromkeys(calls):
@@ -211,12 +211,12 @@ class RowService:
     def _serve_turn(self) -> None:
         """Until nothing is in the engine, and nothing may begin."""
         with self._guard:
-            owed = len(self._arrived)  # a writer kept these waiting: they go before the next one
+            kept_waiting = len(self._arrived)  # by the last writer: they go before the next one
         while True:
             try:
                 with self._guard:
                     cancelled, self._cancelled = self._cancelled, set()
-                    owed = self._begin_calls(owed)
+                    kept_waiting = self._begin_calls(kept_waiting)
                     rows = self._take_rows()
                     idle = not (rows or self._running)
                 if cancelled:
@@ -230,12 +230,15 @@ class RowService:
             except BaseException as error:  # whoever waits is told, whatever it is
                 self._fail_all(error)
 
-    def _begin_calls(self, owed: int) -> int:
-        """Begins calls as long as each can have a row in the engine; how many are still owed."""
+    def _begin_calls(self, kept_waiting: int) -> int:
+        """Begins calls as long as each can have a row in the engine.
+
+        ``kept_waiting`` of them begin although a writer waits; returns how many of these are left.
+        """
         while self._arrived and len(self._running) + len(self._begun) < self._engine.room:
-            if owed <= 0 and self._lock.wanted:
+            if kept_waiting <= 0 and self._lock.wanted:
                 break
-            call, owed = self._arrived.popleft(), owed - 1
+            call, kept_waiting = self._arrived.popleft(), kept_waiting - 1
             try:
                 self._check(call.method)
                 call.version = self._version()
@@ -246,7 +249,7 @@ class RowService:
                 self._begun.append(call)
             else:
                 self._tell(call, None)
-        return owed
+        return kept_waiting
 
     def _take_rows(self) -> list[Row]:
         """Rows that there is room for, one of each call in turn."""
@@ -296,7 +299,7 @@ class RowService:
         try:
             self._engine.cancel(cancelled)
         except Exception:  # it is as broken as it was; whoever calls next is told
-            _log.exception("%s could not give its rows up", self._name)
+            _log.exception("%s could not cancel its rows", self._name)
         if not calls:
             _log.error("%s failed while it served no call", self._name, exc_info=error)
         for number, call in enumerate(calls):

@@ -34,7 +34,7 @@ FORMAT = 1
 
 @contextmanager
 def write_directory(path: str | Path) -> Generator[Path]:
-    """Gives a directory to write into that becomes ``path`` at the end, as a whole.
+    """A directory to write into, which becomes ``path`` at the end, as a whole.
 
     If the body raises, nothing stays. If the process is killed, ``path`` is what it was before (or
     its former content is found and put back by the next load or save), and what was half written

@@ -144,7 +144,7 @@ class GenerationBackend(GenerationInterface):
 
     @abstractmethod
     def on_sleep(self, tags: frozenset[str]) -> None:
-        """Gives the memory behind ``tags`` back, as far as the manifest declares ``sleep``."""
+        """Frees the memory behind ``tags``, as far as the manifest declares ``sleep``."""
 
     @abstractmethod
     def on_shutdown(self) -> None:

@@ -1,4 +1,4 @@
-"""The front door: what users hand over becomes a batch, or an error that says how to make one."""
+"""Checks of what users pass to a policy or an engine: batches, lengths, tags."""
 
 from __future__ import annotations
 

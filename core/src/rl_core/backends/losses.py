@@ -26,7 +26,7 @@ def input_type_of(loss_fn: Any) -> LossInputType:
     """What a loss wants, by the value or name of its ``input_type``: enums may be others' own.
 
     Raises:
-        ConfigError: It wants something that no policy hands over.
+        ConfigError: It wants something that no policy computes.
     """
     given = getattr(loss_fn, "input_type", LossInputType.LOGPROB)
     words = {given.value, given.name} if isinstance(given, enum.Enum) else {given}

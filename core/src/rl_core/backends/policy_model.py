@@ -99,7 +99,7 @@ class PolicyModel(ABC):
 
     @abstractmethod
     def on_shutdown(self) -> None:
-        """Lets go of model and memory; called once."""
+        """Frees the model and its memory; called once."""
 
     def accumulate(
         self,

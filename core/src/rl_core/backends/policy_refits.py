@@ -153,7 +153,7 @@ class PolicyRefits(ColocatablePolicyInterface):
         return self._send(transport="collective", kv_scales=kv_scales or {}, **options)
 
     def close_refits(self) -> None:
-        """Ends all refits, and lets go of sockets and shared memory; for ``shutdown``. Idempotent.
+        """Ends all refits, and closes sockets and shared memory; for ``shutdown``. Idempotent.
 
         Raises:
             DeadlineError: A refit hangs in the backend's code.

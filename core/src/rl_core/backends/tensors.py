@@ -72,15 +72,7 @@ def tensor_specs(tensors: Mapping[str, torch.Tensor]) -> list[TensorSpec]:
 
 
 class _NamedTensors:
-    """What both ends have in common.
-
-    Args:
-        tensors: By name, the same objects as long as the model lives; any strides. Those of
-            :func:`module_tensors`, say.
-
-    Attributes:
-        device: Where the first tensor is.
-    """
+    """What both ends have in common; ``device`` is where the first tensor is."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self.tensors_by_name = tensors

@@ -70,7 +70,7 @@ class GenerationInterface(ABC):
 
     @abstractmethod
     def finish_generation(self, *args: Any, **kwargs: Any) -> bool:
-        """Lets go of the memory that generation needs. Idempotent; True on success.
+        """Frees the memory that generation needs. Idempotent; True on success.
 
         Args:
             *args: For backends' own use.

@@ -133,7 +133,7 @@ class PolicyInterface(ABC):
 
     @abstractmethod
     def finish_training(self, *args: Any, **kwargs: Any) -> None:
-        """Lets go of what only training needs. Idempotent."""
+        """Frees the memory that only training needs. Idempotent."""
 
     @abstractmethod
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:

@@ -56,9 +56,9 @@ class ColocationConfig(TypedDict):
     """Whether trainer and engine share devices.
 
     Attributes:
-        enabled: True when both take turns on the same devices: ``finish_generation`` gives the
-            engine's memory back. False when the engine has devices of its own: it keeps its memory
-            and goes on serving, unless ``finish_generation`` is told what to give back.
+        enabled: True when both take turns on the same devices: ``finish_generation`` frees
+            the engine's memory. False when the engine has devices of its own: it keeps its memory
+            and goes on serving, unless ``finish_generation`` is told what to free.
         resources: None, or see :class:`ResourcesConfig`.
     """
 

@@ -1,4 +1,4 @@
-"""What a trainer gives and an engine takes in a refit: a source and a sink of named tensors.
+"""The two ends of a refit: the trainer's source and the engine's sink of named tensors.
 
 Everything else about a refit (buckets, transports, versions, verification, the methods of both
 generations of the interface) is written once in :mod:`rl_core.refit` on top of these two.
@@ -131,7 +131,7 @@ class WeightSource(ABC):
         """
 
     def close(self) -> None:
-        """Lets go of what the source holds; called once, however the refit ended.
+        """Releases what the source holds; called once, however the refit ended.
 
         Also where it never began: it was refused, or another one took its place.
         """

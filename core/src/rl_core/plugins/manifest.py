@@ -108,7 +108,7 @@ class BackendManifest:
         refit_constant_bytes: Memory a refit may use beyond its buffers. Digests take up to 40 MiB
             of a GPU, on each side.
         released_fraction: For ``sleep`` and ``offload``: fraction of the device memory of weights
-            or KV cache that is given back.
+            or KV cache that is freed.
     """
 
     name: str
