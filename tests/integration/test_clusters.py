@@ -22,9 +22,9 @@ from cluster_doubles import (
     PairLoss,
     manifest_in,
     pids,
-    prompts,
     wait_until_gone,
 )
+from prompt_rows import prompts
 
 from rl_core.batch import BatchedDataDict
 from rl_core.errors import (

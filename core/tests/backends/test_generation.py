@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from counting_engine import CONTEXT, PAD, CountingEngine, batch, collect
+from counting_engine import CONTEXT, PAD, CountingEngine, collect
+from prompt_rows import prompts
 from simple_pair import Trainer
 
 from rl_core.backends import Completion
@@ -72,7 +73,7 @@ def lock_is_free(engine: CountingEngine) -> bool:
 
 
 def test_ragged_rows_are_laid_out_prompt_first_then_tokens_then_padding(make):
-    out = make().generate(batch([9, 5], [7], [4, 4, 47]), greedy=True)
+    out = make().generate(prompts([9, 5], [7], [4, 4, 47]), greedy=True)
     assert out["output_ids"].tolist() == [
         [9, 5, 6, 7, 8, 9, PAD],
         [7, 8, 9, 10, 11, PAD, PAD],
@@ -89,20 +90,20 @@ def test_ragged_rows_are_laid_out_prompt_first_then_tokens_then_padding(make):
 def test_logprobs_are_float32_under_another_default_dtype(make):
     torch.set_default_dtype(torch.float64)
     try:
-        assert make().generate(batch([5]))["logprobs"].dtype == torch.float32
+        assert make().generate(prompts([5]))["logprobs"].dtype == torch.float32
     finally:
         torch.set_default_dtype(torch.float32)
 
 
 def test_padding_wider_than_the_longest_row_is_cut_off(make):
-    data = batch([5])
+    data = prompts([5])
     data["input_ids"] = torch.cat([data["input_ids"], torch.zeros(1, 9, dtype=torch.int64)], 1)
     assert make().generate(data)["output_ids"].shape == (1, 5)
 
 
 def test_a_row_without_room_is_truncated_and_never_reaches_the_engine(make):
     full = list(range(2, 2 + CONTEXT))
-    data = batch([5], full, [8])
+    data = prompts([5], full, [8])
     out = make().generate(data, greedy=True)
     assert out["generation_lengths"].tolist() == [4, 0, 4]
     assert out["truncated"].tolist() == [True, True, True]
@@ -114,22 +115,24 @@ def test_a_row_without_room_is_truncated_and_never_reaches_the_engine(make):
 def test_only_rows_without_room_need_no_engine(make):
     engine = make()
     engine.before_row = lambda row: pytest.fail("nothing to complete")
-    assert engine.generate(batch([5] * CONTEXT))["output_ids"].shape == (1, CONTEXT)
+    assert engine.generate(prompts([5] * CONTEXT))["output_ids"].shape == (1, CONTEXT)
 
 
 def test_max_model_len_bounds_prompt_and_tokens(make):
-    out = make(max_model_len=6).generate(batch([5] * 4, [5]))
+    out = make(max_model_len=6).generate(prompts([5] * 4, [5]))
     assert out["unpadded_sequence_lengths"].tolist() == [6, 5]
     with pytest.raises(ConfigError, match="max_model_len"):
         CountingEngine(max_model_len=CONTEXT + 1)
     with pytest.raises(DataError, match="row 1"):
-        make(max_model_len=3).generate(batch([5], [5] * 4))
+        make(max_model_len=3).generate(prompts([5], [5] * 4))
 
 
 # -- empty batches and further keys ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("data", [BatchedDataDict(), batch(), batch(id=[], x=torch.zeros(0, 2))])
+@pytest.mark.parametrize(
+    "data", [BatchedDataDict(), prompts(), prompts(id=[], x=torch.zeros(0, 2))]
+)
 @pytest.mark.parametrize("samples", [1, 3])
 def test_an_empty_batch_gives_an_empty_result_of_the_right_keys(make, data, samples):
     out = make(num_samples=samples).generate(data)
@@ -141,7 +144,7 @@ def test_an_empty_batch_gives_an_empty_result_of_the_right_keys(make, data, samp
 
 def test_further_keys_stay_with_their_rows(make):
     out = make(num_samples=2).generate(
-        batch([5], [8], id=["a", "b"], x=torch.tensor([[1], [2]]), note=None), greedy=True
+        prompts([5], [8], id=["a", "b"], x=torch.tensor([[1], [2]]), note=None), greedy=True
     )
     assert out["id"] == ["a", "a", "b", "b"]
     assert out["x"].tolist() == [[1], [1], [2], [2]]
@@ -152,12 +155,12 @@ def test_further_keys_stay_with_their_rows(make):
 
 def test_a_further_key_of_another_length_is_refused(make):
     with pytest.raises(DataError, match="id: 1"):
-        make().generate(batch([5], [8], id=["a"]))
+        make().generate(prompts([5], [8], id=["a"]))
 
 
 def test_columns_of_an_earlier_output_do_not_replace_those_of_this_one(make):
     engine = make()
-    first = engine.generate(batch([5], [8]), greedy=True)
+    first = engine.generate(prompts([5], [8]), greedy=True)
     again = BatchedDataDict(
         {
             **first,
@@ -174,7 +177,7 @@ def test_columns_of_an_earlier_output_do_not_replace_those_of_this_one(make):
 
 
 def test_a_seed_makes_sampling_reproducible_and_none_does_not(make):
-    data = batch(*[[5]] * 32)
+    data = prompts(*[[5]] * 32)
     first, second = (make(seed=3).generate(data)["output_ids"] for _ in range(2))
     assert torch.equal(first, second)
     assert len(first.unique(dim=0)) > 1
@@ -185,20 +188,20 @@ def test_a_seed_makes_sampling_reproducible_and_none_does_not(make):
 
 def test_a_rows_seed_follows_the_row_not_its_place(make):
     seeds = torch.arange(10, 15)
-    data = batch(*[[5]] * 5, seed=seeds)
+    data = prompts(*[[5]] * 5, seed=seeds)
     straight = make(seed=1).generate(data)["output_ids"]
     data["seed"] = seeds.flip(0)
     assert torch.equal(make(seed=2).generate(data)["output_ids"].flip(0), straight)
 
 
 def test_the_first_rows_of_a_larger_batch_draw_the_same_seeds(make):
-    few = make(seed=3).generate(batch([5], [5]))["output_ids"]
-    many = make(seed=3).generate(batch(*[[5]] * 7))["output_ids"]
+    few = make(seed=3).generate(prompts([5], [5]))["output_ids"]
+    many = make(seed=3).generate(prompts(*[[5]] * 7))["output_ids"]
     assert torch.equal(few, many[:2])
 
 
 def test_samples_equal_a_batch_that_was_repeated_before(make):
-    data = batch([5], [8], id=["a", "b"], stop_strings=[["x"], None])
+    data = prompts([5], [8], id=["a", "b"], stop_strings=[["x"], None])
     samples = make(seed=3, num_samples=3).generate(data)
     repeated = make(seed=3).generate(data.repeat_interleave(3))
     assert torch.equal(samples["output_ids"], repeated["output_ids"])
@@ -206,14 +209,14 @@ def test_samples_equal_a_batch_that_was_repeated_before(make):
 
 
 def test_samples_of_a_row_with_a_seed_of_its_own_differ_and_repeat(make):
-    data = batch([5], [8], seed=torch.tensor([3, 30]))
+    data = prompts([5], [8], seed=torch.tensor([3, 30]))
     first, second = (make(num_samples=3).generate(data)["output_ids"] for _ in range(2))
     assert torch.equal(first, second)
     assert len({tuple(row) for row in first.tolist()}) == 6
 
 
 def test_do_sample_false_is_greedy(make):
-    out = make(do_sample=False).generate(batch([5]))
+    out = make(do_sample=False).generate(prompts([5]))
     assert out["output_ids"].tolist() == [[5, 6, 7, 8, 9]]
 
 
@@ -222,7 +225,7 @@ def test_stop_strings_of_config_and_row_meet_in_their_row_only(make):
     seen: list[Any] = []
     complete = engine.complete
     engine.complete = lambda p, s: seen.append(p.stop_strings) or complete(p, s)
-    engine.generate(batch([5], [8], [9], stop_strings=[["own", "all"], None, []]))
+    engine.generate(prompts([5], [8], [9], stop_strings=[["own", "all"], None, []]))
     assert seen == [[("all", "own"), ("all",), ("all",)]]
 
 
@@ -244,16 +247,16 @@ def test_completions_that_do_not_fit_the_prompts_are_the_plugins_fault(make, com
     engine = make()
     engine.complete = lambda prompts, sampling: iter(completions)
     with pytest.raises(PluginError, match="CountingEngine"):
-        engine.generate(batch([5]))
+        engine.generate(prompts([5]))
     with pytest.raises(PluginError, match="CountingEngine"):
-        collect(engine.generate_async(batch([5])))
+        collect(engine.generate_async(prompts([5])))
 
 
 # -- rows as they finish ------------------------------------------------------------------------
 
 
 def test_rows_that_finish_one_by_one_are_those_of_generate(make):
-    data = batch([9, 5], [7], [4, 4, 47], id=["a", "b", "c"])
+    data = prompts([9, 5], [7], [4, 4, 47], id=["a", "b", "c"])
     rows = collect(make().generate_async(data, greedy=True))
     assert [row for row, _ in rows] == [2, 1, 0]
     whole = make().generate(data, greedy=True)
@@ -276,7 +279,7 @@ def test_an_error_in_the_engine_reaches_the_reader_after_the_rows_before_it(make
     rows = []
 
     async def read() -> None:
-        async for row, _ in engine.generate_async(batch([5], [8])):
+        async for row, _ in engine.generate_async(prompts([5], [8])):
             rows.append(row)
 
     with pytest.raises(OSError, match="engine broke"):
@@ -292,7 +295,7 @@ def test_a_refusal_reaches_the_reader(make, error):
         engine.finish_generation(tags=["kv_cache"])
     kind = LifecycleError if error == "asleep" else DataError
     with pytest.raises(kind):
-        collect(engine.generate_async(batch([])))
+        collect(engine.generate_async(prompts([])))
 
 
 def test_a_reader_that_leaves_early_frees_the_engine(make):
@@ -308,7 +311,7 @@ def test_a_reader_that_leaves_early_frees_the_engine(make):
     engine.before_row = hold
 
     async def read_one() -> None:
-        stream = engine.generate_async(batch([5], [8], [9]))
+        stream = engine.generate_async(prompts([5], [8], [9]))
         assert (await anext(stream))[0] == 2
         assert await asyncio.to_thread(second_row.wait, SOON)
         await stream.aclose()
@@ -329,9 +332,9 @@ def test_parts_wake_and_sleep_once_and_generation_needs_both(make):
     assert engine.finish_generation() is True
     assert engine.prepare_for_generation(tags=["weights"]) is True
     with pytest.raises(LifecycleError, match="kv_cache"):
-        engine.generate(batch([5]))
+        engine.generate(prompts([5]))
     engine.prepare_for_generation()
-    engine.generate(batch([5]))
+    engine.generate(prompts([5]))
     assert engine.calls == [
         "wake ['kv_cache', 'weights']",
         "sleep ['kv_cache', 'weights']",
@@ -353,7 +356,7 @@ def test_a_failed_wake_leaves_the_engine_asleep(make):
     with pytest.raises(MemoryError):
         engine.prepare_for_generation()
     with pytest.raises(LifecycleError):
-        engine.generate(batch([5]))
+        engine.generate(prompts([5]))
 
 
 def test_shutdown_happens_once_and_refuses_everything_after(make):
@@ -362,8 +365,8 @@ def test_shutdown_happens_once_and_refuses_everything_after(make):
     assert engine.shutdown() is True
     assert engine.calls.count("shutdown") == 1
     for call in (
-        lambda: engine.generate(batch([5])),
-        lambda: collect(engine.generate_async(batch([5]))),
+        lambda: engine.generate(prompts([5])),
+        lambda: collect(engine.generate_async(prompts([5]))),
         engine.prepare_for_generation,
         engine.finish_generation,
         engine.update_weights_via_ipc_zmq,
@@ -380,14 +383,14 @@ def test_rows_carry_the_version_that_made_them_and_a_torn_engine_makes_none(make
     engine, trainer = make(), Trainer({"w": torch.ones(3)})
     refit(trainer, engine, version=7, deadline_s=SOON)
     assert engine.weights_version == 7
-    assert engine.generate(batch([5], [8]))["weights_version"].tolist() == [7, 7]
+    assert engine.generate(prompts([5], [8]))["weights_version"].tolist() == [7, 7]
     assert torch.equal(engine.weights["w"], torch.ones(3))
     engine.invalidate_kv_cache = lambda: 1 / 0
     with pytest.raises(Exception, match="division by zero"):
         refit(trainer, engine, deadline_s=SOON)
     assert lock_is_free(engine)
     with pytest.raises(WeightsTornError):
-        engine.generate(batch([5]))
+        engine.generate(prompts([5]))
     assert engine.weights_version == 7
     trainer.sender.close()
 
@@ -428,7 +431,7 @@ class ResidentEngine(CountingEngine):
 def test_memory_that_is_there_from_the_start_is_not_taken_again():
     engine = ResidentEngine()
     with pytest.raises(LifecycleError):
-        engine.generate(batch([5]))
+        engine.generate(prompts([5]))
     engine.prepare_for_generation()
     assert engine.calls == ["wake ['kv_cache']"]
     engine.shutdown()
@@ -445,7 +448,7 @@ def test_brought_memory_is_not_taken_again_and_does_not_allow_to_generate():
     engine = CountingEngine()
     engine.wake(frozenset({"weights"}))
     with pytest.raises(LifecycleError):
-        engine.generate(batch([5]))
+        engine.generate(prompts([5]))
     engine.prepare_for_generation()
     assert engine.calls == ["wake ['weights']", "wake ['kv_cache']"]
     engine.shutdown()

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from counting_engine import CountingEngine, batch, collect
+from counting_engine import CountingEngine, collect
+from prompt_rows import prompts
 
 from rl_core import LoopWarning
 from rl_core.backends import PolicyRefits
@@ -45,26 +46,26 @@ def drawn(output: BatchedDataDict[Any]) -> list[int]:
 
 def test_a_seed_draws_anew_in_every_call_and_the_same_in_a_fresh_engine(make):
     first, second = make(seed=3), make(seed=3)
-    calls = [drawn(first.generate(batch([5]))) for _ in range(8)]
+    calls = [drawn(first.generate(prompts([5]))) for _ in range(8)]
     assert len({tuple(call) for call in calls}) > 4
-    assert [drawn(second.generate(batch([5]))) for _ in range(8)] == calls
+    assert [drawn(second.generate(prompts([5]))) for _ in range(8)] == calls
 
 
 def test_calls_that_draw_nothing_from_the_seed_do_not_count(make):
     plain, other = make(seed=3), make(seed=3)
-    expected = [drawn(plain.generate(batch([5], [6]))) for _ in range(2)]
-    other.generate(batch([5]), greedy=True)
-    other.generate(batch([5], seed=torch.tensor([1])))
-    other.generate(batch())
+    expected = [drawn(plain.generate(prompts([5], [6]))) for _ in range(2)]
+    other.generate(prompts([5]), greedy=True)
+    other.generate(prompts([5], seed=torch.tensor([1])))
+    other.generate(prompts())
     with pytest.raises(DataError):
-        other.generate(batch([]))
-    assert [drawn(other.generate(batch([5], [6]))) for _ in range(2)] == expected
+        other.generate(prompts([]))
+    assert [drawn(other.generate(prompts([5], [6]))) for _ in range(2)] == expected
 
 
 def test_asynchronous_calls_count_as_they_are_made_not_as_they_are_read(make):
-    expected = [drawn(engine.generate(batch([5]))) for engine in [make(seed=3)] for _ in range(3)]
+    expected = [drawn(engine.generate(prompts([5]))) for engine in [make(seed=3)] for _ in range(3)]
     engine = make(seed=3)
-    streams = [engine.generate_async(batch([5])) for _ in range(3)]
+    streams = [engine.generate_async(prompts([5])) for _ in range(3)]
     read = {n: drawn(collect(streams[n])[0][1]) for n in (2, 0, 1)}
     assert [read[n] for n in range(3)] == expected
 
@@ -118,17 +119,17 @@ def test_what_is_no_batch_is_refused_with_how_to_make_one(make, given, words):
 
 def test_a_tensor_on_a_device_is_refused_with_what_to_call(make):
     with pytest.raises(DataError, match="'input_ids' is on meta") as refused:
-        make().generate(BatchedDataDict(batch([5])).to("meta"))
+        make().generate(BatchedDataDict(prompts([5])).to("meta"))
     assert 'data.to("cpu")' in str(refused.value.fix)
 
 
 @pytest.mark.parametrize(
     ("data", "fix"),
     [
-        (batch([5, 99]), "model's own tokenizer"),
-        (batch([5], []), "drop the row"),
-        (batch([5]) | {"input_lengths": torch.tensor([2])}, "real tokens"),
-        (batch([5]) | {"attention_mask": torch.tensor([[0]])}, "leave one"),
+        (prompts([5, 99]), "model's own tokenizer"),
+        (prompts([5], []), "drop the row"),
+        (prompts([5]) | {"input_lengths": torch.tensor([2])}, "real tokens"),
+        (prompts([5]) | {"attention_mask": torch.tensor([[0]])}, "leave one"),
         ({"input_ids": torch.tensor([[0, 5]]), "attention_mask": torch.tensor([[0, 1]])}, "pad on"),
     ],
 )
@@ -144,23 +145,23 @@ def test_every_cause_has_its_own_fix(make, data, fix):
 def test_an_engine_that_keeps_its_memory_goes_on_serving(make):
     engine = make()
     assert engine.finish_generation(release_gpu=False) is True
-    assert drawn(engine.generate(batch([5]), greedy=True)) == [6]
+    assert drawn(engine.generate(prompts([5]), greedy=True)) == [6]
     assert engine.finish_generation(release_gpu=True) is True
     with pytest.raises(LifecycleError, match="kv_cache and weights are asleep"):
-        engine.generate(batch([5]))
+        engine.generate(prompts([5]))
 
 
 def test_an_engine_with_devices_of_its_own_sleeps_only_when_it_is_told_to(make):
     alone = make(colocated={"enabled": False, "resources": None})
     alone.finish_generation()
-    alone.generate(batch([5]))
+    alone.generate(prompts([5]))
     alone.finish_generation(tags=["kv_cache"])
     with pytest.raises(LifecycleError, match="kv_cache is asleep"):
-        alone.generate(batch([5]))
+        alone.generate(prompts([5]))
     together = make(colocated={"enabled": True})
     together.finish_generation()
     with pytest.raises(LifecycleError):
-        together.generate(batch([5]))
+        together.generate(prompts([5]))
 
 
 @pytest.mark.parametrize(
@@ -242,9 +243,9 @@ def test_scales_that_are_none_are_refused(given):
 
 def test_output_knows_when_it_was_generated(make):
     engine = make(temperature=0.7)
-    first, second = engine.generate(batch([5])), engine.generate(batch([5]), greedy=True)
+    first, second = engine.generate(prompts([5])), engine.generate(prompts([5]), greedy=True)
     assert first.provenance.temperature == 0.7
     assert second.provenance.temperature is None
     assert first.provenance.began < second.provenance.began
-    [(_, row)] = collect(engine.generate_async(batch([5])))
+    [(_, row)] = collect(engine.generate_async(prompts([5])))
     assert row.provenance.began > second.provenance.began

@@ -10,12 +10,12 @@ import torch
 from simple_pair import DictSink
 
 from rl_core.backends import Completion, GenerationBackend, ModelFacts
-from rl_core.batch import BatchedDataDict
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from rl_core.backends import PromptBatch, SamplingParams
+    from rl_core.batch import BatchedDataDict
 
 PAD, EOS, VOCAB, CONTEXT = 0, 1, 50, 12
 
@@ -59,19 +59,6 @@ class CountingEngine(GenerationBackend):
 
     def on_shutdown(self) -> None:
         self.calls.append("shutdown")
-
-
-def batch(*rows: list[int], **extra: Any) -> BatchedDataDict[Any]:
-    width = max(map(len, rows), default=0)
-    return BatchedDataDict(
-        {
-            "input_ids": torch.tensor(
-                [row + [PAD] * (width - len(row)) for row in rows], dtype=torch.int64
-            ).view(len(rows), width),
-            "input_lengths": torch.tensor([len(row) for row in rows], dtype=torch.int64),
-            **extra,
-        }
-    )
 
 
 def collect(stream: Any) -> list[tuple[int, BatchedDataDict[Any]]]:

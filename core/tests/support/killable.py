@@ -23,8 +23,6 @@ from remote import Remote, warm_up
 from simple_pair import (
     BUCKET,
     SOON,
-    DictSink,
-    DictSource,
     Engine,
     Trainer,
     blank,
@@ -36,7 +34,7 @@ from rl_core.errors import RefitPeerError, WeightsTornError
 
 if TYPE_CHECKING:
     import concurrent.futures
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator
 
     from simple_pair import Tensors
 
@@ -59,41 +57,6 @@ class Stall:
     def __call__(self, *_: Any) -> None:
         self.reached.set()
         assert self.released.wait(2 * LATER), "nobody released it"
-
-
-class StallingSource(DictSource):
-    """Runs ``on[call]`` at ``device``, ``confirm`` and before a named tensor."""
-
-    def __init__(self, tensors: Tensors, *, at_home: bool) -> None:
-        super().__init__(tensors)
-        self.on: dict[str, Callable[[], Any]] = {}
-        self.at_home = at_home
-
-    def _called(self, call: str) -> None:
-        self.on.get(call, lambda: None)()
-
-    @property
-    def device(self) -> str:
-        self._called("device")
-        return "cpu"
-
-    def persistent(self) -> Mapping[str, torch.Tensor] | None:
-        return self.tensor if self.at_home else None
-
-    def tensors(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        for name in names:
-            self._called(name)
-            yield name, self.tensor[name]
-
-    def confirm(self) -> None:
-        self._called("confirm")
-
-
-class StallingSink(DictSink):
-    """Runs ``on["targets"]``, too, which is asked for before anything is sent."""
-
-    def targets(self) -> None:
-        self._called("targets")
 
 
 class _Party:
@@ -161,9 +124,9 @@ class TrainerParty(_Party):
         self, transport: str = "ipc", *, at_home: bool = False, megabytes: int = 0
     ) -> None:
         self.at_home, self.transport, self.megabytes = at_home, transport, megabytes
-        self.trainer = Trainer({})
+        self.trainer = Trainer({}, at_home=at_home)
         self.endpoint = self.trainer.sender
-        self.double = self.trainer.source = StallingSource({}, at_home=at_home)
+        self.double = self.trainer.source
         self.load(0)
 
     def load(self, seed: int) -> None:
@@ -195,10 +158,9 @@ class EngineParty(_Party):
         self, transport: str = "ipc", *, at_home: bool = False, megabytes: int = 0
     ) -> None:
         self.at_home, self.transport, self.megabytes = at_home, transport, megabytes
-        self.engine = Engine({})
+        self.engine = Engine(blank(self.tensors(0)))
         self.endpoint = self.engine.receiver
-        tensors = blank(self.tensors(0))
-        self.double = self.engine.sink = StallingSink(tensors)
+        self.double = self.engine.sink
 
     def meet(self, info: dict[str, Any]) -> None:
         self.endpoint.prepare(info)

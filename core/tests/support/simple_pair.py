@@ -43,14 +43,31 @@ def describe(tensors: Tensors, ties: Mapping[str, str] | None = None) -> list[Te
 
 
 class DictSource(WeightSource):
-    """``before`` runs before each tensor that is asked for, ``at_confirm`` before the commit."""
+    """``before`` runs before each tensor that is asked for.
+
+    ``on[what]`` runs before the tensor of that name, at ``"confirm"``, or when its ``"device"`` is
+    asked for, which is once a refit is prepared.
+    """
 
     def __init__(
         self, tensors: Tensors, ties: Mapping[str, str] | None = None, *, at_home: bool = False
     ) -> None:
         self.tensor, self.ties, self.at_home = tensors, ties, at_home
         self.before: Callable[[str], Any] = lambda name: None
-        self.at_confirm: Callable[[], Any] = lambda: None
+        self.on: dict[str, Callable[[], Any]] = {}
+        self._device = "cpu"
+
+    @property
+    def device(self) -> str:
+        self._reached("device")
+        return self._device
+
+    @device.setter
+    def device(self, device: str) -> None:
+        self._device = device
+
+    def _reached(self, what: str) -> None:
+        self.on.get(what, lambda: None)()
 
     def specs(self) -> Sequence[TensorSpec]:
         return describe(self.tensor, self.ties)
@@ -58,17 +75,18 @@ class DictSource(WeightSource):
     def tensors(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
         for name in names:
             self.before(name)
+            self._reached(name)
             yield name, self.tensor[name]
 
     def persistent(self) -> Mapping[str, torch.Tensor] | None:
         return self.tensor if self.at_home else None
 
     def confirm(self) -> None:
-        self.at_confirm()
+        self._reached("confirm")
 
 
 class DictSink(WeightSink):
-    """Records its calls; ``on[call]`` runs at the start of that call."""
+    """Records what writes; ``on[call]`` runs at the start of that call, or of ``"targets"``."""
 
     def __init__(self, tensors: Tensors, ties: Mapping[str, str] | None = None) -> None:
         self.tensor, self.ties = tensors, ties
@@ -81,6 +99,10 @@ class DictSink(WeightSink):
 
     def specs(self) -> Sequence[TensorSpec]:
         return describe(self.tensor, self.ties)
+
+    def targets(self) -> Mapping[str, torch.Tensor] | None:
+        self.on.get("targets", lambda: None)()
+        return None
 
     def begin(self, version: int) -> None:
         self._called("begin")

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any, NotRequired, Self
 
 import psutil
 import torch
+from simple_pair import DictSink, DictSource
 
 from rl_core.backends import Completion, GenerationBackend, ModelFacts, PolicyRefits
 from rl_core.batch import BatchedDataDict
 from rl_core.errors import ConfigError, DataError
-from rl_core.interfaces import GenerationConfig, PolicyConfig, TensorSpec, WeightSink, WeightSource
+from rl_core.interfaces import GenerationConfig, PolicyConfig, WeightSink, WeightSource
 from rl_core.interfaces.loss import LossFunction
 from rl_core.plugins.manifest import (
     GENERATION_CAPABILITIES,
@@ -29,7 +30,7 @@ from rl_core.plugins.manifest import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping
 
     from rl_core.interfaces import WorkerContext
 
@@ -63,31 +64,6 @@ class DoubleConfig(GenerationConfig):
 
 class DoublePolicyConfig(PolicyConfig):
     pass
-
-
-class OneTensorSource(WeightSource):
-    def __init__(self, weight: torch.Tensor) -> None:
-        self.weight = weight
-
-    def specs(self) -> Sequence[TensorSpec]:
-        return [TensorSpec("weight", tuple(self.weight.shape), "float32")]
-
-    def tensors(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from ((name, self.weight) for name in names)
-
-    def confirm(self) -> None:
-        pass
-
-
-class OneTensorSink(WeightSink):
-    def __init__(self, weight: torch.Tensor) -> None:
-        self.weight = weight
-
-    def specs(self) -> Sequence[TensorSpec]:
-        return OneTensorSource(self.weight).specs()
-
-    def write(self, name: str, offset: int, data: torch.Tensor, *, of: TensorSpec) -> None:
-        self.weight.view(-1)[offset : offset + len(data)] = data
 
 
 class DoubleGeneration(GenerationBackend):
@@ -144,7 +120,7 @@ class DoubleGeneration(GenerationBackend):
             os._exit(3)
 
     def weight_sink(self) -> WeightSink:
-        return OneTensorSink(self.weight)
+        return DictSink({"weight": self.weight})
 
     def on_wake(self, tags: frozenset[str]) -> None:
         pass
@@ -169,7 +145,7 @@ class DoublePolicy(PolicyRefits):
         return cls(worker, config)
 
     def weight_source(self) -> WeightSource:
-        return OneTensorSource(self.weight)
+        return DictSource({"weight": self.weight})
 
     def get_logprobs(self, data: Any, micro_batch_size: int | None = None) -> Any:
         return BatchedDataDict({"logprobs": -data["input_ids"].float()})
@@ -231,18 +207,6 @@ def manifest_in(folder: Path) -> Any:
     (engine / "only_in_workers.py").write_text(ENGINE_ERROR)
     path = os.pathsep.join(map(str, [Path(__file__).parent, installed, engine]))
     return replace(BACKEND, environment={"PYTHONPATH": path, "DOUBLE_SETTING": "from manifest"})
-
-
-def prompts(*rows: list[int], **extra: Any) -> BatchedDataDict[Any]:
-    width = max(map(len, rows), default=0)
-    ids = [row + [0] * (width - len(row)) for row in rows]
-    return BatchedDataDict(
-        {
-            "input_ids": torch.tensor(ids, dtype=torch.int64).reshape(len(rows), width),
-            "input_lengths": torch.tensor([len(row) for row in rows], dtype=torch.int64),
-            **extra,
-        }
-    )
 
 
 def pids(backend: Any) -> list[int]:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
-from cluster_doubles import CONFIG, EXIT, manifest_in, pids, prompts, wait_until_gone
+from cluster_doubles import CONFIG, EXIT, manifest_in, pids, wait_until_gone
+from prompt_rows import prompts
 
 from rl_core.errors import ConfigError, DeadlineError, WorkerDiedError
 from rl_hosting import LocalCluster

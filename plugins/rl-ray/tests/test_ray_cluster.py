@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import ray
 import torch
-from cluster_doubles import CONFIG, EXIT, manifest_in, prompts
+from cluster_doubles import CONFIG, EXIT, manifest_in
+from prompt_rows import prompts
 
 from rl_core.errors import ConfigError, LifecycleError, WorkerDiedError
 from rl_core.futures import spawn, wait

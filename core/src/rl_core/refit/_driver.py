@@ -174,7 +174,9 @@ def _outcome(sending: list[Future], receiving: list[Future], timeout_s: float) -
     several = bool(followers)
     end = time.monotonic() + DRIVER_GRACE_S
     others = []
-    for future in [*sending, *receiving] if is_echo(failure) or several else ():
+    # Engines repeat errors, but name no ranks: for those alone they are not waited for.
+    asked = [*sending, *receiving] if is_echo(failure) else sending if several else []
+    for future in asked:
         try:
             wait(future, max(0.0, end - time.monotonic()))
         except DeadlineError:

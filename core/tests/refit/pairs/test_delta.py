@@ -211,7 +211,7 @@ def test_an_inventory_that_is_not_the_trainers_is_noticed_before_the_commit(pair
     with trainer.sender.turn:
         sending = trainer.sender.send(bucket_bytes=BUCKET, deadline_s=SOON, **DELTA)
         receiving = engine.receiver.receive(deadline_s=SOON)
-        trainer.source.at_confirm = lambda: known.update(half=bytes(16))
+        trainer.source.on["confirm"] = lambda: known.update(half=bytes(16))
     assert isinstance(receiving.exception(SOON), RefitCorrupted)
     assert isinstance(sending.exception(SOON), RefitCorrupted)
     assert go(trainer, engine, **DELTA).bytes == all_bytes(trainer)

@@ -169,7 +169,7 @@ def test_weights_that_changed_meanwhile_are_sent_again(pair, events):
             steps.pop()
             raise LifecycleError("the weights changed")
 
-    trainer.source.at_confirm = changed
+    trainer.source.on["confirm"] = changed
     assert go(trainer, engine, retries=2).attempts == 3
     assert same(trainer.source.tensor, engine.sink.tensor)
     steps += [1, 2]

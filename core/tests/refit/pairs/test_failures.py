@@ -103,7 +103,7 @@ def test_weights_that_change_while_they_are_sent_are_never_committed(keep, kind)
     def changed() -> None:
         raise LifecycleError("the optimizer stepped meanwhile")
 
-    trainer.source.at_confirm = changed
+    trainer.source.on["confirm"] = changed
     sender, receiver = fails(trainer, engine)
     assert isinstance(sender, LifecycleError)
     assert isinstance(receiver, WeightsTornError)

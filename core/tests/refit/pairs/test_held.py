@@ -304,9 +304,9 @@ def test_what_a_sender_remembers_is_what_it_announced(keep, mode):
     tensors = make_persistent() if mode == "direct" else make_tensors()
     trainer = keep(Trainer(tensors, at_home=mode == "direct"))
     engine = keep(Engine(blank(tensors)))
-    trainer.source.at_confirm = lambda: tensors["big"].add_(1)
+    trainer.source.on["confirm"] = lambda: tensors["big"].add_(1)
     go(trainer, engine, mode=mode)
-    trainer.source.at_confirm = lambda: None
+    trainer.source.on.clear()
     assert trainer.sender.committed.known == engine.receiver.known
     report = go(trainer, engine, mode=mode, delta=True)
     assert (report.tensors, report.unchanged) == (1, len(describe(tensors)) - 2)

@@ -82,7 +82,7 @@ def test_a_staged_refit_takes_nothing_back_that_happened_meanwhile(both, event, 
     if at == "tensors":
         trainer.source.before = happens
     elif at == "confirm":
-        trainer.source.at_confirm = happens
+        trainer.source.on["confirm"] = happens
     else:
         engine.sink.on["finish"] = happens
     with pytest.raises(RefitError):
@@ -93,7 +93,8 @@ def test_a_staged_refit_takes_nothing_back_that_happened_meanwhile(both, event, 
     if event is drop:
         with pytest.raises(WeightsTornError):
             engine.receiver.check()
-    trainer.source.before = trainer.source.at_confirm = lambda *_: None
+    trainer.source.before = lambda _: None
+    trainer.source.on.clear()
     engine.sink.on.clear()
     go(trainer, engine, delta=True, verify="installed")
     assert same(trainer.source.tensor, engine.sink.tensor)
@@ -397,7 +398,7 @@ def test_an_error_that_is_kept_keeps_no_buffers(both):
         return lane
 
     trainer.sender._lane = remember
-    trainer.source.at_confirm = lambda: 1 / 0
+    trainer.source.on["confirm"] = lambda: 1 / 0
     with pytest.raises(RefitError) as kept:
         go(trainer, engine, mode="packed")
     engine.idle()
@@ -420,10 +421,10 @@ def test_buffers_that_an_engine_may_still_read_are_not_used_again(both):
     go(trainer, engine, mode="packed")
     go(trainer, engine, mode="packed")
     assert told[0] == told[1]
-    trainer.source.at_confirm = lambda: 1 / 0
+    trainer.source.on["confirm"] = lambda: 1 / 0
     with pytest.raises(RefitError):
         go(trainer, engine, mode="packed")
-    trainer.source.at_confirm = lambda: None
+    trainer.source.on.clear()
     go(trainer, engine, mode="packed")
     assert told[2] == told[1]
     assert told[3] != told[2]

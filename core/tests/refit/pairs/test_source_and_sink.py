@@ -32,7 +32,7 @@ class Counted(DictSource):
 
     def __init__(self, trainer: CountingTrainer, tensors: dict[str, torch.Tensor]) -> None:
         super().__init__(tensors)
-        self.before, self.at_confirm = trainer.before, trainer.at_confirm
+        self.before = trainer.before
         self.opened: list[str] = []
         self.reading = False
         self.closed = 0
@@ -58,7 +58,6 @@ class Counted(DictSource):
 class CountingTrainer(Trainer):
     def __init__(self) -> None:
         self.before: Any = lambda name: None
-        self.at_confirm: Any = lambda: None
         self.made: list[Counted] = []
         self.tensors = make_tensors()
         self.sender = RefitSender(self.make, name="trainer")

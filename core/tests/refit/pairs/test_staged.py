@@ -91,7 +91,7 @@ def test_the_engine_generates_with_the_old_weights_during_the_transfer(pair):
 def test_a_staged_refit_waits_for_generation_only_to_exchange_the_weights(pair):
     trainer, engine = pair
     sealed = threading.Event()
-    trainer.source.at_confirm = sealed.set
+    trainer.source.on["confirm"] = sealed.set
     with engine.lock:
         sending, receiving = begin(trainer, engine, **STAGED)
         assert sealed.wait(SOON)
@@ -165,7 +165,7 @@ def test_a_trainer_that_fails_leaves_the_old_weights_serving(pair, reason):
         raise LifecycleError("the weights changed")
 
     if reason == "confirm":
-        trainer.source.at_confirm = changed
+        trainer.source.on["confirm"] = changed
     else:
         trainer.source.before = lambda name: changed() if name == "flags" else None
     fails(trainer, engine, **STAGED)

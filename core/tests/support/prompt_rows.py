@@ -1,0 +1,22 @@
+"""Rows of tokens as what is asked of an engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from rl_core.batch import BatchedDataDict
+
+
+def prompts(*rows: list[int], **extra: Any) -> BatchedDataDict[Any]:
+    """A batch of prompts, padded with 0 on the right."""
+    width = max(map(len, rows), default=0)
+    ids = [row + [0] * (width - len(row)) for row in rows]
+    return BatchedDataDict(
+        {
+            "input_ids": torch.tensor(ids, dtype=torch.int64).reshape(len(rows), width),
+            "input_lengths": torch.tensor([len(row) for row in rows], dtype=torch.int64),
+            **extra,
+        }
+    )
