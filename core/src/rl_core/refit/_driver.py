@@ -31,8 +31,6 @@ from rl_core.refit.session import Phase
 if TYPE_CHECKING:
     from rl_core.interfaces import ColocatablePolicyInterface, Future
 
-__all__ = ["refit", "warn_of_temperatures"]
-
 #: Seconds the two sides get, past the deadline, to say themselves which peer missed it.
 _GRACE_S = 5.0
 

@@ -64,6 +64,8 @@ class RefitReceiver(ReceiverBase[ReceiveJob]):
     def check(self) -> None:
         """Raises unless the weights are whole.
 
+        Now and then it looks whether the trainer whose memory is mapped has ended, and unmaps it.
+
         Raises:
             WeightsTornError: A refit failed, or a refit by handles is not complete.
         """
@@ -252,6 +254,10 @@ class RefitReceiver(ReceiverBase[ReceiveJob]):
                 self.give_up_handles()
                 raise
         return True
+
+    def held_up(self, future: concurrent.futures.Future[dict[str, Any]]) -> bool:
+        """Whether the refit of this future waits for generation to end."""
+        return any(job.future is future and job.session.held_up for job in self.jobs)
 
     def _last_waiting(self) -> ReceiveJob | None:
         return next((job for job in reversed(self.waiting()) if not job.cancelled), None)

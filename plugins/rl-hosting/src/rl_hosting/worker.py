@@ -134,7 +134,7 @@ class WorkerRefits:
 
     def _waits_for_generation(self, future: concurrent.futures.Future[Any]) -> bool:
         """Whether it is this refit, and no other one, that generation keeps waiting."""
-        return any(job.future is future and job.session.held_up for job in self._receiver.jobs)
+        return self._receiver.held_up(future)
 
     def load_handles(self, handles: bytes) -> dict[str, Any]:
         """See :meth:`RefitReceiver.load_handles`."""
