@@ -33,7 +33,6 @@ from rl_core.refit.timing import DRIVER_GRACE_S
 if TYPE_CHECKING:
     from rl_core.interfaces import ColocatablePolicyInterface, Future
 
-__all__ = ["refit", "warn_of_temperatures"]
 
 #: Engines of which it was said that they sample at another temperature.
 _told: weakref.WeakSet[Any] = weakref.WeakSet()

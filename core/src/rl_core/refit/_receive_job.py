@@ -103,6 +103,9 @@ class ReceiveJob(Job[ReceiverSession]):
         self._sink: WeightSink | None = None
         self._locked = False
         self._tore = False
+        # The outside changes when the sender was told what is held, and when the lane was attached.
+        self._changes_when_told: int
+        self._changes: int
 
     def refit(self) -> dict[str, Any]:
         session, receiver = self.session, self.endpoint

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from rl_core.interfaces.weights import WeightSource
     from rl_core.refit._packing import SenderBuckets
     from rl_core.refit._sender_base import SenderBase
+    from rl_core.refit.manifest import WeightManifest
     from rl_core.refit.messages import Ready
     from rl_core.refit.options import SendOptions
     from rl_core.refit.transports.base import SenderEnd
@@ -94,6 +95,11 @@ class SendJob(Job[SenderSession]):
         self._table: DigestTable | None = None
         self._packer: Packer | None = None
         self._fallback: str | None = None
+        # What receivers want decides on these; they are set with the plan.
+        self._casts: int
+        self._wire: WeightManifest
+        self._device: torch.device
+        self._hash: BlockHash
         self._reported_at = endpoint.runtime.clock()
         self._closed = False
 
@@ -239,7 +245,7 @@ class SendJob(Job[SenderSession]):
         return self.options.join or any(any(r.holds) for r in ready)
 
     def _bucket_bytes(self, mode: DataMode) -> int:
-        return self.options.bucket_for(self._device, direct=mode is DataMode.DIRECT)
+        return self.options.bucket_for(self._device, mode)
 
     def _make_buckets(self, mode: DataMode, skip: bytes = b"") -> SenderBuckets:
         return self.endpoint.buckets(

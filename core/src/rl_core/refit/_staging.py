@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from rl_core.interfaces.weights import TensorSpec
 
-__all__ = ["StagedSink"]
-
 #: Elements that are exchanged at a time: on the CPU few enough for a cache, else enough to keep a
 #: device busy.
 _SWAPPED = 128 << 10
@@ -65,7 +63,6 @@ class StagedSink(WeightSink):
         self._exchanged: list[TensorSpec] = []
 
     def specs(self) -> Sequence[TensorSpec]:
-        """See :meth:`WeightSink.specs`."""
         return self._sink.specs()
 
     def begin(self, version: int) -> None:
@@ -84,7 +81,6 @@ class StagedSink(WeightSink):
         return self._staged
 
     def write(self, name: str, offset: int, data: torch.Tensor, *, of: TensorSpec) -> None:
-        """See :meth:`WeightSink.write`."""
         self._staged[name].view(-1)[offset : offset + data.numel()].copy_(data)
 
     def finish(self, version: int) -> None:
@@ -109,7 +105,6 @@ class StagedSink(WeightSink):
         self._sink.finish(self._before)
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """See :meth:`WeightSink.read`."""
         return self._sink.read(names)
 
     def _exchange(self, spec: TensorSpec) -> None:

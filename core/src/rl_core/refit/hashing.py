@@ -163,7 +163,8 @@ class Hasher:
     def begin(self) -> Callable[[], list[bytes]]:
         """Begins to digest what the bytes are now.
 
-        A device computes meanwhile; what its stream does next to the bytes comes after that.
+        A device does so meanwhile, and before anything that its current stream is told afterwards
+        to do with the bytes.
 
         Returns:
             A function that waits for the device and gives the result: 16 bytes for each block or

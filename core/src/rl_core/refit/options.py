@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Self, TypeGuard
 
 from rl_core.errors import ConfigError
+from rl_core.refit.plan import DataMode
 from rl_core.refit.session import ISOLATION_LEVELS, VERIFY_LEVELS
 
 if TYPE_CHECKING:
@@ -25,14 +26,14 @@ __all__ = [
 
 #: Buffers that fit a CPU's last cache together pass bytes on without the memory's help.
 DEFAULT_BUCKET_BYTES = 8 << 20
-#: By device and by whether tensors are read where they live. Where no cache is to be hit, larger
+#: By device and data mode. Where no cache is to be hit, larger
 #: buckets have fewer messages, and between GPUs each of those costs as much as copying many
 #: megabytes.
 _BUCKET_BYTES = {
-    ("cpu", False): DEFAULT_BUCKET_BYTES,
-    ("cpu", True): 64 << 20,
-    ("cuda", False): 256 << 20,
-    ("cuda", True): 512 << 20,
+    ("cpu", DataMode.PACKED): DEFAULT_BUCKET_BYTES,
+    ("cpu", DataMode.DIRECT): 64 << 20,
+    ("cuda", DataMode.PACKED): 256 << 20,
+    ("cuda", DataMode.DIRECT): 512 << 20,
 }
 DEFAULT_DEADLINE_S = 120.0
 MAX_DEADLINE_S = 7 * 24 * 3600.0
@@ -98,11 +99,11 @@ class SendOptions:
                 )
         return cls(**{**given, "kv_scales": _flat(given.get("kv_scales") or {})})
 
-    def bucket_for(self, device: torch.device, *, direct: bool) -> int:
+    def bucket_for(self, device: torch.device, mode: DataMode) -> int:
         """The size of buckets for a lane on a device."""
         if self.bucket_bytes is not None:
             return self.bucket_bytes
-        return _BUCKET_BYTES["cuda" if device.type == "cuda" else "cpu", direct]
+        return _BUCKET_BYTES["cuda" if device.type == "cuda" else "cpu", mode]
 
     def __post_init__(self) -> None:
         choices = {"verify": VERIFY_LEVELS, "isolation": ISOLATION_LEVELS, "mode": MODES}

@@ -62,6 +62,8 @@ class RefitReceiver(ReceiverBase[ReceiveJob]):
     def check(self) -> None:
         """Raises unless the weights are whole.
 
+        Now and then it looks whether the trainer whose memory is mapped has ended, and unmaps it.
+
         Raises:
             WeightsTornError: A refit failed, or a refit by handles is not complete.
         """

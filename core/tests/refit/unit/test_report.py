@@ -11,6 +11,7 @@ from simple_pair import BUCKET, Engine, Replicas, Trainer, blank, go, make_persi
 
 from rl_core.errors import ConfigError, RefitProtocolError
 from rl_core.refit import RefitReport, SendOptions
+from rl_core.refit.plan import DataMode
 
 # -- the report -----------------------------------------------------------------------------------
 
@@ -158,15 +159,15 @@ def test_a_bucket_smaller_than_an_element_of_the_largest_dtype_is_no_trouble(kee
 
 
 @pytest.mark.parametrize(
-    ("device", "direct", "expected"),
+    ("device", "mode", "expected"),
     [
-        ("cpu", False, 8 << 20),
-        ("cpu", True, 64 << 20),
-        ("cuda:1", False, 256 << 20),
-        ("cuda:1", True, 512 << 20),
+        ("cpu", DataMode.PACKED, 8 << 20),
+        ("cpu", DataMode.DIRECT, 64 << 20),
+        ("cuda:1", DataMode.PACKED, 256 << 20),
+        ("cuda:1", DataMode.DIRECT, 512 << 20),
     ],
 )
-def test_buckets_are_as_large_as_suits_the_device(device, direct, expected):
+def test_buckets_are_as_large_as_suits_the_device(device, mode, expected):
     where = torch.device(device)
-    assert SendOptions().bucket_for(where, direct=direct) == expected
-    assert SendOptions(bucket_bytes=100).bucket_for(where, direct=direct) == 100
+    assert SendOptions().bucket_for(where, mode) == expected
+    assert SendOptions(bucket_bytes=100).bucket_for(where, mode) == 100
