@@ -120,7 +120,7 @@ class Refit:
 
 
 def _unmet(job: SendJob) -> frames.Channel:
-    return frames.Channel(job._state.token, b"", "sender")
+    return frames.Channel(job.endpoint.token, b"", "sender")
 
 
 def _signed(reader: frames.Channel, message: object) -> bytes:
