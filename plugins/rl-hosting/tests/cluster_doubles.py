@@ -7,12 +7,14 @@ tests of launchers need.
 from __future__ import annotations
 
 import os
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NotRequired, Self
 
 import psutil
+import simple_pair
 import torch
 from simple_pair import DictSink, DictSource
 
@@ -205,7 +207,8 @@ def manifest_in(folder: Path) -> Any:
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: rl-double\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[rl_core.backends]\ndouble=cluster_doubles:BACKEND\n")
     (engine / "only_in_workers.py").write_text(ENGINE_ERROR)
-    path = os.pathsep.join(map(str, [Path(__file__).parent, installed, engine]))
+    doubles = [Path(module.__file__ or "").parent for module in (sys.modules[__name__], simple_pair)]
+    path = os.pathsep.join(map(str, [*doubles, installed, engine]))
     return replace(BACKEND, environment={"PYTHONPATH": path, "DOUBLE_SETTING": "from manifest"})
 
 

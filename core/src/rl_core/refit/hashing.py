@@ -51,6 +51,7 @@ __all__ = ["BlockHash", "DigestTable", "Hasher", "TensorHasher", "copy_run", "te
 
 DIGEST_BYTES = 16
 _UNKNOWN = bytes(DIGEST_BYTES)
+_Place = tuple[str, int, int]  # name, address and bytes of a tensor
 
 _Kind = Literal["xxh3", "blake3", "fold"]
 _KEY_BYTES = 32
@@ -204,7 +205,7 @@ class TensorHasher:
     def __init__(self, block_hash: BlockHash, block: int) -> None:
         self._hash = block_hash
         self._block = block
-        self._lasting: dict[torch.device, tuple[list[tuple[int, int]], Hasher]] = {}
+        self._lasting: dict[torch.device, tuple[list[_Place], Hasher]] = {}
 
     @torch.no_grad()
     def digests(
@@ -224,31 +225,34 @@ class TensorHasher:
                 and their memory is held.
         """
         found: dict[str, bytes] = {}
-        begun: list[tuple[dict[str, int], Callable[[], list[bytes]]]] = []
-        together: dict[torch.device, dict[str, torch.Tensor]] = {}
+        begun: list[tuple[Sequence[_Place], Callable[[], list[bytes]]]] = []
+        together: dict[torch.device, tuple[list[_Place], list[torch.Tensor]]] = {}
         for spec, tensor in given:
             if not tensor.is_contiguous() or tensor.dtype != dtype_of(spec):
                 found[spec.name] = tensor_digest(self._copied(tensor, spec))
                 continue
-            run = tensor.detach().reshape(-1).view(torch.uint8)
+            place = (spec.name, tensor.data_ptr(), tensor.nbytes)
             kept = lasting.get(spec.name)
-            if kept is not None and kept.data_ptr() == tensor.data_ptr():
-                together.setdefault(run.device, {})[spec.name] = run
+            if kept is not None and kept.data_ptr() == place[1]:
+                places, tensors = together.setdefault(tensor.device, ([], []))
+                places.append(place)
+                tensors.append(tensor)
             else:
-                hasher = Hasher([run], self._hash, self._block)
-                begun.append(({spec.name: run.numel()}, hasher.begin()))
-        for device, runs in together.items():
-            places = [(run.data_ptr(), run.numel()) for run in runs.values()]
-            if self._lasting.get(device, ([],))[0] != places:
-                hasher = Hasher(list(runs.values()), self._hash, self._block)
-                self._lasting[device] = places, hasher
-            sizes = {name: run.numel() for name, run in runs.items()}
-            begun.append((sizes, self._lasting[device][1].begin()))
-        for sizes, result in begun:
+                begun.append(([place], self._hasher([tensor]).begin()))
+        for device, (places, tensors) in together.items():
+            known = self._lasting.get(device)
+            if known is None or known[0] != places:
+                known = self._lasting[device] = places, self._hasher(tensors)
+            begun.append((places, known[1].begin()))
+        for placed, result in begun:
             blocks = iter(result())
-            for name, size in sizes.items():
+            for name, _, size in placed:
                 found[name] = tensor_digest(list(islice(blocks, -(-size // self._block))))
         return found
+
+    def _hasher(self, tensors: Iterable[torch.Tensor]) -> Hasher:
+        runs = [tensor.detach().reshape(-1).view(torch.uint8) for tensor in tensors]
+        return Hasher(runs, self._hash, self._block)
 
     def _copied(self, tensor: torch.Tensor, spec: TensorSpec) -> list[bytes]:
         """The digests of a tensor's blocks, each of which is copied into a buffer."""

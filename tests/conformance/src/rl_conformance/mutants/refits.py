@@ -15,6 +15,7 @@ from rl_conformance.reference.policy import ReferencePolicy
 from rl_core.backends.tensors import NamedTensorSource
 from rl_core.refit._loading import Loader
 from rl_core.refit._receive_job import ReceiveJob
+from rl_core.refit.hashing import DIGEST_BYTES
 from rl_core.refit.transports.memory import SharedRegion
 
 if TYPE_CHECKING:
@@ -194,10 +195,12 @@ def digests_are_not_compared() -> AbstractContextManager[Any]:
 @torch.no_grad()
 def _load_blindly(loader: Any, index: int, digests: bytes) -> None:
     loader._touch()
-    for step in loader._route.steps(index, verified=False):
-        step.take()
-    route = loader._route
-    loader.table.add(route.plan.buckets[index], digests, route.plan.block_bytes)
+    for step in loader._buckets.steps(index, verified=False):
+        for write in step.writes:
+            write()
+    plan = loader._buckets.plan
+    each = [digests[at : at + DIGEST_BYTES] for at in range(0, len(digests), DIGEST_BYTES)]
+    loader.table.add(plan.buckets[index], each, plan.block_bytes)
 
 
 @breaks("R15", "R11")
@@ -213,7 +216,7 @@ def engines_publish_when_they_have_all() -> AbstractContextManager[Any]:
 
     def early(receiving: Any, offer: Any, digest: str) -> None:
         honest(receiving, offer, digest)
-        receiving._state.publish(offer.version)
+        receiving.endpoint.publish(offer.version)
 
     return mock.patch.object(ReceiveJob, "_install", early)
 
