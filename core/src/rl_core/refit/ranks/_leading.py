@@ -323,6 +323,7 @@ class Leader:
                 raise self._peers[rank].lost()
 
     def _late(self, ranks: list[int], what: str, call: _Call) -> RefitPeerError:
+        ranks = sorted(ranks)  # in whichever order they came
         names = " and ".join(str(self._peers[rank]) for rank in ranks)
         return RefitPeerError(
             f"{names} {what} in time for the refit's deadline of {call.seconds:g} s",
