@@ -7,7 +7,6 @@ tests of launchers need.
 from __future__ import annotations
 
 import os
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path

@@ -325,12 +325,8 @@ class Leader:
                 raise self._processes[rank].lost()
 
     def _late(self, ranks: list[int], what: str, call: _Call) -> RefitPeerError:
-<<<<<<< HEAD
-        names = " and ".join(str(self._processes[rank]) for rank in ranks)
-=======
         ranks = sorted(ranks)  # in whichever order they came
-        names = " and ".join(str(self._peers[rank]) for rank in ranks)
->>>>>>> tidy
+        names = " and ".join(str(self._processes[rank]) for rank in ranks)
         return RefitPeerError(
             f"{names} {what} in time for the refit's deadline of {call.seconds:g} s",
             fix="look at what that worker does (its log, py-spy); call every rank for a refit",
