@@ -206,9 +206,7 @@ def manifest_in(folder: Path) -> Any:
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: rl-double\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[rl_core.backends]\ndouble=cluster_doubles:BACKEND\n")
     (engine / "only_in_workers.py").write_text(ENGINE_ERROR)
-    doubles = [
-        Path(module.__file__ or "").parent for module in (sys.modules[__name__], simple_pair)
-    ]
+    doubles = [Path(file or "").parent for file in (__file__, simple_pair.__file__)]
     path = os.pathsep.join(map(str, [*doubles, installed, engine]))
     return replace(BACKEND, environment={"PYTHONPATH": path, "DOUBLE_SETTING": "from manifest"})
 
