@@ -35,8 +35,8 @@ class MovedTensors:
 
         It is remembered, so that not every refit moves a part of a large model in vain.
         """
-        known = self._no_memory
-        return known[1] if known is not None and known[0] is manifest else None
+        lacking = self._no_memory
+        return lacking[1] if lacking is not None and lacking[0] is manifest else None
 
     def remember_no_memory(self, manifest: WeightManifest, why: str) -> None:
         """There was no memory to move them all."""

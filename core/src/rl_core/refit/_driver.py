@@ -28,7 +28,7 @@ from rl_core.refit.options import SendOptions
 from rl_core.refit.report import RefitReport
 from rl_core.refit.session import Phase
 from rl_core.refit.session.base import is_echo
-from rl_core.refit.timing import DRIVER_GRACE_S
+from rl_core.refit.timing import DRIVER_GRACE_S, TICK_S
 
 if TYPE_CHECKING:
     from rl_core.interfaces import ColocatablePolicyInterface, Future
@@ -118,16 +118,25 @@ def _attempt(
     address: str | None,
     attempt: int,
 ) -> RefitReport:
+    end = time.monotonic() + chosen.deadline_s
     info = policy.prepare_refit_info()
     if info is None:
         raise RefitProtocolError("the policy described no tensors", phase="DISCOVER")
-    if chosen.transport == "collective" and "collective" not in info["addresses"]:
+    if chosen.transport == "collective" and "collective" not in info.get("addresses", {}):
+        if not {"host", "port"} <= set(info):
+            raise RefitProtocolError(
+                "the policy's prepare_refit_info names no host and port to meet at",
+                fix="build the policy on PolicyBackend, or call init_collective on both sides",
+                phase="DISCOVER",
+            )
         meeting = (_meeting_host(info["host"], address), info["port"], 1 + chosen.receivers)
         opening = policy.init_collective(*meeting)
         info = policy.prepare_refit_info() or info  # with where to find it, for the engines alone
         generation.prepare_refit_info(info)
         opening = [*opening, *generation.init_collective(*meeting)]
         wait(opening, chosen.deadline_s + DRIVER_GRACE_S)
+        options = {**options, "deadline_s": max(TICK_S, end - time.monotonic())}
+        chosen = SendOptions.of(options)
     else:
         generation.prepare_refit_info(info)
     # The policy names the refit that the description is for; one that does not gets a name here.

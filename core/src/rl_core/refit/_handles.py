@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from rl_core.errors import ConfigError, LifecycleError, RefitAborted, RefitProtocolError
-from rl_core.refit._loading import Loader, ReceiverBuckets
+from rl_core.refit._loading import Loader, ReceiverBuckets, settle
 from rl_core.refit._packing import Packer, SenderBuckets, checked_tensors
 from rl_core.refit.frames import write_handles
 from rl_core.refit.hashing import BlockHash, DigestTable
@@ -243,6 +243,7 @@ class HandleReceiver:
             state.check_unchanged(current.outside_changes)
             if not current.left:
                 current.sink.finish(message.version)
+                settle(current.sink)
                 state.publish(message.version)
                 self._end()
         except BaseException:

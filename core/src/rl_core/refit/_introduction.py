@@ -79,27 +79,27 @@ def introduction(manifest: WeightManifest, token: str) -> dict[str, Any]:
 
 
 def trainer_of(
-    info: object, compare_with: Callable[[WeightManifest], dict[str, str]], known: Trainer | None
+    info: object, compare_with: Callable[[WeightManifest], dict[str, str]], last: Trainer | None
 ) -> Trainer:
     """The trainer that an introduction is of.
 
     Args:
         info: What its ``prepare`` returned.
         compare_with: Compares its tensors with the engine's; gives the dtypes to cast to.
-        known: The one that was known last.
+        last: The one that was met last.
 
     Raises:
         RefitProtocolError: It is not such a dict, or of another protocol version.
         ManifestMismatchError: The tensors are not those of the engine.
     """
     theirs = _convert(info, _Info, "prepare_refit_info()")
-    manifest = WeightManifest.of(theirs.tensors, known.manifest if known else None)
+    manifest = WeightManifest.of(theirs.tensors, last.manifest if last else None)
     if manifest.digest != theirs.digest:
         raise RefitProtocolError(
             "the trainer's tensors do not have the digest that came with them", phase="DISCOVER"
         )
     dtypes = compare_with(manifest)
-    wire = manifest.cast(dtypes, known.wire if known else None)
+    wire = manifest.cast(dtypes, last.wire if last else None)
     return Trainer(manifest, theirs.token, theirs.addresses, dtypes, wire)
 
 

@@ -382,3 +382,10 @@ def _corrupted(index: int, step: _Step, found: list[bytes], announced: bytes) ->
         bucket=index,
         tensor=name,
     )
+
+
+def settle(sink: WeightSink) -> None:
+    """Waits until what was written is there: engines compute on streams of their own."""
+    device = torch.device(sink.device)
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()

@@ -20,7 +20,7 @@ from rl_core.errors import (
 )
 from rl_core.interfaces.weights import WeightSink
 from rl_core.refit._job import Job, keep_two
-from rl_core.refit._loading import Loader, ReceiverBuckets
+from rl_core.refit._loading import Loader, ReceiverBuckets, settle
 from rl_core.refit._staging import StagedSink
 from rl_core.refit.frames import Channel, write_hello
 from rl_core.refit.hashing import BlockHash, DigestTable
@@ -305,7 +305,7 @@ class ReceiveJob(Job[ReceiverSession]):
                 self._touch()  # also where no tensor was sent
                 self._sink.scale_kv(offer.kv_scales)
             self._sink.finish(offer.version)
-            _settle(self._sink)
+            settle(self._sink)
             if offer.verify == "installed":
                 self._loader.check_installed()
         except RefitCorrupted:
@@ -327,7 +327,7 @@ class ReceiveJob(Job[ReceiverSession]):
         try:
             if self._sink is not None:
                 self._sink.fail()
-                _settle(self._sink)
+                settle(self._sink)
                 untouched = self._changes == self.endpoint.outside_changes
                 if isinstance(self._sink, StagedSink) and self._tore and untouched:
                     self.endpoint.torn = False  # all is as it was
@@ -364,10 +364,3 @@ def _check_takes_scales(sink: WeightSink) -> None:
             fix="refit without kv_scales, or implement WeightSink.scale_kv",
             capability="kv_scales",
         )
-
-
-def _settle(sink: WeightSink) -> None:
-    """Waits until what was written is there: engines compute on streams of their own."""
-    device = torch.device(sink.device)
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()

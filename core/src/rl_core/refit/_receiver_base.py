@@ -117,7 +117,7 @@ class ReceiverBase(Endpoint[J]):
         return self.new_sink()
 
     def manifest_of(self, sink: WeightSink) -> WeightManifest:
-        """The sink's manifest; the one that is known if nothing changed."""
+        """The sink's manifest; the one of the last refit if nothing changed."""
         self._expected = WeightManifest.of(sink.specs(), self._expected)
         return self._expected
 
@@ -128,10 +128,10 @@ class ReceiverBase(Endpoint[J]):
             LifecycleError: The trainer does not offer it.
         """
         address = trainer.address_of(transport, self.name)
-        known = self.ends.get(transport)
-        if known is not None and known[0].items() <= address.items():
-            self.ends[transport] = address, known[1]  # it may have been opened with less
-            return known[1]
+        cached = self.ends.get(transport)
+        if cached is not None and cached[0].items() <= address.items():
+            self.ends[transport] = address, cached[1]  # it may have been opened with less
+            return cached[1]
         return self._connect(transport, address, {})
 
     def _connect(
@@ -153,11 +153,11 @@ class ReceiverBase(Endpoint[J]):
 
     def meeting(self, end: ReceiverEnd, deadline_s: float) -> concurrent.futures.Future[None]:
         """A future that is done when the sender is found; what failed before is tried again."""
-        known = self._meetings.get(end)
-        if known is None or (known.done() and known.exception() is not None):
-            known = self.runtime.spawn(self.name, lambda: end.rendezvous(deadline_s))
-            self._meetings[end] = known
-        return known
+        cached = self._meetings.get(end)
+        if cached is None or (cached.done() and cached.exception() is not None):
+            cached = self.runtime.spawn(self.name, lambda: end.rendezvous(deadline_s))
+            self._meetings[end] = cached
+        return cached
 
     def remove_leftovers(self, trainer: Trainer | None) -> None:
         """Removes what a trainer that was killed left behind on transports not used here."""
@@ -186,10 +186,10 @@ class ReceiverBase(Endpoint[J]):
         self, end: ReceiverEnd, mode: DataMode, ref: Mapping[str, Any], device: torch.device
     ) -> Lane:
         """This side of the sender's lane, attached once for as long as it stays the same."""
-        known = self._lanes.get((end, mode))
-        if known is not None and known.ref == ref:
-            return known
-        if known is not None:
+        cached = self._lanes.get((end, mode))
+        if cached is not None and cached.ref == ref:
+            return cached
+        if cached is not None:
             self._close_lanes([(end, mode)])
         lane = self._lanes[end, mode] = end.attach(ref, self.id, device)
         return lane

@@ -51,12 +51,12 @@ class SenderBase(Endpoint[J]):
         self._buckets: dict[object, SenderBuckets] = {}
 
     def manifest_of(self, source: WeightSource) -> WeightManifest:
-        """The source's manifest; the one that is known if nothing changed."""
+        """The source's manifest; the one of the last refit if nothing changed."""
         self._manifest = WeightManifest.of(source.specs(), self._manifest)
         return self._manifest
 
     def wire_of(self, manifest: WeightManifest, dtypes: Mapping[str, str]) -> WeightManifest:
-        """The manifest in the dtypes that travel; the one that is known if nothing changed."""
+        """The manifest in the dtypes that travel; the one of the last refit if nothing changed."""
         self._wire = manifest.cast(dtypes, self._wire)
         return self._wire
 
@@ -68,9 +68,9 @@ class SenderBase(Endpoint[J]):
 
     def reopen(self, transport: str, options: Mapping[str, Any]) -> SenderEnd:
         """A new end in the place of the one that there may be."""
-        if (known := self.ends.pop(transport, None)) is not None:
-            self._close_lanes([key for key in self._lanes if key[0] is known])
-            known.close()
+        if (cached := self.ends.pop(transport, None)) is not None:
+            self._close_lanes([key for key in self._lanes if key[0] is cached])
+            cached.close()
         self.ends[transport] = self.runtime.transport(transport).sender(**options)
         return self.ends[transport]
 
@@ -92,14 +92,14 @@ class SenderBase(Endpoint[J]):
             RefitError: There is not enough memory.
         """
         key = (end, wire.digest, bucket_bytes, mode, skip, block_hash)
-        known = self._buckets.get(key)
-        plan = known.plan if known is not None else None
+        cached = self._buckets.get(key)
+        plan = cached.plan if cached is not None else None
         if plan is None:
             plan = make_plan(wire, bucket_bytes, mode, skip=skip, block=block_hash.block)
         lane = self._lane(end, plan, device, receivers, bucket_bytes)
-        if known is None or known.lane is not lane:
-            known = SenderBuckets(plan, lane, block_hash)
-        return keep_two(self._buckets, key, known)
+        if cached is None or cached.lane is not lane:
+            cached = SenderBuckets(plan, lane, block_hash)
+        return keep_two(self._buckets, key, cached)
 
     def _lane(
         self,

@@ -53,6 +53,7 @@ class StagedSink(WeightSink):
                 capability="staged",
             )
         self._sink = sink
+        self.device = sink.device
         self._touch = touch
         self._before = before
         self._specs = [s for s in sink.specs() if s.name in sent]

@@ -84,10 +84,10 @@ class WeightManifest:
         return None
 
     @classmethod
-    def of(cls, specs: Iterable[TensorSpec], known: WeightManifest | None = None) -> WeightManifest:
-        """The manifest of a source's or a sink's specs; ``known`` itself if it is the same."""
+    def of(cls, specs: Iterable[TensorSpec], last: WeightManifest | None = None) -> WeightManifest:
+        """The manifest of a source's or a sink's specs; ``last`` itself if it is the same."""
         tensors = tuple(specs)
-        return known if known is not None and known.tensors == tensors else cls(tensors)
+        return last if last is not None and last.tensors == tensors else cls(tensors)
 
     @cached_property
     def info(self) -> list[dict[str, Any]]:
@@ -130,10 +130,8 @@ class WeightManifest:
         """The tensor that owns the storage of ``name``."""
         return self.by_name[name].alias_of or name
 
-    def cast(
-        self, dtypes: Mapping[str, str], known: WeightManifest | None = None
-    ) -> WeightManifest:
-        """The manifest with other dtypes for some names; ``known`` itself if it is the same.
+    def cast(self, dtypes: Mapping[str, str], last: WeightManifest | None = None) -> WeightManifest:
+        """The manifest with other dtypes for some names; ``last`` itself if it is the same.
 
         Raises:
             RefitProtocolError: A cast is not between plain floating-point dtypes.
@@ -150,7 +148,7 @@ class WeightManifest:
         tensors = (
             replace(s, dtype=dtypes[s.name]) if s.name in dtypes else s for s in self.tensors
         )
-        return self.of(tensors, known)
+        return self.of(tensors, last)
 
 
 def compare(

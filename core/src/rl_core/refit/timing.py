@@ -1,7 +1,8 @@
 """How long refits wait, and how these times depend on each other.
 
 A user chooses ``deadline_s`` alone. The times here decide how soon a peer that is gone is noticed,
-and in which order those who wait say that the deadline has passed.
+and in which order those who wait say that the deadline has passed. Times that depend on no other
+one are constants of the module that waits.
 """
 
 # -- how soon one that is gone is noticed ----------------------------------------------------------
@@ -14,7 +15,8 @@ HEARTBEAT_S = 0.5
 SILENCE_S = 6 * HEARTBEAT_S
 #: A process that never connected and is stopped counts as gone as late as one that is silent.
 STOPPED_S = SILENCE_S
-#: For a process that is being killed, from the end of its first connection to its own.
+#: For so long a process may still seem to run after a connection of its own has ended: the kernel
+#: closes what it had open before it is gone.
 DYING_S = 1.0
 #: After a failure, to find out whether another rank's end was the cause, which is noticed sooner.
 CAUSE_S = 0.5

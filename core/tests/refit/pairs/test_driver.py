@@ -126,6 +126,28 @@ def test_all_attempts_share_one_deadline(pair, monkeypatch):
     assert 0 < second <= 29.5
 
 
+def test_the_two_sides_have_what_meeting_left_of_the_deadline(pair):
+    trainer, engine = pair
+    given: list[float] = []
+    trainer.init_collective = lambda *where: time.sleep(0.2) or []
+    engine.init_collective = lambda *where: []
+    trainer.stream_weights_via_ipc_zmq = lambda **options: given.append(options["deadline_s"])
+    engine.update_weights_via_ipc_zmq = lambda **options: given.append(options["deadline_s"])
+    with pytest.raises(TypeError):  # these are no futures
+        go(trainer, engine, transport="collective", deadline_s=30.0)
+    assert given[0] == given[1]
+    assert 0 < given[0] <= 29.8
+
+
+def test_a_policy_that_does_not_say_where_to_meet_is_refused(pair):
+    trainer, engine = pair
+    described = trainer.prepare_refit_info()
+    foreign = {key: value for key, value in described.items() if key not in ("host", "addresses")}
+    trainer.prepare_refit_info = lambda: foreign
+    with pytest.raises(RefitProtocolError, match="no host and port"):
+        go(trainer, engine, transport="collective")
+
+
 def test_no_retry_is_made_unless_asked_for(pair):
     trainer, engine = pair
     fail_once(engine, "finish")

@@ -24,7 +24,7 @@ from rl_core.errors import (
     RefitProtocolError,
     WeightsTornError,
 )
-from rl_core.refit import DEFAULT_BUCKET_BYTES
+from rl_core.refit import DEFAULT_BUCKET_BYTES, _handles
 
 
 def hand_over(trainer: Trainer, engine: Engine) -> None:
@@ -53,6 +53,16 @@ def test_a_set_that_is_not_complete_ends_with_the_weights(pair, end):
     assert engine.sink.calls[-1] == "fail"
     assert engine.receiver._lanes == {}
     assert [lane.data.numel() for lane in lanes] == [0]
+
+
+def test_what_a_set_wrote_is_there_before_its_version(pair, monkeypatch):
+    trainer, engine = pair
+    seen: list[tuple[str, int]] = []
+    monkeypatch.setattr(
+        _handles, "settle", lambda sink: seen.append((sink.calls[-1], engine.receiver.version))
+    )
+    hand_over(trainer, engine)
+    assert seen == [("finish", 0)]
 
 
 def test_handles_bring_every_tensor_and_move_the_version_once(pair):

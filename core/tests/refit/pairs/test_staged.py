@@ -24,6 +24,7 @@ from simple_pair import (
 )
 
 from rl_core.errors import CapabilityError, LifecycleError, RefitError, WeightsTornError
+from rl_core.refit._staging import StagedSink
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -61,6 +62,13 @@ def test_every_tensor_arrives_bit_for_bit(pair, verify):
     assert_serves(engine, seed=1, version=2)
     assert engine.sink.calls[0] == "begin"
     assert engine.sink.calls[-2:] == ["finish", "commit"]
+
+
+def test_a_second_copy_is_where_the_engines_tensors_are():
+    """What is written there is waited for on that device."""
+    sink = DictSink(make_tensors(0))
+    sink.device = "cuda:3"
+    assert StagedSink(sink, [], 0, {}, lambda: None).device == "cuda:3"
 
 
 def test_refits_may_alternate_between_staged_and_in_place(pair):

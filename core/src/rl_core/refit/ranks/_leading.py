@@ -290,7 +290,7 @@ class Leader:
                 raise peer_error(
                     kind,
                     f"{self._processes[rank]} failed: {kind}: {text}",
-                    known=(RefitError, CapabilityError, LifecycleError),
+                    same_here=(RefitError, CapabilityError, LifecycleError),
                     fix=member.failed.fix,
                     peer=f"rank {rank}",
                     rank=rank,

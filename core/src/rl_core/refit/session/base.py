@@ -42,7 +42,7 @@ __all__ = [
 
 _MESSAGE_CHARS = 4000
 #: What another side may have raised, and means the same on this one.
-_KNOWN = (RefitError, CapabilityError)
+_SAME_HERE = (RefitError, CapabilityError)
 
 
 class Phase(enum.StrEnum):
@@ -138,8 +138,8 @@ class Session(ABC):
 
     Attributes:
         phase: Where the session is.
-        at: What is being transferred, for errors; the driver says it.
-        held_up: What on this side keeps the session waiting, for errors; the driver says it.
+        at: What is being transferred, for errors; the job says it.
+        held_up: What on this side keeps the session waiting, for errors; the job says it.
         error: Why it failed, once it has.
         phase_seconds: Time spent in each phase that was left.
     """
@@ -227,18 +227,18 @@ class Session(ABC):
 
 
 def peer_error(
-    kind: str, message: str, *, known: tuple[type[RLError], ...] = _KNOWN, **details: Any
+    kind: str, message: str, *, same_here: tuple[type[RLError], ...] = _SAME_HERE, **details: Any
 ) -> RLError:
     """The error of another process, as one of the same class here; else a RefitPeerError.
 
     Args:
         kind: Name of its class.
         message: The whole text.
-        known: The classes that mean the same here.
+        same_here: The classes that mean the same here.
         **details: And ``fix``, as of :class:`RLError`.
     """
     found = getattr(errors, kind, None) if kind in errors.__all__ else None
-    if isinstance(found, type) and issubclass(found, known) and found is not RefitError:
+    if isinstance(found, type) and issubclass(found, same_here) and found is not RefitError:
         return found(message, **details)
     return RefitPeerError(message, **details)
 

@@ -38,11 +38,11 @@ ISOLATION_LEVELS = ("quiesced", "staged")
 class ReceiverSession(Session):
     """One refit, seen from the engine.
 
-    The driver calls :meth:`start`, then :meth:`receive` with what arrives, performs the effects,
+    The job calls :meth:`start`, then :meth:`receive` with what arrives, performs the effects,
     and answers each with :meth:`attached`, :meth:`loaded`, :meth:`installed` or
     :meth:`published`. It calls :meth:`touch` right before the engine's first byte is written.
 
-    With ``isolation="staged"`` the driver undoes what it wrote when the session ends otherwise
+    With ``isolation="staged"`` the job undoes what it wrote when the session ends otherwise
     than COMMITTED, which is then ABORTED and never TORN.
 
     Args:

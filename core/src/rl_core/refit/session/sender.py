@@ -57,7 +57,7 @@ class _Peer:
 class SenderSession(Session):
     """One refit, seen from the trainer.
 
-    The driver calls :meth:`receive` with what arrives, performs the effects, and answers
+    The job calls :meth:`receive` with what arrives, performs the effects, and answers
     ``MakePlan`` with :meth:`planned`, ``Pack`` with :meth:`packed` and ``Confirm`` with
     :meth:`confirmed`.
 
