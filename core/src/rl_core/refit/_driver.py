@@ -52,7 +52,8 @@ def refit(
         policy: The trainer, embedded or in workers.
         generation: The engine, embedded or in workers; all of its replicas commit or none.
         retries: How often to try again after a transfer that failed, before ``deadline_s`` have
-            passed since the first attempt; what arrived and was verified is not sent again.
+            passed since the first attempt; what was verified and written in place is
+            not sent again.
         address: With ``transport="collective"``, the address of the trainer's host at which the
             engines reach it; weights are not encrypted, so name one of a private network. By
             default that of the trainer's default route, which must be a private one.

@@ -35,8 +35,8 @@ class Hello(_Message, frozen=True):
 class Offer(_InSession, frozen=True):
     """Sender: this refit is on offer. With ``delta``, only what a receiver lacks will be sent.
 
-    ``session`` is drawn at random for this refit alone: the sender's nonce. ``nonce`` has 16 bytes
-    that this connection alone uses: whoever says another's Hello on his own gets other ones.
+    ``session`` is drawn at random for this refit alone. ``nonce`` has 16 bytes that this connection
+    alone uses: whoever says another's Hello on his own gets other ones.
     """
 
     sender: str
