@@ -70,21 +70,18 @@ class Admission:
                 key="token_mask",
             )
         if not eval_mode:
-            self._check_temperature(batch)
+            ours = float(self._config().get("temperature", 1.0))
+            theirs = None if batch.provenance is None else batch.provenance.temperature
+            if theirs is not None and theirs != ours:
+                self._say(
+                    f"these rows were sampled at temperature {theirs:g}, the policy trains at "
+                    f"temperature {ours:g}: their log-probs are of different distributions. "
+                    'Set "temperature" to the same value in both configurations.',
+                    "temperature",
+                )
             self._check_freshness(batch)
             self._trained.append(moment())
         return batch
-
-    def _check_temperature(self, batch: BatchedDataDict[Any]) -> None:
-        ours = float(self._config().get("temperature", 1.0))
-        theirs = None if batch.provenance is None else batch.provenance.temperature
-        if theirs is not None and theirs != ours:
-            self._say(
-                f"these rows were sampled at temperature {theirs:g}, the policy trains at "
-                f"temperature {ours:g}: their log-probs are of different distributions. "
-                'Set "temperature" to the same value in both configurations.',
-                "temperature",
-            )
 
     def _check_freshness(self, batch: BatchedDataDict[Any]) -> None:
         began = None if batch.provenance is None else batch.provenance.began

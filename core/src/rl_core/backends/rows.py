@@ -143,7 +143,15 @@ class BatchEngine(RowEngine):
             if len(self._batch) == 1 and (more := next(self._iterator, None)) is not None:
                 raise self._fault(f"gave row {more.row}, which it has not, or twice")
         except Exception as error:
-            return self._failed(error)
+            left = [row for row in self._batch.values() if row.key not in self._dropped]
+            calls = {row.call for row in left}
+            self._end()
+            if len(calls) == 1:
+                return [FailedRow(row.key, error) for row in left]
+            # Whose fault it is shows when each call is completed alone.
+            self._alone |= calls
+            self._waiting = left + self._waiting
+            return []
         row = self._batch.pop(done.row)
         wanted = row.key not in self._dropped
         if not self._batch:
@@ -182,16 +190,6 @@ class BatchEngine(RowEngine):
         self._batch, self._dropped = {}, set()
         if close is not None:
             close()
-
-    def _failed(self, error: Exception) -> Sequence[FailedRow]:
-        left = [row for row in self._batch.values() if row.key not in self._dropped]
-        calls = {row.call for row in left}
-        self._end()
-        if len(calls) == 1:
-            return [FailedRow(row.key, error) for row in left]
-        self._alone |= calls
-        self._waiting = left + self._waiting
-        return []
 
     def _fault(self, what: str) -> PluginError:
         return PluginError(f"{self._name}.complete {what}", fix="report it to the backend's author")

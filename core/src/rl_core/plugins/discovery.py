@@ -153,7 +153,9 @@ def providers(group: str, path: Sequence[str] | None = None) -> list[Provider]:
         provider
         for dist in _distributions(**where)
         for provider in _entry_points(dist, group)
-        if not _is_shadowed(dist, where)
+        # Another copy of a distribution may come first on the path, as imports see it.
+        if _location(next(iter(_distributions(name=_facts(dist)[0], **where)), dist))
+        == _location(dist)
     }
     return sorted(found, key=lambda p: (p.name, p.distribution))
 
@@ -181,12 +183,6 @@ def _entry_points(dist: Distribution, group: str) -> Iterator[Provider]:
         value = entry_point.value
         problem = "" if is_importable(value) else f"its entry point {value!r} is no reference"
         yield Provider(entry_point.name, *facts, value, group, _location(dist), problem)
-
-
-def _is_shadowed(dist: Distribution, where: dict[str, list[str]]) -> bool:
-    """Whether another copy of the distribution comes first on the path, as imports see it."""
-    first = next(iter(_distributions(name=_facts(dist)[0], **where)), dist)
-    return _location(first) != _location(dist)
 
 
 def _facts(dist: Distribution) -> tuple[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from itertools import zip_longest
+from operator import setitem
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -249,17 +250,13 @@ def copiers(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[Callable
         if not plain or target.nbytes > _TINY:
             calls.append(partial(target.copy_, source))
         elif target.device.type == "cpu":
-            calls.append(partial(_assign, as_view(target), as_view(source)))
+            calls.append(partial(setitem, as_view(target), slice(None), as_view(source)))
         else:
             targets, sources = together.setdefault(target.dtype, ([], []))
             targets.append(target)
             sources.append(source)
     calls += [partial(torch._foreach_copy_, *lists) for lists in together.values()]
     return calls
-
-
-def _assign(target: memoryview, source: memoryview) -> None:
-    target[:] = source
 
 
 class Loader:

@@ -217,12 +217,16 @@ class SendJob(Job[SenderSession]):
             self._fallback = self._move(tensors)
         direct = tensors is not None and self._fallback is None
         mode = DataMode.DIRECT if direct else DataMode.PACKED
-        self._table = self._digests_now(mode) if self._sends_a_part(ready) else None
         skip = b""
-        if self._table is not None:
+        if options.join or any(any(r.holds) for r in ready):  # some have tensors already
+            self._table = self._digests_now(mode)
             if options.join:
                 self._check_same()  # before a late engine, which may serve, is written to
-            skip = _held_by_all([r.holds for r in ready], self._table.flat)
+            now = self._table.flat
+            skip = bytes(
+                all(r.holds[i : i + DIGEST_BYTES] == now[i : i + DIGEST_BYTES] for r in ready)
+                for i in range(0, len(now), DIGEST_BYTES)
+            )
         elif options.verify != "none":
             self._table = DigestTable(self._wire)
         buckets = self._make_buckets(mode, skip)
@@ -239,10 +243,6 @@ class SendJob(Job[SenderSession]):
             self.session.remaining_s,
             self._hash.kind,
         )
-
-    def _sends_a_part(self, ready: tuple[Ready, ...]) -> bool:
-        """Whether some receiver may have tensors already; for a join one must."""
-        return self.options.join or any(any(r.holds) for r in ready)
 
     def _bucket_bytes(self, mode: DataMode) -> int:
         return self.options.bucket_for(self._device, mode)
@@ -407,11 +407,3 @@ class SendJob(Job[SenderSession]):
                 sent=index,
                 bytes=self._buckets.plan.nbytes,
             )
-
-
-def _held_by_all(holds: list[bytes], now: bytes) -> bytes:
-    """For each tensor 1 if every receiver has it as it is now."""
-    return bytes(
-        all(held[i : i + DIGEST_BYTES] == now[i : i + DIGEST_BYTES] for held in holds)
-        for i in range(0, len(now), DIGEST_BYTES)
-    )

@@ -70,7 +70,11 @@ class RefitReceiver(ReceiverBase[ReceiveJob]):
         with self.between_refits() as idle:
             if idle and (now := self.runtime.clock()) >= self._looked + _LOOK_S:
                 self._looked = now
-                self._unmap_abandoned_memory()
+                # A trainer that has ended: its own memory may be its whole model.
+                direct = self._direct_lanes().items()
+                if left := [key for key, lane in direct if lane.sender_gone()]:
+                    self._close_lanes(left)
+                    self.remove_leftovers(self._trainer)
         if self.torn:
             raise WeightsTornError(
                 f"{self.name}: the weights are partly of version {self.version} and partly newer, "
@@ -107,13 +111,6 @@ class RefitReceiver(ReceiverBase[ReceiveJob]):
             self.remove_leftovers(self._trainer)
             for transport in list(self.ends):
                 self.disconnect(transport)
-
-    def _unmap_abandoned_memory(self) -> None:
-        """Closes lanes in the memory of a trainer that has ended: they may be its whole model."""
-        direct = self._direct_lanes().items()
-        if left := [key for key, lane in direct if lane.sender_gone()]:
-            self._close_lanes(left)
-            self.remove_leftovers(self._trainer)
 
     # -- refits -----------------------------------------------------------------------------------
 

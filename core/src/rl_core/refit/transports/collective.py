@@ -320,7 +320,15 @@ class _Collective(Transport):
     """Options: those of :class:`CollectiveSender`; a receiver has none."""
 
     def sender(self, **options: Any) -> CollectiveSender:
-        given = _sender_options(options)
+        try:
+            given = msgspec.convert(options, _SenderOptions)
+        except msgspec.ValidationError as error:
+            names = re.findall(r"`\$?\.?(\w+)`", str(error))
+            raise ConfigError(
+                f"the collective transport's options: {error}",
+                fix=f"it takes {', '.join(_SenderOptions.__struct_fields__)}",
+                key=names[-1] if names else "",
+            ) from error
         return CollectiveSender(given.ip, given.port, given.receivers, given.backend)
 
     def receiver(self, address: Mapping[str, Any], **options: Any) -> CollectiveReceiver:
@@ -331,18 +339,6 @@ class _Collective(Transport):
 
 #: The transport named ``collective``.
 COLLECTIVE: Transport = _Collective()
-
-
-def _sender_options(given: Mapping[str, Any]) -> _SenderOptions:
-    try:
-        return msgspec.convert(dict(given), _SenderOptions)
-    except msgspec.ValidationError as error:
-        names = re.findall(r"`\$?\.?(\w+)`", str(error))
-        raise ConfigError(
-            f"the collective transport's options: {error}",
-            fix=f"it takes {', '.join(_SenderOptions.__struct_fields__)}",
-            key=names[-1] if names else "",
-        ) from error
 
 
 def _address(given: Mapping[str, Any]) -> _Address:

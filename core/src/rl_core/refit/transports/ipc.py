@@ -56,7 +56,12 @@ class IpcSender(ControlServer, SenderEnd):
     private = True
 
     def __init__(self) -> None:
-        _sweep()
+        for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+            # Of a sender that was killed, where no receiver removed it.
+            with suppress(OSError):  # gone meanwhile
+                found = left.lstat()  # not what another user made it point to
+                if found.st_uid == os.geteuid() and time.time() - found.st_mtime > _YOUNG_S:
+                    _clear(f"{_SCHEME}{left}/socket")
         try:
             self._directory = tempfile.mkdtemp(prefix=_PREFIX)
         except OSError as error:
@@ -159,15 +164,6 @@ def _endpoint(address: Mapping[str, Any]) -> str:
 def _remove(directory: str, owner: int) -> None:
     if os.getpid() == owner:  # a forked child ends, not the sender
         shutil.rmtree(directory, ignore_errors=True)
-
-
-def _sweep() -> None:
-    """Removes the directories of senders that were killed, where no receiver did."""
-    for directory in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-        with suppress(OSError):  # gone meanwhile
-            found = directory.lstat()  # not what another user made it point to
-            if found.st_uid == os.geteuid() and time.time() - found.st_mtime > _YOUNG_S:
-                _clear(f"{_SCHEME}{directory}/socket")
 
 
 def _clear(endpoint: str) -> bool:
