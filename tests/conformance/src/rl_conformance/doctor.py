@@ -75,15 +75,15 @@ def diagnose(name: str | None = None) -> list[Finding]:
         for group in GROUPS[1:]:
             others = providers(group)
             findings += _collisions(group, others)
-            findings += (_malformed(provider) for provider in others if provider.problem)
+            findings += (
+                Finding("error", str(provider), provider.problem, "reinstall it")
+                for provider in others
+                if provider.problem
+            )
         findings += doctor_findings()
     return findings or [
         Finding("warning", "plugins", "no plugin is installed", "pip install ./plugins/rl-hf")
     ]
-
-
-def _malformed(provider: Provider) -> Finding:
-    return Finding("error", str(provider), provider.problem, "reinstall it")
 
 
 def _collisions(group: str, found: Sequence[Provider]) -> Iterator[Finding]:

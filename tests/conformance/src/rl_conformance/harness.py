@@ -142,7 +142,9 @@ class Harness:
             return f"the backend does not run on {device}", False
         if check.device not in ("any", device):
             return f"means something on {check.device} only", True
-        if lacking := [kind for kind in check.needs if not self._offers(kind)]:
+        if lacking := [
+            kind for kind in check.needs if kind not in ("pair", *self.target.manifest.kinds)
+        ]:
             return f"the backend offers no {lacking[0]}", True
         capability = self._capability(check)
         if check.capability is not None and capability is None:
@@ -156,9 +158,6 @@ class Harness:
             how = f": {_INSTALLED_BY[absent[0]]}" if absent[0] in _INSTALLED_BY else ""
             return f"{absent[0]} is not installed{how}", False
         return None
-
-    def _offers(self, kind: str) -> bool:
-        return kind == "pair" or kind in self.target.manifest.kinds
 
     def _capability(self, check: Check) -> Capability | None:
         kind = self._capability_kind(check)

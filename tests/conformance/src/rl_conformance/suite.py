@@ -50,7 +50,7 @@ class _Suite:
             for base in cls.__mro__[1:]
             if base.__module__ == __name__
             for name, method in vars(base).items()
-            if _is_test(name)
+            if name.startswith("test_")
         }
         if overridden := sorted(n for n, m in ours.items() if getattr_static(cls, n) is not m):
             raise TypeError(
@@ -62,10 +62,6 @@ class _Suite:
                 name = "test_" + re.sub(r"\W+", "_", check.id).rstrip("_")
                 setattr(cls, name, _method(check))
         cls.__test__ = bool(cls.backend)
-
-
-def _is_test(name: str) -> bool:
-    return name.startswith("test_")
 
 
 def _method(check: Check) -> Callable[[_Suite, pytest.FixtureRequest], None]:
