@@ -130,7 +130,15 @@ def _attempt(
                 fix="build the policy on PolicyBackend, or call init_collective on both sides",
                 phase="DISCOVER",
             )
-        meeting = (_meeting_host(info["host"], address), info["port"], 1 + chosen.receivers)
+        # What anybody on the internet reaches has to be asked for.
+        if address is None and ip_address(info["host"]).is_global:
+            raise ConfigError(
+                f"refit: the trainer's default route is that of {info['host']}, a public address",
+                fix="pass address= with one of a network that is yours alone: weights are not "
+                "encrypted on the way",
+                key="address",
+            )
+        meeting = (address or info["host"], info["port"], 1 + chosen.receivers)
         opening = policy.init_collective(*meeting)
         info = policy.prepare_refit_info() or info  # with where to find it, for the engines alone
         generation.prepare_refit_info(info)
@@ -152,18 +160,6 @@ def _attempt(
     )
     results = _outcome(sending, receiving, chosen.deadline_s + DRIVER_GRACE_S)
     return RefitReport.of(results, attempt)
-
-
-def _meeting_host(found: str, given: str | None) -> str:
-    """Where the two sides meet; what anybody on the internet reaches has to be asked for."""
-    if given is None and ip_address(found).is_global:
-        raise ConfigError(
-            f"refit: the trainer's default route is that of {found}, a public address",
-            fix="pass address= with one of a network that is yours alone: weights are not "
-            "encrypted on the way",
-            key="address",
-        )
-    return given or found
 
 
 def _outcome(sending: list[Future], receiving: list[Future], timeout_s: float) -> list[Any]:
