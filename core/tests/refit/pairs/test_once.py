@@ -33,7 +33,6 @@ from rl_core.errors import (
 )
 from rl_core.futures import spawn, wait
 from rl_core.refit import RefitReport, _introduction, _send_job
-from rl_core.refit._driver import _meeting_host
 from rl_core.refit.messages import PROTOCOL
 
 
@@ -349,12 +348,25 @@ def test_a_trainer_that_is_not_to_be_seen_from_here_is_told_from_a_dead_one(both
     assert "collective" in str(error.value.fix)
 
 
-def test_a_public_address_is_taken_only_if_it_is_given():
-    with pytest.raises(ConfigError, match="public") as error:
-        _meeting_host("8.8.8.8", None)
-    assert "address=" in str(error.value.fix)
-    assert _meeting_host("8.8.8.8", "10.0.0.1") == "10.0.0.1"
-    assert _meeting_host("192.168.0.1", None) == "192.168.0.1"
+@pytest.mark.parametrize(
+    ("found", "given", "where"),
+    [
+        ("8.8.8.8", None, None),
+        ("8.8.8.8", "10.0.0.1", "10.0.0.1"),
+        ("192.168.0.1", None, "192.168.0.1"),
+    ],
+)
+def test_a_public_address_is_taken_only_if_it_is_given(pair, found, given, where):
+    trainer, engine = pair
+    described = trainer.prepare_refit_info()
+    trainer.prepare_refit_info = lambda: {**described, "host": found}
+    asked: list[str] = []
+    trainer.init_collective = lambda ip, port, size: asked.append(ip) or 1 / 0
+    expected = ZeroDivisionError if where else ConfigError
+    with pytest.raises(expected) as error:
+        go(trainer, engine, transport="collective", address=given)
+    assert asked == ([where] if where else [])
+    assert where or "address=" in str(error.value.fix)
 
 
 @pytest.mark.parametrize("there", [True, False])
