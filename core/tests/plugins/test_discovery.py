@@ -89,6 +89,14 @@ def test_absent_engine_is_listed_with_the_command_that_installs_it(install: Inst
             {"url": "https://h.org/toy", "vcs_info": {"vcs": "git", "commit_id": "c0ffee"}},
             "git+https://h.org/toy@c0ffee",
         ),
+        (
+            {
+                "url": "https://h.org/all",
+                "vcs_info": {"vcs": "git", "commit_id": "c0ffee"},
+                "subdirectory": "plugins/rl-toy",
+            },
+            "git+https://h.org/all@c0ffee#subdirectory=plugins/rl-toy",
+        ),
     ],
 )
 def test_plugin_that_came_from_no_index_is_installed_again_from_where_it_came(

@@ -327,10 +327,15 @@ def _requirement(distribution: str, extra: str) -> str:
     name = f"{distribution}[{extra}]" if extra else distribution
     [dist, *_] = _distributions(name=distribution)
     origin = json.loads(dist.read_text("direct_url.json") or "{}")
+    if not origin:
+        return name
+    url = origin["url"]
     if "vcs_info" in origin:
         vcs = origin["vcs_info"]
-        return f"{name} @ {vcs['vcs']}+{origin['url']}@{vcs['commit_id']}"
-    return f"{name} @ {origin['url']}" if origin else name
+        url = f"{vcs['vcs']}+{url}@{vcs['commit_id']}"
+    if "subdirectory" in origin:
+        url += f"#subdirectory={origin['subdirectory']}"
+    return f"{name} @ {url}"
 
 
 def inspect_backend(provider: Provider, duplicates: Sequence[str] = ()) -> BackendListing:
