@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import json
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -325,8 +326,10 @@ def _requirement(distribution: str, extra: str) -> str:
     for its bare name on an index, where anybody may have taken it.
     """
     name = f"{distribution}[{extra}]" if extra else distribution
-    [dist, *_] = _distributions(name=distribution)
-    origin = json.loads(dist.read_text("direct_url.json") or "{}")
+    origin: dict[str, Any] = {}
+    with suppress(StopIteration, ValueError):  # such as what a half-removed distribution leaves
+        dist = next(iter(_distributions(name=distribution)))
+        origin = json.loads(dist.read_text("direct_url.json") or "{}")
     if not origin:
         return name
     url = origin["url"]
