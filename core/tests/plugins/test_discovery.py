@@ -8,6 +8,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from installed import NO_ENGINE
 
 from rl_core.errors import (
     BrokenPluginError,
@@ -89,6 +90,14 @@ def test_absent_engine_is_listed_with_the_command_that_installs_it(install: Inst
             {"url": "https://h.org/toy", "vcs_info": {"vcs": "git", "commit_id": "c0ffee"}},
             "git+https://h.org/toy@c0ffee",
         ),
+        (
+            {
+                "url": "https://h.org/all",
+                "vcs_info": {"vcs": "git", "commit_id": "c0ffee"},
+                "subdirectory": "plugins/rl-toy",
+            },
+            "git+https://h.org/all@c0ffee#subdirectory=plugins/rl-toy",
+        ),
     ],
 )
 def test_plugin_that_came_from_no_index_is_installed_again_from_where_it_came(
@@ -99,6 +108,12 @@ def test_plugin_that_came_from_no_index_is_installed_again_from_where_it_came(
     error = toy().error
     assert error is not None
     assert error.fix == f'pip install "rl-toy[engine] @ {wanted}"'
+
+
+@pytest.mark.parametrize("half", ["METADATA", "direct_url.json"])
+def test_half_removed_plugin_without_its_engine_is_listed(install: Install, half: str) -> None:
+    (install.toy(engine=NO_ENGINE) / half).write_text("\n")
+    assert toy().status == "no engine"
 
 
 def test_engine_out_of_range_names_both_versions(install: Install) -> None:

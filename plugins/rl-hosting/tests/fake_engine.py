@@ -129,6 +129,8 @@ class FakeEngine(Engine):
 
     def step(self) -> list[Any]:
         self.act("step")
+        if self.fake.get("needs_rows"):
+            assert self.rows, "there is nothing to decode"
         time.sleep(self.fake.get("pause", 0.0))
         ended = [done for key in list(self.rows) if (done := self.advance(key))]
         for done in ended:
@@ -176,6 +178,8 @@ class FakeEngine(Engine):
 
     def cancel(self, keys: Collection[int]) -> None:
         self.act("cancel")
+        if self.fake.get("needs_rows"):
+            assert {*self.cancelled, *self.rows}.issuperset(keys), "it was never given these rows"
         self.cancelled += keys
         for key in keys:
             self.rows.pop(key, None)

@@ -59,7 +59,7 @@ def test_a_row_fails_alone_and_an_engine_that_fails_goes_on(start):
 
 
 def test_rows_with_stop_strings_fail_before_an_engine_without_a_tokenizer_sees_them(start):
-    engine = start(fake={"facts": {"has_tokenizer": False}})
+    engine = start(fake={"facts": {"has_tokenizer": False}, "needs_rows": True})
     batch = prompts(5)
     batch["stop_strings"] = [["7"]]
     with pytest.raises(DataError, match="row 0 has stop strings, and the model has no tokenizer"):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import json
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -321,12 +322,19 @@ def _requirement(distribution: str, extra: str) -> str:
     for its bare name on an index, where anybody may have taken it.
     """
     name = f"{distribution}[{extra}]" if extra else distribution
-    [dist, *_] = _distributions(name=distribution)
-    origin = json.loads(dist.read_text("direct_url.json") or "{}")
+    origin: dict[str, Any] = {}
+    with suppress(StopIteration, ValueError):  # such as what a half-removed distribution leaves
+        dist = next(iter(_distributions(name=distribution)))
+        origin = json.loads(dist.read_text("direct_url.json") or "{}")
+    if not origin:
+        return name
+    url = origin["url"]
     if "vcs_info" in origin:
         vcs = origin["vcs_info"]
-        return f"{name} @ {vcs['vcs']}+{origin['url']}@{vcs['commit_id']}"
-    return f"{name} @ {origin['url']}" if origin else name
+        url = f"{vcs['vcs']}+{url}@{vcs['commit_id']}"
+    if "subdirectory" in origin:
+        url += f"#subdirectory={origin['subdirectory']}"
+    return f"{name} @ {url}"
 
 
 def inspect_backend(provider: Provider, duplicates: Sequence[str] = ()) -> BackendListing:

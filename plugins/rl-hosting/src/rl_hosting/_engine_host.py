@@ -63,7 +63,6 @@ class EngineHost:
         self._engine: Engine | None = None
         self._inbox: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
         self._rows: set[int] = set()  # keys of those in the engine
-        self._refused: list[Done] = []  # rows that the engine is not given
         self._sent_at, self._tokens = 0.0, -1  # of the last progress
         self._newest = -1  # of all keys
         self.name = f"{engine.partition(':')[2]} (pid {os.getpid()})"
@@ -149,24 +148,26 @@ class EngineHost:
     def submit(self, rows: list[Any]) -> None:
         """Gives rows to the engine."""
         prompts = msgspec.convert(rows, list[Prompt])
+        if not self.engine.facts.get("has_tokenizer", True):
+            refused = []
+            for prompt in [prompt for prompt in prompts if prompt.stop_strings]:
+                error = DataError(
+                    f"row {prompt.index} has stop strings, and the model has no tokenizer",
+                    fix="save the tokenizer beside the model, or use stop_token_ids",
+                    row=prompt.index,
+                    key="stop_strings",
+                )
+                refused.append(Done.failed(prompt.key, error, self.name))
+                prompts.remove(prompt)
+            if refused:
+                self._channel.send(encode(Progress(refused)), ENGINE_SEND_S)
+        if not prompts:
+            return
         if not self._rows:
             self._sent_at, self._tokens = time.monotonic(), -1
         self._rows |= {prompt.key for prompt in prompts}
         self._newest = max({self._newest} | self._rows)
-        if not self.engine.facts.get("has_tokenizer", True):
-            for prompt in prompts:
-                if prompt.stop_strings:
-                    error = DataError(
-                        f"row {prompt.index} has stop strings, and the model has no tokenizer",
-                        fix="save the tokenizer beside the model, or use stop_token_ids",
-                        row=prompt.index,
-                        key="stop_strings",
-                    )
-                    self._refused.append(Done.failed(prompt.key, error, self.name))
-            refused = {done.key for done in self._refused}
-            prompts = [prompt for prompt in prompts if prompt.key not in refused]
-        if prompts:
-            self.engine.submit(prompts)
+        self.engine.submit(prompts)
 
     def cancel(self, keys: list[int]) -> None:
         """Takes rows back from the engine."""
@@ -178,8 +179,7 @@ class EngineHost:
     def _step(self) -> None:
         now = time.monotonic()
         try:
-            ended: list[Any] = [*self._refused, *self.engine.step()]
-            self._refused = []
+            ended: list[Any] = list(self.engine.step())
             for one in ended:
                 if not isinstance(one, Done) or one.key not in range(self._newest + 1):
                     raise PluginError(
