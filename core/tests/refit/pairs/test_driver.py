@@ -357,6 +357,12 @@ def test_a_broken_transport_is_its_distributions_fault(install: Install, source,
     assert "rl-pigeon" in str(caught.value)
 
 
+def test_a_transport_that_nobody_provides_sends_nobody_to_the_list_of_backends():
+    with pytest.raises(BackendNotFoundError, match="refit transport 'qqqqqq'") as caught:
+        find_transport("qqqqqq")
+    assert caught.value.fix == "install the plugin that provides it"
+
+
 def test_an_option_that_a_transport_does_not_have_is_refused():
     with pytest.raises(ConfigError, match="color"):
         find_transport("ipc").sender(color="red")
