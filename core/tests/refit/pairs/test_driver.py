@@ -126,6 +126,15 @@ def test_all_attempts_share_one_deadline(pair, monkeypatch):
     assert 0 < second <= 29.5
 
 
+def test_an_error_of_the_deadline_is_not_followed_by_an_attempt_without_time(pair):
+    trainer, engine = pair
+    with (
+        engine.lock,
+        pytest.raises(RefitError, match=r"generation did not end within [12](\.\d+)? s"),
+    ):
+        go(trainer, engine, retries=1, deadline_s=2.0)
+
+
 def test_no_retry_is_made_unless_asked_for(pair):
     trainer, engine = pair
     fail_once(engine, "finish")
