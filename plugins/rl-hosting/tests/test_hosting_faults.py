@@ -101,7 +101,7 @@ def test_an_engine_that_is_stopped_fails_the_call(start, moment):
 )
 def test_an_engine_that_hangs_fails_the_call(start, moment, act):
     engine = start(fake={"acts": {moment: act}, **LATER}, call_deadline_s=60.0)
-    engine.answer_s = engine.silence_s = engine._workers._answer_s = 0.5  # once it is awake
+    engine.answer_s = engine.silence_s = engine._remote._answer_s = 0.5  # once it is awake
     errors = (WorkerDiedError, DeadlineError)
     with pytest.raises(errors, match=f"(?s){NAME}.*(no sign of life|was not answered)") as caught:
         CALLS[moment](engine)
