@@ -52,7 +52,9 @@ def match_providers(name: str, group: str = BACKENDS) -> list[Provider]:
     elif match:
         fix = f"write {match!r}"
     else:
-        fix = "install the plugin that provides it; `rl backends list` shows what is installed"
+        fix = "install the plugin that provides it"
+        if group == BACKENDS:
+            fix += "; `rl backends list` shows what is installed"
     raise BackendNotFoundError(
         f"no installed plugin provides the {_KINDS[group]} {name!r}; "
         f"installed are: {', '.join(names) or 'none'}",

@@ -72,7 +72,10 @@ class MovedTensors:
         for name in owners.values():
             # If a detached twin were moved, what is trained would stay behind.
             if torch._C._storage_Use_Count(tensors[name].untyped_storage()._cdata) > _OWN_USERS:
-                return f"{name} shares memory with a tensor that is not the source's"
+                return (
+                    f"{name} shares memory with a tensor that is not the source's, such as one of "
+                    "a kept state_dict(), a view, or a loss whose graph is kept"
+                )
         return None
 
     def _are_there(self, manifest: WeightManifest, tensors: Mapping[str, torch.Tensor]) -> bool:

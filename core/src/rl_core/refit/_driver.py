@@ -28,7 +28,7 @@ from rl_core.refit.options import SendOptions
 from rl_core.refit.report import RefitReport
 from rl_core.refit.session import Phase
 from rl_core.refit.session.base import is_echo
-from rl_core.refit.timing import DRIVER_GRACE_S, TICK_S
+from rl_core.refit.timing import DRIVER_GRACE_S, TICK_S, tell_s
 
 if TYPE_CHECKING:
     from rl_core.interfaces import ColocatablePolicyInterface, Future
@@ -76,6 +76,7 @@ def refit(
     options.setdefault("receivers", getattr(generation, "receiver_count", 1))
     chosen = SendOptions.of(options)
     attempt, end = 1, time.monotonic() + chosen.deadline_s
+    least_s = tell_s(chosen.deadline_s)  # who was late is said so long before the deadline
     hookspecs.emit("refit_started", verify=chosen.verify, isolation=chosen.isolation)
     while True:
         try:
@@ -87,7 +88,7 @@ def refit(
                 may_pass = isinstance(error, RefitError | DeadlineError)
             mismatch = isinstance(error, ManifestMismatchError)
             left = end - time.monotonic()
-            again = attempt <= retries and may_pass and not mismatch and left > 0
+            again = attempt <= retries and may_pass and not mismatch and left > least_s
             what = {"error": type(error).__name__, "message": str(error), "attempt": attempt}
             hookspecs.emit("refit_retried" if again else "refit_failed", **what)
             if not again:

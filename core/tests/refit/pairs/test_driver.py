@@ -148,6 +148,15 @@ def test_a_policy_that_does_not_say_where_to_meet_is_refused(pair):
         go(trainer, engine, transport="collective")
 
 
+def test_an_error_of_the_deadline_is_not_followed_by_an_attempt_without_time(pair):
+    trainer, engine = pair
+    with (
+        engine.lock,
+        pytest.raises(RefitError, match=r"generation did not end within [12](\.\d+)? s"),
+    ):
+        go(trainer, engine, retries=1, deadline_s=2.0)
+
+
 def test_no_retry_is_made_unless_asked_for(pair):
     trainer, engine = pair
     fail_once(engine, "finish")
@@ -377,6 +386,12 @@ def test_a_broken_transport_is_its_distributions_fault(install: Install, source,
     with pytest.raises(BrokenPluginError, match=cause) as caught:
         find_transport("pigeon")
     assert "rl-pigeon" in str(caught.value)
+
+
+def test_a_transport_that_nobody_provides_sends_nobody_to_the_list_of_backends():
+    with pytest.raises(BackendNotFoundError, match="refit transport 'qqqqqq'") as caught:
+        find_transport("qqqqqq")
+    assert caught.value.fix == "install the plugin that provides it"
 
 
 def test_an_option_that_a_transport_does_not_have_is_refused():
