@@ -28,7 +28,8 @@ def test_a_device_that_cannot_be_used_is_refused(device):
 
 def test_core_names_the_commands_of_this_distribution(capsys):
     points = distribution("rl-conformance").entry_points.select(group="rl_core.commands")
-    *others, last = sorted(point.name for point in points)
+    # A command of two words is listed below the first, which core has.
+    *others, last = sorted(point.name for point in points if "." not in point.name)
     with pytest.raises(SystemExit):
         main(["frob"])
     assert f"{', '.join(others)} and {last} come with: pip install" in capsys.readouterr().err

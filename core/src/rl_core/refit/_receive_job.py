@@ -198,9 +198,9 @@ class ReceiveJob(Job[ReceiverSession]):
                 self.endpoint.check_unchanged(self._changes)
                 self.endpoint.publish(version)
                 self.endpoint.known = self._loader.table.known
+                self._sink = None  # what follows cannot take the weights back
                 # Before the sender is told, which may free the memory at once.
                 self.endpoint.unmap_trainer_memory()
-                self._sink = None
                 return session.published()
         return []
 

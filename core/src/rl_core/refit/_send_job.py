@@ -109,6 +109,13 @@ class SendJob(Job[SenderSession]):
             self._end.refused()  # what was said before is not about this refit
             try:
                 try:
+                    if self.options.join and sender.version != self.version:
+                        raise LifecycleError(
+                            f"{sender.name}: version {sender.version} was committed while a late "
+                            f"engine waited to join version {self.version}",
+                            fix="join again",
+                            version=sender.version,
+                        )
                     self._source.open(self._rank_call_id, session.remaining_s)
                 except BaseException as error:
                     self.perform(session.fail(error))

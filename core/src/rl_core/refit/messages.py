@@ -79,7 +79,7 @@ class Prepare(_InSession, frozen=True):
 
 
 class Prepared(_InSession, frozen=True):
-    """Receiver: nothing generates any more, and my plan is the same."""
+    """Receiver: my plan is the same; unless the refit is staged, nothing generates any more."""
 
 
 class BucketReady(_InSession, frozen=True):
@@ -90,7 +90,7 @@ class BucketReady(_InSession, frozen=True):
 
 
 class Loaded(_InSession, frozen=True):
-    """Receiver: the bucket is installed, its slot is free."""
+    """Receiver: the bucket was verified and written, or lies beside the weights; its slot is free."""
 
     index: int
 
@@ -121,7 +121,7 @@ class Abort(_InSession, frozen=True):
 
 
 class Failed(_InSession, frozen=True):
-    """Receiver: given up; ``torn`` if weights were touched."""
+    """Receiver: given up; ``torn`` if the engine's own weights were touched, and not taken back."""
 
     kind: str
     message: str

@@ -1,4 +1,8 @@
-"""Which bytes of which tensors lie where. Both sides derive it from the manifest alone."""
+"""Which bytes of which tensors lie where.
+
+Both sides derive it from the manifest, the size of a bucket, the data mode, what is skipped, and
+the size of a block.
+"""
 
 from __future__ import annotations
 

@@ -18,8 +18,9 @@ class RefitReport:
     Attributes:
         version: The version that serves now.
         bytes: Bytes sent: each tensor once, in the engine's dtype.
-        seconds: From the moment at which the sender was asked, to the last commit. Waiting for its
-            turn, for the engines and for generation to end are in it, and in ``phases``.
+        seconds: Of the last attempt, from the moment at which the sender was asked, to the last
+            commit. Waiting for its turn, for the engines and for generation to end are in it, and
+            in ``phases``.
         gb_per_s: ``bytes / seconds / 1e9``.
         phases: Seconds in each phase, as the sender saw them.
         extra_memory_bytes: Size of the sender's buffers; 0 if they are the tensors' own memory.

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from simple_pair import (
+    SOON,
     Engine,
     Replicas,
     Trainer,
@@ -121,6 +122,17 @@ def test_an_engine_that_could_not_join_takes_the_next_refit(pair, late):
     assert go(trainer, Replicas(first, late), delta=True).version == 6
     late.receiver.check()
     assert same(trainer.source.tensor, late.sink.tensor)
+
+
+def test_a_version_that_another_refit_followed_meanwhile_is_not_joined(pair, late):
+    trainer, _ = pair
+    before = trainer.sender.version
+    with trainer.sender.turn:  # as a refit of all that is under way has it
+        sending = trainer.sender.send(join=True, deadline_s=SOON)
+        trainer.sender.version = before + 1
+    with pytest.raises(LifecycleError, match=f"version {before + 1} was committed"):
+        sending.result(SOON)
+    assert trainer.sender.version == before + 1
 
 
 def test_before_the_first_commit_there_is_nothing_to_join(pair):

@@ -234,10 +234,14 @@ class ControlClient:
     def receive(self, timeout_s: float) -> bytes | None:
         """The next frame; None after the timeout, or when the server is lost."""
         assert self._monitored is not None, "open() first"
+        end, losses = time.monotonic() + timeout_s, self._monitored.losses
         frame = _frame(self._monitored)
-        if frame is None:
-            self._monitored.wait(timeout_s)
+        while frame is None:
+            # What the monitor tells of the connection ends a wait, too.
+            self._monitored.wait(max(0.0, end - time.monotonic()))
             frame = _frame(self._monitored)
+            if self._monitored.losses > losses or time.monotonic() >= end:
+                break
         return frame
 
     def send(self, frame: bytes) -> None:
