@@ -90,7 +90,7 @@ class BucketReady(_InSession, frozen=True):
 
 
 class Loaded(_InSession, frozen=True):
-    """Receiver: the bucket was verified and written, or put beside the weights; its slot is free."""
+    """Receiver: the bucket was verified and written (staged: put beside them); its slot is free."""
 
     index: int
 
