@@ -319,7 +319,8 @@ def rows_that_are_given_up_are_freed_at_once(ctx: Context) -> None:
     for _ in range(_TRIES):
         asyncio.run(leave())
         generation.finish_generation(release_gpu=False)  # once the step that went on has ended
-        ratios.append(seconds() / before)
+        # Rows that went on would slow all of them.
+        ratios.append(min(seconds() for _ in range(3)) / before)
         if ratios[-1] <= 5:
             return
         time.sleep(1)
