@@ -18,7 +18,7 @@ from rl_core.errors import ConfigError, RLError
 from rl_hf.decoders import Decoder, GroupDecoder, SlotDecoder, fits_slots
 from rl_hf.modeling import model_device
 from rl_hf.sampling import Sampler
-from rl_hf.stopping import StopStrings
+from rl_core.backends.stop_strings import StopStrings
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Generator, Sequence

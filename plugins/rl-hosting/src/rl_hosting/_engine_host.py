@@ -261,7 +261,10 @@ def _end_with_driver(driver: psutil.Process, sockets: str) -> threading.Thread:
 
 def run_host(descriptor: int, driver: psutil.Process, engine: str, host_class: str) -> None:
     """Answers what comes over a socket, until it is closed or the driver is gone; then ends."""
-    host = load_object(host_class)(Channel(socket.socket(fileno=descriptor)), engine)
+    end = socket.socket(fileno=descriptor)
+    # Or else a process that the engine forks would keep it open when the engine is gone.
+    os.register_at_fork(after_in_child=end.close)
+    host = load_object(host_class)(Channel(end), engine)
     ending = _end_with_driver(driver, os.environ[SOCKETS])
     status = 1
     try:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_conformance.models import make_tokenizer
-from rl_hf.stopping import StopStrings
+from rl_core.backends.stop_strings import StopStrings
 
 TOKENIZER = make_tokenizer()
 

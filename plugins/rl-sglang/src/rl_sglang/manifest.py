@@ -1,0 +1,47 @@
+"""The entry point ``rl_core.backends: sglang``: what the backend is and can do, as data."""
+
+from __future__ import annotations
+
+from rl_core.plugins.manifest import BackendManifest, Capability, EngineRequirement
+
+__all__ = ["BACKEND", "TINY", "VERSIONS"]
+
+#: Of SGLang: what was tested.
+VERSIONS = ">=0.5.21,<0.5.24"
+
+_FULL = Capability("full")
+_CUDA = ("cuda",)
+
+BACKEND = BackendManifest(
+    name="sglang",
+    summary="Generation by SGLang, CPU and CUDA",
+    factories={"generation": "rl_sglang.generation:SglangGeneration"},
+    configs={"generation": "rl_sglang.config:SglangConfig"},
+    capabilities={
+        "generation": {
+            "sleep": Capability(
+                "full", devices=_CUDA, reason="on the CPU SGLang frees nothing when it sleeps"
+            ),
+            "async_generation": _FULL,
+            "concurrent_calls": _FULL,
+            "multi_sample": _FULL,
+            "collective": _FULL,
+            "staged": Capability("full", reason="with memory for a second copy of the weights"),
+            "kv_scales": Capability(
+                "full", devices=_CUDA, reason="SGLang on the CPU has no FP8 key/value cache"
+            ),
+        }
+    },
+    engine=EngineRequirement(("sglang",), VERSIONS, extra="engine"),
+)
+
+_SMALL = {"max_total_tokens": 16384}
+_SMALL_ON_A_GPU = {"mem_fraction_static": 0.05, "disable_cuda_graph": True}
+#: What the conformance suite sets for its tiny models; several engines run side by side.
+TINY = {
+    "cpu": {"generation": {"sglang_cfg": _SMALL}},
+    "cuda": {
+        "generation": {"sglang_cfg": _SMALL_ON_A_GPU},
+        "kv_scales": {"sglang_cfg": _SMALL_ON_A_GPU | {"kv_cache_dtype": "fp8_e4m3"}},
+    },
+}

@@ -1,0 +1,67 @@
+"""Everything of SGLang that is touched and not public, and the versions it was seen in.
+
+A release outside the range is refused with this list: these are the places to look at.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+
+from packaging.specifiers import SpecifierSet
+
+from rl_core.errors import IncompatiblePluginError
+from rl_sglang.manifest import BACKEND, VERSIONS
+
+__all__ = ["PRIVATE", "check_version", "engine_version"]
+
+#: What is touched, and what for. Seen in 0.5.21 and 0.5.23.
+PRIVATE: dict[str, str] = {
+    "srt.entrypoints.engine.Engine.run_scheduler_process_func, ._launch_detokenizer_subprocesses, "
+    "._scheduler_init_result": "our function in its schedulers, nobody who makes text, and the size "
+    "of the cache",
+    "srt.entrypoints.engine.mp": "on the CPU schedulers are forked, which takes a second, not ten",
+    "srt.managers.tokenizer_manager.TokenizerManager": "auto_create_handle_loop, abort_request, "
+    "rid_to_state, last_receive_tstamp, flush_cache, release_memory_occupation, "
+    "resume_memory_occupation",
+    "srt.managers.scheduler.Scheduler, run_scheduler_process": "a receiver of refits beside each "
+    "part of the model; .model_config.hf_eos_token_id, .tp_worker.model_runner",
+    "srt.managers.schedule_batch.Req._check_str_based_finish, FINISH_MATCHED_STR": "stop strings",
+    "srt.sampling.sampling_batch_info.SamplingBatchInfo": "from_schedule_batch, sampling_seed, "
+    "temperatures, top_ks, top_ps, need_top_k_sampling, need_top_p_sampling, is_all_greedy",
+    "srt.layers.sampler.register_sampler_backend, Sampler, multinomial_with_seed": "our sampler",
+    "srt.model_loader.loader._initialize_model, initialize_dummy_weights, DefaultModelLoader"
+    ".load_weights_only, .load_model": "what a model has before there are weights, and what hooks "
+    "make of these",
+    "ModelRunner.model, .model_config, .server_args": "the part of the model that a scheduler holds",
+    "Module.load_weights of a model": "which of its parameters a tensor goes to",
+    "VocabParallelEmbedding.org_vocab_size": "rows beyond it are padding",
+    "RadixAttention.k_scale, .v_scale, .k_scale_float, .v_scale_float": "scales of an FP8 cache",
+    "srt.utils.hf_transformers_utils.get_context_length": "the context of a model",
+}
+
+
+def engine_version() -> str | None:
+    """The installed SGLang's version."""
+    for name in BACKEND.engine.distributions:
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return None
+
+
+def check_version() -> None:
+    """Refuses an SGLang that the private parts were not checked against.
+
+    Raises:
+        IncompatiblePluginError: Names the version, the range and what is touched.
+    """
+    found = engine_version()
+    if found is not None and found not in SpecifierSet(VERSIONS, prereleases=True):
+        touched = "\n".join(f"  {name}: {why}" for name, why in PRIVATE.items())
+        raise IncompatiblePluginError(
+            f"SGLang {found} is outside {VERSIONS}; rl-sglang relies on parts of it that are not "
+            f"public:\n{touched}",
+            fix=f'pip install "sglang{VERSIONS}", or a newer rl-sglang',
+            version=found,
+        )

@@ -1,0 +1,148 @@
+"""What runs in SGLang's schedulers: the receiver of refits, and what a row is sampled and ended by.
+
+SGLang starts a process for each part of the model, by a function that may be replaced: here it is
+:func:`run_scheduler`.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import traceback
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from sglang.srt.layers.sampler import register_sampler_backend
+from sglang.srt.managers import scheduler as sglang_scheduler
+from sglang.srt.managers.schedule_batch import FINISH_MATCHED_STR, Req
+from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+
+from rl_core.backends.stop_strings import StopStrings
+from rl_hosting import WorkerRefits
+from rl_sglang.loading import watch_loading
+from rl_sglang.sampler import GREEDY, RowSampler, with_seeds
+from rl_sglang.weights import EngineWeights, ModelSink
+from rl_sglang.workers import SchedulerFailure, connect
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
+__all__ = [
+    "GREEDY",
+    "SAMPLER",
+    "STOP_STRINGS",
+    "SchedulerOptions",
+    "register_sampler",
+    "run_scheduler",
+]
+
+#: How SGLang calls the sampler that ours stands for: on the CPU it takes this one, whatever is asked.
+SAMPLER = "pytorch"
+#: The custom parameter of a request that has what ends it.
+STOP_STRINGS = "rl_stop_strings"
+
+
+class SchedulerOptions(msgspec.Struct):
+    """What a scheduler is told by the engine's process.
+
+    Attributes:
+        address: Where to connect; see :class:`rl_sglang.workers.Workers`.
+        raw: Log-probs are raw.
+        tokenizer: Of the model, if it has one: for stop strings.
+        trust: Python that comes with the checkpoint may run.
+    """
+
+    address: str
+    raw: bool
+    tokenizer: str | None
+    trust: bool
+
+
+def register_sampler(options: SchedulerOptions) -> None:
+    """Has SGLang use our sampler, in this process."""
+    register_sampler_backend(SAMPLER, partial(RowSampler, raw=options.raw))
+
+
+def run_scheduler(
+    options: SchedulerOptions,
+    server_args: Any,
+    port_args: Any,
+    gpu_id: int,
+    tp_rank: int,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """SGLang's scheduler, with a receiver of refits beside its part of the model."""
+    connection = connect(options.address, tp_rank)
+    register_sampler(options)
+    watch_loading()
+    _watch_stop_strings(options)
+    make = SamplingBatchInfo.from_schedule_batch.__func__
+    SamplingBatchInfo.from_schedule_batch = classmethod(with_seeds(make))
+
+    class RefitScheduler(sglang_scheduler.Scheduler):  # type: ignore[misc]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            try:
+                super().__init__(*args, **kwargs)
+            except Exception as error:  # SGLang logs it, and ends all processes
+                frames = traceback.extract_tb(error.__traceback__)
+                loading = any("model_loader" in frame.filename for frame in frames)
+                failure = SchedulerFailure(type(error).__name__, str(error), loading)
+                connection.send_bytes(msgspec.msgpack.encode(failure))
+                raise
+            # Rows say themselves what ends them.
+            self.model_config.hf_eos_token_id = set()
+            runner = self.tp_worker.model_runner
+            weights = cache(lambda: EngineWeights(runner))
+            name = f"SGLang scheduler {tp_rank} (pid {os.getpid()})"
+            refits = WorkerRefits(lambda: ModelSink(weights()), name)
+            threading.Thread(
+                target=_answer_frames, args=(connection, refits), name="refits", daemon=True
+            ).start()
+
+    sglang_scheduler.Scheduler = RefitScheduler
+    sglang_scheduler.run_scheduler_process(
+        server_args, port_args, gpu_id, tp_rank, *args, **kwargs
+    )
+
+
+def _answer_frames(connection: Connection, refits: WorkerRefits) -> None:
+    """Answers the engine's process until it is gone."""
+    try:
+        while True:
+            connection.send_bytes(refits.answer_frame(connection.recv_bytes()))
+    except (EOFError, OSError):
+        return
+
+
+def _watch_stop_strings(options: SchedulerOptions) -> None:
+    """Ends a row with the first token that completes one of its own stop strings.
+
+    SGLang decodes as many last tokens as its tokenizer makes of a stop string, and a model may need
+    more for it; it cannot tell the rows of a batch from those without a tokenizer; and it takes 32.
+    """
+    key = "_rl_stop_strings"
+
+    @cache
+    def tokenizer() -> Any:
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(options.tokenizer, trust_remote_code=options.trust)
+
+    def check(request: Any, new_accepted_len: int = 1) -> bool:
+        strings = (request.sampling_params.custom_params or {}).get(STOP_STRINGS)
+        if not strings:
+            return False
+        watcher = vars(request).setdefault(key, None)
+        if watcher is None:
+            watcher = vars(request)[key] = StopStrings(strings, tokenizer())
+        tokens = request.output_ids
+        for count in range(len(tokens) - new_accepted_len, len(tokens)):
+            if watcher.push(tokens[count]):
+                request.finished_reason = FINISH_MATCHED_STR(matched="one of the row's own")
+                request.finished_len = count + 1
+                return True
+        return False
+
+    Req._check_str_based_finish = check

@@ -1,0 +1,107 @@
+"""The weights of a loaded SGLang model: where a refit writes, in one scheduler."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rl_core.errors import CapabilityError, ConfigError
+from rl_hosting import LoadedSink, LoadedWeights
+from rl_hosting.weights import checkpoint_specs
+from rl_sglang.loading import WITHOUT_REFITS, check_derived
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch import nn
+
+    from rl_core.interfaces import TensorSpec
+
+__all__ = ["EngineWeights", "ModelSink"]
+
+
+class EngineWeights(LoadedWeights):
+    """Where SGLang's loader puts the tensors of a checkpoint.
+
+    Args:
+        runner: SGLang's, with its part of the model loaded.
+
+    Raises:
+        CapabilityError: The model is quantised.
+    """
+
+    def __init__(self, runner: Any) -> None:
+        self._config = runner.model_config
+        if self._config.quantization is not None:
+            raise CapabilityError(
+                f"an engine quantised with {self._config.quantization} takes no refit",
+                fix=f"use a checkpoint that is not quantised; without refits {WITHOUT_REFITS}",
+                capability="refit",
+            )
+        super().__init__(
+            runner.model,
+            self._config.dtype,
+            workers=int(runner.server_args.tp_size),
+            without_refits=WITHOUT_REFITS,
+        )
+        self._trust = bool(runner.server_args.trust_remote_code)
+
+    def find_specs(self) -> Sequence[TensorSpec]:
+        """See :meth:`LoadedWeights.find_specs`."""
+        from transformers import AutoConfig
+
+        # SGLang writes into its own configuration what transformers does not know.
+        config = AutoConfig.from_pretrained(
+            self._config.model_path, trust_remote_code=self._trust
+        )
+        return checkpoint_specs(config, self._config.dtype, trust=self._trust)
+
+    def check(self) -> None:
+        """See :meth:`LoadedWeights.check`."""
+        check_derived(self.model)
+
+    def is_padded(self, module: nn.Module) -> bool:
+        """See :meth:`LoadedWeights.is_padded`."""
+        return hasattr(module, "org_vocab_size")
+
+
+class ModelSink(LoadedSink):
+    """Writes to SGLang's own parameters.
+
+    Args:
+        weights: Of the scheduler.
+    """
+
+    def __init__(self, weights: EngineWeights) -> None:
+        super().__init__(weights)
+        self._weights = weights
+
+    def scale_kv(self, scales: Mapping[str, float]) -> None:
+        """See :meth:`WeightSink.scale_kv`; names are such as ``layer_0.k_scale``.
+
+        Raises:
+            CapabilityError: The engine has no FP8 cache, or would not scale queries.
+            ConfigError: A scale is of no layer of the model.
+        """
+        found = self._weights.model.modules()
+        layers = {m.layer_id: m for m in found if hasattr(m, "k_scale_float")}
+        for name, scale in scales.items():
+            layer, _, which = name.partition(".")
+            number = layer.removeprefix("layer_")
+            if not number.isdigit() or int(number) not in layers:
+                raise ConfigError(f"{name} is no scale of a layer of the model", key=name)
+            if which not in ("k_scale", "v_scale"):
+                raise CapabilityError(
+                    f"{name}: SGLang has scales of keys and values alone",
+                    fix="calibrate without include_q",
+                    capability="kv_scales",
+                )
+            module: Any = layers[int(number)]
+            held = getattr(module, which)
+            if held is None:
+                raise CapabilityError(
+                    "the engine has no FP8 key/value cache",
+                    fix='set sglang_cfg.kv_cache_dtype="fp8_e4m3", or refit without kv_scales',
+                    capability="kv_scales",
+                )
+            held.fill_(float(scale))
+            setattr(module, f"{which}_float", float(scale))
