@@ -21,19 +21,30 @@ sys.path.insert(0, str(ROOT / "tests"))
 from nox_parts import Parts  # noqa: E402
 
 #: What ``nox`` alone runs: the short run.
-SHORT = ["lint", "types", "tests", "conformance(hf)", "conformance(vllm)", "wheels"]
+SHORT = [
+    "lint",
+    "types",
+    "tests",
+    "conformance(hf)",
+    "conformance(vllm)",
+    "conformance(sglang)",
+    "wheels",
+]
 #: What it leaves out, and ``nox -s full`` adds.
 LEFT_OUT = {
     "rest": "tests that are marked full, and most mutants",
     "precision(hf)": "hf in its second dtype",
     "precision(vllm)": "vllm in its second dtype",
+    "precision(sglang)": "sglang in its second dtype",
     "oldest(vllm)": "the oldest vLLM that is supported",
+    "oldest(sglang)": "the oldest SGLang that is supported",
     "fuzz": "a million inputs for what reads messages",
 }
 #: Seconds, as seen on 2 quiet cores; each part of a run says how long it usually takes.
 USUAL = {
     "environment workspace": 25,
     "environment cpu-engine-vllm": 40,
+    "environment cpu-engine-sglang": 40,
     "types: mypy": 25,
     "tests: pytest": 730,
     "conformance(hf): suite": 170,
@@ -55,9 +66,9 @@ nox.options.error_on_missing_interpreters = True
 OUT = ROOT / "out"
 CONSTRAINTS = str(ROOT / "constraints.txt")
 CORE, LOSSES, CONFORMANCE = "core", "plugins/rl-losses", "tests/conformance"
-PLUGINS = {"hf": "plugins/rl-hf", "vllm": "plugins/rl-vllm"}
+PLUGINS = {"hf": "plugins/rl-hf", "vllm": "plugins/rl-vllm", "sglang": "plugins/rl-sglang"}
 #: Engines that get an environment of their own, and what is installed there on a CPU.
-ENGINES = {"vllm": "plugins/rl-vllm"}
+ENGINES = {name: PLUGINS[name] for name in ("vllm", "sglang")}
 LAUNCHERS = ["plugins/rl-hosting", "plugins/rl-ray"]
 DISTRIBUTIONS = [CORE, LOSSES, *LAUNCHERS, *PLUGINS.values(), CONFORMANCE]
 #: Checks that look different in the dtype of the CUDA profile; all of them pass in it.
@@ -131,8 +142,10 @@ def environment(session: nox.Session, engine: str = "", release: str = "cpu-engi
         session.run(python, *PIP_INSTALL, "hatchling", "editables")
         runtime = ["-r", lists[1]] if engine else []
         session.run(python, *PIP_INSTALL, "--no-build-isolation", *editable(), *TOOLS, *runtime)
-        if engine:
-            session.run(python, *PIP_INSTALL, "--no-deps", "-r", lists[0])
+        if engine:  # pinned to what the engine wants, which may be other versions
+            session.run(
+                python, *PIP_INSTALL, "--no-deps", "-r", lists[0], env={"PIP_CONSTRAINT": ""}
+            )
         stamp.write_text(made_of)
 
 

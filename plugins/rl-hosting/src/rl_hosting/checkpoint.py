@@ -11,9 +11,11 @@ from rl_core.errors import ConfigError
 from rl_core.futures import spawn
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
-__all__ = ["cannot_load", "check_checkpoint", "load_tokenizer"]
+    from rl_core.interfaces import TensorSpec
+
+__all__ = ["cannot_load", "check_checkpoint", "check_shapes", "load_tokenizer"]
 
 #: Seconds for the hub to answer.
 _HUB_S = 10.0
@@ -75,6 +77,36 @@ def check_checkpoint(name: str, load_format: str, *, without_weights: str) -> No
             f"{_HUB_S:.0f} s",
             key="model_name",
         ) from error
+
+
+def check_shapes(name: str, specs: Sequence[TensorSpec]) -> None:
+    """Makes sure that the tensors of a directory are of the model that its ``config.json`` says.
+
+    For engines whose loaders take what fits of a tensor, and pad the rest.
+
+    Args:
+        name: The configuration's ``model_name``; one that is no directory is not looked at.
+        specs: Of the model, such as :func:`rl_hosting.weights.checkpoint_specs` gives; tensors with
+            other names are not looked at.
+
+    Raises:
+        ConfigError: A tensor has another shape.
+    """
+    from safetensors import safe_open
+
+    wanted = {spec.name: list(spec.shape) for spec in specs}
+    for file in sorted(Path(name).glob("*.safetensors")):
+        with safe_open(file, "pt") as tensors:
+            for tensor in set(tensors.keys()) & set(wanted):
+                shape = tensors.get_slice(tensor).get_shape()
+                if shape != wanted[tensor]:
+                    raise ConfigError(
+                        f"{name} has other shapes than its config.json says: {tensor} is {shape}, "
+                        f"and the model has {wanted[tensor]}",
+                        fix="write config.json and weights again with save_pretrained, so that "
+                        "they are of the same model",
+                        key="model_name",
+                    )
 
 
 def load_tokenizer(config: Mapping[str, Any]) -> Any:

@@ -17,7 +17,8 @@ import torch
 from rl_core.backends.model_files import model_facts
 from rl_core.errors import ConfigError, PluginError, RLError
 from rl_hosting import Done, Engine
-from rl_hosting.checkpoint import load_tokenizer
+from rl_hosting.checkpoint import check_shapes, load_tokenizer
+from rl_hosting.weights import checkpoint_specs
 from rl_sglang import launch  # stands in for what is missing on a CPU, before SGLang is imported
 from rl_sglang.private import check_version, engine_version
 from rl_sglang.scheduler import GREEDY, STOP_STRINGS, SchedulerOptions
@@ -75,7 +76,8 @@ class SglangEngine(Engine):
             CapabilityError: A refit would not reach all that it computes with.
         """
         check_version()
-        text = launch.checkpoint_config(config).get_text_config()
+        model_config = launch.checkpoint_config(config)
+        text = model_config.get_text_config()
         tokenizer = load_tokenizer(config)
         facts = model_facts(
             config,
@@ -86,6 +88,11 @@ class SglangEngine(Engine):
             tokenizer=tokenizer,
         )
         arguments = launch.server_args(config, text, facts.max_model_len)
+        takes_refits = config.get("sglang_cfg", {}).get("refit", True)
+        if takes_refits and arguments.get("load_format") != "dummy":
+            trust = config.get("trust_remote_code", False)
+            specs = checkpoint_specs(model_config, torch.float32, trust=trust)
+            check_shapes(config["model_name"], specs)
         tempfile.tempdir = None  # looked up again, in the variables of this process
         loop = asyncio.new_event_loop()
         asyncio.set_event_loop(loop)
@@ -114,7 +121,7 @@ class SglangEngine(Engine):
                 "max_model_len",
                 key="sglang_cfg.max_total_tokens",
             )
-        if config.get("sglang_cfg", {}).get("refit", True):
+        if takes_refits:
             try:
                 engine.check_refits()
             except RLError:

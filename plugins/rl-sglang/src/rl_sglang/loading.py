@@ -79,6 +79,4 @@ def check_derived(model: nn.Module) -> None:
             f"without refits {WITHOUT_REFITS}",
             capability="refit",
         )
-    loading.check(
-        model, fix=f"use a model without such layers; without refits {WITHOUT_REFITS}"
-    )
+    loading.check(model, fix=f"use a model without such layers; without refits {WITHOUT_REFITS}")

@@ -102,9 +102,7 @@ def run_scheduler(
             ).start()
 
     sglang_scheduler.Scheduler = RefitScheduler
-    sglang_scheduler.run_scheduler_process(
-        server_args, port_args, gpu_id, tp_rank, *args, **kwargs
-    )
+    sglang_scheduler.run_scheduler_process(server_args, port_args, gpu_id, tp_rank, *args, **kwargs)
 
 
 def _answer_frames(connection: Connection, refits: WorkerRefits) -> None:

@@ -50,9 +50,7 @@ class EngineWeights(LoadedWeights):
         from transformers import AutoConfig
 
         # SGLang writes into its own configuration what transformers does not know.
-        config = AutoConfig.from_pretrained(
-            self._config.model_path, trust_remote_code=self._trust
-        )
+        config = AutoConfig.from_pretrained(self._config.model_path, trust_remote_code=self._trust)
         return checkpoint_specs(config, self._config.dtype, trust=self._trust)
 
     def check(self) -> None:
