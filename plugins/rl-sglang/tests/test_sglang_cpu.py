@@ -1,4 +1,4 @@
-"""What stands in for packages that SGLang has for CUDA alone, and the sampler, without an engine."""
+"""What stands in for packages that SGLang has for CUDA alone, and the sampler by itself."""
 
 from __future__ import annotations
 

@@ -242,7 +242,7 @@ def schedulers_of(engine: SglangGeneration) -> list[psutil.Process]:
 
 
 def test_a_scheduler_that_fails_ends_the_engine_and_not_the_user(start):
-    """SGLang kills its whole tree; the error is typed, has its last words, and another can start."""
+    """SGLang kills its whole tree; the error has its last words, and another can start."""
     engine = start("qwen2")
     shared = shared_by(processes_of(engine.pid))
     [scheduler] = schedulers_of(engine)

@@ -77,8 +77,8 @@ def test_what_the_cpu_lacks_is_refused_there_alone(key, value):
 
 def test_without_refits_more_may_be_given_but_nothing_that_changes_results():
     check_engine_args({"refit": False, "engine_args": {"quantization": "fp8"}}, "cuda")
+    given = {"refit": False, "engine_args": {"speculative_algorithm": "EAGLE"}}
     with pytest.raises(ConfigError, match="speculative_algorithm"):
-        given = {"refit": False, "engine_args": {"speculative_algorithm": "EAGLE"}}
         check_engine_args(given, "cuda")
 
 

@@ -12,13 +12,11 @@ import sys
 import tempfile
 import textwrap
 import time
-from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import torch
-
 from real_engines import (
     difference,
     directories_in,

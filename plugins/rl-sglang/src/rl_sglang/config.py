@@ -11,7 +11,7 @@ __all__ = ["SglangConfig", "SglangEngineConfig"]
 
 
 class SglangEngineConfig(TypedDict, total=False):
-    """How the engine is started; the keys are those of SGLang's ``ServerArgs`` unless said otherwise.
+    """How the engine is started; the keys are SGLang's own unless said otherwise.
 
     Attributes:
         tp_size: Processes that share every layer. Default 1.

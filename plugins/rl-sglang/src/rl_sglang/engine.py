@@ -1,4 +1,4 @@
-"""SGLang itself, behind the few calls that the host makes. Imported in the engine's process only."""
+"""SGLang itself, behind the few calls that the host makes. Imported in the engine's process."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from rl_hosting import Prompt
 
-from sglang.srt.managers.io_struct import (  # noqa: E402
+from sglang.srt.managers.io_struct import (
     ReleaseMemoryOccupationReqInput,
     ResumeMemoryOccupationReqInput,
 )

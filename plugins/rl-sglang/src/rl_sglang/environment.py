@@ -23,7 +23,7 @@ VARIABLES: Mapping[str, Mapping[str, tuple[str, str]]] = {
     "any": {
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": (
             "1",
-            "SGLang keeps some tokens of the context to itself; rows never use more than the model has",
+            "SGLang keeps tokens of the context to itself; rows never use more than the model has",
         ),
         "SGLANG_PLUGINS": ("none", "only what the configuration names takes part"),
         "TOKENIZERS_PARALLELISM": ("false", "no threads that a fork would break"),
@@ -48,7 +48,7 @@ def engine_environment(device: str, *, workers: int = 1) -> dict[str, str]:
         device: ``"cpu"`` or ``"cuda"``.
         workers: Processes that will share the cores.
     """
-    given = {name: value for name, (value, _) in (VARIABLES["any"] | VARIABLES[device]).items()}
+    given = {name: value for name, (value, _) in {**VARIABLES["any"], **VARIABLES[device]}.items()}
     if device == "cpu":
         cores = sorted(os.sched_getaffinity(0))
         shares = [cores[rank::workers] or cores for rank in range(workers)]

@@ -138,8 +138,8 @@ def _checked(config: dict[str, Any]) -> dict[str, Any]:
         )
     if config.get("repetition_penalty", 1.0) != 1.0:
         raise ConfigError(
-            "repetition_penalty is refused: SGLang penalises what was generated and not the prompt, "
-            "so that the same number means something else",
+            "repetition_penalty is refused: SGLang penalises what was generated, not the prompt, so "
+            "that the same number means something else",
             fix="leave it out, or use another backend",
             key="repetition_penalty",
         )

@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 if not torch.cuda.is_available():
     stand_in()
 
-from sglang.srt.entrypoints import engine as sglang_engine  # noqa: E402
-from sglang.srt.server_args import ServerArgs  # noqa: E402
-from sglang.srt.utils import kill_process_tree  # noqa: E402
-from sglang.srt.utils.hf_transformers_utils import get_context_length  # noqa: E402
+from sglang.srt.entrypoints import engine as sglang_engine
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils import kill_process_tree
+from sglang.srt.utils.hf_transformers_utils import get_context_length
 
-from rl_sglang.scheduler import SAMPLER, SchedulerOptions, run_scheduler  # noqa: E402
+from rl_sglang.scheduler import SAMPLER, SchedulerOptions, run_scheduler
 
 __all__ = [
     "checkpoint_config",
@@ -106,7 +106,7 @@ def launch(arguments: dict[str, Any], options: SchedulerOptions) -> Any:
 
 
 def _raises_anyway(number: int, frame: Any) -> None:
-    """A scheduler failed while the engine starts: SGLang would kill this process before it says so."""
+    """A scheduler failed while the engine starts; SGLang would kill this process at once."""
 
 
 def end_processes(number: int, frame: Any) -> None:

@@ -80,8 +80,8 @@ class ModelSink(LoadedSink):
             CapabilityError: The engine has no FP8 cache, or would not scale queries.
             ConfigError: A scale is of no layer of the model.
         """
-        found = self._weights.model.modules()
-        layers = {m.layer_id: m for m in found if hasattr(m, "k_scale_float")}
+        found: list[Any] = list(self._weights.model.modules())
+        layers = {module.layer_id: module for module in found if hasattr(module, "k_scale_float")}
         for name, scale in scales.items():
             layer, _, which = name.partition(".")
             number = layer.removeprefix("layer_")
@@ -93,7 +93,7 @@ class ModelSink(LoadedSink):
                     fix="calibrate without include_q",
                     capability="kv_scales",
                 )
-            module: Any = layers[int(number)]
+            module = layers[int(number)]
             held = getattr(module, which)
             if held is None:
                 raise CapabilityError(
