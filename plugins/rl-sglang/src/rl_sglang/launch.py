@@ -45,6 +45,7 @@ __all__ = [
 _OURS = {
     "dtype",
     "engine_args",
+    "python",
     "max_model_len",
     "refit",
     "sleep_level",
@@ -67,7 +68,7 @@ _LONGEST = 800
 _REFUSALS = {"ValueError", "NotImplementedError", "AssertionError", "KeyError", "TypeError"}
 
 
-class _Forking:
+class Forking:
     """multiprocessing for SGLang on the CPU: its schedulers are forked, with all that is imported.
 
     Spawned ones would import it again, which takes ten seconds.
@@ -101,7 +102,7 @@ def launch(arguments: dict[str, Any], options: SchedulerOptions) -> Any:
             return [], []
 
     if not torch.cuda.is_available():
-        sglang_engine.mp = _Forking()
+        sglang_engine.mp = Forking()
     return Launched(**arguments, custom_sigquit_handler=_raises_anyway)
 
 
