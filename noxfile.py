@@ -190,6 +190,11 @@ def tests(session: nox.Session) -> None:
 @nox.session(venv_backend="none")
 def rest(session: nox.Session) -> None:
     """What ``tests`` leaves out: all that is marked full, and mutants whose turn it is not."""
+    pythons = []
+    for engine in ENGINES:
+        environment(session, engine)
+        pythons.append(f"{engine}={Path(session.env['VIRTUAL_ENV'], SCRIPTS, 'python')}")
+    session.env["RL_ENGINES"] = " ".join(pythons)
     environment(session)
     run(session, "pytest", "pytest", "-m", "full", *IN_TWO, *session.posargs)
     for engine in ENGINES:

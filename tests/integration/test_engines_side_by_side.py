@@ -1,4 +1,4 @@
-"""One process, one trainer, and engines whose packages exclude each other: all are refit, or none.
+"""One process, one trainer, and engines whose packages exclude each other, refit together.
 
 The interpreters are in the variable RL_ENGINES, such as ``vllm=/a/bin/python sglang=/b/bin/python``;
 ``nox -s rest`` sets it.

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -178,6 +179,16 @@ def test_a_config_that_is_not_of_the_weights_is_refused(key, changes, says, star
         start("qwen2", model_name=str(path))
     assert caught.value.details["key"] == key
     assert caught.value.fix
+
+
+def test_a_port_that_is_in_use_is_named(start):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError) as caught:
+            start("qwen2", {"engine_args": {"nccl_port": port}})
+    assert caught.value.details["key"] == "sglang_cfg.engine_args.nccl_port"
 
 
 def test_rows_are_aborted_by_their_whole_names(start):

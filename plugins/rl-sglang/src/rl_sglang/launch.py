@@ -228,6 +228,12 @@ def refusal(
             "same model",
             key="model_name",
         )
+    if "EADDRINUSE" in text:
+        return ConfigError(
+            f"a port that SGLang wants for its schedulers is in use: {said}",
+            fix="leave sglang_cfg.engine_args.nccl_port out, or give one that is free",
+            key="sglang_cfg.engine_args.nccl_port",
+        )
     if kind in _REFUSALS:
         model = "architecture" in text
         return ConfigError(
