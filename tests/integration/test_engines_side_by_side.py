@@ -1,6 +1,6 @@
 """One process, one trainer, and engines whose packages exclude each other, refit together.
 
-The interpreters are in the variable RL_ENGINES, such as ``vllm=/a/bin/python sglang=/b/bin/python``;
+The interpreters are in the variable RL_ENGINES, such as ``vllm=/a/bin/python sglang=/b/python``;
 ``nox -s rest`` sets it.
 """
 
