@@ -27,6 +27,7 @@ from real_engines import (
     shared_by,
     sockets_in,
 )
+from safetensors.torch import load_file, save_file
 
 from rl_conformance.weights import engine_weights, policy_weights
 from rl_core.batch import BatchedDataDict
@@ -189,6 +190,19 @@ def test_a_port_that_is_in_use_is_named(start):
         with pytest.raises(ConfigError) as caught:
             start("qwen2", {"engine_args": {"nccl_port": port}})
     assert caught.value.details["key"] == "sglang_cfg.engine_args.nccl_port"
+
+
+@pytest.mark.parametrize("lost", ["model.layers.1.mlp.up_proj.weight", "model.norm.weight"])
+def test_a_checkpoint_that_lacks_a_tensor_is_refused(lost, start, tiny, tmp_path):
+    """SGLang leaves what it finds no weights for as it was in memory, and says nothing."""
+    path = tmp_path / "less"
+    shutil.copytree(tiny("qwen2"), path)
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    save_file({name: one for name, one in tensors.items() if name != lost}, file, {"format": "pt"})
+    with pytest.raises(ConfigError, match="lack tensors") as caught:
+        start("qwen2", model_name=str(path))
+    assert lost.rpartition(".")[0].split(".")[-1].removeprefix("up_") in str(caught.value)
 
 
 def test_rows_are_aborted_by_their_whole_names(start):

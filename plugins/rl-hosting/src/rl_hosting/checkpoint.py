@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from rl_core.interfaces import TensorSpec
 
-__all__ = ["cannot_load", "check_checkpoint", "check_shapes", "load_tokenizer"]
+__all__ = ["cannot_load", "check_checkpoint", "check_shapes", "file_shapes", "load_tokenizer"]
 
 #: Seconds for the hub to answer.
 _HUB_S = 10.0
@@ -92,21 +92,28 @@ def check_shapes(name: str, specs: Sequence[TensorSpec]) -> None:
     Raises:
         ConfigError: A tensor has another shape.
     """
+    found = file_shapes(Path(name))
+    for spec in specs:
+        if found.get(spec.name, spec.shape) != spec.shape:
+            raise ConfigError(
+                f"{name} has other shapes than its config.json says: {spec.name} is "
+                f"{list(found[spec.name])}, and the model has {list(spec.shape)}",
+                fix="write config.json and weights again with save_pretrained, so that they are "
+                "of the same model",
+                key="model_name",
+            )
+
+
+def file_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
+    """The shapes of the tensors in a directory's files of safetensors, by name."""
     from safetensors import safe_open
 
-    wanted = {spec.name: list(spec.shape) for spec in specs}
-    for file in sorted(Path(name).glob("*.safetensors")):
+    found: dict[str, tuple[int, ...]] = {}
+    for file in sorted(directory.glob("*.safetensors")):
         with safe_open(file, "pt") as tensors:
-            for tensor in set(tensors.keys()) & set(wanted):
-                shape = tensors.get_slice(tensor).get_shape()
-                if shape != wanted[tensor]:
-                    raise ConfigError(
-                        f"{name} has other shapes than its config.json says: {tensor} is {shape}, "
-                        f"and the model has {wanted[tensor]}",
-                        fix="write config.json and weights again with save_pretrained, so that "
-                        "they are of the same model",
-                        key="model_name",
-                    )
+            names = tensors.keys()
+            found |= {name: tuple(tensors.get_slice(name).get_shape()) for name in names}
+    return found
 
 
 def load_tokenizer(config: Mapping[str, Any]) -> Any:
