@@ -145,10 +145,21 @@ class SglangEngine(Engine):
             self._tasks[prompt.key] = self._loop.create_task(self._complete(prompt))
 
     async def _complete(self, prompt: Prompt) -> None:
+        sampling, greedy = prompt.sampling, prompt.sampling.greedy
+        seed = secrets.randbits(62) if prompt.seed is None else prompt.seed
+        how = {
+            "temperature": 0.0 if greedy else sampling.temperature,
+            "top_k": -1 if greedy or not sampling.top_k else sampling.top_k,
+            "top_p": 1.0 if greedy else sampling.top_p,
+            "stop_token_ids": sampling.stop_token_ids,
+            "max_new_tokens": prompt.budget,
+            "sampling_seed": GREEDY if greedy else seed,
+            "custom_params": {STOP_STRINGS: prompt.stop_strings} if prompt.stop_strings else None,
+        }
         try:
             output = await self._llm.async_generate(
                 input_ids=prompt.token_ids,
-                sampling_params=_sampling_params(prompt),
+                sampling_params=how,
                 return_logprob=True,
                 rid=_name(prompt.key),
             )
@@ -267,21 +278,6 @@ class SglangEngine(Engine):
 def _name(key: int) -> str:
     """A row's name: SGLang aborts all requests whose names begin with the one that is given."""
     return f"row-{key:020d}"
-
-
-def _sampling_params(prompt: Prompt) -> dict[str, Any]:
-    sampling = prompt.sampling
-    greedy = sampling.greedy
-    seed = secrets.randbits(62) if prompt.seed is None else prompt.seed
-    return {
-        "temperature": 0.0 if greedy else sampling.temperature,
-        "top_k": -1 if greedy or not sampling.top_k else sampling.top_k,
-        "top_p": 1.0 if greedy else sampling.top_p,
-        "stop_token_ids": sampling.stop_token_ids,
-        "max_new_tokens": prompt.budget,
-        "sampling_seed": GREEDY if greedy else seed,
-        "custom_params": {STOP_STRINGS: prompt.stop_strings} if prompt.stop_strings else None,
-    }
 
 
 def _done(key: int, output: dict[str, Any]) -> Done:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import secrets
+import signal
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -103,11 +104,8 @@ def launch(arguments: dict[str, Any], options: SchedulerOptions) -> Any:
 
     if not torch.cuda.is_available():
         sglang_engine.mp = Forking()
-    return Launched(**arguments, custom_sigquit_handler=_raises_anyway)
-
-
-def _raises_anyway(number: int, frame: Any) -> None:
-    """A scheduler failed while the engine starts; SGLang would kill this process at once."""
+    # By default SGLang kills this process when a scheduler cannot start, before that is told.
+    return Launched(**arguments, custom_sigquit_handler=signal.SIG_IGN)
 
 
 def end_processes(number: int, frame: Any) -> None:
