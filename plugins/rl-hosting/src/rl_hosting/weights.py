@@ -182,10 +182,11 @@ class LoadedWeights(ABC):
             )
         if wanting := self._unfilled(regions):
             raise ConfigError(
-                f"the files in {directory} lack tensors: {len(wanting)} parameters of "
-                f"{type(self.model).__name__} are not filled by them: {', '.join(wanting[:5])}",
+                f"no tensor in {directory} fills {len(wanting)} parameters of "
+                f"{type(self.model).__name__}: {', '.join(wanting[:5])}",
                 fix="copy or download the checkpoint again, or write config.json and weights again "
-                "with save_pretrained, so that they are of the same model",
+                "with save_pretrained, if it lacks them; if it does not, the engine does not know "
+                "them by these names: use another model",
                 key="model_name",
             )
 
