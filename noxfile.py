@@ -21,24 +21,37 @@ sys.path.insert(0, str(ROOT / "tests"))
 from nox_parts import Parts  # noqa: E402
 
 #: What ``nox`` alone runs: the short run.
-SHORT = ["lint", "types", "tests", "conformance(hf)", "conformance(vllm)", "wheels"]
+SHORT = [
+    "lint",
+    "types",
+    "tests",
+    "conformance(hf)",
+    "conformance(vllm)",
+    "conformance(sglang)",
+    "wheels",
+]
 #: What it leaves out, and ``nox -s full`` adds.
 LEFT_OUT = {
     "rest": "tests that are marked full, and most mutants",
     "precision(hf)": "hf in its second dtype",
     "precision(vllm)": "vllm in its second dtype",
+    "precision(sglang)": "sglang in its second dtype",
     "oldest(vllm)": "the oldest vLLM that is supported",
+    "oldest(sglang)": "the oldest SGLang that is supported",
     "fuzz": "a million inputs for what reads messages",
 }
 #: Seconds, as seen on 2 quiet cores; each part of a run says how long it usually takes.
 USUAL = {
     "environment workspace": 25,
     "environment cpu-engine-vllm": 40,
+    "environment cpu-engine-sglang": 50,
     "types: mypy": 25,
     "tests: pytest": 730,
     "conformance(hf): suite": 170,
     "conformance(vllm): pytest": 210,
     "conformance(vllm): suite": 370,
+    "conformance(sglang): pytest": 90,
+    "conformance(sglang): suite": 260,
     "wheels: install": 25,
     "wheels: tutorial": 210,
     "quickstart: GRPO": 90,
@@ -55,9 +68,9 @@ nox.options.error_on_missing_interpreters = True
 OUT = ROOT / "out"
 CONSTRAINTS = str(ROOT / "constraints.txt")
 CORE, LOSSES, CONFORMANCE = "core", "plugins/rl-losses", "tests/conformance"
-PLUGINS = {"hf": "plugins/rl-hf", "vllm": "plugins/rl-vllm"}
+PLUGINS = {"hf": "plugins/rl-hf", "vllm": "plugins/rl-vllm", "sglang": "plugins/rl-sglang"}
 #: Engines that get an environment of their own, and what is installed there on a CPU.
-ENGINES = {"vllm": "plugins/rl-vllm"}
+ENGINES = {name: PLUGINS[name] for name in ("vllm", "sglang")}
 LAUNCHERS = ["plugins/rl-hosting", "plugins/rl-ray"]
 DISTRIBUTIONS = [CORE, LOSSES, *LAUNCHERS, *PLUGINS.values(), CONFORMANCE]
 #: Checks that look different in the dtype of the CUDA profile; all of them pass in it.
@@ -131,8 +144,10 @@ def environment(session: nox.Session, engine: str = "", release: str = "cpu-engi
         session.run(python, *PIP_INSTALL, "hatchling", "editables")
         runtime = ["-r", lists[1]] if engine else []
         session.run(python, *PIP_INSTALL, "--no-build-isolation", *editable(), *TOOLS, *runtime)
-        if engine:
-            session.run(python, *PIP_INSTALL, "--no-deps", "-r", lists[0])
+        if engine:  # pinned to what the engine wants, which may be other versions
+            session.run(
+                python, *PIP_INSTALL, "--no-deps", "-r", lists[0], env={"PIP_CONSTRAINT": ""}
+            )
         stamp.write_text(made_of)
 
 
@@ -177,6 +192,11 @@ def tests(session: nox.Session) -> None:
 @nox.session(venv_backend="none")
 def rest(session: nox.Session) -> None:
     """What ``tests`` leaves out: all that is marked full, and mutants whose turn it is not."""
+    pythons = []
+    for engine in ENGINES:
+        environment(session, engine)
+        pythons.append(f"{engine}={Path(session.env['VIRTUAL_ENV'], SCRIPTS, 'python')}")
+    session.env["RL_ENGINES"] = " ".join(pythons)
     environment(session)
     run(session, "pytest", "pytest", "-m", "full", *IN_TWO, *session.posargs)
     for engine in ENGINES:

@@ -119,6 +119,7 @@ def plan(folder: Path, *, rehearse: bool = False) -> list[Part]:
         bench(1, 200, 5, 6),
         bench(16, 340, 3, 80),
         conformance("vllm", 5400),
+        conformance("sglang", 5400),
     ]
 
 

@@ -36,7 +36,7 @@ def test_every_part_has_a_name_and_reports_of_its_own(tmp_path: Path) -> None:
     assert len({part.name for part in parts}) == len(parts)
     reports = [part.report for part in parts if part.report]
     assert len(set(reports)) == len(reports)
-    assert {part.backend for part in parts} == {"hf", "vllm"}
+    assert {part.backend for part in parts} == {"hf", "vllm", "sglang"}
 
 
 def test_a_rehearsal_runs_the_same_programs_without_a_gpu(tmp_path: Path) -> None:

@@ -81,11 +81,14 @@ class EngineRequirement:
         distributions: Names it may be installed under, in order of preference.
         versions: Supported range, a PEP 440 specifier such as ``">=5.0,<6"``.
         extra: The plugin's extra that installs it, or "" if the plugin itself does.
+        elsewhere: Key of the configuration, such as ``"vllm_cfg.python"``, that names the
+            interpreter of an environment which has the engine; it need not be installed here then.
     """
 
     distributions: tuple[str, ...]
     versions: str
     extra: str = ""
+    elsewhere: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from rl_core.backends import Completion, FailedRow, RowEngine
+from rl_core.backends.stop_strings import StopStrings
 from rl_core.errors import ConfigError, RLError
 from rl_hf.decoders import Decoder, GroupDecoder, SlotDecoder, fits_slots
 from rl_hf.modeling import model_device
 from rl_hf.sampling import Sampler
-from rl_core.backends.stop_strings import StopStrings
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Generator, Sequence

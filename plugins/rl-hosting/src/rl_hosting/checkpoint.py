@@ -11,9 +11,11 @@ from rl_core.errors import ConfigError
 from rl_core.futures import spawn
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
-__all__ = ["cannot_load", "check_checkpoint", "load_tokenizer"]
+    from rl_core.interfaces import TensorSpec
+
+__all__ = ["cannot_load", "check_checkpoint", "check_shapes", "file_shapes", "load_tokenizer"]
 
 #: Seconds for the hub to answer.
 _HUB_S = 10.0
@@ -75,6 +77,43 @@ def check_checkpoint(name: str, load_format: str, *, without_weights: str) -> No
             f"{_HUB_S:.0f} s",
             key="model_name",
         ) from error
+
+
+def check_shapes(name: str, specs: Sequence[TensorSpec]) -> None:
+    """Makes sure that the tensors of a directory are of the model that its ``config.json`` says.
+
+    For engines whose loaders take what fits of a tensor, and pad the rest.
+
+    Args:
+        name: The configuration's ``model_name``; one that is no directory is not looked at.
+        specs: Of the model, such as :func:`rl_hosting.weights.checkpoint_specs` gives; tensors with
+            other names are not looked at.
+
+    Raises:
+        ConfigError: A tensor has another shape.
+    """
+    found = file_shapes(Path(name))
+    for spec in specs:
+        if found.get(spec.name, spec.shape) != spec.shape:
+            raise ConfigError(
+                f"{name} has other shapes than its config.json says: {spec.name} is "
+                f"{list(found[spec.name])}, and the model has {list(spec.shape)}",
+                fix="write config.json and weights again with save_pretrained, so that they are "
+                "of the same model",
+                key="model_name",
+            )
+
+
+def file_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
+    """The shapes of the tensors in a directory's files of safetensors, by name."""
+    from safetensors import safe_open
+
+    found: dict[str, tuple[int, ...]] = {}
+    for file in sorted(directory.glob("*.safetensors")):
+        with safe_open(file, "pt") as tensors:
+            names = tensors.keys()
+            found |= {name: tuple(tensors.get_slice(name).get_shape()) for name in names}
+    return found
 
 
 def load_tokenizer(config: Mapping[str, Any]) -> Any:

@@ -12,17 +12,17 @@ import torch
 from torch import distributed as dist
 
 from rl_core.backends.tensors import module_tensors, tensor_specs
-from rl_core.errors import CapabilityError
-from rl_core.interfaces import WeightSink
+from rl_core.errors import CapabilityError, ConfigError
+from rl_core.interfaces import TensorSpec, WeightSink
 from rl_hosting._regions import Region, regions_of
 from rl_hosting._timing import MEET_S
+from rl_hosting.checkpoint import file_shapes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from pathlib import Path
 
     from torch import nn
-
-    from rl_core.interfaces import TensorSpec
 
 __all__ = ["LoadedSink", "LoadedWeights", "checkpoint_specs"]
 
@@ -108,7 +108,13 @@ class LoadedWeights(ABC):
             if not kept:
                 whole = torch.zeros(spec.shape, dtype=spec.torch_dtype).view(1, -1)
                 regions[spec.name] = [Region(whole, whole.shape[1], 0, 0)]
-        self._check_filled(regions)
+        if wanting := self._unfilled(regions):
+            raise CapabilityError(
+                f"{len(wanting)} parameters of the engine's {type(self.model).__name__} are not "
+                f"filled by the tensors that transformers has: {', '.join(wanting[:5])}",
+                fix=f"report it, with the name of the model; without refits {self._without_refits}",
+                capability="refit",
+            )
         return regions
 
     @cached_property
@@ -153,8 +159,38 @@ class LoadedWeights(ABC):
         timeout = timedelta(seconds=MEET_S)
         return dist.new_group(list(range(self._workers)), timeout=timeout, backend="gloo")
 
-    def _check_filled(self, regions: Mapping[str, list[Region]]) -> None:
-        """Makes sure that the tensors of a checkpoint fill every parameter but its padding."""
+    def check_files(self, directory: Path) -> None:
+        """Makes sure that a checkpoint's files filled the model, for engines that do not.
+
+        To be called when the model is loaded: what no tensor is for is left as it was in memory.
+
+        Args:
+            directory: With files of safetensors; others are not looked at.
+
+        Raises:
+            ConfigError: They lack tensors.
+        """
+        specs = [
+            TensorSpec(name, shape, str(self._dtype).removeprefix("torch."))
+            for name, shape in file_shapes(directory).items()
+        ]
+        if not specs:
+            return
+        with self.loading():
+            regions = regions_of(
+                self.model, specs, self._dtype, without_refits=self._without_refits
+            )
+        if wanting := self._unfilled(regions):
+            raise ConfigError(
+                f"the files in {directory} lack tensors: {len(wanting)} parameters of "
+                f"{type(self.model).__name__} are not filled by them: {', '.join(wanting[:5])}",
+                fix="copy or download the checkpoint again, or write config.json and weights again "
+                "with save_pretrained, so that they are of the same model",
+                key="model_name",
+            )
+
+    def _unfilled(self, regions: Mapping[str, list[Region]]) -> list[str]:
+        """Parameters of which, padding aside, some elements are in no region."""
         filled: dict[int, int] = {}
         for found in regions.values():
             for region in found:
@@ -168,13 +204,7 @@ class LoadedWeights(ABC):
                 if count < parameter.numel() and not (padded and count):
                     where = f"{module_name}.{name}"
                     wanting.append(f"{where} ({count} of {parameter.numel()} elements)")
-        if wanting:
-            raise CapabilityError(
-                f"{len(wanting)} parameters of the engine's {type(self.model).__name__} are not "
-                f"filled by the tensors that transformers has: {', '.join(wanting[:5])}",
-                fix=f"report it, with the name of the model; without refits {self._without_refits}",
-                capability="refit",
-            )
+        return wanting
 
 
 class LoadedSink(WeightSink):

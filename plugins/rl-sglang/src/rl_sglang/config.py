@@ -11,7 +11,7 @@ __all__ = ["SglangConfig", "SglangEngineConfig"]
 
 
 class SglangEngineConfig(TypedDict, total=False):
-    """How the engine is started; the keys are those of SGLang's ``ServerArgs`` unless said otherwise.
+    """How the engine is started; the keys are SGLang's own unless said otherwise.
 
     Attributes:
         tp_size: Processes that share every layer. Default 1.
@@ -36,6 +36,8 @@ class SglangEngineConfig(TypedDict, total=False):
         sleep_level: What ``finish_generation`` does to the weights (not SGLang's key): 1 moves them
             to host memory, 2 drops them, and generation waits for a refit. Default 1.
         start_timeout_s: Seconds in which the engine must be there (not SGLang's key). Default 600.
+        python: The interpreter of another environment, which has SGLang, rl-sglang, and rl-core and
+            rl-hosting in the releases of this one (not SGLang's key). Default: this one's.
         verbose: Show what the engine logs (not SGLang's key); otherwise only an error shows the end
             of it. Default False.
         engine_args: Other arguments of ``ServerArgs``, by name; those that results or refits depend
@@ -59,6 +61,7 @@ class SglangEngineConfig(TypedDict, total=False):
     refit: bool
     sleep_level: Literal[1, 2]
     start_timeout_s: Annotated[float, Range(gt=0)]
+    python: str
     verbose: bool
     engine_args: dict[str, Any]
 

@@ -29,6 +29,7 @@ STOOD_IN = ("sgl_kernel", "torchvision")
 #: Operators of sgl_kernel that modules of models look up while they are imported.
 _LOOKED_UP = ("fused_sigmoid_mul_cpu", "fused_moe_router_cpu")
 _WORD = 0xFFFFFFFF
+_library: Any = torch.library.Library
 
 
 class _Absent:
@@ -60,6 +61,8 @@ class _StandIn(ModuleType):
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Finds modules of packages that are not there."""
 
+    operators: Any = None
+
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
@@ -88,12 +91,11 @@ def stand_in() -> None:
 
     is_torchvision_available()  # it remembers the answer, which is no
     sys.meta_path.append(_Finder())  # the last one: asked for what nobody else has
-    library = torch.library.Library("sgl_kernel", "DEF")  # noqa: TOR901 - lives as long as the process
+    library = _Finder.operators = _library("sgl_kernel", "DEF")
     library.define("murmur_hash32_cpu(Tensor seed, Tensor positions, Tensor tokens) -> Tensor")
     library.impl("murmur_hash32_cpu", murmur_hash32, "CPU")
     for name in _LOOKED_UP:
         library.define(f"{name}(Tensor input) -> Tensor")
-    _Finder.library = library  # type: ignore[attr-defined]
 
 
 def _assign_req_to_token_pool(

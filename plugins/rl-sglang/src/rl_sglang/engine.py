@@ -1,4 +1,4 @@
-"""SGLang itself, behind the few calls that the host makes. Imported in the engine's process only."""
+"""SGLang itself, behind the few calls that the host makes. Imported in the engine's process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ import torch
 from rl_core.backends.model_files import model_facts
 from rl_core.errors import ConfigError, PluginError, RLError
 from rl_hosting import Done, Engine
-from rl_hosting.checkpoint import load_tokenizer
+from rl_hosting.checkpoint import check_shapes, load_tokenizer
+from rl_hosting.weights import checkpoint_specs
 from rl_sglang import launch  # stands in for what is missing on a CPU, before SGLang is imported
 from rl_sglang.private import check_version, engine_version
 from rl_sglang.scheduler import GREEDY, STOP_STRINGS, SchedulerOptions
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
     from rl_hosting import Prompt
 
-from sglang.srt.managers.io_struct import (  # noqa: E402
+from sglang.srt.managers.io_struct import (
     ReleaseMemoryOccupationReqInput,
     ResumeMemoryOccupationReqInput,
 )
@@ -75,7 +76,8 @@ class SglangEngine(Engine):
             CapabilityError: A refit would not reach all that it computes with.
         """
         check_version()
-        text = launch.checkpoint_config(config).get_text_config()
+        model_config = launch.checkpoint_config(config)
+        text = model_config.get_text_config()
         tokenizer = load_tokenizer(config)
         facts = model_facts(
             config,
@@ -86,6 +88,11 @@ class SglangEngine(Engine):
             tokenizer=tokenizer,
         )
         arguments = launch.server_args(config, text, facts.max_model_len)
+        takes_refits = config.get("sglang_cfg", {}).get("refit", True)
+        if takes_refits and arguments.get("load_format") != "dummy":
+            trust = config.get("trust_remote_code", False)
+            specs = checkpoint_specs(model_config, torch.float32, trust=trust)
+            check_shapes(config["model_name"], specs)
         tempfile.tempdir = None  # looked up again, in the variables of this process
         loop = asyncio.new_event_loop()
         asyncio.set_event_loop(loop)
@@ -114,7 +121,7 @@ class SglangEngine(Engine):
                 "max_model_len",
                 key="sglang_cfg.max_total_tokens",
             )
-        if config.get("sglang_cfg", {}).get("refit", True):
+        if takes_refits:
             try:
                 engine.check_refits()
             except RLError:
@@ -138,10 +145,21 @@ class SglangEngine(Engine):
             self._tasks[prompt.key] = self._loop.create_task(self._complete(prompt))
 
     async def _complete(self, prompt: Prompt) -> None:
+        sampling, greedy = prompt.sampling, prompt.sampling.greedy
+        seed = secrets.randbits(62) if prompt.seed is None else prompt.seed
+        how = {
+            "temperature": 0.0 if greedy else sampling.temperature,
+            "top_k": -1 if greedy or not sampling.top_k else sampling.top_k,
+            "top_p": 1.0 if greedy else sampling.top_p,
+            "stop_token_ids": sampling.stop_token_ids,
+            "max_new_tokens": prompt.budget,
+            "sampling_seed": GREEDY if greedy else seed,
+            "custom_params": {STOP_STRINGS: prompt.stop_strings} if prompt.stop_strings else None,
+        }
         try:
             output = await self._llm.async_generate(
                 input_ids=prompt.token_ids,
-                sampling_params=_sampling_params(prompt),
+                sampling_params=how,
                 return_logprob=True,
                 rid=_name(prompt.key),
             )
@@ -260,21 +278,6 @@ class SglangEngine(Engine):
 def _name(key: int) -> str:
     """A row's name: SGLang aborts all requests whose names begin with the one that is given."""
     return f"row-{key:020d}"
-
-
-def _sampling_params(prompt: Prompt) -> dict[str, Any]:
-    sampling = prompt.sampling
-    greedy = sampling.greedy
-    seed = secrets.randbits(62) if prompt.seed is None else prompt.seed
-    return {
-        "temperature": 0.0 if greedy else sampling.temperature,
-        "top_k": -1 if greedy or not sampling.top_k else sampling.top_k,
-        "top_p": 1.0 if greedy else sampling.top_p,
-        "stop_token_ids": sampling.stop_token_ids,
-        "max_new_tokens": prompt.budget,
-        "sampling_seed": GREEDY if greedy else seed,
-        "custom_params": {STOP_STRINGS: prompt.stop_strings} if prompt.stop_strings else None,
-    }
 
 
 def _done(key: int, output: dict[str, Any]) -> Done:

@@ -83,12 +83,10 @@ WITHOUT_REFITS = _names(
 )
 
 
-def _table(groups: list[tuple[Reason, str]]) -> dict[str, Reason]:
-    return {name: reason for reason, names in groups for name in names.split()}
-
-
-REFUSED: dict[str, Reason] = _table(
-    [
+#: Why the others are refused.
+REFUSED: dict[str, Reason] = {
+    name: reason
+    for reason, names in [
         (
             Reason("rl-sglang sets it itself, and relies on it", "leave it out"),
             """
@@ -276,7 +274,8 @@ REFUSED: dict[str, Reason] = _table(
             """,
         ),
     ]
-)
+    for name in names.split()
+}
 
 _RULES = ArgumentRules(
     backend="rl-sglang",

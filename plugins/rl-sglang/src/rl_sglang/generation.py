@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -85,6 +86,7 @@ class SglangGeneration(HostedGeneration):
             engine="rl_sglang.engine:SglangEngine",
             name=f"SGLang with {checked['model_name']}",
             environment=engine_environment(device, workers=workers),
+            python=engine.get("python", sys.executable),
             verbose=engine.get("verbose", False),
             preload=PRELOAD if device == "cpu" else (),
             sockets=SOCKETS,
@@ -138,7 +140,7 @@ def _checked(config: dict[str, Any]) -> dict[str, Any]:
         )
     if config.get("repetition_penalty", 1.0) != 1.0:
         raise ConfigError(
-            "repetition_penalty is refused: SGLang penalises what was generated and not the prompt, "
+            "repetition_penalty is refused: SGLang penalises what was generated, not the prompt, "
             "so that the same number means something else",
             fix="leave it out, or use another backend",
             key="repetition_penalty",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import secrets
+import signal
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -24,12 +25,12 @@ if TYPE_CHECKING:
 if not torch.cuda.is_available():
     stand_in()
 
-from sglang.srt.entrypoints import engine as sglang_engine  # noqa: E402
-from sglang.srt.server_args import ServerArgs  # noqa: E402
-from sglang.srt.utils import kill_process_tree  # noqa: E402
-from sglang.srt.utils.hf_transformers_utils import get_context_length  # noqa: E402
+from sglang.srt.entrypoints import engine as sglang_engine
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils import kill_process_tree
+from sglang.srt.utils.hf_transformers_utils import get_context_length
 
-from rl_sglang.scheduler import SAMPLER, SchedulerOptions, run_scheduler  # noqa: E402
+from rl_sglang.scheduler import SAMPLER, SchedulerOptions, run_scheduler
 
 __all__ = [
     "checkpoint_config",
@@ -45,6 +46,7 @@ __all__ = [
 _OURS = {
     "dtype",
     "engine_args",
+    "python",
     "max_model_len",
     "refit",
     "sleep_level",
@@ -67,7 +69,7 @@ _LONGEST = 800
 _REFUSALS = {"ValueError", "NotImplementedError", "AssertionError", "KeyError", "TypeError"}
 
 
-class _Forking:
+class Forking:
     """multiprocessing for SGLang on the CPU: its schedulers are forked, with all that is imported.
 
     Spawned ones would import it again, which takes ten seconds.
@@ -101,12 +103,9 @@ def launch(arguments: dict[str, Any], options: SchedulerOptions) -> Any:
             return [], []
 
     if not torch.cuda.is_available():
-        sglang_engine.mp = _Forking()
-    return Launched(**arguments, custom_sigquit_handler=_raises_anyway)
-
-
-def _raises_anyway(number: int, frame: Any) -> None:
-    """A scheduler failed while the engine starts: SGLang would kill this process before it says so."""
+        sglang_engine.mp = Forking()
+    # By default SGLang kills this process when a scheduler cannot start, before that is told.
+    return Launched(**arguments, custom_sigquit_handler=signal.SIG_IGN)
 
 
 def end_processes(number: int, frame: Any) -> None:
@@ -226,6 +225,12 @@ def refusal(
             fix="write config.json and weights again with save_pretrained, so that they are of the "
             "same model",
             key="model_name",
+        )
+    if "EADDRINUSE" in text:
+        return ConfigError(
+            f"a port that SGLang wants for its schedulers is in use: {said}",
+            fix="leave sglang_cfg.engine_args.nccl_port out, or give one that is free",
+            key="sglang_cfg.engine_args.nccl_port",
         )
     if kind in _REFUSALS:
         model = "architecture" in text

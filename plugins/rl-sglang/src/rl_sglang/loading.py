@@ -25,7 +25,7 @@ _watched: weakref.WeakKeyDictionary[nn.Module, LoadWatch] = weakref.WeakKeyDicti
 
 
 def watch_loading() -> None:
-    """Wraps SGLang's loaders, so that their steps are seen. To be called before a model is loaded."""
+    """Wraps SGLang's loaders, so that their steps are seen; before a model is loaded."""
     from sglang.srt.model_loader import loader
 
     make, fill = loader._initialize_model, loader.initialize_dummy_weights
@@ -79,6 +79,4 @@ def check_derived(model: nn.Module) -> None:
             f"without refits {WITHOUT_REFITS}",
             capability="refit",
         )
-    loading.check(
-        model, fix=f"use a model without such layers; without refits {WITHOUT_REFITS}"
-    )
+    loading.check(model, fix=f"use a model without such layers; without refits {WITHOUT_REFITS}")

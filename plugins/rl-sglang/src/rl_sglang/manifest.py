@@ -32,7 +32,7 @@ BACKEND = BackendManifest(
             ),
         }
     },
-    engine=EngineRequirement(("sglang",), VERSIONS, extra="engine"),
+    engine=EngineRequirement(("sglang",), VERSIONS, extra="engine", elsewhere="sglang_cfg.python"),
 )
 
 _SMALL = {"max_total_tokens": 16384}

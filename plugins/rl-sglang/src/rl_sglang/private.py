@@ -17,8 +17,8 @@ __all__ = ["PRIVATE", "check_version", "engine_version"]
 #: What is touched, and what for. Seen in 0.5.21 and 0.5.23.
 PRIVATE: dict[str, str] = {
     "srt.entrypoints.engine.Engine.run_scheduler_process_func, ._launch_detokenizer_subprocesses, "
-    "._scheduler_init_result": "our function in its schedulers, nobody who makes text, and the size "
-    "of the cache",
+    "._scheduler_init_result": "our function in its schedulers, nobody who makes text, and how "
+    "large the cache is",
     "srt.entrypoints.engine.mp": "on the CPU schedulers are forked, which takes a second, not ten",
     "srt.managers.tokenizer_manager.TokenizerManager": "auto_create_handle_loop, abort_request, "
     "rid_to_state, last_receive_tstamp, flush_cache, release_memory_occupation, "
@@ -32,7 +32,7 @@ PRIVATE: dict[str, str] = {
     "srt.model_loader.loader._initialize_model, initialize_dummy_weights, DefaultModelLoader"
     ".load_weights_only, .load_model": "what a model has before there are weights, and what hooks "
     "make of these",
-    "ModelRunner.model, .model_config, .server_args": "the part of the model that a scheduler holds",
+    "ModelRunner.model, .model_config, .server_args": "the part of the model in a scheduler",
     "Module.load_weights of a model": "which of its parameters a tensor goes to",
     "VocabParallelEmbedding.org_vocab_size": "rows beyond it are padding",
     "RadixAttention.k_scale, .v_scale, .k_scale_float, .v_scale_float": "scales of an FP8 cache",

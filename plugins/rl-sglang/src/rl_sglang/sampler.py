@@ -48,12 +48,12 @@ class RowSampler(Sampler):  # type: ignore[misc]
     ) -> torch.Tensor:
         """``[R]`` tokens; their log-probs are left where SGLang looks for them."""
         del return_logprob, top_logprobs_nums, token_ids_logprobs  # they are cheap, and alone
-        logits = logits_output.next_token_logits.float()
+        logits: torch.Tensor = logits_output.next_token_logits.float()
         greedy = sampling_info.sampling_seed == GREEDY
         tokens, logprobs = logits.argmax(-1), logits.log_softmax(-1)
         best = _at(logprobs, tokens)
         if sampling_info.is_all_greedy:  # of one candidate each, also where rows are sampled
-            found = best if self._raw else torch.where(greedy, best, 0.0 * best)
+            found = best if self._raw else torch.where(greedy, best, best - best)  # NaN stays
         else:
             scores = _truncated(logits / sampling_info.temperatures, sampling_info)
             scores = scores.log_softmax(-1)

@@ -37,7 +37,7 @@ __all__ = [
     "run_scheduler",
 ]
 
-#: How SGLang calls the sampler that ours stands for: on the CPU it takes this one, whatever is asked.
+#: How SGLang calls the sampler that ours replaces: on the CPU it takes this one in any case.
 SAMPLER = "pytorch"
 #: The custom parameter of a request that has what ends it.
 STOP_STRINGS = "rl_stop_strings"
@@ -102,9 +102,7 @@ def run_scheduler(
             ).start()
 
     sglang_scheduler.Scheduler = RefitScheduler
-    sglang_scheduler.run_scheduler_process(
-        server_args, port_args, gpu_id, tp_rank, *args, **kwargs
-    )
+    sglang_scheduler.run_scheduler_process(server_args, port_args, gpu_id, tp_rank, *args, **kwargs)
 
 
 def _answer_frames(connection: Connection, refits: WorkerRefits) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl_core.errors import CapabilityError, ConfigError
@@ -44,16 +45,26 @@ class EngineWeights(LoadedWeights):
             without_refits=WITHOUT_REFITS,
         )
         self._trust = bool(runner.server_args.trust_remote_code)
+        self._load_format = str(runner.server_args.load_format)
+        self._checked = False
 
     def find_specs(self) -> Sequence[TensorSpec]:
         """See :meth:`LoadedWeights.find_specs`."""
         from transformers import AutoConfig
 
         # SGLang writes into its own configuration what transformers does not know.
-        config = AutoConfig.from_pretrained(
-            self._config.model_path, trust_remote_code=self._trust
-        )
+        config = AutoConfig.from_pretrained(self._config.model_path, trust_remote_code=self._trust)
         return checkpoint_specs(config, self._config.dtype, trust=self._trust)
+
+    def check_loaded(self) -> None:
+        """Makes sure, once, that SGLang found all weights: it says nothing of those that it lacks.
+
+        Raises:
+            ConfigError: The files lack tensors.
+        """
+        if not self._checked and self._load_format != "dummy":
+            self.check_files(Path(self._config.model_path))
+        self._checked = True
 
     def check(self) -> None:
         """See :meth:`LoadedWeights.check`."""
@@ -75,6 +86,12 @@ class ModelSink(LoadedSink):
         super().__init__(weights)
         self._weights = weights
 
+    def begin(self, version: int) -> None:
+        """See :meth:`LoadedSink.begin`; for the first one, the weights came from files."""
+        if version == 0:
+            self._weights.check_loaded()
+        super().begin(version)
+
     def scale_kv(self, scales: Mapping[str, float]) -> None:
         """See :meth:`WeightSink.scale_kv`; names are such as ``layer_0.k_scale``.
 
@@ -82,8 +99,8 @@ class ModelSink(LoadedSink):
             CapabilityError: The engine has no FP8 cache, or would not scale queries.
             ConfigError: A scale is of no layer of the model.
         """
-        found = self._weights.model.modules()
-        layers = {m.layer_id: m for m in found if hasattr(m, "k_scale_float")}
+        found: list[Any] = list(self._weights.model.modules())
+        layers = {module.layer_id: module for module in found if hasattr(module, "k_scale_float")}
         for name, scale in scales.items():
             layer, _, which = name.partition(".")
             number = layer.removeprefix("layer_")
@@ -95,7 +112,7 @@ class ModelSink(LoadedSink):
                     fix="calibrate without include_q",
                     capability="kv_scales",
                 )
-            module: Any = layers[int(number)]
+            module = layers[int(number)]
             held = getattr(module, which)
             if held is None:
                 raise CapabilityError(

@@ -1,7 +1,7 @@
 """Between the engine's process and its schedulers: frames of refits, and why one did not start.
 
-SGLang's own calls to its schedulers return nothing, and some of them are pickles. So every scheduler
-connects to a socket in the directory of the engine's, which is this user's alone; bytes go over it.
+SGLang's own calls to its schedulers return nothing, and some of them are pickles. So each scheduler
+connects to a socket in the directory of the engine's, which is this user's alone, for bytes.
 """
 
 from __future__ import annotations

@@ -35,6 +35,8 @@ class VllmEngineConfig(TypedDict, total=False):
         sleep_level: What ``finish_generation`` does to the weights (not vLLM's key): 1 moves them
             to host memory, 2 drops them, and generation waits for a refit. Default 1.
         start_timeout_s: Seconds in which the engine must be there (not vLLM's key). Default 600.
+        python: The interpreter of another environment, which has vLLM, rl-vllm, and rl-core and
+            rl-hosting in the releases of this one (not vLLM's key). Default: this one's.
         verbose: Show what the engine logs (not vLLM's key); otherwise only an error shows the end
             of it. Default False.
         engine_args: Other engine arguments of vLLM, by name; those that results or refits depend on
@@ -60,6 +62,7 @@ class VllmEngineConfig(TypedDict, total=False):
     seed: int
     sleep_level: Literal[1, 2]
     start_timeout_s: Annotated[float, Range(gt=0)]
+    python: str
     verbose: bool
     engine_args: dict[str, Any]
 

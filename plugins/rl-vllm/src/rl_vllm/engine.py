@@ -42,6 +42,7 @@ _OURS = {
     "async_engine",
     "dtype",
     "engine_args",
+    "python",
     "refit",
     "sleep_level",
     "start_timeout_s",

