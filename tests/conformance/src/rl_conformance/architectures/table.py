@@ -2,7 +2,8 @@
 
 A name is a ``model_type`` of transformers, or such a type and what is special about this one. What
 is not said here is as in :func:`rl_conformance.models.make_tiny_model`: two layers of width 128,
-four heads, two with keys and values.
+four heads, two with keys and values. Some keys are there for engines alone, which read them in the
+published checkpoints.
 """
 
 from __future__ import annotations
@@ -51,10 +52,17 @@ _LINEAR = {
     **_HEAD_DIM,
 }
 _MIXED = {"layer_types": ["linear_attention", "full_attention"]}
+_SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 64}
 
 #: Configurations by name, in the order of the alphabet.
 ARCHITECTURES: dict[str, dict[str, Any]] = {
-    "afmoe": {**_EXPERTS, **_HEAD_DIM, "num_dense_layers": 1, "num_shared_experts": 1},
+    "afmoe": {
+        **_EXPERTS,
+        **_HEAD_DIM,
+        "num_dense_layers": 1,
+        "num_shared_experts": 1,
+        "score_func": "sigmoid",
+    },
     "apertus": {},
     "arcee": {},
     "bamba": {**_MAMBA2, "attn_layer_indices": [1]},
@@ -91,7 +99,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "falcon_mamba": {"state_size": 16},
     "flex_olmo": {"num_experts": 4, "num_experts_per_tok": 2},
     "gemma": {**_HEAD_DIM, **_TIED},
-    "gemma2": {**_HEAD_DIM, **_TIED},
+    "gemma2": {**_HEAD_DIM, **_TIED, "hidden_act": "gelu_pytorch_tanh"},
     "gemma3_text": {**_HEAD_DIM, **_TIED},
     "gemma3n_text": {
         **_HEAD_DIM,
@@ -130,8 +138,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "gpt_oss": {
         **_LOCAL,
         **_HEAD_DIM,
-        "layer_types": ["sliding_attention", "full_attention"],
-        "sliding_window": 64,
+        **_SLIDING,
     },
     "gptj": {"rotary_dim": 16, **_HEADS},
     "granite": {},
@@ -139,12 +146,18 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {**_LOCAL, **_MAMBA2, "layer_types": ["mamba", "attention"]},
     "granitemoeshared": {**_LOCAL, "shared_intermediate_size": 64},
     "helium": _HEAD_DIM,
-    "hunyuan_v1_dense": _HEAD_DIM,
-    "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2, **_HEAD_DIM},
+    "hunyuan_v1_dense": {**_HEAD_DIM, "use_qk_norm": True},
+    "hunyuan_v1_moe": {
+        "num_experts": 4,
+        "moe_topk": 2,
+        "moe_intermediate_size": 256,
+        "use_qk_norm": True,
+        **_HEAD_DIM,
+    },
     "jais2": {},
     "jamba": {},
     "jetmoe": {**_LOCAL, "kv_channels": 32, "num_key_value_heads": 2},
-    "laguna": {**_EXPERTS, **_HEAD_DIM},
+    "laguna": {**_EXPERTS, **_HEAD_DIM, **_SLIDING},
     "lfm2": {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
     "lfm2_moe": {**_EXPERTS, "layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "llama": {},
@@ -170,8 +183,8 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "head_dim": 64,
     },
     "mamba": {},
-    "mamba2": {"num_heads": 8, "head_dim": 32, "n_groups": 1},
-    "mellum": {**_EXPERTS, **_HEAD_DIM},
+    "mamba2": {"num_heads": 8, "head_dim": 32, "n_groups": 1, "rms_norm": True},
+    "mellum": {**_EXPERTS, **_HEAD_DIM, **_SLIDING},
     "mimo_v2_flash": {**_ROUTED, **_ONE_GROUP, "head_dim": 32, "v_head_dim": 32},
     "minicpm3": {
         "q_lora_rank": 64,
@@ -182,7 +195,14 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         **_HEADS,
     },
     "minimax": {**_LOCAL, **_HEAD_DIM, **_MIXED, "block_size": 64},
-    "minimax_m2": {**_LOCAL, **_HEAD_DIM, "intermediate_size": 64, "rotary_dim": 32},
+    "minimax_m2": {
+        **_LOCAL,
+        **_HEAD_DIM,
+        "intermediate_size": 64,
+        "rotary_dim": 32,
+        "scoring_func": "sigmoid",
+        "use_qk_norm": True,
+    },
     "ministral": _HEAD_DIM,
     "ministral3": {},
     "mistral": {},
@@ -198,14 +218,14 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "ssm_state_size": 16,
         **_HEAD_DIM,
     },
-    "olmo": {},
+    "olmo": _HEADS,
     "olmo2": {},
     "olmo3": {},
     "olmo_hybrid": {**_LINEAR, **_MIXED},
-    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
-    "opt": {"ffn_dim": 256, "word_embed_proj_dim": 128, **_TIED},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2, **_HEADS},
+    "opt": {"ffn_dim": 256, "word_embed_proj_dim": 128, **_HEADS, **_TIED},
     "persimmon": _HEADS,
-    "phi": _HEADS,
+    "phi": {"intermediate_size": 512, **_HEADS},
     "phi3": {},
     "phimoe": _LOCAL,
     "qwen2": {},
