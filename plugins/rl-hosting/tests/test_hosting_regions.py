@@ -175,9 +175,15 @@ def exchange_storage(model: One, tensor: torch.Tensor) -> None:
     model.weight.data = tensor * 2
 
 
+def does_not_know(model: One, tensor: torch.Tensor) -> None:
+    model.weight.data.copy_(tensor)
+    raise KeyError("experts.gate_up_proj")
+
+
 @pytest.mark.parametrize(
     ("load", "says"),
     [
+        (does_not_know, "does not take the tensors .*: KeyError: 'experts.gate_up_proj'"),
         (write_over, "computes something of w"),
         (change_in_place, "computes something of w"),
         (change_what_comes, "computes something of w"),

@@ -209,7 +209,7 @@ def regions_of(
 
     Raises:
         CapabilityError: The loader computes something of a tensor, or keeps something of it, so
-            that it cannot be followed.
+            that it cannot be followed; or it does not take these tensors.
     """
     recorder, before = _Recorder(), _ModelState(model)
 
@@ -223,6 +223,13 @@ def regions_of(
     try:
         with torch.no_grad(), recorder:
             model.load_weights(tensors())  # type: ignore[operator]
+    except Exception as error:  # whatever loaders raise for names and shapes that they do not know
+        raise CapabilityError(
+            f"the engine's {type(model).__name__} takes no refit: its loader does not take the "
+            f"tensors that transformers has: {type(error).__name__}: {error}",
+            fix=f"use another model; without refits {without_refits}",
+            capability="refit",
+        ) from error
     finally:
         new, kept = before.restore()
     if recorder.changed or kept:
