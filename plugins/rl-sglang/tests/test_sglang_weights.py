@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from rl_core.errors import CapabilityError, ConfigError
 from rl_sglang.weights import ModelSink
@@ -35,6 +36,22 @@ def test_a_loader_that_cannot_be_followed_is_no_fault_of_the_files(followed, err
     weights: Any = Weights(followed=followed, device=torch.device("cpu"))
     with pytest.raises(error):
         ModelSink(weights).begin(0)
+
+
+class GemmaNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3), requires_grad=False)
+        self.register_buffer("gemma_weight", torch.ones(3))
+
+    def refresh_gemma_weight(self) -> None:
+        self.gemma_weight.copy_(self.weight).add_(1)
+
+
+def test_what_norms_keep_of_their_weight_follows_a_refit():
+    model = nn.Sequential(GemmaNorm(), nn.Linear(1, 1))
+    ModelSink(Weights(model=model, device=torch.device("cpu"))).finish(1)
+    assert model[0].gemma_weight.tolist() == [2.0, 2.0, 2.0]
 
 
 def test_files_are_looked_at_before_the_first_refit_alone():

@@ -96,6 +96,13 @@ class ModelSink(LoadedSink):
         if version == 0:
             self._weights.check_loaded()
 
+    def finish(self, version: int) -> None:
+        """See :meth:`WeightSink.finish`: norms of Gemma's kind keep their weight plus one."""
+        super().finish(version)
+        for module in self._weights.model.modules():
+            if hasattr(module, "gemma_weight"):
+                module.refresh_gemma_weight()
+
     def scale_kv(self, scales: Mapping[str, float]) -> None:
         """See :meth:`WeightSink.scale_kv`; names are such as ``layer_0.k_scale``.
 
