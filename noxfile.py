@@ -38,6 +38,8 @@ LEFT_OUT = {
     "precision(sglang)": "sglang in its second dtype",
     "oldest(vllm)": "the oldest vLLM that is supported",
     "oldest(sglang)": "the oldest SGLang that is supported",
+    "architectures(vllm)": "which models vLLM can be refit with",
+    "architectures(sglang)": "which models SGLang can be refit with",
     "fuzz": "a million inputs for what reads messages",
 }
 #: Seconds, as seen on 2 quiet cores; each part of a run says how long it usually takes.
@@ -251,6 +253,21 @@ def oldest(session: nox.Session, plugin: str) -> None:
     environment(session, plugin, "cpu-engine-oldest")
     how = session.posargs or [*IN_TWO, "-k", WITH_THE_OLDEST]
     run(session, "pytest", "pytest", f"{PLUGINS[plugin]}/tests", *how)
+
+
+@nox.session(venv_backend="none")
+@nox.parametrize("plugin", list(ENGINES), ids=list(ENGINES))
+def architectures(session: nox.Session, plugin: str) -> None:
+    """Which models an engine can be refit with; fails if any of them got worse.
+
+    What was wrong, and what was exact, is in the newest report under ``docs/reports``.
+    """
+    environment(session, plugin)
+    *_, newest = sorted(ROOT.glob(f"docs/reports/*-architectures-{plugin}-cpu.json"))
+    written = OUT / "architectures" / f"{plugin}-cpu"
+    how = ["--known", str(newest), "--json", f"{written}.json", "--markdown", f"{written}.md"]
+    command = ["conformance", "architectures", plugin, *how, *session.posargs]
+    run(session, "all", "rl", *command)
 
 
 @nox.session

@@ -102,6 +102,7 @@ ALLOWED = {
     "nothing": lambda layer: None,
     "views of a parameter": follow,
     "packed weights that are packed again": lambda layer: setattr(layer, "packed", copy(layer)),
+    "a buffer that is made anew": lambda layer: layer.register_buffer("packed", copy(layer)),
     "the same in a wider dtype": lambda layer: setattr(layer.bias, "data", layer.bias.double()),
     "a table that was there before": lambda layer: setattr(layer, "eps", 1e-6),
 }

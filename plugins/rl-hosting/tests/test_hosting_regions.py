@@ -146,6 +146,21 @@ def change_in_place(model: One, tensor: torch.Tensor) -> None:
     model.weight.data.mul_(2)
 
 
+def change_what_comes(model: One, tensor: torch.Tensor) -> None:
+    tensor += 1  # as loaders do for norms that multiply by one plus their weight
+    model.weight.data.copy_(tensor)
+
+
+def empty_what_comes(model: One, tensor: torch.Tensor) -> None:
+    tensor[0].zero_()
+    model.weight.data.copy_(tensor)
+
+
+def copy_into_what_comes(model: One, tensor: torch.Tensor) -> None:
+    tensor[0].copy_(tensor[1])
+    model.weight.data.copy_(tensor)
+
+
 def keep(model: One, tensor: torch.Tensor) -> None:
     model.weight.data.copy_(tensor)
     model.scale = tensor.abs().max()
@@ -160,11 +175,20 @@ def exchange_storage(model: One, tensor: torch.Tensor) -> None:
     model.weight.data = tensor * 2
 
 
+def does_not_know(model: One, tensor: torch.Tensor) -> None:
+    model.weight.data.copy_(tensor)
+    raise KeyError("experts.gate_up_proj")
+
+
 @pytest.mark.parametrize(
     ("load", "says"),
     [
+        (does_not_know, "does not take the tensors .*: KeyError: 'experts.gate_up_proj'"),
         (write_over, "computes something of w"),
         (change_in_place, "computes something of w"),
+        (change_what_comes, "computes something of w"),
+        (empty_what_comes, "computes something of w"),
+        (copy_into_what_comes, "computes something of w"),
         (keep, r"keeps something of what it loads in \.scale"),
         (keep_in_a_buffer, r"keeps something of what it loads in \.scale"),
         (exchange_storage, "storage of a parameter"),

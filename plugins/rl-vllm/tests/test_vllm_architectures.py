@@ -13,7 +13,7 @@ import pytest
 import torch
 from packaging.version import Version
 
-from rl_conformance.models import make_tiny_model
+from rl_conformance.architectures.table import make_architecture
 from rl_conformance.weights import engine_weights, policy_weights
 from rl_core import create_policy
 from rl_core.batch import BatchedDataDict
@@ -39,73 +39,55 @@ pytestmark = [
     pytest.mark.skipif(_installed() < _TRIED_WITH, reason="an older vLLM"),
 ]
 
-TIED = {"tie_word_embeddings": True}
-HEADS = {"num_key_value_heads": 4}
-MLA = {
-    "kv_lora_rank": 512,
-    "qk_rope_head_dim": 64,
-    "qk_nope_head_dim": 128,
-    "v_head_dim": 128,
-    "first_k_dense_replace": 2,  # no experts, which vLLM rearranges
-    "n_routed_experts": 4,
-    "n_shared_experts": 1,
-    "moe_intermediate_size": 32,
-    "n_group": 1,
-    "topk_group": 1,
-    **HEADS,
-}
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-LOCAL = {"num_local_experts": 4}
-
 #: What a refit brings to the trainer's weights, bit for bit.
-EXACT: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "qwen2": {},
-    "qwen3": {"head_dim": 32},
-    "arcee": {},
-    "cohere": TIED,
-    "cohere2": TIED,
-    "deepseek_v2": {**MLA, "q_lora_rank": None, "head_dim": 64},
-    "deepseek_v3": {**MLA, "q_lora_rank": 64},
-    "ernie4_5": {},
-    "exaone4": {},
-    "gemma": {"head_dim": 32, **TIED},
-    "gemma2": {"head_dim": 32, **TIED},
-    "gemma3_text": {"head_dim": 32, **TIED},
-    "glm": {"head_dim": 32},
-    "glm4": {"head_dim": 32},
-    "gpt_neox": HEADS,
-    "gptj": {"rotary_dim": 16, **HEADS},
-    "granite": {},
-    "ministral3": {},
-    "mistral": {},
-    "nemotron": {},
-    "olmo": {},
-    "olmo2": {},
-    "olmo3": {},
-    "opt": {"ffn_dim": 256, "word_embed_proj_dim": 128, **TIED},
-    "persimmon": HEADS,
-    "phi": HEADS,
-    "phi3": {},
-    "seed_oss": {},
-    "smollm3": TIED,
-    "stablelm": {},
-    "starcoder2": TIED,
-}
+EXACT = (
+    "arcee",
+    "cohere",
+    "cohere2",
+    "deepseek_v2",
+    "deepseek_v3",
+    "ernie4_5",
+    "exaone4",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "glm",
+    "glm4",
+    "gpt_neox",
+    "gptj",
+    "granite",
+    "llama",
+    "ministral3",
+    "mistral",
+    "nemotron",
+    "olmo",
+    "olmo2",
+    "olmo3",
+    "opt",
+    "persimmon",
+    "phi",
+    "phi3",
+    "qwen2",
+    "qwen3",
+    "seed_oss",
+    "smollm3",
+    "stablelm",
+    "starcoder2",
+)
 
 #: What is refused, and what the error says.
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "apertus": ({}, r"keeps it in torch\.bfloat16"),
-    "bloom": ({**HEADS, **TIED}, "not filled"),
-    "falcon": (TIED, "not filled"),
-    "gpt2": (HEADS, "not followed"),
-    "mamba": ({}, "not filled"),
-    "mamba2": ({"num_heads": 8, "head_dim": 32, "n_groups": 1}, "computes something"),
-    "mixtral": (LOCAL, "rearranges"),
-    "qwen2_moe": ({**EXPERTS, "shared_expert_intermediate_size": 32}, "rearranges"),
-    "qwen3_moe": ({**EXPERTS, "head_dim": 32}, "rearranges"),
-    "jamba": ({}, "Chunked prefill"),
-    "mpt": ({}, "not supported"),
+REFUSED = {
+    "apertus": r"keeps it in torch\.bfloat16",
+    "bloom": "not filled",
+    "falcon": "not filled",
+    "gpt2": "not followed",
+    "jamba": "Chunked prefill",
+    "mamba": "not filled",
+    "mamba2": "computes something",
+    "mixtral": "rearranges",
+    "mpt": "not supported",
+    "qwen2_moe": "rearranges",
+    "qwen3_moe": "rearranges",
 }
 
 #: One of each kind: run by transformers' own code, a loader that computes, experts.
@@ -128,12 +110,11 @@ def prompts(rows: int = 4, width: int = 7) -> BatchedDataDict[Any]:
 
 @pytest.fixture
 def build(imported, tmp_path):
-    """``build(model_type, seed, overrides)`` is an engine of such a model, and its directory."""
+    """``build(name, seed)`` is an engine of such a model, and its directory."""
     engines = []
 
-    def make(family: str, seed: int, overrides: dict[str, Any], **engine: Any):
-        overrides = {"model_type": family, **overrides}
-        path = make_tiny_model(tmp_path / f"{family}-{seed}", "llama", seed=seed, **overrides)
+    def make(name: str, seed: int, **engine: Any):
+        path = make_architecture(tmp_path / f"{name}-{seed}", name, seed=seed)
         config = {"model_name": str(path), "torch_dtype": "float32", "max_new_tokens": 6}
         vllm_cfg = {"max_num_seqs": 8, "kv_cache_memory_bytes": 64 << 20, **engine}
         engines.append(VllmGeneration(None, {**config, "vllm_cfg": vllm_cfg}))
@@ -147,8 +128,8 @@ def build(imported, tmp_path):
 
 @pytest.mark.parametrize("family", all_of(EXACT))
 def test_a_refit_is_exact(family, build):
-    engine, _ = build(family, 0, EXACT[family])
-    fresh, path = build(family, 1, EXACT[family])
+    engine, _ = build(family, 0)
+    fresh, path = build(family, 1)
     before, wanted = (one.generate(prompts(), greedy=True) for one in (engine, fresh))
     assert not torch.equal(before["output_ids"], wanted["output_ids"])
     policy = create_policy({"backend": "hf", "model_name": path, "torch_dtype": "float32"})
@@ -166,14 +147,13 @@ def test_a_refit_is_exact(family, build):
 
 @pytest.mark.parametrize("family", all_of(REFUSED))
 def test_what_cannot_be_refit_is_refused_when_the_engine_is_built(family, build):
-    overrides, says = REFUSED[family]
-    with pytest.raises((CapabilityError, ConfigError), match=says) as caught:
-        build(family, 0, overrides)
+    with pytest.raises((CapabilityError, ConfigError), match=REFUSED[family]) as caught:
+        build(family, 0)
     assert caught.value.fix
 
 
 def test_an_engine_without_refits_generates_and_refuses_them(build):
-    engine, _ = build("qwen2_moe", 0, REFUSED["qwen2_moe"][0], refit=False)
+    engine, _ = build("qwen2_moe", 0, refit=False)
     assert engine.generate(prompts(), greedy=True).size == 4
     with pytest.raises(CapabilityError, match=r"vllm_cfg\.refit"):
         engine.prepare_refit_info({})

@@ -89,7 +89,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Attributes:
         found: For each copy the marked tensor's name, the target, and the offset, shape and
             strides of the part of the marked tensor that was copied.
-        changed: Names of tensors over whose copies something else was written.
+        changed: Names of tensors that the loader changed, or over whose copies it wrote something
+            else.
     """
 
     def __init__(self) -> None:
@@ -106,8 +107,12 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._alive.append(tensor)
 
     def _note_change(self, target: torch.Tensor) -> None:
-        """Something that is no copy is written, perhaps over a copy: nobody could follow that."""
-        if name := self._copied.get(target.untyped_storage().data_ptr()):
+        """Something is written, perhaps over a copy, or into a tensor that is yet to be copied.
+
+        Nobody could follow either.
+        """
+        storage = target.untyped_storage().data_ptr()
+        if name := self._copied.get(storage) or self._names.get(storage):
             self.changed.append(name)
 
     def __torch_dispatch__(
@@ -116,7 +121,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is _COPY:
             target, source = args[:2]
             name = self._names.get(source.untyped_storage().data_ptr())
-            if name is not None:
+            if name is not None and target.untyped_storage().data_ptr() not in self._names:
                 target = target.detach()
                 self._copied[target.untyped_storage().data_ptr()] = name
                 source = source.broadcast_to(target.shape)
@@ -126,7 +131,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._note_change(args[0])
             return args[0]
         if func._schema.name.endswith("_") and not func._schema.name.endswith("__"):
-            if func not in _FILLS:  # padding
+            given = args[0].untyped_storage().data_ptr() in self._names
+            if given or func not in _FILLS:  # a parameter's padding is filled
                 self._note_change(args[0])
             return args[0]
         result = func(*args, **(kwargs or {}))
@@ -203,7 +209,7 @@ def regions_of(
 
     Raises:
         CapabilityError: The loader computes something of a tensor, or keeps something of it, so
-            that it cannot be followed.
+            that it cannot be followed; or it does not take these tensors.
     """
     recorder, before = _Recorder(), _ModelState(model)
 
@@ -217,6 +223,13 @@ def regions_of(
     try:
         with torch.no_grad(), recorder:
             model.load_weights(tensors())  # type: ignore[operator]
+    except Exception as error:  # whatever loaders raise for names and shapes that they do not know
+        raise CapabilityError(
+            f"the engine's {type(model).__name__} takes no refit: its loader does not take the "
+            f"tensors that transformers has: {type(error).__name__}: {error}",
+            fix=f"use another model; without refits {without_refits}",
+            capability="refit",
+        ) from error
     finally:
         new, kept = before.restore()
     if recorder.changed or kept:

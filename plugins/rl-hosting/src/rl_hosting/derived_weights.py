@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 __all__ = ["LoadWatch"]
 
-#: Attributes of a module that ``named_modules`` and ``named_parameters`` cover.
-_LISTED = {"_modules", "_parameters"}
+#: Attributes of a module that are looked at one by one.
+_LISTED = {"_modules", "_parameters", "_buffers"}
 _ATOMS = (str, bytes, int, bool, type(None), torch.dtype, torch.device, types.ModuleType)
 _FEW = 5
 #: Numbers of a tensor that are compared, and how many different ones there must be: zeros and ones
@@ -46,7 +46,7 @@ class LoadWatch:
     Args:
         model: Before it has weights.
         engine: How errors call it.
-        skipped: Attributes of modules that the backend itself renews after a refit.
+        skipped: Attributes and buffers of modules that the backend itself renews after a refit.
 
     Attributes:
         derived: Paths of what was derived from weights.
@@ -172,6 +172,8 @@ def _held(
             for path, value in _members(name, module, skipped)
             if path.rpartition(".")[2] not in _LISTED
         ]
+        buffers = {key: one for key, one in module._buffers.items() if key not in skipped}
+        stack += [(f"{name}.{key}" if name else key, one) for key, one in buffers.items()]
         while stack:
             path, value = stack.pop()
             if isinstance(value, float):

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 __all__ = ["WITHOUT_REFITS", "check_derived", "watch_loading"]
 
-#: Attributes that travel with a refit (``sink``).
-_MADE_ANEW = {"k_scale", "v_scale", "k_scale_float", "v_scale_float"}
+#: Scales that travel with a refit, and what is made of weights again after one (``ModelSink``).
+_MADE_ANEW = {"k_scale", "v_scale", "k_scale_float", "v_scale_float", "gemma_weight"}
 #: How to build an engine that takes no refits.
 WITHOUT_REFITS = "set sglang_cfg.refit to False"
 

@@ -35,6 +35,7 @@ PRIVATE: dict[str, str] = {
     "ModelRunner.model, .model_config, .server_args": "the part of the model in a scheduler",
     "Module.load_weights of a model": "which of its parameters a tensor goes to",
     "VocabParallelEmbedding.org_vocab_size": "rows beyond it are padding",
+    "GemmaRMSNorm.gemma_weight, .refresh_gemma_weight": "weight plus one, made anew after a refit",
     "RadixAttention.k_scale, .v_scale, .k_scale_float, .v_scale_float": "scales of an FP8 cache",
     "srt.utils.hf_transformers_utils.get_context_length": "the context of a model",
 }

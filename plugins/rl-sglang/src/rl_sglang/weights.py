@@ -87,10 +87,21 @@ class ModelSink(LoadedSink):
         self._weights = weights
 
     def begin(self, version: int) -> None:
-        """See :meth:`LoadedSink.begin`; for the first one, the weights came from files."""
+        """See :meth:`LoadedSink.begin`; for the first one, the weights came from files.
+
+        What a loader makes of several tensors looks as if files lacked them: it is refused before
+        they are looked at.
+        """
+        super().begin(version)
         if version == 0:
             self._weights.check_loaded()
-        super().begin(version)
+
+    def finish(self, version: int) -> None:
+        """See :meth:`WeightSink.finish`: norms of Gemma's kind keep their weight plus one."""
+        super().finish(version)
+        for module in self._weights.model.modules():
+            if hasattr(module, "gemma_weight"):
+                module.refresh_gemma_weight()
 
     def scale_kv(self, scales: Mapping[str, float]) -> None:
         """See :meth:`WeightSink.scale_kv`; names are such as ``layer_0.k_scale``.

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from rl_conformance.architectures.cli import architectures
+
 if TYPE_CHECKING:
     from rl_conformance.outcome import Outcome, RunReport
     from rl_conformance.registry import Check
@@ -50,6 +52,9 @@ class Dtype(StrEnum):
 @app.callback()
 def main() -> None:
     """Prove that a backend keeps the contract."""
+
+
+app.command()(architectures)
 
 
 @app.command("list")

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import importlib.util
-import signal
-import threading
 import time
 import traceback
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Self
 
 from rl_conformance.context import Context, Workshop
+from rl_conformance.deadline import deadline
 from rl_conformance.expect import CheckFailed, NotRun
 from rl_conformance.outcome import Outcome, Status
 from rl_conformance.registry import refusal_for
 from rl_conformance.settings import Settings
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Mapping
-    from types import FrameType
+    from collections.abc import Mapping
 
     from rl_conformance.registry import Check, Function
     from rl_conformance.target import Target
@@ -102,7 +99,7 @@ class Harness:
     ) -> tuple[Status, str, bool]:
         """Status, message, and whether a check that did not run is excused."""
         try:
-            with _deadline(check.timeout_s * _PATIENCE[self.settings.device]):
+            with deadline(check.timeout_s * _PATIENCE[self.settings.device]):
                 try:
                     check(context) if function is check.function else function(context)
                 finally:
@@ -120,7 +117,7 @@ class Harness:
     def _discarding(self, status: Status, message: str) -> tuple[Status, str, bool]:
         """The result of a check after which no backend is used again."""
         try:
-            with _deadline(_DISCARD_S):
+            with deadline(_DISCARD_S):
                 self.workshop.discard()
         except Exception:
             ended = traceback.format_exc(limit=-8)
@@ -217,24 +214,3 @@ def _gpus() -> int:
     import torch
 
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
-
-
-@contextmanager
-def _deadline(seconds: float) -> Generator[None]:
-    """Fails a check that hangs. Only the main thread can be interrupted."""
-    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGALRM"):
-        yield
-        return
-
-    def expire(_: int, frame: FrameType | None) -> None:
-        innermost = traceback.extract_stack(frame)[-3:]
-        where = " < ".join(f"{at.name} ({at.filename}:{at.lineno})" for at in reversed(innermost))
-        raise CheckFailed(f"it did not end within {seconds:g} s; it was in {where}")
-
-    before = signal.signal(signal.SIGALRM, expire)
-    left, interval = signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, left, interval)
-        signal.signal(signal.SIGALRM, before)

@@ -1,0 +1,59 @@
+"""What a refit of SGLang's weights begins with."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from rl_core.errors import CapabilityError, ConfigError
+from rl_sglang.weights import ModelSink
+
+
+class Weights(SimpleNamespace):
+    """Of a model whose loader cannot be followed, if ``followed`` is False."""
+
+    @property
+    def regions(self) -> dict[str, Any]:
+        if not self.followed:
+            raise CapabilityError("its loader puts two tensors together")
+        return {}
+
+    def check(self) -> None:
+        """Nothing was derived from weights."""
+
+    def check_loaded(self) -> None:
+        raise ConfigError("the files lack tensors")
+
+
+@pytest.mark.parametrize(
+    ("followed", "error"), [(False, CapabilityError), (True, ConfigError)], ids=str
+)
+def test_a_loader_that_cannot_be_followed_is_no_fault_of_the_files(followed, error):
+    weights: Any = Weights(followed=followed, device=torch.device("cpu"))
+    with pytest.raises(error):
+        ModelSink(weights).begin(0)
+
+
+class GemmaNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3), requires_grad=False)
+        self.register_buffer("gemma_weight", torch.ones(3))
+
+    def refresh_gemma_weight(self) -> None:
+        self.gemma_weight.copy_(self.weight).add_(1)
+
+
+def test_what_norms_keep_of_their_weight_follows_a_refit():
+    model = nn.Sequential(GemmaNorm(), nn.Linear(1, 1))
+    ModelSink(Weights(model=model, device=torch.device("cpu"))).finish(1)
+    assert model[0].gemma_weight.tolist() == [2.0, 2.0, 2.0]
+
+
+def test_files_are_looked_at_before_the_first_refit_alone():
+    weights: Any = Weights(followed=True, device=torch.device("cpu"))
+    ModelSink(weights).begin(1)

@@ -1,0 +1,46 @@
+"""An end to what hangs."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import traceback
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from rl_conformance.expect import CheckFailed
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+    from types import FrameType
+
+__all__ = ["TookTooLong", "deadline"]
+
+
+class TookTooLong(CheckFailed):
+    """It did not end in time."""
+
+
+@contextmanager
+def deadline(seconds: float) -> Generator[None]:
+    """Fails what hangs. Only the main thread can be interrupted.
+
+    Raises:
+        TookTooLong: In what runs within; says where that was.
+    """
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGALRM"):
+        yield
+        return
+
+    def expire(_: int, frame: FrameType | None) -> None:
+        innermost = traceback.extract_stack(frame)[-3:]
+        where = " < ".join(f"{at.name} ({at.filename}:{at.lineno})" for at in reversed(innermost))
+        raise TookTooLong(f"it did not end within {seconds:g} s; it was in {where}")
+
+    before = signal.signal(signal.SIGALRM, expire)
+    left, interval = signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, left, interval)
+        signal.signal(signal.SIGALRM, before)
