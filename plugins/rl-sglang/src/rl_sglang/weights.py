@@ -99,7 +99,8 @@ class ModelSink(LoadedSink):
     def finish(self, version: int) -> None:
         """See :meth:`WeightSink.finish`: norms of Gemma's kind keep their weight plus one."""
         super().finish(version)
-        for module in self._weights.model.modules():
+        modules: list[Any] = list(self._weights.model.modules())
+        for module in modules:
             if hasattr(module, "gemma_weight"):
                 module.refresh_gemma_weight()
 

@@ -179,9 +179,10 @@ class _Bench:
         loaded, trained = policies
 
         attempt.doing, attempt.otherwise = "starting the engine", Status.NOT_STARTED
-        config = self._target.base_config("generation", _SETTINGS)
-        config = {**config, "model_name": paths[0], "max_new_tokens": _NEW_TOKENS}
-        engine = attempt.engine = self._target.make_generation(config)
+        small = self._target.base_config("generation", _SETTINGS)
+        engine = attempt.engine = self._target.make_generation(
+            {**small, "model_name": paths[0], "max_new_tokens": _NEW_TOKENS}
+        )
         engine.prepare_for_generation()
         attempt.doing = "generating for the first time"
         engine.generate(prompts, greedy=True)
@@ -264,7 +265,9 @@ def _first_sentence(error: BaseException) -> str:
     first = re.split(r"(?<=[^.\d\s])\. (?=[A-Z])", first)[0].rstrip(".")
     if len(lines) > 1 and len(first) < _SHORT:
         first = f"{first} {lines[-1 if first.endswith(':') else 1]}"
-    return first if len(first) <= _LONGEST_REASON else f"{first[:_LONGEST_REASON]} ..."
+    if len(first) <= _LONGEST_REASON:
+        return first
+    return f"{first[:_LONGEST_REASON].rpartition(' ')[0]} ..."  # whole words
 
 
 def _children() -> set[psutil.Process]:
