@@ -155,9 +155,16 @@ class ServerClient:
         """Ends all connections and the thread. Idempotent."""
         if self.loop.is_closed():
             return
-        if self._session is not None:
-            ended = asyncio.run_coroutine_threadsafe(self._session.close(), self.loop)
-            concurrent.futures.wait([ended], timeout_s)
+
+        async def end() -> None:
+            left = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in left:
+                task.cancel()
+            await asyncio.gather(*left, return_exceptions=True)
+            if self._session is not None:
+                await self._session.close()
+
+        concurrent.futures.wait([asyncio.run_coroutine_threadsafe(end(), self.loop)], timeout_s)
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(timeout_s)
         if not self._thread.is_alive():

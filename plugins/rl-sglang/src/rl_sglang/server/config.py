@@ -42,7 +42,7 @@ class SglangServerConfig(GenerationConfig):
     """
 
     server_url: str
-    api_key: NotRequired[str | None]
+    api_key: NotRequired[Any]  # a string; an error of check_config would show what else it is
     connect_timeout_s: NotRequired[Annotated[float, Range(gt=0)]]
     request_timeout_s: NotRequired[Annotated[float, Range(gt=0)]]
     load_timeout_s: NotRequired[Annotated[float, Range(gt=0)]]
