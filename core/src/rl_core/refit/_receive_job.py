@@ -284,6 +284,8 @@ class ReceiveJob(Job[ReceiverSession]):
             known, touch = dict(known), lambda: None
         if offer.kv_scales:
             _check_takes_scales(sink)
+        if offer.verify == "installed" and type(sink).read is WeightSink.read:
+            sink.read(())  # says so now, and not when all was written
         sink.begin(offer.version)
         self._sink = sink
         if buckets is None or not buckets.fits(sink, self._lane.data):

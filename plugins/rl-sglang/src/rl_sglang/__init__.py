@@ -1,4 +1,4 @@
-"""The SGLang backend: generation by SGLang, in processes of its own.
+"""The SGLang backends: SGLang in processes of its own, or an SGLang server that runs already.
 
 The classes are imported when they are first used, so that the manifest stays light. Nothing here
 imports SGLang: only the engine's own processes do.
@@ -12,12 +12,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rl_sglang.config import SglangConfig
     from rl_sglang.generation import SglangGeneration
+    from rl_sglang.server.config import SglangServerConfig
+    from rl_sglang.server.generation import SglangServerGeneration
 
-__all__ = ["SglangConfig", "SglangGeneration"]
+__all__ = ["SglangConfig", "SglangGeneration", "SglangServerConfig", "SglangServerGeneration"]
 
 _HOME = {
     "SglangConfig": "rl_sglang.config",
     "SglangGeneration": "rl_sglang.generation",
+    "SglangServerConfig": "rl_sglang.server.config",
+    "SglangServerGeneration": "rl_sglang.server.generation",
 }
 
 

@@ -1,0 +1,256 @@
+"""HTTP to one server: a thread with an event loop, requests with deadlines, typed errors."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import json
+import threading
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import aiohttp
+
+from rl_core.errors import ConfigError, DeadlineError, PluginError, WorkerDiedError
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Coroutine
+
+__all__ = ["ServerClient"]
+
+_T = TypeVar("_T")
+#: Bytes of one answer, or one event of a stream, at most.
+_MOST = 256 << 20
+#: Characters of an answer that an error shows.
+_SHOWN = 300
+#: Seconds that the thread gets for what hangs, beyond the deadline of the request itself.
+_GRACE_S = 5.0
+
+
+class ServerClient:
+    """Talks to one server. All requests run in one thread, which ends with :meth:`close`.
+
+    Every request has a connection of its own: a connection that the server closed just then would
+    otherwise fail a row, and a row cannot be sent twice.
+
+    Args:
+        url: Of the server.
+        api_key: Sent with every request, and in no error.
+        connect_timeout_s: Seconds for a connection.
+    """
+
+    def __init__(self, url: str, *, api_key: str | None, connect_timeout_s: float) -> None:
+        self.url = url.rstrip("/")
+        self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        self._connect_s = connect_timeout_s
+        self._session: aiohttp.ClientSession | None = None
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(
+            target=self.loop.run_forever, name="sglang-server-client", daemon=True
+        )
+        self._thread.start()
+
+    def run(self, asked: Coroutine[Any, Any, _T], timeout_s: float, what: str) -> _T:
+        """Runs a coroutine in the client's thread, and waits for it.
+
+        Args:
+            asked: The coroutine.
+            timeout_s: Seconds that it may take.
+            what: It does, for an error.
+
+        Raises:
+            DeadlineError: It took longer.
+        """
+        found = asyncio.run_coroutine_threadsafe(_bounded(asked, timeout_s), self.loop)
+        try:
+            return found.result(timeout_s + _GRACE_S)
+        except (TimeoutError, concurrent.futures.CancelledError) as error:
+            found.cancel()
+            if isinstance(error, DeadlineError):
+                raise
+            raise self._late(what, timeout_s) from None
+
+    async def get(self, path: str, timeout_s: float) -> dict[str, Any]:
+        """The JSON object behind a path.
+
+        Raises:
+            ConfigError: The server refuses the key.
+            DeadlineError: It does not answer in time.
+            PluginError: It answers something else.
+            WorkerDiedError: There is no server, or it went away.
+        """
+        status, body = await self._request("GET", path, None, timeout_s)
+        if status != 200:
+            raise self._refused(path, status, body)
+        return self._object(path, body)
+
+    async def post(
+        self, path: str, body: dict[str, Any], timeout_s: float
+    ) -> tuple[int, dict[str, Any]]:
+        """What the server answers, with its status; an empty dict for what is no JSON object.
+
+        Raises:
+            ConfigError: The server refuses the key.
+            DeadlineError: It does not answer in time.
+            PluginError: It has no such route.
+            WorkerDiedError: There is no server, or it went away.
+        """
+        status, found = await self._request("POST", path, body, timeout_s)
+        if status in (401, 403, 404):
+            raise self._refused(path, status, found)
+        try:
+            answer = json.loads(found) if found.strip() else {}
+        except ValueError:
+            answer = {"message": _short(found)}
+        return status, answer if isinstance(answer, dict) else {}
+
+    async def status(self, path: str, timeout_s: float) -> int:
+        """The status with which the server answers.
+
+        Raises:
+            DeadlineError: It does not answer in time.
+            WorkerDiedError: There is no server, or it went away.
+        """
+        return (await self._request("GET", path, None, timeout_s))[0]
+
+    async def events(self, path: str, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any]]:
+        """The events of a stream, as they come; it has no deadline of its own.
+
+        Raises:
+            ConfigError: The server refuses the key.
+            PluginError: It refuses the request, or says what is no event.
+            WorkerDiedError: There is no server, or it went away before the end of the stream.
+        """
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._connect_s)
+        rest = b""
+        try:
+            async with self._opened().post(self.url + path, json=body, timeout=timeout) as answer:
+                if answer.status != 200:
+                    raise self._refused(path, answer.status, await answer.content.read(1 << 16))
+                async for chunk in answer.content.iter_any():
+                    *whole, rest = (rest + chunk).split(b"\n\n")
+                    if len(rest) > _MOST:
+                        raise self._nonsense(path, rest)
+                    for event in whole:
+                        if not event.startswith(b"data:"):
+                            raise self._nonsense(path, event)
+                        if (said := event[5:].strip()) == b"[DONE]":
+                            return
+                        yield self._object(path, said)
+        except (aiohttp.ClientError, OSError) as error:
+            raise self.gone(error) from error
+        if rest.strip():
+            raise self._nonsense(path, rest)
+        raise self.gone(None)
+
+    def gone(self, error: BaseException | None) -> WorkerDiedError:
+        """The error for a server that is not there, or that hung up."""
+        why = "it closed the connection" if error is None else f"{type(error).__name__}: {error}"
+        return WorkerDiedError(
+            f"the SGLang server at {self.url} is gone: {why}",
+            fix="look at its log, and start it again at this address; the next call asks it anew",
+            url=self.url,
+        )
+
+    def close(self, timeout_s: float) -> None:
+        """Ends all connections and the thread. Idempotent."""
+        if self.loop.is_closed():
+            return
+
+        async def end() -> None:
+            left = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in left:
+                task.cancel()
+            await asyncio.gather(*left, return_exceptions=True)
+            if self._session is not None:
+                await self._session.close()
+
+        concurrent.futures.wait([asyncio.run_coroutine_threadsafe(end(), self.loop)], timeout_s)
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(timeout_s)
+        if not self._thread.is_alive():
+            self.loop.close()
+
+    async def _request(
+        self, method: str, path: str, body: dict[str, Any] | None, timeout_s: float
+    ) -> tuple[int, bytes]:
+        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=self._connect_s)
+        where = self.url + path
+        try:
+            async with self._opened().request(method, where, json=body, timeout=timeout) as answer:
+                found = bytearray()
+                async for chunk in answer.content.iter_any():
+                    found += chunk
+                    if len(found) > _MOST:
+                        raise self._nonsense(path, bytes(found[:_SHOWN]))
+                return answer.status, bytes(found)
+        except aiohttp.ClientConnectorError as error:  # also one that took too long
+            raise self.gone(error) from error
+        except TimeoutError:
+            raise self._late(f"{method} {path}", timeout_s) from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise self.gone(error) from error
+
+    def _opened(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                headers=self._headers,
+                connector=aiohttp.TCPConnector(limit=0, force_close=True),
+                trust_env=False,
+            )
+        return self._session
+
+    def _object(self, path: str, found: bytes) -> dict[str, Any]:
+        try:
+            answer = json.loads(found)
+        except ValueError:
+            raise self._nonsense(path, found) from None
+        if not isinstance(answer, dict):
+            raise self._nonsense(path, found)
+        return answer
+
+    def _refused(self, path: str, status: int, found: bytes) -> ConfigError | PluginError:
+        if status in (401, 403):
+            return ConfigError(
+                f"the SGLang server at {self.url} refuses {path} ({status}): it wants another key",
+                fix="set api_key to the key that the server was started with (--api-key, or "
+                "--admin-api-key for refits)",
+                key="api_key",
+            )
+        if status == 404:
+            return PluginError(
+                f"the server at {self.url} has no {path}",
+                fix="look whether server_url is the address of an SGLang server",
+                url=self.url,
+            )
+        return PluginError(
+            f"the SGLang server at {self.url} answered {path} with {status}: {_short(found)}",
+            fix="look at its log",
+            url=self.url,
+            status=status,
+        )
+
+    def _nonsense(self, path: str, found: bytes) -> PluginError:
+        return PluginError(
+            f"the server at {self.url} answered {path} with what is no answer of SGLang: "
+            f"{_short(found)}",
+            fix="look whether server_url is the address of an SGLang server, and at its log",
+            url=self.url,
+        )
+
+    def _late(self, what: str, seconds: float) -> DeadlineError:
+        return DeadlineError(
+            f"the SGLang server at {self.url} did not answer {what} within {seconds:g} s",
+            fix="look whether it hangs; or raise connect_timeout_s, or load_timeout_s for refits",
+            url=self.url,
+            seconds=seconds,
+        )
+
+
+async def _bounded(asked: Coroutine[Any, Any, _T], timeout_s: float) -> _T:
+    async with asyncio.timeout(timeout_s):
+        return await asked
+
+
+def _short(found: bytes) -> str:
+    text = found[:_SHOWN].decode("utf-8", "replace").strip()
+    return repr(text + ("..." if len(found) > _SHOWN else ""))

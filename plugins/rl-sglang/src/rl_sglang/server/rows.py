@@ -1,0 +1,202 @@
+"""Rows at a server: each is a request of its own, whose tokens come back as a stream."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import secrets
+import time
+from contextlib import aclosing, suppress
+from typing import TYPE_CHECKING
+
+from rl_core.backends import Completion, FailedRow, RowEngine
+from rl_core.errors import DeadlineError, PluginError, RLError
+from rl_sglang.server.row_stream import RowStream
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
+    from rl_core.backends.rows import Row
+    from rl_sglang.server.peer import Server
+
+__all__ = ["ServerRows"]
+
+#: Seconds that collecting waits for a row to end; whatever happens wakes it.
+_WAIT_S = 0.5
+#: Seconds between words to the server that a row is given up, until it let go: the first may come
+#: before the row itself.
+_AGAIN_S = 0.25
+#: Seconds after which a row that was given up is forgotten here, and its connection closed.
+_FORGET_S = 10.0
+
+
+class ServerRows(RowEngine):
+    """Decodes rows with a running server.
+
+    Args:
+        server: The server.
+        room: Rows that it is given at a time.
+        silence_s: Seconds without a sign of life after which it counts as hung.
+    """
+
+    def __init__(self, server: Server, *, room: int, silence_s: float) -> None:
+        self.room = room
+        self._server = server
+        self._client = server.client
+        self._silence_s = silence_s
+        # SGLang aborts whatever has a name that begins with the one that is given: names are of
+        # one length, and nobody else's begin like these.
+        self._names = secrets.token_hex(8)
+        self._news: queue.SimpleQueue[Completion | FailedRow | None] = queue.SimpleQueue()
+        # All below is of the client's thread.
+        self._tasks: dict[int, asyncio.Task[None]] = {}  # of rows that somebody wants
+        self._leaving: set[asyncio.Task[None]] = set()  # of rows that the server is to let go
+        self._confirmed: asyncio.Task[None] | None = None
+        self._watch: asyncio.Task[None] | None = None
+        self._heard = 0.0
+
+    def submit(self, rows: Sequence[Row]) -> None:
+        """See :meth:`RowEngine.submit`."""
+        self._client.loop.call_soon_threadsafe(self._start, list(rows))
+
+    def collect(self) -> Sequence[Completion | FailedRow]:
+        """See :meth:`RowEngine.collect`; the server decodes meanwhile."""
+        ended = []
+        with suppress(queue.Empty):
+            ended.append(self._news.get(timeout=_WAIT_S))
+            while True:
+                ended.append(self._news.get_nowait())
+        return [one for one in ended if one is not None]
+
+    def cancel(self, keys: Collection[int]) -> None:
+        """See :meth:`RowEngine.cancel`: the server is told at once."""
+        self._client.loop.call_soon_threadsafe(self._cancel, list(keys))
+
+    def interrupt(self) -> None:
+        """See :meth:`RowEngine.interrupt`."""
+        self._news.put(None)
+
+    def drain(self, timeout_s: float) -> None:
+        """Waits until the server has let go of all rows that were given up.
+
+        Raises:
+            DeadlineError: It has not.
+        """
+
+        async def all_gone() -> None:
+            while self._leaving:
+                await asyncio.wait(set(self._leaving))
+
+        self._client.run(all_gone(), timeout_s, "what became of rows that were given up")
+
+    # -- the client's thread ----------------------------------------------------------------------
+
+    def _start(self, rows: list[Row]) -> None:
+        loop = self._client.loop
+        if not self._tasks:  # whatever may have happened since the last row
+            self._confirmed = loop.create_task(self._server.confirm())
+            self._heard = time.monotonic()
+        if self._watch is None or self._watch.done():
+            self._watch = loop.create_task(self._watch_silence())
+        assert self._confirmed is not None
+        for row in rows:
+            self._tasks[row.key] = loop.create_task(self._serve(row, self._confirmed))
+
+    def _cancel(self, keys: list[int]) -> None:
+        for key in keys:
+            if (task := self._tasks.pop(key, None)) is not None:
+                self._let_go(key, task)
+
+    async def _serve(self, row: Row, confirmed: asyncio.Task[None]) -> None:
+        """Completes a row or fails it, and sees to it that the server lets go of it."""
+        try:
+            await asyncio.shield(confirmed)
+            await self._decode(row)
+        except RLError as error:
+            self._end(FailedRow(row.key, error))
+        except Exception as error:
+            failure = PluginError(
+                f"a row could not be decoded by the SGLang server at {self._client.url}: "
+                f"{type(error).__name__}: {error}",
+                fix="report it to rl-sglang",
+            )
+            failure.__cause__ = error
+            self._end(FailedRow(row.key, failure))
+
+    async def _decode(self, row: Row) -> None:
+        facts = self._server.facts
+        if len(row.token_ids) > facts.longest_prompt:  # SGLang keeps the last tokens to itself
+            self._end(Completion(row.key, (), (), True))
+            return
+        decoded = RowStream(
+            row, self._server.checkpoint, self._client.url, incremental=facts.incremental
+        )
+        if row.key not in self._tasks:  # it was given up while the server was looked at
+            return
+        request = decoded.request(self._name(row.key), seeded=facts.deterministic)
+        async with aclosing(self._client.events("/generate", request)) as events:
+            async for event in events:
+                self._heard = time.monotonic()
+                if row.key not in self._tasks:
+                    continue  # until the server lets go
+                done, versions = decoded.take(event)
+                if others := versions - {self._server.counted_on.version}:
+                    raise self._server.lost(min(others))
+                if done is None:
+                    continue
+                task = self._tasks[row.key]
+                self._end(done)
+                if not decoded.ended:
+                    self._let_go(row.key, task)
+        if row.key in self._tasks:
+            raise self._client.gone(None)
+
+    def _end(self, done: Completion | FailedRow) -> None:
+        key = done.key if isinstance(done, FailedRow) else done.row
+        if self._tasks.pop(key, None) is not None:
+            self._news.put(done)
+
+    def _let_go(self, key: int, task: asyncio.Task[None]) -> None:
+        self._leaving.add(task)
+        task.add_done_callback(self._leaving.discard)
+        leaving = self._client.loop.create_task(self._abort(key, task))
+        self._leaving.add(leaving)
+        leaving.add_done_callback(self._leaving.discard)
+
+    async def _abort(self, key: int, task: asyncio.Task[None]) -> None:
+        """Tells the server to give a row up, until its stream has ended."""
+        end = time.monotonic() + _FORGET_S
+        while not task.done() and time.monotonic() < end:
+            with suppress(RLError):  # it is gone, and the row with it
+                await self._client.post("/abort_request", {"rid": self._name(key)}, _FORGET_S)
+            await asyncio.wait({task}, timeout=_AGAIN_S)
+        task.cancel()
+
+    async def _watch_silence(self) -> None:
+        """Fails all rows if the server shows no sign of life."""
+        while self._tasks:
+            await asyncio.sleep(min(1.0, self._silence_s / 10))
+            if time.monotonic() < self._heard + self._silence_s / 2:
+                continue
+            # Rows that wait in the server's queue say nothing; it may be well all the same.
+            left = self._heard + self._silence_s - time.monotonic()
+            with suppress(RLError):
+                if left > 0 and await self._client.status("/health", left) == 200:
+                    self._heard = time.monotonic()
+                    continue
+            if time.monotonic() < self._heard + self._silence_s:
+                continue
+            for key in list(self._tasks):
+                error = DeadlineError(
+                    f"the SGLang server at {self._client.url} showed no sign of life for "
+                    f"{self._silence_s:g} s while it had {len(self._tasks)} rows",
+                    fix="look at its log; or raise request_timeout_s",
+                    url=self._client.url,
+                    seconds=self._silence_s,
+                )
+                task = self._tasks[key]
+                self._end(FailedRow(key, error))
+                self._let_go(key, task)
+
+    def _name(self, key: int) -> str:
+        return f"{self._names}-{key:020d}"
