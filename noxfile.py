@@ -108,7 +108,7 @@ COMPILE = {"PYTHONDONTWRITEBYTECODE": ""}
 
 def editable() -> list[str]:
     """The whole workspace, with every optional part that runs without a GPU."""
-    extras = {PLUGINS["hf"]: "[lora,device-map]"}
+    extras = {PLUGINS["hf"]: "[lora,device-map]", PLUGINS["sglang"]: "[server]"}
     return [part for path in DISTRIBUTIONS for part in ("-e", path + extras.get(path, ""))]
 
 

@@ -205,6 +205,14 @@ def test_a_checkpoint_that_lacks_a_tensor_is_refused(lost, start, tiny, tmp_path
     assert lost.rpartition(".")[0].split(".")[-1].removeprefix("up_") in str(caught.value)
 
 
+def test_an_engine_that_is_refused_leaves_no_shared_memory(start):
+    start("llama").shutdown()  # what others leave is not counted
+    before = set(os.listdir("/dev/shm"))
+    with pytest.raises(ConfigError):
+        start("qwen2", {"max_total_tokens": 100})
+    assert {name for name in set(os.listdir("/dev/shm")) - before if "sglang" in name} == set()
+
+
 def test_rows_are_aborted_by_their_whole_names(start):
     """SGLang aborts all requests whose names begin with the given one."""
     engine = start("qwen2", torch_dtype="float32", max_new_tokens=200)

@@ -30,7 +30,12 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils import kill_process_tree
 from sglang.srt.utils.hf_transformers_utils import get_context_length
 
-from rl_sglang.scheduler import SAMPLER, SchedulerOptions, run_scheduler
+from rl_sglang.scheduler import (
+    SAMPLER,
+    SchedulerOptions,
+    keep_files_private,
+    run_scheduler,
+)
 
 __all__ = [
     "checkpoint_config",
@@ -102,6 +107,7 @@ def launch(arguments: dict[str, Any], options: SchedulerOptions) -> Any:
         ) -> tuple[list[Any], list[str]]:
             return [], []
 
+    keep_files_private()
     if not torch.cuda.is_available():
         sglang_engine.mp = Forking()
     # By default SGLang kills this process when a scheduler cannot start, before that is told.

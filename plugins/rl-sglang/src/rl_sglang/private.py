@@ -29,6 +29,7 @@ PRIVATE: dict[str, str] = {
     "srt.sampling.sampling_batch_info.SamplingBatchInfo": "from_schedule_batch, sampling_seed, "
     "temperatures, top_ks, top_ps, need_top_k_sampling, need_top_p_sampling, is_all_greedy",
     "srt.layers.sampler.register_sampler_backend, Sampler, multinomial_with_seed": "our sampler",
+    "srt.managers.load_snapshot.shm_path_for": "the file that tells its load goes with the engine",
     "srt.model_loader.loader._initialize_model, initialize_dummy_weights, DefaultModelLoader"
     ".load_weights_only, .load_model": "what a model has before there are weights, and what hooks "
     "make of these",

@@ -7,13 +7,16 @@ SGLang starts a process for each part of the model, by a function that may be re
 from __future__ import annotations
 
 import os
+import tempfile
 import threading
 import traceback
 from functools import cache, partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 from sglang.srt.layers.sampler import register_sampler_backend
+from sglang.srt.managers import load_snapshot
 from sglang.srt.managers import scheduler as sglang_scheduler
 from sglang.srt.managers.schedule_batch import FINISH_MATCHED_STR, Req
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
@@ -33,6 +36,7 @@ __all__ = [
     "SAMPLER",
     "STOP_STRINGS",
     "SchedulerOptions",
+    "keep_files_private",
     "register_sampler",
     "run_scheduler",
 ]
@@ -64,6 +68,14 @@ def register_sampler(options: SchedulerOptions) -> None:
     register_sampler_backend(SAMPLER, partial(RowSampler, raw=options.raw))
 
 
+def keep_files_private() -> None:
+    """Has SGLang keep the file that tells its load with the engine's sockets, in this process.
+
+    It would be in /dev/shm, where nobody removes that of an engine which ends as soon as it began.
+    """
+    load_snapshot.shm_path_for = lambda name: str(Path(tempfile.gettempdir(), "load"))
+
+
 def run_scheduler(
     options: SchedulerOptions,
     server_args: Any,
@@ -76,6 +88,7 @@ def run_scheduler(
     """SGLang's scheduler, with a receiver of refits beside its part of the model."""
     connection = connect(options.address, tp_rank)
     register_sampler(options)
+    keep_files_private()
     watch_loading()
     _watch_stop_strings(options)
     make = SamplingBatchInfo.from_schedule_batch.__func__
