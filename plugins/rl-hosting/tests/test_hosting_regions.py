@@ -243,3 +243,37 @@ def test_what_an_engine_keeps_wider_than_the_model_is_read_in_the_dtype_of_the_m
     assert weights.targets is None  # it is not the engine's own
     [(name, tensor)] = weights.read(["bias"])
     assert (name, tensor.dtype, tensor.tolist()) == ("bias", torch.bfloat16, [0.5, -2.0, 3.0])
+
+
+class Dropping(nn.Module):
+    """Has no bias for its output, and too few rows of it: its loader says nothing of either."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Parameter(torch.zeros(4, 2), requires_grad=False)
+
+    def load_weights(self, weights) -> None:
+        for name, tensor in weights:
+            if name == "head":
+                self.head.data.copy_(tensor[: len(self.head)])
+
+
+@pytest.mark.parametrize(
+    ("specs", "says"),
+    [
+        ([spec("head", 4, 2), spec("bias", 4)], r"bias \(0 of 4 elements\)"),
+        ([spec("head", 5, 2)], r"head \(8 of 10 elements\)"),
+        ([spec("head", 4, 2), TensorSpec("mask", (4,), "float32", role="buffer")], ""),
+    ],
+)
+def test_what_the_engine_does_not_use_of_the_trainer_is_refused(specs, says):
+    class Weights(LoadedWeights):
+        def find_specs(self):
+            return specs
+
+    weights = Weights(Dropping(), torch.float32, workers=1, without_refits="build it without")
+    if not says:
+        assert set(weights.regions) == {"head", "mask"}
+        return
+    with pytest.raises(CapabilityError, match=says):
+        _ = weights.regions

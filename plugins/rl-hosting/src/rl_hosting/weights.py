@@ -89,11 +89,11 @@ class LoadedWeights(ABC):
     def regions(self) -> Mapping[str, list[Region]]:
         """Where the engine keeps each tensor that owns its elements, or this worker's part of it.
 
-        What no worker keeps is kept here, so that it can be compared.
+        Buffers that no worker keeps are kept here, so that they can be compared.
 
         Raises:
-            CapabilityError: The model cannot be followed, or has weights that no tensor fills, or
-                such as were rearranged after loading.
+            CapabilityError: The model cannot be followed, does not use a parameter of the trainer,
+                or has weights that no tensor fills, or such as were rearranged after loading.
         """
         self.check()
         owned = [spec for spec in self.specs if spec.alias_of is None]
@@ -101,13 +101,23 @@ class LoadedWeights(ABC):
             regions = regions_of(
                 self.model, owned, self._dtype, without_refits=self._without_refits
             )
-        somewhere = torch.tensor([bool(regions[spec.name]) for spec in owned], dtype=torch.uint8)
+        kept = torch.tensor([sum(r.target.numel() for r in regions[spec.name]) for spec in owned])
         if self._workers > 1 and owned:
-            dist.all_reduce(somewhere, dist.ReduceOp.MAX, group=self._group)
-        for spec, kept in zip(owned, somewhere.tolist(), strict=True):
-            if not kept:
+            dist.all_reduce(kept, group=self._group)
+        lost = []
+        for spec, count in zip(owned, kept.tolist(), strict=True):
+            if count < spec.numel and spec.role == "parameter":
+                lost.append(f"{spec.name} ({count} of {spec.numel} elements)")
+            if not count:
                 whole = torch.zeros(spec.shape, dtype=spec.torch_dtype).view(1, -1)
                 regions[spec.name] = [Region(whole, whole.shape[1], 0, 0)]
+        if lost:
+            raise CapabilityError(
+                f"the engine's {type(self.model).__name__} does not use {len(lost)} parameters of "
+                f"the trainer's, so that they compute something else: {', '.join(lost[:5])}",
+                fix=f"use another model; without refits {self._without_refits}",
+                capability="refit",
+            )
         if wanting := self._unfilled(regions):
             raise CapabilityError(
                 f"{len(wanting)} parameters of the engine's {type(self.model).__name__} are not "
