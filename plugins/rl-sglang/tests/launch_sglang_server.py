@@ -13,5 +13,5 @@ if __name__ == "__main__":
     from sglang.launch_server import run_server
     from sglang.srt.server_args import prepare_server_args
 
-    launch.sglang_engine.mp = launch._Forking()
+    launch.sglang_engine.mp = launch.Forking()
     run_server(prepare_server_args(sys.argv[1:]))
