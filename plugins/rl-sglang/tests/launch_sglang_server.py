@@ -1,7 +1,8 @@
 """SGLang's own HTTP server on a CPU, with what its modules import and no CPU has.
 
-Its processes are forked, not spawned: spawned ones would import it all again. Seeds work, too: for
-``--enable-deterministic-inference`` SGLang knows kernels of GPUs only, and torch's are as good here.
+Its processes are forked, not spawned: spawned ones would import it all again. Seeds work, too, with
+``--enable-deterministic-inference``: SGLang wants kernels of a GPU for it, and torch's
+will do here.
 """
 
 from __future__ import annotations
@@ -12,9 +13,8 @@ from rl_sglang import launch  # stands in, before SGLang is imported
 
 if __name__ == "__main__":
     from sglang.launch_server import run_server
-    from sglang.srt.arg_groups.choices import DETERMINISTIC_ATTENTION_BACKEND_CHOICES
     from sglang.srt.model_executor.model_runner import ModelRunner
-    from sglang.srt.server_args import prepare_server_args
+    from sglang.srt.server_args import DETERMINISTIC_ATTENTION_BACKEND_CHOICES, prepare_server_args
 
     launch.sglang_engine.mp = launch._Forking()
     DETERMINISTIC_ATTENTION_BACKEND_CHOICES.append("torch_native")

@@ -54,8 +54,8 @@ ENVIRONMENT = {
 class RealServer:
     """SGLang's server of one model, always at the same port."""
 
-    def __init__(self, model: Path, log: Path, **environment: str) -> None:
-        self.model, self._log = model, log
+    def __init__(self, model: Path, log: Path, *more: str, **environment: str) -> None:
+        self.model, self._log, self._more = model, log, more
         self._environment = dict(os.environ) | ENVIRONMENT | environment
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -68,7 +68,7 @@ class RealServer:
         command += ["--host", "127.0.0.1", "--port", str(self.port), "--api-key", KEY]
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
-                command + ARGUMENTS.split(),
+                [*command, *ARGUMENTS.split(), *self._more],
                 env=self._environment,
                 stdout=log,
                 stderr=log,
@@ -77,7 +77,7 @@ class RealServer:
         end = time.monotonic() + START_S
         while time.monotonic() < end and self._process.poll() is None:
             try:
-                with urllib.request.urlopen(f"{self.url}/ready", timeout=2):
+                with urllib.request.urlopen(f"{self.url}/health", timeout=2):
                     return self
             except OSError:
                 time.sleep(0.5)
@@ -285,10 +285,24 @@ def test_later_client_waits_for_a_refit_of_its_own(server: RealServer) -> None:
     policy.shutdown()
 
 
-def test_server_that_is_killed_and_started_again(tmp_path: Path) -> None:
+def test_server_with_seeds_and_raw_logprobs_that_is_killed_and_started_again(
+    tmp_path: Path,
+) -> None:
     model = make_tiny_model(tmp_path / "qwen2", "qwen2", num_layers=1)
-    server = RealServer(model, tmp_path / "log", SGLANG_RETURN_ORIGINAL_LOGPROB="1").start()
+    arguments = "--enable-deterministic-inference"
+    server = RealServer(model, tmp_path / "log", arguments, SGLANG_RETURN_ORIGINAL_LOGPROB="1")
+    server.start()
     try:
+
+        def drawn(seed: int) -> torch.Tensor:
+            engine = connected(server, max_new_tokens=20, seed=seed)
+            found: torch.Tensor = engine.generate(prompts(*ROWS))["output_ids"]
+            engine.shutdown()
+            return found
+
+        first, second, third = drawn(3), drawn(3), drawn(4)
+        assert torch.equal(first, second)
+        assert not torch.equal(first, third)
         with pytest.raises(CapabilityError, match="SGLANG_RETURN_ORIGINAL_LOGPROB"):
             connected(server, temperature=0.5)
         ours = connected(server, max_new_tokens=240, temperature=0.5, logprobs_mode="raw")
