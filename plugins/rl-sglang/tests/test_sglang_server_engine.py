@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from sglang_server_calls import prompts
 
 from rl_conformance.models import make_tiny_model
 from rl_core import create_generation, create_policy, refit
@@ -120,17 +121,6 @@ def pair(server: RealServer) -> Iterator[Callable[..., tuple[Any, Any]]]:
     yield make
     for one in made:
         one.shutdown()
-
-
-def prompts(*rows: list[int], **more: Any) -> BatchedDataDict[Any]:
-    width = max(map(len, rows))
-    return BatchedDataDict(
-        {
-            "input_ids": torch.tensor([row + [0] * (width - len(row)) for row in rows]),
-            "input_lengths": torch.tensor([len(row) for row in rows]),
-        }
-        | more
-    )
 
 
 def assert_agree(one: Any, other: Any) -> None:
