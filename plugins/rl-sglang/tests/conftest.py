@@ -1,4 +1,4 @@
-"""Tiny checkpoints and engines, made once per session."""
+"""Tiny checkpoints and engines, and a double of a server with clients of it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from rl_conformance.models import make_tiny_model
+from rl_core import create_generation
 from rl_hosting._fork_client import ForkServer
 from rl_sglang.environment import PRELOAD, engine_environment
 
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    from fake_sglang_server import FakeSglangServer
+
+    from rl_sglang import SglangServerGeneration
     from rl_sglang.generation import SglangGeneration
 
 
@@ -68,3 +72,29 @@ def start(imported: int, tiny: Callable[..., Path]) -> Iterator[Callable[..., Sg
     yield make
     for backend in started:
         backend.shutdown()
+
+
+@pytest.fixture
+def fake(tiny: Callable[..., Path]) -> Iterator[FakeSglangServer]:
+    pytest.importorskip("aiohttp")
+    from fake_sglang_server import FakeSglangServer
+
+    server = FakeSglangServer(tiny()).start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def connect(fake: FakeSglangServer) -> Iterator[Callable[..., SglangServerGeneration]]:
+    made: list[SglangServerGeneration] = []
+
+    def connected(**config: Any) -> SglangServerGeneration:
+        base = {"backend": "sglang-server", "model_name": str(fake.model), "server_url": fake.url}
+        generation = create_generation(base | {"connect_timeout_s": 5.0} | config)
+        made.append(generation)
+        generation.prepare_for_generation()
+        return generation
+
+    yield connected
+    for one in made:
+        one.shutdown()

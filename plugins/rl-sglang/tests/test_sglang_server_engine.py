@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from sglang_server_calls import prompts
 
 from rl_conformance.models import make_tiny_model
 from rl_core import create_generation, create_policy, refit
@@ -54,8 +55,8 @@ ENVIRONMENT = {
 class RealServer:
     """SGLang's server of one model, always at the same port."""
 
-    def __init__(self, model: Path, log: Path, **environment: str) -> None:
-        self.model, self._log = model, log
+    def __init__(self, model: Path, log: Path, *more: str, **environment: str) -> None:
+        self.model, self._log, self._more = model, log, more
         self._environment = dict(os.environ) | ENVIRONMENT | environment
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -68,7 +69,7 @@ class RealServer:
         command += ["--host", "127.0.0.1", "--port", str(self.port), "--api-key", KEY]
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
-                command + ARGUMENTS.split(),
+                [*command, *ARGUMENTS.split(), *self._more],
                 env=self._environment,
                 stdout=log,
                 stderr=log,
@@ -77,7 +78,7 @@ class RealServer:
         end = time.monotonic() + START_S
         while time.monotonic() < end and self._process.poll() is None:
             try:
-                with urllib.request.urlopen(f"{self.url}/ready", timeout=2):
+                with urllib.request.urlopen(f"{self.url}/health", timeout=2):
                     return self
             except OSError:
                 time.sleep(0.5)
@@ -120,17 +121,6 @@ def pair(server: RealServer) -> Iterator[Callable[..., tuple[Any, Any]]]:
     yield make
     for one in made:
         one.shutdown()
-
-
-def prompts(*rows: list[int], **more: Any) -> BatchedDataDict[Any]:
-    width = max(map(len, rows))
-    return BatchedDataDict(
-        {
-            "input_ids": torch.tensor([row + [0] * (width - len(row)) for row in rows]),
-            "input_lengths": torch.tensor([len(row) for row in rows]),
-        }
-        | more
-    )
 
 
 def assert_agree(one: Any, other: Any) -> None:
@@ -285,10 +275,24 @@ def test_later_client_waits_for_a_refit_of_its_own(server: RealServer) -> None:
     policy.shutdown()
 
 
-def test_server_that_is_killed_and_started_again(tmp_path: Path) -> None:
+def test_server_with_seeds_and_raw_logprobs_that_is_killed_and_started_again(
+    tmp_path: Path,
+) -> None:
     model = make_tiny_model(tmp_path / "qwen2", "qwen2", num_layers=1)
-    server = RealServer(model, tmp_path / "log", SGLANG_RETURN_ORIGINAL_LOGPROB="1").start()
+    arguments = "--enable-deterministic-inference"
+    server = RealServer(model, tmp_path / "log", arguments, SGLANG_RETURN_ORIGINAL_LOGPROB="1")
+    server.start()
     try:
+
+        def drawn(seed: int) -> torch.Tensor:
+            engine = connected(server, max_new_tokens=20, seed=seed)
+            found: torch.Tensor = engine.generate(prompts(*ROWS))["output_ids"]
+            engine.shutdown()
+            return found
+
+        first, second, third = drawn(3), drawn(3), drawn(4)
+        assert torch.equal(first, second)
+        assert not torch.equal(first, third)
         with pytest.raises(CapabilityError, match="SGLANG_RETURN_ORIGINAL_LOGPROB"):
             connected(server, temperature=0.5)
         ours = connected(server, max_new_tokens=240, temperature=0.5, logprobs_mode="raw")

@@ -1,0 +1,182 @@
+"""Many calls at a server, calls that are given up, and servers that fail."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from sglang_server_calls import in_background, prompts, tokens, until
+
+from rl_core.errors import ConfigError, DeadlineError, LifecycleError, PluginError, WorkerDiedError
+
+if TYPE_CHECKING:
+    from fake_sglang_server import FakeSglangServer
+
+
+# -- many at once, and fewer ----------------------------------------------------------------------
+
+
+def test_calls_share_the_server(connect: Any, fake: FakeSglangServer) -> None:
+    fake.token_s = 0.02
+    generation = connect(max_new_tokens=20)
+    calls = [
+        in_background(lambda n=n: generation.generate(prompts([n], [n, n]))) for n in range(5, 13)
+    ]
+    until(lambda: len(fake.running) == 16)
+    for n, call in zip(range(5, 13), calls, strict=True):
+        assert call()["output_ids"][0].tolist()[:21] == [n, *tokens([n], 20)]
+
+
+def test_server_gets_no_more_rows_than_it_may(connect: Any, fake: FakeSglangServer) -> None:
+    fake.token_s = 0.01
+    generation = connect(max_new_tokens=3, max_requests=4)
+    call = in_background(lambda: generation.generate(prompts(*([n] for n in range(5, 25)))))
+    most = 0
+    while len(fake.requests) < 20:
+        most = max(most, len(fake.running))
+    assert call()["generation_lengths"].tolist() == [3] * 20
+    assert most <= 4
+
+
+def test_rows_come_as_they_finish_and_go_if_nobody_reads(
+    connect: Any, fake: FakeSglangServer
+) -> None:
+    stop = tokens([5], 2)[-1]
+    fake.token_s = 0.02
+    generation = connect(max_new_tokens=200, stop_token_ids=[stop])
+
+    async def first() -> int:
+        rows = generation.generate_async(prompts([7], [5]))
+        async for row, _ in rows:
+            await rows.aclose()
+            return row
+        return -1
+
+    assert asyncio.run(first()) == 1
+    until(lambda: not fake.running)
+    assert len(fake.aborted) == 1
+
+
+def test_names_of_rows_are_no_beginnings_of_others(connect: Any, fake: FakeSglangServer) -> None:
+    connect(max_new_tokens=1).generate(prompts(*([n] for n in range(5, 25))))
+    names = [one["rid"] for one in fake.requests]
+    assert len(set(names)) == 20
+    assert len({len(name) for name in names}) == 1
+
+
+def test_call_that_takes_too_long_frees_its_rows(connect: Any, fake: FakeSglangServer) -> None:
+    fake.token_s = 0.05
+    generation = connect(max_new_tokens=200, call_deadline_s=0.5)
+    with pytest.raises(DeadlineError, match="call_deadline_s"):
+        generation.generate(prompts([5], [6]))
+    until(lambda: not fake.running, 3)
+    fake.token_s = 0.0
+    generation.generate(prompts([5]))
+
+
+def test_generating_before_prepare_and_after_shutdown_is_refused(
+    connect: Any, fake: FakeSglangServer
+) -> None:
+    generation = connect()
+    generation.finish_generation()
+    with pytest.raises(LifecycleError):
+        generation.generate(prompts([5]))
+    generation.shutdown()
+    generation.shutdown()
+    with pytest.raises(LifecycleError):
+        generation.prepare_for_generation()
+    assert "sglang-server-client" not in {one.name for one in threading.enumerate()}
+
+
+# -- faults ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fault", "error", "said"),
+    [
+        ("500", PluginError, "500"),
+        ("refuse", PluginError, "too long"),
+        ("nonsense", PluginError, "no answer of SGLang"),
+        ("no event", PluginError, "no part of a row"),
+        ("hang up", WorkerDiedError, "is gone"),
+        ("nan", PluginError, "not finite"),
+        ("short", PluginError, "1 tokens? and|tokens and"),
+        ("abort", PluginError, "gave a row up"),
+    ],
+)
+def test_fault_is_a_typed_error_and_the_next_call_works(
+    connect: Any, fake: FakeSglangServer, fault: str, error: type[Exception], said: str
+) -> None:
+    generation = connect(max_new_tokens=6, stop_strings=["never"])
+    fake.fault = fault
+    with pytest.raises(error, match=said) as caught:
+        generation.generate(prompts([5]))
+    assert fake.url in str(caught.value)
+    fake.fault = ""
+    assert generation.generate(prompts([5]))["generation_lengths"].tolist() == [6]
+
+
+def test_fault_of_a_row_fails_its_call_alone(connect: Any, fake: FakeSglangServer) -> None:
+    fake.token_s = 0.05
+    generation = connect(max_new_tokens=20)
+    other = in_background(lambda: generation.generate(prompts([5])))
+    until(lambda: len(fake.running) == 1)
+    fake.fault = "500"
+    with pytest.raises(PluginError):
+        generation.generate(prompts([6]))
+    fake.fault = ""
+    assert other()["generation_lengths"].tolist() == [20]
+
+
+def test_server_that_hangs_is_given_up_before_the_call_is(
+    connect: Any, fake: FakeSglangServer
+) -> None:
+    generation = connect(request_timeout_s=1.0, call_deadline_s=60)
+    fake.fault = "hang"
+    began = time.monotonic()
+    with pytest.raises(DeadlineError, match="no sign of life") as caught:
+        generation.generate(prompts([5], [6]))
+    assert time.monotonic() - began < 10
+    assert fake.url in str(caught.value)
+    until(lambda: not fake.running)
+
+
+def test_server_that_is_busy_is_not_given_up(connect: Any, fake: FakeSglangServer) -> None:
+    fake.token_s = 2.5  # and nothing comes meanwhile, but it is well
+    generation = connect(request_timeout_s=1.0, max_new_tokens=1)
+    assert generation.generate(prompts([5]))["generation_lengths"].tolist() == [1]
+
+
+def test_server_that_goes_away_fails_the_calls_in_flight_and_serves_when_it_is_back(
+    connect: Any, fake: FakeSglangServer
+) -> None:
+    fake.token_s = 0.05
+    generation = connect(max_new_tokens=200)
+    calls = [in_background(lambda n=n: generation.generate(prompts([n]))) for n in (5, 6)]
+    until(lambda: len(fake.running) == 2)
+    began = time.monotonic()
+    fake.stop()
+    for call in calls:
+        error = call()
+        assert isinstance(error, WorkerDiedError)
+        assert fake.url in str(error)
+    assert time.monotonic() - began < 10
+    with pytest.raises(WorkerDiedError, match=fake.url):
+        generation.generate(prompts([5]))
+    fake.token_s = 0.0
+    fake.start()
+    assert generation.generate(prompts([5]))["generation_lengths"].tolist() == [200]
+
+
+def test_another_model_at_the_same_address_is_refused(connect: Any, fake: FakeSglangServer) -> None:
+    generation = connect(max_new_tokens=2)
+    generation.generate(prompts([5]))
+    fake.stop()
+    fake.server_info["model_path"] = "/another"
+    fake.model_info = {"architectures": ["OtherForCausalLM"], "model_type": "other"}
+    fake.start()
+    with pytest.raises(ConfigError, match="OtherForCausalLM"):
+        generation.generate(prompts([5]))
