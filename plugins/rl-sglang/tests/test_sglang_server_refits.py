@@ -168,7 +168,7 @@ def test_weights_that_somebody_else_changed_in_the_middle_of_a_row_fail_it(
 def test_server_with_weights_of_an_earlier_refit_generates_only_after_one(
     connect: Any, fake: FakeSglangServer, policy: Any
 ) -> None:
-    fake.weight_version, fake.weight_path = "rl-0123-7", "/tmp/gone"
+    fake.weight_version, fake.weight_path = "rl-0123-7", "/gone"
     generation = connect(max_new_tokens=2)
     with pytest.raises(WeightsTornError):
         generation.generate(prompts([5]))
