@@ -1,8 +1,9 @@
 """Attention over sequences laid end to end in one row, without a mask of row times row.
 
 transformers hands a four-dimensional ``attention_mask`` to the attention function as it is. The
-mask of a packed row is therefore simply the list of its sequences' lengths, ``[1, 1, 1, n]``, and
-attention is causal within each of them. Any other mask goes to torch's fused attention as usual.
+mask of a packed row is therefore simply the list of its sequences' lengths, see
+:func:`rl_torch.slots.segment_mask`, and attention is causal within each of them. Any other mask
+goes to torch's fused attention as usual.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Sequence
+    from collections.abc import Generator
 
     from torch import nn
     from transformers import PreTrainedModel
 
-__all__ = ["SEGMENTS", "observed", "segment_mask", "uses_segments"]
+__all__ = ["SEGMENTS", "observed", "uses_segments"]
 
 #: Called with an attention module, queries, keys and values.
 Observer = Callable[["nn.Module", torch.Tensor, torch.Tensor, torch.Tensor], None]
@@ -34,11 +35,6 @@ SEGMENTS = "rl_hf_segments"
 
 #: Kinds of layers that are causal within a segment, with or without a window.
 KNOWN_LAYERS = {"full_attention", "sliding_attention"}
-
-
-def segment_mask(lengths: Sequence[int]) -> torch.Tensor:
-    """``[1, 1, 1, n]`` int64 on the CPU, for a row made of sequences of these lengths."""
-    return torch.tensor(lengths, dtype=torch.int64).view(1, 1, 1, -1)
 
 
 def uses_segments(model: PreTrainedModel) -> bool:

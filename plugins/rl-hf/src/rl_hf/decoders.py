@@ -1,152 +1,96 @@
-"""How a model takes prompts in and moves all rows on by a token.
+"""How transformers models decode: in slots, or in groups of prompts of one length.
 
-Two ways: :class:`SlotDecoder` for models whose layers all attend causally to everything before,
-and :class:`GroupDecoder`, slower and for every model that transformers can generate with.
+:class:`~rl_torch.slots.SlotDecoder` is for models whose layers all attend causally to everything
+before; :class:`GroupDecoder`, slower, for every model that transformers can generate with.
 """
 
 from __future__ import annotations
 
 import logging
-from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers.cache_utils import Cache
 
 from rl_core.errors import ConfigError
-from rl_hf.attention import segment_mask, uses_segments
-from rl_hf.kv_cache import SlotCache, Writes
+from rl_hf.attention import uses_segments
 from rl_hf.modeling import model_device
+from rl_torch.decoding import DEFAULT_MAX_BATCH_SIZE, DecodingEngine, evaluating
+from rl_torch.slots import SlotDecoder
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from rl_torch.slot_cache import SlotCache
 
 _log = logging.getLogger(__name__)
 
-__all__ = ["Decoder", "GroupDecoder", "SlotDecoder", "fits_slots"]
-
-#: Prompt tokens taken in by one forward pass, unless a single prompt is longer.
-PREFILL_TOKENS = 8192
+__all__ = ["GroupDecoder", "decoding_engine", "fits_slots", "slot_decoder"]
 
 
-class Decoder(Protocol):
-    """Rows in slots ``0..n-1``; what it returns are the logits of each row's next token."""
-
-    slots: int
-
-    def room(self, lengths: Sequence[int], active: int, *, last: bool) -> int:
-        """How many prompts may be admitted now.
-
-        Args:
-            lengths: Of the prompts that wait, as far as there are slots; at least one.
-            active: Rows in slots.
-            last: No other prompts wait.
-        """
-
-    def reserve(self, slots: int, limit: int) -> None:
-        """Makes room for rows; how much room they need is known now, and may grow later.
-
-        Args:
-            slots: Rows at a time.
-            limit: Tokens that none of the rows that come exceeds.
-        """
-
-    def admit(self, prompts: Sequence[Sequence[int]], first: int) -> torch.Tensor:
-        """Takes prompts into slots ``first...``; ``[n, V]`` logits."""
-
-    def step(self, tokens: torch.Tensor, lengths: torch.Tensor, longest: int) -> torch.Tensor:
-        """Moves every row on; ``[R, V]`` logits.
-
-        Args:
-            tokens: ``[R]`` int64, the newest token of each row.
-            lengths: ``[R]`` int64 tokens before it.
-            longest: The maximum of ``lengths``.
-        """
-
-    def keep(self, source: torch.Tensor, target: torch.Tensor, rows: int, longest: int) -> None:
-        """Moves slots ``source`` to ``target``, then forgets all from ``rows`` on."""
-
-
-class SlotDecoder:
-    """Prompts without padding, rows of any length side by side, finished rows replaced at once.
+def decoding_engine(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    *,
+    max_batch_size: int = DEFAULT_MAX_BATCH_SIZE,
+) -> DecodingEngine:
+    """Generates with a transformers model, in slots if it fits them.
 
     Args:
-        model: A model that :func:`fits_slots`.
-        slots: Rows at a time, at most.
+        model: A causal language model, on its device. Its attention may be switched to an
+            implementation that gives the same results (see :mod:`rl_hf.attention`).
+        tokenizer: Decodes the text that stop strings are looked for in.
+        max_batch_size: Rows decoded together.
     """
+    with evaluating(model):
+        in_groups = not fits_slots(model)
+    return DecodingEngine(
+        model,
+        partial(GroupDecoder if in_groups else slot_decoder, model),
+        vocab_size=model.get_input_embeddings().weight.shape[0],
+        device=model_device(model),
+        in_groups=in_groups,
+        tokenizer=tokenizer,
+        max_batch_size=max_batch_size,
+    )
 
-    def __init__(self, model: PreTrainedModel, slots: int) -> None:
-        self._model = model
-        self._device = model_device(model)
-        self.slots = slots
-        self._cache = SlotCache()
-        self._rows = torch.arange(slots, device=self._device)
 
-    def room(self, lengths: Sequence[int], active: int, *, last: bool) -> int:
-        """As many as a pass takes; a few are not worth a pass, unless they are the last."""
-        del active
-        if not last and len(lengths) < self.slots // 8:
-            return 0
-        totals = accumulate(lengths)
-        return max(1, sum(1 for total in totals if total <= PREFILL_TOKENS))
+def slot_decoder(model: PreTrainedModel, slots: int) -> SlotDecoder:
+    """The decoder of a model that :func:`fits_slots`."""
+    return SlotDecoder(partial(_forward, model), model_device(model), slots)
 
-    def reserve(self, slots: int, limit: int) -> None:
-        """See :meth:`Decoder.reserve`."""
-        self._cache.expect(slots, limit)
 
-    def admit(self, prompts: Sequence[Sequence[int]], first: int) -> torch.Tensor:
-        """See :meth:`Decoder.admit`. Equal prompts are computed once."""
-        unique = {tuple(prompt): 0 for prompt in prompts}
-        lengths = [len(prompt) for prompt in unique]
-        self._cache.reserve(max(lengths))
-        starts = [0]
-        for index, (prompt, length) in enumerate(zip(unique, lengths, strict=True)):
-            unique[prompt] = index
-            starts.append(starts[-1] + length)
-        positions = torch.cat([torch.arange(length) for length in lengths])
-        ids = torch.tensor([token for prompt in unique for token in prompt])
-        which = [unique[tuple(prompt)] for prompt in prompts]
-        # Every slot gets the tokens of its own prompt.
-        counts = [lengths[prompt] for prompt in which]
-        repeats = torch.tensor(counts)
-        slots = torch.arange(first, first + len(which)).repeat_interleave(repeats)
-        columns = torch.cat([torch.arange(count) for count in counts])
-        source = torch.tensor([starts[i] for i in which]).repeat_interleave(repeats) + columns
-        self._cache.writes = Writes(
-            slots.to(self._device), columns.to(self._device), source.to(self._device)
-        )
-        logits = self._model(
-            input_ids=ids.to(self._device)[None],
-            position_ids=positions.to(self._device)[None],
-            attention_mask=segment_mask(lengths),
-            past_key_values=self._cache,
-            use_cache=True,
-            logits_to_keep=torch.tensor(starts[1:], device=self._device) - 1,
-        ).logits[0]
-        result: torch.Tensor = logits[torch.tensor(which, device=logits.device)]
-        return result
+def _forward(model: PreTrainedModel, *, past_key_values: SlotCache, **inputs: Any) -> torch.Tensor:
+    """A :class:`~rl_torch.slots.SlotForward`."""
+    cache = _TransformersCache(past_key_values)
+    logits: torch.Tensor = model(past_key_values=cache, use_cache=True, **inputs).logits
+    return logits
 
-    def step(self, tokens: torch.Tensor, lengths: torch.Tensor, longest: int) -> torch.Tensor:
-        """See :meth:`Decoder.step`."""
-        rows = len(tokens)
-        width = self._cache.reserve(longest + 1)
-        self._cache.writes = Writes(self._rows[:rows], lengths, rows=rows, width=width)
-        seen = torch.arange(width, device=self._device) <= lengths[:, None]
-        logits: torch.Tensor = self._model(
-            input_ids=tokens[:, None],
-            position_ids=lengths[:, None],
-            attention_mask=seen[:, None, None],
-            past_key_values=self._cache,
-            use_cache=True,
-            logits_to_keep=1,
-        ).logits[:, -1]
-        return logits
 
-    def keep(self, source: torch.Tensor, target: torch.Tensor, rows: int, longest: int) -> None:
-        """See :meth:`Decoder.keep`."""
-        del rows
-        self._cache.move(source, target, longest)
+class _TransformersCache(Cache):  # type: ignore[misc]
+    """Slots, as the attention layers of transformers know a cache."""
+
+    def __init__(self, slots: SlotCache) -> None:
+        super().__init__(layers=[])
+        self._slots = slots
+
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        *_: Any,
+        **__: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :meth:`SlotCache.update`."""
+        return self._slots.update(key_states, value_states, layer_idx)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Positions are given with every pass, so that this is asked for its width alone."""
+        return self._slots.columns(layer_idx)
 
 
 class GroupDecoder:
@@ -234,7 +178,7 @@ def fits_slots(model: PreTrainedModel) -> bool:
 def _difference(model: PreTrainedModel, vocab_size: int) -> str:
     """What is wrong with slots for this model, or nothing."""
     ids = torch.arange(1, 13).remainder(vocab_size).tolist()
-    slots = SlotDecoder(model, 2)
+    slots = slot_decoder(model, 2)
     slots.reserve(2, 16)
     device = model_device(model)
     try:

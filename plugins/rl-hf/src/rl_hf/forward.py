@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rl_core.errors import CapabilityError
-from rl_hf.attention import observed, segment_mask, uses_segments
+from rl_hf.attention import observed, uses_segments
 from rl_hf.logprobs import token_logprobs
+from rl_torch.slots import segment_mask
 
 if TYPE_CHECKING:
     from torch import nn

@@ -12,14 +12,17 @@ from rl_core.backends.tensors import NamedTensorSink, module_tensors
 from rl_core.config import check_config
 from rl_core.errors import ConfigError
 from rl_hf.config import HuggingFaceGenerationConfig
-from rl_hf.decoding import DEFAULT_MAX_BATCH_SIZE, DecodingEngine
-from rl_hf.modeling import load_model, load_tokenizer, model_device, model_facts
+from rl_hf.decoders import decoding_engine
+from rl_hf.modeling import load_model, model_device, model_facts
+from rl_torch.checkpoints import load_tokenizer
+from rl_torch.decoding import DEFAULT_MAX_BATCH_SIZE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from rl_core.backends import RowEngine
     from rl_core.interfaces import WeightSink
+    from rl_torch.decoding import DecodingEngine
 
 __all__ = ["HuggingFaceGeneration"]
 
@@ -28,7 +31,7 @@ class HuggingFaceGeneration(GenerationBackend):
     """Generates with a transformers model in this process, on the CPU or on CUDA.
 
     Rows are decoded together by continuous batching over a key/value cache that is written in
-    place; see :mod:`rl_hf.decoding`. Between calls nothing is kept but the weights.
+    place; see :mod:`rl_torch.decoding`. Between calls nothing is kept but the weights.
 
     Args:
         model_name: Directory (or hub name) of a checkpoint.
@@ -58,7 +61,7 @@ class HuggingFaceGeneration(GenerationBackend):
         self._home = model_device(model)
         # Weights that transformers itself placed or quantised stay where they are.
         self._movable = not hasattr(model, "hf_device_map")
-        self._engine: DecodingEngine | None = DecodingEngine(
+        self._engine: DecodingEngine | None = decoding_engine(
             model,
             tokenizer,
             max_batch_size=config.get("max_batch_size", DEFAULT_MAX_BATCH_SIZE),

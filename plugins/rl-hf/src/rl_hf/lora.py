@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -9,16 +10,17 @@ import torch
 
 from rl_core.backends.tensors import NamedTensorSource, module_tensors, tensor_specs
 from rl_core.errors import ConfigError
+from rl_torch.reference import Reference
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Generator, Iterator, Mapping, Sequence
 
     from torch import nn
     from transformers import PreTrainedModel
 
     from rl_core.interfaces import TensorSpec
 
-__all__ = ["MergedWeightSource", "add_adapters", "merged_state"]
+__all__ = ["BaseWeights", "MergedWeightSource", "add_adapters", "merged_state"]
 
 ADAPTER = "default"
 
@@ -119,6 +121,19 @@ class MergedWeightSource(NamedTensorSource):
 
     def persistent(self) -> None:
         """None: what is merged is made when it is asked for."""
+
+
+class BaseWeights(Reference):
+    """The reference of a model with adapters: the weights that they leave as they were."""
+
+    def keep(self, model: nn.Module) -> None:
+        """Nothing: training does not change them."""
+
+    @contextmanager
+    def using(self, model: nn.Module) -> Generator[nn.Module]:
+        """See :meth:`Reference.using`."""
+        with model.disable_adapter():  # type: ignore[operator]
+            yield model
 
 
 def merged_state(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -3,38 +3,25 @@
 from __future__ import annotations
 
 import importlib.util
-from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import httpx
 import torch
 import transformers
-from huggingface_hub import HfApi, snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
 from safetensors import SafetensorError
 
-from rl_core.backends.model_files import (
-    check_name,
-    check_remote_code,
-    config_of,
-    has_tokenizer,
-    read_object,
-)
-from rl_core.backends.model_files import model_facts as facts_of
+from rl_core.backends.model_files import check_remote_code, config_of
 from rl_core.errors import ConfigError
+from rl_torch import checkpoints
+from rl_torch.checkpoints import checkpoint_directory, quiet
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Mapping
+    from collections.abc import Mapping
 
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from rl_core.backends import ModelFacts
 
-__all__ = ["checkpoint_directory", "load_model", "load_tokenizer", "model_device", "model_facts"]
-
-_HUB_TIMEOUT_S = 5.0
-_HUB_FILES = ("*.json", "*.jinja", "*.model", "*.py", "*.safetensors", "*.txt")
+__all__ = ["load_model", "model_device", "model_facts"]
 
 
 def load_model(config: Mapping[str, Any], *, for_training: bool) -> PreTrainedModel:
@@ -100,63 +87,15 @@ def load_model(config: Mapping[str, Any], *, for_training: bool) -> PreTrainedMo
     return loaded
 
 
-def load_tokenizer(
-    model_name: str, trust_remote_code: bool = False
-) -> PreTrainedTokenizerBase | None:
-    """Loads the tokenizer that comes with a checkpoint, or None if a directory has none.
-
-    Raises:
-        ConfigError: The checkpoint is missing, its tokenizer is broken, or it wants code that is
-            not trusted.
-    """
-    directory = checkpoint_directory(model_name)
-    if not has_tokenizer(directory):
-        return None
-    settings = directory / "tokenizer_config.json"
-    if settings.exists():
-        check_remote_code(model_name, read_object(settings), trust=trust_remote_code)
-    try:
-        with quiet():
-            tokenizer: PreTrainedTokenizerBase = transformers.AutoTokenizer.from_pretrained(
-                directory, trust_remote_code=trust_remote_code
-            )
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise ConfigError(
-            f"the tokenizer of {model_name} cannot be loaded: {error}",
-            fix="save the tokenizer beside the model again with save_pretrained",
-            key="model_name",
-        ) from error
-    return tokenizer
-
-
 def model_facts(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, config: Mapping[str, Any]
 ) -> ModelFacts:
-    """What the product's frontend must know of a loaded model.
-
-    Args:
-        model: Gives vocabulary and context length.
-        tokenizer: Gives the pad token, if there is one.
-        config: Its ``pad_token_id`` and ``max_model_len`` stand in for what the model lacks.
-
-    Raises:
-        ConfigError: There is no pad token or no context length, or the pad token is not a token.
-    """
-    text = model.config.get_text_config()
-    generation = getattr(model, "generation_config", None)
-    context = getattr(text, "max_position_embeddings", None)
-    if (length := config.get("max_model_len") if context is None else context) is None:
-        raise ConfigError(
-            f"{type(text).__name__} names no context length (max_position_embeddings)",
-            fix="set max_model_len",
-            key="max_model_len",
-        )
-    return facts_of(
+    """See :func:`rl_torch.checkpoints.model_facts`."""
+    return checkpoints.model_facts(
         {"model_name": type(model).__name__, **config},
+        text=model.config.get_text_config(),
         vocab_size=model.get_input_embeddings().weight.shape[0],
-        max_model_len=int(length),
-        text=text,
-        generation={} if generation is None else generation.to_dict(),
+        generation=getattr(model, "generation_config", None),
         tokenizer=tokenizer,
     )
 
@@ -165,40 +104,6 @@ def model_device(model: PreTrainedModel) -> torch.device:
     """Where the model takes its token ids."""
     device: torch.device = model.get_input_embeddings().weight.device
     return device
-
-
-def checkpoint_directory(name: str) -> Path:
-    """The directory of a checkpoint: the name itself, or where the hub's copy of it lies.
-
-    Raises:
-        ConfigError: There is no such directory, and the hub does not give us such a model.
-    """
-    check_name(name)
-    directory = Path(name) if Path(name).is_dir() else _from_hub(name)
-    config_of(directory)
-    return directory
-
-
-def _from_hub(name: str) -> Path:
-    """Downloads what is missing; one quick question tells whether the hub is there at all."""
-    unreachable: Exception | None = None
-    try:
-        HfApi().model_info(name, timeout=_HUB_TIMEOUT_S)
-    except (HfHubHTTPError, OfflineModeIsEnabled, httpx.HTTPError) as error:
-        unreachable = error
-    try:
-        return Path(
-            snapshot_download(
-                name, allow_patterns=list(_HUB_FILES), local_files_only=unreachable is not None
-            )
-        )
-    except (HfHubHTTPError, LocalEntryNotFoundError, httpx.HTTPError, OSError) as error:
-        cause = unreachable or error
-        raise ConfigError(
-            f"{name} is neither a directory nor a model that the hub gives us: {cause}",
-            fix="check the name, or set model_name to a local directory",
-            key="model_name",
-        ) from cause
 
 
 def _device(config: Mapping[str, Any]) -> torch.device:
@@ -259,18 +164,3 @@ def _quantisation(
 def _need(package: str, key: str, command: str) -> None:
     if importlib.util.find_spec(package) is None:
         raise ConfigError(f"{key} needs {package}, which is not installed", fix=command, key=key)
-
-
-@contextmanager
-def quiet() -> Generator[None]:
-    """Loading talks on stderr; what matters of it is raised instead."""
-    logging = transformers.utils.logging
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if bars:
-            logging.enable_progress_bar()

@@ -18,17 +18,20 @@ from rl_core.config import check_config
 from rl_core.errors import CapabilityError, DataError
 from rl_core.interfaces import LossInputType
 from rl_hf import saving
-from rl_hf.calibration import Calibration
 from rl_hf.config import HuggingFaceGenerationConfig, HuggingFacePolicyConfig
+from rl_hf.decoders import decoding_engine
 from rl_hf.forward import Forward, Sequences, base_model, check_packing
-from rl_hf.lora import MergedWeightSource, add_adapters
+from rl_hf.lora import BaseWeights, MergedWeightSource, add_adapters
 from rl_hf.manifest import BACKEND
-from rl_hf.modeling import load_model, load_tokenizer, model_device
-from rl_hf.optimizer import Optimizer
+from rl_hf.modeling import load_model, model_device, model_facts
 from rl_hf.placement import Placement
-from rl_hf.policy_generation import PolicyGeneration
-from rl_hf.reference import make_reference
 from rl_hf.reward import reward_scores
+from rl_torch.calibration import Calibration
+from rl_torch.checkpoints import load_tokenizer
+from rl_torch.decoding import DEFAULT_MAX_BATCH_SIZE
+from rl_torch.optimizer import Optimizer
+from rl_torch.policy_generation import PolicyGeneration
+from rl_torch.reference import Reference, make_reference
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping
@@ -89,8 +92,11 @@ class HuggingFacePolicy(PolicyBackend):
         )
         if self.microbatching.packed and self._labels is None:
             check_packing(self.model, limits.vocab_size)
-        kind = "adapter" if self._adapters else checked.get("reference", "swap")
-        self._reference = make_reference(kind, self.model)
+        self._reference: Reference = (
+            BaseWeights()
+            if self._adapters
+            else make_reference(checked.get("reference", "swap"), self.model)
+        )
         spread = bool(checked.get("device_map"))
         self._placement = Placement(
             self.model, self._device, spread=spread, left=self.weights_moved
@@ -159,7 +165,8 @@ class HuggingFacePolicy(PolicyBackend):
     def _stepping(self) -> Optimizer:
         """Made when training begins; a policy that only scores needs no masters."""
         if self._optimizer is None:
-            self._optimizer = Optimizer(self.model, self.config)
+            trained = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
+            self._optimizer = Optimizer(trained, self.config.get("optimizer", {}))
         return self._optimizer
 
     def ready(self, method: str) -> None:
@@ -186,7 +193,7 @@ class HuggingFacePolicy(PolicyBackend):
         margin: float = 1.05,
         include_q: bool = False,
     ) -> dict[str, Any]:
-        """See :meth:`PolicyInterface.calibrate_qkv_fp8_scales` and :mod:`rl_hf.calibration`.
+        """See :meth:`PolicyInterface.calibrate_qkv_fp8_scales` and :mod:`rl_torch.calibration`.
 
         Raises:
             CapabilityError: The model's attention cannot be observed.
@@ -222,7 +229,10 @@ class HuggingFacePolicy(PolicyBackend):
     def _generation(self) -> PolicyGeneration:
         config = _generation_config(self.config)
         model = base_model(self.model)
-        return PolicyGeneration(model, self.tokenizer, config, lambda: self.weights_version)
+        facts = model_facts(model, self.tokenizer, config)
+        most = config.get("max_batch_size", DEFAULT_MAX_BATCH_SIZE)
+        engine = decoding_engine(model, self.tokenizer, max_batch_size=most)
+        return PolicyGeneration(engine, config, facts, lambda: self.weights_version)
 
     def score(
         self, data: BatchedDataDict[Any], micro_batch_size: int | None = None

@@ -17,14 +17,14 @@ from rl_core.backends.tensors import module_tensors, tensor_specs
 from rl_core.errors import CheckpointError
 from rl_hf.forward import base_model
 from rl_hf.lora import merged_state
-from rl_hf.modeling import quiet
+from rl_torch.checkpoints import quiet
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from torch import nn
 
-    from rl_hf.optimizer import Optimizer
+    from rl_torch.optimizer import Optimizer
 
 __all__ = ["load", "save", "write_model"]
 

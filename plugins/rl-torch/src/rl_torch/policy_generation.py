@@ -8,15 +8,11 @@ from rl_core.backends import GenerationBackend
 from rl_core.errors import CapabilityError
 from rl_core.refit import DEFAULT_DEADLINE_S
 from rl_core.refit.turns import exclusively
-from rl_hf.decoding import DEFAULT_MAX_BATCH_SIZE, DecodingEngine
-from rl_hf.modeling import model_facts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from transformers import PreTrainedModel
-
-    from rl_core.backends import RowEngine
+    from rl_core.backends import ModelFacts, RowEngine
     from rl_core.batch import BatchedDataDict
     from rl_core.interfaces import GenerationOutputSpec, WeightSink
 
@@ -27,27 +23,24 @@ class PolicyGeneration(GenerationBackend):
     """Decodes with a model that somebody else owns, trains and places.
 
     Args:
-        model: The policy's model, adapters included.
-        tokenizer: For stop strings.
-        config: A checked :class:`~rl_hf.config.HuggingFaceGenerationConfig`.
-        version: The version of the policy's weights.
-
-    Raises:
-        ConfigError: The model has no pad token, and ``pad_token_id`` is not set.
+        engine: Decodes with the policy's model, such as a
+            :class:`~rl_torch.decoding.DecodingEngine`.
+        config: A checked :class:`~rl_core.interfaces.GenerationConfig`.
+        facts: Of the model, see :func:`rl_torch.checkpoints.model_facts`.
+        version: Gives the version of the policy's weights.
     """
 
     borrows_weights = True
 
     def __init__(
         self,
-        model: PreTrainedModel,
-        tokenizer: Any,
+        engine: RowEngine,
         config: Mapping[str, Any],
+        facts: ModelFacts,
         version: Callable[[], int],
     ) -> None:
-        super().__init__(config, model_facts(model, tokenizer, config))
-        rows = config.get("max_batch_size", DEFAULT_MAX_BATCH_SIZE)
-        self._engine = DecodingEngine(model, tokenizer, max_batch_size=rows)
+        super().__init__(config, facts)
+        self._engine = engine
         self._version = version
         self.prepare_for_generation()
 

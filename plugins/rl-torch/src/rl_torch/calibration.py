@@ -15,6 +15,8 @@ import torch
 from rl_core.errors import TrainingError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch import nn
 
 __all__ = ["Calibration"]
@@ -27,27 +29,41 @@ BINS = 1 << (31 - COARSE_BITS)
 
 
 class Calibration:
-    """An observer for :func:`rl_hf.attention.observed`.
+    """Observes the attention of every layer.
 
     Args:
         include_q: Also observe the queries.
+
+    Attributes:
+        counts: ``[BINS]`` int64 on the CPU by layer and kind (``"q"``, ``"k"``, ``"v"``): how many
+            magnitudes are in each bin. Ranks that saw other rows, heads or layers :meth:`add` up.
     """
 
     def __init__(self, *, include_q: bool = False) -> None:
         self._kinds = ("q", "k", "v") if include_q else ("k", "v")
-        self._counts: dict[tuple[int, str], torch.Tensor] = {}
+        self.counts: dict[tuple[int, str], torch.Tensor] = {}
 
     def __call__(
         self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> None:
-        """Counts the magnitudes of one layer's ``[b, heads, tokens, head_dim]`` tensors."""
-        seen = {"q": query, "k": key, "v": value}
+        """:meth:`observe` for a module that knows its ``layer_idx``."""
         layer: Any = module.layer_idx
+        self.observe(layer, query, key, value)
+
+    def observe(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> None:
+        """Counts the magnitudes of one layer's tensors, of any shape; those of padding count."""
+        seen = {"q": query, "k": key, "v": value}
         for kind in self._kinds:
             bits = seen[kind].detach().float().abs().contiguous().view(torch.int32)
             counts = torch.bincount((bits >> COARSE_BITS).flatten(), minlength=BINS).cpu()
-            before = self._counts.get((layer, kind))
-            self._counts[layer, kind] = counts if before is None else before + counts
+            self.add({(layer, kind): counts})
+
+    def add(self, counts: Mapping[tuple[int, str], torch.Tensor]) -> None:
+        """Adds what was counted elsewhere, such as another rank's :attr:`counts`."""
+        for which, more in counts.items():
+            self.counts[which] = self.counts[which] + more if which in self.counts else more
 
     def scales(self, percentile: float, margin: float) -> dict[str, Any]:
         """The factor that brings ``percentile`` of the magnitudes, times ``margin``, to 448.
@@ -60,7 +76,7 @@ class Calibration:
             TrainingError: A key or value is not finite.
         """
         layers: dict[str, dict[str, float]] = {}
-        for (layer, kind), counts in sorted(self._counts.items()):
+        for (layer, kind), counts in sorted(self.counts.items()):
             below = counts.cumsum(0)
             wanted = max(1, math.ceil(int(below[-1]) * percentile / 100))
             bin_ = int(torch.searchsorted(below, wanted))

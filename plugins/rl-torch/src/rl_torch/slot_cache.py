@@ -7,9 +7,7 @@ without touching their neighbours, and no step copies the cache.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-from transformers.cache_utils import Cache, DynamicLayer
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
@@ -39,15 +37,32 @@ class Writes:
     width: int = 0
 
 
-class SlotCache(Cache):  # type: ignore[misc]
-    """Keys and values of rows; slots grow with what is expected, columns with the longest row."""
+@dataclass(slots=True)
+class _Layer:
+    """``[slots, heads, columns, head_dim]`` each."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+
+class SlotCache:
+    """Keys and values of rows; slots grow with what is expected, columns with the longest row.
+
+    Attributes:
+        writes: Where the next forward pass puts its keys and values.
+    """
 
     def __init__(self) -> None:
-        super().__init__(layers=[])
+        self._layers: dict[int, _Layer] = {}
         self._slots = 0
         self._limit = 0
         self._capacity = 0
         self.writes: Writes | None = None
+
+    def columns(self, layer_idx: int) -> int:
+        """Tokens that a slot of this layer has room for; 0 before its first :meth:`update`."""
+        layer = self._layers.get(layer_idx)
+        return 0 if layer is None else layer.keys.shape[2]
 
     def expect(self, slots: int, limit: int) -> None:
         """Takes more slots where these are too few.
@@ -72,23 +87,27 @@ class SlotCache(Cache):  # type: ignore[misc]
         return columns
 
     def update(
-        self,
-        key_states: torch.Tensor,
-        value_states: torch.Tensor,
-        layer_idx: int,
-        *_: Any,
-        **__: Any,
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Called by every attention layer with ``[b, heads, tokens, head_dim]``."""
+        """Called by every attention layer in every pass.
+
+        Args:
+            key_states: ``[b, heads, tokens, head_dim]`` of the pass's own tokens, rotated.
+            value_states: The same of the values.
+            layer_idx: Tells the layers apart, in any numbering.
+
+        Returns:
+            The keys and values that are attended to: where prompts are taken in, the pass's own;
+            in a step, those of all rows, ``[rows, heads, width, head_dim]``.
+        """
         writes = self.writes
         assert writes is not None
-        while len(self.layers) <= layer_idx:
-            self.layers.append(DynamicLayer())
-        layer = self.layers[layer_idx]
-        if not layer.is_initialized:
-            layer.lazy_initialization(key_states, value_states)
-            layer.keys = _larger(key_states[:0, :, :0], self._slots, self._capacity)
-            layer.values = _larger(value_states[:0, :, :0], self._slots, self._capacity)
+        layer = self._layers.get(layer_idx)
+        if layer is None:
+            layer = self._layers[layer_idx] = _Layer(
+                _larger(key_states[:0, :, :0], self._slots, self._capacity),
+                _larger(value_states[:0, :, :0], self._slots, self._capacity),
+            )
         _store(layer.keys, key_states, writes)
         _store(layer.values, value_states, writes)
         if not writes.rows:
@@ -100,7 +119,7 @@ class SlotCache(Cache):  # type: ignore[misc]
 
     def move(self, source: torch.Tensor, target: torch.Tensor, width: int) -> None:
         """Copies the first ``width`` columns of whole slots, ``[n]`` int64 each."""
-        for layer in self.layers:
+        for layer in self._layers.values():
             # With a device map, layers live on devices of their own.
             old, new = source.to(layer.keys.device), target.to(layer.keys.device)
             layer.keys[new, :, :width] = layer.keys[old, :, :width]
@@ -108,7 +127,7 @@ class SlotCache(Cache):  # type: ignore[misc]
 
     def _grow(self, slots: int, capacity: int) -> None:
         """Layer by layer; where memory is short some have grown, which does no harm."""
-        for layer in self.layers:
+        for layer in self._layers.values():
             layer.keys = _larger(layer.keys, slots, capacity)
             layer.values = _larger(layer.values, slots, capacity)
         self._slots, self._capacity = slots, capacity

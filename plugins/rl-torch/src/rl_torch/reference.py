@@ -56,16 +56,12 @@ def make_reference(kind: str, model: nn.Module) -> Reference:
     """The reference policy of a model as it is now.
 
     Args:
-        kind: ``"copy"``, ``"swap"``, ``"none"``, or ``"adapter"`` for a model with adapters.
+        kind: ``"copy"`` for a second model, ``"swap"`` for a file on disk, or ``"none"``.
         model: The policy's model, before any training.
     """
     if kind == "copy":
         return _Copy(model)
-    kinds: dict[str, type[Reference]] = {
-        "swap": _Swap,
-        "none": _Nothing,
-        "adapter": _WithoutAdapter,
-    }
+    kinds: dict[str, type[Reference]] = {"swap": _Swap, "none": _Nothing}
     return kinds[kind]()
 
 
@@ -108,7 +104,7 @@ class _Swap(Reference):
                 # safetensors takes no two that overlap.
                 owned[spec.name] = tensor.clone() if storage in storages else tensor
                 storages.add(storage)
-        with tempfile.TemporaryDirectory(prefix="rl-hf-reference-") as directory:
+        with tempfile.TemporaryDirectory(prefix="rl-reference-") as directory:
             path = Path(directory, "weights.safetensors")
             save_file(owned, path)
             self._file = safe_open(path, framework="pt")
@@ -138,18 +134,6 @@ class _Swap(Reference):
     def close(self) -> None:
         if self._file is not None:
             self._file = None
-
-
-class _WithoutAdapter(Reference):
-    """The base weights, which adapters leave as they were."""
-
-    def keep(self, model: nn.Module) -> None:
-        del model
-
-    @contextmanager
-    def using(self, model: nn.Module) -> Generator[nn.Module]:
-        with model.disable_adapter():  # type: ignore[operator]
-            yield model
 
 
 class _Nothing(Reference):

@@ -20,24 +20,38 @@ MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 
 
 class Optimizer:
-    """Steps over the trainable parameters of a model.
+    """Steps over the parameters that are trained.
 
     Half-precision parameters get a float32 master each: gradients are moved into the master's as
     soon as they are made, so that accumulating and stepping lose nothing, and the parameter is the
-    master rounded.
+    master rounded. A float32 parameter is its own master.
 
     Args:
-        model: Its parameters that require gradients are trained.
-        config: A checked :class:`~rl_hf.config.HuggingFacePolicyConfig`.
+        parameters: Those that are trained, by name.
+        settings: The key ``optimizer`` of a checked :class:`~rl_core.interfaces.PolicyConfig`.
+        collects: Move gradients into the masters'. False for a trainer that accumulates them
+            elsewhere, and sets ``masters[name].grad``, in float32, before each step.
+
+    Attributes:
+        parameters: As given.
+        masters: What steps are taken on, by name.
 
     Raises:
         CapabilityError: A parameter is float16, which needs loss scaling.
     """
 
-    def __init__(self, model: nn.Module, config: Mapping[str, Any]) -> None:
-        settings = config.get("optimizer", {})
-        self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        self.masters = {name: _master(name, p) for name, p in self.parameters.items()}
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        settings: Mapping[str, Any],
+        *,
+        collects: bool = True,
+    ) -> None:
+        self.parameters = dict(parameters)
+        self.masters = {
+            name: _master(name, parameter, collects=collects)
+            for name, parameter in self.parameters.items()
+        }
         masters = list(self.masters.values())
         groups: list[dict[str, Any]] = [
             {"params": [m for m in masters if m.dim() > 1]},
@@ -129,7 +143,7 @@ class Optimizer:
                 }
 
 
-def _master(name: str, parameter: nn.Parameter) -> nn.Parameter:
+def _master(name: str, parameter: nn.Parameter, *, collects: bool) -> nn.Parameter:
     if parameter.dtype == torch.float16:
         raise CapabilityError(
             f"{name} is float16, whose gradients vanish without loss scaling",
@@ -138,6 +152,8 @@ def _master(name: str, parameter: nn.Parameter) -> nn.Parameter:
     if parameter.dtype != torch.bfloat16:
         return parameter
     master = torch.nn.Parameter(parameter.detach().float())
+    if not collects:
+        return master
 
     def collect(made: torch.Tensor) -> None:
         assert made.grad is not None

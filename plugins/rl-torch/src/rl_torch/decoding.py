@@ -9,56 +9,67 @@ from __future__ import annotations
 import math
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from rl_core.backends import Completion, FailedRow, RowEngine
 from rl_core.backends.stop_strings import StopStrings
 from rl_core.errors import ConfigError, RLError
-from rl_hf.decoders import Decoder, GroupDecoder, SlotDecoder, fits_slots
-from rl_hf.modeling import model_device
-from rl_hf.sampling import Sampler
+from rl_torch.sampling import Sampler
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Generator, Sequence
+    from collections.abc import Callable, Collection, Generator, Sequence
 
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from torch import nn
 
     from rl_core.backends import Row, SamplingParams
+    from rl_torch.slots import Decoder
 
-__all__ = ["DEFAULT_MAX_BATCH_SIZE", "DecodingEngine"]
+__all__ = ["DEFAULT_MAX_BATCH_SIZE", "DecodingEngine", "evaluating"]
 
 DEFAULT_MAX_BATCH_SIZE = 256
 
 
 class DecodingEngine(RowEngine):
-    """Generates with a transformers model; nothing is kept but the weights when no row is left.
+    """Generates with a torch module; nothing is kept but the weights when no row is left.
 
     Args:
-        model: A causal language model. Its attention may be switched to an implementation that
-            gives the same results (see :mod:`rl_hf.attention`).
-        tokenizer: Decodes the text that stop strings are looked for in.
+        module: A causal language model; it is in evaluation mode while it decodes.
+        open_decoder: Makes a decoder of so many rows at a time, such as
+            ``partial(SlotDecoder, forward, device)``. A decoder is let go of when its rows are
+            done.
+        vocab_size: Width of the logits.
+        device: Where the decoder takes token ids and gives logits.
+        in_groups: Rows of one prompt length get a decoder of their own, which no others join; for
+            decoders that are not :class:`~rl_torch.slots.SlotDecoder`.
+        tokenizer: Decodes the text that stop strings are looked for in; None if there is none.
         max_batch_size: Rows decoded together. As many wait here, so that prompts are taken in
             several at a time.
     """
 
     def __init__(
         self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase | None = None,
+        module: nn.Module,
+        open_decoder: Callable[[int], Decoder],
         *,
+        vocab_size: int,
+        device: torch.device,
+        in_groups: bool = False,
+        tokenizer: Any = None,
         max_batch_size: int = DEFAULT_MAX_BATCH_SIZE,
     ) -> None:
-        self._model = model
+        self._module = module
+        self._open_decoder = open_decoder
+        self._vocab_size = vocab_size
+        self._device = device
+        self._in_groups = in_groups
         self._tokenizer = tokenizer
         self._most = max_batch_size
         self.room = 2 * max_batch_size
         self._waiting: list[Row] = []
         self._batches: list[_Batch] = []
         self._refused: list[FailedRow] = []
-        with _evaluating(model):
-            self._fits_slots = fits_slots(model)
 
     def submit(self, rows: Sequence[Row]) -> None:
         """See :meth:`RowEngine.submit`. A row with stop strings fails without a tokenizer."""
@@ -81,7 +92,7 @@ class DecodingEngine(RowEngine):
         """Moves every row on by a token, or takes prompts in."""
         ended: list[Completion | FailedRow] = [*self._refused]
         self._refused.clear()
-        with _evaluating(self._model), torch.no_grad():
+        with evaluating(self._module), torch.no_grad():
             self._open_batches()
             for batch in self._batches:
                 ended += batch.advance()
@@ -97,9 +108,9 @@ class DecodingEngine(RowEngine):
 
     def _open_batches(self) -> None:
         """One batch that rows join at any time; or one for each group of equal length."""
-        if self._fits_slots:
+        if not self._in_groups:
             if self._waiting and not self._batches:
-                self._open(SlotDecoder(self._model, self._most))
+                self._open(self._most)
             if self._batches:
                 self._batches[0].waiting += self._waiting
                 self._waiting = []
@@ -109,14 +120,20 @@ class DecodingEngine(RowEngine):
                 return
             length = len(self._waiting[0].token_ids)
             group = [row for row in self._waiting if len(row.token_ids) == length][:room]
-            self._open(GroupDecoder(self._model, len(group))).waiting += group
+            self._open(len(group)).waiting += group
             taken = {row.key for row in group}
             self._waiting = [row for row in self._waiting if row.key not in taken]
 
-    def _open(self, decoder: Decoder) -> _Batch:
-        sampling = self._waiting[0].sampling
-        self._batches.append(_Batch(self._model, self._tokenizer, decoder, sampling))
-        return self._batches[-1]
+    def _open(self, rows: int) -> _Batch:
+        batch = _Batch(
+            self._open_decoder(rows),
+            self._waiting[0].sampling,
+            vocab_size=self._vocab_size,
+            device=self._device,
+            tokenizer=self._tokenizer,
+        )
+        self._batches.append(batch)
+        return batch
 
 
 @dataclass(slots=True)
@@ -193,15 +210,17 @@ class _Batch:
 
     def __init__(
         self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase | None,
         decoder: Decoder,
         sampling: SamplingParams,
+        *,
+        vocab_size: int,
+        device: torch.device,
+        tokenizer: Any,
     ) -> None:
         self.waiting: list[Row] = []
         self._decoder = decoder
         self._tokenizer = tokenizer
-        self._device = model_device(model)
+        self._device = device
         #: The row in each slot, and its length at step 0 had it been there.
         self._rows: list[Row] = []
         self._origins: list[int] = []
@@ -209,11 +228,10 @@ class _Batch:
         self._admitted = False  # in the last advance
         self._watchers: dict[int, StopStrings] = {}
         self._samplers: dict[SamplingParams, Sampler] = {}  # that of every row in a slot
-        vocabulary: int = model.get_input_embeddings().weight.shape[0]
         self._penalised = sampling.repetition_penalty != 1.0
-        self._slots = _Slots.empty(vocabulary if self._penalised else 0, self._device)
-        self._stops = torch.zeros(vocabulary, dtype=torch.bool, device=self._device)
-        self._stops[[token for token in sampling.stop_token_ids if 0 <= token < vocabulary]] = True
+        self._slots = _Slots.empty(vocab_size if self._penalised else 0, device)
+        self._stops = torch.zeros(vocab_size, dtype=torch.bool, device=device)
+        self._stops[[token for token in sampling.stop_token_ids if 0 <= token < vocab_size]] = True
 
     def __len__(self) -> int:
         return len(self._rows) + len(self.waiting)
@@ -408,13 +426,13 @@ def is_out_of_memory(error: RuntimeError) -> bool:
 
 
 @contextmanager
-def _evaluating(model: PreTrainedModel) -> Generator[None]:
+def evaluating(module: nn.Module) -> Generator[None]:
     """Without dropout, and as it was afterwards."""
-    if not model.training:  # the usual case, and switching visits every module
+    if not module.training:  # the usual case, and switching visits every module
         yield
         return
-    model.eval()
+    module.eval()
     try:
         yield
     finally:
-        model.train()
+        module.train()

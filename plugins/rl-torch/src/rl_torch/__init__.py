@@ -1,0 +1,6 @@
+"""What backends share whose model is a torch module of this process.
+
+Nothing here knows how such a module is made or what its layers are. A trainer takes the optimizer
+and the reference; generation takes the decoding engine and gives it the module's forward pass.
+Every part is imported from its own module.
+"""
