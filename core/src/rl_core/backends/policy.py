@@ -176,10 +176,11 @@ class PolicyBackend(PolicyModel, PolicyRefits):
         rows = scoring_rows(data, self.limits)
         shape = (*rows["input_ids"][:, 1:].shape, k)
         values, indices = torch.zeros(shape), torch.zeros(shape, dtype=torch.int64)
-        for index, part in self.microbatches(rows, micro_batch_size):
-            top, chosen = self.topk(part, k)
-            values[index, : top.shape[1]] = top.cpu()
-            indices[index, : top.shape[1]] = chosen.cpu()
+        index, parts = self._plan(rows, micro_batch_size)
+        with self.running(training=False):
+            for where, (top, chosen) in zip(index, self.topk_all(parts, k), strict=True):
+                values[where, : top.shape[1]] = top.cpu()
+                indices[where, : top.shape[1]] = chosen.cpu()
         return BatchedDataDict({"topk_logits": values, "topk_indices": indices})
 
     def microbatches(
@@ -194,10 +195,15 @@ class PolicyBackend(PolicyModel, PolicyRefits):
         Yields:
             ``[b]`` int64 indices, and those rows as :meth:`forward` takes them.
         """
-        lengths, width = rows["input_lengths"], rows["input_ids"].shape[1]
         with self.running(training=False):
-            for index in self.microbatching.plan(lengths, "logprob", width=width, size=size):
-                yield index, cut(rows, index)
+            yield from zip(*self._plan(rows, size), strict=True)
+
+    def _plan(
+        self, rows: BatchedDataDict[Any], size: int | None
+    ) -> tuple[list[torch.Tensor], list[BatchedDataDict[Any]]]:
+        lengths, width = rows["input_lengths"], rows["input_ids"].shape[1]
+        index = self.microbatching.plan(lengths, "logprob", width=width, size=size)
+        return index, [cut(rows, part) for part in index]
 
     @contextmanager
     def running(self, *, training: bool) -> Generator[None]:
@@ -213,9 +219,11 @@ class PolicyBackend(PolicyModel, PolicyRefits):
 
     def _logprobs(self, rows: BatchedDataDict[Any], size: int | None) -> torch.Tensor:
         result = torch.zeros(rows["input_ids"].shape)
-        for index, part in self.microbatches(rows, size):
-            scores = self.forward(part, LossInputType.LOGPROB)
-            result[index, : scores.shape[1]] = scores.cpu()
+        index, parts = self._plan(rows, size)
+        with self.running(training=False):
+            found = self.forward_all(parts, LossInputType.LOGPROB)
+            for where, scores in zip(index, found, strict=True):
+                result[where, : scores.shape[1]] = scores.cpu()
         return result
 
     # -- training -------------------------------------------------------------------------------

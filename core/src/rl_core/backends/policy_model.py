@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from contextlib import AbstractContextManager
     from pathlib import Path
 
@@ -126,6 +126,21 @@ class PolicyModel(ABC):
             loss = share(number, self.forward(rows, wanted))
             if learn and loss.requires_grad:
                 loss.backward()  # type: ignore[no-untyped-call]
+
+    def forward_all(
+        self, parts: Sequence[BatchedDataDict[Any]], wanted: LossInputType
+    ) -> Iterable[torch.Tensor]:
+        """:meth:`forward` of several microbatches, in their order.
+
+        A pipeline, which should not run empty between two of them, overrides it.
+        """
+        return (self.forward(rows, wanted) for rows in parts)
+
+    def topk_all(
+        self, parts: Sequence[BatchedDataDict[Any]], k: int
+    ) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+        """:meth:`topk` of several microbatches, likewise."""
+        return (self.topk(rows, k) for rows in parts)
 
     def topk(self, rows: BatchedDataDict[Any], k: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The k largest logits of one microbatch, for a policy that declares ``topk_logits``.

@@ -1,0 +1,54 @@
+"""Lets megatron-core compute where no GPU exists.
+
+It asks for CUDA by name in a few places: rotary embeddings and the exchanges between stages make
+their tensors on the current CUDA device, and it waits for the GPU here and there. All of that is
+turned to the CPU for as long as :func:`without_cuda` lasts, and torch is then as it was.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+__all__ = ["without_cuda"]
+
+
+class _OnTheCpu(TorchFunctionMode):
+    """Makes tensors that were meant for a GPU on the CPU."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.Tensor.cuda:
+            return args[0]
+        device = kwargs.get("device")
+        if device is not None and torch.device(device).type == "cuda":
+            kwargs = {**kwargs, "device": torch.device("cpu")}
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def without_cuda() -> Generator[None]:
+    """In its body, megatron-core runs on the CPU. Does nothing where there is a GPU."""
+    if torch.cuda.is_available():
+        yield
+        return
+    from megatron.core.tensor_parallel import random
+
+    cpu = torch.device("cpu")
+    with (
+        mock.patch.object(torch.cuda, "current_device", return_value=cpu),
+        mock.patch.object(torch.cuda, "synchronize"),
+        mock.patch.object(random, "_get_cuda_rng_state", torch.get_rng_state),
+        mock.patch.object(random, "_set_cuda_rng_state"),
+        _OnTheCpu(),
+    ):
+        yield

@@ -1,0 +1,32 @@
+"""The entry point ``rl_core.backends: megatron``: what the backend is and can do, as data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rl_core.plugins.manifest import BackendManifest, Capability, EngineRequirement
+
+__all__ = ["BACKEND", "TINY"]
+
+_FULL = Capability("full")
+_CUDA = Capability("full", devices=("cuda",), reason="host memory is what the weights sleep in")
+
+BACKEND = BackendManifest(
+    name="megatron",
+    summary="Policy on megatron-core: tensor, pipeline, expert and data parallel, CPU and CUDA",
+    factories={"policy": "rl_megatron.policy:MegatronPolicy"},
+    configs={"policy": "rl_megatron.config:MegatronPolicyConfig"},
+    capabilities={
+        "policy": {
+            "topk_logits": _FULL,
+            "offload": _CUDA,
+            "policy_generate": _FULL,
+            "fp8_kv_scales": _FULL,
+            "score": Capability("unsupported", reason="it has no reward models"),
+            "collective": _FULL,
+        },
+    },
+    engine=EngineRequirement(("megatron-core",), ">=0.16,<0.17", extra="engine"),
+)
+#: What the conformance suite's tiny models are run with.
+TINY: dict[str, dict[str, dict[str, Any]]] = {"cpu": {}, "cuda": {}}

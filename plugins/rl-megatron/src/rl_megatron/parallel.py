@@ -1,0 +1,128 @@
+"""The ranks of this process's models: where they meet, and their process groups."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from torch import distributed as dist
+
+from rl_core.backends.ranks import RankGroup
+from rl_core.errors import ConfigError, DeadlineError
+from rl_megatron.cpu import without_cuda
+
+if TYPE_CHECKING:
+    from rl_core.interfaces import WorkerContext
+    from rl_megatron.sizes import Sizes
+
+__all__ = ["ParallelState"]
+
+
+class ParallelState:
+    """The process groups of this process's ranks, which megatron-core keeps for all its models.
+
+    Several policies of one process share them, and must agree on the sizes.
+
+    Attributes:
+        here: Where this rank is.
+        messages: All ranks, over tensors of the CPU.
+        ranks: They, for messages.
+        refits: A group of all ranks for refits alone, over tensors of the model's device.
+    """
+
+    _alive: ClassVar[ParallelState | None] = None
+
+    def __init__(self, sizes: Sizes, worker: WorkerContext | None, timeout_s: float) -> None:
+        self.sizes = sizes
+        self.users = 0
+        self._timeout = timedelta(seconds=timeout_s)
+        self._owns_default_group = not dist.is_initialized()
+        try:
+            self._meet(worker)
+        except (RuntimeError, dist.DistError) as error:
+            assert worker is not None
+            raise DeadlineError(
+                f"rank {worker.rank} of {worker.world_size} did not reach its peers at "
+                f"{worker.master_addr}:{worker.master_port}: {error}",
+                fix="start all workers, with one master_addr and master_port",
+                seconds=timeout_s,
+            ) from error
+        if dist.get_world_size() != sizes.world:
+            raise ConfigError(
+                f"torch.distributed of this process has {dist.get_world_size()} ranks, the policy "
+                f"{sizes.world}",
+                fix="let the policy initialise torch.distributed, or start as many ranks",
+                key="tensor_model_parallel_size",
+            )
+        self.here = sizes.coordinates(dist.get_rank())
+        with without_cuda():
+            parallel_state.initialize_model_parallel(
+                tensor_model_parallel_size=sizes.tensor,
+                pipeline_model_parallel_size=sizes.pipeline,
+                expert_model_parallel_size=sizes.expert,
+                distributed_timeout_minutes=max(1, round(timeout_s / 60)),
+                create_gloo_process_groups=False,
+            )
+            tensor_parallel.model_parallel_cuda_manual_seed(
+                1, inference_rng_tracker=not torch.cuda.is_available(), force_reset_rng=True
+            )
+        self.messages = dist.new_group(backend="gloo", timeout=self._timeout)
+        self.ranks = RankGroup.of(self.messages)
+        self.refits = dist.new_group(timeout=self._timeout)
+
+    def _meet(self, worker: WorkerContext | None) -> None:
+        if not self._owns_default_group:
+            return
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        rank, size, store = 0, 1, None
+        if worker is None or worker.world_size == 1:
+            store = dist.HashStore()
+        else:
+            rank, size = worker.rank, worker.world_size
+            if not worker.master_port:
+                raise ConfigError(
+                    f"{size} workers have no port to meet at",
+                    fix="give WorkerContext.master_port a free TCP port of rank 0's node",
+                    key="master_port",
+                )
+            store = dist.TCPStore(  # type: ignore[attr-defined]
+                worker.master_addr,
+                worker.master_port,
+                size,
+                is_master=rank == 0,
+                timeout=self._timeout,
+            )
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=size, timeout=self._timeout
+        )
+
+    @classmethod
+    def joined(cls, sizes: Sizes, worker: WorkerContext | None, timeout_s: float) -> ParallelState:
+        """This process's ranks, made by the first policy; each is to :meth:`leave`.
+
+        Raises:
+            ConfigError: Another policy of this process is spread otherwise.
+            DeadlineError: The peers did not all come in time.
+        """
+        if cls._alive is None:
+            cls._alive = cls(sizes, worker, timeout_s)
+        if cls._alive.sizes != sizes:
+            raise ConfigError(
+                f"another policy of this process is spread as {cls._alive.sizes}, this one as "
+                f"{sizes}: megatron-core keeps one set of ranks for a process",
+                fix="shut the other one down, or build one of them in workers of a cluster",
+                key="tensor_model_parallel_size",
+            )
+        cls._alive.users += 1
+        return cls._alive
+
+    def leave(self) -> None:
+        """The last policy that leaves ends the groups."""
+        self.users -= 1
+        if not self.users:
+            type(self)._alive = None
+            parallel_state.destroy_model_parallel()
+            if self._owns_default_group:
+                dist.destroy_process_group()

@@ -1,0 +1,374 @@
+"""The policy backend: a megatron-core model that is trained and scores sequences."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core.distributed import finalize_model_grads
+from torch import distributed as dist
+
+from rl_core.backends import PolicyBackend, RowLimits
+from rl_core.backends.checkpoint import write_directory
+from rl_core.backends.model_files import check_remote_code, config_of
+from rl_core.backends.policy import check_policy_config
+from rl_core.backends.policy_rows import scoring_rows
+from rl_core.batch import BatchedDataDict
+from rl_core.config import check_config
+from rl_core.errors import CheckpointError, ConfigError, DataError
+from rl_core.interfaces import LossInputType
+from rl_core.plugins.hookspecs import map_weight_names, maps_weight_names
+from rl_core.refit import RefitRanks
+from rl_megatron import checkpoint
+from rl_megatron.architectures import Architecture
+from rl_megatron.config import MegatronPolicyConfig
+from rl_megatron.cpu import without_cuda
+from rl_megatron.forward import Forward
+from rl_megatron.generation import generation_config, make_generation, whole_sequences
+from rl_megatron.manifest import BACKEND
+from rl_megatron.model import build_model, model_device
+from rl_megatron.parallel import ParallelState
+from rl_megatron.sizes import Sizes
+from rl_megatron.table import Table
+from rl_megatron.vocabulary import Vocabulary
+from rl_megatron.weights import (
+    CheckpointFiles,
+    Gathering,
+    MegatronSource,
+    load_weights,
+    owned_pieces,
+)
+from rl_torch.calibration import BINS, Calibration
+from rl_torch.checkpoints import checkpoint_directory, load_tokenizer
+from rl_torch.optimizer import Optimizer
+from rl_torch.reference import make_reference
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Iterable, Sequence
+
+    from rl_core.interfaces import WeightSource, WorkerContext
+    from rl_megatron.forward import Laid, Results
+    from rl_torch.policy_generation import PolicyGeneration
+
+__all__ = ["MegatronPolicy"]
+
+
+class MegatronPolicy(PolicyBackend):
+    """Trains and scores with megatron-core; this process is one rank, or the only one.
+
+    One rank needs no launcher. Several are built as workers of a cluster, with
+    ``create_policy(config, cluster)``.
+
+    Args:
+        model_name: Directory (or hub name) of a checkpoint in Hugging Face's format.
+        worker: Given when this is one of several ranks.
+        **config: Keys of :class:`~rl_megatron.config.MegatronPolicyConfig`; checked, with the
+            checkpoint's files, before a model is built.
+
+    Raises:
+        ConfigError: A key is unknown or wrong, sizes do not divide, the architecture has no
+            mapping, or the checkpoint does not fit.
+        CapabilityError: The model or a size needs what is not implemented.
+    """
+
+    manifest = BACKEND
+
+    def __init__(
+        self, model_name: str, *, worker: WorkerContext | None = None, **config: Any
+    ) -> None:
+        given = {"backend": "megatron", **config, "model_name": model_name}
+        checked = check_config(MegatronPolicyConfig, given, what="policy backend 'megatron'")
+        check_policy_config(checked)
+        generation_config(checked)
+        directory = checkpoint_directory(model_name)
+        self._settings = config_of(directory)
+        architecture = Architecture.of(self._settings, model_name, checked.get("architecture"))
+        trust = checked.get("trust_remote_code", False)
+        check_remote_code(model_name, self._settings, trust=trust)
+        self.tokenizer = load_tokenizer(model_name, trust)
+        world = worker.world_size if worker is not None else 1
+        sizes = Sizes.of(checked, world, architecture)
+        files = CheckpointFiles(directory)
+        read = Table(architecture, files.experts(architecture))
+        self._names = _mapped_names(read)
+        files.check(read, self._names)
+        self._parallel = ParallelState.joined(sizes, worker, checked.get("rank_timeout_s", 600.0))
+        self._at = self._parallel.here
+        self.table = Table(architecture, checked.get("refit_experts", "stacked"))
+        self._device = model_device()
+        self._vocabulary = Vocabulary.of(architecture, self._at)
+        self.model = build_model(architecture, self._at, checked)
+        load_weights(files, owned_pieces(read, self._at, self._module), self._names)
+        self._owned = owned_pieces(self.table, self._at, self._module)
+        limits = RowLimits(architecture.vocabulary, architecture.context)
+        super().__init__(
+            checked,
+            limits,
+            worker=worker,
+            device=self._device,
+            ranks=self._parallel.ranks,
+            data_parallel=self._at.data_parallel if sizes.world > 1 else None,
+        )
+        if worker is not None and sizes.world > 1:
+            self.refit_ranks = RefitRanks(self._parallel.messages, address=worker.master_addr)
+        self._forward = Forward(
+            self.model,
+            self._parallel,
+            self._vocabulary,
+            self._device,
+            temperature=checked.get("temperature", 1.0),
+            packed=self.microbatching.packed,
+        )
+        self._reference = make_reference(checked.get("reference", "swap"), self._module)
+        self._optimizer: Optimizer | None = None
+        if checked.get("resume_from"):
+            self.load_checkpoint(checked["resume_from"])
+
+    @property
+    def _module(self) -> torch.nn.Module:
+        """The model inside what adds up its gradients."""
+        module: torch.nn.Module = self.model.module  # type: ignore[assignment]
+        return module
+
+    # -- the model ------------------------------------------------------------------------------
+
+    def forward(self, rows: BatchedDataDict[Any], wanted: LossInputType) -> torch.Tensor:
+        """See :meth:`PolicyModel.forward`; log-probs are on every rank."""
+        [scores] = self.forward_all([rows], wanted)
+        return scores
+
+    def forward_all(
+        self, parts: Sequence[BatchedDataDict[Any]], wanted: LossInputType
+    ) -> Iterable[torch.Tensor]:
+        """See :meth:`PolicyModel.forward_all`."""
+        logits = wanted is LossInputType.LOGIT
+        compute = self._forward.logits if logits else self._forward.logprobs
+        features = (self._vocabulary.size,) if logits else ()
+        found = self._forward.over(
+            parts,
+            lambda output, laid: (compute(output, laid),),
+            lambda laid: (torch.zeros(*laid.sizes, *features, device=self._device),),
+        )
+        return (scores for [scores] in found)
+
+    def topk(self, rows: BatchedDataDict[Any], k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :meth:`PolicyModel.topk`."""
+        [found] = self.topk_all([rows], k)
+        return found
+
+    def topk_all(
+        self, parts: Sequence[BatchedDataDict[Any]], k: int
+    ) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+        """See :meth:`PolicyModel.topk_all`."""
+
+        def empty(laid: Laid) -> Results:
+            shape = (laid.sizes[0], max(laid.sizes[1] - 1, 0), k)
+            values = torch.zeros(shape, device=self._device)
+            return values, torch.zeros(shape, dtype=torch.int64, device=self._device)
+
+        found = self._forward.over(parts, partial(self._forward.topk, k), empty)
+        return ((values, indices) for values, indices in found)
+
+    def accumulate(
+        self,
+        parts: Sequence[BatchedDataDict[Any]],
+        share: Callable[[int, torch.Tensor], torch.Tensor],
+        wanted: LossInputType,
+        *,
+        learn: bool,
+    ) -> None:
+        """See :meth:`PolicyModel.accumulate`."""
+        drawn = int(torch.randint(1 << 62, ())) if learn else None
+        self._forward.accumulate(parts, share, wanted, learn=learn, dropout=drawn)
+
+    @contextmanager
+    def reference(self) -> Generator[None]:
+        """See :meth:`PolicyModel.reference`.
+
+        Raises:
+            CapabilityError: The policy was built with ``reference="none"``.
+        """
+        moved = self.changes.declared() if self._reference.moves_weights else nullcontext()
+        with moved, self._reference.using(self._module):
+            yield
+
+    def gradient_norm(self) -> float:
+        """See :meth:`PolicyModel.gradient_norm`; every element of the model counts once."""
+        with without_cuda():
+            finalize_model_grads([self.model])
+        counted = {one.name: one.parameter for one in self._owned if one.piece.sends}
+        norms = [p.main_grad.double().square().sum() for p in counted.values()]
+        total = torch.stack(norms).sum() if norms else torch.zeros((), dtype=torch.float64)
+        total = total.to(self._device)
+        dist.all_reduce(total)
+        return math.sqrt(float(total))
+
+    def take_step(self, lr: float, scale: float) -> None:
+        """See :meth:`PolicyModel.take_step`."""
+        self._reference.keep(self._module)
+        for name, parameter in self._stepping.parameters.items():
+            gradient = parameter.main_grad
+            self._stepping.masters[name].grad = gradient.mul_(scale) if scale != 1 else gradient
+        self._stepping.step(lr)
+
+    def clear_gradients(self) -> None:
+        """See :meth:`PolicyModel.clear_gradients`."""
+        self.model.zero_grad_buffer()  # type: ignore[operator]
+        if self._optimizer is not None:
+            self._optimizer.clear()
+
+    @property
+    def _stepping(self) -> Optimizer:
+        """Made when training begins; a policy that only scores needs no moments."""
+        if self._optimizer is None:
+            parameters = dict(self._module.named_parameters())
+            settings = self.config.get("optimizer", {})
+            self._optimizer = Optimizer(parameters, settings, collects=False)
+        return self._optimizer
+
+    # -- what not every policy offers -----------------------------------------------------------
+
+    def calibrate_qkv_fp8_scales(
+        self,
+        data: BatchedDataDict[Any],
+        micro_batch_size: int | None = None,
+        percentile: float = 99.9,
+        margin: float = 1.05,
+        include_q: bool = False,
+    ) -> dict[str, Any]:
+        """See :meth:`PolicyInterface.calibrate_qkv_fp8_scales` and :mod:`rl_torch.calibration`.
+
+        Raises:
+            DataError: There is no row, or ``percentile`` or ``margin`` is out of range.
+        """
+        self.ready("calibrate_qkv_fp8_scales")
+        if not (0 < percentile <= 100 and margin > 0):
+            raise DataError(
+                f"percentile {percentile} is not in (0, 100], or margin {margin} not above 0",
+                fix="use a percentile such as 99.9 and a margin such as 1.05",
+            )
+        rows = scoring_rows(data, self.limits)
+        if not rows.size:
+            raise DataError("there are no rows to observe", fix="pass at least one row")
+        seen = Calibration(include_q=include_q)
+        parts = [part for _, part in self.microbatches(rows, micro_batch_size)]
+        with self.running(training=False):
+            self._forward.observe(parts, seen.observe)
+        return self._together(seen, include_q=include_q).scales(percentile, margin)
+
+    def _together(self, seen: Calibration, *, include_q: bool) -> Calibration:
+        """What all ranks of the first copy have seen: of other heads and layers."""
+        together = Calibration(include_q=include_q)
+        for layer in range(self.table.architecture.layers):
+            for kind in "qkv" if include_q else "kv":
+                counts = torch.zeros(BINS, dtype=torch.int64)
+                if self._at.data == 0:
+                    counts += seen.counts.get((layer, kind), 0)
+                dist.all_reduce(counts, group=self._parallel.messages)
+                together.add({(layer, kind): counts})
+        return together
+
+    def generate(self, data: BatchedDataDict[Any], greedy: bool = False) -> BatchedDataDict[Any]:
+        """See :meth:`PolicyInterface.generate`; all ranks call it with all rows.
+
+        Raises:
+            ConfigError: The model has no pad token.
+            DataError: A row is left-padded, empty, too long or inconsistent with its length.
+        """
+        self.ready("generate")
+        if self.ranks.size > 1:
+            data = self._seeded(data, greedy=greedy)
+        with whole_sequences(self._module):
+            return self._generation.generate(data, greedy)
+
+    def _seeded(self, data: BatchedDataDict[Any], *, greedy: bool) -> BatchedDataDict[Any]:
+        """Rows whose seeds all ranks know, where nothing else says what they draw."""
+        config = self._generation.config
+        if greedy or "seed" in data or config.get("seed") is not None:
+            return data
+        first = self.ranks.gather(secrets.randbits(48))[0]
+        count = len(next(iter(data.values()), ()))
+        return data | {"seed": torch.arange(first, first + count)}
+
+    @cached_property
+    def _generation(self) -> PolicyGeneration:
+        return make_generation(
+            self._forward,
+            self._module,
+            self.table.architecture,
+            generation_config(self.config),
+            self._device,
+            self.tokenizer,
+            lambda: self.weights_version,
+        )
+
+    # -- what leaves it -------------------------------------------------------------------------
+
+    def write_checkpoint(self, directory: Path) -> None:
+        """See :meth:`PolicyModel.write_checkpoint`."""
+        self._export(directory)
+        checkpoint.save_optimizer(directory, self.ranks.rank, self._stepping, self._owned)
+
+    def read_checkpoint(self, directory: Path) -> None:
+        """See :meth:`PolicyModel.read_checkpoint`."""
+        try:
+            files = CheckpointFiles(directory)
+            table = Table(self.table.architecture, files.experts(self.table.architecture))
+            files.check(table, self._names)
+        except ConfigError as error:
+            raise CheckpointError(str(error), fix=error.fix, file=str(directory)) from error
+        state = checkpoint.read_optimizer(directory, self._stepping, self._owned)
+        self._reference.keep(self._module)
+        load_weights(files, owned_pieces(table, self._at, self._module), self._names)
+        self._stepping.load_state(state)
+
+    def export_hf(self, path: str | Path) -> None:
+        """Writes the model alone as a Hugging Face checkpoint; all ranks call it with one path."""
+        self._check_open("export_hf")
+        with ExitStack() as stack:
+            directory = None
+            if self.ranks.rank == 0:
+                directory = stack.enter_context(write_directory(path))
+            self._export(Path(self.ranks.gather(str(directory))[0]))
+
+    def _export(self, directory: Path) -> None:
+        checkpoint.export(
+            directory,
+            self._gathering(dist.group.WORLD),
+            self._names,
+            self._settings,
+            self.tokenizer,
+            writes=self.ranks.rank == 0,
+        )
+
+    def weight_source(self) -> WeightSource:
+        """See :meth:`PolicyModel.weight_source`; rank 0 puts tensors together, one by one."""
+        self._check_open("weight_source")
+        gathering = self._gathering(self._parallel.refits)
+        return MegatronSource(self.refit_ranks, gathering, self.table.tied, self.changes.watch())
+
+    def _gathering(self, group: Any) -> Gathering:
+        dtype = next(self._module.parameters()).dtype
+        return Gathering(self.table, self._parallel.sizes, self._owned, group, dtype, self._device)
+
+    # -- memory ---------------------------------------------------------------------------------
+
+    def on_shutdown(self) -> None:
+        """See :meth:`PolicyModel.on_shutdown`."""
+        self._reference.close()
+        self.__dict__.pop("_generation", None)
+        self._optimizer = None
+        del self.model, self._forward, self._owned
+        self._parallel.leave()
+
+
+def _mapped_names(table: Table) -> dict[str, str]:
+    """The checkpoint's name of each tensor that a plugin maps to another."""
+    if not maps_weight_names():
+        return {}
+    return map_weight_names(list(table.shapes()), BACKEND)

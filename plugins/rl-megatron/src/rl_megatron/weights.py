@@ -1,0 +1,288 @@
+"""A model's weights: read from a checkpoint, and given to refits and exports tensor by tensor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import distributed as dist
+
+from rl_core.backends.model_files import check_files
+from rl_core.backends.tensors import dtype_name
+from rl_core.errors import ConfigError
+from rl_core.interfaces import TensorSpec
+from rl_core.refit import GatheredSource
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
+
+    from torch import nn
+
+    from rl_core.refit import RefitRanks
+    from rl_megatron.architectures import Architecture
+    from rl_megatron.sizes import Coordinates, Sizes
+    from rl_megatron.table import Experts, Piece, Table
+
+__all__ = [
+    "CheckpointFiles",
+    "Gathering",
+    "MegatronSource",
+    "Owned",
+    "load_weights",
+    "owned_pieces",
+]
+
+_LISTED = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Owned:
+    """A piece, and the parameter of this rank's model that it lies in.
+
+    Attributes:
+        piece: Where the box is.
+        name: The parameter's.
+        parameter: Itself.
+    """
+
+    piece: Piece
+    name: str
+    parameter: nn.Parameter
+
+
+def owned_pieces(table: Table, at: Coordinates, model: nn.Module) -> list[Owned]:
+    """This rank's pieces with its parameters, each of which is all made of pieces.
+
+    Raises:
+        ConfigError: The model has parameters that the table does not know, or lacks some.
+    """
+    parameters = dict(model.named_parameters())
+    found, used = [], set()
+    for piece in table.pieces(at):
+        name = next((name for name in piece.parameter if name in parameters), None)
+        if name is None:
+            raise ConfigError(
+                f"megatron-core's model has none of the parameters {piece.parameter}, in which "
+                f"{piece.name} lies",
+                fix="use a megatron-core in the range that rl-megatron supports",
+                key="model_name",
+            )
+        used.add(name)
+        found.append(Owned(piece, name, parameters[name]))
+    if left := [name for name in parameters if name not in used]:
+        raise ConfigError(
+            f"megatron-core's model has parameters that no tensor of the checkpoint fills: "
+            f"{', '.join(left[:_LISTED])}",
+            fix="use a megatron-core in the range that rl-megatron supports",
+            key="model_name",
+        )
+    return found
+
+
+class CheckpointFiles:
+    """The safetensors files of a checkpoint, of which single boxes are read.
+
+    Args:
+        directory: With ``model.safetensors``, or shards of it.
+
+    Raises:
+        ConfigError: A file is missing, truncated or no safetensors file.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        check_files(directory, "safetensors")
+        self.directory = directory
+        self._file_of: dict[str, Path] = {}
+        self._open: dict[Path, Any] = {}
+        for file in sorted(directory.glob("*.safetensors")):
+            self._open[file] = safe_open(file, framework="pt")
+            self._file_of |= dict.fromkeys(self._open[file].keys(), file)
+
+    @property
+    def names(self) -> set[str]:
+        """Of all tensors."""
+        return set(self._file_of)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of one tensor."""
+        return tuple(self._open[self._file_of[name]].get_slice(name).get_shape())
+
+    def experts(self, architecture: Architecture) -> Experts:
+        """How the tensors of experts are named here."""
+        if not architecture.experts or any(n.endswith("experts.gate_up_proj") for n in self.names):
+            return "stacked"
+        return "separate"
+
+    def read(self, piece: Piece, name: str) -> torch.Tensor:
+        """The box of a tensor, in the dtype of the file."""
+        file = self._file_of[name]
+        try:
+            box: torch.Tensor = self._open[file].get_slice(name)[piece.index]
+        except SafetensorError as error:
+            raise ConfigError(
+                f"{name} of {file} cannot be read: {error}",
+                fix="copy or download the file again",
+                key="model_name",
+            ) from error
+        return box
+
+    def check(self, table: Table, names: Mapping[str, str]) -> None:
+        """Compares names and shapes with those of a model, before it is built.
+
+        Args:
+            table: Of the model.
+            names: The file's name of each tensor that has another than ours.
+
+        Raises:
+            ConfigError: Tensors are missing, left over or of another shape; names them.
+        """
+        expected = {names.get(name, name): shape for name, shape in table.shapes().items()}
+        known = {*expected, *(names.get(name, name) for name in table.tied or ())}
+        found = self.names
+        wrong = [f"{name} is missing" for name in expected if name not in found]
+        wrong += [
+            f"{name} is {list(self.shape(name))}, not {list(shape)}"
+            for name, shape in expected.items()
+            if name in found and self.shape(name) != shape
+        ]
+        wrong += [
+            f"{name} has no place in the model"
+            for name in sorted(found - known)
+            if not name.endswith("rotary_emb.inv_freq")  # of old checkpoints; it is computed
+        ]
+        if wrong:
+            more = f", and {len(wrong) - _LISTED} more" if len(wrong) > _LISTED else ""
+            raise ConfigError(
+                f"the checkpoint {self.directory} does not fit its config.json: "
+                f"{'; '.join(wrong[:_LISTED])}{more}",
+                fix="save the whole model, with the configuration it was made with",
+                key="model_name",
+            )
+
+
+@torch.no_grad()
+def load_weights(files: CheckpointFiles, owned: Sequence[Owned], names: Mapping[str, str]) -> None:
+    """Fills this rank's parameters with their boxes of a checkpoint, and reads nothing else.
+
+    Args:
+        files: Of the checkpoint, checked.
+        owned: This rank's pieces.
+        names: The file's name of each tensor that has another than ours.
+    """
+    for one in owned:
+        box = files.read(one.piece, names.get(one.piece.name, one.piece.name))
+        one.piece.write(one.parameter, box)
+
+
+class Gathering:
+    """Brings whole tensors to rank 0, each from the ranks that send its boxes.
+
+    Every rank calls it for the same tensors in the same order. Rank 0 holds one tensor at a time,
+    the others no more than a box.
+
+    Args:
+        table: Of the model.
+        sizes: Of all ranks.
+        owned: This rank's pieces.
+        group: All ranks; its tensors are where ``device`` says.
+        dtype: Of the weights.
+        device: Where tensors are put together.
+    """
+
+    def __init__(
+        self,
+        table: Table,
+        sizes: Sizes,
+        owned: Sequence[Owned],
+        group: Any,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.dtype = dtype
+        self.device = device
+        self._rank = dist.get_rank(group)
+        self._group = group
+        self._owned = {(one.piece.name, one.piece.box): one for one in owned}
+        self._senders: dict[str, list[tuple[int, Piece]]] = {}
+        for rank in range(sizes.world):
+            for piece in table.pieces(sizes.coordinates(rank)):
+                if piece.sends:
+                    self._senders.setdefault(piece.name, []).append((rank, piece))
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of all tensors, in their order."""
+        return {name: senders[0][1].shape for name, senders in self._senders.items()}
+
+    def __call__(self, name: str) -> torch.Tensor | None:
+        """One tensor on rank 0, None elsewhere."""
+        senders = self._senders[name]
+        if self._rank == 0 and [rank for rank, _ in senders] == [0]:
+            return self._box(senders[0][1])
+        whole: torch.Tensor | None = None
+        for rank, piece in senders:
+            if self._rank:
+                if rank == self._rank:
+                    dist.send(self._box(piece).contiguous(), 0, group=self._group)
+                continue
+            if rank:
+                box = torch.empty(piece.sizes, dtype=self.dtype, device=self.device)
+                dist.recv(box, rank, group=self._group)
+            else:
+                box = self._box(piece)
+            if whole is None:
+                whole = torch.empty(piece.shape, dtype=self.dtype, device=self.device)
+            whole[piece.index] = box
+        return whole
+
+    def _box(self, piece: Piece) -> torch.Tensor:
+        one = self._owned[piece.name, piece.box]
+        return piece.read(one.parameter.detach())
+
+
+class MegatronSource(GatheredSource):
+    """The tensors of a model as they are now, under the checkpoint's names.
+
+    Args:
+        ranks: That take part; None if there is one.
+        gathering: Over the group of refits.
+        tied: Name of the embedding, and of the output layer that is the same, if it is.
+        unchanged: Raises once the weights have changed.
+    """
+
+    def __init__(
+        self,
+        ranks: RefitRanks | None,
+        gathering: Gathering,
+        tied: tuple[str, str] | None,
+        unchanged: Callable[[], None],
+    ) -> None:
+        super().__init__(ranks)
+        self.device = str(gathering.device)
+        self._gathering = gathering
+        self._tied = tied
+        self._unchanged = unchanged
+
+    def specs(self) -> Sequence[TensorSpec]:
+        """See :meth:`WeightSource.specs`."""
+        name = dtype_name(self._gathering.dtype)
+        specs = [TensorSpec(n, shape, name) for n, shape in self._gathering.shapes.items()]
+        if self._tied is not None:
+            embedding, output = self._tied
+            shape = self._gathering.shapes[embedding]
+            specs.append(TensorSpec(output, shape, name, alias_of=embedding))
+        return specs
+
+    def gather(self, name: str) -> torch.Tensor | None:
+        """See :meth:`GatheredSource.gather`."""
+        return self._gathering(name)
+
+    def confirm_part(self) -> None:
+        """See :meth:`GatheredSource.confirm_part`."""
+        self._unchanged()
+
+    def close_part(self) -> None:
+        """See :meth:`GatheredSource.close_part`; there is nothing to let go of."""
