@@ -35,6 +35,10 @@ class _OnTheCpu(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+def _cpu_state(*_: Any, **__: Any) -> torch.Tensor:
+    return torch.get_rng_state()
+
+
 @contextmanager
 def without_cuda() -> Generator[None]:
     """In its body, megatron-core runs on the CPU. Does nothing where there is a GPU."""
@@ -47,7 +51,7 @@ def without_cuda() -> Generator[None]:
     with (
         mock.patch.object(torch.cuda, "current_device", return_value=cpu),
         mock.patch.object(torch.cuda, "synchronize"),
-        mock.patch.object(random, "_get_cuda_rng_state", torch.get_rng_state),
+        mock.patch.object(random, "_get_cuda_rng_state", side_effect=_cpu_state),
         mock.patch.object(random, "_set_cuda_rng_state"),
         _OnTheCpu(),
     ):

@@ -291,12 +291,11 @@ class Forward:
         try:
             with without_cuda():
                 found = self._schedule(step, None, 1, collect_non_loss_data=True)
+                logits = self._vocabulary.whole(found[0]).contiguous() if found else None
         finally:
             if hook is not None:
                 hook.remove()
-        if found:
-            logits = self._vocabulary.whole(found[0]).contiguous()
-        else:
+        if logits is None:
             shape = (len(ids), ids.shape[1] if keep is None else len(keep), self._vocabulary.size)
             logits = torch.empty(shape, dtype=module.config.params_dtype, device=self._device)
         self._from_last_stage([logits])
