@@ -7,7 +7,7 @@ turned to the CPU for as long as :func:`without_cuda` lasts, and torch is then a
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -51,6 +51,10 @@ def without_cuda() -> Generator[None]:
     with (
         mock.patch.object(torch.cuda, "current_device", return_value=cpu),
         mock.patch.object(torch.cuda, "synchronize"),
+        # Experts' tokens are counted on a stream beside.
+        mock.patch.object(torch.cuda, "Stream"),
+        mock.patch.object(torch.cuda, "current_stream"),
+        mock.patch.object(torch.cuda, "stream", side_effect=lambda _: nullcontext()),
         mock.patch.object(random, "_get_cuda_rng_state", side_effect=_cpu_state),
         mock.patch.object(random, "_set_cuda_rng_state"),
         _OnTheCpu(),

@@ -9,6 +9,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.models.gpt import GPTModel, gpt_layer_specs
 from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import nn
 
@@ -164,6 +165,9 @@ def _layers(
     architecture: Architecture, at: Coordinates, settings: TransformerConfig
 ) -> TransformerBlockSubmodules:
     experts = architecture.experts or None
+    if not hasattr(moe_utils, "te_general_gemm"):
+        # megatron-core asks whether transformer-engine's is None, where it has no name at all.
+        moe_utils.te_general_gemm = None
     if uses_transformer_engine():
         spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
             num_experts=experts, moe_grouped_gemm=True, qk_layernorm=architecture.head_norm
