@@ -39,6 +39,11 @@ def _cpu_state(*_: Any, **__: Any) -> torch.Tensor:
     return torch.get_rng_state()
 
 
+def _as_from_a_gpu(tensor: Any, as_numpy: bool = False, **_: Any) -> Any:
+    """Numbers of tokens become an array, which megatron forgets where they need not be moved."""
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
 @contextmanager
 def without_cuda() -> Generator[None]:
     """In its body, megatron-core runs on the CPU. Does nothing where there is a GPU."""
@@ -46,6 +51,7 @@ def without_cuda() -> Generator[None]:
         yield
         return
     from megatron.core.tensor_parallel import random
+    from megatron.core.transformer.moe import token_dispatcher
 
     cpu = torch.device("cpu")
     with (
@@ -57,6 +63,7 @@ def without_cuda() -> Generator[None]:
         mock.patch.object(torch.cuda, "stream", side_effect=lambda _: nullcontext()),
         mock.patch.object(random, "_get_cuda_rng_state", side_effect=_cpu_state),
         mock.patch.object(random, "_set_cuda_rng_state"),
+        mock.patch.object(token_dispatcher, "maybe_move_tensor_to_cpu", _as_from_a_gpu),
         _OnTheCpu(),
     ):
         yield
