@@ -73,8 +73,9 @@ CORE, LOSSES, CONFORMANCE = "core", "plugins/rl-losses", "tests/conformance"
 PLUGINS = {"hf": "plugins/rl-hf", "vllm": "plugins/rl-vllm", "sglang": "plugins/rl-sglang"}
 #: Engines that get an environment of their own, and what is installed there on a CPU.
 ENGINES = {name: PLUGINS[name] for name in ("vllm", "sglang")}
-LAUNCHERS = ["plugins/rl-hosting", "plugins/rl-ray"]
-DISTRIBUTIONS = [CORE, LOSSES, *LAUNCHERS, *PLUGINS.values(), CONFORMANCE]
+#: What backends and launchers are made of.
+SHARED = ["plugins/rl-torch", "plugins/rl-hosting", "plugins/rl-ray"]
+DISTRIBUTIONS = [CORE, LOSSES, *SHARED, *PLUGINS.values(), CONFORMANCE]
 #: Checks that look different in the dtype of the CUDA profile; all of them pass in it.
 IN_LOWER_PRECISION = "G4 or G7 or G8 or G10 or G11 or P1 or P4 or P5 or P13 or R1 or R15"
 #: All but processes that die, which takes long and is the same in every release of an engine.

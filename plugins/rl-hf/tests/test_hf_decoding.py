@@ -1,8 +1,9 @@
-"""The decoding engine against plain forward passes, whoever shares the batch."""
+"""transformers models in the decoding engine, in slots and in groups, against plain passes."""
 
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,10 +15,9 @@ from rl_conformance.models import FAMILIES
 from rl_conformance.oracle import Oracle
 from rl_core.backends import Completion, FailedRow, PromptBatch, SamplingParams
 from rl_core.backends._serving import ServedCall
-from rl_core.errors import ConfigError, RLError
-from rl_hf.decoders import GroupDecoder, SlotDecoder, fits_slots
-from rl_hf.decoding import DecodingEngine
-from rl_hf.modeling import load_model, load_tokenizer
+from rl_hf.decoders import GroupDecoder, decoding_engine, fits_slots
+from rl_hf.modeling import load_model
+from rl_torch.decoding import DecodingEngine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -52,6 +52,11 @@ def prompts(
 
 def load(path: Path, **config: Any) -> PreTrainedModel:
     return load_model({"model_name": str(path), **config}, for_training=False)
+
+
+def in_groups(model: PreTrainedModel, **options: Any) -> DecodingEngine:
+    decoder, device = partial(GroupDecoder, model), torch.device("cpu")
+    return DecodingEngine(model, decoder, vocab_size=272, device=device, in_groups=True, **options)
 
 
 def rows_of(batch: PromptBatch, sampling: SamplingParams, first_key: int = 0) -> list[Row]:
@@ -96,7 +101,7 @@ def test_greedy_rows_are_the_plain_forward_passes(
     path, batch = tiny(family), prompts(budgets=range(3, 13))
     oracle = Oracle(path)
     sampling = SamplingParams(greedy=True, stop_token_ids=(oracle.eos_token_id,))
-    engine = DecodingEngine(load(path), max_batch_size=max_batch_size)
+    engine = decoding_engine(load(path), max_batch_size=max_batch_size)
     for row, done in enumerate(run(engine, batch, sampling)):
         prompt = batch.token_ids(row)
         expected = oracle.greedy(prompt, int(batch.budgets[row]))
@@ -125,7 +130,7 @@ def test_other_attention_decodes_in_groups_and_says_so(
     path = tiny(**{key: value for key, value in overrides.items() if key not in config})
     oracle, batch = Oracle(path), prompts((4, 12, 4, 12, 30))
     with caplog.at_level(logging.WARNING):
-        engine = DecodingEngine(load(path, **config))
+        engine = decoding_engine(load(path, **config))
     assert "equal length" in caplog.text
     for row, done in enumerate(run(engine, batch, GREEDY)):
         ids = oracle.greedy(batch.token_ids(row), 12)
@@ -146,12 +151,11 @@ def test_a_model_that_lets_packed_prompts_see_each_other_decodes_in_groups(
 
 
 def test_groups_and_slots_agree(tiny: Callable[..., Path]):
-    engine, batch = DecodingEngine(load(tiny("llama"))), prompts(budgets=range(1, 11))
+    model, batch = load(tiny("llama")), prompts(budgets=range(1, 11))
     sampling = SamplingParams(temperature=1.5, stop_token_ids=tuple(range(3, 40)))
-    slots = run(engine, batch, sampling)
+    slots = run(decoding_engine(model), batch, sampling)
     assert len({len(done.token_ids) for done in slots}) > 2
-    engine._fits_slots = False
-    assert_same(run(engine, batch, sampling), slots)
+    assert_same(run(in_groups(model), batch, sampling), slots)
 
 
 @pytest.mark.parametrize(
@@ -171,152 +175,19 @@ def test_rows_do_not_depend_on_order_or_company(
 ):
     batch = prompts()
     rows = order[:keep]
-    engine = DecodingEngine(load(tiny()))
+    engine = decoding_engine(load(tiny()))
     together = run(engine, batch, sampling)
     apart = run(
-        DecodingEngine(load(tiny()), max_batch_size=2),
+        decoding_engine(load(tiny()), max_batch_size=2),
         batch.select(torch.tensor(rows)),
         sampling,
     )
     assert_same(apart, [together[row] for row in rows])
 
 
-def test_equal_prompts_with_their_own_seeds_differ(tiny: Callable[..., Path]):
-    one = prompts((20,))
-    batch = one.select(torch.zeros(8, dtype=torch.int64))
-    batch = PromptBatch(
-        batch.input_ids, batch.lengths, batch.budgets, batch.stop_strings, torch.arange(8)
-    )
-    done = run(DecodingEngine(load(tiny())), batch, SamplingParams(temperature=2.0))
-    assert len({tuple(completion.token_ids) for completion in done}) == 8
-
-
-def test_equal_prompts_are_computed_once(
-    tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-):
-    model = load(tiny())
-    engine, widths = DecodingEngine(model), []
-    forward = model.forward
-    monkeypatch.setattr(
-        model, "forward", lambda **kw: (widths.append(kw["input_ids"].numel()), forward(**kw))[1]
-    )
-    batch = prompts((20, 30)).select(torch.tensor([0, 1, 0, 0, 1]))
-    done = run(engine, batch, GREEDY)
-    assert widths[0] == 50
-    assert_same([done[2], done[3], done[4]], [done[0], done[0], done[1]])
-
-
-def test_finished_rows_leave_the_batch(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch):
-    model = load(tiny())
-    engine, sizes = DecodingEngine(model), []
-    forward = model.forward
-    monkeypatch.setattr(
-        model, "forward", lambda **kw: (sizes.append(len(kw["input_ids"])), forward(**kw))[1]
-    )
-    run(engine, prompts((5, 5, 5, 5), budgets=(1, 2, 4, 4)), GREEDY)
-    assert sizes == [1, 3, 2, 2]
-
-
-def test_waiting_rows_take_the_place_of_finished_ones(
-    tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-):
-    model = load(tiny())
-    engine, passes = DecodingEngine(model, max_batch_size=2), []
-    forward = model.forward
-    monkeypatch.setattr(model, "forward", lambda **kw: (passes.append(1), forward(**kw))[1])
-    run(engine, prompts((5, 5, 5, 5), budgets=(9, 2, 3, 4)), GREEDY)
-    # One pass admits two rows and two passes one row each; eight steps move the longest row on.
-    assert len(passes) == 3 + 8
-
-
-def test_a_prompt_longer_than_a_pass_is_admitted_alone(
-    tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr("rl_hf.decoders.PREFILL_TOKENS", 50)
-    batch = prompts((120, 30, 30, 5))
-    few = run(DecodingEngine(load(tiny())), batch, GREEDY)
-    monkeypatch.undo()
-    assert_same(few, run(DecodingEngine(load(tiny())), batch, GREEDY))
-
-
-def test_rows_are_yielded_when_they_finish(tiny: Callable[..., Path]):
-    engine = DecodingEngine(load(tiny()))
-    done = complete(engine, prompts((5, 6, 7), budgets=(9, 1, 4)), GREEDY)
-    assert [completion.row for completion in done] == [1, 2, 0]
-
-
-def test_a_stop_token_is_kept_and_ends_its_row_only(tiny: Callable[..., Path]):
-    path = tiny()
-    batch, engine = prompts(), DecodingEngine(load(path))
-    free = run(engine, batch, GREEDY)
-    stop = free[3].token_ids[4]
-    for before, after in zip(
-        free,
-        run(engine, batch, SamplingParams(greedy=True, stop_token_ids=(stop, 10**6))),
-        strict=True,
-    ):
-        tokens = list(before.token_ids)
-        cut = tokens.index(stop) + 1 if stop in tokens else len(tokens)
-        assert list(after.token_ids) == tokens[:cut]
-        assert after.truncated == (stop not in tokens)
-
-
-def test_stop_strings_end_their_own_row_only(tiny: Callable[..., Path]):
-    path = tiny()
-    tokenizer = load_tokenizer(str(path))
-    engine = DecodingEngine(load(path), tokenizer)
-    free = run(engine, prompts(), GREEDY)
-    assert tokenizer is not None
-    string = tokenizer.decode(list(free[2].token_ids[4:6]))
-    stops = [(string,) if row == 2 else ("never to be seen",) for row in range(len(LENGTHS))]
-    done = run(engine, prompts(stops=stops), GREEDY)
-    assert list(done[2].token_ids) == list(free[2].token_ids[: len(done[2].token_ids)])
-    assert string in tokenizer.decode(list(done[2].token_ids))
-    assert string not in tokenizer.decode(list(done[2].token_ids[:-1]))
-    assert not done[2].truncated
-    assert_same([*done[:2], *done[3:]], [*free[:2], *free[3:]])
-
-
-def test_stop_tokens_still_end_rows_that_watch_for_strings(tiny: Callable[..., Path]):
-    path = tiny()
-    engine = DecodingEngine(load(path), load_tokenizer(str(path)))
-    stop = run(engine, prompts((8,)), GREEDY)[0].token_ids[2]
-    sampling = SamplingParams(greedy=True, stop_token_ids=(stop,))
-    (done,) = run(engine, prompts((8,), stops=[("never to be seen",)]), sampling)
-    assert done.token_ids[-1] == stop
-    assert not done.truncated
-
-
-def test_stop_strings_without_a_tokenizer_name_the_row(tiny: Callable[..., Path]):
-    stops = [()] * 3 + [("x",)] + [()] * 6
-    with pytest.raises(ConfigError, match="row 3 has stop strings"):
-        list(complete(DecodingEngine(load(tiny())), prompts(stops=stops), GREEDY))
-
-
-def test_logits_that_are_not_finite_name_the_row(tiny: Callable[..., Path]):
-    model = load(tiny("llama"))
-    engine = DecodingEngine(model)
-    with torch.no_grad():
-        model.lm_head.weight[5] = torch.nan
-    with pytest.raises(RLError, match="row 0: the model's logits are not finite"):
-        list(complete(engine, prompts((4,)), SamplingParams()))
-
-
-def test_the_model_trains_on_where_it_was_training(tiny: Callable[..., Path]):
-    model = load(tiny(attention_dropout=0.5)).train()
-    engine = DecodingEngine(model)
-    rows = complete(engine, prompts((5, 5), budgets=(1, 5)), GREEDY)
-    next(rows)
-    assert model.training
-    assert torch.is_grad_enabled()
-    dropped = [*rows]
-    model.eval()
-    assert_same(dropped, run(engine, prompts((5, 5), budgets=(1, 5)), GREEDY)[1:])
-
-
 def test_bfloat16_scores_are_those_of_bfloat16_logits(tiny: Callable[..., Path]):
     model = load(tiny("llama"), torch_dtype="bfloat16")
-    (done,) = run(DecodingEngine(model), prompts((30,)), GREEDY)
+    (done,) = run(decoding_engine(model), prompts((30,)), GREEDY)
     ids = [*prompts((30,)).token_ids(0), *done.token_ids]
     with torch.no_grad():
         scores = model(torch.tensor([ids])).logits[0].float().log_softmax(-1)[29:-1]
@@ -324,12 +195,8 @@ def test_bfloat16_scores_are_those_of_bfloat16_logits(tiny: Callable[..., Path])
     torch.testing.assert_close(torch.tensor(done.logprobs), chosen, atol=0.2, rtol=0)
 
 
-def test_decoders_declare_what_they_admit(tiny: Callable[..., Path]):
-    model = load(tiny())
-    slots, group = SlotDecoder(model, 32), GroupDecoder(model, 32)
-    assert slots.room([5] * 10, 22, last=False) == 10
-    assert slots.room([5] * 3, 29, last=False) == 0
-    assert slots.room([5] * 3, 29, last=True) == 3
+def test_a_group_is_admitted_when_the_one_before_is_done(tiny: Callable[..., Path]):
+    group = GroupDecoder(load(tiny()), 32)
     assert group.room([7, 7, 5], 0, last=True) == 2
     assert group.room([7, 7, 5], 1, last=True) == 0
 
@@ -337,15 +204,18 @@ def test_decoders_declare_what_they_admit(tiny: Callable[..., Path]):
 # -- rows of several calls ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fits", [True, False], ids=["slots", "groups"])
+@pytest.mark.parametrize("make", [decoding_engine, in_groups], ids=["slots", "groups"])
 @pytest.mark.parametrize("penalty", [1.0, 1.4])
 @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_rows_come_and_go_and_each_is_what_it_is_alone(
-    tiny: Callable[..., Path], fits: bool, penalty: float, data: st.DataObject
+    tiny: Callable[..., Path],
+    make: Callable[..., DecodingEngine],
+    penalty: float,
+    data: st.DataObject,
 ):
-    engine = DecodingEngine(load(tiny()), max_batch_size=data.draw(st.integers(1, 6)))
-    engine._fits_slots = fits
+    model = load(tiny())
+    engine = make(model, max_batch_size=data.draw(st.integers(1, 6)))
     sampled = SamplingParams(temperature=1.3, repetition_penalty=penalty)
     greedy = SamplingParams(greedy=True, repetition_penalty=penalty)
     wanted: dict[int, Row] = {}
@@ -368,7 +238,7 @@ def test_rows_come_and_go_and_each_is_what_it_is_alone(
         found |= {done.row: done for done in engine.collect()}
     assert found.keys() == wanted.keys()
     assert not engine._batches
-    alone = DecodingEngine(engine._model)
+    alone = decoding_engine(model)
     for k, done in found.items():
         alone.submit([wanted[k]])
         expected: list[Any] = []
@@ -377,43 +247,27 @@ def test_rows_come_and_go_and_each_is_what_it_is_alone(
         assert_same([done], expected)
 
 
-def test_a_short_call_does_not_wait_for_a_long_one(tiny: Callable[..., Path]):
-    for fits in (True, False):
-        engine = DecodingEngine(load(tiny()))
-        engine._fits_slots = fits
-        engine.submit(rows_of(prompts((9,), budgets=(60,)), GREEDY))
-        for _ in range(5):
-            assert not engine.collect()
-        engine.submit(rows_of(prompts((4,), budgets=(3,)), GREEDY, 1))
-        done = [one.row for _ in range(5) for one in engine.collect()]
-        assert done == [1]
-
-
-# -- memory that runs out -------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("most", [0, 1, 2, 5])
-def test_rows_that_memory_has_no_room_for_wait_and_those_it_never_has_fail_alone(
-    tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, most: int
+@pytest.mark.parametrize("make", [decoding_engine, in_groups], ids=["slots", "groups"])
+def test_a_short_call_does_not_wait_for_a_long_one(
+    tiny: Callable[..., Path], make: Callable[..., DecodingEngine]
 ):
-    reserve = SlotDecoder.reserve
+    engine = make(load(tiny()))
+    engine.submit(rows_of(prompts((9,), budgets=(60,)), GREEDY))
+    for _ in range(5):
+        assert not engine.collect()
+    engine.submit(rows_of(prompts((4,), budgets=(3,)), GREEDY, 1))
+    done = [one.row for _ in range(5) for one in engine.collect()]
+    assert done == [1]
 
-    def reserve_some(decoder: SlotDecoder, slots: int, limit: int) -> None:
-        if slots > most or limit > 100:
-            raise torch.OutOfMemoryError(f"{slots} slots of {limit}")
-        reserve(decoder, slots, limit)
 
-    batch = prompts()
-    expected = run(DecodingEngine(load(tiny())), batch, GREEDY)
-    engine = DecodingEngine(load(tiny()))
-    monkeypatch.setattr(SlotDecoder, "reserve", reserve_some)
-    engine.submit(rows_of(batch, GREEDY))
-    found = []
-    while len(found) < len(batch):
-        found += engine.collect()
-    failed = {one.key for one in found if isinstance(one, FailedRow)}
-    too_long = {row for row, length in enumerate(LENGTHS) if length + 12 > 100}
-    assert failed == (too_long if most else set(range(len(batch))))
-    done = sorted((one for one in found if isinstance(one, Completion)), key=lambda one: one.row)
-    assert_same(done, [one for one in expected if one.row not in failed])
-    assert not engine._batches
+def test_the_model_trains_on_where_it_was_training(tiny: Callable[..., Path]):
+    model = load(tiny(attention_dropout=0.5)).train()
+    engine = decoding_engine(model)
+    assert model.training
+    rows = complete(engine, prompts((5, 5), budgets=(1, 5)), GREEDY)
+    next(rows)
+    assert model.training
+    assert torch.is_grad_enabled()
+    dropped = [*rows]
+    model.eval()
+    assert_same(dropped, run(engine, prompts((5, 5), budgets=(1, 5)), GREEDY)[1:])

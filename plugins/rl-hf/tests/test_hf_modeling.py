@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM
 from rl_core.errors import ConfigError
 from rl_core.plugins.manifest import GENERATION_CAPABILITIES, POLICY_CAPABILITIES
 from rl_hf.manifest import BACKEND
-from rl_hf.modeling import load_model, load_tokenizer, model_facts
+from rl_hf.modeling import load_model, model_facts
+from rl_torch.checkpoints import load_tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -97,18 +98,6 @@ def test_weights_that_the_checkpoint_lacks_are_no_random_numbers(
         load(broken)
 
 
-def test_a_damaged_tokenizer_is_named(broken: Path):
-    (broken / "tokenizer.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"the tokenizer of .* cannot be loaded"):
-        load_tokenizer(str(broken))
-
-
-def test_no_tokenizer_is_none(broken: Path):
-    for file in broken.glob("tokenizer*"):
-        file.unlink()
-    assert load_tokenizer(str(broken)) is None
-
-
 @pytest.mark.parametrize("trust", [False, True])
 def test_code_in_the_checkpoint_runs_only_if_trusted(
     broken: Path, trust: bool, monkeypatch: pytest.MonkeyPatch
@@ -135,12 +124,6 @@ def test_code_in_the_checkpoint_runs_only_if_trusted(
     assert witness.exists() == trust
 
 
-def test_code_in_the_tokenizer_runs_only_if_trusted(broken: Path):
-    edit(broken / "tokenizer_config.json", auto_map={"AutoTokenizer": ["extra.Tokens", None]})
-    with pytest.raises(ConfigError, match=r"extra\.Tokens"):
-        load_tokenizer(str(broken))
-
-
 def test_a_model_without_a_pad_token_says_what_to_set(broken: Path):
     for file in (*broken.glob("tokenizer*"), broken / "generation_config.json"):
         file.unlink()
@@ -150,11 +133,6 @@ def test_a_model_without_a_pad_token_says_what_to_set(broken: Path):
         model_facts(model, None, {"model_name": str(broken)})
     assert caught.value.details["key"] == "pad_token_id"
     assert model_facts(model, None, {"pad_token_id": 7}).pad_token_id == 7
-
-
-def test_a_pad_token_outside_the_vocabulary_is_refused(tiny: Callable[..., Path]):
-    with pytest.raises(ConfigError, match=r"pad token 272 of .* is outside its vocabulary of 272"):
-        model_facts(load(tiny()), None, {"pad_token_id": 272})
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ from rl_conformance.oracle import Oracle
 from rl_core.batch import BatchedDataDict
 from rl_core.errors import CapabilityError, ConfigError, DataError, DeadlineError, LifecycleError
 from rl_hf.policy import HuggingFacePolicy
-from rl_hf.reference import make_reference
 from rl_losses import NLLLossFn
 
 if TYPE_CHECKING:
@@ -284,17 +283,3 @@ def test_after_shutdown_calls_are_refused_and_shutdown_is_not(tiny):
     for refused in (lambda: policy.get_logprobs(batch()), policy.weight_source):
         with pytest.raises(LifecycleError, match="after shutdown"):
             refused()
-
-
-def test_swapped_weights_come_back_where_tensors_overlap():
-    model = torch.nn.Module()
-    whole = torch.arange(6.0)
-    model.a = torch.nn.Parameter(whole[:4])
-    model.b = torch.nn.Parameter(whole[2:])
-    reference = make_reference("swap", model)
-    reference.keep(model)
-    with torch.no_grad():
-        whole += 10
-    with reference.using(model):
-        assert whole.tolist() == [0, 1, 2, 3, 4, 5]
-    assert whole.tolist() == [10, 11, 12, 13, 14, 15]

@@ -16,8 +16,8 @@ from rl_core.refit import refit
 from rl_hf.generation import HuggingFaceGeneration
 from rl_hf.placement import Placement
 from rl_hf.policy import HuggingFacePolicy
-from rl_hf.reference import make_reference
 from rl_losses import NLLLossFn
+from rl_torch.reference import make_reference
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

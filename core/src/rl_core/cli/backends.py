@@ -35,6 +35,7 @@ _STYLES = {
     "incompatible": "red",
     "broken": "red",
 }
+_A_BACKEND = "pip install ./plugins/rl-torch ./plugins/rl-hf"
 _ELSEWHERE = "Nothing is imported from another environment: this is what its metadata says."
 
 
@@ -139,7 +140,7 @@ def _columns(*headings: str) -> Table:
 def _print_table(listings: Sequence[BackendListing], env: str | None) -> None:
     console = console_for_result()
     if not listings:
-        console.print(_text("No backend is installed. Try: pip install ./plugins/rl-hf"))
+        console.print(_text(f"No backend is installed. Try: {_A_BACKEND}"))
         return
     table = _columns("Backend", "Offers", "Plugin", "Engine", "Status")
     for item in listings:

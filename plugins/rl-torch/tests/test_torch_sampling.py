@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_core.backends import SamplingParams
-from rl_hf.sampling import NUCLEUS_CANDIDATES, Sampler, uniforms
+from rl_torch.sampling import NUCLEUS_CANDIDATES, Sampler, uniforms
 
 DRAWS = 20_000
 

@@ -1,0 +1,25 @@
+"""Tiny checkpoints, made once per session."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from rl_conformance.models import make_tiny_model
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """``tiny(family="qwen2", **overrides)`` is the directory of such a model."""
+
+    @cache
+    def make(family: str = "qwen2", **overrides: Any) -> Path:
+        return make_tiny_model(tmp_path_factory.mktemp("models") / family, family, **overrides)
+
+    return make
