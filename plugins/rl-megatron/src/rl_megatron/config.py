@@ -34,8 +34,8 @@ class MegatronPolicyConfig(PolicyConfig):
         activation_recompute: What is computed again in the backward pass instead of kept:
             ``"full"`` layers, ``"selective"``: attention alone. Default ``"none"``.
         reference: Where the weights of the start are kept once training changes the policy's:
-            ``"swap"`` in a file on disk, swapped in while the reference scores; ``"none"``
-            nowhere. Default ``"swap"``.
+            ``"swap"`` in a file on disk, ``"copy"`` as tensors beside, both of which take the place
+            of the policy's while the reference scores; ``"none"`` nowhere. Default ``"swap"``.
         refit_experts: Under which names a refit sends experts: ``"stacked"`` as transformers has
             them, one tensor of all; ``"separate"`` as checkpoints are published. Default
             ``"stacked"``.
@@ -54,7 +54,7 @@ class MegatronPolicyConfig(PolicyConfig):
     trust_remote_code: NotRequired[bool]
     architecture: NotRequired[str | None]
     activation_recompute: NotRequired[Literal["none", "selective", "full"]]
-    reference: NotRequired[Literal["swap", "none"]]
+    reference: NotRequired[Literal["copy", "swap", "none"]]
     refit_experts: NotRequired[Literal["stacked", "separate"]]
     generation: NotRequired[dict[str, Any]]
     rank_timeout_s: NotRequired[Annotated[float, Range(gt=0)]]

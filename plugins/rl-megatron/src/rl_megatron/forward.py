@@ -162,11 +162,9 @@ class Forward:
         learn: bool,
         dropout: int | None,
     ) -> None:
-        """See :meth:`PolicyModel.accumulate`.
+        """See :meth:`PolicyModel.accumulate`, which has all but ``dropout``.
 
-        Args:
-            parts: See there; so are ``share``, ``wanted`` and ``learn``.
-            dropout: Seed of what is dropped, the same on all ranks of a copy of the model.
+        What is dropped is drawn from ``dropout``, the same on all ranks of a copy of the model.
         """
         compute = self.logits if wanted is LossInputType.LOGIT else self.logprobs
 

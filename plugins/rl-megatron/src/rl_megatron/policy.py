@@ -18,7 +18,6 @@ from rl_core.backends.checkpoint import write_directory
 from rl_core.backends.model_files import check_remote_code, config_of
 from rl_core.backends.policy import check_policy_config
 from rl_core.backends.policy_rows import scoring_rows
-from rl_core.batch import BatchedDataDict
 from rl_core.config import check_config
 from rl_core.errors import CheckpointError, ConfigError, DataError
 from rl_core.interfaces import LossInputType
@@ -51,6 +50,7 @@ from rl_torch.reference import make_reference
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Sequence
 
+    from rl_core.batch import BatchedDataDict
     from rl_core.interfaces import WeightSource, WorkerContext
     from rl_megatron.forward import Laid, Results
     from rl_torch.policy_generation import PolicyGeneration
@@ -87,9 +87,9 @@ class MegatronPolicy(PolicyBackend):
         generation_config(checked)
         directory = checkpoint_directory(model_name)
         self._settings = config_of(directory)
-        architecture = Architecture.of(self._settings, model_name, checked.get("architecture"))
         trust = checked.get("trust_remote_code", False)
         check_remote_code(model_name, self._settings, trust=trust)
+        architecture = Architecture.of(self._settings, model_name, checked.get("architecture"))
         self.tokenizer = load_tokenizer(model_name, trust)
         world = worker.world_size if worker is not None else 1
         sizes = Sizes.of(checked, world, architecture)
@@ -124,7 +124,9 @@ class MegatronPolicy(PolicyBackend):
             temperature=checked.get("temperature", 1.0),
             packed=self.microbatching.packed,
         )
-        self._reference = make_reference(checked.get("reference", "swap"), self._module)
+        kind = checked.get("reference", "swap")
+        # Modules know their ranks, which cannot be copied.
+        self._reference = make_reference("memory" if kind == "copy" else kind, self._module)
         self._optimizer: Optimizer | None = None
         if checked.get("resume_from"):
             self.load_checkpoint(checked["resume_from"])

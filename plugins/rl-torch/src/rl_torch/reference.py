@@ -6,6 +6,7 @@ import copy
 import tempfile
 from abc import ABC, abstractmethod
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from rl_core.backends.tensors import module_tensors, tensor_specs
 from rl_core.errors import CapabilityError
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Callable, Generator
 
     from torch import nn
 
@@ -56,12 +57,13 @@ def make_reference(kind: str, model: nn.Module) -> Reference:
     """The reference policy of a model as it is now.
 
     Args:
-        kind: ``"copy"`` for a second model, ``"swap"`` for a file on disk, or ``"none"``.
+        kind: ``"copy"`` for a second model, ``"memory"`` for a second set of tensors that take the
+            place of the policy's for a call, ``"swap"`` for one in a file on disk, or ``"none"``.
         model: The policy's model, before any training.
     """
     if kind == "copy":
         return _Copy(model)
-    kinds: dict[str, type[Reference]] = {"swap": _Swap, "none": _Nothing}
+    kinds: dict[str, type[Reference]] = {"memory": _Swap, "swap": _SwapFile, "none": _Nothing}
     return kinds[kind]()
 
 
@@ -84,46 +86,30 @@ class _Copy(Reference):
 
 
 class _Swap(Reference):
-    """A file on disk, without a name, whose tensors take the place of the policy's for a call."""
+    """Tensors beside the policy's, whose place they take for a call."""
 
     moves_weights = True
 
     def __init__(self) -> None:
-        self._file: Any = None
+        self._kept: dict[str, Callable[[], torch.Tensor]] = {}
 
     def keep(self, model: nn.Module) -> None:
-        if self._file is not None:
-            return
-        tensors = module_tensors(model)
-        owned: dict[str, torch.Tensor] = {}
-        storages: set[int] = set()
-        for spec in tensor_specs(tensors):
-            if spec.alias_of is None:
-                tensor = tensors[spec.name].detach().cpu().contiguous()
-                storage = tensor.untyped_storage().data_ptr()
-                # safetensors takes no two that overlap.
-                owned[spec.name] = tensor.clone() if storage in storages else tensor
-                storages.add(storage)
-        with tempfile.TemporaryDirectory(prefix="rl-reference-") as directory:
-            path = Path(directory, "weights.safetensors")
-            save_file(owned, path)
-            self._file = safe_open(path, framework="pt")
-            # The first tensor maps the file; from then on it lives without its name, and goes
-            # with this process however that ends.
-            self._file.get_tensor(next(iter(owned)))
+        if not self._kept:
+            self._kept = self._stored(_owned(model))
+
+    def _stored(self, owned: dict[str, torch.Tensor]) -> dict[str, Callable[[], torch.Tensor]]:
+        copies = {name: tensor.clone() for name, tensor in owned.items()}
+        return {name: partial(copies.__getitem__, name) for name in copies}
 
     @contextmanager
     def using(self, model: nn.Module) -> Generator[nn.Module]:
-        if self._file is None:
-            yield model
-            return
         tensors = module_tensors(model)
         own: dict[str, torch.Tensor] = {}
         try:
             with torch.no_grad():
-                for name in self._file.keys():  # noqa: SIM118 - it is a file, not a dict
+                for name, kept in self._kept.items():
                     own[name] = tensors[name].detach().to("cpu", copy=True)
-                    tensors[name].copy_(self._file.get_tensor(name))
+                    tensors[name].copy_(kept())
             yield model
         finally:
             with torch.no_grad():
@@ -132,8 +118,36 @@ class _Swap(Reference):
                     tensors[name].copy_(value)
 
     def close(self) -> None:
-        if self._file is not None:
-            self._file = None
+        self._kept = {}
+
+
+class _SwapFile(_Swap):
+    """In a file on disk, without a name."""
+
+    def _stored(self, owned: dict[str, torch.Tensor]) -> dict[str, Callable[[], torch.Tensor]]:
+        tensors: dict[str, torch.Tensor] = {}
+        storages: set[int] = set()
+        for name, given in owned.items():
+            tensor = given.cpu().contiguous()
+            storage = tensor.untyped_storage().data_ptr()
+            # safetensors takes no two that overlap.
+            tensors[name] = tensor.clone() if storage in storages else tensor
+            storages.add(storage)
+        with tempfile.TemporaryDirectory(prefix="rl-reference-") as directory:
+            path = Path(directory, "weights.safetensors")
+            save_file(tensors, path)
+            file: Any = safe_open(path, framework="pt")
+            # The first tensor maps the file; from then on it lives without its name, and goes
+            # with this process however that ends.
+            file.get_tensor(next(iter(tensors)))
+        return {name: partial(file.get_tensor, name) for name in tensors}
+
+
+def _owned(model: nn.Module) -> dict[str, torch.Tensor]:
+    """All tensors but those that are another one."""
+    tensors = module_tensors(model)
+    specs = tensor_specs(tensors)
+    return {spec.name: tensors[spec.name].detach() for spec in specs if spec.alias_of is None}
 
 
 class _Nothing(Reference):
