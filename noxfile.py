@@ -26,6 +26,7 @@ SHORT = [
     "types",
     "tests",
     "conformance(hf)",
+    "conformance(megatron)",
     "conformance(vllm)",
     "conformance(sglang)",
     "wheels",
@@ -34,8 +35,10 @@ SHORT = [
 LEFT_OUT = {
     "rest": "tests that are marked full, and most mutants",
     "precision(hf)": "hf in its second dtype",
+    "precision(megatron)": "megatron in its second dtype",
     "precision(vllm)": "vllm in its second dtype",
     "precision(sglang)": "sglang in its second dtype",
+    "oldest(megatron)": "the oldest megatron-core that is supported",
     "oldest(vllm)": "the oldest vLLM that is supported",
     "oldest(sglang)": "the oldest SGLang that is supported",
     "architectures(vllm)": "which models vLLM can be refit with",
@@ -50,6 +53,7 @@ USUAL = {
     "types: mypy": 25,
     "tests: pytest": 730,
     "conformance(hf): suite": 170,
+    "conformance(megatron): suite": 180,
     "conformance(vllm): pytest": 210,
     "conformance(vllm): suite": 370,
     "conformance(sglang): pytest": 90,
@@ -70,7 +74,7 @@ nox.options.error_on_missing_interpreters = True
 OUT = ROOT / "out"
 CONSTRAINTS = str(ROOT / "constraints.txt")
 CORE, LOSSES, CONFORMANCE = "core", "plugins/rl-losses", "tests/conformance"
-PLUGINS = {"hf": "plugins/rl-hf", "vllm": "plugins/rl-vllm", "sglang": "plugins/rl-sglang"}
+PLUGINS = {name: f"plugins/rl-{name}" for name in ("hf", "megatron", "vllm", "sglang")}
 #: Engines that get an environment of their own, and what is installed there on a CPU.
 ENGINES = {name: PLUGINS[name] for name in ("vllm", "sglang")}
 #: What backends and launchers are made of.
@@ -109,8 +113,9 @@ COMPILE = {"PYTHONDONTWRITEBYTECODE": ""}
 
 def editable() -> list[str]:
     """The whole workspace, with every optional part that runs without a GPU."""
-    extras = {PLUGINS["hf"]: "[lora,device-map]", PLUGINS["sglang"]: "[server]"}
-    return [part for path in DISTRIBUTIONS for part in ("-e", path + extras.get(path, ""))]
+    extras = {"hf": "[lora,device-map]", "megatron": "[cpu]", "sglang": "[server]"}
+    chosen = {PLUGINS[name]: extra for name, extra in extras.items()}
+    return [part for path in DISTRIBUTIONS for part in ("-e", path + chosen.get(path, ""))]
 
 
 def install(session: nox.Session, *requirements: str) -> None:

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-from megatron.core.transformer.module import MegatronModule
 from torch.nn.functional import scaled_dot_product_attention
+
+from rl_megatron.engine import MegatronModule, RotaryEmbedding
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from megatron.core.transformer import TransformerConfig
+    from rl_megatron.engine import TransformerConfig
 
 __all__ = ["AttentionRows", "Cache", "Rotary", "TorchAttention"]
 
@@ -131,13 +131,13 @@ class TorchAttention(MegatronModule):  # type: ignore[misc]
             parts = (torch.split(tensor, list(rows.lengths), dim=2) for tensor in (q, k, v))
             output = torch.cat(
                 [
-                    self._causal(*part, rows, number)
+                    self._causal(*part, rows=rows, sequence=number)
                     for number, part in enumerate(zip(*parts, strict=True))
                 ],
                 dim=2,
             )
         else:
-            output = self._causal(q, k, v, rows)
+            output = self._causal(q, k, v, rows=rows)
         return output.permute(2, 0, 1, 3).flatten(2).contiguous()
 
     def _causal(
@@ -145,6 +145,7 @@ class TorchAttention(MegatronModule):  # type: ignore[misc]
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
+        *,
         rows: AttentionRows,
         sequence: int = 0,
     ) -> torch.Tensor:
@@ -167,7 +168,8 @@ class TorchAttention(MegatronModule):  # type: ignore[misc]
         scores = q @ k.transpose(2, 3) * size**-0.5
         later = torch.ones(tokens, tokens, dtype=torch.bool, device=q.device).triu(1)
         weights = scores.float().masked_fill(later, -torch.inf).softmax(-1).to(q.dtype)
-        return weights * (kept.to(q.device) >= rate) / (1 - rate) @ v
+        output: torch.Tensor = weights * (kept.to(q.device) >= rate) / (1 - rate) @ v
+        return output
 
 
 def _one_token_each(

@@ -159,7 +159,7 @@ def _stored(directory: Path) -> _Stored:
     for path in sorted((directory / FOLDER).glob("rank-*.safetensors")):
         try:
             file = safe_open(path, framework="pt")
-            places = json.loads(file.metadata()["places"])
+            places = json.loads(file.metadata()["places"])  # type: ignore[no-untyped-call]
             for key, (name, shape, box) in places.items():
                 boxes = found.setdefault(name, (tuple(shape), []))[1]
                 boxes.append((file, key, [(int(first), int(after)) for first, after in box]))

@@ -14,6 +14,8 @@ from unittest import mock
 import torch
 from torch.overrides import TorchFunctionMode
 
+from rl_megatron.engine import parallel_random, token_dispatcher
+
 if TYPE_CHECKING:
     from collections.abc import Generator
 
@@ -50,8 +52,6 @@ def without_cuda() -> Generator[None]:
     if torch.cuda.is_available():
         yield
         return
-    from megatron.core.tensor_parallel import random
-    from megatron.core.transformer.moe import token_dispatcher
 
     cpu = torch.device("cpu")
     with (
@@ -61,8 +61,8 @@ def without_cuda() -> Generator[None]:
         mock.patch.object(torch.cuda, "Stream"),
         mock.patch.object(torch.cuda, "current_stream"),
         mock.patch.object(torch.cuda, "stream", side_effect=lambda _: nullcontext()),
-        mock.patch.object(random, "_get_cuda_rng_state", side_effect=_cpu_state),
-        mock.patch.object(random, "_set_cuda_rng_state"),
+        mock.patch.object(parallel_random, "_get_cuda_rng_state", side_effect=_cpu_state),
+        mock.patch.object(parallel_random, "_set_cuda_rng_state"),
         mock.patch.object(token_dispatcher, "maybe_move_tensor_to_cpu", _as_from_a_gpu),
         _OnTheCpu(),
     ):

@@ -10,20 +10,20 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from megatron.core import parallel_state
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import distributed as dist
 
 from rl_core.batch import BatchedDataDict
 from rl_core.interfaces import LossInputType
 from rl_megatron.attention import AttentionRows
 from rl_megatron.cpu import without_cuda
+from rl_megatron.engine import get_forward_backward_func, parallel_state
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from torch import nn
 
+    from rl_megatron.engine import TransformerConfig
     from rl_megatron.parallel import ParallelState
     from rl_megatron.vocabulary import Vocabulary
 
@@ -117,7 +117,8 @@ class Forward:
         self._device = device
         self._temperature = temperature
         self._packed = packed
-        self._multiple = parallel.sizes.tensor if model.config.sequence_parallel else 1
+        self._config: TransformerConfig = model.config
+        self._multiple = parallel.sizes.tensor if self._config.sequence_parallel else 1
 
     # -- what is computed -------------------------------------------------------------------------
 
@@ -295,7 +296,7 @@ class Forward:
                 hook.remove()
         if logits is None:
             shape = (len(ids), ids.shape[1] if keep is None else len(keep), self._vocabulary.size)
-            logits = torch.empty(shape, dtype=module.config.params_dtype, device=self._device)
+            logits = torch.empty(shape, dtype=self._config.params_dtype, device=self._device)
         self._from_last_stage([logits])
         return logits
 

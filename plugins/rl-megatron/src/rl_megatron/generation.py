@@ -11,12 +11,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, NotRequired
 
 import torch
-from megatron.core.transformer.utils import set_model_to_sequence_parallel
 
 from rl_core.config import check_config
 from rl_core.interfaces import GenerationConfig
 from rl_core.interfaces.constraints import Range
 from rl_megatron.attention import AttentionRows
+from rl_megatron.engine import set_model_to_sequence_parallel
 from rl_torch.checkpoints import model_facts
 from rl_torch.decoding import DEFAULT_MAX_BATCH_SIZE, DecodingEngine
 from rl_torch.policy_generation import PolicyGeneration

@@ -5,16 +5,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.models.gpt import GPTModel, gpt_layer_specs
-from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
-from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.moe import moe_utils
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import nn
 
 from rl_megatron.attention import Rotary, TorchAttention
 from rl_megatron.cpu import without_cuda
+from rl_megatron.engine import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    GPTModel,
+    TransformerBlockSubmodules,
+    TransformerConfig,
+    gpt_layer_specs,
+    moe_utils,
+    tensor_parallel,
+)
 from rl_megatron.table import padded_vocabulary
 
 if TYPE_CHECKING:
@@ -196,11 +200,11 @@ def _mark(model: GPTModel) -> None:
             kind = type(module).__name__
             if "Parallel" in kind and not (name == "bias" and kind == "RowParallelLinear"):
                 dim = 1 if kind == "RowParallelLinear" else 0
-                set_tensor_model_parallel_attributes(parameter, True, dim, 1)
+                tensor_parallel.set_tensor_model_parallel_attributes(parameter, True, dim, 1)
 
 
 def model_device() -> torch.device:
     """Where this process computes."""
     if torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.currentmodel_device())
+        return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

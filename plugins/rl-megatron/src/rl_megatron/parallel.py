@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from megatron.core import parallel_state, tensor_parallel
 from torch import distributed as dist
 
 from rl_core.backends.ranks import RankGroup
 from rl_core.errors import ConfigError, DeadlineError
 from rl_megatron.cpu import without_cuda
+from rl_megatron.engine import parallel_state, tensor_parallel
 
 if TYPE_CHECKING:
     from rl_core.interfaces import WorkerContext
@@ -76,10 +76,9 @@ class ParallelState:
         if not self._owns_default_group:
             return
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        rank, size, store = 0, 1, None
-        if worker is None or worker.world_size == 1:
-            store = dist.HashStore()
-        else:
+        rank, size = 0, 1
+        store: Any = None
+        if worker is not None and worker.world_size > 1:
             rank, size = worker.rank, worker.world_size
             if not worker.master_port:
                 raise ConfigError(
@@ -94,6 +93,7 @@ class ParallelState:
                 is_master=rank == 0,
                 timeout=self._timeout,
             )
+        store = store or dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(
             backend, store=store, rank=rank, world_size=size, timeout=self._timeout
         )

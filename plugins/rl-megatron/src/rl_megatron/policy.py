@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from megatron.core.distributed import finalize_model_grads
 from torch import distributed as dist
 
 from rl_core.backends import PolicyBackend, RowLimits
@@ -27,6 +26,7 @@ from rl_megatron import checkpoint
 from rl_megatron.architectures import Architecture
 from rl_megatron.config import MegatronPolicyConfig
 from rl_megatron.cpu import without_cuda
+from rl_megatron.engine import finalize_model_grads
 from rl_megatron.forward import Forward
 from rl_megatron.generation import generation_config, make_generation, whole_sequences
 from rl_megatron.manifest import BACKEND
@@ -203,17 +203,18 @@ class MegatronPolicy(PolicyBackend):
         """See :meth:`PolicyModel.gradient_norm`; every element of the model counts once."""
         with without_cuda():
             finalize_model_grads([self.model])
-        counted = {one.name: one.parameter for one in self._owned if one.piece.sends}
-        norms = [p.main_grad.double().square().sum() for p in counted.values()]
-        total = torch.stack(norms).sum() if norms else torch.zeros((), dtype=torch.float64)
-        total = total.to(self._device)
+        counted: dict[str, Any] = {o.name: o.parameter for o in self._owned if o.piece.sends}
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        for parameter in counted.values():
+            total += parameter.main_grad.double().square().sum()
         dist.all_reduce(total)
         return math.sqrt(float(total))
 
     def take_step(self, lr: float, scale: float) -> None:
         """See :meth:`PolicyModel.take_step`."""
         self._reference.keep(self._module)
-        for name, parameter in self._stepping.parameters.items():
+        parameters: dict[str, Any] = dict(self._module.named_parameters())
+        for name, parameter in parameters.items():
             gradient = parameter.main_grad
             self._stepping.masters[name].grad = gradient.mul_(scale) if scale != 1 else gradient
         self._stepping.step(lr)

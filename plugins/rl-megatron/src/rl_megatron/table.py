@@ -69,7 +69,7 @@ class Piece:
         of, first, after = self.rows
         if len(tensor) == of:
             return tensor[first:after]
-        return tensor.unflatten(0, (-1, of))[:, first:after]
+        return tensor.view(-1, of, *tensor.shape[1:])[:, first:after]
 
     def read(self, tensor: torch.Tensor) -> torch.Tensor:
         """The box out of a tensor of the parameter's shape; a copy where it is not in one piece."""
@@ -164,8 +164,8 @@ def _layer(architecture: Architecture) -> Iterator[tuple[str, tuple[str, ...], _
     yield "self_attn.o_proj.weight", ("self_attention.linear_proj.weight",), _columns("heads")
     if a.linear_bias:
         yield "self_attn.o_proj.bias", ("self_attention.linear_proj.bias",), _whole
-    norm = ("pre_mlp_layernorm.weight", f"{mlp}.layer_norm_weight")
-    yield "post_attention_layernorm.weight", norm, _whole
+    before = ("pre_mlp_layernorm.weight", f"{mlp}.layer_norm_weight")
+    yield "post_attention_layernorm.weight", before, _whole
     if a.experts:
         yield "mlp.gate.weight", ("mlp.router.weight",), _router
         yield "mlp.experts.", ("mlp.experts.",), _expert_in

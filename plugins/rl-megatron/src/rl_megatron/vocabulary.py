@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from megatron.core import parallel_state
-from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 from torch import distributed as dist
 
+from rl_megatron.engine import parallel_state, tensor_parallel
 from rl_megatron.table import padded_vocabulary
 
 if TYPE_CHECKING:
@@ -105,7 +104,9 @@ class Vocabulary:
 
     def whole(self, logits: torch.Tensor) -> torch.Tensor:
         """``[..., size]`` logits of all ranks, differentiable."""
-        gathered: torch.Tensor = gather_from_tensor_model_parallel_region(logits, group=self.group)
+        gathered: torch.Tensor = tensor_parallel.gather_from_tensor_model_parallel_region(
+            logits, group=self.group
+        )
         return gathered[..., : self.size]
 
     def sum_(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:

@@ -1,0 +1,42 @@
+"""megatron-core, as far as it is used here; imported without its advice on what else to install."""
+
+from __future__ import annotations
+
+import warnings
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+    from megatron.core.models.gpt import GPTModel, gpt_layer_specs
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.tensor_parallel import random as parallel_random
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.module import MegatronModule
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+    from megatron.core.transformer.utils import set_model_to_sequence_parallel
+
+__all__ = [
+    "DistributedDataParallel",
+    "DistributedDataParallelConfig",
+    "GPTModel",
+    "MegatronModule",
+    "RotaryEmbedding",
+    "TransformerBlockSubmodules",
+    "TransformerConfig",
+    "finalize_model_grads",
+    "get_forward_backward_func",
+    "gpt_layer_specs",
+    "moe_utils",
+    "parallel_random",
+    "parallel_state",
+    "set_model_to_sequence_parallel",
+    "tensor_parallel",
+    "token_dispatcher",
+]
