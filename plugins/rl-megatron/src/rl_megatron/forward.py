@@ -21,9 +21,6 @@ from rl_megatron.engine import get_forward_backward_func, parallel_state
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from torch import nn
-
-    from rl_megatron.engine import TransformerConfig
     from rl_megatron.parallel import ParallelState
     from rl_megatron.vocabulary import Vocabulary
 
@@ -103,7 +100,7 @@ class Forward:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: Any,
         parallel: ParallelState,
         vocabulary: Vocabulary,
         device: torch.device,
@@ -117,7 +114,7 @@ class Forward:
         self._device = device
         self._temperature = temperature
         self._packed = packed
-        self._config: TransformerConfig = model.config
+        self._config: Any = model.config
         self._multiple = parallel.sizes.tensor if self._config.sequence_parallel else 1
 
     # -- what is computed -------------------------------------------------------------------------
