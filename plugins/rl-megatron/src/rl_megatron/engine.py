@@ -15,6 +15,7 @@ with warnings.catch_warnings():
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
     from megatron.core.models.gpt import GPTModel, gpt_layer_specs
     from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.tensor_parallel import layers as linear_layers
     from megatron.core.tensor_parallel import random as parallel_random
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.module import MegatronModule
@@ -33,6 +34,7 @@ __all__ = [
     "finalize_model_grads",
     "get_forward_backward_func",
     "gpt_layer_specs",
+    "linear_layers",
     "moe_utils",
     "parallel_random",
     "parallel_state",

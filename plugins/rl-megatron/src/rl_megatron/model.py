@@ -16,8 +16,8 @@ from rl_megatron.engine import (
     TransformerBlockSubmodules,
     TransformerConfig,
     gpt_layer_specs,
+    linear_layers,
     moe_utils,
-    tensor_parallel,
 )
 from rl_megatron.table import padded_vocabulary
 
@@ -85,14 +85,10 @@ def build_model(
         for parameter in model.parameters():
             # Loading fills them; what is left is padding, which stays 0.
             parameter.data.zero_()
-        _mark(model)
-        fused = torch.cuda.is_available()
         return DistributedDataParallel(
             config=settings,
             ddp_config=DistributedDataParallelConfig(
-                grad_reduce_in_fp32=True,
-                overlap_grad_reduce=False,
-                use_distributed_optimizer=fused,
+                grad_reduce_in_fp32=True, overlap_grad_reduce=False
             ),
             module=model,
         )
@@ -105,7 +101,6 @@ def transformer_config(
     a, cuda = architecture, torch.cuda.is_available()
     dtype = getattr(torch, config.get("torch_dtype", "float32"))
     recompute = config.get("activation_recompute", "none")
-    fused = cuda and uses_transformer_engine()
     settings: dict[str, Any] = {
         "num_layers": a.layers,
         "hidden_size": a.hidden,
@@ -137,11 +132,11 @@ def transformer_config(
         "variable_seq_lengths": True,
         "moe_token_dispatcher_type": "alltoall",
         "batch_p2p_comm": False,
-        "bias_activation_fusion": fused,
-        "bias_dropout_fusion": fused,
+        "bias_activation_fusion": cuda,
+        "bias_dropout_fusion": cuda,
         "masked_softmax_fusion": False,
         "apply_rope_fusion": False,
-        "gradient_accumulation_fusion": fused,
+        "gradient_accumulation_fusion": cuda and linear_layers._grad_accum_fusion_available,
         "persist_layer_norm": False,
         "cross_entropy_loss_fusion": False,
     }
@@ -158,7 +153,7 @@ def transformer_config(
             "moe_router_load_balancing_type": "none",
             "moe_aux_loss_coeff": 0.0,
             "moe_router_dtype": "fp32",
-            "moe_grouped_gemm": fused,
+            "moe_grouped_gemm": uses_transformer_engine(),
         }
     made = TransformerConfig(**settings)
     made.tensor_rank = at.tensor
@@ -189,18 +184,6 @@ def _layers(
     spec.submodules.self_attention.submodules.core_attention = TorchAttention
     count = settings.num_layers // at.sizes.pipeline
     return TransformerBlockSubmodules(layer_specs=[spec] * count, layer_norm=norm)
-
-
-def _mark(model: GPTModel) -> None:
-    """Says of each matrix how it is split, which megatron leaves out without initialisation."""
-    for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            if hasattr(parameter, "tensor_model_parallel"):
-                continue
-            kind = type(module).__name__
-            if "Parallel" in kind and not (name == "bias" and kind == "RowParallelLinear"):
-                dim = 1 if kind == "RowParallelLinear" else 0
-                tensor_parallel.set_tensor_model_parallel_attributes(parameter, True, dim, 1)
 
 
 def model_device() -> torch.device:

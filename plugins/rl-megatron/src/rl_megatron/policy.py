@@ -30,6 +30,7 @@ from rl_megatron.engine import finalize_model_grads
 from rl_megatron.forward import Forward
 from rl_megatron.generation import generation_config, make_generation, whole_sequences
 from rl_megatron.manifest import BACKEND
+from rl_megatron.memory import Sleeper
 from rl_megatron.model import build_model, model_device
 from rl_megatron.parallel import ParallelState
 from rl_megatron.sizes import Sizes
@@ -98,6 +99,21 @@ class MegatronPolicy(PolicyBackend):
         self._names = _mapped_names(read)
         files.check(read, self._names)
         self._parallel = ParallelState.joined(sizes, worker, checked.get("rank_timeout_s", 600.0))
+        try:
+            self._build(checked, architecture, files, read, worker)
+        except BaseException:
+            self._parallel.leave()
+            raise
+
+    def _build(
+        self,
+        checked: dict[str, Any],
+        architecture: Architecture,
+        files: CheckpointFiles,
+        read: Table,
+        worker: WorkerContext | None,
+    ) -> None:
+        """Makes the model, of which everything was checked that can be."""
         self._at = self._parallel.here
         self.table = Table(architecture, checked.get("refit_experts", "stacked"))
         self._device = model_device()
@@ -112,9 +128,11 @@ class MegatronPolicy(PolicyBackend):
             worker=worker,
             device=self._device,
             ranks=self._parallel.ranks,
-            data_parallel=self._at.data_parallel if sizes.world > 1 else None,
+            data_parallel=self._at.data_parallel
+            if worker is not None and worker.world_size > 1
+            else None,
         )
-        if worker is not None and sizes.world > 1:
+        if worker is not None and worker.world_size > 1:
             self.refit_ranks = RefitRanks(self._parallel.messages, address=worker.master_addr)
         self._forward = Forward(
             self.model,
@@ -352,6 +370,7 @@ class MegatronPolicy(PolicyBackend):
     def weight_source(self) -> WeightSource:
         """See :meth:`PolicyModel.weight_source`; rank 0 puts tensors together, one by one."""
         self._check_open("weight_source")
+        self.on_wake(frozenset({"model"}))
         gathering = self._gathering(self._parallel.refits)
         return MegatronSource(self.refit_ranks, gathering, self.table.tied, self.changes.watch())
 
@@ -361,10 +380,41 @@ class MegatronPolicy(PolicyBackend):
 
     # -- memory ---------------------------------------------------------------------------------
 
+    def on_wake(self, parts: frozenset[str]) -> None:
+        """See :meth:`PolicyModel.on_wake`; host memory is where things sleep."""
+        if "model" in parts:
+            self._sleepers["model"].wake()
+        if "optimizer" in parts:
+            self._sleepers["gradients"].wake()
+            self._stepping.to(None)
+
+    def on_sleep(self, parts: frozenset[str]) -> None:
+        """See :meth:`PolicyModel.on_sleep`; nothing where the host is the device."""
+        if self._device.type != "cuda":
+            return
+        if "optimizer" in parts:
+            self._sleepers["gradients"].sleep()
+            if self._optimizer is not None:
+                self._optimizer.to(torch.device("cpu"))
+        if "model" in parts:
+            self.weights_moved()
+            self._sleepers["model"].sleep()
+        torch.cuda.empty_cache()
+
+    @cached_property
+    def _sleepers(self) -> dict[str, Sleeper]:
+        model: Any = self.model
+        buffers = [*model.buffers, *model.expert_parallel_buffers]
+        return {
+            "model": Sleeper(self._module.parameters()),
+            "gradients": Sleeper((buffer.grad_data for buffer in buffers), keeps=False),
+        }
+
     def on_shutdown(self) -> None:
         """See :meth:`PolicyModel.on_shutdown`."""
         self._reference.close()
-        self.__dict__.pop("_generation", None)
+        for name in ("_generation", "_sleepers"):
+            self.__dict__.pop(name, None)
         self._optimizer = None
         del self.model, self._forward, self._owned
         self._parallel.leave()

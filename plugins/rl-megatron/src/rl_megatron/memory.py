@@ -1,0 +1,56 @@
+"""Device memory that is lent back while a policy sleeps.
+
+The memory behind tensors is let go of, not the tensors: gradients are collected by hooks that torch
+forgets where a parameter moves to another device.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+__all__ = ["Sleeper"]
+
+
+class Sleeper:
+    """Some tensors of one device, which are there or asleep in host memory.
+
+    Args:
+        tensors: Views of one memory count once.
+        keeps: Whether what is in them is wanted again; else they wake as zeros.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor], *, keeps: bool = True) -> None:
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}
+        self._storages = list(storages.values())
+        self._sizes = [storage.nbytes() for storage in self._storages]
+        self._keeps = keeps
+        self._host: list[torch.Tensor] | None = None
+
+    def sleep(self) -> None:
+        """Frees the device memory. Idempotent."""
+        if self._host is not None:
+            return
+        self._host = [_bytes(storage).cpu() for storage in self._storages] if self._keeps else []
+        for storage in self._storages:
+            storage.resize_(0)
+
+    def wake(self) -> None:
+        """Takes as much memory again, with what was there. Idempotent."""
+        if self._host is None:
+            return
+        for number, (storage, size) in enumerate(zip(self._storages, self._sizes, strict=True)):
+            storage.resize_(size)
+            if self._keeps:
+                _bytes(storage).copy_(self._host[number])
+            else:
+                _bytes(storage).zero_()
+        self._host = None
+
+
+def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
