@@ -132,7 +132,8 @@ def environment(session: nox.Session, engine: str = "", release: str = "cpu-engi
     """
     name = f"{release}-{engine}" if engine else "workspace"
     folder = Path(session.cache_dir).resolve() / name
-    lists = [f"{ENGINES[engine]}/{part}.txt" for part in (release, "cpu-runtime")] if engine else []
+    lists = [f"{PLUGINS[engine]}/{part}.txt" for part in (release, "cpu-runtime")] if engine else []
+    lists = [file for file in lists if (ROOT / file).exists()]
     sources = [CONSTRAINTS, *lists, *(f"{path}/pyproject.toml" for path in DISTRIBUTIONS)]
     parts = [sys.version, *editable(), *TOOLS, *((ROOT / file).read_text() for file in sources)]
     made_of, stamp = hashlib.sha256("\n".join(parts).encode()).hexdigest(), folder / "made-of"
@@ -150,7 +151,7 @@ def environment(session: nox.Session, engine: str = "", release: str = "cpu-engi
     with PARTS.part(session.name, f"environment {name}"):
         session.run(sys.executable, "-m", "virtualenv", "-q", "--clear", str(folder))
         session.run(python, *PIP_INSTALL, "hatchling", "editables")
-        runtime = ["-r", lists[1]] if engine else []
+        runtime = [part for file in lists[1:] for part in ("-r", file)]
         session.run(python, *PIP_INSTALL, "--no-build-isolation", *editable(), *TOOLS, *runtime)
         if engine:  # pinned to what the engine wants, which may be other versions
             session.run(
@@ -253,7 +254,7 @@ def precision(session: nox.Session, plugin: str) -> None:
 
 
 @nox.session(venv_backend="none")
-@nox.parametrize("plugin", list(ENGINES), ids=list(ENGINES))
+@nox.parametrize("plugin", ["megatron", *ENGINES], ids=["megatron", *ENGINES])
 def oldest(session: nox.Session, plugin: str) -> None:
     """A plugin's tests with the oldest engine that it supports."""
     environment(session, plugin, "cpu-engine-oldest")

@@ -118,6 +118,7 @@ def plan(folder: Path, *, rehearse: bool = False) -> list[Part]:
         # A model at both ends, the memory of a bound, and buckets.
         bench(1, 200, 5, 6),
         bench(16, 340, 3, 80),
+        conformance("megatron", 3600),
         conformance("vllm", 5400),
         conformance("sglang", 5400),
     ]
