@@ -1,10 +1,28 @@
-"""megatron-core, as far as it is used here; imported without its advice on what else to install."""
+"""megatron-core, as far as it is used here; imported without its advice on what else to install.
+
+Where there is no GPU, torch's compiler stays out: megatron-core compiles what is fused, of which
+nothing runs on a CPU, and importing the compiler takes longer than all the rest.
+"""
 
 from __future__ import annotations
 
 import warnings
+from contextlib import nullcontext
+from typing import Any
+from unittest import mock
 
-with warnings.catch_warnings():
+import torch
+
+
+def _as_it_is(function: Any = None, **_: Any) -> Any:
+    return _as_it_is if function is None else function
+
+
+_compiler: Any = nullcontext()
+if not torch.cuda.is_available():
+    _compiler = mock.patch.object(torch, "compile", _as_it_is)
+
+with warnings.catch_warnings(), _compiler:
     warnings.simplefilter("ignore")
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.distributed import (
