@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rl_conformance.reference import SHARDED
 from rl_conformance.reference.generation import ReferenceGeneration
 from rl_conformance.reference.policy import ReferencePolicy
-from rl_conformance.reference.sharded import MANIFEST
 from rl_core.batch import BatchedDataDict
 from rl_hosting.cluster import RemotePolicy
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from rl_hosting.cluster import Cluster
 
-ENTRY = "[rl_core.backends]\nreference-sharded=rl_conformance.reference.sharded:MANIFEST\n"
+ENTRY = "[rl_core.backends]\nreference-sharded=rl_conformance.reference:SHARDED\n"
 TRAINING = {"optimizer": {"lr": 1e-2}, "torch_dtype": "float32"}
 
 
@@ -32,11 +32,11 @@ def manifest_in(site: Path) -> Any:
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: rl-sharded\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(ENTRY)
     path = os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-    return replace(MANIFEST, environment={"PYTHONPATH": path})
+    return replace(SHARDED, environment={"PYTHONPATH": path})
 
 
 def config_of(model: Path, **more: Any) -> dict[str, Any]:
-    return {"backend": "reference-sharded", "model_name": str(model), **TRAINING, **more}
+    return {"backend": "rl-sharded:reference-sharded", "model_name": str(model), **TRAINING, **more}
 
 
 @contextmanager

@@ -74,7 +74,7 @@ def start(warm: None, manifest: Any, model: Path) -> Iterator[Callable[[int], Re
 
     def start(ranks: int) -> RemotePolicy:
         cluster = LocalCluster(ranks, threads=1)
-        config = sharded.config_of(model)
+        config = sharded.config_of(model, shard_ranks=ranks)
         started.append((cluster, sharded.RemotePolicy(cluster, manifest, config)))
         return started[-1][1]
 

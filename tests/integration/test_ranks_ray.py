@@ -35,7 +35,7 @@ def test_two_ranks_on_ray_do_what_one_process_does_until_one_dies(
     alone, data, engine = sharded.alone(model), batch(), engine_of(model)
     with (
         RayVirtualCluster([2], use_gpus=False, ray_options={"num_cpus": 2}) as cluster,
-        sharded.sharded_policy(cluster, manifest, model) as policy,
+        sharded.sharded_policy(cluster, manifest, model, shard_ranks=2) as policy,
     ):
         given, expected = (p.train(data, NLLLossFn(), gbs=4) for p in (policy, alone))
         assert given["loss"] == expected["loss"]

@@ -27,6 +27,13 @@ from rl_core.plugins.discovery import (
     providers,
     site_packages,
 )
+from rl_core.plugins.manifest import (
+    POLICY_CAPABILITIES,
+    BackendManifest,
+    Capability,
+    EngineRequirement,
+    manifest_problems,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -211,6 +218,24 @@ def test_other_contract_version_names_what_to_upgrade(
 def test_newer_minor_version_of_the_contract_is_compatible(install: Install) -> None:
     install.toy(contract="'1.99'")
     assert toy().status == "ready"
+
+
+@pytest.mark.parametrize(("contract", "asked"), [("1.0", False), ("1.1", False), ("1.2", True)])
+def test_a_capability_need_not_be_declared_before_the_contract_has_it(
+    contract: str, asked: bool
+) -> None:
+    known = [name for name in POLICY_CAPABILITIES if name != "sharded"]
+    manifest = BackendManifest(
+        name="toy",
+        summary="A policy",
+        factories={"policy": "toy.backend:Toy"},
+        configs={"policy": "toy.config:ToyConfig"},
+        capabilities={"policy": dict.fromkeys(known, Capability("full"))},
+        engine=EngineRequirement(("pluggy",), ">=1"),
+        contract=contract,
+    )
+    problems = ["capabilities['policy'] does not declare sharded"] if asked else []
+    assert manifest_problems(manifest, "toy") == problems
 
 
 def test_two_providers_of_one_name_are_both_listed(install: Install) -> None:

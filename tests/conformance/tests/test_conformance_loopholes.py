@@ -143,6 +143,9 @@ def test_a_dtype_without_a_tolerance_leaves_the_run_incomplete() -> None:
         {"cpu": {"policy": {"model_name": "another"}}},
         {"cpu": {"generation": "fast"}},
         ["cpu"],
+        {"cpu": {"sharded": {"tp2": {"ranks": 2}}}},
+        {"cpu": {"sharded": {"tp1": {"ranks": 1, "config": {}}}}},
+        {"cpu": {"sharded": {"tp2": {"ranks": 2, "config": {"backend": "reference"}}}}},
     ],
 )
 def test_settings_for_tiny_models_cannot_put_another_in_its_place(

@@ -107,8 +107,8 @@ class PolicyBackend(PolicyModel, PolicyRefits):
         self._closed = False
         device = device or torch.device("cpu")
         self.ranks = RankGroup(worker, device) if ranks is None else ranks
-        own = self.ranks.rank if data_parallel is None else data_parallel.rank
-        self.random = RandomStream(config.get("seed", 0) + own, device)
+        self._rows_rank = self.ranks.rank if data_parallel is None else data_parallel.rank
+        self.random = RandomStream(config.get("seed", 0) + self._rows_rank, device)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], *, worker: WorkerContext | None = None) -> Self:
@@ -368,7 +368,7 @@ class PolicyBackend(PolicyModel, PolicyRefits):
             CheckpointError: Something that is not a checkpoint stands at ``path``.
         """
         self.ready("save_checkpoint")
-        state = {"steps": self.steps, "random": self.ranks.gather(self.random.state())}
+        state = {"steps": self.steps, "random": self._random_states()}
         with ExitStack() as stack:
             written = None
             with self.ranks.all_or_none("saving a checkpoint"):
@@ -397,8 +397,13 @@ class PolicyBackend(PolicyModel, PolicyRefits):
         with self.changes.declared():
             self.read_checkpoint(directory)
         self.steps = state["steps"]
-        if self.ranks.rank < len(state["random"]):
-            self.random.set_state(state["random"][self.ranks.rank])
+        if self._rows_rank < len(state["random"]):
+            self.random.set_state(state["random"][self._rows_rank])
+
+    def _random_states(self) -> list[Any]:
+        """Where the random numbers are, by data-parallel rank: a copy's ranks draw alike."""
+        told = self._spoken([self._rows_rank, self.random.state()])
+        return [state for _, state in sorted(told, key=lambda mine: mine[0])]
 
     # -- lifecycle ------------------------------------------------------------------------------
 

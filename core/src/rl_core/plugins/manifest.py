@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 #: Version of the contract that this core speaks; a plugin must share its major number.
-CONTRACT_VERSION = "1.1"
+CONTRACT_VERSION = "1.2"
 
 GENERATION_CAPABILITIES = (
     "sleep",
@@ -44,10 +44,11 @@ POLICY_CAPABILITIES = (
     "fp8_kv_scales",
     "score",
     "collective",
+    "sharded",
 )
 
 #: Versions of the contract in which capabilities came, of those that did not come with the first.
-SINCE = {"concurrent_calls": "1.1"}
+SINCE = {"concurrent_calls": "1.1", "sharded": "1.2"}
 
 Level = Literal["full", "versioned", "unsupported", "not_implemented"]
 Kind = Literal["generation", "policy"]
@@ -60,8 +61,8 @@ class Capability:
     Attributes:
         level: ``full``; ``versioned``: with an engine in the range ``engine``; ``unsupported``:
             by nature, calling it raises CapabilityError before touching state (without
-            ``concurrent_calls``, calls wait for each other); ``not_implemented``: not yet,
-            likewise refused.
+            ``concurrent_calls``, calls wait for each other; without ``sharded``, every rank has
+            rows of its own); ``not_implemented``: not yet, likewise refused.
         engine: Version range for ``versioned``, such as ``">=0.30"``.
         devices: Device types on which it holds; elsewhere the suite reports ``not_run``.
         reason: Why not, or what to know.

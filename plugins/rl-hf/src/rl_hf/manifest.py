@@ -37,6 +37,7 @@ BACKEND = BackendManifest(
             "fp8_kv_scales": Capability("full", reason="with torch's fused attention"),
             "score": Capability("full", reason="with a sequence classification checkpoint"),
             "collective": _FULL,
+            "sharded": Capability("unsupported", reason="every rank has the whole model"),
         },
     },
     engine=EngineRequirement(("transformers",), ">=5.10,<6"),

@@ -215,6 +215,15 @@ _ENTRIES = (
         tolerance="1e-3 of a scale between two; 1e-2 of the oracle's, 6e-2 below 32 bits",
     ),
     Clause("P13", "score returns one float per row", capability="score", tolerance=_DECLARED),
+    Clause(
+        "P14",
+        "a copy of the model on several ranks gives what it gives on one",
+        capability="sharded",
+        since="1.2",
+        tolerance=f"{_DECLARED}; steps in float32, as in P5; drawn tokens in float32: none differs",
+        scope="the layouts that the plugin names for the suite, on one node; those with no more "
+        "ranks than there are GPUs",
+    ),
     Clause("R1", "after a refit the engine equals the policy, bit for bit", tolerance=_DECLARED),
     Clause(
         "R2",

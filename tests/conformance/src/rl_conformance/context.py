@@ -52,7 +52,7 @@ class Workshop:
         self._oracles: dict[Path, Oracle] = {}
         self._certain: dict[tuple[Any, ...], list[Continuation]] = {}
         self._computed: dict[str, Any] = {}
-        self._shared: dict[str, dict[str, Any]] = {"generation": {}, "policy": {}}
+        self._shared: dict[str, dict[str, Any]] = {}
 
     def directory(self) -> Path:
         """A new directory that is removed with the workshop."""
@@ -107,13 +107,18 @@ class Workshop:
 
     def share(self, kind: str, dtype: str, config: dict[str, Any]) -> Any:
         """A running backend with that configuration, kept for other checks."""
-        kept, key = self._shared[kind], repr((dtype, sorted(config.items())))
+        key = repr((dtype, sorted(config.items())))
+        return self.keep(kind, key, lambda: self.build(kind, dtype, config))
+
+    def keep(self, kind: str, key: str, build: Callable[[], Any], most: int = _KEPT) -> Any:
+        """What is built for the first check that asks for it; of a kind, so many are kept."""
+        kept = self._shared.setdefault(kind, {})
         if key in kept:
             kept[key] = kept.pop(key)
             return kept[key]
-        while len(kept) >= _KEPT:
+        while len(kept) >= most:
             kept.pop(next(iter(kept))).shutdown()
-        kept[key] = self.build(kind, dtype, config)
+        kept[key] = build()
         return kept[key]
 
     def discard(self) -> None:

@@ -27,8 +27,11 @@ __all__ = ["Harness"]
 _DISCARD_S = 120.0
 #: By device, a factor on the deadlines of checks: engines take longer to start on a GPU.
 _PATIENCE = {"cpu": 1.0, "cuda": 3.0}
-#: The command that brings an optional module, to be run in a checkout.
-_INSTALLED_BY = {"rl_ray": "pip install ./plugins/rl-hosting ./plugins/rl-ray"}
+#: The commands that bring optional modules, to be run in a checkout.
+_INSTALLED_BY = {
+    "rl_hosting": "pip install ./plugins/rl-hosting",
+    "rl_ray": "pip install ./plugins/rl-hosting ./plugins/rl-ray",
+}
 
 
 class Harness:

@@ -19,6 +19,8 @@ __all__ = ["Target"]
 
 #: What backends call the dtype of the weights; the first that its configuration knows is set.
 _DTYPE_KEYS = ("torch_dtype", "dtype", "precision")
+#: What the suite chooses itself.
+_CHOSEN = frozenset({"backend", "model_name"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +36,10 @@ class Target:
         versions: Of the plugin and of its engine, for the report.
         installed: Whether discovery finds it under its name.
         tiny: By device and kind, the configuration that the plugin wants for the suite's tiny
-            models, and under ``"kv_scales"`` that of an engine with an FP8 cache; the entry point
-            of the backend's name in the group ``rl_core.conformance``.
+            models, under ``"kv_scales"`` that of an engine with an FP8 cache, and under
+            ``"sharded"``, by name, the layouts in which a copy of the model is spread over ranks:
+            ``{"tp2": {"ranks": 2, "config": {...}}}``; the entry point of the backend's name in the
+            group ``rl_core.conformance``.
     """
 
     name: str
@@ -107,8 +111,10 @@ def _checked(tiny: Any, provider: Provider) -> dict[str, Any]:
     """Settings for tiny models: by device and kind, and none that choose what is examined."""
     try:
         for kinds in tiny.values():
-            for config in kinds.values():
-                if {"backend", "model_name"} & config.keys():
+            for kind, config in kinds.items():
+                if kind == "sharded":
+                    _check_layouts(config)
+                elif _CHOSEN & config.keys():
                     raise TypeError("it sets backend or model_name")
         return dict(tiny)
     except (AttributeError, TypeError) as error:
@@ -116,3 +122,14 @@ def _checked(tiny: Any, provider: Provider) -> dict[str, Any]:
             f"{provider}: {provider.value!r} holds no configurations by device and kind: {error}",
             fix=f"report this to the authors of {provider.distribution}",
         ) from error
+
+
+def _check_layouts(layouts: Mapping[str, Any]) -> None:
+    for name, layout in layouts.items():
+        if layout.keys() != {"ranks", "config"}:
+            raise TypeError(f"layout {name!r} has {sorted(layout)}, not 'ranks' and 'config'")
+        ranks = layout["ranks"]
+        if not isinstance(ranks, int) or ranks < 2:
+            raise TypeError(f"layout {name!r} has {ranks!r} ranks, not a number of at least 2")
+        if _CHOSEN & layout["config"].keys():
+            raise TypeError(f"layout {name!r} sets backend or model_name")

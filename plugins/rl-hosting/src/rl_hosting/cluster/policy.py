@@ -40,6 +40,11 @@ class RemotePolicy(RemoteBackend, Colocatable):
         version: int = self._group.attribute(0, "weights_version")
         return version
 
+    @property
+    def data_parallel_size(self) -> int:
+        """Into how many parts rows are dealt; fewer than workers if some share a copy."""
+        return self._rows.size
+
     # -- rows -----------------------------------------------------------------------------------
 
     def _score(

@@ -36,6 +36,7 @@ _MODULES = (
     "resumers",
     "parts",
     "repeated",
+    "several_ranks",
 )
 
 

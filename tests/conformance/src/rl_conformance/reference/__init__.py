@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from rl_conformance.target import Target
 
-__all__ = ["MANIFEST", "make_reference", "reference_target"]
+__all__ = ["LAYOUTS", "MANIFEST", "SHARDED", "make_reference", "reference_target"]
 
 _FULL = Capability("full")
 _NONE = Capability("unsupported", reason="the reference keeps to what the contract demands")
@@ -57,6 +57,32 @@ MANIFEST = BackendManifest(
     engine=EngineRequirement(("transformers",), ">=5"),
     devices=("cpu",),
 )
+
+#: The same policy with its weights spread over ranks, in :mod:`rl_conformance.reference.sharded`.
+SHARDED = BackendManifest(
+    name="reference-sharded",
+    summary="The reference policy with its weights spread over ranks",
+    factories={"policy": "rl_conformance.reference.sharded:ShardedReferencePolicy"},
+    configs={"policy": "rl_conformance.reference.sharded:ShardedReferenceConfig"},
+    capabilities={
+        "policy": {**MANIFEST.capabilities["policy"], "policy_generate": _FULL, "sharded": _FULL}
+    },
+    engine=MANIFEST.engine,
+    devices=MANIFEST.devices,
+)
+
+_PARTS = {"shard_ranks": 2}
+_VOCABULARY = _PARTS | {"vocab_parallel": True}
+#: The ways in which the suite spreads it.
+LAYOUTS = {
+    "cpu": {
+        "sharded": {
+            "parts": {"ranks": 2, "config": _PARTS},
+            "vocabulary": {"ranks": 2, "config": _VOCABULARY},
+            "copies": {"ranks": 4, "config": _VOCABULARY},
+        }
+    }
+}
 
 
 def make_reference(kind: str, config: Mapping[str, Any]) -> Any:

@@ -88,12 +88,17 @@ class ReferenceGeneration(GenerationBackend):
     def next_logits(self, prefixes: set[tuple[int, ...]]) -> dict[tuple[int, ...], torch.Tensor]:
         """``[V]`` float64 logits after each prefix; prefixes of one length go together."""
         found: dict[tuple[int, ...], torch.Tensor] = {}
-        for length in {len(ids) for ids in prefixes}:
+        for length in sorted({len(ids) for ids in prefixes}):
             group = sorted(ids for ids in prefixes if len(ids) == length)
             with torch.no_grad():
-                logits = self.model(torch.tensor(group), use_cache=False).logits[:, -1]
+                logits = self.logits(torch.tensor(group))[:, -1]
             found |= dict(zip(group, logits.double(), strict=True))
         return found
+
+    def logits(self, ids: torch.Tensor) -> torch.Tensor:
+        """``[n, length, V]`` of tokens without padding."""
+        logits: torch.Tensor = self.model(ids, use_cache=False).logits
+        return logits
 
     def step(self, row: _Row, logits: torch.Tensor, sampling: SamplingParams) -> None:
         """Appends one token to a row, and ends it where it must end."""

@@ -24,7 +24,7 @@ from rl_core.errors import CheckpointError
 from rl_core.interfaces import LossInputType
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Generator, Sequence
     from pathlib import Path
 
     from rl_core.batch import BatchedDataDict
@@ -65,7 +65,6 @@ class ReferencePolicy(PolicyBackend):
         self.scored = self.model  # what forward passes go through
         self.temperature: float = config.get("temperature", 1.0)
         self.optimizer = make_optimizer(self.model, config.get("optimizer") or {})
-        self.row_group: torch.distributed.ProcessGroup | None = None  # of those with other rows
         several = worker is not None and worker.world_size > 1
         shared = self.join(worker) if worker is not None and several else None
         super().__init__(
@@ -149,21 +148,30 @@ class ReferencePolicy(PolicyBackend):
         each = []
         width = rows["input_ids"].shape[1]
         for row, length in zip(rows["input_ids"], input_lengths(rows).tolist(), strict=True):
-            logits = model(row[None, :length], use_cache=False).logits[0].float()
+            logits = self.outputs(model, row[None, :length])[0].float()
             each.append(torch.nn.functional.pad(logits, (0, 0, 0, width - length)))
         return torch.stack(each) / self.temperature
+
+    def outputs(self, model: Any, ids: torch.Tensor) -> torch.Tensor:
+        """The model's logits of ``[n, length]`` tokens without padding."""
+        logits: torch.Tensor = model(ids, use_cache=False).logits
+        return logits
 
     # -- training --------------------------------------------------------------------------------
 
     def gradient_norm(self) -> float:
         """See :meth:`PolicyModel.gradient_norm`."""
-        parts = self.data_parallel.size if self.data_parallel else self.ranks.size
-        for parameter in self.model.parameters() if parts > 1 else ():
+        for name, parameter in self.model.named_parameters() if self.ranks.size > 1 else ():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            torch.distributed.all_reduce(parameter.grad, group=self.row_group)
+            for group in self.summed_over(name):
+                torch.distributed.all_reduce(parameter.grad, group=group)
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         return float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
+
+    def summed_over(self, name: str) -> Sequence[Any]:
+        """The groups of ranks that have shares of the gradient of a parameter; None is all."""
+        return [None]
 
     def take_step(self, lr: float, scale: float) -> None:
         """See :meth:`PolicyModel.take_step`."""

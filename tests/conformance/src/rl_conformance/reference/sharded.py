@@ -1,60 +1,62 @@
 """The reference policy with its weights spread over ranks: each keeps a part of every tensor.
 
 Ranks of one copy of the model have the same rows; copies are data-parallel. A rank has whole
-tensors only while it computes, and rank 0 those that a refit reads, one after the other.
+tensors only while it computes, and rank 0 those that a refit reads, one after the other. Each rank
+of a copy computes all of it, or the logits of its part of the vocabulary.
 """
 
 from __future__ import annotations
 
+import secrets
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NotRequired
+from typing import TYPE_CHECKING, Annotated, Any, NotRequired
 
 import torch
+import transformers.models.auto.modeling_auto  # noqa: F401 - before workers are forked, not in each
 from torch import distributed as dist
 from torch import nn
 
-from rl_conformance.reference import MANIFEST as REFERENCE
+from rl_conformance.reference import SHARDED
 from rl_conformance.reference.config import ReferencePolicyConfig
+from rl_conformance.reference.generation import ReferenceGeneration
 from rl_conformance.reference.policy import ReferencePolicy
 from rl_conformance.reference.stepping import make_optimizer
+from rl_conformance.reference.vocabulary import Vocabulary
 from rl_core.backends.tensors import module_tensors, tensor_specs
+from rl_core.config import Range
 from rl_core.errors import ConfigError
 from rl_core.interfaces import DataParallelRank
-from rl_core.plugins.manifest import BackendManifest
 from rl_core.refit import GatheredSource, RefitRanks
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Sequence
+    from collections.abc import Generator, Iterator, Sequence
     from pathlib import Path
 
+    from rl_core.backends import Completion, PromptBatch, SamplingParams
     from rl_core.backends._steps import StepResult
+    from rl_core.batch import BatchedDataDict
     from rl_core.interfaces import TensorSpec, WeightSource, WorkerContext
 
-__all__ = ["MANIFEST", "ShardedReferenceConfig", "ShardedReferencePolicy", "ShardedSource"]
+__all__ = ["ShardedReferenceConfig", "ShardedReferencePolicy", "ShardedSource"]
 
 #: What hangs in a gather because a rank has died ends then; one that is slow must not.
 _GATHER = timedelta(seconds=20)
-
-MANIFEST = BackendManifest(
-    name="reference-sharded",
-    summary="The reference policy with its weights spread over ranks",
-    factories={"policy": "rl_conformance.reference.sharded:ShardedReferencePolicy"},
-    configs={"policy": "rl_conformance.reference.sharded:ShardedReferenceConfig"},
-    capabilities={"policy": REFERENCE.capabilities["policy"]},
-    engine=REFERENCE.engine,
-    devices=REFERENCE.devices,
-)
 
 
 class ShardedReferenceConfig(ReferencePolicyConfig):
     """A :class:`ReferencePolicyConfig`, and over how many ranks a copy is spread.
 
     Attributes:
-        shard_ranks: Ranks that share one copy of the model; all of them if missing.
+        shard_ranks: Ranks that share one copy of the model. Default 1: each has all of it.
+        vocab_parallel: Each of these ranks computes the logits of its part of the vocabulary;
+            otherwise each computes everything.
+        generation: Sampling keys of a :class:`ReferenceGenerationConfig`, for ``policy.generate``.
     """
 
-    shard_ranks: NotRequired[int]
+    shard_ranks: NotRequired[Annotated[int, Range(ge=1)]]
+    vocab_parallel: NotRequired[bool]
+    generation: NotRequired[dict[str, Any]]
 
 
 class Parts(nn.Module):
@@ -81,16 +83,32 @@ class ShardedReferencePolicy(ReferencePolicy):
     Args:
         model_name: Directory of the checkpoint.
         shard_ranks: Ranks that share one copy of the model.
+        vocab_parallel: Whether they share the computation of its output, too.
+        generation: Sampling keys for :meth:`generate`.
         **config: See :class:`ReferencePolicy`.
 
     Attributes:
+        shards: Ranks that share one copy here.
         sources: How many weight sources were made on this rank, and how many of them closed.
     """
 
-    manifest = MANIFEST
+    manifest = SHARDED
 
-    def __init__(self, model_name: str, *, shard_ranks: int | None = None, **config: Any) -> None:
+    def __init__(
+        self,
+        model_name: str,
+        *,
+        shard_ranks: int = 1,
+        vocab_parallel: bool = False,
+        generation: dict[str, Any] | None = None,
+        **config: Any,
+    ) -> None:
+        self.shards = 1
         self._shard_ranks = shard_ranks
+        self._vocab_parallel = vocab_parallel
+        self._generation = generation or {}
+        self._engine: ReferenceGeneration | None = None
+        self.vocabulary: Vocabulary | None = None
         self._optimizer_config = config.get("optimizer") or {}
         self.sources = {"made": 0, "closed": 0}
         self.parts: Parts | None = None
@@ -100,6 +118,8 @@ class ShardedReferencePolicy(ReferencePolicy):
         if self.worker is not None and self.worker.world_size > 1:
             self.refit_ranks = RefitRanks(dist.group.WORLD, address=self.worker.master_addr)
             self._shard(self.worker.rank % self.shards)
+            if self._vocab_parallel:
+                self.vocabulary = self.dealt_vocabulary()
 
     def join(self, worker: WorkerContext) -> DataParallelRank | None:
         """See :meth:`ReferencePolicy.join`; also makes groups of the ranks of a copy, and of rows.
@@ -108,7 +128,7 @@ class ShardedReferencePolicy(ReferencePolicy):
             ConfigError: The ranks make no whole number of copies.
         """
         super().join(worker)
-        size, self.shards = worker.world_size, self._shard_ranks or worker.world_size
+        size, self.shards = worker.world_size, self._shard_ranks
         if size % self.shards:
             raise ConfigError(
                 f"{size} ranks are not whole copies of {self.shards} ranks each",
@@ -120,8 +140,15 @@ class ShardedReferencePolicy(ReferencePolicy):
         self.refit_group = _own(copies, worker.rank, timeout=_GATHER)
         rows = [list(range(shard, size, self.shards)) for shard in range(self.shards)]
         self.row_group = _own(rows, worker.rank)
+        self.copies = len(copies)
         mine, part = divmod(worker.rank, self.shards)
-        return DataParallelRank(mine, len(copies), part == 0)
+        return DataParallelRank(mine, self.copies, part == 0)
+
+    def dealt_vocabulary(self) -> Vocabulary:
+        """Which tokens this rank computes the logits of."""
+        assert self.worker is not None
+        shard = self.worker.rank % self.shards
+        return Vocabulary(self.limits.vocab_size, shard, self.shards, self.copy_group)
 
     # -- the parts --------------------------------------------------------------------------------
 
@@ -184,6 +211,54 @@ class ShardedReferencePolicy(ReferencePolicy):
         with self._whole(), super().running(training=training):
             yield
 
+    def outputs(self, model: Any, ids: torch.Tensor) -> torch.Tensor:
+        """See :meth:`ReferencePolicy.outputs`; while it scores, on the rank that speaks alone."""
+        if self.vocabulary is None:
+            return super().outputs(model, ids)
+        own = self._own_outputs(self.vocabulary, model, ids)
+        return self.vocabulary.joined(own, everywhere=torch.is_grad_enabled())
+
+    def _own_outputs(self, vocabulary: Vocabulary, model: Any, ids: torch.Tensor) -> torch.Tensor:
+        hidden = model.model(ids, use_cache=False).last_hidden_state
+        return vocabulary.own(hidden, model.get_output_embeddings().weight)
+
+    def topk(self, rows: BatchedDataDict[Any], k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :meth:`PolicyModel.topk`; every rank looks through its own tokens."""
+        if self.vocabulary is None:
+            return super().topk(rows, k)
+        shape = (*rows["input_ids"][:, 1:].shape, k)
+        values, tokens = torch.zeros(shape), torch.zeros(shape, dtype=torch.int64)
+        for row, length in enumerate(rows["input_lengths"].tolist()):
+            ids = rows["input_ids"][row : row + 1, : length - 1]
+            if length > 1:
+                own = self._own_outputs(self.vocabulary, self.model, ids)[0].float()
+                found = self.vocabulary.largest(own / self.temperature, k)
+                values[row, : length - 1], tokens[row, : length - 1] = found
+        return values, tokens
+
+    def generate(self, data: BatchedDataDict[Any], greedy: bool = False) -> BatchedDataDict[Any]:
+        """See :meth:`PolicyInterface.generate`; every rank draws the same tokens."""
+        self.ready("generate")
+        if self._engine is None:
+            seed = self.generation_seed()
+            named = {key: v for key, v in self._generation.items() if v is not None}
+            self._engine = _OwnGeneration(self, {"seed": seed} | named)
+            self._engine.prepare_for_generation()
+        with self._whole():
+            return self._engine.generate(data, greedy)
+
+    def generation_seed(self) -> int:
+        """A fresh one, which is the first rank's on all of them."""
+        seed: int = self.ranks.gather(secrets.randbits(62))[0]
+        return seed
+
+    def all_outputs(self, ids: torch.Tensor) -> torch.Tensor:
+        """The logits of ``[n, length]`` tokens, on every rank."""
+        if self.vocabulary is None:
+            return super().outputs(self.model, ids)
+        own = self._own_outputs(self.vocabulary, self.model, ids)
+        return self.vocabulary.joined(own, everywhere=True)
+
     def _step(self, *args: Any) -> StepResult:
         with self._whole():  # the gradients are those of whole tensors
             return super()._step(*args)
@@ -192,6 +267,11 @@ class ShardedReferencePolicy(ReferencePolicy):
         """See :meth:`PolicyInterface.calibrate_qkv_fp8_scales`."""
         with self._whole():
             return super().calibrate_qkv_fp8_scales(*args, **kwargs)
+
+    def summed_over(self, name: str) -> Sequence[Any]:
+        """See :meth:`ReferencePolicy.summed_over`: the copies; the ranks of one if they share."""
+        among_copies = [self.row_group] if self.copies > 1 else []
+        return among_copies + ([self.copy_group] if self.vocabulary is not None else [])
 
     def take_step(self, lr: float, scale: float) -> None:
         """See :meth:`PolicyModel.take_step`: the gradients are whole, the optimizer's parts."""
@@ -243,6 +323,33 @@ class ShardedReferencePolicy(ReferencePolicy):
     def specs(self) -> Sequence[TensorSpec]:
         """Of whole tensors."""
         return self._specs
+
+    def on_shutdown(self) -> None:
+        """See :meth:`PolicyModel.on_shutdown`."""
+        if self._engine is not None:
+            self._engine.shutdown()
+        super().on_shutdown()
+
+
+class _OwnGeneration(ReferenceGeneration):
+    """Generates with a policy's weights.
+
+    Args:
+        policy: Whose.
+        config: Sampling keys.
+    """
+
+    def __init__(self, policy: ShardedReferencePolicy, config: dict[str, Any]) -> None:
+        super().__init__(policy.config["model_name"], **config)
+        self._policy = policy
+
+    def complete(self, prompts: PromptBatch, sampling: SamplingParams) -> Iterator[Completion]:
+        """All rows of a call together, so that every rank takes the same steps."""
+        yield from super().complete(prompts, sampling)
+
+    def logits(self, ids: torch.Tensor) -> torch.Tensor:
+        """See :meth:`ReferenceGeneration.logits`."""
+        return self._policy.all_outputs(ids)
 
 
 class ShardedSource(GatheredSource):

@@ -1,0 +1,326 @@
+"""A policy of which one copy is spread over several ranks, beside the same policy on one."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rl_conformance.batches import generated_mask
+from rl_conformance.expect import CheckFailed, require
+from rl_conformance.reference import make_reference
+from rl_conformance.refits import run_refit
+from rl_conformance.training import training_config
+from rl_conformance.training_oracle import update_error
+from rl_conformance.weights import checkpoint_weights, engine_weights
+from rl_core.batch import BatchedDataDict
+from rl_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Mapping
+    from pathlib import Path
+
+    from rl_conformance.context import Context
+    from rl_core.interfaces import ColocatablePolicyInterface, LossFunction
+
+__all__ = [
+    "OF_AN_UPDATE",
+    "Beside",
+    "Layout",
+    "beside",
+    "layouts_of",
+    "moved_alike",
+    "named_layouts",
+    "offered",
+    "policy_on",
+    "same_step",
+    "scores_fit",
+    "settings_of",
+]
+
+#: Of an update: what the order of sums may change in AdamW's, which divides small gradients.
+OF_AN_UPDATE = 3e-2
+
+_OPTIMIZER: dict[str, Any] = {"lr": 1e-3, "eps": 1e-4, "weight_decay": 5.0}
+_SCHEDULE: dict[str, Any] = {"name": "linear", "warmup_steps": 2, "total_steps": 60}
+#: Rows of which some share a microbatch.
+_PACKING: dict[str, Any] = {"sequence_packing": {"enabled": True, "train_mb_tokens": 64}}
+_DYNAMIC: dict[str, Any] = {
+    "dynamic_batching": {"enabled": True, "train_mb_tokens": 64, "sequence_length_round": 8}
+}
+#: Architecture, its keys, settings, and how rows are put together where a layout takes that. No
+#: number of ranks divides the vocabulary.
+_KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "untied": (
+        "llama",
+        {"vocab_size": 269, "num_layers": 4},
+        {"max_grad_norm": 1.0, "temperature": 0.8},
+        _PACKING,
+    ),
+    "dropping": (
+        "qwen2",
+        {"vocab_size": 269, "attention_dropout": 0.5},
+        {"max_grad_norm": None, "seed": 3},
+        _DYNAMIC,
+    ),
+}
+#: So many pairs are kept, or one for each layout.
+_KEPT = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How a backend spreads a copy of a tiny model.
+
+    Attributes:
+        name: What the plugin calls it.
+        ranks: How many there are, of all copies.
+        config: The keys that say so.
+    """
+
+    name: str
+    ranks: int
+    config: Mapping[str, Any]
+
+
+def named_layouts(ctx: Context) -> Mapping[str, Any]:
+    """What the plugin names for the device of the run."""
+    return ctx.target.tiny.get(ctx.settings.device, {}).get("sharded", {})
+
+
+def layouts_of(ctx: Context) -> list[Layout]:
+    """The layouts that the plugin names, as far as there are GPUs for them."""
+    device, name = ctx.settings.device, ctx.target.name
+    if not ctx.target.installed:
+        ctx.not_run("the backend is not installed under a name", excused=True)
+    named = named_layouts(ctx)
+    require(
+        named,
+        f"sharded is declared, and no layout is named for {device}: give the entry point {name!r} "
+        f'of the group rl_core.conformance {{"{device}": {{"sharded": {{"tp2": {{"ranks": 2, '
+        '"config": {...}}}}}',
+    )
+    found = [Layout(name, each["ranks"], each["config"]) for name, each in named.items()]
+    if device == "cuda":
+        gpus = torch.cuda.device_count()
+        found = [layout for layout in found if layout.ranks <= gpus]
+        if not found:
+            ctx.not_run(f"every layout has more ranks than the {gpus} GPUs here", excused=True)
+    return found
+
+
+def policy_on(
+    ctx: Context, ranks: int, config: Mapping[str, Any], dtype: str
+) -> ColocatablePolicyInterface:
+    """The policy under test on so many ranks of this host."""
+    from rl_core.create import create_policy
+    from rl_hosting import LocalCluster
+
+    base = ctx.target.base_config("policy", ctx.settings, dtype)
+    devices = list(range(ranks)) if ctx.settings.device == "cuda" else None
+    return create_policy({**base, **config}, LocalCluster(ranks, devices=devices))
+
+
+def offered(ctx: Context, capability: str) -> bool:
+    """Whether the policy offers a capability here."""
+    found = ctx.manifest.capabilities["policy"][capability]
+    return found.level == "full" and ctx.settings.device in found.devices
+
+
+def settings_of(ctx: Context, kind: str) -> tuple[Path, dict[str, Any]]:
+    """The checkpoint of a kind, and how a policy of it is configured on any number of ranks."""
+    family, keys, settings, _ = _KINDS[kind]
+    path = ctx.model(family, **keys)
+    return path, training_config() | {
+        "model_name": str(path),
+        "optimizer": _OPTIMIZER,
+        "scheduler": _SCHEDULE,
+        **settings,
+    }
+
+
+class Beside:
+    """Two policies of one configuration, to which the same is done.
+
+    Args:
+        ctx: Of the check that builds them.
+        layout: Of the second.
+        kind: ``"untied"``, which clips and packs, or ``"dropping"``, with tied embeddings.
+        dtype: Of the weights.
+
+    Attributes:
+        path: The checkpoint of both.
+        config: Of both.
+        one: On one rank.
+        many: On those of the layout.
+        steps: How many times they were trained.
+    """
+
+    def __init__(self, ctx: Context, layout: Layout, kind: str, dtype: str) -> None:
+        self.path, self.config = settings_of(ctx, kind)
+        self.dtype = dtype
+        self.steps = 0
+        if offered(ctx, "policy_generate"):
+            sampling = {"max_new_tokens": 6, "temperature": self.config.get("temperature", 1.0)}
+            self.config["generation"] = sampling
+        self.one: Any = None
+        self.many = self._spread(ctx, layout, batching=_KINDS[kind][3])
+        try:
+            # Copies have other rows, and so drop other things; the ranks of a copy do not.
+            copies: int = self.many.data_parallel_size
+            if kind == "dropping" and copies > 1:
+                self.one = policy_on(ctx, copies, self.config, dtype)
+                whole = self.one.data_parallel_size
+                require(
+                    whole == copies, f"without {layout.config} {copies} ranks hold {whole} copies"
+                )
+            else:
+                self.one = ctx.workshop.build("policy", dtype, self.config)
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def _spread(self, ctx: Context, layout: Layout, batching: Mapping[str, Any]) -> Any:
+        """The policy of several ranks; without packing or dynamic batching if it refuses these."""
+        plain = dict(self.config)
+        self.config |= batching
+        try:
+            return policy_on(ctx, layout.ranks, {**self.config, **layout.config}, self.dtype)
+        except ConfigError:
+            self.config = plain
+            return policy_on(ctx, layout.ranks, {**plain, **layout.config}, self.dtype)
+
+    def train(
+        self, data: BatchedDataDict[Any], loss_fn: LossFunction, **sizes: Any
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Trains both on the same rows; both results."""
+        self.steps += 1
+        for policy in (self.one, self.many):
+            policy.prepare_for_training()
+        return (
+            self.one.train(data, loss_fn, **sizes),
+            self.many.train(data, loss_fn, **sizes),
+        )
+
+    def scores(self, data: BatchedDataDict[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probs of both."""
+        both = []
+        for policy in (self.one, self.many):
+            policy.prepare_for_lp_inference()
+            both.append(policy.get_logprobs(data)["logprobs"])
+        return both[0], both[1]
+
+    def shutdown(self) -> None:
+        """Ends both."""
+        try:
+            self.many.shutdown()
+        finally:
+            if self.one is not None:
+                self.one.shutdown()
+
+
+@contextmanager
+def beside(
+    ctx: Context,
+    layout: Layout,
+    kind: str = "untied",
+    dtype: str | None = None,
+    *,
+    untrained: bool = False,
+) -> Generator[Beside]:
+    """The policies of a layout, which checks share; what fails in the body names the layout.
+
+    Args:
+        ctx: Of the check.
+        layout: One of :func:`layouts_of`.
+        kind: See :class:`Beside`.
+        dtype: Of the weights, if not that of the run.
+        untrained: Both have the weights of the checkpoint.
+    """
+    dtype = dtype or ctx.settings.dtype
+
+    most = max(_KEPT, len(named_layouts(ctx)))
+
+    def build() -> Beside:
+        return Beside(ctx, layout, kind, dtype)
+
+    try:
+        pair: Beside = ctx.workshop.keep("ranks", f"{layout} {kind} {dtype}", build, most=most)
+        yield ctx.closing(build()) if untrained and pair.steps else pair
+    except CheckFailed as failure:
+        raise CheckFailed(f"{layout.name}: {failure}") from None
+    except Exception as error:
+        error.add_note(f"in the layout {layout.name}")
+        raise
+
+
+def same_step(ctx: Context, one: Mapping[str, Any], many: Mapping[str, Any]) -> None:
+    """Fails unless two results of ``train`` are alike, each step of a call and each metric."""
+    history, other = one.get("all_mb_metrics", {}), many.get("all_mb_metrics", {})
+    for key in history.keys() | one.keys() - {"all_mb_metrics"}:
+        require(key in many, f"the result has no {key}: {sorted(many)}")
+        require(
+            len(history.get(key, [])) == len(other.get(key, [])),
+            f"all_mb_metrics has {other.get(key)} for {key}, one rank has {history.get(key)}",
+        )
+        ours = [many[key], *other.get(key, [])]
+        for got, expected in zip(ours, [one[key], *history.get(key, [])], strict=True):
+            _same_value(ctx, key, float(got), float(expected))
+
+
+def _same_value(ctx: Context, key: str, got: float, expected: float) -> None:
+    mean, largest = ctx.tolerance_of("float32")
+    if key == "grad_norm":
+        off = abs(got - expected) / max(expected, 1e-6)
+        ctx.measure("grad_norm_relative_error", off, max(mean, 1e-3))
+    elif key == "loss":
+        ctx.measure("loss_error", abs(got - expected), largest)
+    else:
+        allowed = largest * max(1.0, abs(expected))
+        require(abs(got - expected) <= allowed, f"{key} is {got}, one rank has {expected}")
+
+
+def moved_alike(ctx: Context, pair: Beside) -> None:
+    """Fails unless each tensor has gone the same way on several ranks and on one."""
+    start = checkpoint_weights(pair.path)
+    one, many = (_refitted(ctx, pair, policy) for policy in (pair.one, pair.many))
+    error, name = update_error(many, {key: one[key] for key in start}, start)
+    ctx.measure(f"update_relative_error of {name}", error, OF_AN_UPDATE)
+
+
+def _refitted(ctx: Context, pair: Beside, policy: Any) -> dict[str, torch.Tensor]:
+    """The policy's tensors, as an engine gets them."""
+    config = {"model_name": str(pair.path), "torch_dtype": pair.dtype}
+    heat = {"temperature": pair.config.get("temperature", 1.0)}
+    engine = ctx.closing(make_reference("generation", config | heat))
+    run_refit(policy, engine)
+    return engine_weights(engine)
+
+
+def scores_fit(
+    ctx: Context,
+    policy: Any,
+    prompts: BatchedDataDict[Any],
+    output: BatchedDataDict[Any],
+    dtype: str | None = None,
+    scale: float = 1.0,
+) -> None:
+    """Fails unless the log-probs of what was drawn are those with which the policy scores it.
+
+    Args:
+        ctx: Of the check.
+        policy: Whose weights and temperature it was drawn with.
+        prompts: What was given.
+        output: What was generated.
+        dtype: Of the weights, if not that of the run.
+        scale: The reciprocal of the temperature.
+    """
+    sequences = {"input_ids": "output_ids", "input_lengths": "unpadded_sequence_lengths"}
+    rows = BatchedDataDict[Any]({key: output[column] for key, column in sequences.items()})
+    policy.prepare_for_lp_inference()
+    inside = generated_mask(prompts, output)
+    require(inside.any(), "nothing was generated")
+    scores = policy.get_logprobs(rows)["logprobs"]
+    ctx.measure_error(output["logprobs"][inside], scores[inside], dtype, scale=2 * scale)
