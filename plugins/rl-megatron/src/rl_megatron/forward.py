@@ -165,17 +165,24 @@ class Forward:
         What is dropped is drawn from ``dropout``, the same on all ranks of a copy of the model.
         """
         compute = self.logits if wanted is LossInputType.LOGIT else self.logprobs
+        failed: list[Exception] = []
 
         def loss(number: int, laid: Laid, output: torch.Tensor) -> Any:
             nothing = output.flatten()[:0].sum()
             value = nothing
-            if number < len(parts):
-                value = share(number, compute(self._rows(output), laid))
+            if number < len(parts) and not failed:
+                inputs = compute(self._rows(output), laid)
+                try:
+                    value = share(number, inputs)
+                except Exception as error:  # other ranks wait for this one, which goes on first
+                    failed.append(error)
             if not value.requires_grad:  # the schedule goes back through it whatever it is
                 value = value + nothing
             return value, torch.zeros((), dtype=torch.int), None
 
         self._run(parts, loss, forward_only=not learn, dropout=dropout)
+        if failed:
+            raise failed[0]
 
     def over(
         self,

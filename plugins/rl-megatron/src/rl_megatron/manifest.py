@@ -24,9 +24,18 @@ BACKEND = BackendManifest(
             "fp8_kv_scales": _FULL,
             "score": Capability("unsupported", reason="it has no reward models"),
             "collective": _FULL,
+            "sharded": _FULL,
         },
     },
     engine=EngineRequirement(("megatron-core",), ">=0.16,<0.17", extra="engine"),
 )
-#: What the conformance suite's tiny models are run with.
-TINY: dict[str, dict[str, dict[str, Any]]] = {"cpu": {}, "cuda": {}}
+_LAYOUTS: dict[str, Any] = {
+    "tp2": {"ranks": 2, "config": {"tensor_model_parallel_size": 2, "sequence_parallel": True}},
+    "pp2": {"ranks": 2, "config": {"pipeline_model_parallel_size": 2}},
+    "tp2_dp2": {"ranks": 4, "config": {"tensor_model_parallel_size": 2}},
+}
+#: What the conformance suite tries with its tiny models.
+TINY: dict[str, dict[str, dict[str, Any]]] = {
+    "cpu": {"sharded": _LAYOUTS},
+    "cuda": {"sharded": _LAYOUTS},
+}
