@@ -149,27 +149,36 @@ class TorchAttention(MegatronModule):  # type: ignore[misc]
         rows: AttentionRows,
         sequence: int = 0,
     ) -> torch.Tensor:
-        rate = self.config.attention_dropout
-        if self.training and rate and rows.dropout is not None:
-            return self._dropping(q, k, v, rate, hash((rows.dropout, self.layer, sequence)))
+        if self.training and self.config.attention_dropout and rows.dropout is not None:
+            seeds = [hash((rows.dropout, self.layer, sequence + row)) for row in range(len(q))]
+            return self._dropping(q, k, v, seeds)
         grouped = q.shape[1] != k.shape[1]
         return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
 
     def _dropping(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rate: float, seed: int
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seeds: Sequence[int]
     ) -> torch.Tensor:
         """Drops weights as one rank that has all heads would, however heads are spread."""
-        rows, heads, tokens, size = q.shape
-        total: int = self.config.num_attention_heads
+        _, heads, tokens, size = q.shape
+        rate: float = self.config.attention_dropout
         first = heads * self.config.tensor_rank
-        drawn = torch.Generator().manual_seed(seed & (1 << 63) - 1)
-        kept = torch.rand(rows, total, tokens, tokens, generator=drawn)[:, first : first + heads]
+        drawn = torch.stack([_drawn(s, self.config.num_attention_heads, tokens) for s in seeds])
+        kept = (drawn[:, first : first + heads] >= rate).to(q.device)
         k, v = (tensor.repeat_interleave(heads // tensor.shape[1], 1) for tensor in (k, v))
         scores = q @ k.transpose(2, 3) * size**-0.5
         later = torch.ones(tokens, tokens, dtype=torch.bool, device=q.device).triu(1)
         weights = scores.float().masked_fill(later, -torch.inf).softmax(-1).to(q.dtype)
-        output: torch.Tensor = weights * (kept.to(q.device) >= rate) / (1 - rate) @ v
+        output: torch.Tensor = weights * kept / (1 - rate) @ v
         return output
+
+
+def _drawn(seed: int, heads: int, tokens: int) -> torch.Tensor:
+    """``[heads, tokens, tokens]`` in [0, 1) below the diagonal; padding behind changes nothing."""
+    generator = torch.Generator().manual_seed(seed & (1 << 63) - 1)
+    result = torch.zeros(tokens, tokens, heads)
+    later, before = torch.tril_indices(tokens, tokens)
+    result[later, before] = torch.rand(len(later), heads, generator=generator)
+    return result.permute(2, 0, 1)
 
 
 def _one_token_each(
