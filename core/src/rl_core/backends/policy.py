@@ -107,8 +107,7 @@ class PolicyBackend(PolicyModel, PolicyRefits):
         self._closed = False
         device = device or torch.device("cpu")
         self.ranks = RankGroup(worker, device) if ranks is None else ranks
-        own = self.ranks.rank if data_parallel is None else data_parallel.rank
-        self.random = RandomStream(config.get("seed", 0) + own, device)
+        self.random = RandomStream(config.get("seed", 0) + self._copy, device)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], *, worker: WorkerContext | None = None) -> Self:
@@ -368,7 +367,7 @@ class PolicyBackend(PolicyModel, PolicyRefits):
             CheckpointError: Something that is not a checkpoint stands at ``path``.
         """
         self.ready("save_checkpoint")
-        state = {"steps": self.steps, "random": self.ranks.gather(self.random.state())}
+        state = {"steps": self.steps, "random": self._random_states()}
         with ExitStack() as stack:
             written = None
             with self.ranks.all_or_none("saving a checkpoint"):
@@ -397,8 +396,18 @@ class PolicyBackend(PolicyModel, PolicyRefits):
         with self.changes.declared():
             self.read_checkpoint(directory)
         self.steps = state["steps"]
-        if self.ranks.rank < len(state["random"]):
-            self.random.set_state(state["random"][self.ranks.rank])
+        if self._copy < len(state["random"]):
+            self.random.set_state(state["random"][self._copy])
+
+    @property
+    def _copy(self) -> int:
+        """Which copy of the model this worker is of, or is."""
+        return self.ranks.rank if self.data_parallel is None else self.data_parallel.rank
+
+    def _random_states(self) -> list[Any]:
+        """Of each copy: its workers draw the same numbers, however many continue what it was."""
+        states = dict(reversed(self.ranks.gather([self._copy, self.random.state()])))
+        return [states[copy] for copy in sorted(states)]
 
     # -- lifecycle ------------------------------------------------------------------------------
 
