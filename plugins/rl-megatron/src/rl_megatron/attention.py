@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.transformer.module import MegatronModule
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -44,6 +44,8 @@ class AttentionRows:
         observer: Shown the number of each layer from 0, and ``[b, heads, tokens, head]`` queries,
             keys and values.
         dropout: Seed of what is dropped; each layer and each of all heads has its own.
+        width: Columns that padded rows have without what only some numbers of ranks add; what is
+            dropped does not depend on the rest.
     """
 
     positions: torch.Tensor
@@ -52,6 +54,7 @@ class AttentionRows:
     cache: Cache | None = None
     observer: Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], None] | None = None
     dropout: int | None = None
+    width: int | None = None
 
 
 class Rotary(RotaryEmbedding):  # type: ignore[misc]
@@ -150,19 +153,29 @@ class TorchAttention(MegatronModule):  # type: ignore[misc]
     ) -> torch.Tensor:
         rate = self.config.attention_dropout
         if self.training and rate and rows.dropout is not None:
-            return self._dropping(q, k, v, rate, hash((rows.dropout, self.layer, sequence)))
+            seed = hash((rows.dropout, self.layer, sequence))
+            width = rows.width if rows.lengths is None else None
+            return self._dropping(q, k, v, rate, seed, width)
         grouped = q.shape[1] != k.shape[1]
         return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
 
     def _dropping(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rate: float, seed: int
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        rate: float,
+        seed: int,
+        width: int | None,
     ) -> torch.Tensor:
         """Drops weights as one rank that has all heads would, however heads are spread."""
         rows, heads, tokens, size = q.shape
         total: int = self.config.num_attention_heads
         first = heads * self.config.tensor_rank
         drawn = torch.Generator().manual_seed(seed & (1 << 63) - 1)
-        kept = torch.rand(rows, total, tokens, tokens, generator=drawn)[:, first : first + heads]
+        width = width or tokens
+        kept = torch.rand(rows, total, width, width, generator=drawn)[:, first : first + heads]
+        kept = pad(kept, (0, tokens - width, 0, tokens - width), value=1.0)
         k, v = (tensor.repeat_interleave(heads // tensor.shape[1], 1) for tensor in (k, v))
         scores = q @ k.transpose(2, 3) * size**-0.5
         later = torch.ones(tokens, tokens, dtype=torch.bool, device=q.device).triu(1)

@@ -167,17 +167,24 @@ class Forward:
         What is dropped is drawn from ``dropout``, the same on all ranks of a copy of the model.
         """
         compute = self.logits if wanted is LossInputType.LOGIT else self.logprobs
+        failures: list[Exception] = []
 
         def loss(number: int, laid: Laid, output: torch.Tensor) -> Any:
             nothing = output.flatten()[:0].sum()
             value = nothing
             if number < len(parts):
-                value = share(number, compute(self._rows(output), laid))
+                inputs = compute(self._rows(output), laid)
+                try:
+                    value = nothing if failures else share(number, inputs)
+                except Exception as error:  # raised when no other rank waits for this one
+                    failures.append(error)
             if not value.requires_grad:  # the schedule goes back through it whatever it is
                 value = value + nothing
             return value, torch.zeros((), dtype=torch.int), None
 
         self._run(parts, loss, forward_only=not learn, dropout=dropout)
+        if failures:
+            raise failures[0]
 
     def over(
         self,
@@ -240,8 +247,9 @@ class Forward:
             count = max(self._parallel.ranks.gather(count))
         if not count:
             return []
-        empty = {"input_ids": torch.zeros(1, 1, dtype=torch.int64), "input_lengths": torch.ones(1)}
-        padding = [BatchedDataDict[Any](empty)] * (count - len(parts))
+        one = torch.ones(1, 1, dtype=torch.int64)
+        empty = BatchedDataDict[Any]({"input_ids": one, "input_lengths": one[0]})
+        padding = [empty] * (count - len(parts))
         numbered = iter(enumerate([*parts, *padding]))
 
         def step(data: Any, model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
@@ -256,6 +264,7 @@ class Forward:
                 lengths=laid.lengths,
                 observer=real if observer is not None and number < len(parts) else None,
                 dropout=None if dropout is None else hash((dropout, number)),
+                width=laid.sizes[1],
             )
             return self._outputs(laid.ids, rows, model), partial(finish, number, laid)
 

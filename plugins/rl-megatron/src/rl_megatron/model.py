@@ -202,5 +202,5 @@ def _mark(model: GPTModel) -> None:
 def model_device() -> torch.device:
     """Where this process computes."""
     if torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.currentmodel_device())
+        return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

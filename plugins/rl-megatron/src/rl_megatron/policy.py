@@ -94,10 +94,25 @@ class MegatronPolicy(PolicyBackend):
         world = worker.world_size if worker is not None else 1
         sizes = Sizes.of(checked, world, architecture)
         files = CheckpointFiles(directory)
-        read = Table(architecture, files.experts(architecture))
-        self._names = _mapped_names(read)
+        self._names = _mapped_names(architecture)
+        read = Table(architecture, files.experts(architecture, self._names))
         files.check(read, self._names)
         self._parallel = ParallelState.joined(sizes, worker, checked.get("rank_timeout_s", 600.0))
+        try:
+            self._build(architecture, checked, files, read, worker)
+        except BaseException:
+            self._parallel.leave()
+            raise
+
+    def _build(
+        self,
+        architecture: Architecture,
+        checked: dict[str, Any],
+        files: CheckpointFiles,
+        read: Table,
+        worker: WorkerContext | None,
+    ) -> None:
+        """The model, with its weights, and all that works on it."""
         self._at = self._parallel.here
         self.table = Table(architecture, checked.get("refit_experts", "stacked"))
         self._device = model_device()
@@ -106,15 +121,16 @@ class MegatronPolicy(PolicyBackend):
         load_weights(files, owned_pieces(read, self._at, self._module), self._names)
         self._owned = owned_pieces(self.table, self._at, self._module)
         limits = RowLimits(architecture.vocabulary, architecture.context)
-        super().__init__(
+        PolicyBackend.__init__(
+            self,
             checked,
             limits,
             worker=worker,
             device=self._device,
             ranks=self._parallel.ranks,
-            data_parallel=self._at.data_parallel if sizes.world > 1 else None,
+            data_parallel=self._at.data_parallel if self._parallel.sizes.world > 1 else None,
         )
-        if worker is not None and sizes.world > 1:
+        if worker is not None and self._parallel.sizes.world > 1:
             self.refit_ranks = RefitRanks(self._parallel.messages, address=worker.master_addr)
         self._forward = Forward(
             self.model,
@@ -138,6 +154,33 @@ class MegatronPolicy(PolicyBackend):
         return module
 
     # -- the model ------------------------------------------------------------------------------
+
+    def get_logprobs(
+        self, data: BatchedDataDict[Any], micro_batch_size: int | None = None
+    ) -> BatchedDataDict[Any]:
+        """See :meth:`PolicyBackend.get_logprobs`."""
+        self._check_together(data)
+        return super().get_logprobs(data, micro_batch_size)
+
+    def get_reference_policy_logprobs(
+        self, data: BatchedDataDict[Any], micro_batch_size: int | None = None
+    ) -> BatchedDataDict[Any]:
+        """See :meth:`PolicyBackend.get_reference_policy_logprobs`."""
+        self._check_together(data)
+        return super().get_reference_policy_logprobs(data, micro_batch_size)
+
+    def get_topk_logits(
+        self, data: BatchedDataDict[Any], k: int, micro_batch_size: int | None = None
+    ) -> BatchedDataDict[Any]:
+        """See :meth:`PolicyBackend.get_topk_logits`."""
+        self._check_together(data)
+        return super().get_topk_logits(data, k, micro_batch_size)
+
+    def _check_together(self, data: BatchedDataDict[Any]) -> None:
+        """No rank goes on that would wait for another's experts while that refuses its rows."""
+        if not self._closed and self._parallel.sizes.expert > 1:
+            with self.ranks.all_or_none("checking the rows"):
+                scoring_rows(data, self.limits)
 
     def forward(self, rows: BatchedDataDict[Any], wanted: LossInputType) -> torch.Tensor:
         """See :meth:`PolicyModel.forward`; log-probs are on every rank."""
@@ -320,7 +363,8 @@ class MegatronPolicy(PolicyBackend):
         """See :meth:`PolicyModel.read_checkpoint`."""
         try:
             files = CheckpointFiles(directory)
-            table = Table(self.table.architecture, files.experts(self.table.architecture))
+            architecture = self.table.architecture
+            table = Table(architecture, files.experts(architecture, self._names))
             files.check(table, self._names)
         except ConfigError as error:
             raise CheckpointError(str(error), fix=error.fix, file=str(directory)) from error
@@ -369,8 +413,12 @@ class MegatronPolicy(PolicyBackend):
         self._parallel.leave()
 
 
-def _mapped_names(table: Table) -> dict[str, str]:
+def _mapped_names(architecture: Architecture) -> dict[str, str]:
     """The checkpoint's name of each tensor that a plugin maps to another."""
     if not maps_weight_names():
         return {}
-    return map_weight_names(list(table.shapes()), BACKEND)
+    tables = Table(architecture), Table(architecture, "separate")
+    names = dict.fromkeys(
+        name for table in tables for name in (*table.shapes(), *(table.tied or ()))
+    )
+    return map_weight_names(list(names), BACKEND)
