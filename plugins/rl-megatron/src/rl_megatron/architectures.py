@@ -112,6 +112,10 @@ class Architecture:
                 bool(experts) and (bool(config.mlp_only_layers) or config.decoder_sparse_step != 1),
                 "layers with experts beside layers without",
             ),
+            (
+                bool(experts) and config.num_experts_per_tok == 1 and config.norm_topk_prob,
+                "one expert for each token, whose normalised weight is always 1",
+            ),
         ]
         if missing := [what for found, what in unable if found]:
             raise CapabilityError(
