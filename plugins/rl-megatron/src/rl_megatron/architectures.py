@@ -102,11 +102,7 @@ class Architecture:
         unable = [
             (attention != mlp, "biases of attention without those of the MLP, or the reverse"),
             (config.hidden_act != "silu", f"the activation {config.hidden_act}"),
-            (
-                set(getattr(config, "layer_types", None) or ["full_attention"])
-                != {"full_attention"},
-                "layers with a sliding window",
-            ),
+            (_windows(config), "layers with a sliding window"),
             (_rope(config)["rope_type"] not in _ROPES, f"{_rope(config)['rope_type']} positions"),
             (
                 (_rope(config).get("partial_rotary_factor") or 1.0) != 1.0,
@@ -115,6 +111,10 @@ class Architecture:
             (
                 bool(experts) and (bool(config.mlp_only_layers) or config.decoder_sparse_step != 1),
                 "layers with experts beside layers without",
+            ),
+            (
+                bool(experts) and config.num_experts_per_tok == 1 and config.norm_topk_prob,
+                "one expert for each token, whose normalised weight is always 1",
             ),
         ]
         if missing := [what for found, what in unable if found]:
@@ -155,6 +155,13 @@ class Architecture:
             return 1.0 / rope["rope_theta"] ** steps, 1.0
         frequencies, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](self.config, "cpu")
         return frequencies.float(), float(factor)
+
+
+def _windows(config: Any) -> bool:
+    """Whether a layer attends to the last tokens alone."""
+    if kinds := getattr(config, "layer_types", None):
+        return set(kinds) != {"full_attention"}
+    return bool(getattr(config, "sliding_window", None))
 
 
 def _rope(config: Any) -> dict[str, Any]:

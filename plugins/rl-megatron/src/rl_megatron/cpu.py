@@ -7,7 +7,8 @@ turned to the CPU for as long as :func:`without_cuda` lasts, and torch is then a
 
 from __future__ import annotations
 
-from contextlib import contextmanager, nullcontext
+import threading
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -46,24 +47,57 @@ def _as_from_a_gpu(tensor: Any, as_numpy: bool = False, **_: Any) -> Any:
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
+class _Patches:
+    """What is replaced in torch and megatron while any thread needs it; the last one undoes it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users = 0
+        self._made = ExitStack()
+
+    @contextmanager
+    def used(self) -> Generator[None]:
+        with self._lock:
+            if not self._users:
+                self._replace()
+            self._users += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._users -= 1
+                if not self._users:
+                    self._made.close()
+
+    def _replace(self) -> None:
+        cpu = torch.device("cpu")
+        with ExitStack() as made:
+            for patch in (
+                mock.patch.object(torch.cuda, "current_device", return_value=cpu),
+                mock.patch.object(torch.cuda, "synchronize"),
+                # Experts' tokens are counted on a stream beside.
+                mock.patch.object(torch.cuda, "Stream"),
+                mock.patch.object(torch.cuda, "current_stream"),
+                mock.patch.object(torch.cuda, "stream", side_effect=lambda _: nullcontext()),
+                mock.patch.object(parallel_random, "_get_cuda_rng_state", side_effect=_cpu_state),
+                mock.patch.object(parallel_random, "_set_cuda_rng_state"),
+                mock.patch.object(token_dispatcher, "maybe_move_tensor_to_cpu", _as_from_a_gpu),
+            ):
+                made.enter_context(patch)
+            self._made = made.pop_all()
+
+
+_PATCHES = _Patches()
+
+
 @contextmanager
 def without_cuda() -> Generator[None]:
-    """In its body, megatron-core runs on the CPU. Does nothing where there is a GPU."""
+    """In its body, megatron-core runs on the CPU. Does nothing where there is a GPU.
+
+    Threads may be in it at the same time.
+    """
     if torch.cuda.is_available():
         yield
         return
-
-    cpu = torch.device("cpu")
-    with (
-        mock.patch.object(torch.cuda, "current_device", return_value=cpu),
-        mock.patch.object(torch.cuda, "synchronize"),
-        # Experts' tokens are counted on a stream beside.
-        mock.patch.object(torch.cuda, "Stream"),
-        mock.patch.object(torch.cuda, "current_stream"),
-        mock.patch.object(torch.cuda, "stream", side_effect=lambda _: nullcontext()),
-        mock.patch.object(parallel_random, "_get_cuda_rng_state", side_effect=_cpu_state),
-        mock.patch.object(parallel_random, "_set_cuda_rng_state"),
-        mock.patch.object(token_dispatcher, "maybe_move_tensor_to_cpu", _as_from_a_gpu),
-        _OnTheCpu(),
-    ):
+    with _PATCHES.used(), _OnTheCpu():
         yield

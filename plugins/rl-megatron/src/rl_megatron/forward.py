@@ -245,8 +245,9 @@ class Forward:
             count = max(self._parallel.ranks.gather(count))
         if not count:
             return []
-        empty = {"input_ids": torch.zeros(1, 1, dtype=torch.int64), "input_lengths": torch.ones(1)}
-        padding = [BatchedDataDict[Any](empty)] * (count - len(parts))
+        one = torch.ones(1, 1, dtype=torch.int64)
+        empty = BatchedDataDict[Any]({"input_ids": one, "input_lengths": one[0]})
+        padding = [empty] * (count - len(parts))
         numbered = iter(enumerate([*parts, *padding]))
 
         def step(data: Any, model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:

@@ -139,6 +139,8 @@ def transformer_config(
         "gradient_accumulation_fusion": cuda and linear_layers._grad_accum_fusion_available,
         "persist_layer_norm": False,
         "cross_entropy_loss_fusion": False,
+        # Its default is one that megatron warns of.
+        "cuda_graph_scope": [],
     }
     if recompute != "none":
         settings |= {"recompute_granularity": recompute}

@@ -39,6 +39,14 @@ class ParallelState:
         self.users = 0
         self._timeout = timedelta(seconds=timeout_s)
         self._owns_default_group = not dist.is_initialized()
+        self._owns_groups = False
+        try:
+            self._make(sizes, worker, timeout_s)
+        except BaseException:
+            self._end()
+            raise
+
+    def _make(self, sizes: Sizes, worker: WorkerContext | None, timeout_s: float) -> None:
         try:
             self._meet(worker)
         except (RuntimeError, dist.DistError) as error:
@@ -56,13 +64,20 @@ class ParallelState:
                 fix="let the policy initialise torch.distributed, or start as many ranks",
                 key="tensor_model_parallel_size",
             )
+        if parallel_state.is_initialized():
+            raise ConfigError(
+                "megatron-core has process groups in this process already, which no policy made",
+                fix="build the policy before them, or in workers of a cluster",
+                key="tensor_model_parallel_size",
+            )
         self.here = sizes.coordinates(dist.get_rank())
+        self._owns_groups = True
         with without_cuda():
             parallel_state.initialize_model_parallel(
                 tensor_model_parallel_size=sizes.tensor,
                 pipeline_model_parallel_size=sizes.pipeline,
                 expert_model_parallel_size=sizes.expert,
-                distributed_timeout_minutes=max(1, round(timeout_s / 60)),
+                distributed_timeout_minutes=timeout_s / 60,
                 create_gloo_process_groups=False,
             )
             tensor_parallel.model_parallel_cuda_manual_seed(
@@ -123,6 +138,11 @@ class ParallelState:
         self.users -= 1
         if not self.users:
             type(self)._alive = None
+            self._end()
+
+    def _end(self) -> None:
+        """Torch is as it was before."""
+        if self._owns_groups:
             parallel_state.destroy_model_parallel()
-            if self._owns_default_group:
-                dist.destroy_process_group()
+        if self._owns_default_group and dist.is_initialized():
+            dist.destroy_process_group()

@@ -95,8 +95,8 @@ class MegatronPolicy(PolicyBackend):
         world = worker.world_size if worker is not None else 1
         sizes = Sizes.of(checked, world, architecture)
         files = CheckpointFiles(directory)
-        read = Table(architecture, files.experts(architecture))
-        self._names = _mapped_names(read)
+        self._names = _mapped_names(architecture)
+        read = Table(architecture, files.experts(architecture, self._names))
         files.check(read, self._names)
         self._parallel = ParallelState.joined(sizes, worker, checked.get("rank_timeout_s", 600.0))
         try:
@@ -122,7 +122,8 @@ class MegatronPolicy(PolicyBackend):
         load_weights(files, owned_pieces(read, self._at, self._module), self._names)
         self._owned = owned_pieces(self.table, self._at, self._module)
         limits = RowLimits(architecture.vocabulary, architecture.context)
-        super().__init__(
+        PolicyBackend.__init__(
+            self,
             checked,
             limits,
             worker=worker,
@@ -156,6 +157,33 @@ class MegatronPolicy(PolicyBackend):
         return module
 
     # -- the model ------------------------------------------------------------------------------
+
+    def get_logprobs(
+        self, data: BatchedDataDict[Any], micro_batch_size: int | None = None
+    ) -> BatchedDataDict[Any]:
+        """See :meth:`PolicyBackend.get_logprobs`."""
+        self._check_together(data)
+        return super().get_logprobs(data, micro_batch_size)
+
+    def get_reference_policy_logprobs(
+        self, data: BatchedDataDict[Any], micro_batch_size: int | None = None
+    ) -> BatchedDataDict[Any]:
+        """See :meth:`PolicyBackend.get_reference_policy_logprobs`."""
+        self._check_together(data)
+        return super().get_reference_policy_logprobs(data, micro_batch_size)
+
+    def get_topk_logits(
+        self, data: BatchedDataDict[Any], k: int, micro_batch_size: int | None = None
+    ) -> BatchedDataDict[Any]:
+        """See :meth:`PolicyBackend.get_topk_logits`."""
+        self._check_together(data)
+        return super().get_topk_logits(data, k, micro_batch_size)
+
+    def _check_together(self, data: BatchedDataDict[Any]) -> None:
+        """No rank goes on that would wait for another's experts while that refuses its rows."""
+        if not self._closed and self._parallel.sizes.expert > 1:
+            with self.ranks.all_or_none("checking the rows"):
+                scoring_rows(data, self.limits)
 
     def forward(self, rows: BatchedDataDict[Any], wanted: LossInputType) -> torch.Tensor:
         """See :meth:`PolicyModel.forward`; log-probs are on every rank."""
@@ -339,7 +367,8 @@ class MegatronPolicy(PolicyBackend):
         """See :meth:`PolicyModel.read_checkpoint`."""
         try:
             files = CheckpointFiles(directory)
-            table = Table(self.table.architecture, files.experts(self.table.architecture))
+            architecture = self.table.architecture
+            table = Table(architecture, files.experts(architecture, self._names))
             files.check(table, self._names)
         except ConfigError as error:
             raise CheckpointError(str(error), fix=error.fix, file=str(directory)) from error
@@ -420,8 +449,12 @@ class MegatronPolicy(PolicyBackend):
         self._parallel.leave()
 
 
-def _mapped_names(table: Table) -> dict[str, str]:
+def _mapped_names(architecture: Architecture) -> dict[str, str]:
     """The checkpoint's name of each tensor that a plugin maps to another."""
     if not maps_weight_names():
         return {}
-    return map_weight_names(list(table.shapes()), BACKEND)
+    tables = Table(architecture), Table(architecture, "separate")
+    names = dict.fromkeys(
+        name for table in tables for name in (*table.shapes(), *(table.tied or ()))
+    )
+    return map_weight_names(list(names), BACKEND)

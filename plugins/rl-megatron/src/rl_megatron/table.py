@@ -121,6 +121,12 @@ class Table:
         """What a rank has, layer by layer."""
         return list(self._pieces(_Rank(self.architecture, at, self._experts)))
 
+    def padding(self, at: Coordinates) -> set[str]:
+        """Parameters of a rank that has no token of the vocabulary: no piece lies in them."""
+        if any(_vocabulary(_Rank(self.architecture, at, self._experts), EMBEDDING, ())):
+            return set()
+        return {"embedding.word_embeddings.weight", "output_layer.weight"}
+
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Of all tensors."""
         alone = Coordinates(0, 0, 0, 0, Sizes())

@@ -14,6 +14,7 @@ from rl_core.backends.tensors import dtype_name
 from rl_core.errors import ConfigError
 from rl_core.interfaces import TensorSpec
 from rl_core.refit import GatheredSource
+from rl_megatron.table import Table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from rl_core.refit import RefitRanks
     from rl_megatron.architectures import Architecture
     from rl_megatron.sizes import Coordinates, Sizes
-    from rl_megatron.table import Experts, Piece, Table
+    from rl_megatron.table import Experts, Piece
 
 __all__ = [
     "CheckpointFiles",
@@ -72,6 +73,7 @@ def owned_pieces(table: Table, at: Coordinates, model: nn.Module) -> list[Owned]
             )
         used.add(name)
         found.append(Owned(piece, name, parameters[name]))
+    used |= table.padding(at)
     if left := [name for name in parameters if name not in used]:
         raise ConfigError(
             f"megatron-core's model has parameters that no tensor of the checkpoint fills: "
@@ -110,9 +112,10 @@ class CheckpointFiles:
         """Of one tensor."""
         return tuple(self._open[self._file_of[name]].get_slice(name).get_shape())
 
-    def experts(self, architecture: Architecture) -> Experts:
-        """How the tensors of experts are named here."""
-        if not architecture.experts or any(n.endswith("experts.gate_up_proj") for n in self.names):
+    def experts(self, architecture: Architecture, names: Mapping[str, str]) -> Experts:
+        """How the tensors of experts are named here, and by ``names`` where those are others."""
+        stacked = [n for n in Table(architecture).shapes() if n.endswith("experts.gate_up_proj")]
+        if not stacked or any(names.get(name, name) in self._file_of for name in stacked):
             return "stacked"
         return "separate"
 

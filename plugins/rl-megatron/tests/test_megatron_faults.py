@@ -1,0 +1,200 @@
+"""Ranks that are killed, stopped or fail: the driver is told soon, and nothing stays behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from cluster_doubles import pids, wait_until_gone
+
+from rl_conformance.losses import NanInARow, NanInTheGradientOfARow
+from rl_conformance.training import NegativeLogLikelihood, training_batch
+from rl_core import create_generation, create_policy
+from rl_core.errors import RLError, WorkerDiedError
+from rl_core.futures import spawn
+from rl_core.refit import refit
+from rl_hosting import LocalCluster
+from rl_hosting.cluster import RemotePolicy
+from rl_megatron.manifest import BACKEND
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from rl_core.batch import BatchedDataDict
+
+TENSOR, PIPELINE = "tensor_model_parallel_size", "pipeline_model_parallel_size"
+EXPERT = "expert_model_parallel_size"
+#: Seconds for a call, for a rank that waits for another, and by when a failure must be known.
+DEADLINE_S, PATIENCE_S, SOON_S = 90.0, 5.0, 30.0
+OPTIONS: dict[str, Any] = {
+    "backend": "megatron",
+    "optimizer": {"lr": 1e-3, "eps": 1e-3},
+    "rank_timeout_s": PATIENCE_S,
+}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp2": {TENSOR: 2},
+    "pp2": {PIPELINE: 2},
+    "dp2": {},
+}
+
+
+@pytest.fixture(scope="module")
+def warm(tiny: Callable[..., Path]) -> Iterator[None]:
+    """Keeps the process that others are forked from."""
+    with LocalCluster(1, threads=1) as one:
+        policy = create_policy({**OPTIONS, "model_name": str(tiny())}, one)
+        yield
+        policy.shutdown()
+
+
+@pytest.fixture
+def start(
+    warm: None, tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., RemotePolicy]]:
+    """Starts a policy over two ranks; nothing is left of it afterwards."""
+    directory = Path(tempfile.mkdtemp(prefix="rlm-", dir="/tmp"))
+    monkeypatch.setattr(tempfile, "tempdir", str(directory))
+    started: list[tuple[LocalCluster, RemotePolicy, list[int]]] = []
+
+    def start(family: str = "llama", **config: Any) -> RemotePolicy:
+        cluster = LocalCluster(2, threads=1)
+        config = {**OPTIONS, **config, "model_name": str(tiny(family))}
+        policy = RemotePolicy(cluster, BACKEND, config, call_deadline_s=DEADLINE_S)
+        started.append((cluster, policy, pids(policy)))
+        return policy
+
+    yield start
+    for cluster, _, processes in started:
+        for process in processes:
+            tell(process, signal.SIGCONT)
+        cluster.shutdown()
+        wait_until_gone(processes)
+    assert not [str(path) for path in directory.rglob("*") if path.is_socket() or path.is_file()]
+    with suppress(OSError):
+        directory.rmdir()
+
+
+def tell(process: int, signal_: signal.Signals) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(process, signal_)
+
+
+def batch(**extra: Any) -> BatchedDataDict[Any]:
+    return training_batch((12, 3, 31, 1, 17, 8, 2, 5), **extra)
+
+
+def train(policy: Any) -> dict[str, Any]:
+    found: dict[str, Any] = policy.train(batch(), NegativeLogLikelihood(), mbs=2)
+    return found
+
+
+def save(path: Path) -> Callable[[Any], Any]:
+    return lambda policy: policy.save_checkpoint(path)
+
+
+def fails_in(policy: RemotePolicy, victim: int, name: str, call: Callable[[Any], Any]) -> RLError:
+    """The error of a call in whose midst a rank is killed, or stopped for good."""
+    process = pids(policy)[victim]
+    tell(process, signal.SIGSTOP)  # the other one waits for it
+    begun = time.monotonic()
+    calling = spawn("call", lambda: call(policy))
+    if name == "SIGKILL":
+        time.sleep(1.0)
+        assert not calling.done()
+        tell(process, signal.SIGKILL)
+    with pytest.raises(RLError) as raised:
+        calling.result(SOON_S)
+    assert time.monotonic() - begun < SOON_S
+    error: RLError = raised.value
+    return error
+
+
+def calls(tmp_path: Path, model: Path) -> dict[str, Callable[[Any], Any]]:
+    def refits(policy: Any) -> None:
+        config = {"backend": "hf", "model_name": str(model)}
+        engine: Any = create_generation(config)
+        try:
+            refit(policy, engine, deadline_s=SOON_S - 5, transport="ipc")
+        finally:
+            engine.shutdown()
+
+    return {
+        "train": train,
+        "score": lambda policy: policy.get_logprobs(batch()),
+        "save": save(tmp_path / "ck"),
+        "refit": refits,
+    }
+
+
+def cases(name: str) -> Iterator[Any]:
+    for layout in LAYOUTS:
+        for call in ("train", "score", "save", "refit"):
+            for victim in (0, 1):
+                few = {"SIGKILL": [("tp2", "train", 1), ("pp2", "save", 0)], "SIGSTOP": []}
+                marks = [] if (layout, call, victim) in few[name] else [pytest.mark.full]
+                if (layout, call) != ("dp2", "score"):  # copies score on their own
+                    yield pytest.param(layout, call, victim, marks=marks)
+
+
+@pytest.mark.parametrize(("layout", "call", "victim"), list(cases("SIGKILL")))
+def test_a_rank_that_is_killed_is_named(start, tiny, tmp_path, layout, call, victim):
+    policy = start(**LAYOUTS[layout])
+    train(policy)
+    policy.save_checkpoint(tmp_path / "ck")
+    before = policy.get_logprobs(batch())["logprobs"]
+    error = fails_in(policy, victim, "SIGKILL", calls(tmp_path, tiny())[call])
+    assert error.details.get("rank") == victim, (error, error.details)
+    with pytest.raises(WorkerDiedError):
+        policy.get_logprobs(batch())
+    again = start(**LAYOUTS[layout], resume_from=str(tmp_path / "ck"))  # what was there is whole
+    assert again.get_logprobs(batch())["logprobs"].equal(before)
+    again.save_checkpoint(tmp_path / "ck")
+    assert [path.name for path in tmp_path.iterdir() if "ck" in path.name] == ["ck"]
+
+
+@pytest.mark.parametrize(("layout", "call", "victim"), list(cases("SIGSTOP")))
+def test_a_rank_that_is_stopped_is_waited_for_no_longer_than_said(
+    start, tiny, tmp_path, layout, call, victim
+):
+    policy = start(**LAYOUTS[layout])
+    train(policy)
+    error = fails_in(policy, victim, "SIGSTOP", calls(tmp_path, tiny())[call])
+    assert "rank" in error.details, error
+
+
+@pytest.mark.parametrize("loss", [NanInARow(), NanInTheGradientOfARow()], ids=["loss", "gradient"])
+@pytest.mark.parametrize(
+    ("layout", "family"),
+    [
+        ({}, "llama"),
+        pytest.param({PIPELINE: 2}, "llama", marks=pytest.mark.full),
+        pytest.param({TENSOR: 2}, "llama", marks=pytest.mark.full),
+        pytest.param({EXPERT: 2}, "qwen3_moe", marks=pytest.mark.full),
+    ],
+    ids=["dp2", "pp2", "tp2", "ep2"],
+)
+def test_what_is_not_finite_on_one_rank_is_refused_by_all(start, tiny, layout, family, loss):
+    policy, marked = start(family, **layout), torch.zeros(8)
+    marked[5] = 1
+    before = policy.get_logprobs(batch())["logprobs"]
+    with pytest.raises(Exception, match="finite"):
+        policy.train(batch(marked=marked), loss, mbs=2)
+    assert policy.get_logprobs(batch())["logprobs"].equal(before)
+    alone = create_policy({**OPTIONS, "model_name": str(tiny(family))})
+    for _ in range(2):
+        assert train(policy)["loss"] == pytest.approx(train(alone)["loss"], rel=1e-5)
+    alone.shutdown()
+    assert len(set(policy._group.attributes("steps"))) == 1
+
+
+def test_a_rank_that_cannot_be_built_ends_the_others(tiny, warm):
+    """Each reads the checkpoint on its own; here they all find the sizes wrong."""
+    with LocalCluster(2, threads=1) as cluster, pytest.raises(RLError, match="3"):
+        create_policy({**OPTIONS, TENSOR: 3, "model_name": str(tiny())}, cluster)
