@@ -16,7 +16,6 @@ import torch
 
 from examples.additions import MAX_NEW_TOKENS, Additions, make_model
 from rl_core import (
-    Cluster,
     ColocatablePolicyInterface,
     GenerationInterface,
     create_generation,
@@ -24,6 +23,7 @@ from rl_core import (
     training_batch,
     validate_log_probability_consistency,
 )
+from rl_core.interfaces import Cluster
 from rl_core.refit import refit
 from rl_losses import GRPOLossFn, NLLLossFn, grpo_advantages
 
