@@ -39,6 +39,7 @@ def main(
     model: Annotated[
         Path | None, typer.Option(help="Checkpoint to start from; a tiny one is made if absent.")
     ] = None,
+    layers: Annotated[int, typer.Option(min=1, help="Of the tiny model that is made.")] = 3,
     steps: Annotated[int, typer.Option(min=1, help="GRPO steps.")] = 100,
     warmup: Annotated[int, typer.Option(min=0, help="Supervised steps before.")] = 75,
     prompts: Annotated[int, typer.Option(min=1, help="Problems per step.")] = 64,
@@ -66,6 +67,7 @@ def main(
                 policy_options=policy_options,
                 generation=generation,
                 model=model,
+                layers=layers,
                 steps=steps,
                 warmup=warmup,
                 prompts=prompts,

@@ -39,6 +39,7 @@ class Settings:
     policy_options: dict[str, Any]
     generation: str
     model: Path | None
+    layers: int
     steps: int
     warmup: int
     prompts: int
@@ -90,7 +91,7 @@ def run(settings: Settings, folder: Path, show: Show) -> Run:
 
     start = time.perf_counter()
     result = Run(settings)
-    model = settings.model or make_model(folder / "model", settings.seed)
+    model = settings.model or make_model(folder / "model", settings.seed, settings.layers)
     task = Additions(AutoTokenizer.from_pretrained(model), settings.seed)
     warm = folder / "warm"
     warm_up(settings, model, task, warm, show)

@@ -112,6 +112,7 @@ def grpo(folder: Path, *options: str, python: str = sys.executable) -> list[dict
     """The steps of a short run of the example, as a newcomer would start it."""
     figures, plot = folder / "figures.json", folder / "curves.png"
     short = ["--steps", "3", "--warmup", "3", "--prompts", "4", "--samples", "4", "--embedded"]
+    short += ["--layers", "2"]
     command = [python, "-m", "examples.grpo", *short, *options, "--json", str(figures)]
     done = subprocess.run(
         [*command, "--plot", str(plot)], cwd=ROOT, capture_output=True, text=True, timeout=280
