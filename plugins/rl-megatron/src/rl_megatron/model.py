@@ -144,6 +144,8 @@ def transformer_config(
         "gradient_accumulation_fusion": fused,
         "persist_layer_norm": False,
         "cross_entropy_loss_fusion": False,
+        # Its default is one that megatron warns of.
+        "cuda_graph_scope": [],
     }
     if recompute != "none":
         settings |= {"recompute_granularity": recompute}
