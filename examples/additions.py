@@ -27,7 +27,7 @@ def make_tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS)
 
 
-def make_model(path: Path, seed: int) -> Path:
+def make_model(path: Path, seed: int, layers: int = 3) -> Path:
     """Writes a randomly initialised Qwen2-shaped checkpoint with its tokenizer to ``path``."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
     from transformers.utils import logging
@@ -38,7 +38,7 @@ def make_model(path: Path, seed: int) -> Path:
         vocab_size=16,
         hidden_size=128,
         intermediate_size=384,
-        num_hidden_layers=3,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=64,

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 #: Where a package that is imported under another name comes from.
-_NAMES = {"rl_core": "./core"} | {f"rl_{n}": f"./plugins/rl-{n}" for n in ("losses", "ray")}
+_PLUGINS = ("hosting", "losses", "ray")
+_NAMES = {"rl_core": "./core"} | {f"rl_{name}": f"./plugins/rl-{name}" for name in _PLUGINS}
 
 
 def require_packages(*modules: str) -> None:
@@ -48,6 +51,29 @@ def check(*, policy: str, generation: str, files: Iterable[Path | None]) -> None
             writable = False
         if not writable or file.is_dir():
             raise ConfigError(f"{file} cannot be written", fix="name a file in a folder of yours")
+
+
+def parse_options(given: Iterable[str]) -> dict[str, Any]:
+    """Keys of a configuration with their values, which are JSON, or text if they are not.
+
+    Args:
+        given: Each such as ``key=2`` or ``key=text``.
+
+    Raises:
+        ConfigError: One has no key.
+    """
+    from rl_core.errors import ConfigError
+
+    options: dict[str, Any] = {}
+    for one in given:
+        key, separator, value = one.partition("=")
+        if not (key and separator):
+            raise ConfigError(f"{one!r} is no option", fix="write key=value")
+        try:
+            options[key] = json.loads(value)
+        except ValueError:
+            options[key] = value
+    return options
 
 
 @contextmanager

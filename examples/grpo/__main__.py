@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import Annotated
 
-from examples.preflight import check, plain_errors, require_packages
+from examples.preflight import check, parse_options, plain_errors, require_packages
 
 require_packages(
     "typer", "rich", "matplotlib", "transformers", "tokenizers", "rl_core", "rl_losses"
@@ -28,10 +28,18 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 @app.command()
 def main(
     policy: Annotated[str, typer.Option(help="Backend that trains.")] = "hf",
+    policy_ranks: Annotated[
+        int, typer.Option(min=1, help="Ranks that train; more than one get processes of their own.")
+    ] = 1,
+    policy_option: Annotated[
+        list[str],
+        typer.Option(metavar="KEY=VALUE", help="Of the policy's config, in JSON or as text."),
+    ] = [],  # noqa: B006
     generation: Annotated[str, typer.Option(help="Backend that generates.")] = "hf",
     model: Annotated[
         Path | None, typer.Option(help="Checkpoint to start from; a tiny one is made if absent.")
     ] = None,
+    layers: Annotated[int, typer.Option(min=1, help="Of the tiny model that is made.")] = 3,
     steps: Annotated[int, typer.Option(min=1, help="GRPO steps.")] = 100,
     warmup: Annotated[int, typer.Option(min=0, help="Supervised steps before.")] = 75,
     prompts: Annotated[int, typer.Option(min=1, help="Problems per step.")] = 64,
@@ -46,14 +54,20 @@ def main(
     """Teaches a model to add, by example and then by reward."""
     if not embedded:
         require_packages("rl_ray")
+    elif policy_ranks > 1:
+        require_packages("rl_hosting")
     with plain_errors():
+        policy_options = parse_options(policy_option)
         check(policy=policy, generation=generation, files=[plot_file, json_file])
         runs = []
         for one_seed in seed:
             settings = Settings(
                 policy=policy,
+                policy_ranks=policy_ranks,
+                policy_options=policy_options,
                 generation=generation,
                 model=model,
+                layers=layers,
                 steps=steps,
                 warmup=warmup,
                 prompts=prompts,

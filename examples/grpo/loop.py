@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ from rl_core import (
     training_batch,
     validate_log_probability_consistency,
 )
+from rl_core.interfaces import Cluster
 from rl_core.refit import refit
 from rl_losses import GRPOLossFn, NLLLossFn, grpo_advantages
 
@@ -33,8 +35,11 @@ class Settings:
     """One run. ``model`` None makes a tiny checkpoint; the rest is as the options say."""
 
     policy: str
+    policy_ranks: int
+    policy_options: dict[str, Any]
     generation: str
     model: Path | None
+    layers: int
     steps: int
     warmup: int
     prompts: int
@@ -86,7 +91,7 @@ def run(settings: Settings, folder: Path, show: Show) -> Run:
 
     start = time.perf_counter()
     result = Run(settings)
-    model = settings.model or make_model(folder / "model", settings.seed)
+    model = settings.model or make_model(folder / "model", settings.seed, settings.layers)
     task = Additions(AutoTokenizer.from_pretrained(model), settings.seed)
     warm = folder / "warm"
     warm_up(settings, model, task, warm, show)
@@ -102,34 +107,60 @@ def run(settings: Settings, folder: Path, show: Show) -> Run:
 
 def warm_up(settings: Settings, model: Path, task: Additions, path: Path, show: Show) -> None:
     """Teaches the format and some of the sums by example; the result is GRPO's start."""
-    policy = create_policy(
-        {
-            "backend": settings.policy,
-            "model_name": str(model),
-            "optimizer": {"lr": 1e-3, "weight_decay": 0.0},
-            "train_micro_batch_size": 64,
-            "seed": settings.seed,
-        }
+    config = {
+        "optimizer": {"lr": 1e-3, "weight_decay": 0.0},
+        "train_micro_batch_size": 64,
+    }
+    with ExitStack() as stack:
+        policy = start_policy(settings, model, config, policy_cluster(settings, stack))
+        stack.callback(policy.shutdown)
+        policy.prepare_for_training()
+        for index in range(settings.warmup):
+            metrics = policy.train(task.solved(task.draw(64)), NLLLossFn())
+            show("warm-up", index + 1, metrics["loss"])
+        policy.save_checkpoint(str(path))
+
+
+def policy_cluster(settings: Settings, stack: ExitStack) -> Cluster | None:
+    """Where the trainer's ranks run; a single one runs in this process."""
+    if settings.policy_ranks == 1:
+        return None
+    if settings.embedded:
+        from rl_hosting import LocalCluster
+
+        return stack.enter_context(LocalCluster(settings.policy_ranks))
+    return stack.enter_context(ray_cluster(settings, settings.policy_ranks, "policy"))
+
+
+def ray_cluster(settings: Settings, workers: int, name: str) -> AbstractContextManager[Cluster]:
+    """Workers of Ray; if it does not run yet, with as many CPUs as all workers together count."""
+    from rl_ray import RayVirtualCluster
+
+    joins = "RAY_ADDRESS" in os.environ
+    counted = max(settings.policy_ranks + 1, os.cpu_count() or 1)
+    return RayVirtualCluster(
+        [workers], name=name, ray_options={} if joins else {"num_cpus": counted}
     )
-    policy.prepare_for_training()
-    for index in range(settings.warmup):
-        metrics = policy.train(task.solved(task.draw(64)), NLLLossFn())
-        show("warm-up", index + 1, metrics["loss"])
-    policy.save_checkpoint(str(path))
-    policy.shutdown()
+
+
+def start_policy(
+    settings: Settings, model: Path, config: dict[str, Any], cluster: Cluster | None
+) -> ColocatablePolicyInterface:
+    """A trainer of a checkpoint; what a person asked for comes last."""
+    given = {"backend": settings.policy, "model_name": str(model), "seed": settings.seed}
+    return create_policy({**given, **config, **settings.policy_options}, cluster)
 
 
 @contextmanager
 def backends(
     settings: Settings, model: Path
 ) -> Iterator[tuple[ColocatablePolicyInterface, GenerationInterface]]:
-    """The trainer in this process, the engine in another (or here, if embedded)."""
+    """The trainer in this process or in one for each rank, the engine in another (or here)."""
     with ExitStack() as stack:
+        ranks = policy_cluster(settings, stack)
         cluster = None
         if not settings.embedded:
-            from rl_ray import RayVirtualCluster
-
-            cluster = stack.enter_context(RayVirtualCluster([1], name="generation"))
+            cluster = stack.enter_context(ray_cluster(settings, 1, "generation"))
         generation = create_generation(
             {
                 "backend": settings.generation,
@@ -142,29 +173,25 @@ def backends(
         )
         stack.callback(generation.shutdown)
         rows = settings.prompts * settings.samples
-        policy = create_policy(
-            {
-                "backend": settings.policy,
-                "model_name": str(model),
-                "temperature": 1.0,
-                "train_global_batch_size": rows // settings.updates,
-                "train_micro_batch_size": rows // settings.updates,
-                "logprob_batch_size": rows,
-                "max_grad_norm": 1.0,
-                "optimizer": {
-                    "lr": settings.learning_rate,
-                    "betas": (0.9, 0.99),
-                    "weight_decay": 0.0,
-                },
-                "scheduler": {
-                    "name": "linear",
-                    "warmup_steps": 10 * settings.updates,
-                    "total_steps": max(settings.steps, 11) * settings.updates,
-                    "min_lr_ratio": 0.1,
-                },
-                "seed": settings.seed,
-            }
-        )
+        config = {
+            "temperature": 1.0,
+            "train_global_batch_size": rows // settings.updates,
+            "train_micro_batch_size": rows // settings.updates,
+            "logprob_batch_size": rows,
+            "max_grad_norm": 1.0,
+            "optimizer": {
+                "lr": settings.learning_rate,
+                "betas": (0.9, 0.99),
+                "weight_decay": 0.0,
+            },
+            "scheduler": {
+                "name": "linear",
+                "warmup_steps": 10 * settings.updates,
+                "total_steps": max(settings.steps, 11) * settings.updates,
+                "min_lr_ratio": 0.1,
+            },
+        }
+        policy = start_policy(settings, model, config, ranks)
         stack.callback(policy.shutdown)
         yield policy, generation
 

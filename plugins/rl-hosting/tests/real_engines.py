@@ -1,27 +1,61 @@
-"""What tests of real engines share: prompts, a trainer, and what an engine's processes hold."""
+"""What tests of real engines share: prompts, trainers, and what an engine's processes hold."""
 
 from __future__ import annotations
 
+import json
 import re
+import subprocess
+import sys
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from rl_core import create_policy
 from rl_core.batch import BatchedDataDict
+from rl_core.refit import refit
+from rl_hosting import LocalCluster
+from rl_losses import NLLLossFn
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 __all__ = [
+    "EVERY_WAY",
+    "RANKS",
     "difference",
     "directories_in",
+    "grpo",
     "hf_policy",
+    "learn",
+    "policy_of_ranks",
     "processes_of",
     "prompts",
+    "refit_every_way",
     "running",
     "shake",
     "shared_by",
     "sockets_in",
 ]
+
+ROOT = Path(__file__).parents[3]
+
+#: Ways of the bytes; each but the delta sends all of them.
+EVERY_WAY: dict[str, dict[str, Any]] = {
+    "ipc": {"verify": "installed"},
+    "delta": {"verify": "installed", "delta": True},
+    "staged": {"verify": "installed", "isolation": "staged", "bucket_bytes": 20_000},
+    "collective": {"verify": "installed", "transport": "collective", "address": "127.0.0.1"},
+}
+#: Sizes of a policy of several ranks, and how many these are.
+RANKS: dict[str, tuple[int, dict[str, int]]] = {
+    "one": (1, {}),
+    "tp2": (2, {"tensor_model_parallel_size": 2}),
+    "pp2": (2, {"pipeline_model_parallel_size": 2}),
+    "dp2": (2, {}),
+    "ep2": (2, {"expert_model_parallel_size": 2}),
+}
 
 
 def prompts(rows: int = 4, width: int = 7) -> BatchedDataDict[Any]:
@@ -36,6 +70,59 @@ def hf_policy(path: Path, **config: Any):
     return create_policy(
         {"backend": "hf", "model_name": str(path), "torch_dtype": "float32", **config}
     )
+
+
+@contextmanager
+def policy_of_ranks(path: Path, ranks: str, **config: Any) -> Iterator[Any]:
+    """A policy of megatron-core; several ranks get processes of their own."""
+    count, sizes = RANKS[ranks]
+    given = {"backend": "megatron", "model_name": str(path), "optimizer": {"lr": 1e-2}}
+    given |= {"train_micro_batch_size": 2, **sizes, **config}
+    if count == 1:
+        policy = create_policy(given)
+        yield policy
+        policy.shutdown()
+        return
+    with LocalCluster(count) as cluster:
+        policy = create_policy(given, cluster)
+        yield policy
+        policy.shutdown()
+
+
+def learn(policy: Any) -> None:
+    """Other weights, wherever they are."""
+    policy.prepare_for_training()
+    data = prompts(4) | {"token_mask": torch.ones(4, 7), "sample_mask": torch.ones(4)}
+    data["input_lengths"] = torch.full((4,), 7)
+    policy.train(data, NLLLossFn())
+
+
+def refit_every_way(policy: Any, engine: Any, ways: dict[str, Any] = EVERY_WAY) -> None:
+    """Other weights each time; the engine then scores as the policy does."""
+    for way, options in ways.items():
+        learn(policy)
+        before = engine.weights_version
+        report = refit(policy, engine, deadline_s=60.0, **options)
+        assert engine.weights_version == policy.weights_version != before, way
+        assert report.receivers == engine.receiver_count, way
+        assert difference(policy, engine.generate(prompts(), greedy=True)) < 1e-4, way
+
+
+def grpo(folder: Path, *options: str, python: str = sys.executable) -> list[dict[str, Any]]:
+    """The steps of a short run of the example, as a newcomer would start it."""
+    figures, plot = folder / "figures.json", folder / "curves.png"
+    short = ["--steps", "3", "--warmup", "3", "--prompts", "4", "--samples", "4", "--embedded"]
+    short += ["--layers", "2"]
+    command = [python, "-m", "examples.grpo", *short, *options, "--json", str(figures)]
+    done = subprocess.run(
+        [*command, "--plot", str(plot)], cwd=ROOT, capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    [run] = json.loads(figures.read_text())
+    assert [step["consistent"] for step in run["steps"]] == [True] * 3
+    assert max(step["logprob_error"] for step in run["steps"]) < 1e-3
+    steps: list[dict[str, Any]] = run["steps"]
+    return steps
 
 
 def difference(policy: Any, output: BatchedDataDict[Any]) -> float:

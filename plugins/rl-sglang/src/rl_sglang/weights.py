@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl_core.errors import CapabilityError, ConfigError
+from rl_core.interfaces import TensorSpec
 from rl_hosting import LoadedSink, LoadedWeights
+from rl_hosting.checkpoint import file_shapes
 from rl_hosting.weights import checkpoint_specs
 from rl_sglang.loading import WITHOUT_REFITS, check_derived
 
@@ -15,9 +17,10 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from rl_core.interfaces import TensorSpec
+__all__ = ["EngineWeights", "ModelSink", "separate_experts"]
 
-__all__ = ["EngineWeights", "ModelSink"]
+#: What the tensors of a stack are made of, for each expert.
+_PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 
 class EngineWeights(LoadedWeights):
@@ -54,7 +57,8 @@ class EngineWeights(LoadedWeights):
 
         # SGLang writes into its own configuration what transformers does not know.
         config = AutoConfig.from_pretrained(self._config.model_path, trust_remote_code=self._trust)
-        return checkpoint_specs(config, self._config.dtype, trust=self._trust)
+        specs = checkpoint_specs(config, self._config.dtype, trust=self._trust)
+        return separate_experts(specs, file_shapes(Path(self._config.model_path)))
 
     def check_loaded(self) -> None:
         """Makes sure, once, that SGLang found all weights: it says nothing of those that it lacks.
@@ -73,6 +77,29 @@ class EngineWeights(LoadedWeights):
     def is_padded(self, module: nn.Module) -> bool:
         """See :meth:`LoadedWeights.is_padded`."""
         return hasattr(module, "org_vocab_size")
+
+
+def separate_experts(
+    specs: Sequence[TensorSpec], files: Mapping[str, tuple[int, ...]]
+) -> list[TensorSpec]:
+    """Experts under the names of the files, one by one, where transformers stacks them.
+
+    SGLang's loaders know these names alone.
+
+    Args:
+        specs: As transformers has them.
+        files: The shapes of a checkpoint's tensors.
+    """
+    found: list[TensorSpec] = []
+    for spec in specs:
+        stack, _, which = spec.name.rpartition(".")
+        parts = _PARTS.get(which, ()) if stack.endswith(".experts") else ()
+        names = [f"{stack}.{n}.{part}.weight" for n in range(spec.shape[0]) for part in parts]
+        if names and all(name in files for name in names):
+            found += [TensorSpec(name, files[name], spec.dtype) for name in names]
+        else:
+            found.append(spec)
+    return found
 
 
 class ModelSink(LoadedSink):

@@ -1,0 +1,138 @@
+"""Policies of megatron-core, of one rank and of several, with every engine.
+
+Engines whose packages exclude each other run in environments of their own: their interpreters are
+in the variable RL_ENGINES, as ``test_engines_side_by_side`` says; ``nox -s rest`` sets it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from real_engines import (
+    RANKS,
+    grpo,
+    learn,
+    policy_of_ranks,
+    prompts,
+    refit_every_way,
+)
+
+from rl_conformance.models import make_tiny_model
+from rl_core import create_generation
+from rl_core.errors import CapabilityError, ManifestMismatchError
+from rl_core.refit import refit
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+PYTHONS = dict(one.split("=", 1) for one in os.environ.get("RL_ENGINES", "").split())
+
+
+def needs_engines(test: Any) -> Any:
+    """Marks what needs engines of other environments."""
+    missing = pytest.mark.skipif(len(PYTHONS) < 2, reason="RL_ENGINES names no two interpreters")
+    return pytest.mark.engine(pytest.mark.full(missing(test)))
+
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed here"
+    ),
+]
+SHARDS = {"vllm": "tensor_parallel_size", "sglang": "tp_size"}
+EXPERTS = {
+    "model_type": "qwen3_moe",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "head_dim": 32,
+    "norm_topk_prob": True,
+    "tie_word_embeddings": False,
+}
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("dense") / "tiny", "qwen2")
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("experts") / "tiny", "qwen3", **EXPERTS)
+
+
+def start(name: str, model: Path, **own: Any) -> Any:
+    """An engine that is awake; one that is not of this environment runs in its own."""
+    config = {"backend": name, "model_name": str(model), "max_new_tokens": 8}
+    config |= {"torch_dtype": "float32"}
+    if name in PYTHONS:
+        config[f"{name}_cfg"] = {"python": PYTHONS[name], **own}
+    engine = create_generation(config)
+    engine.prepare_for_generation()
+    return engine
+
+
+@pytest.fixture(
+    scope="module",
+    params=[(name, workers) for name in SHARDS for workers in (1, 2)],
+    ids=lambda param: "-".join(map(str, param)),
+)
+def engine(request: pytest.FixtureRequest, dense: Path) -> Iterator[Any]:
+    name, workers = request.param
+    engine = start(name, dense, **{SHARDS[name]: workers})
+    yield engine
+    engine.shutdown()
+
+
+@pytest.mark.parametrize("ranks", ["one", "tp2", "pp2"])
+@needs_engines
+def test_every_refit_brings_every_engine_to_the_ranks(engine: Any, dense: Path, ranks: str) -> None:
+    with policy_of_ranks(dense, ranks) as policy:
+        refit(policy, engine, deadline_s=60.0)  # the first of a policy has no delta
+        refit_every_way(policy, engine)
+
+
+@pytest.mark.parametrize("ranks", ["one", "ep2"])
+def test_experts_reach_an_engine_of_their_names(experts: Path, ranks: str) -> None:
+    engine = start("hf", experts)
+    with policy_of_ranks(experts, ranks) as policy:
+        refit_every_way(policy, engine)
+    engine.shutdown()
+
+
+@pytest.mark.parametrize("experts_as", ["stacked", "separate"])
+@pytest.mark.parametrize("ranks", ["one", "ep2"])
+@pytest.mark.parametrize("name", list(SHARDS))
+@needs_engines
+def test_experts_are_exact_or_refused_before_anything_is_written(
+    experts: Path, name: str, ranks: str, experts_as: str
+) -> None:
+    engine = start(name, experts)
+    before = engine.generate(prompts(), greedy=True)
+    with policy_of_ranks(experts, ranks, refit_experts=experts_as) as policy:
+        if (name, experts_as) == ("sglang", "separate"):
+            refit_every_way(policy, engine)
+        else:
+            learn(policy)
+            with pytest.raises((CapabilityError, ManifestMismatchError)):
+                refit(policy, engine, deadline_s=60.0)
+            assert engine.weights_version == 0
+            after = engine.generate(prompts(), greedy=True)
+            assert after["logprobs"].equal(before["logprobs"])
+    engine.shutdown()
+
+
+@pytest.mark.parametrize("name", ["hf", *SHARDS])
+@pytest.mark.parametrize("ranks", ["one", "tp2", "pp2", "dp2"])
+@needs_engines
+def test_grpo_agrees_at_every_step(tmp_path: Path, ranks: str, name: str) -> None:
+    count, sizes = RANKS[ranks]
+    options = [f"--policy-option={key}={value}" for key, value in sizes.items()]
+    who = ["--policy", "megatron", "--policy-ranks", str(count), "--generation", name]
+    grpo(tmp_path, *who, *options, python=PYTHONS.get(name, sys.executable))
