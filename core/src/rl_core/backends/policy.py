@@ -144,7 +144,7 @@ class PolicyBackend(PolicyModel, PolicyRefits):
             DataError: Names the row and what is wrong with it.
         """
         self.ready("get_logprobs")
-        rows = scoring_rows(data, self.limits)
+        rows = self.rows_to_score(data)
         return BatchedDataDict({"logprobs": self._logprobs(rows, micro_batch_size)})
 
     def get_reference_policy_logprobs(
@@ -156,7 +156,7 @@ class PolicyBackend(PolicyModel, PolicyRefits):
             CapabilityError: The weights of the start are not kept.
         """
         self.ready("get_reference_policy_logprobs")
-        rows = scoring_rows(data, self.limits)
+        rows = self.rows_to_score(data)
         with self.reference():
             return BatchedDataDict({"reference_logprobs": self._logprobs(rows, micro_batch_size)})
 
@@ -173,7 +173,7 @@ class PolicyBackend(PolicyModel, PolicyRefits):
             raise self._refuse("top-k logits", "use a backend that declares topk_logits")
         self.ready("get_topk_logits")
         check_k(k, self.limits)
-        rows = scoring_rows(data, self.limits)
+        rows = self.rows_to_score(data)
         shape = (*rows["input_ids"][:, 1:].shape, k)
         values, indices = torch.zeros(shape), torch.zeros(shape, dtype=torch.int64)
         index, parts = self._plan(rows, micro_batch_size)
@@ -183,14 +183,14 @@ class PolicyBackend(PolicyModel, PolicyRefits):
                 indices[where, : top.shape[1]] = chosen.cpu()
         return BatchedDataDict({"topk_logits": values, "topk_indices": indices})
 
+    def rows_to_score(self, data: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
+        """Checks them; ranks that compute together with rows of their own agree on it here."""
+        return scoring_rows(data, self.limits)
+
     def microbatches(
         self, rows: BatchedDataDict[Any], size: int | None
     ) -> Iterator[tuple[torch.Tensor, BatchedDataDict[Any]]]:
         """Rows to score, one microbatch after the other, while the model is in evaluation mode.
-
-        Args:
-            rows: What :func:`~rl_core.backends.policy_rows.scoring_rows` returned.
-            size: Rows of a microbatch; None as configured.
 
         Yields:
             ``[b]`` int64 indices, and those rows as :meth:`forward` takes them.

@@ -15,7 +15,7 @@ from rl_core.backends.policy_rows import scoring_rows
 from rl_core.backends.tensors import NamedTensorSource, module_tensors
 from rl_core.batch import BatchedDataDict
 from rl_core.config import check_config
-from rl_core.errors import CapabilityError, DataError
+from rl_core.errors import CapabilityError
 from rl_core.interfaces import LossInputType
 from rl_hf import saving
 from rl_hf.config import HuggingFaceGenerationConfig, HuggingFacePolicyConfig
@@ -26,7 +26,7 @@ from rl_hf.manifest import BACKEND
 from rl_hf.modeling import load_model, model_device, model_facts
 from rl_hf.placement import Placement
 from rl_hf.reward import reward_scores
-from rl_torch.calibration import Calibration
+from rl_torch.calibration import Calibration, check_calibration
 from rl_torch.checkpoints import load_tokenizer
 from rl_torch.decoding import DEFAULT_MAX_BATCH_SIZE
 from rl_torch.optimizer import Optimizer
@@ -200,14 +200,8 @@ class HuggingFacePolicy(PolicyBackend):
             DataError: There is no row, or ``percentile`` or ``margin`` is out of range.
         """
         self.ready("calibrate_qkv_fp8_scales")
-        if not (0 < percentile <= 100 and margin > 0):
-            raise DataError(
-                f"percentile {percentile} is not in (0, 100], or margin {margin} not above 0",
-                fix="use a percentile such as 99.9 and a margin such as 1.05",
-            )
         rows = scoring_rows(data, self.limits)
-        if not rows.size:
-            raise DataError("there are no rows to observe", fix="pass at least one row")
+        check_calibration(rows.size, percentile, margin)
         calibration = Calibration(include_q=include_q)
         for _, part in self.microbatches(rows, micro_batch_size):
             self._forward.observed(self._sequences(part), calibration)

@@ -18,7 +18,7 @@ from rl_core.backends.model_files import check_remote_code, config_of
 from rl_core.backends.policy import check_policy_config
 from rl_core.backends.policy_rows import scoring_rows
 from rl_core.config import check_config
-from rl_core.errors import CheckpointError, ConfigError, DataError
+from rl_core.errors import CheckpointError, ConfigError
 from rl_core.interfaces import LossInputType
 from rl_core.plugins.hookspecs import map_weight_names, maps_weight_names
 from rl_core.refit import RefitRanks
@@ -43,7 +43,7 @@ from rl_megatron.weights import (
     load_weights,
     owned_pieces,
 )
-from rl_torch.calibration import BINS, Calibration
+from rl_torch.calibration import BINS, Calibration, check_calibration
 from rl_torch.checkpoints import checkpoint_directory, load_tokenizer
 from rl_torch.optimizer import Optimizer
 from rl_torch.reference import make_reference
@@ -158,32 +158,12 @@ class MegatronPolicy(PolicyBackend):
 
     # -- the model ------------------------------------------------------------------------------
 
-    def get_logprobs(
-        self, data: BatchedDataDict[Any], micro_batch_size: int | None = None
-    ) -> BatchedDataDict[Any]:
-        """See :meth:`PolicyBackend.get_logprobs`."""
-        self._check_together(data)
-        return super().get_logprobs(data, micro_batch_size)
-
-    def get_reference_policy_logprobs(
-        self, data: BatchedDataDict[Any], micro_batch_size: int | None = None
-    ) -> BatchedDataDict[Any]:
-        """See :meth:`PolicyBackend.get_reference_policy_logprobs`."""
-        self._check_together(data)
-        return super().get_reference_policy_logprobs(data, micro_batch_size)
-
-    def get_topk_logits(
-        self, data: BatchedDataDict[Any], k: int, micro_batch_size: int | None = None
-    ) -> BatchedDataDict[Any]:
-        """See :meth:`PolicyBackend.get_topk_logits`."""
-        self._check_together(data)
-        return super().get_topk_logits(data, k, micro_batch_size)
-
-    def _check_together(self, data: BatchedDataDict[Any]) -> None:
-        """No rank goes on that would wait for another's experts while that refuses its rows."""
-        if not self._closed and self._parallel.sizes.expert > 1:
-            with self.ranks.all_or_none("checking the rows"):
-                scoring_rows(data, self.limits)
+    def rows_to_score(self, data: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
+        """See :meth:`PolicyBackend.rows_to_score`: copies that share experts compute together."""
+        if self._parallel.sizes.expert == 1:
+            return super().rows_to_score(data)
+        with self.ranks.all_or_none("checking the rows"):
+            return super().rows_to_score(data)
 
     def forward(self, rows: BatchedDataDict[Any], wanted: LossInputType) -> torch.Tensor:
         """See :meth:`PolicyModel.forward`; log-probs are on every rank."""
@@ -296,14 +276,8 @@ class MegatronPolicy(PolicyBackend):
             DataError: There is no row, or ``percentile`` or ``margin`` is out of range.
         """
         self.ready("calibrate_qkv_fp8_scales")
-        if not (0 < percentile <= 100 and margin > 0):
-            raise DataError(
-                f"percentile {percentile} is not in (0, 100], or margin {margin} not above 0",
-                fix="use a percentile such as 99.9 and a margin such as 1.05",
-            )
         rows = scoring_rows(data, self.limits)
-        if not rows.size:
-            raise DataError("there are no rows to observe", fix="pass at least one row")
+        check_calibration(rows.size, percentile, margin)
         seen = Calibration(include_q=include_q)
         parts = [part for _, part in self.microbatches(rows, micro_batch_size)]
         with self.running(training=False):

@@ -12,20 +12,40 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rl_core.errors import TrainingError
+from rl_core.errors import DataError, TrainingError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from torch import nn
 
-__all__ = ["Calibration"]
+__all__ = ["Calibration", "check_calibration"]
 
 #: Largest finite value of float8_e4m3fn.
 E4M3_MAX = 448.0
 #: Mantissa bits of a float32 that a bin does not tell apart.
 COARSE_BITS = 14
 BINS = 1 << (31 - COARSE_BITS)
+
+
+def check_calibration(rows: int, percentile: float, margin: float) -> None:
+    """Checks what a calibration is asked for.
+
+    Args:
+        rows: To observe.
+        percentile: In (0, 100].
+        margin: Above 0.
+
+    Raises:
+        DataError: There is no row, or a number is out of range.
+    """
+    if not (0 < percentile <= 100 and margin > 0):
+        raise DataError(
+            f"percentile {percentile} is not in (0, 100], or margin {margin} not above 0",
+            fix="use a percentile such as 99.9 and a margin such as 1.05",
+        )
+    if not rows:
+        raise DataError("there are no rows to observe", fix="pass at least one row")
 
 
 class Calibration:
