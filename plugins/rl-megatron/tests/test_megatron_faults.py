@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 TENSOR, PIPELINE = "tensor_model_parallel_size", "pipeline_model_parallel_size"
 EXPERT = "expert_model_parallel_size"
 #: Seconds for a call, for a rank that waits for another, and by when a failure must be known.
-DEADLINE_S, PATIENCE_S, SOON_S = 90.0, 5.0, 30.0
+DEADLINE_S, PATIENCE_S, SOON_S = 90.0, 10.0, 40.0
 OPTIONS: dict[str, Any] = {
     "backend": "megatron",
     "optimizer": {"lr": 1e-3, "eps": 1e-3},

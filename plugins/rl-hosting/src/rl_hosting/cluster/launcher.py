@@ -7,13 +7,20 @@ generation, rows dealt to workers, errors of workers) works on both.
 
 from __future__ import annotations
 
+import concurrent.futures
 import time
 import uuid
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from rl_core.errors import CapabilityError, ConfigError, LifecycleError, WorkerDiedError
-from rl_core.futures import wait
+from rl_core.errors import (
+    CapabilityError,
+    ConfigError,
+    LifecycleError,
+    WorkerDiedError,
+    WorkerError,
+)
+from rl_core.futures import as_concurrent, wait
 from rl_core.interfaces import WorkerContext
 
 if TYPE_CHECKING:
@@ -26,6 +33,8 @@ __all__ = ["Launcher", "Workers", "checked_size", "wait_for_all"]
 
 #: Seconds for workers to start, before any model is loaded, and to end by themselves.
 _START_DEADLINE_S, _SHUTDOWN_DEADLINE_S = 300.0, 60.0
+#: Seconds, at most, from a call that failed for want of a peer until that peer's end is known.
+_DEATH_IS_KNOWN_S = 1.0
 
 
 class Launcher(ABC):
@@ -230,7 +239,17 @@ class Workers(ABC):
             WorkerDiedError: A worker's process is gone; names it.
             DeadlineError: The deadline passed.
         """
-        return wait(list(futures), self.call_deadline_s + self.grace_s)
+        waited = [as_concurrent(future) for future in futures]
+        try:
+            return wait(waited, self.call_deadline_s + self.grace_s)
+        except WorkerError as error:
+            # Who lost a peer may say so before it is known that the peer's process is gone.
+            concurrent.futures.wait(waited, timeout=_DEATH_IS_KNOWN_S)
+            failures = [future.exception() for future in waited if future.done()]
+            for failure in failures:
+                if isinstance(failure, WorkerDiedError) and not isinstance(failure, WorkerError):
+                    raise failure from error
+            raise
 
     def shutdown(self) -> bool:
         """Shuts every backend down and ends its process. Idempotent.
