@@ -7,8 +7,8 @@ all of them stay alive and take turns with the same rows; the best round counts.
 engine in this process, and is compared with one plain copy of the model's bytes.
 
 Memory is what a process has to itself (USS), sampled every few milliseconds during a refit and an
-``export_hf`` of new processes, above what it had before, in units of the largest tensor. The bound for rank 0 is one
-tensor and two buckets.
+``export_hf`` of new processes, above what it had before, in units of the largest tensor. The bound
+for rank 0 in a refit is one tensor and two buckets. Peaks shorter than a sample are not seen.
 """
 
 from __future__ import annotations
@@ -252,7 +252,9 @@ def show(results: dict[str, Any]) -> None:
     times = Table("policy", title="training and refits, best round")
     for column in ("step, s", "trained tokens/s", "of hf", "refit, ms", "plain copies"):
         times.add_column(column, justify="right")
-    memory = Table("policy", title=f"growth in largest tensors; bound {results['bound']:.2f}")
+    memory = Table(
+        "policy", title=f"growth in largest tensors; bound of a refit {results['bound']:.2f}"
+    )
     for column in ("refit, rank 0", "others", "export_hf, rank 0", "others"):
         memory.add_column(column, justify="right")
     base = results["policies"]["hf"]["tokens/s"]
