@@ -15,7 +15,6 @@ import pytest
 from real_engines import (
     RANKS,
     grpo,
-    learn,
     policy_of_ranks,
     prompts,
     refit_every_way,
@@ -106,26 +105,28 @@ def test_experts_reach_an_engine_of_their_names(experts: Path, ranks: str) -> No
     engine.shutdown()
 
 
-@pytest.mark.parametrize("experts_as", ["stacked", "separate"])
 @pytest.mark.parametrize("ranks", ["one", "ep2"])
-@pytest.mark.parametrize("name", list(SHARDS))
+@pytest.mark.parametrize("workers", [1, 2])
 @needs_engines
-def test_experts_are_exact_or_refused_before_anything_is_written(
-    experts: Path, name: str, ranks: str, experts_as: str
+def test_experts_reach_sglang_under_the_names_of_files(
+    experts: Path, ranks: str, workers: int
 ) -> None:
-    engine = start(name, experts)
+    engine = start("sglang", experts, tp_size=workers)
     before = engine.generate(prompts(), greedy=True)
-    with policy_of_ranks(experts, ranks, refit_experts=experts_as) as policy:
-        if (name, experts_as) == ("sglang", "separate"):
-            refit_every_way(policy, engine)
-        else:
-            learn(policy)
-            with pytest.raises((CapabilityError, ManifestMismatchError)):
-                refit(policy, engine, deadline_s=60.0)
-            assert engine.weights_version == 0
-            after = engine.generate(prompts(), greedy=True)
-            assert after["logprobs"].equal(before["logprobs"])
+    with policy_of_ranks(experts, ranks) as policy, pytest.raises(ManifestMismatchError):
+        refit(policy, engine, deadline_s=60.0)
+    assert engine.weights_version == 0
+    after = engine.generate(prompts(), greedy=True)
+    assert after["logprobs"].equal(before["logprobs"])
+    with policy_of_ranks(experts, ranks, refit_experts="separate") as policy:
+        refit_every_way(policy, engine)
     engine.shutdown()
+
+
+@needs_engines
+def test_vllm_that_packs_experts_says_so_when_it_is_built(experts: Path) -> None:
+    with pytest.raises(CapabilityError, match="takes no refit"):
+        start("vllm", experts)
 
 
 @pytest.mark.parametrize("name", ["hf", *SHARDS])
