@@ -115,7 +115,9 @@ class MegatronPolicy(PolicyBackend):
     ) -> None:
         """Makes the model, of which everything was checked that can be."""
         self._at = self._parallel.here
-        self.table = Table(architecture, checked.get("refit_experts", "stacked"))
+        self.table = Table(architecture)
+        self._published = read
+        self._sent = Table(architecture, checked.get("refit_experts", "stacked"))
         self._device = model_device()
         self._vocabulary = Vocabulary.of(architecture, self._at)
         self.model = build_model(architecture, self._at, checked)
@@ -363,7 +365,7 @@ class MegatronPolicy(PolicyBackend):
     def _export(self, directory: Path) -> None:
         checkpoint.export(
             directory,
-            self._gathering(dist.group.WORLD),
+            self._gathering(self._published, dist.group.WORLD),
             self._names,
             self._settings,
             self.tokenizer,
@@ -374,12 +376,13 @@ class MegatronPolicy(PolicyBackend):
         """See :meth:`PolicyModel.weight_source`; rank 0 puts tensors together, one by one."""
         self._check_open("weight_source")
         self.on_wake(frozenset({"model"}))
-        gathering = self._gathering(self._parallel.refits)
-        return MegatronSource(self.refit_ranks, gathering, self.table.tied, self.changes.watch())
+        gathering = self._gathering(self._sent, self._parallel.refits)
+        return MegatronSource(self.refit_ranks, gathering, self._sent.tied, self.changes.watch())
 
-    def _gathering(self, group: Any) -> Gathering:
-        dtype = next(self._module.parameters()).dtype
-        return Gathering(self.table, self._parallel.sizes, self._owned, group, dtype, self._device)
+    def _gathering(self, table: Table, group: Any) -> Gathering:
+        owned = owned_pieces(table, self._at, self._module)
+        dtype = owned[0].parameter.dtype
+        return Gathering(table, self._parallel.sizes, owned, group, dtype, self._device)
 
     # -- memory ---------------------------------------------------------------------------------
 
