@@ -9,6 +9,7 @@ are written by processes that it forks off a trainer with threads.
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +34,7 @@ FOLDER = "rl_training/optimizer"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MASTER = "master"
 #: Bytes of a file of weights, at most, unless one tensor is larger.
-SHARD_BYTES = 2 << 30
+FILE_BYTES = 4 << 30
 
 
 def export(
@@ -45,7 +46,7 @@ def export(
     *,
     writes: bool,
 ) -> None:
-    """Writes the weights as a Hugging Face checkpoint; rank 0 holds one file's tensors at a time.
+    """Writes the weights as a Hugging Face checkpoint; rank 0 holds one tensor at a time.
 
     Args:
         directory: Is there. All ranks call it with the same one.
@@ -55,39 +56,55 @@ def export(
         tokenizer: Saved beside the model, if there is one.
         writes: Whether this is rank 0.
     """
+    width = gathering.dtype.itemsize
+    files: list[list[str]] = []
+    room = 0
+    for name, shape in gathering.shapes.items():
+        size = prod(shape) * width
+        if not files or size > room:
+            files.append([])
+            room = FILE_BYTES
+        files[-1].append(name)
+        room -= size
     index: dict[str, str] = {}
-    shard: dict[str, torch.Tensor] = {}
-    total = held = 0
-
-    def flush() -> None:
-        nonlocal held
-        if writes and shard:
-            file = f"model-{len(set(index.values())) + 1:05d}.safetensors"
-            save_file(shard, directory / file, metadata={"format": "pt"})
-            index.update(dict.fromkeys(shard, file))
-        shard.clear()
-        held = 0
-
-    for name in gathering.shapes:
-        tensor = gathering(name)
-        if tensor is None:
-            continue
-        if held and held + tensor.nbytes > SHARD_BYTES:
-            flush()
-        shard[names.get(name, name)] = tensor.cpu().clone()
-        held, total = held + tensor.nbytes, total + tensor.nbytes
-    flush()
+    for number, held in enumerate(files, 1):
+        file = f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        file = file if len(files) > 1 else "model.safetensors"
+        index |= {names.get(name, name): file for name in held}
+        with (directory / file).open("wb") if writes else nullcontext() as stream:
+            if stream is not None:
+                stream.write(
+                    _header({names.get(n, n): gathering.shapes[n] for n in held}, gathering.dtype)
+                )
+            for name in held:
+                tensor = gathering(name)
+                if stream is not None and tensor is not None:
+                    flat = tensor.detach().cpu().contiguous().reshape(-1)
+                    stream.write(flat.view(torch.uint8).numpy().data)
     if not writes:
         return
-    if len(set(index.values())) == 1:
-        (directory / next(iter(index.values()))).rename(directory / "model.safetensors")
-    else:
+    if len(files) > 1:
+        total = sum(prod(shape) for shape in gathering.shapes.values()) * width
         written = {"metadata": {"total_size": total}, "weight_map": index}
         (directory / "model.safetensors.index.json").write_text(json.dumps(written, indent=1))
     dtype = str(gathering.dtype).removeprefix("torch.")
     (directory / "config.json").write_text(json.dumps({**config, "dtype": dtype}, indent=1))
     if tokenizer is not None:
         tokenizer.save_pretrained(directory)
+
+
+def _header(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> bytes:
+    """What a safetensors file begins with: how long this is, and where each tensor lies."""
+    code = {torch.float32: "F32", torch.bfloat16: "BF16"}[dtype]
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for name, shape in shapes.items():
+        end = at + prod(shape) * dtype.itemsize
+        header[name] = {"dtype": code, "shape": shape, "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
 
 
 def save_optimizer(
