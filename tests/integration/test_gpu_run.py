@@ -36,14 +36,14 @@ def test_every_part_has_a_name_and_reports_of_its_own(tmp_path: Path) -> None:
     assert len({part.name for part in parts}) == len(parts)
     reports = [part.report for part in parts if part.report]
     assert len(set(reports)) == len(reports)
-    assert {part.backend for part in parts} == {"hf", "vllm", "sglang"}
+    assert {part.backend for part in parts} == {"hf", "megatron", "vllm", "sglang"}
 
 
 def test_a_rehearsal_runs_the_same_programs_without_a_gpu(tmp_path: Path) -> None:
     real, rehearsed = plan(tmp_path), plan(tmp_path, rehearse=True)
     assert [part.name for part in rehearsed] == [part.name for part in real]
     assert [part.command[:3] for part in rehearsed] == [part.command[:3] for part in real]
-    assert sum("cuda" in part.command for part in real) == 5
+    assert sum("cuda" in part.command for part in real) == 6
     assert not any("cuda" in part.command or part.gpu_gb for part in rehearsed)
 
 
