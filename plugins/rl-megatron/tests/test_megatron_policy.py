@@ -198,7 +198,7 @@ def test_an_export_loads_in_transformers_bit_for_bit(tiny, built, tmp_path, name
 
 
 def test_an_export_in_several_files_is_whole(tiny, built, tmp_path, monkeypatch):
-    monkeypatch.setattr("rl_megatron.checkpoint.SHARD_BYTES", 200_000)
+    monkeypatch.setattr("rl_megatron.checkpoint.FILE_BYTES", 200_000)
     policy = built(MegatronPolicy(str(tiny())))
     policy.export_hf(tmp_path / "out")
     files = sorted((tmp_path / "out").glob("*.safetensors"))
