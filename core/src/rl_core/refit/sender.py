@@ -245,5 +245,5 @@ def _meeting_point() -> dict[str, Any]:
         probe.connect(("192.0.2.1", 9))  # a documentation address: nothing is sent
         host = probe.getsockname()[0]
     with socket.socket() as free:
-        free.bind((host, 0))
+        free.bind(("", 0))  # on all addresses: the caller may name another than this host's first
         return {"host": host, "port": free.getsockname()[1]}
