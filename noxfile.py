@@ -53,7 +53,6 @@ USUAL = {
     "types: mypy": 25,
     "tests: pytest": 730,
     "conformance(hf): suite": 170,
-    "conformance(megatron): suite": 180,
     "conformance(vllm): pytest": 210,
     "conformance(vllm): suite": 370,
     "conformance(sglang): pytest": 90,

@@ -35,7 +35,8 @@ class Sleeper:
         """Frees the device memory. Idempotent."""
         if self._host is not None:
             return
-        self._host = [_bytes(storage).cpu() for storage in self._storages] if self._keeps else []
+        kept = self._storages if self._keeps else []
+        self._host = [_bytes(storage).to("cpu", copy=True) for storage in kept]
         for storage in self._storages:
             storage.resize_(0)
 

@@ -357,10 +357,15 @@ class MegatronPolicy(PolicyBackend):
         """Writes the model alone as a Hugging Face checkpoint; all ranks call it with one path."""
         self._check_open("export_hf")
         with ExitStack() as stack:
-            directory = None
-            if self.ranks.rank == 0:
-                directory = stack.enter_context(write_directory(path))
-            self._export(Path(self.ranks.gather(str(directory))[0]))
+            made = None
+            with self.ranks.all_or_none("an export"):
+                if self.ranks.rank == 0:
+                    made = stack.enter_context(write_directory(path))
+            directory = Path(self.ranks.gather(str(made))[0])
+            with self.ranks.all_or_none("an export"):
+                self._export(directory)
+            with self.ranks.all_or_none("publishing an export"):
+                stack.close()
 
     def _export(self, directory: Path) -> None:
         checkpoint.export(
