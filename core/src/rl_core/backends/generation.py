@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import queue
 import threading
 from abc import abstractmethod
@@ -18,6 +17,7 @@ from rl_core.backends.prompts import (
     Completion,
     ModelFacts,
     PromptBatch,
+    RowStreams,
     SamplingParams,
     assemble_output,
     greedy_params,
@@ -84,7 +84,7 @@ class GenerationBackend(GenerationInterface):
         self._awake: frozenset[str] = frozenset()  # what the user asked for: generate needs all
         self._resident = self.resident_at_first  # what has memory, asked for or not
         self._closed = self._ended = False
-        self._calls = itertools.count()  # that drew from the seed
+        self._streams = RowStreams()
         self._lock = TurnLock()
         self._service: RowService | None = None
         self._service_made = threading.Lock()
@@ -245,16 +245,17 @@ class GenerationBackend(GenerationInterface):
         return output
 
     def _accept(self, data: BatchedDataDict[Any], greedy: bool, method: str) -> _Call:
-        """What is asked for. Calls are numbered in the order in which they begin."""
-        self._check_awake(method)
+        """What is asked for; rows count in the order in which calls begin, refused or not."""
         sampling = greedy_params(self.sampling) if greedy or self.sampling.greedy else self.sampling
         data = repeated(as_batch(data, needed_by=method), sampling.num_samples)
+        first = self._streams.first_of(data, sampling)
+        self._check_awake(method)
         prompts = PromptBatch.from_data(
             data,
             sampling,
             self.facts,
             self.config.get("stop_strings") or (),
-            calls=self._calls,
+            first_stream=first,
         )
         began = None if self.borrows_weights else moment()
         return _Call(data, prompts, sampling, provenance_of(sampling, began))

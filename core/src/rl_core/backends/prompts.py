@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+import threading
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,12 +21,13 @@ from rl_core.errors import DataError
 from rl_core.interfaces import GenerationOutputSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
 __all__ = [
     "Completion",
     "ModelFacts",
     "PromptBatch",
+    "RowStreams",
     "SamplingParams",
     "assemble_output",
     "carried",
@@ -153,7 +155,7 @@ class PromptBatch:
         facts: ModelFacts,
         stop_strings: Sequence[str] = (),
         *,
-        calls: Iterator[int] | None = None,
+        first_stream: int = 0,
     ) -> PromptBatch:
         """Checks a batch and makes prompts of it; rows without room keep a budget of 0.
 
@@ -162,8 +164,8 @@ class PromptBatch:
             sampling: Gives the budget and the seed.
             facts: The model's limits.
             stop_strings: The config's.
-            calls: Numbers the engine's calls; one is taken if rows are to be drawn from the
-                config's seed.
+            first_stream: Of the config's seed, that the first row draws from; see
+                :class:`RowStreams`.
 
         Raises:
             DataError: Names the row and what is wrong with it.
@@ -176,9 +178,7 @@ class PromptBatch:
         seeds = row_integers(data, "seed", rows)
         seeded = seeds is not None or sampling.seed is not None
         if seeds is None:
-            draws = rows and sampling.seed is not None and not sampling.greedy
-            call = next(calls) if calls is not None and draws else 0
-            seeds = row_seeds(sampling.seed, rows, call)
+            seeds = row_seeds(sampling.seed, rows, first_stream)
         return cls(ids, lengths, budgets, _merge_stops(data, stop_strings, rows), seeds, seeded)
 
 
@@ -199,23 +199,44 @@ class Completion:
     truncated: bool
 
 
-def row_seeds(seed: int | None, rows: int, call: int = 0) -> torch.Tensor:
-    """``[rows]`` int64 seeds of one call: a function of its arguments, or fresh without a seed.
+class RowStreams:
+    """Counts the rows that an engine, or a cluster of replicas, is asked for.
+
+    The i-th of them draws from the i-th stream of the configured seed, in whatever calls they come.
+    """
+
+    def __init__(self) -> None:
+        self._asked = 0
+        self._lock = threading.Lock()
+
+    def first_of(self, data: BatchedDataDict[Any], sampling: SamplingParams) -> int:
+        """The stream of the first row of a call; takes one for each row if they draw from them."""
+        own_or_none = sampling.seed is None or sampling.greedy or data.get("seed") is not None
+        return 0 if own_or_none else self.take(data.size)
+
+    def take(self, rows: int) -> int:
+        """The number of the first of the next ``rows`` streams, which nobody else gets."""
+        with self._lock:
+            first = self._asked
+            self._asked += rows
+        return first
+
+
+def row_seeds(seed: int | None, rows: int, first: int = 0) -> torch.Tensor:
+    """``[rows]`` int64 seeds of streams ``first`` and up: a function of its arguments.
 
     Args:
-        seed: The engine's.
+        seed: The engine's; None for fresh streams.
         rows: How many streams.
-        call: Number of the call, so that no two calls of an engine draw from the same streams.
+        first: Number of the first one.
     """
-    if seed is None:
-        base = secrets.randbits(62)
-    elif call == 0:
-        base = seed
-    else:
-        digest = hashlib.blake2b(f"{seed} {call}".encode(), digest_size=8).digest()
-        base = int.from_bytes(digest, "big") >> 1
-    generator = torch.Generator().manual_seed(base)
-    return torch.randint(0, 2**62, (rows,), generator=generator)
+    base = secrets.randbits(62) if seed is None else seed
+
+    def stream(number: int) -> int:
+        digest = hashlib.blake2b(f"{base} {number}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "big") >> 2
+
+    return torch.tensor([stream(first + row) for row in range(rows)], dtype=torch.int64)
 
 
 def _merge_stops(

@@ -49,7 +49,7 @@ class GenerationInterface(ABC):
     ) -> AsyncIterator[tuple[int, BatchedDataDict[GenerationOutputSpec]]]:
         """Yields ``(row index, one-row output)`` as rows finish; the union equals ``generate``.
 
-        Calls count, for the streams of a configured seed, in the order in which they are made.
+        Rows take the streams of a configured seed in the order in which calls are made.
 
         Raises:
             CapabilityError: The backend lacks ``async_generation``.

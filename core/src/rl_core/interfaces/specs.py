@@ -86,8 +86,8 @@ class GenerationConfig(TypedDict):
         eos_token_id: One more stop token (or several). Default: the model's.
         do_sample: False makes every call greedy. Default True.
         repetition_penalty: Divides (if negative, multiplies) the logits of seen tokens. Default 1.
-        seed: Makes sampling reproducible: a fresh engine gives the same tokens to the same calls,
-            each of which draws anew. Default: a fresh seed for each call.
+        seed: Makes sampling reproducible: the i-th row that a new engine is asked for draws from
+            the i-th stream of it, in whatever calls rows come. Default: fresh ones in each call.
         logprobs_mode: ``"processed"`` (of the distribution sampled from, the default) or ``"raw"``
             (log-softmax of the logits).
         max_model_len: Upper bound on prompt plus generated tokens. Default: the model's.

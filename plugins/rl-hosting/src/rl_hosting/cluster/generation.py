@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import time
 import uuid
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from rl_core.backends.inputs import as_batch
 from rl_core.backends.prompts import (
     CONSUMED_KEYS,
     PromptBatch,
+    RowStreams,
     SamplingParams,
     carried,
     greedy_params,
@@ -58,7 +58,7 @@ class RemoteGeneration(RemoteBackend, GenerationInterface):
         self.receiver_count = sum(self._group.attributes("receiver_count"))
         self.facts: ModelFacts = self._group.attributes("facts")[0]
         self.sampling = SamplingParams.from_config(self.config, self.facts)
-        self._calls = itertools.count()  # that drew from the seed
+        self._streams = RowStreams()
         self._loads = Loads(self._group.size)
 
     def _worker_config(self) -> dict[str, Any]:
@@ -186,7 +186,8 @@ class RemoteGeneration(RemoteBackend, GenerationInterface):
         sampling = greedy_params(self.sampling) if greedy or self.sampling.greedy else self.sampling
         data = repeated(as_batch(data, needed_by=method), sampling.num_samples)
         stops = self.config.get("stop_strings") or ()
-        checked = PromptBatch.from_data(data, sampling, self.facts, stops, calls=self._calls)
+        first = self._streams.first_of(data, sampling)
+        checked = PromptBatch.from_data(data, sampling, self.facts, stops, first_stream=first)
         consumed = {key: data[key] for key in data if key in CONSUMED_KEYS}
         seeds = {"seed": checked.seeds} if checked.seeded else {}
         return _Call(

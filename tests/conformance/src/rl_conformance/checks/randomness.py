@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from typing import TYPE_CHECKING, Any
 
@@ -10,12 +11,15 @@ import torch
 from rl_conformance.batches import generated, random_rows
 from rl_conformance.checks.calls import text_row
 from rl_conformance.draws import quantiles, same_draws
-from rl_conformance.expect import require
+from rl_conformance.expect import raises, require
 from rl_conformance.registry import check
 from rl_conformance.statistics import chi_square_p_value
 from rl_core.batch import BatchedDataDict
+from rl_core.errors import DataError
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
     from rl_conformance.context import Context
 
 _SEEDS = [0, 1, 5, 2**31 - 1, 2**31, 2**32 + 5, 2**40 + 3, 2**62 + 9]
@@ -69,6 +73,61 @@ def a_configured_seed_of_any_size_is_one(ctx: Context, seed: int) -> None:
     for first, second in zip(*calls[:2], strict=True):
         same_draws(ctx, second, first)
     _no_row_twice(calls[0][0], calls[2][0], "engines with different seeds")
+
+
+@check("G9")
+def the_ith_row_draws_from_the_ith_stream(ctx: Context) -> None:
+    """In whatever calls rows come, and whatever came in between, sleep included."""
+    data = ctx.prompts(*[5, 7, 3, 6] * 3)
+    whole, parts = (ctx.fresh_generation(seed=11, **_CONFIG) for _ in range(2))
+    whole.prepare_for_generation()
+    expected = generated(data, whole.generate(data))
+    parts.prepare_for_generation()
+    drawn = []
+
+    def draw(first: int, end: int) -> None:
+        rows = data.slice(first, end)
+        drawn.extend(generated(rows, parts.generate(rows)))
+
+    draw(0, 1)
+    draw(1, 2)
+    parts.generate(data.slice(0, 2), greedy=True)
+    seeded: BatchedDataDict[Any] = BatchedDataDict(data.slice(0, 3))
+    seeded["seed"] = torch.tensor([1, 2, 3])
+    parts.generate(seeded)
+    draw(2, 6)
+    refused: BatchedDataDict[Any] = BatchedDataDict(data.slice(6, 8))
+    refused["input_lengths"] = torch.tensor([0, 3])
+    with raises(DataError):
+        parts.generate(refused)
+    drawn.extend(expected[6:8])  # these rows were asked for
+    draw(8, 9)
+    parts.finish_generation()
+    parts.prepare_for_generation()
+    draw(9, 12)
+    same_draws(ctx, drawn, expected)
+
+
+@check("G9", capability="async_generation")
+def streamed_rows_take_their_streams_as_they_are_asked_for(ctx: Context) -> None:
+    """One row per call, many at once, of one prompt: one after the other in the order of calls."""
+    data = ctx.batch([random_rows([5], seed=2)[0]] * 6)
+    whole, parts = (ctx.fresh_generation(seed=12, **_CONFIG) for _ in range(2))
+    for engine in (whole, parts):
+        engine.prepare_for_generation()
+    expected = generated(data, whole.generate(data))
+    streams = [parts.generate_async(data.slice(row, row + 1)) for row in range(6)]
+
+    async def read(stream: AsyncIterator[tuple[int, BatchedDataDict[Any]]]) -> list[int]:
+        [(_, output)] = [item async for item in stream]
+        return generated(data.slice(0, 1), output)[0]
+
+    async def everything() -> list[list[int]]:
+        last_first = [read(stream) for stream in reversed(streams)]
+        return (await asyncio.gather(*last_first))[::-1]
+
+    same_draws(ctx, asyncio.run(everything()), expected)
+    require(len({tuple(row) for row in expected}) == 6, "rows of one prompt draw the same tokens")
 
 
 @check("G9")
@@ -191,6 +250,22 @@ def sample_k_draws_from_seed_plus_k(ctx: Context) -> None:
     for row in range(4):
         distinct = len({tuple(one) for one in drawn[row * count : (row + 1) * count]})
         require(distinct == count, f"{count} samples of row {row} are {distinct} different ones")
+
+
+@check("G17")
+def samples_draw_as_rows_of_their_own(ctx: Context) -> None:
+    """With a configured seed, sample k of row i is what row n * i + k is without samples."""
+    data = ctx.prompts(5, 7)
+    several = ctx.fresh_generation(seed=13, num_samples=3, **_CONFIG)
+    single = ctx.fresh_generation(seed=13, **_CONFIG)
+    drawn = []
+    for engine in (several, single):
+        engine.prepare_for_generation()
+    rows = data.repeat_interleave(3)
+    for first in (0, 1):
+        one = data.slice(first, first + 1)
+        drawn += generated(one.repeat_interleave(3), several.generate(one))
+    same_draws(ctx, drawn, generated(rows, single.generate(rows)))
 
 
 @check("G17")

@@ -12,7 +12,8 @@ import torch
 from rl_conformance.mutants.mutant import breaks
 from rl_conformance.reference.generation import ReferenceGeneration
 from rl_core.backends import generation as frontend
-from rl_core.backends.prompts import repeated, row_seeds
+from rl_core.backends.prompts import RowStreams, repeated, row_seeds
+from rl_core.errors import DataError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -85,6 +86,91 @@ class WithoutASeedItIsFortyTwo(_Seeding):
 
     def other(self, prompts: PromptBatch) -> torch.Tensor:
         return prompts.seeds if prompts.seeded else row_seeds(next(self.calls), len(prompts))
+
+
+_STREAMS = "G9 and stream or G17 and samples_draw"
+
+
+class _Counting(ReferenceGeneration):
+    """Counts rows in its own way."""
+
+    def __init__(self, *args: Any, **config: Any) -> None:
+        super().__init__(*args, **config)
+        self.take = self._streams.take
+        self._streams.take = self.first  # type: ignore[method-assign]
+
+    def first(self, rows: int) -> int:
+        return self.take(rows)
+
+
+@breaks("G9", "G17", checks=_STREAMS)
+class StreamsAreOfTheCall(_Counting):
+    """The n-th call draws from streams that its number is mixed into."""
+
+    def first(self, rows: int) -> int:
+        return self.take(1) * 1000
+
+
+@breaks("G9", "G17", checks=_STREAMS)
+class CallsOverlapByARow(_Counting):
+    """The first row of a call draws from the stream of the last one before it."""
+
+    def first(self, rows: int) -> int:
+        return max(0, self.take(rows) - 1)
+
+
+@breaks("G9", checks=_STREAMS)
+class SleepStartsStreamsOver(_Counting):
+    """Who sleeps forgets which streams were drawn from."""
+
+    def on_sleep(self, tags: frozenset[str]) -> None:
+        super().on_sleep(tags)
+        self._streams = RowStreams()
+
+
+@breaks("G9", checks=_STREAMS)
+class RefusedRowsDoNotCount(_Counting):
+    """A batch that is refused gives its streams back."""
+
+    def _accept(self, *args: Any) -> Any:
+        before = self._streams._asked
+        try:
+            return super()._accept(*args)
+        except DataError:
+            self._streams._asked = before
+            raise
+
+
+@breaks("G9", checks=_STREAMS)
+class GreedyRowsCount(_Counting):
+    """Rows that draw nothing use up streams."""
+
+    def _accept(self, data: Any, greedy: bool, method: str) -> Any:
+        if greedy:
+            self.take(data.size)
+        return super()._accept(data, greedy, method)
+
+
+@breaks("G9", checks=_STREAMS)
+class RowsWithSeedsCount(_Counting):
+    """Rows that bring a seed use up streams, too."""
+
+    def _accept(self, data: Any, greedy: bool, method: str) -> Any:
+        if "seed" in data:
+            self.take(data.size)
+        return super()._accept(data, greedy, method)
+
+
+@breaks("G9", checks=_STREAMS)
+class StreamsAreTakenWhenRead(_Counting):
+    """A stream of rows takes its streams when it is first iterated over."""
+
+    def generate_async(self, data: Any, greedy: bool = False) -> Any:
+        async def late() -> Any:
+            async for item in ReferenceGeneration.generate_async(self, data, greedy):
+                yield item
+
+        return late()
 
 
 @breaks("G9", "G17", checks="G9 and (differ or engines) or G17")
