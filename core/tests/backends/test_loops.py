@@ -57,9 +57,15 @@ def test_calls_that_draw_nothing_from_the_seed_do_not_count(make):
     other.generate(prompts([5]), greedy=True)
     other.generate(prompts([5], seed=torch.tensor([1])))
     other.generate(prompts())
+    assert [drawn(other.generate(prompts([5], [6]))) for _ in range(2)] == expected
+
+
+def test_rows_that_are_refused_count(make):
+    [_, second] = drawn(make(seed=3).generate(prompts([5], [6])))
+    other = make(seed=3)
     with pytest.raises(DataError):
         other.generate(prompts([]))
-    assert [drawn(other.generate(prompts([5], [6]))) for _ in range(2)] == expected
+    assert drawn(other.generate(prompts([6]))) == [second]
 
 
 def test_asynchronous_calls_count_as_they_are_made_not_as_they_are_read(make):
