@@ -67,3 +67,8 @@ def test_stacked_experts_have_the_names_of_the_files():
     found = separate_experts([stacked, other], files)
     assert found == [*(TensorSpec(name, (3, 4), "bfloat16") for name in files), other]
     assert separate_experts([stacked, other], {stacked.name: stacked.shape}) == [stacked, other]
+
+
+def test_a_tensor_without_dimensions_is_no_stack():
+    scalar = TensorSpec("mlp.act_fn.alpha", (), "float32")
+    assert separate_experts([scalar], {scalar.name: ()}) == [scalar]

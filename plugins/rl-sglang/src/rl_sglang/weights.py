@@ -94,7 +94,8 @@ def separate_experts(
     for spec in specs:
         stack, _, which = spec.name.rpartition(".")
         parts = _PARTS.get(which, ()) if stack.endswith(".experts") else ()
-        names = [f"{stack}.{n}.{part}.weight" for n in range(spec.shape[0]) for part in parts]
+        experts = range(spec.shape[0]) if parts else ()
+        names = [f"{stack}.{n}.{part}.weight" for n in experts for part in parts]
         if names and all(name in files for name in names):
             found += [TensorSpec(name, files[name], spec.dtype) for name in names]
         else:
