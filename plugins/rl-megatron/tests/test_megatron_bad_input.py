@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -25,7 +27,6 @@ from rl_megatron.weights import owned_pieces
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -351,6 +352,21 @@ def test_whatever_fails_later_leaves_nothing(tiny, built, monkeypatch, name):
         nothing_left()
     policy = built(MegatronPolicy(str(tiny())))
     assert policy.train(training_batch((5, 3)), NegativeLogLikelihood())["grad_norm"] > 0
+
+
+def test_shutdown_ends_the_threads_of_all_groups(tiny):
+    def trained() -> MegatronPolicy:
+        policy = MegatronPolicy(str(tiny()))
+        policy.train(training_batch((5, 3)), NegativeLogLikelihood())
+        policy.shutdown()
+        return policy
+
+    trained()  # gloo keeps a thread for the process from then on
+    gc.collect()
+    before = len(list(Path("/proc/self/task").iterdir()))
+    policy = trained()
+    assert len(list(Path("/proc/self/task").iterdir())) == before
+    policy.shutdown()
 
 
 def test_a_checkpoint_that_is_not_there_leaves_nothing(tiny, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -141,8 +142,14 @@ class ParallelState:
             self._end()
 
     def _end(self) -> None:
-        """Torch is as it was before."""
+        """Torch is as it was before, and no thread or socket of the groups is left."""
+        for name in ("messages", "refits"):
+            if name in self.__dict__:
+                dist.destroy_process_group(self.__dict__.pop(name))
+        if "ranks" in self.__dict__:
+            self.ranks.close()
         if self._owns_groups:
             parallel_state.destroy_model_parallel()
         if self._owns_default_group and dist.is_initialized():
             dist.destroy_process_group()
+        gc.collect()  # a model holds groups, and is in circles of references

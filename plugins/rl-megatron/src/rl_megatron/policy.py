@@ -427,7 +427,7 @@ class MegatronPolicy(PolicyBackend):
         for name in ("_generation", "_sleepers"):
             self.__dict__.pop(name, None)
         self._optimizer = None
-        del self.model, self._forward, self._owned
+        del self.model, self._forward, self._owned, self._vocabulary
         self._parallel.leave()
 
 
