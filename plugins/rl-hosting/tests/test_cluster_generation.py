@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_core.backends import ModelFacts
+from rl_core.backends.prompts import row_seeds
 from rl_core.batch import BatchedDataDict
-from rl_core.errors import WeightsTornError
+from rl_core.errors import DataError, WeightsTornError
 from rl_hosting.cluster.generation import RemoteGeneration
 from rl_hosting.cluster.sharding import Loads
 
@@ -33,6 +34,7 @@ class Replicas:
         self.versions = versions
         self.size = len(versions)
         self.calls: list[list[int]] = [[] for _ in versions]
+        self.seeds: dict[int, int] = {}
         self._refit = refit
         self._counter = itertools.count(1)
 
@@ -46,6 +48,7 @@ class Replicas:
         self._refit(next(self._counter))
         first = data["input_ids"][:, 0]
         self.calls[rank] += first.tolist()
+        self.seeds |= dict(zip(first.tolist(), data.get("seed", first).tolist(), strict=True))
         rows = len(first)
         done.set_result(
             BatchedDataDict(
@@ -65,9 +68,9 @@ class Replicas:
         return [future.result(0) for future in futures]
 
 
-def backend(replicas: Replicas) -> RemoteGeneration:
+def backend(replicas: Replicas, **config: Any) -> RemoteGeneration:
     made = RemoteGeneration.__new__(RemoteGeneration)
-    made.config = {"max_new_tokens": 1}
+    made.config = {"max_new_tokens": 1, **config}
     made._group = replicas  # type: ignore[assignment]
     made._connect()
     return made
@@ -122,6 +125,21 @@ def test_a_single_row_goes_to_the_replica_with_the_least_to_do():
         generation.generate(prompts(token))
     [busy] = held
     assert replicas.calls[busy] == []
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_row_i_draws_from_stream_i_on_any_number_of_replicas(size):
+    replicas = Replicas([1] * size)
+    generation = backend(replicas, seed=5)
+    generation.generate(prompts(10))
+    generation.generate(prompts(11, 12, 13))
+    generation.generate(prompts(40), greedy=True)
+    with pytest.raises(DataError):
+        generation.generate(prompts(100))  # beyond the vocabulary
+    generation.generate(prompts(15, 16))
+    streams = row_seeds(5, 7).tolist()
+    drawn = {row: replicas.seeds[row] for row in (10, 11, 12, 13, 15, 16)}
+    assert drawn == {10 + i: streams[i] for i in (0, 1, 2, 3, 5, 6)}
 
 
 @given(

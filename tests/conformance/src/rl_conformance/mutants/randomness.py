@@ -129,6 +129,15 @@ class SleepStartsStreamsOver(_Counting):
 
 
 @breaks("G9", checks=_STREAMS)
+class RefitsStartStreamsOver(_Counting):
+    """With new weights the streams begin anew."""
+
+    def invalidate_kv_cache(self) -> bool:
+        self._streams = RowStreams()
+        return super().invalidate_kv_cache()
+
+
+@breaks("G9", checks=_STREAMS)
 class RefusedRowsDoNotCount(_Counting):
     """A batch that is refused gives its streams back."""
 
