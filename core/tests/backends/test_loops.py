@@ -208,7 +208,7 @@ Scorer.__abstractmethods__ = frozenset()  # type: ignore[attr-defined]
 def test_a_refit_the_wrong_way_round_is_refused(make):
     engine, policy = make(), Scorer()
     for pair in ((engine, policy), (engine, engine), (policy, policy), (policy, "engine")):
-        with pytest.raises(ConfigError, match="the trainer first, then the engine"):
+        with pytest.raises(ConfigError, match="the trainer, or its module, comes first"):
             refit(*pair)
     policy._sender.close()
 

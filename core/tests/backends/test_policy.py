@@ -13,10 +13,10 @@ from torch import distributed as dist
 
 from rl_core.backends import PolicyBackend, RowLimits
 from rl_core.backends.ranks import RankGroup
-from rl_core.backends.tensors import NamedTensorSource, module_tensors
 from rl_core.batch import BatchedDataDict
 from rl_core.errors import CapabilityError, CheckpointError, LifecycleError, TrainingError
 from rl_core.interfaces import DataParallelRank, LossFunction, LossInputType
+from rl_core.refit.tensors import NamedTensorSource, module_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -9,11 +9,11 @@ import torch
 from simple_pair import Engine, InPlaceSink, blank, make_persistent, same
 
 from rl_core.backends import PolicyRefits
-from rl_core.backends.tensors import NamedTensorSource
 from rl_core.errors import ConfigError, PluginError
 from rl_core.plugins.discovery import HOOKS
 from rl_core.plugins.registry import resolve
 from rl_core.refit import refit
+from rl_core.refit.tensors import NamedTensorSource
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -19,7 +19,6 @@ import torch
 from fuzz_choices import AWKWARD, Choices, bent, plain
 from simple_pair import DictSink, DictSource
 
-from rl_core.backends.tensors import tensor_specs
 from rl_core.errors import RefitProtocolError, RLError
 from rl_core.interfaces import TensorSpec
 from rl_core.refit import RefitReceiver, RefitSender, SendOptions, WeightManifest, _send_job, frames
@@ -41,6 +40,7 @@ from rl_core.refit.session import (
     Send,
     SenderSession,
 )
+from rl_core.refit.tensors import tensor_specs
 from rl_core.refit.transports.base import NoLane
 from rl_core.refit.transports.ipc import IPC
 from rl_core.refit.transports.memory import SharedRegion

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 
-from rl_core.backends.tensors import tensor_specs
 from rl_core.interfaces import TensorSpec, WeightSink, WeightSource
 from rl_core.refit import RefitReceiver, RefitSender, refit
 from rl_core.refit._job import Runtime
+from rl_core.refit.tensors import tensor_specs
 
 if TYPE_CHECKING:
     import concurrent.futures

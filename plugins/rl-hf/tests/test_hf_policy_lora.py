@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from rl_core.backends.tensors import NamedTensorSource, module_tensors
 from rl_core.batch import BatchedDataDict
 from rl_core.errors import ConfigError, LifecycleError
+from rl_core.refit.tensors import NamedTensorSource, module_tensors
 from rl_hf.policy import HuggingFacePolicy
 from rl_losses import NLLLossFn
 

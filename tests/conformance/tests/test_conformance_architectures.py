@@ -17,9 +17,9 @@ from rl_conformance.architectures.table import ARCHITECTURES, choose
 from rl_conformance.architectures.trial import try_architectures
 from rl_conformance.reference import reference_target
 from rl_conformance.reference.generation import ReferenceGeneration
-from rl_core.backends.tensors import NamedTensorSink
 from rl_core.cli import main
 from rl_core.errors import CapabilityError, ConfigError
+from rl_core.refit.tensors import NamedTensorSink
 
 if TYPE_CHECKING:
     from pathlib import Path

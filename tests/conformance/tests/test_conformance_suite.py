@@ -26,9 +26,9 @@ from rl_conformance.reports import from_json
 from rl_conformance.run import run, select
 from rl_conformance.settings import Settings
 from rl_conformance.statistics import chi_square_p_value
-from rl_core.backends.tensors import NamedTensorSink, NamedTensorSource
 from rl_core.errors import ConfigError
 from rl_core.plugins.manifest import GENERATION_CAPABILITIES, POLICY_CAPABILITIES
+from rl_core.refit.tensors import NamedTensorSink, NamedTensorSource
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -5,12 +5,12 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import TYPE_CHECKING, Any
 
-from rl_core.backends._sources import GuardedSource, WeightChanges
 from rl_core.backends.admission import Admission
 from rl_core.errors import CapabilityError, ConfigError
 from rl_core.interfaces import ColocatablePolicyInterface
 from rl_core.plugins.hookspecs import map_weight_names, maps_weight_names
 from rl_core.refit import DEFAULT_DEADLINE_S, GatheredSource, RefitSender, SendOptions
+from rl_core.refit._sources import GuardedSource, WeightChanges
 from rl_core.refit.options import MAX_DEADLINE_S, rank_call_id
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ needs::
         return {"NCCL_DEBUG": "WARN"} if kind == "policy" else None
 
 A hook that raises is reported under the name of its plugin: as an error where the result matters
-(``validate_config``, ``worker_environment``, ``weight_name_mappers``), in the log for observers
-(``on_event``), as a finding in ``rl backends doctor``.
+(``validate_config``, ``worker_environment``, ``weight_name_mappers``, ``weight_source``), in the
+log for observers (``on_event``), as a finding in ``rl backends doctor``.
 """
 
 from __future__ import annotations
@@ -24,12 +24,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import pluggy
 
-from rl_core.errors import ConfigError, PluginError
+from rl_core.errors import CapabilityError, ConfigError, PluginError
 from rl_core.plugins.discovery import HOOKS, load_object, providers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+    from torch import nn
+
+    from rl_core.interfaces import WeightSource
     from rl_core.plugins.manifest import BackendManifest, Kind
 
 __all__ = [
@@ -43,6 +46,7 @@ __all__ = [
     "map_weight_names",
     "maps_weight_names",
     "validate_config",
+    "weight_source_of",
     "worker_environment",
 ]
 
@@ -107,6 +111,13 @@ class HookSpecs:
         """
 
     @hookspec
+    def weight_source(self, module: nn.Module) -> WeightSource | None:
+        """Returns what a refit reads of a module that this plugin knows, such as one with adapters.
+
+        It is called for each ``refit(module, ...)``; tensors are under the checkpoint's names.
+        """
+
+    @hookspec
     def on_event(self, event: Event) -> None:
         """Observes an event."""
 
@@ -155,8 +166,8 @@ def _outcomes(
                 yield name, found, None
         except Exception as error:
             named: Exception  # the same failure under the name of its plugin
-            if isinstance(error, ConfigError):
-                named = ConfigError(f"{name}: {error.message}", fix=error.fix, **error.details)
+            if isinstance(error, ConfigError | CapabilityError):  # the caller's to mend
+                named = type(error)(f"{name}: {error.message}", fix=error.fix, **error.details)
             else:
                 named = PluginError(
                     f"{name}: its hook {hook} raised {type(error).__name__}: {error}",
@@ -259,6 +270,24 @@ def map_weight_names(names: Sequence[str], manifest: BackendManifest) -> dict[st
                 plugin=plugin,
             )
     return {name: new for name, (_, new) in wanted.items()}
+
+
+def weight_source_of(module: nn.Module) -> WeightSource | None:
+    """What a plugin reads a module with; None if no plugin knows it.
+
+    Raises:
+        PluginError: Two plugins do, or one is broken.
+    """
+    found = list(_results("weight_source", module=module))
+    if len(found) > 1:
+        for _, source in found:
+            source.close()
+        raise PluginError(
+            f"{' and '.join(plugin for plugin, _ in found)} both say how {type(module).__name__} "
+            "is refit from",
+            fix="uninstall one of them",
+        )
+    return found[0][1] if found else None
 
 
 def emit(name: str, /, **data: Any) -> None:

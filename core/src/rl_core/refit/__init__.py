@@ -13,6 +13,7 @@ from typing import Any
 
 from rl_core.refit._driver import refit
 from rl_core.refit.manifest import WeightManifest
+from rl_core.refit.modules import ModuleReceiver, ModuleSender
 from rl_core.refit.options import DEFAULT_BUCKET_BYTES, DEFAULT_DEADLINE_S, SendOptions
 from rl_core.refit.ranks import GatheredSource, RefitRanks
 from rl_core.refit.receiver import RefitReceiver
@@ -23,6 +24,8 @@ __all__ = [
     "DEFAULT_BUCKET_BYTES",
     "DEFAULT_DEADLINE_S",
     "GatheredSource",
+    "ModuleReceiver",
+    "ModuleSender",
     "RefitRanks",
     "RefitReceiver",
     "RefitReport",

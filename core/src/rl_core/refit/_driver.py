@@ -10,6 +10,8 @@ import weakref
 from ipaddress import ip_address
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
 from rl_core.errors import (
     ConfigError,
     DeadlineError,
@@ -22,8 +24,9 @@ from rl_core.errors import (
     RLError,
 )
 from rl_core.futures import as_concurrent, wait
-from rl_core.interfaces import GenerationInterface, PolicyInterface
+from rl_core.interfaces import GenerationInterface, PolicyInterface, WeightSource
 from rl_core.plugins import hookspecs
+from rl_core.refit.modules import ModuleSender, Rename, receiving_end, sending_end
 from rl_core.refit.options import SendOptions
 from rl_core.refit.report import RefitReport
 from rl_core.refit.session import Phase
@@ -39,9 +42,10 @@ _told: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def refit(
-    policy: ColocatablePolicyInterface,
-    generation: GenerationInterface,
+    policy: ColocatablePolicyInterface | nn.Module | WeightSource,
+    generation: GenerationInterface | nn.Module,
     *,
+    rename: Rename | None = None,
     retries: int = 0,
     address: str | None = None,
     **options: Any,
@@ -49,8 +53,11 @@ def refit(
     """Gives the policy's weights to the engine, and returns once they serve.
 
     Args:
-        policy: The trainer, embedded or in workers.
-        generation: The engine, embedded or in workers; all of its replicas commit or none.
+        policy: The trainer, embedded or in workers. Or the module that somebody else trains, or a
+            source of weights: see :mod:`rl_core.refit.modules`.
+        generation: The engine, embedded or in workers; all of its replicas commit or none. Or the
+            module that somebody else generates with, which is written to in place.
+        rename: For a module: gives its tensors the checkpoint's names; None leaves one out.
         retries: How often to try again after a transfer that failed, before ``deadline_s`` have
             passed since the first attempt; what was verified and written in place is
             not sent again.
@@ -66,13 +73,15 @@ def refit(
     Warns, once for each engine, if it samples at another temperature than the policy scores at.
 
     Raises:
+        CapabilityError: A module's tensors are not whole, or not what an engine has.
         ConfigError: An option is unknown or not legal, or the two are given the other way round.
         ManifestMismatchError: The two disagree on the tensors; nothing was touched.
         RefitError: The transfer failed; if the engine is torn, it takes another refit.
         DeadlineError: Neither side said why it is late.
     """
     _check_order(policy, generation)
-    warn_of_temperatures(policy, generation)
+    sender, receiver = sending_end(policy, rename), receiving_end(generation)
+    warn_of_temperatures(sender, receiver)
     options.setdefault("receivers", getattr(generation, "receiver_count", 1))
     chosen = SendOptions.of(options)
     attempt, end = 1, time.monotonic() + chosen.deadline_s
@@ -80,7 +89,7 @@ def refit(
     hookspecs.emit("refit_started", verify=chosen.verify, isolation=chosen.isolation)
     while True:
         try:
-            report = _attempt(policy, generation, chosen, options, address, attempt)
+            report = _attempt(sender, receiver, chosen, options, address, attempt)
         except Exception as error:
             if isinstance(error, LifecycleError):  # the weights changed while they were sent
                 may_pass = error.details.get("phase") in (Phase.TRANSFER, Phase.SEAL)
@@ -101,14 +110,18 @@ def refit(
         return report
 
 
+_SENDS, _TAKES = "stream_weights_via_ipc_zmq", "update_weights_via_ipc_zmq"
+
+
 def _check_order(policy: Any, generation: Any) -> None:
-    sends, takes = "stream_weights_via_ipc_zmq", "update_weights_via_ipc_zmq"
+    sends = isinstance(policy, nn.Module | WeightSource) or hasattr(policy, _SENDS)
+    takes = isinstance(generation, nn.Module) or hasattr(generation, _TAKES)
     swapped = isinstance(policy, GenerationInterface) or isinstance(generation, PolicyInterface)
-    if swapped or not hasattr(policy, sends) or not hasattr(generation, takes):
+    if swapped or not sends or not takes:
         raise ConfigError(
             f"refit(policy, generation) got a {type(policy).__name__} that is to send weights, and "
             f"a {type(generation).__name__} that is to take them",
-            fix="call refit(policy, generation): the trainer first, then the engine",
+            fix="call refit(policy, generation): the trainer, or its module, comes first",
         )
 
 
@@ -239,7 +252,8 @@ def warn_of_temperatures(policy: Any, generation: Any) -> None:
     sampling = getattr(generation, "sampling", None)
     theirs = None if sampling is None or sampling.greedy else sampling.temperature
     ours = float(getattr(policy, "config", {}).get("temperature", 1.0))
-    if theirs is None or theirs == ours or generation in _told:
+    unknown = theirs is None or isinstance(policy, ModuleSender)
+    if unknown or theirs == ours or generation in _told:
         return
     _told.add(generation)
     warnings.warn(

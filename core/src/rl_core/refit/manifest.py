@@ -219,7 +219,8 @@ def _mismatch(notes: Mapping[str, str] | None = None, **faults: list[str]) -> No
     kinds = ("missing", "unexpected", "misshaped", "mistyped", "duplicate", "untied")
     raise ManifestMismatchError(
         "trainer and engine disagree on the tensors; nothing was written\n" + "\n".join(lines),
-        fix="load the same model on both sides; error.details lists all names",
+        fix="load the same model on both sides, or give refit(module, engine) a rename; "
+        "error.details lists all names",
         phase="DISCOVER",
         **{kind: faults.get(kind, []) for kind in kinds},
     )

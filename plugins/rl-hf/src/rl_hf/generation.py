@@ -8,9 +8,9 @@ import torch
 
 from rl_core.backends import GenerationBackend
 from rl_core.backends.model_files import check_stop_strings
-from rl_core.backends.tensors import NamedTensorSink, module_tensors
 from rl_core.config import check_config
 from rl_core.errors import ConfigError
+from rl_core.refit.tensors import NamedTensorSink, module_tensors
 from rl_hf.config import HuggingFaceGenerationConfig
 from rl_hf.decoders import decoding_engine
 from rl_hf.modeling import load_model, model_device, model_facts

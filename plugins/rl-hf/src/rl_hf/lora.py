@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 
-from rl_core.backends.tensors import NamedTensorSource, module_tensors, tensor_specs
-from rl_core.errors import ConfigError
+from rl_core.errors import CapabilityError, ConfigError
+from rl_core.refit.tensors import NamedTensorSource, module_tensors, tensor_specs
 from rl_torch.reference import Reference
 
 if TYPE_CHECKING:
@@ -20,9 +20,7 @@ if TYPE_CHECKING:
 
     from rl_core.interfaces import TensorSpec
 
-__all__ = ["BaseWeights", "MergedWeightSource", "add_adapters", "merged_state"]
-
-ADAPTER = "default"
+__all__ = ["BaseWeights", "MergedWeightSource", "add_adapters", "has_adapters", "merged_state"]
 
 
 def add_adapters(model: PreTrainedModel, config: Mapping[str, Any], *, seed: int) -> nn.Module:
@@ -62,19 +60,7 @@ def add_adapters(model: PreTrainedModel, config: Mapping[str, Any], *, seed: int
             fix="name modules of this model in lora.target_modules, or use 'all-linear'",
             key="lora.target_modules",
         ) from error
-    # A merged weight has one value, and tied modules with one adapter between them have two.
-    base = wrapped.get_base_model()
-    adapted = _adapted(base)
-    owners: dict[str, str] = {}
-    for spec in tensor_specs(module_tensors(base)):
-        module = spec.name.rsplit(".base_layer.", 1)[0].removesuffix(".weight")
-        other = owners.setdefault(spec.alias_of or spec.name, module)
-        if other != module and {module, other} & adapted.keys():
-            raise ConfigError(
-                f"{other} and {module} share one weight, so an adapter of either cannot be merged",
-                fix="leave both out of lora.target_modules, or untie them in the checkpoint",
-                key="lora.target_modules",
-            )
+    _check_ties(wrapped.get_base_model())
     adapted_model: nn.Module = wrapped
     return adapted_model
 
@@ -82,30 +68,49 @@ def add_adapters(model: PreTrainedModel, config: Mapping[str, Any], *, seed: int
 class MergedWeightSource(NamedTensorSource):
     """The full weights with the adapters added in, one tensor at a time, under base names.
 
+    They are what the model computes with now: those of the active adapters, of modules that are
+    trained whole (``modules_to_save``), and without any where adapters are disabled.
     ``weight + B A * alpha / r`` is made when it is asked for; the model is not touched. Weights
-    without an adapter are given as they are and declared as frozen.
+    that nothing trains are declared as frozen.
 
     Args:
-        model: What :func:`add_adapters` returned.
+        model: What :func:`add_adapters` or peft returned, or a module with such layers.
+
+    Raises:
+        CapabilityError: Its adapters are not a sum of weights, or not of a kind that is known.
+        ConfigError: An adapted weight is tied to another module's.
     """
 
     def __init__(self, model: Any) -> None:
-        base = model.get_base_model()
-        layers = _adapted(base)
-        self._layers = {f"{name}.weight": layer for name, layer in layers.items()}
-        inside = tuple(f"{name}." for name in layers)
-        super().__init__(
-            {
-                name.replace(".base_layer.", ".") if name.startswith(inside) else name: tensor
-                for name, tensor in module_tensors(base).items()
-                if ".base_layer." in name or not name.startswith(inside)
-            }
-        )
+        from peft.utils.other import ModulesToSaveWrapper
+
+        base = getattr(model, "get_base_model", lambda: model)()
+        _check_ties(base)
+        self._updates: dict[str, tuple[Any, list[str]]] = {}
+        tensors: dict[str, Any] = {}
+        kept: dict[str, str] = {}  # the prefix of what is read, by that of the module
+        for name, layer in _adapted(base).items():
+            kept[name] = f"{name}.base_layer"
+            if active := _active(name, layer):
+                self._updates[f"{name}.weight"] = layer, active
+        for name, part in base.named_modules():
+            if isinstance(part, ModulesToSaveWrapper):
+                whole = not part.disable_adapters and part.active_adapters
+                kept[name] = (
+                    f"{name}.modules_to_save.{whole[0]}" if whole else f"{name}.original_module"
+                )
+        for name, tensor in module_tensors(base).items():
+            inside = next((module for module in kept if name.startswith(f"{module}.")), None)
+            if inside is None:
+                tensors[name] = tensor
+            elif name.startswith(f"{kept[inside]}."):
+                tensors[inside + name.removeprefix(kept[inside])] = tensor
+        super().__init__(tensors)
 
     def specs(self) -> Sequence[TensorSpec]:
         """See :meth:`WeightSource.specs`."""
         return [
-            msgspec.structs.replace(spec, trainable=spec.name in self._layers)
+            msgspec.structs.replace(spec, trainable=spec.trainable or spec.name in self._updates)
             for spec in super().specs()
         ]
 
@@ -114,13 +119,24 @@ class MergedWeightSource(NamedTensorSource):
         """See :meth:`WeightSource.tensors`."""
         for name, base in super().tensors(names):
             tensor = base
-            if name in self._layers:
-                update = self._layers[name].get_delta_weight(ADAPTER)
-                tensor = (base + update).to(base.dtype)
+            if name in self._updates:
+                layer, active = self._updates[name]
+                for adapter in active:
+                    tensor = tensor + layer.get_delta_weight(adapter)
+                tensor = tensor.to(base.dtype)
             yield name, tensor
 
     def persistent(self) -> None:
         """None: what is merged is made when it is asked for."""
+
+
+def has_adapters(module: nn.Module) -> bool:
+    """Whether peft has changed anything in a module."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    kinds = (BaseTunerLayer, AuxiliaryTrainingWrapper)
+    return any(isinstance(part, kinds) for part in module.modules())
 
 
 class BaseWeights(Reference):
@@ -144,6 +160,60 @@ def merged_state(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _adapted(base: nn.Module) -> dict[str, Any]:
-    from peft.tuners.lora import LoraLayer
+    """The layers with adapters, by name.
 
-    return {name: module for name, module in base.named_modules() if isinstance(module, LoraLayer)}
+    Raises:
+        CapabilityError: What they add cannot be merged into a weight.
+    """
+    from peft.tuners import lora
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
+
+    merges = (lora.Linear, lora.Embedding, lora.layer.Conv1d, lora.Conv2d, lora.Conv3d)
+    layers = {}
+    for name, part in base.named_modules():
+        kind = type(part).__name__
+        if isinstance(part, merges):
+            layers[name] = part
+            if part.lora_variant or any(part.lora_bias.values()):
+                kinds = {type(v).__name__ for v in part.lora_variant.values()} or {"lora_bias"}
+                raise _not_merged(name, f"its adapter is more than a sum: {sorted(kinds)}")
+        elif isinstance(part, BaseTunerLayer):
+            raise _not_merged(name, f"adapters of the kind {type(part).__module__}.{kind}")
+        elif isinstance(part, AuxiliaryTrainingWrapper) and not isinstance(
+            part, ModulesToSaveWrapper
+        ):
+            raise _not_merged(name, f"what is trained is in a {kind}")
+    return layers
+
+
+def _active(name: str, layer: Any) -> list[str]:
+    """The adapters that are to be added to the base weight as it is now."""
+    if layer.disable_adapters and layer.merged:
+        raise _not_merged(name, "its adapters are disabled, and merged into the weight")
+    if layer.disable_adapters or layer.merged:
+        return []
+    own = {*layer.lora_A, *layer.lora_embedding_A}
+    return [adapter for adapter in layer.active_adapters if adapter in own]
+
+
+def _not_merged(name: str, why: str) -> CapabilityError:
+    return CapabilityError(
+        f"the adapters cannot be merged for an engine: {name}: {why}",
+        fix="use plain LoRA on linear, embedding or convolution layers, or merge_and_unload first",
+    )
+
+
+def _check_ties(base: nn.Module) -> None:
+    """A merged weight has one value, and tied modules with one adapter between them have two."""
+    adapted = _adapted(base)
+    owners: dict[str, str] = {}
+    for spec in tensor_specs(module_tensors(base)):
+        module = spec.name.rsplit(".base_layer.", 1)[0].removesuffix(".weight")
+        other = owners.setdefault(spec.alias_of or spec.name, module)
+        if other != module and {module, other} & adapted.keys():
+            raise ConfigError(
+                f"{other} and {module} share one weight, so an adapter of either cannot be merged",
+                fix="leave both out of lora.target_modules, or untie them in the checkpoint",
+                key="lora.target_modules",
+            )

@@ -12,11 +12,11 @@ from rl_core.backends import PolicyBackend, RowLimits
 from rl_core.backends.checkpoint import write_directory
 from rl_core.backends.policy import check_policy_config
 from rl_core.backends.policy_rows import scoring_rows
-from rl_core.backends.tensors import NamedTensorSource, module_tensors
 from rl_core.batch import BatchedDataDict
 from rl_core.config import check_config
 from rl_core.errors import CapabilityError
 from rl_core.interfaces import LossInputType
+from rl_core.refit.tensors import NamedTensorSource, module_tensors
 from rl_hf import saving
 from rl_hf.config import HuggingFaceGenerationConfig, HuggingFacePolicyConfig
 from rl_hf.decoders import decoding_engine

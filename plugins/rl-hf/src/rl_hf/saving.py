@@ -13,8 +13,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from rl_core.backends.checkpoint import check_fit
-from rl_core.backends.tensors import module_tensors, tensor_specs
 from rl_core.errors import CheckpointError
+from rl_core.refit.tensors import module_tensors, tensor_specs
 from rl_hf.forward import base_model
 from rl_hf.lora import merged_state
 from rl_torch.checkpoints import quiet

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import distributed as dist
 
-from rl_core.backends.tensors import module_tensors, tensor_specs
 from rl_core.errors import CapabilityError, ConfigError
 from rl_core.interfaces import TensorSpec, WeightSink
+from rl_core.refit.tensors import module_tensors, tensor_specs
 from rl_hosting._regions import Region, regions_of
 from rl_hosting._timing import MEET_S
 from rl_hosting.checkpoint import file_shapes

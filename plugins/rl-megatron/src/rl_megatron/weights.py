@@ -10,10 +10,10 @@ from safetensors import SafetensorError, safe_open
 from torch import distributed as dist
 
 from rl_core.backends.model_files import check_files
-from rl_core.backends.tensors import dtype_name
 from rl_core.errors import ConfigError
 from rl_core.interfaces import TensorSpec
 from rl_core.refit import GatheredSource
+from rl_core.refit.tensors import dtype_name
 from rl_megatron.table import Table
 
 if TYPE_CHECKING:

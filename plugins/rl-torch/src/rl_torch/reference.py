@@ -14,8 +14,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from rl_core.backends.tensors import module_tensors, tensor_specs
 from rl_core.errors import CapabilityError
+from rl_core.refit.tensors import module_tensors, tensor_specs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator

@@ -22,12 +22,12 @@ from rl_conformance.registry import check
 from rl_conformance.training import NegativeLogLikelihood, training_batch
 from rl_conformance.ways import by_handles, engine_for, exact, settable_trainer, shuffle
 from rl_conformance.weights import same_weights
-from rl_core.backends.tensors import NamedTensorSink
 from rl_core.errors import RLError, WeightsTornError
 from rl_core.futures import wait
 from rl_core.refit.frames import Channel
 from rl_core.refit.messages import BucketReady, Offer
 from rl_core.refit.sender import RefitSender
+from rl_core.refit.tensors import NamedTensorSink
 from rl_core.refit.transports.control import ControlClient, ControlServer
 
 if TYPE_CHECKING:

@@ -12,10 +12,10 @@ import torch
 from rl_conformance.mutants.mutant import breaks
 from rl_conformance.reference.generation import ReferenceGeneration, ScaledSink
 from rl_conformance.reference.policy import ReferencePolicy
-from rl_core.backends.tensors import NamedTensorSource
 from rl_core.refit._loading import Loader
 from rl_core.refit._receive_job import ReceiveJob
 from rl_core.refit.hashing import DIGEST_BYTES
+from rl_core.refit.tensors import NamedTensorSource
 from rl_core.refit.transports.memory import SharedRegion
 
 if TYPE_CHECKING:

@@ -11,9 +11,9 @@ import torch
 from rl_conformance.mutants.mutant import breaks
 from rl_conformance.reference.generation import ReferenceGeneration
 from rl_conformance.reference.policy import ReferencePolicy
-from rl_core.backends.tensors import NamedTensorSink
 from rl_core.errors import RLError
 from rl_core.refit.hashing import DigestTable
+from rl_core.refit.tensors import NamedTensorSink
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -14,9 +14,9 @@ from rl_conformance.reference import MANIFEST, fp8, reference_target
 from rl_conformance.reference.policy import ReferencePolicy
 from rl_core.backends import PolicyBackend, RowLimits
 from rl_core.backends.inputs import input_lengths
-from rl_core.backends.tensors import NamedTensorSource
 from rl_core.batch import BatchedDataDict
 from rl_core.plugins.manifest import Capability
+from rl_core.refit.tensors import NamedTensorSource
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager

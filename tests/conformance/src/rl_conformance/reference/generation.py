@@ -12,7 +12,7 @@ from rl_conformance.reference.fp8 import rounded
 from rl_conformance.reference.loading import load_once
 from rl_core.backends import Completion, GenerationBackend, ModelFacts, Row, RowEngine
 from rl_core.backends._serving import ServedCall
-from rl_core.backends.tensors import NamedTensorSink
+from rl_core.refit.tensors import NamedTensorSink
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence

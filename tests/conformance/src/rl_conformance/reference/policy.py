@@ -19,9 +19,9 @@ from rl_conformance.reference.stepping import make_optimizer
 from rl_core.backends import PolicyBackend, RowLimits
 from rl_core.backends.inputs import input_lengths
 from rl_core.backends.ranks import RankGroup
-from rl_core.backends.tensors import NamedTensorSource, module_tensors
 from rl_core.errors import CheckpointError
 from rl_core.interfaces import LossInputType
+from rl_core.refit.tensors import NamedTensorSource, module_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence

@@ -23,11 +23,11 @@ from rl_conformance.reference.generation import ReferenceGeneration
 from rl_conformance.reference.policy import ReferencePolicy
 from rl_conformance.reference.stepping import make_optimizer
 from rl_conformance.reference.vocabulary import Vocabulary
-from rl_core.backends.tensors import module_tensors, tensor_specs
 from rl_core.config import Range
 from rl_core.errors import ConfigError
 from rl_core.interfaces import DataParallelRank
 from rl_core.refit import GatheredSource, RefitRanks
+from rl_core.refit.tensors import module_tensors, tensor_specs
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator, Sequence

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from rl_core.errors import LifecycleError
+from rl_core.errors import ConfigError, LifecycleError
 from rl_core.interfaces import WeightSource
 
 if TYPE_CHECKING:
@@ -60,29 +60,48 @@ class GuardedSource(WeightSource):
     Args:
         source: Gives the tensors under the trainer's names.
         unchanged: What :meth:`WeightChanges.watch` returned when the source was made.
-        names: The new name of each tensor that gets one; no two tensors may then have one name.
+        names: The new name of each tensor that gets one, or None for one that is left out. Of
+            tensors that are tied to one that is left out, the first is then asked for.
+
+    Raises:
+        ConfigError: Two tensors would have one name.
     """
 
     def __init__(
-        self, source: WeightSource, unchanged: Callable[..., None], names: Mapping[str, str]
+        self,
+        source: WeightSource,
+        unchanged: Callable[..., None],
+        names: Mapping[str, str | None],
     ) -> None:
         self.device = source.device
         self._source = source
         self._unchanged = unchanged
-        self._new = names
-        self._old = {new: old for old, new in names.items()}
+        self._names = names
+        self._old: dict[str, str] = {}  # by new name
+        self._owner: dict[str, str] = {}  # the old name of what is asked for, by new name
+        self._specs: list[TensorSpec] = []
 
     def specs(self) -> Sequence[TensorSpec]:
         """See :meth:`WeightSource.specs`."""
-        new = self._new
-        return [
-            msgspec.structs.replace(
-                spec,
-                name=new.get(spec.name, spec.name),
-                alias_of=spec.alias_of and new.get(spec.alias_of, spec.alias_of),
-            )
-            for spec in self._source.specs()
-        ]
+        if self._specs:
+            return self._specs
+        owners: dict[str, str] = {}  # new names, by the old one of the owner
+        for spec in self._source.specs():
+            name = self._names.get(spec.name, spec.name)
+            if name is None:
+                continue
+            if name in self._old:
+                raise ConfigError(
+                    f"refit: {self._old[name]} and {spec.name} would both be called {name!r}",
+                    fix="give every tensor a name of its own, or None to leave it out",
+                    key="rename",
+                )
+            owner = spec.alias_of or spec.name
+            self._old[name], self._owner[name] = spec.name, owner
+            first = owners.setdefault(owner, name)
+            alias_of = None if first == name else first
+            self._specs.append(msgspec.structs.replace(spec, name=name, alias_of=alias_of))
+        return self._specs
 
     def open(self, rank_call_id: str, deadline_s: float) -> None:
         """See :meth:`WeightSource.open`."""
@@ -98,18 +117,24 @@ class GuardedSource(WeightSource):
         Raises:
             LifecycleError: The weights changed since this source was made.
         """
-        old = [self._old.get(name, name) for name in names]
-        for name, tensor in self._source.tensors(old):
+        self.specs()
+        new = {self._owner[name]: name for name in names}
+        for old, tensor in self._source.tensors(list(new)):
+            name = new.get(old, old)
             self._unchanged(f", at {name}")
-            yield self._new.get(name, name), tensor
+            yield name, tensor
             self._unchanged(f", at {name}")
 
     def persistent(self) -> Mapping[str, torch.Tensor] | None:
         """See :meth:`WeightSource.persistent`."""
+        self.specs()
         tensors = self._source.persistent()
         if tensors is None:
             return None
-        return {self._new.get(name, name): tensor for name, tensor in tensors.items()}
+        kept = {name: tensors.get(old) for name, old in self._old.items()}
+        for name, owner in self._owner.items():
+            kept[name] = tensors.get(owner) if kept[name] is None else kept[name]
+        return {name: tensor for name, tensor in kept.items() if tensor is not None}
 
     def confirm(self) -> None:
         """See :meth:`WeightSource.confirm`."""

@@ -8,14 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from rl_core.backends.tensors import (
+from rl_core.errors import RefitProtocolError
+from rl_core.refit.tensors import (
     NamedTensorSink,
     NamedTensorSource,
     module_tensors,
     tensor_specs,
     write_run,
 )
-from rl_core.errors import RefitProtocolError
 
 
 class Odd(nn.Module):
