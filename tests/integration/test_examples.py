@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -42,6 +43,30 @@ def test_dpo_widens_the_margin_of_the_preferred_answers(tmp_path: Path) -> None:
     short = ["--steps", "20", "--warmup", "20", "--pairs", "16"]
     figures, _ = run_example("examples.dpo", tmp_path, *short)
     assert figures["steps"][-1]["rewards_margin"] > 0.05 > figures["steps"][0]["rewards_margin"]
+
+
+def test_a_loop_of_ones_own_learns(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "examples.own_trainer", "--steps", "12"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr
+    first, last = done.stdout.splitlines()[-1].removeprefix("mean reward ").split(" -> ")
+    assert float(last) > float(first) + 0.2
+
+
+def test_pages_show_the_examples_word_for_word() -> None:
+    shown = 0
+    for page in (ROOT / "docs").glob("*.md"):
+        for name, text in re.findall(
+            r'(?ms)^```python title="(examples/[^"]+)"\n(.*?)^```$', page.read_text()
+        ):
+            shown += 1
+            assert text in (ROOT / name).read_text(), f"{page.name} is not what {name} says"
+    assert shown
 
 
 WITHOUT_MATPLOTLIB = """
