@@ -108,8 +108,8 @@ def test_two_workers_step_as_one_does(results):
     alone, pair = results
     for other in pair:
         for key in ("loss", "grad_norm", "global_valid_toks", "global_valid_seqs", "nll"):
-            history = other["steps"]["all_mb_metrics"][key]
-            assert history == pytest.approx(alone["steps"]["all_mb_metrics"][key], rel=1e-5)
+            history = other["steps"]["step_metrics"][key]
+            assert history == pytest.approx(alone["steps"]["step_metrics"][key], rel=1e-5)
         assert other["weights"] == pytest.approx(alone["weights"], rel=1e-7)
         assert other["evaluation"] == pytest.approx(alone["evaluation"], rel=1e-5)
 

@@ -105,9 +105,9 @@ def test_gradient_checkpointing_changes_nothing(tiny):
 def test_one_step_per_global_batch_and_every_step_in_the_history(tiny):
     policy = HuggingFacePolicy(str(tiny()), optimizer={"lr": 1.0e-3}, scheduler={"warmup_steps": 4})
     result = policy.train(batch(), NLLLossFn(), gbs=2)
-    assert result["all_mb_metrics"]["lr"] == [2.5e-4, 5e-4, 7.5e-4, 1e-3]
+    assert result["step_metrics"]["lr"] == [2.5e-4, 5e-4, 7.5e-4, 1e-3]
     assert result["lr"] == 1e-3
-    assert result["loss"] == result["all_mb_metrics"]["loss"][-1]
+    assert result["loss"] == result["step_metrics"]["loss"][-1]
     assert result["global_valid_seqs"] == 1  # the last row does not count
 
 

@@ -148,10 +148,14 @@ class DoublePolicy(PolicyRefits):
     def weight_source(self) -> WeightSource:
         return DictSource({"weight": self.weight})
 
-    def get_logprobs(self, data: Any, micro_batch_size: int | None = None) -> Any:
+    def get_logprobs(
+        self, data: Any, micro_batch_size: int | None = None, timer: Any = None
+    ) -> Any:
         return BatchedDataDict({"logprobs": -data["input_ids"].float()})
 
-    def get_reference_policy_logprobs(self, data: Any, micro_batch_size: int | None = None) -> Any:
+    def get_reference_policy_logprobs(
+        self, data: Any, micro_batch_size: int | None = None, timer: Any = None
+    ) -> Any:
         return BatchedDataDict({"reference_logprobs": -data["input_ids"].float()})
 
     def train(

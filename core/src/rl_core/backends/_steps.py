@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,11 @@ from rl_core.errors import ConfigError, TrainingError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
+    from contextlib import AbstractContextManager
+
+    import numpy as np
+
+    from rl_core.interfaces import Timer
 
 DEFAULT_LR = 1e-5
 
@@ -117,8 +123,36 @@ def added(key: str, total: float, value: float) -> float:
     return max(total, value) if key.endswith("_max") else total + value
 
 
+def timed(timer: Timer | None, label: str) -> AbstractContextManager[object]:
+    """Measures what is done in the body, if a loop brought its stopwatch along."""
+    return nullcontext() if timer is None else timer.time(label)
+
+
+class Scalar(float):
+    """A number that also has what loops ask of a 0-d tensor."""
+
+    def item(self) -> float:
+        """The number alone."""
+        return float(self)
+
+    def numpy(self) -> np.ndarray[Any, Any]:
+        """``[]`` float64."""
+        import numpy as np
+
+        return np.asarray(float(self))
+
+
+def scalars(result: dict[str, Any]) -> dict[str, Any]:
+    """What ``train`` returns, from what a worker returned, whose numbers are plain."""
+    return result | {key: Scalar(result[key]) for key in ("loss", "grad_norm") if key in result}
+
+
+#: Metrics that a loop averages, so that they are no parts of a sum.
+_AVERAGED = ("lr", "global_valid_seqs", "global_valid_toks")
+
+
 def summary(steps: Iterable[StepResult]) -> dict[str, Any]:
-    """The result of ``train``: the last step's values, and every step's in ``all_mb_metrics``."""
+    """The result of ``train``: the last step's values, every step's, and parts that add up."""
     history: dict[str, list[float]] = defaultdict(list)
     last: dict[str, Any] = {}
     skipped = 0
@@ -134,7 +168,14 @@ def summary(steps: Iterable[StepResult]) -> dict[str, Any]:
         }
         for key, value in last.items():
             history[key].append(value)
-    return {**last, "skipped_steps": skipped, "all_mb_metrics": dict(history)}
+    parts = {
+        key: values
+        if key in _AVERAGED or key.endswith(("_min", "_max"))
+        else [value / len(values) for value in values]
+        for key, values in history.items()
+    }
+    whole = {"skipped_steps": skipped, "step_metrics": dict(history), "all_mb_metrics": parts}
+    return scalars({**last, **whole})
 
 
 def not_finite(total: LossSum, norm: float) -> TrainingError:

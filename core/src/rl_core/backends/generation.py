@@ -65,7 +65,7 @@ class GenerationBackend(GenerationInterface):
     resident_at_first: frozenset[str] = frozenset()
 
     def __init__(self, config: Mapping[str, Any], facts: ModelFacts) -> None:
-        self.config = dict(config)
+        self.cfg = self.config = dict(config)
         limit = config.get("max_model_len") or facts.max_model_len
         if limit > facts.max_model_len:
             raise ConfigError(

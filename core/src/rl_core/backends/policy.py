@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
+import os
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -18,9 +17,10 @@ from rl_core.backends._steps import (
     learning_rate,
     not_finite,
     summary,
+    timed,
 )
-from rl_core.backends.checkpoint import STATE_FILE, read_json, verified, write_directory
 from rl_core.backends.losses import call_loss, input_type_of
+from rl_core.backends.policy_checkpoints import PolicyCheckpoints
 from rl_core.backends.policy_model import PolicyModel
 from rl_core.backends.policy_refits import PolicyRefits
 from rl_core.backends.policy_rows import (
@@ -41,7 +41,7 @@ from rl_core.interfaces import LossInputType
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator, Mapping
 
-    from rl_core.interfaces import DataParallelRank, LossFunction, WorkerContext
+    from rl_core.interfaces import DataParallelRank, LossFunction, Timer, WorkerContext
 
 __all__ = ["PolicyBackend", "check_policy_config"]
 
@@ -61,7 +61,7 @@ def check_policy_config(config: Mapping[str, Any]) -> None:
     check_schedule(config.get("scheduler", {}))
 
 
-class PolicyBackend(PolicyModel, PolicyRefits):
+class PolicyBackend(PolicyCheckpoints, PolicyRefits):
     """Turns a trainer into a :class:`~rl_core.interfaces.ColocatablePolicyInterface`.
 
     A subclass loads its model, sets :attr:`model`, calls ``super().__init__`` and implements the
@@ -105,10 +105,10 @@ class PolicyBackend(PolicyModel, PolicyRefits):
         self.data_parallel = data_parallel
         self.steps = 0
         self._closed = False
-        device = device or torch.device("cpu")
+        self._computes_on = device = device or torch.device("cpu")
         self.ranks = RankGroup(worker, device) if ranks is None else ranks
-        self._rows_rank = self.ranks.rank if data_parallel is None else data_parallel.rank
-        self.random = RandomStream(config.get("seed", 0) + self._rows_rank, device)
+        self.rows_rank = self.ranks.rank if data_parallel is None else data_parallel.rank
+        self.random = RandomStream(config.get("seed", 0) + self.rows_rank, device)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], *, worker: WorkerContext | None = None) -> Self:
@@ -132,36 +132,50 @@ class PolicyBackend(PolicyModel, PolicyRefits):
     # -- scoring --------------------------------------------------------------------------------
 
     def get_logprobs(
-        self, data: BatchedDataDict[Any], micro_batch_size: int | None = None
+        self,
+        data: BatchedDataDict[Any],
+        micro_batch_size: int | None = None,
+        timer: Timer | None = None,
     ) -> BatchedDataDict[Any]:
         """See :meth:`PolicyInterface.get_logprobs`.
 
         Args:
             data: ``input_ids`` with ``input_lengths``, or what a generation returned.
             micro_batch_size: Rows per forward pass; None as configured.
+            timer: Measures the call.
 
         Raises:
             DataError: Names the row and what is wrong with it.
         """
-        self.ready("get_logprobs")
-        rows = self.rows_to_score(data)
-        return BatchedDataDict({"logprobs": self._logprobs(rows, micro_batch_size)})
+        with timed(timer, "get_logprobs"):
+            self.ready("get_logprobs")
+            rows = self.rows_to_score(data)
+            return BatchedDataDict({"logprobs": self._logprobs(rows, micro_batch_size)})
 
     def get_reference_policy_logprobs(
-        self, data: BatchedDataDict[Any], micro_batch_size: int | None = None
+        self,
+        data: BatchedDataDict[Any],
+        micro_batch_size: int | None = None,
+        timer: Timer | None = None,
     ) -> BatchedDataDict[Any]:
         """See :meth:`PolicyInterface.get_reference_policy_logprobs` and :meth:`get_logprobs`.
 
         Raises:
             CapabilityError: The weights of the start are not kept.
         """
-        self.ready("get_reference_policy_logprobs")
-        rows = self.rows_to_score(data)
-        with self.reference():
-            return BatchedDataDict({"reference_logprobs": self._logprobs(rows, micro_batch_size)})
+        with timed(timer, "get_reference_policy_logprobs"):
+            self.ready("get_reference_policy_logprobs")
+            rows = self.rows_to_score(data)
+            with self.reference():
+                found = self._logprobs(rows, micro_batch_size)
+            return BatchedDataDict({"reference_logprobs": found})
 
     def get_topk_logits(
-        self, data: BatchedDataDict[Any], k: int, micro_batch_size: int | None = None
+        self,
+        data: BatchedDataDict[Any],
+        k: int,
+        micro_batch_size: int | None = None,
+        timer: Timer | None = None,
     ) -> BatchedDataDict[Any]:
         """See :meth:`PolicyInterface.get_topk_logits`; both are 0 where nothing is predicted.
 
@@ -177,7 +191,7 @@ class PolicyBackend(PolicyModel, PolicyRefits):
         shape = (*rows["input_ids"][:, 1:].shape, k)
         values, indices = torch.zeros(shape), torch.zeros(shape, dtype=torch.int64)
         index, parts = self._plan(rows, micro_batch_size)
-        with self.running(training=False):
+        with timed(timer, "get_topk_logits"), self.running(training=False):
             for where, (top, chosen) in zip(index, self.topk_all(parts, k), strict=True):
                 values[where, : top.shape[1]] = top.cpu()
                 indices[where, : top.shape[1]] = chosen.cpu()
@@ -236,6 +250,7 @@ class PolicyBackend(PolicyModel, PolicyRefits):
         *,
         gbs: int | None = None,
         mbs: int | None = None,
+        timer: Timer | None = None,
     ) -> dict[str, Any]:
         """See :meth:`PolicyInterface.train`.
 
@@ -250,6 +265,7 @@ class PolicyBackend(PolicyModel, PolicyRefits):
             gbs: Rows per optimizer step over all workers. The rows must be a multiple of it.
             mbs: Rows per forward and backward pass; overrides dynamic batching and packing's own
                 choice of rows.
+            timer: Measures the steps.
 
         Raises:
             ConfigError: The loss is a class, or is not called as losses are.
@@ -264,8 +280,7 @@ class PolicyBackend(PolicyModel, PolicyRefits):
             rows = training_rows(data, self.limits)
             if gbs is None and not eval_mode:
                 gbs = self.config.get("train_global_batch_size")
-            shared = self.data_parallel
-            local = rows_per_step(rows.size, gbs, shared.size if shared else self.ranks.size)
+            local = rows_per_step(rows.size, gbs, self.data_parallel_size)
         everybody = self.ranks.gather([rows.size, local])
         if any(theirs != everybody[0] for theirs in everybody):
             raise DataError(
@@ -274,10 +289,16 @@ class PolicyBackend(PolicyModel, PolicyRefits):
             )
         batches = [rows.slice(at, at + local) for at in range(0, rows.size, local)]
         if eval_mode:
-            return summary(self._evaluate(batch, loss_fn, mbs) for batch in batches)
+            with timed(timer, "train"):
+                return summary(self._evaluate(batch, loss_fn, mbs) for batch in batches)
         self.prepare_for_training()
-        with self.changes.declared():
+        with timed(timer, "train"), self.changes.declared():
             return summary(self._step(batch, loss_fn, mbs) for batch in batches)
+
+    @property
+    def data_parallel_size(self) -> int:
+        """See :attr:`PolicyInterface.data_parallel_size`."""
+        return self.data_parallel.size if self.data_parallel else self.ranks.size
 
     @property
     def lr(self) -> float:
@@ -318,7 +339,7 @@ class PolicyBackend(PolicyModel, PolicyRefits):
         """The loss of a global batch over all workers, and this one's gradients of it."""
         samples = rows["sample_mask"].double()
         tokens = (rows["token_mask"].double() * samples[:, None]).sum()
-        counts = self._spoken([float(samples.sum()), float(tokens)])
+        counts = self.spoken([float(samples.sum()), float(tokens)])
         local = LossSum(sum(seqs for seqs, _ in counts), sum(toks for _, toks in counts))
         drawing = self.random.drawn() if learn else self.random.kept()
         with self.ranks.all_or_none("the loss"), self.running(training=learn), drawing:
@@ -347,63 +368,14 @@ class PolicyBackend(PolicyModel, PolicyRefits):
 
             self.accumulate(parts, share, input_type_of(loss_fn), learn=learn)
         total = LossSum(local.valid_seqs, local.valid_toks)
-        for loss, metrics, bad in self._spoken([local.loss, local.metrics, local.bad_rows]):
+        for loss, metrics, bad in self.spoken([local.loss, local.metrics, local.bad_rows]):
             total.add(loss, metrics, bad)
         return total
 
-    def _spoken(self, value: Any) -> list[Any]:
+    def spoken(self, value: Any) -> list[Any]:
         """The values of the workers whose results are taken, by rank."""
         speaks = self.data_parallel is None or self.data_parallel.speaks
         return [theirs for theirs, taken in self.ranks.gather([value, speaks]) if taken]
-
-    # -- checkpoints ----------------------------------------------------------------------------
-
-    def save_checkpoint(self, path: str | Path) -> None:
-        """Writes weights, optimizer, schedule, random state and step to a directory, atomically.
-
-        The directory is also a Hugging Face checkpoint. A checkpoint that stands there is
-        replaced; it stays whole until the new one is. All workers call it with one path.
-
-        Raises:
-            CheckpointError: Something that is not a checkpoint stands at ``path``.
-        """
-        self.ready("save_checkpoint")
-        state = {"steps": self.steps, "random": self._random_states()}
-        with ExitStack() as stack:
-            written = None
-            with self.ranks.all_or_none("saving a checkpoint"):
-                if self.ranks.rank == 0:
-                    written = stack.enter_context(write_directory(path))
-                    (written / STATE_FILE).parent.mkdir()
-                    (written / STATE_FILE).write_text(json.dumps(state))
-            directory = Path(self.ranks.gather(str(written))[0])
-            with self.ranks.all_or_none("saving a checkpoint"):
-                self.write_checkpoint(directory)
-            with self.ranks.all_or_none("publishing a checkpoint"):
-                stack.close()
-
-    def load_checkpoint(self, path: str | Path) -> None:
-        """Continues where :meth:`save_checkpoint` was called; the reference stays as it was.
-
-        Torch's global random state is restored too.
-
-        Raises:
-            CheckpointError: It is missing, incomplete, altered or of another model; names the
-                file or the tensors. The policy is as it was.
-        """
-        self.ready("load_checkpoint")
-        directory = verified(path)
-        state = read_json(directory / STATE_FILE)
-        with self.changes.declared():
-            self.read_checkpoint(directory)
-        self.steps = state["steps"]
-        if self._rows_rank < len(state["random"]):
-            self.random.set_state(state["random"][self._rows_rank])
-
-    def _random_states(self) -> list[Any]:
-        """Where the random numbers are, by data-parallel rank: a copy's ranks draw alike."""
-        told = self._spoken([self._rows_rank, self.random.state()])
-        return [state for _, state in sorted(told, key=lambda mine: mine[0])]
 
     # -- lifecycle ------------------------------------------------------------------------------
 
@@ -417,10 +389,11 @@ class PolicyBackend(PolicyModel, PolicyRefits):
         self._check_open("finish_training")
         self.on_sleep(OPTIMIZER)
 
-    def prepare_for_lp_inference(self) -> None:
+    def prepare_for_lp_inference(self, keep_train_buffers: bool = False) -> None:
         """Brings the model to the device, without the optimizer. Idempotent."""
         self._check_open("prepare_for_lp_inference")
-        self.on_sleep(OPTIMIZER)
+        if not keep_train_buffers:
+            self.on_sleep(OPTIMIZER)
         self.on_wake(MODEL)
 
     def offload_before_refit(self) -> None:
@@ -432,6 +405,13 @@ class PolicyBackend(PolicyModel, PolicyRefits):
         """Frees the device memory of everything. Idempotent."""
         self._check_open("offload_after_refit")
         self.on_sleep(OPTIMIZER | MODEL)
+
+    def get_free_memory_bytes(self) -> int:
+        """See :meth:`ColocatablePolicyInterface.get_free_memory_bytes`."""
+        device = self._computes_on
+        if device.type == "cuda":
+            return int(torch.cuda.mem_get_info(device)[0])
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
 
     def shutdown(self) -> bool:
         """See :meth:`PolicyInterface.shutdown`."""

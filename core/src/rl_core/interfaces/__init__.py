@@ -1,6 +1,7 @@
 """The contract and nothing else: abstract classes and TypedDicts, no logic, no heavy imports."""
 
 from rl_core.interfaces.generation import GenerationInterface
+from rl_core.interfaces.loop import AxisSizes, Timer
 from rl_core.interfaces.loss import LossFunction, LossInputType, LossType
 from rl_core.interfaces.policy import ColocatablePolicyInterface, PolicyInterface
 from rl_core.interfaces.specs import (
@@ -25,6 +26,7 @@ from rl_core.interfaces.weights import TensorSpec, WeightSink, WeightSource
 from rl_core.interfaces.worker import Cluster, DataParallelRank, Future, WorkerContext
 
 __all__ = [
+    "AxisSizes",
     "Cluster",
     "ColocatablePolicyInterface",
     "ColocationConfig",
@@ -49,6 +51,7 @@ __all__ = [
     "ScoreOutputSpec",
     "SequencePackingConfig",
     "TensorSpec",
+    "Timer",
     "TopkLogitsOutputSpec",
     "TrainingDatumSpec",
     "WeightSink",

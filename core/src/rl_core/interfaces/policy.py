@@ -6,9 +6,11 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
 from rl_core.errors import CapabilityError
+from rl_core.interfaces.loop import AxisSizes
 
 if TYPE_CHECKING:
     from rl_core.batch.data_dict import BatchedDataDict
+    from rl_core.interfaces.loop import Timer
     from rl_core.interfaces.loss import LossFunction
     from rl_core.interfaces.specs import (
         GenerationDatumSpec,
@@ -28,13 +30,17 @@ class PolicyInterface(ABC):
 
     @abstractmethod
     def get_logprobs(
-        self, data: BatchedDataDict[GenerationDatumSpec], micro_batch_size: int | None = None
+        self,
+        data: BatchedDataDict[GenerationDatumSpec],
+        micro_batch_size: int | None = None,
+        timer: Timer | None = None,
     ) -> BatchedDataDict[LogprobOutputSpec]:
         """Scores every token given those before it.
 
         Args:
             data: Right-padded sequences with ``input_ids`` and ``input_lengths``.
             micro_batch_size: Rows per forward pass; the configured value if None.
+            timer: Measures the call, under its name.
 
         Returns:
             ``logprobs`` ``[B, S]`` float32 with the policy's temperature applied; entry t scores
@@ -43,7 +49,10 @@ class PolicyInterface(ABC):
 
     @abstractmethod
     def get_reference_policy_logprobs(
-        self, data: BatchedDataDict[GenerationDatumSpec], micro_batch_size: int | None = None
+        self,
+        data: BatchedDataDict[GenerationDatumSpec],
+        micro_batch_size: int | None = None,
+        timer: Timer | None = None,
     ) -> BatchedDataDict[ReferenceLogprobOutputSpec]:
         """As :meth:`get_logprobs` under the weights the policy started with.
 
@@ -52,10 +61,13 @@ class PolicyInterface(ABC):
         """
 
     def get_reference_logprobs(
-        self, data: BatchedDataDict[GenerationDatumSpec], micro_batch_size: int | None = None
+        self,
+        data: BatchedDataDict[GenerationDatumSpec],
+        micro_batch_size: int | None = None,
+        timer: Timer | None = None,
     ) -> BatchedDataDict[ReferenceLogprobOutputSpec]:
         """The older name of :meth:`get_reference_policy_logprobs`."""
-        return self.get_reference_policy_logprobs(data, micro_batch_size)
+        return self.get_reference_policy_logprobs(data, micro_batch_size, timer)
 
     @abstractmethod
     def get_topk_logits(
@@ -63,6 +75,7 @@ class PolicyInterface(ABC):
         data: BatchedDataDict[GenerationDatumSpec],
         k: int,
         micro_batch_size: int | None = None,
+        timer: Timer | None = None,
     ) -> BatchedDataDict[TopkLogitsOutputSpec]:
         """The k largest logits of every position that predicts a token.
 
@@ -81,6 +94,7 @@ class PolicyInterface(ABC):
         *,
         gbs: int | None = None,
         mbs: int | None = None,
+        timer: Timer | None = None,
     ) -> dict[str, Any]:
         """Takes one optimizer step for every ``gbs`` rows.
 
@@ -91,11 +105,14 @@ class PolicyInterface(ABC):
             eval_mode: Compute the loss and change nothing: weights, optimizer, RNG.
             gbs: Global batch size; the configured value (or all rows) if None.
             mbs: Micro batch size; the configured value if None.
+            timer: Measures the call, as ``"train"``.
 
         Returns:
-            At least ``loss``, ``grad_norm``, ``lr`` (floats, of the last step),
-            ``global_valid_toks``, ``global_valid_seqs``, and the loss function's metrics. The
-            per-step values are lists under ``all_mb_metrics``.
+            Of the last step at least ``loss`` and ``grad_norm`` (floats, with the ``item()`` and
+            ``numpy()`` of 0-d tensors), ``lr``, ``global_valid_toks``, ``global_valid_seqs``, and
+            the loss function's metrics. Under ``step_metrics`` every step's values are lists.
+            Under ``all_mb_metrics`` they are parts, which a loop adds up to the mean over steps;
+            ``lr``, counts and extremes are there as they are.
 
         Raises:
             ConfigError: The loss is a class, or wants what no policy has.
@@ -140,7 +157,26 @@ class PolicyInterface(ABC):
         """Writes weights, optimizer, scheduler, RNG and step to ``path`` (the first argument).
 
         An interrupted save never leaves something that loads as a checkpoint.
+
+        Args:
+            *args: ``path``.
+            **kwargs: ``weights_path`` is another name of ``path``. With it come
+                ``optimizer_path``, ``tokenizer_path`` and ``checkpointing_cfg``, which say where
+                and how others write parts of it; here all parts are in one directory.
         """
+
+    def finalize_async_save(self) -> None:
+        """Waits for a checkpoint that is still being written; here ``save_checkpoint`` did."""
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Into how many parts rows are dealt."""
+        return 1
+
+    @property
+    def sharding_annotations(self) -> AxisSizes:
+        """The sizes of the trainer's axes, of which ``"data_parallel"`` is always there."""
+        return AxisSizes({"data_parallel": self.data_parallel_size})
 
     @abstractmethod
     def shutdown(self) -> bool:
@@ -220,8 +256,19 @@ class ColocatablePolicyInterface(PolicyInterface):
         """
 
     @abstractmethod
-    def prepare_for_lp_inference(self) -> None:
-        """Brings the model to where it scores, without the optimizer. Idempotent."""
+    def prepare_for_lp_inference(self, keep_train_buffers: bool = False) -> None:
+        """Brings the model to where it scores, without the optimizer. Idempotent.
+
+        Args:
+            keep_train_buffers: Leave gradients and optimizer where they are.
+        """
+
+    def get_free_memory_bytes(self) -> int:
+        """Bytes that are free where buffers of a refit would be; of several workers, the least."""
+        raise CapabilityError(
+            f"{type(self).__name__} does not know its free memory",
+            fix="leave the size of buffers to the refit, or derive from PolicyBackend",
+        )
 
     # -- the older spelling --------------------------------------------------------------------
 

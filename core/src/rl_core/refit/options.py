@@ -38,6 +38,8 @@ _BUCKET_BYTES = {
 DEFAULT_DEADLINE_S = 120.0
 MAX_DEADLINE_S = 7 * 24 * 3600.0
 MODES = ("auto", "direct", "packed")
+#: What loops of other libraries call an option; how many buffers there are is not theirs to say.
+_ALSO_CALLED = {"buffer_size_bytes": "bucket_bytes", "num_buffers": ""}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,11 +88,17 @@ class SendOptions:
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Self:
-        """Options by name.
+        """Options by name; ``buffer_size_bytes`` is ``bucket_bytes``, ``num_buffers`` is ignored.
 
         Raises:
             ConfigError: One is unknown, or its value is not legal.
         """
+        given = dict(given)
+        for other, name in _ALSO_CALLED.items():
+            if other in given:
+                value = given.pop(other)
+                if name and value is not None:
+                    given.setdefault(name, value)
         known = [option.name for option in fields(cls)]
         for key in given:
             if key not in known:

@@ -258,12 +258,12 @@ def beside(
 
 def same_step(ctx: Context, one: Mapping[str, Any], many: Mapping[str, Any]) -> None:
     """Fails unless two results of ``train`` are alike, each step of a call and each metric."""
-    history, other = one.get("all_mb_metrics", {}), many.get("all_mb_metrics", {})
-    for key in history.keys() | one.keys() - {"all_mb_metrics"}:
+    history, other = one.get("step_metrics", {}), many.get("step_metrics", {})
+    for key in history.keys() | one.keys() - {"step_metrics", "all_mb_metrics"}:
         require(key in many, f"the result has no {key}: {sorted(many)}")
         require(
             len(history.get(key, [])) == len(other.get(key, [])),
-            f"all_mb_metrics has {other.get(key)} for {key}, one rank has {history.get(key)}",
+            f"step_metrics has {other.get(key)} for {key}, one rank has {history.get(key)}",
         )
         ours = [many[key], *other.get(key, [])]
         for got, expected in zip(ours, [one[key], *history.get(key, [])], strict=True):

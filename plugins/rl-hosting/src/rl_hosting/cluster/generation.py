@@ -55,6 +55,7 @@ class RemoteGeneration(RemoteBackend, GenerationInterface):
     _kind = "generation"
 
     def _connect(self) -> None:
+        self.cfg = self.config
         self.receiver_count = sum(self._group.attributes("receiver_count"))
         self.facts: ModelFacts = self._group.attributes("facts")[0]
         self.sampling = SamplingParams.from_config(self.config, self.facts)

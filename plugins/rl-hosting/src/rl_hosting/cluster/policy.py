@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import TYPE_CHECKING, Any
 
+from rl_core.backends._steps import scalars, timed
 from rl_core.backends.admission import Admission
+from rl_core.backends.checkpoint import checkpoint_path
 from rl_core.backends.inputs import as_batch
 from rl_core.interfaces import ColocatablePolicyInterface as Colocatable
 from rl_core.interfaces import PolicyInterface
@@ -12,8 +15,10 @@ from rl_hosting.cluster.remote import RemoteBackend, through
 from rl_hosting.cluster.sharding import RowRanks, collect, padded_shards, training_shards
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from rl_core.batch import BatchedDataDict
-    from rl_core.interfaces import Future, LossFunction
+    from rl_core.interfaces import Future, LossFunction, Timer
 
 __all__ = ["RemotePolicy"]
 
@@ -50,17 +55,22 @@ class RemotePolicy(RemoteBackend, Colocatable):
     def _score(
         self, method: str, data: BatchedDataDict[Any], *args: Any, **kwargs: Any
     ) -> BatchedDataDict[Any]:
-        """Deals the rows to the workers, and collects what they return."""
+        """Deals the rows to the workers, and collects what they return; a stopwatch stays here."""
+        given = inspect.signature(getattr(PolicyInterface, method)).bind(
+            self, data, *args, **kwargs
+        )
+        options = {k: v for k, v in given.arguments.items() if k not in ("self", "data", "timer")}
         data = as_batch(data, needed_by=method)
-        if self._rows.size == 1:
-            only: BatchedDataDict[Any] = self._spoken(method, data, *args, **kwargs)
-            return only
-        shards, indices = padded_shards(data, self._rows.size)
-        calls = [
-            self._group.submit(rank, method, shards[part], *args, **kwargs)
-            for rank, part in enumerate(self._rows.parts)
-        ]
-        return collect(self._rows.spoken(self._group.wait(calls)), indices, data.size)
+        with timed(given.arguments.get("timer"), method):
+            if self._rows.size == 1:
+                only: BatchedDataDict[Any] = self._spoken(method, data, **options)
+                return only
+            shards, indices = padded_shards(data, self._rows.size)
+            calls = [
+                self._group.submit(rank, method, shards[part], **options)
+                for rank, part in enumerate(self._rows.parts)
+            ]
+            return collect(self._rows.spoken(self._group.wait(calls)), indices, data.size)
 
     def _spoken(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Calls it on every worker with all rows; the result of the one that speaks first."""
@@ -84,6 +94,7 @@ class RemotePolicy(RemoteBackend, Colocatable):
         *,
         gbs: int | None = None,
         mbs: int | None = None,
+        timer: Timer | None = None,
     ) -> dict[str, Any]:
         """See :meth:`PolicyInterface.train`."""
         data = self.admission.admit(data, loss_fn, eval_mode=eval_mode)
@@ -95,16 +106,34 @@ class RemotePolicy(RemoteBackend, Colocatable):
             shards, gbs = training_shards(
                 data, self._rows.size, gbs, getattr(loss_fn, "group_size", 1)
             )
-        calls = [
-            self._group.submit(rank, "train", shards[part], loss_fn, eval_mode, gbs=gbs, mbs=mbs)
-            for rank, part in enumerate(self._rows.parts)
-        ]
-        result: dict[str, Any] = self._rows.spoken(self._group.wait(calls))[0]
-        return result
+        with timed(timer, "train"):
+            calls = [
+                self._group.submit(
+                    rank, "train", shards[part], loss_fn, eval_mode, gbs=gbs, mbs=mbs
+                )
+                for rank, part in enumerate(self._rows.parts)
+            ]
+            return scalars(self._rows.spoken(self._group.wait(calls))[0])
+
+    def save_checkpoint(
+        self,
+        path: str | Path | None = None,
+        *,
+        weights_path: str | Path | None = None,
+        optimizer_path: object = None,
+        tokenizer_path: object = None,
+        checkpointing_cfg: object = None,
+    ) -> None:
+        """See :meth:`PolicyInterface.save_checkpoint`."""
+        del optimizer_path, tokenizer_path, checkpointing_cfg
+        self._on_all("save_checkpoint", checkpoint_path(path, weights_path))
+
+    def get_free_memory_bytes(self) -> int:
+        """See :meth:`ColocatablePolicyInterface.get_free_memory_bytes`."""
+        return min(int(free) for free in self._group.call_all("get_free_memory_bytes"))
 
     prepare_for_training = through(RemoteBackend._on_all, PolicyInterface.prepare_for_training)
     finish_training = through(RemoteBackend._on_all, PolicyInterface.finish_training)
-    save_checkpoint = through(RemoteBackend._on_all, PolicyInterface.save_checkpoint)
     prepare_for_lp_inference = through(RemoteBackend._on_all, Colocatable.prepare_for_lp_inference)
 
     # -- refit ----------------------------------------------------------------------------------

@@ -128,10 +128,15 @@ def every_global_batch_is_a_step_of_its_own(ctx: Context, configured: bool) -> N
         batch = data.slice(start, start + 2)
         steps.append(oracle.step(batch))
         counts.append(float((batch["token_mask"] * batch["sample_mask"][:, None]).sum()))
-    history = result.get("all_mb_metrics", {})
+    history = result.get("step_metrics", {})
+    parts = result.get("all_mb_metrics", {})
+    for key in ("loss", "grad_norm"):
+        total = sum(float(value) for value in parts.get(key, []))
+        mean = sum(float(value) for value in history.get(key, [])) / 4
+        ctx.measure(f"{key}, added up", abs(total - mean), 1e-6 + 1e-5 * abs(mean))
     for position, (step, count) in enumerate(zip(steps, counts, strict=True)):
         values = {key: history.get(key, [])[position : position + 1] for key in _HISTORY}
-        require(all(values.values()), f"all_mb_metrics has no value for step {position}: {history}")
+        require(all(values.values()), f"step_metrics has no value for step {position}: {history}")
         one = {key: value[0] for key, value in values.items()}
         _agrees(ctx, one, step)
         got = float(one["global_valid_toks"])

@@ -48,7 +48,7 @@ class MomentsOfVectorsAreLost(ReferencePolicy):
 class TheFirstSaveStays(ReferencePolicy):
     """A second save to a path writes the model and keeps the older training state."""
 
-    def save_checkpoint(self, path: Any) -> None:
+    def save_checkpoint(self, path: Any = None, **names: Any) -> None:
         self.older = Path(path)
         super().save_checkpoint(path)
 

@@ -30,7 +30,9 @@ _P1 = "P1 and (ends or special or any_batch or now or layout)"
 class ScoresAreRemembered(ReferencePolicy):
     """Log-probs of a batch are computed once."""
 
-    def get_logprobs(self, data: Any, micro_batch_size: int | None = None) -> Any:
+    def get_logprobs(
+        self, data: Any, micro_batch_size: int | None = None, timer: Any = None
+    ) -> Any:
         seen = self.__dict__.setdefault("seen", {})
         key = data["input_ids"].numpy().tobytes()
         if key not in seen:
@@ -42,7 +44,9 @@ class ScoresAreRemembered(ReferencePolicy):
 class LongRowsAreCutAt128(ReferencePolicy):
     """Tokens from the 129th on are not scored."""
 
-    def get_logprobs(self, data: Any, micro_batch_size: int | None = None) -> Any:
+    def get_logprobs(
+        self, data: Any, micro_batch_size: int | None = None, timer: Any = None
+    ) -> Any:
         scores = super().get_logprobs(data, micro_batch_size)
         scores["logprobs"][:, 128:] = 0
         return scores
@@ -52,7 +56,9 @@ class LongRowsAreCutAt128(ReferencePolicy):
 class APadTokenIsNoToken(ReferencePolicy):
     """A pad token inside a row is taken for padding."""
 
-    def get_logprobs(self, data: Any, micro_batch_size: int | None = None) -> Any:
+    def get_logprobs(
+        self, data: Any, micro_batch_size: int | None = None, timer: Any = None
+    ) -> Any:
         scores = super().get_logprobs(data, micro_batch_size)
         scores["logprobs"][data["input_ids"] == 0] = 0
         return scores
@@ -62,7 +68,9 @@ class APadTokenIsNoToken(ReferencePolicy):
 class ARowEndsAtItsFirstEnd(ReferencePolicy):
     """What stands behind an end-of-text token is not scored."""
 
-    def get_logprobs(self, data: Any, micro_batch_size: int | None = None) -> Any:
+    def get_logprobs(
+        self, data: Any, micro_batch_size: int | None = None, timer: Any = None
+    ) -> Any:
         scores = super().get_logprobs(data, micro_batch_size)
         ends = (data["input_ids"] == 1).int()
         scores["logprobs"][(ends.cumsum(1) - ends) > 0] = 0
@@ -73,7 +81,9 @@ class ARowEndsAtItsFirstEnd(ReferencePolicy):
 class TheLastTokenOfTheLongestRowIsLost(ReferencePolicy):
     """In a row as wide as the batch the last token has no log-prob."""
 
-    def get_logprobs(self, data: Any, micro_batch_size: int | None = None) -> Any:
+    def get_logprobs(
+        self, data: Any, micro_batch_size: int | None = None, timer: Any = None
+    ) -> Any:
         scores = super().get_logprobs(data, micro_batch_size)
         scores["logprobs"][:, -1] = 0
         return scores
@@ -96,7 +106,9 @@ class ScoresAreDropped(ReferencePolicy):
 class TheReferenceIsAtATemperatureOfOne(ReferencePolicy):
     """Only the policy's own log-probs have the temperature."""
 
-    def get_reference_policy_logprobs(self, data: Any, micro_batch_size: int | None = None) -> Any:
+    def get_reference_policy_logprobs(
+        self, data: Any, micro_batch_size: int | None = None, timer: Any = None
+    ) -> Any:
         temperature, self.temperature = self.temperature, 1.0
         try:
             return super().get_reference_policy_logprobs(data, micro_batch_size)
@@ -110,7 +122,9 @@ class TheReferenceIsRefreshedByEvaluating(ReferencePolicy):
 
     calls = 0
 
-    def get_reference_policy_logprobs(self, data: Any, micro_batch_size: int | None = None) -> Any:
+    def get_reference_policy_logprobs(
+        self, data: Any, micro_batch_size: int | None = None, timer: Any = None
+    ) -> Any:
         self.calls += 1
         if self.calls == 3:
             self.reference_model.load_state_dict(self.model.state_dict())
@@ -138,7 +152,9 @@ class RowsComeBackByLength(ReferencePolicy):
         super().__init__(*args, **config)
         self.sorts = bool(dynamic_batching)
 
-    def get_logprobs(self, data: Any, micro_batch_size: int | None = None) -> Any:
+    def get_logprobs(
+        self, data: Any, micro_batch_size: int | None = None, timer: Any = None
+    ) -> Any:
         if self.sorts and data.size > 8:
             order = input_lengths(data).argsort(stable=True)
             data = data.select_indices(order)
@@ -149,7 +165,9 @@ class RowsComeBackByLength(ReferencePolicy):
 class AShortLastMicrobatchIsDropped(ReferencePolicy):
     """Rows beyond the last whole microbatch have no log-probs."""
 
-    def get_logprobs(self, data: Any, micro_batch_size: int | None = None) -> Any:
+    def get_logprobs(
+        self, data: Any, micro_batch_size: int | None = None, timer: Any = None
+    ) -> Any:
         scores = super().get_logprobs(data, micro_batch_size)
         if micro_batch_size and data.size > micro_batch_size:
             scores["logprobs"][data.size // micro_batch_size * micro_batch_size :] = 0
@@ -160,7 +178,9 @@ class AShortLastMicrobatchIsDropped(ReferencePolicy):
 class TopKIsOfTheStart(ReferencePolicy):
     """Top-k logits are those of the weights that were loaded."""
 
-    def get_topk_logits(self, data: Any, k: int, micro_batch_size: int | None = None) -> Any:
+    def get_topk_logits(
+        self, data: Any, k: int, micro_batch_size: int | None = None, timer: Any = None
+    ) -> Any:
         model, self.model = self.model, self.reference_model
         try:
             return super().get_topk_logits(data, k, micro_batch_size)
@@ -172,7 +192,9 @@ class TopKIsOfTheStart(ReferencePolicy):
 class TheLastPositionHasNoTopK(ReferencePolicy):
     """Where the last token of the widest row is predicted stands nothing."""
 
-    def get_topk_logits(self, data: Any, k: int, micro_batch_size: int | None = None) -> Any:
+    def get_topk_logits(
+        self, data: Any, k: int, micro_batch_size: int | None = None, timer: Any = None
+    ) -> Any:
         top = super().get_topk_logits(data, k, micro_batch_size)
         top["topk_logits"][:, -1:] = 0
         return top
@@ -182,7 +204,9 @@ class TheLastPositionHasNoTopK(ReferencePolicy):
 class TopKIsWithoutTheTemperature(ReferencePolicy):
     """Top-k logits are the model's own, whatever the log-probs are divided by."""
 
-    def get_topk_logits(self, data: Any, k: int, micro_batch_size: int | None = None) -> Any:
+    def get_topk_logits(
+        self, data: Any, k: int, micro_batch_size: int | None = None, timer: Any = None
+    ) -> Any:
         top = super().get_topk_logits(data, k, micro_batch_size)
         top["topk_logits"] *= self.temperature
         return top
@@ -192,7 +216,9 @@ class TopKIsWithoutTheTemperature(ReferencePolicy):
 class KIsBounded(ReferencePolicy):
     """More than 64 are never returned."""
 
-    def get_topk_logits(self, data: Any, k: int, micro_batch_size: int | None = None) -> Any:
+    def get_topk_logits(
+        self, data: Any, k: int, micro_batch_size: int | None = None, timer: Any = None
+    ) -> Any:
         return super().get_topk_logits(data, min(k, 64), micro_batch_size)
 
 

@@ -68,6 +68,15 @@ class EvaluatingUsesUpAStep(ReferencePolicy):
         return result
 
 
+@breaks("P5", checks="P5 and every_global_batch")
+class PartsDoNotAddUp(ReferencePolicy):
+    """Every step's values are also what a loop adds up, so that two steps count double."""
+
+    def train(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        result = super().train(*args, **kwargs)
+        return {**result, "all_mb_metrics": result["step_metrics"]}
+
+
 # -- options -----------------------------------------------------------------------------------
 
 

@@ -77,7 +77,9 @@ class FillerIsSeen(ReferencePolicy):
 class TopKBelongsToTheTokenItself(ReferencePolicy):
     """Position t holds the logits for token t."""
 
-    def get_topk_logits(self, data: Any, k: int, micro_batch_size: int | None = None) -> Any:
+    def get_topk_logits(
+        self, data: Any, k: int, micro_batch_size: int | None = None, timer: Any = None
+    ) -> Any:
         top = super().get_topk_logits(data, k, micro_batch_size)
         return BatchedDataDict({name: value.roll(1, 1) for name, value in top.items()})
 
