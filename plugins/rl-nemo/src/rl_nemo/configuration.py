@@ -1,0 +1,213 @@
+"""NeMo RL's configuration keys as those of rl-core's backends, and a list of what has no place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rl_core.errors import ConfigError
+
+__all__ = ["Translation", "generation_config", "policy_config"]
+
+
+@dataclass(frozen=True)
+class Translation:
+    """A configuration for ``create_policy`` or ``create_generation``.
+
+    Attributes:
+        config: The keys that have a place here.
+        dropped: Those that do not and are set to something, with their values, by dotted name.
+    """
+
+    config: dict[str, Any] = field(default_factory=dict)
+    dropped: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        lines = [f"  {key}: {value!r}" for key, value in self.dropped.items()]
+        return "\n".join(["these keys have no meaning here:", *lines]) if lines else "all is taken"
+
+
+def _lora(given: Mapping[str, Any]) -> dict[str, Any] | None:
+    if not given.get("enabled"):
+        return None
+    named = given.get("target_modules")
+    return {
+        "r": given["dim"],
+        "alpha": float(given["alpha"]),
+        "dropout": given.get("dropout", 0.0),
+        "target_modules": list(named) if named else "all-linear",
+    }
+
+
+def _optimizer(given: Mapping[str, Any]) -> dict[str, Any]:
+    name = str(given.get("name", "AdamW")).rpartition(".")[2]
+    if name.lower() not in ("adamw", "adam"):
+        raise ConfigError(
+            f"the optimizer {given['name']} is not offered here", fix="use AdamW", key="optimizer"
+        )
+    known = ("lr", "weight_decay", "betas", "eps")
+    kwargs = given.get("kwargs") or {}
+    chosen = {key: kwargs[key] for key in known if key in kwargs}
+    return chosen | ({"betas": tuple(chosen["betas"])} if "betas" in chosen else {})
+
+
+#: From their dotted names to ours, with what makes our value of theirs.
+Table = Mapping[str, tuple[str, Callable[[Any], Any] | None]]
+
+_POLICY: Table = {
+    "model_name": ("model_name", None),
+    "train_global_batch_size": ("train_global_batch_size", None),
+    "train_micro_batch_size": ("train_micro_batch_size", None),
+    "logprob_batch_size": ("logprob_batch_size", None),
+    "max_grad_norm": ("max_grad_norm", None),
+    "precision": ("torch_dtype", None),
+    "optimizer": ("optimizer", _optimizer),
+    "generation.temperature": ("temperature", None),
+    **{
+        f"dynamic_batching.{key}": (f"dynamic_batching.{key}", None)
+        for key in ("enabled", "train_mb_tokens", "logprob_mb_tokens", "sequence_length_round")
+    },
+    **{
+        f"sequence_packing.{key}": (f"sequence_packing.{key}", None)
+        for key in ("enabled", "train_mb_tokens", "logprob_mb_tokens", "algorithm")
+    },
+}
+_DTENSOR: Table = {
+    "dtensor_cfg.enabled": ("", None),
+    "dtensor_cfg.activation_checkpointing": ("gradient_checkpointing", None),
+    "dtensor_cfg.lora_cfg": ("lora", _lora),
+}
+_MEGATRON: Table = {
+    "megatron_cfg.enabled": ("", None),
+    "megatron_cfg.activation_checkpointing": (
+        "activation_recompute",
+        lambda given: "full" if given else "none",
+    ),
+    **{
+        f"megatron_cfg.{key}": (key, None)
+        for key in (
+            "tensor_model_parallel_size",
+            "pipeline_model_parallel_size",
+            "context_parallel_size",
+            "expert_model_parallel_size",
+            "sequence_parallel",
+        )
+    },
+    "megatron_cfg.optimizer.lr": ("optimizer.lr", None),
+    "megatron_cfg.optimizer.weight_decay": ("optimizer.weight_decay", None),
+    "megatron_cfg.optimizer.adam_eps": ("optimizer.eps", None),
+}
+_GENERATION: Table = {
+    **{
+        key: (key, None)
+        for key in (
+            "backend",
+            "model_name",
+            "max_new_tokens",
+            "temperature",
+            "top_p",
+            "top_k",
+            "stop_token_ids",
+            "stop_strings",
+        )
+    },
+    "_pad_token_id": ("pad_token_id", None),
+    "colocated.enabled": ("colocated.enabled", None),
+    "use_async_rollouts": ("", None),
+}
+_VLLM: Table = {
+    "vllm_cfg.precision": ("vllm_cfg.dtype", None),
+    "vllm_cfg.logprobs_mode": ("logprobs_mode", lambda given: given.removesuffix("_logprobs")),
+    "vllm_cfg.max_model_len": ("max_model_len", None),
+    **{
+        f"vllm_cfg.{key}": (f"vllm_cfg.{key}", None)
+        for key in (
+            "async_engine",
+            "enforce_eager",
+            "gpu_memory_utilization",
+            "load_format",
+            "pipeline_parallel_size",
+            "tensor_parallel_size",
+        )
+    },
+    "vllm_cfg.kv_cache_dtype": (
+        "vllm_cfg.kv_cache_dtype",
+        lambda given: None if given == "auto" else given,
+    ),
+    "vllm_kwargs": ("vllm_cfg.engine_args", None),
+}
+
+
+def policy_config(given: Mapping[str, Any], **more: Any) -> Translation:
+    """NeMo RL's ``policy`` section as a configuration for ``create_policy``.
+
+    Args:
+        given: The section, as plain values.
+        **more: Keys of ours on top, such as ``reference``.
+
+    Raises:
+        ConfigError: Both or neither of its trainers is enabled, or its optimizer is not offered.
+    """
+    on = {"hf": "dtensor_cfg", "megatron": "megatron_cfg"}
+    chosen = [name for name, key in on.items() if (given.get(key) or {}).get("enabled")]
+    if len(chosen) != 1:
+        raise ConfigError(
+            f"of {sorted(on.values())} exactly one must be enabled, not {len(chosen)}",
+            fix="enable dtensor_cfg for rl-hf, or megatron_cfg for rl-megatron",
+            key="policy",
+        )
+    [name] = chosen
+    mine: Table = {"hf": _DTENSOR, "megatron": _MEGATRON}[name]
+    # The other trainer's section, and an engine's, say nothing about this trainer.
+    elsewhere = {key: None for key in on.values() if key != on[name]}
+    sampling = given.get("generation") or {}
+    own = {"generation": {key: sampling[key] for key in ("temperature",) if key in sampling}}
+    table = {**_POLICY, **mine}
+    if name == "megatron":
+        del table["optimizer"]  # it has a section of its own
+    translated = _translate({**given, **own, **elsewhere}, table)
+    translated.config.update({"backend": name, **more})
+    return translated
+
+
+def generation_config(given: Mapping[str, Any], **more: Any) -> Translation:
+    """NeMo RL's ``policy.generation`` section as a configuration for ``create_generation``.
+
+    Args:
+        given: The section, as plain values.
+        **more: Keys of ours on top, such as ``model_name``, which theirs takes from the policy, or
+            ``backend`` to use another engine; keys of the engine that is left are then dropped.
+    """
+    backend = more.get("backend", given.get("backend"))
+    table = {**_GENERATION, **(_VLLM if backend == "vllm" else {})}
+    translated = _translate(given, table)
+    translated.config.update(more)
+    return translated
+
+
+def _translate(given: Mapping[str, Any], table: Table) -> Translation:
+    result = Translation()
+
+    def visit(section: Mapping[str, Any], inside: str) -> None:
+        for key, value in section.items():
+            name = f"{inside}{key}"
+            if name in table:
+                ours, convert = table[name]
+                made = convert(value) if convert and value is not None else value
+                if ours and made is not None:
+                    _put(result.config, ours, made)
+            elif isinstance(value, Mapping):
+                visit(value, f"{name}.")
+            elif value is not None and value is not False and value != []:
+                result.dropped[name] = value
+
+    visit(given, "")
+    return result
+
+
+def _put(config: dict[str, Any], name: str, value: Any) -> None:
+    *sections, key = name.split(".")
+    for section in sections:
+        config = config.setdefault(section, {})
+    config[key] = value

@@ -1,0 +1,128 @@
+"""What NeMo RL's loops call to bring an engine to the trainer's weights: a verified refit."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+from rl_core import refit
+from rl_core.errors import LifecycleError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from rl_core.interfaces import ColocatablePolicyInterface, GenerationInterface, Timer
+    from rl_core.refit import RefitReport
+
+__all__ = ["RefitSynchronizer", "connect"]
+
+#: Under which the loops measure a refit.
+TIMED_AS = "prepare_for_generation/transfer_and_update_weights"
+
+
+def connect(
+    policy: ColocatablePolicyInterface, generation: GenerationInterface, **options: Any
+) -> RefitSynchronizer:
+    """Makes NeMo RL's loops refit this engine from this policy, in one call before they start.
+
+    Sets ``generation.weight_synchronizer``, which the loops call for every refit, and lets
+    ``generation.cfg`` say that rollouts may be asynchronous, which the loops ask of it by name.
+
+    Args:
+        policy: The trainer, embedded or on a cluster.
+        generation: The engine, likewise. For asynchronous loops it must be on a cluster of Ray's:
+            they send it to an actor.
+        **options: Those of :func:`rl_core.refit`, such as ``verify`` and ``transport``.
+    """
+    synchronizer = RefitSynchronizer(policy, generation, **options)
+    generation.weight_synchronizer = synchronizer
+    # The loops know engines by name; of this one they require no key that others do not have.
+    generation.cfg = {**generation.cfg, "backend": "megatron"}
+    return synchronizer
+
+
+class RefitSynchronizer:
+    """NeMo RL's ``WeightSynchronizer``, by its methods.
+
+    An engine that shares devices with the policy takes turns with it: the policy's optimizer
+    makes room, the engine wakes its weights, takes the refit, and wakes the rest. An engine with
+    devices of its own (``colocated.enabled`` False) goes on serving.
+
+    Args:
+        policy: See :func:`connect`.
+        generation: See :func:`connect`.
+        **options: See :func:`connect`.
+
+    Attributes:
+        report: Of the last refit.
+    """
+
+    def __init__(
+        self,
+        policy: ColocatablePolicyInterface,
+        generation: GenerationInterface,
+        **options: Any,
+    ) -> None:
+        self._policy = policy
+        self._generation = generation
+        self._options = options
+        self.report: RefitReport | None = None
+
+    def sync_weights(
+        self, *, timer: Timer | None = None, kv_scales: Mapping[str, float] | None = None
+    ) -> dict[str, float]:
+        """Refits, and returns once the new weights serve.
+
+        Args:
+            timer: The loop's stopwatch.
+            kv_scales: Scales of an FP8 key/value cache, nested or flat; None is none.
+
+        Returns:
+            Figures for the loop's log.
+
+        Raises:
+            RefitError: The transfer failed; see :func:`rl_core.refit`.
+        """
+        colocated = (self._generation.cfg.get("colocated") or {}).get("enabled") is not False
+        if colocated:
+            self._policy.offload_before_refit()
+            self._generation.prepare_for_generation(tags=["weights"])
+        with nullcontext() if timer is None else timer.time(TIMED_AS):
+            self.report = refit(
+                self._policy, self._generation, **self._options, kv_scales=kv_scales or {}
+            )
+        if colocated:
+            self._policy.offload_after_refit()
+        self._generation.prepare_for_generation()
+        return {
+            "refit/version": float(self.report.version),
+            "refit/seconds": self.report.seconds,
+            "refit/gb_per_s": self.report.gb_per_s,
+        }
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether the engine has never had the policy's weights."""
+        return self.report is None
+
+    def init_communicator(self) -> None:
+        """Nothing: a refit opens its connections itself, and keeps them."""
+
+    def shutdown(self) -> None:
+        """Nothing: policy and engine close their own ends when they are shut down."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_Elsewhere, ())
+
+
+class _Elsewhere:
+    """A synchronizer in another process than its loop's, which does not refit."""
+
+    is_stale = False
+
+    def sync_weights(self, **_: Any) -> dict[str, float]:
+        """Raises LifecycleError."""
+        raise LifecycleError(
+            "this engine was sent to another process, which has no trainer to refit it from",
+            fix="call sync_weights where connect was called",
+        )

@@ -1,0 +1,168 @@
+"""Their keys as ours: those that have a place, and the list of those that do not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import rl_nemo
+from rl_core.config import check_config
+from rl_core.errors import ConfigError
+from rl_hf.config import HuggingFacePolicyConfig
+from rl_megatron.config import MegatronPolicyConfig
+from rl_vllm.config import VllmConfig
+
+#: As their configuration of GRPO has it, shortened.
+POLICY: dict[str, Any] = {
+    "model_name": "Qwen/Qwen2.5-1.5B",
+    "tokenizer": {"name": "Qwen/Qwen2.5-1.5B", "chat_template_kwargs": None},
+    "hf_config_overrides": {},
+    "train_global_batch_size": 512,
+    "train_micro_batch_size": 4,
+    "logprob_batch_size": 4,
+    "max_total_sequence_length": 512,
+    "precision": "bfloat16",
+    "dtensor_cfg": {
+        "_v2": True,
+        "enabled": True,
+        "cpu_offload": False,
+        "activation_checkpointing": True,
+        "tensor_parallel_size": 1,
+        "lora_cfg": {
+            "enabled": True,
+            "target_modules": [],
+            "match_all_linear": True,
+            "dim": 8,
+            "alpha": 32,
+            "dropout": 0.0,
+            "use_triton": True,
+        },
+    },
+    "megatron_cfg": {
+        "enabled": False,
+        "tensor_model_parallel_size": 2,
+        "sequence_parallel": True,
+        "activation_checkpointing": True,
+        "optimizer": {"optimizer": "adam", "lr": 5.0e-6, "weight_decay": 0.01, "adam_eps": 1e-8},
+    },
+    "dynamic_batching": {"enabled": False, "train_mb_tokens": 2048, "sequence_length_round": 64},
+    "sequence_packing": {
+        "enabled": True,
+        "train_mb_tokens": 2048,
+        "logprob_mb_tokens": 2048,
+        "algorithm": "modified_first_fit_decreasing",
+        "microbatch_order": "packer",
+    },
+    "max_grad_norm": 1.0,
+    "optimizer": {
+        "name": "torch.optim.AdamW",
+        "kwargs": {"lr": 5.0e-6, "weight_decay": 0.01, "betas": [0.9, 0.999], "eps": 1e-8},
+    },
+    "scheduler": [{"name": "torch.optim.lr_scheduler.LinearLR", "kwargs": {"total_iters": 50}}],
+    "generation": {
+        "backend": "vllm",
+        "max_new_tokens": 512,
+        "temperature": 0.8,
+        "top_p": 1.0,
+        "top_k": None,
+        "val_temperature": 0.8,
+        "stop_token_ids": None,
+        "stop_strings": ["</s>"],
+        "_pad_token_id": 0,
+        "colocated": {"enabled": True, "resources": {"gpus_per_node": None, "num_nodes": None}},
+        "vllm_cfg": {
+            "async_engine": True,
+            "precision": "bfloat16",
+            "kv_cache_dtype": "auto",
+            "logprobs_mode": "processed_logprobs",
+            "tensor_parallel_size": 1,
+            "gpu_memory_utilization": 0.6,
+            "max_model_len": 512,
+            "enforce_eager": False,
+            "use_tqdm": True,
+        },
+        "vllm_kwargs": {},
+    },
+}
+
+
+def test_a_policy() -> None:
+    made = rl_nemo.policy_config(POLICY, reference="none")
+    checked = check_config(HuggingFacePolicyConfig, made.config, what="policy")
+    assert checked["backend"] == "hf"
+    assert checked["optimizer"] == {
+        "lr": 5.0e-6,
+        "weight_decay": 0.01,
+        "betas": (0.9, 0.999),
+        "eps": 1e-8,
+    }
+    assert checked["temperature"] == 0.8
+    assert checked["torch_dtype"] == "bfloat16"
+    assert checked["gradient_checkpointing"]
+    assert checked["lora"] == {
+        "r": 8,
+        "alpha": 32.0,
+        "dropout": 0.0,
+        "target_modules": "all-linear",
+    }
+    assert checked["sequence_packing"]["train_mb_tokens"] == 2048
+    assert checked["reference"] == "none"
+    assert set(made.dropped) == {
+        "tokenizer.name",
+        "max_total_sequence_length",
+        "dtensor_cfg._v2",
+        "dtensor_cfg.tensor_parallel_size",
+        "sequence_packing.microbatch_order",
+        "scheduler",
+    }
+    assert "scheduler: [{" in str(made)
+
+
+def test_a_policy_on_megatron() -> None:
+    section = {
+        **POLICY,
+        "dtensor_cfg": {"enabled": False, "_v2": True},
+        "megatron_cfg": {**POLICY["megatron_cfg"], "enabled": True},
+    }
+    made = rl_nemo.policy_config(section)
+    checked = check_config(MegatronPolicyConfig, made.config, what="policy")
+    assert checked["backend"] == "megatron"
+    assert checked["tensor_model_parallel_size"] == 2
+    assert checked["sequence_parallel"]
+    assert checked["activation_recompute"] == "full"
+    assert checked["optimizer"] == {"lr": 5.0e-6, "weight_decay": 0.01, "eps": 1e-8}
+    assert not any(name.startswith("dtensor_cfg") for name in made.dropped)
+    assert "optimizer.name" in made.dropped
+
+
+def test_an_engine() -> None:
+    made = rl_nemo.generation_config(POLICY["generation"], model_name="Qwen/Qwen2.5-1.5B")
+    checked = check_config(VllmConfig, made.config, what="generation")
+    assert checked["vllm_cfg"] == {
+        "async_engine": True,
+        "dtype": "bfloat16",
+        "tensor_parallel_size": 1,
+        "gpu_memory_utilization": 0.6,
+        "enforce_eager": False,
+        "engine_args": {},
+    }
+    assert checked["max_model_len"] == 512
+    assert checked["logprobs_mode"] == "processed"
+    assert checked["pad_token_id"] == 0
+    assert checked["colocated"] == {"enabled": True}
+    assert set(made.dropped) == {"val_temperature", "vllm_cfg.use_tqdm"}
+
+
+def test_another_engine_in_its_place() -> None:
+    made = rl_nemo.generation_config(POLICY["generation"], model_name="m", backend="hf")
+    assert made.config["backend"] == "hf"
+    assert "vllm_cfg" not in made.config
+    assert made.dropped["vllm_cfg.gpu_memory_utilization"] == 0.6
+
+
+def test_what_cannot_be_meant_is_refused() -> None:
+    with pytest.raises(ConfigError, match="exactly one must be enabled"):
+        rl_nemo.policy_config({**POLICY, "dtensor_cfg": {"enabled": False}})
+    with pytest.raises(ConfigError, match="SGD"):
+        rl_nemo.policy_config({**POLICY, "optimizer": {"name": "torch.optim.SGD"}})

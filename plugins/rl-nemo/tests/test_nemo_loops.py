@@ -1,0 +1,220 @@
+"""The loops' calls, in their order, over real policies and engines, embedded and on a cluster."""
+
+from __future__ import annotations
+
+import pickle
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+import nemo_loops
+import pytest
+import torch
+
+import rl_nemo
+from rl_conformance.models import make_tiny_model
+from rl_core import create_generation, create_policy
+from rl_core.batch import BatchedDataDict
+from rl_core.errors import ConfigError, DataError, LifecycleError
+from rl_hosting import LocalCluster
+from rl_losses import DPOLossFn, GRPOLossFn, NLLLossFn
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+SAMPLES = 4
+PROMPTS = torch.randint(3, 200, (8, 5), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("models") / "qwen2", "qwen2")
+
+
+@pytest.fixture(scope="module", params=["embedded", "cluster"])
+def make(request: pytest.FixtureRequest, path: Path) -> Iterator[Any]:
+    """``make("policy" or "generation", **config)``: in this process, or two workers of each."""
+    cluster = LocalCluster(2) if request.param == "cluster" else None
+    cloudpickle.register_pickle_by_value(nemo_loops)  # workers cannot import it
+    with ExitStack() as stack:
+        if cluster is not None:
+            stack.enter_context(cluster)
+
+        def build(kind: str, **config: Any) -> Any:
+            create = {"policy": create_policy, "generation": create_generation}[kind]
+            more = {"optimizer": {"lr": 1e-2}} if kind == "policy" else {"max_new_tokens": 6}
+            given = {"backend": "hf", "model_name": str(path), **more, **config}
+            made = create(given, cluster)
+            stack.callback(made.shutdown)
+            return made
+
+        yield build
+    cloudpickle.unregister_pickle_by_value(nemo_loops)
+
+
+def reward(output: Any) -> torch.Tensor:
+    """The share of small token ids in the answer: what a model learns in some steps."""
+    start = output["unpadded_sequence_lengths"] - output["generation_lengths"]
+    places = torch.arange(output["output_ids"].shape[1])
+    answer = (places >= start[:, None]) & (places < output["unpadded_sequence_lengths"][:, None])
+    good = (output["output_ids"] < 140) & answer
+    return good.sum(1) / answer.sum(1).clamp(min=1)
+
+
+LOSSES = {"theirs": nemo_loops.ClippedPG, "ours": GRPOLossFn}
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["calls", "rows"])
+def test_grpo_learns_and_engine_and_trainer_agree(
+    make: Any, tmp_path: Path, asynchronous: bool
+) -> None:
+    policy, generation = make("policy"), make("generation", seed=3)
+    synchronizer = rl_nemo.connect(policy, generation, verify="installed")
+    timer = nemo_loops.Timer()
+    assert synchronizer.is_stale
+    history = nemo_loops.grpo_train(
+        policy,
+        generation,
+        nemo_loops.ClippedPG(),
+        PROMPTS,
+        reward,
+        steps=8,
+        samples=SAMPLES,
+        asynchronous=asynchronous,
+        checkpoint=tmp_path,
+        timer=timer,
+    )
+    assert not synchronizer.is_stale
+    assert history[-1]["reward"] > history[0]["reward"] + 0.1
+    assert max(step["apart"] for step in history) < 1e-4
+    assert [round(step["num_valid_samples"]) for step in history] == [32] * 8
+    assert generation.weights_version == synchronizer.report.version == 8
+    labels = {"get_logprobs", "get_reference_policy_logprobs", "train"}
+    assert labels < timer.times.keys()
+    assert {len(timer.times[label]) for label in labels} == {8}
+    resumed = make("policy", resume_from=str(tmp_path / "policy" / "weights"))
+    rows = BatchedDataDict({"input_ids": PROMPTS, "input_lengths": torch.full((8,), 5)})
+    assert torch.equal(
+        resumed.get_logprobs(rows)["logprobs"], policy.get_logprobs(rows)["logprobs"]
+    )
+
+
+def test_their_loss_and_ours_step_alike(make: Any) -> None:
+    ends = []
+    for name, loss in LOSSES.items():
+        options = {} if name == "theirs" else {"reference_policy_kl_penalty": 0.0}
+        policy, generation = make("policy"), make("generation", seed=3)
+        rl_nemo.connect(policy, generation)
+        history = nemo_loops.grpo_train(
+            policy, generation, loss(**options), PROMPTS, reward, steps=2, samples=SAMPLES
+        )
+        ends.append([step["loss"] for step in history])
+    assert ends[0] == pytest.approx(ends[1], abs=1e-5)
+
+
+@pytest.mark.parametrize("colocated", [True, False])
+def test_the_asynchronous_loop_s_order_of_calls(make: Any, colocated: bool) -> None:
+    policy = make("policy")
+    generation = make("generation", seed=3, colocated={"enabled": colocated})
+    rl_nemo.connect(policy, generation)
+    assert generation.blocks_training() is colocated
+    history = nemo_loops.async_grpo_train(
+        policy, generation, nemo_loops.ClippedPG(), PROMPTS, reward, steps=6, samples=SAMPLES
+    )
+    assert history[-1]["reward"] > history[0]["reward"] + 0.05
+    assert generation.weights_version == 7
+
+
+def sequences() -> BatchedDataDict[Any]:
+    ids = torch.randint(3, 200, (8, 9), generator=torch.Generator().manual_seed(1))
+    lengths = torch.tensor([9, 4, 7, 9, 5, 6, 9, 8])
+    mask = (torch.arange(9) < lengths[:, None]).float()
+    mask[:, :2] = 0
+    return BatchedDataDict(
+        {
+            "input_ids": ids,
+            "input_lengths": lengths,
+            "token_mask": mask,
+            "sample_mask": torch.ones(8),
+        }
+    )
+
+
+def test_sft(make: Any) -> None:
+    history = nemo_loops.sft_train(make("policy"), NLLLossFn(), [sequences()] * 6)
+    assert history[-1]["loss"] < history[0]["loss"] - 0.1
+
+
+@pytest.mark.parametrize("batching", ["rows", "packed"])
+@pytest.mark.parametrize("whose", ["theirs", "ours"])
+def test_dpo_starts_at_log_2_and_learns(make: Any, whose: str, batching: str) -> None:
+    packed = {"enabled": True, "train_mb_tokens": 32}
+    policy = make("policy", **({"sequence_packing": packed} if batching == "packed" else {}))
+    losses = {
+        "theirs": lambda: rl_nemo.wrap_loss(nemo_loops.Preference(), group_size=2),
+        "ours": lambda: rl_nemo.rolled_reference(
+            DPOLossFn(beta=1.0, preference_average_log_probs=False)
+        ),
+    }
+    pairs = [sequences() for _ in range(5)]
+    history = nemo_loops.dpo_train(policy, losses[whose](), pairs, gbs=4, mbs=2)
+    assert history[0]["loss"] == pytest.approx(0.6931, abs=1e-3)
+    assert history[-1]["loss"] < history[0]["loss"] - 0.05
+
+
+def test_ours_says_that_the_reference_is_rolled(make: Any) -> None:
+    with pytest.raises((DataError, Exception), match="reference_policy_logprobs"):
+        nemo_loops.dpo_train(make("policy"), DPOLossFn(), [sequences()], gbs=4, mbs=2)
+
+
+def test_two_steps_of_a_call_count_once(make: Any) -> None:
+    policy, data = make("policy", optimizer={"lr": 0.0}), sequences()
+    once = nemo_loops.summed(policy.train(data, NLLLossFn(), gbs=8), {})
+    twice = nemo_loops.summed(policy.train(data, NLLLossFn(), gbs=4), {})
+    assert twice["loss"] == pytest.approx(once["loss"], rel=0.2)
+    assert twice["lr"] == once["lr"]
+
+
+def test_distillation(make: Any) -> None:
+    student = make("policy", optimizer={"lr": 1e-3})
+    teacher = make("policy", seed=7, reference="none")
+    teacher.train(sequences(), NLLLossFn())
+    generation = make("generation", seed=1)
+    rl_nemo.connect(student, generation)
+    loss = rl_nemo.wrap_loss(nemo_loops.Distillation())
+    history = nemo_loops.distillation_train(student, teacher, generation, loss, PROMPTS, steps=8)
+    assert history[-1]["loss"] < history[0]["loss"], history
+
+
+# -- what goes wrong -------------------------------------------------------------------------------
+
+
+def test_a_distillation_loss_that_is_not_wrapped_is_refused(make: Any) -> None:
+    with pytest.raises(ConfigError, match="distillation"):
+        make("policy").train(sequences(), nemo_loops.Distillation())
+
+
+def test_a_loss_on_what_nobody_computes_is_refused() -> None:
+    with pytest.raises(ConfigError, match="'draft', which no policy here computes"):
+        rl_nemo.wrap_loss(nemo_loops.Draft())
+
+
+def test_two_paths_of_a_checkpoint_are_refused(make: Any, tmp_path: Path) -> None:
+    policy = make("policy")
+    for paths in ({}, {"path": tmp_path / "a", "weights_path": tmp_path / "b"}):
+        with pytest.raises(ConfigError, match="one path"):
+            policy.save_checkpoint(**paths)
+
+
+def test_an_engine_that_was_sent_elsewhere_does_not_refit(path: Path) -> None:
+    synchronizer = rl_nemo.RefitSynchronizer(None, None)  # type: ignore[arg-type]
+    sent = pickle.loads(pickle.dumps(synchronizer))
+    with pytest.raises(LifecycleError, match="no trainer"):
+        sent.sync_weights()
+
+
+def test_an_axis_that_there_is_not_is_named(make: Any) -> None:
+    annotations = make("policy").sharding_annotations
+    with pytest.raises(ConfigError, match="pipeline"):
+        annotations.get_axis_size("pipeline")
