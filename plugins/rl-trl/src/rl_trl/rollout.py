@@ -115,7 +115,7 @@ class Rollout:
         changes = sum(tensor._version for tensor in module_tensors(model).values())
         state = (model, trainer.state.global_step, changes)
         if self._served is None or self._served[0] is not model:
-            self._sender = ModelSender(model)
+            self._sender = ModelSender(model, trainer.temperature)
         if state != self._served:
             refit(cast("Any", self._sender), generation, **self._refit_options)
             self._served = state

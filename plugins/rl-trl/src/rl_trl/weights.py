@@ -21,9 +21,11 @@ class ModelSender:
 
     Args:
         model: A transformers model, with adapters of peft or without.
+        temperature: At which the trainer scores it.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, temperature: float) -> None:
+        self.config = {"temperature": temperature}
         self._sender = RefitSender(lambda: _source(model), name=type(model).__name__)
 
     def prepare_refit_info(self) -> dict[str, Any]:
