@@ -84,6 +84,7 @@ class Rollout:
             try:
                 sent = [self._serve([row for part in parts for row in part], trainer)]
             except Exception as raised:
+                raised.add_note(f"rl_trl: in the rollout at step {trainer.state.global_step}")
                 error, sent = raised, [f"{type(raised).__name__}: {raised}"]
         broadcast_object_list(sent)
         if error is not None:
