@@ -26,9 +26,7 @@ TOKENS = 8
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = make_tiny_model(
-        tmp_path_factory.mktemp("models") / "tiny", hidden_size=64, weight_scale=2.0
-    )
+    path = make_tiny_model(tmp_path_factory.mktemp("models") / "tiny", weight_scale=2.0)
     tokenizer = make_tokenizer()
     tokenizer.chat_template = CHAT
     tokenizer.save_pretrained(path)
