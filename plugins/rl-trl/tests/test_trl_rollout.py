@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 from typing import Any
 
 import pytest
@@ -95,6 +97,27 @@ def test_the_engine_is_refit_once_for_each_step_that_generates(engine, trainer, 
     run.train()
     assert seen == [[version] * 8 for version in versions]
     assert max(logged(run, APART)) < 1e-4
+
+
+def test_a_refit_takes_its_options(engine, trainer):
+    how = {"transport": "collective", "address": "127.0.0.1", "verify": "installed"}
+    run = trainer(rl_trl.rollout(engine(), **how))
+    run.train()
+    assert max(logged(run, APART)) < 1e-4
+    with pytest.raises(ConfigError, match="unknown option 'verfy'"):
+        trainer(rl_trl.rollout(engine(), verfy="wire")).train()
+
+
+def test_a_rollout_that_is_dropped_leaves_nothing_open(engine, trainer):
+    def rounds(count):
+        for _ in range(count):
+            trainer(rl_trl.rollout(generation), max_steps=1).train()
+        gc.collect()
+        return len(os.listdir("/proc/self/fd"))
+
+    generation = engine()
+    before = rounds(1)
+    assert rounds(3) <= before
 
 
 def test_weights_that_are_loaded_between_steps_are_refit(engine, trainer):
