@@ -309,14 +309,9 @@ def test_adapters_are_merged_for_the_engine(engine, trainer):
     assert all(parameter.abs().max() > 0 for parameter in trained)
 
 
-@pytest.mark.parametrize(
-    ("how", "why"),
-    [({"use_dora": True}, "use_dora"), ({"bias": "all"}, "trains biases")],
-    ids=["dora", "biases"],
-)
-def test_adapters_that_cannot_be_merged_are_refused_with_the_reason(engine, trainer, how, why):
+def test_adapters_that_cannot_be_merged_are_refused_with_the_reason(engine, trainer):
     from peft import LoraConfig
 
-    adapters = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj"], **how)
-    with pytest.raises(CapabilityError, match=why):
-        trainer(rl_trl.rollout(engine()), peft_config=adapters).train()
+    dora = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], use_dora=True)
+    with pytest.raises(CapabilityError, match=r"cannot be merged for an engine: .*q_proj: .*"):
+        trainer(rl_trl.rollout(engine()), peft_config=dora).train()

@@ -8,13 +8,12 @@ import torch
 from accelerate.utils import broadcast_object_list, gather_object
 from torch.nn.utils.rnn import pad_sequence
 
-from rl_core.backends.tensors import module_tensors
 from rl_core.batch import BatchedDataDict
 from rl_core.errors import ConfigError, DataError, RemoteError
 from rl_core.refit import refit
+from rl_core.refit.tensors import module_tensors
 from rl_trl.agreement import check_agreement
 from rl_trl.settings import check_settings, check_trainer, check_trl
-from rl_trl.weights import ModelSender
 
 if TYPE_CHECKING:
     from rl_core.interfaces import GenerationInterface
@@ -54,7 +53,6 @@ class Rollout:
         self._generation = generation
         self._threshold = threshold
         self._refit_options = refit_options
-        self._sender: ModelSender | None = None
         self._served: tuple[Any, int, int] | None = None
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
@@ -115,10 +113,8 @@ class Rollout:
         # A step changes the weights, and so does what loads a checkpoint between two steps.
         changes = sum(tensor._version for tensor in module_tensors(model).values())
         state = (model, trainer.state.global_step, changes)
-        if self._served is None or self._served[0] is not model:
-            self._sender = ModelSender(model, trainer.temperature)
         if state != self._served:
-            refit(cast("Any", self._sender), generation, **self._refit_options)
+            refit(model, generation, **self._refit_options)
             self._served = state
         ids = pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
         lengths = torch.tensor([len(row) for row in rows])
