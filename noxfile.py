@@ -78,9 +78,9 @@ PLUGINS = {name: f"plugins/rl-{name}" for name in ("hf", "megatron", "vllm", "sg
 ENGINES = {name: PLUGINS[name] for name in ("vllm", "sglang")}
 #: What backends and launchers are made of.
 SHARED = ["plugins/rl-torch", "plugins/rl-hosting", "plugins/rl-ray"]
-#: What puts backends into the loops of other libraries.
-BRIDGES = ["plugins/rl-nemo"]
-DISTRIBUTIONS = [CORE, LOSSES, *SHARED, *BRIDGES, *PLUGINS.values(), CONFORMANCE]
+#: What brings backends into the loops of other libraries.
+BRIDGES = ["plugins/rl-nemo", "plugins/rl-trl"]
+DISTRIBUTIONS = [CORE, LOSSES, *SHARED, *PLUGINS.values(), *BRIDGES, CONFORMANCE]
 #: Checks that look different in the dtype of the CUDA profile; all of them pass in it.
 IN_LOWER_PRECISION = "G4 or G7 or G8 or G10 or G11 or P1 or P4 or P5 or P13 or R1 or R15"
 #: All but processes that die, which takes long and is the same in every release of an engine.

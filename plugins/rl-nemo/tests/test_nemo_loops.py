@@ -179,7 +179,8 @@ def test_two_steps_of_a_call_count_once(make: Any) -> None:
 def test_distillation(make: Any) -> None:
     student = make("policy", optimizer={"lr": 1e-3})
     teacher = make("policy", seed=7, reference="none")
-    teacher.train(sequences(), NLLLossFn())
+    for _ in range(3):
+        teacher.train(sequences(), NLLLossFn())
     generation = make("generation", seed=1)
     rl_nemo.connect(student, generation)
     loss = rl_nemo.wrap_loss(nemo_loops.Distillation())
