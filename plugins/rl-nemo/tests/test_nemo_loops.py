@@ -32,7 +32,10 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("models") / "qwen2", "qwen2")
 
 
-@pytest.fixture(scope="module", params=["embedded", "cluster"])
+WHERE = ["embedded", pytest.param("cluster", marks=pytest.mark.full)]
+
+
+@pytest.fixture(scope="module", params=WHERE)
 def make(request: pytest.FixtureRequest, path: Path) -> Iterator[Any]:
     """``make("policy" or "generation", **config)``: in this process, or two workers of each."""
     cluster = LocalCluster(2) if request.param == "cluster" else None
@@ -60,6 +63,23 @@ def reward(output: Any) -> torch.Tensor:
     answer = (places >= start[:, None]) & (places < output["unpadded_sequence_lengths"][:, None])
     good = (output["output_ids"] < 140) & answer
     return good.sum(1) / answer.sum(1).clamp(min=1)
+
+
+def test_grpo_with_two_trainers_and_two_replicas(path: Path) -> None:
+    with LocalCluster(2) as cluster:
+        config = {"backend": "hf", "model_name": str(path)}
+        policy = create_policy(config, cluster)
+        generation = create_generation({**config, "max_new_tokens": 6, "seed": 3}, cluster)
+        rl_nemo.connect(policy, generation)
+        history = nemo_loops.grpo_train(
+            policy, generation, GRPOLossFn(), PROMPTS, reward, steps=2, samples=SAMPLES
+        )
+        assert max(step["apart"] for step in history) < 1e-4
+        assert policy.sharding_annotations.get_axis_size("data_parallel") == 2
+        assert policy.get_free_memory_bytes() > 0
+        assert generation.weights_version == 2
+        generation.shutdown()
+        policy.shutdown()
 
 
 LOSSES = {"theirs": nemo_loops.ClippedPG, "ours": GRPOLossFn}
