@@ -186,8 +186,8 @@ def rows_per_step(rows: int, gbs: int | None, workers: int) -> int:
 class Microbatching:
     """Which rows go through the model together, as the configuration says.
 
-    With packing, tokens bound a microbatch if their number is configured, or if that of rows is not.
-    A bound that is not configured lets every row pass.
+    With packing, tokens bound a microbatch if their number is configured or that of rows is not. A
+    bound that is not configured lets every row pass.
 
     Args:
         config: A checked :class:`~rl_core.interfaces.PolicyConfig`.
