@@ -250,7 +250,7 @@ def test_a_head_in_which_tokens_see_each_other_gets_all_of_them(tmp_path, caplog
 def test_chunks_hold_every_token_once(tokens):
     for elements in (1, 10, 30, 1000):
         parts = [list(range(tokens))[part] for part in chunks(tokens, 10, elements)]
-        assert sum(parts, []) == list(range(tokens))
+        assert [token for part in parts for token in part] == list(range(tokens))
         assert all(0 < len(part) <= max(1, elements // 10) for part in parts)
 
 
@@ -261,9 +261,7 @@ class Largest(TorchDispatchMode):
         super().__init__()
         self.elements = 0
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for one in result if isinstance(result, (tuple, list)) else [result]:
             if isinstance(one, torch.Tensor) and one.is_floating_point():
@@ -320,4 +318,6 @@ def test_training_computes_the_tokens_that_count(tiny, monkeypatch):
     policy.train(data, NLLLossFn())
     assert sizes == [6 + 5]
     scores = policy.forward(data, LossInputType.LOGPROB)
-    assert torch.equal(scores != 0, (mask != 0) & (torch.arange(10) < data["input_lengths"][:, None]))
+    assert torch.equal(
+        scores != 0, (mask != 0) & (torch.arange(10) < data["input_lengths"][:, None])
+    )
