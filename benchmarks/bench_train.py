@@ -131,7 +131,9 @@ def main(
             data = ragged(rows, longest, shape)
             steps = {
                 "loop": plain_loop(path, size),
-                "padded": through_rl_hf(path, train_micro_batch_size=size),
+                "padded": through_rl_hf(
+                    path, train_micro_batch_size=size, sequence_packing={"enabled": False}
+                ),
                 "dynamic": through_rl_hf(path, dynamic_batching=budget),
                 "packed": through_rl_hf(path, sequence_packing=budget),
             }

@@ -44,6 +44,12 @@ def main(
     warmup: Annotated[int, typer.Option(min=0, help="Supervised steps before.")] = 75,
     prompts: Annotated[int, typer.Option(min=1, help="Problems per step.")] = 64,
     samples: Annotated[int, typer.Option(min=2, help="Completions per problem.")] = 16,
+    updates: Annotated[
+        int, typer.Option(min=1, help="Optimizer steps per GRPO step; must divide its completions.")
+    ] = 8,
+    kl_penalty: Annotated[
+        float, typer.Option(min=0, help="On the distance to the start; 0 needs no reference.")
+    ] = 0.001,
     seed: Annotated[list[int], typer.Option(help="May be repeated: one run for each.")] = [0],  # noqa: B006
     embedded: Annotated[bool, typer.Option(help="Generate in this process, without Ray.")] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write all figures.")] = None,
@@ -72,6 +78,8 @@ def main(
                 warmup=warmup,
                 prompts=prompts,
                 samples=samples,
+                updates=updates,
+                kl_penalty=kl_penalty,
                 seed=one_seed,
                 embedded=embedded,
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -47,8 +48,8 @@ class Settings:
     seed: int
     embedded: bool
     updates: int = 8
-    learning_rate: float = 2e-4
     kl_penalty: float = 0.001
+    learning_rate: float = 2e-4
 
 
 @dataclass
@@ -202,7 +203,7 @@ def grpo_step(
     generation: GenerationInterface,
     task: Additions,
 ) -> Step:
-    """Generate, grade, score, train, refit, check."""
+    """Generate, grade, score what the loss needs, train, refit, check."""
     seconds: dict[str, float] = {}
     prompts = task.prompts(task.draw(settings.prompts)).repeat_interleave(settings.samples)
     prompts["seed"] = torch.randint(0, 2**62, (prompts.size,), generator=task.generator)
@@ -213,11 +214,14 @@ def grpo_step(
     rewards = task.rewards(output)
     relative = partial(grpo_advantages, group_size=settings.samples)
     batch = training_batch(output, rewards, advantages=relative)
+    on_policy = settings.updates == 1
     with timed(seconds, "score"):
         policy.prepare_for_lp_inference()
-        batch["prev_logprobs"] = policy.get_logprobs(batch)["logprobs"]
-        reference = policy.get_reference_policy_logprobs(batch)
-        batch["reference_policy_logprobs"] = reference["reference_logprobs"]
+        if not on_policy:
+            batch["prev_logprobs"] = policy.get_logprobs(batch)["logprobs"]
+        if settings.kl_penalty:
+            reference = policy.get_reference_policy_logprobs(batch)
+            batch["reference_policy_logprobs"] = reference["reference_logprobs"]
     with timed(seconds, "train"):
         policy.prepare_for_training()
         order = torch.randperm(batch.size, generator=task.generator)
@@ -225,6 +229,7 @@ def grpo_step(
             ratio_clip_min=0.2,
             ratio_clip_max=0.28,
             reference_policy_kl_penalty=settings.kl_penalty,
+            on_policy=on_policy,
         )
         metrics = policy.train(batch.select_indices(order), loss_fn)
         policy.finish_training()
@@ -234,12 +239,13 @@ def grpo_step(
         generation.prepare_for_generation()
         some = prompts.slice(0, min(32, prompts.size))
         consistent = validate_log_probability_consistency(policy, generation, some)
-    error = (batch["prev_logprobs"] - batch["generation_logprobs"]) * batch["token_mask"]
+    # The ratio of the engine's and the trainer's probability before the steps, over all of them.
+    largest = max(metrics["all_mb_metrics"]["token_mult_prob_error_max"])
     return Step(
         reward=float(rewards.mean()),
         loss=metrics["loss"],
         kl=metrics.get("kl", 0.0),
-        logprob_error=float(error.abs().max()),
+        logprob_error=math.log(largest),
         consistent=consistent,
         refit_gb_per_s=report.gb_per_s,
         seconds=seconds,

@@ -12,6 +12,7 @@ import torch
 from torch import distributed as dist
 
 from rl_core.backends import PolicyBackend, RowLimits
+from rl_core.backends.policy_rows import Microbatching
 from rl_core.backends.ranks import RankGroup
 from rl_core.batch import BatchedDataDict
 from rl_core.errors import CapabilityError, CheckpointError, LifecycleError, TrainingError
@@ -128,6 +129,35 @@ def test_scores_and_steps_do_not_depend_on_how_rows_are_split(way: str) -> None:
     torch.testing.assert_close(*scores)
     references = [p.get_reference_policy_logprobs(batch())["reference_logprobs"] for p in (split,)]
     torch.testing.assert_close(references[0], Bigram().get_logprobs(batch())["logprobs"])
+
+
+@pytest.mark.parametrize(
+    ("config", "sizes"),
+    [
+        ({}, [8, 1]),
+        ({"sequence_packing": {"enabled": True}}, [1, 8]),
+        ({"sequence_packing": {"enabled": True}, "train_micro_batch_size": 4}, [4, 4, 1]),
+        ({"sequence_packing": {"enabled": True}, "logprob_batch_size": 4}, [1, 8]),
+        (
+            {
+                "sequence_packing": {"enabled": True, "train_mb_tokens": 9000},
+                "train_micro_batch_size": 4,
+            },
+            [9],
+        ),
+        ({"dynamic_batching": {"enabled": True}}, [8, 1]),
+    ],
+    ids=["padded", "packed", "packed rows", "scoring alone", "tokens before rows", "dynamic"],
+)
+def test_a_bound_that_is_not_configured_lets_every_row_pass(
+    config: dict[str, Any], sizes: list[int]
+) -> None:
+    lengths = torch.tensor([100, 5000, 80, 10, 70, 60, 50, 40, 90])
+    plan = Microbatching(config).plan(lengths, "train", width=5000)
+    assert sorted(map(len, plan)) == sorted(sizes)
+    pairs = Microbatching({"sequence_packing": {"enabled": True}})
+    plan = pairs.plan(torch.tensor([3000, 3000, 9, 9]), "train", width=3000, group_size=2)
+    assert sorted(torch.cat(plan).tolist()) == [0, 1, 2, 3]
 
 
 def test_what_does_not_count_is_no_step_and_evaluation_changes_nothing() -> None:

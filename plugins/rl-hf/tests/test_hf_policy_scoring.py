@@ -61,18 +61,43 @@ def test_packed_rows_with_a_window_equal_the_plain_forward_pass(tiny):
     torch.testing.assert_close(scores, expected, atol=1e-4, rtol=0)
 
 
-def test_a_model_that_lets_packed_rows_see_each_other_is_refused(tmp_path: Path):
+def test_a_model_that_lets_packed_rows_see_each_other_packs_only_if_asked_and_is_refused(
+    tmp_path: Path, caplog
+):
+    """Also where the weights are so small that it hardly shows in log-probs."""
     config = transformers.MambaConfig(
         vocab_size=272, hidden_size=32, num_hidden_layers=1, state_size=4
     )
-    model = transformers.MambaForCausalLM(config)
+    transformers.MambaForCausalLM(config).save_pretrained(tmp_path)
+    policy = HuggingFacePolicy(str(tmp_path))
+    assert not policy.microbatching.packed
+    assert "MambaForCausalLM pads the rows of a microbatch" in caplog.text
+    data = batch()
+    ids = data["input_ids"][:1, : LENGTHS[0]]
     with torch.no_grad():
-        for matrix in (p for p in model.parameters() if p.dim() > 1):
-            matrix.mul_(5)
-    model.save_pretrained(tmp_path)
-    HuggingFacePolicy(str(tmp_path))
-    with pytest.raises(CapabilityError, match="cannot pack"):
+        logits = policy.model(input_ids=ids).logits[0, :-1].log_softmax(-1)
+    expected = logits.gather(-1, ids[0, 1:, None])[:, 0]
+    found = policy.get_logprobs(data)["logprobs"][0, 1 : LENGTHS[0]]
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+    with pytest.raises(CapabilityError, match="see one another"):
         HuggingFacePolicy(str(tmp_path), sequence_packing=PACKED)
+
+
+@pytest.mark.parametrize(
+    ("config", "packs"),
+    [
+        ({}, True),
+        ({"train_micro_batch_size": 2}, True),
+        ({"sequence_packing": {"train_mb_tokens": 64}}, True),
+        ({"sequence_packing": {"enabled": False}}, False),
+        ({"dynamic_batching": {"enabled": True}}, False),
+    ],
+    ids=["nothing", "rows", "tokens", "off", "dynamic"],
+)
+def test_rows_are_packed_unless_something_else_is_configured(tiny, config, packs):
+    policy = HuggingFacePolicy(str(tiny()), **config)
+    assert policy.microbatching.packed is packs
+    assert policy.config["sequence_packing"]["enabled"] is packs
 
 
 def test_padding_width_and_what_stands_in_it_do_not_matter(tiny):
@@ -115,7 +140,7 @@ def test_a_failing_reference_call_leaves_weights_and_modes(tiny, reference, monk
     def fail(*_: object) -> None:
         raise RuntimeError("a fault in the forward pass")
 
-    monkeypatch.setattr("rl_hf.forward.Forward.__call__", fail)
+    monkeypatch.setattr("rl_hf.forward.Forward.logprobs", fail)
     with pytest.raises(RuntimeError, match="a fault"):
         policy.get_reference_policy_logprobs(data)
     assert torch.is_grad_enabled()

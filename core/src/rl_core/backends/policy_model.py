@@ -34,14 +34,16 @@ class PolicyModel(ABC):
 
         Args:
             rows: On the CPU; ``input_ids`` ``[b, s]`` int64, right-padded with anything,
-                ``input_lengths`` ``[b]`` int64, the longest of which is ``s``, and further columns.
+                ``input_lengths`` ``[b]`` int64, the longest of which is ``s``, and further columns;
+                in training ``token_mask`` ``[b, s]`` and ``sample_mask`` ``[b]``.
             wanted: Log-probs or logits.
 
         Returns:
             On the model's device, with the policy's temperature: ``[b, s]`` float32 log-probs where
             entry t scores token t, and entry 0 and padding are 0; or ``[b, s, V]`` logits where
-            position t predicts token t+1. If :attr:`microbatching` packs, rows lie end to end in
-            the model, and the result is the same.
+            position t predicts token t+1. Log-probs of tokens that the masks leave out may be 0.
+            If :attr:`microbatching` packs, rows lie end to end in the model, and the result is the
+            same.
         """
 
     @abstractmethod

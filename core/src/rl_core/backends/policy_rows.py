@@ -29,6 +29,7 @@ __all__ = [
 #: What generation calls the keys that scoring needs.
 GENERATED = {"input_ids": "output_ids", "input_lengths": "unpadded_sequence_lengths"}
 
+#: Rows of a microbatch, and tokens of one that is bounded by them, unless configured.
 DEFAULT_ROWS = 8
 DEFAULT_TOKENS = 4096
 
@@ -185,6 +186,9 @@ def rows_per_step(rows: int, gbs: int | None, workers: int) -> int:
 class Microbatching:
     """Which rows go through the model together, as the configuration says.
 
+    With packing, tokens bound a microbatch if their number is configured or that of rows is not. A
+    bound that is not configured lets every row pass.
+
     Args:
         config: A checked :class:`~rl_core.interfaces.PolicyConfig`.
 
@@ -201,8 +205,8 @@ class Microbatching:
                 fix="enable one of them; packing wastes less",
                 key="sequence_packing",
             )
-        rows = config.get("train_micro_batch_size", DEFAULT_ROWS)
-        self._sizes = {"train": rows, "logprob": config.get("logprob_batch_size") or rows}
+        rows = config.get("train_micro_batch_size")
+        self._rows = {"train": rows, "logprob": config.get("logprob_batch_size") or rows}
 
     @property
     def packed(self) -> bool:
@@ -232,25 +236,26 @@ class Microbatching:
         """
         if not len(lengths):
             return []
-        batching = self._packing or self._dynamic
-        if size is not None or batching is None:
-            size = size or self._sizes[kind]
+        batching = self._packing or self._dynamic or {}
+        bound = batching.get(f"{kind}_mb_tokens", batching.get("train_mb_tokens"))
+        if size is None and bound is None and not self._dynamic:
+            size = self._rows[kind] or (None if self._packing else DEFAULT_ROWS)
+        if size is not None:
             return plan_microbatches(lengths, micro_batch_size=size, group_size=group_size)
-        tokens = batching.get("train_mb_tokens", DEFAULT_TOKENS)
-        bound = {"max_tokens_per_microbatch": batching.get(f"{kind}_mb_tokens", tokens)}
-        if self._packing:
-            packing: Any = bound | _some(batching, "algorithm", "sequence_length_pad_multiple")
-            return plan_microbatches(lengths, sequence_packing_args=packing, group_size=group_size)
-        dynamic: Any = {"sequence_length_round": 64} | bound
-        dynamic |= _some(batching, "sequence_length_round")
-        return plan_microbatches(
-            lengths, dynamic_batching_args=dynamic, width=width, group_size=group_size
-        )
+        rounding = "sequence_length_round" if self._dynamic else "sequence_length_pad_multiple"
+        multiple = batching.get(rounding, 64 if self._dynamic else 1)
+        if bound is None:
+            longest = -(-int(lengths.max()) // multiple) * multiple
+            bound = max(DEFAULT_TOKENS, longest * group_size)
+        args: Any = {"max_tokens_per_microbatch": bound, rounding: multiple}
+        if self._dynamic:
+            return plan_microbatches(
+                lengths, dynamic_batching_args=args, width=width, group_size=group_size
+            )
+        if "algorithm" in batching:
+            args["algorithm"] = batching["algorithm"]
+        return plan_microbatches(lengths, sequence_packing_args=args, group_size=group_size)
 
 
 def _enabled(batching: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
     return batching if batching and batching.get("enabled") else None
-
-
-def _some(mapping: Mapping[str, Any], *keys: str) -> dict[str, Any]:
-    return {key: mapping[key] for key in keys if key in mapping}

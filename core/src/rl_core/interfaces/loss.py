@@ -60,7 +60,8 @@ class LossFunction(ABC):
         Args:
             inputs: ``[b, s]`` float32 log-probs where entry t scores token t and entry 0 is 0, or
                 ``[b, s, V]`` logits where position t predicts token t+1, as ``input_type`` says.
-                Both already carry the policy's temperature.
+                Both already carry the policy's temperature. Log-probs of tokens that do not count
+                (``token_mask`` or ``sample_mask`` 0) may be 0: policies need not compute them.
             data: The same rows, cut to the same width; at least ``input_ids``, ``input_lengths``,
                 ``token_mask`` and ``sample_mask``.
             global_valid_seqs: 0-d; rows of the global batch whose ``sample_mask`` is 1.

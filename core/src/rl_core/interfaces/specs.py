@@ -157,7 +157,8 @@ class DynamicBatchingConfig(TypedDict, total=False):
 
     Attributes:
         enabled: Default False.
-        train_mb_tokens: Padded tokens per microbatch of a training step.
+        train_mb_tokens: Padded tokens per microbatch of a training step. Default 4096, or those of
+            the longest row (or group) if that is more.
         logprob_mb_tokens: The same for scoring; default ``train_mb_tokens``.
         sequence_length_round: Widths are rounded up to a multiple of it. Default 64.
     """
@@ -172,8 +173,10 @@ class SequencePackingConfig(TypedDict, total=False):
     """Several rows in one sequence, without padding between them.
 
     Attributes:
-        enabled: Default False.
-        train_mb_tokens: Tokens per packed sequence of a training step.
+        enabled: Default False, unless the backend says otherwise.
+        train_mb_tokens: Tokens per packed sequence of a training step. Default: as many as
+            ``train_micro_batch_size`` rows have if that is set; if not, 4096, or those of the
+            longest row (or group) if that is more.
         logprob_mb_tokens: The same for scoring; default ``train_mb_tokens``.
         algorithm: How rows are assigned to sequences. Default
             ``"modified_first_fit_decreasing"``.
@@ -203,7 +206,8 @@ class PolicyConfig(TypedDict):
         temperature: Divides the logits in training and scoring. Default 1.0.
         refit_interval: Trainings that the loop means to do for each refit; generating with weights
             that are older warns. Default 1.
-        train_micro_batch_size: Rows per forward and backward pass. Default 8.
+        train_micro_batch_size: Rows per forward and backward pass. Default 8; with packing, as many
+            as its tokens allow.
         logprob_batch_size: Rows per scoring pass. Default: ``train_micro_batch_size``.
         max_grad_norm: Gradients are scaled down to this norm; None is off. Default 1.0.
         non_finite: What a NaN or infinite loss or gradient does: ``"raise"``, or ``"skip"`` the

@@ -12,15 +12,18 @@ import torch
 
 from rl_core.errors import CapabilityError
 from rl_hf.attention import observed, uses_segments
-from rl_hf.logprobs import token_logprobs
+from rl_hf.hidden import HiddenStates, Logits
+from rl_hf.logprobs import CHUNK_ELEMENTS, chunks
+from rl_hf.modeling import model_device
 from rl_torch.slots import segment_mask
 
 if TYPE_CHECKING:
     from torch import nn
 
     from rl_hf.attention import Observer
+    from rl_hf.hidden import Body
 
-__all__ = ["Forward", "Sequences", "base_model", "check_packing"]
+__all__ = ["Forward", "Sequences", "base_model", "packing_fault"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,16 +62,24 @@ class Forward:
     """Runs sequences through a causal language model.
 
     Args:
-        model: The model; :meth:`__call__` uses it in whatever mode and with whatever gradients
-            the caller set.
+        model: The model; used in whatever mode and with whatever gradients the caller set.
         temperature: Divides the logits.
         packed: Lay the rows of a microbatch end to end instead of padding them.
+        body: Of the model; logits of it are made some tokens at a time. None makes them at once.
     """
 
-    def __init__(self, model: nn.Module, *, temperature: float = 1.0, packed: bool = False) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        temperature: float = 1.0,
+        packed: bool = False,
+        body: Body | None = None,
+    ) -> None:
         self.model = model
         self.temperature = temperature
         self.packed = packed
+        self.body = body
         self._segments = packed and uses_segments(base_model(model))
 
     def observed(self, rows: Sequences, observer: Observer) -> None:
@@ -95,46 +106,39 @@ class Forward:
         """The same way through another model of the same architecture."""
         if model is self.model:
             return self
-        return Forward(model, temperature=self.temperature, packed=self.packed)
+        return Forward(model, temperature=self.temperature, packed=self.packed, body=self.body)
 
-    def __call__(self, rows: Sequences) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits of all tokens.
+    def logprobs(self, rows: Sequences, counts: torch.Tensor | None = None) -> torch.Tensor:
+        """Log-probs of the tokens that count.
+
+        Args:
+            rows: The sequences.
+            counts: ``[b, s]`` bool; None is all of them.
 
         Returns:
-            ``[M, V]`` logits in the model's dtype, without the temperature, and ``[b]`` int64:
-            token t of row i is at ``starts[i] + t``.
+            ``[b, s]`` float32; entry t scores token t. Entry 0, padding and what does not count
+            are 0.
         """
-        if not self.packed:
-            logits = self.model(input_ids=rows.ids, use_cache=False).logits
-            starts = torch.arange(len(rows.sizes), device=rows.ids.device) * rows.ids.shape[1]
-            return logits.flatten(0, 1), starts
-        index, positions = rows.tokens()
-        logits = self.model(
-            input_ids=rows.ids[index, positions][None],
-            position_ids=positions[None],
-            attention_mask=segment_mask(rows.sizes) if self._segments else None,
-            use_cache=False,
-        ).logits
-        return logits[0], rows.lengths.cumsum(0) - rows.lengths
-
-    def logprobs(self, rows: Sequences) -> torch.Tensor:
-        """``[b, s]`` float32; entry t scores token t, entry 0 and padding are 0."""
-        logits, starts = self(rows)
         index, positions = rows.tokens()
         scored = positions > 0
+        if counts is not None:
+            scored &= counts[index, positions]
         index, positions = index[scored], positions[scored]
-        values = token_logprobs(
-            logits, starts[index] + positions - 1, rows.ids[index, positions], self.temperature
-        )
         result = torch.zeros(rows.ids.shape, dtype=torch.float32, device=rows.ids.device)
+        if not len(index):
+            return result
+        outputs, starts = self._run(rows)
+        values = outputs.logprobs(
+            starts[index] + positions - 1, rows.ids[index, positions], self.temperature
+        )
         return result.index_put((index, positions), values)
 
     def logits(self, rows: Sequences) -> torch.Tensor:
         """``[b, s, V]`` float32 with the temperature; padding is 0."""
-        logits, starts = self(rows)
+        outputs, starts = self._run(rows)
         index, positions = rows.tokens()
-        values = logits[starts[index] + positions].float() / self.temperature
-        result = values.new_zeros(*rows.ids.shape, logits.shape[-1])
+        values = outputs.at(starts[index] + positions).float() / self.temperature
+        result = values.new_zeros(*rows.ids.shape, values.shape[-1])
         return result.index_put((index, positions), values)
 
     def topk(self, rows: Sequences, k: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -144,17 +148,33 @@ class Forward:
             ``[b, s-1, k]`` float32 values, descending, and int64 indices; 0 where nothing is
             predicted.
         """
-        logits, starts = self(rows)
+        outputs, starts = self._run(rows)
         index, positions = rows.tokens()
         predicts = positions < rows.lengths[index] - 1
         index, positions = index[predicts], positions[predicts]
-        top = logits[starts[index] + positions].topk(k, dim=-1)
         shape = (len(rows.sizes), max(rows.ids.shape[1] - 1, 0), k)
-        values = torch.zeros(shape, dtype=torch.float32, device=logits.device)
-        indices = torch.zeros(shape, dtype=torch.int64, device=logits.device)
-        values[index, positions] = top.values.float() / self.temperature
-        indices[index, positions] = top.indices
+        values = torch.zeros(shape, dtype=torch.float32, device=rows.ids.device)
+        indices = torch.zeros(shape, dtype=torch.int64, device=rows.ids.device)
+        for part in chunks(len(index), outputs.vocabulary, CHUNK_ELEMENTS):
+            where = index[part], positions[part]
+            top = outputs.at(starts[where[0]] + where[1]).topk(k, dim=-1)
+            values[where] = top.values.float().to(values.device) / self.temperature
+            indices[where] = top.indices.to(indices.device)
         return values, indices
+
+    def _run(self, rows: Sequences) -> tuple[HiddenStates | Logits, torch.Tensor]:
+        """What the model makes of all tokens, and ``[b]`` int64 places of the rows' first ones."""
+        inputs: dict[str, Any] = {"input_ids": rows.ids, "use_cache": False}
+        starts = torch.arange(len(rows.sizes), device=rows.ids.device) * rows.ids.shape[1]
+        if self.packed:
+            index, positions = rows.tokens()
+            inputs["input_ids"] = rows.ids[index, positions][None]
+            inputs["position_ids"] = positions[None]
+            inputs["attention_mask"] = segment_mask(rows.sizes) if self._segments else None
+            starts = rows.lengths.cumsum(0) - rows.lengths
+        if self.body is None:
+            return Logits(self.model(**inputs).logits.flatten(0, 1)), starts
+        return self.body(self.model, **inputs), starts
 
 
 def base_model(model: Any) -> Any:
@@ -163,23 +183,37 @@ def base_model(model: Any) -> Any:
     return model if inner is None else inner()
 
 
-@torch.no_grad()
-def check_packing(model: nn.Module, vocab_size: int) -> None:
-    """Scores two short sequences packed and alone, in the model as it is.
+def packing_fault(model: nn.Module, vocab_size: int) -> str:
+    """Why the rows of a microbatch cannot lie end to end in a model; nothing if they can.
 
-    Raises:
-        CapabilityError: They differ: the model lets sequences that share a row see one another.
+    Tried on two short rows, in the model as it is. Their log-probs must be those of each row alone,
+    and nothing of one row may reach the other, however little: its gradient there is exactly 0.
     """
-    device = next(model.parameters()).device
+    device = model_device(base_model(model))
     ids = torch.arange(1, 25).remainder(vocab_size).view(2, 12)
     rows = Sequences.of(ids, torch.tensor([12, 7]), device)
-    packed = Forward(model, packed=True).logprobs(rows)
-    alone = Forward(model).logprobs(rows)
+    embedded: list[torch.Tensor] = []
+
+    def cut_off(_module: nn.Module, _args: Any, output: torch.Tensor) -> torch.Tensor:
+        embedded.append(output.detach().requires_grad_())
+        return embedded[-1]
+
+    try:
+        with torch.no_grad():
+            alone = Forward(model).logprobs(rows)
+        forward = Forward(model, packed=True)
+        handle = base_model(model).get_input_embeddings().register_forward_hook(cut_off)
+        try:
+            with torch.enable_grad():
+                packed = forward.logprobs(rows)
+        finally:
+            handle.remove()
+        (reached,) = torch.autograd.grad(packed[1].sum(), embedded[:1])
+    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
+        return f"it takes no packed rows ({type(error).__name__}: {error})"
+    if reached[0, : rows.sizes[0]].any():
+        return "rows that share a sequence see one another"
+    off = float((packed.detach() - alone).abs().max())
     exact = next(model.parameters()).dtype in (torch.float32, torch.float64)
-    off = float((packed - alone).abs().max())
-    if off > (1e-3 if exact else 0.1):
-        raise CapabilityError(
-            f"{type(base_model(model)).__name__} cannot pack: sequences that share a row change "
-            f"each other's log-probs by {off:.3g}",
-            fix="leave sequence_packing out; dynamic_batching works with every model",
-        )
+    limit = 1e-3 if exact else 0.1
+    return "" if off <= limit else f"rows that share a sequence change log-probs by {off:.3g}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,8 @@ from rl_core.refit.tensors import NamedTensorSource, module_tensors
 from rl_hf import saving
 from rl_hf.config import HuggingFaceGenerationConfig, HuggingFacePolicyConfig
 from rl_hf.decoders import decoding_engine
-from rl_hf.forward import Forward, Sequences, base_model, check_packing
+from rl_hf.forward import Forward, Sequences, base_model, packing_fault
+from rl_hf.hidden import find_body
 from rl_hf.lora import BaseWeights, MergedWeightSource, add_adapters
 from rl_hf.manifest import BACKEND
 from rl_hf.modeling import load_model, model_device, model_facts
@@ -28,7 +30,7 @@ from rl_hf.placement import Placement
 from rl_hf.reward import reward_scores
 from rl_torch.calibration import Calibration, check_calibration
 from rl_torch.checkpoints import load_tokenizer
-from rl_torch.decoding import DEFAULT_MAX_BATCH_SIZE
+from rl_torch.decoding import DEFAULT_MAX_BATCH_SIZE, evaluating
 from rl_torch.optimizer import Optimizer
 from rl_torch.policy_generation import PolicyGeneration
 from rl_torch.reference import Reference, make_reference
@@ -40,6 +42,9 @@ if TYPE_CHECKING:
     from torch import nn
 
     from rl_core.interfaces import WeightSource, WorkerContext
+    from rl_hf.hidden import Body
+
+_log = logging.getLogger(__name__)
 
 __all__ = ["HuggingFacePolicy"]
 
@@ -55,11 +60,16 @@ class HuggingFacePolicy(PolicyBackend):
             sequence classifier with one label, which only :meth:`score` takes.
         worker: Given when this is one of several data-parallel workers.
         **config: Keys of :class:`~rl_hf.config.HuggingFacePolicyConfig`; checked before anything
-            is loaded.
+            is loaded. ``config`` has ``sequence_packing.enabled`` as it was settled.
+
+    Attributes:
+        chunked: Log-probs are made of hidden states, some tokens at a time; False for a model whose
+            logits cannot be made so, which a warning says when the policy is built.
 
     Raises:
         ConfigError: A key is unknown or wrong, or the checkpoint cannot be loaded.
-        CapabilityError: ``sequence_packing`` with a model that cannot keep sequences apart.
+        CapabilityError: ``sequence_packing`` is enabled for a model that cannot keep sequences
+            apart.
     """
 
     manifest = BACKEND
@@ -84,14 +94,21 @@ class HuggingFacePolicy(PolicyBackend):
         self.model: nn.Module = model
         if lora is not None:
             self.model = add_adapters(model, lora, seed=checked.get("seed", 0))
+        body: Body | None = None
+        if self._labels is None:
+            with evaluating(self.model):
+                packs = _packs(self.model, checked, limits.vocab_size)
+                body = find_body(self.model, model, limits.vocab_size)
+            packing = {**(checked.get("sequence_packing") or {}), "enabled": packs}
+            checked = {**checked, "sequence_packing": packing}
         super().__init__(checked, limits, worker=worker, device=self._device)
+        self.chunked = body is not None
         self._forward = Forward(
             self.model,
             temperature=checked.get("temperature", 1.0),
             packed=self.microbatching.packed,
+            body=body,
         )
-        if self.microbatching.packed and self._labels is None:
-            check_packing(self.model, limits.vocab_size)
         self._reference: Reference = (
             BaseWeights()
             if self._adapters
@@ -112,7 +129,10 @@ class HuggingFacePolicy(PolicyBackend):
         sequences = self._sequences(rows)
         if wanted is LossInputType.LOGIT:
             return self._forward.logits(sequences)
-        return self._forward.logprobs(sequences)
+        if "token_mask" not in rows:
+            return self._forward.logprobs(sequences)
+        counts = (rows["token_mask"] != 0) & (rows["sample_mask"] != 0)[:, None]
+        return self._forward.logprobs(sequences, counts.to(self._device))
 
     def topk(self, rows: BatchedDataDict[Any], k: int) -> tuple[torch.Tensor, torch.Tensor]:
         """See :meth:`PolicyModel.topk`."""
@@ -317,6 +337,27 @@ def _generation_config(config: Mapping[str, Any]) -> dict[str, Any]:
         {**defaults, **config.get("generation", {})},
         what="policy backend 'hf', generation",
     )
+
+
+def _packs(model: nn.Module, config: Mapping[str, Any], vocab_size: int) -> bool:
+    """Whether the rows of a microbatch lie end to end: as configured, or where the model can.
+
+    Raises:
+        CapabilityError: They were to, and the model cannot.
+    """
+    asked = (config.get("sequence_packing") or {}).get("enabled")
+    if asked is False or (config.get("dynamic_batching") or {}).get("enabled"):
+        return False
+    fault = packing_fault(model, vocab_size)
+    name = type(base_model(model)).__name__
+    if fault and asked:
+        raise CapabilityError(
+            f"{name} cannot pack: {fault}",
+            fix="leave sequence_packing out; dynamic_batching works with every model",
+        )
+    if fault:
+        _log.warning("%s pads the rows of a microbatch to one length: %s", name, fault)
+    return not fault
 
 
 def _labels(model: Any) -> int | None:
