@@ -60,7 +60,9 @@ class RemotePolicy(RemoteBackend, Colocatable):
             self._group.submit(rank, method, shards[part], *args, **kwargs)
             for rank, part in enumerate(self._rows.parts)
         ]
-        return collect(self._rows.spoken(self._group.wait(calls)), indices, data.size)
+        return collect(
+            self._rows.spoken(self._group.wait(calls, self._group.ranks)), indices, data.size
+        )
 
     def _spoken(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Calls it on every worker with all rows; the result of the one that speaks first."""
@@ -99,8 +101,8 @@ class RemotePolicy(RemoteBackend, Colocatable):
             self._group.submit(rank, "train", shards[part], loss_fn, eval_mode, gbs=gbs, mbs=mbs)
             for rank, part in enumerate(self._rows.parts)
         ]
-        result: dict[str, Any] = self._rows.spoken(self._group.wait(calls))[0]
-        return result
+        results: list[dict[str, Any]] = self._group.wait(calls, self._group.ranks)
+        return self._rows.spoken(results)[0]
 
     prepare_for_training = through(RemoteBackend._on_all, PolicyInterface.prepare_for_training)
     finish_training = through(RemoteBackend._on_all, PolicyInterface.finish_training)
