@@ -36,7 +36,7 @@ MEETING_S = 300.0
 PIECE_ELEMENTS = 1 << 24
 
 
-def meet(worker: WorkerContext, timeout_s: float) -> dist.Store:
+def meet(worker: WorkerContext, timeout_s: float) -> c10d.Store:
     """The store of several workers, once all of them have come to rank 0's.
 
     Args:
@@ -56,7 +56,7 @@ def meet(worker: WorkerContext, timeout_s: float) -> dist.Store:
         )
     patience_s = max(timeout_s, MEETING_S)
     try:
-        store = dist.TCPStore(  # type: ignore[attr-defined]
+        store: c10d.Store = dist.TCPStore(  # type: ignore[attr-defined]
             worker.master_addr,
             worker.master_port,
             worker.world_size,

@@ -248,9 +248,9 @@ class Workers(ABC):
             DeadlineError: The deadline passed; names the first worker that did not answer.
         """
         waited = [as_concurrent(future) for future in futures]
-        seconds = time_left(self.call_deadline_s)
+        seconds = time_left(self.call_deadline_s + self.grace_s)
         try:
-            return wait(waited, seconds + self.grace_s)
+            return wait(waited, seconds)
         except WorkerError as error:
             # Who lost a peer may say so before it is known that the peer's process is gone.
             concurrent.futures.wait(waited, timeout=_DEATH_IS_KNOWN_S)
