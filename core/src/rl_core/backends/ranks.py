@@ -69,7 +69,6 @@ def meet(worker: WorkerContext, timeout_s: float) -> c10d.Store:
             f"{worker.master_addr}:{worker.master_port}: {error}",
             fix="start all workers, with one master_addr and a master_port that is free there",
             seconds=patience_s,
-            rank=worker.rank,
         ) from error
     store.set_timeout(timedelta(seconds=timeout_s))
     return store
@@ -102,6 +101,7 @@ class RankGroup:
         self._messages: Any = None
         self._tensors: Any = None
         self._processes: list[RankProcess] = []
+        self._lost_a_peer = False
         if worker is not None and self.size > 1:
             self._connect(worker, device or torch.device("cpu"))
 
@@ -179,7 +179,7 @@ class RankGroup:
             with self.collectives(what):
                 yield
         except Exception as raised:
-            if self.size == 1 or isinstance(raised, WorkerDiedError):  # that one cannot be asked
+            if self.size == 1 or self._lost_a_peer:  # which cannot be asked
                 raise
             error = raised
         outcomes = self.gather(None if error is None else f"{type(error).__name__}: {error}")
@@ -223,6 +223,7 @@ class RankGroup:
 
     def _lost(self, what: str, error: RuntimeError) -> WorkerDiedError:
         """The error for a collective that failed."""
+        self._lost_a_peer = True
         end = time.monotonic() + DYING_S
         while not (gone := [p for p in self._processes if p.state() in ("ended", "stopped")]):
             if time.monotonic() > end:
