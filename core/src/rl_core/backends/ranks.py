@@ -36,8 +36,11 @@ MEETING_S = 300.0
 PIECE_ELEMENTS = 1 << 24
 
 
-def meet(worker: WorkerContext, timeout_s: float) -> c10d.Store:
+@contextmanager
+def meet(worker: WorkerContext, timeout_s: float) -> Generator[c10d.Store]:
     """The store of several workers, once all of them have come to rank 0's.
+
+    In its body they join process groups over it.
 
     Args:
         worker: Who this is among how many, and where rank 0 listens.
@@ -63,6 +66,8 @@ def meet(worker: WorkerContext, timeout_s: float) -> c10d.Store:
             is_master=worker.rank == 0,
             timeout=timedelta(seconds=patience_s),
         )
+        store.set_timeout(timedelta(seconds=timeout_s))
+        yield store
     except (RuntimeError, dist.DistError) as error:
         raise DeadlineError(
             f"rank {worker.rank} of {worker.world_size} did not reach its peers at "
@@ -70,8 +75,6 @@ def meet(worker: WorkerContext, timeout_s: float) -> c10d.Store:
             fix="start all workers, with one master_addr and a master_port that is free there",
             seconds=patience_s,
         ) from error
-    store.set_timeout(timedelta(seconds=timeout_s))
-    return store
 
 
 class RankGroup:
@@ -118,8 +121,7 @@ class RankGroup:
         return made
 
     def _connect(self, worker: WorkerContext, device: torch.device) -> None:
-        store = meet(worker, self._timeout.total_seconds())
-        with self.collectives("its first connections"):
+        with meet(worker, self._timeout.total_seconds()) as store:
             self._messages = dist.ProcessGroupGloo(
                 c10d.PrefixStore("messages", store), self.rank, self.size, self._timeout
             )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
+from contextlib import nullcontext
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import distributed as dist
@@ -51,14 +52,14 @@ class ParallelState:
         if self._owns_default_group:
             worker = worker or WorkerContext()
             alone = worker.world_size == 1
-            store: Any = dist.HashStore() if alone else meet(worker, timeout_s)  # type: ignore[attr-defined]
-            dist.init_process_group(
-                "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
-                store=store,
-                rank=worker.rank,
-                world_size=worker.world_size,
-                timeout=self._timeout,
-            )
+            with nullcontext(dist.HashStore()) if alone else meet(worker, timeout_s) as store:  # type: ignore[attr-defined]
+                dist.init_process_group(
+                    "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
+                    store=store,
+                    rank=worker.rank,
+                    world_size=worker.world_size,
+                    timeout=self._timeout,
+                )
         if dist.get_world_size() != sizes.world:
             raise ConfigError(
                 f"torch.distributed of this process has {dist.get_world_size()} ranks, the policy "
