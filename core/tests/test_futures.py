@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from rl_core.errors import ConfigError, DeadlineError
-from rl_core.futures import as_concurrent, spawn, wait
+from rl_core.futures import as_concurrent, spawn, time_left, wait, within
 
 
 def done(value: object) -> concurrent.futures.Future[object]:
@@ -45,6 +45,17 @@ def test_a_deadline_names_what_is_pending():
     with pytest.raises(DeadlineError) as caught:
         wait([done(1), never], 0.05)
     assert caught.value.details["pending"] == [1]
+
+
+def test_the_shortest_time_that_was_said_is_left_and_ends_with_its_block():
+    assert time_left(7) == 7
+    with within(5), within(60):
+        assert 4 < time_left(7) <= 5
+        assert time_left(2) == 2
+        with within(0):
+            assert time_left(7) == 0
+        assert spawn("beside", lambda: time_left(7)).result(10) == 7
+    assert time_left(7) == 7
 
 
 def test_something_else_than_a_future_is_a_type_error():

@@ -4,20 +4,40 @@ from __future__ import annotations
 
 import concurrent.futures
 import functools
+import math
 import threading
 import time
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rl_core.errors import DeadlineError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Generator, Sequence
 
     from rl_core.interfaces.worker import Future
 
-__all__ = ["as_concurrent", "spawn", "wait"]
+__all__ = ["as_concurrent", "spawn", "time_left", "wait", "within"]
 
 T = TypeVar("T")
+
+_until: ContextVar[float] = ContextVar("until", default=math.inf)
+
+
+@contextmanager
+def within(seconds: float) -> Generator[None]:
+    """In its body, calls of workers are waited for no longer than so many seconds in all."""
+    token = _until.set(min(_until.get(), time.monotonic() + seconds))
+    try:
+        yield
+    finally:
+        _until.reset(token)
+
+
+def time_left(seconds: float) -> float:
+    """So many seconds, or what is left of those of :func:`within`."""
+    return max(0.0, min(seconds, _until.get() - time.monotonic()))
 
 
 def wait(futures: Sequence[Future] | Future, timeout_s: float) -> list[Any]:

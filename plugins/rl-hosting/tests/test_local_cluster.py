@@ -13,6 +13,7 @@ from cluster_doubles import CONFIG, EXIT, manifest_in, pids, wait_until_gone
 from prompt_rows import prompts
 
 from rl_core.errors import ConfigError, DeadlineError, WorkerDiedError
+from rl_core.futures import within
 from rl_hosting import LocalCluster
 from rl_hosting.cluster import RemoteGeneration
 
@@ -68,8 +69,28 @@ def test_a_worker_that_does_not_answer_is_named(cluster: LocalCluster, manifest:
     stopped = pids(generation)[1]
     os.kill(stopped, signal.SIGSTOP)
     try:
-        with pytest.raises(DeadlineError, match="worker-1: attribute was not answered"):
+        late = "worker-1: attribute was not answered"
+        with pytest.raises(DeadlineError, match=late) as raised:
             generation._group.wait([generation._group.remote(1, "control", "attribute", "facts")])
+        assert raised.value.details["rank"] == 1
+    finally:
+        os.kill(stopped, signal.SIGKILL)
+
+
+def test_a_worker_that_does_not_answer_in_the_time_of_a_larger_call_is_named(
+    cluster: LocalCluster, manifest: Any
+) -> None:
+    generation = RemoteGeneration(cluster, manifest, CONFIG)
+    generation.prepare_for_generation()
+    stopped = pids(generation)[1]
+    os.kill(stopped, signal.SIGSTOP)
+    begun = time.monotonic()
+    try:
+        for ask in (generation._group.attributes, lambda n: generation._group.attribute(1, n)):
+            with pytest.raises(DeadlineError, match="rank 1 of 2 did not") as raised, within(1.0):
+                ask("facts")
+            assert raised.value.details["rank"] == 1
+        assert time.monotonic() - begun < 10
     finally:
         os.kill(stopped, signal.SIGKILL)
 

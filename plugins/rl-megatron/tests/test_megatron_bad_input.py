@@ -17,7 +17,14 @@ from torch import distributed as dist
 
 import rl_megatron.policy
 from rl_conformance.training import NegativeLogLikelihood, training_batch
-from rl_core.errors import CapabilityError, CheckpointError, ConfigError, RLError
+from rl_core.backends import ranks
+from rl_core.errors import (
+    CapabilityError,
+    CheckpointError,
+    ConfigError,
+    DeadlineError,
+    RLError,
+)
 from rl_core.interfaces import WorkerContext
 from rl_megatron.architectures import Architecture
 from rl_megatron.parallel import ParallelState
@@ -296,9 +303,8 @@ def test_a_worker_of_several_needs_a_port(tiny, unbuilt):
     refused(tiny(), ConfigError, "no port to meet at", worker=worker, **{TENSOR: 2})
 
 
-def test_peers_that_do_not_come_are_waited_for_no_longer_than_said(tiny, unbuilt):
-    from rl_core.errors import DeadlineError
-
+def test_peers_that_do_not_come_are_waited_for_no_longer_than_said(tiny, unbuilt, monkeypatch):
+    monkeypatch.setattr(ranks, "MEETING_S", 0.5)
     worker = WorkerContext(rank=1, world_size=2, master_addr="127.0.0.1", master_port=1)
     error = refused(tiny(), DeadlineError, "rank 1 of 2", worker=worker, rank_timeout_s=1.0)
     assert error.details["seconds"] == 1.0

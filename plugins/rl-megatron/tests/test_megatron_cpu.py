@@ -13,15 +13,17 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="replaces CUDA
 
 NAMES = ("current_device", "synchronize", "Stream", "current_stream", "stream")
 MEGATRON = ("_get_cuda_rng_state", "_set_cuda_rng_state")
+UNEVEN = ("_gather_along_first_dim", "_reduce_scatter_along_first_dim")
 
 
 def state() -> list[object]:
-    from megatron.core.tensor_parallel import random
+    from megatron.core.tensor_parallel import mappings, random
     from megatron.core.transformer.moe import token_dispatcher
 
     return [
         *(getattr(torch.cuda, name) for name in NAMES),
         *(getattr(random, name) for name in MEGATRON),
+        *(getattr(mappings, name) for name in UNEVEN),
         token_dispatcher.maybe_move_tensor_to_cpu,
     ]
 

@@ -7,27 +7,74 @@ tensors; nothing is unpickled.
 from __future__ import annotations
 
 import json
+import time
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Self
 
+import msgspec
 import torch
 from torch import distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from rl_core.errors import ConfigError, DeadlineError, TrainingError, WorkerDiedError
+from rl_core.refit.ranks import RankProcess
+from rl_core.refit.timing import DYING_S, TICK_S
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable
 
     from rl_core.interfaces import WorkerContext
 
-__all__ = ["RankGroup"]
+__all__ = ["RankGroup", "meet"]
 
 #: Longest wait for a peer that is still working on its rows.
 TIMEOUT_S = 600.0
+#: Seconds at least for all peers to come: they start, and may load a model, at their own pace.
+MEETING_S = 300.0
 #: Gradients are summed in flat pieces of about this many elements.
 PIECE_ELEMENTS = 1 << 24
+
+
+@contextmanager
+def meet(worker: WorkerContext, timeout_s: float) -> Generator[c10d.Store]:
+    """The store of several workers, once all of them have come to rank 0's.
+
+    In its body they join process groups over it.
+
+    Args:
+        worker: Who this is among how many, and where rank 0 listens.
+        timeout_s: Longest wait for a peer from then on. To come they have at least
+            ``MEETING_S``.
+
+    Raises:
+        ConfigError: There is no port to meet at.
+        DeadlineError: The peers did not all come in time, or rank 0 could not listen.
+    """
+    if not worker.master_port:
+        raise ConfigError(
+            f"{worker.world_size} workers have no port to meet at",
+            fix="give WorkerContext.master_port a free TCP port of rank 0's node",
+            key="master_port",
+        )
+    patience_s = max(timeout_s, MEETING_S)
+    try:
+        store: c10d.Store = dist.TCPStore(  # type: ignore[attr-defined]
+            worker.master_addr,
+            worker.master_port,
+            worker.world_size,
+            is_master=worker.rank == 0,
+            timeout=timedelta(seconds=patience_s),
+        )
+        store.set_timeout(timedelta(seconds=timeout_s))
+        yield store
+    except (RuntimeError, dist.DistError) as error:
+        raise DeadlineError(
+            f"rank {worker.rank} of {worker.world_size} did not reach its peers at "
+            f"{worker.master_addr}:{worker.master_port}: {error}",
+            fix="start all workers, with one master_addr and a master_port that is free there",
+            seconds=patience_s,
+        ) from error
 
 
 class RankGroup:
@@ -41,6 +88,7 @@ class RankGroup:
     Raises:
         ConfigError: There are peers but no port to meet at.
         DeadlineError: The peers did not all come in time.
+        WorkerDiedError: One is gone since.
     """
 
     def __init__(
@@ -55,32 +103,25 @@ class RankGroup:
         self._timeout = timedelta(seconds=timeout_s)
         self._messages: Any = None
         self._tensors: Any = None
+        self._processes: list[RankProcess] = []
+        self._lost_a_peer = False
         if worker is not None and self.size > 1:
             self._connect(worker, device or torch.device("cpu"))
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> Self:
-        """The workers of a group of torch's that exchanges CPU tensors and stays its owner's."""
+        """The workers of a group of torch's that exchanges CPU tensors and stays its owner's.
+
+        Called on all of them.
+        """
         made = cls()
         made.rank, made.size = group.rank(), group.size()
         made._messages = made._tensors = group
+        made._introduce()
         return made
 
     def _connect(self, worker: WorkerContext, device: torch.device) -> None:
-        if not worker.master_port:
-            raise ConfigError(
-                f"{worker.world_size} data-parallel workers have no port to meet at",
-                fix="give WorkerContext.master_port a free TCP port of rank 0's node",
-                key="master_port",
-            )
-        try:
-            store = dist.TCPStore(  # type: ignore[attr-defined]
-                worker.master_addr,
-                worker.master_port,
-                worker.world_size,
-                is_master=worker.rank == 0,
-                timeout=self._timeout,
-            )
+        with meet(worker, self._timeout.total_seconds()) as store:
             self._messages = dist.ProcessGroupGloo(
                 c10d.PrefixStore("messages", store), self.rank, self.size, self._timeout
             )
@@ -91,13 +132,13 @@ class RankGroup:
                 self._tensors = dist.ProcessGroupNCCL(
                     c10d.PrefixStore("tensors", store), self.rank, self.size, options
                 )
-        except (RuntimeError, dist.DistError) as error:
-            raise DeadlineError(
-                f"rank {self.rank} of {self.size} did not reach its peers at "
-                f"{worker.master_addr}:{worker.master_port}: {error}",
-                fix="start all data-parallel workers, with one master_addr and master_port",
-                seconds=self._timeout.total_seconds(),
-            ) from error
+        self._introduce()
+
+    def _introduce(self) -> None:
+        """So that a peer which is lost later can be looked at."""
+        here = RankProcess.here(self.rank, self.size)
+        told = self.gather(msgspec.to_builtins(here))
+        self._processes = [msgspec.convert(one, RankProcess) for one in told]
 
     def sum_(self, tensors: Iterable[torch.Tensor]) -> None:
         """Replaces tensors of one dtype and device by their sums over all ranks."""
@@ -133,12 +174,14 @@ class RankGroup:
 
         Raises:
             TrainingError: A peer's work failed; the own error is raised as it is.
+            WorkerDiedError: A collective in it, or afterwards, lost a peer.
         """
         error: Exception | None = None
         try:
-            yield
+            with self.collectives(what):
+                yield
         except Exception as raised:
-            if self.size == 1:
+            if self.size == 1 or self._lost_a_peer:  # which cannot be asked
                 raise
             error = raised
         outcomes = self.gather(None if error is None else f"{type(error).__name__}: {error}")
@@ -152,6 +195,22 @@ class RankGroup:
                     rank=rank,
                 )
 
+    @contextmanager
+    def collectives(self, what: str) -> Generator[None]:
+        """Work in which ranks exchange tensors through groups of their own.
+
+        Raises:
+            WorkerDiedError: It lost a peer, which is gone or did not take part in time; names it,
+                as far as that can be seen from here.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            # Gloo has no class of errors; each says in which of its files it was raised.
+            if isinstance(error, dist.DistError) or "/gloo/" in str(error):
+                raise self._lost(what, error) from error
+            raise
+
     def close(self) -> None:
         """Leaves the group. Idempotent."""
         if self._tensors is not self._messages:  # NCCL's destructor wants that it was told before
@@ -162,11 +221,23 @@ class RankGroup:
         try:
             work.wait()
         except RuntimeError as error:
-            raise WorkerDiedError(
-                f"data-parallel rank {self.rank} lost a peer: {error}",
-                fix="look at the other workers' errors and start the group again",
-                rank=self.rank,
-            ) from error
+            raise self._lost("a message or a sum", error) from error
+
+    def _lost(self, what: str, error: RuntimeError) -> WorkerDiedError:
+        """The error for a collective that failed."""
+        self._lost_a_peer = True
+        end = time.monotonic() + DYING_S
+        while not (gone := [p for p in self._processes if p.state() in ("ended", "stopped")]):
+            if time.monotonic() > end:
+                break
+            time.sleep(TICK_S)
+        peers = " and ".join(f"{process} {process.fate()}" for process in gone)
+        peers = peers or "a peer is gone or did not take part; of those on this host all run"
+        return WorkerDiedError(
+            f"rank {self.rank} of {self.size} could not finish {what}: {peers} ({error})",
+            fix="look at the other workers (their logs, py-spy), and build the policy again",
+            **({"rank": gone[0].rank} if gone else {}),
+        )
 
 
 def _pieces(tensors: Iterable[torch.Tensor]) -> Generator[list[torch.Tensor]]:

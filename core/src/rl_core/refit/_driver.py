@@ -23,7 +23,7 @@ from rl_core.errors import (
     RefitProtocolError,
     RLError,
 )
-from rl_core.futures import as_concurrent, wait
+from rl_core.futures import as_concurrent, wait, within
 from rl_core.interfaces import GenerationInterface, PolicyInterface, WeightSource
 from rl_core.plugins import hookspecs
 from rl_core.refit.modules import ModuleSender, Rename, receiving_end, sending_end
@@ -77,7 +77,7 @@ def refit(
         ConfigError: An option is unknown or not legal, or the two are given the other way round.
         ManifestMismatchError: The two disagree on the tensors; nothing was touched.
         RefitError: The transfer failed; if the engine is torn, it takes another refit.
-        DeadlineError: Neither side said why it is late.
+        DeadlineError: A worker did not answer, which is named; or neither side said why it is late.
     """
     _check_order(policy, generation)
     sender, receiver = sending_end(policy, rename), receiving_end(generation)
@@ -89,7 +89,8 @@ def refit(
     hookspecs.emit("refit_started", verify=chosen.verify, isolation=chosen.isolation)
     while True:
         try:
-            report = _attempt(sender, receiver, chosen, options, address, attempt)
+            with within(chosen.deadline_s - least_s):  # what both are asked before they begin
+                report = _attempt(sender, receiver, chosen, options, address, attempt)
         except Exception as error:
             if isinstance(error, LifecycleError):  # the weights changed while they were sent
                 may_pass = error.details.get("phase") in (Phase.TRANSFER, Phase.SEAL)

@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from rl_core.errors import LifecycleError, RefitError
+from rl_core.ports import free_port
 from rl_core.refit._direct import MovedTensors
 from rl_core.refit._handles import HandleSender
 from rl_core.refit._introduction import introduction
@@ -244,6 +245,4 @@ def _meeting_point() -> dict[str, Any]:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
         probe.connect(("192.0.2.1", 9))  # a documentation address: nothing is sent
         host = probe.getsockname()[0]
-    with socket.socket() as free:
-        free.bind(("", 0))  # on all addresses: the caller may name another than this host's first
-        return {"host": host, "port": free.getsockname()[1]}
+    return {"host": host, "port": free_port()}

@@ -12,7 +12,7 @@ import uuid
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
-from rl_core.errors import ConfigError, WorkerDiedError
+from rl_core.errors import ConfigError, DeadlineError, WorkerDiedError, WorkerError
 from rl_core.futures import spawn
 from rl_hosting._process import HostedProcess
 from rl_hosting._values import decode_result, encode_arguments
@@ -179,8 +179,9 @@ class LocalWorkers(Workers):
         def answer() -> Any:
             try:
                 found = process.call(method, self.call_deadline_s, group=group, call=call)
-            except WorkerDiedError as error:
-                error.details.setdefault("rank", rank)
+            except (WorkerDiedError, DeadlineError) as error:
+                if not isinstance(error, WorkerError):  # which may be about another one
+                    error.details.setdefault("rank", rank)
                 raise
             return decode_result(found)
 

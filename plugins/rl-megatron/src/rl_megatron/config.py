@@ -41,7 +41,7 @@ class MegatronPolicyConfig(PolicyConfig):
             ``"stacked"``.
         generation: Sampling keys of a :class:`~rl_core.interfaces.GenerationConfig`, for
             ``policy.generate``, and ``max_batch_size``.
-        rank_timeout_s: Longest wait for another rank. Default 600.
+        rank_timeout_s: Longest wait for another rank, once all have started. Default 600.
         resume_from: Checkpoint to continue from.
     """
 

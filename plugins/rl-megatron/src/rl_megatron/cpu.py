@@ -1,8 +1,10 @@
 """Lets megatron-core compute where no GPU exists.
 
 It asks for CUDA by name in a few places: rotary embeddings and the exchanges between stages make
-their tensors on the current CUDA device, and it waits for the GPU here and there. All of that is
-turned to the CPU for as long as :func:`without_cuda` lasts, and torch is then as it was.
+their tensors on the current CUDA device, and it waits for the GPU here and there. It also relies on
+NCCL where experts are over tensor-parallel ranks: their parts have different numbers of tokens,
+which gloo does not gather. All of that is turned to the CPU for as long as :func:`without_cuda`
+lasts, and torch is then as it was.
 """
 
 from __future__ import annotations
@@ -13,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
+from torch import distributed as dist
 from torch.overrides import TorchFunctionMode
 
-from rl_megatron.engine import parallel_random, token_dispatcher
+from rl_megatron.engine import parallel_mappings, parallel_random, token_dispatcher
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -45,6 +48,33 @@ def _cpu_state(*_: Any, **__: Any) -> torch.Tensor:
 def _as_from_a_gpu(tensor: Any, as_numpy: bool = False, **_: Any) -> Any:
     """Numbers of tokens become an array, which megatron forgets where they need not be moved."""
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
+_gather_equal = parallel_mappings._gather_along_first_dim
+_reduce_scatter_equal = parallel_mappings._reduce_scatter_along_first_dim
+
+
+def _gather(tensor: Any, group: Any, sizes: list[int] | None = None, *options: Any) -> Any:
+    """All ranks' rows one after the other; where there are ``sizes``, so many of each rank."""
+    if sizes is None or group.size() == 1:
+        return _gather_equal(tensor, group, sizes, *options)
+    parts = [tensor.new_empty(size, *tensor.shape[1:]) for size in sizes]
+    parts[group.rank()] = tensor.contiguous()
+    for rank, part in enumerate(parts):
+        if len(part):
+            dist.broadcast(part, dist.get_global_rank(group, rank), group=group)
+    return torch.cat(parts)
+
+
+def _reduce_scatter(tensor: Any, group: Any, sizes: list[int] | None = None, *options: Any) -> Any:
+    """This rank's rows of the sum over all ranks; where there are ``sizes``, so many for each."""
+    if sizes is None or group.size() == 1:
+        return _reduce_scatter_equal(tensor, group, sizes, *options)
+    parts = [part.clone() for part in tensor.split(sizes)]  # the sum is made in place
+    for rank, part in enumerate(parts):
+        if len(part):
+            dist.reduce(part, dist.get_global_rank(group, rank), group=group)
+    return parts[group.rank()]
 
 
 class _Patches:
@@ -82,6 +112,10 @@ class _Patches:
                 mock.patch.object(parallel_random, "_get_cuda_rng_state", side_effect=_cpu_state),
                 mock.patch.object(parallel_random, "_set_cuda_rng_state"),
                 mock.patch.object(token_dispatcher, "maybe_move_tensor_to_cpu", _as_from_a_gpu),
+                mock.patch.object(parallel_mappings, "_gather_along_first_dim", _gather),
+                mock.patch.object(
+                    parallel_mappings, "_reduce_scatter_along_first_dim", _reduce_scatter
+                ),
             ):
                 made.enter_context(patch)
             self._made = made.pop_all()

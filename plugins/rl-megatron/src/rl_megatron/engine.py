@@ -34,6 +34,7 @@ with warnings.catch_warnings(), _compiler:
     from megatron.core.models.gpt import GPTModel, gpt_layer_specs
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.tensor_parallel import layers as linear_layers
+    from megatron.core.tensor_parallel import mappings as parallel_mappings
     from megatron.core.tensor_parallel import random as parallel_random
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.module import MegatronModule
@@ -54,6 +55,7 @@ __all__ = [
     "gpt_layer_specs",
     "linear_layers",
     "moe_utils",
+    "parallel_mappings",
     "parallel_random",
     "parallel_state",
     "set_model_to_sequence_parallel",

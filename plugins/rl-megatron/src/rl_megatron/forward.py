@@ -266,8 +266,7 @@ class Forward:
             return self._outputs(laid.ids, rows, model), partial(finish, number, laid)
 
         options = {"forward_only": forward_only, "collect_non_loss_data": collect_non_loss_data}
-        with without_cuda():
-            return self._schedule(step, numbered, count, **options)
+        return self._schedule(step, numbered, count, **options)
 
     def next_logits(
         self, ids: torch.Tensor, rows: AttentionRows, keep: torch.Tensor | None
@@ -283,8 +282,11 @@ class Forward:
             ``[1, n, V]`` or ``[R, 1, V]``.
         """
 
+        def whole(output: torch.Tensor, **_: Any) -> torch.Tensor:
+            return self._vocabulary.whole(output).contiguous()
+
         def step(_: Any, model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
-            return self._outputs(ids, rows, model), lambda output, **_: output
+            return self._outputs(ids, rows, model), whole
 
         module: Any = self._model.module
         hook = None
@@ -293,12 +295,11 @@ class Forward:
                 lambda _, given: (given[0][keep], *given[1:])
             )
         try:
-            with without_cuda():
-                found = self._schedule(step, None, 1, collect_non_loss_data=True)
-                logits = self._vocabulary.whole(found[0]).contiguous() if found else None
+            found = self._schedule(step, None, 1, collect_non_loss_data=True)
         finally:
             if hook is not None:
                 hook.remove()
+        logits = found[0] if found else None
         if logits is None:
             shape = (len(ids), ids.shape[1] if keep is None else len(keep), self._vocabulary.size)
             logits = torch.empty(shape, dtype=self._config.params_dtype, device=self._device)
@@ -309,16 +310,17 @@ class Forward:
         self, step: Callable[..., Any], data: Any, count: int, **options: Any
     ) -> list[Any]:
         """megatron-core's schedule for this pipeline."""
-        found: list[Any] = get_forward_backward_func()(
-            forward_step_func=step,
-            data_iterator=data,
-            model=self._model,
-            num_microbatches=count,
-            # Not used: stages tell each other how large what they send is.
-            seq_length=1,
-            micro_batch_size=1,
-            **{"forward_only": True, **options},
-        )
+        with without_cuda(), self._parallel.ranks.collectives("a pass through the model"):
+            found: list[Any] = get_forward_backward_func()(
+                forward_step_func=step,
+                data_iterator=data,
+                model=self._model,
+                num_microbatches=count,
+                # Not used: stages tell each other how large what they send is.
+                seq_length=1,
+                micro_batch_size=1,
+                **{"forward_only": True, **options},
+            )
         return found
 
     def _from_last_stage(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -326,8 +328,9 @@ class Forward:
         if self._parallel.sizes.pipeline > 1:
             last = parallel_state.get_pipeline_model_parallel_last_rank()
             group = parallel_state.get_pipeline_model_parallel_group()
-            for tensor in tensors:
-                dist.broadcast(tensor, last, group=group)
+            with self._parallel.ranks.collectives("sending what the last stage computed"):
+                for tensor in tensors:
+                    dist.broadcast(tensor, last, group=group)
 
     @staticmethod
     def _outputs(ids: torch.Tensor, rows: AttentionRows, model: Any) -> torch.Tensor:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import gc
+from contextlib import nullcontext
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import distributed as dist
 
-from rl_core.backends.ranks import RankGroup
-from rl_core.errors import ConfigError, DeadlineError
+from rl_core.backends.ranks import RankGroup, meet
+from rl_core.errors import ConfigError
+from rl_core.interfaces import WorkerContext
 from rl_megatron.cpu import without_cuda
 from rl_megatron.engine import parallel_state, tensor_parallel
 
 if TYPE_CHECKING:
-    from rl_core.interfaces import WorkerContext
     from rl_megatron.sizes import Sizes
 
 __all__ = ["ParallelState"]
@@ -48,16 +49,17 @@ class ParallelState:
             raise
 
     def _make(self, sizes: Sizes, worker: WorkerContext | None, timeout_s: float) -> None:
-        try:
-            self._meet(worker)
-        except (RuntimeError, dist.DistError) as error:
-            assert worker is not None
-            raise DeadlineError(
-                f"rank {worker.rank} of {worker.world_size} did not reach its peers at "
-                f"{worker.master_addr}:{worker.master_port}: {error}",
-                fix="start all workers, with one master_addr and master_port",
-                seconds=timeout_s,
-            ) from error
+        if self._owns_default_group:
+            worker = worker or WorkerContext()
+            alone = worker.world_size == 1
+            with nullcontext(dist.HashStore()) if alone else meet(worker, timeout_s) as store:  # type: ignore[attr-defined]
+                dist.init_process_group(
+                    "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
+                    store=store,
+                    rank=worker.rank,
+                    world_size=worker.world_size,
+                    timeout=self._timeout,
+                )
         if dist.get_world_size() != sizes.world:
             raise ConfigError(
                 f"torch.distributed of this process has {dist.get_world_size()} ranks, the policy "
@@ -87,32 +89,6 @@ class ParallelState:
         self.messages = dist.new_group(backend="gloo", timeout=self._timeout)
         self.ranks = RankGroup.of(self.messages)
         self.refits = dist.new_group(timeout=self._timeout)
-
-    def _meet(self, worker: WorkerContext | None) -> None:
-        if not self._owns_default_group:
-            return
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        rank, size = 0, 1
-        store: Any = None
-        if worker is not None and worker.world_size > 1:
-            rank, size = worker.rank, worker.world_size
-            if not worker.master_port:
-                raise ConfigError(
-                    f"{size} workers have no port to meet at",
-                    fix="give WorkerContext.master_port a free TCP port of rank 0's node",
-                    key="master_port",
-                )
-            store = dist.TCPStore(  # type: ignore[attr-defined]
-                worker.master_addr,
-                worker.master_port,
-                size,
-                is_master=rank == 0,
-                timeout=self._timeout,
-            )
-        store = store or dist.HashStore()  # type: ignore[attr-defined]
-        dist.init_process_group(
-            backend, store=store, rank=rank, world_size=size, timeout=self._timeout
-        )
 
     @classmethod
     def joined(cls, sizes: Sizes, worker: WorkerContext | None, timeout_s: float) -> ParallelState:

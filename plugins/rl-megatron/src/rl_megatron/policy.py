@@ -229,14 +229,15 @@ class MegatronPolicy(PolicyBackend):
 
     def gradient_norm(self) -> float:
         """See :meth:`PolicyModel.gradient_norm`; every element of the model counts once."""
-        with without_cuda():
-            finalize_model_grads([self.model])
         counted: dict[str, Any] = {o.name: o.parameter for o in self._owned if o.piece.sends}
         total = torch.zeros((), dtype=torch.float64, device=self._device)
-        for parameter in counted.values():
-            total += parameter.main_grad.double().square().sum()
-        dist.all_reduce(total)
-        return math.sqrt(float(total))
+        with self.ranks.collectives("the sum of the gradients"):
+            with without_cuda():
+                finalize_model_grads([self.model])
+            for parameter in counted.values():
+                total += parameter.main_grad.double().square().sum()
+            dist.all_reduce(total)
+            return math.sqrt(float(total))
 
     def take_step(self, lr: float, scale: float) -> None:
         """See :meth:`PolicyModel.take_step`."""
@@ -294,7 +295,7 @@ class MegatronPolicy(PolicyBackend):
                 counts = torch.zeros(BINS, dtype=torch.int64)
                 if self._at.data == 0:
                     counts += seen.counts.get((layer, kind), 0)
-                dist.all_reduce(counts, group=self._parallel.messages)
+                self.ranks.sum_([counts])
                 together.add({(layer, kind): counts})
         return together
 

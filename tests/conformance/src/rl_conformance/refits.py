@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import concurrent.futures
-import socket
-from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,7 +25,6 @@ __all__ = [
     "agree",
     "attempt",
     "equal",
-    "free_port",
     "fresh_engine",
     "modes_of",
     "odd_tensors",
@@ -91,14 +88,6 @@ def attempt(policy: Any, generation: Any, **options: Any) -> BaseException | Non
     finally:
         concurrent.futures.wait(watched.futures, DEADLINE_S)
     return None
-
-
-def free_port() -> int:
-    """A TCP port of this host that nobody listens on."""
-    with closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def modes_of(policy: ColocatablePolicyInterface) -> list[str]:

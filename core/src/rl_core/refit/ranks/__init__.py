@@ -6,5 +6,6 @@ is stopped, or is gone, is named while the refit still has time to say so.
 """
 
 from rl_core.refit.ranks._gathered import GatheredSource, RefitRanks
+from rl_core.refit.ranks._processes import RankProcess
 
-__all__ = ["GatheredSource", "RefitRanks"]
+__all__ = ["GatheredSource", "RankProcess", "RefitRanks"]

@@ -16,15 +16,16 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from rl_core.errors import (
     CapabilityError,
     ConfigError,
+    DeadlineError,
     LifecycleError,
     WorkerDiedError,
     WorkerError,
 )
-from rl_core.futures import as_concurrent, wait
+from rl_core.futures import as_concurrent, time_left, wait
 from rl_core.interfaces import WorkerContext
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterable, Mapping
+    from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 
     from rl_core.interfaces import Future
     from rl_core.plugins.manifest import BackendManifest, Kind
@@ -144,7 +145,7 @@ class Workers(ABC):
                 master_port=self.places[0]["port"],
             )
             building.append(self.remote(rank, "work", "build", self._kind, dict(config), context))
-        self.wait(building)
+        self.wait(building, self.ranks)
 
     def process(self, rank: int) -> Any:
         """The entry of ``processes`` for one worker.
@@ -183,7 +184,7 @@ class Workers(ABC):
     def begin_refit(self, method: str, *args: Any, **kwargs: Any) -> list[Future]:
         """As :meth:`submit_refit` on every joint rank; returns once all have begun."""
         begun = [self._begin(rank, method, args, kwargs) for rank in self.joint_ranks]
-        self.wait(beginning for beginning, _ in begun)
+        self.wait([beginning for beginning, _ in begun], self.joint_ranks)
         return [result for _, result in begun]
 
     def _begin(
@@ -195,23 +196,26 @@ class Workers(ABC):
 
     def call(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Any:
         """Calls a method of one backend and waits."""
-        return self.wait([self.submit(rank, method, *args, **kwargs)])[0]
+        return self._on([rank], "work", "call", method, args, kwargs)[0]
 
     def call_all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Calls a method of every backend and waits; results in order of the ranks."""
-        return self.wait([self.submit(rank, method, *args, **kwargs) for rank in self.ranks])
+        return self._on(self.ranks, "work", "call", method, args, kwargs)
 
     def call_together(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Calls a method of every joint rank and waits; results in order of the ranks."""
-        return self.wait([self.submit(rank, method, *args, **kwargs) for rank in self.joint_ranks])
+        return self._on(self.joint_ranks, "work", "call", method, args, kwargs)
 
     def attribute(self, rank: int, name: str) -> Any:
         """An attribute of one backend, also while it works."""
-        return self.wait([self.remote(rank, "control", "attribute", name)])[0]
+        return self._on([rank], "control", "attribute", name)[0]
 
     def attributes(self, name: str) -> list[Any]:
         """An attribute of every backend, also while they work."""
-        return self.wait([self.remote(rank, "control", "attribute", name) for rank in self.ranks])
+        return self._on(self.ranks, "control", "attribute", name)
+
+    def _on(self, ranks: Sequence[int], group: str, method: str, *args: Any) -> list[Any]:
+        return self.wait([self.remote(rank, group, method, *args) for rank in ranks], ranks)
 
     def abandon(self, rank: int, stream_id: str) -> None:
         """Tells a backend that nobody reads its stream any more."""
@@ -231,17 +235,22 @@ class Workers(ABC):
                 capability=capability,
             )
 
-    def wait(self, futures: Iterable[Future]) -> list[Any]:
-        """Waits until the calls' deadline.
+    def wait(self, futures: Iterable[Future], ranks: Sequence[int] = ()) -> list[Any]:
+        """Waits until the calls' deadline, or that of :func:`rl_core.futures.within`.
+
+        Args:
+            futures: Of calls.
+            ranks: Whose each one is, to be named if it does not come.
 
         Raises:
             WorkerError: A call raised; also an instance of the original's class, where known.
             WorkerDiedError: A worker's process is gone; names it.
-            DeadlineError: The deadline passed.
+            DeadlineError: The deadline passed; names the first worker that did not answer.
         """
         waited = [as_concurrent(future) for future in futures]
+        seconds = time_left(self.call_deadline_s + self.grace_s)
         try:
-            return wait(waited, self.call_deadline_s + self.grace_s)
+            return wait(waited, seconds)
         except WorkerError as error:
             # Who lost a peer may say so before it is known that the peer's process is gone.
             concurrent.futures.wait(waited, timeout=_DEATH_IS_KNOWN_S)
@@ -250,6 +259,17 @@ class Workers(ABC):
                 if isinstance(failure, WorkerDiedError) and not isinstance(failure, WorkerError):
                     raise failure from error
             raise
+        except DeadlineError as error:
+            late = [ranks[place] for place in error.details.get("pending", ()) if ranks]
+            if not late:
+                raise
+            raise DeadlineError(
+                f"{self.name}: rank {' and '.join(map(str, late))} of {self.size} did not answer "
+                f"within {seconds:g} s",
+                fix="look at what that worker does (its log, py-spy), or give it more time",
+                seconds=seconds,
+                rank=late[0],
+            ) from error
 
     def shutdown(self) -> bool:
         """Shuts every backend down and ends its process. Idempotent.

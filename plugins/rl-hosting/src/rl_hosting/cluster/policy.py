@@ -70,7 +70,8 @@ class RemotePolicy(RemoteBackend, Colocatable):
                 self._group.submit(rank, method, shards[part], **options)
                 for rank, part in enumerate(self._rows.parts)
             ]
-            return collect(self._rows.spoken(self._group.wait(calls)), indices, data.size)
+            spoken = self._rows.spoken(self._group.wait(calls, self._group.ranks))
+            return collect(spoken, indices, data.size)
 
     def _spoken(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Calls it on every worker with all rows; the result of the one that speaks first."""
@@ -113,7 +114,8 @@ class RemotePolicy(RemoteBackend, Colocatable):
                 )
                 for rank, part in enumerate(self._rows.parts)
             ]
-            return scalars(self._rows.spoken(self._group.wait(calls))[0])
+            results: list[dict[str, Any]] = self._group.wait(calls, self._group.ranks)
+            return scalars(self._rows.spoken(results)[0])
 
     def save_checkpoint(
         self,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl_core.errors import DeadlineError
 from rl_core.futures import wait
+from rl_core.ports import free_port
 from rl_hosting.cluster.remote_error import as_text, worker_error
 
 if TYPE_CHECKING:
@@ -43,13 +44,10 @@ class Worker:
     @as_text
     def place(self) -> dict[str, Any]:
         """Where this process is: ``node``, ``address``, a free TCP ``port`` and ``pid``."""
-        with socket.socket() as free:
-            free.bind(("", 0))
-            port = free.getsockname()[1]
         return {
             "node": socket.gethostname(),
             "address": "127.0.0.1",
-            "port": port,
+            "port": free_port(),
             "pid": os.getpid(),
         }
 

@@ -12,12 +12,13 @@ from rl_conformance.doubles import SeveralEngines
 from rl_conformance.expect import raises, require
 from rl_conformance.peers import RemoteGeneration
 from rl_conformance.reference import make_reference
-from rl_conformance.refits import DEADLINE_S, agree, equal, free_port, fresh_engine, run_refit
+from rl_conformance.refits import DEADLINE_S, agree, equal, fresh_engine, run_refit
 from rl_conformance.registry import check, refusal
 from rl_conformance.served import greedy, same_output
 from rl_conformance.training import NegativeLogLikelihood, training_batch
 from rl_core.errors import CapabilityError, RefitError
 from rl_core.futures import wait
+from rl_core.ports import free_port
 
 if TYPE_CHECKING:
     from rl_conformance.context import Context

@@ -19,10 +19,11 @@ import zmq
 from rl_conformance.doubles import TensorEngine, TensorPolicy
 from rl_conformance.expect import raises, require
 from rl_conformance.peers import RemotePolicy
-from rl_conformance.refits import DEADLINE_S, free_port, odd_tensors, run_refit
+from rl_conformance.refits import DEADLINE_S, odd_tensors, run_refit
 from rl_conformance.registry import check
 from rl_conformance.weights import same_weights
 from rl_core.errors import ConfigError, RefitProtocolError, RLError
+from rl_core.ports import free_port
 from rl_core.refit import frames, messages
 from rl_core.refit.transports import find_transport
 from rl_core.refit.transports.memory import SharedRegion

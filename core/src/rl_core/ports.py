@@ -1,0 +1,35 @@
+"""TCP ports of this host, for those who are told where to meet before anybody listens."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+from contextlib import suppress
+from pathlib import Path
+
+__all__ = ["free_port"]
+
+#: The first port that is chosen, above those of most services, and how many are tried.
+_FIRST, _TRIES = 20_000, 32
+#: Where Linux says from which port on it gives them to outgoing connections, and what it says
+#: unless it was told otherwise.
+_RANGE, _USUAL = Path("/proc/sys/net/ipv4/ip_local_port_range"), "32768 60999"
+
+
+def free_port() -> int:
+    """A TCP port on which nobody listens on any address of this host.
+
+    It is none that the system gives to a connection of another process meanwhile, as far as there
+    are such.
+    """
+    text = _RANGE.read_text(encoding="ascii") if _RANGE.exists() else _USUAL
+    choices = max(0, int(text.split()[0]) - _FIRST)
+    tried = [_FIRST + secrets.randbelow(choices) for _ in range(_TRIES)] if choices else []
+    for port in tried:
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("", port))
+            return port
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        given: int = probe.getsockname()[1]
+        return given
