@@ -103,6 +103,14 @@ TOOLS = [
     "ruff",
     "typer",
 ]
+#: What NeMo RL's algorithms need at run time, besides the workspace.
+FOR_NEMO = [
+    "grpcio==1.85.1",
+    "matplotlib==3.11.2",
+    "omegaconf==2.4.0",
+    "torchdata==0.11.0",
+    "transformers==5.11.0",
+]
 SCRIPTS = "Scripts" if sys.platform == "win32" else "bin"
 IN_TWO = ["-n", "2", "--dist", "loadgroup"]
 #: pip compiles every module of an environment, which takes as long as the rest of its work; Python
@@ -312,6 +320,15 @@ def quickstart(session: nox.Session) -> None:
     engines = [engine for engine in ENGINES if engine in session.posargs]  # --generation vllm
     environment(session, *engines[:1])
     run(session, "GRPO", "python", "-m", "examples.grpo", *session.posargs)
+
+
+@nox.session
+def nemo(session: nox.Session) -> None:
+    """NeMo RL's own loops, as they are, from a checkout: ``nox -s nemo -- CHECKOUT``."""
+    install(session, *editable())
+    # It refuses transformers of 5.12 and above, which the other sessions run with.
+    session.install("--no-compile", *FOR_NEMO, env={"PIP_CONSTRAINT": ""})
+    session.run("python", "plugins/rl-nemo/real/run.py", *session.posargs)
 
 
 @nox.session

@@ -158,6 +158,9 @@ def test_without_the_correction_generation_logprobs_only_feed_metrics(call: Call
     assert loss.item() == without.item()
     assert metrics["token_mult_prob_error"] == pytest.approx((math.exp(0.5) + math.exp(0.25)) / 2)
     assert metrics["token_mult_prob_error_max"] == pytest.approx(math.exp(0.5))
+    # With d = prev - generation, exp(d) - 1 - d.
+    kl = (math.exp(-0.5) - 1 + 0.5 + math.exp(0.25) - 1 - 0.25) / 2
+    assert metrics["gen_kl_error"] == pytest.approx(kl)
 
 
 # -- the penalty -------------------------------------------------------------------------------

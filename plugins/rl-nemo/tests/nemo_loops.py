@@ -155,6 +155,9 @@ def grpo_train(
         apart = ((data["prev_logprobs"] - output["logprobs"]) * mask).abs().max()
         history.append(summed(results, {"reward": rewards.numpy(), "apart": apart.numpy()}))
         assert logged == generation.get_logger_metrics()
+        printed = {name: history[-1][name] for name in ("gen_kl_error", "token_mult_prob_error")}
+        assert printed["gen_kl_error"] < 1e-4  # 3653, 3708
+        assert printed["token_mult_prob_error"] < 1.001
         if checkpoint is not None and step == steps - 1:  # 3581-3619
             policy.prepare_for_training()
             policy.save_checkpoint(
@@ -240,6 +243,20 @@ def sft_train(policy: Any, loss_fn: Any, batches: list[Any]) -> list[dict[str, f
     return history
 
 
+#: DPOValMetrics (dpo.py:101).
+PREFERENCE_METRICS = (
+    "loss",
+    "sft_loss",
+    "preference_loss",
+    "accuracy",
+    "rewards_chosen_mean",
+    "rewards_rejected_mean",
+    "num_valid_samples",
+    "global_valid_seqs",
+    "global_valid_toks",
+)
+
+
 def dpo_train(
     policy: Any, loss_fn: Any, pairs: list[Any], *, gbs: int, mbs: int
 ) -> list[dict[str, float]]:
@@ -254,6 +271,8 @@ def dpo_train(
             batch, loss_fn, eval_mode=False, gbs=gbs * 2, mbs=mbs * 2, timer=timer
         )  # 596
         history.append(summed(results, {}))
+        printed = {name: float(history[-1][name]) for name in PREFERENCE_METRICS}  # 750
+        assert printed["loss"] >= 0
     return history
 
 
@@ -323,6 +342,11 @@ class ClippedPG:
         counted = data["sample_mask"].sum().item()
         extreme = ratio[mask.bool()].min().item() if mask.any() else float("inf")
         metrics = {"loss": loss.item(), "num_valid_samples": counted, "probs_ratio_min": extreme}
+        apart = data["generation_logprobs"][:, 1:] - data["prev_logprobs"][:, 1:]
+        kl = (-apart).expm1() + apart
+        errors = {"gen_kl_error": kl, "token_mult_prob_error": apart.abs().exp()}
+        for name, error in errors.items():
+            metrics[name] = ((error * mask).sum() / global_valid_toks).item()
         return loss, metrics
 
 
@@ -343,7 +367,16 @@ class Preference:
         rewards = ((next_token_logprobs - reference) * mask).sum(-1)
         losses = -torch.nn.functional.logsigmoid(rewards[::2] - rewards[1::2])
         loss = losses.sum() / (global_valid_seqs / 2)
-        return loss, {"loss": loss.item(), "num_valid_samples": len(losses)}
+        metrics = {
+            "loss": loss.item(),
+            "sft_loss": 0.0,
+            "preference_loss": loss.item(),
+            "accuracy": ((rewards[::2] > rewards[1::2]).sum() / (global_valid_seqs / 2)).item(),
+            "rewards_chosen_mean": (rewards[::2].sum() / (global_valid_seqs / 2)).item(),
+            "rewards_rejected_mean": (rewards[1::2].sum() / (global_valid_seqs / 2)).item(),
+            "num_valid_samples": len(losses),
+        }
+        return loss, metrics
 
 
 class Distillation:

@@ -53,7 +53,8 @@ class GRPOLossFn(ConfiguredLoss):
     ``clip_fraction`` (tokens that a clip silences); ``approx_entropy`` (minus the mean log-prob of
     the sampled tokens); with a reference, ``kl`` (before weighting); with ``generation_logprobs``,
     ``token_mult_prob_error`` (mean of ``exp(|generation - prev|)``, 1 for perfect agreement) and
-    its ``_max``; with the correction, ``importance_weight`` (after the cap) and
+    its ``_max``, and ``gen_kl_error`` (the engine's KL from the trainer, as ``kl_estimator`` has
+    it); with the correction, ``importance_weight`` (after the cap) and
     ``importance_capped_fraction``. Without a valid token a ``_min`` is inf and a ``_max`` -inf.
 
     Attributes:
@@ -135,6 +136,8 @@ class GRPOLossFn(ConfiguredLoss):
             error = _exp((generated - previous).abs())
             metrics["token_mult_prob_error"] = shares.token_mean(error)
             metrics["token_mult_prob_error_max"] = shares.token_max(error)
+            apart = kl_penalty(generated, previous, self.kl_estimator)
+            metrics["gen_kl_error"] = shares.token_mean(apart)
             if cap is not None:
                 raw = _exp(self._over_row(previous - generated, shares.row_sum))
                 weights = raw.clamp(max=cap)

@@ -47,7 +47,7 @@ def rolled_reference(loss_fn: LossFunction) -> LossFunction:
     """A loss of rl-core's in ``dpo_train``, which hands over the reference's log-probs rolled.
 
     Entry t of ``reference_policy_logprobs`` scores token t+1 there, and token t here; on the wrong
-    ones the loss would be wrong, or refuse them.
+    ones the loss would be wrong, or refuse them. The metrics have the names that the loop prints.
     """
     return _RolledReference(loss_fn)
 
@@ -65,7 +65,10 @@ class _RolledReference(LossFunction):
         key = "reference_policy_logprobs"
         # What was cut off on the right with the padding is the 0 that belongs in front.
         ours = torch.cat([torch.zeros_like(data[key][:, :1]), data[key][:, :-1]], 1)
-        return self.loss_fn(inputs, type(data)({**data, key: ours}), **counts)
+        share, metrics = self.loss_fn(inputs, type(data)({**data, key: ours}), **counts)
+        printed = ("rewards_chosen", "rewards_rejected")
+        counted = {"num_valid_samples": data["sample_mask"].sum().item() / 2}  # pairs
+        return share, metrics | {f"{name}_mean": metrics[name] for name in printed} | counted
 
 
 class _Wrapped(LossFunction):
