@@ -239,7 +239,10 @@ def _async_grpo(setting: Setting) -> str:
             "generation": {
                 "max_new_tokens": 8,
                 "vllm_cfg": {"async_engine": True},
-                "colocated": {"enabled": False},
+                "colocated": {
+                    "enabled": False,
+                    "resources": {"gpus_per_node": 1, "num_nodes": 1},
+                },
             },
         },
         grpo={

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import pickle
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import cloudpickle
 import nemo_loops
 import pytest
+import ray
 import torch
 
 import rl_nemo
@@ -16,8 +18,10 @@ from rl_conformance.models import make_tiny_model
 from rl_core import create_generation, create_policy
 from rl_core.batch import BatchedDataDict
 from rl_core.errors import ConfigError, DataError, LifecycleError
+from rl_core.futures import wait
 from rl_hosting import LocalCluster
 from rl_losses import DPOLossFn, GRPOLossFn, NLLLossFn
+from rl_ray import RayVirtualCluster
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -144,6 +148,27 @@ def test_the_asynchronous_loop_s_order_of_calls(make: Any, colocated: bool) -> N
     )
     assert history[-1]["reward"] > history[0]["reward"] + 0.05
     assert generation.weights_version == 7
+
+
+@pytest.mark.ray
+def test_an_engine_generates_in_the_actor_it_is_sent_to(path: Path) -> None:
+    @ray.remote(num_cpus=0)
+    def collect(generation: Any, rows: Any) -> Any:
+        return asyncio.run(nemo_loops.generate_responses_async(generation, rows))
+
+    rows = nemo_loops.rows_of(PROMPTS, 1)
+    cloudpickle.register_pickle_by_value(nemo_loops)
+    with RayVirtualCluster([2], ray_options={"num_cpus": 4}) as cluster:
+        config = {"backend": "hf", "model_name": str(path), "max_new_tokens": 6, "seed": 3}
+        generation = create_generation(config, cluster)
+        rl_nemo.connect(create_policy({"backend": "hf", "model_name": str(path)}), generation)
+        generation.prepare_for_generation()
+        there = [wait([collect.remote(generation, rows)], 120)[0] for _ in range(2)]
+        here = generation.generate(rows)
+        generation.shutdown()
+    cloudpickle.unregister_pickle_by_value(nemo_loops)
+    samples = [output["output_ids"].tolist() for output in (*there, here)]
+    assert samples[0] != samples[1] != samples[2] != samples[0]  # streams of their own
 
 
 def sequences() -> BatchedDataDict[Any]:

@@ -199,15 +199,26 @@ class Completion:
     truncated: bool
 
 
+#: More rows than a copy can be asked for.
+_STREAMS_OF_A_COPY = 2**40
+
+
 class RowStreams:
     """Counts the rows that an engine, or a cluster of replicas, is asked for.
 
     The i-th of them draws from the i-th stream of the configured seed, in whatever calls they come.
+    A copy in another process has streams of its own.
+
+    Args:
+        first: The first stream.
     """
 
-    def __init__(self) -> None:
-        self._asked = 0
+    def __init__(self, first: int = 0) -> None:
+        self._asked = first
         self._lock = threading.Lock()
+
+    def __reduce__(self) -> tuple[type[RowStreams], tuple[int]]:
+        return RowStreams, (self.take(_STREAMS_OF_A_COPY),)
 
     def first_of(self, data: BatchedDataDict[Any], sampling: SamplingParams) -> int:
         """The stream of the first row of a call; takes one for each row if they draw from them."""

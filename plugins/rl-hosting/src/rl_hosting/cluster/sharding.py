@@ -63,6 +63,8 @@ class RowRanks:
 class Loads:
     """What each of several replicas has to do, so that the next row goes to the one with the least.
 
+    A copy in another process counts what is asked for there.
+
     Args:
         parts: How many replicas.
     """
@@ -70,6 +72,9 @@ class Loads:
     def __init__(self, parts: int) -> None:
         self._guard = threading.Lock()
         self._loads = [0] * parts
+
+    def __reduce__(self) -> tuple[type[Loads], tuple[int]]:
+        return Loads, (len(self._loads),)
 
     def assign(self, sizes: Sequence[int]) -> dict[int, list[int]]:
         """Assigns items, the largest first.
