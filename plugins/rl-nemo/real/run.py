@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 import tempfile
 import traceback
@@ -23,6 +24,11 @@ EVERYWHERE = ["embedded", "cluster"]
 ON_RAY = {"async_grpo": ["ray"]}
 
 
+def too_late(*_: object) -> None:
+    """Ends a loop that waits for what does not come."""
+    raise TimeoutError("the loop did not end before its deadline: see --deadline")
+
+
 def main() -> int:
     """Runs what was asked for; the process's exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -30,6 +36,7 @@ def main() -> int:
     parser.add_argument("--only", action="append", help="a loop; can be given again")
     parser.add_argument("--place", action="append", help="embedded, cluster or ray; likewise")
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--deadline", type=int, default=900, help="seconds for each loop")
     parser.add_argument("--json", type=Path, help="where to write the outcomes")
     given = parser.parse_args()
     path = given.checkout.resolve()
@@ -42,6 +49,7 @@ def main() -> int:
 
     # A place for each worker, whatever there is; environments take none.
     ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False)
+    signal.signal(signal.SIGALRM, too_late)
     outcomes, failed = [], []
     print(
         f"{'loop':28} {'place':9} {'steps':>5} {'':6} {'from':>7} {'to':>7} {'apart':>8} {'s':>6}"
@@ -51,13 +59,16 @@ def main() -> int:
             with tempfile.TemporaryDirectory() as folder:
                 log = Path(folder, "log")
                 try:
-                    with log.open("w") as file, redirect_stdout(file):
+                    signal.alarm(given.deadline)
+                    with log.open("w", buffering=1) as file, redirect_stdout(file):
                         outcome = run(path, Path(folder), loop, place, given.steps)
                 except Exception:
                     failed.append(f"{loop}, {place}")
                     print(f"{loop:28} {place:9} failed\n{log.read_text()[-3000:]}")
                     traceback.print_exc()
                     continue
+                finally:
+                    signal.alarm(0)
             outcomes.append(outcome)
             print(
                 f"{loop:28} {place:9} {outcome.steps:5} {outcome.measure:6} {outcome.first:7.4f} "
