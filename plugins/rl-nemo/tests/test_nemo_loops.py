@@ -157,7 +157,7 @@ def test_an_engine_generates_in_the_actor_it_is_sent_to(path: Path) -> None:
         return asyncio.run(nemo_loops.generate_responses_async(generation, rows))
 
     rows = nemo_loops.rows_of(PROMPTS, 1)
-    cloudpickle.register_pickle_by_value(nemo_loops)
+    ray.cloudpickle.register_pickle_by_value(nemo_loops)
     with RayVirtualCluster([2], ray_options={"num_cpus": 4}) as cluster:
         config = {"backend": "hf", "model_name": str(path), "max_new_tokens": 6, "seed": 3}
         generation = create_generation(config, cluster)
@@ -166,7 +166,7 @@ def test_an_engine_generates_in_the_actor_it_is_sent_to(path: Path) -> None:
         there = [wait([collect.remote(generation, rows)], 120)[0] for _ in range(2)]
         here = generation.generate(rows)
         generation.shutdown()
-    cloudpickle.unregister_pickle_by_value(nemo_loops)
+    ray.cloudpickle.unregister_pickle_by_value(nemo_loops)
     samples = [output["output_ids"].tolist() for output in (*there, here)]
     assert samples[0] != samples[1] != samples[2] != samples[0]  # streams of their own
 

@@ -42,10 +42,12 @@ def test_an_error_of_ours_comes_out_as_it_is() -> None:
 
 
 def test_any_other_error_becomes_a_worker_error_with_its_traceback() -> None:
-    with pytest.raises(WorkerError) as caught:
-        raised_for(task_error(KeyError("k")))
-    assert caught.value.remote_type == "KeyError"
-    assert "there" in caught.value.remote_traceback
+    plain = task_error(KeyError("k"))
+    for error in (plain, plain.as_instanceof_cause()):  # Ray raises the second
+        with pytest.raises(WorkerError) as caught:
+            raised_for(error)
+        assert caught.value.remote_type == "KeyError"
+        assert "there" in caught.value.remote_traceback
 
 
 def test_a_dead_actor_is_a_worker_that_died() -> None:

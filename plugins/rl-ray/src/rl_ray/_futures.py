@@ -37,7 +37,7 @@ def as_future(reference: Any) -> concurrent.futures.Future[Any]:
                     f"a worker failed: {cause}",
                     fix="the worker's traceback is in error.remote_traceback",
                     remote_type=type(cause).__qualname__,
-                    remote_traceback=error.traceback_str,
+                    remote_traceback=str(error),
                 )
         elif isinstance(error, (ray.exceptions.RayActorError, ray.exceptions.WorkerCrashedError)):
             error = WorkerDiedError(
