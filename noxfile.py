@@ -38,6 +38,7 @@ LEFT_OUT = {
     "precision(megatron)": "megatron in its second dtype",
     "precision(vllm)": "vllm in its second dtype",
     "precision(sglang)": "sglang in its second dtype",
+    "oldest(hf)": "the oldest transformers that is supported",
     "oldest(megatron)": "the oldest megatron-core that is supported",
     "oldest(vllm)": "the oldest vLLM that is supported",
     "oldest(sglang)": "the oldest SGLang that is supported",
@@ -263,7 +264,7 @@ def precision(session: nox.Session, plugin: str) -> None:
 
 
 @nox.session(venv_backend="none")
-@nox.parametrize("plugin", ["megatron", *ENGINES], ids=["megatron", *ENGINES])
+@nox.parametrize("plugin", list(PLUGINS), ids=list(PLUGINS))
 def oldest(session: nox.Session, plugin: str) -> None:
     """A plugin's tests with the oldest engine that it supports."""
     environment(session, plugin, "cpu-engine-oldest")

@@ -40,5 +40,5 @@ BACKEND = BackendManifest(
             "sharded": Capability("unsupported", reason="every rank has the whole model"),
         },
     },
-    engine=EngineRequirement(("transformers",), ">=5.10,<6"),
+    engine=EngineRequirement(("transformers",), ">=5.5,<6"),
 )

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["TRANSFORMERS", "Project", "clashes"]
 
 #: The engine of a new project, at the versions that this suite is made for.
-TRANSFORMERS = ">=5.10,<6"
+TRANSFORMERS = ">=5.5,<6"
 
 _LONGEST = 20
 _NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
