@@ -331,7 +331,8 @@ def nemo(session: nox.Session) -> None:
     lines = [
         line for line in Path(CONSTRAINTS).read_text().splitlines() if not line.startswith(other)
     ]
-    constraints = Path(session.create_tmp()).resolve() / "constraints.txt"
+    constraints = OUT / "nemo" / "constraints.txt"
+    constraints.parent.mkdir(parents=True, exist_ok=True)
     constraints.write_text("\n".join(lines))
     install(session, *editable(), *FOR_NEMO, constraints=str(constraints))
     with PARTS.part(session.name, "loops"):

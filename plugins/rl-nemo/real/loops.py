@@ -54,7 +54,7 @@ class Outcome:
         first: Its mean over the first three steps.
         last: Its mean over the last three.
         apart: The loop's ``token_mult_prob_error``, the largest of all steps: 1 if the engine's
-            log-probs are the trainer's. NaN without an engine.
+            log-probs are the trainer's. None without an engine.
         seconds: Of the loop itself, without models' start.
     """
 
@@ -64,7 +64,7 @@ class Outcome:
     measure: str
     first: float
     last: float
-    apart: float
+    apart: float | None
     seconds: float
 
     @property
@@ -394,6 +394,6 @@ def run(checkout: Path, folder: Path, loop: str, place: str, steps: int) -> Outc
             measure,
             first=sum(seen[:3]) / 3,
             last=sum(seen[-3:]) / 3,
-            apart=max(apart, default=math.nan),
+            apart=max(apart, default=None),
             seconds=setting.seconds,
         )

@@ -70,9 +70,10 @@ def main() -> int:
                 finally:
                     signal.alarm(0)
             outcomes.append(outcome)
+            apart = "-" if outcome.apart is None else f"{outcome.apart:.6f}"
             print(
                 f"{loop:28} {place:9} {outcome.steps:5} {outcome.measure:6} {outcome.first:7.4f} "
-                f"{outcome.last:7.4f} {outcome.apart:8.6f} {outcome.seconds:6.1f}",
+                f"{outcome.last:7.4f} {apart:>8} {outcome.seconds:6.1f}",
                 flush=True,
             )
             if outcome.steps != given.steps or not outcome.learned:
