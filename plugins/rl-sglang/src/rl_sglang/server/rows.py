@@ -7,7 +7,7 @@ import queue
 import secrets
 import time
 from contextlib import aclosing, suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from rl_core.backends import Completion, FailedRow, RowEngine
 from rl_core.errors import DeadlineError, PluginError, RLError
@@ -30,6 +30,10 @@ _AGAIN_S = 0.25
 _FORGET_S = 10.0
 
 
+#: Ends of rows, keys of rows that were given up, and None for nothing.
+_News: TypeAlias = Completion | FailedRow | frozenset[int] | None
+
+
 class ServerRows(RowEngine):
     """Decodes rows with a running server.
 
@@ -47,7 +51,8 @@ class ServerRows(RowEngine):
         # SGLang aborts whatever has a name that begins with the one that is given: names are of
         # one length, and nobody else's begin like these.
         self._names = secrets.token_hex(8)
-        self._news: queue.SimpleQueue[Completion | FailedRow | None] = queue.SimpleQueue()
+        self._news: queue.SimpleQueue[_News] = queue.SimpleQueue()
+        self._given_up: set[int] = set()  # of which an end may be on its way
         # All below is of the client's thread.
         self._tasks: dict[int, asyncio.Task[None]] = {}  # of rows that somebody wants
         self._leaving: set[asyncio.Task[None]] = set()  # of rows that the server is to let go
@@ -61,16 +66,24 @@ class ServerRows(RowEngine):
 
     def collect(self) -> Sequence[Completion | FailedRow]:
         """See :meth:`RowEngine.collect`; the server decodes meanwhile."""
-        ended = []
+        news = []
         with suppress(queue.Empty):
-            ended.append(self._news.get(timeout=_WAIT_S))
+            news.append(self._news.get(timeout=_WAIT_S))
             while True:
-                ended.append(self._news.get_nowait())
-        return [one for one in ended if one is not None]
+                news.append(self._news.get_nowait())
+        ended = []
+        for one in news:
+            if isinstance(one, frozenset):
+                self._given_up -= one
+            elif one is not None and _key(one) not in self._given_up:
+                ended.append(one)
+        return ended
 
     def cancel(self, keys: Collection[int]) -> None:
         """See :meth:`RowEngine.cancel`: the server is told at once."""
-        self._client.loop.call_soon_threadsafe(self._cancel, list(keys))
+        given_up = frozenset(keys)
+        self._given_up |= given_up
+        self._client.loop.call_soon_threadsafe(self._cancel, given_up)
 
     def interrupt(self) -> None:
         """See :meth:`RowEngine.interrupt`."""
@@ -102,10 +115,11 @@ class ServerRows(RowEngine):
         for row in rows:
             self._tasks[row.key] = loop.create_task(self._serve(row, self._confirmed))
 
-    def _cancel(self, keys: list[int]) -> None:
+    def _cancel(self, keys: frozenset[int]) -> None:
         for key in keys:
             if (task := self._tasks.pop(key, None)) is not None:
                 self._let_go(key, task)
+        self._news.put(keys)  # none of them ends after this
 
     async def _serve(self, row: Row, confirmed: asyncio.Task[None]) -> None:
         """Completes a row or fails it, and sees to it that the server lets go of it."""
@@ -152,8 +166,7 @@ class ServerRows(RowEngine):
             raise self._client.gone(None)
 
     def _end(self, done: Completion | FailedRow) -> None:
-        key = done.key if isinstance(done, FailedRow) else done.row
-        if self._tasks.pop(key, None) is not None:
+        if self._tasks.pop(_key(done), None) is not None:
             self._news.put(done)
 
     def _let_go(self, key: int, task: asyncio.Task[None]) -> None:
@@ -200,3 +213,7 @@ class ServerRows(RowEngine):
 
     def _name(self, key: int) -> str:
         return f"{self._names}-{key:020d}"
+
+
+def _key(done: Completion | FailedRow) -> int:
+    return done.key if isinstance(done, FailedRow) else done.row
