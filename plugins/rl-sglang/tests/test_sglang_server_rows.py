@@ -16,7 +16,7 @@ def test_a_row_that_was_given_up_ends_no_more() -> None:
     loop = SimpleNamespace(call_soon_threadsafe=lambda *call: later.append(call))
     server: Any = SimpleNamespace(client=SimpleNamespace(loop=loop, url="http://here"))
     rows = ServerRows(server, room=4, silence_s=1.0)
-    rows._tasks = dict.fromkeys((1, 2, 3))  # type: ignore[arg-type] # nothing is decoded here
+    rows._tasks = dict.fromkeys((1, 2, 3), Any)  # type: ignore[arg-type] # nothing is decoded
     error = WorkerDiedError("the server is gone")
     rows._end(FailedRow(1, error))
     assert [done.key for done in rows.collect()] == [1]  # type: ignore[union-attr]
