@@ -66,7 +66,7 @@ def export(path: Path) -> None:
     here = Path(__file__).parent
     inherited = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(
-        [str(here / "site"), str(here), *([inherited] if inherited else [])]
+        [str(here / "startup"), str(here), *([inherited] if inherited else [])]
     )
     os.environ[VARIABLE] = str(path)
     install(str(path))

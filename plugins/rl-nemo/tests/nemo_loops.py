@@ -92,6 +92,29 @@ def summed(results: dict[str, Any], metrics: dict[str, Any]) -> dict[str, float]
     return metrics
 
 
+def training_data(rows: BatchedDataDict[Any], output: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
+    """Sequences with a mask of the answers (grpo.py:3130-3200)."""
+    lengths = output["unpadded_sequence_lengths"]
+    places = torch.arange(output["output_ids"].shape[1])
+    mask = (places >= rows["input_lengths"][:, None]) & (places < lengths[:, None])
+    return BatchedDataDict(
+        {
+            "input_ids": output["output_ids"],
+            "input_lengths": lengths,
+            "generation_logprobs": output["logprobs"],
+            "token_mask": mask.float(),
+            "sample_mask": torch.ones(rows.size),
+        }
+    )
+
+
+def spread(rewards: torch.Tensor, samples: int, mask: torch.Tensor) -> torch.Tensor:
+    """Rewards less their group's mean, for every token of an answer."""
+    groups = rewards.view(-1, samples)
+    advantages = (groups - groups.mean(1, keepdim=True)).flatten()
+    return advantages[:, None].expand(mask.shape) * mask
+
+
 def grpo_train(
     policy: Any,
     generation: Any,
@@ -128,31 +151,19 @@ def grpo_train(
         generation.finish_generation()  # 3011
         logged = generation.get_logger_metrics()  # 3016
         rewards = reward(output)
-        lengths = output["unpadded_sequence_lengths"]
-        places = torch.arange(output["output_ids"].shape[1])
-        mask = (places >= rows["input_lengths"][:, None]) & (places < lengths[:, None])
-        data = BatchedDataDict(
-            {
-                "input_ids": output["output_ids"],
-                "input_lengths": lengths,
-                "generation_logprobs": output["logprobs"],
-                "token_mask": mask.float(),
-                "sample_mask": torch.ones(len(rewards)),
-            }
-        )
+        data = training_data(rows, output)
         policy.prepare_for_lp_inference()  # 3213
         keys = ("input_ids", "input_lengths", "token_mask", "sample_mask")
         scored = BatchedDataDict({key: data[key] for key in keys})
         data["prev_logprobs"] = policy.get_logprobs(scored, timer=timer)["logprobs"]  # 3239
         reference = policy.get_reference_policy_logprobs(scored, timer=timer)  # 3253
         data["reference_policy_logprobs"] = reference["reference_logprobs"]
-        groups = rewards.view(-1, samples)
-        advantages = (groups - groups.mean(1, keepdim=True)).flatten()
-        data["advantages"] = advantages[:, None].expand(mask.shape) * mask
+        data["advantages"] = spread(rewards, samples, data["token_mask"])
         policy.prepare_for_training()  # 3328
         stale = True
         results = policy.train(data, loss_fn, timer=timer)  # 3333
-        apart = ((data["prev_logprobs"] - output["logprobs"]) * mask).abs().max()
+        difference = data["prev_logprobs"] - output["logprobs"]
+        apart = (difference * data["token_mask"]).abs().max()
         history.append(summed(results, {"reward": rewards.numpy(), "apart": apart.numpy()}))
         assert logged == generation.get_logger_metrics()
         printed = {name: history[-1][name] for name in ("gen_kl_error", "token_mult_prob_error")}
@@ -194,22 +205,8 @@ def async_grpo_train(
         if generation.blocks_training():  # 4762
             generation.get_logger_metrics()
             generation.finish_generation(release_gpu=True)
-        lengths = output["unpadded_sequence_lengths"]
-        places = torch.arange(output["output_ids"].shape[1])
-        mask = (places >= rows["input_lengths"][:, None]) & (places < lengths[:, None])
-        rewards = reward(output)
-        groups = rewards.view(-1, samples)
-        advantages = (groups - groups.mean(1, keepdim=True)).flatten()
-        data = BatchedDataDict(
-            {
-                "input_ids": output["output_ids"],
-                "input_lengths": lengths,
-                "generation_logprobs": output["logprobs"],
-                "token_mask": mask.float(),
-                "sample_mask": torch.ones(len(rewards)),
-                "advantages": advantages[:, None].expand(mask.shape) * mask,
-            }
-        )
+        data, rewards = training_data(rows, output), reward(output)
+        data["advantages"] = spread(rewards, samples, data["token_mask"])
         policy.prepare_for_lp_inference()  # 4780
         data["prev_logprobs"] = policy.get_logprobs(data, timer=timer)["logprobs"]
         reference = policy.get_reference_policy_logprobs(data, timer=timer)
@@ -287,17 +284,7 @@ def distillation_train(
         rows = rows_of(prompts, 1)
         output = generation.generate(rows, greedy=False)
         generation.finish_generation()  # 854
-        lengths = output["unpadded_sequence_lengths"]
-        places = torch.arange(output["output_ids"].shape[1])
-        mask = (places >= rows["input_lengths"][:, None]) & (places < lengths[:, None])
-        data = BatchedDataDict(
-            {
-                "input_ids": output["output_ids"],
-                "input_lengths": lengths,
-                "token_mask": mask.float(),
-                "sample_mask": torch.ones(rows.size),
-            }
-        )
+        data = training_data(rows, output)
         student.offload_before_refit()  # 902
         teacher.prepare_for_lp_inference()
         top = teacher.get_topk_logits(data, k=8, timer=timer)  # 907

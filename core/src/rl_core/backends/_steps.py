@@ -8,19 +8,14 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from rl_core.backends.loop import scalars
 from rl_core.errors import ConfigError, TrainingError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
-    from contextlib import AbstractContextManager
-
-    import numpy as np
-
-    from rl_core.interfaces import Timer
 
 DEFAULT_LR = 1e-5
 
@@ -121,30 +116,6 @@ def added(key: str, total: float, value: float) -> float:
     if key.endswith("_min"):
         return min(total, value)
     return max(total, value) if key.endswith("_max") else total + value
-
-
-def timed(timer: Timer | None, label: str) -> AbstractContextManager[object]:
-    """Measures what is done in the body, if a loop brought its stopwatch along."""
-    return nullcontext() if timer is None else timer.time(label)
-
-
-class Scalar(float):
-    """A number that also has what loops ask of a 0-d tensor."""
-
-    def item(self) -> float:
-        """The number alone."""
-        return float(self)
-
-    def numpy(self) -> np.ndarray[Any, Any]:
-        """``[]`` float64."""
-        import numpy as np
-
-        return np.asarray(float(self))
-
-
-def scalars(result: dict[str, Any]) -> dict[str, Any]:
-    """What ``train`` returns, from what a worker returned, whose numbers are plain."""
-    return result | {key: Scalar(result[key]) for key in ("loss", "grad_norm") if key in result}
 
 
 #: Metrics that a loop averages, so that they are no parts of a sum.

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from rl_core.errors import CheckpointError, ConfigError
+from rl_core.errors import CheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping
@@ -219,19 +219,3 @@ def _sync(path: Path) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-
-
-def checkpoint_path(path: str | Path | None, weights_path: str | Path | None) -> str | Path:
-    """The directory that ``save_checkpoint`` was given, under either name.
-
-    Raises:
-        ConfigError: There is none, or there are two.
-    """
-    chosen = [given for given in (path, weights_path) if given is not None]
-    if len(chosen) != 1:
-        raise ConfigError(
-            f"save_checkpoint takes one path, and got {len(chosen)}",
-            fix="give path, or weights_path",
-            key="path",
-        )
-    return chosen[0]

@@ -17,8 +17,8 @@ from rl_core.backends._steps import (
     learning_rate,
     not_finite,
     summary,
-    timed,
 )
+from rl_core.backends.loop import timed
 from rl_core.backends.losses import call_loss, input_type_of
 from rl_core.backends.policy_checkpoints import PolicyCheckpoints
 from rl_core.backends.policy_model import PolicyModel

@@ -8,13 +8,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rl_core.backends.checkpoint import (
-    STATE_FILE,
-    checkpoint_path,
-    read_json,
-    verified,
-    write_directory,
-)
+from rl_core.backends.checkpoint import STATE_FILE, read_json, verified, write_directory
+from rl_core.backends.loop import checkpoint_path
 from rl_core.backends.policy_model import PolicyModel
 
 if TYPE_CHECKING:
@@ -50,33 +45,21 @@ class PolicyCheckpoints(PolicyModel):
     def spoken(self, value: Any) -> list[Any]:
         """The values of the workers whose results are taken, by rank."""
 
-    def save_checkpoint(
-        self,
-        path: str | Path | None = None,
-        *,
-        weights_path: str | Path | None = None,
-        optimizer_path: object = None,
-        tokenizer_path: object = None,
-        checkpointing_cfg: object = None,
-    ) -> None:
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         """Writes weights, optimizer, schedule, random state and step to a directory, atomically.
 
         The directory is also a Hugging Face checkpoint. A checkpoint that stands there is
         replaced; it stays whole until the new one is. All workers call it with one path.
 
         Args:
-            path: The directory.
-            weights_path: The same.
-            optimizer_path: Where others put a part; all parts are in the one directory.
-            tokenizer_path: Likewise.
-            checkpointing_cfg: How others write; whatever it says, it is written when this returns.
+            *args: The path; see :func:`~rl_core.backends.loop.checkpoint_path`.
+            **kwargs: Likewise.
 
         Raises:
-            CheckpointError: Something that is not a checkpoint stands at ``path``.
+            CheckpointError: Something that is not a checkpoint stands at the path.
             ConfigError: No path is given, or two.
         """
-        del optimizer_path, tokenizer_path, checkpointing_cfg
-        path = checkpoint_path(path, weights_path)
+        path = checkpoint_path(*args, **kwargs)
         self.ready("save_checkpoint")
         state = {"steps": self.steps, "random": self._random_states()}
         with ExitStack() as stack:

@@ -99,7 +99,7 @@ class PolicyRefits(ColocatablePolicyInterface):
             except BaseException:
                 source.close()
                 raise
-        return GuardedSource(source, unchanged, renamed)
+        return GuardedSource(source, unchanged, lambda name: renamed.get(name, name))
 
     @property
     def weights_version(self) -> int:

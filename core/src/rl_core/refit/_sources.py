@@ -60,8 +60,8 @@ class GuardedSource(WeightSource):
     Args:
         source: Gives the tensors under the trainer's names.
         unchanged: What :meth:`WeightChanges.watch` returned when the source was made.
-        names: The new name of each tensor that gets one, or None for one that is left out. Of
-            tensors that are tied to one that is left out, the first is then asked for.
+        rename: Gives a tensor its new name, or None to leave it out. Of tensors that are tied to
+            one that is left out, the first then stands for it.
 
     Raises:
         ConfigError: Two tensors would have one name.
@@ -71,12 +71,12 @@ class GuardedSource(WeightSource):
         self,
         source: WeightSource,
         unchanged: Callable[..., None],
-        names: Mapping[str, str | None],
+        rename: Callable[[str], str | None],
     ) -> None:
         self.device = source.device
         self._source = source
         self._unchanged = unchanged
-        self._names = names
+        self._rename = rename
         self._old: dict[str, str] = {}  # by new name
         self._owner: dict[str, str] = {}  # the old name of what is asked for, by new name
         self._specs: list[TensorSpec] = []
@@ -87,7 +87,7 @@ class GuardedSource(WeightSource):
             return self._specs
         owners: dict[str, str] = {}  # new names, by the old one of the owner
         for spec in self._source.specs():
-            name = self._names.get(spec.name, spec.name)
+            name = self._rename(spec.name)
             if name is None:
                 continue
             if name in self._old:
@@ -131,10 +131,11 @@ class GuardedSource(WeightSource):
         tensors = self._source.persistent()
         if tensors is None:
             return None
-        kept = {name: tensors.get(old) for name, old in self._old.items()}
-        for name, owner in self._owner.items():
-            kept[name] = tensors.get(owner) if kept[name] is None else kept[name]
-        return {name: tensor for name, tensor in kept.items() if tensor is not None}
+        return {
+            name: tensor
+            for name, old in self._old.items()
+            if (tensor := tensors.get(old, tensors.get(self._owner[name]))) is not None
+        }
 
     def confirm(self) -> None:
         """See :meth:`WeightSource.confirm`."""

@@ -101,8 +101,7 @@ class ModuleSender:
                 fix="keep a reference to it as long as it is refit from",
             )
         if isinstance(model, WeightSource):
-            names = self.rename and {s.name: self.rename(s.name) for s in model.specs()}
-            return GuardedSource(model, lambda place="": None, names or {})
+            return GuardedSource(model, lambda place="": None, self.rename or str)
         return _Watched(model, self.rename)
 
 
@@ -265,8 +264,7 @@ class _Watched(GuardedSource):
 
     def __init__(self, module: nn.Module, rename: Rename | None) -> None:
         source = weight_source_of(module) or NamedTensorSource(whole_tensors(module))
-        names = {} if rename is None else {s.name: rename(s.name) for s in source.specs()}
-        super().__init__(source, self._check, names)
+        super().__init__(source, self._check, rename or str)
         self._tensors = list(module_tensors(module).values())
         self._counted = self._counts()
         self._stepped = False

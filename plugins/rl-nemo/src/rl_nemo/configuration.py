@@ -62,7 +62,6 @@ _POLICY: Table = {
     "logprob_batch_size": ("logprob_batch_size", None),
     "max_grad_norm": ("max_grad_norm", None),
     "precision": ("torch_dtype", None),
-    "optimizer": ("optimizer", _optimizer),
     "generation.temperature": ("temperature", None),
     **{
         f"dynamic_batching.{key}": (f"dynamic_batching.{key}", None)
@@ -74,11 +73,14 @@ _POLICY: Table = {
     },
 }
 _DTENSOR: Table = {
+    **_POLICY,
+    "optimizer": ("optimizer", _optimizer),
     "dtensor_cfg.enabled": ("", None),
     "dtensor_cfg.activation_checkpointing": ("gradient_checkpointing", None),
     "dtensor_cfg.lora_cfg": ("lora", _lora),
 }
 _MEGATRON: Table = {
+    **_POLICY,
     "megatron_cfg.enabled": ("", None),
     "megatron_cfg.activation_checkpointing": (
         "activation_recompute",
@@ -98,6 +100,9 @@ _MEGATRON: Table = {
     "megatron_cfg.optimizer.weight_decay": ("optimizer.weight_decay", None),
     "megatron_cfg.optimizer.adam_eps": ("optimizer.eps", None),
 }
+#: By the section that enables it: the backend, and its table.
+_TRAINERS = {"dtensor_cfg": ("hf", _DTENSOR), "megatron_cfg": ("megatron", _MEGATRON)}
+
 _GENERATION: Table = {
     **{
         key: (key, None)
@@ -137,6 +142,8 @@ _VLLM: Table = {
     ),
     "vllm_kwargs": ("vllm_cfg.engine_args", None),
 }
+#: Of engines whose sections have a place here.
+_ENGINES: Mapping[str, Table] = {"vllm": _VLLM}
 
 
 def policy_config(given: Mapping[str, Any], **more: Any) -> Translation:
@@ -149,25 +156,20 @@ def policy_config(given: Mapping[str, Any], **more: Any) -> Translation:
     Raises:
         ConfigError: Both or neither of its trainers is enabled, or its optimizer is not offered.
     """
-    on = {"hf": "dtensor_cfg", "megatron": "megatron_cfg"}
-    chosen = [name for name, key in on.items() if (given.get(key) or {}).get("enabled")]
+    chosen = [section for section in _TRAINERS if (given.get(section) or {}).get("enabled")]
     if len(chosen) != 1:
         raise ConfigError(
-            f"of {sorted(on.values())} exactly one must be enabled, not {len(chosen)}",
+            f"of {sorted(_TRAINERS)} exactly one must be enabled, not {len(chosen)}",
             fix="enable dtensor_cfg for rl-hf, or megatron_cfg for rl-megatron",
             key="policy",
         )
-    [name] = chosen
-    mine: Table = {"hf": _DTENSOR, "megatron": _MEGATRON}[name]
+    backend, table = _TRAINERS[chosen[0]]
     # The other trainer's section, and an engine's, say nothing about this trainer.
-    elsewhere = {key: None for key in on.values() if key != on[name]}
+    elsewhere = {section: None for section in _TRAINERS if section != chosen[0]}
     sampling = given.get("generation") or {}
     own = {"generation": {key: sampling[key] for key in ("temperature",) if key in sampling}}
-    table = {**_POLICY, **mine}
-    if name == "megatron":
-        del table["optimizer"]  # it has a section of its own
     translated = _translate({**given, **own, **elsewhere}, table)
-    translated.config.update({"backend": name, **more})
+    translated.config.update({"backend": backend, **more})
     return translated
 
 
@@ -179,9 +181,8 @@ def generation_config(given: Mapping[str, Any], **more: Any) -> Translation:
         **more: Keys of ours on top, such as ``model_name``, which theirs takes from the policy, or
             ``backend`` to use another engine; keys of the engine that is left are then dropped.
     """
-    backend = more.get("backend", given.get("backend"))
-    table = {**_GENERATION, **(_VLLM if backend == "vllm" else {})}
-    translated = _translate(given, table)
+    backend = str(more.get("backend", given.get("backend")))
+    translated = _translate(given, {**_GENERATION, **_ENGINES.get(backend, {})})
     translated.config.update(more)
     return translated
 

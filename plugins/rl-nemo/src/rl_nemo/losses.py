@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from abc import abstractmethod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,6 +12,8 @@ from rl_core.errors import ConfigError
 from rl_core.interfaces import LossFunction, LossInputType, LossType
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from rl_core.batch import BatchedDataDict
 
 __all__ = ["rolled_reference", "wrap_loss"]
@@ -33,7 +36,11 @@ def wrap_loss(loss_fn: Any, *, group_size: int = 1) -> LossFunction:
     """
     given = getattr(loss_fn, "input_type", "logprob")
     wanted = given.value if isinstance(given, enum.Enum) else given
-    wrappers = {"logprob": _Logprobs, "logit": _Logits, "distillation": _Distillation}
+    wrappers: dict[Any, Callable[[Any, int], LossFunction]] = {
+        "logprob": _Logprobs,
+        "logit": _Logits,
+        "distillation": _Distillation,
+    }
     if wanted not in wrappers:
         raise ConfigError(
             f"{type(loss_fn).__name__} wants {wanted!r}, which no policy here computes",
@@ -95,9 +102,9 @@ class _Wrapped(LossFunction):
         )
         return share, metrics
 
+    @abstractmethod
     def arguments(self, inputs: torch.Tensor, data: BatchedDataDict[Any]) -> dict[str, Any]:
         """What the loss gets of what the policy computed."""
-        raise NotImplementedError
 
 
 class _Logprobs(_Wrapped):

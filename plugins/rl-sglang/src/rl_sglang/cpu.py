@@ -19,6 +19,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import library as torch_library
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,7 +30,7 @@ STOOD_IN = ("sgl_kernel", "torchvision")
 #: Operators of sgl_kernel that modules of models look up while they are imported.
 _LOOKED_UP = ("fused_sigmoid_mul_cpu", "fused_moe_router_cpu")
 _WORD = 0xFFFFFFFF
-_library: Any = torch.library.Library
+_library: Any = torch_library.Library
 
 
 class _Absent:

@@ -5,18 +5,15 @@ from __future__ import annotations
 import inspect
 from typing import TYPE_CHECKING, Any
 
-from rl_core.backends._steps import scalars, timed
 from rl_core.backends.admission import Admission
-from rl_core.backends.checkpoint import checkpoint_path
 from rl_core.backends.inputs import as_batch
+from rl_core.backends.loop import checkpoint_path, scalars, timed
 from rl_core.interfaces import ColocatablePolicyInterface as Colocatable
 from rl_core.interfaces import PolicyInterface
 from rl_hosting.cluster.remote import RemoteBackend, through
 from rl_hosting.cluster.sharding import RowRanks, collect, padded_shards, training_shards
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from rl_core.batch import BatchedDataDict
     from rl_core.interfaces import Future, LossFunction, Timer
 
@@ -117,18 +114,9 @@ class RemotePolicy(RemoteBackend, Colocatable):
             results: list[dict[str, Any]] = self._group.wait(calls, self._group.ranks)
             return scalars(self._rows.spoken(results)[0])
 
-    def save_checkpoint(
-        self,
-        path: str | Path | None = None,
-        *,
-        weights_path: str | Path | None = None,
-        optimizer_path: object = None,
-        tokenizer_path: object = None,
-        checkpointing_cfg: object = None,
-    ) -> None:
-        """See :meth:`PolicyInterface.save_checkpoint`."""
-        del optimizer_path, tokenizer_path, checkpointing_cfg
-        self._on_all("save_checkpoint", checkpoint_path(path, weights_path))
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """See :meth:`PolicyInterface.save_checkpoint`; workers get the path alone."""
+        self._on_all("save_checkpoint", checkpoint_path(*args, **kwargs))
 
     def get_free_memory_bytes(self) -> int:
         """See :meth:`ColocatablePolicyInterface.get_free_memory_bytes`."""
