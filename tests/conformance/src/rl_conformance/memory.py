@@ -10,12 +10,16 @@ import psutil
 
 __all__ = ["MemoryPeak"]
 
+#: Memory of a process that no file holds.
+_OWN = ("RssAnon", "RssShmem", "VmSwap")
+
 
 class MemoryPeak:
     """What this process, its children and its GPU take beyond what they have now.
 
     Linux keeps the peak of each process, and begins anew if it is told to. Where it cannot be told,
-    only what is kept to the end is seen. Processes that start later are not looked at.
+    only what is kept to the end is seen. Processes that start later are not looked at. What is kept
+    is also seen where the system takes back pages of files meanwhile, which hides it in a peak.
 
     Args:
         trim: First gives back what this process has freed and its allocator keeps, so that what is
@@ -28,22 +32,25 @@ class MemoryPeak:
     def __init__(self, *, trim: bool = False) -> None:
         if trim:
             _give_back()
+        self._device = _device_peak(anew=True)  # first: it may have to import torch
         processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
         self._resident: dict[psutil.Process, int] = {}
+        self._own: dict[psutil.Process, int] = {}
         self._kept = {process.pid for process in processes if _begin_anew(process)}
         for process in processes:
             with suppress(psutil.NoSuchProcess):
-                self._resident[process] = process.memory_info().rss
+                own = _status(process, *_OWN)
+                self._resident[process], self._own[process] = process.memory_info().rss, own
         self.exact = len(self._kept) == len(processes)
-        self._device = _device_peak(anew=True)
 
     def resident(self) -> int:
         """Bytes of main memory, of the process that took the most."""
         risen = [0]
         for process, before in self._resident.items():
             with suppress(psutil.NoSuchProcess):
-                now = _peak(process) if process.pid in self._kept else process.memory_info().rss
-                risen.append(now - before)
+                kept = process.pid in self._kept
+                now = _status(process, "VmHWM") if kept else process.memory_info().rss
+                risen += [now - before, _status(process, *_OWN) - self._own[process]]
         return max(risen)
 
     def device(self) -> int:
@@ -66,13 +73,16 @@ def _begin_anew(process: psutil.Process) -> bool:
     return True
 
 
-def _peak(process: psutil.Process) -> int:
+def _status(process: psutil.Process, *keys: str) -> int:
+    """The sum of sizes that Linux tells of a process, in bytes; 0 where it does not."""
     try:
         status = Path(f"/proc/{process.pid}/status").read_text(encoding="utf-8")
     except OSError as error:
-        raise psutil.NoSuchProcess(process.pid) from error
-    peaks = [int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM:")]
-    return sum(peaks) << 10  # one that has ended and was not waited for has none
+        if Path("/proc/self/status").exists():
+            raise psutil.NoSuchProcess(process.pid) from error
+        return 0
+    named = [line.split() for line in status.splitlines() if line.partition(":")[0] in keys]
+    return sum(int(words[1]) for words in named) << 10  # one that has ended has none
 
 
 def _device_peak(*, anew: bool = False) -> int:
