@@ -25,3 +25,15 @@ def test_memory_that_is_kept_while_pages_of_a_file_go(tmp_path: Path) -> None:
         pages.madvise(mmap.MADV_DONTNEED)
         kept = b"x" * KEPT
         assert peak.resident() >= len(kept) * 0.9
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_DONTNEED"), reason="nothing is mapped as Linux does")
+def test_a_mapped_file_that_is_written_to_takes_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(bytes(FILE))
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), FILE, access=mmap.ACCESS_COPY) as pages:
+        assert not any(pages[at] for at in range(0, FILE, mmap.PAGESIZE))
+        peak = MemoryPeak()
+        for at in range(0, FILE, mmap.PAGESIZE):
+            pages[at] = 1
+        assert peak.resident() <= FILE * 0.2

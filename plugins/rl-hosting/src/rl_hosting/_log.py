@@ -29,6 +29,7 @@ class Log:
 
     def __init__(self, *, show: bool) -> None:
         self._file = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
+        self._reading = threading.Lock()
         self._over = threading.Event()
         self._shown = threading.Thread(target=self._show, name="engine-log", daemon=True)
         if show:
@@ -40,10 +41,11 @@ class Log:
 
     def tail(self) -> str:
         """The last lines."""
-        if self._file.closed:
-            return ""
-        end = os.fstat(self.fileno()).st_size
-        tail = os.pread(self.fileno(), _TAIL, max(0, end - _TAIL))
+        with self._reading:
+            if self._file.closed:
+                return ""
+            end = os.fstat(self.fileno()).st_size
+            tail = os.pread(self.fileno(), _TAIL, max(0, end - _TAIL))
         return tail.replace(b"\0", b"").decode(errors="replace").strip()
 
     def close(self) -> None:
@@ -51,7 +53,8 @@ class Log:
         self._over.set()
         if self._shown.is_alive():
             self._shown.join()
-        self._file.close()
+        with self._reading:
+            self._file.close()
 
     def _show(self) -> None:
         shown = 0

@@ -10,8 +10,8 @@ import psutil
 
 __all__ = ["MemoryPeak"]
 
-#: Memory of a process that no file holds.
-_OWN = ("RssAnon", "RssShmem", "VmSwap")
+#: Where memory lies that no file holds: no name, a name in brackets, or a file of memory alone.
+_OWN = ("[", "/memfd:", "/dev/shm/", "/dev/zero", "/SYSV")
 
 
 class MemoryPeak:
@@ -19,7 +19,8 @@ class MemoryPeak:
 
     Linux keeps the peak of each process, and begins anew if it is told to. Where it cannot be told,
     only what is kept to the end is seen. Processes that start later are not looked at. What is kept
-    is also seen where the system takes back pages of files meanwhile, which hides it in a peak.
+    is also seen where the system takes back pages of files meanwhile, which hides it in a peak. A
+    page of a mapped file that is written to takes nothing: it was there.
 
     Args:
         trim: First gives back what this process has freed and its allocator keeps, so that what is
@@ -39,8 +40,8 @@ class MemoryPeak:
         self._kept = {process.pid for process in processes if _begin_anew(process)}
         for process in processes:
             with suppress(psutil.NoSuchProcess):
-                own = _status(process, *_OWN)
-                self._resident[process], self._own[process] = process.memory_info().rss, own
+                own, resident = _own(process), process.memory_info().rss
+                self._resident[process], self._own[process] = resident, own
         self.exact = len(self._kept) == len(processes)
 
     def resident(self) -> int:
@@ -49,8 +50,8 @@ class MemoryPeak:
         for process, before in self._resident.items():
             with suppress(psutil.NoSuchProcess):
                 kept = process.pid in self._kept
-                now = _status(process, "VmHWM") if kept else process.memory_info().rss
-                risen += [now - before, _status(process, *_OWN) - self._own[process]]
+                now = _peak(process) if kept else process.memory_info().rss
+                risen += [now - before, _own(process) - self._own[process]]
         return max(risen)
 
     def device(self) -> int:
@@ -73,16 +74,25 @@ def _begin_anew(process: psutil.Process) -> bool:
     return True
 
 
-def _status(process: psutil.Process, *keys: str) -> int:
-    """The sum of sizes that Linux tells of a process, in bytes; 0 where it does not."""
+def _peak(process: psutil.Process) -> int:
+    """The most that was resident since the peak began anew, in bytes."""
     try:
         status = Path(f"/proc/{process.pid}/status").read_text(encoding="utf-8")
     except OSError as error:
-        if Path("/proc/self/status").exists():
-            raise psutil.NoSuchProcess(process.pid) from error
+        raise psutil.NoSuchProcess(process.pid) from error
+    peaks = [line.split() for line in status.splitlines() if line.startswith("VmHWM:")]
+    return sum(int(words[1]) for words in peaks) << 10  # one that has ended has none
+
+
+def _own(process: psutil.Process) -> int:
+    """Memory that no file holds, swapped or not, in bytes; 0 where the system does not tell."""
+    if not psutil.LINUX:
         return 0
-    named = [line.split() for line in status.splitlines() if line.partition(":")[0] in keys]
-    return sum(int(words[1]) for words in named) << 10  # one that has ended has none
+    try:
+        maps = process.memory_maps(grouped=False)
+    except (psutil.AccessDenied, OSError):
+        return 0
+    return sum(each.rss + each.swap for each in maps if each.path.startswith(_OWN))
 
 
 def _device_peak(*, anew: bool = False) -> int:
