@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rl_core.backends import ModelFacts, PromptBatch, SamplingParams
-from rl_core.backends.prompts import greedy_params
+from rl_core.backends.prompts import Completion, assemble_output, assemble_row, greedy_params
 from rl_core.batch import BatchedDataDict
 from rl_core.errors import DataError
 
@@ -137,3 +139,45 @@ def test_greedy_takes_the_models_own_distribution():
     assert (params.temperature, params.top_k, params.top_p) == (1.0, 0, 1.0)
     assert params.greedy
     assert params.max_new_tokens == 9
+
+
+@given(
+    rows=st.lists(
+        st.tuples(st.integers(1, 3), st.lists(st.integers(0, 199), max_size=5), st.booleans()),
+        min_size=1,
+        max_size=4,
+    ),
+    at=st.integers(0, 3),
+)
+def test_a_row_is_laid_out_as_a_batch_of_its_own(rows, at):
+    row = at % len(rows)
+    lengths = torch.tensor([length for length, *_ in rows])
+    ids = torch.where(torch.arange(3) < lengths[:, None], torch.arange(3) + lengths[:, None], PAD)
+    data = BatchedDataDict(
+        {
+            "input_ids": ids,
+            "input_lengths": lengths,
+            "idx": [*range(len(rows))],
+            "score": torch.rand(len(rows), 2),
+            "output_ids": ids,
+            "nothing": None,
+        }
+    )
+    made = PromptBatch.from_data(data, SamplingParams(), FACTS)
+    _, tokens, truncated = rows[row]
+    done = Completion(row, tokens, [-0.5] * len(tokens), truncated)
+    expected = assemble_output(
+        data.slice(row, row + 1),
+        made.select(torch.tensor([row])),
+        [Completion(0, done.token_ids, done.logprobs, truncated)],
+        pad_token_id=PAD,
+        weights_version=3,
+    )
+    found = assemble_row(data, made, done, weights_version=3)
+    assert list(found) == list(expected)
+    for key, value in expected.items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(found[key], value), key
+            assert found[key].dtype == value.dtype
+        else:
+            assert found[key] == value

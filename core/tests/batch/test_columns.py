@@ -343,3 +343,11 @@ def test_the_type_argument_does_not_travel():
 
     batch = BatchedDataDict[Unreadable]({"x": [1]})
     assert pickle.loads(pickle.dumps(batch))["x"] == [1]
+
+
+def test_a_batch_says_what_it_has_and_not_what_is_in_it():
+    batch = BatchedDataDict(
+        {"ids": torch.zeros(2, 3, dtype=torch.int64), "idx": [0, 1], "no": None}
+    )
+    assert repr(batch) == "BatchedDataDict(ids: int64[2, 3], idx: list[2], no: None)"
+    assert repr(batch.slice(0, 1)).startswith("SlicedDataDict(ids: int64[1, 3]")

@@ -36,10 +36,25 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-__all__ = ["LOOPS", "PLACES", "Outcome", "run"]
+__all__ = ["LOOPS", "PLACES", "TRAINERS", "Backends", "Outcome", "run"]
 
 PROMPTS, SAMPLES = 8, 8
 register_omegaconf_resolvers()
+
+
+@dataclass(frozen=True)
+class Backends:
+    """What the loops drive.
+
+    Attributes:
+        policy: Its name; one of :data:`TRAINERS`.
+        generation: The engine's name.
+        python: The interpreter of the engine's environment. None is this one.
+    """
+
+    policy: str = "hf"
+    generation: str = "hf"
+    python: str | None = None
 
 
 @dataclass(frozen=True)
@@ -49,6 +64,7 @@ class Outcome:
     Attributes:
         loop: Its name in :data:`LOOPS`.
         place: Its name in :data:`PLACES`.
+        backends: The policy's and the engine's.
         steps: That it took.
         measure: What is followed: ``"reward"`` or ``"loss"``.
         first: Its mean over the first three steps.
@@ -60,6 +76,7 @@ class Outcome:
 
     loop: str
     place: str
+    backends: Backends
     steps: int
     measure: str
     first: float
@@ -97,8 +114,11 @@ class Recorder(LoggerInterface):
 class Setting:
     """Models, places and figures of one run of a loop; ends with what it made."""
 
-    def __init__(self, checkout: Path, folder: Path, place: str, steps: int) -> None:
+    def __init__(
+        self, checkout: Path, folder: Path, place: str, backends: Backends, steps: int
+    ) -> None:
         self.checkout, self.folder, self.steps = checkout, folder, steps
+        self.backends = backends
         self.model = str(make_tiny_model(folder / "model"))
         self.tokenizer = AutoTokenizer.from_pretrained(self.model)
         self.recorder = Recorder()
@@ -114,7 +134,7 @@ class Setting:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def configuration(self, name: str, **sections: Any) -> dict[str, Any]:
+    def configuration(self, name: str, lr: float = 5e-3, **sections: Any) -> dict[str, Any]:
         """Their exemplary configuration, made small."""
         small = {
             "model_name": self.model,
@@ -124,7 +144,8 @@ class Setting:
             "train_global_batch_size": 8,
             "train_micro_batch_size": 4,
             "logprob_batch_size": 8,
-            "optimizer": {"kwargs": {"lr": 5e-3}},
+            "optimizer": {"kwargs": {"lr": lr}},
+            "megatron_cfg": {"optimizer": {"lr": lr}},
         }
         changes = {
             "policy": small,
@@ -146,7 +167,8 @@ class Setting:
         given = load_config(str(self.checkout / "examples" / "configs" / name))
         OmegaConf.set_struct(given, False)
         merged: Any = OmegaConf.to_container(
-            OmegaConf.merge(given, changes, sections), resolve=True
+            OmegaConf.merge(given, changes, {"policy": TRAINERS[self.backends.policy]}, sections),
+            resolve=True,
         )
         return merged
 
@@ -156,9 +178,11 @@ class Setting:
         print(translated)
         return self._keep(create_policy(translated.config, self.cluster))
 
-    def generation(self, section: dict[str, Any], **more: Any) -> Any:
+    def generation(self, section: dict[str, Any]) -> Any:
         """Likewise, an engine."""
-        own = {"backend": "hf", "model_name": self.model, **more}
+        engine, python = self.backends.generation, self.backends.python
+        elsewhere = {f"{engine}_cfg": {"python": python}} if python else {}
+        own = {"backend": engine, "model_name": self.model, **elsewhere}
         translated = rl_nemo.generation_config(section, **own)
         print(translated)
         return self._keep(create_generation(translated.config, self.cluster))
@@ -296,7 +320,7 @@ def _sft(setting: Setting) -> str:
 def _dpo(setting: Setting, *, loss: str = "theirs") -> str:
     config = setting.configuration(
         "dpo.yaml",
-        policy={"optimizer": {"kwargs": {"lr": 2e-3}}},
+        lr=2e-3,
         dpo={"max_num_steps": setting.steps, "val_global_batch_size": 8},
     )
     master = dpo.MasterConfig(**config)
@@ -362,6 +386,11 @@ def _distillation(setting: Setting) -> str:
     return "loss"
 
 
+#: What of their configuration's policy section chooses each.
+TRAINERS: dict[str, dict[str, Any]] = {
+    "hf": {"dtensor_cfg": {"enabled": True}, "megatron_cfg": {"enabled": False}},
+    "megatron": {"dtensor_cfg": {"enabled": False}, "megatron_cfg": {"enabled": True}},
+}
 #: Where policy and engine run.
 PLACES: dict[str, Callable[[], Any]] = {
     "embedded": lambda: None,
@@ -381,15 +410,18 @@ LOOPS: dict[str, Callable[[Setting], str]] = {
 }
 
 
-def run(checkout: Path, folder: Path, loop: str, place: str, steps: int) -> Outcome:
+def run(
+    checkout: Path, folder: Path, loop: str, place: str, backends: Backends, steps: int
+) -> Outcome:
     """Runs a loop to its end."""
-    with Setting(checkout, folder, place, steps) as setting:
+    with Setting(checkout, folder, place, backends, steps) as setting:
         measure = LOOPS[loop](setting)
         seen = setting.recorder.metrics[f"train/{measure}"]
         apart = setting.recorder.metrics["train/token_mult_prob_error"]
         return Outcome(
             loop,
             place,
+            backends,
             len(seen),
             measure,
             first=sum(seen[:3]) / 3,

@@ -1,6 +1,7 @@
 """NeMo RL's own loops, as they are, over policies and engines of rl-core, on a CPU.
 
     python run.py CHECKOUT [--only grpo] [--place embedded] [--steps 20] [--json FILE]
+    python run.py CHECKOUT --policy megatron --generation vllm --engine-python /engine/bin/python
 
 Prints a line for each, and exits with 1 if one failed, or did not learn.
 """
@@ -35,6 +36,9 @@ def main() -> int:
     parser.add_argument("checkout", type=Path, help="a checkout of NeMo RL")
     parser.add_argument("--only", action="append", help="a loop; can be given again")
     parser.add_argument("--place", action="append", help="embedded, cluster or ray; likewise")
+    parser.add_argument("--policy", default="hf", help="hf or megatron")
+    parser.add_argument("--generation", default="hf", help="the engine: hf, vllm or sglang")
+    parser.add_argument("--engine-python", help="the interpreter of an engine's own environment")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--deadline", type=int, default=900, help="seconds for each loop")
     parser.add_argument("--json", type=Path, help="where to write the outcomes")
@@ -42,10 +46,13 @@ def main() -> int:
     path = given.checkout.resolve()
     commit = checkout.commit_of(path)
     print(f"NeMo RL {commit}, on Python {sys.version.split()[0]}", flush=True)
+    print(f"policy {given.policy}, engine {given.generation}", flush=True)
     checkout.export(path)
 
     import ray
-    from loops import LOOPS, run
+    from loops import LOOPS, Backends, run
+
+    backends = Backends(given.policy, given.generation, given.engine_python)
 
     # A place for each worker, whatever there is; environments take none.
     ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False)
@@ -61,7 +68,7 @@ def main() -> int:
                 try:
                     signal.alarm(given.deadline)
                     with log.open("w", buffering=1) as file, redirect_stdout(file):
-                        outcome = run(path, Path(folder), loop, place, given.steps)
+                        outcome = run(path, Path(folder), loop, place, backends, given.steps)
                 except Exception:
                     failed.append(f"{loop}, {place}")
                     print(f"{loop:28} {place:9} failed\n{log.read_text()[-3000:]}")

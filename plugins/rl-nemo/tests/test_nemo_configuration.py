@@ -11,6 +11,7 @@ from rl_core.config import check_config
 from rl_core.errors import ConfigError
 from rl_hf.config import HuggingFacePolicyConfig
 from rl_megatron.config import MegatronPolicyConfig
+from rl_sglang.config import SglangConfig
 from rl_vllm.config import VllmConfig
 
 #: As their configuration of GRPO has it, shortened.
@@ -152,6 +153,32 @@ def test_an_engine() -> None:
     assert checked["pad_token_id"] == 0
     assert checked["colocated"] == {"enabled": True}
     assert set(made.dropped) == {"val_temperature", "vllm_cfg.use_tqdm"}
+
+
+def test_sglang() -> None:
+    own = {
+        "tp_size": 2,
+        "context_length": 512,
+        "kv_cache_dtype": "auto",
+        "mem_fraction_static": 0.7,
+        "disable_piecewise_cuda_graph": True,
+        "sglang_server_config": {"needs_offload": True, "pause_generation_mode": "retract"},
+    }
+    section = {**POLICY["generation"], "backend": "sglang", "sglang_cfg": own}
+    made = rl_nemo.generation_config(section, model_name="m")
+    checked = check_config(SglangConfig, made.config, what="generation")
+    assert checked["sglang_cfg"] == {"tp_size": 2, "mem_fraction_static": 0.7}
+    assert checked["max_model_len"] == 512
+    assert made.dropped["sglang_cfg.sglang_server_config.pause_generation_mode"] == "retract"
+    assert made.dropped["sglang_cfg.disable_piecewise_cuda_graph"] is True
+
+
+def test_an_engine_in_an_environment_of_its_own() -> None:
+    given = POLICY["generation"]
+    plain = rl_nemo.generation_config(given, model_name="m").config
+    made = rl_nemo.generation_config(given, model_name="m", vllm_cfg={"python": "/e/bin/python"})
+    expected = {**plain, "vllm_cfg": {**plain["vllm_cfg"], "python": "/e/bin/python"}}
+    assert made.config == expected
 
 
 def test_another_engine_in_its_place() -> None:

@@ -9,8 +9,6 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
-import torch
-
 from rl_core.backends._serving import CallDeadline, RowService, ServedCall
 from rl_core.backends.inputs import TAGS, as_batch, tags_of
 from rl_core.backends.prompts import (
@@ -20,6 +18,7 @@ from rl_core.backends.prompts import (
     RowStreams,
     SamplingParams,
     assemble_output,
+    assemble_row,
     greedy_params,
     provenance_of,
     repeated,
@@ -234,13 +233,7 @@ class GenerationBackend(GenerationInterface):
     def _one_row(
         self, call: _Call, done: Completion, version: int
     ) -> BatchedDataDict[GenerationOutputSpec]:
-        output = assemble_output(
-            call.data.slice(done.row, done.row + 1),
-            call.prompts.select(torch.tensor([done.row])),
-            [Completion(0, done.token_ids, done.logprobs, done.truncated)],
-            pad_token_id=self.facts.pad_token_id,
-            weights_version=version,
-        )
+        output = assemble_row(call.data, call.prompts, done, weights_version=version)
         output.provenance = call.provenance
         return output
 

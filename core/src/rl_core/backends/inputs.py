@@ -97,17 +97,20 @@ def input_lengths(data: Mapping[str, Any], filler: Sequence[int] = ()) -> torch.
             fix="add input_lengths, an int64 tensor of shape [rows]",
             key="input_lengths",
         )
-    check_rows(
-        lengths < 1,
-        "the prompt is empty (length 0)",
-        fix="drop the row, or begin it with a token, such as the tokenizer's bos_token",
-    )
-    check_rows(
-        lengths > ids.shape[1],
-        f"the length is above the padded width {ids.shape[1]}",
-        fix="give each row its number of real tokens",
-    )
-    if filler:
+    least, most = _least_and_most(lengths, otherwise=ids.shape[1])
+    if least < 1:
+        check_rows(
+            lengths < 1,
+            "the prompt is empty (length 0)",
+            fix="drop the row, or begin it with a token, such as the tokenizer's bos_token",
+        )
+    if most > ids.shape[1]:
+        check_rows(
+            lengths > ids.shape[1],
+            f"the length is above the padded width {ids.shape[1]}",
+            fix="give each row its number of real tokens",
+        )
+    if filler and least < ids.shape[1]:
         past = torch.arange(ids.shape[1]) >= lengths[:, None]
         allowed = torch.isin(ids.to(torch.int64), torch.tensor(list(filler), dtype=torch.int64))
         check_rows(
@@ -157,17 +160,19 @@ def check_limits(
     Raises:
         DataError: Names the row, and the position of a token that the model does not have.
     """
-    real = torch.arange(ids.shape[1]) < lengths[:, None]
-    outside = real & ((ids < 0) | (ids >= vocab_size))
-    if outside.any():
-        row, position = outside.nonzero()[0].tolist()
-        raise DataError(
-            f"row {row}: token id {int(ids[row, position])} at position {position} is outside the "
-            f"vocabulary of {vocab_size}",
-            fix="tokenise with the model's own tokenizer; pad only past input_lengths",
-            row=row,
-            key="input_ids",
-        )
+    least, most = _least_and_most(ids, otherwise=0)
+    if least < 0 or most >= vocab_size:  # what is padding may be
+        real = torch.arange(ids.shape[1]) < lengths[:, None]
+        outside = real & ((ids < 0) | (ids >= vocab_size))
+        if outside.any():
+            row, position = outside.nonzero()[0].tolist()
+            raise DataError(
+                f"row {row}: token id {int(ids[row, position])} at position {position} is outside "
+                f"the vocabulary of {vocab_size}",
+                fix="tokenise with the model's own tokenizer; pad only past input_lengths",
+                row=row,
+                key="input_ids",
+            )
     if context is not None and (lengths > context).any():
         row = int((lengths > context).nonzero()[0])
         raise DataError(
@@ -176,6 +181,14 @@ def check_limits(
             row=row,
             key="input_ids",
         )
+
+
+def _least_and_most(values: torch.Tensor, *, otherwise: int) -> tuple[int, int]:
+    """One look, where a look at each row costs more; ``otherwise`` where there are no values."""
+    if not values.numel():
+        return otherwise, otherwise
+    least, most = values.aminmax()
+    return int(least), int(most)
 
 
 def _is_integer(value: object) -> TypeIs[torch.Tensor]:

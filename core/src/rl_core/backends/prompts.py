@@ -30,6 +30,7 @@ __all__ = [
     "RowStreams",
     "SamplingParams",
     "assemble_output",
+    "assemble_row",
     "carried",
     "provenance_of",
     "repeated",
@@ -316,6 +317,30 @@ def assemble_output(
         }
     )
     output.update(carried(data))
+    return output
+
+
+def assemble_row(
+    data: BatchedDataDict[Any], prompts: PromptBatch, done: Completion, *, weights_version: int
+) -> BatchedDataDict[Any]:
+    """Row ``done.row`` as :func:`assemble_output` lays it out without others.
+
+    Calls that stream, and calls of one row each, have this for every row.
+    """
+    prompt = prompts.token_ids(done.row)
+    count, total = len(done.token_ids), len(prompt) + len(done.token_ids)
+    output: BatchedDataDict[Any] = BatchedDataDict(
+        {
+            "output_ids": torch.tensor([[*prompt, *done.token_ids]]),
+            "generation_lengths": torch.tensor([count]),
+            "unpadded_sequence_lengths": torch.tensor([total]),
+            "logprobs": torch.tensor([[0.0] * len(prompt) + [*done.logprobs]], dtype=torch.float32),
+            "truncated": torch.tensor([done.truncated], dtype=torch.bool),
+            "weights_version": torch.tensor([weights_version]),
+        }
+    )
+    row = slice(done.row, done.row + 1)
+    output.update({key: None if v is None else v[row] for key, v in carried(data).items()})
     return output
 
 

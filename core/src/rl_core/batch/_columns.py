@@ -59,6 +59,18 @@ def common_size(columns: Mapping[str, Any]) -> int:
     return next(iter(sizes.values()), 0)
 
 
+def described(columns: Mapping[str, Any]) -> str:
+    """What columns there are, with dtypes and shapes: no values."""
+
+    def one(value: Any) -> str:
+        if isinstance(value, torch.Tensor):
+            where = "" if value.device.type == "cpu" else f" on {value.device}"
+            return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}{where}"
+        return f"list[{len(value)}]" if isinstance(value, list) else reprlib.repr(value)
+
+    return ", ".join(f"{key}: {one(value)}" for key, value in columns.items())
+
+
 def take_rows(value: Any, rows: torch.Tensor) -> Any:
     """The given rows, copied; ``rows`` is int64 and in range."""
     if isinstance(value, torch.Tensor):

@@ -12,6 +12,7 @@ import torch
 from rl_core.batch._columns import (
     common_size,
     concatenate,
+    described,
     index_of,
     own_memory,
     permutation_inverse,
@@ -62,6 +63,9 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         state["data"] = {key: own_memory(value) for key, value in self.data.items()}
         return state
 
+    def __repr__(self) -> str:  # the values are in dict(batch)
+        return f"{type(self).__name__}({described(self.data)})"
+
     # -- size ----------------------------------------------------------------------------------
 
     @property
@@ -85,8 +89,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         Raises:
             DataError: Not ``0 <= start <= end <= size``.
         """
-        start, end = whole("start", start), whole("end", end)
-        if not 0 <= start <= end <= self.size:
+        if not 0 <= whole("start", start) <= whole("end", end) <= self.size:
             raise DataError(
                 f"rows {start} to {end} are not within the batch of {self.size} rows",
                 fix="slice within the batch",
@@ -144,9 +147,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         return self._map(repeat, type(self)())
 
     def truncate_tensors(self, dim: int, truncated_len: int) -> None:
-        """Narrows every tensor to at most ``truncated_len`` entries of ``dim``, in place.
-
-        Tensors without that dim and tensors that are already shorter stay as they are.
+        """Narrows every tensor that has ``dim`` to ``truncated_len`` entries or fewer, in place.
 
         Raises:
             DataError: ``dim`` is the batch, or the length is negative.
@@ -226,8 +227,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
             group: The ranks that take part; None is the default group.
 
         Raises:
-            DataError: A list holds a value that cannot travel, see
-                :func:`rl_core.batch._gather.gather_batches`.
+            DataError: A list holds what cannot travel, see :mod:`rl_core.batch._gather`.
         """
         _ = self.size
         tensors = [value for value in self.data.values() if isinstance(value, torch.Tensor)]

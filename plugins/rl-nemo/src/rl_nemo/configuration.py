@@ -52,6 +52,10 @@ def _optimizer(given: Mapping[str, Any]) -> dict[str, Any]:
     return chosen | ({"betas": tuple(chosen["betas"])} if "betas" in chosen else {})
 
 
+def _unless_auto(given: str) -> str | None:
+    return None if given == "auto" else given
+
+
 #: From their dotted names to ours, with what makes our value of theirs.
 Table = Mapping[str, tuple[str, Callable[[Any], Any] | None]]
 
@@ -136,14 +140,31 @@ _VLLM: Table = {
             "tensor_parallel_size",
         )
     },
-    "vllm_cfg.kv_cache_dtype": (
-        "vllm_cfg.kv_cache_dtype",
-        lambda given: None if given == "auto" else given,
-    ),
+    "vllm_cfg.kv_cache_dtype": ("vllm_cfg.kv_cache_dtype", _unless_auto),
     "vllm_kwargs": ("vllm_cfg.engine_args", None),
 }
+_SGLANG: Table = {
+    "sglang_cfg.context_length": ("max_model_len", None),
+    "sglang_cfg.kv_cache_dtype": ("sglang_cfg.kv_cache_dtype", _unless_auto),
+    **{
+        f"sglang_cfg.{key}": (f"sglang_cfg.{key}", None)
+        for key in (
+            "attention_backend",
+            "chunked_prefill_size",
+            "disable_cuda_graph",
+            "disable_radix_cache",
+            "dtype",
+            "max_prefill_tokens",
+            "max_running_requests",
+            "mem_fraction_static",
+            "random_seed",
+            "tp_size",
+        )
+    },
+    "sglang_kwargs": ("sglang_cfg.engine_args", None),
+}
 #: Of engines whose sections have a place here.
-_ENGINES: Mapping[str, Table] = {"vllm": _VLLM}
+_ENGINES: Mapping[str, Table] = {"sglang": _SGLANG, "vllm": _VLLM}
 
 
 def policy_config(given: Mapping[str, Any], **more: Any) -> Translation:
@@ -151,7 +172,7 @@ def policy_config(given: Mapping[str, Any], **more: Any) -> Translation:
 
     Args:
         given: The section, as plain values.
-        **more: Keys of ours on top, such as ``reference``.
+        **more: Keys of ours on top, such as ``reference``; sections are merged.
 
     Raises:
         ConfigError: Both or neither of its trainers is enabled, or its optimizer is not offered.
@@ -169,7 +190,7 @@ def policy_config(given: Mapping[str, Any], **more: Any) -> Translation:
     sampling = given.get("generation") or {}
     own = {"generation": {key: sampling[key] for key in ("temperature",) if key in sampling}}
     translated = _translate({**given, **own, **elsewhere}, table)
-    translated.config.update({"backend": backend, **more})
+    _merge(translated.config, {"backend": backend, **more})
     return translated
 
 
@@ -180,10 +201,11 @@ def generation_config(given: Mapping[str, Any], **more: Any) -> Translation:
         given: The section, as plain values.
         **more: Keys of ours on top, such as ``model_name``, which theirs takes from the policy, or
             ``backend`` to use another engine; keys of the engine that is left are then dropped.
+            Sections are merged: ``vllm_cfg={"python": ...}`` keeps what was translated.
     """
     backend = str(more.get("backend", given.get("backend")))
     translated = _translate(given, {**_GENERATION, **_ENGINES.get(backend, {})})
-    translated.config.update(more)
+    _merge(translated.config, more)
     return translated
 
 
@@ -212,3 +234,12 @@ def _put(config: dict[str, Any], name: str, value: Any) -> None:
     for section in sections:
         config = config.setdefault(section, {})
     config[key] = value
+
+
+def _merge(config: dict[str, Any], more: Mapping[str, Any]) -> None:
+    for key, value in more.items():
+        inside = config.get(key)
+        if isinstance(inside, dict) and isinstance(value, Mapping):
+            _merge(inside, value)
+        else:
+            config[key] = value
