@@ -6,9 +6,9 @@ Every policy runs in processes of its own, of one thread each unless the name sa
 all of them stay alive and take turns with the same rows; the best round counts. A refit goes to an
 engine in this process, and is compared with one plain copy of the model's bytes.
 
-Memory is what a process has to itself (USS), sampled every few milliseconds during a refit and an
-``export_hf`` of new processes, above what it had before, in units of the largest tensor. The bound
-for rank 0 in a refit is one tensor and two buckets. Peaks shorter than a sample are not seen.
+Memory is the peak that Linux keeps of a process (VmHWM) in a refit and in an ``export_hf`` of new
+processes, above what it had before, in units of the largest tensor. The bound for rank 0 in a refit
+is one tensor and two buckets.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -100,23 +99,13 @@ def seconds(call: Callable[[], Any]) -> float:
 @contextmanager
 def growth(workers: list[psutil.Process], found: list[int]) -> Iterator[None]:
     """Appends to ``found`` by how much each process grew at most."""
-    before = [worker.memory_full_info().uss for worker in workers]
-    peaks, over = list(before), threading.Event()
-
-    def watch() -> None:
-        while not over.is_set():
-            for index, worker in enumerate(workers):
-                peaks[index] = max(peaks[index], worker.memory_full_info().uss)
-            time.sleep(0.002)
-
-    watching = threading.Thread(target=watch)
-    watching.start()
-    try:
-        yield
-    finally:
-        over.set()
-        watching.join()
-        found += [peak - base for peak, base in zip(peaks, before, strict=True)]
+    for worker in workers:
+        Path(f"/proc/{worker.pid}/clear_refs").write_text("5")  # its peak begins anew
+    before = [worker.memory_info().rss for worker in workers]
+    yield
+    for worker, base in zip(workers, before, strict=True):
+        status = Path(f"/proc/{worker.pid}/status").read_text()
+        found.append((int(status.split("VmHWM:")[1].split()[0]) << 10) - base)
 
 
 def copy_seconds(sizes: list[int], rounds: int) -> float:
