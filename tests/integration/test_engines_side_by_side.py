@@ -16,6 +16,7 @@ from real_engines import difference, hf_policy, prompts, shake
 from rl_conformance.models import make_tiny_model
 from rl_core import create_generation
 from rl_core.errors import RLError
+from rl_hosting import LocalCluster
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -81,3 +82,19 @@ def test_engines_of_other_environments_are_refit_together_or_not_at_all(both):
     assert refit_all(policy, engines) == []
     for engine in engines:
         assert difference(policy, engine.generate(prompts(), greedy=True)) < 1e-4
+
+
+@pytest.mark.parametrize("name", PYTHONS)
+def test_an_engine_of_another_environment_on_a_cluster(name, tmp_path):
+    path = make_tiny_model(tmp_path / "tiny", "qwen2")
+    config = {"backend": name, "model_name": str(path), "torch_dtype": "float32"}
+    own = {f"{name}_cfg": {"python": PYTHONS[name]}, "max_new_tokens": 4}
+    with LocalCluster(1) as cluster:
+        engine = create_generation({**config, **own}, cluster)
+        engine.prepare_for_generation()
+        policy = hf_policy(path)
+        shake(policy, 1)
+        assert refit_all(policy, [engine], verify="installed") == []
+        assert difference(policy, engine.generate(prompts(), greedy=True)) < 1e-4
+        engine.shutdown()
+        policy.shutdown()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast, is_typeddict
 
 from rl_core.config import check_config
 from rl_core.errors import BrokenPluginError, ConfigError
-from rl_core.plugins.discovery import BACKENDS, check_engine, load_object, providers
+from rl_core.plugins.discovery import BACKENDS, load_object, providers
 from rl_core.plugins.hookspecs import validate_config, worker_environment
 from rl_core.plugins.registry import find_provider, resolve
 
@@ -66,13 +66,8 @@ def _create(kind: Kind, config: Mapping[str, Any], cluster: Cluster | None) -> A
             key="backend",
         )
     provider = find_provider(name)
-    manifest = resolve(name, kind)
-    elsewhere: Any = given
-    for key in manifest.engine.elsewhere.split("."):
-        elsewhere = elsewhere.get(key) if isinstance(elsewhere, Mapping) else None
     # On a cluster, the engine is installed where the workers run, not here.
-    if cluster is None and not elsewhere:
-        check_engine(provider, manifest)
+    manifest = resolve(name, kind, config=given if cluster is None else None)
     spec = load_object(manifest.configs[kind], provider)
     if not is_typeddict(spec):
         raise provider.error(

@@ -111,7 +111,15 @@ def test_engine_is_asked_for_only_where_the_backend_runs(install: Install) -> No
     install.toy(engine=NO_ENGINE)
     assert resolve("toy").name == "toy"
     with pytest.raises(MissingEngineError, match="needs no-such-engine >=2"):
-        resolve("toy", engine=True)
+        resolve("toy", config={})
+
+
+def test_engine_of_another_environment_need_not_be_here(install: Install) -> None:
+    install.toy(engine=NO_ENGINE.replace("extra=", "elsewhere='toy_cfg.python', extra="))
+    assert resolve("toy", config={"toy_cfg": {"python": "/e/bin/python"}}).name == "toy"
+    for config in ({}, {"toy_cfg": None}, {"toy_cfg": {"python": ""}}):
+        with pytest.raises(MissingEngineError):
+            resolve("toy", config=config)
 
 
 # -- the factory -----------------------------------------------------------------------------------

@@ -19,10 +19,11 @@ from typing import Any
 
 import typing_extensions
 
-__all__ = ["DOUBLES", "VARIABLE", "commit_of", "export", "install"]
+__all__ = ["DOUBLES", "commit_of", "export", "install"]
 
-#: Names the checkout for the processes that this one starts.
-VARIABLE = "NEMO_RL_CHECKOUT"
+#: Names the checkout for the processes that this one starts, and the environment that they are of:
+#: an engine in another one needs neither the checkout nor doubles of what it may have.
+VARIABLE, ENVIRONMENT = "NEMO_RL_CHECKOUT", "NEMO_RL_ENVIRONMENT"
 #: What is imported at the head of a module of theirs, and why it is not installed.
 DOUBLES = {
     "absl": "a data set of theirs",
@@ -68,13 +69,15 @@ def export(path: Path) -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join(
         [str(here / "startup"), str(here), *([inherited] if inherited else [])]
     )
-    os.environ[VARIABLE] = str(path)
-    install(str(path))
+    os.environ[VARIABLE], os.environ[ENVIRONMENT] = str(path), sys.prefix
+    install()
 
 
-def install(path: str) -> None:
-    """Makes the checkout importable in this process."""
-    sys.path.insert(0, path)
+def install() -> None:
+    """Makes the checkout that was exported importable in this process."""
+    if os.environ.get(ENVIRONMENT) != sys.prefix:
+        return
+    sys.path.insert(0, os.environ[VARIABLE])
     sys.meta_path.insert(0, _Doubles())
     if sys.version_info < (3, 12):
         sys.meta_path.insert(0, _Theirs())

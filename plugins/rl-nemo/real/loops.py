@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 __all__ = ["LOOPS", "PLACES", "TRAINERS", "Backends", "Outcome", "run"]
 
 PROMPTS, SAMPLES = 8, 8
+ONE_RANK = {"tensor_model_parallel_size": 1, "context_parallel_size": 1, "sequence_parallel": False}
 register_omegaconf_resolvers()
 
 
@@ -145,7 +146,7 @@ class Setting:
             "train_micro_batch_size": 4,
             "logprob_batch_size": 8,
             "optimizer": {"kwargs": {"lr": lr}},
-            "megatron_cfg": {"optimizer": {"lr": lr}},
+            "megatron_cfg": {"optimizer": {"lr": lr}, **ONE_RANK},
         }
         changes = {
             "policy": small,
@@ -208,13 +209,18 @@ class Setting:
 ROLLOUTS = {"num_prompts_per_step": PROMPTS, "num_generations_per_prompt": SAMPLES}
 
 
+def _generation(*, asynchronous: bool) -> dict[str, Any]:
+    engine = {"async_engine": asynchronous, "enforce_eager": True}  # graphs are for a GPU
+    return {"max_new_tokens": 8, "vllm_cfg": engine}
+
+
 def _grpo(setting: Setting, *, loss: str = "theirs", asynchronous: bool = False) -> str:
     config = setting.configuration(
         "grpo_math_1B.yaml",
         policy={
             "train_global_batch_size": PROMPTS * SAMPLES,
             "train_micro_batch_size": 16,
-            "generation": {"max_new_tokens": 8, "vllm_cfg": {"async_engine": asynchronous}},
+            "generation": _generation(asynchronous=asynchronous),
         },
         grpo={
             **ROLLOUTS,
@@ -261,8 +267,7 @@ def _async_grpo(setting: Setting) -> str:
             "train_global_batch_size": PROMPTS * SAMPLES,
             "train_micro_batch_size": 16,
             "generation": {
-                "max_new_tokens": 8,
-                "vllm_cfg": {"async_engine": True},
+                **_generation(asynchronous=True),
                 "colocated": {
                     "enabled": False,
                     "resources": {"gpus_per_node": 1, "num_nodes": 1},
@@ -351,7 +356,7 @@ def _dpo(setting: Setting, *, loss: str = "theirs") -> str:
 
 def _distillation(setting: Setting) -> str:
     teacher_model = str(make_tiny_model(setting.folder / "teacher", seed=1))
-    rollouts = {"generation": {"max_new_tokens": 8, "vllm_cfg": {"async_engine": False}}}
+    rollouts = {"generation": _generation(asynchronous=False)}
     config = setting.configuration(
         "distillation_math.yaml",
         policy={"train_global_batch_size": PROMPTS * SAMPLES, **rollouts},

@@ -91,6 +91,13 @@ class EngineRequirement:
     extra: str = ""
     elsewhere: str = ""
 
+    def is_elsewhere(self, config: Mapping[str, Any]) -> bool:
+        """Whether this configuration names an environment that has the engine."""
+        found: Any = config
+        for key in self.elsewhere.split("."):
+            found = found.get(key) if isinstance(found, Mapping) else None
+        return bool(found)
+
 
 @dataclass(frozen=True, slots=True)
 class BackendManifest:

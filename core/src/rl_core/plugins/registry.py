@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rl_core.errors import AmbiguousBackendError, BackendNotFoundError
 from rl_core.plugins.discovery import (
@@ -15,6 +15,8 @@ from rl_core.plugins.discovery import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from rl_core.plugins.manifest import BackendManifest, Kind
 
 __all__ = ["find_provider", "match_providers", "resolve"]
@@ -87,21 +89,23 @@ def find_provider(name: str, group: str = BACKENDS) -> Provider:
     return found[0]
 
 
-def resolve(name: str, kind: Kind | None = None, *, engine: bool = False) -> BackendManifest:
+def resolve(
+    name: str, kind: Kind | None = None, *, config: Mapping[str, Any] | None = None
+) -> BackendManifest:
     """The manifest of a backend. Never falls back to another one.
 
     Args:
         name: As ``rl backends list`` shows it, or ``dist:name``.
         kind: What it must offer; anything if None.
-        engine: Also make sure that the engine is installed in this environment, which only the
-            process that runs the backend needs.
+        config: Also make sure that the engine is there for this configuration: in this environment,
+            unless it names another. Only the process that runs the backend needs it.
 
     Raises:
         BackendNotFoundError: Nothing installed provides it, or not of this kind.
         AmbiguousBackendError: Several distributions provide it and none was named.
         BrokenPluginError: Its manifest cannot be loaded or is not valid; the cause is chained.
         IncompatiblePluginError: It was written for another version of the contract.
-        MissingEngineError: The engine was asked for and is not installed or out of range.
+        MissingEngineError: The engine is not installed here or out of range, and has to be.
     """
     provider = find_provider(name)
     manifest = load_manifest(provider)
@@ -112,7 +116,7 @@ def resolve(name: str, kind: Kind | None = None, *, engine: bool = False) -> Bac
             fix=f"choose a backend that offers {kind}: rl backends list",
             name=name,
         )
-    if engine:
+    if config is not None and not manifest.engine.is_elsewhere(config):
         check_engine(provider, manifest)
     return manifest
 

@@ -57,7 +57,7 @@ class Worker:
         from rl_core.plugins.discovery import load_object
         from rl_core.plugins.registry import resolve
 
-        manifest = resolve(config["backend"], kind, engine=True)
+        manifest = resolve(config["backend"], kind, config=config)
         build = load_object(f"{manifest.factories[kind]}.from_config")
         self._backend = build(config, worker=context)
         if getattr(self._backend, "worker", context) is None:  # its author left it out
