@@ -39,7 +39,11 @@ if TYPE_CHECKING:
 __all__ = ["LOOPS", "PLACES", "TRAINERS", "Backends", "Outcome", "run"]
 
 PROMPTS, SAMPLES = 8, 8
-ONE_RANK = {"tensor_model_parallel_size": 1, "context_parallel_size": 1, "sequence_parallel": False}
+#: For megatron; some of their examples have two of one kind or another.
+ONE_RANK = {
+    **{f"{kind}_parallel_size": 1 for kind in ("tensor_model", "pipeline_model", "context")},
+    "sequence_parallel": False,
+}
 register_omegaconf_resolvers()
 
 
