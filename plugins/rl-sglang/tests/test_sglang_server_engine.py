@@ -57,7 +57,9 @@ class RealServer:
 
     def __init__(self, model: Path, log: Path, *more: str, **environment: str) -> None:
         self.model, self._log, self._more = model, log, more
-        self._environment = dict(os.environ) | ENVIRONMENT | environment
+        self._environment = (
+            dict(os.environ) | ENVIRONMENT | {"LOADS": str(log.parent)} | environment
+        )
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port: int = free.getsockname()[1]
