@@ -37,6 +37,7 @@ __all__ = [
 ]
 
 _LISTED = 5
+_PART_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,21 +230,31 @@ class Gathering:
         for rank, piece in senders:
             if self._rank:
                 if rank == self._rank:
-                    dist.send(self._box(piece).contiguous(), 0, group=self._group)
+                    for part in _parts(self._box(piece)):
+                        dist.send(part.contiguous(), 0, group=self._group)
                 continue
-            if rank:
-                box = torch.empty(piece.sizes, dtype=self.dtype, device=self.device)
-                dist.recv(box, rank, group=self._group)
-            else:
-                box = self._box(piece)
             if whole is None:
                 whole = torch.empty(piece.shape, dtype=self.dtype, device=self.device)
-            whole[piece.index] = box
+            place = whole[piece.index]
+            if rank == 0:
+                place.copy_(self._box(piece))
+                continue
+            for part in _parts(place):
+                landed = part if part.is_contiguous() else part.new_empty(part.shape)
+                dist.recv(landed, rank, group=self._group)
+                if landed is not part:
+                    part.copy_(landed)
         return whole
 
     def _box(self, piece: Piece) -> torch.Tensor:
         one = self._owned[piece.name, piece.box]
         return piece.read(one.parameter.detach())
+
+
+def _parts(box: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Rows that travel together: rank 0 has no room for a box beside the tensor that it is of."""
+    rows = max(1, _PART_BYTES * len(box) // max(1, box.nbytes))
+    return [box[start : start + rows] for start in range(0, len(box), rows)]
 
 
 class MegatronSource(GatheredSource):
