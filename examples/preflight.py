@@ -39,8 +39,8 @@ def check(*, policy: str, generation: str, files: Iterable[Path | None]) -> None
     from rl_core.errors import ConfigError
     from rl_core.plugins.registry import resolve
 
-    resolve(policy, "policy", engine=True)
-    resolve(generation, "generation", engine=True)
+    resolve(policy, "policy", config={})  # with its engine
+    resolve(generation, "generation", config={})
     for file in files:
         if file is None:
             continue

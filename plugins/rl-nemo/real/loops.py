@@ -218,16 +218,21 @@ def _generation(*, asynchronous: bool) -> dict[str, Any]:
     return {"max_new_tokens": 8, "vllm_cfg": engine}
 
 
-def _grpo(setting: Setting, *, loss: str = "theirs", asynchronous: bool = False) -> str:
+def _grpo(
+    setting: Setting, *, loss: str = "theirs", asynchronous: bool = False, turns: int = 1
+) -> str:
+    # Asynchronous rollouts end a conversation with an answer that did not end by itself.
+    ends = {"stop_token_ids": [*range(64, 128)]} if turns > 1 else {}
     config = setting.configuration(
         "grpo_math_1B.yaml",
         policy={
             "train_global_batch_size": PROMPTS * SAMPLES,
             "train_micro_batch_size": 16,
-            "generation": _generation(asynchronous=asynchronous),
+            "generation": _generation(asynchronous=asynchronous) | ends,
         },
         grpo={
             **ROLLOUTS,
+            "max_rollout_turns": turns,
             "max_num_steps": setting.steps,
             "val_period": 10,
             "val_batch_size": PROMPTS,
@@ -245,8 +250,8 @@ def _grpo(setting: Setting, *, loss: str = "theirs", asynchronous: bool = False)
             "wrapped_dataloader": toy.prompts(setting.tokenizer, PROMPTS, setting.steps),
             "val_dataloader": toy.prompts(setting.tokenizer, PROMPTS, 1),
             "loss_fn": _grpo_loss(loss, master),
-            "task_to_env": toy.environment(),
-            "val_task_to_env": toy.environment(),
+            "task_to_env": toy.environment(turns),
+            "val_task_to_env": toy.environment(turns),
             "grpo_save_state": grpo._initial_grpo_save_state(),
         },
         policy,
@@ -410,7 +415,9 @@ PLACES: dict[str, Callable[[], Any]] = {
 LOOPS: dict[str, Callable[[Setting], str]] = {
     "grpo": _grpo,
     "grpo, our loss": lambda setting: _grpo(setting, loss="ours"),
+    "grpo, two turns": lambda setting: _grpo(setting, turns=2),
     "grpo, asynchronous rollouts": lambda setting: _grpo(setting, asynchronous=True),
+    "grpo, both": lambda setting: _grpo(setting, asynchronous=True, turns=2),
     "sft": _sft,
     "dpo": _dpo,
     "dpo, our loss": lambda setting: _dpo(setting, loss="ours"),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import sys
 import tempfile
@@ -55,7 +56,8 @@ def main() -> int:
     backends = Backends(given.policy, given.generation, given.engine_python)
 
     # A place for each worker, whatever there is; environments take none.
-    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False)
+    started = ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False)
+    os.environ["RAY_ADDRESS"] = started.address_info["address"]  # there may be others on this host
     signal.signal(signal.SIGALRM, too_late)
     outcomes, failed = [], []
     print(

@@ -30,18 +30,24 @@ WORDS = (
 
 @ray.remote(num_cpus=0)
 class Plain(EnvironmentInterface):
-    """Rewards the share of an answer's characters that are ASCII; one turn."""
+    """Rewards the share of an answer's characters that are ASCII, in each of its turns."""
+
+    def __init__(self, turns: int) -> None:
+        self.turns = turns
 
     def step(self, message_log_batch: list[Any], metadata: list[Any]) -> EnvironmentReturn[Any]:
         answers = [log[-1]["content"] for log in message_log_batch]
         rewards = [sum(c.isascii() for c in answer) / max(1, len(answer)) for answer in answers]
-        count = len(answers)
+        taken = [each.get("turn", 0) + 1 for each in metadata]
+        over = [turn >= self.turns for turn in taken]
         return EnvironmentReturn(
-            observations=[{"role": "environment", "content": ""}] * count,
-            metadata=metadata,
-            next_stop_strings=[None] * count,
+            observations=[
+                {"role": "environment", "content": "" if last else " more:"} for last in over
+            ],
+            metadata=[{"turn": turn} for turn in taken],
+            next_stop_strings=[None] * len(answers),
             rewards=torch.tensor(rewards),
-            terminateds=torch.ones(count),
+            terminateds=torch.tensor(over),
             answers=None,
         )
 
@@ -52,9 +58,9 @@ class Plain(EnvironmentInterface):
         pass
 
 
-def environment() -> dict[str, Any]:
+def environment(turns: int = 1) -> dict[str, Any]:
     """Their ``task_to_env``."""
-    return {TASK: Plain.remote()}
+    return {TASK: Plain.remote(turns)}
 
 
 def prompts(tokenizer: Any, batch: int, batches: int) -> StatefulDataLoader:
