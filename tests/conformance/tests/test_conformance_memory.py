@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import pytest
@@ -10,29 +11,34 @@ import pytest
 from rl_conformance.memory import MemoryPeak
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 KEPT, FILE = 20 << 20, 64 << 20
+pytestmark = pytest.mark.skipif(
+    not hasattr(mmap, "MADV_DONTNEED"), reason="nothing is mapped as Linux does"
+)
 
 
-@pytest.mark.skipif(not hasattr(mmap, "MADV_DONTNEED"), reason="pages of a file cannot be dropped")
-def test_memory_that_is_kept_while_pages_of_a_file_go(tmp_path: Path) -> None:
-    path = tmp_path / "library"
+@contextmanager
+def mapped(path: Path, access: int) -> Iterator[mmap.mmap]:
+    """A file in memory, all of whose pages were read."""
     path.write_bytes(bytes(FILE))
-    with path.open("rb") as file, mmap.mmap(file.fileno(), FILE, prot=mmap.PROT_READ) as pages:
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), FILE, access=access) as pages:
         assert not any(pages[at] for at in range(0, FILE, mmap.PAGESIZE))
+        yield pages
+
+
+def test_memory_that_is_kept_while_pages_of_a_file_go(tmp_path: Path) -> None:
+    with mapped(tmp_path / "library", mmap.ACCESS_READ) as pages:
         peak = MemoryPeak()
         pages.madvise(mmap.MADV_DONTNEED)
         kept = b"x" * KEPT
         assert peak.resident() >= len(kept) * 0.9
 
 
-@pytest.mark.skipif(not hasattr(mmap, "MADV_DONTNEED"), reason="nothing is mapped as Linux does")
 def test_a_mapped_file_that_is_written_to_takes_nothing(tmp_path: Path) -> None:
-    path = tmp_path / "model.safetensors"
-    path.write_bytes(bytes(FILE))
-    with path.open("r+b") as file, mmap.mmap(file.fileno(), FILE, access=mmap.ACCESS_COPY) as pages:
-        assert not any(pages[at] for at in range(0, FILE, mmap.PAGESIZE))
+    with mapped(tmp_path / "model.safetensors", mmap.ACCESS_COPY) as pages:
         peak = MemoryPeak()
         for at in range(0, FILE, mmap.PAGESIZE):
             pages[at] = 1

@@ -59,22 +59,27 @@ def _unless_auto(given: str) -> str | None:
 #: From their dotted names to ours, with what makes our value of theirs.
 Table = Mapping[str, tuple[str, Callable[[Any], Any] | None]]
 
+
+def _same(*keys: str, section: str = "") -> Table:
+    """Keys that have the same name here."""
+    return {f"{section}{key}": (f"{section}{key}", None) for key in keys}
+
+
 _POLICY: Table = {
-    "model_name": ("model_name", None),
-    "train_global_batch_size": ("train_global_batch_size", None),
-    "train_micro_batch_size": ("train_micro_batch_size", None),
-    "logprob_batch_size": ("logprob_batch_size", None),
-    "max_grad_norm": ("max_grad_norm", None),
+    **_same("model_name", "train_global_batch_size", "train_micro_batch_size"),
+    **_same("logprob_batch_size", "max_grad_norm"),
     "precision": ("torch_dtype", None),
     "generation.temperature": ("temperature", None),
-    **{
-        f"dynamic_batching.{key}": (f"dynamic_batching.{key}", None)
-        for key in ("enabled", "train_mb_tokens", "logprob_mb_tokens", "sequence_length_round")
-    },
-    **{
-        f"sequence_packing.{key}": (f"sequence_packing.{key}", None)
-        for key in ("enabled", "train_mb_tokens", "logprob_mb_tokens", "algorithm")
-    },
+    **_same(
+        "enabled",
+        "train_mb_tokens",
+        "logprob_mb_tokens",
+        "sequence_length_round",
+        section="dynamic_batching.",
+    ),
+    **_same(
+        "enabled", "train_mb_tokens", "logprob_mb_tokens", "algorithm", section="sequence_packing."
+    ),
 }
 _DTENSOR: Table = {
     **_POLICY,
@@ -108,19 +113,16 @@ _MEGATRON: Table = {
 _TRAINERS = {"dtensor_cfg": ("hf", _DTENSOR), "megatron_cfg": ("megatron", _MEGATRON)}
 
 _GENERATION: Table = {
-    **{
-        key: (key, None)
-        for key in (
-            "backend",
-            "model_name",
-            "max_new_tokens",
-            "temperature",
-            "top_p",
-            "top_k",
-            "stop_token_ids",
-            "stop_strings",
-        )
-    },
+    **_same(
+        "backend",
+        "model_name",
+        "max_new_tokens",
+        "temperature",
+        "top_p",
+        "top_k",
+        "stop_token_ids",
+        "stop_strings",
+    ),
     "_pad_token_id": ("pad_token_id", None),
     "colocated.enabled": ("colocated.enabled", None),
     "use_async_rollouts": ("", None),
@@ -129,38 +131,34 @@ _VLLM: Table = {
     "vllm_cfg.precision": ("vllm_cfg.dtype", None),
     "vllm_cfg.logprobs_mode": ("logprobs_mode", lambda given: given.removesuffix("_logprobs")),
     "vllm_cfg.max_model_len": ("max_model_len", None),
-    **{
-        f"vllm_cfg.{key}": (f"vllm_cfg.{key}", None)
-        for key in (
-            "async_engine",
-            "enforce_eager",
-            "gpu_memory_utilization",
-            "load_format",
-            "pipeline_parallel_size",
-            "tensor_parallel_size",
-        )
-    },
+    **_same(
+        "async_engine",
+        "enforce_eager",
+        "gpu_memory_utilization",
+        "load_format",
+        "pipeline_parallel_size",
+        "tensor_parallel_size",
+        section="vllm_cfg.",
+    ),
     "vllm_cfg.kv_cache_dtype": ("vllm_cfg.kv_cache_dtype", _unless_auto),
     "vllm_kwargs": ("vllm_cfg.engine_args", None),
 }
 _SGLANG: Table = {
     "sglang_cfg.context_length": ("max_model_len", None),
     "sglang_cfg.kv_cache_dtype": ("sglang_cfg.kv_cache_dtype", _unless_auto),
-    **{
-        f"sglang_cfg.{key}": (f"sglang_cfg.{key}", None)
-        for key in (
-            "attention_backend",
-            "chunked_prefill_size",
-            "disable_cuda_graph",
-            "disable_radix_cache",
-            "dtype",
-            "max_prefill_tokens",
-            "max_running_requests",
-            "mem_fraction_static",
-            "random_seed",
-            "tp_size",
-        )
-    },
+    **_same(
+        "attention_backend",
+        "chunked_prefill_size",
+        "disable_cuda_graph",
+        "disable_radix_cache",
+        "dtype",
+        "max_prefill_tokens",
+        "max_running_requests",
+        "mem_fraction_static",
+        "random_seed",
+        "tp_size",
+        section="sglang_cfg.",
+    ),
     "sglang_kwargs": ("sglang_cfg.engine_args", None),
 }
 #: Of engines whose sections have a place here.
