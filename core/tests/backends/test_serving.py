@@ -8,6 +8,7 @@ import gc
 import random
 import threading
 import time
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -22,8 +23,9 @@ from rl_core.backends import (
     Row,
     RowEngine,
     SamplingParams,
+    _serving,
 )
-from rl_core.backends._serving import RowService, ServedCall
+from rl_core.backends._serving import Mailbox, RowService, ServedCall
 from rl_core.backends.rows import BatchEngine
 from rl_core.batch import BatchedDataDict
 from rl_core.errors import DataError, DeadlineError, LifecycleError, PluginError
@@ -587,3 +589,87 @@ def test_a_service_without_calls_takes_an_engine_that_cannot_cancel(caplog):
     until(lambda: bool(told))
     assert isinstance(told[0], OSError)
     until(lambda: "could not cancel its rows" in caplog.text)
+
+
+def clock(sleep: Callable[[float], object]) -> Any:
+    return SimpleNamespace(sleep=sleep, monotonic=time.monotonic)
+
+
+def test_streams_that_come_one_by_one_begin_together(monkeypatch):
+    engine = Engine(room=8)
+    arriving, submitted, ended = iter(range(1, 4)), [], []
+    submit = engine.rows.submit
+    monkeypatch.setattr(
+        engine.rows, "submit", lambda rows: (submitted.append(len(rows)), submit(rows))
+    )
+    service = engine._serving("generate_async")
+
+    def ask(*tokens: int, method: str = "generate_async") -> None:
+        prompts = PromptBatch.from_data(prompt(*tokens), engine.sampling, engine.facts)
+        service.submit(
+            ServedCall(method, prompts, engine.sampling, lambda item: ended.append(item is None))
+        )
+
+    def another_comes(_: float) -> None:
+        if (token := next(arriving, None)) is not None:
+            thread = threading.Thread(target=ask, args=(20 + token,))
+            thread.start()
+            thread.join(SOON)
+
+    monkeypatch.setattr(_serving, "time", clock(another_comes))
+    ask(20)
+    until(lambda: sum(ended) == 4 and service._thread is None)
+    assert submitted == [4]
+
+    # All rows of one call are there at once: it waits for nobody.
+    monkeypatch.setattr(_serving, "time", clock(lambda _: submitted.append("waited")))
+    ask(5, 6, method="generate")
+    until(lambda: sum(ended) == 5)
+    assert submitted == [4, 2]
+
+
+def test_a_steady_stream_of_calls_does_not_keep_the_first_one_waiting(monkeypatch):
+    engine = Engine(room=10**6)
+    service = engine._serving("generate_async")
+    prompts = PromptBatch.from_data(prompt(20), engine.sampling, engine.facts)
+    done = threading.Event()
+
+    def another_comes(_: float) -> None:
+        assert not done.wait(0.001)
+        with service._guard:
+            service._arrived.append(ServedCall("generate_async", prompts, engine.sampling, repr))
+
+    monkeypatch.setattr(_serving, "time", clock(another_comes))
+    service.submit(ServedCall("generate_async", prompts, engine.sampling, lambda _: done.set()))
+    assert done.wait(SOON)
+    service.end(SOON)
+
+
+def test_an_event_loop_is_woken_once_for_all_that_is_done_meanwhile():
+    async def read() -> list[int]:
+        mailbox = Mailbox(asyncio.get_running_loop())
+        inboxes = [asyncio.Queue[int](), asyncio.Queue[int]()]
+        woken = []
+        mailbox.loop.call_soon_threadsafe, told = (
+            lambda do: woken.append(told(do)),
+            mailbox.loop.call_soon_threadsafe,
+        )
+        for item in range(6):
+            mailbox.post(inboxes[item % 2], item)
+        read = [await inbox.get() for _ in range(3) for inbox in inboxes]
+        assert len(woken) == 1
+        mailbox.post(inboxes[0], 6)
+        assert await inboxes[0].get() == 6
+        assert len(woken) == 2
+        return read
+
+    assert asyncio.run(read()) == [0, 1, 2, 3, 4, 5]
+
+
+def test_every_post_to_a_closed_loop_says_so():
+    loop = asyncio.new_event_loop()
+    mailbox = Mailbox(loop)
+    loop.close()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="closed"):
+            mailbox.post(asyncio.Queue(), 1)

@@ -12,12 +12,13 @@ from collections import deque
 from contextlib import suppress
 from copy import copy
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rl_core.backends.rows import FailedRow, Row
 from rl_core.errors import DeadlineError, LifecycleError, PluginError
 
 if TYPE_CHECKING:
+    import asyncio
     from collections.abc import Callable
 
     from rl_core.backends.prompts import Completion, PromptBatch, SamplingParams
@@ -28,6 +29,9 @@ _log = logging.getLogger(__name__)
 
 #: Seconds for a service to end the step in which the process ends.
 _GOODBYE_S = 5.0
+#: Seconds without another call, and at most, that streams are gathered for in an empty engine.
+_PAUSE_S = 0.0003
+_GATHER_S = 0.02
 _services: weakref.WeakSet[RowService] = weakref.WeakSet()
 
 
@@ -44,6 +48,7 @@ class ServedCall:
     Attributes:
         number: Of the call.
         version: Of the weights that complete its rows, once it has begun.
+        roomless: Indices of rows that are not completed.
         waiting: Indices of rows that are not in the engine yet.
         running: Indices of rows that are, by key.
     """
@@ -63,6 +68,7 @@ class ServedCall:
         self.version = 0
         self._budgets: list[int] = prompts.budgets.tolist()
         self._seeds: list[int] = prompts.seeds.tolist()
+        self.roomless = [row for row, budget in enumerate(self._budgets) if budget <= 0]
         self.waiting = deque(row for row, budget in enumerate(self._budgets) if budget > 0)
         self.running: dict[int, int] = {}
 
@@ -210,6 +216,7 @@ class RowService:
 
     def _serve_turn(self) -> None:
         """Until nothing is in the engine, and nothing may begin."""
+        self._gather()
         with self._guard:
             kept_waiting = len(self._arrived)  # by the last writer: they go before the next one
         while True:
@@ -229,6 +236,16 @@ class RowService:
                     self._end_row(done)
             except BaseException as error:  # whoever waits is told, whatever it is
                 self._fail_all(error)
+
+    def _gather(self) -> None:
+        """Lets calls that come one by one begin together: each start has a prefill of its own."""
+        end = time.monotonic() + _GATHER_S
+        seen = 0
+        while (count := len(self._arrived)) > seen and time.monotonic() < end:
+            if self._arrived[0].method != "generate_async" or count >= self._engine.room:
+                return
+            seen = count
+            time.sleep(_PAUSE_S)
 
     def _begin_calls(self, kept_waiting: int) -> int:
         """Begins calls as long as each can have a row in the engine.
@@ -310,6 +327,40 @@ class RowService:
             call.deliver(what)
         except RuntimeError:  # its event loop is closed: nobody reads
             self._drop(call)
+
+
+class Mailbox:
+    """What an event loop is told by another thread: one wake-up for all that is done at once.
+
+    Args:
+        loop: That reads.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self._posted: deque[tuple[asyncio.Queue[Any], Any]] = deque()
+        self._woken = False
+
+    def post(self, inbox: asyncio.Queue[Any], item: object) -> None:
+        """Puts an item into a queue of the loop.
+
+        Raises:
+            RuntimeError: The loop is closed.
+        """
+        self._posted.append((inbox, item))
+        if not self._woken:
+            self._woken = True
+            try:
+                self.loop.call_soon_threadsafe(self._hand_out)
+            except RuntimeError:
+                self._woken = False
+                raise
+
+    def _hand_out(self) -> None:
+        self._woken = False  # first: what is posted from now on wakes the loop again
+        while self._posted:
+            inbox, item = self._posted.popleft()
+            inbox.put_nowait(item)
 
 
 class CallDeadline:

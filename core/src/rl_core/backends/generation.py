@@ -7,9 +7,10 @@ import queue
 import threading
 from abc import abstractmethod
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
-from rl_core.backends._serving import CallDeadline, RowService, ServedCall
+from rl_core.backends._serving import CallDeadline, Mailbox, RowService, ServedCall
 from rl_core.backends.inputs import TAGS, as_batch, tags_of
 from rl_core.backends.prompts import (
     Completion,
@@ -87,6 +88,7 @@ class GenerationBackend(GenerationInterface):
         self._lock = TurnLock()
         self._service: RowService | None = None
         self._service_made = threading.Lock()
+        self._mailbox: Mailbox | None = None  # of the event loop that streamed last
         self._receiver = self.make_receiver(self._lock)
 
     @classmethod
@@ -197,23 +199,24 @@ class GenerationBackend(GenerationInterface):
     async def _stream(
         self, call: _Call
     ) -> AsyncIterator[tuple[int, BatchedDataDict[GenerationOutputSpec]]]:
-        loop, inbox = asyncio.get_running_loop(), asyncio.Queue[Any]()
+        mailbox, inbox = self._mailbox, asyncio.Queue[Any]()
+        if mailbox is None or mailbox.loop is not asyncio.get_running_loop():
+            mailbox = self._mailbox = Mailbox(asyncio.get_running_loop())
         served = ServedCall(
-            "generate_async",
-            call.prompts,
-            call.sampling,
-            lambda item: loop.call_soon_threadsafe(inbox.put_nowait, item),
+            "generate_async", call.prompts, call.sampling, partial(mailbox.post, inbox)
         )
         service, deadline = self._serving("generate_async"), self._deadline()
         service.submit(served)
         try:
             while True:
                 try:
-                    if inbox.empty():
-                        async with asyncio.timeout(deadline.left()):
-                            item = await inbox.get()
-                    else:
+                    if not inbox.empty():
                         item = inbox.get_nowait()
+                    elif (left := deadline.left()) is None:
+                        item = await inbox.get()
+                    else:
+                        async with asyncio.timeout(left):
+                            item = await inbox.get()
                 except TimeoutError:
                     # Rows that are done are not late, however slow their reader is: what was put
                     # while it held the event loop arrives together with the timeout.
@@ -225,7 +228,7 @@ class GenerationBackend(GenerationInterface):
                 if isinstance(item, BaseException):
                     raise item
                 yield item.row, self._one_row(call, item, served.version)
-            for row in (call.prompts.budgets <= 0).nonzero().flatten().tolist():
+            for row in served.roomless:
                 yield row, self._one_row(call, Completion(row, (), (), True), served.version)
         finally:
             service.cancel(served)

@@ -173,7 +173,7 @@ def check_limits(
                 row=row,
                 key="input_ids",
             )
-    if context is not None and (lengths > context).any():
+    if context is not None and ids.shape[1] > context and (lengths > context).any():
         row = int((lengths > context).nonzero()[0])
         raise DataError(
             f"row {row}: {int(lengths[row])} tokens, the model's context is {context}",

@@ -329,14 +329,15 @@ def assemble_row(
     """
     prompt = prompts.token_ids(done.row)
     count, total = len(done.token_ids), len(prompt) + len(done.token_ids)
+    numbers = torch.tensor([count, total, weights_version])
     output: BatchedDataDict[Any] = BatchedDataDict(
         {
             "output_ids": torch.tensor([[*prompt, *done.token_ids]]),
-            "generation_lengths": torch.tensor([count]),
-            "unpadded_sequence_lengths": torch.tensor([total]),
+            "generation_lengths": numbers[:1],
+            "unpadded_sequence_lengths": numbers[1:2],
             "logprobs": torch.tensor([[0.0] * len(prompt) + [*done.logprobs]], dtype=torch.float32),
             "truncated": torch.tensor([done.truncated], dtype=torch.bool),
-            "weights_version": torch.tensor([weights_version]),
+            "weights_version": numbers[2:],
         }
     )
     row = slice(done.row, done.row + 1)
