@@ -11,24 +11,23 @@ from __future__ import annotations
 import json
 from contextlib import nullcontext
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
-from rl_core.backends.checkpoint import STATE_FILE, read_json
 from rl_core.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
+    from rl_megatron.sharding import Share
     from rl_megatron.table import Piece
     from rl_megatron.weights import Gathering, Owned
     from rl_torch.optimizer import Optimizer
 
-__all__ = ["export", "read_optimizer", "save_optimizer"]
+__all__ = ["OptimizerState", "export"]
 
 FOLDER = "rl_training/optimizer"
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -71,99 +70,159 @@ def export(
         file = f"model-{number:05d}-of-{len(files):05d}.safetensors"
         file = file if len(files) > 1 else "model.safetensors"
         index |= {names.get(name, name): file for name in held}
-        with (directory / file).open("wb") if writes else nullcontext() as stream:
-            if stream is not None:
-                stream.write(
-                    _header({names.get(n, n): gathering.shapes[n] for n in held}, gathering.dtype)
-                )
+        shapes = {names.get(name, name): gathering.shapes[name] for name in held}
+        with (
+            _TensorFile(directory / file, shapes, gathering.dtype, {"format": "pt"})
+            if writes
+            else nullcontext()
+        ) as written:
             for name in held:
                 tensor = gathering(name)
-                if stream is not None and tensor is not None:
-                    flat = tensor.detach().cpu().contiguous().reshape(-1)
-                    stream.write(flat.view(torch.uint8).numpy().data)
+                if written is not None and tensor is not None:
+                    written.add(tensor)
     if not writes:
         return
     if len(files) > 1:
         total = sum(prod(shape) for shape in gathering.shapes.values()) * width
-        written = {"metadata": {"total_size": total}, "weight_map": index}
-        (directory / "model.safetensors.index.json").write_text(json.dumps(written, indent=1))
+        listed = {"metadata": {"total_size": total}, "weight_map": index}
+        (directory / "model.safetensors.index.json").write_text(json.dumps(listed, indent=1))
     dtype = str(gathering.dtype).removeprefix("torch.")
     (directory / "config.json").write_text(json.dumps({**config, "dtype": dtype}, indent=1))
     if tokenizer is not None:
         tokenizer.save_pretrained(directory)
 
 
-def _header(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> bytes:
-    """What a safetensors file begins with: how long this is, and where each tensor lies."""
-    code = {torch.float32: "F32", torch.bfloat16: "BF16"}[dtype]
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    at = 0
-    for name, shape in shapes.items():
-        end = at + prod(shape) * dtype.itemsize
-        header[name] = {"dtype": code, "shape": shape, "data_offsets": [at, end]}
-        at = end
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
+class _TensorFile:
+    """A safetensors file that is written tensor by tensor.
 
-
-def save_optimizer(
-    directory: Path, rank: int, optimizer: Optimizer, owned: Sequence[Owned]
-) -> None:
-    """Writes this rank's boxes of moments and float32 weights, if it is the one that sends them.
+    What cannot be written is raised at the end: other ranks wait for this one with every tensor.
 
     Args:
-        directory: The same on all ranks.
-        rank: This one.
-        optimizer: Of the model.
+        path: Of the file.
+        shapes: Of the tensors, by name, in the order in which they come.
+        dtype: Of all.
+        metadata: What the file says of itself.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        shapes: Mapping[str, tuple[int, ...]],
+        dtype: torch.dtype,
+        metadata: Mapping[str, str],
+    ) -> None:
+        self._path = path
+        self._stream: BinaryIO | None = None
+        self._failed: OSError | None = None
+        code = {torch.float32: "F32", torch.bfloat16: "BF16"}[dtype]
+        header: dict[str, Any] = {"__metadata__": metadata}
+        at = 0
+        for name, shape in shapes.items():
+            end = at + prod(shape) * dtype.itemsize
+            header[name] = {"dtype": code, "shape": shape, "data_offsets": [at, end]}
+            at = end
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        self._write(len(text).to_bytes(8, "little") + text)
+
+    def add(self, tensor: torch.Tensor) -> None:
+        """The next tensor."""
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        self._write(flat.view(torch.uint8).numpy().data)
+
+    def _write(self, data: bytes | memoryview) -> None:
+        if self._failed is None:
+            try:
+                self._stream = self._stream or self._path.open("wb")
+                self._stream.write(data)
+            except OSError as error:
+                self._failed = error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if self._stream is not None:
+                self._stream.close()
+        except OSError as error:
+            self._failed = self._failed or error
+        if self._failed is not None and kind is None:
+            raise self._failed
+
+
+class OptimizerState:
+    """Moments and float32 weights, as boxes of the tensors of the whole model.
+
+    Args:
+        optimizer: Of this rank's parts.
         owned: This rank's pieces.
+        shares: This rank's part of each parameter, in one order on all ranks.
+        steps: That were taken; before the first one there are no moments.
     """
-    boxes: dict[str, torch.Tensor] = {}
-    places: dict[str, Any] = {}
-    for kind, one, tensor in _states(owned, optimizer.state()):
-        if one.piece.sends:
-            key = f"{kind}.{len(boxes)}"
-            boxes[key] = one.piece.read(tensor).contiguous().cpu()
-            places[key] = [f"{kind}.{one.piece.name}", one.piece.shape, one.piece.box]
-    (directory / FOLDER).mkdir(exist_ok=True)
-    metadata = {"places": json.dumps(places)}
-    save_file(boxes, directory / FOLDER / f"rank-{rank:05d}.safetensors", metadata=metadata)
 
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        owned: Sequence[Owned],
+        shares: Mapping[str, Share],
+        steps: int,
+    ) -> None:
+        self._optimizer = optimizer
+        self._steps = steps
+        pieces: dict[str, list[Piece]] = {name: [] for name in shares}
+        for one in owned:
+            pieces[one.name].append(one.piece)
+        halves = any(s.parameter.dtype != torch.float32 for s in shares.values())
+        kinds = (*((MASTER,) if halves else ()), *(MOMENTS if steps else ()))
+        self._parts = [
+            (kind, name, share, pieces[name]) for name, share in shares.items() for kind in kinds
+        ]
 
-def read_optimizer(
-    directory: Path, optimizer: Optimizer, owned: Sequence[Owned]
-) -> dict[str, torch.Tensor]:
-    """Reads what :func:`save_optimizer` wrote on any number of ranks; no more than this one's part.
+    def save(self, directory: Path, rank: int) -> None:
+        """Writes the boxes that this rank is the one to give; all ranks call it.
 
-    Returns:
-        The state of this rank's parameters, as :meth:`Optimizer.load_state` takes it.
+        Args:
+            directory: The same on all ranks.
+            rank: This one.
+        """
+        sent = [(k, p) for k, _, _, pieces in self._parts for p in pieces if p.sends]
+        places = {
+            f"{kind}.{number}": [f"{kind}.{piece.name}", piece.shape, piece.box]
+            for number, (kind, piece) in enumerate(sent)
+        }
+        sizes = {key: piece.sizes for key, (_, piece) in zip(places, sent, strict=True)}
+        (directory / FOLDER).mkdir(exist_ok=True)
+        state = self._optimizer.state()
+        path = directory / FOLDER / f"rank-{rank:05d}.safetensors"
+        with _TensorFile(path, sizes, torch.float32, {"places": json.dumps(places)}) as file:
+            for kind, name, share, pieces in self._parts:
+                whole = share.whole(state.get(f"{kind}.{name}"))
+                for piece in pieces:
+                    if piece.sends:
+                        file.add(piece.read(whole))
 
-    Raises:
-        CheckpointError: It is of another model, or cannot be read.
-    """
-    steps = read_json(directory / STATE_FILE)["steps"]
-    kinds = (MASTER, *(MOMENTS if steps else ()))
-    state = {
-        f"{kind}.{name}": torch.zeros_like(master, device="cpu")
-        for name, master in optimizer.masters.items()
-        for kind in kinds
-        if kind != MASTER or master is not optimizer.parameters[name]
-    }
-    stored = _stored(directory)
-    for kind, one, tensor in _states(owned, state):
-        one.piece.write(tensor, _assembled(f"{kind}.{one.piece.name}", one.piece, stored))
-    counted = torch.tensor(float(steps))
-    return state | ({f"step.{name}": counted for name in optimizer.masters} if steps else {})
+    def read(self, directory: Path) -> dict[str, torch.Tensor]:
+        """Reads what any number of ranks saved, no more than this rank's boxes.
 
+        Returns:
+            The state of this rank's parts, as :meth:`Optimizer.load_state` takes it.
 
-def _states(
-    owned: Sequence[Owned], state: Mapping[str, torch.Tensor]
-) -> Iterator[tuple[str, Owned, torch.Tensor]]:
-    """Each kind of state that a piece has, with the tensor of its parameter."""
-    for one in owned:
-        for kind in (MASTER, *MOMENTS):
-            if f"{kind}.{one.name}" in state:
-                yield kind, one, state[f"{kind}.{one.name}"]
+        Raises:
+            CheckpointError: It is of another model, or cannot be read.
+        """
+        stored = _stored(directory)
+        state = {}
+        for kind, name, share, pieces in self._parts:
+            whole = torch.zeros(share.parameter.shape)
+            for piece in pieces:
+                piece.write(whole, _assembled(f"{kind}.{piece.name}", piece, stored))
+            if name in self._optimizer.masters:
+                state[f"{kind}.{name}"] = share.of(whole).clone()
+        if self._steps:
+            counted = torch.tensor(float(self._steps))
+            state |= {f"step.{name}": counted for name in self._optimizer.masters}
+        return state
 
 
 #: Shape of a whole tensor, then its boxes: file, key there, and place.

@@ -42,6 +42,11 @@ with warnings.catch_warnings(), _compiler:
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
     from megatron.core.transformer.utils import set_model_to_sequence_parallel
 
+# Torch has other names for these, which megatron-core does not know yet.
+warnings.filterwarnings(
+    "ignore", r"`torch\.distributed\.(reduce_scatter|all_gather_into)_tensor", FutureWarning
+)
+
 __all__ = [
     "DistributedDataParallel",
     "DistributedDataParallelConfig",

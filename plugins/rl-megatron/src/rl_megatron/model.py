@@ -63,7 +63,7 @@ def build_model(
         config: A checked :class:`~rl_megatron.config.MegatronPolicyConfig`.
 
     Returns:
-        Wrapped so that gradients add up in ``main_grad``, in float32.
+        Wrapped so that gradients add up in ``main_grad``, in float32, and are then shared out.
     """
     a = architecture
     settings = transformer_config(a, at, config)
@@ -88,7 +88,7 @@ def build_model(
         return DistributedDataParallel(
             config=settings,
             ddp_config=DistributedDataParallelConfig(
-                grad_reduce_in_fp32=True, overlap_grad_reduce=False
+                grad_reduce_in_fp32=True, use_distributed_optimizer=True
             ),
             module=model,
         )

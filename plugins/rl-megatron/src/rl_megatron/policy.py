@@ -13,7 +13,7 @@ import torch
 from torch import distributed as dist
 
 from rl_core.backends import PolicyBackend, RowLimits
-from rl_core.backends.checkpoint import write_directory
+from rl_core.backends.checkpoint import STATE_FILE, read_json, write_directory
 from rl_core.backends.model_files import check_remote_code, config_of
 from rl_core.backends.policy import check_policy_config
 from rl_core.backends.policy_rows import scoring_rows
@@ -33,6 +33,7 @@ from rl_megatron.manifest import BACKEND
 from rl_megatron.memory import Sleeper
 from rl_megatron.model import build_model, model_device
 from rl_megatron.parallel import ParallelState
+from rl_megatron.sharding import make_optimizer, shares_of
 from rl_megatron.sizes import Sizes
 from rl_megatron.table import Table
 from rl_megatron.vocabulary import Vocabulary
@@ -45,7 +46,6 @@ from rl_megatron.weights import (
 )
 from rl_torch.calibration import BINS, Calibration, check_calibration
 from rl_torch.checkpoints import checkpoint_directory, load_tokenizer
-from rl_torch.optimizer import Optimizer
 from rl_torch.reference import make_reference
 
 if TYPE_CHECKING:
@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from rl_core.batch import BatchedDataDict
     from rl_core.interfaces import WeightSource, WorkerContext
     from rl_megatron.forward import Laid, Results
+    from rl_torch.optimizer import Optimizer
     from rl_torch.policy_generation import PolicyGeneration
 
 __all__ = ["MegatronPolicy"]
@@ -123,6 +124,7 @@ class MegatronPolicy(PolicyBackend):
         self.model = build_model(architecture, self._at, checked)
         load_weights(files, owned_pieces(read, self._at, self._module), self._names)
         self._owned = owned_pieces(self.table, self._at, self._module)
+        self._shares = shares_of(self.model)
         limits = RowLimits(architecture.vocabulary, architecture.context)
         PolicyBackend.__init__(
             self,
@@ -229,24 +231,27 @@ class MegatronPolicy(PolicyBackend):
 
     def gradient_norm(self) -> float:
         """See :meth:`PolicyModel.gradient_norm`; every element of the model counts once."""
-        counted: dict[str, Any] = {o.name: o.parameter for o in self._owned if o.piece.sends}
+        counted = dict.fromkeys(one.name for one in self._owned if one.piece.counts)
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         with self.ranks.collectives("the sum of the gradients"):
             with without_cuda():
                 finalize_model_grads([self.model])
-            for parameter in counted.values():
-                total += parameter.main_grad.double().square().sum()
+            for name in counted:
+                share: Any = self._shares[name]
+                total += share.of(share.parameter.main_grad).double().square().sum()
             dist.all_reduce(total)
             return math.sqrt(float(total))
 
     def take_step(self, lr: float, scale: float) -> None:
         """See :meth:`PolicyModel.take_step`."""
         self._reference.keep(self._module)
-        parameters: dict[str, Any] = dict(self._module.named_parameters())
-        for name, parameter in parameters.items():
-            gradient = parameter.main_grad
-            self._stepping.masters[name].grad = gradient.mul_(scale) if scale != 1 else gradient
+        for name, master in self._stepping.masters.items():
+            share: Any = self._shares[name]
+            gradient = share.of(share.parameter.main_grad)
+            master.grad = gradient.mul_(scale) if scale != 1 else gradient
         self._stepping.step(lr)
+        with self.ranks.collectives("the weights after a step"), without_cuda():
+            self.model.start_param_sync()  # type: ignore[operator]
 
     def clear_gradients(self) -> None:
         """See :meth:`PolicyModel.clear_gradients`."""
@@ -258,9 +263,7 @@ class MegatronPolicy(PolicyBackend):
     def _stepping(self) -> Optimizer:
         """Made when training begins; a policy that only scores needs no moments."""
         if self._optimizer is None:
-            parameters = dict(self._module.named_parameters())
-            settings = self.config.get("optimizer", {})
-            self._optimizer = Optimizer(parameters, settings, collects=False)
+            self._optimizer = make_optimizer(self._shares, self.config.get("optimizer", {}))
         return self._optimizer
 
     # -- what not every policy offers -----------------------------------------------------------
@@ -338,7 +341,9 @@ class MegatronPolicy(PolicyBackend):
     def write_checkpoint(self, directory: Path) -> None:
         """See :meth:`PolicyModel.write_checkpoint`."""
         self._export(directory)
-        checkpoint.save_optimizer(directory, self.ranks.rank, self._stepping, self._owned)
+        state = checkpoint.OptimizerState(self._stepping, self._owned, self._shares, self.steps)
+        with self.ranks.collectives("saving the optimizer"):
+            state.save(directory, self.ranks.rank)
 
     def read_checkpoint(self, directory: Path) -> None:
         """See :meth:`PolicyModel.read_checkpoint`."""
@@ -349,10 +354,12 @@ class MegatronPolicy(PolicyBackend):
             files.check(table, self._names)
         except ConfigError as error:
             raise CheckpointError(str(error), fix=error.fix, file=str(directory)) from error
-        state = checkpoint.read_optimizer(directory, self._stepping, self._owned)
+        steps = read_json(directory / STATE_FILE)["steps"]
+        state = checkpoint.OptimizerState(self._stepping, self._owned, self._shares, steps)
+        found = state.read(directory)
         self._reference.keep(self._module)
         load_weights(files, owned_pieces(table, self._at, self._module), self._names)
-        self._stepping.load_state(state)
+        self._stepping.load_state(found)
 
     def export_hf(self, path: str | Path) -> None:
         """Writes the model alone as a Hugging Face checkpoint; all ranks call it with one path."""
@@ -428,7 +435,7 @@ class MegatronPolicy(PolicyBackend):
         for name in ("_generation", "_sleepers"):
             self.__dict__.pop(name, None)
         self._optimizer = None
-        del self.model, self._forward, self._owned, self._vocabulary
+        del self.model, self._forward, self._owned, self._shares, self._vocabulary
         self._parallel.leave()
 
 

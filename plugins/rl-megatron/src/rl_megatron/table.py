@@ -39,8 +39,9 @@ class Piece:
         parameter: Names that megatron's parameter may have, of which the model has one.
         rows: ``(of, first, after)``: of every ``of`` rows of the parameter the box has those from
             ``first`` to before ``after``.
-        sends: Whether this rank is the one that gives the box, and counts it, where several ranks
-            have it.
+        counts: Whether this rank is the one that counts the box where several ranks of a copy of
+            the model have it.
+        copy: Which of the ranks that have the same part of the model this is.
     """
 
     name: str
@@ -48,7 +49,13 @@ class Piece:
     box: tuple[tuple[int, int], ...]
     parameter: tuple[str, ...]
     rows: tuple[int, int, int]
-    sends: bool
+    counts: bool
+    copy: int
+
+    @property
+    def sends(self) -> bool:
+        """Whether this rank is the one of all that gives the box."""
+        return self.counts and self.copy == 0
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -149,7 +156,7 @@ class Table:
             yield from _vocabulary(rank, OUTPUT, ("output_layer.weight",))
         elif not at.first:  # a copy, which the first stage sends
             for piece in _vocabulary(rank, EMBEDDING, ("output_layer.weight",)):
-                yield replace(piece, sends=False)
+                yield replace(piece, counts=False)
 
 
 def _layer(architecture: Architecture) -> Iterator[tuple[str, tuple[str, ...], _Row]]:
@@ -197,13 +204,13 @@ def _piece(
     *,
     expert: bool = False,
 ) -> Piece:
-    """Of several ranks with one box the first sends it."""
+    """Of several ranks with one box the first counts it."""
     at = rank.at
     whole = all((0, size) == part for size, part in zip(shape, box, strict=True))
     copy = at.data // at.sizes.expert if expert else at.data
     height = box[0][1] - box[0][0]
-    sends = copy == 0 and (expert or at.tensor == 0 or not whole)
-    return Piece(name, shape, box, parameter, rows or (height, 0, height), sends)
+    counts = expert or at.tensor == 0 or not whole
+    return Piece(name, shape, box, parameter, rows or (height, 0, height), counts, copy)
 
 
 def _part(size: int, at: Coordinates) -> tuple[int, int]:

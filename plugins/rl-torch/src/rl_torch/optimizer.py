@@ -9,7 +9,7 @@ import torch
 from rl_core.errors import CapabilityError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
     from torch import nn
 
@@ -31,6 +31,8 @@ class Optimizer:
         settings: The key ``optimizer`` of a checked :class:`~rl_core.interfaces.PolicyConfig`.
         collects: Move gradients into the masters'. False for a trainer that accumulates them
             elsewhere, and sets ``masters[name].grad``, in float32, before each step.
+        undecayed: Names of those without weight decay; by default biases and the weights of norms,
+            which have one dimension.
 
     Attributes:
         parameters: As given.
@@ -46,17 +48,19 @@ class Optimizer:
         settings: Mapping[str, Any],
         *,
         collects: bool = True,
+        undecayed: Collection[str] | None = None,
     ) -> None:
         self.parameters = dict(parameters)
         self.masters = {
             name: _master(name, parameter, collects=collects)
             for name, parameter in self.parameters.items()
         }
-        masters = list(self.masters.values())
+        if undecayed is None:
+            undecayed = {name for name, master in self.masters.items() if master.dim() <= 1}
+        masters = self.masters.items()
         groups: list[dict[str, Any]] = [
-            {"params": [m for m in masters if m.dim() > 1]},
-            # Biases and the weights of norms.
-            {"params": [m for m in masters if m.dim() <= 1], "weight_decay": 0.0},
+            {"params": [master for name, master in masters if name not in undecayed]},
+            {"params": [m for name, m in masters if name in undecayed], "weight_decay": 0.0},
         ]
         self._adamw = torch.optim.AdamW(
             groups,
