@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from rl_hf.fused import fused_kernel, is_plain, plain_output
 from rl_hf.logprobs import chunks, hidden_logprobs, token_logprobs
 from rl_hf.modeling import model_device
 
@@ -66,11 +67,13 @@ class HiddenStates:
         values: ``[M, H]``.
         head: Makes ``[n, V]`` logits of ``[n, H]`` hidden states.
         vocabulary: V.
+        output: The linear layer that is all of the head, if one is.
     """
 
     values: torch.Tensor
     head: Callable[[torch.Tensor], torch.Tensor]
     vocabulary: int
+    output: nn.Linear | None = None
 
     def at(self, places: torch.Tensor | slice) -> torch.Tensor:
         """``[n, V]`` logits of the tokens at ``[n]`` int64 places."""
@@ -81,6 +84,11 @@ class HiddenStates:
     ) -> torch.Tensor:
         """See :func:`~rl_hf.logprobs.token_logprobs`; several parts are made again backwards."""
         hidden = self.values[places.to(self.values.device)]
+        kernel = fused_kernel(hidden.device)
+        if kernel and temperature == 1 and self.output is not None and is_plain(self.output):
+            weight = self.output.weight
+            if weight.device == hidden.device:
+                return -kernel(weight, hidden, targets.to(hidden.device)).to(targets.device)
         parts = chunks(len(places), self.vocabulary, CHUNK_ELEMENTS)
         if len(parts) > 1:
             return hidden_logprobs(hidden, self.head, targets, temperature, parts)
@@ -94,9 +102,11 @@ class Body:
 
     Attributes:
         name: Of the module in the model that was asked about.
+        output: Likewise of the linear layer that makes logits of its hidden states, alone.
     """
 
     name: str
+    output: str | None = None
 
     def __call__(self, model: nn.Module, **inputs: Any) -> HiddenStates | Logits:
         """Runs a model, whatever it is wrapped in, over all tokens of ``input_ids`` ``[b, s]``.
@@ -135,7 +145,12 @@ class Body:
                 holder._modules[name] = body
             return logits[0]
 
-        return HiddenStates(outputs[0].last_hidden_state.flatten(0, 1), head, first.shape[-1])
+        return HiddenStates(
+            outputs[0].last_hidden_state.flatten(0, 1),
+            head,
+            first.shape[-1],
+            None if self.output is None else model.get_submodule(self.output),  # type: ignore[arg-type]
+        )
 
 
 @torch.no_grad()
@@ -170,7 +185,7 @@ def find_body(model: nn.Module, inner: PreTrainedModel, vocab_size: int) -> Body
         if isinstance(states, Logits):
             reason = f"it does not call {name}"
         elif off <= limit:
-            return body
+            return Body(name, plain_output(model, inner, states.values, plain))
         else:
             reason = f"what comes after {name} makes logits of some tokens that are {off:.3g} off"
     _log.warning(
