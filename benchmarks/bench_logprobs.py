@@ -5,9 +5,11 @@
 Rows are a prompt and a completion; completions count. ``hidden states`` is rl-hf; ``all logits`` is
 rl-hf with a model whose logits it cannot make some tokens at a time. ``completions`` is the plain
 loop over transformers that makes the logits of completions alone, in one piece, as trainers of
-other libraries do (with TRL's log-softmax, where it is installed). Each runs in a process of its
-own: memory is the growth of the peak of resident memory during steps after the first, over what was
-resident before them. Seconds are those of the processor, of the best step.
+other libraries do (with TRL's log-softmax, where it is installed). ``GRPOTrainer`` is a step of
+TRL's trainer on the same rows, which its ``rollout_func`` gives it: its own scores, loss and
+optimizer; the others have one loss. Each runs in a process of its own: memory is the growth of the
+peak of resident memory during steps after the first, over what was resident before them. Seconds
+are those of the processor, of the best step.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import multiprocessing
+import os
 import re
 import time
 from collections.abc import Callable
@@ -86,6 +89,53 @@ def completions(path: Path, data: BatchedDataDict[Any]) -> Step:
     return step
 
 
+def grpo_trainer(path: Path, data: BatchedDataDict[Any]) -> Step:
+    """TRL's own step; rewards differ, so that every token has a gradient."""
+    os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
+    datasets, trl = importlib.import_module("datasets"), importlib.import_module("trl")
+    prompt = int((data["token_mask"][0] == 0).sum())
+    rows, width = data["input_ids"].shape
+
+    def given(*_: Any) -> dict[str, Any]:
+        ids = data["input_ids"]
+        return {
+            "prompt_ids": ids[:, :prompt].tolist(),
+            "completion_ids": ids[:, prompt:].tolist(),
+            "logprobs": None,
+        }
+
+    trainer = trl.GRPOTrainer(
+        str(path),
+        lambda completions, **_: [float(number) for number in range(len(completions))],
+        trl.GRPOConfig(
+            str(path / "run"),
+            per_device_train_batch_size=rows,
+            num_generations=rows,
+            max_completion_length=width - prompt,
+            report_to=[],
+            use_cpu=True,
+            bf16=False,
+            gradient_checkpointing=False,
+            disable_tqdm=True,
+            model_init_kwargs={"dtype": "float32"},
+        ),
+        train_dataset=datasets.Dataset.from_dict({"prompt": ["2 plus 2 is "] * rows}),
+        rollout_func=given,
+    )
+    trainer.create_optimizer()
+    trainer.current_gradient_accumulation_steps = 1
+    inputs = [{"prompt": "2 plus 2 is "} for _ in range(rows)]
+
+    def step() -> float:
+        loss = trainer.training_step(trainer.model.train(), inputs, 1)
+        torch.nn.utils.clip_grad_norm_(trainer.model.parameters(), 1.0)
+        trainer.optimizer.step()
+        trainer.optimizer.zero_grad()
+        return float(loss)
+
+    return step
+
+
 def _log_softmax() -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
     if importlib.util.find_spec("trl") is not None:
         score: Any = importlib.import_module("trl.trainer.utils").selective_log_softmax
@@ -103,6 +153,8 @@ WAYS: dict[str, Callable[[Path, BatchedDataDict[Any]], Step]] = {
     "completions": completions,
     "hidden states": lambda path, data: through_rl_hf(path, data, whole=False),
 }
+if importlib.util.find_spec("trl") is not None:
+    WAYS["GRPOTrainer"] = grpo_trainer
 
 
 def resident(field: str) -> int:
@@ -157,7 +209,7 @@ def main(
             # A process each: what one has freed, another would not ask the system for.
             with multiprocessing.get_context("spawn").Pool(1) as pool:
                 found[way] = pool.apply(measure, (way, path, shape, threads, rounds))
-    losses = [one["loss"] for one in found.values()]
+    losses = [one["loss"] for way, one in found.items() if way != "GRPOTrainer"]
     assert max(losses) - min(losses) < 1e-3, losses
     base = found["all logits"]
     table = Table(
