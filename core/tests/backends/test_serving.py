@@ -8,6 +8,7 @@ import gc
 import random
 import threading
 import time
+from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -643,6 +644,73 @@ def test_a_steady_stream_of_calls_does_not_keep_the_first_one_waiting(monkeypatc
     service.submit(ServedCall("generate_async", prompts, engine.sampling, lambda _: done.set()))
     assert done.wait(SOON)
     service.end(SOON)
+
+
+def test_a_stream_that_is_cancelled_while_others_gather_is_gone(monkeypatch):
+    engine = Engine()
+    service = engine._serving("generate_async")
+    prompts = PromptBatch.from_data(prompt(20), engine.sampling, engine.facts)
+    call = ServedCall("generate_async", prompts, engine.sampling, repr)
+    monkeypatch.setattr(_serving, "time", clock(lambda _: service.cancel(call)))
+    service.submit(call)
+    until(lambda: service._thread is None)
+    assert engine.generate(prompt(5))["output_ids"].tolist() == [[5, 6, 7, 8]]
+    assert len(engine.rows.admitted) == 1
+
+
+def test_streams_that_come_after_a_writer_wait_for_it(monkeypatch, pool):
+    engine = Engine()
+    service = engine._serving("generate_async")
+    prompts = PromptBatch.from_data(prompt(20), engine.sampling, engine.facts)
+    ended: list[int] = []
+    writing: list[concurrent.futures.Future[None]] = []
+
+    def ask() -> ServedCall:
+        call = ServedCall(
+            "generate_async",
+            prompts,
+            engine.sampling,
+            lambda item: ended.append(call.version) if item is None else None,
+        )
+        service.submit(call)
+        return call
+
+    def write() -> None:
+        with engine._lock:
+            engine.version += 1
+
+    def a_writer_and_streams_come(_: float) -> None:
+        if not writing:
+            writing.append(pool.submit(write))
+            until(lambda: engine._lock.wanted)
+        if len(writing) == 1:
+            writing.extend(pool.submit(ask) for _ in range(3))  # type: ignore[arg-type]
+            until(lambda: len(service._arrived) == 4)
+
+    monkeypatch.setattr(_serving, "time", clock(a_writer_and_streams_come))
+    ask()
+    until(lambda: len(ended) == 4)
+    writing[0].result(SOON)
+    assert sorted(ended) == [0, 1, 1, 1]
+
+
+def test_a_loop_that_is_closed_before_it_wakes_keeps_nobody_waiting():
+    engine = Engine(room=1, max_new_tokens=1)
+    engine.rows.stepped = True
+    loop = asyncio.new_event_loop()
+    mailbox = Mailbox(loop)
+    prompts = PromptBatch.from_data(prompt(*range(20, 40)), engine.sampling, engine.facts)
+    deliver = partial(mailbox.post, asyncio.Queue())
+    engine._serving("generate_async").submit(
+        ServedCall("generate_async", prompts, engine.sampling, deliver)
+    )
+    engine.rows.step.release(1)  # a row ends, of which the loop is told while it does not run
+    until(lambda: len(engine.rows.admitted) == 2)
+    loop.close()
+    engine.rows.step.release(99)
+    until(lambda: not engine.rows.rows)
+    assert len(engine.rows.admitted) == 2
+    assert not mailbox._posted
 
 
 def test_an_event_loop_is_woken_once_for_all_that_is_done_meanwhile():

@@ -5,16 +5,19 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+import transformers
 from hidden_cases import KINDS, VOCABULARY, agree, both, half, made, rows
 from torch import nn
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from rl_hf import fused
 from rl_hf.forward import Forward
-from rl_hf.fused import fused_kernel, is_plain
+from rl_hf.fused import fused_head, fused_kernel
 from rl_hf.hidden import find_body
 from rl_hf.lora import add_adapters
 
@@ -41,7 +44,7 @@ class KernelDouble:
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> KernelDouble:
     double = KernelDouble()
-    monkeypatch.setattr("rl_hf.hidden.fused_kernel", lambda _: double)
+    monkeypatch.setattr("rl_hf.fused.fused_kernel", lambda _: double)
     return double
 
 
@@ -110,17 +113,105 @@ def test_it_scores_with_another_models_matrix(tmp_path, kernel):
     assert kernel.calls == 1
 
 
+def _hooked_model(model: Any) -> None:
+    def double(_m: Any, _a: Any, output: Any) -> Any:
+        output.logits = output.logits * 2
+        return output
+
+    model.register_forward_hook(double)
+
+
+def _capped(model: Any) -> None:
+    model.config.final_logit_softcapping = 1.0
+
+
+def _large(model: Any) -> None:
+    """What a soft cap left as it was, in bfloat16, is small no more."""
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(20)
+
+
 @pytest.mark.parametrize(
-    ("layer", "plain"),
+    ("dtype", "cap", "change"),
     [
-        (nn.Linear(3, 5, bias=False), True),
-        (nn.Linear(3, 5), False),
-        (nn.utils.parametrizations.weight_norm(nn.Linear(3, 5, bias=False)), False),
-        (None, False),
+        ("float32", None, _hooked_model),
+        ("float32", None, _capped),
+        *(("bfloat16", cap, _large) for cap in (30.0, 64.0, 1024.0)),
     ],
 )
-def test_what_is_a_matrix_alone(layer, plain):
-    assert is_plain(layer) == plain
+def test_what_is_around_the_whole_model_counts(tmp_path, kernel, dtype, cap, change):
+    settings = {"attn_implementation": "eager", "final_logit_softcapping": cap}
+    model = made(tmp_path, "gemma2", dtype, **settings)
+    body = find_body(model, model, VOCABULARY)
+    assert body is not None
+    assert (body.output is None) == (cap is not None)
+    change(model)
+    scores, expected = (Forward(model, body=one).logprobs(rows()) for one in (body, None))
+    torch.testing.assert_close(scores, expected)
+    assert kernel.calls == 0
+
+
+class _Scaled(transformers.LlamaForCausalLM):
+    """Learns a scale of its logits, which is 1 at first."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        output.logits = output.logits * self.scale
+        return output
+
+
+class _Dropping(transformers.LlamaForCausalLM):
+    """Drops hidden states in front of its head while it trains."""
+
+    def forward(self, input_ids: Any = None, **inputs: Any) -> Any:
+        states = self.model(input_ids=input_ids, **inputs).last_hidden_state
+        states = nn.functional.dropout(states, training=self.training)
+        return CausalLMOutputWithPast(logits=self.lm_head(states))
+
+
+def test_a_scale_that_is_1_is_learned(tmp_path, kernel):
+    made(tmp_path, "llama")
+    model = _Scaled.from_pretrained(tmp_path / "llama").eval()
+    nn.init.ones_(model.scale)
+    agree(both(model, model, None))
+    assert kernel.calls == 0
+
+
+def test_what_drops_states_in_training_drops_them(tmp_path, kernel):
+    made(tmp_path, "llama")
+    model = _Dropping.from_pretrained(tmp_path / "llama").eval()
+    forward = Forward(model, body=find_body(model, model, VOCABULARY))
+    forward.logprobs(rows())
+    assert kernel.calls == 1
+    model.train()
+    scores = [forward.logprobs(rows()) for _ in range(2)]
+    assert (scores[0] - scores[1]).abs().max() > 1e-2
+    assert kernel.calls == 1
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.Linear(3, 5),
+        nn.utils.parametrizations.weight_norm(nn.Linear(3, 5, bias=False)),
+        nn.Linear(3, 5, bias=False, dtype=torch.float64),
+        None,
+    ],
+)
+def test_what_is_no_matrix_alone(layer, kernel):
+    states = torch.randn(1, 1, 3)
+    logits = torch.zeros(1, 1, 5) if layer is None else layer(states.to(layer.weight.dtype))
+    assert fused_head(layer, states, logits) is None
+
+
+def test_a_matrix_alone(kernel):
+    layer, states = nn.Linear(3, 5, bias=False), torch.randn(1, 1, 3)
+    assert fused_head(layer, states, layer(states)) is not None
+    assert fused_head(layer, states, layer(states) + 1e-6) is None
 
 
 @pytest.fixture
@@ -147,6 +238,14 @@ def test_without_it_the_models_own_code_is_used(monkeypatch):
     assert fused_kernel(torch.device("cpu")) is None
 
 
+@pytest.mark.usefixtures("_asked_anew")
+def test_one_that_cannot_be_imported_is_not_used(monkeypatch, caplog):
+    monkeypatch.setattr(fused, "version", lambda _: "0.9.0")
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", None)
+    assert fused_kernel(torch.device("cuda")) is None
+    assert "liger-kernel 0.9.0 is not used: it cannot be imported" in caplog.text
+
+
 @pytest.mark.skipif(
     importlib.util.find_spec("liger_kernel") is None
     or not (torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET")),
@@ -155,11 +254,15 @@ def test_without_it_the_models_own_code_is_used(monkeypatch):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("head_alone", [False, True])
 def test_liger_itself(tmp_path, monkeypatch, dtype, head_alone):
-    monkeypatch.setattr("rl_hf.hidden.fused_kernel", lambda _: fused._liger())
+    used: list[torch.Tensor] = []
+    liger: Any = fused._liger()
+    counted = lambda *args: (used.append(args[0]), liger(*args))[1]  # noqa: E731
+    monkeypatch.setattr("rl_hf.fused.fused_kernel", lambda _: counted)
     model = made(tmp_path, "llama", dtype).to("cuda" if torch.cuda.is_available() else "cpu")
     if head_alone:
         model.model.requires_grad_(False)
     results = both(model, model, half(rows()))
+    assert len(used) == 1
     if dtype == "float32":
         return agree(results, 1e-4)
     (expected, gradients), (found, ours) = results

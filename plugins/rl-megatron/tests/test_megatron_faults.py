@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import tempfile
 import time
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -192,6 +193,62 @@ def test_what_is_not_finite_on_one_rank_is_refused_by_all(start, tiny, layout, f
         assert train(policy)["loss"] == pytest.approx(train(alone)["loss"], rel=1e-5)
     alone.shutdown()
     assert len(set(policy._group.attributes("steps"))) == 1
+
+
+@contextmanager
+def limited(policy: RemotePolicy, victim: int, what: int, least: int) -> Iterator[None]:
+    """One rank's process may have no more of something."""
+    process = pids(policy)[victim]
+    before = resource.prlimit(process, what)
+    resource.prlimit(process, what, (least, before[1]))
+    try:
+        yield
+    finally:
+        resource.prlimit(process, what, before)
+
+
+@pytest.mark.parametrize(
+    ("layout", "victim"),
+    [
+        ("dp2", 0),
+        *(pytest.param(*case, marks=pytest.mark.full) for case in (("tp2", 0), ("tp2", 1))),
+        *(pytest.param(*case, marks=pytest.mark.full) for case in (("pp2", 0), ("pp2", 1))),
+    ],
+)
+def test_a_rank_that_cannot_write_says_so_and_all_go_on(start, tmp_path, layout, victim):
+    policy = start(**LAYOUTS[layout], rank_timeout_s=DEADLINE_S)
+    train(policy)
+    begun = time.monotonic()
+    with (
+        limited(policy, victim, resource.RLIMIT_FSIZE, 20_000),
+        pytest.raises(Exception, match="File too large") as raised,
+    ):
+        policy.save_checkpoint(tmp_path / "ck")
+    assert time.monotonic() - begun < SOON_S
+    assert not isinstance(raised.value, WorkerDiedError)
+    assert not list(tmp_path.iterdir())
+    train(policy)
+    policy.save_checkpoint(tmp_path / "ck")
+    expected = policy.get_logprobs(batch())["logprobs"]
+    policy._group.call_all("load_checkpoint", tmp_path / "ck")
+    assert policy.get_logprobs(batch())["logprobs"].equal(expected)
+
+
+def test_a_rank_that_cannot_read_keeps_all_as_they_were(start, tmp_path):
+    policy = start(rank_timeout_s=DEADLINE_S)
+    policy.save_checkpoint(tmp_path / "ck")
+    train(policy)
+    expected = policy.get_logprobs(batch())["logprobs"]
+    begun = time.monotonic()
+    with (
+        limited(policy, 1, resource.RLIMIT_NOFILE, 3),
+        pytest.raises(Exception, match="Too many open files"),
+    ):
+        policy._group.call_all("load_checkpoint", tmp_path / "ck")
+    assert time.monotonic() - begun < SOON_S
+    assert policy._group.attributes("steps") == [1, 1]
+    assert policy.get_logprobs(batch())["logprobs"].equal(expected)
+    train(policy)
 
 
 def test_a_rank_that_cannot_be_built_ends_the_others(tiny, warm):

@@ -216,9 +216,9 @@ class RowService:
 
     def _serve_turn(self) -> None:
         """Until nothing is in the engine, and nothing may begin."""
-        self._gather()
         with self._guard:
             kept_waiting = len(self._arrived)  # by the last writer: they go before the next one
+        self._gather()
         while True:
             try:
                 with self._guard:
@@ -241,8 +241,11 @@ class RowService:
         """Lets calls that come one by one begin together: each start has a prefill of its own."""
         end = time.monotonic() + _GATHER_S
         seen = 0
-        while (count := len(self._arrived)) > seen and time.monotonic() < end:
-            if self._arrived[0].method != "generate_async" or count >= self._engine.room:
+        while not self._lock.wanted and time.monotonic() < end:
+            with self._guard:
+                count = len(self._arrived)
+                streams = count > seen and self._arrived[0].method == "generate_async"
+            if not streams:
                 return
             seen = count
             time.sleep(_PAUSE_S)
@@ -347,14 +350,13 @@ class Mailbox:
         Raises:
             RuntimeError: The loop is closed.
         """
+        if self.loop.is_closed():  # perhaps before it woke
+            self._posted.clear()
+            raise RuntimeError("the event loop is closed")
         self._posted.append((inbox, item))
         if not self._woken:
             self._woken = True
-            try:
-                self.loop.call_soon_threadsafe(self._hand_out)
-            except RuntimeError:
-                self._woken = False
-                raise
+            self.loop.call_soon_threadsafe(self._hand_out)
 
     def _hand_out(self) -> None:
         self._woken = False  # first: what is posted from now on wakes the loop again

@@ -85,8 +85,9 @@ class PolicyCheckpoints(PolicyModel):
                 file or the tensors. The policy is as it was.
         """
         self.ready("load_checkpoint")
-        directory = verified(path)
-        state = read_json(directory / STATE_FILE)
+        with self.ranks.all_or_none("reading a checkpoint"):
+            directory = verified(path)
+            state = read_json(directory / STATE_FILE)
         with self.changes.declared():
             self.read_checkpoint(directory)
         self.steps = state["steps"]

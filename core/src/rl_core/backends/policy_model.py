@@ -86,6 +86,9 @@ class PolicyModel(ABC):
     def read_checkpoint(self, directory: Path) -> None:
         """Takes over what :meth:`write_checkpoint` wrote, of which every byte was verified.
 
+        Called on all workers. Several have to agree that all can read it before one changes
+        anything: ``with self.ranks.all_or_none("reading a checkpoint")``.
+
         Raises:
             CheckpointError: It does not fit (:func:`~rl_core.backends.checkpoint.check_fit`);
                 nothing was changed.

@@ -8,7 +8,7 @@ code, see :mod:`rl_hf.hidden`.
 from __future__ import annotations
 
 import logging
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
@@ -21,19 +21,27 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedModel
 
+    from rl_hf.logprobs import Head
+
+    #: Cross entropies ``[N]`` of the rows of states ``[N, H]`` and targets.
+    FusedHead = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     #: Cross entropies ``[N]`` of the rows of a matrix ``[V, H]``, states ``[N, H]`` and targets.
     CrossEntropies = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 _log = logging.getLogger(__name__)
 
-__all__ = ["fused_kernel", "is_plain", "plain_output"]
+__all__ = ["fused_head", "fused_kernel", "plain_output"]
 
 #: Earlier ones do not weigh each token's gradient.
 OLDEST = Version("0.8.2")
 
 
 def plain_output(
-    model: nn.Module, inner: PreTrainedModel, hidden: torch.Tensor, logits: torch.Tensor
+    model: nn.Module,
+    inner: PreTrainedModel,
+    hidden: torch.Tensor,
+    head: Head,
+    logits: torch.Tensor,
 ) -> str | None:
     """The linear layer whose outputs are the logits as they are; tried on a few tokens.
 
@@ -41,29 +49,62 @@ def plain_output(
         model: The model, whatever it is wrapped in.
         inner: The transformers model in it.
         hidden: ``[M, H]`` that the body made.
+        head: Makes logits of them, with all that the model does after its body.
         logits: ``[M, V]`` that the model made of them.
 
     Returns:
-        Its name in ``model``; None if more is between, however little it changes.
+        Its name in ``model``; None if more is between, however little it changes, or if there is
+        no kernel.
     """
     layer: Any = inner.get_output_embeddings()
-    if not is_plain(layer) or hidden.dtype != layer.weight.dtype:
+    hidden = hidden.detach()
+    if fused_kernel(hidden.device) is None or not _made_by(layer, hidden, logits):
         return None
-    if not torch.equal(nn.functional.linear(hidden, layer.weight), logits):
+    large = 1000 * hidden  # what a soft cap leaves as it is may be small
+    if not _made_by(layer, large, head(large)):
+        return None
+    others = [p for p in model.parameters() if p.requires_grad and p is not layer.weight]
+    with torch.enable_grad():
+        total = head(hidden.clone().requires_grad_()).sum()
+        learn = torch.autograd.grad(total, others, allow_unused=True) if others else ()
+    if any(gradient is not None for gradient in learn):  # a scale that is 1, say
         return None
     names: dict[Any, str] = {module: name for name, module in model.named_modules()}
     return names[layer]
 
 
-def is_plain(layer: Any) -> bool:
-    """Whether a layer multiplies by its weight and does nothing else."""
+def fused_head(layer: Any, hidden: torch.Tensor, logits: torch.Tensor) -> FusedHead | None:
+    """Cross entropies ``[N]`` of states ``[N, H]`` and targets, in the place of a model's head.
+
+    Args:
+        layer: The head, as it was when the model was tried.
+        hidden: States of a token, which the body made now.
+        logits: What the model made of them now.
+
+    Returns:
+        None if there is more to the head by now, or in this pass, or no kernel.
+    """
+    kernel = fused_kernel(hidden.device)
+    if kernel is None or not _made_by(layer, hidden, logits):
+        return None
+    return partial(kernel, layer.weight)
+
+
+@torch.no_grad()
+def _made_by(layer: Any, hidden: torch.Tensor, logits: torch.Tensor) -> bool:
+    """Whether logits are what a layer that multiplies by its weight, and no more, makes."""
     if type(layer) is not nn.Linear or "forward" in vars(layer):
         return False
     hooks: list[dict[int, Any]] = [
         *(layer._forward_pre_hooks, layer._forward_hooks),
         *(layer._backward_pre_hooks, layer._backward_hooks),
     ]
-    return layer._parameters["bias"] is None and not any(hooks)
+    if layer._parameters["bias"] is not None or any(hooks):
+        return False
+    weight, made = layer.weight, (hidden, logits)
+    if any((t.dtype, t.device) != (weight.dtype, weight.device) for t in made):
+        return False
+    return torch.equal(nn.functional.linear(hidden, weight), logits)
 
 
 def fused_kernel(device: torch.device) -> CrossEntropies | None:
@@ -84,8 +125,11 @@ def _liger() -> CrossEntropies | None:
             OLDEST,
         )
         return None
-    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
-
+    try:
+        from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+    except ImportError as error:
+        _log.warning("liger-kernel %s is not used: it cannot be imported (%s)", found, error)
+        return None
     loss = LigerFusedLinearCrossEntropyLoss(reduction="none", accum_dtype=torch.float32)
 
     def cross_entropies(

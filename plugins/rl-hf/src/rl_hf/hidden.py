@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from rl_hf.fused import fused_kernel, is_plain, plain_output
+from rl_hf.fused import fused_head, plain_output
 from rl_hf.logprobs import chunks, hidden_logprobs, token_logprobs
 from rl_hf.modeling import model_device
 
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from transformers import PreTrainedModel
+
+    from rl_hf.fused import FusedHead
 
 _log = logging.getLogger(__name__)
 
@@ -67,13 +69,13 @@ class HiddenStates:
         values: ``[M, H]``.
         head: Makes ``[n, V]`` logits of ``[n, H]`` hidden states.
         vocabulary: V.
-        output: The linear layer that is all of the head, if one is.
+        fused: Makes cross entropies in the place of the head, if there is a kernel for it.
     """
 
     values: torch.Tensor
     head: Callable[[torch.Tensor], torch.Tensor]
     vocabulary: int
-    output: nn.Linear | None = None
+    fused: FusedHead | None = None
 
     def at(self, places: torch.Tensor | slice) -> torch.Tensor:
         """``[n, V]`` logits of the tokens at ``[n]`` int64 places."""
@@ -84,11 +86,8 @@ class HiddenStates:
     ) -> torch.Tensor:
         """See :func:`~rl_hf.logprobs.token_logprobs`; several parts are made again backwards."""
         hidden = self.values[places.to(self.values.device)]
-        kernel = fused_kernel(hidden.device)
-        if kernel and temperature == 1 and self.output is not None and is_plain(self.output):
-            weight = self.output.weight
-            if weight.device == hidden.device:
-                return -kernel(weight, hidden, targets.to(hidden.device)).to(targets.device)
+        if self.fused is not None and temperature == 1:
+            return -self.fused(hidden, targets.to(hidden.device)).to(targets.device)
         parts = chunks(len(places), self.vocabulary, CHUNK_ELEMENTS)
         if len(parts) > 1:
             return hidden_logprobs(hidden, self.head, targets, temperature, parts)
@@ -145,12 +144,10 @@ class Body:
                 holder._modules[name] = body
             return logits[0]
 
-        return HiddenStates(
-            outputs[0].last_hidden_state.flatten(0, 1),
-            head,
-            first.shape[-1],
-            None if self.output is None else model.get_submodule(self.output),  # type: ignore[arg-type]
-        )
+        hidden, fused = outputs[0].last_hidden_state, None
+        if self.output is not None:
+            fused = fused_head(model.get_submodule(self.output), hidden[:1, :1], first)
+        return HiddenStates(hidden.flatten(0, 1), head, first.shape[-1], fused)
 
 
 @torch.no_grad()
@@ -185,7 +182,7 @@ def find_body(model: nn.Module, inner: PreTrainedModel, vocab_size: int) -> Body
         if isinstance(states, Logits):
             reason = f"it does not call {name}"
         elif off <= limit:
-            return Body(name, plain_output(model, inner, states.values, plain))
+            return Body(name, plain_output(model, inner, states.values, states.head, plain))
         else:
             reason = f"what comes after {name} makes logits of some tokens that are {off:.3g} off"
     _log.warning(

@@ -279,8 +279,10 @@ class HuggingFacePolicy(PolicyBackend):
 
     def read_checkpoint(self, directory: Path) -> None:
         """See :meth:`PolicyModel.read_checkpoint`."""
+        with self.ranks.all_or_none("reading a checkpoint"):
+            put = saving.read(directory, self.model, self._stepping)
         self._reference.keep(self.model)
-        saving.load(directory, self.model, self._stepping)
+        put()
 
     def export_hf(self, path: str | Path) -> None:
         """Writes the model alone (adapters merged) in the format its architecture is published in.

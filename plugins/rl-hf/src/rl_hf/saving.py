@@ -20,13 +20,14 @@ from rl_hf.lora import merged_state
 from rl_torch.checkpoints import quiet
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from torch import nn
 
     from rl_torch.optimizer import Optimizer
 
-__all__ = ["load", "save", "write_model"]
+__all__ = ["read", "save", "write_model"]
 
 TENSORS_FILE = "rl_training/state.safetensors"
 
@@ -47,13 +48,16 @@ def save(directory: Path, model: nn.Module, tokenizer: Any, optimizer: Optimizer
     save_file({n: t.detach().cpu() for n, t in tensors.items()}, directory / TENSORS_FILE)
 
 
-def load(directory: Path, model: nn.Module, optimizer: Optimizer) -> None:
-    """Puts what :func:`save` wrote into a policy; nothing is touched unless all of it fits.
+def read(directory: Path, model: nn.Module, optimizer: Optimizer) -> Callable[[], None]:
+    """Reads what :func:`save` wrote, and checks that all of it fits.
 
     Args:
         directory: Of the checkpoint.
         model: A model of the same shape.
         optimizer: Of the model.
+
+    Returns:
+        What puts it into both.
 
     Raises:
         CheckpointError: A file is missing or broken, or of another model.
@@ -74,10 +78,14 @@ def load(directory: Path, model: nn.Module, optimizer: Optimizer) -> None:
         targets, weights = {s.name: own[s.name] for s in specs if s.alias_of is None}, found
     check_fit(targets, weights, directory)
     check_fit(optimizer.expected_state(tensors), tensors, directory)
-    with torch.no_grad():
+
+    @torch.no_grad()
+    def put() -> None:
         for name, target in targets.items():
             target.copy_(weights[name])
-    optimizer.load_state(tensors)
+        optimizer.load_state(tensors)
+
+    return put
 
 
 def write_model(

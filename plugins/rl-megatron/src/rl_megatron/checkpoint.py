@@ -54,6 +54,9 @@ def export(
         config: What ``config.json`` says.
         tokenizer: Saved beside the model, if there is one.
         writes: Whether this is rank 0.
+
+    Raises:
+        OSError: Something could not be written; all tensors were gathered nevertheless.
     """
     width = gathering.dtype.itemsize
     files: list[list[str]] = []
@@ -66,6 +69,7 @@ def export(
         files[-1].append(name)
         room -= size
     index: dict[str, str] = {}
+    failed: OSError | None = None
     for number, held in enumerate(files, 1):
         file = f"model-{number:05d}-of-{len(files):05d}.safetensors"
         file = file if len(files) > 1 else "model.safetensors"
@@ -80,6 +84,9 @@ def export(
                 tensor = gathering(name)
                 if written is not None and tensor is not None:
                     written.add(tensor)
+        failed = failed or (written.failed if written is not None else None)
+    if failed is not None:
+        raise failed
     if not writes:
         return
     if len(files) > 1:
@@ -95,13 +102,16 @@ def export(
 class _TensorFile:
     """A safetensors file that is written tensor by tensor.
 
-    What cannot be written is raised at the end: other ranks wait for this one with every tensor.
+    What cannot be written is kept for the end: other ranks wait for this one with every tensor.
 
     Args:
         path: Of the file.
         shapes: Of the tensors, by name, in the order in which they come.
         dtype: Of all.
         metadata: What the file says of itself.
+
+    Attributes:
+        failed: Why it is not whole.
     """
 
     def __init__(
@@ -113,7 +123,7 @@ class _TensorFile:
     ) -> None:
         self._path = path
         self._stream: BinaryIO | None = None
-        self._failed: OSError | None = None
+        self.failed: OSError | None = None
         code = {torch.float32: "F32", torch.bfloat16: "BF16"}[dtype]
         header: dict[str, Any] = {"__metadata__": metadata}
         at = 0
@@ -131,24 +141,22 @@ class _TensorFile:
         self._write(flat.view(torch.uint8).numpy().data)
 
     def _write(self, data: bytes | memoryview) -> None:
-        if self._failed is None:
+        if self.failed is None:
             try:
                 self._stream = self._stream or self._path.open("wb")
                 self._stream.write(data)
             except OSError as error:
-                self._failed = error
+                self.failed = error
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, *_: object) -> None:
         try:
             if self._stream is not None:
                 self._stream.close()
         except OSError as error:
-            self._failed = self._failed or error
-        if self._failed is not None and kind is None:
-            raise self._failed
+            self.failed = self.failed or error
 
 
 class OptimizerState:
@@ -183,8 +191,11 @@ class OptimizerState:
         """Writes the boxes that this rank is the one to give; all ranks call it.
 
         Args:
-            directory: The same on all ranks.
+            directory: The same on all ranks, with :data:`FOLDER` in it.
             rank: This one.
+
+        Raises:
+            OSError: Something could not be written; all tensors were exchanged nevertheless.
         """
         sent = [(k, p) for k, _, _, pieces in self._parts for p in pieces if p.sends]
         places = {
@@ -192,7 +203,6 @@ class OptimizerState:
             for number, (kind, piece) in enumerate(sent)
         }
         sizes = {key: piece.sizes for key, (_, piece) in zip(places, sent, strict=True)}
-        (directory / FOLDER).mkdir(exist_ok=True)
         state = self._optimizer.state()
         path = directory / FOLDER / f"rank-{rank:05d}.safetensors"
         with _TensorFile(path, sizes, torch.float32, {"places": json.dumps(places)}) as file:
@@ -201,6 +211,8 @@ class OptimizerState:
                 for piece in pieces:
                     if piece.sends:
                         file.add(piece.read(whole))
+        if file.failed is not None:
+            raise file.failed
 
     def read(self, directory: Path) -> dict[str, torch.Tensor]:
         """Reads what any number of ranks saved, no more than this rank's boxes.

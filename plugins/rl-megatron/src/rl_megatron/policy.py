@@ -97,8 +97,7 @@ class MegatronPolicy(PolicyBackend):
         sizes = Sizes.of(checked, world, architecture)
         files = CheckpointFiles(directory)
         self._names = _mapped_names(architecture)
-        read = Table(architecture, files.experts(architecture, self._names))
-        files.check(read, self._names)
+        read = files.table(architecture, self._names)
         self._parallel = ParallelState.joined(sizes, worker, checked.get("rank_timeout_s", 600.0))
         try:
             self._build(checked, architecture, files, read, worker)
@@ -249,7 +248,8 @@ class MegatronPolicy(PolicyBackend):
             share: Any = self._shares[name]
             gradient = share.of(share.parameter.main_grad)
             master.grad = gradient.mul_(scale) if scale != 1 else gradient
-        self._stepping.step(lr)
+        with self.ranks.all_or_none("an optimizer step"):
+            self._stepping.step(lr)
         with self.ranks.collectives("the weights after a step"), without_cuda():
             self.model.start_param_sync()  # type: ignore[operator]
 
@@ -310,8 +310,7 @@ class MegatronPolicy(PolicyBackend):
             DataError: A row is left-padded, empty, too long or inconsistent with its length.
         """
         self.ready("generate")
-        if self.ranks.size > 1:
-            data = self._seeded(data, greedy=greedy)
+        data = data if self.ranks.size == 1 else self._seeded(data, greedy=greedy)
         with whole_sequences(self._module):
             return self._generation.generate(data, greedy)
 
@@ -340,23 +339,24 @@ class MegatronPolicy(PolicyBackend):
 
     def write_checkpoint(self, directory: Path) -> None:
         """See :meth:`PolicyModel.write_checkpoint`."""
-        self._export(directory)
+        with self.ranks.all_or_none("saving the weights"):
+            self._export(directory)
+            (directory / checkpoint.FOLDER).mkdir(exist_ok=True)
         state = checkpoint.OptimizerState(self._stepping, self._owned, self._shares, self.steps)
-        with self.ranks.collectives("saving the optimizer"):
+        with self.ranks.all_or_none("saving the optimizer"):
             state.save(directory, self.ranks.rank)
 
     def read_checkpoint(self, directory: Path) -> None:
         """See :meth:`PolicyModel.read_checkpoint`."""
-        try:
-            files = CheckpointFiles(directory)
-            architecture = self.table.architecture
-            table = Table(architecture, files.experts(architecture, self._names))
-            files.check(table, self._names)
-        except ConfigError as error:
-            raise CheckpointError(str(error), fix=error.fix, file=str(directory)) from error
         steps = read_json(directory / STATE_FILE)["steps"]
         state = checkpoint.OptimizerState(self._stepping, self._owned, self._shares, steps)
-        found = state.read(directory)
+        with self.ranks.all_or_none("reading a checkpoint"):
+            try:
+                files = CheckpointFiles(directory)
+                table = files.table(self.table.architecture, self._names)
+            except ConfigError as error:
+                raise CheckpointError(str(error), fix=error.fix, file=str(directory)) from error
+            found = state.read(directory)
         self._reference.keep(self._module)
         load_weights(files, owned_pieces(table, self._at, self._module), self._names)
         self._stepping.load_state(found)
@@ -423,10 +423,10 @@ class MegatronPolicy(PolicyBackend):
     @cached_property
     def _sleepers(self) -> dict[str, Sleeper]:
         model: Any = self.model
-        buffers = [*model.buffers, *model.expert_parallel_buffers]
+        gradients = (b.grad_data for b in (*model.buffers, *model.expert_parallel_buffers))
         return {
             "model": Sleeper(self._module.parameters()),
-            "gradients": Sleeper((buffer.grad_data for buffer in buffers), keeps=False),
+            "gradients": Sleeper(gradients, keeps=False),
         }
 
     def on_shutdown(self) -> None:

@@ -113,7 +113,21 @@ class CheckpointFiles:
         """Of one tensor."""
         return tuple(self._open[self._file_of[name]].get_slice(name).get_shape())
 
-    def experts(self, architecture: Architecture, names: Mapping[str, str]) -> Experts:
+    def table(self, architecture: Architecture, names: Mapping[str, str]) -> Table:
+        """Of a model, with experts as they are named here; all tensors were checked.
+
+        Args:
+            architecture: Of the model.
+            names: The file's name of each tensor that has another than ours.
+
+        Raises:
+            ConfigError: Tensors are missing, left over or of another shape; names them.
+        """
+        table = Table(architecture, self._experts(architecture, names))
+        self._check(table, names)
+        return table
+
+    def _experts(self, architecture: Architecture, names: Mapping[str, str]) -> Experts:
         """How the tensors of experts are named here, and by ``names`` where those are others."""
         stacked = [n for n in Table(architecture).shapes() if n.endswith("experts.gate_up_proj")]
         if not stacked or any(names.get(name, name) in self._file_of for name in stacked):
@@ -133,16 +147,7 @@ class CheckpointFiles:
             ) from error
         return box
 
-    def check(self, table: Table, names: Mapping[str, str]) -> None:
-        """Compares names and shapes with those of a model, before it is built.
-
-        Args:
-            table: Of the model.
-            names: The file's name of each tensor that has another than ours.
-
-        Raises:
-            ConfigError: Tensors are missing, left over or of another shape; names them.
-        """
+    def _check(self, table: Table, names: Mapping[str, str]) -> None:
         expected = {names.get(name, name): shape for name, shape in table.shapes().items()}
         known = {*expected, *(names.get(name, name) for name in table.tied or ())}
         found = self.names
