@@ -3,8 +3,9 @@
 It asks for CUDA by name in a few places: rotary embeddings and the exchanges between stages make
 their tensors on the current CUDA device, and it waits for the GPU here and there. It also relies on
 NCCL where experts are over tensor-parallel ranks: their parts have different numbers of tokens,
-which gloo does not gather. All of that is turned to the CPU for as long as :func:`without_cuda`
-lasts, and torch is then as it was.
+which gloo does not gather. Where an optimizer is distributed, gloo has slow ways to exchange
+shares. All of that is turned to the CPU for as long as :func:`without_cuda` lasts, and torch is
+then as it was.
 """
 
 from __future__ import annotations
@@ -18,7 +19,12 @@ import torch
 from torch import distributed as dist
 from torch.overrides import TorchFunctionMode
 
-from rl_megatron.engine import parallel_mappings, parallel_random, token_dispatcher
+from rl_megatron.engine import (
+    parallel_mappings,
+    parallel_random,
+    param_and_grad_buffer,
+    token_dispatcher,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -77,6 +83,21 @@ def _reduce_scatter(tensor: Any, group: Any, sizes: list[int] | None = None, *op
     return parts[group.rank()]
 
 
+def _sum_shares(share: Any, whole: Any, op: Any, group: Any, async_op: bool = False) -> None:
+    """Each rank's share of a sum. Gloo's own way to it sums all of it on every rank."""
+    assert op == dist.ReduceOp.SUM
+    assert not async_op
+    for rank, part in enumerate(whole.chunk(group.size())):
+        dist.reduce(part, dist.get_global_rank(group, rank), group=group)
+
+
+def _gather_shares(whole: Any, share: Any, group: Any, async_op: bool = False) -> None:
+    """All ranks' shares, each in its place in the whole already. Gloo copies them aside first."""
+    assert not async_op
+    for rank, part in enumerate(whole.chunk(group.size())):
+        dist.broadcast(part, dist.get_global_rank(group, rank), group=group)
+
+
 class _Patches:
     """What is replaced in torch and megatron while any thread needs it; the last one undoes it."""
 
@@ -116,6 +137,8 @@ class _Patches:
                 mock.patch.object(
                     parallel_mappings, "_reduce_scatter_along_first_dim", _reduce_scatter
                 ),
+                mock.patch.object(param_and_grad_buffer, "dist_reduce_scatter_func", _sum_shares),
+                mock.patch.object(param_and_grad_buffer, "dist_all_gather_func", _gather_shares),
             ):
                 made.enter_context(patch)
             self._made = made.pop_all()

@@ -29,6 +29,7 @@ with warnings.catch_warnings(), _compiler:
         DistributedDataParallel,
         DistributedDataParallelConfig,
         finalize_model_grads,
+        param_and_grad_buffer,
     )
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
     from megatron.core.models.gpt import GPTModel, gpt_layer_specs
@@ -60,6 +61,7 @@ __all__ = [
     "gpt_layer_specs",
     "linear_layers",
     "moe_utils",
+    "param_and_grad_buffer",
     "parallel_mappings",
     "parallel_random",
     "parallel_state",

@@ -88,7 +88,7 @@ def build_model(
         return DistributedDataParallel(
             config=settings,
             ddp_config=DistributedDataParallelConfig(
-                grad_reduce_in_fp32=True, use_distributed_optimizer=True
+                grad_reduce_in_fp32=True, use_distributed_optimizer=at.sizes.data > 1
             ),
             module=model,
         )

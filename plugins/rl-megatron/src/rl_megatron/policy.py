@@ -250,8 +250,9 @@ class MegatronPolicy(PolicyBackend):
             master.grad = gradient.mul_(scale) if scale != 1 else gradient
         with self.ranks.all_or_none("an optimizer step"):
             self._stepping.step(lr)
-        with self.ranks.collectives("the weights after a step"), without_cuda():
-            self.model.start_param_sync()  # type: ignore[operator]
+        if self._at.sizes.data > 1:
+            with self.ranks.collectives("the weights after a step"), without_cuda():
+                self.model.start_param_sync()  # type: ignore[operator]
 
     def clear_gradients(self) -> None:
         """See :meth:`PolicyModel.clear_gradients`."""
@@ -422,11 +423,10 @@ class MegatronPolicy(PolicyBackend):
 
     @cached_property
     def _sleepers(self) -> dict[str, Sleeper]:
-        model: Any = self.model
-        gradients = (b.grad_data for b in (*model.buffers, *model.expert_parallel_buffers))
+        shares: Any = self._shares.values()
         return {
             "model": Sleeper(self._module.parameters()),
-            "gradients": Sleeper(gradients, keeps=False),
+            "gradients": Sleeper((s.parameter.main_grad for s in shares), keeps=False),
         }
 
     def on_shutdown(self) -> None:
