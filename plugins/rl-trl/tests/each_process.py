@@ -79,3 +79,6 @@ def main(model: str, folder: str) -> None:
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
+    sys.stdout.flush()
+    # An interpreter that ends may wait for ever for threads of gloo, of which DDP keeps a group.
+    os._exit(0)
