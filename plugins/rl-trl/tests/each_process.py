@@ -27,7 +27,7 @@ def even(completion_ids: list[list[int]], **_: Any) -> list[float]:
     return [sum(token % 2 == 0 for token in ids) / len(ids) for ids in completion_ids]
 
 
-def main(model: str, folder: str) -> None:
+def main(model: str, folder: str) -> GRPOTrainer:
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     config = {"backend": "hf", "model_name": model, "max_new_tokens": TOKENS, "seed": 0}
     generation = create_generation(config) if rank == 0 else None
@@ -75,10 +75,11 @@ def main(model: str, folder: str) -> None:
         "said": said,
     }
     Path(folder, f"{rank}.json").write_text(json.dumps(kept, default=str))
+    return trainer
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    ended = main(*sys.argv[1:])
     sys.stdout.flush()
-    # An interpreter that ends may wait for ever for threads of gloo, of which DDP keeps a group.
+    # The trainer's DDP has a group of gloo, and to end that may take for ever: nobody does.
     os._exit(0)
