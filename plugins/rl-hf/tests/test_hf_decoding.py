@@ -86,11 +86,16 @@ def run(engine: DecodingEngine, batch: PromptBatch, sampling: SamplingParams) ->
 
 def assert_same(left: Sequence[Completion], right: Sequence[Completion]) -> None:
     for ours, theirs in zip(left, right, strict=True):
-        assert list(ours.token_ids) == list(theirs.token_ids)
-        assert ours.truncated == theirs.truncated
-        torch.testing.assert_close(
-            torch.tensor(ours.logprobs), torch.tensor(theirs.logprobs), atol=1e-4, rtol=0
-        )
+        pairs = zip(ours.token_ids, theirs.token_ids, strict=False)
+        apart = next((at for at, (a, b) in enumerate(pairs) if a != b), None)
+        if apart is None:
+            assert len(ours.token_ids) == len(theirs.token_ids)
+            assert ours.truncated == theirs.truncated
+        # Where the best two are as good as equal, rounding decides, and all after it is another.
+        few = slice(None if apart is None else apart + 1)
+        near = 1e-4 if apart is None else 1e-5
+        found, expected = (torch.tensor(done.logprobs[few]) for done in (ours, theirs))
+        torch.testing.assert_close(found, expected, atol=near, rtol=0)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -24,6 +24,7 @@ from simple_pair import (
 
 from rl_core.errors import (
     ConfigError,
+    DeadlineError,
     LifecycleError,
     RefitAborted,
     RefitError,
@@ -255,11 +256,12 @@ def test_two_refits_at_once_end_soon_and_one_of_them_commits(both):
     for seed in range(3):
         step(trainer, seed)
         begun = time.monotonic()
-        refits = [spawn("refit", lambda: go(trainer, engine)) for _ in range(2)]
+        refits = [spawn("refit", lambda: go(trainer, engine, deadline_s=5.0)) for _ in range(2)]
         errors = [refit.exception(SOON) for refit in refits]
         assert time.monotonic() - begun < SOON / 2
         assert None in errors, errors
-        assert all(isinstance(e, RefitAborted) for e in errors if e), errors
+        # Seldom the engine asks for the refit that was given up when the trainer listens no more.
+        assert all(isinstance(e, RefitAborted | DeadlineError) for e in errors if e), errors
         assert same(trainer.source.tensor, engine.idle().sink.tensor)
 
 
