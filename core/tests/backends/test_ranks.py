@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,7 +14,8 @@ from torch import distributed as dist
 
 from rl_core.backends import ranks
 from rl_core.backends.ranks import RankGroup
-from rl_core.errors import DeadlineError, WorkerDiedError
+from rl_core.errors import ConfigError, DeadlineError, WorkerDiedError
+from rl_core.futures import spawn
 from rl_core.interfaces import WorkerContext
 from rl_core.ports import free_port
 
@@ -109,3 +111,26 @@ def test_who_does_not_come_has_as_long_as_all_may_take_to_start(
     with pytest.raises(DeadlineError, match="rank 0 of 2 did not reach its peers") as raised:
         RankGroup(WorkerContext(0, 2, 0, "127.0.0.1", free_port()), timeout_s=0.5)
     assert raised.value.details["seconds"] == 1.5
+
+
+@pytest.mark.parametrize(("seen", "wrong"), [((0, 1), False), ((0, 0), True), ((), False)])
+def test_ranks_that_would_share_a_gpu_are_refused_by_all(
+    seen: tuple[int, ...], wrong: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = {torch.device("cuda", index): f"GPU-{index}" for index in (0, 1)}
+    monkeypatch.setattr(ranks, "uuid_of", names.get)
+    port = free_port()
+
+    def check(rank: int) -> None:
+        group = RankGroup(WorkerContext(rank, 2, rank, "127.0.0.1", port), timeout_s=60)
+        try:
+            group.check_gpus(torch.device("cuda", seen[rank]) if seen else torch.device("cpu"))
+        finally:
+            group.close()
+
+    found = [spawn(f"rank-{rank}", partial(check, rank)) for rank in (0, 1)]
+    for one in found:
+        error = one.exception(60)
+        assert isinstance(error, ConfigError) == wrong
+        if wrong:
+            assert "ranks 0 and 1 of 2 compute on the same GPU, GPU-0" in str(error)

@@ -43,6 +43,34 @@ def test_workers_have_what_they_are_given(cluster: LocalCluster, manifest: Any) 
     assert {place["OMP_NUM_THREADS"] for place in seen} == {str(share)}
 
 
+@pytest.mark.parametrize(
+    ("count", "visible", "places", "expected"),
+    [
+        (8, None, 8, ["0", "1", "2", "3", "4", "5", "6", "7"]),
+        (4, "6,7,GPU-a,GPU-b", 2, ["6,7", "GPU-a,GPU-b"]),
+        (3, None, 2, ["0", "1"]),
+        (1, None, 1, ["0"]),
+        (1, "5", 2, ["5", "5"]),  # replicas of an engine may share one
+        (0, None, 2, [None, None]),
+    ],
+)
+def test_workers_have_an_equal_share_of_the_gpus(
+    count: int,
+    visible: str | None,
+    places: int,
+    expected: list[str | None],
+    manifest: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: count)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    with LocalCluster(places) as cluster:
+        seen = [cluster.environment(manifest, place) for place in range(places)]
+    assert [place.get("CUDA_VISIBLE_DEVICES") for place in seen] == expected
+
+
 def test_what_cannot_be_built_leaves_no_process(cluster: LocalCluster, manifest: Any) -> None:
     before = set(psutil.Process().children(recursive=True))
     with pytest.raises(ConfigError, match="no model at 'missing'"):

@@ -20,6 +20,7 @@ from torch.distributed import distributed_c10d as c10d
 from rl_core.errors import ConfigError, DeadlineError, TrainingError, WorkerDiedError
 from rl_core.refit.ranks import RankProcess
 from rl_core.refit.timing import DYING_S, TICK_S
+from rl_core.refit.transports.cuda import uuid_of
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable
@@ -86,7 +87,7 @@ class RankGroup:
         timeout_s: Longest wait for a peer.
 
     Raises:
-        ConfigError: There are peers but no port to meet at.
+        ConfigError: There are peers but no port to meet at, or two compute on one GPU.
         DeadlineError: The peers did not all come in time.
         WorkerDiedError: One is gone since.
     """
@@ -133,6 +134,23 @@ class RankGroup:
                     c10d.PrefixStore("tensors", store), self.rank, self.size, options
                 )
         self._introduce()
+        self.check_gpus(device)
+
+    def check_gpus(self, device: torch.device) -> None:
+        """Makes sure that no two workers compute on one GPU, which NCCL refuses; called on all.
+
+        Raises:
+            ConfigError: Two do.
+        """
+        uuids = self.gather(uuid_of(device))
+        for rank, uuid in enumerate(uuids):
+            if uuid is not None and (first := uuids.index(uuid)) != rank:
+                raise ConfigError(
+                    f"ranks {first} and {rank} of {self.size} compute on the same GPU, {uuid}",
+                    fix="start no more ranks than there are GPUs, and name the GPU of each to what "
+                    'starts them, such as LocalCluster(2, devices=["0", "1"])',
+                    key="world_size",
+                )
 
     def _introduce(self) -> None:
         """So that a peer which is lost later can be looked at."""

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["LocalCluster", "LocalWorkers"]
 
 #: What the fork server imports, besides the backend, before it forks workers.
-_PRELOAD = ("torch", "rl_hosting._worker_host", "rl_core.backends")
+PRELOAD = ("torch", "rl_hosting._worker_host", "rl_core.backends")
 
 
 class LocalCluster(Cluster):
@@ -45,8 +45,8 @@ class LocalCluster(Cluster):
     Args:
         world_size: How many places.
         devices: For each place, the GPU of its workers, or several, as ``CUDA_VISIBLE_DEVICES``
-            names them (``["0", "1"]``, ``["0,1", "2,3"]``). None: no GPU is named, and each worker
-            sees what this process sees.
+            names them (``["0", "1"]``, ``["0,1", "2,3"]``). None: an equal share of the GPUs that
+            this process sees; all of them, if they are fewer than the places.
         threads: OpenMP threads of each worker; an equal share of the cores if None.
         python: The interpreter of the workers, in which rl-hosting and the backend are installed.
         verbose: Print what the workers print.
@@ -74,7 +74,7 @@ class LocalCluster(Cluster):
                 key="devices",
             )
         self._world_size = world_size
-        self.devices = None if devices is None else [str(device) for device in devices]
+        self.devices = _shares(world_size) if devices is None else [str(one) for one in devices]
         self.threads = threads or max(1, (os.cpu_count() or 1) // world_size)
         self.python = python
         self.verbose = verbose
@@ -156,7 +156,7 @@ class LocalWorkers(Workers):
                     patient=True,  # a trainer that goes on has lost nothing; refits name it soon
                     python=cluster.python,
                     verbose=cluster.verbose,
-                    preload=(*_PRELOAD, manifest.factories[kind].partition(":")[0]),
+                    preload=(*PRELOAD, manifest.factories[kind].partition(":")[0]),
                 )
                 self.processes.append(process)
 
@@ -211,3 +211,14 @@ class LocalWorkers(Workers):
         closing = [spawn(f"end-{process.name}", process.close) for process in processes]
         for future in closing:
             future.result()
+
+
+def _shares(places: int) -> list[str] | None:
+    """An equal share of the GPUs for each place; None if there is no GPU for each."""
+    import torch
+
+    count = torch.cuda.device_count()
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = named.split(",") if named else [str(index) for index in range(count)]
+    each = count // places
+    return [",".join(gpus[i * each : (i + 1) * each]) for i in range(places)] if each else None

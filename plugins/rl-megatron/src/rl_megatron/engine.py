@@ -1,7 +1,9 @@
 """megatron-core, as far as it is used here; imported without its advice on what else to install.
 
-Where there is no GPU, torch's compiler stays out: megatron-core compiles what is fused, of which
-nothing runs on a CPU, and importing the compiler takes longer than all the rest.
+Where torch is built for CPUs, its compiler stays out: megatron-core compiles what is fused, of
+which nothing runs on a CPU, and importing the compiler takes longer than all the rest. Nothing here
+asks CUDA for GPUs: it then fails in processes that are forked later, and workers are forked from a
+process that has imported this.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ def _as_it_is(function: Any = None, **_: Any) -> Any:
 
 
 _compiler: Any = nullcontext()
-if not torch.cuda.is_available():
+if not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
     _compiler = mock.patch.object(torch, "compile", _as_it_is)
 
 with warnings.catch_warnings(), _compiler:

@@ -15,6 +15,7 @@ from rl_core.errors import ConfigError
 from rl_core.interfaces import WorkerContext
 from rl_megatron.cpu import without_cuda
 from rl_megatron.engine import parallel_state, tensor_parallel
+from rl_megatron.model import model_device
 
 if TYPE_CHECKING:
     from rl_megatron.sizes import Sizes
@@ -74,6 +75,9 @@ class ParallelState:
                 key="tensor_model_parallel_size",
             )
         self.here = sizes.coordinates(dist.get_rank())
+        self.messages = dist.new_group(backend="gloo", timeout=self._timeout)
+        self.ranks = RankGroup.of(self.messages)
+        self.ranks.check_gpus(model_device())
         self._owns_groups = True
         with without_cuda():
             parallel_state.initialize_model_parallel(
@@ -86,8 +90,6 @@ class ParallelState:
             tensor_parallel.model_parallel_cuda_manual_seed(
                 1, inference_rng_tracker=not torch.cuda.is_available(), force_reset_rng=True
             )
-        self.messages = dist.new_group(backend="gloo", timeout=self._timeout)
-        self.ranks = RankGroup.of(self.messages)
         self.refits = dist.new_group(timeout=self._timeout)
 
     @classmethod

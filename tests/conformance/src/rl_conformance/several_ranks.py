@@ -119,8 +119,7 @@ def policy_on(
     from rl_hosting import LocalCluster
 
     base = ctx.target.base_config("policy", ctx.settings, dtype)
-    devices = list(range(ranks)) if ctx.settings.device == "cuda" else None
-    return create_policy({**base, **config}, LocalCluster(ranks, devices=devices))
+    return create_policy({**base, **config}, LocalCluster(ranks))
 
 
 def offered(ctx: Context, capability: str) -> bool:
