@@ -20,6 +20,22 @@ class Kernel:
     scale: object = None
 
 
+@dataclass(frozen=True)
+class Activation:
+    """As vLLM's ``ApplyMoEActivationConfig``, which a layer's hook makes of its configuration."""
+
+    limit: float | None = None
+    alpha: float = 1.0
+    beta: float = 0.0
+
+
+class Experts:
+    """As vLLM's ``FusedMoEExperts`` in its ``moe_kernel``."""
+
+    def __init__(self, activation: Activation) -> None:
+        self.activation_config = activation
+
+
 class Slotted:
     __slots__ = ("kept",)
 
@@ -34,6 +50,7 @@ class Layer(nn.Module):
         self.impl = Kernel()
         self.caches: dict[str, object] = {"positions": torch.arange(8)}
         self.eps = 1e-6
+        self.moe_config = Kernel({"swiglu": (7.0, 1.702)})
 
 
 def loaded(hook) -> tuple[nn.Module, LoadWatch]:
@@ -78,6 +95,9 @@ MADE = {
     "a dataclass": lambda layer: setattr(layer.impl, "scale", layer.weight.abs().max()),
     "a number": lambda layer: setattr(layer.impl, "scale", float(layer.weight.abs().max())),
     "an array": lambda layer: setattr(layer, "cached", copy(layer).numpy()),
+    "a number of a kernel": lambda layer: setattr(
+        layer.impl, "scale", Experts(Activation(alpha=float(layer.weight.abs().max())))
+    ),
     "a closure": in_a_closure,
     "a partial function": lambda layer: setattr(layer, "f", functools.partial(int, copy(layer))),
     "a slot": in_a_slot,
@@ -105,6 +125,10 @@ ALLOWED = {
     "a buffer that is made anew": lambda layer: layer.register_buffer("packed", copy(layer)),
     "the same in a wider dtype": lambda layer: setattr(layer.bias, "data", layer.bias.double()),
     "a table that was there before": lambda layer: setattr(layer, "eps", 1e-6),
+    "a kernel with its defaults": lambda layer: setattr(layer.impl, "scale", Experts(Activation())),
+    "a kernel with the model's settings": lambda layer: setattr(
+        layer.impl, "scale", Experts(Activation(*layer.moe_config.scale["swiglu"]))
+    ),
 }
 
 

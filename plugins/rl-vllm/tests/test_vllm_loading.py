@@ -23,3 +23,16 @@ def test_a_model_that_was_not_watched_and_one_that_keeps_more_are_refused(monkey
     with pytest.raises(CapabilityError, match=r"vLLM keeps something .*: kept\n") as caught:
         loading.check_derived(model)
     assert "vllm_cfg.refit" in caught.value.fix
+
+
+def test_the_configuration_of_a_kernel_that_a_hook_makes_is_not_made_of_weights():
+    activation = pytest.importorskip("vllm.model_executor.layers.fused_moe.activation")
+    model = nn.Linear(2, 2)
+    seen = LoadWatch(model, "vLLM")
+    seen.weights_loaded(model)
+    model.moe_kernel = {"fused_experts": activation.ApplyMoEActivationConfig()}
+    seen.hooks_finished(model)
+    assert not seen.derived
+    model.moe_kernel = activation.ApplyMoEActivationConfig(alpha=float(model.weight.max()))
+    seen.hooks_finished(model)
+    assert seen.derived == ["moe_kernel.alpha"]

@@ -4,7 +4,9 @@ A refit writes parameters. A layer that computes with something else that was ma
 in another attribute, a weight that was rearranged) would go on with the old weights, and nothing
 would say so. So all that the modules of a model hold is recorded before there are weights, and
 again after the engine's hooks have run. What was there before, bit for bit, does not depend on the
-weights. A view of a parameter follows it. All else was derived from the weights.
+weights. A view of a parameter follows it. Nor is a number derived that a dataclass has by default,
+or that a dataclass has from somewhere in the model: engines hand kernels their configuration like
+that, and make kernels in their hooks. All else was derived from the weights.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import types
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -35,6 +37,17 @@ _FEW = 5
 #: Numbers of a tensor that are compared, and how many different ones there must be: zeros and ones
 #: alone are in every tensor.
 _SAMPLE, _FEWEST_NUMBERS = 4096, 8
+
+
+class _Setting(float):
+    """A number in a field of a dataclass, other than the field's default."""
+
+
+class _Number(NamedTuple):
+    """The fingerprint of a number, and whether it is a :class:`_Setting`."""
+
+    text: str
+    setting: bool
 
 
 class LoadWatch:
@@ -73,8 +86,10 @@ class LoadWatch:
             # Some kernels keep the same numbers in a wider dtype.
             if name not in after or _digest(after[name].detach().to(dtype)) != digest:
                 self.rearranged.append(name)
-        for path, fingerprint in self._fingerprints(model).items():
-            if self._held.get(path) != fingerprint:
+        numbers = {found.text for found in self._held.values() if isinstance(found, _Number)}
+        for path, found in self._fingerprints(model).items():
+            copied = isinstance(found, _Number) and found.setting and found.text in numbers
+            if self._held.get(path) != found and not copied:
                 self.derived.append(path)
         self._known = {path for path, _ in _held(model, self._skipped)}
 
@@ -149,7 +164,7 @@ class LoadWatch:
             elif isinstance(value, np.ndarray):
                 found[path] = (value.dtype, value.shape, value.tobytes())
             else:
-                found[path] = repr(value)
+                found[path] = _Number(float.__repr__(value), isinstance(value, _Setting))
         return found
 
 
@@ -208,16 +223,26 @@ def _members(path: str, value: Any, skipped: Collection[str]) -> Iterator[tuple[
         yield from ((f"{path}[{index}]", one) for index, one in enumerate(value))
     if isinstance(value, type):
         return
-    for name, one in list(getattr(value, "__dict__", {}).items()):
-        if name not in skipped or not isinstance(value, nn.Module):
+    fields = getattr(value, "__dataclass_fields__", {})
+    for name, one in _attributes(value):
+        if name in skipped and isinstance(value, nn.Module):
+            continue
+        if name in fields and isinstance(one, float):
+            if one != fields[name].default:
+                yield f"{path}.{name}", _Setting(one)
+        else:
             yield (f"{path}.{name}" if path else name), one
+
+
+def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
+    yield from list(getattr(value, "__dict__", {}).items())
     for cls in type(value).__mro__:
         if "torch" in cls.__module__.partition(".")[0]:
             continue
         slots = cls.__dict__.get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else tuple(slots):
             if not name.startswith("__") and hasattr(value, name):
-                yield f"{path}.{name}", getattr(value, name)
+                yield name, getattr(value, name)
 
 
 def _digest(tensor: torch.Tensor) -> bytes:
