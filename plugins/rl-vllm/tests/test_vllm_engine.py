@@ -29,6 +29,8 @@ from real_engines import (
     sockets_in,
 )
 
+from rl_conformance.batches import generated, pad_rows
+from rl_conformance.models import make_reciting_model, make_tokenizer
 from rl_conformance.weights import engine_weights, policy_weights
 from rl_core.batch import BatchedDataDict
 from rl_core.errors import (
@@ -234,6 +236,19 @@ def test_stop_strings_of_a_row_want_a_tokenizer(imported, tiny, tmp_path):
     with pytest.raises(DataError, match="row 1"):
         engine.generate(BatchedDataDict({**prompts(), "stop_strings": [[], ["x"], [], []]}))
     engine.shutdown()
+
+
+@pytest.mark.parametrize("async_engine", [False, True], ids=["sync", "async"])
+def test_a_stop_string_is_one_of_the_generated_text(async_engine, start, tmp_path):
+    face = make_tokenizer().encode("\N{HUGGING FACE}")
+    path = make_reciting_model(tmp_path / "reciter", face)
+    engine = start(vllm_cfg={"async_engine": async_engine}, model_name=str(path))
+    rows = [face[:count] for count in (1, 2, 3, 4)]  # all but the last end within the character
+    data = pad_rows(rows, stop_strings=[["\N{HUGGING FACE}"]] * 4)
+    output = engine.generate(data, greedy=True)
+    rest = [face[count:] for count in (1, 2, 3, 4)]
+    assert generated(data, output) == [[*tokens, *face] for tokens in rest]
+    assert not output["truncated"].any()
 
 
 def test_the_worker_class_of_the_documents(imported, tiny):

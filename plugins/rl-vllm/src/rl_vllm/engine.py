@@ -27,6 +27,7 @@ from rl_core.errors import ConfigError, PluginError, RLError
 from rl_hosting import Done, Engine
 from rl_hosting.checkpoint import cannot_load, load_tokenizer
 from rl_vllm.private import check_version, engine_version
+from rl_vllm.stop_strings import STOP_STRINGS, watch_stop_strings
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
@@ -102,6 +103,7 @@ class VllmEngine(Engine):
         except Exception as error:  # whatever classes of configurations raise
             raise cannot_load("config.json", config, error) from error
         tokenizer = load_tokenizer(config)
+        watch_stop_strings(tokenizer)
         arguments = _arguments(config, model_config, with_tokenizer=tokenizer is not None)
         known = {field.name for field in dataclasses.fields(EngineArgs)}
         if unknown := sorted(set(arguments) - known):
@@ -359,10 +361,8 @@ def _params(prompt: Prompt) -> SamplingParams:
         stop_token_ids=sampling.stop_token_ids,
         # The end-of-sequence tokens are among the stop tokens.
         ignore_eos=True,
-        stop=prompt.stop_strings or None,
-        include_stop_str_in_output=bool(prompt.stop_strings),
-        detokenize=bool(prompt.stop_strings),
-        skip_special_tokens=False,
+        extra_args={STOP_STRINGS: prompt.stop_strings} if prompt.stop_strings else None,
+        detokenize=False,
         max_tokens=prompt.budget,
         seed=None if greedy else prompt.seed,
         logprobs=0,

@@ -27,6 +27,8 @@ PRIVATE: dict[str, str] = {
     "module.cpu_linear": "on the CPU, marks a module whose weights are packed",
     "VocabParallelEmbedding.org_vocab_size": "rows beyond it are padding",
     "vllm.distributed.parallel_state.get_world_group": "reads sharded tensors back",
+    "IncrementalDetokenizer.from_new_request, .update, .token_ids": "where rows end at stop "
+    "strings",
     "OutputProcessor.request_states, .detokenizer": "tokens made so far, as a sign of life",
     "model_loader.base_loader.initialize_model, .process_weights_after_loading": "what a model has "
     "before there are weights, and what hooks make of these",

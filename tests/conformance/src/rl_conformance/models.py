@@ -6,11 +6,20 @@ The directories are ordinary Hugging Face checkpoints, so every engine loads the
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rl_conformance.quiet import no_progress_bars
 
-__all__ = ["FAMILIES", "make_reward_model", "make_tiny_model", "make_tokenizer"]
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = [
+    "FAMILIES",
+    "make_reciting_model",
+    "make_reward_model",
+    "make_tiny_model",
+    "make_tokenizer",
+]
 
 _MERGES = ("an", "er", "in", "on", "re", "th", "the", "ing", "12", "34")
 _PAD, _EOS, _BOS = "<pad>", "<eos>", "<bos>"
@@ -92,6 +101,39 @@ def make_tiny_model(
         **overrides,
     }
     return _write(Path(path), AutoModelForCausalLM, settings, seed, dtype, weight_scale)
+
+
+def make_reciting_model(path: str | Path, tokens: Sequence[int]) -> Path:
+    """Writes a checkpoint that says tokens in a circle: after each of them, the next one.
+
+    Args:
+        path: Directory to write; made if missing.
+        tokens: None of them twice. Any other is followed by itself.
+
+    Returns:
+        The directory.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    path = make_tiny_model(path, "llama", num_layers=1)
+    with no_progress_bars():
+        model = AutoModelForCausalLM.from_pretrained(path)
+    embeddings, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("norm.weight"):
+                parameter.fill_(1.0)
+            elif name.endswith(("o_proj.weight", "down_proj.weight")):
+                parameter.zero_()
+        signs = torch.randint(0, 2, embeddings.shape, generator=torch.Generator().manual_seed(0))
+        embeddings.copy_(2.0 * signs - 1.0)
+        # The logit of what comes next is 32, and with so many signs no other is above half of it.
+        head.copy_(embeddings * (32 / head.shape[1]))
+        head[[*tokens[1:], tokens[0]]] = head[list(tokens)]
+    with no_progress_bars():
+        model.save_pretrained(path)
+    return path
 
 
 def make_reward_model(path: str | Path, *, seed: int = 0, **overrides: Any) -> Path:

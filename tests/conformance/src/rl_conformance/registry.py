@@ -19,6 +19,7 @@ _MODULES = (
     "data_oracle",
     "discovery",
     "prompts",
+    "stop_texts",
     "edges",
     "calls",
     "streams",

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rl_conformance.batches import generated, random_rows
+from rl_conformance.checks.stop_texts import ACCENT, FACE, IDEOGRAPH, Recital
 from rl_conformance.draws import same_draws
 from rl_conformance.expect import require
 from rl_conformance.refits import run_refit
@@ -81,6 +82,19 @@ def calls_of_threads_keep_to_their_rows(ctx: Context) -> None:
         parts = [drawn.slice(2 * n, 2 * n + 2) for n in range(8)]
         got = [row for n in range(8) for row in generated(parts[n], outputs[2 * n + 1])]
         same_draws(ctx, got, alone)
+
+
+@check("G18")
+def stop_strings_of_calls_keep_to_their_rows(ctx: Context) -> None:
+    """Many calls at once, in each of which every row has a stop string of its own."""
+    recital = Recital(ctx)
+    strings = [FACE, "op", "none of this", ACCENT, IDEOGRAPH, "st", "y", f"p{IDEOGRAPH}"]
+    calls: list[Callable[[], Any]] = [
+        lambda n=n: recital.check(range(n, n + 3), [strings[(n + 3 * i) % 8] for i in range(3)])  # type: ignore[misc]
+        for n in range(12)
+    ]
+    for _ in range(3):
+        _at_once(calls)
 
 
 @check("G18", capability="async_generation")

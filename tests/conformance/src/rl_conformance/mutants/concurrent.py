@@ -69,6 +69,23 @@ class WhoComesLastSaysHow(ReferenceGeneration):
         return _Following(self)
 
 
+class _Numbering(ReferenceRows):
+    def submit(self, rows: Sequence[Row]) -> None:
+        super().submit(rows)
+        own = {row.index: row.stop_strings for row in rows}
+        numbers = self._numbers = vars(self).get("_numbers", {}) | {r.key: r.index for r in rows}
+        for key, row in self.rows.items():
+            row.stop_strings = own.get(numbers[key], row.stop_strings)
+
+
+@breaks("G18", checks="G18 and keep_to")
+class StopStringsAreKeptByTheNumberOfTheRow(ReferenceGeneration):
+    """Row 0 of the call that came last says what ends row 0 of every call."""
+
+    def row_engine(self) -> RowEngine:
+        return _Numbering(self)
+
+
 @breaks("G18", checks="G18 and version")
 class ACallSaysWhatServesNow(ReferenceGeneration):
     """The version is asked for once the rows are done."""

@@ -126,6 +126,37 @@ class MatchesSpanTwoTokens(_Matching):
 
 
 @breaks("G7", checks="G7")
+class TokensAreDecodedOneByOne(_Matching):
+    """The text is put together of what each token is alone."""
+
+    def matches(self, ids: Sequence[int], stop_strings: Sequence[str]) -> bool:
+        text = "".join(self.text([token]) for token in ids)
+        return any(string in text for string in stop_strings)
+
+
+@breaks("G7", checks="G7")
+class APromptThatEndsWithinACharacterIsText(_Matching):
+    """Its last tokens are decoded with what is generated."""
+
+    def step(self, row: Any, logits: torch.Tensor, sampling: SamplingParams) -> None:
+        prompt = row.ids[: row.prompt_length]
+        self.begun = prompt[-6:] if self.text(prompt).endswith("\ufffd") else []
+        super().step(row, logits, sampling)
+
+    def matches(self, ids: Sequence[int], stop_strings: Sequence[str]) -> bool:
+        return super().matches([*self.begun, *ids], stop_strings)
+
+
+@breaks("G7", checks="G7")
+class NothingIsReadAfterAStrayByte(_Matching):
+    """What follows a byte that is no character is not looked at."""
+
+    def matches(self, ids: Sequence[int], stop_strings: Sequence[str]) -> bool:
+        text = self.text(ids).partition("\ufffd")[0]
+        return any(string in text for string in stop_strings)
+
+
+@breaks("G7", checks="G7")
 class OnlyTheFirstStringOfARowStops(ReferenceGeneration):
     """Of a row's list one string is taken."""
 
