@@ -50,9 +50,9 @@ class Loop:
         self.version = 0
         self.admission = Admission(lambda: config, lambda: self.version)
 
-    def generate(self, temperature: float | None = 1.0) -> BatchedDataDict[Any]:
+    def generate(self, distribution: str | None = "temperature 1") -> BatchedDataDict[Any]:
         made = output()
-        made.provenance = Provenance(moment(), temperature)
+        made.provenance = Provenance(moment(), distribution)
         return training_batch(made, [0.0, 1.0], advantages=[-1.0, 1.0])
 
     def train(self, batch: Any, *, eval_mode: bool = False) -> list[str]:
@@ -208,17 +208,18 @@ def test_rows_of_unknown_or_borrowed_weights_are_not_warned_of():
     loop = Loop()
     for _ in range(3):
         batch = loop.generate()
-        batch.provenance = Provenance(None, 1.0)
+        batch.provenance = Provenance(None, "temperature 1")
         assert loop.train(batch) == []
         assert loop.train(BatchedDataDict(dict(loop.generate()))) == []
 
 
-def test_another_temperature_is_warned_of_once_with_both():
+@pytest.mark.parametrize("other", ["temperature 0.7", "temperature 1, top_p 0.9"])
+def test_another_distribution_is_warned_of_once_with_both(other):
     loop = Loop(temperature=1.0)
-    [said] = loop.train(loop.generate(0.7))
-    assert "temperature 0.7" in said
-    assert "temperature 1" in said
+    [said] = loop.train(loop.generate(other))
+    assert f"sampled with {other}, the policy" in said
+    assert "at temperature 1 over the whole vocabulary" in said
     loop.refit()
-    assert loop.train(loop.generate(0.7)) == []
-    assert Loop(temperature=0.7).train(loop.generate(0.7)) == []
+    assert loop.train(loop.generate("temperature 0.7")) == []
+    assert Loop(temperature=0.7).train(loop.generate("temperature 0.7")) == []
     assert Loop(temperature=0.7).train(loop.generate(None)) == []

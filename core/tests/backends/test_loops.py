@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Mapping
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ from rl_core.config import check_config
 from rl_core.errors import ConfigError, DataError, LifecycleError
 from rl_core.interfaces import GenerationConfig
 from rl_core.refit import refit
-from rl_core.refit._driver import warn_of_temperatures
+from rl_core.refit._driver import warn_of_sampling
 from rl_core.refit.options import SendOptions
 
 
@@ -213,15 +214,24 @@ def test_a_refit_the_wrong_way_round_is_refused(make):
     policy._sender.close()
 
 
-def test_another_temperature_is_warned_of_once_for_each_engine(make):
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ({"temperature": 0.7}, "temperature 0.7,"),
+        ({"top_p": 0.8}, "temperature 1, top_p 0.8,"),
+        ({"top_k": 20}, "top_k 20,"),
+        ({"repetition_penalty": 1.3, "logprobs_mode": "raw"}, "repetition_penalty 1.3,"),
+    ],
+)
+def test_another_distribution_is_warned_of_once_for_each_engine(make, option, said):
     policy = SimpleNamespace(config={"temperature": 1.0})
-    cold, warm, greedy = make(temperature=0.7), make(), make(temperature=0.7, do_sample=False)
-    with pytest.warns(LoopWarning, match=r"temperature 0\.7.*\n?.*temperature 1"):
-        warn_of_temperatures(policy, cold)
+    other, same, greedy = make(**option), make(top_p=1.0, top_k=-1), make(**option, do_sample=False)
+    with pytest.warns(LoopWarning, match=f"{re.escape(said)} the policy.*temperature 1 over"):
+        warn_of_sampling(policy, other)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for engine in (cold, warm, greedy):
-            warn_of_temperatures(policy, engine)
+        for engine in (other, same, greedy):
+            warn_of_sampling(policy, engine)
 
 
 NESTED = {"layer_0": {"k_scale": 0.5, "v_scale": 2.0}}
@@ -250,8 +260,8 @@ def test_scales_that_are_none_are_refused(given):
 def test_output_knows_when_it_was_generated(make):
     engine = make(temperature=0.7)
     first, second = engine.generate(prompts([5])), engine.generate(prompts([5]), greedy=True)
-    assert first.provenance.temperature == 0.7
-    assert second.provenance.temperature is None
+    assert first.provenance.distribution == "temperature 0.7"
+    assert second.provenance.distribution is None
     assert first.provenance.began < second.provenance.began
     [(_, row)] = collect(engine.generate_async(prompts([5])))
     assert row.provenance.began > second.provenance.began

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl_core.backends.inputs import as_batch
 from rl_core.backends.losses import check_loss
-from rl_core.batch.provenance import moment
+from rl_core.batch.provenance import moment, off_policy
 from rl_core.errors import DataError, LoopWarning
 
 if TYPE_CHECKING:
@@ -70,15 +70,10 @@ class Admission:
                 key="token_mask",
             )
         if not eval_mode:
+            theirs = None if batch.provenance is None else batch.provenance.distribution
             ours = float(self._config().get("temperature", 1.0))
-            theirs = None if batch.provenance is None else batch.provenance.temperature
-            if theirs is not None and theirs != ours:
-                self._say(
-                    f"these rows were sampled at temperature {theirs:g}, the policy trains at "
-                    f"temperature {ours:g}: their log-probs are of different distributions. "
-                    'Set "temperature" to the same value in both configurations.',
-                    "temperature",
-                )
+            if text := off_policy("these rows were sampled with", theirs, ours):
+                self._say(text, "distribution")
             self._check_freshness(batch)
             self._trained.append(moment())
         return batch

@@ -88,6 +88,13 @@ class SamplingParams:
     num_samples: int = 1
     seed: int | None = None
 
+    @property
+    def distribution(self) -> str | None:
+        """The options that shape the distribution sampled from; None if nothing is drawn."""
+        off = {"temperature": None, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}
+        set_ = [f"{k} {getattr(self, k):g}" for k, v in off.items() if getattr(self, k) != v]
+        return None if self.greedy else ", ".join(set_)
+
     @classmethod
     def from_config(cls, config: Mapping[str, Any], facts: ModelFacts) -> SamplingParams:
         """Reads the sampling keys of a :class:`GenerationConfig`."""
@@ -377,5 +384,5 @@ def greedy_params(sampling: SamplingParams) -> SamplingParams:
 
 def provenance_of(sampling: SamplingParams, began: int | None) -> Provenance:
     """Of rows that were sampled like this in a call that began then."""
-    comparable = not sampling.greedy and sampling.logprobs_mode == "processed"
-    return Provenance(began, sampling.temperature if comparable else None)
+    comparable = sampling.logprobs_mode == "processed"
+    return Provenance(began, sampling.distribution if comparable else None)

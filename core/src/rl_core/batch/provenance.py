@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["Provenance", "moment"]
+__all__ = ["Provenance", "moment", "off_policy"]
 
 _moments = itertools.count(1)
 
@@ -29,12 +29,12 @@ class Provenance:
     Attributes:
         began: The :func:`moment` at which the call that generated them began; None if the weights
             were a policy's own, which are never stale.
-        temperature: Of the distribution that their log-probs are of; None if they were greedy or
-            raw.
+        distribution: That their log-probs are of, such as ``temperature 0.7, top_p 0.9``; None if
+            they were greedy or raw.
     """
 
     began: int | None
-    temperature: float | None
+    distribution: str | None
 
     @classmethod
     def common(cls, several: Iterable[Provenance | None]) -> Provenance | None:
@@ -43,8 +43,30 @@ class Provenance:
         if not known or any(one is None or one.began is None for one in known):
             return None
         sure = [one for one in known if one is not None]
-        temperatures = {one.temperature for one in sure}
+        distributions = {one.distribution for one in sure}
         return cls(
             min(one.began for one in sure if one.began is not None),
-            temperatures.pop() if len(temperatures) == 1 else None,
+            distributions.pop() if len(distributions) == 1 else None,
         )
+
+
+def off_policy(rows: str, distribution: str | None, temperature: float) -> str:
+    """What is wrong with rows that are drawn from another distribution than a policy's.
+
+    Args:
+        rows: Whose they are, with a verb.
+        distribution: See :attr:`Provenance.distribution`.
+        temperature: The policy's, which scores over the whole vocabulary.
+
+    Returns:
+        A sentence or two for a warning; nothing if they agree.
+    """
+    ours = f"temperature {temperature:g}"
+    if distribution in (None, ours):
+        return ""
+    return (
+        f"{rows} {distribution}, the policy scores and trains at {ours} over the whole vocabulary: "
+        "their log-probs are of different distributions, and every importance weight is off by the "
+        'ratio of the two. Set "temperature" to the same value in both configurations, and leave '
+        "top_k, top_p and repetition_penalty out."
+    )

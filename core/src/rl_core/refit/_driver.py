@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from rl_core.batch.provenance import off_policy
 from rl_core.errors import (
     ConfigError,
     DeadlineError,
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from rl_core.interfaces import ColocatablePolicyInterface, Future
 
 
-#: Engines of which it was said that they sample at another temperature.
+#: Engines of which it was said that they sample from another distribution.
 _told: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
@@ -70,7 +71,7 @@ def refit(
     The hook ``on_event`` of every plugin gets ``"refit_started"``, then ``"refit_committed"`` or
     ``"refit_failed"``, with the facts; where the policy runs, ``"refit_progress"`` in between.
 
-    Warns, once for each engine, if it samples at another temperature than the policy scores at.
+    Warns, once for each engine, if it samples from another distribution than the policy scores.
 
     Raises:
         CapabilityError: A module's tensors are not whole, or not what an engine has.
@@ -81,7 +82,7 @@ def refit(
     """
     _check_order(policy, generation)
     sender, receiver = sending_end(policy, rename), receiving_end(generation)
-    warn_of_temperatures(sender, receiver)
+    warn_of_sampling(sender, receiver)
     options.setdefault("receivers", getattr(generation, "receiver_count", 1))
     chosen = SendOptions.of(options)
     attempt, end = 1, time.monotonic() + chosen.deadline_s
@@ -245,23 +246,16 @@ def _wait_for_followers(followers: list[Future]) -> None:
             ) from error
 
 
-def warn_of_temperatures(policy: Any, generation: Any) -> None:
-    """Warns, once for each engine, of temperatures that differ; one that is greedy has none.
+def warn_of_sampling(policy: Any, generation: Any) -> None:
+    """Warns, once for each engine, of rows that are drawn from another distribution than scored.
 
     Both are known wherever the two run: a backend on a cluster has its configuration here.
     """
     sampling = getattr(generation, "sampling", None)
-    theirs = None if sampling is None or sampling.greedy else sampling.temperature
-    ours = float(getattr(policy, "config", {}).get("temperature", 1.0))
-    unknown = theirs is None or isinstance(policy, ModuleSender)
-    if unknown or theirs == ours or generation in _told:
+    if sampling is None or isinstance(policy, ModuleSender) or generation in _told:
         return
-    _told.add(generation)
-    warnings.warn(
-        f"the engine samples at temperature {theirs:g}, the policy scores and trains at "
-        f"temperature {ours:g}: their log-probs are of different distributions. "
-        'Set "temperature" to the same value in both configurations. An engine that is for '
-        "evaluation alone may differ; ignore rl_core.LoopWarning for it.",
-        LoopWarning,
-        stacklevel=4,
-    )
+    ours = float(getattr(policy, "config", {}).get("temperature", 1.0))
+    if text := off_policy("the engine samples with", sampling.distribution, ours):
+        _told.add(generation)
+        text += " Ignore rl_core.LoopWarning for an engine that is for evaluation alone."
+        warnings.warn(text, LoopWarning, stacklevel=4)

@@ -4,10 +4,13 @@ transformers hands a four-dimensional ``attention_mask`` to the attention functi
 mask of a packed row is therefore simply the list of its sequences' lengths, see
 :func:`rl_torch.slots.segment_mask`, and attention is causal within each of them. Any other mask
 goes to torch's fused attention as usual.
+
+That is for models which it gives what their own attention gives: see :mod:`rl_hf.own_attention`.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -18,13 +21,21 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from rl_core.errors import ConfigError
+from rl_hf.own_attention import TOKENS, compare_attention
+from rl_torch.slots import segment_mask
+
 if TYPE_CHECKING:
     from collections.abc import Generator
 
     from torch import nn
     from transformers import PreTrainedModel
 
-__all__ = ["SEGMENTS", "observed", "uses_segments"]
+    from rl_hf.own_attention import Comparison
+
+_log = logging.getLogger(__name__)
+
+__all__ = ["SEGMENTS", "observed", "settle_attention", "unlike_masks", "uses_segments"]
 
 #: Called with an attention module, queries, keys and values.
 Observer = Callable[["nn.Module", torch.Tensor, torch.Tensor, torch.Tensor], None]
@@ -37,18 +48,60 @@ SEGMENTS = "rl_hf_segments"
 KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 
 
-def uses_segments(model: PreTrainedModel) -> bool:
-    """Switches a model with torch's fused attention to segments; False if it keeps its own.
+def settle_attention(model: PreTrainedModel, *, chosen: bool) -> None:
+    """Makes a loaded model attend as its authors' code does, by the fastest way that does.
 
-    Models with another implementation, or with layers of another kind, tell packed sequences
-    apart by their restarting positions.
+    torch's fused attention, which transformers takes by default, leaves out what its kernels lack,
+    such as soft caps, without a word. A model with anything of the kind gets its own attention.
+
+    Args:
+        model: In evaluation mode, on its device.
+        chosen: Its attention was asked for by name.
+
+    Raises:
+        ConfigError: Torch's fused attention was asked for, and gives other results.
     """
-    config = model.config
-    if getattr(config, "_attn_implementation", None) != "sdpa":
-        return getattr(config, "_attn_implementation", None) == SEGMENTS
-    if not set(getattr(config, "layer_types", None) or ()) <= KNOWN_LAYERS:
-        return False
-    if not model._can_set_attn_implementation():
+    if model.config._attn_implementation != "sdpa":
+        return
+    found = _compare(model)
+    if not found.differs:
+        _switch(model, found)
+        return
+    what = (
+        f"torch's fused attention is not that of {type(model).__name__}: of one input it makes "
+        f"outputs that are {found.off:.2g} off, for want of a soft cap, sinks or the like"
+    )
+    if chosen:
+        raise ConfigError(
+            what, fix="leave attn_implementation out, or set 'eager'", key="attn_implementation"
+        )
+    model.set_attn_implementation("eager")
+    _log.warning("%s; the model's own is used, which is slower and takes more memory", what)
+
+
+def uses_segments(model: PreTrainedModel) -> bool:
+    """Switches a model with torch's fused attention to segments; False if it keeps what it has.
+
+    It keeps it where segments would change its results, which is tried: what every layer attends
+    to, and under which mask. Models with another implementation, or with layers of another kind,
+    tell packed sequences apart by their restarting positions.
+    """
+    now = getattr(model.config, "_attn_implementation", None)
+    return now == SEGMENTS or (now == "sdpa" and _switch(model, _compare(model)))
+
+
+def unlike_masks(model: PreTrainedModel) -> bool:
+    """Whether a layer's mask is known to be other than causal, with a window or without."""
+    return _compare(model).unlike
+
+
+def _compare(model: PreTrainedModel) -> Comparison:
+    return compare_attention(model, segment_attention, segment_mask([TOKENS]))
+
+
+def _switch(model: PreTrainedModel, found: Comparison) -> bool:
+    layers = set(getattr(model.config, "layer_types", None) or ())
+    if not found.fits or not layers <= KNOWN_LAYERS:
         return False
     model.set_attn_implementation(SEGMENTS)
     return True

@@ -26,7 +26,8 @@ class HuggingFaceModelConfig(TypedDict):
         trust_remote_code: Run Python that comes with the checkpoint. Default False.
         load_in_8bit: Quantise the weights to 8 bits; generation on CUDA only.
         load_in_4bit: Quantise the weights to 4 bits; generation on CUDA only.
-        attn_implementation: Attention kernel, as transformers names it. Default: its choice.
+        attn_implementation: Attention kernel, as transformers names it. Default: torch's fused one
+            where it gives what the model's own does, else the model's own.
     """
 
     torch_dtype: NotRequired[Literal["float32", "bfloat16", "float16", "auto"]]

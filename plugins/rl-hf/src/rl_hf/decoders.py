@@ -16,6 +16,7 @@ from transformers.cache_utils import Cache
 from rl_core.errors import ConfigError
 from rl_hf.attention import uses_segments
 from rl_hf.modeling import model_device
+from rl_hf.positions import sharing_limit
 from rl_torch.decoding import DEFAULT_MAX_BATCH_SIZE, DecodingEngine, evaluating
 from rl_torch.slots import SlotDecoder
 
@@ -46,7 +47,15 @@ def decoding_engine(
         max_batch_size: Rows decoded together.
     """
     with evaluating(model):
-        in_groups = not fits_slots(model)
+        boundary = sharing_limit(model)
+        in_groups = boundary is not None or not fits_slots(model)
+    if boundary is not None:
+        _log.warning(
+            "%s attends with other positions in rows of more than %d tokens: no row grows beyond "
+            "them. Engines that always use one kind, as vLLM does, differ from it",
+            type(model).__name__,
+            boundary,
+        )
     return DecodingEngine(
         model,
         partial(GroupDecoder if in_groups else slot_decoder, model),
@@ -55,6 +64,7 @@ def decoding_engine(
         in_groups=in_groups,
         tokenizer=tokenizer,
         max_batch_size=max_batch_size,
+        boundary=boundary,
     )
 
 

@@ -1,6 +1,7 @@
 """Microbatches through the model: padded or packed in, per-token results out.
 
-Attention is causal, so padding on the right never reaches a real token and needs no mask.
+Attention is causal, so padding on the right never reaches a real token and needs no mask. Rows that
+would change each other, see :mod:`rl_hf.positions`, go through the model in several passes.
 """
 
 from __future__ import annotations
@@ -11,13 +12,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rl_core.errors import CapabilityError
-from rl_hf.attention import observed, uses_segments
+from rl_hf.attention import observed, unlike_masks, uses_segments
 from rl_hf.hidden import HiddenStates, Logits
 from rl_hf.logprobs import CHUNK_ELEMENTS, chunks
 from rl_hf.modeling import model_device
 from rl_torch.slots import segment_mask
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from torch import nn
 
     from rl_hf.attention import Observer
@@ -57,6 +60,19 @@ class Sequences:
         rows, positions = real.nonzero(as_tuple=True)
         return rows, positions
 
+    def apart(self, limit: int | None) -> list[tuple[list[int], Sequences]]:
+        """The rows up to a length, cut to the longest of them, and each longer one by itself."""
+        if limit is None or len(self.sizes) == 1 or max(self.sizes) <= limit:
+            return [([*range(len(self.sizes))], self)]
+        groups = [[row for row, size in enumerate(self.sizes) if size <= limit]]
+        groups += [[row] for row, size in enumerate(self.sizes) if size > limit]
+        parts = []
+        for group in filter(None, groups):
+            sizes = tuple(self.sizes[row] for row in group)
+            part = Sequences(self.ids[group, : max(sizes)], self.lengths[group], sizes)
+            parts.append((group, part))
+        return parts
+
 
 class Forward:
     """Runs sequences through a causal language model.
@@ -66,6 +82,7 @@ class Forward:
         temperature: Divides the logits.
         packed: Lay the rows of a microbatch end to end instead of padding them.
         body: Of the model; logits of it are made some tokens at a time. None makes them at once.
+        sharing: See :func:`~rl_hf.positions.sharing_limit`.
     """
 
     def __init__(
@@ -75,12 +92,14 @@ class Forward:
         temperature: float = 1.0,
         packed: bool = False,
         body: Body | None = None,
+        sharing: int | None = None,
     ) -> None:
         self.model = model
         self.temperature = temperature
         self.packed = packed
         self.body = body
-        self._segments = packed and uses_segments(base_model(model))
+        self.sharing = sharing
+        self.segments = packed and uses_segments(base_model(model))
 
     def observed(self, rows: Sequences, observer: Observer) -> None:
         """Runs sequences end to end, showing an observer the attention of every real token.
@@ -91,22 +110,29 @@ class Forward:
         if not uses_segments(base_model(self.model)):
             raise CapabilityError(
                 f"the attention of {type(base_model(self.model)).__name__} cannot be observed",
-                fix="set attn_implementation to 'sdpa'; other kinds of layers have no such cache",
+                fix="calibrate a model of causal layers, with no attention of its own",
             )
-        index, positions = rows.tokens()
-        with observed(observer):
-            self.model(
-                input_ids=rows.ids[index, positions][None],
-                position_ids=positions[None],
-                attention_mask=segment_mask(rows.sizes),
-                use_cache=False,
-            )
+        for _, part in rows.apart(self.sharing):
+            index, positions = part.tokens()
+            with observed(observer):
+                self.model(
+                    input_ids=part.ids[index, positions][None],
+                    position_ids=positions[None],
+                    attention_mask=segment_mask(part.sizes),
+                    use_cache=False,
+                )
 
     def over(self, model: nn.Module) -> Forward:
         """The same way through another model of the same architecture."""
         if model is self.model:
             return self
-        return Forward(model, temperature=self.temperature, packed=self.packed, body=self.body)
+        return Forward(
+            model,
+            temperature=self.temperature,
+            packed=self.packed,
+            body=self.body,
+            sharing=self.sharing,
+        )
 
     def logprobs(self, rows: Sequences, counts: torch.Tensor | None = None) -> torch.Tensor:
         """Log-probs of the tokens that count.
@@ -119,6 +145,12 @@ class Forward:
             ``[b, s]`` float32; entry t scores token t. Entry 0, padding and what does not count
             are 0.
         """
+        if len(parts := rows.apart(self.sharing)) > 1:
+            each = [
+                self.logprobs(part, counts if counts is None else counts[group])
+                for group, part in parts
+            ]
+            return _joined(parts, each, rows.ids.shape[1])
         index, positions = rows.tokens()
         scored = positions > 0
         if counts is not None:
@@ -135,6 +167,8 @@ class Forward:
 
     def logits(self, rows: Sequences) -> torch.Tensor:
         """``[b, s, V]`` float32 with the temperature; padding is 0."""
+        if len(parts := rows.apart(self.sharing)) > 1:
+            return _joined(parts, [self.logits(part) for _, part in parts], rows.ids.shape[1])
         outputs, starts = self._run(rows)
         index, positions = rows.tokens()
         values = outputs.at(starts[index] + positions).float() / self.temperature
@@ -148,6 +182,10 @@ class Forward:
             ``[b, s-1, k]`` float32 values, descending, and int64 indices; 0 where nothing is
             predicted.
         """
+        if len(parts := rows.apart(self.sharing)) > 1:
+            every = zip(*(self.topk(part, k) for _, part in parts), strict=True)
+            tops, places = (_joined(parts, each, rows.ids.shape[1] - 1) for each in every)
+            return tops, places
         outputs, starts = self._run(rows)
         index, positions = rows.tokens()
         predicts = positions < rows.lengths[index] - 1
@@ -170,11 +208,22 @@ class Forward:
             index, positions = rows.tokens()
             inputs["input_ids"] = rows.ids[index, positions][None]
             inputs["position_ids"] = positions[None]
-            inputs["attention_mask"] = segment_mask(rows.sizes) if self._segments else None
+            inputs["attention_mask"] = segment_mask(rows.sizes) if self.segments else None
             starts = rows.lengths.cumsum(0) - rows.lengths
         if self.body is None:
             return Logits(self.model(**inputs).logits.flatten(0, 1)), starts
         return self.body(self.model, **inputs), starts
+
+
+def _joined(
+    parts: list[tuple[list[int], Sequences]], values: Iterable[torch.Tensor], width: int
+) -> torch.Tensor:
+    """What was made of groups of rows, as of all rows: ``[b, width, ...]``, padded with 0."""
+    rows = [row for group, _ in parts for row in group]
+    padded = [
+        torch.nn.functional.pad(v, (0, 0) * (v.dim() - 2) + (0, width - v.shape[1])) for v in values
+    ]
+    return torch.cat(padded)[torch.tensor(rows, device=padded[0].device).argsort()]
 
 
 def base_model(model: Any) -> Any:
@@ -188,6 +237,8 @@ def packing_fault(model: nn.Module, vocab_size: int) -> str:
 
     Tried on two short rows, in the model as it is. Their log-probs must be those of each row alone,
     and nothing of one row may reach the other, however little: its gradient there is exactly 0.
+    Where transformers makes the masks, every layer must be causal, with a window or without: chunks
+    would be counted from the first of the rows on.
     """
     device = model_device(base_model(model))
     ids = torch.arange(1, 25).remainder(vocab_size).view(2, 12)
@@ -211,6 +262,8 @@ def packing_fault(model: nn.Module, vocab_size: int) -> str:
         (reached,) = torch.autograd.grad(packed[1].sum(), embedded[:1])
     except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
         return f"it takes no packed rows ({type(error).__name__}: {error})"
+    if not forward.segments and unlike_masks(base_model(model)):
+        return "its layers attend in chunks, or in another way that depends on a row's place"
     if reached[0, : rows.sizes[0]].any():
         return "rows that share a sequence see one another"
     off = float((packed.detach() - alone).abs().max())

@@ -11,6 +11,7 @@ from safetensors import SafetensorError
 
 from rl_core.backends.model_files import check_remote_code, config_of
 from rl_core.errors import ConfigError
+from rl_hf.attention import settle_attention
 from rl_torch import checkpoints
 from rl_torch.checkpoints import checkpoint_directory, quiet
 
@@ -37,7 +38,8 @@ def load_model(config: Mapping[str, Any], *, for_training: bool) -> PreTrainedMo
 
     Raises:
         ConfigError: The checkpoint is missing, incomplete, or wants code that is not trusted; the
-            device is not there; a package that a key needs is not installed.
+            device is not there; a package that a key needs is not installed; the attention that
+            was asked for is not the model's.
     """
     name, trust = config["model_name"], config.get("trust_remote_code", False)
     directory = checkpoint_directory(name)
@@ -84,6 +86,7 @@ def load_model(config: Mapping[str, Any], *, for_training: bool) -> PreTrainedMo
     if "device_map" not in arguments:
         model = model.to(device)
     loaded: PreTrainedModel = model.eval()
+    settle_attention(loaded, chosen="attn_implementation" in arguments)
     return loaded
 
 

@@ -27,6 +27,7 @@ from rl_hf.lora import BaseWeights, MergedWeightSource, add_adapters
 from rl_hf.manifest import BACKEND
 from rl_hf.modeling import load_model, model_device, model_facts
 from rl_hf.placement import Placement
+from rl_hf.positions import sharing_limit
 from rl_hf.reward import reward_scores
 from rl_torch.calibration import Calibration, check_calibration
 from rl_torch.checkpoints import load_tokenizer
@@ -95,6 +96,7 @@ class HuggingFacePolicy(PolicyBackend):
         if lora is not None:
             self.model = add_adapters(model, lora, seed=checked.get("seed", 0))
         body: Body | None = None
+        sharing = sharing_limit(model)
         if self._labels is None:
             with evaluating(self.model):
                 packs = _packs(self.model, checked, limits.vocab_size)
@@ -108,6 +110,7 @@ class HuggingFacePolicy(PolicyBackend):
             temperature=checked.get("temperature", 1.0),
             packed=self.microbatching.packed,
             body=body,
+            sharing=sharing,
         )
         self._reference: Reference = (
             BaseWeights()
@@ -267,7 +270,8 @@ class HuggingFacePolicy(PolicyBackend):
         rows = scoring_rows(data, self.limits)
         scores = torch.zeros(rows.size)
         for index, part in self.microbatches(rows, micro_batch_size):
-            scores[index] = reward_scores(self.model, self._sequences(part)).cpu()
+            for group, each in self._sequences(part).apart(self._forward.sharing):
+                scores[index[group]] = reward_scores(self.model, each).cpu()
         return BatchedDataDict({"scores": scores})
 
     # -- what leaves it -------------------------------------------------------------------------

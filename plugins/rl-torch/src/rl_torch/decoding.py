@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -46,6 +46,8 @@ class DecodingEngine(RowEngine):
         tokenizer: Decodes the text that stop strings are looked for in; None if there is none.
         max_batch_size: Rows decoded together. As many wait here, so that prompts are taken in
             several at a time.
+        boundary: Tokens at which the model of a row becomes another one; None: at none. A shorter
+            row ends there, truncated: its tokens would not be scored as they were drawn.
     """
 
     def __init__(
@@ -58,7 +60,9 @@ class DecodingEngine(RowEngine):
         in_groups: bool = False,
         tokenizer: Any = None,
         max_batch_size: int = DEFAULT_MAX_BATCH_SIZE,
+        boundary: int | None = None,
     ) -> None:
+        self._boundary = boundary
         self._module = module
         self._open_decoder = open_decoder
         self._vocab_size = vocab_size
@@ -69,7 +73,7 @@ class DecodingEngine(RowEngine):
         self.room = 2 * max_batch_size
         self._waiting: list[Row] = []
         self._batches: list[_Batch] = []
-        self._refused: list[FailedRow] = []
+        self._ended: list[Completion | FailedRow] = []  # before they began
 
     def submit(self, rows: Sequence[Row]) -> None:
         """See :meth:`RowEngine.submit`. A row with stop strings fails without a tokenizer."""
@@ -82,16 +86,21 @@ class DecodingEngine(RowEngine):
                     key="stop_strings",
                     row=row.index,
                 )
-                self._refused.append(FailedRow(row.key, error))
-            else:
+                self._ended.append(FailedRow(row.key, error))
+                continue
+            left = (self._boundary or 0) - len(row.token_ids)
+            if self._boundary is None or left < 0:
                 sound.append(row)
+            elif left:
+                sound.append(replace(row, budget=min(row.budget, left)))
+            else:
+                self._ended.append(Completion(row.key, [], [], truncated=True))
         # Long prompts first: rows of like length then share the cache for most of its life.
         self._waiting += sorted(sound, key=lambda row: -len(row.token_ids))
 
     def collect(self) -> list[Completion | FailedRow]:
         """Moves every row on by a token, or takes prompts in."""
-        ended: list[Completion | FailedRow] = [*self._refused]
-        self._refused.clear()
+        ended, self._ended = self._ended, []
         with evaluating(self._module), torch.no_grad():
             self._open_batches()
             for batch in self._batches:

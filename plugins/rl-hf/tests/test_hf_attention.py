@@ -1,0 +1,151 @@
+"""The attention that a model gets by default gives what the model's own does."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import transformers
+
+from rl_conformance.models import make_tiny_model
+from rl_conformance.oracle import Oracle
+from rl_core.batch import BatchedDataDict
+from rl_core.errors import CapabilityError, ConfigError
+from rl_hf.attention import SEGMENTS, segment_attention
+from rl_hf.generation import HuggingFaceGeneration
+from rl_hf.own_attention import TOKENS, compare_attention
+from rl_hf.policy import HuggingFacePolicy
+from rl_torch.slots import segment_mask
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+LENGTHS = (20, 3, 1, 37, 16, 5)
+GEMMA2 = {"model_type": "gemma2", "head_dim": 32, "tie_word_embeddings": True}
+#: Options of attention that torch's fused kernels do not have, or that a packed row would miscount.
+KINDS: dict[str, dict[str, Any]] = {
+    "soft cap": {**GEMMA2, "attn_logit_softcapping": 1.0, "query_pre_attn_scalar": 1},
+    "soft cap and window": {**GEMMA2, "attn_logit_softcapping": 1.0, "sliding_window": 7},
+    "sinks and window": {
+        "model_type": "gpt_oss",
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "head_dim": 32,
+        "sliding_window": 7,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "window": {"model_type": "mistral", "sliding_window": 7},
+    "chunks": {
+        "model_type": "llama4_text",
+        "num_local_experts": 4,
+        "num_experts_per_tok": 1,
+        "head_dim": 32,
+        "intermediate_size_mlp": 256,
+        "attention_chunk_size": 16,
+        "layer_types": ["chunked_attention", "full_attention"],
+        "no_rope_layers": [1, 0],
+        "moe_layers": [1],
+    },
+    "scaling": {"model_type": "granite", "attention_multiplier": 0.5},
+}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    paths: dict[str, Path] = {}
+
+    def make(kind: str) -> Path:
+        if kind not in paths:
+            folder = tmp_path_factory.mktemp("attention") / "model"
+            paths[kind] = make_tiny_model(folder, "llama", weight_scale=5.0, **KINDS[kind])
+        return paths[kind]
+
+    return make
+
+
+def batch() -> BatchedDataDict[Any]:
+    width = max(LENGTHS)
+    ids = torch.randint(3, 269, (len(LENGTHS), width), generator=torch.Generator().manual_seed(7))
+    lengths = torch.tensor(LENGTHS)
+    ids[torch.arange(width) >= lengths[:, None]] = 0
+    return BatchedDataDict({"input_ids": ids, "input_lengths": lengths})
+
+
+def loaded(path: Path) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(path).eval()
+
+
+@pytest.mark.parametrize("packing", [{}, {"sequence_packing": {"enabled": False}}])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_policy_scores_as_the_models_own_attention_does(made, kind, packing):
+    path, data = made(kind), batch()
+    policy = HuggingFacePolicy(str(path), **packing)
+    expected = Oracle(path).batch_logprobs(data["input_ids"], data["input_lengths"])
+    torch.testing.assert_close(policy.get_logprobs(data)["logprobs"], expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_engine_generates_as_the_models_own_attention_does(made, kind):
+    path, data = made(kind), batch()
+    engine = HuggingFaceGeneration(str(path), max_new_tokens=6)
+    engine.prepare_for_generation()
+    out = engine.generate(data, greedy=True)
+    ids, ends = out["output_ids"], out["unpadded_sequence_lengths"]
+    expected = Oracle(path).batch_logprobs(ids, ends)
+    expected[torch.arange(ids.shape[1]) < data["input_lengths"][:, None]] = 0
+    torch.testing.assert_close(out["logprobs"], expected, atol=1e-4, rtol=0)
+
+
+def test_a_soft_cap_that_the_weights_do_not_reach_is_seen(tmp_path, caplog):
+    """As published, and with weights so small that log-probs hardly show it."""
+    path = make_tiny_model(tmp_path, "llama", weight_scale=1.0, **GEMMA2)
+    policy = HuggingFacePolicy(str(path))
+    assert policy.model.config._attn_implementation == "eager"
+    assert "torch's fused attention is not that of Gemma2ForCausalLM" in caplog.text
+    assert "for want of a soft cap" in caplog.text
+
+
+def test_the_fused_attention_that_is_asked_for_is_refused_where_it_is_not_the_models(made):
+    with pytest.raises(ConfigError, match="is not that of Gemma2ForCausalLM") as refused:
+        HuggingFacePolicy(str(made("soft cap")), attn_implementation="sdpa")
+    assert refused.value.details["key"] == "attn_implementation"
+
+
+def test_rows_are_packed_with_the_attention_of_the_model(made):
+    assert HuggingFacePolicy(str(made("soft cap and window"))).microbatching.packed
+    assert HuggingFacePolicy(str(made("window"))).model.config._attn_implementation == SEGMENTS
+    with pytest.raises(CapabilityError, match="attend in chunks"):
+        HuggingFacePolicy(str(made("chunks")), sequence_packing={"enabled": True})
+
+
+def test_a_window_above_what_is_tried_is_compared_by_its_rule(tiny):
+    model = loaded(tiny(use_sliding_window=True, sliding_window=200, max_window_layers=1))
+    alone = segment_mask([TOKENS])
+    assert compare_attention(model, segment_attention, alone).fits
+    for layer in model.model.layers:
+        layer.self_attn.sliding_window = None  # the mask has one
+    found = compare_attention(model, segment_attention, alone)
+    assert not found.differs
+    assert found.unlike
+    assert not found.fits
+
+
+def test_an_option_that_is_lost_in_single_tokens_alone_is_seen(made):
+    def other(module: Any, query: Any, key: Any, value: Any, mask: Any, **options: Any) -> Any:
+        if query.shape[2] == 1:
+            options["scaling"] = None
+        return segment_attention(module, query, key, value, mask, **options)
+
+    model, alone = loaded(made("scaling")), segment_mask([TOKENS])
+    assert compare_attention(model, segment_attention, alone).fits
+    assert compare_attention(model, other, alone).differs
+
+
+def test_comparing_leaves_model_and_random_state_as_they_were(made):
+    model = loaded(made("soft cap"))
+    before = torch.get_rng_state()
+    compare_attention(model, segment_attention, segment_mask([TOKENS]))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert model.config._attn_implementation == "sdpa"
