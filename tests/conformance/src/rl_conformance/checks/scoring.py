@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rl_conformance.expect import raises, require, same_tensor
+from rl_conformance.models import make_tiny_model
 from rl_conformance.policy_generation import GenerationView
 from rl_conformance.registry import check, checks_of, refusal
 from rl_conformance.training import NegativeLogLikelihood, training_batch
 from rl_conformance.weights import policy_weights, same_weights
 from rl_core.batch import BatchedDataDict
-from rl_core.errors import CapabilityError
+from rl_core.errors import CapabilityError, ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,6 +35,43 @@ def logprobs_agree_with_the_reference(ctx: Context, family: str) -> None:
     if got.shape == expected.shape:
         ctx.record_errors(title, family, got[scored], expected[scored], ctx.tolerance[1])
     ctx.measure_error(got, expected)
+
+
+#: What a faster way of attention, or a pass of several rows, may leave out. Rows cross the numbers.
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "soft_cap": {
+        "model_type": "gemma2",
+        "head_dim": 32,
+        "tie_word_embeddings": True,
+        "attn_logit_softcapping": 1.0,
+        "query_pre_attn_scalar": 1,
+        "sliding_window": 7,
+    },
+    "window": {"model_type": "mistral", "sliding_window": 7},
+    "longrope": {
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "original_max_position_embeddings": 16,
+            "short_factor": [1.0] * 16,
+            "long_factor": [1.0 + 0.5 * step for step in range(16)],
+            "factor": 16.0,
+        },
+    },
+}
+
+
+@check("P1", cases={name: {"name": name} for name in _OPTIONS})
+def options_of_the_model_apply(ctx: Context, name: str) -> None:
+    """With the default settings, whatever else is in the batch; or the model is refused."""
+    path = make_tiny_model(ctx.directory() / name, "llama", weight_scale=4.0, **_OPTIONS[name])
+    try:
+        policy = ctx.policy(model_name=str(path))
+    except (CapabilityError, ConfigError):
+        return
+    data = ctx.prompts(*_LENGTHS)
+    expected = ctx.oracle(path).batch_logprobs(data["input_ids"], data["input_lengths"])
+    ctx.measure_error(policy.get_logprobs(data)["logprobs"], expected, rounding=2)
 
 
 @check("P1")

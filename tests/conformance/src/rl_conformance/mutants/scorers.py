@@ -40,6 +40,44 @@ class ScoresAreRemembered(ReferencePolicy):
         return seen[key]
 
 
+class _Switched(ReferencePolicy):
+    def __init__(self, *args: Any, **config: Any) -> None:
+        super().__init__(*args, **config)
+        for model in (self.model, self.reference_model):
+            for module in model.modules():
+                self.switch(module)
+
+    def switch(self, module: Any) -> None:
+        raise NotImplementedError
+
+
+@breaks("P1", checks="P1 and options")
+class SoftCapsAreDropped(_Switched):
+    """Attention has no soft cap, as torch's fused one has none."""
+
+    def switch(self, module: Any) -> None:
+        if hasattr(module, "attn_logit_softcapping"):
+            module.attn_logit_softcapping = None
+
+
+@breaks("P1", checks="P1 and options")
+class WindowsAreWider(_Switched):
+    """Layers with a window see one token more."""
+
+    def switch(self, module: Any) -> None:
+        window = getattr(config := getattr(module, "config", None), "sliding_window", None)
+        if window == 7:
+            config.sliding_window = 8
+
+
+@breaks("P1", checks="P1 and options")
+class PositionsAreOfTheLongestRow(ReferencePolicy):
+    """All rows go through the model in one pass."""
+
+    def _logits(self, model: Any, rows: Any) -> torch.Tensor:
+        return self.outputs(model, rows["input_ids"]).float() / self.temperature
+
+
 @breaks("P1", checks=_P1)
 class LongRowsAreCutAt128(ReferencePolicy):
     """Tokens from the 129th on are not scored."""
