@@ -8,11 +8,13 @@ act}}}`` does something whenever a method is called, or ``from_call`` on.
 from __future__ import annotations
 
 import gc
+import mmap
 import os
 import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from rl_core.errors import DataError
@@ -61,13 +63,20 @@ def leave_things() -> None:
     hang()
 
 
+mapped: list[mmap.mmap] = []
+
+
 def share_memory() -> None:
     with open(f"/dev/shm/rl-fake-{os.getpid()}", "w+b") as file:
         file.truncate(4096)
-        import mmap
+        mapped.append(mmap.mmap(file.fileno(), 4096))
 
-        global kept
-        kept = mmap.mmap(file.fileno(), 4096)
+
+def map_memory(paths: Sequence[str]) -> None:
+    """Maps those that there are."""
+    for path in paths:
+        with suppress(FileNotFoundError), open(path, "rb") as file:
+            mapped.append(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
 
 
 def channel() -> Any:
@@ -99,6 +108,7 @@ class FakeEngine(Engine):
         self.calls: dict[str, int] = {}
         print("the fake engine starts", flush=True)
         self.act("start")
+        map_memory(self.fake.get("maps", ()))
         if self.fake.get("refuses"):
             raise DataError("it does not like you", fix="be nicer")
         self.rows: dict[int, tuple[Prompt, int]] = {}
@@ -196,6 +206,7 @@ class FakeEngine(Engine):
 
     def reset_caches(self) -> bool:
         self.act("reset_caches")
+        map_memory(self.fake.get("maps", ()))
         return True
 
     def shutdown(self) -> None:

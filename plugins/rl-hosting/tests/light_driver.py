@@ -33,7 +33,7 @@ def main() -> None:
     engine = HostedProcess(
         "the fake engine",
         "fake_engine:FakeEngine",
-        {**os.environ, "PYTHONPATH": str(Path(__file__).parent)},
+        {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])},
     )
     config = {"fake": {"acts": acts, "pause": 0.01}}
     if moment == "handshake":

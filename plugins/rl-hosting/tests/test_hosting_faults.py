@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import signal
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
-from fake_backend import prompts, until
+from fake_backend import SOON, environment, prompts, until
 from fake_engine import ENDLESS
 
 from rl_core.errors import (
@@ -18,6 +20,7 @@ from rl_core.errors import (
     WorkerDiedError,
     WorkerError,
 )
+from rl_hosting._fork_client import ForkedProcess
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -62,6 +65,8 @@ DEATHS = {
 }
 
 
+#: An engine with a fork server of its own.
+ALONE = {"environment": {**environment(), "RL_ALONE": "1"}}
 LATER = {"from_call": {"wake": 2}}
 
 
@@ -132,5 +137,85 @@ def test_memory_that_an_engine_just_made_is_removed_with_it_when_the_driver_kill
     memory = Path("/dev/shm", f"rl-fake-{engine.pid}")
     engine._process.tell("reset_caches")
     until(lambda: str(memory) in Path(f"/proc/{engine.pid}/maps").read_text())
-    engine._process.give_up("is in the way")  # long before the fork server looks
+    engine._process.give_up("is in the way")  # perhaps before the fork server has looked
     assert not memory.exists()
+
+
+@pytest.mark.parametrize("end", ["is killed", "is closed"])
+def test_an_engine_removes_only_the_shared_memory_that_it_made(start, request, end):
+    other = start(fake={"acts": {"start": "share"}})
+    name = f"rl-fake-test-{os.getpid()}"
+    early, late, held = (Path(f"/dev/shm/{name}-{when}") for when in ("early", "late", "held"))
+    request.addfinalizer(lambda: [path.unlink() for path in (early, late, held)])
+    early.write_bytes(b"of the user")
+    kept = [early, late, held, Path(f"/dev/shm/rl-fake-{other.pid}")]
+    engine = start(fake={"acts": {"start": "share"}, "maps": list(map(str, kept))})
+    late.write_bytes(b"of the user, beside a running engine")
+    with held.open("w+b") as file:
+        file.write(b"of the driver, which closes it before the engine")
+        file.flush()
+        engine.invalidate_kv_cache()
+    if end == "is killed":
+        os.kill(engine.pid, signal.SIGKILL)
+    engine.shutdown()
+    assert not Path(f"/dev/shm/rl-fake-{engine.pid}").exists()
+    assert [path for path in kept if not path.exists()] == []
+
+
+def test_shared_memory_that_another_engine_has_outlives_the_one_that_made_it(start, request):
+    maker = start(fake={"acts": {"start": "share"}})
+    cache = Path(f"/dev/shm/rl-fake-{maker.pid}")
+    request.addfinalizer(cache.unlink)
+    engine = start(fake={"maps": [str(cache)]})
+    engine.invalidate_kv_cache()
+    os.kill(maker.pid, signal.SIGKILL)
+    maker.shutdown()
+    assert cache.exists()
+
+
+def test_an_engine_too_many_is_refused_and_the_others_go_on(start, imported):
+    engine, server = start(), imported._process.pid
+    limits = resource.prlimit(server, resource.RLIMIT_NOFILE)
+    used = len(os.listdir(f"/proc/{server}/fd"))
+    resource.prlimit(server, resource.RLIMIT_NOFILE, (used + 4, limits[1]))
+    try:
+        with pytest.raises(WorkerDiedError, match=r"did not fork: .*file descriptors"):
+            start()
+    finally:
+        resource.prlimit(server, resource.RLIMIT_NOFILE, limits)
+    for one in (engine, start()):
+        assert one.generate(prompts(5)).size == 1
+    assert len(os.listdir(f"/proc/{server}/fd")) == used + 3
+
+
+def test_a_fork_server_may_open_all_files_that_it_can_and_its_engines_as_many_as_the_driver(start):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard - 1, hard))
+    try:
+        engine = start(hosting=ALONE)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    server = psutil.Process(engine.pid).ppid()
+    assert resource.prlimit(server, resource.RLIMIT_NOFILE) == (hard, hard)
+    assert resource.prlimit(engine.pid, resource.RLIMIT_NOFILE) == (hard - 1, hard)
+
+
+def test_an_engine_beside_a_stopped_fork_server_is_closed_soon(start):
+    engine = start(hosting=ALONE)
+    psutil.Process(psutil.Process(engine.pid).ppid()).suspend()
+    begin = time.monotonic()
+    engine.shutdown()
+    assert time.monotonic() - begin < 5.0
+    until(lambda: not psutil.pid_exists(engine.pid))
+
+
+def test_an_engine_that_is_forked_too_late_is_named_with_the_time_it_was_given(start, monkeypatch):
+    wait_for_fork = ForkedProcess.wait_for_fork
+
+    def late(self: Any, timeout_s: float) -> None:
+        wait_for_fork(self, SOON)
+        time.sleep(timeout_s)
+
+    monkeypatch.setattr(ForkedProcess, "wait_for_fork", late)
+    with pytest.raises(DeadlineError, match="start was not answered within 1 s"):
+        start(fake={"acts": {"start": "hang"}}, hosting={"start_timeout_s": 1.0})

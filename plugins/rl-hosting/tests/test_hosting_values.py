@@ -36,6 +36,7 @@ def test_values_come_back_as_they_were():
         {"\0kind": "tuple"},
         msgspec.msgpack.Ext(1, msgspec.msgpack.encode(["float32", [3], b"abc"])),
         msgspec.msgpack.Ext(1, msgspec.msgpack.encode(["load", [1], b"abcd"])),
+        msgspec.msgpack.Ext(1, msgspec.msgpack.encode(["float32", [1 << 20], b""])),
         msgspec.msgpack.Ext(1, b"\xff"),
     ],
 )

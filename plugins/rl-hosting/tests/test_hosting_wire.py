@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import builtins
 import socket
 import struct
 import threading
 import time
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +20,7 @@ from fake_engine import ENDLESS
 from rl_core.errors import DeadlineError, IncompatiblePluginError, PluginError, RLError, WorkerError
 from rl_hosting import Done, _messages
 from rl_hosting._messages import PROTOCOL, Channel, Hello, Progress, Reply, Request, encode
+from rl_hosting.cluster.remote_error import decode_error, encode_error
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -219,3 +222,23 @@ def test_another_version_is_refused_by_both(ends):
         IncompatiblePluginError, match=f"version {PROTOCOL + 1} .* this one {PROTOCOL}"
     ):
         theirs.receive()
+
+
+def test_a_frame_takes_the_memory_of_what_came_and_not_of_what_was_announced(ends):
+    ours, theirs = ends
+    ours._end.sendall(HEAD.pack(PROTOCOL, 1 << 33) + b"x" * 100)
+    ours.close()
+    tracemalloc.start()
+    try:
+        with pytest.raises(EOFError):
+            theirs.receive()
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("name", ["SystemExit", "KeyboardInterrupt", "BaseException"])
+def test_no_error_of_an_engine_ends_the_driver(name):
+    error = decode_error([name, "come with me", None, {}])
+    assert type(error) is WorkerError
+    assert type(decode_error(encode_error(getattr(builtins, name)("so"), "w"))) is WorkerError

@@ -25,8 +25,9 @@ import psutil
 
 from rl_core.errors import DataError, LifecycleError, PluginError
 from rl_core.plugins.discovery import load_object
-from rl_hosting._leftovers import SessionMemory, end_session
+from rl_hosting._leftovers import end_session
 from rl_hosting._messages import Channel, Hello, Progress, Reply, Request, encode
+from rl_hosting._shared_memory import MemoryWatch, save_made
 from rl_hosting._timing import (
     ENGINE_SEND_S,
     HEARTBEAT_S,
@@ -59,6 +60,7 @@ class EngineHost:
 
     def __init__(self, channel: Channel, engine: str) -> None:
         self._channel = channel
+        self._watch = MemoryWatch()
         self._reference = engine
         self._engine: Engine | None = None
         self._inbox: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
@@ -137,10 +139,10 @@ class EngineHost:
                 fix="report it to the backend's author",
             )
         self._engine = engine
-        # The fork server looks twice a second: an engine that is killed at once may be faster.
-        memory = SessionMemory(os.getpid())
-        memory.record()
-        memory.save(os.environ[SOCKETS])
+        # The fork server sees it too, perhaps not before an engine is killed that just started.
+        for made in self._watch.look({os.getpid()}).values():
+            save_made(os.environ[SOCKETS], made)
+        self._watch.close()
         return engine.facts
 
     # -- rows -------------------------------------------------------------------------------------

@@ -11,11 +11,14 @@ import subprocess
 import threading
 import time
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import psutil
 
 from rl_core.errors import ConfigError, DeadlineError, WorkerDiedError
 from rl_hosting._fork_server import MESSAGE
-from rl_hosting._timing import SERVER_CLOSE_S
+from rl_hosting._leftovers import is_in_state
+from rl_hosting._timing import POLL_S, SERVER_CLOSE_S
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -42,7 +45,7 @@ class ForkedProcess:
     Args:
         status: A pipe, to which the server writes a line when the process has begun (its id), and
             one when the process and all that it left have ended (its exit status).
-        server: The server's process.
+        server: Its server.
 
     Attributes:
         pid: Its id, once :meth:`wait_for_fork` has returned.
@@ -50,7 +53,7 @@ class ForkedProcess:
         lost: True if the server ended without writing the status.
     """
 
-    def __init__(self, status: int, server: subprocess.Popen[bytes]) -> None:
+    def __init__(self, status: int, server: ForkServer) -> None:
         self.pid = 0
         self.returncode: int | None = None
         self.lost = False
@@ -81,7 +84,8 @@ class ForkedProcess:
             raise WorkerDiedError(
                 f"the process {self._server.pid}, which imports the engine, did not fork: "
                 f"{line or 'it ended'}",
-                fix="look at the log for why; rl-hosting must be installed there",
+                fix="look at the log for why; rl-hosting must be installed there, and the limits "
+                "(ulimit -a) must leave room for one more process and its files",
             )
 
     def poll(self) -> int | None:
@@ -105,11 +109,29 @@ class ForkedProcess:
             self.returncode = int(line or -signal.SIGKILL)
         return self.returncode
 
+    def wait_for_end(self, timeout_s: float) -> None:
+        """Waits until it has ended, and what it left is removed unless the server is stopped.
+
+        Raises:
+            subprocess.TimeoutExpired: It still runs.
+        """
+        end = time.monotonic() + timeout_s
+        while True:
+            with suppress(subprocess.TimeoutExpired):
+                self.wait(min(POLL_S, max(0.0, end - time.monotonic())))
+                return
+            if is_in_state(self._server.pid, psutil.STATUS_STOPPED) and (
+                not psutil.pid_exists(self.pid) or is_in_state(self.pid, psutil.STATUS_ZOMBIE)
+            ):
+                return
+            if time.monotonic() >= end:
+                raise subprocess.TimeoutExpired(["rl_hosting._fork_server"], timeout_s)
+
     def kill(self) -> None:
-        """Kills it, if it still runs."""
+        """Has the server kill it, if it still runs; the server looks at what it has before."""
         if self.pid and self.poll() is None:
-            with suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGKILL)
+            with suppress(OSError):  # it has ended, and with it what it forked
+                self._server.ask({"kill": self.pid})
 
     def close(self) -> None:
         """Closes the pipe. Idempotent."""
@@ -219,7 +241,8 @@ class ForkServer:
             self._control.shutdown(socket.SHUT_RDWR)
         self._control.close()
         try:
-            self._process.wait(SERVER_CLOSE_S)
+            stopped = is_in_state(self.pid, psutil.STATUS_STOPPED)
+            self._process.wait(0.0 if stopped else SERVER_CLOSE_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
@@ -240,10 +263,9 @@ class ForkServer:
             WorkerDiedError: The server is gone.
         """
         request = {"environment": dict(environment), "engine": engine, "host": host}
-        message = json.dumps(request).encode()
         status, theirs = os.pipe()
         try:
-            socket.send_fds(self._control, [message], [end, theirs, log])
+            self.ask(request, end, theirs, log)
         except TimeoutError as error:
             os.close(status)
             raise DeadlineError(
@@ -255,7 +277,21 @@ class ForkServer:
             pass
         finally:
             os.close(theirs)
-        return ForkedProcess(status, self._process)
+        return ForkedProcess(status, self)
+
+    def ask(self, request: Mapping[str, Any], *descriptors: int) -> None:
+        """Sends a request.
+
+        Raises:
+            TimeoutError: The server takes none.
+            OSError: It has ended.
+        """
+        socket.send_fds(self._control, [json.dumps(request).encode()], descriptors)
+
+    @property
+    def pid(self) -> int:
+        """Of its process."""
+        return self._process.pid
 
 
 def per_process(environment: Mapping[str, str]) -> dict[str, str]:

@@ -21,6 +21,7 @@ import gc
 import importlib
 import json
 import os
+import resource
 import selectors
 import signal
 import socket
@@ -32,8 +33,9 @@ from typing import Any
 import psutil
 
 from rl_hosting._engine_host import SOCKETS, run_host
-from rl_hosting._leftovers import SessionMemory, end_session, kill
-from rl_hosting._timing import NEW_MEMORY_S, PARENT_POLL_S
+from rl_hosting._leftovers import end_session, kill
+from rl_hosting._shared_memory import MemoryWatch, remove_made, save_made
+from rl_hosting._timing import MEMORY_POLL_S, PARENT_POLL_S
 
 __all__ = ["MESSAGE", "main"]
 
@@ -43,6 +45,8 @@ MESSAGE = 1 << 16
 _LOG_BYTES, _KEPT_BYTES = 32 << 20, 1 << 16
 #: Bytes of a block of a file, as stat counts them.
 _BLOCK = 512
+#: Descriptors that an engine needs here, and those that are kept for the server's own work.
+_DESCRIPTORS, _SPARE = 3, 8
 _PR_SET_CHILD_SUBREAPER = 36
 #: FALLOC_FL_PUNCH_HOLE, with which FALLOC_FL_KEEP_SIZE must be set.
 _PUNCH_HOLE = 3
@@ -65,8 +69,7 @@ class _Child:
         self.log = log
         self.sockets = sockets
         self.ended = os.pidfd_open(pid)
-        self.memory = SessionMemory(pid)
-        _report(status, str(pid))
+        self.made = set[int]()  # inodes of its shared memory
 
     def trim(self) -> None:
         """Keeps an engine that prints without end from filling the disk."""
@@ -95,8 +98,11 @@ class _Server:
         self._control = control
         self._driver = driver
         self._children: dict[int, _Child] = {}
+        self._watch = MemoryWatch()
         self._selector = selectors.PollSelector()  # epoll would be shared by what is forked
         self._selector.register(control, selectors.EVENT_READ)
+        if self._watch.events >= 0:
+            self._selector.register(self._watch.events, selectors.EVENT_READ)
 
     def serve(self) -> tuple[dict[str, Any], int, int] | None:
         """Serves until the driver is gone, or has closed the socket.
@@ -105,41 +111,65 @@ class _Server:
             None in the server. In a process that was forked, the request for it, and the
             descriptors of its socket and its log.
         """
-        looked, changed, seen = 0.0, 0.0, set[str]()
+        looked = 0.0
         while os.getppid() == self._driver.pid:
-            for key, _ in self._selector.select(PARENT_POLL_S):
+            patience = MEMORY_POLL_S if self._watch.undecided else PARENT_POLL_S
+            for key, _ in self._selector.select(patience):
                 if key.data is not None:
                     self._reap(key.data)
-                    continue
-                message, descriptors, _, _ = socket.recv_fds(self._control, MESSAGE, 3)
-                if not message:
-                    self._end()
-                    return None
-                if forked := self._fork(json.loads(message), *descriptors):
-                    return forked
+                elif key.fileobj is self._control:
+                    message, descriptors, _, _ = socket.recv_fds(
+                        self._control, MESSAGE, _DESCRIPTORS
+                    )
+                    if not message:
+                        self._end()
+                        return None
+                    if forked := self._answer(message, descriptors):
+                        return forked
+            self._look(at_once=False)
             if time.monotonic() - looked < PARENT_POLL_S:
                 continue
-            looked, before = time.monotonic(), seen
-            with suppress(OSError):
-                seen = set(os.listdir("/dev/shm"))  # noqa: S108 - where Linux shows it
-            if seen - before:
-                changed = looked
+            looked = time.monotonic()
             for child in self._children.values():
                 child.trim()
-                if looked - changed < NEW_MEMORY_S:
-                    child.memory.record()
-            self._reap_orphans()
+            with suppress(OSError):  # no descriptor is left for it: the limit was lowered
+                self._reap_orphans()
         self._end()
         return None
 
-    def _fork(
-        self, request: dict[str, Any], end: int, status: int, log: int
+    def _look(self, *, at_once: bool = True) -> None:
+        """Takes note of the shared memory that engines have made."""
+        for pid, made in self._watch.look(self._children, at_once=at_once).items():
+            self._children[pid].made |= made
+            save_made(self._children[pid].sockets, made)
+
+    def _answer(
+        self, message: bytes, descriptors: list[int]
     ) -> tuple[dict[str, Any], int, int] | None:
+        """Does what the driver asks. What fails is reported there, and all others live on."""
+        pid = -1
         try:
+            request = json.loads(message)
+            if "kill" in request:
+                self._look()  # what an engine has is known only while it lives
+                if request["kill"] in self._children:
+                    os.kill(request["kill"], signal.SIGKILL)
+                return None
+            limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+            used = len(os.listdir("/proc/self/fd"))
+            if len(descriptors) < _DESCRIPTORS or used + _SPARE > limit:
+                raise OSError(f"it has {used} of {limit} file descriptors in use (ulimit -Hn)")
+            end, status, log = descriptors
             pid = os.fork()
-        except OSError as error:  # others live on
-            _report(status, f"fork: {error}")
-            for descriptor in (end, status, log):
+            if pid:
+                child = _Child(pid, status, log, request["environment"][SOCKETS])
+        except (OSError, ValueError) as error:
+            if pid > 0:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+            for status in descriptors[1:2]:
+                _report(status, str(error))
+            for descriptor in descriptors:
                 os.close(descriptor)
             return None
         if pid == 0:
@@ -147,11 +177,13 @@ class _Server:
             for other in self._children.values():
                 other.close()
             self._selector.close()
+            self._watch.close()
             os.close(status)
             return request, end, log
         os.close(end)
-        child = self._children[pid] = _Child(pid, status, log, request["environment"][SOCKETS])
+        self._children[pid] = child
         self._selector.register(child.ended, selectors.EVENT_READ, child)
+        _report(status, str(pid))
         return None
 
     def _reap(self, child: _Child) -> None:
@@ -160,9 +192,11 @@ class _Server:
         It is reaped last: as long as it is a zombie, no other process can get its id, which is the
         id of its session.
         """
-        end_session(child.pid, child.sockets, child.memory)
+        self._look()
+        end_session(child.pid, child.sockets, child.made)
         del self._children[child.pid]
         self._reap_orphans(child)
+        remove_made(child.pid, child.made)  # what orphans in sessions of their own still had
         code = os.waitstatus_to_exitcode(os.waitpid(child.pid, 0)[1])
         self._selector.unregister(child.ended)
         _report(child.status, str(code))
@@ -186,7 +220,7 @@ class _Server:
     def _end(self) -> None:
         """Kills everything."""
         for child in list(self._children.values()):
-            child.memory.record()
+            self._look()
             with suppress(ProcessLookupError):
                 os.kill(child.pid, signal.SIGKILL)
             os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
@@ -198,8 +232,12 @@ def _report(status: int, line: str) -> None:
         os.write(status, f"{line}\n".encode())
 
 
-def _become_engine(request: dict[str, Any], end: int, log: int, driver: psutil.Process) -> None:
-    """Makes the forked process what was asked for: its output, its variables, its threads."""
+def _become_engine(
+    request: dict[str, Any], end: int, log: int, driver: psutil.Process, files: tuple[int, int]
+) -> None:
+    """Makes the forked process what was asked for: output, limits, variables, threads."""
+    with suppress(OSError, ValueError):  # somebody has lowered it meanwhile
+        resource.setrlimit(resource.RLIMIT_NOFILE, files)
     os.dup2(log, sys.stdout.fileno())
     os.dup2(log, sys.stderr.fileno())
     os.close(log)
@@ -225,6 +263,9 @@ def main() -> None:
         return
     # Orphans of an engine's processes become this one's children.
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    # Every engine takes some descriptors here. Those that are forked have the driver's limit again.
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files[1], files[1]))
     with socket.socket(fileno=int(end)) as control:
         for module in modules:
             try:
@@ -236,7 +277,7 @@ def main() -> None:
         gc.freeze()  # collections in a forked process need not copy the pages of all of this
         forked = _Server(control, driver).serve()
     if forked is not None:
-        _become_engine(*forked, driver)
+        _become_engine(*forked, driver, files)
 
 
 if __name__ == "__main__":

@@ -40,6 +40,8 @@ _HEAD = struct.Struct("!BQ")
 _TIMEVAL = struct.Struct("@ll")
 #: A frame that is larger than this is none of ours.
 _MOST = 1 << 34
+#: Bytes that are read at once, at most.
+_PIECE = 1 << 20
 
 
 class Hello(msgspec.Struct, array_like=True, tag="hello"):
@@ -191,24 +193,24 @@ class Channel:
         self._end.close()
 
     def _exactly(self, size: int, *, begun: bool) -> bytearray:
-        data = bytearray(size)
-        view, got = memoryview(data), 0
-        while got < size:
+        data = bytearray()  # grows with what came, not with what the other side says
+        while len(data) < size:
             try:
-                count = self._end.recv_into(view[got:], min(size - got, 1 << 20))
+                new = self._end.recv(min(size - len(data), _PIECE))
             except BlockingIOError:
-                if not (begun or got):
+                if not (begun or data):
                     continue
                 raise DeadlineError(
-                    f"of a frame of {size} bytes {got} came, and no more in {FRAME_STALL_S:.0f} s",
+                    f"of a frame of {size} bytes {len(data)} came, and no more in "
+                    f"{FRAME_STALL_S:.0f} s",
                     fix="look at its log",
                     seconds=FRAME_STALL_S,
                 ) from None
             except OSError as error:
                 raise EOFError(str(error)) from error
-            if not count:
+            if not new:
                 raise EOFError("the other side is gone")
-            got += count
+            data += new
         return data
 
     def _late(self, timeout_s: float) -> DeadlineError:

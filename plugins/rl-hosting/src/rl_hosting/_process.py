@@ -31,7 +31,7 @@ from rl_core.errors import (
 from rl_hosting._engine_host import HOST, SOCKETS
 from rl_hosting._fork_client import ForkedProcess, ForkServer, per_process
 from rl_hosting._inbox import Inbox
-from rl_hosting._leftovers import SessionMemory, end_session, stopped_processes
+from rl_hosting._leftovers import end_session, stopped_processes
 from rl_hosting._log import Log
 from rl_hosting._messages import Channel, Hello, Progress, Request, encode, error_of
 from rl_hosting._timing import (
@@ -159,7 +159,7 @@ class HostedProcess:
         end = time.monotonic() + timeout_s
         try:
             self._process.wait_for_fork(timeout_s)
-            hello: Hello = self._wait(self._inbox.hello, "start", end - time.monotonic())
+            hello: Hello = self._wait(self._inbox.hello, "start", end, timeout_s)
             # One release may read otherwise what another writes.
             for name, theirs in (("rl-hosting", hello.hosting), ("rl-core", hello.core)):
                 if theirs != (ours := version(name)):
@@ -168,7 +168,7 @@ class HostedProcess:
                         fix=f"install {name} {ours} there, or {theirs} here",
                         version=theirs,
                     )
-            return self.call("start", end - time.monotonic(), config=dict(config))
+            return self._call("start", end, timeout_s, {"config": dict(config)})
         except PluginError as error:  # the log may say more of it
             self.with_log(error).message += self._log_lines()
             raise
@@ -190,10 +190,14 @@ class HostedProcess:
             DeadlineError: It did not answer in time.
             LifecycleError: This process was forked from the one whose engine it is.
         """
-        number, end = next(self._numbers), time.monotonic() + timeout_s
+        return self._call(method, time.monotonic() + timeout_s, timeout_s, arguments)
+
+    def _call(self, method: str, end: float, seconds: float, arguments: dict[str, Any]) -> Any:
+        """As :meth:`call`, until a time; ``seconds`` is how long that is after the beginning."""
+        number = next(self._numbers)
         with self._inbox.expecting(number) as answer:
-            self._send(Request(method, arguments, number), timeout_s)
-            reply = self._wait(answer, method, end - time.monotonic())
+            self._send(Request(method, arguments, number), max(0.0, end - time.monotonic()))
+            reply = self._wait(answer, method, end, seconds)
         if (error := error_of(reply)) is not None:
             raise self.with_log(error)
         return reply.value
@@ -274,8 +278,9 @@ class HostedProcess:
         except OSError as error:
             raise self._died() from error
 
-    def _wait(self, answer: concurrent.futures.Future[Any], method: str, timeout_s: float) -> Any:
-        end = time.monotonic() + timeout_s
+    def _wait(
+        self, answer: concurrent.futures.Future[Any], method: str, end: float, seconds: float
+    ) -> Any:
         while True:
             left = end - time.monotonic()
             try:
@@ -284,7 +289,7 @@ class HostedProcess:
                 if not self._alive() and not answer.done():
                     raise self._died() from None
                 if left <= 0:
-                    raise self._late(method, timeout_s) from None
+                    raise self._late(method, seconds) from None
             except EOFError:
                 raise self._died() from None
 
@@ -389,15 +394,11 @@ def _end(
     channel.close()
     try:
         if process.pid:
-            process.wait(grace_s)
+            process.wait_for_end(grace_s)
     except subprocess.TimeoutExpired:
-        # What it has mapped is known only while it lives.
-        memory = SessionMemory(process.pid)
-        memory.record()
-        memory.save(sockets)
         process.kill()
         with suppress(subprocess.TimeoutExpired):
-            process.wait(KILLED_S)
+            process.wait_for_end(KILLED_S)
     finally:
         if process.pid and (process.lost or process.poll() is None):
             end_session(process.pid, sockets)  # the server, which would do it, is gone or hangs

@@ -17,7 +17,7 @@ __all__ = [
     "KILL_S",
     "LATE_CLOSE_S",
     "MEET_S",
-    "NEW_MEMORY_S",
+    "MEMORY_POLL_S",
     "PARENT_ACTS_S",
     "PARENT_POLL_S",
     "POLL_S",
@@ -29,7 +29,6 @@ __all__ = [
     "SOCKET_SETTLE_S",
     "STOPPED_POLL_S",
     "STOPPED_S",
-    "TRACKER_S",
 ]
 
 # -- a driver waits for its engine's process ---------------------------------------------------
@@ -62,10 +61,8 @@ LATE_CLOSE_S = 1.0
 EXIT_STATUS_S = 2.0
 #: For killed processes to be gone; one that is in the kernel must leave it first.
 KILL_S = 2.0
-#: For Python's resource trackers to remove what they know of, before they are killed, too.
-TRACKER_S = 1.0
-#: For the fork server to end a killed engine's session: its processes, then its trackers.
-KILLED_S = KILL_S + TRACKER_S + KILL_S
+#: For the fork server to end a killed engine's session.
+KILLED_S = 2 * KILL_S
 #: For a fork server to end, and for it to take a request.
 SERVER_CLOSE_S = 3.0
 
@@ -78,9 +75,9 @@ PARENT_POLL_S = 0.5
 PARENT_ACTS_S = 4 * PARENT_POLL_S
 #: Between the end of a driver's last socket and the end of its process, as the kernel orders them.
 SOCKET_SETTLE_S = 0.05
-#: How long after something new came into /dev/shm the fork server looks for whose it is: a process
-#: creates shared memory before it maps it.
-NEW_MEMORY_S = 6 * PARENT_POLL_S
+#: Between two looks for the process that made something in /dev/shm, which the kernel reports just
+#: before that process has it.
+MEMORY_POLL_S = 0.02
 
 # -- refits ------------------------------------------------------------------------------------
 

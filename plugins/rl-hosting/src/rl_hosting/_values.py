@@ -163,7 +163,7 @@ def _extension(code: int, data: memoryview) -> Any:
     dtype_name, shape, content = msgspec.msgpack.decode(data)
     dtype = _dtype_of(dtype_name)
     if not content:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(0, dtype=dtype).view(shape)  # which must have no elements
     return torch.frombuffer(bytearray(content), dtype=torch.uint8).view(dtype).view(shape)
 
 

@@ -106,30 +106,30 @@ def _plain(value: Any) -> Any:
 
 def _known_ancestor(cls: type[BaseException]) -> str:
     """Name of the nearest class that every process has."""
-    return next(
-        base.__name__
-        for base in cls.__mro__
-        if _known(base.__name__) is base and not issubclass(base, _SHAPED)
-    )
+    known = (base.__name__ for base in cls.__mro__ if _known(base.__name__) is base)
+    return next(known, Exception.__name__)
 
 
-def _known(name: str) -> type[BaseException] | None:
+def _known(name: str) -> type[Exception] | None:
+    """The class of a name; none that would end the process that raises it, such as SystemExit."""
     found = getattr(errors, name, None) or getattr(builtins, name, None)
-    return found if isinstance(found, type) and issubclass(found, BaseException) else None
+    if isinstance(found, type) and issubclass(found, Exception) and not issubclass(found, _SHAPED):
+        return found
+    return None
 
 
 def _rebuild(name: str, message: str, fix: str | None, details: dict[str, Any]) -> WorkerError:
-    return _class_of(name)(message, fix=fix, **details)
+    return _class_of(_known(name) or WorkerError)(message, fix=fix, **details)
 
 
 @cache
-def _class_of(name: str) -> type[WorkerError]:
-    """WorkerError, combined with the named class unless one is the other's ancestor."""
-    base = _known(name)
-    if base is None or issubclass(WorkerError, base):
+def _class_of(base: type[Exception]) -> type[WorkerError]:
+    """WorkerError, combined with a class unless one is the other's ancestor."""
+    if issubclass(WorkerError, base):
         return WorkerError
     if issubclass(base, WorkerError):
         return base
+    name = base.__name__
 
     def reduce(self: WorkerError) -> tuple[Any, ...]:
         return _rebuild, (name, self.message, self.fix, self.details)
