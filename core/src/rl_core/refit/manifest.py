@@ -29,6 +29,8 @@ _DTYPES = frozenset(
     if isinstance(value, torch.dtype) and str(value) == f"torch.{name}"
 )
 _SHOWN = 5
+#: Of one tensor: 1 PiB.
+_MOST_BYTES = 1 << 50
 
 
 def numel(spec: TensorSpec) -> int:
@@ -64,7 +66,7 @@ class WeightManifest:
         for spec in self.tensors:
             if cause := self._fault(spec):
                 raise RefitProtocolError(
-                    f"manifest: {spec.name}: {cause}",
+                    f"manifest: {spec.name!r}: {cause}",
                     fix="correct WeightSource.specs() or WeightSink.specs()",
                     phase="DISCOVER",
                 )
@@ -72,8 +74,14 @@ class WeightManifest:
     def _fault(self, spec: TensorSpec) -> str | None:
         if spec.dtype not in _DTYPES:
             return f"unknown dtype {spec.dtype!r}"
-        if any(size < 0 for size in spec.shape):
-            return f"negative size in {spec.shape}"
+        if not all(type(size) is int and size >= 0 for size in spec.shape):
+            return f"a size in {spec.shape} is no number from 0 on"
+        if nbytes(spec) > _MOST_BYTES:
+            return f"{nbytes(spec)} bytes are more than any memory has"
+        try:
+            msgspec.msgpack.encode(spec)
+        except (TypeError, ValueError, OverflowError) as error:  # such as half a character
+            return f"it cannot be sent: {error}"
         if spec.alias_of is None:
             return None
         owner = self.by_name.get(spec.alias_of)

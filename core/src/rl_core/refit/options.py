@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Self, TypeGuard
 
 from rl_core.errors import ConfigError
-from rl_core.refit.plan import DataMode
+from rl_core.refit.plan import ALIGN, DataMode
 from rl_core.refit.session import ISOLATION_LEVELS, VERIFY_LEVELS
 
 if TYPE_CHECKING:
@@ -34,6 +34,12 @@ _BUCKET_BYTES = {
     ("cpu", DataMode.DIRECT): 64 << 20,
     ("cuda", DataMode.PACKED): 256 << 20,
     ("cuda", DataMode.DIRECT): 512 << 20,
+}
+#: Least and most of whole numbers. Versions are columns of 64 bits.
+_BOUNDS = {
+    "receivers": (1, 1 << 16),
+    "version": (1, (1 << 63) - 1),
+    "bucket_bytes": (ALIGN, (1 << 63) - 1),
 }
 DEFAULT_DEADLINE_S = 120.0
 MAX_DEADLINE_S = 7 * 24 * 3600.0
@@ -118,15 +124,14 @@ class SendOptions:
         for key, legal in choices.items():
             if getattr(self, key) not in legal:
                 raise _illegal(key, getattr(self, key), f"use one of {legal}")
-        least = {"receivers": 1, "version": 1, "bucket_bytes": 64}
-        for key, smallest in least.items():
+        for key, (least, most) in _BOUNDS.items():
             value = getattr(self, key)
             given = value is not None or key == "receivers"
-            if given and not (_is_number(value, int) and value >= smallest):
-                raise _illegal(key, value, f"the least is {smallest}")
+            if given and not (_is_number(value, int) and least <= value <= most):
+                raise _illegal(key, value, f"give a whole number from {least} to {most}")
         check_deadline(self.deadline_s)
         for key in ("transport", "refit_id"):
-            if not isinstance(getattr(self, key), str):
+            if not _is_text(getattr(self, key)):
                 raise _illegal(key, getattr(self, key), "give a name")
         for key in ("delta", "join"):
             if not isinstance(getattr(self, key), bool):
@@ -157,6 +162,11 @@ def _is_number(value: object, kind: Any) -> TypeGuard[float]:
     return isinstance(value, kind) and not isinstance(value, bool)
 
 
+def _is_text(value: object) -> bool:
+    """Whether it can be written as UTF-8, which halves of a surrogate pair cannot."""
+    return isinstance(value, str) and value.encode(errors="replace").decode() == value
+
+
 def _flat(scales: object) -> dict[str, float]:
     """The scales by name, whether they were nested by layer or not.
 
@@ -172,9 +182,9 @@ def _flat(scales: object) -> dict[str, float]:
         nested = isinstance(value, Mapping)
         flat |= {f"{name}.{kind}": x for kind, x in value.items()} if nested else {name: value}
     for name, value in flat.items():
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not number or not 0 < value < math.inf:
-            raise _illegal(f"kv_scales[{name!r}]", value, "a scale is a finite number above 0")
+        number = _is_number(value, int | float)
+        if not _is_text(name) or not number or not 0 < value <= sys.float_info.max:
+            raise _illegal(f"kv_scales[{name!r}]", value, "give names, and finite numbers above 0")
     return {name: float(value) for name, value in flat.items()}
 
 

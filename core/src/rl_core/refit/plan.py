@@ -26,7 +26,17 @@ if TYPE_CHECKING:
     from rl_core.interfaces.weights import TensorSpec
     from rl_core.refit.manifest import WeightManifest
 
-__all__ = ["ALIGN", "BLOCK", "SLOTS", "Bucket", "DataMode", "Segment", "TransferPlan", "make_plan"]
+__all__ = [
+    "ALIGN",
+    "BLOCK",
+    "MAX_BUCKETS",
+    "SLOTS",
+    "Bucket",
+    "DataMode",
+    "Segment",
+    "TransferPlan",
+    "make_plan",
+]
 
 #: Bytes under one digest on the CPU, at most: they are in its cache when they were just copied.
 BLOCK = 512 << 10
@@ -36,6 +46,8 @@ ALIGN = 64
 SLOTS = 2
 #: Buckets of a direct refit that may be announced and not loaded: enough to keep loaders busy.
 _ANNOUNCED = 3
+#: Into which the bytes of a model are split at most, so that a plan takes a second or two to make.
+MAX_BUCKETS = 1 << 18
 
 
 class DataMode(enum.StrEnum):
@@ -172,12 +184,15 @@ def make_plan(
         block: Bytes under one digest, at most.
 
     Raises:
-        ConfigError: ``bucket_bytes`` is smaller than the alignment.
+        ConfigError: ``bucket_bytes`` is smaller than the alignment, or so small that there would be
+            more than :data:`MAX_BUCKETS`.
     """
     size = bucket_bytes // ALIGN * ALIGN
-    if size <= 0:
+    total = 0 if mode is DataMode.HANDLES else manifest.nbytes  # which are split
+    least = max(ALIGN, _align(-(-total // MAX_BUCKETS)))
+    if size < least:
         raise ConfigError(
-            f"bucket_bytes is {bucket_bytes}; the least is {ALIGN}",
+            f"bucket_bytes is {bucket_bytes}; the least is {least} for a model of {total} bytes",
             fix="use some tens of megabytes",
             key="bucket_bytes",
         )
@@ -241,7 +256,8 @@ def direct_places(owned: Iterable[TensorSpec]) -> tuple[list[int], int]:
 
 
 def _at(segment: Segment, start: int) -> Segment:
-    return segment._replace(start=start, stop=start + segment.stop - segment.start)
+    tensor, spec, offset, elements, begin, stop, last = segment
+    return Segment(tensor, spec, offset, elements, start, start + stop - begin, last)
 
 
 def _align(position: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import closing
 from itertools import pairwise
 
@@ -245,6 +246,16 @@ def test_a_plan_of_nothing_has_no_bucket_and_needs_no_lane():
 def test_a_bucket_smaller_than_the_alignment_is_a_config_error():
     with pytest.raises(ConfigError, match="bucket_bytes"):
         make_plan(manifest(W), ALIGN - 1)
+
+
+def test_so_small_buckets_that_a_plan_would_take_long_are_a_config_error_at_once():
+    big = manifest(TensorSpec("w", (1 << 40,), "float32"))
+    begin = time.monotonic()
+    for mode in (DataMode.PACKED, DIRECT):
+        with pytest.raises(ConfigError, match=r"bucket_bytes is 64; the least is \d+ for a model"):
+            make_plan(big, 64, mode)
+    assert time.monotonic() - begin < 1.0
+    assert len(make_plan(big, 64, DataMode.HANDLES).buckets) == 1
 
 
 @given(data=st.data())

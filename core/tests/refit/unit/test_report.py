@@ -171,3 +171,23 @@ def test_buckets_are_as_large_as_suits_the_device(device, mode, expected):
     where = torch.device(device)
     assert SendOptions().bucket_for(where, mode) == expected
     assert SendOptions(bucket_bytes=100).bucket_for(where, mode) == 100
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"receivers": 1 << 40},
+        {"version": 1 << 63},
+        {"bucket_bytes": 1 << 64},
+        {"refit_id": "\ud800"},
+        {"transport": "\udfff"},
+        {"kv_scales": {"layer\ud800": 1.0}},
+        {"kv_scales": {"layer": 1 << 2000}},
+        {"kv_scales": {5: 1.0}},
+    ],
+    ids=lambda option: next(iter(option)),
+)
+def test_what_no_message_holds_is_a_config_error(option):
+    with pytest.raises(ConfigError, match=next(iter(option))) as caught:
+        SendOptions.of(option)
+    str(caught.value).encode()
