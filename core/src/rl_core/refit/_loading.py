@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from functools import partial
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 from operator import setitem
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from rl_core.errors import RefitCorrupted
+from rl_core.errors import RefitCorrupted, RefitProtocolError
 from rl_core.refit.hashing import DIGEST_BYTES, DigestTable, Hasher, TensorHasher, as_view
 from rl_core.refit.manifest import dtype_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from rl_core.interfaces.weights import TensorSpec, WeightSink
     from rl_core.refit.hashing import BlockHash
@@ -75,6 +75,9 @@ class ReceiverBuckets:
         data: The receiver's end of the lane, uint8.
         block_hash: The trainer's.
         first: Index of the bucket that is loaded first.
+
+    Raises:
+        RefitProtocolError: Targets overlap; nothing was written.
     """
 
     def __init__(
@@ -100,6 +103,12 @@ class ReceiverBuckets:
         self._written_to: dict[str, list[TensorSpec]] = {}
         for spec in expected.owned:
             self._written_to.setdefault(wire.root(spec.name), []).append(spec)
+        check_apart(
+            (root, spec.name, self.targets[spec.name])
+            for root, specs in self._written_to.items()
+            for spec in specs
+            if spec.name in self.targets
+        )
         self._only_targets = all(
             spec.name in self.targets for specs in self._written_to.values() for spec in specs
         )
@@ -239,6 +248,31 @@ class ReceiverBuckets:
                 else:
                     pairs.append((self._part(target, piece), run))
         return writes + copiers(pairs)
+
+
+def check_apart(targets: Iterable[tuple[str, str, torch.Tensor]]) -> None:
+    """Makes sure that no target lies in another one's memory.
+
+    What is not contiguous is not looked at: views of one tensor may interleave.
+
+    Args:
+        targets: The owner of what is written there, a name, and where it is written.
+
+    Raises:
+        RefitProtocolError: Two overlap, and are not written the same bytes.
+    """
+    ranges = sorted(
+        (target.data_ptr(), target.data_ptr() + target.nbytes, root, name)
+        for root, name, target in targets
+        if target.nbytes and target.is_contiguous() and target.data_ptr()
+    )
+    for one, other in pairwise(ranges):
+        if other[0] < one[1] and one[:3] != other[:3]:
+            raise RefitProtocolError(
+                f"the engine's {one[3]} and {other[3]} overlap in memory, and are not tied",
+                fix="declare ties in WeightSink.specs() (alias_of), or give each its own memory",
+                phase="PREPARE",
+            )
 
 
 def copiers(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[Callable[[], object]]:

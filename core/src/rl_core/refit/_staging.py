@@ -8,6 +8,7 @@ import torch
 
 from rl_core.errors import CapabilityError
 from rl_core.interfaces.weights import WeightSink
+from rl_core.refit._loading import check_apart
 from rl_core.refit.manifest import dtype_of
 
 if TYPE_CHECKING:
@@ -58,6 +59,11 @@ class StagedSink(WeightSink):
         self._before = before
         self._specs = [s for s in sink.specs() if s.name in sent]
         self._targets: Mapping[str, torch.Tensor] = sink.targets() or {}
+        check_apart(
+            (spec.name, spec.name, self._targets[spec.name])
+            for spec in self._specs
+            if spec.name in self._targets
+        )
         self._memory = memory
         self._staged: dict[str, torch.Tensor] = {}
         self._begun = False

@@ -15,13 +15,21 @@ from simple_pair import (
     InPlaceSink,
     Trainer,
     blank,
+    fails,
     go,
     make_tensors,
 )
 
-from rl_core.errors import ConfigError, LifecycleError, RefitAborted, RefitError
+from rl_core.errors import (
+    ConfigError,
+    LifecycleError,
+    RefitAborted,
+    RefitError,
+    RefitProtocolError,
+)
 from rl_core.futures import wait
 from rl_core.refit import RefitReceiver, RefitSender
+from rl_core.refit._loading import check_apart
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -239,3 +247,29 @@ def test_a_source_that_says_that_it_cannot_go_on_ends_the_refit(trainer, engine,
     with pytest.raises(RefitError, match="rank 3 is gone"):
         trainer.sender.send(deadline_s=SOON).result(SOON)
     assert counts(trainer) == [1]
+
+
+@pytest.mark.parametrize("isolation", ["quiesced", "staged"])
+@pytest.mark.parametrize("overlap", [slice(0, 20), slice(39, 40), slice(None)])
+def test_targets_that_overlap_and_are_not_tied_are_refused_before_a_byte_is_written(
+    keep, isolation, overlap
+):
+    installed = torch.zeros(40, 30)
+    engine = keep(Engine({"fused": installed, "rows": installed[overlap]}, kind=InPlaceSink))
+    rows = torch.ones(40, 30)[overlap]
+    trainer = keep(Trainer({"fused": torch.ones(40, 30), "rows": rows}))
+    _, refused = fails(trainer, engine, isolation=isolation)
+    assert isinstance(refused, RefitProtocolError)
+    assert "fused and rows overlap" in str(refused) or "rows and fused overlap" in str(refused)
+    assert not installed.any()
+    engine.idle().receiver.check()
+
+
+def test_targets_may_be_views_of_one_tensor_that_lie_side_by_side(keep):
+    fused = torch.zeros(40, 30)
+    parts = {"bottom": fused[20:], "top": fused[:20]}
+    engine = keep(Engine(parts, kind=InPlaceSink))
+    weights = {name: torch.randn(20, 30) for name in parts}
+    go(keep(Trainer(weights)), engine)
+    assert torch.equal(fused, torch.cat([weights["top"], weights["bottom"]]))
+    check_apart([("odd", "odd", fused[:, 1::2]), ("even", "even", fused[:, ::2])])
