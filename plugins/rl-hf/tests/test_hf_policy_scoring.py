@@ -100,6 +100,28 @@ def test_rows_are_packed_unless_something_else_is_configured(tiny, config, packs
     assert policy.config["sequence_packing"]["enabled"] is packs
 
 
+@pytest.mark.parametrize(
+    ("config", "lengths", "shape"),
+    [
+        ({}, [8, 7, 8, 8], [4, 8]),
+        ({}, [60, 1, 1, 1], [1, 63]),
+        ({"sequence_packing": {"enabled": True}}, [8, 7, 8, 8], [1, 31]),
+    ],
+    ids=["nearly equal", "ragged", "asked for"],
+)
+def test_rows_are_packed_where_padding_costs_more_or_where_it_is_asked_for(
+    tiny, config, lengths, shape
+):
+    policy = HuggingFacePolicy(str(tiny()), **config)
+    shapes = []
+    policy.model.get_input_embeddings().register_forward_pre_hook(
+        lambda _module, args: shapes.append(list(args[0].shape))
+    )
+    ids = torch.randint(3, 270, (4, max(lengths)), generator=torch.Generator().manual_seed(0))
+    policy.get_logprobs(BatchedDataDict({"input_ids": ids, "input_lengths": torch.tensor(lengths)}))
+    assert shapes == [shape]
+
+
 def test_padding_width_and_what_stands_in_it_do_not_matter(tiny):
     policy = HuggingFacePolicy(str(tiny()))
     narrow, wide = batch(width=20), batch(width=20)

@@ -26,7 +26,11 @@ if TYPE_CHECKING:
     from rl_hf.attention import Observer
     from rl_hf.hidden import Body
 
-__all__ = ["Forward", "Sequences", "base_model", "packing_fault"]
+__all__ = ["Forward", "Sequences", "base_model", "packed_row_cost", "packing_fault"]
+
+#: Weights that a token is multiplied with in the time that attention takes to be called for a row
+#: by itself. Measured: 0.3 to 4 million in models 64 to 1024 wide, on a CPU.
+ROW_CALL_WEIGHTS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +85,8 @@ class Forward:
         model: The model; used in whatever mode and with whatever gradients the caller set.
         temperature: Divides the logits.
         packed: Lay the rows of a microbatch end to end instead of padding them.
+        row_cost: Padding of this many tokens a row is cheaper than packing; see
+            :func:`packed_row_cost`.
         body: Of the model; logits of it are made some tokens at a time. None makes them at once.
         sharing: See :func:`~rl_hf.positions.sharing_limit`.
     """
@@ -91,12 +97,14 @@ class Forward:
         *,
         temperature: float = 1.0,
         packed: bool = False,
+        row_cost: float = 0.0,
         body: Body | None = None,
         sharing: int | None = None,
     ) -> None:
         self.model = model
         self.temperature = temperature
         self.packed = packed
+        self.row_cost = row_cost
         self.body = body
         self.sharing = sharing
         self.segments = packed and uses_segments(base_model(model))
@@ -130,6 +138,7 @@ class Forward:
             model,
             temperature=self.temperature,
             packed=self.packed,
+            row_cost=self.row_cost,
             body=self.body,
             sharing=self.sharing,
         )
@@ -204,7 +213,8 @@ class Forward:
         """What the model makes of all tokens, and ``[b]`` int64 places of the rows' first ones."""
         inputs: dict[str, Any] = {"input_ids": rows.ids, "use_cache": False}
         starts = torch.arange(len(rows.sizes), device=rows.ids.device) * rows.ids.shape[1]
-        if self.packed:
+        padding = rows.ids.numel() - sum(rows.sizes)
+        if self.packed and padding > self.row_cost * len(rows.sizes):
             index, positions = rows.tokens()
             inputs["input_ids"] = rows.ids[index, positions][None]
             inputs["position_ids"] = positions[None]
@@ -230,6 +240,19 @@ def base_model(model: Any) -> Any:
     """The transformers model itself, also inside an adapter's wrapper."""
     inner = getattr(model, "get_base_model", None)
     return model if inner is None else inner()
+
+
+def packed_row_cost(model: nn.Module) -> float:
+    """Tokens that a model computes in the time of the calls that a packed row needs for itself.
+
+    Attention is called once for all padded rows, and for each packed row by itself.
+    """
+    base = base_model(model)
+    layers: int = getattr(base.config.get_text_config(), "num_hidden_layers", 1)
+    weights: int = (
+        sum(p.numel() for p in base.parameters()) - base.get_input_embeddings().weight.numel()
+    )
+    return ROW_CALL_WEIGHTS * layers / max(weights, 1)
 
 
 def packing_fault(model: nn.Module, vocab_size: int) -> str:

@@ -21,7 +21,7 @@ from rl_core.refit.tensors import NamedTensorSource, module_tensors
 from rl_hf import saving
 from rl_hf.config import HuggingFaceGenerationConfig, HuggingFacePolicyConfig
 from rl_hf.decoders import decoding_engine
-from rl_hf.forward import Forward, Sequences, base_model, packing_fault
+from rl_hf.forward import Forward, Sequences, base_model, packed_row_cost, packing_fault
 from rl_hf.hidden import find_body
 from rl_hf.lora import BaseWeights, MergedWeightSource, add_adapters
 from rl_hf.manifest import BACKEND
@@ -97,6 +97,7 @@ class HuggingFacePolicy(PolicyBackend):
             self.model = add_adapters(model, lora, seed=checked.get("seed", 0))
         body: Body | None = None
         sharing = sharing_limit(model)
+        asked = (checked.get("sequence_packing") or {}).get("enabled")
         if self._labels is None:
             with evaluating(self.model):
                 packs = _packs(self.model, checked, limits.vocab_size)
@@ -109,6 +110,7 @@ class HuggingFacePolicy(PolicyBackend):
             self.model,
             temperature=checked.get("temperature", 1.0),
             packed=self.microbatching.packed,
+            row_cost=0.0 if asked else packed_row_cost(self.model),
             body=body,
             sharing=sharing,
         )
