@@ -8,6 +8,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers import AutoModelForCausalLM
 
 from rl_core import CapabilityError, ConfigError
@@ -126,6 +127,28 @@ def test_an_embedding_with_an_adapter_is_merged(tiny: Any) -> None:
     generation.shutdown()
 
 
+def compiled(module: Any) -> Any:
+    return torch.compile(module, backend="eager")
+
+
+@pytest.mark.parametrize("wrap", [compiled, checkpoint_wrapper])
+@pytest.mark.parametrize("part", ["blocks", "adapted layers", "base layers"])
+def test_adapters_in_wrapped_parts_are_merged(tiny: Any, engine: Any, wrap: Any, part: str) -> None:
+    model = load(tiny(), r=4, target_modules=["q_proj", "down_proj"], modules_to_save=["norm"])
+    train(model)
+    plain = copy.deepcopy(model)
+    layers = model.get_base_model().model.layers
+    for index, block in enumerate(layers):
+        if part == "blocks":
+            layers[index] = wrap(block)
+        elif part == "adapted layers":
+            block.self_attn.q_proj = wrap(block.self_attn.q_proj)
+        else:
+            block.mlp.down_proj.base_layer = wrap(block.mlp.down_proj.base_layer)
+    refit(model, engine, verify="installed")
+    agree(plain, engine)
+
+
 REFUSED = {
     "more than a sum": {"target_modules": ["q_proj"], "use_dora": True},
     "lora_bias": {"target_modules": ["q_proj"], "lora_bias": True},
@@ -142,6 +165,12 @@ def test_other_adapters_are_refused(tiny: Any, engine: Any, why: str) -> None:
     with pytest.raises(CapabilityError, match=f"cannot be merged.*{why}"):
         refit(model, engine)
     assert engine.weights_version == 0
+
+
+def test_adapters_on_weights_that_are_elsewhere_are_refused(tiny: Any, engine: Any) -> None:
+    model = load(tiny(), r=4, target_modules=["q_proj"]).to("meta")
+    with pytest.raises(CapabilityError, match="is on the meta device"):
+        refit(model, engine)
 
 
 def test_adapters_of_another_kind_are_refused(tiny: Any, engine: Any) -> None:

@@ -35,10 +35,20 @@ if TYPE_CHECKING:
     from rl_core.interfaces import Future
     from rl_core.refit.turns import Lock
 
-__all__ = ["ModuleReceiver", "ModuleSender", "Rename", "receiving_end", "sending_end"]
+__all__ = [
+    "ModuleReceiver",
+    "ModuleSender",
+    "Rename",
+    "plain_name",
+    "receiving_end",
+    "sending_end",
+    "whole_tensors",
+]
 
 #: From a module's name of a tensor to the checkpoint's; None leaves the tensor out.
 Rename: TypeAlias = Callable[[str], str | None]
+#: Parts of names that torch.compile and checkpoint_wrapper add.
+_WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}
 
 
 class ModuleSender:
@@ -134,7 +144,7 @@ class ModuleReceiver:
                     f"the module behind {type(self).__name__} does not live any more",
                     fix="keep a reference to it as long as it is refit",
                 )
-            return NamedTensorSink(whole_tensors(found))
+            return NamedTensorSink(_without_adapters(found))
 
         self._receiver = RefitReceiver(
             sink, name=type(model).__name__, lock=lock or threading.Lock(), on_commit=on_commit
@@ -242,13 +252,22 @@ def whole_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
             raise _not_whole(kind, name, f"is sharded ({type(tensor).__name__})")
         if tensor.is_meta:
             raise _not_whole(kind, name, "is on the meta device, so that its values are elsewhere")
+    return {plain_name(name): tensor for name, tensor in tensors.items()}
+
+
+def plain_name(name: str) -> str:
+    """The name that a module or a tensor has where no part around it is compiled or wrapped."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def _without_adapters(model: nn.Module) -> dict[str, torch.Tensor]:
     if hasattr(model, "peft_config"):
         raise CapabilityError(
-            f"{kind} has adapters, which an engine's checkpoint does not have",
+            f"{type(model).__name__} has adapters, which an engine's checkpoint does not have",
             fix='pip install "rl-hf[lora]", which gives refits the merged weights; or merge them '
             "(merge_and_unload), or give refit the base model",
         )
-    return {name.replace("_orig_mod.", ""): tensor for name, tensor in tensors.items()}
+    return whole_tensors(model)
 
 
 def _not_whole(kind: str, name: str, why: str) -> CapabilityError:
@@ -263,7 +282,7 @@ class _Watched(GuardedSource):
     """What a refit reads of a module; it ends if the module changes, as far as torch tells."""
 
     def __init__(self, module: nn.Module, rename: Rename | None) -> None:
-        source = weight_source_of(module) or NamedTensorSource(whole_tensors(module))
+        source = weight_source_of(module) or NamedTensorSource(_without_adapters(module))
         super().__init__(source, self._check, rename or str)
         self._tensors = list(module_tensors(module).values())
         self._counted = self._counts()

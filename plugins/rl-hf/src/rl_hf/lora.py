@@ -9,7 +9,8 @@ import msgspec
 import torch
 
 from rl_core.errors import CapabilityError, ConfigError
-from rl_core.refit.tensors import NamedTensorSource, module_tensors, tensor_specs
+from rl_core.refit.modules import plain_name, whole_tensors
+from rl_core.refit.tensors import NamedTensorSource, tensor_specs
 from rl_torch.reference import Reference
 
 if TYPE_CHECKING:
@@ -77,7 +78,8 @@ class MergedWeightSource(NamedTensorSource):
         model: What :func:`add_adapters` or peft returned, or a module with such layers.
 
     Raises:
-        CapabilityError: Its adapters are not a sum of weights, or not of a kind that is known.
+        CapabilityError: Its adapters are not a sum of weights, or not of a kind that is known; or
+            a tensor is not wholly here.
         ConfigError: An adapted weight is tied to another module's.
     """
 
@@ -93,13 +95,13 @@ class MergedWeightSource(NamedTensorSource):
             kept[name] = f"{name}.base_layer"
             if active := _active(name, layer):
                 self._updates[f"{name}.weight"] = layer, active
-        for name, part in base.named_modules():
+        for name, part in _modules(base):
             if isinstance(part, ModulesToSaveWrapper):
                 whole = not part.disable_adapters and part.active_adapters
                 kept[name] = (
                     f"{name}.modules_to_save.{whole[0]}" if whole else f"{name}.original_module"
                 )
-        for name, tensor in module_tensors(base).items():
+        for name, tensor in whole_tensors(base).items():
             inside = next((module for module in kept if name.startswith(f"{module}.")), None)
             if inside is None:
                 tensors[name] = tensor
@@ -171,7 +173,7 @@ def _adapted(base: nn.Module) -> dict[str, Any]:
 
     merges = (lora.Linear, lora.Embedding, lora.layer.Conv1d, lora.Conv2d, lora.Conv3d)
     layers = {}
-    for name, part in base.named_modules():
+    for name, part in _modules(base):
         kind = type(part).__name__
         if isinstance(part, merges):
             layers[name] = part
@@ -185,6 +187,11 @@ def _adapted(base: nn.Module) -> dict[str, Any]:
         ):
             raise _not_merged(name, f"what is trained is in a {kind}")
     return layers
+
+
+def _modules(base: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """All modules by their plain names, as those of tensors are."""
+    return ((plain_name(name), part) for name, part in base.named_modules())
 
 
 def _active(name: str, layer: Any) -> list[str]:
@@ -208,7 +215,7 @@ def _check_ties(base: nn.Module) -> None:
     """A merged weight has one value, and tied modules with one adapter between them have two."""
     adapted = _adapted(base)
     owners: dict[str, str] = {}
-    for spec in tensor_specs(module_tensors(base)):
+    for spec in tensor_specs(whole_tensors(base)):
         module = spec.name.rsplit(".base_layer.", 1)[0].removesuffix(".weight")
         other = owners.setdefault(spec.alias_of or spec.name, module)
         if other != module and {module, other} & adapted.keys():
