@@ -116,7 +116,7 @@ class CapabilityError(RLError):
 
 
 class TrainingError(RLError):
-    """A loss or gradient is not finite; the weights are as they were before the step."""
+    """A loss or gradient is not finite, or another rank failed; what was not agreed on was not done."""
 
 
 class CheckpointError(RLError):

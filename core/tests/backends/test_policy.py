@@ -76,8 +76,9 @@ class Bigram(PolicyBackend):
     def write_checkpoint(self, directory: Path) -> None:
         torch.save(self.model.state_dict(), directory / f"weights{self.ranks.rank}.pt")
 
-    def read_checkpoint(self, directory: Path) -> None:
-        self.model.load_state_dict(torch.load(directory / f"weights{self.ranks.rank}.pt"))
+    def read_checkpoint(self, directory: Path) -> Callable[[], None]:
+        weights = torch.load(directory / f"weights{self.ranks.rank}.pt")
+        return lambda: self.model.load_state_dict(weights)
 
     def weight_source(self) -> NamedTensorSource:
         return NamedTensorSource(module_tensors(self.model))
@@ -204,14 +205,20 @@ def test_a_source_from_before_a_step_is_not_confirmed() -> None:
 # -- several ranks --------------------------------------------------------------------------------
 
 
-def on_ranks(count: int, parts: int, work: Callable[[Bigram], Any], **config: Any) -> list[Any]:
+def on_ranks(
+    count: int,
+    parts: int,
+    work: Callable[[Any], Any],
+    kind: type[Bigram] = Bigram,
+    **config: Any,
+) -> list[Any]:
     """Runs ``count`` ranks in threads, neighbours of which share rows; the last one speaks."""
     store, each = dist.HashStore(), count // parts
 
     def run(rank: int) -> Any:
         group = dist.ProcessGroupGloo(store, rank, count, timedelta(seconds=20))
         shared = DataParallelRank(rank // each, parts, rank % each == each - 1)
-        policy = Bigram(ranks=RankGroup.of(group), data_parallel=shared, **config)
+        policy = kind(ranks=RankGroup.of(group), data_parallel=shared, **config)
         try:
             return work(policy)
         except Exception as error:
@@ -272,3 +279,136 @@ def test_a_rank_that_cannot_write_leaves_no_checkpoint_anywhere(tmp_path: Path) 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(run, range(2)))
     assert list(tmp_path.iterdir()) == []
+
+
+def refuses(policy: Bigram, calls: Any, match: str) -> None:
+    """Each call raises at once, on this rank as on all others, and changes nothing."""
+    before = policy.model.weight.detach().clone()
+    for call in calls:
+        with pytest.raises(LifecycleError, match=match) as raised:
+            call(policy)
+        assert "load a checkpoint" in raised.value.fix or "load one checkpoint" in raised.value.fix
+    assert torch.equal(policy.model.weight, before)
+
+
+def test_ranks_of_other_weights_refuse_at_once_until_all_have_loaded(tmp_path: Path) -> None:
+    def go_apart(policy: Bigram) -> Any:
+        policy.train(rows_of(policy), Nll())
+        policy.save_checkpoint(tmp_path / "ck")
+        expected = policy.train(rows_of(policy), Nll())
+        if policy.ranks.rank:
+            with policy.changes.declared(), torch.no_grad():
+                policy.model.weight += 1
+        calls = (
+            lambda policy: policy.train(rows_of(policy), Nll()),
+            lambda policy: policy.train(rows_of(policy), Nll(), eval_mode=True),
+            lambda policy: policy.save_checkpoint(tmp_path / "mixture"),
+        )
+        refuses(policy, calls, r"weights of rank 1 of 2 .* of state 3, those of rank 0 of state 2")
+        policy.load_checkpoint(tmp_path / "ck")
+        return expected, policy.train(rows_of(policy), Nll())
+
+    for expected, again in on_ranks(2, 2, go_apart):
+        assert again == expected
+    assert [path.name for path in tmp_path.iterdir()] == ["ck"]
+
+
+def load_or_train(policy: Bigram, path: Path, *, load: bool) -> None:
+    if load:
+        policy.load_checkpoint(path)
+    else:
+        policy.train(rows_of(policy), Nll())
+
+
+class FailsMidway(Bigram):
+    """The last rank fails in the midst of what ``fails`` names."""
+
+    fails = ""
+
+    def failing(self, what: str) -> None:
+        if self.fails == what and self.ranks.rank == self.ranks.size - 1:
+            raise RuntimeError("out of memory")
+
+    def gradient_norm(self) -> float:
+        norm = super().gradient_norm()
+        self.failing("the norm")
+        return norm
+
+    def take_step(self, lr: float, scale: float) -> None:
+        super().take_step(lr, scale)
+        self.failing("the step")
+
+    def read_checkpoint(self, directory: Path) -> Callable[[], None]:
+        put = super().read_checkpoint(directory)
+        self.failing("reading")
+
+        def putting() -> None:
+            put()
+            self.failing("the load")
+
+        return putting
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("what", ["the step", "the load"])
+def test_what_fails_midway_on_one_rank_leaves_all_refusing_until_they_load(
+    tmp_path: Path, count: int, what: str
+) -> None:
+    calls = (
+        lambda policy: policy.train(rows_of(policy), Nll()),
+        lambda policy: policy.get_logprobs(rows_of(policy)),
+        lambda policy: policy.save_checkpoint(tmp_path / "torn"),
+        lambda policy: policy.refit_source(),
+        lambda policy: policy.weight_source() if policy.ranks.rank else policy.prepare_refit_info(),
+    )
+
+    def fail(policy: FailsMidway) -> Any:
+        policy.train(rows_of(policy), Nll())
+        policy.save_checkpoint(tmp_path / "ck")
+        expected = policy.train(rows_of(policy), Nll())
+        policy.fails = what
+        with pytest.raises((RuntimeError, TrainingError), match="out of memory"):
+            load_or_train(policy, tmp_path / "ck", load=what == "the load")
+        refuses(policy, calls[: 4 + (policy.ranks.rank == 0)], "half of one state.*out of memory")
+        policy.fails = ""
+        policy.load_checkpoint(tmp_path / "ck")
+        return expected, policy.train(rows_of(policy), Nll())
+
+    for expected, again in on_ranks(count, count, fail, FailsMidway):
+        assert again == expected
+    assert [path.name for path in tmp_path.iterdir()] == ["ck"]
+
+
+@pytest.mark.parametrize("what", ["the norm", "reading"])
+def test_what_fails_on_one_rank_before_a_change_changes_none(tmp_path: Path, what: str) -> None:
+    def fail(policy: FailsMidway) -> Any:
+        policy.save_checkpoint(tmp_path / "ck")
+        policy.train(rows_of(policy), Nll())
+        before = policy.model.weight.detach().clone()
+        policy.fails = what
+        with pytest.raises((RuntimeError, TrainingError), match="out of memory"):
+            load_or_train(policy, tmp_path / "ck", load=what == "reading")
+        assert torch.equal(policy.model.weight, before)
+        assert policy.steps == 1
+        policy.fails = ""
+        return policy.train(rows_of(policy), Nll())
+
+    first, second = on_ranks(2, 2, fail, FailsMidway)
+    assert first == second
+    assert first["loss"] > 0
+
+
+def test_ranks_that_are_given_other_checkpoints_load_none(tmp_path: Path) -> None:
+    def load(policy: Bigram) -> Any:
+        for name in ("0", "1"):
+            policy.save_checkpoint(tmp_path / name)
+            policy.train(rows_of(policy), Nll())
+        before = policy.model.weight.detach().clone()
+        with pytest.raises(CheckpointError, match=r"rank 1 of 2 .*another checkpoint than rank 0"):
+            policy.load_checkpoint(tmp_path / str(policy.ranks.rank))
+        assert torch.equal(policy.model.weight, before)
+        return policy.train(rows_of(policy), Nll())
+
+    first, second = on_ranks(2, 2, load)
+    assert first == second
+    assert first["loss"] > 0

@@ -15,15 +15,16 @@ import pytest
 import torch
 from cluster_doubles import pids, wait_until_gone
 
-from rl_conformance.losses import NanInARow, NanInTheGradientOfARow
+from rl_conformance.losses import FailsInTheStep, NanInARow, NanInTheGradientOfARow
 from rl_conformance.training import NegativeLogLikelihood, training_batch
 from rl_core import create_generation, create_policy
-from rl_core.errors import RLError, WorkerDiedError
+from rl_core.errors import LifecycleError, RLError, WorkerDiedError
 from rl_core.futures import spawn
 from rl_core.refit import refit
 from rl_hosting import LocalCluster
 from rl_hosting.cluster import RemotePolicy
 from rl_megatron.manifest import BACKEND
+from rl_megatron.weights import CheckpointFiles
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -249,6 +250,56 @@ def test_a_rank_that_cannot_read_keeps_all_as_they_were(start, tmp_path):
     assert policy._group.attributes("steps") == [1, 1]
     assert policy.get_logprobs(batch())["logprobs"].equal(expected)
     train(policy)
+
+
+def refused(policy: Any, path: Path, model: Path, match: str) -> None:
+    """Every call is refused by all ranks at once, and leaves no file."""
+    for call in calls(path, model).values():
+        begun = time.monotonic()
+        with pytest.raises(LifecycleError, match=match):
+            call(policy)
+        assert time.monotonic() - begun < PATIENCE_S
+    assert not (path / "ck").exists()
+
+
+@pytest.mark.parametrize(
+    "layout", ["tp2", *(pytest.param(one, marks=pytest.mark.full) for one in ("pp2", "dp2"))]
+)
+def test_a_step_that_fails_on_one_rank_leaves_all_refusing_until_they_load(
+    start, tiny, tmp_path, layout
+):
+    policy = start(**LAYOUTS[layout], rank_timeout_s=DEADLINE_S)
+    policy.save_checkpoint(tmp_path / "before")
+    expected = train(policy)["loss"]
+    with pytest.raises(RLError, match="no memory left"):
+        policy.train(batch(), FailsInTheStep(tmp_path / "claim"))
+    refused(policy, tmp_path, tiny(), "half of one state")
+    policy.load_checkpoint(tmp_path / "before")
+    assert train(policy)["loss"] == expected
+
+
+def test_what_cannot_be_read_any_more_in_a_load_leaves_the_policy_refusing(
+    tiny, tmp_path, monkeypatch
+):
+    policy = create_policy({**OPTIONS, "model_name": str(tiny())})
+    policy.save_checkpoint(tmp_path / "before")
+    expected = train(policy)["loss"]
+    read, left = CheckpointFiles.read, [3]
+
+    def fails(*args: Any) -> torch.Tensor:
+        left[0] -= 1
+        if left[0] < 0:
+            raise OSError("Input/output error")
+        return read(*args)
+
+    monkeypatch.setattr(CheckpointFiles, "read", fails)
+    with pytest.raises(OSError, match="Input/output error"):
+        policy.load_checkpoint(tmp_path / "before")
+    monkeypatch.undo()
+    refused(policy, tmp_path, tiny(), "half of one state")
+    policy.load_checkpoint(tmp_path / "before")
+    assert train(policy)["loss"] == expected
+    policy.shutdown()
 
 
 def test_a_rank_that_cannot_be_built_ends_the_others(tiny, warm):

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["STATE_FILE", "check_fit", "read_json", "verified", "write_directory"]
+__all__ = ["STATE_FILE", "check_fit", "fingerprint", "read_json", "verified", "write_directory"]
 
 MANIFEST_FILE = "rl_checkpoint.json"
 #: In a folder of their own: engines read every safetensors file beside the model's.
@@ -110,6 +110,11 @@ def verified(path: str | Path) -> Path:
     for name, (size, digest) in manifest["files"].items():
         _verify(path / name, size, digest)
     return path
+
+
+def fingerprint(directory: Path) -> str:
+    """Digest of a checkpoint's manifest, and so of all its files."""
+    return _digest(directory / MANIFEST_FILE)
 
 
 def check_fit(

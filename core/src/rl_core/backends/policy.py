@@ -21,7 +21,7 @@ from rl_core.backends._steps import (
 from rl_core.backends.loop import timed
 from rl_core.backends.losses import call_loss, input_type_of
 from rl_core.backends.policy_checkpoints import PolicyCheckpoints
-from rl_core.backends.policy_model import PolicyModel
+from rl_core.backends.policy_model import MODEL, OPTIMIZER, PolicyModel
 from rl_core.backends.policy_refits import PolicyRefits
 from rl_core.backends.policy_rows import (
     Microbatching,
@@ -35,7 +35,7 @@ from rl_core.backends.policy_rows import (
 )
 from rl_core.backends.ranks import RankGroup
 from rl_core.batch import BatchedDataDict
-from rl_core.errors import DataError, LifecycleError
+from rl_core.errors import DataError
 from rl_core.interfaces import LossInputType
 
 if TYPE_CHECKING:
@@ -44,8 +44,6 @@ if TYPE_CHECKING:
     from rl_core.interfaces import DataParallelRank, LossFunction, Timer, WorkerContext
 
 __all__ = ["PolicyBackend", "check_policy_config"]
-
-MODEL, OPTIMIZER = frozenset({"model"}), frozenset({"optimizer"})
 
 
 def check_policy_config(config: Mapping[str, Any]) -> None:
@@ -104,7 +102,6 @@ class PolicyBackend(PolicyCheckpoints, PolicyRefits):
         self.microbatching = Microbatching(config)
         self.data_parallel = data_parallel
         self.steps = 0
-        self._closed = False
         self._computes_on = device = device or torch.device("cpu")
         self.ranks = RankGroup(worker, device) if ranks is None else ranks
         self.rows_rank = self.ranks.rank if data_parallel is None else data_parallel.rank
@@ -124,9 +121,10 @@ class PolicyBackend(PolicyCheckpoints, PolicyRefits):
         """Called as a method begins: checks that it can run, and brings the model to its device.
 
         Raises:
-            LifecycleError: The policy was shut down.
+            LifecycleError: The policy was shut down, or its weights are torn.
         """
         self._check_open(method)
+        self.changes.check_whole()
         self.on_wake(MODEL)
 
     # -- scoring --------------------------------------------------------------------------------
@@ -271,16 +269,22 @@ class PolicyBackend(PolicyCheckpoints, PolicyRefits):
             ConfigError: The loss is a class, or is not called as losses are.
             DataError: A row is wrong, the batch is generation output, a rollout has no
                 ``token_mask``, or the rows are no multiple of the global batch.
+            LifecycleError: A rank's weights are torn, or of another state than rank 0's.
             TrainingError: A loss or gradient is not finite; the step was not taken. Earlier steps
                 of the call were.
         """
-        self.ready("train")
+        self._check_open("train")
+        self.ranks.check_weights(self.changes)
         with self.ranks.all_or_none("checking the batch"):
+            self.ready("train")
             data = self.admission.admit(data, loss_fn, eval_mode=eval_mode)
             rows = training_rows(data, self.limits)
             if gbs is None and not eval_mode:
                 gbs = self.config.get("train_global_batch_size")
             local = rows_per_step(rows.size, gbs, self.data_parallel_size)
+            if not eval_mode:
+                self.prepare_for_training()
+                self.keep_reference()
         everybody = self.ranks.gather([rows.size, local])
         if any(theirs != everybody[0] for theirs in everybody):
             raise DataError(
@@ -291,8 +295,7 @@ class PolicyBackend(PolicyCheckpoints, PolicyRefits):
         if eval_mode:
             with timed(timer, "train"):
                 return summary(self._evaluate(batch, loss_fn, mbs) for batch in batches)
-        self.prepare_for_training()
-        with timed(timer, "train"), self.changes.declared():
+        with timed(timer, "train"), self.changes.declared(lasts=False):
             return summary(self._step(batch, loss_fn, mbs) for batch in batches)
 
     @property
@@ -314,13 +317,15 @@ class PolicyBackend(PolicyCheckpoints, PolicyRefits):
             total = self._loss(rows, loss_fn, size, learn=True)
             if not (total.valid_seqs and total.valid_toks):
                 return total.result(0.0, lr, skipped=True)
-            norm = self.gradient_norm()
-            finite = math.isfinite(total.loss) and math.isfinite(norm)
+            with self.ranks.all_or_none("the gradients"):
+                norm = self.gradient_norm()
+                finite = math.isfinite(total.loss) and math.isfinite(norm)
+                if not finite and self.config.get("non_finite") != "skip":
+                    raise not_finite(total, norm)
             if finite:
-                self.take_step(lr, largest / norm if norm > largest else 1.0)
+                with self.changes.declared(), self.ranks.all_or_none("an optimizer step"):
+                    self.take_step(lr, largest / norm if norm > largest else 1.0)
                 self.steps += 1
-            elif self.config.get("non_finite") != "skip":
-                raise not_finite(total, norm)
             return total.result(norm, lr, skipped=not finite)
         finally:
             self.clear_gradients()
@@ -421,10 +426,3 @@ class PolicyBackend(PolicyCheckpoints, PolicyRefits):
             self.on_shutdown()
             self.ranks.close()
         return True
-
-    def _check_open(self, method: str) -> None:
-        if self._closed:
-            raise LifecycleError(
-                f"{type(self).__name__}.{method} was called after shutdown",
-                fix="build a new policy",
-            )

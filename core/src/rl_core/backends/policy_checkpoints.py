@@ -8,14 +8,21 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rl_core.backends.checkpoint import STATE_FILE, read_json, verified, write_directory
+from rl_core.backends.checkpoint import (
+    STATE_FILE,
+    fingerprint,
+    read_json,
+    verified,
+    write_directory,
+)
 from rl_core.backends.loop import checkpoint_path
-from rl_core.backends.policy_model import PolicyModel
+from rl_core.backends.policy_model import MODEL, PolicyModel
+from rl_core.errors import CheckpointError, LifecycleError
 
 if TYPE_CHECKING:
     from rl_core.backends._randomness import RandomStream
     from rl_core.backends.ranks import RankGroup
-    from rl_core.refit._sources import WeightChanges
+    from rl_core.refit import WeightChanges
 
 __all__ = ["PolicyCheckpoints"]
 
@@ -36,6 +43,7 @@ class PolicyCheckpoints(PolicyModel):
     changes: WeightChanges
     steps: int
     rows_rank: int
+    _closed = False
 
     @abstractmethod
     def ready(self, method: str) -> None:
@@ -58,13 +66,16 @@ class PolicyCheckpoints(PolicyModel):
         Raises:
             CheckpointError: Something that is not a checkpoint stands at the path.
             ConfigError: No path is given, or two.
+            LifecycleError: A rank's weights are torn, or of another state than rank 0's.
         """
         path = checkpoint_path(*args, **kwargs)
-        self.ready("save_checkpoint")
+        self._check_open("save_checkpoint")
+        self.ranks.check_weights(self.changes)
         state = {"steps": self.steps, "random": self._random_states()}
         with ExitStack() as stack:
             written = None
             with self.ranks.all_or_none("saving a checkpoint"):
+                self.ready("save_checkpoint")
                 if self.ranks.rank == 0:
                     written = stack.enter_context(write_directory(path))
                     (written / STATE_FILE).parent.mkdir()
@@ -78,18 +89,33 @@ class PolicyCheckpoints(PolicyModel):
     def load_checkpoint(self, path: str | Path) -> None:
         """Continues where :meth:`save_checkpoint` was called; the reference stays as it was.
 
-        Torch's global random state is restored too.
+        Torch's global random state is restored too. Torn weights are whole again, and ranks that
+        differed are of one state. What fails once all ranks have read leaves all of them torn.
 
         Raises:
-            CheckpointError: It is missing, incomplete, altered or of another model; names the
-                file or the tensors. The policy is as it was.
+            CheckpointError: It is missing, incomplete, altered, of another model, or not the same
+                on all ranks; names the file, the tensors or the rank. The policy is as it was.
         """
-        self.ready("load_checkpoint")
+        self._check_open("load_checkpoint")
         with self.ranks.all_or_none("reading a checkpoint"):
+            self.on_wake(MODEL)
             directory = verified(path)
-            state = read_json(directory / STATE_FILE)
-        with self.changes.declared():
-            self.read_checkpoint(directory)
+            state, found = read_json(directory / STATE_FILE), fingerprint(directory)
+        everybody = self.ranks.gather([found, self.changes.state])
+        for rank, (other, _) in enumerate(everybody):
+            if other != everybody[0][0]:
+                raise CheckpointError(
+                    f"rank {rank} of {self.ranks.size} was to load another checkpoint than rank 0: "
+                    f"the digests of their files are {other} and {everybody[0][0]}",
+                    fix="give all ranks one path, with the same files on all hosts",
+                    rank=rank,
+                )
+        with self.ranks.all_or_none("reading a checkpoint"):
+            put = self.read_checkpoint(directory)
+            self.keep_reference()
+        with self.changes.declared(), self.ranks.all_or_none("loading a checkpoint"):
+            put()
+        self.changes.agreed(max(before for _, before in everybody) + 1)
         self.steps = state["steps"]
         if self.rows_rank < len(state["random"]):
             self.random.set_state(state["random"][self.rows_rank])
@@ -98,3 +124,10 @@ class PolicyCheckpoints(PolicyModel):
         """Where the random numbers are, by data-parallel rank: a copy's ranks draw alike."""
         told = self.spoken([self.rows_rank, self.random.state()])
         return [state for _, state in sorted(told, key=lambda mine: mine[0])]
+
+    def _check_open(self, method: str) -> None:
+        if self._closed:
+            raise LifecycleError(
+                f"{type(self).__name__}.{method} was called after shutdown",
+                fix="build a new policy",
+            )

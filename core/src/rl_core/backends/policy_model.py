@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 __all__ = ["PolicyModel"]
 
+MODEL, OPTIMIZER = frozenset({"model"}), frozenset({"optimizer"})
+
 
 class PolicyModel(ABC):
     """The methods that :class:`~rl_core.backends.PolicyBackend` is built on.
@@ -54,6 +56,9 @@ class PolicyModel(ABC):
             CapabilityError: They are not kept.
         """
 
+    def keep_reference(self) -> None:
+        """Called before the weights change; for a reference that is copied the first time."""
+
     @abstractmethod
     def gradient_norm(self) -> float:
         """Sums the gradients over data-parallel workers; returns the L2 norm of all of them.
@@ -64,6 +69,8 @@ class PolicyModel(ABC):
     @abstractmethod
     def take_step(self, lr: float, scale: float) -> None:
         """Scales the gradients, and takes an optimizer step along them.
+
+        If it raises on one worker, the weights of all are torn: only a load helps.
 
         Args:
             lr: The learning rate of this step.
@@ -83,15 +90,16 @@ class PolicyModel(ABC):
         """
 
     @abstractmethod
-    def read_checkpoint(self, directory: Path) -> None:
-        """Takes over what :meth:`write_checkpoint` wrote, of which every byte was verified.
+    def read_checkpoint(self, directory: Path) -> Callable[[], None]:
+        """Reads what :meth:`write_checkpoint` wrote, of which every byte was verified.
 
-        Called on all workers. Several have to agree that all can read it before one changes
-        anything: ``with self.ranks.all_or_none("reading a checkpoint")``.
+        Called on all workers. It changes nothing.
+
+        Returns:
+            What puts it into model and optimizer; called once all workers have read.
 
         Raises:
-            CheckpointError: It does not fit (:func:`~rl_core.backends.checkpoint.check_fit`);
-                nothing was changed.
+            CheckpointError: It does not fit (:func:`~rl_core.backends.checkpoint.check_fit`).
         """
 
     @abstractmethod

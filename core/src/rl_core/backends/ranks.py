@@ -6,7 +6,6 @@ tensors; nothing is unpickled.
 
 from __future__ import annotations
 
-import json
 import time
 from contextlib import contextmanager
 from datetime import timedelta
@@ -18,7 +17,8 @@ from torch import distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from rl_core.errors import ConfigError, DeadlineError, TrainingError, WorkerDiedError
-from rl_core.refit.ranks import RankProcess
+from rl_core.refit._sources import torn_weights
+from rl_core.refit.ranks import RankProcess, gather, other_weights
 from rl_core.refit.timing import DYING_S, TICK_S
 from rl_core.refit.transports.cuda import uuid_of
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Generator, Iterable
 
     from rl_core.interfaces import WorkerContext
+    from rl_core.refit import WeightChanges
 
 __all__ = ["RankGroup", "meet"]
 
@@ -155,8 +156,7 @@ class RankGroup:
     def _introduce(self) -> None:
         """So that a peer which is lost later can be looked at."""
         here = RankProcess.here(self.rank, self.size)
-        told = self.gather(msgspec.to_builtins(here))
-        self._processes = [msgspec.convert(one, RankProcess) for one in told]
+        self._processes = msgspec.convert(self.gather(msgspec.to_builtins(here)), list[RankProcess])
 
     def sum_(self, tensors: Iterable[torch.Tensor]) -> None:
         """Replaces tensors of one dtype and device by their sums over all ranks."""
@@ -164,7 +164,8 @@ class RankGroup:
             return
         for piece in _pieces(tensors):
             flat = torch.cat([tensor.reshape(-1) for tensor in piece])
-            self._wait(self._tensors.allreduce([flat]))
+            with self.collectives("a sum"):
+                self._tensors.allreduce([flat]).wait()
             parts = torch.split(flat, [tensor.numel() for tensor in piece])
             for tensor, part in zip(piece, parts, strict=True):
                 tensor.copy_(part.view_as(tensor))
@@ -173,18 +174,21 @@ class RankGroup:
         """Everybody's value, by rank; numbers, strings, lists and dicts of them."""
         if self.size == 1:
             return [value]
-        mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        self._wait(self._messages.allgather([sizes], [torch.tensor([len(mine)])]))
-        width = max(int(size) for size in sizes)
-        padded = torch.zeros(width, dtype=torch.uint8)
-        padded[: len(mine)] = mine
-        parts = [torch.zeros(width, dtype=torch.uint8) for _ in range(self.size)]
-        self._wait(self._messages.allgather([parts], [padded]))
-        return [
-            json.loads(bytes(part[: int(size)].tolist()))
-            for part, size in zip(parts, sizes, strict=True)
-        ]
+        with self.collectives("a message"):
+            return gather(self._messages, value)
+
+    def check_weights(self, changes: WeightChanges) -> None:
+        """Called on all ranks, with what each knows of its weights; raises on all or on none.
+
+        Raises:
+            LifecycleError: A rank's weights are torn, or of another state than rank 0's.
+        """
+        everybody = self.gather([changes.state, changes.torn])
+        for rank, (state, torn) in enumerate(everybody):
+            if torn:
+                raise torn_weights(f"rank {rank}", torn)
+            if state != everybody[0][0]:
+                raise other_weights(self._processes[rank], state, everybody[0][0])
 
     @contextmanager
     def all_or_none(self, what: str) -> Generator[None]:
@@ -224,8 +228,10 @@ class RankGroup:
         try:
             yield
         except RuntimeError as error:
-            # Gloo has no class of errors; each says in which of its files it was raised.
-            if isinstance(error, dist.DistError) or "/gloo/" in str(error):
+            # Gloo has no class of errors; each says in which of its files it was raised, or that it
+            # has closed a connection before.
+            gloo = any(word in str(error) for word in ("/gloo/", "pair closure"))
+            if gloo or isinstance(error, dist.DistError):
                 raise self._lost(what, error) from error
             raise
 
@@ -234,12 +240,6 @@ class RankGroup:
         if self._tensors is not self._messages:  # NCCL's destructor wants that it was told before
             self._tensors.abort()
         self._messages = self._tensors = None
-
-    def _wait(self, work: Any) -> None:
-        try:
-            work.wait()
-        except RuntimeError as error:
-            raise self._lost("a message or a sum", error) from error
 
     def _lost(self, what: str, error: RuntimeError) -> WorkerDiedError:
         """The error for a collective that failed."""

@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from rl_core.refit._driver import refit
+from rl_core.refit._sources import WeightChanges
 from rl_core.refit.manifest import WeightManifest
 from rl_core.refit.modules import ModuleReceiver, ModuleSender
 from rl_core.refit.options import DEFAULT_BUCKET_BYTES, DEFAULT_DEADLINE_S, SendOptions
@@ -31,6 +32,7 @@ __all__ = [
     "RefitReport",
     "RefitSender",
     "SendOptions",
+    "WeightChanges",
     "WeightManifest",
     "refit",
 ]

@@ -7,12 +7,14 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 from simple_pair import BUCKET, SOON, Engine, blank, describe, go, make_tensors, same
 
 from rl_core.backends import PolicyRefits
 from rl_core.errors import (
     ConfigError,
     LifecycleError,
+    ManifestMismatchError,
     RefitAborted,
     RefitError,
     RefitPeerError,
@@ -27,8 +29,6 @@ from rl_core.refit.ranks._thread import RefitThread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-
-    import torch
 
     from rl_core.interfaces import TensorSpec
 
@@ -65,6 +65,7 @@ class _Group:
         self._meeting.barrier.wait(SOON)
         for rank, part in enumerate(parts[0]):
             part.copy_(self._meeting.given[rank])
+        self._meeting.barrier.wait(SOON)  # before anybody gives the next one
         return Done()
 
 
@@ -72,7 +73,7 @@ class Part(GatheredSource):
     """One rank's; a gather is a barrier of all ranks, and the tensor is rank 0's."""
 
     def __init__(self, trainer: Rank) -> None:
-        super().__init__(trainer.refit_ranks)
+        super().__init__(trainer.refit_ranks, trainer.changes)
         self.trainer = trainer
         self.names: list[str] = []
         self.closed = 0
@@ -89,6 +90,7 @@ class Part(GatheredSource):
 
     def confirm_part(self) -> None:
         self.trainer.at("confirm")
+        super().confirm_part()
 
     def close_part(self) -> None:
         self.closed += 1
@@ -263,13 +265,13 @@ def test_a_gather_that_failed_after_its_refit_was_given_up_is_remembered() -> No
     server, thread = Server(), RefitThread()
     leader = Leader(server, [RankProcess.here(rank, 2) for rank in range(2)], thread)  # type: ignore[arg-type]
     try:
-        leader.open("given up", SOON)
+        leader.open("given up", SOON, 0, "")
         server.frames = [("follower", messages.encode(messages.RankHello("given up", 1)))]
         leader.look()
         leader.dismiss("given up")
         failed = messages.RankFailed("ValueError", "out of luck", out_of_step=True)
         server.frames = [("follower", messages.encode(failed))]
-        leader.open("the next one", SOON)
+        leader.open("the next one", SOON, 0, "")
         leader.look()
         with pytest.raises(RefitError, match="out of luck"):
             thread.check_step()
@@ -289,6 +291,63 @@ def test_a_part_that_changed_is_a_lifecycle_error(trainer: Ranks, engine: Engine
     assert error.value.details["phase"] == "SEAL"
     assert error.value.fix == "wait"
     assert trainer.closed() == [[1]] * len(trainer.ranks)
+
+
+def test_ranks_of_other_weights_are_never_one_model(trainer: Ranks, engine: Engine) -> None:
+    go(trainer, engine)
+    before = {name: tensor.clone() for name, tensor in engine.sink.tensor.items()}
+    for rank in trainer.ranks[:-1]:
+        with rank.changes.declared():
+            rank.tensors["half"] += 1
+    last = len(trainer.ranks) - 1
+    match = rf"rank {last} of .* of state 0, those of rank 0 of state 1"
+    with pytest.raises(LifecycleError, match=match) as error:
+        go(trainer, engine)
+    assert error.value.details["rank"] == last
+    assert trainer.ranks[0].parts[-1].names == []  # before anything was gathered
+    assert engine.receiver.version == 1
+    assert not engine.receiver.torn
+    assert same(engine.sink.tensor, before)
+    groups, *_ = [rank.prepare_weights_for_ipc() for rank in trainer.ranks]
+    with pytest.raises(LifecycleError, match=match):
+        trainer.ranks[0].get_weights_ipc_handles(groups[0])
+    with trainer.ranks[-1].changes.declared():
+        pass
+    assert go(trainer, engine).version > 1
+    assert same(engine.sink.tensor, trainer.ranks[0].tensors)
+
+
+def test_ranks_of_other_tensors_are_never_one_model(trainer: Ranks, engine: Engine) -> None:
+    tensors = trainer.ranks[-1].tensors
+    name = next(n for n, t in tensors.items() if t.dtype is torch.float32 and n == "strided")
+    tensors[name] = tensors[name].view(torch.int32)  # of as many bytes
+    last = len(trainer.ranks) - 1
+    with pytest.raises(ManifestMismatchError, match=rf"rank {last} of .*other tensors") as error:
+        go(trainer, engine, verify="installed")
+    assert error.value.details["rank"] == last
+    assert engine.receiver.version == 0
+    assert not engine.receiver.torn
+
+
+def test_a_rank_whose_state_moved_before_the_confirmation_is_seen_there(
+    trainer: Ranks, engine: Engine
+) -> None:
+    rank = trainer.ranks[1]
+    rank.at = lambda name: setattr(rank.changes, "state", int(name == "confirm"))
+    with pytest.raises(LifecycleError, match=r"rank 1 of .* of state 1, .* of state 0") as error:
+        go(trainer, engine)
+    assert error.value.details["phase"] == "SEAL"
+
+
+def test_a_rank_with_torn_weights_is_named(trainer: Ranks, engine: Engine) -> None:
+    with pytest.raises(ValueError, match="out of luck"), trainer.ranks[1].changes.declared():
+        raise ValueError("out of luck")
+    engine.prepare_refit_info(trainer.ranks[0].prepare_refit_info())
+    sending = trainer.ranks[0].stream_weights_via_ipc_zmq(refit_id="r", deadline_s=SOON)
+    with pytest.raises(LifecycleError, match="half of one state"):
+        trainer.ranks[1].stream_weights_via_ipc_zmq(refit_id="r", deadline_s=SOON)
+    with pytest.raises(LifecycleError, match=r"rank 1 of .*half of one state"):
+        wait(sending, SOON)
 
 
 def test_a_rank_that_hangs_is_named_before_the_deadline_and_blocks_no_later_refit(

@@ -37,7 +37,7 @@ from rl_torch.policy_generation import PolicyGeneration
 from rl_torch.reference import Reference, make_reference
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Mapping
+    from collections.abc import Callable, Generator, Mapping
     from pathlib import Path
 
     from torch import nn
@@ -154,7 +154,8 @@ class HuggingFacePolicy(PolicyBackend):
             CapabilityError: The policy was built with ``reference="none"``.
         """
         self._placement.reference_to_device(self._reference)
-        moved = self.changes.declared() if self._reference.moves_weights else nullcontext()
+        moves = self._reference.moves_weights
+        moved = self.changes.declared(lasts=False) if moves else nullcontext()
         own = self._forward
         with moved, self._reference.using(self.model) as model:
             self._forward = own.over(model)
@@ -162,6 +163,10 @@ class HuggingFacePolicy(PolicyBackend):
                 yield
             finally:
                 self._forward = own
+
+    def keep_reference(self) -> None:
+        """See :meth:`PolicyModel.keep_reference`."""
+        self._reference.keep(self.model)
 
     def gradient_norm(self) -> float:
         """See :meth:`PolicyModel.gradient_norm`."""
@@ -175,7 +180,6 @@ class HuggingFacePolicy(PolicyBackend):
 
     def take_step(self, lr: float, scale: float) -> None:
         """See :meth:`PolicyModel.take_step`."""
-        self._reference.keep(self.model)
         if scale != 1:
             for gradient in self._stepping.gradients().values():
                 gradient.mul_(scale)
@@ -283,12 +287,9 @@ class HuggingFacePolicy(PolicyBackend):
         if self.ranks.rank == 0:
             saving.save(directory, self.model, self.tokenizer, self._stepping)
 
-    def read_checkpoint(self, directory: Path) -> None:
+    def read_checkpoint(self, directory: Path) -> Callable[[], None]:
         """See :meth:`PolicyModel.read_checkpoint`."""
-        with self.ranks.all_or_none("reading a checkpoint"):
-            put = saving.read(directory, self.model, self._stepping)
-        self._reference.keep(self.model)
-        put()
+        return saving.read(directory, self.model, self._stepping)
 
     def export_hf(self, path: str | Path) -> None:
         """Writes the model alone (adapters merged) in the format its architecture is published in.
@@ -297,6 +298,7 @@ class HuggingFacePolicy(PolicyBackend):
         say), this is what other engines read; for all others it is the model part of a checkpoint.
         """
         self._check_open("export_hf")
+        self.changes.check_whole()
         with write_directory(path) as directory:
             saving.write_model(directory, self.model, self.tokenizer, original_format=True)
 

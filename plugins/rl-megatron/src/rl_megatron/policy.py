@@ -20,7 +20,6 @@ from rl_core.backends.policy_rows import scoring_rows
 from rl_core.config import check_config
 from rl_core.errors import CheckpointError, ConfigError
 from rl_core.interfaces import LossInputType
-from rl_core.plugins.hookspecs import map_weight_names, maps_weight_names
 from rl_core.refit import RefitRanks
 from rl_megatron import checkpoint
 from rl_megatron.architectures import Architecture
@@ -42,6 +41,7 @@ from rl_megatron.weights import (
     Gathering,
     MegatronSource,
     load_weights,
+    mapped_names,
     owned_pieces,
 )
 from rl_torch.calibration import BINS, Calibration, check_calibration
@@ -96,7 +96,7 @@ class MegatronPolicy(PolicyBackend):
         world = worker.world_size if worker is not None else 1
         sizes = Sizes.of(checked, world, architecture)
         files = CheckpointFiles(directory)
-        self._names = _mapped_names(architecture)
+        self._names = mapped_names(architecture)
         read = files.table(architecture, self._names)
         self._parallel = ParallelState.joined(sizes, worker, checked.get("rank_timeout_s", 600.0))
         try:
@@ -224,9 +224,14 @@ class MegatronPolicy(PolicyBackend):
         Raises:
             CapabilityError: The policy was built with ``reference="none"``.
         """
-        moved = self.changes.declared() if self._reference.moves_weights else nullcontext()
+        moves = self._reference.moves_weights
+        moved = self.changes.declared(lasts=False) if moves else nullcontext()
         with moved, self._reference.using(self._module):
             yield
+
+    def keep_reference(self) -> None:
+        """See :meth:`PolicyModel.keep_reference`."""
+        self._reference.keep(self._module)
 
     def gradient_norm(self) -> float:
         """See :meth:`PolicyModel.gradient_norm`; every element of the model counts once."""
@@ -243,7 +248,6 @@ class MegatronPolicy(PolicyBackend):
 
     def take_step(self, lr: float, scale: float) -> None:
         """See :meth:`PolicyModel.take_step`."""
-        self._reference.keep(self._module)
         for name, master in self._stepping.masters.items():
             share: Any = self._shares[name]
             gradient = share.of(share.parameter.main_grad)
@@ -347,24 +351,27 @@ class MegatronPolicy(PolicyBackend):
         with self.ranks.all_or_none("saving the optimizer"):
             state.save(directory, self.ranks.rank)
 
-    def read_checkpoint(self, directory: Path) -> None:
+    def read_checkpoint(self, directory: Path) -> Callable[[], None]:
         """See :meth:`PolicyModel.read_checkpoint`."""
         steps = read_json(directory / STATE_FILE)["steps"]
         state = checkpoint.OptimizerState(self._stepping, self._owned, self._shares, steps)
-        with self.ranks.all_or_none("reading a checkpoint"):
-            try:
-                files = CheckpointFiles(directory)
-                table = files.table(self.table.architecture, self._names)
-            except ConfigError as error:
-                raise CheckpointError(str(error), fix=error.fix, file=str(directory)) from error
-            found = state.read(directory)
-        self._reference.keep(self._module)
-        load_weights(files, owned_pieces(table, self._at, self._module), self._names)
-        self._stepping.load_state(found)
+        try:
+            files = CheckpointFiles(directory)
+            table = files.table(self.table.architecture, self._names)
+        except ConfigError as error:
+            raise CheckpointError(str(error), fix=error.fix, file=str(directory)) from error
+        found = state.read(directory)
+
+        def put() -> None:
+            load_weights(files, owned_pieces(table, self._at, self._module), self._names)
+            self._stepping.load_state(found)
+
+        return put
 
     def export_hf(self, path: str | Path) -> None:
         """Writes the model alone as a Hugging Face checkpoint; all ranks call it with one path."""
         self._check_open("export_hf")
+        self.ranks.check_weights(self.changes)
         with ExitStack() as stack:
             made = None
             with self.ranks.all_or_none("an export"):
@@ -391,7 +398,7 @@ class MegatronPolicy(PolicyBackend):
         self._check_open("weight_source")
         self.on_wake(frozenset({"model"}))
         gathering = self._gathering(self._sent, self._parallel.refits)
-        return MegatronSource(self.refit_ranks, gathering, self._sent.tied, self.changes.watch())
+        return MegatronSource(self.refit_ranks, self.changes, gathering, self._sent.tied)
 
     def _gathering(self, table: Table, group: Any) -> Gathering:
         owned = owned_pieces(table, self._at, self._module)
@@ -437,14 +444,3 @@ class MegatronPolicy(PolicyBackend):
         self._optimizer = None
         del self.model, self._forward, self._owned, self._shares, self._vocabulary
         self._parallel.leave()
-
-
-def _mapped_names(architecture: Architecture) -> dict[str, str]:
-    """The checkpoint's name of each tensor that a plugin maps to another."""
-    if not maps_weight_names():
-        return {}
-    tables = Table(architecture), Table(architecture, "separate")
-    names = dict.fromkeys(
-        name for table in tables for name in (*table.shapes(), *(table.tied or ()))
-    )
-    return map_weight_names(list(names), BACKEND)

@@ -12,17 +12,19 @@ from torch import distributed as dist
 from rl_core.backends.model_files import check_files
 from rl_core.errors import ConfigError
 from rl_core.interfaces import TensorSpec
+from rl_core.plugins.hookspecs import map_weight_names, maps_weight_names
 from rl_core.refit import GatheredSource
 from rl_core.refit.tensors import dtype_name
+from rl_megatron.manifest import BACKEND
 from rl_megatron.table import Table
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from torch import nn
 
-    from rl_core.refit import RefitRanks
+    from rl_core.refit import RefitRanks, WeightChanges
     from rl_megatron.architectures import Architecture
     from rl_megatron.sizes import Coordinates, Sizes
     from rl_megatron.table import Experts, Piece
@@ -33,6 +35,7 @@ __all__ = [
     "MegatronSource",
     "Owned",
     "load_weights",
+    "mapped_names",
     "owned_pieces",
 ]
 
@@ -83,6 +86,17 @@ def owned_pieces(table: Table, at: Coordinates, model: nn.Module) -> list[Owned]
             key="model_name",
         )
     return found
+
+
+def mapped_names(architecture: Architecture) -> dict[str, str]:
+    """The checkpoint's name of each tensor that a plugin maps to another."""
+    if not maps_weight_names():
+        return {}
+    tables = Table(architecture), Table(architecture, "separate")
+    names = dict.fromkeys(
+        name for table in tables for name in (*table.shapes(), *(table.tied or ()))
+    )
+    return map_weight_names(list(names), BACKEND)
 
 
 class CheckpointFiles:
@@ -267,23 +281,22 @@ class MegatronSource(GatheredSource):
 
     Args:
         ranks: That take part; None if there is one.
+        changes: Of this rank's weights.
         gathering: Over the group of refits.
         tied: Name of the embedding, and of the output layer that is the same, if it is.
-        unchanged: Raises once the weights have changed.
     """
 
     def __init__(
         self,
         ranks: RefitRanks | None,
+        changes: WeightChanges,
         gathering: Gathering,
         tied: tuple[str, str] | None,
-        unchanged: Callable[[], None],
     ) -> None:
-        super().__init__(ranks)
+        super().__init__(ranks, changes)
         self.device = str(gathering.device)
         self._gathering = gathering
         self._tied = tied
-        self._unchanged = unchanged
 
     def specs(self) -> Sequence[TensorSpec]:
         """See :meth:`WeightSource.specs`."""
@@ -298,10 +311,6 @@ class MegatronSource(GatheredSource):
     def gather(self, name: str) -> torch.Tensor | None:
         """See :meth:`GatheredSource.gather`."""
         return self._gathering(name)
-
-    def confirm_part(self) -> None:
-        """See :meth:`GatheredSource.confirm_part`."""
-        self._unchanged()
 
     def close_part(self) -> None:
         """See :meth:`GatheredSource.close_part`; there is nothing to let go of."""

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from rl_conformance.training import NegativeLogLikelihood
 from rl_core.interfaces import LossFunction, LossInputType, LossType
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from rl_core.batch import BatchedDataDict
 
 __all__ = [
+    "FailsInTheStep",
     "LogitLikelihood",
     "NanInARow",
     "NanInTheGradientOfARow",
@@ -142,6 +147,32 @@ class RaisesInARow(NegativeLogLikelihood):
         """See :class:`rl_core.interfaces.LossFunction`."""
         if data["marked"].any():
             raise ArithmeticError("the loss of the marked row cannot be computed")
+        return super().__call__(inputs, data, **counts)
+
+
+class FailsInTheStep(NegativeLogLikelihood):
+    """Fault: in the first process that computes it, the next step raises once weights are written.
+
+    Steps of torch's optimizers do; ``claim`` is there once one was told to.
+
+    Args:
+        claim: A file that is not there yet.
+    """
+
+    def __init__(self, claim: Path) -> None:
+        self.claim = claim
+
+    def __call__(
+        self, inputs: torch.Tensor, data: BatchedDataDict[Any], **counts: Any
+    ) -> tuple[torch.Tensor, dict[str, float]]:
+        """See :class:`rl_core.interfaces.LossFunction`."""
+        with suppress(FileExistsError), self.claim.open("x"):
+
+            def fail(*_: Any) -> None:
+                hook.remove()
+                raise MemoryError("the optimizer step has no memory left")
+
+            hook = register_optimizer_step_post_hook(fail)
         return super().__call__(inputs, data, **counts)
 
 

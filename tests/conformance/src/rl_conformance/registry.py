@@ -40,6 +40,7 @@ _MODULES = (
     "several_ranks_steps",
     "several_ranks_moves",
     "several_ranks_draws",
+    "failed_steps",
     "refit",
     "refit_collective",
     "refit_staged",

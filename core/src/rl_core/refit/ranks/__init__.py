@@ -6,6 +6,6 @@ is stopped, or is gone, is named while the refit still has time to say so.
 """
 
 from rl_core.refit.ranks._gathered import GatheredSource, RefitRanks
-from rl_core.refit.ranks._processes import RankProcess
+from rl_core.refit.ranks._processes import RankProcess, gather, other_weights
 
-__all__ = ["GatheredSource", "RankProcess", "RefitRanks"]
+__all__ = ["GatheredSource", "RankProcess", "RefitRanks", "gather", "other_weights"]

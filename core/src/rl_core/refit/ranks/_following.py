@@ -57,12 +57,16 @@ class Follower:
         """
         client = ControlClient(self._leader.endpoint, self._leader.key)
         client.open()
-        _send(client, messages.RankHello(rank_call_id, self._rank))
+        hello = partial(messages.RankHello, rank_call_id, self._rank)
+        part: Part | None = None
         try:
             part = make()
+            _send(client, hello(part.part_state, part.part_specs))
         except BaseException as error:
             with closing(client):
-                _send(client, messages.RankFailed.of(error))
+                _send(client, hello(failed=messages.RankFailed.of(error)))
+            if part is not None:
+                self._thread.finish(part.close_part)
             raise
         end = time.monotonic() + deadline_s + FOLLOWER_GRACE_S
         future = spawn(f"follow-{rank_call_id}", lambda: self._follow(client, part, end))
@@ -105,7 +109,7 @@ class Follower:
                         self._thread.check_step()
                     except RefitError as error:  # rank 0 may not know, and would gather alone
                         self._fail(client, error)
-                    _send(client, messages.RankReady(number))
+                    _send(client, messages.RankDone(number, part.part_state))
                     waiting, promised = None, names
                 case messages.Go(number):
                     gather = partial(self._thread.gather_all, part, promised)
@@ -117,7 +121,7 @@ class Follower:
                 working = None
                 if (failure := done.exception()) is not None:
                     self._fail(client, failure)
-                _send(client, messages.RankDone(number))
+                _send(client, messages.RankDone(number, part.part_state))
             if self._ended.is_set():
                 raise RefitAborted("this rank was shut down", fix="refit with all ranks")
             if frame is None and client.lost():

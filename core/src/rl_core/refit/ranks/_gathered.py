@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import atexit
 import weakref
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from rl_core.interfaces.weights import WeightSource
+from rl_core.refit.manifest import WeightManifest
 from rl_core.refit.ranks._following import Follower
 from rl_core.refit.ranks._leading import Leader
 from rl_core.refit.ranks._processes import RankProcess, exchange
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     import torch
+
+    from rl_core.refit._sources import WeightChanges
 
 #: Bytes of tensors that are gathered for one question; a larger tensor comes alone.
 _BATCH_BYTES = 4 << 20
@@ -35,6 +38,8 @@ class RefitRanks:
         rank: This one; rank 0 speaks.
         size: How many there are.
         thread: Computes for refits on this rank.
+        leader: Rank 0's side, on rank 0 alone.
+        follower: That of every other rank.
 
     Raises:
         ConfigError: The group takes no tensors of the CPU.
@@ -45,38 +50,24 @@ class RefitRanks:
         self.rank: int = group.rank()
         self.size: int = group.size()
         self.thread = RefitThread()
-        self._leader: Leader | None = None
-        self._follower: Follower | None = None
         if self.rank == 0:
             host = f"[{address}]" if ":" in address else address
             server = ControlServer(f"tcp://{host}:*", encrypted=True)
             mine = RankProcess.here(0, self.size, server.endpoint, server.key)
-            self._leader = Leader(server, exchange(group, mine), self.thread)
+            self.leader = Leader(server, exchange(group, mine), self.thread)
         else:
             processes = exchange(group, RankProcess.here(self.rank, self.size))
-            self._follower = Follower(processes, self.rank, self.thread)
+            self.follower = Follower(processes, self.rank, self.thread)
         _alive.add(self)
-
-    @property
-    def leader(self) -> Leader:
-        """Rank 0's side; for rank 0."""
-        assert self._leader is not None, "rank 0 leads"
-        return self._leader
-
-    @property
-    def follower(self) -> Follower:
-        """The side of every other rank."""
-        assert self._follower is not None, "rank 0 does not follow"
-        return self._follower
 
     def close(self) -> None:
         """Ends all refits of this rank. Idempotent."""
         if self in _alive:
             _alive.discard(self)
-            if self._leader is not None:
-                self._leader.end()
-            if self._follower is not None:
-                self._follower.close()
+            if self.rank == 0:
+                self.leader.end()
+            else:
+                self.follower.close()
             self.thread.close()
 
 
@@ -93,26 +84,43 @@ def _close_all() -> None:
 class GatheredSource(WeightSource, Part):
     """Whole tensors on rank 0, each gathered from all ranks when its turn comes.
 
-    Every rank makes one for each refit. A subclass says what the tensors are (:meth:`specs`, on
-    rank 0), how one is gathered (:meth:`gather`) and whether a rank's part is still the same
-    (:meth:`confirm_part`). ``gather`` is called on every rank for the same names in the same order,
-    in one thread per rank, and what all ranks have begun is ended on all of them, whatever becomes
-    of the refit. Give its collectives a process group of their own: the trainer's other threads
-    may use theirs meanwhile.
+    Every rank makes one for each refit. A subclass says what the tensors are (:meth:`specs`, of
+    whole ones, the same on every rank) and how one is gathered (:meth:`gather`). ``gather`` is
+    called on every rank for the same names in the same order, in one thread per rank, and what all
+    ranks have begun is ended on all of them, whatever becomes of the refit. Give its collectives a
+    process group of their own: the trainer's other threads may use theirs meanwhile.
 
     Args:
         ranks: That take part; None if this process has everything.
+        changes: Of this rank's weights. Before the first tensor and before the commit rank 0
+            compares their states, because nothing that is read tells which step it is of.
+
+    Raises:
+        LifecycleError: A change of the weights failed midway.
     """
 
-    def __init__(self, ranks: RefitRanks | None) -> None:
+    def __init__(self, ranks: RefitRanks | None, changes: WeightChanges) -> None:
         self.ranks = ranks if ranks is not None and ranks.size > 1 else None
         self._rank_call_id = ""
+        self._changes = changes
+        self._unchanged = changes.watch()
+        self._first_state = changes.state
+
+    @property
+    def part_state(self) -> int:
+        """See :attr:`Part.part_state`."""
+        return self._changes.state
+
+    @cached_property
+    def part_specs(self) -> str:
+        """See :attr:`Part.part_specs`."""
+        return WeightManifest.of(self.specs()).digest
 
     def open(self, rank_call_id: str, deadline_s: float) -> None:
         if self.ranks is not None:
             self.ranks.thread.check_step()
             self._rank_call_id = rank_call_id
-            self.ranks.leader.open(rank_call_id, deadline_s)
+            self.ranks.leader.open(rank_call_id, deadline_s, self._first_state, self.part_specs)
 
     def check(self) -> None:
         """See :meth:`WeightSource.check`.
@@ -128,7 +136,10 @@ class GatheredSource(WeightSource, Part):
 
         Raises:
             RefitPeerError: A rank is gone, or did not do its part in time; names it.
+            ManifestMismatchError: A rank has other tensors than this one; names it.
+            LifecycleError: A rank's weights are of another state, or changed meanwhile.
         """
+        self._unchanged()
         if self.ranks is None:
             yield from ((name, _given(self.gather(name))) for name in names)
             return
@@ -147,6 +158,10 @@ class GatheredSource(WeightSource, Part):
         own = self.ranks.thread.submit(self.confirm_part)
         self.ranks.leader.wait_for(own, 0, "confirm its part")
         self.ranks.leader.confirm()
+
+    def confirm_part(self) -> None:
+        """See :meth:`Part.confirm_part`."""
+        self._unchanged()
 
     def close(self) -> None:
         """See :meth:`WeightSource.close`; tells every rank, if the source's refit has begun."""

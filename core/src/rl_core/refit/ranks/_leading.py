@@ -11,9 +11,16 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
-from rl_core.errors import CapabilityError, LifecycleError, RefitError, RefitPeerError
+from rl_core.errors import (
+    CapabilityError,
+    LifecycleError,
+    ManifestMismatchError,
+    RefitError,
+    RefitPeerError,
+)
 from rl_core.refit.options import DEFAULT_DEADLINE_S
 from rl_core.refit.ranks import _messages as messages
+from rl_core.refit.ranks._processes import other_weights
 from rl_core.refit.session.base import peer_error
 from rl_core.refit.timing import CAUSE_S, STOPPED_S, TICK_S, tell_s
 
@@ -35,9 +42,10 @@ class _Member:
     """A follower in one refit."""
 
     key: str
-    ready: int = 0
+    state: int
+    specs: str
+    failed: messages.RankFailed | None
     done: int = 0
-    failed: messages.RankFailed | None = None
     lost: bool = False
 
     @property
@@ -54,12 +62,16 @@ class _Call:
         members: Those who have come, by rank.
         deadline: When it must have ended.
         seconds: How long it may take.
+        state: Of rank 0's weights.
+        specs: Digest of what rank 0 says of the tensors.
         confirmed: All that was asked for is done, and of one state.
     """
 
     members: dict[int, _Member] = field(default_factory=dict)
     deadline: float = 0.0
     seconds: float = 0.0
+    state: int = 0
+    specs: str = ""
     confirmed: bool = False
 
 
@@ -102,13 +114,14 @@ class Leader:
 
     # -- one refit --------------------------------------------------------------------------------
 
-    def open(self, rank_call_id: str, deadline_s: float) -> None:
-        """Begins a refit, or gives it more time."""
+    def open(self, rank_call_id: str, deadline_s: float, state: int, specs: str) -> None:
+        """Begins a refit, of what rank 0 has (see :class:`_Call`), or gives it more time."""
         with self._turn:
             self._current = rank_call_id
             self._stopped.clear()  # how long somebody stood still then says nothing about now
             call = self._calls.setdefault(rank_call_id, _Call())
             call.seconds, call.deadline = deadline_s, time.monotonic() + deadline_s
+            call.state, call.specs = state, specs
 
     def look(self) -> None:
         """Raises if a follower that takes part is gone, or has failed.
@@ -128,14 +141,16 @@ class Leader:
 
         Raises:
             RefitPeerError: One is gone or did not come, or this rank hangs in an earlier gather.
+            RLError: One is not of rank 0's state, or has other tensors.
         """
         with self._turn:
             self._wait(lambda: [] if self._thread.idle else [0])
-        number = self._ask(lambda number: messages.Gather(number, tuple(names)), lambda m: m.ready)
+        self._ask(lambda number: messages.Gather(number, tuple(names)))
         with self._turn:
+            self._number += 1
             for member in self._calls[self._current].members.values():
-                self._send(member.key, messages.Go(number))
-        return number
+                self._send(member.key, messages.Go(self._number))
+            return self._number
 
     def confirm(self) -> None:
         """Has every follower say that its part is of one state.
@@ -144,7 +159,7 @@ class Leader:
             LifecycleError: One is not.
             RefitPeerError: A follower is gone.
         """
-        self._ask(messages.ConfirmPart, lambda m: m.done)
+        self._ask(messages.ConfirmPart)
         self._calls[self._current].confirmed = True
 
     def wait_for(self, future: concurrent.futures.Future[T], number: int, what: str) -> T:
@@ -199,19 +214,32 @@ class Leader:
 
     # -- inside -----------------------------------------------------------------------------------
 
-    def _ask(
-        self, question: Callable[[int], messages.Message], answer: Callable[[_Member], int]
-    ) -> int:
+    def _ask(self, question: Callable[[int], messages.Message]) -> None:
         """Asks all followers; returns when each has answered."""
         with self._turn:
             call = self._calls[self._current]
             self._number += 1
             others = range(1, len(self._processes))
             self._wait(lambda: [rank for rank in others if rank not in call.members])
+            self._compare(call)
             for member in call.members.values():
                 self._send(member.key, question(self._number))
-            self._wait(lambda: [r for r, m in call.members.items() if answer(m) < self._number])
-            return self._number
+            self._wait(lambda: [r for r, m in call.members.items() if m.done < self._number])
+            self._compare(call)
+
+    def _compare(self, call: _Call) -> None:
+        """Raises for a follower whose part is not one of rank 0's model."""
+        for rank, member in call.members.items():
+            if member.specs != call.specs:
+                raise ManifestMismatchError(
+                    f"{self._processes[rank]} has other tensors than rank 0: the digests of their "
+                    f"names, shapes and dtypes are {member.specs} and {call.specs}",
+                    fix="build all ranks with one configuration, checkpoint and installation",
+                    peer=f"rank {rank}",
+                    rank=rank,
+                )
+            if member.state != call.state:
+                raise other_weights(self._processes[rank], member.state, call.state)
 
     def _wait(self, missing: Callable[[], list[int]]) -> None:
         """Until nobody is missing."""
@@ -257,7 +285,9 @@ class Leader:
                 self._send(key, over.close)
             else:
                 call = self._calls.setdefault(message.rank_call_id, _Call())
-                call.members[message.rank] = _Member(key)
+                call.members[message.rank] = _Member(
+                    key, message.state, message.specs, message.failed
+                )
             return
         rank = self._rank_of.get(key)
         if rank is not None and isinstance(message, messages.RankFailed) and message.out_of_step:
@@ -268,10 +298,10 @@ class Leader:
             for member in call.members.values():
                 if member.key != key:
                     continue
-                if isinstance(message, messages.RankReady):
-                    member.ready = message.number
-                elif isinstance(message, messages.RankDone):
-                    member.done = message.number
+                if isinstance(message, messages.RankDone):
+                    # What was gathered before may be answered after what is asked next.
+                    member.done = max(member.done, message.number)
+                    member.state = message.state
                 elif isinstance(message, messages.RankFailed):
                     member.failed = message
 

@@ -9,64 +9,6 @@ from rl_core.errors import RLError
 _TEXT_CHARS = 2000
 
 
-class RankHello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
-    """A follower takes part.
-
-    Attributes:
-        rank_call_id: What all ranks call the refit.
-        rank: Of the follower.
-    """
-
-    rank_call_id: str
-    rank: int
-
-
-class Gather(msgspec.Struct, frozen=True, array_like=True, tag="gather"):
-    """Rank 0 asks who is ready to gather tensors, in this order, on every rank.
-
-    Attributes:
-        number: Of the question.
-        names: Of the tensors.
-    """
-
-    number: int
-    names: tuple[str, ...]
-
-
-class Go(msgspec.Struct, frozen=True, array_like=True, tag="go"):
-    """All are ready, and rank 0 begins: every rank gathers all of the tensors, whatever happens."""
-
-    number: int
-
-
-class ConfirmPart(msgspec.Struct, frozen=True, array_like=True, tag="confirm"):
-    """Rank 0 asks whether the follower's part is still of one state."""
-
-    number: int
-
-
-class Close(msgspec.Struct, frozen=True, array_like=True, tag="close"):
-    """Rank 0 has ended.
-
-    Attributes:
-        reason: Why it did before all was read and confirmed; empty if it was.
-    """
-
-    reason: str = ""
-
-
-class RankReady(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
-    """The follower gathers as soon as it is told to go."""
-
-    number: int
-
-
-class RankDone(msgspec.Struct, frozen=True, array_like=True, tag="done"):
-    """The follower has done what was asked."""
-
-    number: int
-
-
 class RankFailed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
     """The follower could not do it.
 
@@ -90,7 +32,75 @@ class RankFailed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
         return cls(type(error).__name__, text[:_TEXT_CHARS], fix, out_of_step)
 
 
-Message = RankHello | Gather | Go | ConfirmPart | Close | RankReady | RankDone | RankFailed
+class RankHello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
+    """A follower takes part, or could not make its part.
+
+    Attributes:
+        rank_call_id: What all ranks call the refit.
+        rank: Of the follower.
+        state: Of its weights; see :class:`~rl_core.refit.WeightChanges`.
+        specs: Digest of its tensors' names, shapes and dtypes.
+        failed: Why it could not.
+    """
+
+    rank_call_id: str
+    rank: int
+    state: int = 0
+    specs: str = ""
+    failed: RankFailed | None = None
+
+
+class Gather(msgspec.Struct, frozen=True, array_like=True, tag="gather"):
+    """Rank 0 asks who is ready to gather tensors, in this order, on every rank.
+
+    Attributes:
+        number: Of the question.
+        names: Of the tensors.
+    """
+
+    number: int
+    names: tuple[str, ...]
+
+
+class Go(msgspec.Struct, frozen=True, array_like=True, tag="go"):
+    """All are ready, and rank 0 begins: every rank gathers all of the tensors, whatever happens.
+
+    Attributes:
+        number: The next one, of which the follower says when it has.
+    """
+
+    number: int
+
+
+class ConfirmPart(msgspec.Struct, frozen=True, array_like=True, tag="confirm"):
+    """Rank 0 asks whether the follower's part is still of one state."""
+
+    number: int
+
+
+class Close(msgspec.Struct, frozen=True, array_like=True, tag="close"):
+    """Rank 0 has ended.
+
+    Attributes:
+        reason: Why it did before all was read and confirmed; empty if it was.
+    """
+
+    reason: str = ""
+
+
+class RankDone(msgspec.Struct, frozen=True, array_like=True, tag="done"):
+    """The follower has done what was asked, or is ready to gather it.
+
+    Attributes:
+        number: Of the question.
+        state: Of its weights now.
+    """
+
+    number: int
+    state: int
+
+
+Message = RankHello | Gather | Go | ConfirmPart | Close | RankDone | RankFailed
 
 _decoder = msgspec.msgpack.Decoder(Message)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from contextlib import suppress
@@ -11,10 +12,8 @@ from typing import Any
 import msgspec
 import torch
 
-from rl_core.errors import ConfigError, RefitPeerError
+from rl_core.errors import ConfigError, LifecycleError, RefitPeerError
 from rl_core.refit.timing import DYING_S
-
-_MESSAGE_BYTES = 1024
 
 
 class RankProcess(msgspec.Struct, frozen=True):
@@ -76,6 +75,18 @@ class RankProcess(msgspec.Struct, frozen=True):
         )
 
 
+def other_weights(process: RankProcess, state: int, first: int) -> LifecycleError:
+    """The error for a rank whose weights are not of the state that those of rank 0 are of."""
+    return LifecycleError(
+        f"the weights of {process} are of state {state}, those of rank 0 of state {first} (every "
+        "step and load is one): they are not parts of one model",
+        fix="load one checkpoint on all ranks, or build the policy again; then look for a call "
+        "that failed on one rank, or was made on some alone",
+        peer=f"rank {process.rank}",
+        rank=process.rank,
+    )
+
+
 def exchange(group: Any, mine: RankProcess) -> list[RankProcess]:
     """Everybody's, by rank.
 
@@ -86,20 +97,32 @@ def exchange(group: Any, mine: RankProcess) -> list[RankProcess]:
     Raises:
         ConfigError: It takes none.
     """
-    text = msgspec.json.encode(mine)
-    sent = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8)
-    sent[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    parts = [torch.zeros_like(sent) for _ in range(mine.size)]
     try:
-        group.allgather([parts], [sent]).wait()
+        return msgspec.convert(gather(group, msgspec.to_builtins(mine)), list[RankProcess])
     except RuntimeError as error:
         raise ConfigError(
             f"rank {mine.rank} of {mine.size} could not meet the others: {error}",
             fix="give a group of all ranks with the gloo backend",
             key="group",
         ) from error
-    texts = [bytes(part.tolist()).rstrip(b"\0") for part in parts]
-    return [msgspec.json.decode(text, type=RankProcess) for text in texts]
+
+
+def gather(group: Any, value: Any) -> list[Any]:
+    """Everybody's value, by rank; numbers, strings, lists and dicts of them.
+
+    Args:
+        group: A process group of torch that takes tensors of the CPU.
+        value: This rank's.
+    """
+    mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(group.size())]
+    group.allgather([sizes], [torch.tensor([len(mine)])]).wait()
+    width = max(int(size) for size in sizes)
+    parts = [torch.zeros(width, dtype=torch.uint8) for _ in sizes]
+    padded = torch.nn.functional.pad(mine, (0, width - len(mine)))
+    group.allgather([parts], [padded]).wait()
+    cut = [part[: int(size)] for part, size in zip(parts, sizes, strict=True)]
+    return [json.loads(bytes(text.tolist())) for text in cut]
 
 
 def _host() -> str:

@@ -24,6 +24,16 @@ T = TypeVar("T")
 class Part(ABC):
     """One rank's part of a source whose tensors are gathered from all ranks."""
 
+    @property
+    @abstractmethod
+    def part_state(self) -> int:
+        """Of this rank's weights now; see :class:`~rl_core.refit.WeightChanges`."""
+
+    @property
+    @abstractmethod
+    def part_specs(self) -> str:
+        """Digest of what this rank says of the whole tensors."""
+
     @abstractmethod
     def gather(self, name: str) -> torch.Tensor | None:
         """Gathers one tensor; what ranks other than 0 return does not matter.

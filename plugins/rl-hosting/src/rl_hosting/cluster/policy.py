@@ -14,6 +14,8 @@ from rl_hosting.cluster.remote import RemoteBackend, through
 from rl_hosting.cluster.sharding import RowRanks, collect, padded_shards, training_shards
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from rl_core.batch import BatchedDataDict
     from rl_core.interfaces import Future, LossFunction, Timer
 
@@ -117,6 +119,10 @@ class RemotePolicy(RemoteBackend, Colocatable):
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         """See :meth:`PolicyInterface.save_checkpoint`; workers get the path alone."""
         self._on_all("save_checkpoint", checkpoint_path(*args, **kwargs))
+
+    def load_checkpoint(self, path: str | Path) -> None:
+        """Continues on every worker where ``save_checkpoint`` was called."""
+        self._on_all("load_checkpoint", path)
 
     def get_free_memory_bytes(self) -> int:
         """See :meth:`ColocatablePolicyInterface.get_free_memory_bytes`."""

@@ -38,8 +38,8 @@ class DropoutDoesNotResume(ReferencePolicy):
 class MomentsOfVectorsAreLost(ReferencePolicy):
     """Biases and norms begin without moments."""
 
-    def read_checkpoint(self, directory: Path) -> None:
-        super().read_checkpoint(directory)
+    def load_checkpoint(self, path: Any) -> None:
+        super().load_checkpoint(path)
         for parameter in self.optimizer.param_groups[1]["params"]:
             self.optimizer.state.pop(parameter, None)
 
@@ -86,8 +86,8 @@ class AFullDiskIsNoError(ReferencePolicy):
 class AResumedPolicyIsItsOwnReference(ReferencePolicy):
     """What was resumed is taken for the start."""
 
-    def read_checkpoint(self, directory: Path) -> None:
-        super().read_checkpoint(directory)
+    def load_checkpoint(self, path: Any) -> None:
+        super().load_checkpoint(path)
         self.reference_model.load_state_dict(self.model.state_dict())
 
 

@@ -146,6 +146,17 @@ class ARankSpeaksThatKnowsItsOwnTokensAlone(ShardedReferencePolicy):
         return replace(joined, speaks=worker.rank % self.shards == self.shards - 1)
 
 
+@spread("parts", "fails_midway")
+class AStepThatFailedOnOneRankIsGoneOnWith(ShardedReferencePolicy):
+    """After an error in the midst of a step of one rank all ranks train on."""
+
+    def train(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            self.changes.torn = ""
+
+
 # -- what is drawn -----------------------------------------------------------------------------
 
 
@@ -201,11 +212,11 @@ class ACheckpointIsOfItsNumberOfRanks(ShardedReferencePolicy):
         if not self.ranks.rank:
             (directory / "rl_training" / "ranks.json").write_text(json.dumps(self.ranks.size))
 
-    def read_checkpoint(self, directory: Path) -> None:
+    def read_checkpoint(self, directory: Path) -> Callable[[], None]:
         saved = json.loads((directory / "rl_training" / "ranks.json").read_text())
         if saved != self.ranks.size:
             raise CheckpointError(f"{directory} is of {saved} ranks, not of {self.ranks.size}")
-        super().read_checkpoint(directory)
+        return super().read_checkpoint(directory)
 
 
 @spread("vocabulary", "another_number")

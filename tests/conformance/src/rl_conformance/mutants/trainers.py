@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from rl_conformance.mutants.mutant import breaks
 from rl_conformance.reference.policy import ReferencePolicy
 from rl_core.batch import BatchedDataDict
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @breaks("P3")
@@ -95,12 +92,23 @@ class LossesAreClimbed(ReferencePolicy):
         return super().gradient_norm()
 
 
+@breaks("P7", checks="P7 and fails_midway")
+class AFailedStepIsGoneOnWith(ReferencePolicy):
+    """An error in the midst of a step is raised, and forgotten."""
+
+    def train(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            self.changes.torn = ""
+
+
 @breaks("P9", checks="P9 and (bit_equal or exported or missing)")
 class TheOptimizerStartsAnew(ReferencePolicy):
     """Resuming brings the weights back, and not the optimizer's moments."""
 
-    def read_checkpoint(self, directory: Path) -> None:
-        super().read_checkpoint(directory)
+    def load_checkpoint(self, path: Any) -> None:
+        super().load_checkpoint(path)
         self.optimizer.state.clear()
 
 

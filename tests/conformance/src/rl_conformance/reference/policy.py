@@ -24,7 +24,7 @@ from rl_core.interfaces import LossInputType
 from rl_core.refit.tensors import NamedTensorSource, module_tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Sequence
+    from collections.abc import Callable, Generator, Sequence
     from pathlib import Path
 
     from rl_core.batch import BatchedDataDict
@@ -198,14 +198,18 @@ class ReferencePolicy(PolicyBackend):
         state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
         torch.save(state, directory / _STATE_FILE)
 
-    def read_checkpoint(self, directory: Path) -> None:
+    def read_checkpoint(self, directory: Path) -> Callable[[], None]:
         """See :meth:`PolicyModel.read_checkpoint`."""
         try:
             state = torch.load(directory / _STATE_FILE, weights_only=True)
         except (OSError, RuntimeError) as error:
             raise CheckpointError(f"{directory} is not a whole checkpoint: {error}") from error
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+
+        def put() -> None:
+            self.model.load_state_dict(state["model"])
+            self.optimizer.load_state_dict(state["optimizer"])
+
+        return put
 
     def weight_source(self) -> WeightSource:
         """See :meth:`PolicyModel.weight_source`."""

@@ -30,7 +30,7 @@ from rl_core.refit import GatheredSource, RefitRanks
 from rl_core.refit.tensors import module_tensors, tensor_specs
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterator, Sequence
+    from collections.abc import Callable, Generator, Iterator, Sequence
     from pathlib import Path
 
     from rl_core.backends import Completion, PromptBatch, SamplingParams
@@ -313,6 +313,23 @@ class ShardedReferencePolicy(ReferencePolicy):
         finally:
             self.optimizer = parts
 
+    def read_checkpoint(self, directory: Path) -> Callable[[], None]:
+        """See :meth:`PolicyModel.read_checkpoint`; of the whole each rank keeps its part."""
+        put = super().read_checkpoint(directory)
+        if self.parts is None:
+            return put
+
+        def put_part() -> None:
+            shapes = {spec.name: spec.shape for spec in self._specs}
+            for name, parameter in self.model.named_parameters():
+                parameter.data = parameter.data.new_empty(shapes[name])
+            self.optimizer = make_optimizer(self.model, self._optimizer_config)
+            put()
+            assert self.worker is not None
+            self._shard(self.worker.rank % self.shards)
+
+        return put_part
+
     def weight_source(self) -> WeightSource:
         """See :meth:`PolicyBackend.weight_source`."""
         if self.parts is None:
@@ -360,8 +377,8 @@ class ShardedSource(GatheredSource):
     """
 
     def __init__(self, policy: ShardedReferencePolicy) -> None:
-        super().__init__(policy.refit_ranks)
-        self._policy, self._check = policy, policy.changes.watch()
+        super().__init__(policy.refit_ranks, policy.changes)
+        self._policy = policy
         policy.sources["made"] += 1
 
     def specs(self) -> Sequence[TensorSpec]:
@@ -380,10 +397,6 @@ class ShardedSource(GatheredSource):
             tensor: torch.Tensor = policy.model.state_dict()[name]
             return tensor
         return policy.gathered(name, part, policy.refit_group)
-
-    def confirm_part(self) -> None:
-        """See :meth:`GatheredSource.confirm_part`."""
-        self._check()
 
     def close_part(self) -> None:
         """See :meth:`GatheredSource.close_part`."""
