@@ -116,7 +116,7 @@ class CapabilityError(RLError):
 
 
 class TrainingError(RLError):
-    """A loss or gradient is not finite, or another rank failed; what was not agreed on was not done."""
+    """A loss or gradient is not finite, and no step was taken; or another rank failed."""
 
 
 class CheckpointError(RLError):
