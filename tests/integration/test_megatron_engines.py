@@ -108,19 +108,20 @@ def test_experts_reach_an_engine_of_their_names(experts: Path, ranks: str) -> No
 @pytest.mark.parametrize("ranks", ["one", "ep2"])
 @pytest.mark.parametrize("workers", [1, 2])
 @needs_engines
-def test_experts_reach_sglang_under_the_names_of_files(
-    experts: Path, ranks: str, workers: int
-) -> None:
+def test_experts_reach_sglang_stacked(experts: Path, ranks: str, workers: int) -> None:
     engine = start("sglang", experts, tp_size=workers)
     before = engine.generate(prompts(), greedy=True)
-    with policy_of_ranks(experts, ranks) as policy, pytest.raises(ManifestMismatchError):
+    with (
+        policy_of_ranks(experts, ranks, refit_experts="separate") as policy,
+        pytest.raises(ManifestMismatchError),
+    ):
         refit(policy, engine, deadline_s=60.0)
     assert engine.weights_version == 0
     after = engine.generate(prompts(), greedy=True)
     # What the engine finds in its cache is rounded otherwise than what it computes anew.
     assert after["output_ids"].equal(before["output_ids"])
     assert (after["logprobs"] - before["logprobs"]).abs().max() < 1e-4
-    with policy_of_ranks(experts, ranks, refit_experts="separate") as policy:
+    with policy_of_ranks(experts, ranks) as policy:
         refit_every_way(policy, engine)
     engine.shutdown()
 

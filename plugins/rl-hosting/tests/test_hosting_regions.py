@@ -277,3 +277,48 @@ def test_what_the_engine_does_not_use_of_the_trainer_is_refused(specs, says):
         return
     with pytest.raises(CapabilityError, match=says):
         _ = weights.regions
+
+
+class Experts(nn.Module):
+    """Knows experts one by one, as files have them; keeps its share of each beside the others'."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w13 = nn.Parameter(torch.zeros(2, 4, 3), requires_grad=False)
+        self.w2 = nn.Parameter(torch.zeros(2, 3, 2), requires_grad=False)
+
+    def load_weights(self, weights) -> None:
+        for name, tensor in weights:
+            number, which = name.split(".")[1:]
+            if which == "down":
+                self.w2.data[int(number)].copy_(tensor.contiguous()[:, 2:])
+            else:
+                place = self.w13.data[int(number)].narrow(0, 0 if which == "gate" else 2, 2)
+                place.copy_(tensor.to(torch.float64).narrow(0, 2, 2))
+
+
+def one_by_one(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """As transformers takes stacks of experts apart when it saves them."""
+    found = {}
+    for place, which in enumerate(("gate", "up")):
+        part = tensors["gate_up"].chunk(2, dim=1)[place].contiguous()
+        found |= {f"experts.{n}.{which}": one.clone() for n, one in enumerate(part.unbind())}
+    return found | {f"experts.{n}.down": one for n, one in enumerate(tensors["down"].unbind())}
+
+
+def test_a_loader_that_knows_parts_of_a_tensor_by_names_of_their_own_is_followed():
+    model, specs = Experts(), [spec("gate_up", 2, 8, 3), spec("down", 2, 3, 4)]
+    found = regions_of(model, specs, torch.float32, published=one_by_one)
+    sent = {"gate_up": filled(2, 8, 3), "down": filled(2, 3, 4)}
+    for name, tensor in sent.items():
+        for start in range(0, tensor.numel(), 5):
+            for region in found[name]:
+                region.write(start, tensor.flatten()[start : start + 5])
+    gate, up = sent["gate_up"].chunk(2, dim=1)
+    assert model.w13.equal(torch.cat([gate[:, 2:], up[:, 2:]], dim=1))
+    assert model.w2.equal(sent["down"][:, :, 2:])
+    for name, tensor in sent.items():
+        whole = torch.full((tensor.numel(),), -1.0)
+        for region in found[name]:
+            region.read(whole)
+        assert whole.ne(-1).sum() == tensor.numel() // 2

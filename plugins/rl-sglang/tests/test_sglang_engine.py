@@ -50,13 +50,25 @@ CASES = {
     "untied": ("llama", {}),
     "two schedulers": ("qwen3", {"tp_size": 2}),
     "dummy weights": ("qwen2", {"load_format": "dummy"}),
+    "experts": ("qwen3", {"tp_size": 2}),
+}
+SIZES = {
+    "experts": {
+        "model_type": "qwen3_moe",
+        "tie_word_embeddings": False,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+    }
 }
 
 
 @pytest.mark.parametrize("case", list(CASES))
 def test_refits_bring_the_engine_to_the_policy(case, start, tiny):
     family, cfg = CASES[case]
-    engine, policy = start(family, cfg, torch_dtype="float32"), hf_policy(tiny(family))
+    path = tiny(family, **SIZES.get(case, {}))
+    engine = start(family, cfg, torch_dtype="float32", model_name=str(path))
+    policy = hf_policy(path)
     if cfg.get("load_format") != "dummy":
         assert difference(policy, engine.generate(prompts(), greedy=True)) < 1e-4
     for seed, options in enumerate(

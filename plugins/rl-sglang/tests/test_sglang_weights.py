@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from rl_core.errors import CapabilityError, ConfigError
-from rl_core.interfaces import TensorSpec
-from rl_sglang.weights import ModelSink, separate_experts
+from rl_sglang.weights import ModelSink
 
 
 class Weights(SimpleNamespace):
@@ -58,17 +57,3 @@ def test_what_norms_keep_of_their_weight_follows_a_refit():
 def test_files_are_looked_at_before_the_first_refit_alone():
     weights: Any = Weights(followed=True, device=torch.device("cpu"))
     ModelSink(weights).begin(1)
-
-
-def test_stacked_experts_have_the_names_of_the_files():
-    other = TensorSpec("model.norm.weight", (4,), "float32")
-    stacked = TensorSpec("mlp.experts.gate_up_proj", (2, 6, 4), "bfloat16")
-    files = {f"mlp.experts.{n}.{p}_proj.weight": (3, 4) for n in range(2) for p in ("gate", "up")}
-    found = separate_experts([stacked, other], files)
-    assert found == [*(TensorSpec(name, (3, 4), "bfloat16") for name in files), other]
-    assert separate_experts([stacked, other], {stacked.name: stacked.shape}) == [stacked, other]
-
-
-def test_a_tensor_without_dimensions_is_no_stack():
-    scalar = TensorSpec("mlp.act_fn.alpha", (), "float32")
-    assert separate_experts([scalar], {scalar.name: ()}) == [scalar]

@@ -5,9 +5,10 @@ A few run always; ``pytest -m full`` runs all. Models are tiny and random, in fl
 
 from __future__ import annotations
 
+import json
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -20,6 +21,9 @@ from rl_core.batch import BatchedDataDict
 from rl_core.errors import CapabilityError, ConfigError
 from rl_core.refit import refit
 from rl_vllm import VllmGeneration
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 #: In older releases several of these have other names than the published checkpoints; their refits
 #: end with an error, not with wrong weights.
@@ -90,8 +94,9 @@ REFUSED = {
     "qwen3_moe": "rearranges",
 }
 
-#: One of each kind: run by transformers' own code, a loader that computes, experts.
-ALWAYS = ("gpt_neox", "mamba2", "qwen2_moe")
+#: One of each kind: positions that vLLM has its own name for, run by transformers' own code, a
+#: loader that computes, experts.
+ALWAYS = ("deepseek_v3", "gpt_neox", "mamba2", "qwen2_moe")
 
 
 def all_of(names: Any) -> list[Any]:
@@ -108,6 +113,16 @@ def prompts(rows: int = 4, width: int = 7) -> BatchedDataDict[Any]:
     return BatchedDataDict({"input_ids": ids, "input_lengths": lengths})
 
 
+def publish_positions(path: Path) -> None:
+    """Gives a configuration the keys of before transformers 5, which published ones have."""
+    config = json.loads(path.read_text())
+    if config.get("rope_parameters", {}).get("rope_type") == "yarn":
+        scaling = config.pop("rope_parameters")
+        config["rope_theta"] = scaling.pop("rope_theta")
+        config["rope_scaling"] = {**scaling, "type": scaling.pop("rope_type")}
+        path.write_text(json.dumps(config))
+
+
 @pytest.fixture
 def build(imported, tmp_path):
     """``build(name, seed)`` is an engine of such a model, and its directory."""
@@ -115,6 +130,7 @@ def build(imported, tmp_path):
 
     def make(name: str, seed: int, **engine: Any):
         path = make_architecture(tmp_path / f"{name}-{seed}", name, seed=seed)
+        publish_positions(path / "config.json")
         config = {"model_name": str(path), "torch_dtype": "float32", "max_new_tokens": 6}
         vllm_cfg = {"max_num_seqs": 8, "kv_cache_memory_bytes": 64 << 20, **engine}
         engines.append(VllmGeneration(None, {**config, "vllm_cfg": vllm_cfg}))

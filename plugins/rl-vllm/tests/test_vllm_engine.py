@@ -212,6 +212,13 @@ def test_a_config_that_is_not_of_the_weights_is_refused(key, changes, says, star
     assert caught.value.fix
 
 
+def test_a_model_that_vllm_loads_and_cannot_compute_is_refused_when_it_is_built(start, tiny):
+    path = str(tiny("llama", hidden_size=64))  # heads of 16
+    with pytest.raises(ConfigError, match=r"loads .* and cannot compute with it") as raised:
+        start(model_name=path)
+    assert "sizes" in raised.value.fix
+
+
 def test_a_seed_of_minus_one_is_a_seed(start):
     engine = start("qwen2")
     data = BatchedDataDict({**prompts(), "seed": torch.full((4,), -1)})

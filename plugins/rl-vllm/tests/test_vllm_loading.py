@@ -33,6 +33,6 @@ def test_the_configuration_of_a_kernel_that_a_hook_makes_is_not_made_of_weights(
     model.moe_kernel = {"fused_experts": activation.ApplyMoEActivationConfig()}
     seen.hooks_finished(model)
     assert not seen.derived
-    model.moe_kernel = activation.ApplyMoEActivationConfig(alpha=float(model.weight.max()))
+    model.moe_kernel = activation.ApplyMoEActivationConfig(alpha=float(model.weight.detach().max()))
     seen.hooks_finished(model)
     assert seen.derived == ["moe_kernel.alpha"]

@@ -3,16 +3,34 @@
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 import threading
 from contextlib import suppress
 
 from rl_hosting._timing import SHOW_LOG_S
 
-__all__ = ["Log"]
+__all__ = ["Log", "find_cause"]
 
-#: Bytes of the end of a log that go into an error.
-_TAIL = 4000
+#: Bytes of the end of a log: for the details of an error, and those that are searched for a cause.
+_TAIL, _SEARCHED = 4000, 1 << 16
+#: How many errors, and lines of each, are quoted, and how much of a line.
+_FEW, _LONGEST = 3, 300
+#: What engines write before a line: a process, a level with a date and a place.
+_SAID_BY = re.compile(
+    r"^(\([^()]*pid=\d+\) )?((DEBUG|INFO|WARNING|ERROR|CRITICAL) [\d-]+ [\d:.,]+ \[[^\]]*\] ?)?"
+)
+_FRAME = re.compile(r'^\s+File ".*", line \d+')
+_EXCEPTION = re.compile(r"^[A-Za-z_][\w.]*(: |:?$)")
+#: Exceptions that follow when another process of the engine has ended.
+_FOLLOWS = re.compile(
+    r"^(EOFError|BrokenPipeError|ConnectionResetError|KeyboardInterrupt|SystemExit)"
+)
+#: Errors without a traceback.
+_ERROR = re.compile(
+    r"\b(ERROR|CRITICAL|FATAL|Fatal|Segmentation fault|terminate called|[Oo]ut of memory|Killed)\b"
+    r"|^[\w.]*(Error|Exception): |^\s*what\(\): "
+)
 _CHUNK = 1 << 16
 _STDERR = 2
 
@@ -39,14 +57,18 @@ class Log:
         """Its descriptor."""
         return self._file.fileno()
 
-    def tail(self) -> str:
-        """The last lines."""
+    def tail(self, size: int = _TAIL) -> str:
+        """The last lines, of so many bytes."""
         with self._reading:
             if self._file.closed:
                 return ""
             end = os.fstat(self.fileno()).st_size
-            tail = os.pread(self.fileno(), _TAIL, max(0, end - _TAIL))
+            tail = os.pread(self.fileno(), size, max(0, end - size))
         return tail.replace(b"\0", b"").decode(errors="replace").strip()
+
+    def cause(self) -> str:
+        """The lines that say why an engine ended; its last ones if none does."""
+        return find_cause(self.tail(_SEARCHED))
 
     def close(self) -> None:
         """Shows the rest and closes it. Idempotent."""
@@ -68,3 +90,27 @@ class Log:
                     break
             if over:
                 return
+
+
+def find_cause(text: str) -> str:
+    """What the end of a log says of an error: the exceptions of its last tracebacks, in order.
+
+    If there is no traceback, the last lines about errors; without any the last lines. What engines
+    print when they start, such as warnings, would hide it.
+    """
+    lines = [_SAID_BY.sub("", line) for line in text.splitlines()]
+    raised: dict[str, None] = {}
+    framed = False
+    for place, line in enumerate(lines):
+        framed = framed or _FRAME.match(line) is not None
+        if framed and _EXCEPTION.match(line):
+            framed = False
+            more = lines[place + 1 : place + _FEW]
+            end = next((i for i, one in enumerate(more) if not one.startswith(" ")), len(more))
+            said = "\n".join(one[:_LONGEST] for one in (line, *more[:end]))
+            raised.pop(said, None)
+            raised[said] = None
+    causes = [said for said in raised if not _FOLLOWS.match(said)] or list(raised)
+    errors = [line for line in text.splitlines() if _ERROR.search(line)]
+    found = causes or errors or [line for line in text.splitlines() if line.strip()]
+    return "\n".join(one if one in raised else one[:_LONGEST] for one in found[-_FEW:])

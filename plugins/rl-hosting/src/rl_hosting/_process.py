@@ -376,8 +376,8 @@ class HostedProcess:
             raise
 
     def _log_lines(self) -> str:
-        text = self._log.tail()
-        return f"; its last words:\n{text}" if text else ""
+        text = self._log.cause()
+        return f"; its log says:\n{text}" if text else ""
 
 
 def _end(

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rl_core.errors import CapabilityError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import nn
 
@@ -28,12 +28,9 @@ __all__ = ["Region", "regions_of"]
 
 _FEW = 5
 _COPY = torch.ops.aten.copy_.default
-#: What makes a tensor with other storage but the same contents.
-_SAME = {
-    torch.ops.aten._to_copy.default,
-    torch.ops.aten.clone.default,
-    torch.ops.aten.contiguous.default,
-}
+#: What makes a tensor with other storage but the same contents; the first also of another dtype.
+_CAST = torch.ops.aten._to_copy.default
+_SAME = {torch.ops.aten.clone.default, torch.ops.aten.contiguous.default}
 _FILLS = {torch.ops.aten.fill_.Scalar, torch.ops.aten.fill_.Tensor, torch.ops.aten.zero_.default}
 
 
@@ -99,11 +96,19 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.changed: list[str] = []
         self._copied: dict[int, str] = {}
         self._names: dict[int, str] = {}
+        self._offsets: dict[int, int] = {}
         self._alive: list[torch.Tensor] = []
 
-    def mark(self, name: str, tensor: torch.Tensor) -> None:
-        """Has copies of a tensor recorded; it is kept, so that no other gets its address."""
-        self._names[tensor.untyped_storage().data_ptr()] = name
+    def mark(self, name: str, tensor: torch.Tensor, offset: int = 0) -> None:
+        """Has copies of a tensor recorded; it is kept, so that no other gets its address.
+
+        Args:
+            name: Of the whole tensor.
+            tensor: That, or a copy of a part of it without gaps.
+            offset: The part's first element.
+        """
+        storage = tensor.untyped_storage().data_ptr()
+        self._names[storage], self._offsets[storage] = name, offset
         self._alive.append(tensor)
 
     def _note_change(self, target: torch.Tensor) -> None:
@@ -120,13 +125,14 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         if func is _COPY:
             target, source = args[:2]
-            name = self._names.get(source.untyped_storage().data_ptr())
+            storage = source.untyped_storage().data_ptr()
+            name = self._names.get(storage)
             if name is not None and target.untyped_storage().data_ptr() not in self._names:
                 target = target.detach()
                 self._copied[target.untyped_storage().data_ptr()] = name
                 source = source.broadcast_to(target.shape)
-                place = source.storage_offset(), tuple(source.shape), tuple(source.stride())
-                self.found.append((name, target, *place))
+                offset = self._offsets[storage] + source.storage_offset()
+                self.found.append((name, target, offset, source.shape, source.stride()))
             else:
                 self._note_change(args[0])
             return args[0]
@@ -135,12 +141,17 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if given or func not in _FILLS:  # a parameter's padding is filled
                 self._note_change(args[0])
             return args[0]
-        result = func(*args, **(kwargs or {}))
-        if func in _SAME and args[0].is_contiguous():
-            name = self._names.get(args[0].untyped_storage().data_ptr())
-            if name is not None and args[0].storage_offset() == 0:
-                self.mark(name, result)
-        return result
+        if func is _CAST or func in _SAME:
+            storage = args[0].untyped_storage().data_ptr()
+            if storage in self._names and func in _SAME:  # nobody writes to either
+                return torch.ops.aten.alias.default(args[0])
+            if storage in self._names and args[0].is_contiguous():
+                dtype = (kwargs or {}).get("dtype") or args[0].dtype
+                result = torch.empty(args[0].shape, dtype=dtype, device="cpu")  # as the whole one
+                offset = self._offsets[storage] + args[0].storage_offset()
+                self.mark(self._names[storage], result, offset)
+                return result
+        return func(*args, **(kwargs or {}))
 
 
 class _ModelState:
@@ -194,7 +205,12 @@ class _ModelState:
 
 
 def regions_of(
-    model: nn.Module, specs: Sequence[TensorSpec], dtype: torch.dtype, *, without_refits: str
+    model: nn.Module,
+    specs: Sequence[TensorSpec],
+    dtype: torch.dtype,
+    *,
+    without_refits: str,
+    published: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]] = dict,
 ) -> dict[str, list[Region]]:
     """Asks a model's own loader where it puts tensors.
 
@@ -203,6 +219,7 @@ def regions_of(
         specs: Of a checkpoint; only those that own their elements.
         dtype: Of the model.
         without_refits: How to build an engine that takes no refits, for errors.
+        published: Gives such tensors the names of a checkpoint's files, perhaps part by part.
 
     Returns:
         Regions by name; none for what the loader ignores or another worker has.
@@ -213,16 +230,15 @@ def regions_of(
     """
     recorder, before = _Recorder(), _ModelState(model)
 
-    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
-        for spec in specs:
-            # The kernel gives no memory to pages that are never touched.
-            tensor = torch.empty(spec.shape or (1,), dtype=dtype, device="cpu").view(spec.shape)
-            recorder.mark(spec.name, tensor)
-            yield spec.name, tensor
-
+    whole = {}
+    for spec in specs:
+        # The kernel gives no memory to pages that are never touched.
+        whole[spec.name] = torch.empty(spec.shape or (1,), dtype=dtype, device="cpu")
+        recorder.mark(spec.name, whole[spec.name])
+        whole[spec.name] = whole[spec.name].view(spec.shape)
     try:
         with torch.no_grad(), recorder:
-            model.load_weights(tensors())  # type: ignore[operator]
+            model.load_weights(iter(published(whole).items()))  # type: ignore[operator]
     except Exception as error:  # whatever loaders raise for names and shapes that they do not know
         raise CapabilityError(
             f"the engine's {type(model).__name__} takes no refit: its loader does not take the "

@@ -86,7 +86,7 @@ def check_shapes(name: str, specs: Sequence[TensorSpec]) -> None:
 
     Args:
         name: The configuration's ``model_name``; one that is no directory is not looked at.
-        specs: Of the model, such as :func:`rl_hosting.weights.checkpoint_specs` gives; tensors with
+        specs: Of the model, such as :func:`rl_hosting.weights.CheckpointModel` gives; tensors with
             other names are not looked at.
 
     Raises:

@@ -6,12 +6,14 @@ import time
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, Self
 
+from rl_core.errors import ConfigError, PluginError
 from rl_hosting._messages import Reply, Request, decode, encode, error_of
+from rl_hosting.rows import Prompt, Sampling
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
-    from rl_hosting.rows import Done, Prompt
+    from rl_hosting.rows import Done
 
 __all__ = ["Engine"]
 
@@ -84,6 +86,39 @@ class Engine(ABC):
         for answer in self.call_workers(encode(Request("check"))):
             if (error := error_of(decode(answer, type=Reply))) is not None:
                 raise error
+
+    def check_rows(self, model: str) -> None:
+        """Makes sure that it can decode, with one short row; for the :meth:`start` of an engine.
+
+        Some engines load models of which they have no kernel for a size. They know it only when
+        they compute.
+
+        Args:
+            model: How errors call it.
+
+        Raises:
+            ConfigError: It cannot.
+        """
+        sampling = Sampling(True, 1.0, 0, 1.0, 1.0, [])
+        self.submit([Prompt(0, 0, [0], 2, None, [], sampling)])
+        error: Exception | None = None
+        try:
+            while not (done := self.step()):
+                pass
+            error = error_of(done[0])
+        except Exception as raised:  # whatever engines raise
+            error = raised
+        if isinstance(error, PluginError):  # it computed, and what it found is no number
+            error = None
+        if error is not None:
+            raise ConfigError(
+                f"the engine loads {model} and cannot compute with it: {type(error).__name__}: "
+                f"{error}",
+                fix="use a model whose sizes (heads of 64 or 128, say) the engine has kernels for "
+                "on this device, or another attention backend of the engine",
+                key="model_name",
+            ) from error
+        self.reset_caches()
 
     def wake(self, tags: Sequence[str]) -> None:
         """Allocates again what :meth:`sleep` freed: ``"weights"``, ``"kv_cache"`` or both."""

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-__all__ = ["LoadedSink", "LoadedWeights", "checkpoint_specs"]
+__all__ = ["CheckpointModel", "LoadedSink", "LoadedWeights"]
 
 
 class LoadedWeights(ABC):
@@ -53,6 +53,17 @@ class LoadedWeights(ABC):
     @abstractmethod
     def find_specs(self) -> Sequence[TensorSpec]:
         """The tensors that a trainer of this model has, in the dtype of the engine."""
+
+    def published(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The trainer's tensors as the files of a checkpoint have them, which loaders know.
+
+        Args:
+            tensors: By the names of :meth:`find_specs`.
+
+        Returns:
+            The same elements, perhaps under other names: the tensors, or views of them.
+        """
+        return tensors
 
     def check(self) -> None:
         """Makes sure that nothing was derived from the weights that a refit would leave as it was.
@@ -99,7 +110,11 @@ class LoadedWeights(ABC):
         owned = [spec for spec in self.specs if spec.alias_of is None]
         with self.loading():
             regions = regions_of(
-                self.model, owned, self._dtype, without_refits=self._without_refits
+                self.model,
+                owned,
+                self._dtype,
+                without_refits=self._without_refits,
+                published=self.published,
             )
         kept = torch.tensor([sum(r.target.numel() for r in regions[spec.name]) for spec in owned])
         if self._workers > 1 and owned:
@@ -258,16 +273,34 @@ class LoadedSink(WeightSink):
         return self._loaded.read(names)
 
 
-def checkpoint_specs(config: Any, dtype: torch.dtype, *, trust: bool) -> list[TensorSpec]:
-    """The tensors of a model under the names that transformers gives them; allocates none.
+class CheckpointModel:
+    """A model as transformers makes it of a checkpoint's ``config.json``; allocates nothing.
 
     Args:
-        config: The configuration that transformers made of ``config.json``.
+        name: The checkpoint. Its file is read anew: engines change theirs, and some write there
+            what transformers does not know.
         dtype: Of the tensors.
         trust: Whether code of the checkpoint may run.
-    """
-    from transformers import AutoModelForCausalLM
 
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust, dtype=dtype)
-    return tensor_specs(module_tensors(model))
+    Attributes:
+        specs: Its tensors, under the names that a trainer knows them by.
+    """
+
+    def __init__(self, name: str, dtype: torch.dtype, *, trust: bool) -> None:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        config = AutoConfig.from_pretrained(name, trust_remote_code=trust)
+        with torch.device("meta"):
+            self._model = AutoModelForCausalLM.from_config(
+                config, trust_remote_code=trust, dtype=dtype
+            )
+        self.specs = tensor_specs(module_tensors(self._model))
+
+    def published(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """See :meth:`LoadedWeights.published`: transformers stacks experts, and renames others."""
+        from transformers.core_model_loading import revert_weight_conversion
+
+        found: dict[str, torch.Tensor] = revert_weight_conversion(self._model, dict(tensors))
+        ours = {tensor.untyped_storage().data_ptr() for tensor in tensors.values()}
+        views = all(tensor.untyped_storage().data_ptr() in ours for tensor in found.values())
+        return found if views else tensors

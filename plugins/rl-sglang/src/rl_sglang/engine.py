@@ -18,7 +18,7 @@ from rl_core.backends.model_files import model_facts
 from rl_core.errors import ConfigError, PluginError, RLError
 from rl_hosting import Done, Engine
 from rl_hosting.checkpoint import check_shapes, load_tokenizer
-from rl_hosting.weights import checkpoint_specs
+from rl_hosting.weights import CheckpointModel
 from rl_sglang import launch  # stands in for what is missing on a CPU, before SGLang is imported
 from rl_sglang.private import check_version, engine_version
 from rl_sglang.scheduler import GREEDY, STOP_STRINGS, SchedulerOptions
@@ -91,8 +91,8 @@ class SglangEngine(Engine):
         takes_refits = config.get("sglang_cfg", {}).get("refit", True)
         if takes_refits and arguments.get("load_format") != "dummy":
             trust = config.get("trust_remote_code", False)
-            specs = checkpoint_specs(model_config, torch.float32, trust=trust)
-            check_shapes(config["model_name"], specs)
+            model = CheckpointModel(config["model_name"], torch.float32, trust=trust)
+            check_shapes(config["model_name"], model.specs)
         tempfile.tempdir = None  # looked up again, in the variables of this process
         loop = asyncio.new_event_loop()
         asyncio.set_event_loop(loop)
@@ -121,12 +121,14 @@ class SglangEngine(Engine):
                 "max_model_len",
                 key="sglang_cfg.max_total_tokens",
             )
-        if takes_refits:
-            try:
+        try:
+            if takes_refits:
                 engine.check_refits()
-            except RLError:
-                engine.shutdown()
-                raise
+            if not torch.cuda.is_available():
+                engine.check_rows(config["model_name"])
+        except RLError:
+            engine.shutdown()
+            raise
         engine.facts = dataclasses.asdict(facts) | {
             "eos_token_ids": list(facts.eos_token_ids),
             "has_tokenizer": tokenizer is not None,

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl_core.errors import CapabilityError, ConfigError
-from rl_core.interfaces import TensorSpec
 from rl_hosting import LoadedSink, LoadedWeights
-from rl_hosting.checkpoint import file_shapes
-from rl_hosting.weights import checkpoint_specs
+from rl_hosting.weights import CheckpointModel
 from rl_sglang.loading import WITHOUT_REFITS, check_derived
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    import torch
     from torch import nn
 
-__all__ = ["EngineWeights", "ModelSink", "separate_experts"]
+    from rl_core.interfaces import TensorSpec
 
-#: What the tensors of a stack are made of, for each expert.
-_PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+__all__ = ["EngineWeights", "ModelSink"]
 
 
 class EngineWeights(LoadedWeights):
@@ -47,18 +46,20 @@ class EngineWeights(LoadedWeights):
             workers=int(runner.server_args.tp_size),
             without_refits=WITHOUT_REFITS,
         )
-        self._trust = bool(runner.server_args.trust_remote_code)
+        trust = bool(runner.server_args.trust_remote_code)
+        self._checkpoint = cache(
+            lambda: CheckpointModel(self._config.model_path, self._config.dtype, trust=trust)
+        )
         self._load_format = str(runner.server_args.load_format)
         self._checked = False
 
     def find_specs(self) -> Sequence[TensorSpec]:
         """See :meth:`LoadedWeights.find_specs`."""
-        from transformers import AutoConfig
+        return self._checkpoint().specs
 
-        # SGLang writes into its own configuration what transformers does not know.
-        config = AutoConfig.from_pretrained(self._config.model_path, trust_remote_code=self._trust)
-        specs = checkpoint_specs(config, self._config.dtype, trust=self._trust)
-        return separate_experts(specs, file_shapes(Path(self._config.model_path)))
+    def published(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """See :meth:`LoadedWeights.published`."""
+        return self._checkpoint().published(tensors)
 
     def check_loaded(self) -> None:
         """Makes sure, once, that SGLang found all weights: it says nothing of those that it lacks.
@@ -77,30 +78,6 @@ class EngineWeights(LoadedWeights):
     def is_padded(self, module: nn.Module) -> bool:
         """See :meth:`LoadedWeights.is_padded`."""
         return hasattr(module, "org_vocab_size")
-
-
-def separate_experts(
-    specs: Sequence[TensorSpec], files: Mapping[str, tuple[int, ...]]
-) -> list[TensorSpec]:
-    """Experts under the names of the files, one by one, where transformers stacks them.
-
-    SGLang's loaders know these names alone.
-
-    Args:
-        specs: As transformers has them.
-        files: The shapes of a checkpoint's tensors.
-    """
-    found: list[TensorSpec] = []
-    for spec in specs:
-        stack, _, which = spec.name.rpartition(".")
-        parts = _PARTS.get(which, ()) if stack.endswith(".experts") else ()
-        experts = range(spec.shape[0]) if parts else ()
-        names = [f"{stack}.{n}.{part}.weight" for n in experts for part in parts]
-        if names and all(name in files for name in names):
-            found += [TensorSpec(name, files[name], spec.dtype) for name in names]
-        else:
-            found.append(spec)
-    return found
 
 
 class ModelSink(LoadedSink):

@@ -19,6 +19,7 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.transformers_utils.config import get_config
 from vllm.usage.usage_lib import UsageContext
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -55,6 +56,10 @@ _ON_CPU: dict[str, Any] = {
     # After a part of a prompt vLLM winds the row's generator back, which CPU generators cannot.
     "enable_chunked_prefill": False,
 }
+#: With AMX vLLM would compute attention over latents with a packed copy of weights, of 16 bits.
+_LATENT_ON_CPU = (
+    {"attention_backend": "CPU_MLA"} if "CPU_MLA" in AttentionBackendEnum.__members__ else {}
+)
 #: vLLM's rows and tokens of a step are by default those of its class LLM, for throughput.
 _USE = UsageContext.LLM_CLASS
 #: Seconds that a step of the asynchronous engine waits for a row.
@@ -118,12 +123,14 @@ class VllmEngine(Engine):
             engine = kind(arguments)
         except Exception as error:
             raise _refusal(error, config) from error
-        if given.get("refit", True):
-            try:
+        try:
+            if given.get("refit", True):
                 engine.check_refits()
-            except RLError:
-                engine.shutdown()
-                raise
+            if current_platform.is_cpu():
+                engine.check_rows(config["model_name"])
+        except RLError:
+            engine.shutdown()
+            raise
         loaded = engine._llm.model_config
         text = loaded.hf_text_config
         facts = model_facts(
@@ -300,8 +307,8 @@ def _arguments(
     given = config.get("vllm_cfg", {})
     cpu = current_platform.is_cpu()
     dtype = given.get("dtype") or config.get("torch_dtype") or "auto"
+    text = model_config.get_text_config()
     if dtype == "auto":  # vLLM's own "auto" would round float32 checkpoints
-        text = model_config.get_text_config()
         found = getattr(text, "dtype", None) or getattr(model_config, "dtype", "auto")
         dtype = str(found or "auto").removeprefix("torch.")
     chosen = {
@@ -315,6 +322,7 @@ def _arguments(
         "disable_log_stats": True,
         "seed": secrets.randbits(31),
         **(_ON_CPU if cpu else {}),
+        **(_LATENT_ON_CPU if cpu and getattr(text, "kv_lora_rank", None) else {}),
         "max_model_len": config.get("max_model_len"),
         **{key: value for key, value in given.items() if key not in _OURS},
         **given.get("engine_args", {}),

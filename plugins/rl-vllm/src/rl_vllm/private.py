@@ -33,6 +33,7 @@ PRIVATE: dict[str, str] = {
     "model_loader.base_loader.initialize_model, .process_weights_after_loading": "what a model has "
     "before there are weights, and what hooks make of these",
     "vllm.transformers_utils.config.get_config": "the configuration of a checkpoint",
+    "vllm.v1.attention.backends.registry.AttentionBackendEnum": "whether there is CPU_MLA",
     "vllm.config.set_current_vllm_config": "in which the loader is asked",
     "Attention.impl.bmm1_scale, .bmm2_scale": "numbers made of the scales of an FP8 cache",
     "Attention._k_scale, ._v_scale, ._k_scale_float, ._v_scale_float": "scales of an FP8 cache",

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from rl_core.errors import CapabilityError, ConfigError
 from rl_hosting import LoadedSink, LoadedWeights
-from rl_hosting.weights import checkpoint_specs
+from rl_hosting.weights import CheckpointModel
 from rl_vllm.cpu_weights import check_packed, pack_again
 from rl_vllm.loading import WITHOUT_REFITS, check_derived
 
@@ -41,6 +42,11 @@ class EngineWeights(LoadedWeights):
                 fix=f"use a checkpoint that is not quantised; without refits {WITHOUT_REFITS}",
                 capability="refit",
             )
+        self._checkpoint = cache(
+            lambda: CheckpointModel(
+                model_config.model, model_config.dtype, trust=model_config.trust_remote_code
+            )
+        )
         super().__init__(
             worker.get_model(),
             model_config.dtype,
@@ -55,8 +61,11 @@ class EngineWeights(LoadedWeights):
 
     def find_specs(self) -> Sequence[TensorSpec]:
         """See :meth:`LoadedWeights.find_specs`."""
-        config = self._config.model_config
-        return checkpoint_specs(config.hf_config, config.dtype, trust=config.trust_remote_code)
+        return self._checkpoint().specs
+
+    def published(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """See :meth:`LoadedWeights.published`."""
+        return self._checkpoint().published(tensors)
 
     def check(self) -> None:
         """See :meth:`LoadedWeights.check`."""

@@ -123,6 +123,6 @@ class Checkpoint:
         """The tensors of the model, in a dtype."""
         import torch
 
-        from rl_hosting.weights import checkpoint_specs
+        from rl_hosting.weights import CheckpointModel
 
-        return checkpoint_specs(self.settings, getattr(torch, dtype), trust=self.trust)
+        return CheckpointModel(str(self.directory), getattr(torch, dtype), trust=self.trust).specs

@@ -30,11 +30,26 @@ _LATENT = {
     "v_head_dim": 128,
     **_HEADS,
 }
+#: Positions as DeepSeek's and Kimi's published checkpoints have them, for a context of 256.
+_YARN = {
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    }
+}
 _WIDTH = {"moe_intermediate_size": 32}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, **_WIDTH}
 _LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
 _ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, **_WIDTH}
 _ONE_GROUP = {"n_group": 1, "topk_group": 1}
+#: For engines, which make a bias for the choice of experts only then.
+_BIASED_ROUTES = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 _NO_EXPERTS = {**_ROUTED, **_ONE_GROUP, "first_k_dense_replace": 2}
 _ALL_EXPERTS = {**_ROUTED, **_ONE_GROUP, "first_k_dense_replace": 1}
 _MAMBA2 = {
@@ -59,9 +74,13 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "afmoe": {
         **_EXPERTS,
         **_HEAD_DIM,
+        **_ONE_GROUP,
         "num_dense_layers": 1,
         "num_shared_experts": 1,
         "score_func": "sigmoid",
+        "route_norm": True,
+        "route_scale": 2.826,
+        "mup_enabled": True,
     },
     "apertus": {},
     "arcee": {},
@@ -77,10 +96,23 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "attn_config": {"kv_n_heads": 2, "clip_qkv": None, "rope_theta": 10000.0},
         "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
     },
-    "deepseek_v2": {**_LATENT, **_NO_EXPERTS, "q_lora_rank": None, "head_dim": 64},
-    "deepseek_v2 with experts": {**_LATENT, **_ALL_EXPERTS, "q_lora_rank": None, "head_dim": 64},
-    "deepseek_v3": {**_LATENT, **_NO_EXPERTS, "q_lora_rank": 64},
-    "deepseek_v3 with experts": {**_LATENT, **_ALL_EXPERTS, "q_lora_rank": 64},
+    "deepseek_v2": {**_LATENT, **_NO_EXPERTS, **_YARN, "q_lora_rank": None, "head_dim": 64},
+    "deepseek_v2 with experts": {
+        **_LATENT,
+        **_ALL_EXPERTS,
+        **_YARN,
+        "q_lora_rank": None,
+        "head_dim": 64,
+        "scoring_func": "softmax",
+    },
+    "deepseek_v3": {**_LATENT, **_NO_EXPERTS, **_YARN, **_BIASED_ROUTES, "q_lora_rank": 64},
+    "deepseek_v3 with experts": {
+        **_LATENT,
+        **_ALL_EXPERTS,
+        **_YARN,
+        **_BIASED_ROUTES,
+        "q_lora_rank": 64,
+    },
     "diffllama": {},
     "dots1": {**_ALL_EXPERTS, **_HEAD_DIM},
     "ernie4_5": {},
@@ -169,6 +201,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "attention_chunk_size": 128,
         "layer_types": ["chunked_attention", "full_attention"],
         "no_rope_layers": [1, 0],
+        "interleave_moe_layer_step": 2,
         "moe_layers": [1],
     },
     "longcat_flash": {
@@ -179,13 +212,37 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "expert_ffn_hidden_size": 32,
         "n_routed_experts": 4,
         "zero_expert_num": 2,
+        "zero_expert_type": "identity",
+        "mla_scale_q_lora": True,
+        "mla_scale_kv_lora": True,
         "moe_topk": 2,
         "head_dim": 64,
     },
     "mamba": {},
     "mamba2": {"num_heads": 8, "head_dim": 32, "n_groups": 1, "rms_norm": True},
     "mellum": {**_EXPERTS, **_HEAD_DIM, **_SLIDING},
-    "mimo_v2_flash": {**_ROUTED, **_ONE_GROUP, "head_dim": 32, "v_head_dim": 32},
+    "mimo_v2_flash": {
+        **_ROUTED,
+        **_ONE_GROUP,
+        **_BIASED_ROUTES,
+        "head_dim": 32,
+        "v_head_dim": 32,
+        "hybrid_layer_pattern": [0, 1],
+        "moe_layer_freq": [0, 1],
+        "sliding_window_size": 64,
+        "sliding_window": 64,
+        "swa_head_dim": 32,
+        "swa_v_head_dim": 32,
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 2,
+        "add_swa_attention_sink_bias": True,
+        "add_full_attention_sink_bias": False,
+        "rope_theta": 5000000,
+        "swa_rope_theta": 10000,
+        "partial_rotary_factor": 0.334,
+        "layernorm_epsilon": 1e-5,
+        "rms_norm_eps": 1e-5,
+    },
     "minicpm3": {
         "q_lora_rank": 64,
         "kv_lora_rank": 64,
@@ -202,6 +259,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "rotary_dim": 32,
         "scoring_func": "sigmoid",
         "use_qk_norm": True,
+        "use_routing_bias": True,
     },
     "ministral": _HEAD_DIM,
     "ministral3": {},

@@ -256,14 +256,14 @@ def _reason_of(error: BaseException, attempt: _Attempt) -> str:
 def _first_sentence(error: BaseException) -> str:
     """Of what an error says, without the process it comes from.
 
-    A short first line does not say much: then the second one follows, or the last one of a log.
+    A short first line does not say much: then the second one follows.
     """
     text = error.message if isinstance(error, RLError) else str(error)
     lines = [line.strip() for line in text.splitlines() if line.strip()] or ["without a word"]
     first = re.sub(r"^\w+ in [^:]+ \(pid \d+\): ", "", lines[0])
     first = re.split(r"(?<=[^.\d\s])\. (?=[A-Z])", first)[0].rstrip(".")
     if len(lines) > 1 and len(first) < _SHORT:
-        first = f"{first} {lines[-1 if first.endswith(':') else 1]}"
+        first = f"{first} {lines[1]}"
     if len(first) <= _LONGEST_REASON:
         return first
     return f"{first[:_LONGEST_REASON].rpartition(' ')[0]} ..."  # whole words
