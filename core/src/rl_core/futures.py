@@ -79,10 +79,32 @@ def wait(futures: Sequence[Future] | Future, timeout_s: float) -> list[Any]:
     return [future.result() for future in waited]
 
 
-def spawn(name: str, function: Callable[[], T]) -> concurrent.futures.Future[T]:
-    """Runs a function in a daemon thread of its own, which never keeps the process alive."""
-    future: concurrent.futures.Future[T] = concurrent.futures.Future()
-    future.set_running_or_notify_cancel()
+class _Running(concurrent.futures.Future[T]):
+    """The future of a function that has a thread and may be asked to end."""
+
+    def __init__(self, stop: Callable[[], None] | None) -> None:
+        super().__init__()
+        self._stop = stop
+        self.set_running_or_notify_cancel()
+
+    def cancel(self) -> bool:
+        """Asks the function to end, where it can; False: it runs until it has."""
+        if self._stop is not None and not self.done():
+            self._stop()
+        return super().cancel()
+
+
+def spawn(
+    name: str, function: Callable[[], T], stop: Callable[[], None] | None = None
+) -> concurrent.futures.Future[T]:
+    """Runs a function in a daemon thread of its own, which never keeps the process alive.
+
+    Args:
+        name: Of the thread.
+        function: Its result, or error, is the future's.
+        stop: Asks the function to end; what the future's ``cancel`` does.
+    """
+    future = _Running[T](stop)
 
     def run() -> None:
         try:

@@ -8,8 +8,10 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
-from fake_backend import SIZES, SOON, Trainer, prompts
+import torch
+from fake_backend import SIZES, SOON, Sink, Trainer, prompts, until
 
 from rl_core import refit
 from rl_core.errors import (
@@ -20,6 +22,7 @@ from rl_core.errors import (
     WeightsTornError,
 )
 from rl_core.futures import wait
+from rl_hosting import WorkerRefits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -90,6 +93,54 @@ def test_a_refit_waits_for_rows_and_rows_wait_for_it(pair, trainer):
     for call in calls:
         call.join()
     assert engine.generate(prompts(5))["weights_version"].tolist() == [1]
+
+
+def test_the_lock_that_is_granted_to_one_refit_lets_no_other_one_write(trainer):
+    """The driver may still wait for it on behalf of a refit that another has followed."""
+    weights = {name: torch.zeros(size) for name, size in SIZES.items()}
+    worker = WorkerRefits(lambda: Sink(weights, {}), "a worker")
+
+    def begin(key: str) -> list[Any]:
+        info = trainer.prepare_refit_info()
+        worker.prepare(msgspec.msgpack.encode(info))
+        worker.receive(key, refit_id=info["refit_id"], deadline_s=SOON)
+        return trainer.stream_weights_via_ipc_zmq(refit_id=info["refit_id"], deadline_s=SOON)
+
+    def wants_lock(key: str) -> bool:
+        return bool(worker.done(key, 0.1).get("wants_lock"))
+
+    begin("first")
+    until(lambda: wants_lock("first"), "that the first one waits for generation")
+    sending = begin("second")
+    until(lambda: wants_lock("second"), "that the second one waits for generation")
+    worker.grant("first")
+    for _ in range(5):
+        assert wants_lock("second")
+    assert worker.done("first", 0.0)["done"]
+    assert weights["a"].sum() == 0
+    worker.grant("second")
+    assert worker.state("second")["torn"]  # as long as it may write
+    wait(sending, SOON)
+    until(lambda: worker.done("second", 0.1)["done"], "the end of the second one")
+    assert worker.state("second") == {"version": 1, "torn": False}
+    worker._receiver.close()
+
+
+def test_workers_do_not_wait_for_a_refit_that_the_trainer_could_not_begin(
+    pair, trainer, monkeypatch
+):
+    engine = pair()
+
+    def refuse(refit_id: str, deadline_s: float) -> None:
+        raise OSError("the ranks are out of step")
+
+    monkeypatch.setattr(trainer.source, "open", refuse)
+    with pytest.raises(RefitError, match="out of step"):
+        refit(trainer, engine, deadline_s=600)
+    monkeypatch.undo()
+    begun = time.monotonic()
+    assert refit(trainer, engine, deadline_s=SOON).version == 1
+    assert time.monotonic() - begun < SOON / 4
 
 
 @pytest.mark.parametrize("act", ["kill", "raise", "exit"])

@@ -31,6 +31,9 @@ class Receiver(Protocol):
     ) -> concurrent.futures.Future[dict[str, Any]]:
         """Starts to take one refit."""
 
+    def cancel(self, refit_id: str) -> None:
+        """Ends a refit that failed on its other side."""
+
     def load_handles(self, handles: dict[str, Any]) -> bool:
         """Loads one group of tensors by handles."""
 

@@ -368,6 +368,10 @@ class GenerationBackend(GenerationInterface):
         self._check_open("update_weights_via_ipc_zmq")
         return [self._receiver.receive(*args, **kwargs)]
 
+    def cancel_refit(self, refit_id: str) -> None:
+        """See :meth:`GenerationInterface.cancel_refit`."""
+        self._receiver.cancel(refit_id)
+
     def update_weights(self, ipc_handles: dict[str, Any]) -> bool:
         """See :meth:`GenerationInterface.update_weights`."""
         self._check_open("update_weights")

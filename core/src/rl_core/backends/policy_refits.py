@@ -114,6 +114,10 @@ class PolicyRefits(ColocatablePolicyInterface):
         """See :meth:`ColocatablePolicyInterface.stream_weights_via_ipc_zmq`."""
         return self._send(*args, **kwargs)
 
+    def cancel_refit(self, refit_id: str) -> None:
+        """See :meth:`ColocatablePolicyInterface.cancel_refit`."""
+        self._sender.cancel(refit_id)
+
     def prepare_weights_for_ipc(self, *args: Any, **kwargs: Any) -> list[list[str]]:
         """See :meth:`ColocatablePolicyInterface.prepare_weights_for_ipc`."""
         if self._speaks:

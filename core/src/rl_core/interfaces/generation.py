@@ -149,6 +149,13 @@ class GenerationInterface(ABC):
         Keywords: ``transport`` (the name of another one) and ``deadline_s``.
         """
 
+    def cancel_refit(self, refit_id: str) -> None:
+        """Ends a refit that failed at the trainer, unless bytes are on their way; if it can.
+
+        Args:
+            refit_id: What ``update_weights_via_ipc_zmq`` was given, or is yet to be.
+        """
+
     @abstractmethod
     def init_collective(
         self, ip: str, port: int, world_size: int, *, train_world_size: int = 1

@@ -255,6 +255,13 @@ class ColocatablePolicyInterface(PolicyInterface):
             **options: Those of :class:`~rl_core.refit.SendOptions`.
         """
 
+    def cancel_refit(self, refit_id: str) -> None:
+        """Ends a refit that failed at an engine, unless bytes are on their way; if it can.
+
+        Args:
+            refit_id: What ``stream_weights_via_ipc_zmq`` was given, or is yet to be.
+        """
+
     @abstractmethod
     def prepare_for_lp_inference(self, keep_train_buffers: bool = False) -> None:
         """Brings the model to where it scores, without the optimizer. Idempotent.

@@ -7,6 +7,7 @@ import secrets
 import time
 import warnings
 import weakref
+from contextlib import suppress
 from ipaddress import ip_address
 from typing import TYPE_CHECKING, Any
 
@@ -167,31 +168,48 @@ def _attempt(
     # The policy names the refit that the description is for; one that does not gets a name here.
     refit_id = info.get("refit_id") or secrets.token_hex(8)
     sending = policy.stream_weights_via_ipc_zmq(**{**options, "refit_id": refit_id})
-    if chosen.transport not in info.get("addresses", [chosen.transport]):
-        # A plugin's transport, which the sender has opened by now; nobody else could say where.
-        info = {**(policy.prepare_refit_info() or info), "refit_id": refit_id}
-        generation.prepare_refit_info(info)
-    receiving = generation.update_weights_via_ipc_zmq(
-        transport=chosen.transport, deadline_s=chosen.deadline_s, refit_id=refit_id
-    )
-    results = _outcome(sending, receiving, chosen.deadline_s + DRIVER_GRACE_S)
+    receiving: list[Future] = []
+    results: list[Any] = []
+    failure: RLError | None = None
+    try:
+        if chosen.transport not in info.get("addresses", [chosen.transport]):
+            # A plugin's transport, which the sender has opened by now; only it could say where.
+            info = {**(policy.prepare_refit_info() or info), "refit_id": refit_id}
+            generation.prepare_refit_info(info)
+        receiving = generation.update_weights_via_ipc_zmq(
+            transport=chosen.transport, deadline_s=chosen.deadline_s, refit_id=refit_id
+        )
+        needed, followers = [*sending[:1], *receiving], sending[1:]
+        results = _first_failure(needed, followers, chosen.deadline_s + DRIVER_GRACE_S)
+    except RLError as error:
+        failure = error
+    finally:
+        if not results:
+            _cancel(policy, sending, refit_id)
+            _cancel(generation, receiving, refit_id)
+    if failure is not None:
+        raise _cause(failure, sending, receiving)
+    _wait_for_followers(followers)
     return RefitReport.of(results, attempt)
 
 
-def _outcome(sending: list[Future], receiving: list[Future], timeout_s: float) -> list[Any]:
-    """The results of the first sender, which has the report, and of the receivers.
+def _cancel(side: Any, calls: list[Future], refit_id: str) -> None:
+    """Has a side end its calls of a refit that failed: the other one may not live to say so."""
+    with suppress(Exception):  # what is to be raised is why the refit failed
+        if cancel := getattr(side, "cancel_refit", None):
+            cancel(refit_id)
+        else:  # neither derived from our interfaces
+            for call in calls:
+                as_concurrent(call).cancel()
 
-    Of several errors, it raises the one that the others repeat. With several ranks that is one that
-    names the rank which is gone: an engine knows the first of them only.
+
+def _cause(failure: RLError, sending: list[Future], receiving: list[Future]) -> RLError:
+    """Of several errors the one that the others repeat.
+
+    With several ranks that is one that names the rank which is gone: an engine knows the first of
+    them only.
     """
     followers = sending[1:]
-    try:
-        done = _first_failure([*sending[:1], *receiving], followers, timeout_s)
-    except RLError as error:
-        failure = error
-    else:
-        _wait_for_followers(followers)
-        return done
     several = bool(followers)
     end = time.monotonic() + DRIVER_GRACE_S
     others = []
@@ -208,10 +226,7 @@ def _outcome(sending: list[Future], receiving: list[Future], timeout_s: float) -
             break
     if several:
         others.sort(key=lambda error: "rank" not in error.details)  # stable
-    for other in others:
-        if not is_echo(other):
-            raise other from None
-    raise failure
+    return next((other for other in others if not is_echo(other)), failure)
 
 
 def _first_failure(needed: list[Future], others: list[Future], timeout_s: float) -> list[Any]:

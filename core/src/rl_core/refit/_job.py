@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 #: Refits that are over and whose ids are known, so that whoever comes late is told.
 _REMEMBERED = 64
 _BEFORE_TRANSFER = (Phase.DISCOVER, Phase.PREPARE)
+_FAILED_THERE = "the refit failed on its other side, or was cancelled"
 
 S = TypeVar("S", bound=Session)
 J = TypeVar("J", bound="Job[Any]")
@@ -56,6 +57,8 @@ class Endpoint(ABC, Generic[J]):
         closed: True once nothing more is taken on.
         name: How errors on the other side call this one.
         runtime: What its refits take from outside of them.
+        turn: Held by the refit that runs.
+        asking: Held while a refit is asked for, so that of two at once one sees the other.
     """
 
     def __init__(self, name: str, runtime: Runtime | None = None) -> None:
@@ -63,15 +66,34 @@ class Endpoint(ABC, Generic[J]):
         self.name = name
         self.runtime = runtime or Runtime()
         self.turn = threading.Lock()
+        self.asking = threading.Lock()
         self.jobs: list[J] = []
         self._over: deque[str] = deque(maxlen=_REMEMBERED)
+        self._unwanted: deque[str] = deque(maxlen=_REMEMBERED)
         _endpoints.add(self)
 
     def start(self, job: J) -> concurrent.futures.Future[dict[str, Any]]:
         """Lets a refit begin as soon as those before it have ended."""
         self.jobs.append(job)
-        job.future = self.runtime.spawn(f"refit-{self.name}", job.run)
+        if job.refit_id in self._unwanted:
+            job.cancel()
+        job.future = self.runtime.spawn(f"refit-{self.name}", job.run, job.cancel)
         return job.future
+
+    def cancel(self, refit_id: str) -> None:
+        """Ends a refit that failed on the other side, also one that is yet to be asked for.
+
+        A refit whose bytes are on their way goes on: its two sides tell each other how it ends.
+
+        Args:
+            refit_id: What both sides call it.
+        """
+        with self.asking:
+            known = [job for job in self.jobs if job.refit_id == refit_id]
+            for job in known:
+                job.cancel()
+            if not (known or self.is_over(refit_id)):
+                self._unwanted.append(refit_id)
 
     @contextmanager
     def between_refits(self) -> Generator[bool]:
@@ -90,6 +112,10 @@ class Endpoint(ABC, Generic[J]):
     def is_over(self, refit: str) -> bool:
         """Whether a refit, by its id, has ended or will not begin any more."""
         return refit in self._over
+
+    def is_queued(self, refit: str) -> bool:
+        """Whether a refit, by its id, was asked for here and has not ended."""
+        return any(job.refit_id == refit for job in list(self.jobs))
 
     def ended(self, refit: str) -> None:
         """Remembers that a refit is over."""
@@ -123,13 +149,11 @@ class Job(ABC, Generic[S]):
 
     :meth:`drive` is the loop: :meth:`pump` hands messages to the session, :meth:`perform` performs
     the effects it answers with, :meth:`look` looks for what no message tells. Nothing runs beside
-    it, so what must go on while an effect waits is called from within that effect: a receiver that
-    waits for generation to end pumps and looks, and a sender that cannot send pumps, because why
-    the peer went may be there already. A session may therefore have ended, or gone on, when the
-    performance of an effect comes back. Three rules keep that sound. A session that has ended takes
-    nothing and answers nothing. Whoever pumped within an effect looks at the phase before it goes
-    on. And what :meth:`pump` has not handed over yet lies in the job (frames, loads), so that the
-    inner call goes on where the outer one was, and the outer one finds it done.
+    it, so a receiver that waits for generation to end pumps and looks within that effect. Its
+    session may therefore have ended, or gone on, when the performance of the effect comes back. Two
+    rules keep that sound. A session that has ended takes nothing and answers nothing. And an effect
+    that pumped looks at the phase before it goes on. Nothing else pumps within an effect, so that
+    no peer decides how deep the calls go.
 
     Args:
         session: The state machine; its deadline has begun.
@@ -157,10 +181,11 @@ class Job(ABC, Generic[S]):
 
     def run(self) -> dict[str, Any]:
         """Waits for its turn, then refits."""
-        endpoint = self.endpoint
+        endpoint, left = self.endpoint, self.session.remaining_s
         before = f"{endpoint.name}: the refit before this one"
         try:
-            with self._on_gpu, exclusively(endpoint.turn, self.session.remaining_s, before):
+            with self._on_gpu, exclusively(endpoint.turn, left, before, self._check_wanted):
+                self._check_wanted()
                 endpoint.check_open()
                 return self.refit()
         finally:
@@ -173,6 +198,10 @@ class Job(ABC, Generic[S]):
         self.superseded = why
         if self.session.phase in _BEFORE_TRANSFER:
             self.endpoint.ended(self.refit_id)
+
+    def cancel(self) -> None:
+        """Ends it, unless bytes are on their way, because its other side failed."""
+        self.supersede(_FAILED_THERE)
 
     @property
     def given_up(self) -> str | None:
@@ -214,12 +243,18 @@ class Job(ABC, Generic[S]):
 
     def look(self) -> None:
         """Notices cancellation, dead peers and deadlines."""
-        if why := self.given_up:
-            cause = RefitAborted(f"{self.endpoint.name}: {why}", fix="refit again")
-            effects = self.session.fail(cause)
-        else:
+        try:
+            self._check_wanted()
             effects = self.lost_peers() or self.session.tick()
+        except RefitAborted as error:
+            effects = self.session.fail(error)
         self.perform(effects)
+
+    def _check_wanted(self) -> None:
+        """Raises RefitAborted if it is given up."""
+        if why := self.given_up:
+            echo = {"cause": RefitAborted.__name__} if why == _FAILED_THERE else {}
+            raise RefitAborted(f"{self.endpoint.name}: {why}", fix="refit again", **echo)
 
     def perform(self, effects: Iterable[Effect]) -> None:
         """Performs effects and whatever follows from them."""
@@ -237,13 +272,13 @@ class Runtime:
 
     Attributes:
         clock: Monotonic seconds, by which deadlines pass and phases are measured.
-        spawn: Runs a named function in a thread of its own.
+        spawn: Runs a named function in a thread of its own; see :func:`rl_core.futures.spawn`.
         transport: The transport of a name.
         drive: Runs the session of a job to its end, in that job's thread.
     """
 
     clock: Callable[[], float] = time.monotonic
-    spawn: Callable[[str, Callable[[], Any]], concurrent.futures.Future[Any]] = spawn
+    spawn: Callable[..., concurrent.futures.Future[Any]] = spawn
     transport: Callable[[str], Transport] = find_transport
     drive: Callable[[Job[Any]], None] = Job.drive
 

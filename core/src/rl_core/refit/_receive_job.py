@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from rl_core.refit.messages import Offer, Prepare
     from rl_core.refit.plan import TransferPlan
     from rl_core.refit.transports.base import Lane, ReceiverEnd
+    from rl_core.refit.turns import Lock
 
 #: Seconds between two looks at a lane whose bytes have not arrived.
 _PAUSE_S = 0.0002
@@ -63,6 +64,7 @@ class ReceiveJob(Job[ReceiverSession]):
         trainer: Who sends, and what.
         deadline_s: Seconds that it may take.
         refit_id: What the sender was told, too; empty if nothing.
+        lock: Held while it writes; the endpoint's by default.
 
     Attributes:
         earlier: A refit that was waiting when this one was asked for, and may take its place.
@@ -78,6 +80,7 @@ class ReceiveJob(Job[ReceiverSession]):
         trainer: Trainer,
         deadline_s: float,
         refit_id: str,
+        lock: Lock | None = None,
     ) -> None:
         nonce = secrets.token_bytes(16)
         session = ReceiverSession(
@@ -101,6 +104,7 @@ class ReceiveJob(Job[ReceiverSession]):
         self._lane: Lane | None = None
         self._loader: Loader | None = None
         self._sink: WeightSink | None = None
+        self._lock = lock or endpoint.lock
         self._locked = False
         self._tore = False
         # The outside changes when the sender was told what is held, and when the lane was attached.
@@ -225,7 +229,7 @@ class ReceiveJob(Job[ReceiverSession]):
 
     def _quiesce(self) -> bool:
         """Waits for the engine to stop generating; False if the session ended meanwhile."""
-        session, lock = self.session, self.endpoint.lock
+        session, lock = self.session, self._lock
         session.held_up = "generation"
         try:
             while not wait_in_line(lock, TICK_S):
@@ -346,7 +350,7 @@ class ReceiveJob(Job[ReceiverSession]):
                 self.endpoint.unmap_trainer_memory()
             finally:
                 if self._locked:
-                    self.endpoint.lock.release()
+                    self._lock.release()
 
 
 def _check_takes_scales(sink: WeightSink) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-from collections import deque
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
@@ -87,11 +86,12 @@ class SendJob(Job[SenderSession]):
             deadline_s=options.deadline_s,
             refit_id=options.refit_id,
             is_over=endpoint.is_over,
+            is_queued=endpoint.is_queued,
             clock=endpoint.runtime.clock,
         )
         super().__init__(session, endpoint, options.refit_id, torch.device(source.device))
         self._channels: dict[str, Channel] = {}
-        self._frames: deque[tuple[str, bytes]] = deque()
+        self._unreachable: list[str] = []
         self._table: DigestTable | None = None
         self._packer: Packer | None = None
         self._fallback: str | None = None
@@ -141,20 +141,19 @@ class SendJob(Job[SenderSession]):
         self._close_source()
         self._packer = self._table = None
         self._channels.clear()
-        self._frames.clear()
 
     def pump(self, timeout_s: float) -> None:
-        # Called again in the middle of it, it goes on where it was.
-        self._frames.extend(self._end.receive(timeout_s))
-        while self._frames:
-            key, frame = self._frames.popleft()
+        unreachable, self._unreachable = self._unreachable, []
+        for key, frame in self._end.receive(0.0 if unreachable else timeout_s):
             if self.given_up:
-                return  # whoever says hello now means the next refit, and says it again
+                return  # a Hello that comes now means the next refit, and comes again
             try:
                 effects = self._take(key, frame)
             except RefitProtocolError as error:
                 effects = self.session.corrupted(key, error)
             self.perform(effects)
+        for key in unreachable:  # what was received just now may have said why
+            self.perform(self.session.lost(key))
 
     def _take(self, key: str, frame: bytes) -> list[Effect]:
         channel = self._channels.get(key)
@@ -180,10 +179,7 @@ class SendJob(Job[SenderSession]):
         match effect:
             case Send(message, to):
                 keys = self.session.connections if to is None else [to]
-                gone = [key for key in keys if not self._send(key, message)]
-                if gone:
-                    self.pump(0.0)  # why it went may be here already
-                return [following for key in gone for following in self.session.lost(key)]
+                self._unreachable += [key for key in keys if not self._send(key, message)]
             case MakePlan(ready):
                 prepare = self._make_plan(ready)
                 plan = self._buckets.plan

@@ -83,6 +83,10 @@ class ModuleSender:
         """See :meth:`ColocatablePolicyInterface.stream_weights_via_ipc_zmq`."""
         return [self._sender.send(**options)]
 
+    def cancel_refit(self, refit_id: str) -> None:
+        """See :meth:`ColocatablePolicyInterface.cancel_refit`."""
+        self._sender.cancel(refit_id)
+
     def init_collective(
         self, ip: str, port: int, world_size: int, *, train_world_size: int = 1
     ) -> list[Future]:
@@ -167,6 +171,10 @@ class ModuleReceiver:
     def update_weights_via_ipc_zmq(self, **options: Any) -> list[Future]:
         """See :meth:`GenerationInterface.update_weights_via_ipc_zmq`."""
         return [self._receiver.receive(**options)]
+
+    def cancel_refit(self, refit_id: str) -> None:
+        """See :meth:`GenerationInterface.cancel_refit`."""
+        self._receiver.cancel(refit_id)
 
     def init_collective(
         self, ip: str, port: int, world_size: int, *, train_world_size: int = 1

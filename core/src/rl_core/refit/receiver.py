@@ -164,6 +164,7 @@ class RefitReceiver(ReceiverBase[ReceiveJob]):
         transport: str = "ipc",
         deadline_s: float = DEFAULT_DEADLINE_S,
         refit_id: str = "",
+        lock: Lock | None = None,
     ) -> concurrent.futures.Future[dict[str, Any]]:
         """Starts to take one refit from the sender that ``prepare`` was told of.
 
@@ -171,6 +172,7 @@ class RefitReceiver(ReceiverBase[ReceiveJob]):
             transport: Name of the transport that the sender uses.
             deadline_s: Seconds for the whole refit, the wait for the sender included.
             refit_id: What the sender was told, too; empty if it was told nothing.
+            lock: Held while this refit writes; the receiver's by default.
 
         Returns:
             A future of a dict with ``version``, ``bytes``, ``seconds`` and ``name``.
@@ -178,26 +180,27 @@ class RefitReceiver(ReceiverBase[ReceiveJob]):
         Raises:
             LifecycleError: ``prepare`` was not called, or the sender does not offer the transport.
         """
-        trainer = self._known_trainer()
-        check_deadline(deadline_s)
-        try:
-            trainer.address_of(transport, self.name)
-        except LifecycleError as error:
-            if transport in self.ends:  # the sender may wait for us there
-                self.ends[transport][1].refuse(str(error))
-            raise
-        job = ReceiveJob(self, transport, trainer, deadline_s, refit_id)
-        if refit_id:
-            for older in self.waiting():
-                if not older.refit_id:  # those with one are told by the sender what became of it
-                    older.supersede("a newer refit was asked for")
-        else:
-            # Calls without ids are matched as they come: one that was waiting may
-            # take the refit that this one is meant for, and both then report it.
-            earlier, self._earlier = self._earlier or self._last_waiting(), None
-            if earlier is not None and earlier.trainer == trainer:
-                job.earlier = earlier
-        return self.start(job)
+        with self.asking:
+            trainer = self._known_trainer()
+            check_deadline(deadline_s)
+            try:
+                trainer.address_of(transport, self.name)
+            except LifecycleError as error:
+                if transport in self.ends:  # the sender may wait for us there
+                    self.ends[transport][1].refuse(str(error))
+                raise
+            job = ReceiveJob(self, transport, trainer, deadline_s, refit_id, lock)
+            if refit_id:
+                for older in self.waiting():
+                    if not older.refit_id:  # to those with one the sender says what became of it
+                        older.supersede("a newer refit was asked for")
+            else:
+                # Calls without ids are matched as they come: one that was waiting may
+                # take the refit that this one is meant for, and both then report it.
+                earlier, self._earlier = self._earlier or self._last_waiting(), None
+                if earlier is not None and earlier.trainer == trainer:
+                    job.earlier = earlier
+            return self.start(job)
 
     def awaits_generation(self, refit: concurrent.futures.Future[dict[str, Any]]) -> bool:
         """Whether a refit waits for the engine to stop generating.

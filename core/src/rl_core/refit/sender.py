@@ -113,27 +113,28 @@ class RefitSender(SenderBase[SendJob]):
             ConfigError: An option is unknown or not legal.
             LifecycleError: There is no committed version to join.
         """
-        self.calls += 1
-        self.check_open()
-        chosen = SendOptions.of(options)
-        end = self.end(chosen.transport)
-        version = self._next_version(chosen)
-        for job in self.waiting():
-            job.supersede("a newer refit was asked for")
-        described, self._described = self._described, None
-        if described is not None and described[0] == chosen.refit_id:
-            source = described[1]
-        else:
-            if described is not None:
-                described[1].close()
-            source = self._source()
-        try:
-            call_id = rank_call_id(chosen.refit_id, self.calls)
-            job = SendJob(self, end, source, chosen, version, call_id)
-        except BaseException:
-            source.close()
-            raise
-        return self.start(job)
+        with self.asking:
+            self.calls += 1
+            self.check_open()
+            chosen = SendOptions.of(options)
+            end = self.end(chosen.transport)
+            version = self._next_version(chosen)
+            for job in self.waiting():
+                job.supersede("a newer refit was asked for")
+            described, self._described = self._described, None
+            if described is not None and described[0] == chosen.refit_id:
+                source = described[1]
+            else:
+                if described is not None:
+                    described[1].close()
+                source = self._source()
+            try:
+                call_id = rank_call_id(chosen.refit_id, self.calls)
+                job = SendJob(self, end, source, chosen, version, call_id)
+            except BaseException:
+                source.close()
+                raise
+            return self.start(job)
 
     def _drop_described(self) -> None:
         described, self._described = self._described, None

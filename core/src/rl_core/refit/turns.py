@@ -7,9 +7,10 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rl_core.errors import DeadlineError
+from rl_core.refit.timing import TICK_S
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Callable, Generator
 
 __all__ = ["Lock", "TurnLock", "exclusively", "leave_line", "wait_in_line"]
 
@@ -41,18 +42,30 @@ def leave_line(lock: Lock) -> None:
 
 
 @contextmanager
-def exclusively(lock: Any, timeout_s: float, what: str) -> Generator[None]:
+def exclusively(
+    lock: Any, timeout_s: float, what: str, check: Callable[[], None] | None = None
+) -> Generator[None]:
     """Holds a lock that ``what`` may keep for long.
+
+    Args:
+        lock: To be held.
+        timeout_s: Seconds to wait for it.
+        what: Who has it, for the error.
+        check: Called every moment of the wait, which ends with what it raises.
 
     Raises:
         DeadlineError: The lock was not free in time.
     """
-    if not lock.acquire(timeout=timeout_s):
-        raise DeadlineError(
-            f"{what} did not end within {timeout_s:g} s",
-            fix="raise deadline_s, or find out what hangs",
-            seconds=timeout_s,
-        )
+    left = timeout_s
+    while not lock.acquire(timeout=min(left, TICK_S) if check else left):
+        left -= TICK_S
+        if check is None or left <= 0:
+            raise DeadlineError(
+                f"{what} did not end within {timeout_s:g} s",
+                fix="raise deadline_s, or find out what hangs",
+                seconds=timeout_s,
+            )
+        check()
     try:
         yield
     finally:

@@ -155,6 +155,15 @@ def test_a_receiver_that_was_asked_for_another_refit(ours, theirs, over, said):
     assert (sender.connections, sender.error) == ([], None)
 
 
+def test_a_receiver_of_a_refit_that_is_queued_here_waits_for_it():
+    clock = Clock()
+    sender = new_sender(refit_id="now", is_queued={"next"}.__contains__, clock=clock)
+    for now in (0.0, 3.0, 30.0):
+        clock.now = now
+        key = f"p{now:g}"
+        assert sender.receive(key, msgspec.structs.replace(HELLOS[0], refit_id="next")) == []
+
+
 def test_a_frame_that_cannot_be_read_ends_the_refit_and_names_its_sender():
     sender = sender_at("both sent")
     sender.corrupted("p0", RefitProtocolError("damaged"))

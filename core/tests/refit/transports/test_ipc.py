@@ -8,6 +8,7 @@ import os
 import socket
 import tempfile
 import threading
+import time
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -317,6 +318,29 @@ def test_a_stranger_on_the_socket_is_refused_and_does_no_harm(pair):
         stranger.send_multipart([b"three", b"parts", b"here"])
         go(trainer, engine)
         stranger.close(0)
+    assert same(trainer.source.tensor, engine.sink.tensor)
+
+
+@pytest.mark.parametrize("under_way", [False, True])
+def test_any_number_of_frames_of_a_connection_that_is_closed_do_no_harm(pair, under_way):
+    """Each is answered, and no answer reaches anybody."""
+    trainer, engine = pair
+    go(trainer, engine)
+
+    def babble(_: str = "") -> None:
+        trainer.source.before = lambda _: None
+        with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+            stranger.connect(trainer.prepare_refit_info()["addresses"]["ipc"]["endpoint"])
+            for _ in range(2000):
+                stranger.send(b"RL\x05H" + b"x" * 40)
+            stranger.close(linger=1000)
+        time.sleep(0.3)  # so that the connection is known to be closed
+
+    if under_way:
+        trainer.source.before = babble
+    else:
+        babble()
+    assert go(trainer, engine, mode="packed").version == 2
     assert same(trainer.source.tensor, engine.sink.tensor)
 
 

@@ -134,7 +134,9 @@ class Lock:
         self.held, self.holder = False, None
 
 
-def _spawn(name: str, function: Callable[[], Any]) -> concurrent.futures.Future[Any]:
+def _spawn(
+    name: str, function: Callable[[], Any], stop: Callable[[], None] | None = None
+) -> concurrent.futures.Future[Any]:
     """Refits are tasks; what else has a thread is done at once."""
     if name.startswith("refit-"):
         return _now[0].spawn(name, function)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -15,6 +15,7 @@ from rl_core.errors import (
     LifecycleError,
     PluginError,
     RefitAborted,
+    RLError,
     WeightsTornError,
     WorkerDiedError,
     WorkerError,
@@ -30,7 +31,7 @@ from rl_hosting.cluster.remote_error import decode_error
 
 if TYPE_CHECKING:
     import concurrent.futures
-    from collections.abc import Callable, Generator
+    from collections.abc import Callable
 
     from rl_core.refit.turns import TurnLock
     from rl_hosting._process import HostedProcess
@@ -129,7 +130,12 @@ class RemoteReceiver:
 
     def load_handles(self, handles: dict[str, Any]) -> bool:
         """See :meth:`RefitReceiver.load_handles`."""
-        with self._process.logs_in_errors(), self._generation_waits(DEFAULT_DEADLINE_S):
+        generation = f"{self.name}: generation"
+        with (
+            self._process.logs_in_errors(),
+            exclusively(self._lock, DEFAULT_DEADLINE_S, generation),
+        ):
+            self._wake()  # what sleeps cannot be written to
             try:
                 self._adopt(self._ask("load_handles", handles=msgspec.msgpack.encode(handles)))
             except BaseException:
@@ -166,6 +172,10 @@ class RemoteReceiver:
         """Notes that the engine freed its weights for good: it is torn until a refit."""
         self._adopt(self._ask("dropped"))
 
+    def cancel(self, refit_id: str) -> None:
+        """See :meth:`RefitReceiver.cancel`."""
+        self._ask("cancel", refit_id=refit_id)
+
     def close(self) -> None:
         """Ends a refit that waits. Idempotent."""
         self._closed.set()
@@ -173,6 +183,7 @@ class RemoteReceiver:
     def _receive(self, how: dict[str, Any]) -> dict[str, Any]:
         end, key = time.monotonic() + how["deadline_s"], secrets.token_hex(8)
         with self._process.logs_in_errors(), ExitStack() as held:
+            held.callback(self._lock.withdraw)
             try:
                 self._ask("receive", how["deadline_s"] + REFIT_REPORT_S, key=key, **how)
                 states = self._until_done(key, end, held)
@@ -180,7 +191,10 @@ class RemoteReceiver:
                 self.check()
                 self._commit()
             except BaseException as error:
-                self._ask_state()
+                with suppress(RLError):  # workers that began wait for the others
+                    self.cancel(how["refit_id"])
+                if self._lock.held_here:  # or else it has written nothing
+                    self._ask_state(key)
                 if self._closed.is_set() and isinstance(error, WorkerDiedError):
                     raise self._aborted() from None
                 raise
@@ -197,7 +211,7 @@ class RemoteReceiver:
         Args:
             key: What :meth:`WorkerRefits.receive` or ``open`` was given.
             end: When the deadline ends, by the monotonic clock.
-            held: Where the engine's lock goes, if a worker asks for it: generation waits from then
+            held: Frees the engine's lock, which a worker may ask for: generation waits from then
                 until this context ends.
 
         Returns:
@@ -207,7 +221,6 @@ class RemoteReceiver:
             DeadlineError: A worker did not keep it.
             RefitAborted: The engine is shut down.
         """
-        locked = False
         while not self._closed.is_set():
             left, busy = max(0.0, end - time.monotonic()), self._busy()
             states = self._ask(
@@ -224,9 +237,12 @@ class RemoteReceiver:
                     fix="find out what their sinks wait for; the engine may have to be ended",
                     workers=late,
                 )
-            if held and not locked and any(state.get("wants_lock") for state in states):
-                held.enter_context(self._generation_waits(left))
-                locked = True
+            wanted = held is not None and any(state.get("wants_lock") for state in states)
+            if held is not None and wanted and not self._lock.held_here:
+                if self._lock.acquire(REFIT_BUSY_POLL_S, keep_place=True):
+                    held.callback(self._lock.release)
+                    self._wake()  # what sleeps cannot be written to
+                    self._ask("grant", key=key)
             elif busy:
                 time.sleep(REFIT_BUSY_POLL_S)
         with suppress(WorkerDiedError):
@@ -236,28 +252,16 @@ class RemoteReceiver:
     def _aborted(self) -> RefitAborted:
         return RefitAborted(f"{self.name}: closed", fix="build a new backend, and refit that")
 
-    @contextmanager
-    def _generation_waits(self, deadline_s: float) -> Generator[None]:
-        """Holds the engine's lock for its workers, and tells them so."""
-        with exclusively(self._lock, deadline_s, f"{self.name}: generation"):
-            self._wake()  # what sleeps cannot be written to
-            self._ask("grant", granted=True)
-            try:
-                yield
-            finally:  # rows that are sent later arrive later: no reply need be awaited
-                with suppress(WorkerDiedError, DeadlineError):
-                    self._process.tell("refit", call=encode(Request("grant", {"granted": False})))
-
     def _commit(self) -> None:
         self.torn = True  # the caches are those of the old weights
         self._on_commit(self.version)
         self.torn = False
 
-    def _ask_state(self) -> None:
+    def _ask_state(self, key: str = "") -> None:
         """Learns what a failure left of the weights: torn, unless the engine answers otherwise."""
         self.torn = True
         with suppress(WorkerDiedError, DeadlineError):
-            self._adopt(self._ask("state", REFIT_REPORT_S))
+            self._adopt(self._ask("state", REFIT_REPORT_S, key=key))
 
     def _adopt(self, states: list[dict[str, Any]]) -> None:
         versions = {state["version"] for state in states}

@@ -25,8 +25,10 @@ __all__ = ["WorkerRefits"]
 _KEPT = 64
 
 
-class _GrantedLock:
-    """The receiver's lock, which the driver holds for it: the engine generates in its calls alone.
+class _Lease:
+    """The engine's lock for one refit: the driver holds it, in whose calls the engine generates.
+
+    Each refit has a lease of its own, so that what is granted to one is of no use to another.
 
     Args:
         news: Set when the lock is asked for.
@@ -43,12 +45,12 @@ class _GrantedLock:
         return self._granted.wait(None if timeout < 0 else timeout)
 
     def release(self) -> None:
-        """Ends the grant: the next refit asks again."""
+        """Ends the lease; the driver frees the lock once it hears that the refit has ended."""
         self._granted.clear()
 
-    def grant(self, granted: bool) -> None:
-        """Notes whether the driver holds it."""
-        (self._granted.set if granted else self._granted.clear)()
+    def grant(self) -> None:
+        """Notes that the driver holds the lock for this refit."""
+        self._granted.set()
 
 
 class WorkerRefits:
@@ -66,8 +68,9 @@ class WorkerRefits:
         self.name = name
         self._sink = sink
         self._news = threading.Event()
-        self._lock = _GrantedLock(self._news)
-        self._receiver = RefitReceiver(sink, name=name, lock=self._lock)
+        # Of handles: the driver, which calls for each group, holds the engine's lock meanwhile.
+        self._receiver = RefitReceiver(sink, name=name, lock=threading.Lock())
+        self._leases: dict[str, _Lease] = {}
         self._futures: dict[str, concurrent.futures.Future[Any]] = {}
 
     def answer_frame(self, frame: bytes) -> bytes:
@@ -88,7 +91,8 @@ class WorkerRefits:
             "receive": self.receive,
             "open": self.open,
             "done": self.done,
-            "grant": self._lock.grant,
+            "grant": self.grant,
+            "cancel": self._receiver.cancel,
             "state": self.state,
             "load_handles": self.load_handles,
             "release_weights": self._receiver.release_weights,
@@ -116,7 +120,12 @@ class WorkerRefits:
 
     def receive(self, key: str, **how: Any) -> None:
         """Begins a refit, of which :meth:`done` returns the result."""
-        self._begin(key, self._receiver.receive(**how))
+        lease = self._leases[key] = _Lease(self._news)
+        self._begin(key, self._receiver.receive(lock=lease, **how))
+
+    def grant(self, key: str) -> None:
+        """The driver holds the engine's lock for this refit, until :meth:`done` says it ended."""
+        self._leases[key].grant()
 
     def open(self, key: str, transport: str, deadline_s: float, address: dict[str, Any]) -> None:
         """Begins to connect to the sender; :meth:`done` returns whether it did."""
@@ -141,6 +150,7 @@ class WorkerRefits:
             return {"done": False, "wants_lock": self._receiver.awaits_generation(future)}
         for old in [k for k in self._futures if k != key and self._futures[k].done()][:-_KEPT]:
             del self._futures[old]  # the driver has not asked for it
+            self._leases.pop(old, None)
         error = future.exception()
         if error is not None:  # told when all workers are done, with what they are then
             return {"done": True, "error": encode_error(error, self.name), **self.state()}
@@ -156,9 +166,14 @@ class WorkerRefits:
         self._receiver.dropped()
         return self.state()
 
-    def state(self) -> dict[str, Any]:
-        """The version that the worker has, and whether its weights are torn."""
-        return {"version": self._receiver.version, "torn": self._receiver.torn}
+    def state(self, key: str = "") -> dict[str, Any]:
+        """The version that the worker has, and whether its weights are torn.
+
+        Args:
+            key: Of a refit that the driver gives up; while it may write, they count as torn.
+        """
+        writes = key in self._futures and not self._futures[key].done()
+        return {"version": self._receiver.version, "torn": self._receiver.torn or writes}
 
     # -- the weights themselves -------------------------------------------------------------------
 

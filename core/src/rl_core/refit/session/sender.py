@@ -70,6 +70,7 @@ class SenderSession(Session):
         receivers: How many must take part.
         refit_id: Of the refit, which receivers were told as well; empty if it has none.
         is_over: Whether the refit of an id has ended, or never will begin.
+        is_queued: Whether it was asked for, and begins after this one.
         deadline_s: Seconds within which the session ends.
         clock: Monotonic seconds.
     """
@@ -92,6 +93,7 @@ class SenderSession(Session):
         deadline_s: float,
         refit_id: str = "",
         is_over: Callable[[str], bool] = lambda _: False,
+        is_queued: Callable[[str], bool] = lambda _: False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(deadline_s, clock)
@@ -99,6 +101,7 @@ class SenderSession(Session):
         self._receivers = receivers
         self._refit_id = refit_id
         self._is_over = is_over
+        self._is_queued = is_queued
         self._offered: dict[str, _Peer] = {}
         self._peers: dict[str, _Peer] = {}
         self._noise = ""
@@ -227,10 +230,14 @@ class SenderSession(Session):
         return [Send(self.offer, key)]
 
     def _turn_away(self, key: str, hello: messages.Hello) -> list[Effect]:
-        """Tells who asks for a refit that is over, or for none by name; others wait for theirs."""
+        """Refuses who asks for a refit that is over or unknown for long, or for none by name.
+
+        One that is queued here begins after this one: its receivers wait for it.
+        """
         if hello.refit_id and self._refit_id:
             since = self._asked_for.setdefault(hello.refit_id, self._clock())
-            if not self._is_over(hello.refit_id) and self._clock() < since + UNHEARD_OF_S:
+            waits = self._is_queued(hello.refit_id) or self._clock() < since + UNHEARD_OF_S
+            if waits and not self._is_over(hello.refit_id):
                 return []
             why = "the refit that was asked for is over, or was never begun here"
         else:

@@ -89,6 +89,11 @@ class RemoteBackend:
         self._group.require("collective")
         return self._refit(method, *args, **kwargs)
 
+    def cancel_refit(self, refit_id: str) -> None:
+        """Ends a refit in all workers that take part; see the interface."""
+        for rank in self._group.joint_ranks:
+            self._group.remote(rank, "control", "call", "cancel_refit", (refit_id,), {})
+
     def shutdown(self) -> bool:
         """Ends the workers; see the interface."""
         return self._group.shutdown()
