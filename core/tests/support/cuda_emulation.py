@@ -22,6 +22,8 @@ from rl_core.refit.transports.base import CPU
 if TYPE_CHECKING:
     import pytest
 
+    from rl_core.refit.transports.base import Lane
+
 UUID = "GPU-emulated"
 
 
@@ -32,10 +34,12 @@ class Gpu:
         limit: Bytes that one allocation may have; None for no limit.
         synchronized: How often the host waited for the current stream.
         emptied: How often unused memory was given back to the driver.
+        expandable: All memory is in one expandable segment.
     """
 
     def __init__(self) -> None:
         self.limit: int | None = None
+        self.expandable = False
         self.synchronized = 0
         self.emptied = 0
         self.cuda = self
@@ -64,7 +68,8 @@ class Gpu:
         return SimpleNamespace(uuid=UUID.removeprefix("GPU-"))
 
     def memory_snapshot(self, **options: Any) -> list[dict[str, Any]]:
-        return []
+        whole = {"is_expandable": True, "address": 0, "total_size": 1 << 64}
+        return [whole] if self.expandable else []
 
     def current_stream(self, device: torch.device) -> SimpleNamespace:
         def synchronize() -> None:
@@ -94,8 +99,14 @@ def emulate(monkeypatch: pytest.MonkeyPatch) -> Gpu:
         monkeypatch.setattr(cuda, name, gpu)
     monkeypatch.setattr(ipc, "uuid_of", lambda device: UUID)
     monkeypatch.setattr(_receive_job, "visible_gpus", lambda device: (UUID,))
-    make = lambda end, nbytes, *_, **__: cuda.CudaRegion.create(nbytes, CPU)  # noqa: E731
-    monkeypatch.setattr(ipc.IpcSender, "lane", make)
+    make = ipc.IpcSender.lane
+
+    def lane(end: ipc.IpcSender, nbytes: int, *rest: Any, **options: Any) -> Lane:
+        if end.obstacle:  # the memory of the CPU, then
+            return make(end, nbytes, *rest, **options)
+        return cuda.CudaRegion.create(nbytes, CPU)
+
+    monkeypatch.setattr(ipc.IpcSender, "lane", lane)
     _hash_as_a_gpu_does(monkeypatch)
     return gpu
 

@@ -279,6 +279,8 @@ class SendJob(Job[SenderSession]):
         tensors, obstacle = None, None
         if not self._end.reads_memory:
             obstacle = f"the transport {self.options.transport} does not share memory"
+        elif self._end.obstacle:
+            obstacle = self._end.obstacle
         elif self._casts:
             obstacle = f"the engine wants {self._casts} tensors in another dtype"
         elif (tensors := self._source.persistent()) is None:

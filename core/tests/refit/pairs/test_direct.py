@@ -320,6 +320,21 @@ def test_a_gpu_without_memory_for_a_second_copy_packs_and_says_why(gpu, pair):
     assert gpu.emptied == 1
 
 
+@pytest.mark.parametrize("either_device", ["cpu"], indirect=True)
+def test_memory_of_a_gpu_that_cannot_be_shared_goes_through_that_of_the_cpu(gpu, pair):
+    trainer, engine = pair
+    gpu.expandable = True
+    report = go(trainer, engine)
+    assert report.mode == "packed"
+    assert "lies in an expandable segment" in str(report.fallback)
+    assert go(trainer, engine, mode="packed").fallback is None
+    assert same(make_persistent(), engine.sink.tensor)
+    with pytest.raises(ConfigError, match="lies in an expandable segment"):
+        go(trainer, engine, mode="direct")
+    gpu.expandable = False
+    assert go(trainer, engine).mode == "direct"
+
+
 # -- tensors that cannot be moved -----------------------------------------------------------------
 
 

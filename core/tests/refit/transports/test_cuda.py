@@ -17,7 +17,7 @@ import torch
 from rl_core.errors import ConfigError, RefitError, RefitProtocolError
 from rl_core.refit.hashing import BlockHash, Hasher, tensor_digest
 from rl_core.refit.transports import collective, cuda, groups, ipc
-from rl_core.refit.transports.base import CPU
+from rl_core.refit.transports.base import CPU, NoLane
 from rl_core.refit.transports.collective import COLLECTIVE
 from rl_core.refit.transports.cuda import CudaRegion, uuid_of, visible_gpus
 from rl_core.refit.transports.ipc import IPC
@@ -166,6 +166,7 @@ def test_bytes_stay_on_the_gpu_if_every_receiver_can_take_them_there(
 ) -> None:
     monkeypatch.setattr(ipc, "uuid_of", lambda device: HERE)
     monkeypatch.setattr(collective, "uuid_of", lambda device: HERE)
+    monkeypatch.setattr(CudaRegion, "create", lambda nbytes, device: NoLane())
     device = torch.device("cuda", 0)
     with closing(IPC.sender()) as sender:
         assert (sender.lane_device(device, seen) == device) is by_handle

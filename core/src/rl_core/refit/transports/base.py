@@ -121,8 +121,10 @@ class SenderEnd(ABC):
         address: Plain data from which receivers connect; travels in ``prepare_refit_info``.
         reads_memory: Receivers read the sender's own memory: what ``direct`` needs.
         private: Only this user's processes on this host reach a lane's bytes.
+        obstacle: Why memory of the GPU cannot be shared, if :meth:`lane_device` found so.
     """
 
+    obstacle: str | None = None
     address: Mapping[str, Any]
     reads_memory: ClassVar[bool] = False
     private: ClassVar[bool] = False

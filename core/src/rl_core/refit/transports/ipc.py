@@ -79,8 +79,14 @@ class IpcSender(ControlServer, SenderEnd):
 
     def lane_device(self, device: torch.device, gpus: Sequence[Sequence[str]]) -> torch.device:
         """See :meth:`SenderEnd.lane_device`: all receivers must see the very GPU."""
-        uuid = uuid_of(device)
-        return device if uuid is not None and all(uuid in seen for seen in gpus) else CPU
+        uuid, self.obstacle = uuid_of(device), None
+        if uuid is None or not all(uuid in seen for seen in gpus):
+            return CPU
+        try:
+            CudaRegion.create(1, device).close()
+        except RefitError as error:
+            self.obstacle = error.message
+        return CPU if self.obstacle else device
 
     def lane(
         self, nbytes: int, device: torch.device, receivers: Sequence[str], *, direct: bool = False
