@@ -8,9 +8,14 @@ from typing import Any
 import pytest
 import torch
 
+from rl_conformance.outcome import Status
+from rl_conformance.run import run, select
+from rl_conformance.settings import Settings
+from rl_conformance.target import Target
 from rl_core.batch import BatchedDataDict
 from rl_core.errors import ConfigError, LifecycleError
 from rl_core.refit.tensors import NamedTensorSource, module_tensors
+from rl_hf import lora
 from rl_hf.policy import HuggingFacePolicy
 from rl_losses import NLLLossFn
 
@@ -104,3 +109,12 @@ def test_weights_that_change_during_a_refit_end_it(tiny):
 def test_adapters_on_tied_modules_are_refused(tiny, module):
     with pytest.raises(ConfigError, match="share one weight"):
         HuggingFacePolicy(str(tiny("qwen2")), lora={"r": 4, "target_modules": [module]})
+
+
+def test_the_suite_notices_adapters_that_are_merged_twice(monkeypatch):
+    once = lora._active
+    monkeypatch.setattr(lora, "_active", lambda name, layer: 2 * once(name, layer))
+    checks = select([], "adapters and (R1 or P9)")
+    report = run(Target.find("hf"), Settings(), checks, selection="adapters")
+    assert len(checks) == 3
+    assert {outcome.status for outcome in report.outcomes} == {Status.FAILED}

@@ -53,6 +53,7 @@ _MODULES = (
     "refit_refused",
     "refit_apart",
     "refit_promises",
+    "adapters",
     "agreement",
     "agreement_measure",
     "security",
