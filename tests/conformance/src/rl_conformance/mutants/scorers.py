@@ -65,9 +65,8 @@ class WindowsAreWider(_Switched):
     """Layers with a window see one token more."""
 
     def switch(self, module: Any) -> None:
-        window = getattr(config := getattr(module, "config", None), "sliding_window", None)
-        if window == 7:
-            config.sliding_window = 8
+        if getattr(getattr(module, "config", None), "sliding_window", None) == 7:
+            module.config.sliding_window = 8
 
 
 @breaks("P1", checks="P1 and options")
