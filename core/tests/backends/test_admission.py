@@ -223,3 +223,51 @@ def test_another_distribution_is_warned_of_once_with_both(other):
     assert loop.train(loop.generate("temperature 0.7")) == []
     assert Loop(temperature=0.7).train(loop.generate("temperature 0.7")) == []
     assert Loop(temperature=0.7).train(loop.generate(None)) == []
+
+
+# -- another model --------------------------------------------------------------------------------
+
+
+def scored(loop: Loop, *, off: float = 0.2, version: int = 1, **made: Any) -> list[str]:
+    """What is said when rows are scored whose log-probs are so far off, on generated tokens."""
+    batch = loop.generate(**made)
+    batch["weights_version"] = torch.full((2,), version)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        loop.admission.compare(batch, batch["generation_logprobs"] + off)
+    return [str(one.message) for one in said]
+
+
+def test_an_engine_that_computes_another_model_is_warned_of_once():
+    loop = Loop()
+    loop.refit()
+    assert scored(loop, off=0.04) == []
+    [said] = scored(loop)
+    assert "off the policy's by a factor of 1.22 on average" in said
+    assert "of the same weights" in said
+    assert scored(loop) == []
+
+
+def test_what_is_not_of_the_same_weights_and_distribution_is_not_compared():
+    loop = Loop(temperature=0.7)
+    assert scored(loop, version=0, distribution="temperature 0.7") == []  # no refit yet
+    loop.refit()
+    assert scored(loop, version=0, distribution="temperature 0.7") == []
+    assert scored(loop) == []
+    assert scored(loop, distribution=None) == []
+    loop.train(loop.generate("temperature 0.7"))
+    assert scored(loop, distribution="temperature 0.7") == []
+    assert scored(loop, version=2, distribution="temperature 0.7") == []  # of another policy
+    loop.refit()
+    assert scored(loop, distribution="temperature 0.7") == []
+    assert len(scored(loop, version=2, distribution="temperature 0.7")) == 1
+
+
+def test_what_cannot_be_compared_is_not():
+    loop = Loop()
+    loop.refit()
+    batch = loop.generate()
+    loop.admission.compare(dict(batch), batch["generation_logprobs"] + 1)
+    loop.admission.compare(batch, batch["generation_logprobs"][:, 1:] + 1)
+    del batch["generation_logprobs"]
+    loop.admission.compare(batch, torch.ones(2, 3))

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from rl_conformance.models import make_tiny_model
 from rl_core import BatchedDataDict, DataError, LoopWarning, refit, training_batch
 from rl_core.errors import ConfigError
 from rl_hf.generation import HuggingFaceGeneration
@@ -108,3 +109,26 @@ def test_a_loss_of_another_library_trains(pair):
 
     theirs = policy.train(batch, nll, eval_mode=True)["loss"]
     assert theirs == pytest.approx(policy.train(batch, NLLLossFn(), eval_mode=True)["loss"])
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_an_engine_that_computes_another_model_is_warned_of_when_its_rows_are_scored(
+    tiny, tmp_path, packed
+):
+    """Of the same weights, and with options that look the same."""
+    rope = {"rope_type": "default", "rope_theta": 50.0}
+    other = make_tiny_model(tmp_path, rope_parameters=rope)
+    policy = HuggingFacePolicy(str(tiny()), sequence_packing={"enabled": packed})
+    engine = HuggingFaceGeneration(str(other), max_new_tokens=8, seed=0)
+    same = HuggingFaceGeneration(str(tiny()), max_new_tokens=8, seed=0, torch_dtype="bfloat16")
+    for one in (engine, same):
+        one.prepare_for_generation()
+        refit(policy, one)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        policy.get_logprobs(same.generate(PROMPTS))
+    with pytest.warns(LoopWarning, match="the two compute different models") as said:
+        policy.get_logprobs(engine.generate(PROMPTS))
+    assert said[0].filename == __file__
+    for backend in (policy, engine, same):
+        backend.shutdown()

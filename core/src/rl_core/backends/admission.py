@@ -5,15 +5,16 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from rl_core.backends.inputs import as_batch
 from rl_core.backends.losses import check_loss
+from rl_core.batch import BatchedDataDict
 from rl_core.batch.provenance import moment, off_policy
 from rl_core.errors import DataError, LoopWarning
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-
-    from rl_core.batch import BatchedDataDict
 
 __all__ = ["Admission"]
 
@@ -21,6 +22,8 @@ __all__ = ["Admission"]
 _ROLLOUT = ("advantages", "generation_logprobs", "prev_logprobs", "generation_lengths")
 _RECIPE = "batch = rl_core.training_batch(output, rewards, advantages=...), where output is what "
 _RECIPE += "generation.generate(...) returned"
+#: Mean of ``exp(|difference|)`` of log-probs, as clause A1 has it.
+_FURTHEST = 1.05
 
 
 class Admission:
@@ -34,8 +37,8 @@ class Admission:
     def __init__(self, config: Callable[[], Mapping[str, Any]], version: Callable[[], int]) -> None:
         self._config = config
         self._version = version
-        self._trained: list[int] = []  # moments of the trainings since a refit, as far as is known
-        self._refitted = 0  # the version of that refit
+        self._trained: list[int] = []  # moments of the trainings since a refit
+        self._trained_at: int | None = None  # the version at the last of all trainings
         self._said: set[str] = set()
 
     def admit(self, data: object, loss_fn: Any, *, eval_mode: bool = False) -> BatchedDataDict[Any]:
@@ -71,33 +74,61 @@ class Admission:
             )
         if not eval_mode:
             theirs = None if batch.provenance is None else batch.provenance.distribution
-            ours = float(self._config().get("temperature", 1.0))
-            if text := off_policy("these rows were sampled with", theirs, ours):
+            if text := off_policy("these rows were sampled with", theirs, self._temperature()):
                 self._say(text, "distribution")
             self._check_freshness(batch)
-            self._trained.append(moment())
         return batch
 
-    def _check_freshness(self, batch: BatchedDataDict[Any]) -> None:
-        began = None if batch.provenance is None else batch.provenance.began
-        interval = self._config().get("refit_interval", 1)
-        trained = len(self._trained)
-        if began is None or trained < interval or began < self._trained[interval - 1]:
+    def compare(self, data: object, ours: torch.Tensor) -> None:
+        """Warns once if an engine's log-probs are not those of the policy with the same weights.
+
+        Args:
+            data: What was scored: output of a generation, or a batch that was made of it.
+            ours: ``[B, S]`` what the policy made of it.
+        """
+        if not isinstance(data, BatchedDataDict) or data.provenance is None or "pair" in self._said:
             return
-        if (version := self._version()) != self._refitted:
-            self._refitted = version
+        theirs = data.get("generation_logprobs", data.get("logprobs"))
+        drawn = data.provenance.distribution or "temperature 1"  # of greedy and raw ones
+        unlike = drawn != f"temperature {self._temperature():g}"
+        if unlike or theirs is None or theirs.shape != ours.shape:
+            return
+        off = float((theirs - ours)[theirs != 0].abs().exp().mean())
+        versions = torch.as_tensor(data.get("weights_version", 0))
+        trained_since = bool((versions <= (self._trained_at or 0)).any())
+        if off > _FURTHEST and not trained_since and (versions <= self._version()).all():
+            self._say(
+                f"the engine's log-probs of these rows, of up to {theirs.shape[1]} tokens, are off "
+                f"the policy's by a factor of {off:.3g} on average, though they are of the same "
+                "weights: the two compute different models. Compare dtypes, attention (soft caps, "
+                "sinks, windows), positions (rope, max_model_len), and how the engine's own "
+                "arguments change sampling. rl check measures the pair.",
+                "pair",
+            )
+
+    def _check_freshness(self, batch: BatchedDataDict[Any]) -> None:
+        version = self._version()
+        if version != self._trained_at:
+            self._trained_at = version
             self._trained.clear()
             self._said.discard("refit")
-            return
-        self._say(
-            f"these rows were generated after {trained} training{'s' * (trained > 1)} that no "
-            f"refit followed: the engine's weights are still version {version}. Call "
-            "rl_core.refit(policy, generation) after train. A loop that refits every n trainings "
-            'on purpose says "refit_interval": n in the policy\'s configuration.',
-            "refit",
-        )
+        began = None if batch.provenance is None else batch.provenance.began
+        interval, trained = self._config().get("refit_interval", 1), len(self._trained)
+        if began is not None and trained >= interval and began >= self._trained[interval - 1]:
+            self._say(
+                f"these rows were generated after {trained} training{'s' * (trained > 1)} that no "
+                f"refit followed: the engine's weights are still version {version}. Call "
+                "rl_core.refit(policy, generation) after train. A loop that refits every n "
+                'trainings on purpose says "refit_interval": n in the policy\'s configuration.',
+                "refit",
+                depth=5,
+            )
+        self._trained.append(moment())
 
-    def _say(self, text: str, about: str) -> None:
+    def _temperature(self) -> float:
+        return float(self._config().get("temperature", 1.0))
+
+    def _say(self, text: str, about: str, depth: int = 4) -> None:
         if about not in self._said:
             self._said.add(about)
-            warnings.warn(text, LoopWarning, stacklevel=5)
+            warnings.warn(text, LoopWarning, stacklevel=depth)

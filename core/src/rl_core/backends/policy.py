@@ -148,7 +148,9 @@ class PolicyBackend(PolicyCheckpoints, PolicyRefits):
         with timed(timer, "get_logprobs"):
             self.ready("get_logprobs")
             rows = self.rows_to_score(data)
-            return BatchedDataDict({"logprobs": self._logprobs(rows, micro_batch_size)})
+            scores = BatchedDataDict[Any]({"logprobs": self._logprobs(rows, micro_batch_size)})
+            self.admission.compare(data, scores["logprobs"])
+            return scores
 
     def get_reference_policy_logprobs(
         self,

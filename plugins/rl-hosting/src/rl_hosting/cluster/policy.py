@@ -72,12 +72,22 @@ class RemotePolicy(RemoteBackend, Colocatable):
             spoken = self._rows.spoken(self._group.wait(calls, self._group.ranks))
             return collect(spoken, indices, data.size)
 
+    def get_logprobs(
+        self,
+        data: BatchedDataDict[Any],
+        micro_batch_size: int | None = None,
+        timer: Timer | None = None,
+    ) -> BatchedDataDict[Any]:
+        """See :meth:`PolicyInterface.get_logprobs`."""
+        scores = self._score("get_logprobs", data, micro_batch_size, timer)
+        self.admission.compare(data, scores["logprobs"])
+        return scores
+
     def _spoken(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Calls it on every worker with all rows; the result of the one that speaks first."""
         results = self._group.call_together(method, *args, **kwargs)
         return results[min(self._rows.first, len(results) - 1)]
 
-    get_logprobs = through(_score, PolicyInterface.get_logprobs)
     get_reference_policy_logprobs = through(_score, PolicyInterface.get_reference_policy_logprobs)
     get_topk_logits = through(_score, PolicyInterface.get_topk_logits)
     score = through(_score, PolicyInterface.score)
