@@ -39,27 +39,21 @@ class Provenance:
     @classmethod
     def common(cls, several: Iterable[Provenance | None]) -> Provenance | None:
         """That of batches below one another: the first to begin; None unless all are known."""
-        known = list(several)
-        if not known or any(one is None or one.began is None for one in known):
+        known = [(one.began, one.distribution) if one else (None, None) for one in several]
+        moments = [began for began, _ in known if began is not None]
+        if not known or len(moments) < len(known):
             return None
-        sure = [one for one in known if one is not None]
-        distributions = {one.distribution for one in sure}
-        return cls(
-            min(one.began for one in sure if one.began is not None),
-            distributions.pop() if len(distributions) == 1 else None,
-        )
+        distributions = {distribution for _, distribution in known}
+        return cls(min(moments), distributions.pop() if len(distributions) == 1 else None)
 
 
 def off_policy(rows: str, distribution: str | None, temperature: float) -> str:
-    """What is wrong with rows that are drawn from another distribution than a policy's.
+    """What is wrong with rows that are drawn from another distribution than a policy scores.
 
     Args:
-        rows: Whose they are, with a verb.
+        rows: The sentence's beginning: whose rows, and a verb.
         distribution: See :attr:`Provenance.distribution`.
         temperature: The policy's, which scores over the whole vocabulary.
-
-    Returns:
-        A sentence or two for a warning; nothing if they agree.
     """
     ours = f"temperature {temperature:g}"
     if distribution in (None, ours):
