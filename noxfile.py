@@ -290,19 +290,38 @@ def architectures(session: nox.Session, plugin: str) -> None:
 @nox.session
 @nox.parametrize("plugin", list(PLUGINS), ids=list(PLUGINS))
 def gpu(session: nox.Session, plugin: str) -> None:
-    """All that needs a GPU, part by part; without one it fails and says what did not run."""
-    how = ["--backend", plugin, *session.posargs]
+    """All that needs a GPU, part by part; what cannot run is said by name."""
+    run_on_gpu(session, plugin)
+
+
+@nox.session(name="conformance-gpu")
+@nox.parametrize("plugin", list(PLUGINS), ids=list(PLUGINS))
+def conformance_gpu(session: nox.Session, plugin: str) -> None:
+    """The suite against one backend on CUDA, in pieces of ten minutes: a part of ``gpu``."""
+    run_on_gpu(session, plugin, "conformance")
+
+
+def run_on_gpu(session: nox.Session, plugin: str, *parts: str) -> None:
+    """Runs parts of ``tests/gpu_run.py`` in an environment of the session's own.
+
+    Where pip cannot install it (there is no network), in the environment that nox runs in.
+    """
+    how = ["tests/gpu_run.py", "--backend", plugin, *parts, *session.posargs]
     if "--rehearse" in how:
         environment(session, plugin if plugin in ENGINES else "")
-    else:
+        run(session, "parts", "python", *how)
+        return
+    python = "python"
+    session.env["PIP_RETRIES"] = "1"
+    try:
         install(session, *editable(), *TOOLS)
         if plugin in ENGINES:
-            engine = f"{PLUGINS[plugin]}[engine]"
-            try:
-                session.install("-e", engine)  # brings the torch that it needs
-            except CommandFailed:
-                how += ["--not-run", f"{engine} could not be installed, as pip says"]
-    run(session, "parts", "python", "tests/gpu_run.py", *how)
+            session.install("-e", f"{PLUGINS[plugin]}[engine]")  # brings the torch that it needs
+    except CommandFailed:
+        session.warn(f"pip cannot install all of it: {sys.executable} is used as it is")
+        python = sys.executable
+    with PARTS.part(session.name, "parts"):
+        session.run(python, *how, external=True)
 
 
 def reports(plugin: str) -> list[str]:

