@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -12,7 +13,7 @@ from sharded import batch, engine_of, same, sources, weights
 from rl_conformance.models import make_tiny_model
 from rl_core.errors import LifecycleError
 from rl_core.futures import wait
-from rl_core.refit import refit
+from rl_core.refit import WeightChanges, refit
 from rl_hosting import LocalCluster
 from rl_losses import NLLLossFn
 
@@ -177,6 +178,36 @@ def test_refits_that_others_follow_or_that_are_refused_end_on_all_ranks(
         with pytest.raises(Exception, match=r"not possible|ended the refit"):
             wait(future, SOON)
     refit(policy, fresh, deadline_s=SOON)  # the description before it had no refit
+    assert all(rank["made"] == rank["closed"] for rank in sources(policy))
+
+
+def test_a_rank_at_another_step_is_named_and_refused_until_all_load(
+    policy: RemotePolicy, model: Path, tmp_path: Path
+) -> None:
+    engine, apart = engine_of(model), WeightChanges()
+    refit(policy, engine, deadline_s=SOON)
+    policy.save_checkpoint(tmp_path / "before")
+    expected = policy.train(batch(), NLLLossFn(), gbs=8)["loss"]
+    before, version = weights(engine), engine._receiver.version
+    policy._group.call(1, "__setattr__", "changes", apart)  # as if it had never taken a step
+    begun = time.monotonic()
+    for verify in ("wire", "installed"):
+        with pytest.raises(LifecycleError, match=r"rank 1 of .* of state 0, .* rank 0 of state \d"):
+            refit(policy, engine, deadline_s=SOON, verify=verify)
+    for call in (
+        lambda: policy.train(batch(), NLLLossFn(), gbs=8),
+        lambda: policy.save_checkpoint(tmp_path / "mixture"),
+    ):
+        with pytest.raises(LifecycleError, match=r"rank 1 of .* of state 0"):
+            call()
+    assert time.monotonic() - begun < SOON / 2
+    engine._receiver.check()  # not torn
+    assert engine._receiver.version == version
+    assert same(weights(engine), before)
+    assert [path.name for path in tmp_path.iterdir()] == ["before"]
+    policy.load_checkpoint(tmp_path / "before")
+    assert policy.train(batch(), NLLLossFn(), gbs=8)["loss"] == expected
+    refit(policy, engine, deadline_s=SOON)
     assert all(rank["made"] == rank["closed"] for rank in sources(policy))
 
 

@@ -46,6 +46,7 @@ class WeightChanges:
         except BaseException as error:
             if lasts:
                 self.torn = f"{type(error).__name__}: {error}".splitlines()[0]
+                error.add_note("the weights may be half changed: load a checkpoint, on all ranks")
             raise
         finally:
             self._ended += 1
