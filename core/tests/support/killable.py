@@ -113,6 +113,19 @@ class _Party:
         with open("/proc/self/statm") as statm:
             self.limit("AS", int(statm.read().split()[0]) * resource.getpagesize() + bytes_)
 
+    def use_up_descriptors(self) -> None:
+        """Opens as many files as this process may; under a limit that is soon reached."""
+        hard = len(os.listdir("/proc/self/fd")) + 40
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        self.files: list[int] = []
+        with suppress(OSError):
+            while True:
+                self.files.append(os.open(os.devnull, os.O_RDONLY))
+
+    def free_descriptors(self) -> None:
+        for file in self.files:
+            os.close(file)
+
     def close(self) -> None:
         self.endpoint.close()
 

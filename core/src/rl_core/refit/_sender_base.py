@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rl_core.refit._direct import MovedTensors
 from rl_core.refit._job import Endpoint, J, keep_two
@@ -61,18 +61,23 @@ class SenderBase(Endpoint[J]):
         return self._wire
 
     def end(self, transport: str) -> SenderEnd:
-        """This side's end of a transport."""
+        """This side's end of a transport.
+
+        Raises:
+            RefitError: It cannot be made, or the process has no room for connections: an end that
+                there was is closed, so that none comes.
+        """
+        if transport in self.ends and not self.ends[transport].has_room():
+            self.close_end(transport)
         if transport not in self.ends:
             self.ends[transport] = self.runtime.transport(transport).sender()
         return self.ends[transport]
 
-    def reopen(self, transport: str, options: Mapping[str, Any]) -> SenderEnd:
-        """A new end in the place of the one that there may be."""
+    def close_end(self, transport: str) -> None:
+        """Closes the end of a transport, if there is one, and its lanes."""
         if (cached := self.ends.pop(transport, None)) is not None:
             self._close_lanes([key for key in self._lanes if key[0] is cached])
             cached.close()
-        self.ends[transport] = self.runtime.transport(transport).sender(**options)
-        return self.ends[transport]
 
     def buckets(
         self,

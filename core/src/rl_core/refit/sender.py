@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import secrets
 import socket
 from contextlib import suppress
@@ -25,7 +26,6 @@ from rl_core.refit.session import Phase
 from rl_core.refit.turns import exclusively
 
 if TYPE_CHECKING:
-    import concurrent.futures
     from collections.abc import Callable
 
     from rl_core.interfaces.weights import WeightSource
@@ -97,7 +97,8 @@ class RefitSender(SenderBase[SendJob]):
             if job.options.transport == transport:
                 job.cancelled = f"the transport {transport} is opened anew"
         with exclusively(self.turn, deadline_s, f"{self.name}: a running refit"):
-            end = self.reopen(transport, options)
+            self.close_end(transport)
+            end = self.ends[transport] = self.runtime.transport(transport).sender(**options)
         return self.runtime.spawn(f"{transport}-{self.name}", lambda: end.rendezvous(deadline_s))
 
     def send(self, **options: Any) -> concurrent.futures.Future[dict[str, Any]]:
@@ -117,7 +118,12 @@ class RefitSender(SenderBase[SendJob]):
             self.calls += 1
             self.check_open()
             chosen = SendOptions.of(options)
-            end = self.end(chosen.transport)
+            try:
+                end = self.end(chosen.transport)
+            except RefitError as error:
+                failed: concurrent.futures.Future[dict[str, Any]] = concurrent.futures.Future()
+                failed.set_exception(error)
+                return failed
             version = self._next_version(chosen)
             for job in self.waiting():
                 job.supersede("a newer refit was asked for")

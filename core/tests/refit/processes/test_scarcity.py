@@ -91,6 +91,28 @@ def test_an_engine_without_memory_says_so_and_does_with_less(stack, shortage, ki
     assert engine.holds(1)
 
 
+@pytest.mark.parametrize("scarce", ["trainer", "engine"])
+def test_a_process_without_file_descriptors_fails_its_refit_and_lives(stack, scarce):
+    """ZeroMQ would end it by SIGABRT."""
+    trainer = stack.enter_context(Remote(TrainerParty))
+    engine = stack.enter_context(Remote(EngineParty))
+    engine.meet(trainer.info())
+    begin(trainer, engine)
+    assert trainer.outcome()["version"] == engine.outcome()["version"] == 1
+    party = trainer if scarce == "trainer" else engine
+    party.use_up_descriptors()
+    begin(trainer, engine, deadline_s=3.0)
+    assert isinstance(trainer.failure(), RefitError)
+    assert isinstance(engine.failure(), RefitError)
+    assert "ulimit" in str(party.failure().fix)
+    party.free_descriptors()
+    engine.meet(trainer.info())
+    begin(trainer, engine)
+    assert trainer.outcome()["version"] == engine.outcome()["version"] == 2
+    engine.close()
+    trainer.close()
+
+
 def program(code: str, *before: str) -> subprocess.CompletedProcess[str]:
     """Runs Python with the test doubles at hand, until it ends by itself."""
     path = [str(Path(__file__).parents[2] / "support"), os.environ.get("PYTHONPATH", "")]

@@ -10,6 +10,8 @@ others cannot read who says what, and fill no memory with what nobody will read.
 from __future__ import annotations
 
 import os
+import resource
+import threading
 import time
 import weakref
 
@@ -28,6 +30,8 @@ _HEARTBEAT_MS, _SILENCE_MS = int(1000 * HEARTBEAT_S), int(1000 * SILENCE_S)
 _NEVER_MS = 3_600_000
 #: Connections that may wait to be accepted: as many engines as may start a refit at once.
 _BACKLOG = 1024
+#: Frames that are read before somebody looks at the clock.
+_AT_ONCE = 1000
 #: What encryption adds to a frame, at most.
 _ENCRYPTION_BYTES = 64
 #: What tells a client that its server is gone. A refused connection is as good as a broken one,
@@ -40,6 +44,38 @@ _IDENTIFY_S = 1.0
 _LOOK_S = 0.005
 
 _Socket = zmq.Socket[bytes]
+
+
+#: File descriptors that an end and its next connections take.
+_SPARE = 16
+
+
+def require_room() -> None:
+    """Makes sure that ZeroMQ finds what it needs: it aborts the process where that is lacking.
+
+    Raises the process's soft limit of file descriptors to the hard one, once it is needed.
+
+    Raises:
+        RefitError: The process has no file descriptors left, or can start no thread.
+    """
+    taken: list[int] = []
+    try:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if soft != hard:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        taken += (os.open(os.devnull, os.O_RDONLY) for _ in range(_SPARE))
+        thread = threading.Thread(target=bool, name="rl-refit-room")
+        thread.start()
+        thread.join()
+    except (OSError, RuntimeError, ValueError) as error:
+        raise RefitError(
+            f"process {os.getpid()} has no room for a refit, which takes {_SPARE} file "
+            f"descriptors and a thread: {error}",
+            fix="raise its limits (ulimit -n, ulimit -u, ulimit -v), or close files",
+        ) from error
+    finally:
+        for descriptor in taken:
+            os.close(descriptor)
 
 
 class _MonitoredSocket:
@@ -92,10 +128,11 @@ class ControlServer:
         key: The server's public key, which clients must be told; empty if not encrypted.
 
     Raises:
-        RefitError: It cannot be bound, or encryption is not there.
+        RefitError: It cannot be bound, encryption is not there, or the process has no room.
     """
 
     def __init__(self, bind: str, *, encrypted: bool = False) -> None:
+        require_room()
         context = zmq.Context()
         held: list[_MonitoredSocket] = []
         #: Runs once, at the latest when the process ends.
@@ -137,7 +174,9 @@ class ControlServer:
         self._monitored.wait(min(timeout_s, _LOOK_S) if self._unidentified else timeout_s)
         self._identify_lost()  # before the frames are read, so that last words come before the loss
         frames = []
-        while (parts := _received(self._socket)) is not None:
+        for _ in range(_AT_ONCE):
+            if (parts := _received(self._socket)) is None:
+                break
             if len(parts) == 2:  # anything else is not from one of our clients
                 frames.append((parts[0].hex(), parts[1]))
         self._connections.update({key for key, _ in frames}.difference(self._departed))
@@ -160,6 +199,14 @@ class ControlServer:
         """
         departed, self._departed = self._departed, []
         return departed
+
+    def has_room(self) -> bool:
+        """Whether the process has what the next connections take."""
+        try:
+            require_room()
+        except RefitError:
+            return False
+        return True
 
     def close(self) -> None:
         """Closes all connections, once what was sent is delivered or a moment has passed."""
@@ -193,6 +240,7 @@ class ControlClient:
     """
 
     def __init__(self, endpoint: str, key: str = "") -> None:
+        require_room()
         self.endpoint = endpoint
         self.key = key
         self._context = zmq.Context()
@@ -204,9 +252,10 @@ class ControlClient:
         """Begins a refit: a new connection, on which nothing of earlier refits arrives.
 
         Raises:
-            RefitError: The endpoint is none.
+            RefitError: The endpoint is none, or the process has no room for a connection.
         """
         self.disconnect()
+        require_room()
         monitored = _MonitoredSocket(self._context, zmq.DEALER, _LOST)
         self._held[:] = [monitored]
         monitored.socket.setsockopt(zmq.RECONNECT_IVL, _NEVER_MS)
