@@ -172,6 +172,9 @@ def _attempt(
     results: list[Any] = []
     failure: RLError | None = None
     try:
+        for call in map(as_concurrent, sending):
+            if call.done():  # it could not begin, and says why
+                call.result()
         if chosen.transport not in info.get("addresses", [chosen.transport]):
             # A plugin's transport, which the sender has opened by now; only it could say where.
             info = {**(policy.prepare_refit_info() or info), "refit_id": refit_id}

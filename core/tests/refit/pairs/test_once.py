@@ -311,6 +311,17 @@ def test_a_trainer_does_not_wait_for_an_engine_that_could_not_be_asked(both, mon
     until(lambda: not trainer.sender.jobs, "the end of the trainer's call")
 
 
+def test_a_trainer_that_has_no_room_for_a_refit_says_so_in_the_engines_place(both, monkeypatch):
+    trainer, engine = both
+
+    def scarce() -> None:
+        raise RefitError("no room for a refit", fix="make some")
+
+    monkeypatch.setattr("rl_core.refit.transports.control.require_room", scarce)
+    with pytest.raises(RefitError, match="no room for a refit"):
+        go(trainer, engine)
+
+
 def test_a_refit_may_be_cancelled_before_it_is_asked_for(both):
     """The two calls of a refit may travel on ways of their own."""
     trainer, engine = both
