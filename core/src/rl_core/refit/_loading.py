@@ -121,7 +121,8 @@ class ReceiverBuckets:
             for spec in self._written_to[sent.name]
         )
         # The largest piece of a segment, and the most bytes, that are verified together.
-        self._piece, self._group = plan.block_bytes, _GROUP
+        self._piece = max(1, _GROUP // plan.block_bytes) * plan.block_bytes
+        self._group = _GROUP
         if data.device.type != "cpu":
             self._piece = self._group = plan.lane_bytes if self._in_place else _DEVICE_GROUP
         self._scratch = torch.empty(0, dtype=torch.uint8)

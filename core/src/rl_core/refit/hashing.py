@@ -30,7 +30,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING, Literal, Self, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, Self, cast, get_args
 
 import torch
 import xxhash
@@ -152,13 +152,16 @@ class Hasher:
     ) -> None:
         size = block or block_hash.block
         self._fold: Callable[[], Callable[[], list[bytes]]] | None = None
-        self._blocks: list[memoryview | torch.Tensor] = []
+        self._blocks: list[Any] = []  # memoryviews on the CPU, tensors elsewhere
         if block_hash.kind == "fold":
             self._fold = _fold.prepare(runs, block_hash.key, size)
         else:
-            self._of_view = block_hash.of_view
+            self._digest = of_view = block_hash.of_view
+            on_cpu = all(run.device.type == "cpu" for run in runs)
+            if not on_cpu:
+                self._digest = lambda block: of_view(as_view(block.cpu()))
             for run in runs:
-                whole = as_view(run) if run.device.type == "cpu" else run
+                whole = as_view(run) if on_cpu else run
                 self._blocks += [whole[at : at + size] for at in range(0, len(whole), size)]
 
     def begin(self) -> Callable[[], list[bytes]]:
@@ -173,10 +176,7 @@ class Hasher:
         """
         if self._fold is not None:
             return self._fold()
-        found = [
-            self._of_view(block if isinstance(block, memoryview) else as_view(block.cpu()))
-            for block in self._blocks
-        ]
+        found = list(map(self._digest, self._blocks))
         return lambda: found
 
     def digests(self) -> list[bytes]:
