@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import tensor
 
-from rl_core.errors import DataError
+from rl_core.errors import DataError, LoopWarning
 from rl_core.interfaces import LossType
 from rl_losses import GRPOLossFn, kl_penalty
 
@@ -257,19 +257,46 @@ def test_a_step_down_the_gradient_follows_the_advantages(call: Call) -> None:
 
 
 @pytest.mark.parametrize(
-    "key", ["generation_logprobs", "prev_logprobs", "reference_policy_logprobs"]
+    ("key", "value"),
+    [
+        ("generation_logprobs", math.nan),
+        ("prev_logprobs", -math.inf),
+        ("reference_policy_logprobs", -math.inf),
+    ],
 )
-def test_a_token_without_a_probability_is_named(call: Call, key: str) -> None:
+def test_a_token_without_a_probability_is_named(call: Call, key: str, value: float) -> None:
     scores = torch.tensor([[0.0, -1, -2], [0, -1, -2]])
     rows: dict[str, Any] = {
         name: scores.clone() for name in ("generation_logprobs", "prev_logprobs")
     }
     rows |= {"reference_policy_logprobs": scores.clone(), "advantages": torch.ones(2)}
-    rows[key][1, 2] = -math.inf
+    rows[key][1, 2] = value
     loss_fn = GRPOLossFn(importance_sampling_cap=2.0)
-    with pytest.raises(DataError, match=f"'{key}' is -inf at row 1, position 2"):
+    with pytest.raises(DataError, match=f"'{key}' is {value} at row 1, position 2"):
         call(loss_fn, scores, **rows)
     call(loss_fn, scores, token_mask=torch.tensor([[1, 1, 1], [1, 1, 0]]), **rows)
+
+
+@pytest.mark.parametrize("cap", [None, 2.0])
+@pytest.mark.parametrize("ratio", ["token", "sequence"])
+def test_a_token_that_the_engine_cannot_have_sampled_is_left_out(
+    call: Call, ratio: str, cap: float | None
+) -> None:
+    scores = torch.tensor([[0.0, -1, -2], [0, -1, -2]])
+    rows: dict[str, Any] = {"prev_logprobs": scores - 0.1, "advantages": torch.tensor([1.0, -2.0])}
+    rows["generation_logprobs"] = scores - tensor([[0, 0.2, 0.3], [0, 0.1, math.inf]])
+    loss_fn = no_kl(importance_sampling_cap=cap, importance_ratio=ratio)
+    inputs = scores.clone().requires_grad_()
+    with pytest.warns(LoopWarning, match="left out of the loss"):
+        loss, metrics = call(loss_fn, inputs, **rows)
+    (gradient,) = torch.autograd.grad(loss, inputs)
+    masked = {"token_mask": torch.tensor([[1, 1, 1], [1, 1, 0]])}
+    expected, others = call(loss_fn, inputs, **rows, **masked)
+    assert loss.item() * 4 == pytest.approx(expected.item() * 3)
+    assert gradient[1, 2] == 0
+    assert metrics["impossible_fraction"] == 0.25
+    assert others["impossible_fraction"] == 0
+    assert all(math.isfinite(value) for value in metrics.values())
 
 
 def test_rolled_logprobs_are_refused_by_row(call: Call) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+import warnings
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
 
+from rl_core.errors import LoopWarning
 from rl_core.interfaces import LossType
 from rl_core.interfaces.constraints import Range
 from rl_losses._base import ConfiguredLoss, check_logprobs, read_tensor
@@ -55,7 +57,10 @@ class GRPOLossFn(ConfiguredLoss):
     ``token_mult_prob_error`` (mean of ``exp(|generation - prev|)``, 1 for perfect agreement) and
     its ``_max``, and ``gen_kl_error`` (the engine's KL from the trainer, as ``kl_estimator`` has
     it); with the correction, ``importance_weight`` (after the cap) and
-    ``importance_capped_fraction``. Without a valid token a ``_min`` is inf and a ``_max`` -inf.
+    ``importance_capped_fraction``; and ``impossible_fraction``, of tokens whose
+    ``generation_logprobs`` is -inf: they are left out of the loss and of all else, with a
+    :class:`~rl_core.errors.LoopWarning`. Without a valid token a ``_min`` is inf and a ``_max``
+    -inf.
 
     Attributes:
         loss_type: Token-level (DAPO) or the mean of each row's mean (GRPO, GSPO).
@@ -109,6 +114,7 @@ class GRPOLossFn(ConfiguredLoss):
             global_valid_toks=global_valid_toks,
             needed_by="GRPOLossFn",
         )
+        every, shares = shares, _without_impossible(shares, data)
         batch = _Batch(data, shares, shares.keep(inputs))
         advantages = batch.advantages()
         previous = (
@@ -138,6 +144,8 @@ class GRPOLossFn(ConfiguredLoss):
             metrics["token_mult_prob_error_max"] = shares.token_max(error)
             apart = kl_penalty(generated, previous, self.kl_estimator)
             metrics["gen_kl_error"] = shares.token_mean(apart)
+            dropped = (every.tokens & ~shares.tokens).to(ratio.dtype)
+            metrics["impossible_fraction"] = every.token_mean(dropped)
             if cap is not None:
                 raw = _exp(self._over_row(previous - generated, shares.row_sum))
                 weights = raw.clamp(max=cap)
@@ -193,6 +201,24 @@ class _Batch:
         values = read_tensor(self.data, "advantages", shapes, needed_by="GRPOLossFn")
         values = values.to(self.logprobs)
         return self.shares.keep(values if values.dim() == 2 else values[:, None])
+
+
+def _without_impossible(shares: Shares, data: BatchedDataDict[Any]) -> Shares:
+    """The masks without tokens that the engine says it cannot have sampled."""
+    key = "generation_logprobs"
+    if key not in data or data[key].shape != shares.tokens.shape:
+        return shares
+    impossible = shares.tokens & (data[key].to(shares.tokens.device) == -math.inf)
+    if not impossible.any():
+        return shares
+    warnings.warn(
+        f"GRPOLossFn: '{key}' is -inf at tokens that were sampled: they are left out of the loss, "
+        "and counted in the metric impossible_fraction. Find out why the engine gives them no "
+        "probability (such as truncation that differs, or log-probs rounded to float16).",
+        LoopWarning,
+        stacklevel=3,
+    )
+    return replace(shares, tokens=shares.tokens & ~impossible)
 
 
 def _exp(log_ratio: torch.Tensor) -> torch.Tensor:
