@@ -19,7 +19,7 @@ from refit_model.world import Scenario
 
 pytestmark = pytest.mark.concerns("core/")
 
-#: What once went wrong, by scenario: the shortest way there.
+#: What once went wrong, by scenario (or with it): the shortest way there.
 TRACES: dict[str, dict[str, Any]] = json.loads(
     (Path(scenarios.__file__).parent / "traces.json").read_text(encoding="utf-8")
 )
@@ -36,6 +36,13 @@ ALWAYS = [
     "LATE",
     "LATE_NAMELESS",
     "CRASHED",
+    "FLOODED",
+    "BACKLOG",
+    "GIVEN_UP",
+    "TWO_AT_ONCE",
+    "READERS",
+    "READERS_STAGED",
+    "READER_BETWEEN",
 ]
 #: States after which a search for a mutant gives up; the slowest one takes some 300.
 _PATIENCE = 3000
@@ -69,7 +76,8 @@ def test_nothing_goes_wrong_in_all_of_it(name: str, capsys: pytest.CaptureFixtur
 
 @pytest.mark.parametrize("name", TRACES)
 def test_what_once_went_wrong_does_not_any_more(name: str) -> None:
-    broken, missed = follow(scenario(name), tuple(TRACES[name]["trace"]))
+    known = TRACES[name]
+    broken, missed = follow(scenario(known.get("scenario", name)), tuple(known["trace"]))
     assert broken is None
     assert not missed, "the fault of this trace did not happen"
 

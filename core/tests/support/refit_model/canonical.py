@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import hashlib
 import types
 from collections import deque
@@ -28,6 +29,9 @@ _IGNORED = {
     "phase_seconds", "_entered", "_reported_at", "looked", "_addresses", "future", "at", "endpoint",
     "_buckets", "buckets", "_on_gpu",
 }  # fmt: skip
+#: Whose threads are written down: the product's, and those who ask for something.
+_LOOKED_INTO = ("rl_core", "rl_hosting", "refit_model/people")
+_KNOWN_MODULES = ("rl_core", "rl_hosting", "refit_model", "hosted_model")
 _PLAIN = {int, float, str, bytes, bool, type(None), Phase}
 
 
@@ -92,7 +96,7 @@ class Canon:
         """All that a stopped thread has before it."""
         frame = of.gr_frame
         while frame is not None:
-            if "rl_core" in frame.f_code.co_filename:
+            if any(name in frame.f_code.co_filename for name in _LOOKED_INTO):
                 self._frame(frame)
             frame = frame.f_back
 
@@ -112,7 +116,7 @@ class Canon:
             return
         if isinstance(thing, msgspec.Struct):
             self._sequence(msgspec.structs.astuple(thing))
-        elif module.startswith(("rl_core", "refit_model")):
+        elif module.startswith(_KNOWN_MODULES):
             if hasattr(thing, "__dict__"):
                 self._mapping(vars(thing))
             for slot in getattr(kind, "__slots__", ()):
@@ -132,6 +136,11 @@ def _receiver_buckets(canon: Canon, buckets: Any) -> None:
     canon.add(buckets.data)
 
 
+def _future(canon: Canon, future: Any) -> None:
+    done = future.done()
+    canon.out.append(type(future.exception()).__name__ if done else "pending")
+
+
 _WRITERS: dict[type, Callable[[Canon, Any], None]] = {
     list: Canon._sequence,
     deque: Canon._sequence,
@@ -140,6 +149,7 @@ _WRITERS: dict[type, Callable[[Canon, Any], None]] = {
     frozenset: Canon._set,
     bytearray: lambda canon, memory: canon.out.append(bytes(memory)),
     torch.Tensor: Canon._tensor,
+    concurrent.futures.Future: _future,
     types.GeneratorType: Canon._generator,
     TransferPlan: lambda canon, plan: canon.out.append(plan.digest),
     WeightManifest: lambda canon, manifest: canon.out.append(manifest.digest),

@@ -9,13 +9,16 @@ from typing import TYPE_CHECKING
 
 from refit_model.promises import check_engines
 from refit_model.tasks import inhabit
-from refit_model.world import Train
+from refit_model.world import Refit, Train
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from refit_model.tasks import Task
     from refit_model.world import World
+
+#: Frames of a stranger, more than an innocent connection has unread.
+_FLOOD = 6
 
 
 def choices(world: World) -> list[str]:
@@ -25,7 +28,7 @@ def choices(world: World) -> list[str]:
     if world.interrupted is not None:
         task = world.interrupted
         return [f"{task.party} goes on", *interruptions(world, task)]
-    found = [*_readings(world), *_driver(world)]
+    found = [*_readings(world), *_driver(world), *_people(world)]
     quiet = not found
     if quiet and any(task.party != world.paused for task in world.tasks):
         found.append("time passes")
@@ -45,7 +48,7 @@ def choices(world: World) -> list[str]:
 
 
 def _readings(world: World) -> Iterator[str]:
-    tasks = [t for t in world.tasks if t.party == "T" and t.at == "receive"]
+    tasks = [t for t in world.jobs if t.party == "T" and t.at == "receive"]
     if not tasks or world.paused == "T":
         return
     peers = tasks[0].job.session.connections
@@ -66,13 +69,31 @@ def _driver(world: World) -> Iterator[str]:
         return
     step = world.scenario.script[world.position]
     asked = world.asked_tasks
-    if not all(task.over for task in asked) and not any(task.failed for task in asked):
+    later = isinstance(step, Refit) and step.later
+    if not all(task.over for task in asked) and (later or not any(task.failed for task in asked)):
         return
     if isinstance(step, Train):
         if world.paused != "T":
             yield "train"
     elif world.paused not in ("T", *step.engines):
         yield f"refit {world.refit + 1}"
+
+
+def _people(world: World) -> Iterator[str]:
+    people = world.scenario.drivers or world.scenario.readers
+    if people and not world.people_came:
+        if world.position == len(world.scenario.script) and not world.tasks and not world.paused:
+            yield "all ask"
+        return
+    for name, engine in world.engines.items():
+        if engine.told:
+            yield f"{name} hears"
+    first: dict[str, Task] = {}  # of those who do the same, who begins does not matter
+    for task in world.tasks:
+        if task.asks and task.at == "start" and first.setdefault(task.party, task) is not task:
+            continue
+        if world.chosen(task) and world.ready(task):
+            yield f"{task.ident}: {task.at}"
 
 
 def interruptions(world: World, task: Task) -> list[str]:
@@ -94,7 +115,7 @@ def _engine_events(world: World, party: str) -> Iterator[str]:
 
 
 def _faults(world: World, party: str) -> Iterator[str]:
-    tasks = [task for task in world.tasks if task.party == party]
+    tasks = [task for task in world.jobs if task.party == party]
     if tasks and party != world.paused:
         if f"pause {party}" in world.left and world.paused is None:
             yield f"pause {party}"
@@ -114,6 +135,8 @@ def _replays(world: World) -> Iterator[str]:
                 yield from (f"ask {party} and play {key}" for key in old)
     if "pose" in world.left and any(task.party == "T" for task in world.tasks):
         yield from (f"pose {key}" for key in old)
+    if "flood" in world.left and any(task.party == "T" for task in world.tasks):
+        yield "flood"
     if "replay" not in world.left:
         return
     for live, connection in world.connections.items():
@@ -145,6 +168,12 @@ def take(world: World, choice: str) -> None:
             _happens(world, "play")
             world.next_play = key
             world.ask(party)
+        case ["all", "ask"]:
+            world.people_come()
+        case [ident, *_] if ident.endswith(":"):
+            world.move(next(task for task in world.tasks if task.ident == ident[:-1]))
+        case [name, "hears"]:
+            world.engines[name].hear()
         case ["train"]:
             step = world.scenario.script[world.position]
             assert isinstance(step, Train)
@@ -169,7 +198,7 @@ def take(world: World, choice: str) -> None:
             world.crash(party)
         case ["quit", party]:
             _happens(world, f"quit {party}")
-            next(t for t in world.tasks if t.party == party).job.cancelled = "given up"
+            next(t for t in world.jobs if t.party == party).job.cancelled = "given up"
         case ["drop", party]:
             _happens(world, f"drop {party}")
             world.engines[party].drop()
@@ -182,6 +211,11 @@ def take(world: World, choice: str) -> None:
             _happens(world, "replay")
             frame = getattr(world.recordings[key], way)[int(number)]
             getattr(world.connections[live], way).append(frame)
+        case ["flood"]:
+            _happens(world, "flood")
+            stranger = world.connect("X", world.trainer.number)
+            stranger.up.extend(f"frame {i} that is none".encode() for i in range(_FLOOD))
+            stranger.closed = True
         case ["pose", key]:
             _happens(world, "pose")
             stranger = world.connect("X", world.trainer.number)
@@ -199,4 +233,5 @@ def _happens(world: World, fault: str) -> None:
     world.most -= 1
     world.unpaired |= fault.startswith(("crash", "quit"))
     # A stranger on a connection of his own is no reason for a refit to fail.
-    world.wrong_since |= fault != "pose"
+    world.wrong_since |= fault not in ("pose", "flood")
+    world.unheard |= not fault.startswith(("pose", "flood", "quit"))

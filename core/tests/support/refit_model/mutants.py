@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import msgspec
 
-from rl_core.refit import _receive_job
+from rl_core.refit import _driver, _receive_job
+from rl_core.refit._job import Endpoint
 from rl_core.refit._loading import ReceiverBuckets, _Step
+from rl_core.refit._send_job import SendJob
 from rl_core.refit._staging import StagedSink
 from rl_core.refit.frames import Channel
 from rl_core.refit.hashing import Hasher
@@ -18,6 +20,7 @@ from rl_core.refit.receiver import RefitReceiver
 from rl_core.refit.sender import RefitSender
 from rl_core.refit.session import Send, SenderSession
 from rl_core.refit.session.sender import _Peer
+from rl_core.refit.turns import TurnLock
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -118,6 +121,29 @@ def _any_refit() -> Generator[None]:
         yield
 
 
+@contextmanager
+def _asked_for_unseen() -> Generator[None]:
+    init = Endpoint.__init__
+
+    def makes(self: Any, *given: Any, **named: Any) -> None:
+        init(self, *given, **named)
+        self.asking = nullcontext()
+
+    with patch.object(Endpoint, "__init__", makes):
+        yield
+
+
+def _reads_within(self: SendJob, effect: Any) -> list[Any]:
+    following = _performs(self, effect)
+    unreachable, self._unreachable = self._unreachable, []
+    if unreachable:
+        self.pump(0.0)
+    return [*following, *(e for key in unreachable for e in self.session.lost(key))]
+
+
+_performs = SendJob.do
+
+
 #: What is taken back, how, and the scenario in which that shows.
 MUTANTS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], str]] = {
     "bytes are verified in the sender's memory": (
@@ -149,5 +175,23 @@ MUTANTS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], str]] = {
     "lanes of failed refits are used again": (
         _with(RefitSender, drop_lanes_after_failure=lambda self: None),
         "STALE_PACKED",
+    ),
+    "two that ask at once do not see each other": (_asked_for_unseen, "TWO_INSIDE"),
+    "nobody cancels what failed on the other side": (
+        _with(_driver, _cancel=lambda *given: None),
+        "GIVEN_UP",
+    ),
+    "frames are read while one is answered": (_with(SendJob, do=_reads_within), "FLOODED"),
+    "a refit that gives up stays in line": (
+        _with(_receive_job, leave_line=lambda lock: None),
+        "READERS",
+    ),
+    "a refit writes while readers decode": (
+        _with(TurnLock, _may_write=lambda self, me: self._writer is None),
+        "READERS",
+    ),
+    "readers whom a writer kept out wait for the next": (
+        _with(TurnLock, _readers_go_first=lambda self: False),
+        "READER_BETWEEN",
     ),
 }

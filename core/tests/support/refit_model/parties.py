@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import struct
-from typing import TYPE_CHECKING
+from collections import deque
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from refit_model.tasks import WORLD, Lock, point
+from refit_model.tasks import WORLD, point
 from rl_core.errors import LifecycleError
 from rl_core.interfaces import TensorSpec, WeightSink, WeightSource
 from rl_core.refit import RefitReceiver, RefitSender
+from rl_core.refit.turns import TurnLock
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -62,7 +64,6 @@ class Trainer:
         self.step = 0
         self.tensor = {name: torch.full((16,), weights[name]) for name in NAMES}
         self.sender = RefitSender(lambda: Source(self), name="T", runtime=WORLD)
-        self.sender.turn = Lock()  # type: ignore[assignment]
 
     def train(self, weights: Weights) -> None:
         self.step += 1
@@ -85,24 +86,47 @@ class Sink(WeightSink):
         return self._engine.tensor if self._engine.in_place else None
 
     def write(self, name: str, offset: int, data: torch.Tensor, *, of: TensorSpec) -> None:
+        self._engine.half_written = True
         self._engine.tensor[name].view(-1)[offset : offset + data.numel()].copy_(data)
         point("written")
 
     def finish(self, version: int) -> None:
         point("finish")
+        self._engine.half_written = False
 
     def fail(self) -> None:
         point("fail")
+        self._engine.half_written = False
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
         for name in names:
             yield name, self._engine.tensor[name]
 
 
+class CountedLock(TurnLock):
+    """The product's own lock, which counts how often somebody wrote."""
+
+    def __init__(self) -> None:
+        super().__init__(readers=2)
+        self.writes = 0
+
+    @property
+    def held(self) -> bool:
+        return self._writer is not None
+
+    def acquire(self, timeout: float = -1, *, keep_place: bool = False) -> bool:
+        had = super().acquire(timeout, keep_place=keep_place)
+        self.writes += had
+        return had
+
+
 class Engine:
     """A process that generates.
 
     Attributes:
+        half_written: A sink has written, and has not ended.
+        rows: How many it decodes.
+        told: What it was told and has not heard, where it lives in a process of its own.
         own: Weights that it loaded by itself, if it serves those.
         asked: The last refit that it was asked to take.
         committed: Versions that it committed.
@@ -115,16 +139,26 @@ class Engine:
         self.own: Weights | None = None
         self.asked = 0
         self.committed: list[int] = []
-        self.lock = Lock()
+        self.half_written = False
+        self.rows = 0
+        self.told: deque[bytes] = deque()
+        self.lock = CountedLock()
         self._world = world
-        self.receiver = RefitReceiver(
+        self.receiver = self.new_receiver()
+
+    def new_receiver(self) -> RefitReceiver:
+        return RefitReceiver(
             lambda: Sink(self),
-            name=name,
+            name=self.name,
             lock=self.lock,
-            on_commit=self._commits,
+            on_commit=self.commits,
             runtime=WORLD,
         )
-        self.receiver.turn = Lock()  # type: ignore[assignment]
+
+    @property
+    def front(self) -> Any:
+        """The receiver that drivers ask, and generation."""
+        return self.receiver
 
     @property
     def weights(self) -> Weights:
@@ -146,6 +180,18 @@ class Engine:
         for tensor in self.tensor.values():
             tensor.fill_(value)
 
-    def _commits(self, version: int) -> None:
+    def hear(self) -> None:
+        """Does what it was told."""
+
+    def decodes(self, version: int) -> None:
+        """One step of a reader that began with a version."""
+        expected, weights = self._world.offered[version], self.weights
+        if self.half_written or self.front.version != version or weights != expected:
+            half = ", half written" if self.half_written else ""
+            self._world.fails(
+                f"{self.name} decodes with {weights}{half}, as version {version} of {expected}"
+            )
+
+    def commits(self, version: int) -> None:
         point("commit")
         self._world.commits(self, version)

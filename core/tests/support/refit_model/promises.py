@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
-from rl_core.errors import RLError
+from rl_core.errors import RefitAborted, RLError
 from rl_core.refit.session import Phase
 
 if TYPE_CHECKING:
     from refit_model.parties import Engine
     from refit_model.tasks import Task
     from refit_model.world import World
+
+#: How often the loop of a refit may be inside itself: an effect that waits, and why it fails.
+_MOST_PUMPS = 3
 
 
 def check_engines(world: World) -> None:
@@ -19,13 +23,13 @@ def check_engines(world: World) -> None:
     While its lock is held nobody can look.
     """
     for engine in world.engines.values():
-        receiver, weights = engine.receiver, engine.weights
+        receiver, front, weights = engine.receiver, engine.front, engine.weights
         if engine.lock.held:
             continue
-        expected = world.offered.get(receiver.version) if engine.own is None else engine.own
-        if not receiver.torn and weights != expected:
+        expected = world.offered.get(front.version) if engine.own is None else engine.own
+        if not front.torn and weights != expected:
             world.fails(
-                f"{engine.name} serves version {receiver.version} as {weights}, not {expected}"
+                f"{engine.name} serves version {front.version} as {weights}, not {expected}"
             )
         for name, digest in receiver.known.items():
             if world.digested[digest] != engine.tensor[name].numpy().tobytes():
@@ -51,7 +55,7 @@ def check_frame(world: World, frame: bytes) -> None:
 
 def check_write(world: World, lane: int, version: int) -> None:
     """Nothing is written to a buffer that an engine may still read for an earlier refit."""
-    for task in world.tasks:
+    for task in world.jobs:
         if task.party == "T" or task.over or task.job.session.phase is not Phase.TRANSFER:
             continue
         if task.job.number < version and task.job._lane.ref == {"lane": lane}:
@@ -63,19 +67,43 @@ def check_end(world: World, task: Task) -> None:
     error = task.future.exception()
     if not isinstance(error, RLError | None):
         world.fails(f"{task.party} ends with {type(error).__name__}: {error}")
+    if task.party == "D":
+        check_driver(world, task)
     if error is not None or task.party != "T":
         return
     version = task.job.version
-    for name in world.asked:
-        engine = world.engines[name]
-        if engine.asked == version and version not in engine.committed:
+    for name, engine in world.engines.items():
+        concerned = world.people_came or (name in world.asked and engine.asked == version)
+        if concerned and version not in engine.committed:
             world.fails(f"T reports success of {version}, which {name} did not commit")
 
 
+def check_driver(world: World, task: Task) -> None:
+    """A driver gets its refit, or is refused because another one asked."""
+    error = task.future.exception()
+    world.served |= error is None
+    if not isinstance(error, RefitAborted | None) and not world.wrong_since:
+        world.fails(f"{task.ident} ends with {type(error).__name__}: {error}")
+
+
+def check_depth(world: World) -> None:
+    """What one frame leads to is over before the next: a peer does not say how deep that goes."""
+    frame, depth = sys._getframe(), 0
+    while frame.f_back is not None:
+        frame = frame.f_back
+        depth += frame.f_code.co_name == "pump"
+    if depth > _MOST_PUMPS:
+        world.fails(f"{depth} frames are taken inside each other")
+
+
 def check_patience(world: World) -> None:
-    """Nobody waits until the deadline if nothing is wrong."""
-    if world.paused is None and not world.wrong_since:
-        who = ", ".join(sorted(task.party for task in world.tasks))
+    """Nobody waits until the deadline if nothing is wrong.
+
+    Where a driver is there to hear of it, one side giving up is no reason for the other to wait.
+    """
+    excused = world.unheard if world.people_came else world.wrong_since
+    if world.paused is None and not excused:
+        who = ", ".join(sorted(task.ident for task in world.tasks))
         world.fails(f"{who} wait until the deadline, though nothing is wrong")
 
 
@@ -92,3 +120,5 @@ def check_finish(world: World) -> None:
     check_last(world)
     if world.tasks:
         world.fails("somebody waits for ever")
+    if world.scenario.drivers and not world.served and not world.wrong_since:
+        world.fails("no driver gets its refit")

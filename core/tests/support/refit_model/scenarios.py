@@ -33,6 +33,16 @@ POSED_ONCE = Scenario((Refit(named=False),), ("pose",))
 LATE = Scenario((Refit(), Refit()), ("pause T",))
 LATE_NAMELESS = Scenario((Refit(named=False), Refit(named=False)), ("pause T",))
 CRASHED = Scenario((Refit(), Refit()), ("crash E0", "crash T", "quit E0", "quit T"))
+#: Frames of a connection that is closed: of a stranger, and of an engine that nobody answered.
+FLOODED = Scenario((Refit(),), ("flood",))
+BACKLOG = Scenario((Refit(), Refit(later=True)), ("quit T",), hellos=6)
+#: Both sides of a refit, and what a driver does for the one when the other fails.
+GIVEN_UP = Scenario(drivers=(Refit(),), faults=("quit T", "quit E0"))
+TWO_AT_ONCE = Scenario(drivers=(Refit(), Refit()), grain=1)
+TWO_INSIDE = Scenario(drivers=(Refit(), Refit()), grain=2)
+READERS = Scenario(drivers=(Refit(),), readers=2, faults=("quit T", "quit E0"), grain=0)
+READERS_STAGED = Scenario(drivers=(Refit(options=STAGED),), readers=2, grain=0)
+READER_BETWEEN = Scenario(drivers=(Refit(),), readers=1, writers=1, grain=0)
 
 
 #: One fault of every kind that happens to one side, at every moment of two refits.
@@ -65,6 +75,17 @@ def _full() -> dict[str, Scenario]:
         for party in ("T", "E0"):
             name = f"two engines, {kind} {party}"
             found[name] = Scenario((Refit(BOTH), Refit(BOTH)), (f"{kind} {party}",))
+    faults = ("quit T", "quit E0")
+    two = (Refit(), Refit())
+    found["two at once, within their calls"] = TWO_INSIDE
+    found["two at once, while the engine is prepared"] = Scenario(drivers=two, grain=3)
+    found["two at once, one is given up"] = Scenario(drivers=two, faults=faults, grain=1)
+    found["two at once, two engines"] = Scenario(drivers=(Refit(BOTH), Refit(BOTH)), grain=0)
+    found["two at once, staged"] = Scenario(drivers=(Refit(options=STAGED), Refit()), grain=1)
+    found["two at once, a reader"] = Scenario(drivers=two, readers=1, grain=0)
+    found["readers, pause"] = Scenario(
+        drivers=(Refit(),), readers=1, faults=("pause T", "pause E0", "silence"), grain=0
+    )
     return found
 
 

@@ -7,8 +7,8 @@ from collections import deque
 from dataclasses import dataclass
 
 from refit_model.events import choices, take
+from refit_model.product import product_in_hand
 from refit_model.promises import check_finish
-from refit_model.tasks import product_in_hand
 from refit_model.world import Scenario, World
 
 Trace = tuple[str, ...]
@@ -22,7 +22,7 @@ class Found:
         states: Different ones, at which something could be chosen.
         transitions: Choices made.
         runs: Worlds begun.
-        seconds: Of wall clock.
+        seconds: Of this process, however busy the host is.
         broken: What is wrong, if anything is.
         trace: All choices up to there.
         complete: Every state was seen.
@@ -53,7 +53,7 @@ def explore(scenario: Scenario, *, most: int = 1 << 60) -> Found:
         scenario: What happens, and what may go wrong.
         most: States after which the search gives up.
     """
-    found, begun = Found(), time.perf_counter()
+    found, begun = Found(), time.process_time()
     seen: set[bytes] = set()
     queue: deque[Trace] = deque([()])
     with product_in_hand():
@@ -84,7 +84,7 @@ def explore(scenario: Scenario, *, most: int = 1 << 60) -> Found:
             found.broken, found.trace = world.broken, tuple(path)
             world.close()
     found.complete = not queue and found.broken is None
-    found.seconds = time.perf_counter() - begun
+    found.seconds = time.process_time() - begun
     return found
 
 
@@ -118,5 +118,5 @@ def _settle(world: World) -> list[str]:
 
 def _goes_wrong(choice: str) -> bool:
     first, *rest = choice.split()
-    kinds = ("pause", "crash", "quit", "drop", "load", "replay", "pose")
+    kinds = ("pause", "crash", "quit", "drop", "load", "replay", "pose", "flood")
     return first in kinds or "play" in rest or rest in (["resumes"], ["is", "silent"])

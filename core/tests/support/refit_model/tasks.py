@@ -8,27 +8,19 @@ from __future__ import annotations
 
 import concurrent.futures
 import hashlib
-import itertools
-import secrets
-import types
 from collections import Counter
-from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
-from unittest.mock import patch
 
 import greenlet
 
-from refit_model.promises import check_frame
-from rl_core.refit import _job, _send_job
-from rl_core.refit import sender as sender_module
 from rl_core.refit._job import Runtime
-from rl_core.refit.frames import Channel
-from rl_core.refit.hashing import Hasher
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from refit_model.world import World
+
+DEADLINE_S = 10.0
 
 #: The world that the code runs in now.
 _now: list[World] = []
@@ -39,7 +31,11 @@ class Task:
 
     Attributes:
         party: Whose.
-        job: The refit that it performs.
+        ident: Tells it from the others of its party.
+        job: The refit that it performs, if it does.
+        asks: It asks for a refit or for generation, and moves when the search says so.
+        succeeds: Whether all calls that it waits for have, so that it only has to end.
+        hears: Whether there is something new for one that performs none.
         at: Where it stopped.
         waits: True while it waits for something outside of it, False in the middle of a step.
         wakes: Whether it can go on, if it waits.
@@ -47,8 +43,12 @@ class Task:
         killed: Its process is dead; it only unwinds, and nothing that it does has effects.
     """
 
-    def __init__(self, party: str, function: Callable[[], Any]) -> None:
+    def __init__(self, party: str, ident: str, function: Callable[[], Any]) -> None:
         self.party = party
+        self.ident = ident
+        self.asks = False
+        self.succeeds: Callable[[], bool] = lambda: False
+        self.hears: Callable[[], bool] | None = None
         self.job: Any = getattr(function, "__self__", None)
         self.future: concurrent.futures.Future[Any] = concurrent.futures.Future()
         self.at = "start"
@@ -57,7 +57,8 @@ class Task:
         self.killed = False
         self.over = False
         self._function = function
-        self.greenlet = greenlet.greenlet(self._run)
+        maker = running()  # a task that another one begins is the scheduler's like that one
+        self.greenlet = greenlet.greenlet(self._run, maker and maker.greenlet.parent)
 
     def _run(self) -> None:
         try:
@@ -90,9 +91,22 @@ class Task:
         elif not self.greenlet.dead:
             self.future.cancel()
 
+    def has_news(self) -> bool:
+        """Whether one that looks now and then would see something."""
+        if self.job is None:
+            return self.hears is not None and self.hears()
+        end = getattr(self.job, "_end", None)
+        connection = getattr(end, "connection", None)
+        return bool(self.job.given_up or (connection and (connection.down or end.lost())))
+
     @property
     def failed(self) -> bool:
         return self.killed or (self.over and self.future.exception() is not None)
+
+
+def world() -> World:
+    """The one that the code runs in."""
+    return _now[0]
 
 
 def running() -> Task | None:
@@ -111,27 +125,6 @@ def dead() -> bool:
     """Whether the process that runs this is dead."""
     task = running()
     return task is not None and task.killed
-
-
-class Lock:
-    """A lock of a process; whoever waits for it wakes when it is free or time has passed."""
-
-    def __init__(self) -> None:
-        self.holder: Task | None = None
-        self.held = False
-
-    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
-        world, task = _now[0], running()
-        end = world.now + timeout
-        while self.held:
-            if task is None or timeout == 0 or world.now >= end or task.killed:
-                return False
-            task.stop("lock", lambda: not self.held or world.now >= end)
-        self.held, self.holder = True, task
-        return True
-
-    def release(self) -> None:
-        self.held, self.holder = False, None
 
 
 def _spawn(
@@ -157,55 +150,10 @@ class Names:
 
     def bytes(self, count: int) -> bytes:
         task = running()
-        party = _now[0].constructing if task is None else task.party
-        self._drawn[party] += 1
-        name = f"{party} {self._drawn[party]}"
+        who = _now[0].constructing if task is None else task.ident
+        self._drawn[who] += 1
+        name = f"{who} {self._drawn[who]}"
         return hashlib.blake2b(name.encode(), digest_size=count).digest()
-
-
-def _hooked(honest: Callable[[Hasher], Any]) -> Callable[[Hasher], Any]:
-    def begin(hasher: Hasher) -> Any:
-        task = running()
-        reads = task is not None and task.party != "T"  # what it has not written itself
-        if reads:
-            point("hash")
-        result = honest(hasher)
-        _now[0].digested.update(zip(result(), map(bytes, hasher._blocks), strict=True))
-        if reads:
-            point("hashed")
-        return result
-
-    return begin
-
-
-def _noted(decode: Callable[..., Any]) -> Callable[..., Any]:
-    def decodes(channel: Channel, frame: bytes) -> Any:
-        message = decode(channel, frame)
-        check_frame(_now[0], frame)
-        return message
-
-    return decodes
-
-
-def product_in_hand() -> ExitStack:
-    """Puts what :data:`WORLD` does not have of the refit's code into the hands of a world."""
-    stack = ExitStack()
-    ticks = itertools.count()
-
-    def enter(module: Any, name: str, value: object) -> None:
-        if hasattr(module, name):
-            stack.enter_context(patch.object(module, name, value))
-
-    # Whether to look is asked of this clock, which always says yes.
-    enter(_job, "time", types.SimpleNamespace(monotonic=lambda: float(next(ticks))))
-    # It divides by seconds, of which none pass here.
-    enter(_send_job.SendJob, "_report", lambda *given: types.SimpleNamespace(as_dict=dict))
-    enter(sender_module, "_meeting_point", dict)
-    enter(Hasher, "begin", _hooked(Hasher.begin))
-    enter(Channel, "decode", _noted(Channel.decode))
-    enter(secrets, "token_hex", lambda n=32: _now[0].names.bytes(n).hex())
-    enter(secrets, "token_bytes", lambda n=32: _now[0].names.bytes(n))
-    return stack
 
 
 def inhabit(world: World | None) -> Iterator[None] | None:

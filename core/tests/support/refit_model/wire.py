@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from refit_model.promises import check_write
+from refit_model.promises import check_depth, check_write
 from refit_model.tasks import dead, point, running
 from rl_core.errors import RefitProtocolError
 from rl_core.refit.plan import DataMode
@@ -142,6 +142,7 @@ class TrainerEnd(SenderEnd):
             return True
         connection = self._world.connections[key]
         if connection.gone:
+            check_depth(self._world)
             return False
         connection.down.append(frame)
         self._world.recordings[key].down.append(frame)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from refit_model.canonical import Canon
 from refit_model.parties import BUCKET_BYTES, NAMES, Engine, Trainer, Weights
+from refit_model.people import drive, keep, read
 from refit_model.promises import (
     check_commit,
     check_end,
@@ -16,7 +17,7 @@ from refit_model.promises import (
     check_last,
     check_patience,
 )
-from refit_model.tasks import Names, Task, inhabit, running
+from refit_model.tasks import DEADLINE_S, Names, Task, inhabit, running
 from refit_model.wire import Connection, Recording, Wire
 from rl_core.refit.session import Phase
 
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 
     import greenlet
 
-DEADLINE_S = 10.0
 HELLO_S = 0.5
 
 
@@ -45,11 +45,13 @@ class Refit:
         engines: Who takes it.
         options: How.
         named: Both sides are told an id.
+        later: It is asked for when the one before has ended on all sides, not on one.
     """
 
     engines: tuple[str, ...] = ("E0",)
     options: dict[str, Any] = field(default_factory=dict)
     named: bool = True
+    later: bool = False
 
 
 @dataclass(frozen=True)
@@ -61,20 +63,36 @@ class Scenario:
         faults: What may happen, each once: ``pause``, ``crash`` or ``quit`` and a party, ``drop``
             (its weights) or ``load`` (others by itself) and an engine, ``silence`` (of whoever
             is paused), ``replay`` (of a frame), ``play`` (of a connection, to an engine) or
-            ``pose`` (as an engine, to the trainer). All orders of requests and of frames are
+            ``pose`` (as an engine, to the trainer), or ``flood`` (of frames that are none, on a
+            connection to the trainer that is closed then). All orders of requests and of frames are
             tried, so that what happens to one engine need not be tried with another.
         most: How many of them in one run; ``silence`` does not count.
         in_place: Engines have targets, which core writes by itself.
+        drivers: Refits that are asked for at the same time, each from a thread of its own, once
+            the script is over.
+        readers: How many generate at the first engine meanwhile.
+        writers: How many others keep that engine from generating, as one does that sleeps.
+        grain: Where others may go first while somebody asks for a refit: 0 nowhere, 1 between two
+            calls, 2 also within ``send`` and ``receive``, 3 also while an engine is prepared.
+        hellos: How often engines may say hello again before somebody must have answered.
+        engine: What its engines are made of.
     """
 
-    script: tuple[Train | Refit, ...]
+    script: tuple[Train | Refit, ...] = ()
     faults: tuple[str, ...] = ()
     most: int = 1
     in_place: bool = False
+    drivers: tuple[Refit, ...] = ()
+    readers: int = 0
+    writers: int = 0
+    grain: int = 2
+    hellos: int = 1
+    engine: Callable[..., Engine] = Engine
 
     @property
     def engines(self) -> list[str]:
-        return sorted({e for step in self.script if isinstance(step, Refit) for e in step.engines})
+        steps = [step for step in (*self.script, *self.drivers) if isinstance(step, Refit)]
+        return sorted({engine for step in steps for engine in step.engines})
 
 
 class World:
@@ -84,12 +102,15 @@ class World:
         broken: What is wrong, if something is.
         now: Seconds.
         offered: The trainer's weights when a version was offered.
+        numbers: The version of a refit that was asked for, by its id.
         decided: Versions that the sender decided to commit, each with a connection that is to.
         known_way: This was seen before, and need not be looked at.
         read: Frames that somebody took for authentic.
         ran: Parties that did something since the last choice.
+        served: A driver got its refit.
         stirred: Something happened since then that somebody who was paused would see.
         wrong_since: A fault happened in the refit that is going on.
+        unheard: A side cannot say any more what became of it.
         unpaired: A side gave a call up, which without ids leaves the other's for the next call.
     """
 
@@ -108,6 +129,7 @@ class World:
         self.played: dict[str, str] = {}
         self.lanes: list[bytearray] = []
         self.offered: dict[int, Weights] = {0: dict.fromkeys(NAMES, 0.0)}
+        self.numbers: dict[str, int] = {}
         self.decided: set[tuple[int, str]] = set()
         self.digested: dict[bytes, bytes] = {}
         self.read: set[bytes] = set()
@@ -115,6 +137,7 @@ class World:
         self.most = scenario.most
         self.paused: str | None = None
         self.wrong_since = False
+        self.unheard = False
         self.unpaired = False
         self.clean_start = True
         self.position = 0
@@ -123,11 +146,14 @@ class World:
         self.to_ask: list[str] = []
         self.asked_tasks: list[Task] = []
         self.hellos_left = 0
+        self.people_came = False
+        self.served = False
         self.interrupted: Task | None = None
         self.ran: set[str] = set()
         self.stirred = False
         self.next_play: str | None = None
         self._connected: Counter[str] = Counter()
+        self._begun: Counter[str] = Counter()
         self.trainers = 0
         self.wire = Wire(self)
         self.trainer = self._new_trainer(dict.fromkeys(NAMES, 1.0))
@@ -141,15 +167,32 @@ class World:
 
     def _new_engine(self, name: str) -> Engine:
         self.constructing = name
-        return Engine(self, name, in_place=self.scenario.in_place)
+        return self.scenario.engine(self, name, in_place=self.scenario.in_place)
 
     # -- what the code asks for -------------------------------------------------------------------
 
+    @property
+    def jobs(self) -> list[Task]:
+        """The tasks that perform a refit."""
+        return [task for task in self.tasks if task.job is not None]
+
     def spawn(self, name: str, function: Callable[[], Any]) -> concurrent.futures.Future[Any]:
-        task = Task(name.removeprefix("refit-"), function)
+        return self.begin_task(name.removeprefix("refit-"), function).future
+
+    def begin_task(self, party: str, function: Callable[[], Any], *, asks: bool = False) -> Task:
+        maker = running()
+        if maker is not None and maker.asks:  # the tasks of its refit have its number
+            number = maker.ident.split("-")[1]
+        else:
+            self._begun[party] += 1
+            number = str(self._begun[party])
+        task = Task(party, f"{party}-{number}", function)
+        task.asks = asks
+        if task.job is not None:
+            task.job.number = self.numbers.get(task.job.refit_id)
         self.tasks.append(task)
         self._of[task.greenlet] = task
-        return task.future
+        return task
 
     def task_of(self, current: greenlet.greenlet) -> Task | None:
         return self._of.get(current)
@@ -162,6 +205,8 @@ class World:
     def connect(self, party: str, trainer: int) -> Connection:
         self._connected[party] += 1
         key = f"{party}#{self._connected[party]}"
+        if self.people_came and (task := running()) is not None:
+            key = task.ident.replace("-", "#")
         connection = self.connections[key] = Connection(key, trainer)
         self.recordings[key] = Recording()
         if self.next_play is not None:
@@ -196,23 +241,47 @@ class World:
         where the trainer reads next, what the driver does, and what goes wrong.
         """
         while self.broken is None:
-            task = next((t for t in self.tasks if self._ready(t)), None)
+            ready = (t for t in self.tasks if self.ready(t) and not self.chosen(t))
+            task = next(ready, None)
             if task is None:
                 break
-            task.go()
-            self.ran.add(task.party)
-            self._after(task)
-            if not task.over and not task.waits and task.party != self.paused:
-                self.interrupted = task
+            self.move(task)
+            if self.interrupted is not None:
                 break
         self.tasks = [task for task in self.tasks if not task.over]
 
-    def _ready(self, task: Task) -> bool:
+    def move(self, task: Task) -> None:
+        """Lets a task run until it stops again."""
+        task.go()
+        self.ran.add(task.party)
+        self._after(task)
+        if not task.over and not task.waits and task.party != self.paused:
+            self.interrupted = task
+
+    def ready(self, task: Task) -> bool:
         return not task.over and task.party != self.paused and (not task.waits or task.wakes())
+
+    def chosen(self, task: Task) -> bool:
+        """Whether it matters when this one goes on: who asks, and whose turn it is at a lock."""
+        if task.asks:
+            return not (task.at == "wait" and task.succeeds())
+        return self.people_came and task.at in ("start", "lock", "condition")
+
+    def people_come(self) -> None:
+        """Everybody who asks for something at the same time; each begins when the search says."""
+        self.people_came = True
+        self.hellos_left = self.scenario.hellos
+        for step in self.scenario.drivers:
+            self.begin_task("D", lambda step=step: drive(self, step), asks=True)  # type: ignore[misc]
+        engine = next(iter(self.engines.values()))
+        for _ in range(self.scenario.readers):
+            self.begin_task("R", lambda: read(self, engine), asks=True)
+        for _ in range(self.scenario.writers):
+            self.begin_task("W", lambda: keep(engine), asks=True)
 
     def _after(self, task: Task) -> None:
         """Looks at what a task left behind."""
-        for job in [t.job for t in self.tasks if t.party == "T" and not t.killed]:
+        for job in [t.job for t in self.jobs if t.party == "T" and not t.killed]:
             if job.session.phase in (Phase.COMMIT, Phase.COMMITTED):
                 self.decided.update((job.version, key) for key in job.session.peers)
         if task.over and not task.killed:
@@ -230,7 +299,7 @@ class World:
         self.refit += 1
         self.wrong_since = self.paused is not None or (self.unpaired and not step.named)
         self.clean_start = not self.tasks
-        self.hellos_left = 1
+        self.hellos_left = self.scenario.hellos
         self.asked = list(step.engines)
         self.to_ask = ["T", *step.engines]
         self.asked_tasks = []
@@ -247,6 +316,7 @@ class World:
         refit_id = f"refit {self.refit}" if step.named else ""
         if party == "T":
             self.offered[self.refit] = self.trainer.weights
+            self.numbers[refit_id] = self.refit
             options = {
                 "receivers": len(step.engines),
                 "deadline_s": DEADLINE_S,
@@ -266,9 +336,7 @@ class World:
     def time_passes(self) -> None:
         """Nobody can do anything before the next deadline, or the next time to say hello."""
         waiting = [
-            t
-            for t in self.tasks
-            if t.party != self.paused and t.job.session.phase is Phase.DISCOVER
+            t for t in self.jobs if t.party != self.paused and t.job.session.phase is Phase.DISCOVER
         ]
         if self.hellos_left and any(task.party != "T" for task in waiting):
             self.hellos_left -= 1
@@ -311,7 +379,7 @@ class World:
         """The state."""
         canon = Canon()
         for task in self.tasks:
-            canon.out.append((task.party, task.at, task.waits, task.over))
+            canon.out.append((task.ident, task.at, task.waits, task.over))
             canon.add(task.job)
             canon.stack(task.greenlet)
         for name, value in vars(self).items():
