@@ -315,12 +315,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     machine, obstacle, memory = _machine(options.rehearse)
     paths = [*install_sources(folder / "installed"), os.environ.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
-    obstacles = {part.name: obstacle for part in asked if obstacle}
+    obstacles = {}
     for part in asked:
-        lacking = missing(part.backend, part.needs)
-        if lacking and not obstacle:
+        if lacking := missing(part.backend, part.needs):
             obstacles[part.name] = f"not installed here: {', '.join(lacking)}"
-        elif not obstacle and memory < part.gpu_gb * 1e9:
+        elif obstacle:
+            obstacles[part.name] = obstacle
+        elif memory < part.gpu_gb * 1e9:
             has = f"the GPU has {memory / 1e9:.0f} GB"
             obstacles[part.name] = f"needs {part.gpu_gb} GB of its memory, {has}"
     progress = Parts({})
