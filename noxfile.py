@@ -34,16 +34,10 @@ SHORT = [
 #: What it leaves out, and ``nox -s full`` adds.
 LEFT_OUT = {
     "rest": "tests that are marked full, and most mutants",
-    "precision(hf)": "hf in its second dtype",
-    "precision(megatron)": "megatron in its second dtype",
-    "precision(vllm)": "vllm in its second dtype",
-    "precision(sglang)": "sglang in its second dtype",
-    "oldest(hf)": "the oldest transformers that is supported",
-    "oldest(megatron)": "the oldest megatron-core that is supported",
-    "oldest(vllm)": "the oldest vLLM that is supported",
-    "oldest(sglang)": "the oldest SGLang that is supported",
-    "architectures(vllm)": "which models vLLM can be refit with",
-    "architectures(sglang)": "which models SGLang can be refit with",
+    **{f"precision({name})": "its second dtype" for name in ("hf", "megatron", "vllm", "sglang")},
+    **{f"oldest({name})": "what it supports" for name in ("hf", "megatron", "vllm", "sglang")},
+    **{f"architectures({name})": "which models refits reach" for name in ("vllm", "sglang")},
+    "newest-apis": "what the newest engines lack or have new",
     "fuzz": "a million inputs for what reads messages",
 }
 #: Seconds, as seen on 2 quiet cores; each part of a run says how long it usually takes.
@@ -285,6 +279,13 @@ def architectures(session: nox.Session, plugin: str) -> None:
     how = ["--known", str(newest), "--json", f"{written}.json", "--markdown", f"{written}.md"]
     command = ["conformance", "architectures", plugin, *how, *session.posargs]
     run(session, "all", "rl", *command)
+
+
+@nox.session(name="newest-apis", venv_backend="none")
+def newest_apis(session: nox.Session) -> None:
+    """What the newest engines lack of what is used, and have new; reads wheels, runs none."""
+    environment(session)
+    run(session, "compare", "python", "tests/newest_apis.py", *session.posargs)
 
 
 @nox.session
