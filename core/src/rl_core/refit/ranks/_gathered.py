@@ -8,6 +8,7 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from rl_core.interfaces.weights import WeightSource
+from rl_core.refit._sources import WeightChanges
 from rl_core.refit.manifest import WeightManifest
 from rl_core.refit.ranks._following import Follower
 from rl_core.refit.ranks._leading import Leader
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     import torch
-
-    from rl_core.refit._sources import WeightChanges
 
 #: Bytes of tensors that are gathered for one question; a larger tensor comes alone.
 _BATCH_BYTES = 4 << 20
@@ -93,13 +92,15 @@ class GatheredSource(WeightSource, Part):
     Args:
         ranks: That take part; None if this process has everything.
         changes: Of this rank's weights. Before the first tensor and before the commit rank 0
-            compares their states, because nothing that is read tells which step it is of.
+            compares their states, because nothing that is read tells which step it is of. Without
+            it, a subclass's :meth:`confirm_part` alone can tell.
 
     Raises:
         LifecycleError: A change of the weights failed midway.
     """
 
-    def __init__(self, ranks: RefitRanks | None, changes: WeightChanges) -> None:
+    def __init__(self, ranks: RefitRanks | None, changes: WeightChanges | None = None) -> None:
+        changes = changes or WeightChanges()
         self.ranks = ranks if ranks is not None and ranks.size > 1 else None
         self._rank_call_id = ""
         self._changes = changes
