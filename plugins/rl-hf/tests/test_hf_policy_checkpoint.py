@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -126,10 +127,51 @@ def test_a_save_that_fails_leaves_the_former_checkpoint_alone(tiny, tmp_path, mo
         raise OSError("no space left on device")
 
     monkeypatch.setattr("rl_hf.saving.save_file", full)
-    with pytest.raises(OSError, match="no space"):
+    with pytest.raises(CheckpointError, match=f"{tmp_path}/ck was not written.*no space"):
         policy.save_checkpoint(tmp_path / "ck")
     assert os.listdir(tmp_path) == ["ck"]
     policy.load_checkpoint(tmp_path / "ck")
+
+
+@pytest.mark.parametrize("room", [1000, 100_000])
+def test_a_full_disk_is_named_and_spares_what_is_there(tiny, tmp_path, room):
+    policy = policy_at(tiny(), 1)
+    policy.save_checkpoint(tmp_path / "ck")
+    before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for save, name in (
+        (policy.save_checkpoint, "ck"),
+        (policy.save_checkpoint, "new"),
+        (policy.export_hf, "model"),
+    ):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room, limit[1]))
+        try:
+            with pytest.raises(CheckpointError, match=f"{tmp_path}/{name} was not written"):
+                save(tmp_path / name)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        assert os.listdir(tmp_path) == ["ck"]
+    assert before == {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+    policy.save_checkpoint(tmp_path / "new")
+    policy_at(tiny(), resume_from=str(tmp_path / "new"))
+
+
+def test_a_place_where_nothing_can_be_written_is_named(tiny, tmp_path):
+    (tmp_path / "file").write_text("of the user")
+    with pytest.raises(CheckpointError, match="file/ck was not written: FileExistsError"):
+        policy_at(tiny()).save_checkpoint(tmp_path / "file" / "ck")
+
+
+@pytest.mark.parametrize("name", ["../outside", "/etc/hostname", "rl_training/../../outside"])
+def test_a_manifest_names_no_files_elsewhere(tiny, tmp_path, name):
+    policy = policy_at(tiny())
+    policy.save_checkpoint(tmp_path / "ck")
+    manifest = tmp_path / "ck/rl_checkpoint.json"
+    content = json.loads(manifest.read_text())
+    content["files"][name] = [0, ""]
+    manifest.write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match="is not in it"):
+        policy.load_checkpoint(tmp_path / "ck")
 
 
 KILLED = """
@@ -198,6 +240,11 @@ def test_a_killed_save_never_loads_and_the_former_still_does(tiny, tmp_path, whe
         ("rl_training/state.json", "flip", "altered"),
         ("rl_checkpoint.json", "remove", "not a checkpoint"),
         ("rl_checkpoint.json", "truncate", "not valid JSON"),
+        ("rl_checkpoint.json", '{"format": 1}', "no manifest of a checkpoint"),
+        ("rl_checkpoint.json", '{"format": 1, "files": {"a": 5}}', "no manifest of a checkpoint"),
+        ("extra.safetensors", "", "was added"),
+        ("modeling.py", "", "was added"),
+        ("rl_training/rank-1.bin", "", "was added"),
     ],
 )
 def test_a_damaged_checkpoint_names_the_file_and_changes_nothing(
@@ -206,9 +253,11 @@ def test_a_damaged_checkpoint_names_the_file_and_changes_nothing(
     policy = policy_at(tiny(), 1)
     policy.save_checkpoint(tmp_path / "ck")
     victim = tmp_path / "ck" / file
-    content = bytearray(victim.read_bytes())
+    content = bytearray(victim.read_bytes() if victim.exists() else b"")
     if damage == "remove":
         victim.unlink()
+    elif damage not in ("flip", "truncate"):
+        victim.write_text(damage)
     else:
         content[-9] ^= 1
         victim.write_bytes(content if damage == "flip" else content[:-5])

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import subprocess
 import sys
 import venv
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import psutil
 import pytest
@@ -23,6 +25,7 @@ from rl_core.errors import (
     RLError,
     WorkerDiedError,
 )
+from rl_hosting import _leftovers
 from rl_hosting._process import HostedProcess
 
 if TYPE_CHECKING:
@@ -155,3 +158,60 @@ def test_engines_share_what_is_imported_unless_their_environments_differ():
     assert server(EMPTY="no") != first
     for engine in engines:
         engine.close()
+
+
+def test_the_directory_of_a_driver_that_was_killed_is_removed_and_no_other(imported, tmp_path):
+    killed, unlocked, young, full = (tmp_path / f"rl-engine-{n}" for n in "abcd")
+    for directory in (killed, unlocked, young, full):
+        directory.mkdir()
+    (killed / "in-use").touch()
+    (full / "made before there were locks").touch()
+    environment_here = {**environment(), "SOME_SOCKETS": str(tmp_path)}
+    for directory in (killed, unlocked, full):
+        os.utime(directory, (0, 0))
+    with mock.patch.object(_leftovers, "_LONGEST_PARENT", 200):
+        engines = []
+        for _ in range(2):
+            engine = HostedProcess(
+                "one", "fake_engine:FakeEngine", environment_here, sockets="SOME_SOCKETS"
+            )
+            os.utime(engine._owned[3], (0, 0))  # in use, however old
+            engines.append(engine)
+    assert {*tmp_path.iterdir()} == {young, full, *(Path(e._owned[3]) for e in engines)}
+    for engine in engines:
+        engine.close()
+    assert {*tmp_path.iterdir()} == {young, full}
+
+
+def test_a_directory_is_kept_as_long_as_the_engine_of_a_killed_driver_has_it(tmp_path):
+    directory = tmp_path / "rl-engine-x"
+    directory.mkdir()
+    driver, engine = (_leftovers.lock_directory(str(directory)) for _ in range(2))
+    os.utime(directory, (0, 0))
+    driver.close()
+    _leftovers._remove_unused(directory)
+    assert directory.exists()
+    engine.close()
+    _leftovers._remove_unused(directory)
+    assert not directory.exists()
+
+
+def test_a_driver_without_descriptors_is_told_so(start):
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = len(os.listdir("/proc/self/fd"))
+    for room in range(4):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (used + room, limits[1]))
+        try:
+            with pytest.raises(ConfigError, match="Too many open files"):
+                start()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert len(os.listdir("/proc/self/fd")) == used
+
+
+def test_a_directory_that_cannot_be_made_is_named(start):
+    with (
+        mock.patch("tempfile.mkdtemp", side_effect=OSError("No space left on device")),
+        pytest.raises(ConfigError, match="No space left"),
+    ):
+        start()

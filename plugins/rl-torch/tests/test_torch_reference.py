@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import tempfile
+
 import pytest
 import torch
 from torch import nn
 
-from rl_core.errors import CapabilityError
+from rl_core.errors import CapabilityError, ConfigError
 from rl_torch.reference import make_reference
 
 
@@ -79,3 +81,21 @@ def test_none_refuses():
     reference.keep(model)
     with pytest.raises(CapabilityError, match="reference='none'"):
         reference.using(model)
+
+
+@pytest.mark.parametrize("failing", ["save_file", "tempfile.TemporaryDirectory"])
+def test_a_file_that_cannot_be_written_is_named_and_tried_again(monkeypatch, failing):
+    module = Odd()
+    reference = make_reference("swap", module)
+    with monkeypatch.context() as full:
+
+        def no_room(*_: object, **__: object) -> None:
+            raise OSError("No space left on device")
+
+        full.setattr(f"rl_torch.reference.{failing}", no_room)
+        with pytest.raises(ConfigError, match=f"{tempfile.gettempdir()}: No space left"):
+            reference.keep(module)
+    reference.keep(module)
+    with reference.using(module) as same:
+        assert same is module
+    reference.close()

@@ -35,6 +35,7 @@ from rl_conformance.reports import (
     to_junit,
     to_markdown,
 )
+from rl_conformance.reports.files import write_text
 from rl_conformance.reports.plots import LEFT, RIGHT, charts
 from rl_conformance.reports.summary import tally
 from rl_core.errors import ConfigError
@@ -411,3 +412,20 @@ def test_what_is_no_report_is_refused_by_name(tmp_path: Path, text: str) -> None
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigError, match="is not a report"):
         read_report(tmp_path / name)
+
+
+def test_a_report_that_cannot_be_written_is_named_and_spares_the_one_before(tmp_path, monkeypatch):
+    file = tmp_path / "report.md"
+    write_text(file, "whole")
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError("No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_text", full)
+        with pytest.raises(ConfigError, match=f"{file} cannot be written: No space"):
+            write_text(file, "half")
+    with pytest.raises(ConfigError, match="cannot be written"):
+        write_text(file / "below a file", "half")
+    assert file.read_text() == "whole"
+    assert list(tmp_path.iterdir()) == [file]

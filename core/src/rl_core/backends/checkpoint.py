@@ -15,21 +15,32 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import xxhash
 
-from rl_core.errors import CheckpointError
+from rl_core.errors import CheckpointError, RLError
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping
 
     import torch
 
-__all__ = ["STATE_FILE", "check_fit", "fingerprint", "read_json", "verified", "write_directory"]
+__all__ = [
+    "STATE_FILE",
+    "check_fit",
+    "fingerprint",
+    "read_json",
+    "verified",
+    "write_directory",
+    "writing",
+]
 
 MANIFEST_FILE = "rl_checkpoint.json"
 #: In a folder of their own: engines read every safetensors file beside the model's.
 STATE_FILE = "rl_training/state.json"
 FORMAT = 1
+#: Ends of the names of what engines read or run wherever they find it.
+_LOADED = (".safetensors", ".index.json", ".bin", ".pt", ".py")
 
 
 @contextmanager
@@ -44,29 +55,50 @@ def write_directory(path: str | Path) -> Generator[Path]:
         path: A checkpoint or nothing; a checkpoint is replaced.
 
     Raises:
-        CheckpointError: ``path`` is there and is not a checkpoint.
+        CheckpointError: ``path`` is there and is not a checkpoint, or it cannot be written.
     """
     path = Path(os.path.abspath(path))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    recover(path)
-    replaceable = not path.exists() or (path / MANIFEST_FILE).exists()
-    if not replaceable and not (path.is_dir() and not any(path.iterdir())):
-        raise CheckpointError(
-            f"{path} is there and is not a checkpoint, so it is not replaced",
-            fix="save to another path, or remove it",
-            file=str(path),
-        )
-    for stale in path.parent.glob(f".{path.name}.*.partial"):
-        shutil.rmtree(stale, ignore_errors=True)
-    partial = path.parent / f".{path.name}.{uuid.uuid4().hex}.partial"
-    partial.mkdir()
-    try:
-        yield partial
-        _seal(partial)
-        _exchange(partial, path)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
         recover(path)
+        replaceable = not path.exists() or (path / MANIFEST_FILE).exists()
+        if not replaceable and not (path.is_dir() and not any(path.iterdir())):
+            raise CheckpointError(
+                f"{path} is there and is not a checkpoint, so it is not replaced",
+                fix="save to another path, or remove it",
+                file=str(path),
+            )
+        for stale in path.parent.glob(f".{path.name}.*.partial"):
+            shutil.rmtree(stale, ignore_errors=True)
+        partial = path.parent / f".{path.name}.{uuid.uuid4().hex}.partial"
+        partial.mkdir()
+        try:
+            yield partial
+            _seal(partial)
+            _exchange(partial, path)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+            recover(path)
+
+
+@contextmanager
+def writing(path: str | Path) -> Generator[None]:
+    """Whatever goes wrong in it, such as a full disk, is an error that names the checkpoint.
+
+    Raises:
+        CheckpointError: It is not written.
+    """
+    try:
+        yield
+    except RLError:
+        raise
+    except Exception as error:  # each format's library has classes of its own
+        raise CheckpointError(
+            f"{path} was not written: {type(error).__name__}: {error}",
+            fix="make room on its disk, or save where this process may write; what stood at the "
+            "path before is as it was",
+            file=str(path),
+        ) from error
 
 
 def recover(path: Path) -> None:
@@ -86,10 +118,11 @@ def verified(path: str | Path) -> Path:
         Its directory.
 
     Raises:
-        CheckpointError: Something is missing, incomplete or altered; names the file.
+        CheckpointError: Something is missing, incomplete, altered or added; names the file.
     """
     path = Path(path)
-    recover(path)
+    with suppress(OSError):  # where nothing may be written, what is there may be whole
+        recover(path)
     if not path.is_dir():
         raise CheckpointError(
             f"there is no checkpoint at {path}", fix="check the path", file=str(path)
@@ -101,14 +134,29 @@ def verified(path: str | Path) -> Path:
             fix="load it with the version that wrote it",
             file=str(path / MANIFEST_FILE),
         )
-    if STATE_FILE not in manifest["files"]:
+    try:
+        files = msgspec.convert(manifest.get("files"), dict[str, tuple[int, str]])
+    except msgspec.ValidationError as error:
+        raise CheckpointError(
+            f"{path / MANIFEST_FILE} is no manifest of a checkpoint: {error}",
+            fix="use another checkpoint; this one cannot be trusted",
+            file=str(path / MANIFEST_FILE),
+        ) from error
+    if STATE_FILE not in files:
         raise CheckpointError(
             f"{path} holds a model but no training state: {STATE_FILE} is missing",
             fix="point at what save_checkpoint wrote; a model alone is a model_name",
             file=str(path / STATE_FILE),
         )
-    for name, (size, digest) in manifest["files"].items():
-        _verify(path / name, size, digest)
+    for name, (size, digest) in files.items():
+        _verify(path, name, size, digest)
+    for file in path.rglob("*"):
+        if file.name.endswith(_LOADED) and file.relative_to(path).as_posix() not in files:
+            raise CheckpointError(
+                f"{file} was added to the checkpoint, and would be loaded with it",
+                fix="remove it, or use another checkpoint",
+                file=str(file),
+            )
     return path
 
 
@@ -168,15 +216,20 @@ def _former(path: Path) -> Path:
     return path.parent / f".{path.name}.former"
 
 
-def _verify(file: Path, size: int, digest: str) -> None:
-    found = file.stat().st_size if file.is_file() else None
-    if found is None:
+def _verify(directory: Path, name: str, size: int, digest: str) -> None:
+    file, problem = directory / name, None
+    try:
+        if name.startswith("/") or ".." in file.parts[len(directory.parts) :]:
+            problem = "is not in it"
+        elif (found := file.stat().st_size) != size:
+            problem = f"has {found} bytes instead of {size}"
+        elif _digest(file) != digest:
+            problem = "was altered: its digest is another"
+    except FileNotFoundError:
         problem = "is missing"
-    elif found != size:
-        problem = f"has {found} bytes instead of {size}"
-    elif _digest(file) != digest:
-        problem = "was altered: its digest is another"
-    else:
+    except (OSError, ValueError) as error:  # the latter where it is no name of a file
+        problem = f"cannot be read: {error}"
+    if problem is None:
         return
     raise CheckpointError(
         f"the checkpoint is incomplete: {file} {problem}",
@@ -201,9 +254,11 @@ def read_json(file: Path) -> dict[str, Any]:
             fix="point at what save_checkpoint wrote",
             file=str(file),
         ) from error
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"{file} is not valid JSON: {error}", fix="use another checkpoint", file=str(file)
+            f"{file} cannot be read, or is not valid JSON: {error}",
+            fix="use another checkpoint",
+            file=str(file),
         ) from error
     result: dict[str, Any] = content
     return result

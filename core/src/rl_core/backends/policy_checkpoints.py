@@ -14,6 +14,7 @@ from rl_core.backends.checkpoint import (
     read_json,
     verified,
     write_directory,
+    writing,
 )
 from rl_core.backends.loop import checkpoint_path
 from rl_core.backends.policy_model import MODEL, PolicyModel
@@ -64,7 +65,8 @@ class PolicyCheckpoints(PolicyModel):
             **kwargs: Likewise.
 
         Raises:
-            CheckpointError: Something that is not a checkpoint stands at the path.
+            CheckpointError: Something that is not a checkpoint stands at the path, or it cannot be
+                written, as on a full disk. What stood there before stays.
             ConfigError: No path is given, or two.
             LifecycleError: A rank's weights are torn, or of another state than rank 0's.
         """
@@ -72,7 +74,7 @@ class PolicyCheckpoints(PolicyModel):
         self._check_open("save_checkpoint")
         self.ranks.check_weights(self.changes)
         state = {"steps": self.steps, "random": self._random_states()}
-        with ExitStack() as stack:
+        with writing(path), ExitStack() as stack:
             written = None
             with self.ranks.all_or_none("saving a checkpoint"):
                 self.ready("save_checkpoint")

@@ -20,6 +20,7 @@ from transport_processes import ReceivingProcess, SendingProcess
 
 from rl_core.errors import ConfigError, RefitError, RefitPeerError, RefitProtocolError
 from rl_core.refit.frames import MAX_FRAME_BYTES
+from rl_core.refit.transports import ipc
 from rl_core.refit.transports.control import ControlClient, ControlServer
 from rl_core.refit.transports.ipc import IPC
 from rl_core.refit.transports.memory import SharedRegion
@@ -396,7 +397,7 @@ def test_memory_that_is_dropped_is_given_back(temporary):
 
 def test_a_file_of_a_killed_senders_memory_is_removed_with_its_directory(temporary, monkeypatch):
     monkeypatch.delattr(os, "memfd_create")
-    directory = Path(tempfile.mkdtemp(prefix="rl-refit-"))
+    directory = Path(tempfile.mkdtemp(prefix=f"rl-refit-{ipc._boot_id()}-"))
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(directory / "socket"))
     region = SharedRegion.create(1, str(directory))

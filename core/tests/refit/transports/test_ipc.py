@@ -369,11 +369,35 @@ def test_an_address_that_is_none_is_refused(address):
         find_transport("ipc").receiver(address)
 
 
+def test_what_senders_of_another_host_have_in_a_directory_of_both_stays(monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(ipc, "_boot_id", lambda: "another1")
+        theirs = find_transport("ipc").sender()
+    endpoint = theirs.address["endpoint"]
+    directory = Path(endpoint.removeprefix("ipc://")).parent
+    # A socket that this host cannot connect to, though it is in use.
+    with socket.socket(socket.AF_UNIX) as unreachable:
+        os.unlink(directory / "socket")
+        unreachable.bind(str(directory / "socket"))
+    os.utime(directory, (0, 0))
+    find_transport("ipc").sender().close()
+    find_transport("ipc").receiver({"endpoint": endpoint}).close()
+    assert (directory / "socket").exists()
+    theirs.close()
+
+
+def test_a_temporary_directory_that_cannot_be_used_is_named(monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
+    with pytest.raises(RefitError, match=str(tmp_path / "nowhere")):
+        find_transport("ipc").sender()
+
+
 # -- shared memory --------------------------------------------------------------------------------
 
 
 def test_what_a_dying_trainer_left_is_cleared_once_it_no_longer_listens(monkeypatch):
-    directory = Path(tempfile.mkdtemp(prefix="rl-refit-"))
+    directory = Path(tempfile.mkdtemp(prefix=f"rl-refit-{ipc._boot_id()}-"))
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(directory / "socket"))
     listener.listen()

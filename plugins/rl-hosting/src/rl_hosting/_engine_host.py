@@ -25,7 +25,7 @@ import psutil
 
 from rl_core.errors import DataError, LifecycleError, PluginError
 from rl_core.plugins.discovery import load_object
-from rl_hosting._leftovers import end_session
+from rl_hosting._leftovers import end_session, lock_directory
 from rl_hosting._messages import Channel, Hello, Progress, Reply, Request, encode
 from rl_hosting._shared_memory import MemoryWatch, save_made
 from rl_hosting._timing import (
@@ -267,6 +267,8 @@ def run_host(descriptor: int, driver: psutil.Process, engine: str, host_class: s
     # Or else a process that the engine forks would keep it open when the engine is gone.
     os.register_at_fork(after_in_child=end.close)
     host = load_object(host_class)(Channel(end), engine)
+    with suppress(OSError):  # the driver has ended, and so will this process
+        lock = lock_directory(os.environ[SOCKETS])  # noqa: F841 - as long as this process
     ending = _end_with_driver(driver, os.environ[SOCKETS])
     status = 1
     try:

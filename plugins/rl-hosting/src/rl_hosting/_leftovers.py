@@ -7,21 +7,99 @@ it, is killed with the others, and does not know what C++ code makes.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import signal
+import tempfile
+import time
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
 
 import psutil
 
+from rl_core.errors import ConfigError
 from rl_hosting._shared_memory import load_made, remove_made
-from rl_hosting._timing import KILL_S
+from rl_hosting._timing import KILL_S, YOUNG_S
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-__all__ = ["end_session", "is_in_state", "kill", "session_processes", "stopped_processes"]
+__all__ = [
+    "end_session",
+    "is_in_state",
+    "kill",
+    "lock_directory",
+    "make_directory",
+    "session_processes",
+    "stopped_processes",
+]
+
+_PREFIX = "rl-engine-"
+#: Characters of a directory's name: the path of a Unix socket has 107 at most, and engines append
+#: up to 36 to that of their directory.
+_LONGEST_PARENT = 50
+_LOCK = "in-use"
+
+
+def make_directory(wanted: str) -> tuple[str, IO[str]]:
+    """Makes a directory for the sockets of an engine; removes those of killed drivers beside it.
+
+    Args:
+        wanted: Where it is made, or ``""`` for where temporary files are.
+
+    Returns:
+        Its path, and what :func:`lock_directory` gives.
+
+    Raises:
+        ConfigError: It cannot be made.
+    """
+    parent = "/tmp"  # noqa: S108 - mkdtemp makes a directory that is this user's alone
+    try:
+        wanted = wanted or tempfile.gettempdir()
+        if len(wanted) < _LONGEST_PARENT and os.path.isdir(wanted):
+            parent = wanted
+        for left in Path(parent).glob(f"{_PREFIX}*"):
+            _remove_unused(left)
+        directory = tempfile.mkdtemp(prefix=_PREFIX, dir=parent)
+        try:
+            return directory, lock_directory(directory)
+        except OSError:
+            os.rmdir(directory)
+            raise
+    except OSError as error:
+        raise ConfigError(
+            f"no directory for an engine's sockets can be made in {parent}: {error}",
+            fix="make room there, or set TMPDIR to a short path where this process may write",
+            key="TMPDIR",
+        ) from error
+
+
+def lock_directory(directory: str) -> IO[str]:
+    """Keeps others from removing it until the file is closed, or all processes with it ended.
+
+    Raises:
+        OSError: The directory is removed, or its disk is full.
+    """
+    lock = open(f"{directory}/{_LOCK}", "a")  # noqa: SIM115 - the caller's
+    with suppress(OSError):  # a file system without locks, where nothing is removed either
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    return lock
+
+
+def _remove_unused(directory: Path) -> None:
+    """Removes the directory of a killed driver and its engine."""
+    with suppress(OSError):  # it is in use, another user's, or removed meanwhile
+        found = directory.lstat()
+        if found.st_uid != os.geteuid() or time.time() - found.st_mtime < YOUNG_S:
+            return
+        try:
+            with (directory / _LOCK).open("r+") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(directory)
+        except FileNotFoundError:
+            directory.rmdir()  # its driver was killed before it could lock it
 
 
 def is_in_state(pid: int, state: str) -> bool:

@@ -7,18 +7,18 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import weakref
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from copy import copy
 from importlib.metadata import version
 from socket import socketpair
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from rl_core.errors import (
     CapabilityError,
+    ConfigError,
     DeadlineError,
     IncompatiblePluginError,
     LifecycleError,
@@ -31,7 +31,7 @@ from rl_core.errors import (
 from rl_hosting._engine_host import HOST, SOCKETS
 from rl_hosting._fork_client import ForkedProcess, ForkServer, per_process
 from rl_hosting._inbox import Inbox
-from rl_hosting._leftovers import end_session, stopped_processes
+from rl_hosting._leftovers import end_session, make_directory, stopped_processes
 from rl_hosting._log import Log
 from rl_hosting._messages import Channel, Hello, Progress, Request, encode, error_of
 from rl_hosting._timing import (
@@ -52,10 +52,6 @@ if TYPE_CHECKING:
     from rl_hosting.rows import Prompt
 
 __all__ = ["HostedProcess"]
-
-#: Characters of a directory's name: the path of a Unix socket has 107 at most, and engines append
-#: up to 36 to that of their directory.
-_LONGEST_PARENT = 50
 
 
 class HostedProcess:
@@ -79,7 +75,8 @@ class HostedProcess:
         patient: If the process is stopped, wait until the deadline instead of ending it soon.
 
     Raises:
-        ConfigError: The interpreter does not run.
+        ConfigError: The interpreter does not run, or there is no room or no descriptor left for
+            the process's files.
     """
 
     def __init__(
@@ -106,33 +103,37 @@ class HostedProcess:
         self._looked = 0.0
         self._ending = threading.Lock()
         self._why = ""
-        parent = environment.get(sockets) or tempfile.gettempdir()
-        if len(parent) >= _LONGEST_PARENT or not os.path.isdir(parent):
-            parent = "/tmp"  # noqa: S108 - mkdtemp makes a directory that is this user's alone
-        directory = tempfile.mkdtemp(prefix="rl-engine-", dir=parent)
+        directory, lock = make_directory(environment.get(sockets, ""))
         own = {sockets: directory, SOCKETS: directory}
         shared = {name: value for name, value in environment.items() if name not in own}
-        self._log = Log(show=verbose)
-        ours, theirs = socketpair()
-        server: ForkServer | None = None
-        try:
-            with theirs:
-                server = ForkServer.obtain(shared, self._log.fileno(), python, preload)
-                ends = theirs.fileno(), self._log.fileno()
-                process = server.fork(*ends, per_process(environment) | own, engine, host)
-        except BaseException as error:
-            ours.close()
-            if server is not None:
-                server.release()
-            shutil.rmtree(directory, ignore_errors=True)
-            if isinstance(error, RLError):
+        with ExitStack() as undo:
+            undo.callback(shutil.rmtree, directory, ignore_errors=True)
+            undo.enter_context(lock)
+            try:
+                self._log = Log(show=verbose)
+                undo.callback(self._log.close)
+                ours, theirs = socketpair()
+                undo.enter_context(ours)
+                with theirs:
+                    server = ForkServer.obtain(shared, self._log.fileno(), python, preload)
+                    undo.callback(server.release)
+                    ends = theirs.fileno(), self._log.fileno()
+                    process = server.fork(*ends, per_process(environment) | own, engine, host)
+            except RLError as error:
                 self.with_log(error)
-            self._log.close()
-            raise
+                raise
+            except OSError as error:
+                raise ConfigError(
+                    f"{name}: its process has no room for its files: {error}",
+                    fix="raise the limit of open files (ulimit -n), or make room where temporary "
+                    "files are (TMPDIR)",
+                    key="TMPDIR",
+                ) from error
+            undo.pop_all()
         self._process = process
         self._channel = Channel(ours)
         self._inbox = Inbox()
-        self._owned = (process, self._channel, server, directory, self._owner)
+        self._owned = (process, self._channel, server, directory, lock, self._owner)
         self._finish = weakref.finalize(self, _end, *self._owned, 0.0)
         weakref.finalize(self, self._log.close)
         threading.Thread(
@@ -385,6 +386,7 @@ def _end(
     channel: Channel,
     server: ForkServer,
     sockets: str,
+    lock: IO[str],
     owner: int,
     grace_s: float,
 ) -> None:
@@ -405,3 +407,4 @@ def _end(
         server.release()
         process.close()
         shutil.rmtree(sockets, ignore_errors=True)
+        lock.close()

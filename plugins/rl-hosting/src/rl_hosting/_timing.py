@@ -29,6 +29,7 @@ __all__ = [
     "SOCKET_SETTLE_S",
     "STOPPED_POLL_S",
     "STOPPED_S",
+    "YOUNG_S",
 ]
 
 # -- a driver waits for its engine's process ---------------------------------------------------
@@ -78,6 +79,9 @@ SOCKET_SETTLE_S = 0.05
 #: Between two looks for the process that made something in /dev/shm, which the kernel reports just
 #: before that process has it.
 MEMORY_POLL_S = 0.02
+
+#: Age of a directory from which it is looked at whether anybody uses it.
+YOUNG_S = 60.0
 
 # -- refits ------------------------------------------------------------------------------------
 

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from rl_core.errors import CapabilityError
+from rl_core.errors import CapabilityError, ConfigError
 from rl_core.refit.tensors import module_tensors, tensor_specs
 
 if TYPE_CHECKING:
@@ -133,13 +133,23 @@ class _SwapFile(_Swap):
             # safetensors takes no two that overlap.
             tensors[name] = tensor.clone() if storage in storages else tensor
             storages.add(storage)
-        with tempfile.TemporaryDirectory(prefix="rl-reference-") as directory:
-            path = Path(directory, "weights.safetensors")
-            save_file(tensors, path)
-            file: Any = safe_open(path, framework="pt")
-            # The first tensor maps the file; from then on it lives without its name, and goes
-            # with this process however that ends.
-            file.get_tensor(next(iter(tensors)))
+        where = "TMPDIR"
+        try:
+            where = tempfile.gettempdir()
+            with tempfile.TemporaryDirectory(prefix="rl-reference-") as directory:
+                path = Path(directory, "weights.safetensors")
+                save_file(tensors, path)
+                file: Any = safe_open(path, framework="pt")
+                # The first tensor maps the file; from then on it lives without its name, and goes
+                # with this process however that ends.
+                file.get_tensor(next(iter(tensors)))
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(
+                f"the reference's weights cannot be written to a file in {where}: {error}",
+                fix="make room there, set TMPDIR to a directory on another disk, or use "
+                "reference='copy', which keeps them in memory",
+                key="reference",
+            ) from error
         return {name: partial(file.get_tensor, name) for name in tensors}
 
 

@@ -13,6 +13,7 @@ import tempfile
 import time
 import weakref
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,14 +57,16 @@ class IpcSender(ControlServer, SenderEnd):
     private = True
 
     def __init__(self) -> None:
-        for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-            # Of a sender that was killed, where no receiver removed it.
-            with suppress(OSError):  # gone meanwhile
-                found = left.lstat()  # not what another user made it point to
-                if found.st_uid == os.geteuid() and time.time() - found.st_mtime > _YOUNG_S:
-                    _clear(f"{_SCHEME}{left}/socket")
+        # Another host that has this directory, too, cannot see whether a sender of this one lives.
+        prefix = f"{_PREFIX}{_boot_id()}-"
         try:
-            self._directory = tempfile.mkdtemp(prefix=_PREFIX)
+            for left in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+                # Of a sender that was killed, where no receiver removed it.
+                with suppress(OSError):  # gone meanwhile
+                    found = left.lstat()  # not what another user made it point to
+                    if found.st_uid == os.geteuid() and time.time() - found.st_mtime > _YOUNG_S:
+                        _clear(f"{_SCHEME}{left}/socket")
+            self._directory = tempfile.mkdtemp(prefix=prefix)
         except OSError as error:
             raise RefitError(
                 f"no private directory for a socket can be made: {error}",
@@ -167,6 +170,14 @@ def _endpoint(address: Mapping[str, Any]) -> str:
     return endpoint
 
 
+@cache
+def _boot_id() -> str:
+    """Of this host since it was started; empty where there is none."""
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text()[:8]
+    return ""
+
+
 def _remove(directory: str, owner: int) -> None:
     if os.getpid() == owner:  # a forked child ends, not the sender
         shutil.rmtree(directory, ignore_errors=True)
@@ -179,7 +190,7 @@ def _clear(endpoint: str) -> bool:
         False if it lives.
     """
     path = Path(endpoint.removeprefix(_SCHEME))
-    if not path.parent.name.startswith(_PREFIX):
+    if not path.parent.name.startswith(f"{_PREFIX}{_boot_id()}-"):
         return True
     if not path.exists():
         with suppress(OSError):  # it has another thing in it, or is gone

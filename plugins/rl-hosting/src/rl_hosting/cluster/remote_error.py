@@ -119,17 +119,18 @@ def _known(name: str) -> type[Exception] | None:
 
 
 def _rebuild(name: str, message: str, fix: str | None, details: dict[str, Any]) -> WorkerError:
-    return _class_of(_known(name) or WorkerError)(message, fix=fix, **details)
+    known = name if _known(name) else WorkerError.__name__
+    return _class_of(known)(message, fix=fix, **details)
 
 
 @cache
-def _class_of(base: type[Exception]) -> type[WorkerError]:
-    """WorkerError, combined with a class unless one is the other's ancestor."""
-    if issubclass(WorkerError, base):
+def _class_of(name: str) -> type[WorkerError]:
+    """WorkerError, combined with the named class unless one is the other's ancestor."""
+    base = _known(name)
+    if base is None or issubclass(WorkerError, base):
         return WorkerError
     if issubclass(base, WorkerError):
         return base
-    name = base.__name__
 
     def reduce(self: WorkerError) -> tuple[Any, ...]:
         return _rebuild, (name, self.message, self.fix, self.details)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -55,7 +57,11 @@ class ReportFiles:
             )
 
     def write(self, report: RunReport) -> None:
-        """Writes every format that has a file."""
+        """Writes every format that has a file.
+
+        Raises:
+            ConfigError: One cannot be written; those before it are.
+        """
         makers: list[tuple[Path | None, Callable[[RunReport], str]]] = [
             (self.json, to_json),
             (self.junit, to_junit),
@@ -69,6 +75,23 @@ class ReportFiles:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a file, and the directories it lies in."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8", errors="backslashreplace")
+    """Writes a file, as a whole or not at all, and the directories it lies in.
+
+    Raises:
+        ConfigError: It cannot be written; one that stood there stays.
+    """
+    from rl_core.errors import ConfigError
+
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished.write_text(text, encoding="utf-8", errors="backslashreplace")
+        unfinished.replace(path)
+    except OSError as error:
+        with suppress(OSError):
+            unfinished.unlink()
+        raise ConfigError(
+            f"{path} cannot be written: {error}",
+            fix="make room on its disk, or name a file in a directory where this process may write",
+            key=str(path),
+        ) from error

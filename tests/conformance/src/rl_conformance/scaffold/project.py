@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from packaging.version import Version
 
+from rl_conformance.reports.files import write_text
 from rl_core.errors import ConfigError
 from rl_core.plugins.discovery import BACKENDS, providers
 
@@ -98,7 +99,7 @@ class Project:
             The directory.
 
         Raises:
-            ConfigError: It is there and not empty.
+            ConfigError: It is there and not empty, or cannot be written.
         """
         directory = parent / self.distribution
         if directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):
@@ -108,9 +109,7 @@ class Project:
                 key="directory",
             )
         for path, text in self.files().items():
-            file = directory / path
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(text, encoding="utf-8")
+            write_text(directory / path, text)
         return directory
 
 
