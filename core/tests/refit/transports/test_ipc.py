@@ -369,8 +369,8 @@ def test_an_address_that_is_none_is_refused(address):
         find_transport("ipc").receiver(address)
 
 
-def test_what_senders_of_another_host_have_in_a_directory_of_both_stays(monkeypatch, tmp_path):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+@pytest.mark.usefixtures("own_temporary_directory")
+def test_what_senders_of_another_host_have_in_a_directory_of_both_stays(monkeypatch):
     with monkeypatch.context() as elsewhere:
         elsewhere.setattr(ipc, "_boot_id", lambda: "another1")
         theirs = find_transport("ipc").sender()

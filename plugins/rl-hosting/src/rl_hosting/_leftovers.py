@@ -32,6 +32,7 @@ __all__ = [
     "kill",
     "lock_directory",
     "make_directory",
+    "remove_new_directory",
     "session_processes",
     "stopped_processes",
 ]
@@ -86,6 +87,13 @@ def lock_directory(directory: str) -> IO[str]:
     with suppress(OSError):  # a file system without locks, where nothing is removed either
         fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     return lock
+
+
+def remove_new_directory(directory: str) -> None:
+    """Removes one that nobody has used, also where no descriptor is left, as rmtree needs them."""
+    with suppress(OSError):
+        os.unlink(f"{directory}/{_LOCK}")
+        os.rmdir(directory)
 
 
 def _remove_unused(directory: Path) -> None:

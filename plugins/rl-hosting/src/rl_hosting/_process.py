@@ -31,7 +31,12 @@ from rl_core.errors import (
 from rl_hosting._engine_host import HOST, SOCKETS
 from rl_hosting._fork_client import ForkedProcess, ForkServer, per_process
 from rl_hosting._inbox import Inbox
-from rl_hosting._leftovers import end_session, make_directory, stopped_processes
+from rl_hosting._leftovers import (
+    end_session,
+    make_directory,
+    remove_new_directory,
+    stopped_processes,
+)
 from rl_hosting._log import Log
 from rl_hosting._messages import Channel, Hello, Progress, Request, encode, error_of
 from rl_hosting._timing import (
@@ -107,7 +112,7 @@ class HostedProcess:
         own = {sockets: directory, SOCKETS: directory}
         shared = {name: value for name, value in environment.items() if name not in own}
         with ExitStack() as undo:
-            undo.callback(shutil.rmtree, directory, ignore_errors=True)
+            undo.callback(remove_new_directory, directory)
             undo.enter_context(lock)
             try:
                 self._log = Log(show=verbose)
