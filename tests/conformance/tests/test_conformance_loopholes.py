@@ -6,21 +6,28 @@ import json
 import math
 import sys
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
+import torch
 
 from rl_conformance import GenerationConformance
 from rl_conformance.checks import discovery as d_checks
+from rl_conformance.expect import CheckFailed
+from rl_conformance.faults import dropping, in_the_engine
 from rl_conformance.harness import Harness
 from rl_conformance.outcome import Measure, Outcome, RunReport, Status, Verdict
 from rl_conformance.reference import MANIFEST, reference_target
 from rl_conformance.reference.generation import ReferenceGeneration
+from rl_conformance.refits import run_refit, unequal_pair
 from rl_conformance.registry import all_checks
 from rl_conformance.reports import Matrix, from_json, to_json
 from rl_conformance.run import run, select
 from rl_conformance.settings import Settings
 from rl_conformance.target import Target
+from rl_conformance.training import without_finite_gradient
 from rl_core.errors import BrokenPluginError
 from rl_core.plugins import discovery
 from rl_core.plugins.manifest import Capability
@@ -162,6 +169,31 @@ def test_settings_for_tiny_models_cannot_put_another_in_its_place(
     monkeypatch.setitem(sys.modules, module.__name__, module)
     with pytest.raises(BrokenPluginError, match="by device and kind"):
         Target.find("reference")
+
+
+def _with_a_fault(ctx: Context, tensor: str) -> None:
+    policy, engine = unequal_pair(ctx)
+    with in_the_engine(engine, dropping, tensor=tensor):
+        run_refit(policy, engine)
+
+
+@pytest.mark.parametrize("tensor", ["model.norm.weight", "of another model"])
+def test_a_fault_that_changes_nothing_fails_its_check(tensor: str) -> None:
+    outcome = _outcome_of(partial(_with_a_fault, tensor=tensor))
+    if tensor == "model.norm.weight":
+        assert outcome.status is Status.PASSED, outcome.message
+    else:
+        assert outcome.status is Status.FAILED
+        assert "the suite's own fault changed nothing in the engine: dropping" in outcome.message
+
+
+def test_a_fault_of_a_gradient_is_looked_for() -> None:
+    """A root whose gradient torch makes finite, as it did that of a clamp at its bound."""
+    inputs = torch.zeros(2, 3, requires_grad=True)
+    assert without_finite_gradient(inputs.sum(), inputs) == 0
+    finite = mock.patch.object(torch.Tensor, "sqrt", lambda self: self.clamp(min=0) * 0)
+    with finite, pytest.raises(CheckFailed, match="has a finite gradient"):
+        without_finite_gradient(inputs.sum(), inputs)
 
 
 def test_settings_for_tiny_models_are_in_the_report() -> None:

@@ -63,6 +63,9 @@ def in_the_engine(
         generation: A :class:`rl_core.backends.GenerationBackend`.
         fault: A function of this module that takes the class of the sink.
         **arguments: Its further arguments.
+
+    Raises:
+        CheckFailed: At the end, if the fault changed nothing in any process.
     """
     beside = _beside(generation)
     key = secrets.token_hex(8)
@@ -70,7 +73,8 @@ def in_the_engine(
     try:
         yield
     finally:
-        beside(f"{__name__}:end", key=key)
+        struck = beside(f"{__name__}:end", key=key)
+    require(any(struck), f"the suite's own fault changed nothing in the engine: {fault.__name__}")
 
 
 def writes_in_place(generation: GenerationInterface) -> bool:
@@ -93,7 +97,8 @@ def _beside(generation: GenerationInterface) -> Callable[..., list[Any]]:
 
 # -- called beside the weights ---------------------------------------------------------------------
 
-_ENTERED: dict[str, Any] = {}
+#: By key: a fault that is in, and how often it struck.
+_ENTERED: dict[str, tuple[Any, list[None]]] = {}
 
 
 def begin(
@@ -101,13 +106,14 @@ def begin(
 ) -> None:
     """Puts a fault of this module into a sink's class."""
     entered = globals()[fault](type(make_sink()), **arguments)
-    entered.__enter__()
-    _ENTERED[key] = entered
+    _ENTERED[key] = entered, entered.__enter__()
 
 
-def end(_: Callable[[], WeightSink], key: str) -> None:
-    """Takes it out."""
-    _ENTERED.pop(key).__exit__(None, None, None)
+def end(_: Callable[[], WeightSink], key: str) -> bool:
+    """Takes it out; whether it changed anything."""
+    entered, struck = _ENTERED.pop(key)
+    entered.__exit__(None, None, None)
+    return bool(struck)
 
 
 def has_targets(make_sink: Callable[[], WeightSink]) -> bool:
@@ -132,6 +138,7 @@ def die_at(make_sink: Callable[[], WeightSink], method: str, count: int) -> int:
 
 
 # -- faults ----------------------------------------------------------------------------------------
+# Those of a sink yield a list that grows each time they strike.
 
 
 def source_class(policy: ColocatablePolicyInterface) -> type[WeightSource]:
@@ -143,18 +150,30 @@ def source_class(policy: ColocatablePolicyInterface) -> type[WeightSource]:
 
 
 @contextmanager
-def one_by_one(sink: type[WeightSink], write: Callable[..., None]) -> Generator[None]:
+def one_by_one(sink: type[WeightSink], write: Callable[..., None]) -> Generator[list[None]]:
     """``write(go, name, offset, data, of)`` stands before every write; ``go`` is the real one."""
     original = sink.write
+    struck: list[None] = []
 
     def faulty(self: WeightSink, name: str, offset: int, data: torch.Tensor, **of: Any) -> None:
-        write(lambda n, o, d: original(self, n, o, d, **of), name, offset, data, of["of"])
+        unchanged = False
+
+        def go(to: str, at: int, changed: torch.Tensor) -> None:
+            nonlocal unchanged
+            unchanged = (to, at) == (name, offset) and torch.equal(changed, data)
+            original(self, to, at, changed, **of)
+
+        try:
+            write(go, name, offset, data, of["of"])
+        finally:
+            if not unchanged:
+                struck.append(None)
 
     with (
         mock.patch.object(sink, "write", faulty),
         mock.patch.object(sink, "targets", return_value=None),
     ):
-        yield
+        yield struck
 
 
 def dropping(sink: type[WeightSink], tensor: str) -> Any:
@@ -192,16 +211,18 @@ def casting_down(sink: type[WeightSink], tensor: str) -> Any:
 
 
 @contextmanager
-def detached(sink: type[WeightSink], tensor: str) -> Generator[None]:
+def detached(sink: type[WeightSink], tensor: str) -> Generator[list[None]]:
     """Fault: what is written in place is, for one tensor, no longer what the engine reads."""
     original = sink.targets
+    struck: list[None] = []
 
     def faulty(self: WeightSink) -> Mapping[str, torch.Tensor]:
         targets = original(self) or {}
+        struck.append(None)
         return {**targets, tensor: targets[tensor].detach().clone()}
 
     with mock.patch.object(sink, "targets", faulty):
-        yield
+        yield struck
 
 
 def failing_write(sink: type[WeightSink], after: int) -> Any:
@@ -217,17 +238,19 @@ def failing_write(sink: type[WeightSink], after: int) -> Any:
 
 
 @contextmanager
-def failing_finish(sink: type[WeightSink]) -> Generator[None]:
+def failing_finish(sink: type[WeightSink]) -> Generator[list[None]]:
     """Fault: the engine fails once, when all tensors were written."""
-    original, count = sink.finish, iter(range(1 << 30))
+    original = sink.finish
+    struck: list[None] = []
 
     def faulty(self: WeightSink, version: int) -> None:
-        if next(count) == 0:
+        if not struck:
+            struck.append(None)
             raise InjectedFault("the engine gave up")
         original(self, version)
 
     with mock.patch.object(sink, "finish", faulty):
-        yield
+        yield struck
 
 
 @contextmanager
@@ -235,11 +258,13 @@ def between_tensors(
     source: type[WeightSource], after: int, act: Callable[[], object]
 ) -> Generator[None]:
     """``act`` is done once, in the sender's thread, when so many tensors were asked for."""
-    original = source.tensors
+    original, acted = source.tensors, False
 
     def faulty(self: WeightSource, names: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        nonlocal acted
         for count, item in enumerate(original(self, names)):
             if count == after:
+                acted = True
                 act()
             yield item
 
@@ -248,6 +273,7 @@ def between_tensors(
         mock.patch.object(source, "persistent", return_value=None),
     ):
         yield
+    require(acted, f"the refit ended before tensor {after}")
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from rl_conformance.training import NegativeLogLikelihood
+from rl_conformance.training import NegativeLogLikelihood, without_finite_gradient
 from rl_core.interfaces import LossFunction, LossInputType, LossType
 
 if TYPE_CHECKING:
@@ -196,7 +196,7 @@ class NanInTheGradientOfARow(NegativeLogLikelihood):
         """See :class:`rl_core.interfaces.LossFunction`."""
         loss, metrics = super().__call__(inputs, data, **counts)
         if data["marked"].any():
-            loss = loss + (loss - loss.detach()).clamp(min=0).sqrt()
+            loss = without_finite_gradient(loss, inputs)
         return loss, metrics
 
 

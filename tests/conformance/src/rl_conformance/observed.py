@@ -37,7 +37,9 @@ def magnitudes(oracle: Oracle, data: BatchedDataDict[Any]) -> dict[tuple[int, st
     for row, length in zip(data["input_ids"], data["input_lengths"].tolist(), strict=True):
         queries.clear()
         with mock.patch.object(module, "apply_rotary_pos_emb", rotated):
-            cache = oracle.model(row[None, :length], use_cache=True).past_key_values
+            output = oracle.model(row[None, :length], use_cache=True)
+        # Since transformers 5.24 under another name.
+        cache = getattr(output, "cache", None) or output.past_key_values
         for layer, held in enumerate(cache.layers):
             for kind, values in (("q", queries[layer]), ("k", held.keys), ("v", held.values)):
                 found[layer, kind].append(values.abs().flatten().float())

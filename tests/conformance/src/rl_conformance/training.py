@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rl_conformance.batches import random_prompts
+from rl_conformance.expect import require
 from rl_core.interfaces import LossFunction, LossType
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ __all__ = [
     "NegativeLogLikelihood",
     "training_batch",
     "training_config",
+    "without_finite_gradient",
 ]
 
 
@@ -96,12 +98,22 @@ class NanLoss(NegativeLogLikelihood):
 
 
 class InfiniteGradientLoss(NegativeLogLikelihood):
-    """Fault: the loss is finite, its gradient is not (the root of 0)."""
+    """Fault: the loss is finite, its gradient is not."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, dict[str, float]]:
+    def __call__(
+        self, inputs: torch.Tensor, data: BatchedDataDict[Any], **counts: Any
+    ) -> tuple[torch.Tensor, dict[str, float]]:
         """See :class:`rl_core.interfaces.LossFunction`."""
-        loss, metrics = super().__call__(*args, **kwargs)
-        return (loss - loss.detach()).clamp(min=0).sqrt() + loss.detach(), metrics
+        loss, metrics = super().__call__(inputs, data, **counts)
+        return without_finite_gradient(loss, inputs), metrics
+
+
+def without_finite_gradient(loss: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
+    """The same loss, whose gradient is that of a root at 0; fails if torch makes that finite."""
+    faulty = loss + (loss - loss.detach()).sqrt()
+    [gradient] = torch.autograd.grad(faulty, inputs, retain_graph=True)
+    require(not gradient.isfinite().all(), "the suite's own fault has a finite gradient")
+    return faulty
 
 
 def _weights(inputs: torch.Tensor, data: BatchedDataDict[Any]) -> torch.Tensor:
