@@ -202,7 +202,8 @@ def test_fp8_scales_cover_the_cached_keys_and_values(tiny):
     largest: dict[str, float] = {}
     model = transformers.AutoModelForCausalLM.from_pretrained(path)
     for row, length in enumerate(LENGTHS):
-        cache = model(data["input_ids"][row : row + 1, :length], use_cache=True).past_key_values
+        output = model(data["input_ids"][row : row + 1, :length], use_cache=True)
+        cache = getattr(output, "cache", None) or output.past_key_values
         for layer, cached in enumerate(cache.layers):
             for kind, tensor in (("k", cached.keys), ("v", cached.values)):
                 name = f"{layer} {kind}"

@@ -6,6 +6,7 @@ before; :class:`GroupDecoder`, slower, for every model that transformers can gen
 
 from __future__ import annotations
 
+import inspect
 import logging
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from transformers.cache_utils import Cache
 
 from rl_core.errors import ConfigError
 from rl_hf.attention import uses_segments
+from rl_hf.forward import base_model
 from rl_hf.modeling import model_device
 from rl_hf.positions import sharing_limit
 from rl_torch.decoding import DEFAULT_MAX_BATCH_SIZE, DecodingEngine, evaluating
@@ -70,14 +72,23 @@ def decoding_engine(
 
 def slot_decoder(model: PreTrainedModel, slots: int) -> SlotDecoder:
     """The decoder of a model that :func:`fits_slots`."""
-    return SlotDecoder(partial(_forward, model), model_device(model), slots)
+    forward = partial(_forward, model, _name_of_cache(model))
+    return SlotDecoder(forward, model_device(model), slots)
 
 
-def _forward(model: PreTrainedModel, *, past_key_values: SlotCache, **inputs: Any) -> torch.Tensor:
+def _forward(
+    model: PreTrainedModel, name: str, *, past_key_values: SlotCache, **inputs: Any
+) -> torch.Tensor:
     """A :class:`~rl_torch.slots.SlotForward`."""
-    cache = _TransformersCache(past_key_values)
-    logits: torch.Tensor = model(past_key_values=cache, use_cache=True, **inputs).logits
+    cache = {name: _TransformersCache(past_key_values)}
+    logits: torch.Tensor = model(**cache, use_cache=True, **inputs).logits
     return logits
+
+
+def _name_of_cache(model: PreTrainedModel) -> str:
+    """What the model calls its cache, in arguments and outputs: another name since 5.24."""
+    given = inspect.signature(base_model(model).forward).parameters
+    return "cache" if "cache" in given else "past_key_values"
 
 
 class _TransformersCache(Cache):  # type: ignore[misc]
@@ -116,6 +127,7 @@ class GroupDecoder:
         self._device = model_device(model)
         self.slots = slots
         self._cache: Any = None
+        self._name_of_cache = _name_of_cache(model)
         self._rows = 0
 
     def room(self, lengths: Sequence[int], active: int, *, last: bool) -> int:
@@ -150,11 +162,11 @@ class GroupDecoder:
         output = self._model(
             input_ids=ids,
             position_ids=positions.expand_as(ids),
-            past_key_values=self._cache,
             use_cache=True,
             logits_to_keep=1,
+            **{self._name_of_cache: self._cache},
         )
-        self._cache = getattr(output, "past_key_values", None)
+        self._cache = getattr(output, self._name_of_cache, None)
         if not hasattr(self._cache, "batch_select_indices"):
             raise ConfigError(
                 f"{type(self._model).__name__} keeps its state in no cache that rows can leave",

@@ -89,7 +89,8 @@ class HuggingFacePolicy(PolicyBackend):
         context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         limits = RowLimits(model.get_input_embeddings().weight.shape[0], context)
         if checked.get("gradient_checkpointing"):
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            newer = getattr(model, "activation_checkpointing_enable", None)  # since 5.24
+            (newer or model.gradient_checkpointing_enable)()
         lora = checked.get("lora")
         self._adapters = lora is not None
         self.model: nn.Module = model
