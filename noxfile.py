@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import datetime as dt
 import hashlib
 import json
 import os
@@ -37,6 +38,7 @@ LEFT_OUT = {
     **{f"precision({name})": "its second dtype" for name in ("hf", "megatron", "vllm", "sglang")},
     **{f"oldest({name})": "what it supports" for name in ("hf", "megatron", "vllm", "sglang")},
     **{f"architectures({name})": "which models refits reach" for name in ("vllm", "sglang")},
+    "newest": "torch, transformers and all else at their newest releases",
     "newest-apis": "what the newest engines lack or have new",
     "fuzz": "a million inputs for what reads messages",
 }
@@ -129,23 +131,29 @@ def install(session: nox.Session, *requirements: str, constraints: str = CONSTRA
         session.install("--no-compile", *requirements)
 
 
-def environment(session: nox.Session, engine: str = "", release: str = "cpu-engine") -> None:
+def environment(
+    session: nox.Session,
+    engine: str = "",
+    release: str = "cpu-engine",
+    constraints: str = CONSTRAINTS,
+) -> None:
     """Lends a session an environment that several share: the workspace, and an engine for CPUs.
 
-    It is made anew when what it is made of has changed.
+    It is made anew when what it is made of has changed; one of the newest releases, each day.
     """
-    name = f"{release}-{engine}" if engine else "workspace"
+    name = f"{release}-{engine}" if engine else "workspace" if constraints else release
     folder = Path(session.cache_dir).resolve() / name
     lists = [f"{PLUGINS[engine]}/{part}.txt" for part in (release, "cpu-runtime")] if engine else []
     lists = [file for file in lists if (ROOT / file).exists()]
     sources = [CONSTRAINTS, *lists, *(f"{path}/pyproject.toml" for path in DISTRIBUTIONS)]
     parts = [sys.version, *editable(), *TOOLS, *((ROOT / file).read_text() for file in sources)]
+    parts += [] if constraints else [str(dt.datetime.now(dt.UTC).date())]
     made_of, stamp = hashlib.sha256("\n".join(parts).encode()).hexdigest(), folder / "made-of"
     session.env.update(
         {
             "VIRTUAL_ENV": str(folder),
             "PATH": os.pathsep.join([str(folder / SCRIPTS), os.environ["PATH"]]),
-            "PIP_CONSTRAINT": CONSTRAINTS,
+            "PIP_CONSTRAINT": constraints,
             **COMPILE,
         }
     )
@@ -264,6 +272,17 @@ def oldest(session: nox.Session, plugin: str) -> None:
     environment(session, plugin, "cpu-engine-oldest")
     how = session.posargs or [*IN_TWO, "-k", WITH_THE_OLDEST]
     run(session, "pytest", "pytest", f"{PLUGINS[plugin]}/tests", *how)
+
+
+@nox.session(venv_backend="none")
+def newest(session: nox.Session) -> None:
+    """What runs on torch and transformers, with the newest releases instead of those CI pins."""
+    environment(session, release="newest", constraints="")
+    folders = [PLUGINS["hf"], PLUGINS["megatron"], "plugins/rl-torch", LOSSES, CONFORMANCE]
+    how = session.posargs or [*IN_TWO, *(f"{folder}/tests" for folder in folders)]
+    run(session, "pytest", "pytest", *how)
+    for plugin in ("hf", "megatron"):
+        run(session, f"suite {plugin}", "rl", "conformance", "run", plugin, "-n", "2")
 
 
 @nox.session(venv_backend="none")
