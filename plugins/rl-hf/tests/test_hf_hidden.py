@@ -40,8 +40,8 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_log_probs_and_gradients_are_those_of_all_logits(tmp_path, kind, packed):
     model = made(tmp_path, kind, **KINDS[kind])
-    # The tiny one of these weights multiplies rounding.
-    rtol = 1e-4 if kind == "gpt2" else 1e-5
+    # The tiny ones of these weights multiply rounding.
+    rtol = 1e-4 if kind in ("gpt2", "gptj") else 1e-5
     for counts in (None, half(rows())):
         agree(both(model, model, counts, packed=packed, temperature=0.7), rtol)
 

@@ -243,7 +243,7 @@ _ENTRIES = (
     Clause(
         "R6",
         "refit after refit stays exact and nothing grows",
-        tolerance="16 MiB of resident memory over 95 refits",
+        tolerance="2 MiB of memory over 50 refits",
     ),
     Clause(
         "R7",

@@ -304,11 +304,22 @@ class Context:
 
     # -- verdicts ------------------------------------------------------------------------------
 
-    def measure(self, name: str, value: float, tolerance: float, unit: str = "") -> None:
-        """Records a figure, and fails the check if it is above its tolerance or not a number."""
+    def measure(
+        self, name: str, value: float, tolerance: float, unit: str = "", where: str = ""
+    ) -> None:
+        """Records a figure, and fails the check if it is above its tolerance or not a number.
+
+        Args:
+            name: What was measured.
+            value: The figure.
+            tolerance: The most that it may be.
+            unit: Of both.
+            where: What a failure says besides.
+        """
         self.measures.append(Measure(name, float(value), float(tolerance), unit))
         if math.isnan(value) or value > tolerance:
-            fail(f"{name} is {value:.6g} {unit}, above {tolerance:g}".replace("  ", " "))
+            said = f"{name} is {value:.6g} {unit}".rstrip() + f", above {tolerance:g}"
+            fail(f"{said}: {where}" if where else said)
 
     def measure_error(
         self,

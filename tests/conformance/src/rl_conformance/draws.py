@@ -43,30 +43,55 @@ def declared_logprobs(
     Returns:
         ``[N]`` float32, in the order of the mask of generated tokens.
     """
-    oracle, expected = ctx.oracle(path), []
+    oracle = ctx.oracle(path)
+    scored: dict[tuple[tuple[int, ...], int], list[torch.Tensor]] = {}
+    rows = []
     lengths = data["input_lengths"].tolist()
-    rows = zip(data["input_ids"].tolist(), lengths, generated(data, output), strict=True)
-    for prompt, length, row in rows:
-        ids = [*prompt[:length], *row]
+    for prompt, length, row in zip(
+        data["input_ids"].tolist(), lengths, generated(data, output), strict=True
+    ):
+        rows.append(((*prompt[:length], *row), length))
+    for ids, length in dict.fromkeys(rows):
+        scored[ids, length] = each = []
         for end, logits in enumerate(oracle.logits(ids)[length - 1 : -1], length):
-            scores = penalised(logits.double(), ids[:end], repetition_penalty) / temperature
+            scores = penalised(logits.double(), list(ids[:end]), repetition_penalty) / temperature
             of = Truncated.of(scores, slack=ctx.tolerance, **truncation)
             if not of.possible[ids[end]]:
-                fail(f"token {ids[end]} after {ids[:end]} is outside the truncated set")
-            expected.append(of.logprobs[ids[end]])
-    return torch.stack(expected).float()
+                fail(f"token {ids[end]} after {list(ids[:end])} is outside the truncated set")
+            each.append(of.logprobs[ids[end]])
+    return torch.stack([logprob for row in rows for logprob in scored[row]]).float()
 
 
-def same_draws(ctx: Context, got: list[list[int]], expected: list[list[int]]) -> None:
+def same_draws(
+    ctx: Context,
+    got: list[list[int]],
+    expected: list[list[int]],
+    seeds: torch.Tensor | None = None,
+) -> None:
     """Fails unless the draws are equal, but for what rounding may change of the first ones.
 
     If log-probs are off by e on average, a draw is another with a probability of about e / 2 to e.
     Up to eight times as many as that may change; in float32 there is none, and rows count whole.
+
+    Args:
+        ctx: Of the check.
+        got: Drawn tokens of each row.
+        expected: What each row should have drawn.
+        seeds: ``[B]`` int64 of the rows, which a failure names.
     """
     allowed = int(8 * len(expected) * ctx.tolerance[0])
     length = 1 if allowed else None
-    changed = sum(a[:length] != b[:length] for a, b in zip(got, expected, strict=True))
-    ctx.measure("changed_draws", changed, allowed)
+    pairs = enumerate(zip(got, expected, strict=True))
+    changed = [row for row, (a, b) in pairs if a[:length] != b[:length]]
+    where = ""
+    if changed:
+        first, own = changed[0], [row if seeds is None else int(seeds[row]) for row in changed[:8]]
+        where = (
+            f"row {first} drew {got[first][:length]}, expected {expected[first][:length]}; "
+            f"changed are the rows {changed[:8]}{', ...' if changed[8:] else ''} of {len(expected)}"
+            + ("" if seeds is None else f", whose seeds are {own}")
+        )
+    ctx.measure("changed_draws", len(changed), allowed, where=where)
 
 
 def quantiles(

@@ -21,6 +21,7 @@ _MODULES = (
     "prompts",
     "stop_texts",
     "edges",
+    "lookalikes",
     "calls",
     "streams",
     "concurrent",

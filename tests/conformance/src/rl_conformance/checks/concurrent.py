@@ -81,7 +81,7 @@ def calls_of_threads_keep_to_their_rows(ctx: Context) -> None:
             require(got == expected, f"call {first} got {got}, expected {expected}")
         parts = [drawn.slice(2 * n, 2 * n + 2) for n in range(8)]
         got = [row for n in range(8) for row in generated(parts[n], outputs[2 * n + 1])]
-        same_draws(ctx, got, alone)
+        same_draws(ctx, got, alone, drawn["seed"])
 
 
 @check("G18")

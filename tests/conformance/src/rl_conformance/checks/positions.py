@@ -93,6 +93,16 @@ def any_batch_is_scored(ctx: Context) -> None:
         same_tensor(data["input_ids"], before, "input_ids")
 
 
+@check("P2")
+def many_rows_score_as_few(ctx: Context) -> None:
+    """In one microbatch of 300 rows, each has the reference's log-probs."""
+    few = ctx.prompts(*[4, 6, 3, 5, 2] * 10)
+    expected = ctx.oracle().batch_logprobs(few["input_ids"], few["input_lengths"])
+    data = few.repeat_interleave(6)
+    got = ctx.policy().get_logprobs(data, data.size)["logprobs"]
+    ctx.measure_error(got, expected.repeat_interleave(6, 0))
+
+
 @check("P1", cases={"cold": {"temperature": 0.3}, "hot": {"temperature": 2.5}})
 def temperature_applies_to_every_call(ctx: Context, temperature: float) -> None:
     """To the reference's log-probs as to the policy's; the next policy has its own."""

@@ -8,6 +8,7 @@ import torch
 
 from rl_conformance.batches import generated, generated_mask, pad_rows
 from rl_conformance.continuations import find_stop, find_stop_string
+from rl_conformance.draws import declared_logprobs
 from rl_conformance.expect import raises, require, same_tensor
 from rl_conformance.registry import check
 from rl_core.batch import BatchedDataDict
@@ -37,6 +38,21 @@ def mask_replaces_lengths(ctx: Context) -> None:
     )
     by_mask = ctx.generation(max_new_tokens=4).generate(masked, greedy=True)
     same_tensor(by_mask["output_ids"], by_length["output_ids"], "output_ids")
+
+
+@check("G1")
+def a_prompt_may_end_with_padding_tokens(ctx: Context) -> None:
+    """What the mask counts is the prompt, also where its last tokens are those that fill rows."""
+    pad = ctx.oracle().pad_token_id
+    data = ctx.batch([[5, 9, 12, pad], [7, 8], [pad, 6, pad, pad], [11, 12, 13, 14, 15, 16, pad]])
+    lengths = data.pop("input_lengths")
+    data["attention_mask"] = (torch.arange(7) < lengths[:, None]).long()
+    output = ctx.generation(max_new_tokens=4).generate(data, greedy=True)
+    kept = output["unpadded_sequence_lengths"] - output["generation_lengths"]
+    same_tensor(kept, lengths, "unpadded_sequence_lengths - generation_lengths")
+    data["input_lengths"] = lengths
+    expected = declared_logprobs(ctx, data, output)
+    ctx.measure_error(output["logprobs"][generated_mask(data, output)], expected, rounding=1.5)
 
 
 @check("G1")
@@ -223,14 +239,19 @@ def one_row(ctx: Context) -> None:
 
 @check("G12")
 def many_rows(ctx: Context) -> None:
-    """256 rows come back, in order."""
-    data = ctx.prompts(*([4, 6, 3, 5] * 64))
+    """320 rows come back, in order, each with the log-probs that it has alone.
+
+    More than engines compute at once: some take the place of others that were longer.
+    """
+    data = ctx.prompts(*[4, 6, 3, 5] * 16, *[2, 1] * 8).select_indices(list(range(80)) * 4)
     output = ctx.generation(max_new_tokens=2).generate(data, greedy=True)
     width = data["input_ids"].shape[1]
     real = torch.arange(width) < data["input_lengths"][:, None]
     got = output["output_ids"][:, :width]
-    require(got.shape[0] == 256, f"{got.shape[0]} rows came back")
+    require(got.shape[0] == data.size, f"{got.shape[0]} rows came back, of {data.size}")
     require(torch.equal(got[real], data["input_ids"][real]), "rows came back out of order")
+    expected = declared_logprobs(ctx, data, output)
+    ctx.measure_error(output["logprobs"][generated_mask(data, output)], expected, rounding=1.5)
 
 
 @check("G12")

@@ -44,7 +44,8 @@ def a_row_draws_from_its_own_seed(ctx: Context) -> None:
         generated(one, generation.generate(one))[0]
         for one in (data.slice(row, row + 1) for row in range(len(rows)))
     ]
-    same_draws(ctx, [*alone, *moved], [*together, *(together[i] for i in order)])
+    same_draws(ctx, alone, together, data["seed"])
+    same_draws(ctx, moved, [together[i] for i in order], data["seed"][order])
 
 
 @check("G9")
@@ -56,7 +57,7 @@ def equal_seeds_draw_alike_and_others_do_not(ctx: Context) -> None:
     data["seed"] = torch.tensor(seeds)
     rows = generated(data, ctx.generation(**_CONFIG).generate(data))
     count = len(_SEEDS)
-    same_draws(ctx, rows[:count], rows[count : 2 * count])
+    same_draws(ctx, rows[:count], rows[count : 2 * count], data["seed"])
     # Generators of 32 bits take 5 and 2**32 + 5 for one.
     others = [row for row, seed in zip(rows, seeds, strict=True) if seed != 2**32 + 5]
     distinct = {tuple(row) for row in others}
@@ -263,7 +264,7 @@ def sample_k_draws_from_seed_plus_k(ctx: Context) -> None:
     rows = data.repeat_interleave(count)
     rows["seed"] = torch.tensor([seed + k for seed in data["seed"].tolist() for k in range(count)])
     single = ctx.generation(**_CONFIG).generate(rows)
-    same_draws(ctx, generated(rows, several), generated(rows, single))
+    same_draws(ctx, generated(rows, several), generated(rows, single), rows["seed"])
     drawn = generated(rows, several)
     for row in range(4):
         distinct = len({tuple(one) for one in drawn[row * count : (row + 1) * count]})

@@ -236,8 +236,9 @@ _REFITS = 100
 #: After which of them buffers and caches are warm.
 _WARM = 4
 #: Memory is watched for the last so many. What grows is watched again: an allocator settles.
-_WATCHED, _LOOKS = 50, 4
-_MOST_GROWTH = 8 << 20
+_WATCHED, _LOOKS = 50, 6
+#: 40 KiB for each of them.
+_MOST_GROWTH = 2 << 20
 
 
 @check("R6", cases=MODES, timeout_s=300.0)
@@ -362,7 +363,10 @@ def caches_do_not_outlive_the_version(ctx: Context) -> None:
     """The same prompts after a refit give what a fresh engine with those weights gives."""
     policy, generation = unequal_pair(ctx)
     old = greedy(ctx, generation, seed=1)
+    long = ctx.prompts(20, 70, 150)  # whole blocks of a cache, and several
+    generation.generate(long, greedy=True)
     run_refit(policy, generation)
+    agree(ctx, policy, generation, long)
     fresh = ctx.fresh_generation(model_name=str(ctx.model("qwen2", seed=1)))
     fresh.prepare_for_generation()
     new, expected = (greedy(ctx, engine, seed=1) for engine in (generation, fresh))

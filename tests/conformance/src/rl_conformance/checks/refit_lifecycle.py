@@ -1,4 +1,4 @@
-"""G13 to G15, R5, R8, R10: refits between sleeping, failing, and shutting down."""
+"""G13 to G15, R1, R5, R8, R10: refits between sleeping, failing, and shutting down."""
 
 from __future__ import annotations
 
@@ -29,11 +29,24 @@ from rl_conformance.served import greedy, same_output
 from rl_conformance.training import NegativeLogLikelihood, training_batch
 from rl_conformance.ways import by_handles, exact, settable_trainer, shuffle, ways_of
 from rl_conformance.weights import engine_weights, same_weights
-from rl_core.errors import RLError, WeightsTornError
+from rl_core.errors import LifecycleError, RLError, WeightsTornError
 
 if TYPE_CHECKING:
     from rl_conformance.context import Context
     from rl_core.batch import BatchedDataDict
+
+
+#: What was called since all was awake, and the ways in which the rest is woken.
+_ASLEEP: dict[str, list[dict[str, Any]]] = {
+    "all": [],
+    "all_but_the_weights": [{"tags": ["weights"]}],
+    "all_but_the_cache": [{"tags": ["kv_cache"]}],
+}
+_WAKINGS: tuple[list[dict[str, Any]], ...] = (
+    [{}],
+    [{"tags": ["weights"]}, {"tags": ["kv_cache"]}],
+    [{"tags": ["kv_cache"]}, {"tags": ["weights"]}],
+)
 
 
 @check("G13", needs=("generation",))
@@ -41,12 +54,7 @@ def a_sleep_keeps_what_a_refit_brought(ctx: Context) -> None:
     """After sleeping and waking, twice and part by part, the last refit's weights serve."""
     policy, engine = settable_trainer(ctx), ctx.refit_generation()
     run_refit(policy, engine)
-    wakings: tuple[list[dict[str, Any]], ...] = (
-        [{}],
-        [{"tags": ["weights"]}, {"tags": ["kv_cache"]}],
-        [{"tags": ["kv_cache"]}, {"tags": ["weights"]}],
-    )
-    for version, waking in enumerate(wakings, 2):
+    for version, waking in enumerate(_WAKINGS, 2):
         shuffle(policy, version)
         run_refit(policy, engine)
         for _ in range(2):
@@ -58,6 +66,31 @@ def a_sleep_keeps_what_a_refit_brought(ctx: Context) -> None:
     shuffle(policy, 9, ["model.norm.weight"])
     run_refit(policy, engine, delta=True)
     exact(ctx, policy, engine, "a delta after a sleep", version + 1)
+
+
+@check("R1", needs=("generation",), cases={name: {"woken": w} for name, w in _ASLEEP.items()})
+def a_refit_of_a_sleeper_serves_once_it_is_awake(ctx: Context, woken: list[dict[str, Any]]) -> None:
+    """Asleep or half awake: what the last refit brought serves, however the rest is woken.
+
+    Until then it is refused to generate, before the refit and after it.
+    """
+    policy, engine = settable_trainer(ctx), ctx.refit_generation()
+    run_refit(policy, engine)
+    for version, waking in enumerate([*_WAKINGS, *_WAKINGS[:1]], 2):
+        engine.finish_generation()
+        for tags in woken:
+            engine.prepare_for_generation(**tags)
+        shuffle(policy, version)
+        with raises(LifecycleError):
+            engine.generate(ctx.prompts(5), greedy=True)
+        run_refit(policy, engine, delta=version == 3)
+        with raises(LifecycleError):
+            engine.generate(ctx.prompts(5), greedy=True)
+        if version == 2 + len(_WAKINGS):  # it may fall asleep again before it serves
+            engine.finish_generation()
+        for tags in waking:
+            engine.prepare_for_generation(**tags)
+        exact(ctx, policy, engine, f"woken by {waking}", version)
 
 
 @check("R8", needs=("generation",))
@@ -153,6 +186,25 @@ def a_stream_keeps_its_version(ctx: Context) -> None:
         length = int(expected["unpadded_sequence_lengths"][index])
         ctx.measure_error(row["logprobs"][0], expected["logprobs"][index, :length])
     exact(ctx, policy, engine, "after the stream", version + 1)
+
+
+@check("G15", needs=("generation",), capability="async_generation")
+def rows_that_wait_for_their_reader_keep_their_version(ctx: Context) -> None:
+    """Rows that are read after a refit say the version that made them."""
+    policy, engine = settable_trainer(ctx), ctx.refit_generation()
+    run_refit(policy, engine)
+    data, version = ctx.prompts(5, 9, 3, 40), engine.weights_version
+
+    async def versions() -> list[int]:
+        stream: Any = engine.generate_async(data, greedy=True)
+        rows = [await anext(stream)]
+        await asyncio.to_thread(run_refit, policy, engine)
+        rows += [row async for row in stream]
+        return [int(row["weights_version"]) for _, row in rows]
+
+    said = asyncio.run(versions())
+    require(engine.weights_version == version + 1, f"the version is {engine.weights_version}")
+    require(said == [version] * 4, f"rows of version {version}, read later, say {said}")
 
 
 @check("G14", needs=("pair",), timeout_s=180.0)

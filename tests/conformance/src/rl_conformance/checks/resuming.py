@@ -68,6 +68,23 @@ def resuming_what_was_resumed_goes_on(ctx: Context, family: str) -> None:
         _goes_on_as(resumed, alone, 2 * seed + 1)
 
 
+@check("P9", device="cpu")
+def a_narrow_dtype_resumes_bit_equal(ctx: Context) -> None:
+    """In bfloat16, where a step may be less than weights can show: what it is kept in resumes."""
+    ctx.tolerance_of("bfloat16")  # or it does not run
+    path = ctx.directory() / "checkpoint"
+    small: dict[str, Any] = {"dropout": False, "dtype": "bfloat16", "optimizer": {"lr": 1e-4}}
+    alone = trainer(ctx, **small)
+    for seed in range(3):
+        train(alone, seed)
+    alone.save_checkpoint(str(path))
+    resumed = trainer(ctx, resume_from=str(path), **small)
+    for seed in range(3, 6):
+        results = [train(policy, seed) for policy in (alone, resumed)]
+        same_weights(policy_weights(resumed), policy_weights(alone), f"weights after step {seed}")
+    require(float(results[0]["loss"]) == float(results[1]["loss"]), "the losses differ")
+
+
 @check("P9")
 def the_reference_resumes_too(ctx: Context) -> None:
     """A policy that resumes is compared with what the run started from, bit for bit."""

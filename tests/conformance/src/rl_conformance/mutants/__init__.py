@@ -36,6 +36,7 @@ _MODULES = (
     "resumers",
     "parts",
     "repeated",
+    "lookalikes",
     "several_ranks",
 )
 
