@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rl_conformance.expect import require, same_tensor
+from rl_conformance.expect import raises, require, same_tensor
 from rl_conformance.models import make_reward_model
 from rl_conformance.observed import magnitudes, scales_by_layer
 from rl_conformance.oracle import reward_scores
@@ -228,6 +228,22 @@ def scales_have_their_defaults(ctx: Context) -> None:
     again = policy.calibrate_qkv_fp8_scales(data)
     require(got == said, f"the defaults give {got}, and said aloud {said}")
     require(got == again, f"a second call gives {again} after {got}")
+
+
+_NO_CALIBRATIONS: dict[str, dict[str, Any]] = {
+    "no_margin": {"margin": 0.0},
+    "a_margin_below_0": {"margin": -1.0},
+    "no_number_as_margin": {"margin": math.nan},
+    "no_percentile": {"percentile": 0.0},
+    "more_than_all": {"percentile": 100.1},
+}
+
+
+@check("P12", cases={name: {"options": options} for name, options in _NO_CALIBRATIONS.items()})
+def what_scales_no_cache_is_refused(ctx: Context, options: dict[str, float]) -> None:
+    """A margin or percentile that makes no scale raises ValueError."""
+    with raises(ValueError, *options):
+        ctx.policy().calibrate_qkv_fp8_scales(ctx.prompts(5, 3), **options)
 
 
 _SCORED: dict[str, dict[str, Any]] = {name: _SPLITS[name] for name in ("of_5", "packed")}

@@ -267,6 +267,15 @@ class ThePercentileIsTheLargest(ReferencePolicy):
         return super().calibrate_qkv_fp8_scales(*args, **{**kwargs, "percentile": 100.0})
 
 
+@breaks("P12", checks="P12 and (refused or defaults)")
+class NoMarginIsTheUsualOne(ReferencePolicy):
+    """A margin of 0 is taken for none that was given."""
+
+    def calibrate_qkv_fp8_scales(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        margin = kwargs.get("margin", 0) or 1.05
+        return super().calibrate_qkv_fp8_scales(*args, **{**kwargs, "margin": margin})
+
+
 @breaks("P12", checks="P12 and not no_step")
 class QueriesAreNeverScaled(ReferencePolicy):
     """include_q is taken and not used."""

@@ -19,7 +19,7 @@ from rl_conformance.reference.stepping import make_optimizer
 from rl_core.backends import PolicyBackend, RowLimits
 from rl_core.backends.inputs import input_lengths
 from rl_core.backends.ranks import RankGroup
-from rl_core.errors import CheckpointError
+from rl_core.errors import CheckpointError, DataError
 from rl_core.interfaces import LossInputType
 from rl_core.refit.tensors import NamedTensorSource, module_tensors
 
@@ -125,6 +125,11 @@ class ReferencePolicy(PolicyBackend):
         include_q: bool = False,
     ) -> dict[str, Any]:
         """See :meth:`PolicyInterface.calibrate_qkv_fp8_scales`."""
+        if not (0 < percentile <= 100 and margin > 0):
+            raise DataError(
+                f"percentile {percentile} is not in (0, 100], or margin {margin} not above 0",
+                fix="use a percentile such as 99.9 and a margin such as 1.05",
+            )
         with torch.no_grad(), observed(self.model, "qkv" if include_q else "kv") as seen:
             self._logits(self.model, data)
         layers: dict[str, dict[str, float]] = defaultdict(dict)
