@@ -133,6 +133,13 @@ def test_nothing_is_pooled_where_there_is_nothing_to_pair(monkeypatch):
         pack([6, 4, 5, 3], 10, "modified_first_fit_decreasing")
 
 
+def test_modified_first_fit_decreasing_gives_no_pair_to_a_bin_that_has_a_medium_one():
+    lengths = [78, 61, 45, 21, 21, 30]
+    expected = [[0, 3, 4], [1, 2], [5]]
+    assert naive_modified_first_fit_decreasing(lengths, 120) == expected
+    assert pack(lengths, 120, "modified_first_fit_decreasing") == expected
+
+
 def test_modified_first_fit_decreasing_pairs_small_sequences_before_plain_first_fit_does():
     # Large 51 and 52, medium 34, small 20..31: worked out by hand from the published steps.
     bins = pack([51, 52, 34, 20, 28, 29], 100, "modified_first_fit_decreasing")

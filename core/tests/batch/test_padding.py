@@ -75,6 +75,7 @@ def test_another_pad_value_is_honoured():
         ({"input_ids": IDS, "input_lengths": [3, 1, 2**70]}, "values that are no integers"),
         ({"input_ids": IDS, "input_lengths": torch.full((3,), math.nan)}, "not integers"),
         ({"input_ids": IDS, "input_lengths": torch.ones(3) > 0}, "not integers"),
+        ({"input_ids": IDS, "input_lengths": torch.ones(3) * 1j}, "not integers"),
         (
             {"input_ids": IDS[0], "input_lengths": torch.ones(4)},
             "input_ids is not a tensor of shape",

@@ -140,7 +140,8 @@ def test_an_empty_batch_gives_an_empty_result(tiny):
 
 @pytest.mark.parametrize("reference", ["swap", "copy"])
 def test_training_leaves_the_reference_bit_for_bit(tiny, reference):
-    policy = HuggingFacePolicy(str(tiny()), reference=reference, optimizer={"lr": 1e-2})
+    config = {"optimizer": {"lr": 1e-2}, "temperature": 0.7}
+    policy = HuggingFacePolicy(str(tiny()), reference=reference, **config)
     data = batch()
     before = policy.get_reference_policy_logprobs(data)["reference_logprobs"]
     own = policy.get_logprobs(data)["logprobs"]

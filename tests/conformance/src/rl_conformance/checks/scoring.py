@@ -161,8 +161,8 @@ def reference_starts_as_the_policy(ctx: Context) -> None:
 
 @check("P3")
 def reference_does_not_train_along(ctx: Context) -> None:
-    """After training its log-probs are bit for bit what they were."""
-    data, policy = ctx.prompts(*_LENGTHS), ctx.fresh_policy()
+    """After training its log-probs are bit for bit what they were, also at a temperature."""
+    data, policy = ctx.prompts(*_LENGTHS), ctx.fresh_policy(temperature=0.7)
     reference = policy.get_reference_policy_logprobs(data)["reference_logprobs"]
     before = policy.get_logprobs(data)["logprobs"]
     _train_once(policy)

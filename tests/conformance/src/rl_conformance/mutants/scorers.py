@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -19,6 +20,7 @@ from rl_core.plugins.manifest import Capability
 from rl_core.refit.tensors import NamedTensorSource
 
 if TYPE_CHECKING:
+    from collections.abc import Generator
     from contextlib import AbstractContextManager
 
     from rl_conformance.target import Target
@@ -247,6 +249,20 @@ class TopKIsWithoutTheTemperature(ReferencePolicy):
         top = super().get_topk_logits(data, k, micro_batch_size)
         top["topk_logits"] *= self.temperature
         return top
+
+
+@breaks("P3", checks="P3")
+class ATrainedPolicysReferenceIsPlain(ReferencePolicy):
+    """Once there were steps, the reference forgets the temperature."""
+
+    @contextmanager
+    def reference(self) -> Generator[None]:
+        own, self.temperature = self.temperature, 1.0 if self.steps else self.temperature
+        with super().reference():
+            try:
+                yield
+            finally:
+                self.temperature = own
 
 
 @breaks("P4", checks="P4")
