@@ -240,7 +240,7 @@ _NO_CALIBRATIONS: dict[str, dict[str, Any]] = {
 
 
 @check("P12", cases={name: {"options": options} for name, options in _NO_CALIBRATIONS.items()})
-def what_scales_no_cache_is_refused(ctx: Context, options: dict[str, float]) -> None:
+def what_scales_no_cache_is_refused(ctx: Context, options: dict[str, Any]) -> None:
     """A margin or percentile that makes no scale raises ValueError."""
     with raises(ValueError, *options):
         ctx.policy().calibrate_qkv_fp8_scales(ctx.prompts(5, 3), **options)
