@@ -50,9 +50,8 @@ def a_prompt_may_end_with_padding_tokens(ctx: Context) -> None:
     output = ctx.generation(max_new_tokens=4).generate(data, greedy=True)
     kept = output["unpadded_sequence_lengths"] - output["generation_lengths"]
     same_tensor(kept, lengths, "unpadded_sequence_lengths - generation_lengths")
-    data["input_lengths"] = lengths
-    expected = declared_logprobs(ctx, data, output)
-    ctx.measure_error(output["logprobs"][generated_mask(data, output)], expected, rounding=1.5)
+    real = torch.arange(7) < lengths[:, None]
+    same_tensor(output["output_ids"][:, :7][real], data["input_ids"][real], "the prompts")
 
 
 @check("G1")
