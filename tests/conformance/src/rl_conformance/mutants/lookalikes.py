@@ -14,7 +14,7 @@ from rl_core.backends.policy import PolicyBackend
 from rl_core.batch import BatchedDataDict
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator, Callable, Sequence
     from contextlib import AbstractContextManager
     from pathlib import Path
 
@@ -167,10 +167,15 @@ class MasterWeightsAreNotSaved(ReferencePolicy):
         self.narrow = torch_dtype == "bfloat16"
         super().__init__(model_name, torch_dtype="float32", **config)
 
-    def read_checkpoint(self, directory: Path) -> None:
-        super().read_checkpoint(directory)
-        for parameter in self.model.parameters() if self.narrow else ():
-            parameter.data = parameter.data.bfloat16().float()
+    def read_checkpoint(self, directory: Path) -> Callable[[], None]:
+        install = super().read_checkpoint(directory)
+
+        def rounded() -> None:
+            install()
+            for parameter in self.model.parameters() if self.narrow else ():
+                parameter.data = parameter.data.bfloat16().float()
+
+        return rounded
 
 
 @breaks("P5", "P7", checks="P5 and told or P7 and as_if_not_there")
