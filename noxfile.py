@@ -380,14 +380,44 @@ def nemo(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Every benchmark, as ratios within one run; JSON under out/bench."""
+    """Every benchmark, as ratios within one run; JSON under out/bench.
+
+    ``nox -s bench -- --against COMMIT`` compares with another commit instead; see
+    benchmarks/README.md.
+    """
     install(session, *editable(), "matplotlib", "tensordict", "typer")
     folder = OUT / "bench"
     folder.mkdir(parents=True, exist_ok=True)
+    if "--against" in session.posargs:
+        at = session.posargs.index("--against")
+        compare_with(session, session.posargs[at + 1], folder, session.posargs[at + 2 :])
+        return
     for script in sorted((ROOT / "benchmarks").glob("bench_*.py")):
         session.run("python", str(script), "--json", str(folder / f"{script.stem}.json"))
     plots = ["benchmarks/plots.py", str(folder / "bench_refit.json"), "--out", str(folder)]
     session.run("python", *plots)
+
+
+def compare_with(session: nox.Session, commit: str, folder: Path, options: list[str]) -> None:
+    """Another commit in a worktree and an environment of its own, with the same pinned packages."""
+    tree, python = folder / "against", str(folder / "against-env" / SCRIPTS / "python")
+    session.run("git", "worktree", "add", "--detach", "-f", str(tree), commit, external=True)
+    try:
+        found = [*tree.glob("plugins/*/pyproject.toml"), tree / "tests/conformance/pyproject.toml"]
+        parts = [
+            part
+            for file in (tree / CORE / "pyproject.toml", *found)
+            for part in ("-e", str(file.parent))
+        ]
+        session.run(
+            sys.executable, "-m", "virtualenv", "-q", "--clear", str(folder / "against-env")
+        )
+        session.run(python, *PIP_INSTALL, *parts, "typer", "matplotlib", external=True)
+        sides = ["--before", str(tree), "--before-python", python]
+        result = str(folder / "against.json")
+        session.run("python", "benchmarks/compare.py", *sides, "--json", result, *options)
+    finally:
+        session.run("git", "worktree", "remove", "--force", str(tree), external=True)
 
 
 @nox.session(name="bench-engine", venv_backend="none")

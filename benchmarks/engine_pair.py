@@ -2,8 +2,9 @@
 """A plugin next to its bare engine: what both benchmarks of engines share.
 
 Bare engines run in processes of their own, with the environment that the plugin gives its engine.
-All take turns, and the best round of each counts. Log-probs of the generated tokens are asked of
-all. The refit comes from a trainer in this process, next to a plain copy of the same bytes.
+One engine lives at a time, so that none waits for another's threads, and the best round of each
+counts. Log-probs of the generated tokens are asked of all. The refit comes from a trainer in this
+process, next to a plain copy of the same bytes.
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ class Ours:
 
 
 def generation(
-    contenders: Mapping[str, Contender],
+    contenders: Mapping[str, Callable[[], Contender]],
     ours: str,
     data: BatchedDataDict[Any],
     new_tokens: int,
@@ -124,29 +125,32 @@ def generation(
     """Tokens per second of each, and of ours over the best of the others.
 
     Args:
-        contenders: By name, the plugin's among them; they are closed.
+        contenders: What starts each, by name, the plugin's among them; they are closed.
         ours: The plugin's.
         data: Prompts.
         new_tokens: Of each row.
         rounds: After one that does not count.
         same: By mode, who must give the same tokens as the plugin.
     """
-    found: dict[str, Any] = {
-        "start_seconds": {name: one.start_s for name, one in contenders.items()}
-    }
-    for mode, (greedy, seeded) in MODES.items():
-        rates = dict.fromkeys(contenders, 0.0)
-        tokens: dict[str, list[list[int]]] = {}
-        for _ in range(rounds + 1):
-            for name, generate in contenders.items():
-                seconds, tokens[name] = generate(data, new_tokens, greedy=greedy, seeded=seeded)
-                rates[name] = max(rates[name], sum(map(len, tokens[name])) / seconds)
+    starts: dict[str, float] = {}
+    rates: dict[str, dict[str, float]] = {mode: {} for mode in MODES}
+    tokens: dict[str, dict[str, list[list[int]]]] = {mode: {} for mode in MODES}
+    for name, start in contenders.items():
+        generate = start()
+        starts[name] = generate.start_s
+        for mode, (greedy, seeded) in MODES.items():
+            for _ in range(rounds + 1):
+                seconds, rows = generate(data, new_tokens, greedy=greedy, seeded=seeded)
+                rate = sum(map(len, rows)) / seconds
+                rates[mode][name] = max(rates[mode].get(name, 0.0), rate)
+                tokens[mode][name] = rows
+        generate.close()
+    found: dict[str, Any] = {"start_seconds": starts}
+    for mode in MODES:
         if mode in same:
-            assert tokens[ours] == tokens[same[mode]], f"{mode}: the tokens differ"
-        best = max(rate for name, rate in rates.items() if name != ours)
-        found[mode] = {**rates, "ratio": rates[ours] / best}
-    for one in contenders.values():
-        one.close()
+            assert tokens[mode][ours] == tokens[mode][same[mode]], f"{mode}: the tokens differ"
+        best = max(rate for name, rate in rates[mode].items() if name != ours)
+        found[mode] = {**rates[mode], "ratio": rates[mode][ours] / best}
     return found
 
 

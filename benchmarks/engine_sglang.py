@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import time
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
@@ -72,8 +73,8 @@ def main(
     with TemporaryDirectory() as folder:
         path = make_model(Path(folder), hidden, layers)
         contenders = {
-            "SGLang": Bare(serve, str(path), bare, environment),
-            "rl-sglang": Ours("sglang", path, shared, new_tokens),
+            "SGLang": partial(Bare, serve, str(path), bare, environment),
+            "rl-sglang": partial(Ours, "sglang", path, shared, new_tokens),
         }
         same = {"greedy": "SGLang"}
         results = {

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import time
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
@@ -86,9 +87,9 @@ def main(
     with TemporaryDirectory() as folder:
         path = make_model(Path(folder), hidden, layers)
         contenders = {
-            "vLLM": Bare(serve, str(path), engine, environment, True),
-            "vLLM, two processes": Bare(serve, str(path), engine, environment, False),
-            "rl-vllm": Ours("vllm", path, engine, new_tokens),
+            "vLLM": partial(Bare, serve, str(path), engine, environment, True),
+            "vLLM, two processes": partial(Bare, serve, str(path), engine, environment, False),
+            "rl-vllm": partial(Ours, "vllm", path, engine, new_tokens),
         }
         same = {"greedy": "vLLM", "sampled, seeded": "vLLM"}
         results = {

@@ -158,22 +158,24 @@ class GenerationBackend(GenerationInterface):
     ) -> BatchedDataDict[GenerationOutputSpec]:
         """See :meth:`GenerationInterface.generate`."""
         call = self._accept(data, greedy, "generate")
-        inbox: queue.SimpleQueue[Completion | BaseException | None] = queue.SimpleQueue()
-        served = ServedCall("generate", call.prompts, call.sampling, inbox.put)
+        completions: list[Completion] = []
+        ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+
+        def deliver(item: Completion | BaseException | None) -> None:
+            # The caller is woken once, at the end: each time takes the interpreter from the engine.
+            if isinstance(item, Completion):
+                completions.append(item)
+            else:
+                ended.put(item)
+
+        served = ServedCall("generate", call.prompts, call.sampling, deliver)
         service, deadline = self._serving("generate"), self._deadline()
-        completions = []
         service.submit(served)
         try:
-            while True:
-                try:
-                    item = inbox.get(timeout=deadline.left())
-                except queue.Empty:
-                    raise deadline.passed(service.progress(served)) from None
-                if item is None:
-                    break
-                if isinstance(item, BaseException):
-                    raise item
-                completions.append(item)
+            if (error := ended.get(timeout=deadline.left())) is not None:
+                raise error
+        except queue.Empty:
+            raise deadline.passed(service.progress(served)) from None
         finally:
             service.cancel(served)
         output = assemble_output(

@@ -156,10 +156,11 @@ class Hasher:
         if block_hash.kind == "fold":
             self._fold = _fold.prepare(runs, block_hash.key, size)
         else:
-            self._digest = of_view = block_hash.of_view
+            of_view = block_hash.of_view
             on_cpu = all(run.device.type == "cpu" for run in runs)
-            if not on_cpu:
-                self._digest = lambda block: of_view(as_view(block.cpu()))
+            self._digest: Callable[[Any], bytes] = (
+                of_view if on_cpu else lambda block: of_view(as_view(block.cpu()))
+            )
             for run in runs:
                 whole = as_view(run) if on_cpu else run
                 self._blocks += [whole[at : at + size] for at in range(0, len(whole), size)]
