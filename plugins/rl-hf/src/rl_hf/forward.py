@@ -286,7 +286,7 @@ def packing_fault(model: nn.Module, vocab_size: int) -> str:
     except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
         return f"it takes no packed rows ({type(error).__name__}: {error})"
     if not forward.segments and unlike_masks(base_model(model)):
-        return "its layers attend in chunks, or in another way that depends on a row's place"
+        return "its layers attend in chunks, or in windows that they are not given"
     if reached[0, : rows.sizes[0]].any():
         return "rows that share a sequence see one another"
     off = float((packed.detach() - alone).abs().max())

@@ -51,8 +51,7 @@ class Comparison:
         context: Tokens of the longest row.
         layers: Attention layers that were compared.
         off: The largest difference that was found.
-        unlike: A layer's mask was not causal with the window that the layer is given, or is not
-            known.
+        unlike: A layer's mask is not causal with the window that the layer is given, or unknown.
     """
 
     other: Attention
@@ -65,7 +64,7 @@ class Comparison:
     @property
     def differs(self) -> bool:
         """Whether the other attention leaves something out."""
-        return not self.off < LARGEST_DIFFERENCE
+        return self.off >= LARGEST_DIFFERENCE
 
     @property
     def fits(self) -> bool:
@@ -124,17 +123,22 @@ def _compared(
     )
     q /= (options.get("scaling") or q.shape[-1] ** -0.5) * q.shape[-1] ** 0.5
     mask = None if attention_mask is None else attention_mask.double()
-    last = None if mask is None else mask[:, :, -1:] == 0
+    seen = None if mask is None else mask == 0
+    last = None if seen is None else seen[:, :, -1:]
     for size in SCORES:
         expected = own(module, size * q, k, v, mask, **options)[0]
-        for got, rows in (
-            (found.other(module, size * q, k, v, found.alone, **options)[0], expected),
-            (found.other(module, size * q[:, :, -1:], k, v, last, **options)[0], expected[:, -1:]),
-        ):
-            off = float((got - rows).abs().max())
-            found.off = max(found.off, off) if off == off else float("inf")
+        all_, one = size * q, size * q[:, :, -1:]
+        masked = _off(found.other(module, all_, k, v, seen, **options)[0], expected)
+        single = _off(found.other(module, one, k, v, last, **options)[0], expected[:, -1:])
+        alone = _off(found.other(module, all_, k, v, found.alone, **options)[0], expected)
+        found.off = max(found.off, masked, single)
+        found.unlike |= alone >= LARGEST_DIFFERENCE > masked
     found.layers += 1
     return own(module, query, key, value, attention_mask, **options)
+
+
+def _off(got: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((got - expected).abs().nan_to_num(torch.inf).max())
 
 
 def _is_causal(mask: torch.Tensor | None, window: int | None, context: int) -> bool:
