@@ -39,6 +39,7 @@ MANIFEST_FILE = "rl_checkpoint.json"
 #: In a folder of their own: engines read every safetensors file beside the model's.
 STATE_FILE = "rl_training/state.json"
 FORMAT = 1
+_ANOTHER = "use another checkpoint; this one cannot be trusted"
 #: Ends of the names of what engines read or run wherever they find it.
 _LOADED = (".safetensors", ".index.json", ".bin", ".pt", ".py")
 
@@ -63,11 +64,8 @@ def write_directory(path: str | Path) -> Generator[Path]:
         recover(path)
         replaceable = not path.exists() or (path / MANIFEST_FILE).exists()
         if not replaceable and not (path.is_dir() and not any(path.iterdir())):
-            raise CheckpointError(
-                f"{path} is there and is not a checkpoint, so it is not replaced",
-                fix="save to another path, or remove it",
-                file=str(path),
-            )
+            what = f"{path} is there and is not a checkpoint, so it is not replaced"
+            raise _refused(path, what, "save to another path, or remove it")
         for stale in path.parent.glob(f".{path.name}.*.partial"):
             shutil.rmtree(stale, ignore_errors=True)
         partial = path.parent / f".{path.name}.{uuid.uuid4().hex}.partial"
@@ -93,12 +91,9 @@ def writing(path: str | Path) -> Generator[None]:
     except RLError:
         raise
     except Exception as error:  # each format's library has classes of its own
-        raise CheckpointError(
-            f"{path} was not written: {type(error).__name__}: {error}",
-            fix="make room on its disk, or save where this process may write; what stood at the "
-            "path before is as it was",
-            file=str(path),
-        ) from error
+        fix = "make room there, or save where this process may write; what stood there is unharmed"
+        what = f"{path} was not written: {type(error).__name__}: {error}"
+        raise _refused(path, what, fix) from error
 
 
 def recover(path: Path) -> None:
@@ -124,40 +119,31 @@ def verified(path: str | Path) -> Path:
     with suppress(OSError):  # where nothing may be written, what is there may be whole
         recover(path)
     if not path.is_dir():
-        raise CheckpointError(
-            f"there is no checkpoint at {path}", fix="check the path", file=str(path)
-        )
-    manifest = read_json(path / MANIFEST_FILE)
-    if manifest.get("format") != FORMAT:
-        raise CheckpointError(
-            f"{path} has the checkpoint format {manifest.get('format')}, this is format {FORMAT}",
-            fix="load it with the version that wrote it",
-            file=str(path / MANIFEST_FILE),
-        )
+        raise _refused(path, f"there is no checkpoint at {path}", "check the path")
+    listed = path / MANIFEST_FILE
+    manifest = read_json(listed)
+    if (found := manifest.get("format")) != FORMAT:
+        what = f"{path} has the checkpoint format {found}, this is format {FORMAT}"
+        raise _refused(listed, what, "load it with the version that wrote it")
     try:
         files = msgspec.convert(manifest.get("files"), dict[str, tuple[int, str]])
     except msgspec.ValidationError as error:
-        raise CheckpointError(
-            f"{path / MANIFEST_FILE} is no manifest of a checkpoint: {error}",
-            fix="use another checkpoint; this one cannot be trusted",
-            file=str(path / MANIFEST_FILE),
-        ) from error
+        raise _refused(listed, f"{listed} is no manifest of a checkpoint: {error}") from error
     if STATE_FILE not in files:
-        raise CheckpointError(
-            f"{path} holds a model but no training state: {STATE_FILE} is missing",
-            fix="point at what save_checkpoint wrote; a model alone is a model_name",
-            file=str(path / STATE_FILE),
-        )
+        what = f"{path} holds a model but no training state: {STATE_FILE} is missing"
+        fix = "point at what save_checkpoint wrote; a model alone is a model_name"
+        raise _refused(path / STATE_FILE, what, fix)
     for name, (size, digest) in files.items():
         _verify(path, name, size, digest)
     for file in path.rglob("*"):
         if file.name.endswith(_LOADED) and file.relative_to(path).as_posix() not in files:
-            raise CheckpointError(
-                f"{file} was added to the checkpoint, and would be loaded with it",
-                fix="remove it, or use another checkpoint",
-                file=str(file),
-            )
+            what = f"{file} was added to the checkpoint, and would be loaded with it"
+            raise _refused(file, what, "remove it, or use another checkpoint")
     return path
+
+
+def _refused(file: Path | str, what: str, fix: str = _ANOTHER) -> CheckpointError:
+    return CheckpointError(what, fix=fix, file=str(file))
 
 
 def fingerprint(directory: Path) -> str:
@@ -231,11 +217,7 @@ def _verify(directory: Path, name: str, size: int, digest: str) -> None:
         problem = f"cannot be read: {error}"
     if problem is None:
         return
-    raise CheckpointError(
-        f"the checkpoint is incomplete: {file} {problem}",
-        fix="use another checkpoint; this one cannot be trusted",
-        file=str(file),
-    )
+    raise _refused(file, f"the checkpoint is incomplete: {file} {problem}")
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -249,17 +231,10 @@ def read_json(file: Path) -> dict[str, Any]:
         if not isinstance(content, dict):
             raise ValueError("it holds no object")  # noqa: TRY004 - it is the file's value
     except FileNotFoundError as error:
-        raise CheckpointError(
-            f"{file.parent} is not a checkpoint, or an incomplete one: it has no {file.name}",
-            fix="point at what save_checkpoint wrote",
-            file=str(file),
-        ) from error
+        what = f"{file.parent} is not a checkpoint, or an incomplete one: it has no {file.name}"
+        raise _refused(file, what, "point at what save_checkpoint wrote") from error
     except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{file} cannot be read, or is not valid JSON: {error}",
-            fix="use another checkpoint",
-            file=str(file),
-        ) from error
+        raise _refused(file, f"{file} cannot be read, or is not valid JSON: {error}") from error
     result: dict[str, Any] = content
     return result
 
