@@ -40,6 +40,7 @@ ALWAYS = [
     "BACKLOG",
     "GIVEN_UP",
     "TWO_AT_ONCE",
+    "TWO_TRAINERS",
     "READERS",
     "READERS_STAGED",
     "READER_BETWEEN",

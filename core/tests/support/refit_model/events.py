@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from refit_model.promises import check_engines
-from refit_model.tasks import inhabit
+from refit_model.tasks import TRAINERS, inhabit
 from refit_model.world import Refit, Train
 
 if TYPE_CHECKING:
@@ -48,17 +48,21 @@ def choices(world: World) -> list[str]:
 
 
 def _readings(world: World) -> Iterator[str]:
-    tasks = [t for t in world.jobs if t.party == "T" and t.at == "receive"]
-    if not tasks or world.paused == "T":
-        return
-    peers = tasks[0].job.session.connections
+    for task in world.jobs:
+        if task.party in TRAINERS and task.at == "receive" and task.party != world.paused:
+            yield from _readings_of(world, task)
+
+
+def _readings_of(world: World, task: Task) -> Iterator[str]:
+    peers = task.job.session.connections
+    number = world.trainer_of(task.party).number
     for key, connection in world.connections.items():
-        if connection.trainer != world.trainer.number:
+        if connection.trainer != number:
             continue
         if connection.up and not connection.broken:
-            yield f"T reads {key}"
+            yield f"{task.party} reads {key}"
         elif connection.gone and key in peers and not connection.reported:
-            yield f"T sees that {key} is gone"
+            yield f"{task.party} sees that {key} is gone"
 
 
 def _driver(world: World) -> Iterator[str]:
@@ -157,11 +161,11 @@ def take(world: World, choice: str) -> None:
     match choice.split():
         case [_, "goes", "on"]:
             pass
-        case ["T", "reads", key]:
-            world.trainer.sender.end("ipc").chosen = key
-        case ["T", "sees", "that", key, "is", "gone"]:
+        case [party, "reads", key]:
+            world.trainer_of(party).sender.end("ipc").chosen = key
+        case [party, "sees", "that", key, "is", "gone"]:
             world.connections[key].reported = True
-            world.trainer.sender.end("ipc").gone.append(key)
+            world.trainer_of(party).sender.end("ipc").gone.append(key)
         case ["ask", party]:
             world.ask(party)
         case ["ask", party, "and", "play", key]:

@@ -59,11 +59,12 @@ class Source(WeightSource):
 class Trainer:
     """A process that trains. ``number`` tells those apart that took each other's place."""
 
-    def __init__(self, number: int, weights: Weights) -> None:
+    def __init__(self, party: str, number: int, weights: Weights) -> None:
+        self.party = party
         self.number = number
         self.step = 0
         self.tensor = {name: torch.full((16,), weights[name]) for name in NAMES}
-        self.sender = RefitSender(lambda: Source(self), name="T", runtime=WORLD)
+        self.sender = RefitSender(lambda: Source(self), name=party, runtime=WORLD)
 
     def train(self, weights: Weights) -> None:
         self.step += 1

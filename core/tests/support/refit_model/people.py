@@ -24,26 +24,30 @@ def overtaken(at: str, grain: int = 0) -> None:
 
 
 class Policy:
-    """What a driver needs of the trainer."""
+    """What a driver needs of a trainer."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, party: str) -> None:
         self._world = world
+        self._party = party
 
     def prepare_refit_info(self) -> dict[str, Any]:
-        return self._world.trainer.sender.prepare()
+        self._world.constructing = self._party
+        return self._world.trainer_of(self._party).sender.prepare()
 
     def stream_weights_via_ipc_zmq(self, **options: Any) -> list[concurrent.futures.Future[Any]]:
         overtaken("send", 1)
         here, refit_id = self._world, options["refit_id"]
-        future = here.trainer.sender.send(**options)
-        [job] = [t.job for t in here.jobs if t.party == "T" and t.job.refit_id == refit_id]
+        trainer = here.trainer_of(self._party)
+        future = trainer.sender.send(**options)
+        jobs = [task.job for task in here.jobs if task.party == self._party]
+        [job] = [job for job in jobs if job.refit_id == refit_id]
         here.numbers[refit_id] = job.number = job.version
-        here.offered[job.version] = here.trainer.weights
+        here.offered[job.version] = trainer.weights
         return [future]
 
     def cancel_refit(self, refit_id: str) -> None:
-        overtaken("cancel T", 2)
-        self._world.trainer.sender.cancel(refit_id)
+        overtaken(f"cancel {self._party}", 2)
+        self._world.trainer_of(self._party).sender.cancel(refit_id)
 
 
 class Generation:
@@ -76,7 +80,7 @@ def drive(here: World, step: Refit) -> Any:
     engines = [here.engines[name] for name in step.engines]
     generation = Generation(engines)
     options = {"deadline_s": DEADLINE_S, "bucket_bytes": BUCKET_BYTES} | step.options
-    return refit(Policy(here), generation, **options)  # type: ignore[arg-type]
+    return refit(Policy(here, step.trainer), generation, **options)  # type: ignore[arg-type]
 
 
 def read(here: World, engine: Engine) -> None:

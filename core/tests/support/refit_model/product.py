@@ -32,7 +32,9 @@ _OTHERS = tuple(
 def _hooked(honest: Callable[[Hasher], Any]) -> Callable[[Hasher], Any]:
     def begin(hasher: Hasher) -> Any:
         task = running()
-        reads = task is not None and task.party != "T"  # what it has not written itself
+        reads = (
+            task is not None and task.party not in tasks.TRAINERS
+        )  # what it has not written itself
         if reads:
             point("hash")
         result = honest(hasher)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
+from refit_model.tasks import TRAINERS
 from rl_core.errors import RefitAborted, RLError
 from rl_core.refit.session import Phase
 
@@ -56,7 +57,7 @@ def check_frame(world: World, frame: bytes) -> None:
 def check_write(world: World, lane: int, version: int) -> None:
     """Nothing is written to a buffer that an engine may still read for an earlier refit."""
     for task in world.jobs:
-        if task.party == "T" or task.over or task.job.session.phase is not Phase.TRANSFER:
+        if task.party in TRAINERS or task.over or task.job.session.phase is not Phase.TRANSFER:
             continue
         if task.job.number < version and task.job._lane.ref == {"lane": lane}:
             world.fails(f"T writes what {task.party} reads for version {task.job.number}")
@@ -69,13 +70,13 @@ def check_end(world: World, task: Task) -> None:
         world.fails(f"{task.party} ends with {type(error).__name__}: {error}")
     if task.party == "D":
         check_driver(world, task)
-    if error is not None or task.party != "T":
+    if error is not None or task.party not in TRAINERS:
         return
     version = task.job.version
     for name, engine in world.engines.items():
         concerned = world.people_came or (name in world.asked and engine.asked == version)
         if concerned and version not in engine.committed:
-            world.fails(f"T reports success of {version}, which {name} did not commit")
+            world.fails(f"{task.party} reports success of {version}, which {name} did not commit")
 
 
 def check_driver(world: World, task: Task) -> None:

@@ -43,6 +43,10 @@ TWO_INSIDE = Scenario(drivers=(Refit(), Refit()), grain=2)
 READERS = Scenario(drivers=(Refit(),), readers=2, faults=("quit T", "quit E0"), grain=0)
 READERS_STAGED = Scenario(drivers=(Refit(options=STAGED),), readers=2, grain=0)
 READER_BETWEEN = Scenario(drivers=(Refit(),), readers=1, writers=1, grain=0)
+#: Two trainers of one engine; each driver prepares the engine and asks it without a pause.
+TWO_TRAINERS = Scenario(
+    drivers=(Refit(options={"version": 1}), Refit(options={"version": 2}, trainer="U")), grain=0
+)
 
 
 #: One fault of every kind that happens to one side, at every moment of two refits.

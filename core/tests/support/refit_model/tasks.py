@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from refit_model.world import World
 
 DEADLINE_S = 10.0
+TRAINERS = ("T", "U")
 
 #: The world that the code runs in now.
 _now: list[World] = []

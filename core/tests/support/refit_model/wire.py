@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from refit_model.promises import check_depth, check_write
-from refit_model.tasks import dead, point, running
+from refit_model.tasks import TRAINERS, dead, point, running
 from rl_core.errors import RefitProtocolError
 from rl_core.refit.plan import DataMode
 from rl_core.refit.transports.base import CPU, Lane, ReceiverEnd, SenderEnd, Transport
@@ -211,7 +211,7 @@ class EngineEnd(ReceiverEnd):
         connection = self.connection
         if dead() or connection is None:
             return False
-        gone = connection.broken or self._world.trainer.number != connection.trainer
+        gone = connection.broken or not self._world.lives(connection.trainer)
         return gone and not connection.down and connection.forged is None
 
     def attach(self, ref: Mapping[str, Any], receiver: str, device: torch.device = CPU) -> Lane:
@@ -231,7 +231,9 @@ class Wire(Transport):
         self._world = world
 
     def sender(self, **options: Any) -> SenderEnd:
-        return TrainerEnd(self._world, self._world.trainers)
+        world = self._world
+        party = world.constructing if world.constructing in TRAINERS else "T"
+        return TrainerEnd(world, world.trainer_of(party).number)
 
     def receiver(self, address: Mapping[str, Any], **options: Any) -> ReceiverEnd:
         task = running()

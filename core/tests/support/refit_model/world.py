@@ -17,7 +17,7 @@ from refit_model.promises import (
     check_last,
     check_patience,
 )
-from refit_model.tasks import DEADLINE_S, Names, Task, inhabit, running
+from refit_model.tasks import DEADLINE_S, TRAINERS, Names, Task, inhabit, running
 from refit_model.wire import Connection, Recording, Wire
 from rl_core.refit.session import Phase
 
@@ -45,12 +45,14 @@ class Refit:
         engines: Who takes it.
         options: How.
         named: Both sides are told an id.
+        trainer: Who sends; ``U`` is another one, with weights of its own.
         later: It is asked for when the one before has ended on all sides, not on one.
     """
 
     engines: tuple[str, ...] = ("E0",)
     options: dict[str, Any] = field(default_factory=dict)
     named: bool = True
+    trainer: str = "T"
     later: bool = False
 
 
@@ -157,13 +159,23 @@ class World:
         self.trainers = 0
         self.wire = Wire(self)
         self.trainer = self._new_trainer(dict.fromkeys(NAMES, 1.0))
+        self.second: Trainer | None = None
+        if any(step.trainer == "U" for step in scenario.drivers):
+            self.second = self._new_trainer(dict.fromkeys(NAMES, 2.0), "U")
         self.engines = {name: self._new_engine(name) for name in scenario.engines}
         self.advance()
 
-    def _new_trainer(self, weights: Weights) -> Trainer:
-        self.constructing = "T"
+    def trainer_of(self, party: str) -> Trainer:
+        return self.trainer if party == "T" or self.second is None else self.second
+
+    def lives(self, number: int) -> bool:
+        """Whether a trainer's process does."""
+        return number in (self.trainer.number, self.second and self.second.number)
+
+    def _new_trainer(self, weights: Weights, party: str = "T") -> Trainer:
+        self.constructing = party
         self.trainers += 1
-        return Trainer(self.trainers, weights)
+        return Trainer(party, self.trainers, weights)
 
     def _new_engine(self, name: str) -> Engine:
         self.constructing = name
@@ -281,7 +293,7 @@ class World:
 
     def _after(self, task: Task) -> None:
         """Looks at what a task left behind."""
-        for job in [t.job for t in self.jobs if t.party == "T" and not t.killed]:
+        for job in [t.job for t in self.jobs if t.party in TRAINERS and not t.killed]:
             if job.session.phase in (Phase.COMMIT, Phase.COMMITTED):
                 self.decided.update((job.version, key) for key in job.session.peers)
         if task.over and not task.killed:
@@ -338,7 +350,7 @@ class World:
         waiting = [
             t for t in self.jobs if t.party != self.paused and t.job.session.phase is Phase.DISCOVER
         ]
-        if self.hellos_left and any(task.party != "T" for task in waiting):
+        if self.hellos_left and any(task.party not in TRAINERS for task in waiting):
             self.hellos_left -= 1
             self.now += HELLO_S
             return
