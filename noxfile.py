@@ -401,6 +401,7 @@ def bench(session: nox.Session) -> None:
 def compare_with(session: nox.Session, commit: str, folder: Path, options: list[str]) -> None:
     """Another commit in a worktree and an environment of its own, with the same pinned packages."""
     tree, python = folder / "against", str(folder / "against-env" / SCRIPTS / "python")
+    shutil.rmtree(tree, ignore_errors=True)  # of a run that was ended
     session.run("git", "worktree", "add", "--detach", "-f", str(tree), commit, external=True)
     try:
         found = [*tree.glob("plugins/*/pyproject.toml"), tree / "tests/conformance/pyproject.toml"]
@@ -409,9 +410,8 @@ def compare_with(session: nox.Session, commit: str, folder: Path, options: list[
             for file in (tree / CORE / "pyproject.toml", *found)
             for part in ("-e", str(file.parent))
         ]
-        session.run(
-            sys.executable, "-m", "virtualenv", "-q", "--clear", str(folder / "against-env")
-        )
+        make = ["-m", "virtualenv", "-q", "--clear", str(folder / "against-env")]
+        session.run(sys.executable, *make, external=True)
         session.run(python, *PIP_INSTALL, *parts, "typer", "matplotlib", external=True)
         sides = ["--before", str(tree), "--before-python", python]
         result = str(folder / "against.json")
