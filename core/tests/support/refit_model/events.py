@@ -30,7 +30,8 @@ def choices(world: World) -> list[str]:
         return [f"{task.party} goes on", *interruptions(world, task)]
     found = [*_readings(world), *_driver(world), *_people(world)]
     quiet = not found
-    if quiet and any(task.party != world.paused for task in world.tasks):
+    # Readers and those who keep them out have no deadline.
+    if quiet and any(task.party not in (world.paused, "R", "W") for task in world.tasks):
         found.append("time passes")
     if not found and world.paused is None:
         return []
