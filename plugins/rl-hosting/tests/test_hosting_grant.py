@@ -34,7 +34,6 @@ SCENARIOS = {
 }
 FULL = {
     "two refits at once": hosted(TWO, 0),
-    "two refits at once, and a reader": hosted(TWO, 1),
     "a refit that is given up, and a reader": hosted(ONE, 1, GIVEN_UP),
 }
 #: What was granted to a refit that is over reached the next one, and was taken back while that one

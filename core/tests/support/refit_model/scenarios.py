@@ -79,14 +79,8 @@ def _full() -> dict[str, Scenario]:
         for party in ("T", "E0"):
             name = f"two engines, {kind} {party}"
             found[name] = Scenario((Refit(BOTH), Refit(BOTH)), (f"{kind} {party}",))
-    faults = ("quit T", "quit E0")
-    two = (Refit(), Refit())
     found["two at once, within their calls"] = TWO_INSIDE
-    found["two at once, while the engine is prepared"] = Scenario(drivers=two, grain=3)
-    found["two at once, one is given up"] = Scenario(drivers=two, faults=faults, grain=1)
-    found["two at once, two engines"] = Scenario(drivers=(Refit(BOTH), Refit(BOTH)), grain=0)
-    found["two at once, staged"] = Scenario(drivers=(Refit(options=STAGED), Refit()), grain=1)
-    found["two at once, a reader"] = Scenario(drivers=two, readers=1, grain=0)
+    found["two at once, a reader"] = Scenario(drivers=(Refit(), Refit()), readers=1, grain=0)
     found["readers, pause"] = Scenario(
         drivers=(Refit(),), readers=1, faults=("pause T", "pause E0", "silence"), grain=0
     )
