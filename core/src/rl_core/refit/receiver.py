@@ -9,6 +9,7 @@ import torch
 
 from rl_core.errors import LifecycleError, WeightsTornError
 from rl_core.refit._introduction import frame_of, trainer_of
+from rl_core.refit._job import keep_two
 from rl_core.refit._receive_job import ReceiveJob
 from rl_core.refit._receiver_base import ReceiverBase
 from rl_core.refit.frames import read_handles
@@ -54,6 +55,7 @@ class RefitReceiver(ReceiverBase[ReceiveJob]):
     ) -> None:
         super().__init__(name, sink, lock, on_commit, runtime)
         self._trainer: Trainer | None = None
+        self._trainers: dict[str, Trainer] = {}  # of the last refits that it was prepared for
         self._looked = 0.0
         self._earlier: ReceiveJob | None = None
 
@@ -132,6 +134,7 @@ class RefitReceiver(ReceiverBase[ReceiveJob]):
             if job.trainer != trainer:
                 job.supersede("the engine was prepared for other tensors or another trainer")
         before, self._trainer = self._trainer, trainer
+        keep_two(self._trainers, str(info.get("refit_id")), trainer)
         if before is not None and before.token != trainer.token:
             # The earlier trainer may have died after its last refit, so that nobody cleaned up.
             self.remove_leftovers(before)
@@ -166,7 +169,7 @@ class RefitReceiver(ReceiverBase[ReceiveJob]):
         refit_id: str = "",
         lock: Lock | None = None,
     ) -> concurrent.futures.Future[dict[str, Any]]:
-        """Starts to take one refit from the sender that ``prepare`` was told of.
+        """Starts to take one refit from the sender that ``prepare`` was given for its id, or last.
 
         Args:
             transport: Name of the transport that the sender uses.
@@ -181,7 +184,7 @@ class RefitReceiver(ReceiverBase[ReceiveJob]):
             LifecycleError: ``prepare`` was not called, or the sender does not offer the transport.
         """
         with self.asking:
-            trainer = self._known_trainer()
+            trainer = self._trainers.get(refit_id, self._known_trainer())
             check_deadline(deadline_s)
             try:
                 trainer.address_of(transport, self.name)

@@ -182,6 +182,19 @@ def test_a_receiver_that_waits_for_another_trainer_gives_way(keep, pair):
     assert isinstance(waiting.exception(SOON), RefitAborted)
 
 
+def test_a_refit_is_taken_from_the_trainer_that_the_engine_was_prepared_for_by_its_id(keep, pair):
+    """Two drivers, each with a trainer, may prepare one engine before either goes on."""
+    trainer, engine = pair
+    other = keep(Trainer(make_tensors(1)))
+    infos = [each.prepare_refit_info() for each in (trainer, other)]
+    for info in infos:
+        engine.prepare_refit_info(info)
+    for each, info in zip((trainer, other), infos, strict=True):
+        how = {"refit_id": info["refit_id"], "deadline_s": SOON}
+        wait([each.sender.send(**how), engine.receiver.receive(**how)], SOON)
+        assert same(each.source.tensor, engine.sink.tensor)
+
+
 @pytest.mark.parametrize("side", ["sender", "receiver"])
 def test_closing_one_side_ends_a_running_refit_on_both(pair, side):
     trainer, engine = pair
