@@ -12,7 +12,7 @@ from sharded import batch, engine_of, same, sources, weights
 
 from rl_conformance.models import make_tiny_model
 from rl_core.errors import LifecycleError
-from rl_core.futures import wait
+from rl_core.futures import as_concurrent, wait
 from rl_core.refit import WeightChanges, refit
 from rl_hosting import LocalCluster
 from rl_losses import NLLLossFn
@@ -169,7 +169,8 @@ def test_refits_that_others_follow_or_that_are_refused_end_on_all_ranks(
     for future in superseded:  # before an engine can answer it
         with pytest.raises(Exception, match=r"newer refit|ended the refit"):
             wait(future, SOON)
-    wait([*sending, *engine.update_weights_via_ipc_zmq(deadline_s=SOON)], SOON)
+    calls = map(as_concurrent, [*sending, *engine.update_weights_via_ipc_zmq(deadline_s=SOON)])
+    assert not [error for call in calls if (error := call.exception(SOON))]
     fresh = engine_of(model)
     refused = policy.stream_weights_via_ipc_zmq(deadline_s=SOON, mode="direct")
     fresh.prepare_refit_info(policy.prepare_refit_info())

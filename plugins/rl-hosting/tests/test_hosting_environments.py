@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import resource
@@ -196,11 +197,18 @@ def test_a_directory_is_kept_as_long_as_the_engine_of_a_killed_driver_has_it(tmp
     assert not directory.exists()
 
 
+def limit_with(room: int) -> int:
+    """The least limit of descriptors under which so many numbers are free."""
+    taken = {int(number) for number in os.listdir("/proc/self/fd")}
+    free = (number for number in itertools.count() if number not in taken)
+    return next(itertools.islice(free, room, None))
+
+
 def test_a_driver_without_descriptors_is_told_so(start):
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     used = len(os.listdir("/proc/self/fd"))
     for room in range(4):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (used + room, limits[1]))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit_with(room), limits[1]))
         try:
             with pytest.raises(ConfigError, match="Too many open files"):
                 start()

@@ -93,7 +93,7 @@ class Refuses(ReferenceGeneration):
 
 class Unknown(ReferenceGeneration):
     def __init__(self, model_name: str, **config: Any) -> None:
-        raise ConfigError(f"it has no {model_name}:\nsome log\nKeyError: 'llama'", key="model_name")
+        raise ConfigError(f"it has no {model_name}:\nKeyError: 'llama'\nsome log", key="model_name")
 
 
 class Exits(ReferenceGeneration):

@@ -89,10 +89,10 @@ class Endpoint(ABC, Generic[J]):
             refit_id: What both sides call it.
         """
         with self.asking:
-            known = [job for job in self.jobs if job.refit_id == refit_id]
+            known = [job for job in self.jobs if job.refit_id and job.refit_id == refit_id]
             for job in known:
                 job.cancel()
-            if not (known or self.is_over(refit_id)):
+            if refit_id and not (known or self.is_over(refit_id)):
                 self._unwanted.append(refit_id)
 
     @contextmanager

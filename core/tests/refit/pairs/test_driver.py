@@ -131,7 +131,7 @@ def test_the_two_sides_have_what_meeting_left_of_the_deadline(pair):
     given: list[float] = []
     trainer.init_collective = lambda *where: time.sleep(0.2) or []
     engine.init_collective = lambda *where: []
-    trainer.stream_weights_via_ipc_zmq = lambda **options: given.append(options["deadline_s"])
+    trainer.stream_weights_via_ipc_zmq = lambda **options: given.append(options["deadline_s"]) or []
     engine.update_weights_via_ipc_zmq = lambda **options: given.append(options["deadline_s"])
     with pytest.raises(TypeError):  # these are no futures
         go(trainer, engine, transport="collective", deadline_s=30.0)

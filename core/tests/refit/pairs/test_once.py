@@ -332,6 +332,14 @@ def test_a_refit_may_be_cancelled_before_it_is_asked_for(both):
     assert go(trainer, engine).version == 1
 
 
+def test_calls_without_an_id_are_not_cancelled_by_one(both):
+    trainer, engine = both
+    sending, receiving = begin(trainer, engine)
+    engine.receiver.cancel("")
+    trainer.sender.cancel("")
+    assert [each["version"] for each in wait([sending, receiving], SOON)] == [1, 1]
+
+
 def test_a_refit_that_waits_for_the_one_before_it_is_cancelled_at_once(both):
     trainer, engine = both
     engine.prepare_refit_info(trainer.prepare_refit_info())
@@ -476,7 +484,7 @@ def test_a_directory_that_holds_no_socket_hinders_no_other_transport(
     info = trainer.prepare_refit_info()
     assert info["addresses"] == {}
     with pytest.raises(RefitError, match="TMPDIR"):
-        trainer.sender.send()
+        trainer.sender.send().result(SOON)
 
 
 def test_the_release_is_read_from_disk_once(both, monkeypatch):

@@ -64,7 +64,8 @@ def test_who_waits_long_for_a_trainer_that_does_not_read_is_not_cut_off():
         while time.monotonic() < end:
             assert client.receive(0.2) is None
             assert not client.lost()
-        assert len(server.receive(1.0)) > 1000
+        received = [len(server.receive(1.0)) for _ in range(5)]
+        assert sum(received) > 1000
 
 
 def collective(trainer: Trainer, engine: Engine) -> Callable[[], Any]:
