@@ -70,19 +70,20 @@ class RefitSender(SenderBase[SendJob]):
 
         The refit that is given the ``refit_id`` in it sends from the source that was described.
         """
-        self.check_open()
-        self._drop_described()
-        refit_id, source = secrets.token_hex(8), self._source()
-        self._described = refit_id, source
-        manifest = self.manifest_of(source)
-        with suppress(RefitError):  # who uses another transport does not need this one
-            self.end(_LOCAL)
-        return {
-            **introduction(manifest, self.token),
-            "refit_id": refit_id,
-            **_meeting_point(),
-            "addresses": {name: dict(end.address) for name, end in self.ends.items()},
-        }
+        with self.asking:  # or else two callers would each make an end of their own
+            self.check_open()
+            self._drop_described()
+            refit_id, source = secrets.token_hex(8), self._source()
+            self._described = refit_id, source
+            manifest = self.manifest_of(source)
+            with suppress(RefitError):  # who uses another transport does not need this one
+                self.end(_LOCAL)
+            return {
+                **introduction(manifest, self.token),
+                "refit_id": refit_id,
+                **_meeting_point(),
+                "addresses": {name: dict(end.address) for name, end in self.ends.items()},
+            }
 
     def open(
         self, transport: str, deadline_s: float, **options: Any

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import threading
 import time
@@ -284,6 +285,22 @@ def test_of_two_refits_asked_for_at_once_one_sees_the_other(both, monkeypatch):
     assert isinstance(first.exception(SOON), RefitAborted)
     assert second.cancel() is False
     assert isinstance(second.exception(SOON), RefitAborted)
+
+
+def test_descriptions_asked_for_at_once_name_one_end(both, monkeypatch):
+    """An end that another one replaces is closed, and no engine could reach it."""
+    trainer, _ = both
+    honest = trainer.sender.runtime.transport
+
+    def slow(name: str) -> Any:
+        time.sleep(0.1)
+        return honest(name)
+
+    runtime = dataclasses.replace(trainer.sender.runtime, transport=slow)
+    monkeypatch.setattr(trainer.sender, "runtime", runtime)
+    asked = [spawn("prepare", trainer.prepare_refit_info) for _ in range(3)]
+    addresses = [each.result(SOON)["addresses"]["ipc"]["endpoint"] for each in asked]
+    assert len(set(addresses)) == 1
 
 
 # -- a refit that fails on one side ----------------------------------------------------------------
