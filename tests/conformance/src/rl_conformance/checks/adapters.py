@@ -23,6 +23,11 @@ if TYPE_CHECKING:
     from rl_core.interfaces import ColocatablePolicyInterface
 
 
+def _needs(*modules: str) -> None:
+    if absent := [name for name in modules if not importlib.util.find_spec(name)]:
+        raise NotRun(f"adapters need {absent[0]}, which is not installed", excused=True)
+
+
 def _adapted_module(path: Any, seed: int) -> Any:
     """A model with adapters that are more than rounding."""
     import peft
@@ -40,8 +45,7 @@ def _adapted_module(path: Any, seed: int) -> Any:
 @check("R1", needs=("generation",))
 def adapters_of_a_module_arrive_merged_once(ctx: Context) -> None:
     """An engine has what peft's own merge gives, refit after refit, and the module is as it was."""
-    if absent := [name for name in ("peft", "rl_hf") if not importlib.util.find_spec(name)]:
-        ctx.not_run(f"no module with adapters is refit from without {absent[0]}", excused=True)
+    _needs("peft", "rl_hf")
     model, generation = _adapted_module(ctx.model("qwen2", seed=1), 1), fresh_engine(ctx)
     data = certain_prompts(ctx, seed=0)
     generator = torch.Generator().manual_seed(1)
@@ -67,6 +71,7 @@ def adapters_of_a_module_arrive_merged_once(ctx: Context) -> None:
 def _adapted_policy(ctx: Context, **config: Any) -> ColocatablePolicyInterface:
     if "lora" not in config_keys(load_object(ctx.manifest.configs["policy"])):
         raise NotRun("the policy has no adapters: no key lora", excused=True)
+    _needs("peft")
     return ctx.fresh_policy(model_name=str(ctx.model("qwen2", seed=1)), lora={"r": 4}, **config)
 
 
