@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from typing import TYPE_CHECKING
 
+from rl_core.errors import RefitError
 from rl_core.refit._direct import MovedTensors
 from rl_core.refit._job import Endpoint, J, keep_two
 from rl_core.refit._packing import SenderBuckets
@@ -64,12 +65,18 @@ class SenderBase(Endpoint[J]):
         """This side's end of a transport.
 
         Raises:
-            RefitError: It cannot be made, or the process has no room for connections: an end that
-                there was is closed, so that none comes.
+            RefitError: It cannot be made, or the process has no room for connections. The end is
+                then closed, so that none comes, unless a refit uses it.
         """
-        if transport in self.ends and not self.ends[transport].has_room():
-            self.close_end(transport)
-        if transport not in self.ends:
+        if (cached := self.ends.get(transport)) is not None:
+            try:
+                cached.check_room()
+            except RefitError:
+                with self.between_refits() as idle:
+                    if idle:
+                        self.close_end(transport)
+                raise
+        else:
             self.ends[transport] = self.runtime.transport(transport).sender()
         return self.ends[transport]
 

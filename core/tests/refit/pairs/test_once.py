@@ -331,12 +331,30 @@ def test_a_trainer_does_not_wait_for_an_engine_that_could_not_be_asked(both, mon
 def test_a_trainer_that_has_no_room_for_a_refit_says_so_in_the_engines_place(both, monkeypatch):
     trainer, engine = both
 
-    def scarce() -> None:
+    def scarce(**_: Any) -> None:
         raise RefitError("no room for a refit", fix="make some")
 
     monkeypatch.setattr("rl_core.refit.transports.control.require_room", scarce)
     with pytest.raises(RefitError, match="no room for a refit"):
         go(trainer, engine)
+
+
+def test_a_refit_that_runs_keeps_its_end_where_the_next_one_has_no_room(both, monkeypatch):
+    trainer, engine = both
+    failures: list[Any] = []
+
+    def scarce() -> None:
+        raise RefitError("no room for a refit")
+
+    def ask_for_another(_: str) -> None:
+        trainer.source.before = lambda _: None
+        with monkeypatch.context() as patch:
+            patch.setattr("rl_core.refit.transports.control.require_room", scarce)
+            failures.append(trainer.sender.send().exception(SOON))
+
+    trainer.source.before = ask_for_another
+    assert go(trainer, engine, mode="packed").version == 1
+    assert "no room" in str(failures[0])
 
 
 def test_a_refit_may_be_cancelled_before_it_is_asked_for(both):

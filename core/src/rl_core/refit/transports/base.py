@@ -145,9 +145,8 @@ class SenderEnd(ABC):
         """Why a receiver that cannot speak here said that it will not come; None if none did."""
         return None
 
-    def has_room(self) -> bool:
-        """Whether receivers may connect; an end of which that is not so is closed at once."""
-        return True
+    def check_room(self) -> None:
+        """Raises RefitError if this process lacks what connections of receivers take."""
 
     def rendezvous(self, deadline_s: float) -> None:
         """Waits for the receivers that :attr:`address` alone does not bring here.

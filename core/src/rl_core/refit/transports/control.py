@@ -50,10 +50,13 @@ _Socket = zmq.Socket[bytes]
 _SPARE = 16
 
 
-def require_room() -> None:
+def require_room(*, first: bool = False) -> None:
     """Makes sure that ZeroMQ finds what it needs: it aborts the process where that is lacking.
 
     Raises the process's soft limit of file descriptors to the hard one, once it is needed.
+
+    Args:
+        first: Of a context, the first socket follows, with which ZeroMQ starts its threads.
 
     Raises:
         RefitError: The process has no file descriptors left, or can start no thread.
@@ -64,13 +67,14 @@ def require_room() -> None:
         if soft != hard:
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         taken += (os.open(os.devnull, os.O_RDONLY) for _ in range(_SPARE))
-        thread = threading.Thread(target=bool, name="rl-refit-room")
-        thread.start()
-        thread.join()
+        if first:
+            thread = threading.Thread(target=bool, name="rl-refit-room")
+            thread.start()
+            thread.join()
     except (OSError, RuntimeError, ValueError) as error:
         raise RefitError(
             f"process {os.getpid()} has no room for a refit, which takes {_SPARE} file "
-            f"descriptors and a thread: {error}",
+            f"descriptors, and threads at first: {error}",
             fix="raise its limits (ulimit -n, ulimit -u, ulimit -v), or close files",
         ) from error
     finally:
@@ -132,7 +136,7 @@ class ControlServer:
     """
 
     def __init__(self, bind: str, *, encrypted: bool = False) -> None:
-        require_room()
+        require_room(first=True)
         context = zmq.Context()
         held: list[_MonitoredSocket] = []
         #: Runs once, at the latest when the process ends.
@@ -200,13 +204,9 @@ class ControlServer:
         departed, self._departed = self._departed, []
         return departed
 
-    def has_room(self) -> bool:
-        """Whether the process has what the next connections take."""
-        try:
-            require_room()
-        except RefitError:
-            return False
-        return True
+    def check_room(self) -> None:
+        """See :meth:`SenderEnd.check_room`."""
+        require_room()
 
     def close(self) -> None:
         """Closes all connections, once what was sent is delivered or a moment has passed."""
@@ -240,13 +240,13 @@ class ControlClient:
     """
 
     def __init__(self, endpoint: str, key: str = "") -> None:
-        require_room()
         self.endpoint = endpoint
         self.key = key
         self._context = zmq.Context()
         self._held: list[_MonitoredSocket] = []
         self._destroy = weakref.finalize(self, _destroy, self._context, self._held, os.getpid())
         self._monitored: _MonitoredSocket | None = None
+        self._unused = True
 
     def open(self) -> None:
         """Begins a refit: a new connection, on which nothing of earlier refits arrives.
@@ -255,7 +255,8 @@ class ControlClient:
             RefitError: The endpoint is none, or the process has no room for a connection.
         """
         self.disconnect()
-        require_room()
+        require_room(first=self._unused)
+        self._unused = False
         monitored = _MonitoredSocket(self._context, zmq.DEALER, _LOST)
         self._held[:] = [monitored]
         monitored.socket.setsockopt(zmq.RECONNECT_IVL, _NEVER_MS)
