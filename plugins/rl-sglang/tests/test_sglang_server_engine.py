@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import json
 import os
 import signal
 import socket
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from sglang_server_calls import prompts
+from sglang_server_calls import in_background, prompts, until
 
 from rl_conformance.models import make_tiny_model
 from rl_core import create_generation, create_policy, refit
@@ -86,6 +87,14 @@ class RealServer:
                 time.sleep(0.5)
         self.kill()
         pytest.fail(f"the server did not start:\n{self._log.read_text()[-3000:]}")
+
+    def running(self) -> int:
+        """How many rows it decodes at this moment."""
+        request = urllib.request.Request(
+            f"{self.url}/v1/loads?include=core", headers={"Authorization": f"Bearer {KEY}"}
+        )
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            return sum(one["num_running_reqs"] for one in json.load(answer)["loads"])
 
     def kill(self) -> None:
         if self._process.poll() is None:
@@ -280,7 +289,7 @@ def test_later_client_waits_for_a_refit_of_its_own(server: RealServer) -> None:
 def test_server_with_seeds_and_raw_logprobs_that_is_killed_and_started_again(
     tmp_path: Path,
 ) -> None:
-    model = make_tiny_model(tmp_path / "qwen2", "qwen2", num_layers=1)
+    model = make_tiny_model(tmp_path / "qwen2", "qwen2", num_layers=1, max_position_embeddings=2048)
     arguments = "--enable-deterministic-inference"
     server = RealServer(model, tmp_path / "log", arguments, SGLANG_RETURN_ORIGINAL_LOGPROB="1")
     server.start()
@@ -297,23 +306,18 @@ def test_server_with_seeds_and_raw_logprobs_that_is_killed_and_started_again(
         assert not torch.equal(first, third)
         with pytest.raises(CapabilityError, match="SGLANG_RETURN_ORIGINAL_LOGPROB"):
             connected(server, temperature=0.5)
-        ours = connected(server, max_new_tokens=240, temperature=0.5, logprobs_mode="raw")
+        ours, other = (
+            connected(server, max_new_tokens=count, temperature=0.5, logprobs_mode="raw")
+            for count in (20, 1900)
+        )
         policy = create_policy({"backend": "hf", "model_name": str(model), "temperature": 0.5})
-        caught: list[BaseException] = []
-
-        def call() -> None:
-            try:
-                ours.generate(prompts(*([n] for n in range(10, 42))))
-            except BaseException as error:
-                caught.append(error)
-
-        thread = threading.Thread(target=call)
-        thread.start()
-        time.sleep(1.0)
+        call = in_background(lambda: other.generate(prompts([10], [11], [12], [13])))
+        until(lambda: server.running() == 4)
         server.kill()
-        thread.join(30)
-        assert [type(error) for error in caught] == [WorkerDiedError]
-        assert server.url in str(caught[0])
+        error = call()
+        assert isinstance(error, WorkerDiedError)
+        assert server.url in str(error)
+        other.shutdown()
 
         server.start()
         ours.generate(prompts([5, 6]))  # the weights that it starts with are those counted on

@@ -80,6 +80,7 @@ def test_call_that_takes_too_long_frees_its_rows(connect: Any, fake: FakeSglangS
 def test_generating_before_prepare_and_after_shutdown_is_refused(
     connect: Any, fake: FakeSglangServer
 ) -> None:
+    before = set(threading.enumerate())
     generation = connect()
     generation.finish_generation()
     with pytest.raises(LifecycleError):
@@ -88,7 +89,8 @@ def test_generating_before_prepare_and_after_shutdown_is_refused(
     generation.shutdown()
     with pytest.raises(LifecycleError):
         generation.prepare_for_generation()
-    assert "sglang-server-client" not in {one.name for one in threading.enumerate()}
+    left = {one.name for one in set(threading.enumerate()) - before}
+    assert "sglang-server-client" not in left
 
 
 # -- faults ---------------------------------------------------------------------------------------
