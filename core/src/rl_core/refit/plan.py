@@ -47,7 +47,7 @@ SLOTS = 2
 #: Buckets of a direct refit that may be announced and not loaded: enough to keep loaders busy.
 _ANNOUNCED = 3
 #: Into which the bytes of a model are split at most, so that a plan takes seconds to make.
-MAX_BUCKETS = 1 << 18
+MAX_BUCKETS = 1 << 16
 
 
 class DataMode(enum.StrEnum):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -56,10 +57,9 @@ def exclusively(
     Raises:
         DeadlineError: The lock was not free in time.
     """
-    left = timeout_s
-    while not lock.acquire(timeout=min(left, TICK_S) if check else left):
-        left -= TICK_S
-        if check is None or left <= 0:
+    end = time.monotonic() + timeout_s
+    while not lock.acquire(timeout=min(timeout_s, TICK_S) if check else timeout_s):
+        if check is None or time.monotonic() >= end:
             raise DeadlineError(
                 f"{what} did not end within {timeout_s:g} s",
                 fix="raise deadline_s, or find out what hangs",

@@ -148,6 +148,21 @@ def test_who_waits_in_vain_leaves_the_line():
         pass
 
 
+def test_a_wait_with_looks_between_ends_by_the_clock(monkeypatch):
+    """A process that was stopped for a while has waited all the same."""
+    clock, looks = [0.0], []
+
+    class Busy:
+        def acquire(self, *, timeout: float) -> bool:
+            clock[0] += 10
+            return False
+
+    monkeypatch.setattr("rl_core.refit.turns.time.monotonic", lambda: clock[0])
+    with pytest.raises(DeadlineError), exclusively(Busy(), 25, "x", lambda: looks.append(1)):
+        pass
+    assert len(looks) == 2
+
+
 def test_who_keeps_a_place_in_line_keeps_readers_out_until_it_is_given_up():
     lock = TurnLock()
     with lock.reading():

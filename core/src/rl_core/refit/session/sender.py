@@ -255,7 +255,8 @@ class SenderSession(Session):
             replaced += self._dismiss(old, "the receiver came back on another connection")
         if len(self._peers) == self._receivers:
             return self._dismiss(key, self._full)
-        peer.number = min(set(range(self._receivers)) - {p.number for p in self._peers.values()})
+        taken = {other.number for other in self._peers.values()}
+        peer.number = next(number for number in range(self._receivers) if number not in taken)
         self._peers[key] = peer
         return replaced
 
