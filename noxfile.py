@@ -38,6 +38,7 @@ LEFT_OUT = {
     **{f"precision({name})": "its second dtype" for name in ("hf", "megatron", "vllm", "sglang")},
     **{f"oldest({name})": "what it supports" for name in ("hf", "megatron", "vllm", "sglang")},
     **{f"architectures({name})": "which models refits reach" for name in ("vllm", "sglang")},
+    "python-3.12": "tests on the next Python, for which torch is a download of gigabytes",
     "newest": "torch, transformers and all else at their newest releases",
     "newest-apis": "what the newest engines lack or have new",
     "fuzz": "a million inputs for what reads messages",
@@ -47,7 +48,8 @@ USUAL = {
     "environment workspace": 25,
     "environment cpu-engine-vllm": 40,
     "environment cpu-engine-sglang": 50,
-    "types: mypy": 25,
+    "types: mypy 3.11": 25,
+    "types: mypy 3.12": 25,
     "tests: pytest": 730,
     "conformance(hf): suite": 170,
     "conformance(vllm): pytest": 210,
@@ -56,6 +58,8 @@ USUAL = {
     "conformance(sglang): suite": 260,
     "wheels: install": 25,
     "wheels: tutorial": 210,
+    "python-3.12: environment": 90,
+    "python-3.12: pytest": 75,
     "quickstart: GRPO": 90,
 }
 PARTS = Parts(USUAL)
@@ -65,7 +69,6 @@ atexit.register(lambda: PARTS.done and PARTS.print_table(SHORT, LEFT_OUT))
 nox.needs_version = ">=2024.10"
 nox.options.sessions = SHORT
 nox.options.reuse_existing_virtualenvs = True
-nox.options.error_on_missing_interpreters = True
 
 OUT = ROOT / "out"
 CONSTRAINTS = str(ROOT / "constraints.txt")
@@ -110,6 +113,8 @@ FOR_NEMO = [
 ]
 SCRIPTS = "Scripts" if sys.platform == "win32" else "bin"
 IN_TWO = ["-n", "2", "--dist", "loadgroup"]
+#: Where pyenv has it its own shim finds it only if it was chosen.
+NEXT_PYTHON = next(map(str, Path.home().glob(".pyenv/versions/3.12.*/bin/python")), "3.12")
 #: pip compiles every module of an environment, which takes as long as the rest of its work; Python
 #: compiles those that are imported.
 PIP_INSTALL = ["-m", "pip", "install", "-q", "--no-compile"]
@@ -198,9 +203,11 @@ def lint(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def types(session: nox.Session) -> None:
-    """Mypy --strict on what is typed for others."""
+    """Mypy --strict on what is typed for others, for the oldest Python and the next one."""
     environment(session)
-    run(session, "mypy", "mypy", *[f"{path}/src" for path in DISTRIBUTIONS])
+    for python in ("3.11", "3.12"):
+        how = ["--python-version", python, *(f"{path}/src" for path in DISTRIBUTIONS)]
+        run(session, f"mypy {python}", "mypy", *how)
 
 
 @nox.session(venv_backend="none")
@@ -283,6 +290,16 @@ def newest(session: nox.Session) -> None:
     run(session, "pytest", "pytest", *how)
     for plugin in ("hf", "megatron"):
         run(session, f"suite {plugin}", "rl", "conformance", "run", plugin, "-n", "2")
+
+
+@nox.session(name="python-3.12", python=NEXT_PYTHON)
+def python_312(session: nox.Session) -> None:
+    """The quick tests on the next Python; nothing where that is not installed, except in CI."""
+    install(session, *editable(), *TOOLS)
+    of_core = [f"{CORE}/tests/{part}" for part in ("backends", "batch", "plugins", "refit/unit")]
+    how = session.posargs or [*IN_TWO, *of_core, f"{LOSSES}/tests", "plugins/rl-torch/tests"]
+    with PARTS.part(session.name, "pytest"):
+        session.run("pytest", *how, env={"OMP_NUM_THREADS": "1"})
 
 
 @nox.session(venv_backend="none")

@@ -187,7 +187,8 @@ class Hasher:
 
 def as_view(data: torch.Tensor) -> memoryview:
     """The bytes of a contiguous tensor on the CPU."""
-    return memoryview(data.detach().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+    array: Any = data.detach().reshape(-1).view(torch.uint8).numpy()  # no buffer to 3.11's types
+    return memoryview(array)
 
 
 def tensor_digest(blocks: Sequence[bytes]) -> bytes:
