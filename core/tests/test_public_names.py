@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +11,6 @@ import pytest
 
 import rl_core
 from rl_core import errors
-from rl_core.errors import MissingEngineError
 
 
 def type_checked_names() -> set[str]:
@@ -39,43 +37,6 @@ def test_dir_lists_names_that_are_not_imported_yet() -> None:
 def test_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="'rl_core' has no attribute 'nothing'"):
         _ = rl_core.nothing
-
-
-ELSEWHERE = [
-    ("rl_core", "RayVirtualCluster", "rl_ray", "./plugins/rl-hosting ./plugins/rl-ray"),
-    ("rl_core.cluster", "RayVirtualCluster", "rl_ray", "./plugins/rl-hosting ./plugins/rl-ray"),
-    ("rl_core.cluster", "Workers", "rl_hosting.cluster", "./plugins/rl-hosting"),
-    (
-        "rl_core",
-        "validate_log_probability_consistency",
-        "rl_conformance.diagnostics.agreement",
-        "./tests/conformance",
-    ),
-    (
-        "rl_core.checks",
-        "random_prompts",
-        "rl_conformance.diagnostics.engine",
-        "./tests/conformance",
-    ),
-]
-
-
-@pytest.mark.parametrize(("module", "name", "home", "install"), ELSEWHERE)
-def test_name_of_another_distribution_comes_from_there(
-    module: str, name: str, home: str, install: str
-) -> None:
-    found = getattr(importlib.import_module(module), name)
-    assert found is getattr(importlib.import_module(home), name)
-
-
-@pytest.mark.parametrize(("module", "name", "home", "install"), ELSEWHERE)
-def test_name_of_a_distribution_that_is_not_installed_says_where_it_is(
-    module: str, name: str, home: str, install: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, home.partition(".")[0], None)
-    with pytest.raises(MissingEngineError, match=f"from {home} import {name}") as caught:
-        exec(f"from {module} import {name}")
-    assert caught.value.fix == f"pip install {install}"
 
 
 @pytest.mark.parametrize("first", ["", "import rl_core.refit", "from rl_core.refit import refit"])

@@ -106,13 +106,6 @@ _HOME = {
     "create_generation": "rl_core.create",
     "create_policy": "rl_core.create",
 }
-#: Names that other distributions provide; these modules say which.
-_ELSEWHERE = {
-    "RayVirtualCluster": "rl_core.cluster",
-    "test_generation_consistency": "rl_core.checks",
-    "test_max_model_len_respected": "rl_core.checks",
-    "validate_log_probability_consistency": "rl_core.checks",
-}
 
 #: Version of the installed distribution.
 __version__: str
@@ -126,8 +119,6 @@ def __getattr__(name: str) -> Any:
 
         globals()[name] = version("rl-core")
         return globals()[name]
-    if name in _ELSEWHERE:
-        return getattr(importlib.import_module(_ELSEWHERE[name]), name)
     if name not in __all__:
         raise AttributeError(f"module 'rl_core' has no attribute {name!r}")
     module = importlib.import_module(_HOME.get(name, "rl_core.interfaces"))
@@ -136,4 +127,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *_ELSEWHERE})
+    return sorted({*globals(), *__all__})
