@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast, is_typeddict
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast, is_typeddict
 from rl_core.config import check_config
 from rl_core.errors import BrokenPluginError, ConfigError
 from rl_core.plugins.discovery import BACKENDS, load_object, providers
-from rl_core.plugins.hookspecs import validate_config, worker_environment
+from rl_core.plugins.hookspecs import broken_hooks
 from rl_core.plugins.registry import find_provider, resolve
 
 if TYPE_CHECKING:
@@ -76,11 +75,10 @@ def _create(kind: Kind, config: Mapping[str, Any], cluster: Cluster | None) -> A
             fix=f"report this to the authors of {provider.distribution}",
         )
     checked = check_config(spec, config, what=f"{kind} backend {name!r}")
-    validate_config(checked, kind, manifest)
-    environment = worker_environment(checked, kind, manifest)
+    for error in broken_hooks():
+        raise error
     if cluster is not None:
-        manifest = dataclasses.replace(manifest, environment=environment)
         return cluster.remote_backend(manifest, kind, checked)
-    for variable, value in environment.items():
+    for variable, value in manifest.environment.items():
         os.environ.setdefault(variable, value)
     return load_object(f"{manifest.factories[kind]}.from_config", provider)(checked)

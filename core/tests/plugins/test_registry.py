@@ -23,12 +23,9 @@ from rl_core.errors import (
 )
 from rl_core.plugins.discovery import BACKENDS, HOOKS
 from rl_core.plugins.hookspecs import (
-    Finding,
-    doctor_findings,
     emit,
     map_weight_names,
-    validate_config,
-    worker_environment,
+    weight_source_of,
 )
 from rl_core.plugins.registry import find_provider, resolve
 
@@ -36,7 +33,7 @@ if TYPE_CHECKING:
     from installed import Install
 
 CONFIG = {"backend": "toy", "model_name": "m"}
-HOOK = "from rl_core.plugins.hookspecs import Finding, hookimpl\n\n@hookimpl\n"
+HOOK = "from rl_core.plugins.hookspecs import hookimpl\n\n@hookimpl\n"
 
 
 def hooks(install: Install, source: str, name: str = "rl-hooks") -> None:
@@ -192,24 +189,10 @@ def test_embedded_environment_leaves_what_the_user_exported(
 # -- hooks -----------------------------------------------------------------------------------------
 
 
-def test_hook_can_refuse_a_configuration_under_its_own_name(install: Install) -> None:
-    install.toy()
-    hooks(
-        install,
-        "def validate_config(config, kind):\n"
-        "    from rl_core.errors import ConfigError\n"
-        "    raise ConfigError(f'{kind} is closed', fix='wait', key='backend')\n",
-    )
-    with pytest.raises(ConfigError, match=r"rl-hooks 1\.0 \(hooks\): generation is closed") as it:
-        create_generation(CONFIG)
-    assert it.value.fix == "wait"
-
-
 def test_hook_that_raises_is_reported_under_its_plugins_name(install: Install) -> None:
-    install.toy()
-    hooks(install, "def validate_config():\n    1 / 0\n")
-    with pytest.raises(PluginError, match=r"rl-hooks 1\.0 .* validate_config raised Zero") as it:
-        validate_config(CONFIG, "generation", resolve("toy"))
+    hooks(install, "def weight_source():\n    1 / 0\n")
+    with pytest.raises(PluginError, match=r"rl-hooks 1\.0 .* weight_source raised Zero") as it:
+        weight_source_of(Any)
     assert isinstance(it.value.__cause__, ZeroDivisionError)
 
 
@@ -220,23 +203,8 @@ def test_hook_that_raises_is_reported_under_its_plugins_name(install: Install) -
 def test_broken_hook_plugin_is_not_passed_over(install: Install, source: str) -> None:
     install.toy()
     install("rl-hooks", {HOOKS: {"hooks": "bad_hooks"}}, {"bad_hooks": HOOK + source})
-    with pytest.raises((PluginError, BrokenPluginError), match=r"rl-hooks 1\.0"):
+    with pytest.raises(PluginError, match=r"rl-hooks 1\.0"):
         create_generation(CONFIG)
-
-
-def test_hook_environment_goes_on_top_of_the_manifests(install: Install) -> None:
-    install.toy(environment="{'A': 'manifest', 'B': 'manifest'}")
-    hooks(install, "def worker_environment(kind):\n    return {'B': kind}\n")
-    environment = worker_environment(CONFIG, "generation", resolve("toy"))
-    assert environment == {"A": "manifest", "B": "generation"}
-
-
-def test_plugins_that_disagree_on_a_variable_are_both_named(install: Install) -> None:
-    install.toy()
-    for name in ("rl-one", "rl-two"):
-        hooks(install, f"def worker_environment():\n    return {{'A': '{name}'}}\n", name)
-    with pytest.raises(PluginError, match=r"variable A: rl-one .* sets 'rl-one', rl-two"):
-        worker_environment(CONFIG, "generation", resolve("toy"))
 
 
 def test_each_mapper_names_the_weights_that_it_knows(install: Install) -> None:
@@ -293,33 +261,6 @@ def test_refit_reports_to_hooks_also_when_it_fails(
     with pytest.raises(RefitProtocolError):
         refit(without, generation=without)
     assert seen == ["refit_started", "refit_failed"]
-
-
-def test_doctor_asks_every_plugin_and_reports_the_one_that_raises(install: Install) -> None:
-    hooks(install, "def doctor_checks():\n    1 / 0\n", "rl-one")
-    hooks(install, "def doctor_checks():\n    return [Finding('ok', 'gpu', 'x')]\n", "rl-two")
-    findings = doctor_findings()
-    assert Finding("ok", "gpu", "x") in findings
-    assert any("rl-one 1.0" in f.text for f in findings if f.level == "error")
-
-
-@pytest.mark.parametrize(
-    "source", ["    yield Finding('ok', 'gpu', 'x')\n    1 / 0\n", "    return ['all is well']\n"]
-)
-def test_doctor_reports_a_plugin_whose_findings_cannot_be_read(
-    install: Install, source: str
-) -> None:
-    hooks(install, f"def doctor_checks():\n{source}")
-    (finding,) = doctor_findings()
-    assert (finding.level, "doctor_checks raised" in finding.text) == ("error", True)
-
-
-@pytest.mark.parametrize("result", ["['A']", "{'A': 1}"])
-def test_variables_that_are_no_strings_are_the_plugins_fault(install: Install, result: str) -> None:
-    install.toy()
-    hooks(install, f"def worker_environment():\n    return {result}\n")
-    with pytest.raises(PluginError, match=r"rl-hooks 1\.0 .* worker_environment raised"):
-        worker_environment(CONFIG, "generation", resolve("toy"))
 
 
 def test_mapper_that_raises_is_the_plugins_fault(install: Install) -> None:

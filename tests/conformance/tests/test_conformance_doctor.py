@@ -55,6 +55,13 @@ def test_doctor_finds_what_the_manifest_promises_and_lacks(
     assert finding in texts("toy", "error")
 
 
+def test_doctor_finds_hooks_that_cannot_be_registered(install: Install) -> None:
+    install(
+        "rl-hooks", {"rl_core.plugins": {"hooks": "bad_hooks"}}, {"bad_hooks": "import nothing"}
+    )
+    assert "No module named 'nothing'" in texts(None, "error")
+
+
 def test_doctor_finds_two_plugins_with_one_command(install: Install) -> None:
     for name in ("rl-one", "rl-two"):
         install(name, {"rl_core.commands": {"serve": "one:app"}})

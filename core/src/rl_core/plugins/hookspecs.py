@@ -7,12 +7,11 @@ needs::
     from rl_core.plugins.hookspecs import hookimpl
 
     @hookimpl
-    def worker_environment(kind):
-        return {"NCCL_DEBUG": "WARN"} if kind == "policy" else None
+    def on_event(event):
+        print(event.name, dict(event.data))
 
 A hook that raises is reported under the name of its plugin: as an error where the result matters
-(``validate_config``, ``worker_environment``, ``weight_name_mappers``, ``weight_source``), in the
-log for observers (``on_event``), as a finding in ``rl backends doctor``.
+(``weight_name_mappers``, ``weight_source``), in the log for observers (``on_event``).
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from __future__ import annotations
 import functools
 import logging
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import pluggy
 
@@ -28,26 +27,23 @@ from rl_core.errors import CapabilityError, ConfigError, PluginError
 from rl_core.plugins.discovery import HOOKS, load_object, providers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch import nn
 
     from rl_core.interfaces import WeightSource
-    from rl_core.plugins.manifest import BackendManifest, Kind
+    from rl_core.plugins.manifest import BackendManifest
 
 __all__ = [
     "Event",
-    "Finding",
     "HookSpecs",
-    "doctor_findings",
+    "broken_hooks",
     "emit",
     "hookimpl",
     "hookspec",
     "map_weight_names",
     "maps_weight_names",
-    "validate_config",
     "weight_source_of",
-    "worker_environment",
 ]
 
 _PROJECT = "rl_core"
@@ -70,37 +66,8 @@ class Event:
     data: Mapping[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One line of ``rl backends doctor``.
-
-    Attributes:
-        level: ``error`` makes the doctor exit with 1.
-        subject: What was looked at.
-        text: What was found.
-        fix: What to do about it.
-    """
-
-    level: Literal["ok", "warning", "error"]
-    subject: str
-    text: str
-    fix: str = ""
-
-
 class HookSpecs:
     """The hooks. None as a result means: nothing to say."""
-
-    @hookspec
-    def validate_config(
-        self, config: Mapping[str, Any], kind: Kind, manifest: BackendManifest
-    ) -> None:
-        """Raises ConfigError for a configuration that is well-typed and still wrong."""
-
-    @hookspec
-    def worker_environment(
-        self, config: Mapping[str, Any], kind: Kind, manifest: BackendManifest
-    ) -> Mapping[str, str] | None:
-        """Returns variables for the worker's process, on top of the manifest's."""
 
     @hookspec
     def weight_name_mappers(self, manifest: BackendManifest) -> Callable[[str], str] | None:
@@ -120,10 +87,6 @@ class HookSpecs:
     @hookspec
     def on_event(self, event: Event) -> None:
         """Observes an event."""
-
-    @hookspec
-    def doctor_checks(self) -> Iterable[Finding] | None:
-        """Looks at the environment and returns findings."""
 
 
 @functools.cache
@@ -185,45 +148,6 @@ def _results(
         if error is not None:
             raise error
         yield plugin, result
-
-
-def validate_config(config: Mapping[str, Any], kind: Kind, manifest: BackendManifest) -> None:
-    """Lets every plugin object to a checked configuration.
-
-    Raises:
-        ConfigError: A plugin objects.
-        PluginError: A plugin is broken, or its hook raised something else.
-    """
-    for _ in _results("validate_config", config=config, kind=kind, manifest=manifest):
-        pass
-
-
-def worker_environment(
-    config: Mapping[str, Any], kind: Kind, manifest: BackendManifest
-) -> dict[str, str]:
-    """The manifest's variables with those of every plugin on top.
-
-    Raises:
-        PluginError: Two plugins want different values, or one is broken.
-    """
-    wanted: dict[str, tuple[str, str]] = {}
-    calls = _results("worker_environment", _strings, config=config, kind=kind, manifest=manifest)
-    for plugin, variables in calls:
-        for key, value in variables.items():
-            other, before = wanted.setdefault(key, (plugin, value))
-            if before != value:
-                raise PluginError(
-                    f"plugins disagree on the variable {key}: {other} sets {before!r}, "
-                    f"{plugin} sets {value!r}",
-                    fix="uninstall one of them",
-                )
-    return {**manifest.environment, **{key: value for key, (_, value) in wanted.items()}}
-
-
-def _strings(variables: Mapping[str, str]) -> dict[str, str]:
-    if not all(isinstance(text, str) for item in variables.items() for text in item):
-        raise TypeError(f"names and values must be strings: {variables}")
-    return dict(variables)
 
 
 def maps_weight_names() -> bool:
@@ -302,20 +226,6 @@ def emit(name: str, /, **data: Any) -> None:
             _log.error("%s failed to observe %s: %s", plugin, name, error, exc_info=error)
 
 
-def _findings(result: Iterable[Finding]) -> list[Finding]:
-    found = list(result)
-    if not all(isinstance(finding, Finding) for finding in found):
-        raise TypeError(f"these are not all Findings: {found}")
-    return found
-
-
-def doctor_findings() -> list[Finding]:
-    """What every plugin's ``doctor_checks`` found; one that is broken is a finding itself."""
-    findings: list[Finding] = []
-    for plugin, result, error in _outcomes("doctor_checks", _findings):
-        if error is None:
-            findings += result
-        else:
-            message, fix = getattr(error, "message", str(error)), getattr(error, "fix", "") or ""
-            findings.append(Finding("error", plugin, message, fix))
-    return findings
+def broken_hooks() -> list[PluginError]:
+    """What is wrong with the plugins whose hooks cannot be registered."""
+    return list(_manager()[1])

@@ -7,8 +7,8 @@ import importlib.util
 import json
 import sys
 from collections import Counter
-from dataclasses import asdict
-from typing import TYPE_CHECKING, is_typeddict
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Literal, is_typeddict
 
 import importlib_metadata
 
@@ -23,7 +23,7 @@ from rl_core.plugins.discovery import (
     load_object,
     providers,
 )
-from rl_core.plugins.hookspecs import Finding, doctor_findings
+from rl_core.plugins.hookspecs import broken_hooks
 from rl_core.plugins.registry import match_providers
 
 if TYPE_CHECKING:
@@ -31,10 +31,27 @@ if TYPE_CHECKING:
 
     from rl_core.plugins.manifest import BackendManifest
 
-__all__ = ["diagnose", "main"]
+__all__ = ["Finding", "diagnose", "main"]
 
 _LEVELS = {"ok": "green", "warning": "yellow", "error": "red"}
 _HEAVY = ("torch", "ray", "transformers", "vllm", "sglang", "megatron")
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of ``rl backends doctor``.
+
+    Attributes:
+        level: ``error`` makes the doctor exit with 1.
+        subject: What was looked at.
+        text: What was found.
+        fix: What to do about it.
+    """
+
+    level: Literal["ok", "warning", "error"]
+    subject: str
+    text: str
+    fix: str = ""
 
 
 def main(argv: list[str]) -> int:
@@ -80,7 +97,12 @@ def diagnose(name: str | None = None) -> list[Finding]:
                 for provider in others
                 if provider.problem
             )
-        findings += doctor_findings()
+        findings += (
+            Finding(
+                "error", str(error.details.get("distribution", "")), error.message, error.fix or ""
+            )
+            for error in broken_hooks()
+        )
     return findings or [
         Finding("warning", "plugins", "no plugin is installed", "pip install ./plugins/rl-hf")
     ]
