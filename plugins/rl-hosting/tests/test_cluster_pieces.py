@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import pickle
 import time
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
-from cluster_doubles import BACKEND
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_core.batch import BatchedDataDict
 from rl_core.errors import DataError, RefitPeerError, RLError, WorkerError
 from rl_core.futures import spawn
-from rl_hosting.cluster.launcher import Workers, wait_for_all
+from rl_hosting.cluster.launcher import wait_for_all
 from rl_hosting.cluster.remote_error import worker_error
 from rl_hosting.cluster.sharding import collect, deal, padded_shards, training_shards
-
-if TYPE_CHECKING:
-    from rl_core.interfaces import Future
-    from rl_core.plugins.manifest import Kind
 
 LENGTHS = st.lists(st.integers(1, 50), max_size=40)
 PARTS = st.integers(1, 5)
@@ -173,38 +166,3 @@ def test_a_shutdown_waits_for_the_workers_after_one_that_fails() -> None:
     with pytest.raises(ZeroDivisionError):
         wait_for_all([failing, slow])
     assert slow.done()
-
-
-class Recorder(Workers):
-    """A named test double of a launcher's workers: writes down whom it calls."""
-
-    def __init__(self, contract: str, kind: Kind) -> None:
-        super().__init__("recorder", 3, replace(BACKEND, contract=contract), kind, 1.0)
-        self.called: list[tuple[int, Any]] = []
-
-    def remote(self, rank: int, group: str, method: str, *args: Any) -> Future:
-        self.called.append((rank, args[0]))
-        done: concurrent.futures.Future[Any] = concurrent.futures.Future()
-        done.set_result(None)
-        return done
-
-    def stream(self, rank: int, stream_id: str, data: Any, greedy: bool) -> Any:
-        raise NotImplementedError
-
-    def end(self) -> None:
-        raise NotImplementedError
-
-
-@pytest.mark.parametrize(
-    ("contract", "kind", "ranks"),
-    [("1.0", "policy", [0]), ("1.1", "policy", [0, 1, 2]), ("1.0", "generation", [0, 1, 2])],
-)
-def test_a_policy_of_an_earlier_contract_has_its_first_worker_called_for_a_refit(
-    contract: str, kind: Kind, ranks: list[int]
-) -> None:
-    workers = Recorder(contract, kind)
-    workers.call_together("prepare_refit_info")
-    assert workers.called == [(rank, "prepare_refit_info") for rank in ranks]
-    workers.called.clear()
-    workers.call_all("prepare_for_training")
-    assert [rank for rank, _ in workers.called] == [0, 1, 2]

@@ -170,7 +170,7 @@ def test_generation_is_the_same_on_all_ranks_and_other_in_each_call(pair):
     close({"": greedy[0]["logprobs"]}, {"": greedy[1]["logprobs"]})
     calls = []
     for _ in range(2):
-        each = pair.ranks._group.call_together("generate", prompts)
+        each = pair.ranks._group.call_all("generate", prompts)
         assert all(one["output_ids"].equal(each[0]["output_ids"]) for one in each)
         assert all(one["logprobs"].equal(each[0]["logprobs"]) for one in each)
         calls.append(each[0]["output_ids"])

@@ -17,7 +17,6 @@ __all__ = [
     "CONTRACT_VERSION",
     "GENERATION_CAPABILITIES",
     "POLICY_CAPABILITIES",
-    "SINCE",
     "BackendManifest",
     "Capability",
     "EngineRequirement",
@@ -26,7 +25,7 @@ __all__ = [
 ]
 
 #: Version of the contract that this core speaks; a plugin must share its major number.
-CONTRACT_VERSION = "1.2"
+CONTRACT_VERSION = "1.0"
 
 GENERATION_CAPABILITIES = (
     "sleep",
@@ -46,9 +45,6 @@ POLICY_CAPABILITIES = (
     "collective",
     "sharded",
 )
-
-#: Versions of the contract in which capabilities came, of those that did not come with the first.
-SINCE = {"concurrent_calls": "1.1", "sharded": "1.2"}
 
 Level = Literal["full", "versioned", "unsupported", "not_implemented"]
 Kind = Literal["generation", "policy"]
@@ -142,16 +138,6 @@ class BackendManifest:
         """The kinds the backend offers, such as ``("generation", "policy")``."""
         return tuple(self.factories)
 
-    def is_written_for(self, contract: str) -> bool:
-        """Whether the backend was written for a version of the contract, or a later one."""
-        from packaging.version import Version
-
-        return not _is_version(self.contract) or Version(self.contract) >= Version(contract)
-
-    def knows(self, capability: str) -> bool:
-        """Whether the contract that the backend was written for has a capability."""
-        return self.is_written_for(SINCE.get(capability, "1.0"))
-
 
 _CAPABILITIES: dict[str, tuple[str, ...]] = {
     "generation": GENERATION_CAPABILITIES,
@@ -222,7 +208,7 @@ def _capability_problems(kind: str, declared: Any, manifest: BackendManifest) ->
         return
     devices = set(manifest.devices)
     known = set(_CAPABILITIES.get(kind, ()))
-    if missing := sorted(c for c in known - set(declared) if manifest.knows(c)):
+    if missing := sorted(known - set(declared)):
         yield f"capabilities[{kind!r}] does not declare {', '.join(missing)}"
     if unknown := sorted(set(declared) - known):
         yield f"capabilities[{kind!r}] declares the unknown {', '.join(unknown)}"

@@ -195,7 +195,7 @@ class LocalWorkers(Workers):
 
         for number in itertools.count():
             batch = None if number else data
-            row = self.remote(rank, self._generating, "next_row", stream_id, batch, greedy)
+            row = self.remote(rank, "generate", "next_row", stream_id, batch, greedy)
             try:
                 found = await asyncio.wrap_future(row)
             except Exception:  # it is raised where the result is asked for

@@ -77,7 +77,7 @@ class WorkerGroup(Workers):
 
     def stream(self, rank: int, stream_id: str, data: Any, greedy: bool) -> AsyncIterator[Future]:
         """See :meth:`Workers.stream`: Ray's generator of references."""
-        options = {"concurrency_group": self._generating, "num_returns": "streaming"}
+        options = {"concurrency_group": "generate", "num_returns": "streaming"}
         method = self.process(rank).stream.options(**options)
         rows: AsyncIterator[Future] = method.remote(stream_id, data, greedy)
         return rows

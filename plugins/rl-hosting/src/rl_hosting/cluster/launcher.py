@@ -96,12 +96,6 @@ class Workers(ABC):
         self.processes: list[Any] = []
         self._kind = kind
         self._capabilities = manifest.capabilities[kind]
-        # A backend of an earlier contract was promised one call at a time, by one thread.
-        self._generating = "generate" if manifest.knows("concurrent_calls") else "work"
-        together = kind == "generation" or manifest.is_written_for("1.1")
-        #: Ranks that are called for what all of them do together, such as a refit: of a policy of
-        #: an earlier contract the first alone.
-        self.joint_ranks = self.ranks if together else range(1)
 
     #: Seconds for a launcher's calls to say themselves which worker missed the deadline.
     grace_s: ClassVar[float] = 0.0
@@ -172,7 +166,7 @@ class Workers(ABC):
 
     def submit_generate(self, rank: int, data: Any, greedy: bool) -> Future:
         """Lets one backend generate, beside whatever it generates already."""
-        return self.remote(rank, self._generating, "call", "generate", (data, greedy), {})
+        return self.remote(rank, "generate", "call", "generate", (data, greedy), {})
 
     def submit_refit(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Future:
         """Calls a method that returns futures; the result is what the first one ended with.
@@ -182,9 +176,9 @@ class Workers(ABC):
         return self._begin(rank, method, args, kwargs)[1]
 
     def begin_refit(self, method: str, *args: Any, **kwargs: Any) -> list[Future]:
-        """As :meth:`submit_refit` on every joint rank; returns once all have begun."""
-        begun = [self._begin(rank, method, args, kwargs) for rank in self.joint_ranks]
-        self.wait([beginning for beginning, _ in begun], self.joint_ranks)
+        """As :meth:`submit_refit` on every rank; returns once all have begun."""
+        begun = [self._begin(rank, method, args, kwargs) for rank in self.ranks]
+        self.wait([beginning for beginning, _ in begun], self.ranks)
         return [result for _, result in begun]
 
     def _begin(
@@ -201,10 +195,6 @@ class Workers(ABC):
     def call_all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Calls a method of every backend and waits; results in order of the ranks."""
         return self._on(self.ranks, "work", "call", method, args, kwargs)
-
-    def call_together(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """Calls a method of every joint rank and waits; results in order of the ranks."""
-        return self._on(self.joint_ranks, "work", "call", method, args, kwargs)
 
     def attribute(self, rank: int, name: str) -> Any:
         """An attribute of one backend, also while it works."""

@@ -85,7 +85,7 @@ class RemotePolicy(RemoteBackend, Colocatable):
 
     def _spoken(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Calls it on every worker with all rows; the result of the one that speaks first."""
-        results = self._group.call_together(method, *args, **kwargs)
+        results = self._group.call_all(method, *args, **kwargs)
         return results[min(self._rows.first, len(results) - 1)]
 
     get_reference_policy_logprobs = through(_score, PolicyInterface.get_reference_policy_logprobs)
@@ -146,7 +146,7 @@ class RemotePolicy(RemoteBackend, Colocatable):
 
     def _on_joint(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Calls it on every worker that takes part in refits; the first one's result."""
-        return self._group.call_together(method, *args, **kwargs)[0]
+        return self._group.call_all(method, *args, **kwargs)[0]
 
     def init_collective(
         self, ip: str, port: int, world_size: int, *, train_world_size: int = 1

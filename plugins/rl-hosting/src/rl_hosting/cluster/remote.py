@@ -81,7 +81,7 @@ class RemoteBackend:
 
     def _refit(self, method: str, *args: Any, **kwargs: Any) -> list[Future]:
         """One future for each worker that takes part, the first of which has the report."""
-        ranks = self._group.joint_ranks
+        ranks = self._group.ranks
         return [self._group.submit_refit(rank, method, *args, **kwargs) for rank in ranks]
 
     def _collective(self, method: str, *args: Any, **kwargs: Any) -> list[Future]:
@@ -91,7 +91,7 @@ class RemoteBackend:
 
     def cancel_refit(self, refit_id: str) -> None:
         """Ends a refit in all workers that take part; see the interface."""
-        for rank in self._group.joint_ranks:
+        for rank in self._group.ranks:
             self._group.remote(rank, "control", "call", "cancel_refit", (refit_id,), {})
 
     def shutdown(self) -> bool:

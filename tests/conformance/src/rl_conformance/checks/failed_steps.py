@@ -21,8 +21,6 @@ _LENGTHS = (12, 3, 30, 17)
 @check("P7")
 def what_fails_midway_is_refused_until_a_load(ctx: Context) -> None:
     """The optimizer raises once it has written: nothing is done with the weights until a load."""
-    if not ctx.manifest.is_written_for("1.2"):
-        ctx.not_run("steps that fail midway are new in contract 1.2", excused=True)
     _refuses_until_a_load(ctx, ctx.fresh_policy(dtype="float32"))
 
 
