@@ -11,7 +11,7 @@ from rl_core.interfaces import ColocatablePolicyInterface
 from rl_core.plugins.hookspecs import map_weight_names, maps_weight_names
 from rl_core.refit import DEFAULT_DEADLINE_S, GatheredSource, RefitSender, SendOptions
 from rl_core.refit._sources import GuardedSource, WeightChanges
-from rl_core.refit.options import MAX_DEADLINE_S, rank_call_id
+from rl_core.refit.options import MAX_DEADLINE_S
 
 if TYPE_CHECKING:
     import concurrent.futures
@@ -55,7 +55,7 @@ class PolicyRefits(ColocatablePolicyInterface):
     def __init__(self, worker: WorkerContext | None = None) -> None:
         self.worker = worker
         self.refit_ranks: RefitRanks | None = None
-        self._followed = 0  # calls of this rank, which rank 0 counts, too
+        self._streams = self._sets = 0  # that this rank was asked for: all ranks are for the same
         self._following: concurrent.futures.Future[None] | None = None
         self.changes = WeightChanges()
         self._sender = RefitSender(self.refit_source, name=type(self).__name__)
@@ -120,13 +120,20 @@ class PolicyRefits(ColocatablePolicyInterface):
 
     def prepare_weights_for_ipc(self, *args: Any, **kwargs: Any) -> list[list[str]]:
         """See :meth:`ColocatablePolicyInterface.prepare_weights_for_ipc`."""
-        if self._speaks:
-            return self._sender.groups(*args, **kwargs)
-        self._followed += 1
-        if self.refit_ranks is not None:
-            call_id = rank_call_id("", self._followed)
-            self._following = self.refit_ranks.follower.follow(self._part, call_id, MAX_DEADLINE_S)
-        return []
+        before, self._sets = f"set {self._sets}", self._sets + 1
+        call_id, ranks = f"set {self._sets}", self.refit_ranks
+        if not self._speaks:
+            if ranks is not None:
+                self._following = ranks.follower.follow(self._part, call_id, MAX_DEADLINE_S)
+            return []
+        if ranks is not None and self._sets > 1:
+            ranks.leader.dismiss(before, "another set was begun")  # also one that was never read
+        try:
+            return self._sender.groups(*args, rank_call_id=call_id, **kwargs)
+        except BaseException as error:
+            if ranks is not None:
+                ranks.leader.dismiss(call_id, str(error))
+            raise
 
     def get_weights_ipc_handles(self, keys: list[str]) -> dict[str, Any]:
         """See :meth:`ColocatablePolicyInterface.get_weights_ipc_handles`."""
@@ -183,19 +190,16 @@ class PolicyRefits(ColocatablePolicyInterface):
 
     def _send(self, **options: Any) -> list[Future]:
         """Sends, or follows who does."""
+        self._streams += 1
+        call_id, ranks = options.get("refit_id") or f"call {self._streams}", self.refit_ranks
         if not self._speaks:
-            self._followed += 1
-            chosen = SendOptions.of(options)
-            if self.refit_ranks is None:
-                return []
-            call_id = rank_call_id(chosen.refit_id, self._followed)
-            return [self.refit_ranks.follower.follow(self._part, call_id, chosen.deadline_s)]
-        if self.refit_ranks is None:
+            deadline_s = SendOptions.of(options).deadline_s
+            return [ranks.follower.follow(self._part, call_id, deadline_s)] if ranks else []
+        if ranks is None:
             return [self._sender.send(**options)]
-        leader = self.refit_ranks.leader
-        call_id = rank_call_id(options.get("refit_id", ""), self._sender.calls + 1)
+        leader = ranks.leader
         try:
-            sending = self._sender.send(**options)
+            sending = self._sender.send(call_id, **options)
         except BaseException as error:
             leader.dismiss(call_id, str(error))
             raise

@@ -21,7 +21,6 @@ __all__ = [
     "MODES",
     "SendOptions",
     "check_deadline",
-    "rank_call_id",
 ]
 
 #: Buffers that fit a CPU's last cache together pass bytes on without the memory's help.
@@ -146,16 +145,6 @@ def check_deadline(seconds: object) -> None:
     if not (_is_number(seconds, int | float) and 0 < seconds <= MAX_DEADLINE_S):
         fix = f"give the seconds that a refit may take, at most {MAX_DEADLINE_S:g} (a week)"
         raise _illegal("deadline_s", seconds, fix)
-
-
-def rank_call_id(refit_id: str, number: int) -> str:
-    """What all ranks of a trainer call one refit: each counts the calls, which are the same ones.
-
-    Args:
-        refit_id: The id that the call was given, if any.
-        number: Of the call on this rank, from 1.
-    """
-    return refit_id or f"call {number}"
 
 
 def _is_number(value: object, kind: Any) -> TypeGuard[float]:

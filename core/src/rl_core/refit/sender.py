@@ -16,12 +16,7 @@ from rl_core.refit._introduction import introduction
 from rl_core.refit._send_job import SendJob
 from rl_core.refit._sender_base import SenderBase
 from rl_core.refit.messages import PROTOCOL
-from rl_core.refit.options import (
-    DEFAULT_BUCKET_BYTES,
-    DEFAULT_DEADLINE_S,
-    SendOptions,
-    rank_call_id,
-)
+from rl_core.refit.options import DEFAULT_BUCKET_BYTES, DEFAULT_DEADLINE_S, SendOptions
 from rl_core.refit.session import Phase
 from rl_core.refit.turns import exclusively
 
@@ -50,7 +45,7 @@ class RefitSender(SenderBase[SendJob]):
         runtime: What its refits take from outside, such as their clock.
 
     Attributes:
-        calls: How often a refit was asked for.
+        calls: How often a refit was asked for that is no set of handles.
     """
 
     def __init__(
@@ -102,10 +97,13 @@ class RefitSender(SenderBase[SendJob]):
             end = self.ends[transport] = self.runtime.transport(transport).sender(**options)
         return self.runtime.spawn(f"{transport}-{self.name}", lambda: end.rendezvous(deadline_s))
 
-    def send(self, **options: Any) -> concurrent.futures.Future[dict[str, Any]]:
+    def send(
+        self, rank_call_id: str = "", /, **options: Any
+    ) -> concurrent.futures.Future[dict[str, Any]]:
         """Starts one refit.
 
         Args:
+            rank_call_id: What every rank of the trainer calls it.
             **options: Those of :class:`~rl_core.refit.options.SendOptions`.
 
         Returns:
@@ -136,7 +134,7 @@ class RefitSender(SenderBase[SendJob]):
                     described[1].close()
                 source = self._source()
             try:
-                call_id = rank_call_id(chosen.refit_id, self.calls)
+                call_id = rank_call_id or chosen.refit_id or f"call {self.calls}"
                 job = SendJob(self, end, source, chosen, version, call_id)
             except BaseException:
                 source.close()
@@ -165,12 +163,17 @@ class RefitSender(SenderBase[SendJob]):
 
     # -- the older handle-based interface ---------------------------------------------------------
 
-    def groups(self, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> list[list[str]]:
+    def groups(
+        self, bucket_bytes: int = DEFAULT_BUCKET_BYTES, *, rank_call_id: str = ""
+    ) -> list[list[str]]:
         """Begins a refit by handles: names in groups that fit a bucket (or of one larger tensor).
 
         Aliases and empty tensors are not listed: nothing is sent for them.
+
+        Args:
+            bucket_bytes: Of a group, at most.
+            rank_call_id: What every rank of the trainer calls it.
         """
-        self.calls += 1
         self.check_open()
         if self._handle_sender is not None:
             self._handle_sender.close()
@@ -186,7 +189,7 @@ class RefitSender(SenderBase[SendJob]):
                 serial=self._handle_serial + 1,
                 bucket_bytes=bucket_bytes,
                 name=self.name,
-                rank_call_id=rank_call_id("", self.calls),
+                rank_call_id=rank_call_id or f"set {self._handle_serial + 1}",
                 token=self.token,
             )
         except BaseException:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -403,6 +404,62 @@ def test_a_rank_whose_source_cannot_be_made_is_named(trainer: Ranks, engine: Eng
         trainer.ranks[1].stream_weights_via_ipc_zmq(refit_id="r", deadline_s=SOON)
     with pytest.raises(RefitError, match=r"rank 1 of .*ZeroDivisionError"):
         wait(sending, SOON)
+
+
+@pytest.mark.parametrize("first_ends", [False, True])
+@pytest.mark.parametrize("order", sorted(set(itertools.permutations([0, 0, 1, 1]))), ids=str)
+def test_of_two_refits_without_an_id_each_ends_alike_on_all_ranks(
+    engine: Engine, trainer: Ranks, order: tuple[int, ...], first_ends: bool
+) -> None:
+    calls: dict[int, list[Any]] = {rank: [] for rank in range(len(trainer.ranks))}
+    engine.prepare_refit_info(trainer.prepare_refit_info())
+    for one in order:  # the followers come together
+        for rank in [0] if one == 0 else range(1, len(trainer.ranks)):
+            calls[rank] += trainer.ranks[rank].stream_weights_via_ipc_zmq(deadline_s=SOON)
+        if first_ends and len(calls[0]) == 2:
+            assert isinstance(calls[0][0].exception(SOON), RefitAborted)
+    for first, _ in calls.values():
+        with pytest.raises(RefitAborted, match=r"newer refit|ended the refit"):
+            first.result(SOON)
+    receiving = engine.update_weights_via_ipc_zmq(deadline_s=SOON)
+    wait([*(second for _, second in calls.values()), *receiving], SOON)
+    assert same(engine.sink.tensor, trainer.ranks[0].tensors)
+    assert trainer.closed() == [[1, 1, 1]] + [[1, 1]] * (len(trainer.ranks) - 1)
+
+
+def test_handles_and_streams_are_counted_apart(trainer: Ranks, engine: Engine) -> None:
+    engine.prepare_refit_info(trainer.prepare_refit_info())
+    first, *others = trainer.ranks  # those that train and those that begin refits are two threads
+    sending = first.stream_weights_via_ipc_zmq(deadline_s=SOON)
+    groups = first.prepare_weights_for_ipc(BUCKET)
+    for rank in others:
+        rank.prepare_weights_for_ipc(BUCKET)
+        sending += rank.stream_weights_via_ipc_zmq(deadline_s=SOON)
+    wait([*sending, *engine.update_weights_via_ipc_zmq(deadline_s=SOON)], SOON)
+    for keys in groups:
+        handles, *_ = [rank.get_weights_ipc_handles(keys) for rank in trainer.ranks]
+        assert engine.receiver.load_handles(handles)
+    assert trainer.closed() == [[1, 1, 1]] + [[1, 1]] * (len(trainer.ranks) - 1)
+
+
+def test_a_set_of_handles_that_is_not_read_ends_on_all_ranks(
+    trainer: Ranks, engine: Engine
+) -> None:
+    def begin(**options: Any) -> list[list[str]]:
+        groups: list[list[str]]
+        *_, groups = [rank.prepare_weights_for_ipc(**options) for rank in trainer.ranks[::-1]]
+        return groups
+
+    begin()
+    begin()
+    with pytest.raises(TypeError):
+        begin(no_such_option=1)
+    engine.prepare_refit_info(trainer.prepare_refit_info())
+    for keys in begin():
+        handles, *_ = [rank.get_weights_ipc_handles(keys) for rank in trainer.ranks]
+        assert engine.receiver.load_handles(handles)
+    go(trainer, engine)
+    assert trainer.closed() == [[1] * 5] * len(trainer.ranks)
 
 
 def test_followers_do_nothing_where_rank_0_has_all(keep) -> None:

@@ -221,7 +221,7 @@ def test_a_set_of_handles_has_one_source_and_one_sink(trainer, engine):
         engine.receiver.load_handles(trainer.sender.handles(keys))
     assert counts(trainer) == [1, 1]
     assert engine.made == looked + 1
-    assert set(trainer.made[1].opened) == {"call 1"}
+    assert set(trainer.made[1].opened) == {"set 1"}
     trainer.sender.groups(BUCKET)
     trainer.close()
     assert counts(trainer) == [1, 1, 1]
