@@ -356,14 +356,26 @@ def test_replicas_of_different_versions_do_not_serve_until_a_refit(
 ) -> None:
     pair._group.call(0, "prepare_refit_info", policy.prepare_refit_info())
     sending = policy.stream_weights_via_ipc_zmq(receivers=1, deadline_s=60)
-    receiving = pair._group.submit_refit(0, "update_weights_via_ipc_zmq", deadline_s=60)
-    wait([*sending, receiving], 60)
+    alone, options = "update_weights_via_ipc_zmq", {"deadline_s": 60}
+    pair._group.remote(0, "begin", "begin", "alone", alone, (), options)
+    wait([*sending, pair._group.remote(0, "refit", "finish", "alone", 60)], 60)
     with pytest.raises(WeightsTornError, match="serve different weights"):
         _ = pair.weights_version
     with pytest.raises(WeightsTornError, match="serve different weights"):
         pair.generate(prompts(*RAGGED))
     report = refit(policy, pair, deadline_s=60)
     assert pair.weights_version == report.version
+
+
+def test_a_refit_keeps_its_deadline_beside_others_that_wait_longer(
+    pair: RemoteGeneration, policy: RemotePolicy
+) -> None:
+    pair.prepare_refit_info(policy.prepare_refit_info())
+    waiting = [pair.update_weights_via_ipc_zmq(deadline_s=60) for _ in range(2)]
+    for late in pair.update_weights_via_ipc_zmq(deadline_s=0.5):
+        with pytest.raises(DeadlineError):
+            wait(late, 30)
+    wait([f for one in [policy.stream_weights_via_ipc_zmq(receivers=2), *waiting] for f in one], 60)
 
 
 # -- policy ----------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -12,13 +13,14 @@ from sharded import batch, engine_of, same, sources, weights
 
 from rl_conformance.models import make_tiny_model
 from rl_core.errors import LifecycleError
-from rl_core.futures import as_concurrent, wait
+from rl_core.futures import as_concurrent, spawn, wait
 from rl_core.refit import WeightChanges, refit
-from rl_hosting import LocalCluster
+from rl_hosting import LocalCluster, local_cluster
 from rl_losses import NLLLossFn
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+    from concurrent.futures import Future
     from pathlib import Path
 
     from rl_hosting.cluster import RemotePolicy
@@ -145,7 +147,8 @@ def test_a_step_in_the_midst_of_a_refit_ends_it_on_all_ranks(
 ) -> None:
     engine = engine_of(model)
     engine.prepare_refit_info(policy.prepare_refit_info())
-    sending = policy.stream_weights_via_ipc_zmq(deadline_s=SOON)
+    begin = policy._group.begin_refit  # the step is not to come before it on any rank
+    sending = begin("stream_weights_via_ipc_zmq", deadline_s=SOON)
     policy.train(batch(), NLLLossFn(), gbs=8)
     receiving = engine.update_weights_via_ipc_zmq(deadline_s=SOON)
     for future in sending:
@@ -159,9 +162,23 @@ def test_a_step_in_the_midst_of_a_refit_ends_it_on_all_ranks(
     assert all(rank["made"] == rank["closed"] for rank in sources(policy))
 
 
+@pytest.mark.parametrize("late", [None, 0, 1])
 def test_refits_that_others_follow_or_that_are_refused_end_on_all_ranks(
-    policy: RemotePolicy, model: Path
+    policy: RemotePolicy, model: Path, late: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    begins: list[Future[Any]] = []
+    second = threading.Event()
+
+    def spawn_late(name: str, function: Callable[[], Any]) -> Future[Any]:
+        """The thread of the first refit's call runs late, as on a busy machine."""
+        if not (name.startswith("begin-") and name.endswith(f"worker-{late}")):
+            return spawn(name, function)
+        one_waits = not begins
+        begins.append(spawn(name, lambda: (one_waits and second.wait(0.5), function())[1]))
+        begins[-1].add_done_callback(lambda _: second.set())
+        return begins[-1]
+
+    monkeypatch.setattr(local_cluster, "spawn", spawn_late)
     engine = engine_of(model)
     engine.prepare_refit_info(policy.prepare_refit_info())
     superseded = policy.stream_weights_via_ipc_zmq(deadline_s=SOON)

@@ -7,6 +7,7 @@ tests of launchers need.
 from __future__ import annotations
 
 import os
+import signal
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -211,13 +212,26 @@ def manifest_in(folder: Path) -> Any:
     (info / "entry_points.txt").write_text("[rl_core.backends]\ndouble=cluster_doubles:BACKEND\n")
     (engine / "only_in_workers.py").write_text(ENGINE_ERROR)
     doubles = [Path(file or "").parent for file in (__file__, simple_pair.__file__)]
-    path = os.pathsep.join(map(str, [*doubles, installed, engine]))
+    given = filter(None, [os.environ.get("PYTHONPATH")])
+    path = os.pathsep.join(map(str, [*doubles, installed, engine, *given]))
     return replace(BACKEND, environment={"PYTHONPATH": path, "DOUBLE_SETTING": "from manifest"})
 
 
 def pids(backend: Any) -> list[int]:
     """Of the workers of a remote backend."""
     return [place["pid"] for place in backend._group.places]
+
+
+def stop(process: int) -> None:
+    """Stops all of its threads: one that runs on may answer still."""
+    os.kill(process, signal.SIGSTOP)
+    end = time.monotonic() + 30
+    threads = Path(f"/proc/{process}/task")
+    while any(
+        (one / "stat").read_text().rpartition(")")[2].split()[0] != "T" for one in threads.iterdir()
+    ):
+        assert time.monotonic() < end, "it does not stop"
+        time.sleep(0.01)
 
 
 def wait_until_gone(processes: list[int]) -> None:

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import os
 import signal
+import threading
 import time
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
-from cluster_doubles import CONFIG, EXIT, manifest_in, pids, wait_until_gone
+from cluster_doubles import CONFIG, EXIT, manifest_in, pids, stop, wait_until_gone
 from prompt_rows import prompts
 
 from rl_core.errors import ConfigError, DeadlineError, WorkerDiedError
-from rl_core.futures import within
-from rl_hosting import LocalCluster
+from rl_core.futures import spawn, within
+from rl_hosting import LocalCluster, local_cluster
 from rl_hosting.cluster import RemoteGeneration
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +98,7 @@ def test_a_worker_that_does_not_answer_is_named(cluster: LocalCluster, manifest:
     generation.prepare_for_generation()
     generation._group.call_deadline_s = 1.0
     stopped = pids(generation)[1]
-    os.kill(stopped, signal.SIGSTOP)
+    stop(stopped)
     try:
         late = "worker-1: attribute was not answered"
         with pytest.raises(DeadlineError, match=late) as raised:
@@ -111,7 +114,7 @@ def test_a_worker_that_does_not_answer_in_the_time_of_a_larger_call_is_named(
     generation = RemoteGeneration(cluster, manifest, CONFIG)
     generation.prepare_for_generation()
     stopped = pids(generation)[1]
-    os.kill(stopped, signal.SIGSTOP)
+    stop(stopped)
     begun = time.monotonic()
     try:
         for ask in (generation._group.attributes, lambda n: generation._group.attribute(1, n)):
@@ -121,6 +124,47 @@ def test_a_worker_that_does_not_answer_in_the_time_of_a_larger_call_is_named(
         assert time.monotonic() - begun < 10
     finally:
         os.kill(stopped, signal.SIGKILL)
+
+
+def test_calls_reach_a_worker_in_the_order_in_which_they_are_made(
+    cluster: LocalCluster, manifest: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workers = RemoteGeneration(cluster, manifest, CONFIG)._group
+    second_sent = threading.Event()
+
+    def late(name: str, function: Callable[[], Any]) -> Any:
+        return spawn(name, lambda: (second_sent.wait(0.5), function())[1])
+
+    with monkeypatch.context() as patched:
+        patched.setattr(local_cluster, "spawn", late)
+        first = workers.submit(0, "__setattr__", "mark", 1)
+    second = workers.submit(0, "__setattr__", "mark", 2)
+    second.add_done_callback(lambda _: second_sent.set())
+    workers.wait([first, second])
+    assert workers.attribute(0, "mark") == 2
+
+
+def test_all_ranks_begin_the_refits_of_two_threads_in_one_order(
+    cluster: LocalCluster, manifest: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workers = RemoteGeneration(cluster, manifest, CONFIG)._group
+    begun: dict[tuple[int, str], None] = {}
+    others: list[Future[Any]] = []
+
+    def remote(rank: int, group: str, method: str, name: str, *args: Any) -> Future[None]:
+        begun.setdefault((rank, name))
+        if not others:  # another thread asks meanwhile
+            others.append(spawn("another", lambda: workers.submit_refit("another")))
+            concurrent.futures.wait(others, 0.5)
+        return Future()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(workers, "remote", remote)
+        workers.submit_refit("one")
+        others[0].result(10)
+    orders = [[name for at, name in begun if at == rank] for rank in workers.ranks]
+    assert orders[0] == orders[1]
+    assert len(orders[0]) == 2
 
 
 def test_what_is_wrong_is_refused_before_anything_starts() -> None:

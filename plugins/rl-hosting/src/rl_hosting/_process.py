@@ -182,12 +182,20 @@ class HostedProcess:
             self.with_log(error)
             raise
 
-    def call(self, method: str, timeout_s: float, **arguments: Any) -> Any:
+    def call(
+        self,
+        method: str,
+        timeout_s: float,
+        *,
+        on_sent: Callable[[], object] = lambda: None,
+        **arguments: Any,
+    ) -> Any:
         """Calls a method of the host.
 
         Args:
             method: Its name.
             timeout_s: Seconds.
+            on_sent: Called once the host gets this call before those that are sent from then on.
             **arguments: Plain values.
 
         Raises:
@@ -196,13 +204,21 @@ class HostedProcess:
             DeadlineError: It did not answer in time.
             LifecycleError: This process was forked from the one whose engine it is.
         """
-        return self._call(method, time.monotonic() + timeout_s, timeout_s, arguments)
+        return self._call(method, time.monotonic() + timeout_s, timeout_s, arguments, on_sent)
 
-    def _call(self, method: str, end: float, seconds: float, arguments: dict[str, Any]) -> Any:
+    def _call(
+        self,
+        method: str,
+        end: float,
+        seconds: float,
+        arguments: dict[str, Any],
+        on_sent: Callable[[], object] = lambda: None,
+    ) -> Any:
         """As :meth:`call`, until a time; ``seconds`` is how long that is after the beginning."""
         number = next(self._numbers)
         with self._inbox.expecting(number) as answer:
             self._send(Request(method, arguments, number), max(0.0, end - time.monotonic()))
+            on_sent()
             reply = self._wait(answer, method, end, seconds)
         if (error := error_of(reply)) is not None:
             raise self.with_log(error)

@@ -8,6 +8,8 @@ from __future__ import annotations
 import itertools
 import os
 import sys
+import threading
+import time
 import uuid
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
@@ -145,6 +147,8 @@ class LocalWorkers(Workers):
     ) -> None:
         name = f"{manifest.name}-{kind}-{uuid.uuid4().hex[:6]}"
         super().__init__(name, size, manifest, kind, call_deadline_s)
+        self._line = threading.Lock()
+        self._last_sent: dict[int, threading.Event] = {}  # by rank: its last call is on its way
         try:
             for rank in self.ranks:
                 worker = f"{name}-worker-{rank}"
@@ -175,17 +179,26 @@ class LocalWorkers(Workers):
         """See :meth:`Workers.remote`."""
         process = self.process(rank)
         call = encode_arguments(list(args))
+        end, sent = time.monotonic() + self.call_deadline_s, threading.Event()
 
-        def answer() -> Any:
+        def answer(before: threading.Event | None) -> Any:
+            if before is not None:
+                before.wait(self.call_deadline_s)
+            left = max(0.0, end - time.monotonic())
             try:
-                found = process.call(method, self.call_deadline_s, group=group, call=call)
+                found = process.call(method, left, on_sent=sent.set, group=group, call=call)
             except (WorkerDiedError, DeadlineError) as error:
                 if not isinstance(error, WorkerError):  # which may be about another one
                     error.details.setdefault("rank", rank)
                 raise
+            finally:
+                sent.set()
             return decode_result(found)
 
-        return spawn(f"{method}-{process.name}", answer)
+        with self._line:
+            result = spawn(f"{method}-{process.name}", partial(answer, self._last_sent.get(rank)))
+            self._last_sent[rank] = sent
+        return result
 
     async def stream(
         self, rank: int, stream_id: str, data: Any, greedy: bool

@@ -8,6 +8,7 @@ generation, rows dealt to workers, errors of workers) works on both.
 from __future__ import annotations
 
 import concurrent.futures
+import threading
 import time
 import uuid
 from abc import ABC, abstractmethod
@@ -95,6 +96,7 @@ class Workers(ABC):
         self.places: list[dict[str, Any]] = []
         self.processes: list[Any] = []
         self._kind = kind
+        self._asking = threading.Lock()
         self._capabilities = manifest.capabilities[kind]
 
     #: Seconds for a launcher's calls to say themselves which worker missed the deadline.
@@ -105,6 +107,8 @@ class Workers(ABC):
     @abstractmethod
     def remote(self, rank: int, group: str, method: str, *args: Any) -> Future:
         """Calls a method of one :class:`~rl_hosting.cluster.worker.Worker`; its result comes later.
+
+        Calls reach the worker in the order in which they are made.
 
         Raises:
             LifecycleError: They were shut down.
@@ -168,25 +172,32 @@ class Workers(ABC):
         """Lets one backend generate, beside whatever it generates already."""
         return self.remote(rank, "generate", "call", "generate", (data, greedy), {})
 
-    def submit_refit(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Future:
-        """Calls a method that returns futures; the result is what the first one ended with.
+    def submit_refit(self, method: str, *args: Any, **kwargs: Any) -> list[Future]:
+        """Calls a method that returns futures on every rank.
 
-        Calls begin in the order in which they were submitted.
+        All ranks begin such calls in one order, that of a thread's own calls.
+
+        Returns:
+            For each rank what the first of its futures ended with.
         """
-        return self._begin(rank, method, args, kwargs)[1]
+        return self._begin(method, args, kwargs)[1]
 
     def begin_refit(self, method: str, *args: Any, **kwargs: Any) -> list[Future]:
-        """As :meth:`submit_refit` on every rank; returns once all have begun."""
-        begun = [self._begin(rank, method, args, kwargs) for rank in self.ranks]
-        self.wait([beginning for beginning, _ in begun], self.ranks)
-        return [result for _, result in begun]
+        """As :meth:`submit_refit`; returns once all have begun."""
+        begun, results = self._begin(method, args, kwargs)
+        self.wait(begun, self.ranks)
+        return results
 
     def _begin(
-        self, rank: int, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Future, Future]:
-        name = uuid.uuid4().hex
-        beginning = self.remote(rank, "begin", "begin", name, method, args, kwargs)
-        return beginning, self.remote(rank, "refit", "finish", name, self.call_deadline_s)
+        self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[list[Future], list[Future]]:
+        name, seconds = uuid.uuid4().hex, self.call_deadline_s
+        with self._asking:  # or else ranks would take the calls of two threads for one another
+            begun = [
+                self.remote(rank, "begin", "begin", name, method, args, kwargs)
+                for rank in self.ranks
+            ]
+        return begun, [self.remote(rank, "refit", "finish", name, seconds) for rank in self.ranks]
 
     def call(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Any:
         """Calls a method of one backend and waits."""

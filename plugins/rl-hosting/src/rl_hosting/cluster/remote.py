@@ -81,8 +81,7 @@ class RemoteBackend:
 
     def _refit(self, method: str, *args: Any, **kwargs: Any) -> list[Future]:
         """One future for each worker that takes part, the first of which has the report."""
-        ranks = self._group.ranks
-        return [self._group.submit_refit(rank, method, *args, **kwargs) for rank in ranks]
+        return self._group.submit_refit(method, *args, **kwargs)
 
     def _collective(self, method: str, *args: Any, **kwargs: Any) -> list[Future]:
         """As :meth:`_refit`, of backends that offer it."""

@@ -25,8 +25,9 @@ __all__ = ["CONCURRENCY_GROUPS", "Worker"]
 
 #: Threads of a worker. Work is done one call at a time and always by the same thread; many calls
 #: of generate share the engine, and refits and questions get through meanwhile. Refits begin in the
-#: order in which they were asked for, and are waited for by others.
-CONCURRENCY_GROUPS = {"work": 1, "generate": 256, "begin": 1, "refit": 2, "control": 2}
+#: order in which they were asked for, and are waited for by others: one for each that goes on, or
+#: else one that has ended would seem to go on as long as those before it.
+CONCURRENCY_GROUPS = {"work": 1, "generate": 256, "begin": 1, "refit": 16, "control": 2}
 
 
 class Worker:
