@@ -14,6 +14,7 @@ import logging
 from collections.abc import Callable
 from contextlib import contextmanager
 from contextvars import ContextVar
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -133,14 +134,20 @@ def segment_attention(
             return _one_token_each(query, key, value, attention_mask, options["scaling"]), None
         output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
         return output, None
-    lengths: list[int] = attention_mask.flatten().tolist()
     window = options.get("sliding_window")
-    cut = (torch.split(tensor, lengths, dim=2) for tensor in (query, key, value))
-    parts = [
-        sdpa_attention_forward(module, q, k, v, _window_mask(q, window), **options)[0]
-        for q, k, v in zip(*cut, strict=True)
-    ]
-    return torch.cat(parts, dim=1), None
+    parts, start = [], 0
+    # Neighbours of one length are a batch: one call for all of them.
+    for length, run in groupby(attention_mask.flatten().tolist()):
+        rows = len(list(run))
+        end = start + rows * length
+        q, k, v = (
+            tensor[0, :, start:end].unflatten(1, (rows, length)).transpose(0, 1)
+            for tensor in (query, key, value)
+        )
+        part, _ = sdpa_attention_forward(module, q, k, v, _window_mask(q, window), **options)
+        parts.append(part.flatten(0, 1))
+        start = end
+    return torch.cat(parts)[None], None
 
 
 def _one_token_each(
