@@ -16,13 +16,13 @@ from typing import Any
 import torch
 
 from examples.additions import MAX_NEW_TOKENS, Additions, make_model
+from rl_conformance.diagnostics.agreement import validate_log_probability_consistency
 from rl_core import (
     ColocatablePolicyInterface,
     GenerationInterface,
     create_generation,
     create_policy,
     training_batch,
-    validate_log_probability_consistency,
 )
 from rl_core.interfaces import Cluster
 from rl_core.refit import refit
