@@ -51,6 +51,11 @@ class SteppedEngine(RowEngine):
         self.stepped = False
         self.broken: Exception | None = None
         self.cancelled: list[int] = []
+        self.left: list[int] = []
+        self.worked: set[int] = set()
+
+    def leave_processors(self) -> None:
+        self.left.append(threading.get_ident())
 
     def submit(self, rows: Sequence[Row]) -> None:
         self.rows |= {row.key: (row, 0) for row in rows}
@@ -58,6 +63,7 @@ class SteppedEngine(RowEngine):
         self.most = max(self.most, len(self.rows))
 
     def collect(self) -> list[Completion | FailedRow]:
+        self.worked.add(threading.get_ident())
         if self.stepped and not self.step.acquire(timeout=0.01):
             return []
         if self.broken is not None:
@@ -120,6 +126,19 @@ def until(condition: Callable[[], bool]) -> None:
 def pool() -> Iterator[concurrent.futures.ThreadPoolExecutor]:
     with concurrent.futures.ThreadPoolExecutor(64) as threads:
         yield threads
+
+
+def test_who_waits_for_rows_leaves_the_processors_to_who_decodes_them():
+    engine = Engine()
+
+    async def stream() -> None:
+        async for _ in engine.generate_async(prompt(3)):
+            pass
+
+    engine.generate(prompt(2))
+    asyncio.run(stream())
+    assert engine.rows.left == [threading.get_ident()] * 2
+    assert threading.get_ident() not in engine.rows.worked
 
 
 def test_calls_of_many_threads_and_tasks_get_their_own_rows(pool):

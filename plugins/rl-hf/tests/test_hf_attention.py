@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -12,6 +13,7 @@ from rl_conformance.models import make_tiny_model
 from rl_conformance.oracle import Oracle
 from rl_core.batch import BatchedDataDict
 from rl_core.errors import CapabilityError, ConfigError
+from rl_hf import attention
 from rl_hf.attention import SEGMENTS, segment_attention
 from rl_hf.generation import HuggingFaceGeneration
 from rl_hf.own_attention import TOKENS, compare_attention
@@ -124,6 +126,35 @@ def test_rows_are_packed_with_the_attention_of_the_model(made):
     assert HuggingFacePolicy(str(made("window"))).model.config._attn_implementation == SEGMENTS
     with pytest.raises(CapabilityError, match="attend in chunks"):
         HuggingFacePolicy(str(made("chunks")), sequence_packing={"enabled": True})
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_neighbours_of_one_length_in_a_packed_row_are_one_call_and_the_same(window, monkeypatch):
+    calls: list[int] = []
+    fused = attention.sdpa_attention_forward
+
+    def counted(module: Any, query: Any, *rest: Any, **options: Any) -> Any:
+        calls.append(len(query))
+        return fused(module, query, *rest, **options)
+
+    monkeypatch.setattr(attention, "sdpa_attention_forward", counted)
+    lengths = [6, 6, 6, 1, 1, 4, 6]
+    module = torch.nn.Module().eval()
+    module.is_causal = True
+    query, key, value = torch.randn(3, 1, 2, sum(lengths), 8).unbind()
+    options = {"scaling": 0.5, "sliding_window": window}
+    found, _ = segment_attention(module, query, key, value, segment_mask(lengths), **options)
+    assert calls == [3, 2, 1, 1]
+    alone = [
+        segment_attention(
+            module,
+            *(t[:, :, end - size : end] for t in (query, key, value)),
+            segment_mask([size]),
+            **options,
+        )[0]
+        for size, end in zip(lengths, accumulate(lengths), strict=True)
+    ]
+    assert torch.equal(found, torch.cat(alone, dim=1))
 
 
 def test_a_window_above_what_is_tried_is_compared_by_its_rule(tiny):

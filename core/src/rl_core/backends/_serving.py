@@ -11,9 +11,9 @@ import weakref
 from collections import deque
 from contextlib import suppress
 from copy import copy
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from rl_core.backends.prompts import Completion
 from rl_core.backends.rows import FailedRow, Row
 from rl_core.errors import DeadlineError, LifecycleError, PluginError
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable
 
-    from rl_core.backends.prompts import Completion, PromptBatch, SamplingParams
+    from rl_core.backends.prompts import PromptBatch, SamplingParams
     from rl_core.backends.rows import RowEngine
     from rl_core.refit.turns import TurnLock
 
@@ -66,6 +66,8 @@ class ServedCall:
         self.deliver = deliver
         self.number = 0
         self.version = 0
+        self._ids = prompts.input_ids.cpu().numpy()  # a row of it costs a tenth of a tensor's
+        self._lengths: list[int] = prompts.lengths.tolist()
         self._budgets: list[int] = prompts.budgets.tolist()
         self._seeds: list[int] = prompts.seeds.tolist()
         self.roomless = [row for row, budget in enumerate(self._budgets) if budget <= 0]
@@ -80,7 +82,7 @@ class ServedCall:
             key=key,
             call=self.number,
             index=index,
-            token_ids=self.prompts.token_ids(index),
+            token_ids=self._ids[index, : self._lengths[index]].tolist(),
             budget=self._budgets[index],
             seed=self._seeds[index],
             seeded=self.prompts.seeded,
@@ -150,21 +152,20 @@ class RowService:
                 f"{self._name}.{call.method} was called by what changes the engine meanwhile",
                 fix="call it after the refit, or after the call that wakes or ends the engine",
             )
+        self._engine.leave_processors()
         with self._guard:
             call.number = next(self._numbers)
+            self._arrived.append(call)
             if self._thread is None:
                 thread = threading.Thread(
                     target=self._serve, name=f"generate-{self._name}", daemon=True
                 )
-                self._arrived.append(call)
                 try:
                     thread.start()
                 except BaseException:  # the system has no more threads
                     self._arrived.remove(call)
                     raise
                 self._thread = thread
-            else:
-                self._arrived.append(call)
         self._engine.interrupt()
 
     def cancel(self, call: ServedCall) -> None:
@@ -302,7 +303,7 @@ class RowService:
                 )
             else:
                 error = None
-                self._tell(call, replace(done, row=index))
+                self._tell(call, Completion(index, done.token_ids, done.logprobs, done.truncated))
             if error is not None:
                 self._drop(call)
                 self._tell(call, error)

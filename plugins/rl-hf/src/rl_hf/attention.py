@@ -141,7 +141,7 @@ def segment_attention(
         rows = len(list(run))
         end = start + rows * length
         q, k, v = (
-            tensor[0, :, start:end].unflatten(1, (rows, length)).transpose(0, 1)
+            tensor[0, :, start:end].reshape(tensor.shape[1], rows, length, -1).transpose(0, 1)
             for tensor in (query, key, value)
         )
         part, _ = sdpa_attention_forward(module, q, k, v, _window_mask(q, window), **options)

@@ -16,6 +16,7 @@ import torch
 from rl_core.backends import Completion, FailedRow, RowEngine
 from rl_core.backends.stop_strings import StopStrings
 from rl_core.errors import ConfigError, RLError
+from rl_torch.openmp import end_helpers
 from rl_torch.sampling import Sampler
 
 if TYPE_CHECKING:
@@ -74,6 +75,7 @@ class DecodingEngine(RowEngine):
         self._waiting: list[Row] = []
         self._batches: list[_Batch] = []
         self._ended: list[Completion | FailedRow] = []  # before they began
+        self.leave_processors()  # which the model was loaded with
 
     def submit(self, rows: Sequence[Row]) -> None:
         """See :meth:`RowEngine.submit`. A row with stop strings fails without a tokenizer."""
@@ -114,6 +116,11 @@ class DecodingEngine(RowEngine):
         for batch in self._batches:
             batch.cancel(keys)
         self._batches = [batch for batch in self._batches if batch.unfinished]
+
+    def leave_processors(self) -> None:
+        """See :meth:`RowEngine.leave_processors`."""
+        if self._device.type == "cpu":
+            end_helpers()
 
     def _open_batches(self) -> None:
         """One batch that rows join at any time; or one for each group of equal length."""
@@ -171,12 +178,7 @@ class _Slots:
 
     @classmethod
     def empty(cls, vocabulary: int, device: torch.device) -> _Slots:
-        """No slots yet.
-
-        Args:
-            vocabulary: Width of ``seen``.
-            device: Of all tensors.
-        """
+        """No slots yet, on a device; ``vocabulary`` is the width of ``seen``."""
 
         def numbers(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=torch.int64, device=device)
