@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import textwrap
 
 import pytest
 
@@ -49,7 +48,7 @@ assert threads() == alone + 2, "nothing of the CPU decodes there"
 @pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="counts threads in /proc")
 def test_a_thread_that_waits_has_no_helpers():
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(PROGRAM)],
+        [sys.executable, "-c", PROGRAM],
         capture_output=True,
         text=True,
         timeout=120,
