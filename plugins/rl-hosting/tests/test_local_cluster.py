@@ -23,6 +23,8 @@ from rl_hosting.cluster import RemoteGeneration
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from rl_hosting.local_cluster import LocalWorkers
+
 
 @pytest.fixture(scope="module")
 def manifest(tmp_path_factory: pytest.TempPathFactory) -> Any:
@@ -33,6 +35,13 @@ def manifest(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def cluster() -> Iterator[LocalCluster]:
     with LocalCluster(2, threads=1) as cluster:
         yield cluster
+
+
+@pytest.fixture(scope="module")
+def pair(manifest: Any) -> Iterator[LocalWorkers]:
+    """Two workers, for the tests that leave them as they are."""
+    with LocalCluster(2, threads=1) as cluster:
+        yield RemoteGeneration(cluster, manifest, CONFIG)._group
 
 
 def test_workers_have_what_they_are_given(cluster: LocalCluster, manifest: Any) -> None:
@@ -127,9 +136,8 @@ def test_a_worker_that_does_not_answer_in_the_time_of_a_larger_call_is_named(
 
 
 def test_calls_reach_a_worker_in_the_order_in_which_they_are_made(
-    cluster: LocalCluster, manifest: Any, monkeypatch: pytest.MonkeyPatch
+    pair: LocalWorkers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    workers = RemoteGeneration(cluster, manifest, CONFIG)._group
     second_sent = threading.Event()
 
     def late(name: str, function: Callable[[], Any]) -> Any:
@@ -137,32 +145,37 @@ def test_calls_reach_a_worker_in_the_order_in_which_they_are_made(
 
     with monkeypatch.context() as patched:
         patched.setattr(local_cluster, "spawn", late)
-        first = workers.submit(0, "__setattr__", "mark", 1)
-    second = workers.submit(0, "__setattr__", "mark", 2)
+        first = pair.remote(0, "work", "call", "__setattr__", ("mark", 1), {})
+    second = pair.remote(0, "work", "call", "__setattr__", ("mark", 2), {})
     second.add_done_callback(lambda _: second_sent.set())
-    workers.wait([first, second])
-    assert workers.attribute(0, "mark") == 2
+    pair.wait([first, second])
+    assert pair.attribute(0, "mark") == 2
 
 
-def test_all_ranks_begin_the_refits_of_two_threads_in_one_order(
-    cluster: LocalCluster, manifest: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("ask", ["submit_refit", "call_all", "call_each", "attributes"])
+def test_all_ranks_get_the_calls_of_two_threads_in_one_order(
+    pair: LocalWorkers, monkeypatch: pytest.MonkeyPatch, ask: str
 ) -> None:
-    workers = RemoteGeneration(cluster, manifest, CONFIG)._group
-    begun: dict[tuple[int, str], None] = {}
+    got: dict[tuple[int, str], None] = {}
     others: list[Future[Any]] = []
 
+    def call(name: str) -> None:
+        getattr(pair, ask)(name, *([pair.ranks] if ask == "call_each" else []))
+
     def remote(rank: int, group: str, method: str, name: str, *args: Any) -> Future[None]:
-        begun.setdefault((rank, name))
-        if not others:  # another thread asks meanwhile
-            others.append(spawn("another", lambda: workers.submit_refit("another")))
+        got.setdefault((rank, name))
+        if not others:  # another thread calls meanwhile
+            others.append(spawn("another", lambda: call("another")))
             concurrent.futures.wait(others, 0.5)
-        return Future()
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
 
     with monkeypatch.context() as patched:
-        patched.setattr(workers, "remote", remote)
-        workers.submit_refit("one")
+        patched.setattr(pair, "remote", remote)
+        call("one")
         others[0].result(10)
-    orders = [[name for at, name in begun if at == rank] for rank in workers.ranks]
+    orders = [[name for at, name in got if at == rank] for rank in pair.ranks]
     assert orders[0] == orders[1]
     assert len(orders[0]) == 2
 

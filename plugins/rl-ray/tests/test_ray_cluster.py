@@ -109,7 +109,7 @@ def test_futures_of_workers_are_object_refs_and_can_be_waited_for_with_others(
     cluster: RayVirtualCluster, manifest: Any
 ) -> None:
     policy = RemotePolicy(cluster, manifest, {**CONFIG, "model_name": "."}, num_workers=1)
-    reference = policy._group.submit(0, "get_logprobs", prompts([1, 2]))
+    reference = policy._group.remote(0, "work", "call", "get_logprobs", (prompts([1, 2]),), {})
     assert isinstance(reference, ray.ObjectRef)
     expected = torch.tensor([[-1.0, -2.0]])
     assert ray.get(reference, timeout=60)["logprobs"].equal(expected)

@@ -96,6 +96,7 @@ class Workers(ABC):
         self.places: list[dict[str, Any]] = []
         self.processes: list[Any] = []
         self._kind = kind
+        # Of two threads all ranks get the same one's call first, or would take one for the other.
         self._asking = threading.Lock()
         self._capabilities = manifest.capabilities[kind]
 
@@ -164,10 +165,6 @@ class Workers(ABC):
         """``0 .. size - 1``."""
         return range(self.size)
 
-    def submit(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Future:
-        """Calls a method of one backend; its result comes later."""
-        return self.remote(rank, "work", "call", method, args, kwargs)
-
     def submit_generate(self, rank: int, data: Any, greedy: bool) -> Future:
         """Lets one backend generate, beside whatever it generates already."""
         return self.remote(rank, "generate", "call", "generate", (data, greedy), {})
@@ -192,7 +189,7 @@ class Workers(ABC):
         self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[list[Future], list[Future]]:
         name, seconds = uuid.uuid4().hex, self.call_deadline_s
-        with self._asking:  # or else ranks would take the calls of two threads for one another
+        with self._asking:
             begun = [
                 self.remote(rank, "begin", "begin", name, method, args, kwargs)
                 for rank in self.ranks
@@ -207,6 +204,15 @@ class Workers(ABC):
         """Calls a method of every backend and waits; results in order of the ranks."""
         return self._on(self.ranks, "work", "call", method, args, kwargs)
 
+    def call_each(self, method: str, first: Iterable[Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """As :meth:`call_all`, with a first argument of each rank's own."""
+        with self._asking:
+            calls = [
+                self.remote(rank, "work", "call", method, (own, *args), kwargs)
+                for rank, own in enumerate(first)
+            ]
+        return self.wait(calls, self.ranks)
+
     def attribute(self, rank: int, name: str) -> Any:
         """An attribute of one backend, also while it works."""
         return self._on([rank], "control", "attribute", name)[0]
@@ -216,7 +222,9 @@ class Workers(ABC):
         return self._on(self.ranks, "control", "attribute", name)
 
     def _on(self, ranks: Sequence[int], group: str, method: str, *args: Any) -> list[Any]:
-        return self.wait([self.remote(rank, group, method, *args) for rank in ranks], ranks)
+        with self._asking:
+            calls = [self.remote(rank, group, method, *args) for rank in ranks]
+        return self.wait(calls, ranks)
 
     def abandon(self, rank: int, stream_id: str) -> None:
         """Tells a backend that nobody reads its stream any more."""

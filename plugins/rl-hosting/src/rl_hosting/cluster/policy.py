@@ -65,11 +65,8 @@ class RemotePolicy(RemoteBackend, Colocatable):
                 only: BatchedDataDict[Any] = self._spoken(method, data, **options)
                 return only
             shards, indices = padded_shards(data, self._rows.size)
-            calls = [
-                self._group.submit(rank, method, shards[part], **options)
-                for rank, part in enumerate(self._rows.parts)
-            ]
-            spoken = self._rows.spoken(self._group.wait(calls, self._group.ranks))
+            dealt = [shards[part] for part in self._rows.parts]
+            spoken = self._rows.spoken(self._group.call_each(method, dealt, **options))
             return collect(spoken, indices, data.size)
 
     def get_logprobs(
@@ -117,14 +114,10 @@ class RemotePolicy(RemoteBackend, Colocatable):
                 data, self._rows.size, gbs, getattr(loss_fn, "group_size", 1)
             )
         with timed(timer, "train"):
-            calls = [
-                self._group.submit(
-                    rank, "train", shards[part], loss_fn, eval_mode, gbs=gbs, mbs=mbs
-                )
-                for rank, part in enumerate(self._rows.parts)
-            ]
-            results: list[dict[str, Any]] = self._group.wait(calls, self._group.ranks)
-            return scalars(self._rows.spoken(results)[0])
+            dealt = [shards[part] for part in self._rows.parts]
+            results = self._group.call_each("train", dealt, loss_fn, eval_mode, gbs=gbs, mbs=mbs)
+            spoken: list[dict[str, Any]] = self._rows.spoken(results)
+            return scalars(spoken[0])
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         """See :meth:`PolicyInterface.save_checkpoint`; workers get the path alone."""
@@ -144,10 +137,6 @@ class RemotePolicy(RemoteBackend, Colocatable):
 
     # -- refit ----------------------------------------------------------------------------------
 
-    def _on_joint(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Calls it on every worker that takes part in refits; the first one's result."""
-        return self._group.call_all(method, *args, **kwargs)[0]
-
     def init_collective(
         self, ip: str, port: int, world_size: int, *, train_world_size: int = 1
     ) -> list[Future]:
@@ -162,12 +151,12 @@ class RemotePolicy(RemoteBackend, Colocatable):
 
     offload_before_refit = through(RemoteBackend._on_all, Colocatable.offload_before_refit)
     offload_after_refit = through(RemoteBackend._on_all, Colocatable.offload_after_refit)
-    prepare_refit_info = through(_on_joint, Colocatable.prepare_refit_info)
+    prepare_refit_info = through(RemoteBackend._on_all, Colocatable.prepare_refit_info)
     stream_weights_via_ipc_zmq = through(
         RemoteBackend._refit, Colocatable.stream_weights_via_ipc_zmq
     )
     broadcast_weights_for_collective = through(
         RemoteBackend._collective, Colocatable.broadcast_weights_for_collective
     )
-    prepare_weights_for_ipc = through(_on_joint, Colocatable.prepare_weights_for_ipc)
-    get_weights_ipc_handles = through(_on_joint, Colocatable.get_weights_ipc_handles)
+    prepare_weights_for_ipc = through(RemoteBackend._on_all, Colocatable.prepare_weights_for_ipc)
+    get_weights_ipc_handles = through(RemoteBackend._on_all, Colocatable.get_weights_ipc_handles)
