@@ -1,7 +1,7 @@
 """An engine in a process of its own, for the search of ``refit_model``.
 
 Driver and worker run the product's code; what is between them is here: calls that the engine's
-process answers one after the other, and what it is told without an answer, which it hears later.
+process answers one after the other.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 from refit_model.parties import Engine, Sink
-from refit_model.people import overtaken
+from refit_model.people import overtaken, reach
 from refit_model.tasks import WORLD, running, world
 from refit_model.threads import threads_in_hand
 
@@ -51,11 +51,8 @@ class Process:
             call = self._once_there_is_news(request)
         else:
             overtaken(f"call {request.method}", _GRAIN.get(request.method, 0))
-        self._engine.hear()
+        reach(self._engine)
         return [self._engine.worker.answer_frame(call)]
-
-    def tell(self, method: str, *, call: bytes) -> None:
-        self._engine.told.append(call)
 
     def _once_there_is_news(self, request: Request) -> bytes:
         """Waits until the answer differs from the one before: others change nothing."""
@@ -68,7 +65,10 @@ class Process:
 
         if task is not None:
             task.hears = lambda: answer() != self._last.get(key, (False, False))
-            task.stop("call done", lambda: task.has_news() or here.now != begun)
+            task.stop(
+                "call done",
+                lambda: task.has_news() or here.now != begun or not here.has(self._engine),
+            )
         self._last[key] = answer()
         request.arguments["wait_s"] = 0
         return encode(request)
@@ -95,10 +95,6 @@ class HostedEngine(Engine):
     @property
     def front(self) -> Any:
         return self._remote
-
-    def hear(self) -> None:
-        while self.told:
-            self.worker.answer_frame(self.told.popleft())
 
 
 def _spawn(

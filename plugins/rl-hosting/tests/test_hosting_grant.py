@@ -6,14 +6,19 @@ Driver and worker run the product's code, which ``refit_model`` of the core's te
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import pytest
 from hosted_model import HostedEngine, hosting_in_hand
+from refit_model.scenarios import TWO_TRAINERS
 from refit_model.search import explore, follow
 from refit_model.world import Refit, Scenario
 
+from rl_core.refit.turns import TurnLock
 from rl_hosting import worker_refits
+from rl_hosting._remote_receiver import RemoteReceiver
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,19 +27,50 @@ pytestmark = pytest.mark.concerns("core/", "plugins/rl-hosting/")
 
 GIVEN_UP = ("quit T", "quit E0")
 ONE, TWO = (Refit(),), (Refit(), Refit())
+CRASH, PAUSE = ("crash T", "crash E0"), ("pause T", "pause E0")
 
 
-def hosted(drivers: tuple[Refit, ...], readers: int, faults: tuple[str, ...] = ()) -> Scenario:
-    return Scenario(drivers=drivers, readers=readers, faults=faults, grain=0, engine=HostedEngine)
+def hosted(drivers: tuple[Refit, ...], **given: Any) -> Scenario:
+    return Scenario(drivers=drivers, grain=0, engine=HostedEngine, **given)
 
 
 SCENARIOS = {
-    "a refit and two readers": hosted(ONE, 2),
-    "a refit that is given up": hosted(ONE, 0, GIVEN_UP),
+    "a refit and two readers": hosted(ONE, readers=2, tokens=3),
+    "a refit that ends early": hosted(ONE, faults=GIVEN_UP),
+    "a refit that is given up from outside": hosted(ONE, given_up=(0,)),
+    "a crash": hosted(ONE, faults=CRASH),
+    "a pause": hosted(ONE, faults=PAUSE),
 }
 FULL = {
-    "two refits at once": hosted(TWO, 0),
-    "a refit that is given up, and a reader": hosted(ONE, 1, GIVEN_UP),
+    "two refits at once": hosted(TWO),
+    "two refits at once, one given up": hosted(TWO, given_up=(0,)),
+    "two trainers": replace(TWO_TRAINERS, engine=HostedEngine),
+    "a refit that ends early, and a reader": hosted(ONE, readers=1, tokens=3, faults=GIVEN_UP),
+    "a crash, and a reader": hosted(ONE, readers=1, tokens=3, faults=CRASH),
+    "a pause, and a reader": hosted(ONE, readers=1, tokens=3, faults=PAUSE),
+}
+#: Without each of these the search must find something in a scenario.
+MUTANTS: dict[str, tuple[type, dict[str, Any], Scenario]] = {
+    "a worker writes before the driver has the lock": (
+        worker_refits._Lease,
+        {"acquire": lambda self, timeout=-1: True},
+        SCENARIOS["a refit and two readers"],
+    ),
+    "a driver does not ask what a failure left": (
+        RemoteReceiver,
+        {"_ask_state": lambda self, key="": None},
+        SCENARIOS["a refit that ends early"],
+    ),
+    "a driver keeps the lock": (
+        TurnLock,
+        {"release": lambda self: None},
+        SCENARIOS["a refit that ends early"],
+    ),
+    "a driver stays in line": (
+        TurnLock,
+        {"withdraw": lambda self: None},
+        hosted(ONE, readers=1, faults=("quit T",)),
+    ),
 }
 #: What was granted to a refit that is over reached the next one, and was taken back while that one
 #: wrote.
@@ -86,7 +122,7 @@ def test_nothing_goes_wrong_in_all_of_it(name: str, capsys: pytest.CaptureFixtur
 
 
 def test_what_is_granted_to_one_refit_is_of_no_use_to_another() -> None:
-    assert follow(hosted(TWO, 0), ANOTHER_ONES_GRANT) == (None, [])
+    assert follow(hosted(TWO), ANOTHER_ONES_GRANT) == (None, [])
 
 
 def test_one_lease_for_all_refits_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,5 +131,13 @@ def test_one_lease_for_all_refits_is_missed(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(
         worker_refits, "_Lease", lambda news: leases.setdefault(id(news), honest(news))
     )
-    found = explore(hosted(TWO, 0), most=3000)
+    found = explore(hosted(TWO), most=3000)
+    assert found.broken is not None, f"{found} without it"
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_defence_that_is_taken_back_is_missed(name: str) -> None:
+    owner, replaced, scene = MUTANTS[name]
+    with patch.multiple(owner, **replaced):
+        found = explore(scene, most=3000)
     assert found.broken is not None, f"{found} without it"

@@ -44,6 +44,17 @@ ALWAYS = [
     "READERS",
     "READERS_STAGED",
     "READER_BETWEEN",
+    "GIVEN_UP_FROM_OUTSIDE",
+    "ONE_OF_TWO_GIVEN_UP",
+    "TWO_STAGED",
+    "TWO_ENGINES_CRASH",
+    "TWO_ENGINES_PAUSE",
+    "DRIVER_PAUSE",
+    "LOST_RANK",
+    "LOST_RANK_OF_TWO",
+    "TWO_AND_CRASH",
+    "TWO_TRAINERS_READER",
+    "TWO_TRAINERS_QUIT",
 ]
 #: States after which a search for a mutant gives up; the slowest one takes some 300.
 _PATIENCE = 3000

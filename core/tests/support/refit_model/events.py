@@ -30,8 +30,7 @@ def choices(world: World) -> list[str]:
         return [f"{task.party} goes on", *interruptions(world, task)]
     found = [*_readings(world), *_driver(world), *_people(world)]
     quiet = not found
-    # Readers and those who keep them out have no deadline.
-    if quiet and any(task.party not in (world.paused, "R", "W") for task in world.tasks):
+    if quiet and any(world.bounds(task) for task in world.tasks):
         found.append("time passes")
     if not found and world.paused is None:
         return []
@@ -42,7 +41,7 @@ def choices(world: World) -> list[str]:
         if "silence" in world.left:
             found.append(f"{world.paused} is silent")
     if world.most:
-        for party in ("T", *world.engines):
+        for party in (*(trainer.name for trainer in world.trainers), *world.engines):
             found += _faults(world, party)
         found += _replays(world)
     return found
@@ -90,9 +89,6 @@ def _people(world: World) -> Iterator[str]:
         if world.position == len(world.scenario.script) and not world.tasks and not world.paused:
             yield "all ask"
         return
-    for name, engine in world.engines.items():
-        if engine.told:
-            yield f"{name} hears"
     first: dict[str, Task] = {}  # of those who do the same, who begins does not matter
     for task in world.tasks:
         if task.asks and task.at == "start" and first.setdefault(task.party, task) is not task:
@@ -109,6 +105,8 @@ def interruptions(world: World, task: Task) -> list[str]:
         found.append(f"pause {party} at {task.at}")
     if f"crash {party}" in world.left:
         found.append(f"crash {party} at {task.at}")
+    if f"lose {party}" in world.left:
+        found.append(f"lose {party} at {task.at}")
     return [*found, *_engine_events(world, party)]
 
 
@@ -121,13 +119,15 @@ def _engine_events(world: World, party: str) -> Iterator[str]:
 
 def _faults(world: World, party: str) -> Iterator[str]:
     tasks = [task for task in world.jobs if task.party == party]
-    if tasks and party != world.paused:
-        if f"pause {party}" in world.left and world.paused is None:
-            yield f"pause {party}"
-        if f"quit {party}" in world.left and not tasks[0].job.cancelled:
-            yield f"quit {party}"
-    if tasks and f"crash {party}" in world.left:
-        yield f"crash {party}"
+    busy = tasks or (world.people_came and world.tasks)
+    if f"pause {party}" in world.left and world.paused is None and busy:
+        yield f"pause {party}"
+    goes_on = tasks and party != world.paused
+    if f"quit {party}" in world.left and goes_on and not tasks[0].job.cancelled:
+        yield f"quit {party}"
+    for fault in (f"crash {party}", f"lose {party}"):
+        if fault in world.left and busy:
+            yield fault
     if party != world.paused and world.tasks:
         yield from _engine_events(world, party)
 
@@ -177,8 +177,6 @@ def take(world: World, choice: str) -> None:
             world.people_come()
         case [ident, *_] if ident.endswith(":"):
             world.move(next(task for task in world.tasks if task.ident == ident[:-1]))
-        case [name, "hears"]:
-            world.engines[name].hear()
         case ["train"]:
             step = world.scenario.script[world.position]
             assert isinstance(step, Train)
@@ -204,6 +202,12 @@ def take(world: World, choice: str) -> None:
         case ["quit", party]:
             _happens(world, f"quit {party}")
             next(t for t in world.jobs if t.party == party).job.cancelled = "given up"
+        case ["lose", party, *_]:
+            _happens(world, f"lose {party}")
+            trainer = world.trainer_of(party)
+            trainer.lost_rank = True
+            trainer.sender.end("ipc").gone.append("rank 1")  # it looks
+            world.interrupted = task
         case ["drop", party]:
             _happens(world, f"drop {party}")
             world.engines[party].drop()
@@ -239,4 +243,5 @@ def _happens(world: World, fault: str) -> None:
     world.unpaired |= fault.startswith(("crash", "quit"))
     # A stranger on a connection of his own is no reason for a refit to fail.
     world.wrong_since |= fault not in ("pose", "flood")
-    world.unheard |= not fault.startswith(("pose", "flood", "quit"))
+    # Who ends breaks its connections, which is noticed at once.
+    world.unheard |= not fault.startswith(("pose", "flood", "quit", "crash", "lose"))

@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import msgspec
 
-from rl_core.refit import _driver, _receive_job
+from rl_core.refit import _driver, _job, _receive_job
 from rl_core.refit._job import Endpoint
 from rl_core.refit._loading import ReceiverBuckets, _Step
 from rl_core.refit._send_job import SendJob
@@ -18,7 +18,7 @@ from rl_core.refit.frames import Channel
 from rl_core.refit.hashing import Hasher
 from rl_core.refit.receiver import RefitReceiver
 from rl_core.refit.sender import RefitSender
-from rl_core.refit.session import Send, SenderSession
+from rl_core.refit.session import Phase, Publish, ReceiverSession, Send, SenderSession
 from rl_core.refit.session.sender import _Peer
 from rl_core.refit.turns import TurnLock
 
@@ -144,6 +144,37 @@ def _reads_within(self: SendJob, effect: Any) -> list[Any]:
 _performs = SendJob.do
 
 
+def _one_sealed_is_enough(self: SenderSession, peer: _Peer) -> bool:
+    return _all_did(self, peer) or self.phase is Phase.SEAL
+
+
+_all_did = SenderSession._all_did
+
+
+def _publishes_what_is_installed(self: ReceiverSession) -> list[Any]:
+    effects = _installed(self)
+    return [*effects, *([Publish(self._offer.version)] if effects else [])]
+
+
+_installed = ReceiverSession.installed
+
+
+def _starts_all_the_same(self: Endpoint[Any], job: Any) -> Any:
+    self._unwanted.clear()
+    return _start(self, job)
+
+
+_start = Endpoint.start
+
+
+def _closes_after_commit(self: SendJob) -> None:
+    if self.session.phase is Phase.COMMITTED:
+        _close_source(self)
+
+
+_close_source = SendJob._close_source
+
+
 #: What is taken back, how, and the scenario in which that shows.
 MUTANTS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], str]] = {
     "bytes are verified in the sender's memory": (
@@ -193,5 +224,51 @@ MUTANTS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], str]] = {
     "readers whom a writer kept out wait for the next": (
         _with(TurnLock, _readers_go_first=lambda self: False),
         "READER_BETWEEN",
+    ),
+    "a refit that is given up goes on": (
+        _with(Endpoint, cancel=lambda self, refit_id: None),
+        "GIVEN_UP_FROM_OUTSIDE",
+    ),
+    "a refit that is given up before it is asked for begins": (
+        _with(Endpoint, start=_starts_all_the_same),
+        "GIVEN_UP_FROM_OUTSIDE",
+    ),
+    "refits of one side do not take turns": (
+        _with(_job, exclusively=lambda *given: nullcontext()),
+        "TWO_STAGED",
+    ),
+    "all engines commit once one has sealed": (
+        _with(SenderSession, _all_did=_one_sealed_is_enough),
+        "TWO_ENGINES_CRASH",
+    ),
+    "an engine commits what nobody decided": (
+        _with(ReceiverSession, installed=_publishes_what_is_installed),
+        "TWO_ENGINES_CRASH",
+    ),
+    "an engine that is written to is not torn": (
+        _with(_receive_job.ReceiveJob, _touch=lambda self: self.session.touch()),
+        "TWO_ENGINES_CRASH",
+    ),
+    "a dead engine is not noticed": (
+        _with(SenderSession, lost=lambda self, key: []),
+        "TWO_ENGINES_CRASH",
+    ),
+    "a trainer has no deadline": (_with(SenderSession, tick=lambda self: []), "TWO_ENGINES_PAUSE"),
+    "an engine has no deadline": (_with(ReceiverSession, tick=lambda self: []), "DRIVER_PAUSE"),
+    "a trainer that is described again keeps the source": (
+        _with(RefitSender, _drop_described=lambda self: None),
+        "TWO_AT_ONCE",
+    ),
+    "a source is closed where its refit commits": (
+        _with(SendJob, _close_source=_closes_after_commit),
+        "TWO_AND_CRASH",
+    ),
+    "weights are exchanged while readers decode": (
+        _with(_receive_job.ReceiveJob, _quiesce=lambda self: True),
+        "READERS_STAGED",
+    ),
+    "of two trainers' refits a reader sees both": (
+        _with(TurnLock, _may_write=lambda self, me: self._writer is None),
+        "TWO_TRAINERS_READER",
     ),
 }

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import struct
-from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from refit_model.tasks import WORLD, point
-from rl_core.errors import LifecycleError
+from refit_model.tasks import WORLD, point, world
+from rl_core.errors import LifecycleError, RefitPeerError
 from rl_core.interfaces import TensorSpec, WeightSink, WeightSource
 from rl_core.refit import RefitReceiver, RefitSender
 from rl_core.refit.turns import TurnLock
@@ -39,32 +38,52 @@ class Source(WeightSource):
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self._step = trainer.step
+        trainer.open.append(self)
 
     def specs(self) -> Sequence[TensorSpec]:
         return SPECS
 
     def tensors(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
         for name in names:
+            self.check()
             yield name, self._trainer.tensor[name]
+
+    def check(self) -> None:
+        if self._trainer.lost_rank:
+            raise RefitPeerError("rank 1 died", peer="rank 1", rank=1)
 
     def persistent(self) -> Mapping[str, torch.Tensor]:
         return self._trainer.tensor
 
     def confirm(self) -> None:
         point("confirm")
+        self.check()
         if self._step != self._trainer.step:
             raise LifecycleError("trained meanwhile", fix="refit again")
 
+    def close(self) -> None:
+        if self not in self._trainer.open:
+            world().fails(f"{self._trainer.name} closes a source twice")
+        self._trainer.open.remove(self)
+
 
 class Trainer:
-    """A process that trains. ``number`` tells those apart that took each other's place."""
+    """A process that trains.
 
-    def __init__(self, party: str, number: int, weights: Weights) -> None:
-        self.party = party
+    Attributes:
+        number: Tells those apart that took each other's place.
+        open: Its sources that were not closed.
+        lost_rank: Another rank of it, without which nothing is gathered, has died.
+    """
+
+    def __init__(self, name: str, number: int, weights: Weights) -> None:
+        self.name = name
         self.number = number
         self.step = 0
+        self.open: list[Source] = []
+        self.lost_rank = False
         self.tensor = {name: torch.full((16,), weights[name]) for name in NAMES}
-        self.sender = RefitSender(lambda: Source(self), name=party, runtime=WORLD)
+        self.sender = RefitSender(lambda: Source(self), name=name, runtime=WORLD)
 
     def train(self, weights: Weights) -> None:
         self.step += 1
@@ -127,10 +146,7 @@ class Engine:
     Attributes:
         half_written: A sink has written, and has not ended.
         rows: How many it decodes.
-        told: What it was told and has not heard, where it lives in a process of its own.
         own: Weights that it loaded by itself, if it serves those.
-        asked: The last refit that it was asked to take.
-        committed: Versions that it committed.
     """
 
     def __init__(self, world: World, name: str, *, in_place: bool) -> None:
@@ -138,11 +154,8 @@ class Engine:
         self.in_place = in_place
         self.tensor = {name: torch.zeros(16) for name in NAMES}
         self.own: Weights | None = None
-        self.asked = 0
-        self.committed: list[int] = []
         self.half_written = False
         self.rows = 0
-        self.told: deque[bytes] = deque()
         self.lock = CountedLock()
         self._world = world
         self.receiver = self.new_receiver()
@@ -180,9 +193,6 @@ class Engine:
     def _overwrite(self, value: float) -> None:
         for tensor in self.tensor.values():
             tensor.fill_(value)
-
-    def hear(self) -> None:
-        """Does what it was told."""
 
     def decodes(self, version: int) -> None:
         """One step of a reader that began with a version."""

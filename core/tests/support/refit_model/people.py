@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 from typing import TYPE_CHECKING, Any
 
 from refit_model.parties import BUCKET_BYTES
-from refit_model.tasks import DEADLINE_S, running, world
-from rl_core.errors import WeightsTornError
+from refit_model.tasks import DEADLINE_S, UNTIL_IT_GOES_ON, gone, running, world
+from rl_core.errors import RLError, WeightsTornError, WorkerDiedError
 from rl_core.refit import refit
 
 if TYPE_CHECKING:
-    import concurrent.futures
+    from collections.abc import Callable, Iterable
 
-    from refit_model.parties import Engine
+    from refit_model.parties import Engine, Trainer
     from refit_model.world import Refit, World
 
 
@@ -23,31 +24,67 @@ def overtaken(at: str, grain: int = 0) -> None:
         task.stop(at, lambda: True)
 
 
+def reach(process: Trainer | Engine) -> None:
+    """Here a call of another process begins, which waits while that one is paused.
+
+    Raises:
+        WorkerDiedError: It is gone.
+    """
+    here, task = world(), running()
+    if here.paused == process.name and task is not None:
+        begun = here.now
+        task.stop(UNTIL_IT_GOES_ON, lambda: here.paused != process.name)
+        task.deadline += here.now - begun
+    if not here.has(process):
+        raise gone(process.name)
+    here.constructing = process.name
+
+
+def ask(what: str, grain: int, processes: Iterable[Any], call: Callable[[Any], Any]) -> list[Any]:
+    """Futures of calls of several processes, as a cluster makes them.
+
+    None waits for one that is paused or gone.
+    """
+    found: dict[str, concurrent.futures.Future[Any]] = {}
+    for process in sorted(processes, key=lambda process: process.name == world().paused):
+        overtaken(f"{what} {process.name}", grain)
+        try:
+            reach(process)
+            found[process.name] = call(process)
+        except WorkerDiedError as error:
+            found[process.name] = concurrent.futures.Future()
+            found[process.name].set_exception(error)
+    return [found[process.name] for process in processes]
+
+
 class Policy:
     """What a driver needs of a trainer."""
 
-    def __init__(self, world: World, party: str) -> None:
-        self._world = world
-        self._party = party
+    def __init__(self, trainer: Trainer) -> None:
+        self.refit_id = ""
+        self._trainer = trainer
 
     def prepare_refit_info(self) -> dict[str, Any]:
-        self._world.constructing = self._party
-        return self._world.trainer_of(self._party).sender.prepare()
+        reach(self._trainer)
+        info = self._trainer.sender.prepare()
+        self.refit_id = info["refit_id"]
+        world().drivers_ids.append(self.refit_id)
+        return info
 
     def stream_weights_via_ipc_zmq(self, **options: Any) -> list[concurrent.futures.Future[Any]]:
-        overtaken("send", 1)
-        here, refit_id = self._world, options["refit_id"]
-        trainer = here.trainer_of(self._party)
+        return ask("send", 1, [self._trainer], lambda trainer: self._send(trainer, options))
+
+    def _send(self, trainer: Trainer, options: dict[str, Any]) -> concurrent.futures.Future[Any]:
+        here, refit_id = world(), options["refit_id"]
         future = trainer.sender.send(**options)
-        jobs = [task.job for task in here.jobs if task.party == self._party]
-        [job] = [job for job in jobs if job.refit_id == refit_id]
+        [job] = [job for job in trainer.sender.jobs if job.refit_id == refit_id]
         here.numbers[refit_id] = job.number = job.version
         here.offered[job.version] = trainer.weights
-        return [future]
+        here.newest = refit_id
+        return future
 
     def cancel_refit(self, refit_id: str) -> None:
-        overtaken(f"cancel {self._party}", 2)
-        self._world.trainer_of(self._party).sender.cancel(refit_id)
+        ask("cancel", 2, [self._trainer], lambda trainer: trainer.sender.cancel(refit_id))
 
 
 class Generation:
@@ -60,19 +97,14 @@ class Generation:
     def prepare_refit_info(self, info: dict[str, Any]) -> None:
         for engine in self._engines:
             overtaken(f"prepare {engine.name}", 3)
+            reach(engine)
             engine.front.prepare(info)
 
     def update_weights_via_ipc_zmq(self, **options: Any) -> list[concurrent.futures.Future[Any]]:
-        futures = []
-        for engine in self._engines:
-            overtaken(f"receive {engine.name}", 1)
-            futures.append(engine.front.receive(**options))
-        return futures
+        return ask("receive", 1, self._engines, lambda engine: engine.front.receive(**options))
 
     def cancel_refit(self, refit_id: str) -> None:
-        for engine in self._engines:
-            overtaken(f"cancel {engine.name}", 2)
-            engine.front.cancel(refit_id)
+        ask("cancel", 2, self._engines, lambda engine: engine.front.cancel(refit_id))
 
 
 def drive(here: World, step: Refit) -> Any:
@@ -80,7 +112,32 @@ def drive(here: World, step: Refit) -> Any:
     engines = [here.engines[name] for name in step.engines]
     generation = Generation(engines)
     options = {"deadline_s": DEADLINE_S, "bucket_bytes": BUCKET_BYTES} | step.options
-    return refit(Policy(here, step.trainer), generation, **options)  # type: ignore[arg-type]
+    trainer = here.trainer_of(step.trainer)
+    policy = Policy(trainer)
+    alone, left = not here.jobs and here.paused is None, len(here.left)
+    try:
+        return refit(policy, generation, **options)  # type: ignore[arg-type]
+    except RLError as error:
+        quiet = not here.wrong_since or (alone and len(here.left) == left)
+        hopeless = trainer.lost_rank or policy.refit_id in here.given_up
+        if quiet and policy.refit_id == here.newest and not hopeless:
+            here.fails(f"the newest refit, to which nothing happened, ends with {error!r}")
+        raise
+
+
+def give_up(here: World, number: int) -> None:
+    """Gives the refit of a driver up on both sides, as that one does where one side failed."""
+    task = running()
+    assert task is not None
+    task.stop("give up", lambda: len(here.drivers_ids) > number)
+    refit_id = here.drivers_ids[number]
+    sender, engines = here.trainer.sender, list(here.engines.values())
+    sender.cancel(refit_id)
+    jobs = [job for job in sender.jobs if job.refit_id == refit_id]
+    waits = all(job in sender.waiting() for job in jobs) if jobs else refit_id not in here.numbers
+    if waits:
+        here.given_up.add(refit_id)
+    ask("give up at", 0, engines, lambda engine: engine.front.cancel(refit_id))
 
 
 def read(here: World, engine: Engine) -> None:
@@ -96,9 +153,12 @@ def read(here: World, engine: Engine) -> None:
             return
         version = engine.front.version
         engine.rows += 1
-        overtaken("decode")
+        for _ in range(here.scenario.tokens):
+            overtaken("decode")
+            if not here.has(engine):
+                break
+            engine.decodes(version)
         engine.rows -= 1
-        engine.decodes(version)
 
 
 def keep(engine: Engine) -> None:

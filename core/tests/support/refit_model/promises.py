@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from refit_model.tasks import TRAINERS
 from rl_core.errors import RefitAborted, RLError
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from refit_model.parties import Engine
     from refit_model.tasks import Task
     from refit_model.world import World
+    from rl_core.refit._job import Endpoint
 
 #: How often the loop of a refit may be inside itself: an effect that waits, and why it fails.
 _MOST_PUMPS = 3
@@ -37,10 +38,12 @@ def check_engines(world: World) -> None:
                 world.fails(f"{engine.name} knows {name} to be what it is not")
 
 
-def check_commit(world: World, engine: Engine, task: Task, version: int) -> None:
+def check_commit(world: World, engine: Engine, task: Task, connection: tuple[int, str]) -> None:
     """An engine commits what it was asked for, once the trainer decided so on its connection."""
-    key = task.job._end.connection.key
-    if (version, key) not in world.decided:
+    version, key = connection
+    if task.job.refit_id in world.given_up:
+        world.fails(f"{engine.name} commits version {version}, which was given up before")
+    if connection not in world.decided:
         world.fails(f"{engine.name} commits version {version}, which nobody decided on {key}")
     asked = task.job.number
     if version != asked and task.job.refit_id:
@@ -72,11 +75,12 @@ def check_end(world: World, task: Task) -> None:
         check_driver(world, task)
     if error is not None or task.party not in TRAINERS:
         return
-    version = task.job.version
-    for name, engine in world.engines.items():
-        concerned = world.people_came or (name in world.asked and engine.asked == version)
-        if concerned and version not in engine.committed:
-            world.fails(f"{task.party} reports success of {version}, which {name} did not commit")
+    version, peers = task.job.version, task.job.session.peers
+    wanted = task.job.options.receivers
+    if len({key.partition("#")[0] for key in peers}) != wanted or any(
+        (version, key) not in world.committed for key in peers
+    ):
+        world.fails(f"{task.party} reports success of {version}, which not all committed")
 
 
 def check_driver(world: World, task: Task) -> None:
@@ -101,7 +105,11 @@ def check_patience(world: World) -> None:
     """Nobody waits until the deadline if nothing is wrong.
 
     Where a driver is there to hear of it, one side giving up is no reason for the other to wait.
+    And nobody waits for longer than that, whatever is wrong, unless it is stopped itself.
     """
+    late = [task for task in world.tasks if world.bounds(task) and task.deadline < world.now]
+    if late:
+        world.fails(f"{', '.join(task.ident for task in late)} wait after their deadline")
     excused = world.unheard if world.people_came else world.wrong_since
     if world.paused is None and not excused:
         who = ", ".join(sorted(task.ident for task in world.tasks))
@@ -121,5 +129,25 @@ def check_finish(world: World) -> None:
     check_last(world)
     if world.tasks:
         world.fails("somebody waits for ever")
-    if world.scenario.drivers and not world.served and not world.wrong_since:
+    excused = world.wrong_since or world.given_up
+    if world.scenario.drivers and not world.served and not excused:
         world.fails("no driver gets its refit")
+    for trainer in world.trainers:
+        described = [trainer.sender._described[1]] if trainer.sender._described else []
+        if trainer.open != described or _is_kept_busy(trainer.sender):
+            world.fails(f"{trainer.name} has something of a refit that is over")
+    for name, engine in world.engines.items():
+        lock, front = engine.lock, engine.front
+        held = lock.held or lock.wanted or engine.half_written or engine.rows
+        connected = any(not connection.gone for connection in world.connections_of(name))
+        if held or connected or _is_kept_busy(engine.receiver):
+            world.fails(f"{name} has something of a refit that is over")
+        if (front.version, front.torn) != (engine.receiver.version, engine.receiver.torn):
+            world.fails(f"the driver takes {name} for something else than it is")
+        [known, *others] = [trainer.sender.version for trainer in world.trainers]
+        if front.version > known and world.trainer.number == 1 and not others:
+            world.fails(f"{name} serves version {front.version}, the trainer knows of {known}")
+
+
+def _is_kept_busy(endpoint: Endpoint[Any]) -> bool:
+    return bool(endpoint.jobs or endpoint.turn.locked())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 from refit_model.world import Refit, Scenario, Train
@@ -47,7 +48,22 @@ READER_BETWEEN = Scenario(drivers=(Refit(),), readers=1, writers=1, grain=0)
 TWO_TRAINERS = Scenario(
     drivers=(Refit(options={"version": 1}), Refit(options={"version": 2}, trainer="U")), grain=0
 )
-
+#: Somebody else gives a refit up on both sides, at every moment.
+GIVEN_UP_FROM_OUTSIDE = Scenario(drivers=(Refit(),), given_up=(0,), grain=2)
+ONE_OF_TWO_GIVEN_UP = Scenario(drivers=(Refit(), Refit()), given_up=(1,), grain=0)
+TWO_STAGED = Scenario(drivers=(Refit(options=STAGED), Refit(options=STAGED)), grain=0)
+TWO_ENGINES_CRASH = Scenario(drivers=(Refit(BOTH),), faults=("crash T", "crash E0"), grain=1)
+TWO_ENGINES_PAUSE = Scenario(drivers=(Refit(BOTH),), faults=("pause E0", "silence"), grain=1)
+DRIVER_PAUSE = Scenario(drivers=(Refit(),), faults=("pause T", "pause E0", "silence"), grain=1)
+#: A rank dies without which the trainer can gather nothing more.
+LOST_RANK = Scenario(drivers=(Refit(BOTH, PACKED),), faults=("lose T",), grain=1)
+LOST_RANK_OF_TWO = Scenario(
+    drivers=(Refit(options=PACKED), Refit(options=PACKED)), faults=("lose T",), grain=0
+)
+#: The second driver may come while the first one's trainer is gone, or after that.
+TWO_AND_CRASH = Scenario(drivers=(Refit(), Refit()), faults=("crash T",), grain=0)
+TWO_TRAINERS_READER = replace(TWO_TRAINERS, readers=1)
+TWO_TRAINERS_QUIT = replace(TWO_TRAINERS, faults=("quit T",))
 
 #: One fault of every kind that happens to one side, at every moment of two refits.
 ONE_FAULT = (
@@ -84,6 +100,22 @@ def _full() -> dict[str, Scenario]:
     found["readers, pause"] = Scenario(
         drivers=(Refit(),), readers=1, faults=("pause T", "pause E0", "silence"), grain=0
     )
+    for staged in ({}, STAGED):
+        for number in (0, 1):
+            name = f"number {number} of two is given up{', staged' if staged else ''}"
+            drivers = (Refit(options=staged), Refit(options=staged))
+            found[name] = Scenario(drivers=drivers, given_up=(number,), grain=0)
+    found["two at once, staged"] = replace(TWO_STAGED, grain=1)
+    found["two at once, staged, a reader"] = replace(TWO_STAGED, readers=1)
+    found["two engines of a driver, pause T"] = replace(
+        TWO_ENGINES_PAUSE, faults=("pause T", "silence")
+    )
+    found["two at once, two engines"] = Scenario(drivers=(Refit(BOTH), Refit(BOTH)), grain=0)
+    for fault in ("crash E0", "pause T", "pause E0"):
+        found[f"two at once, {fault}"] = replace(TWO_AND_CRASH, faults=(fault,))
+    for fault in ("crash T", "crash E0", "pause T", "pause E0", "quit E0"):
+        found[f"two trainers, {fault}"] = replace(TWO_TRAINERS, faults=(fault,))
+    found["two trainers, a reader, quit T"] = replace(TWO_TRAINERS_QUIT, readers=1)
     return found
 
 

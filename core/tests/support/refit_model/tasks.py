@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import greenlet
 
+from rl_core.errors import WorkerDiedError
 from rl_core.refit._job import Runtime
+from rl_core.refit.timing import DRIVER_GRACE_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
 
 DEADLINE_S = 10.0
 TRAINERS = ("T", "U")
+#: Where a task stands that calls somebody who is paused.
+UNTIL_IT_GOES_ON = "until it goes on"
 
 #: The world that the code runs in now.
 _now: list[World] = []
@@ -37,6 +41,7 @@ class Task:
         asks: It asks for a refit or for generation, and moves when the search says so.
         succeeds: Whether all calls that it waits for have, so that it only has to end.
         hears: Whether there is something new for one that performs none.
+        deadline: When it must have ended.
         at: Where it stopped.
         waits: True while it waits for something outside of it, False in the middle of a step.
         wakes: Whether it can go on, if it waits.
@@ -51,6 +56,8 @@ class Task:
         self.succeeds: Callable[[], bool] = lambda: False
         self.hears: Callable[[], bool] | None = None
         self.job: Any = getattr(function, "__self__", None)
+        grace_s = 0.0 if self.job else 2 * DRIVER_GRACE_S
+        self.deadline = _now[0].now + DEADLINE_S + grace_s
         self.future: concurrent.futures.Future[Any] = concurrent.futures.Future()
         self.at = "start"
         self.waits = True
@@ -65,7 +72,7 @@ class Task:
         try:
             result = self._function()
         except BaseException as error:
-            self.future.set_exception(error)
+            self.future.set_exception(gone(self.party) if self.killed else error)
         else:
             self.future.set_result(result)
         self.over = True
@@ -90,7 +97,7 @@ class Task:
         if self.greenlet:
             self.greenlet.throw()
         elif not self.greenlet.dead:
-            self.future.cancel()
+            self.future.set_exception(gone(self.party))
 
     def has_news(self) -> bool:
         """Whether one that looks now and then would see something."""
@@ -103,6 +110,11 @@ class Task:
     @property
     def failed(self) -> bool:
         return self.killed or (self.over and self.future.exception() is not None)
+
+
+def gone(party: str) -> WorkerDiedError:
+    """What a driver hears of a process that is gone."""
+    return WorkerDiedError(f"{party} is gone")
 
 
 def world() -> World:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from refit_model.canonical import Canon
 from refit_model.parties import BUCKET_BYTES, NAMES, Engine, Trainer, Weights
-from refit_model.people import drive, keep, read
+from refit_model.people import drive, give_up, keep, read
 from refit_model.promises import (
     check_commit,
     check_end,
@@ -17,7 +17,7 @@ from refit_model.promises import (
     check_last,
     check_patience,
 )
-from refit_model.tasks import DEADLINE_S, TRAINERS, Names, Task, inhabit, running
+from refit_model.tasks import DEADLINE_S, TRAINERS, UNTIL_IT_GOES_ON, Names, Task, inhabit, running
 from refit_model.wire import Connection, Recording, Wire
 from rl_core.refit.session import Phase
 
@@ -62,7 +62,8 @@ class Scenario:
 
     Attributes:
         script: What the driver does; it goes on once a step has ended, or has failed on one side.
-        faults: What may happen, each once: ``pause``, ``crash`` or ``quit`` and a party, ``drop``
+        faults: What may happen, each once: ``pause``, ``crash`` or ``quit`` and a party, ``lose``
+            (a rank that follows) and a trainer, ``drop``
             (its weights) or ``load`` (others by itself) and an engine, ``silence`` (of whoever
             is paused), ``replay`` (of a frame), ``play`` (of a connection, to an engine) or
             ``pose`` (as an engine, to the trainer), or ``flood`` (of frames that are none, on a
@@ -72,7 +73,10 @@ class Scenario:
         in_place: Engines have targets, which core writes by itself.
         drivers: Refits that are asked for at the same time, each from a thread of its own, once
             the script is over.
+        given_up: Whose refits somebody else gives up on both sides: numbers of drivers, from 0 on,
+            in the order in which they ask.
         readers: How many generate at the first engine meanwhile.
+        tokens: How many steps each of them decodes.
         writers: How many others keep that engine from generating, as one does that sleeps.
         grain: Where others may go first while somebody asks for a refit: 0 nowhere, 1 between two
             calls, 2 also within ``send`` and ``receive``, 3 also while an engine is prepared.
@@ -85,7 +89,9 @@ class Scenario:
     most: int = 1
     in_place: bool = False
     drivers: tuple[Refit, ...] = ()
+    given_up: tuple[int, ...] = ()
     readers: int = 0
+    tokens: int = 1
     writers: int = 0
     grain: int = 2
     hellos: int = 1
@@ -106,6 +112,10 @@ class World:
         offered: The trainer's weights when a version was offered.
         numbers: The version of a refit that was asked for, by its id.
         decided: Versions that the sender decided to commit, each with a connection that is to.
+        committed: Those that were committed there.
+        drivers_ids: Of the refits that drivers have asked for.
+        newest: The one that was sent last.
+        given_up: Those that were given up before their bytes were on the way.
         known_way: This was seen before, and need not be looked at.
         read: Frames that somebody took for authentic.
         ran: Parties that did something since the last choice.
@@ -133,6 +143,10 @@ class World:
         self.offered: dict[int, Weights] = {0: dict.fromkeys(NAMES, 0.0)}
         self.numbers: dict[str, int] = {}
         self.decided: set[tuple[int, str]] = set()
+        self.committed: set[tuple[int, str]] = set()
+        self.drivers_ids: list[str] = []
+        self.newest = ""
+        self.given_up: set[str] = set()
         self.digested: dict[bytes, bytes] = {}
         self.read: set[bytes] = set()
         self.left = list(scenario.faults)
@@ -156,10 +170,10 @@ class World:
         self.next_play: str | None = None
         self._connected: Counter[str] = Counter()
         self._begun: Counter[str] = Counter()
-        self.trainers = 0
+        self._made = 0
+        self.second: Trainer | None = None
         self.wire = Wire(self)
         self.trainer = self._new_trainer(dict.fromkeys(NAMES, 1.0))
-        self.second: Trainer | None = None
         if any(step.trainer == "U" for step in scenario.drivers):
             self.second = self._new_trainer(dict.fromkeys(NAMES, 2.0), "U")
         self.engines = {name: self._new_engine(name) for name in scenario.engines}
@@ -168,14 +182,22 @@ class World:
     def trainer_of(self, party: str) -> Trainer:
         return self.trainer if party == "T" or self.second is None else self.second
 
+    @property
+    def trainers(self) -> list[Trainer]:
+        return [self.trainer, *filter(None, [self.second])]
+
     def lives(self, number: int) -> bool:
         """Whether a trainer's process does."""
-        return number in (self.trainer.number, self.second and self.second.number)
+        return any(trainer.number == number for trainer in self.trainers)
+
+    def has(self, process: Trainer | Engine) -> bool:
+        """Whether it was not killed."""
+        return any(one is process for one in (*self.trainers, *self.engines.values()))
 
     def _new_trainer(self, weights: Weights, party: str = "T") -> Trainer:
         self.constructing = party
-        self.trainers += 1
-        return Trainer(party, self.trainers, weights)
+        self._made += 1
+        return Trainer(party, self._made, weights)
 
     def _new_engine(self, name: str) -> Engine:
         self.constructing = name
@@ -211,7 +233,7 @@ class World:
 
     def interrupts(self, task: Task) -> bool:
         """Whether anything can come between two steps of a task."""
-        kinds = ("pause", "crash", "drop", "load")
+        kinds = ("pause", "crash", "lose", "drop", "load")
         return self.most > 0 and any(f"{kind} {task.party}" in self.left for kind in kinds)
 
     def connect(self, party: str, trainer: int) -> Connection:
@@ -236,8 +258,9 @@ class World:
         """An engine is about to serve a version."""
         task = running()
         assert task is not None
-        check_commit(self, engine, task, version)
-        engine.committed.append(version)
+        connection = (version, task.job._end.connection.key)
+        check_commit(self, engine, task, connection)
+        self.committed.add(connection)
         engine.own = None
 
     def fails(self, what: str) -> None:
@@ -273,6 +296,10 @@ class World:
     def ready(self, task: Task) -> bool:
         return not task.over and task.party != self.paused and (not task.waits or task.wakes())
 
+    def bounds(self, task: Task) -> bool:
+        """Whether time ends what it waits for; readers and who keeps them out wait for ever."""
+        return task.party not in (self.paused, "R", "W", "C") and task.at != UNTIL_IT_GOES_ON
+
     def chosen(self, task: Task) -> bool:
         """Whether it matters when this one goes on: who asks, and whose turn it is at a lock."""
         if task.asks:
@@ -286,6 +313,8 @@ class World:
         for step in self.scenario.drivers:
             self.begin_task("D", lambda step=step: drive(self, step), asks=True)  # type: ignore[misc]
         engine = next(iter(self.engines.values()))
+        for number in self.scenario.given_up:
+            self.begin_task("C", lambda number=number: give_up(self, number), asks=True)  # type: ignore[misc]
         for _ in range(self.scenario.readers):
             self.begin_task("R", lambda: read(self, engine), asks=True)
         for _ in range(self.scenario.writers):
@@ -338,7 +367,6 @@ class World:
             }
             self.trainer.sender.send(**options | step.options)
         else:
-            self.engines[party].asked = self.refit
             receiver = self.engines[party].receiver
             receiver.receive(deadline_s=DEADLINE_S, refit_id=refit_id)
         task = self.tasks[-1]
@@ -358,9 +386,14 @@ class World:
         self.now = math.floor(self.now) + DEADLINE_S + 1
 
     def cut_off(self, party: str) -> None:
-        for key, connection in self.connections.items():
-            if party == "T" or key.startswith(party):
-                connection.broken = True
+        for connection in self.connections_of(party):
+            connection.broken = True
+
+    def connections_of(self, party: str) -> list[Connection]:
+        if party not in TRAINERS:
+            return [c for key, c in self.connections.items() if key.startswith(party)]
+        number = self.trainer_of(party).number
+        return [c for c in self.connections.values() if c.trainer == number]
 
     def crash(self, party: str) -> None:
         if self.paused == party:
@@ -368,14 +401,15 @@ class World:
         for task in [t for t in self.tasks if t.party == party]:
             task.kill()
         self.tasks = [task for task in self.tasks if not task.over]
-        if party == "T":
-            for connection in self.connections.values():
+        for connection in self.connections_of(party):
+            if party in TRAINERS:
                 connection.up.clear()
-            self.trainer = self._new_trainer(self.trainer.weights)
+            else:
+                connection.closed = True
+        if party in TRAINERS:
+            trainer = self._new_trainer(self.trainer_of(party).weights, party)
+            setattr(self, "trainer" if party == "T" else "second", trainer)
         else:
-            for key, connection in self.connections.items():
-                if key.startswith(party):
-                    connection.closed = True
             self.engines[party] = self._new_engine(party)
         if party in self.to_ask:  # whoever asks finds nobody who knows of this refit
             self.to_ask.remove(party)
