@@ -122,7 +122,7 @@ class SendJob(Job[SenderSession]):
                 self.endpoint.runtime.drive(self)
             finally:
                 committed = session.phase is Phase.COMMITTED
-                if not committed:
+                if not committed or session.error is not None:
                     sender.drop_lanes_after_failure()
             before, hashed, now = sender.committed, sender.committed_hash, self._table
             if committed:  # whatever follows, this version is these weights and no others

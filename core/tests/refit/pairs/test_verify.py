@@ -244,6 +244,17 @@ def test_a_sender_whose_hash_has_no_key_is_refused_between_hosts(meeting, monkey
     engine.receiver.check()
 
 
+@pytest.mark.parametrize("call", ["finish", "commit"])
+def test_a_refit_between_hosts_works_after_one_that_failed_as_it_ended(meeting, call):
+    """Also where the version counts: the engine has left the group."""
+    trainer, engine = meeting
+    engine.sink.on[call] = lambda: 1 / 0
+    assert all(send_between_hosts(trainer, engine))
+    engine.sink.on.clear()
+    assert send_between_hosts(trainer, engine) == [None, None]
+    assert same(trainer.source.tensor, engine.sink.tensor)
+
+
 def test_none_does_not_notice(keep):
     tensors = {"a": torch.full((9,), 1.0)}
     trainer, engine = keep(Trainer(tensors)), keep(Engine(blank(tensors)))
