@@ -6,13 +6,11 @@ Driver and worker run the product's code, which ``refit_model`` of the core's te
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import pytest
 from hosted_model import HostedEngine, hosting_in_hand
-from refit_model.scenarios import TWO_TRAINERS
 from refit_model.search import explore, follow
 from refit_model.world import Refit, Scenario
 
@@ -43,8 +41,6 @@ SCENARIOS = {
 }
 FULL = {
     "two refits at once": hosted(TWO),
-    "two refits at once, one given up": hosted(TWO, given_up=(0,)),
-    "two trainers": replace(TWO_TRAINERS, engine=HostedEngine),
     "a refit that ends early, and a reader": hosted(ONE, readers=1, tokens=3, faults=GIVEN_UP),
     "a crash, and a reader": hosted(ONE, readers=1, tokens=3, faults=CRASH),
     "a pause, and a reader": hosted(ONE, readers=1, tokens=3, faults=PAUSE),

@@ -50,6 +50,8 @@ ALWAYS = [
     "TWO_ENGINES_CRASH",
     "TWO_ENGINES_PAUSE",
     "DRIVER_PAUSE",
+    "GROUP",
+    "GROUP_OF_TWO",
     "LOST_RANK",
     "LOST_RANK_OF_TWO",
     "TWO_AND_CRASH",

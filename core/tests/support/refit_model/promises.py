@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from refit_model.tasks import TRAINERS
+from refit_model.tasks import DEADLINE_S, TRAINERS
 from rl_core.errors import RefitAborted, RLError
 from rl_core.refit.session import Phase
 
@@ -107,7 +107,9 @@ def check_patience(world: World) -> None:
     Where a driver is there to hear of it, one side giving up is no reason for the other to wait.
     And nobody waits for longer than that, whatever is wrong, unless it is stopped itself.
     """
-    late = [task for task in world.tasks if world.bounds(task) and task.deadline < world.now]
+    # One that has just got its turn looks at the clock when time passes next.
+    least = world.now - DEADLINE_S - 1
+    late = [task for task in world.tasks if world.bounds(task) and task.deadline < least]
     if late:
         world.fails(f"{', '.join(task.ident for task in late)} wait after their deadline")
     excused = world.unheard if world.people_came else world.wrong_since

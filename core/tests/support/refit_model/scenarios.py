@@ -55,6 +55,11 @@ TWO_STAGED = Scenario(drivers=(Refit(options=STAGED), Refit(options=STAGED)), gr
 TWO_ENGINES_CRASH = Scenario(drivers=(Refit(BOTH),), faults=("crash T", "crash E0"), grain=1)
 TWO_ENGINES_PAUSE = Scenario(drivers=(Refit(BOTH),), faults=("pause E0", "silence"), grain=1)
 DRIVER_PAUSE = Scenario(drivers=(Refit(),), faults=("pause T", "pause E0", "silence"), grain=1)
+#: Bytes go through a process group, which every member can break.
+GROUP = Scenario(
+    (Refit(), Refit()), ("drop E0", "crash T", "crash E0", "quit T", "quit E0"), group=True
+)
+GROUP_OF_TWO = Scenario(drivers=(Refit(BOTH),), faults=("crash T", "crash E0"), grain=0, group=True)
 #: A rank dies without which the trainer can gather nothing more.
 LOST_RANK = Scenario(drivers=(Refit(BOTH, PACKED),), faults=("lose T",), grain=1)
 LOST_RANK_OF_TWO = Scenario(
@@ -100,22 +105,17 @@ def _full() -> dict[str, Scenario]:
     found["readers, pause"] = Scenario(
         drivers=(Refit(),), readers=1, faults=("pause T", "pause E0", "silence"), grain=0
     )
-    for staged in ({}, STAGED):
-        for number in (0, 1):
-            name = f"number {number} of two is given up{', staged' if staged else ''}"
-            drivers = (Refit(options=staged), Refit(options=staged))
-            found[name] = Scenario(drivers=drivers, given_up=(number,), grain=0)
-    found["two at once, staged"] = replace(TWO_STAGED, grain=1)
+    found["the first of two is given up"] = replace(ONE_OF_TWO_GIVEN_UP, given_up=(0,))
+    found["one of two is given up, staged"] = replace(TWO_STAGED, given_up=(1,))
     found["two at once, staged, a reader"] = replace(TWO_STAGED, readers=1)
     found["two engines of a driver, pause T"] = replace(
         TWO_ENGINES_PAUSE, faults=("pause T", "silence")
     )
-    found["two at once, two engines"] = Scenario(drivers=(Refit(BOTH), Refit(BOTH)), grain=0)
     for fault in ("crash E0", "pause T", "pause E0"):
         found[f"two at once, {fault}"] = replace(TWO_AND_CRASH, faults=(fault,))
-    for fault in ("crash T", "crash E0", "pause T", "pause E0", "quit E0"):
-        found[f"two trainers, {fault}"] = replace(TWO_TRAINERS, faults=(fault,))
-    found["two trainers, a reader, quit T"] = replace(TWO_TRAINERS_QUIT, readers=1)
+    for kind in ("crash", "pause"):
+        found[f"two trainers, {kind}"] = replace(TWO_TRAINERS, faults=(f"{kind} T", f"{kind} E0"))
+    found["two trainers, quit E0"] = replace(TWO_TRAINERS, faults=("quit E0",))
     return found
 
 

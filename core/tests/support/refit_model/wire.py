@@ -14,7 +14,7 @@ import torch
 
 from refit_model.promises import check_depth, check_write
 from refit_model.tasks import TRAINERS, dead, point, running
-from rl_core.errors import RefitProtocolError
+from rl_core.errors import RefitPeerError, RefitProtocolError
 from rl_core.refit.plan import DataMode
 from rl_core.refit.transports.base import CPU, Lane, ReceiverEnd, SenderEnd, Transport
 
@@ -101,11 +101,57 @@ class SharedLane(Lane):
         pass
 
 
-class TrainerEnd(SenderEnd):
-    reads_memory = True
-    private = True
+class GroupLane(SharedLane):
+    """Bytes that every member has for itself, as in a process group.
 
+    One that leaves breaks it for all of them, who see so when bytes are to come.
+    """
+
+    reusable_after_failure = False
+
+    def __init__(self, world: World, number: int, engine: EngineEnd | None = None) -> None:
+        super().__init__(world, number, engine)
+        self._group = world.groups.setdefault(number, Group())
+        self._taken = len(self._group.spans)
+        self._expected: deque[tuple[int, int]] = deque()
+        if engine is not None:
+            self.memory = bytearray(len(self.memory))
+            self.data = torch.frombuffer(self.memory, dtype=torch.uint8)
+
+    def publish(self, start: int, stop: int) -> None:
+        self._group.spans.append(bytes(self.memory[start:stop]))
+        point("packed")
+
+    def expect(self, start: int, stop: int) -> None:
+        self._expected.append((start, stop))
+
+    def arrived(self) -> bool:
+        point("load")
+        if self._group.left:
+            raise RefitPeerError("the broadcast failed: a member has left", peer="a member")
+        start, stop = self._expected[0]
+        self.memory[start:stop] = self._group.spans[self._taken]
+        self._taken += 1
+        return True
+
+    def release(self) -> None:
+        self._expected.popleft()
+
+    def close(self) -> None:
+        self._group.left = True
+
+
+@dataclass
+class Group:
+    """What was broadcast in one, and whether a member has left."""
+
+    spans: list[bytes] = field(default_factory=list)
+    left: bool = False
+
+
+class TrainerEnd(SenderEnd):
     def __init__(self, world: World, number: int) -> None:
+        self.reads_memory = self.private = not world.scenario.group
         self.address = {"trainer": number}
         self.number = number
         self.chosen: str | None = None  # from which connection the next frame is read
@@ -156,16 +202,15 @@ class TrainerEnd(SenderEnd):
         self, nbytes: int, device: torch.device, receivers: Sequence[str], *, direct: bool = False
     ) -> Lane:
         self._world.lanes.append(bytearray(nbytes))
-        return SharedLane(self._world, len(self._world.lanes) - 1)
+        return self._world.wire.lane(self._world, len(self._world.lanes) - 1)
 
     def close(self) -> None:
         pass
 
 
 class EngineEnd(ReceiverEnd):
-    private = True
-
     def __init__(self, world: World, party: str, trainer: int) -> None:
+        self.private = not world.scenario.group
         self.connection: Connection | None = None
         self._world = world
         self._party = party
@@ -218,7 +263,7 @@ class EngineEnd(ReceiverEnd):
         number = ref.get("lane", -1)
         if number not in range(len(self._world.lanes)):
             raise RefitProtocolError(f"there is no lane {dict(ref)}")
-        return SharedLane(self._world, number, self)
+        return self._world.wire.lane(self._world, number, self)
 
     def close(self) -> None:
         pass
@@ -228,6 +273,7 @@ class Wire(Transport):
     """Makes the ends of whoever asks next."""
 
     def __init__(self, world: World) -> None:
+        self.lane = GroupLane if world.scenario.group else SharedLane
         self._world = world
 
     def sender(self, **options: Any) -> SenderEnd:

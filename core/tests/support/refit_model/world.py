@@ -18,7 +18,7 @@ from refit_model.promises import (
     check_patience,
 )
 from refit_model.tasks import DEADLINE_S, TRAINERS, UNTIL_IT_GOES_ON, Names, Task, inhabit, running
-from refit_model.wire import Connection, Recording, Wire
+from refit_model.wire import Connection, Group, Recording, Wire
 from rl_core.refit.session import Phase
 
 if TYPE_CHECKING:
@@ -82,6 +82,7 @@ class Scenario:
             calls, 2 also within ``send`` and ``receive``, 3 also while an engine is prepared.
         hellos: How often engines may say hello again before somebody must have answered.
         engine: What its engines are made of.
+        group: Bytes go through a group, of which every member has its own, not shared memory.
     """
 
     script: tuple[Train | Refit, ...] = ()
@@ -96,6 +97,7 @@ class Scenario:
     grain: int = 2
     hellos: int = 1
     engine: Callable[..., Engine] = Engine
+    group: bool = False
 
     @property
     def engines(self) -> list[str]:
@@ -140,6 +142,7 @@ class World:
         self.recordings: dict[str, Recording] = {}
         self.played: dict[str, str] = {}
         self.lanes: list[bytearray] = []
+        self.groups: dict[int, Group] = {}
         self.offered: dict[int, Weights] = {0: dict.fromkeys(NAMES, 0.0)}
         self.numbers: dict[str, int] = {}
         self.decided: set[tuple[int, str]] = set()
