@@ -340,6 +340,8 @@ def test_a_refit_reaches_all_replicas_and_their_versions_agree(
     assert pair.weights_version == report.version
     output = pair.generate(prompts(*RAGGED), greedy=True)
     assert output["weights_version"].tolist() == [report.version] * 5
+    assert output["weights_origin"].tolist() == [report.origin] * 5
+    assert pair.weights_origin == policy.weights_origin == report.origin
     assert output["logprobs"].min() == -3.0
 
 

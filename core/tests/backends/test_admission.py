@@ -38,6 +38,7 @@ def output(rows: int = 2, **extra: Any) -> BatchedDataDict[Any]:
             "logprobs": -torch.rand(rows, 3),
             "truncated": torch.arange(rows) == 0,
             "weights_version": torch.zeros(rows, dtype=torch.int64),
+            "weights_origin": torch.zeros(rows, dtype=torch.int64),
             **extra,
         }
     )
@@ -47,8 +48,8 @@ class Loop:
     """A policy's side of a loop; ``refit`` commits."""
 
     def __init__(self, **config: Any) -> None:
-        self.version = 0
-        self.admission = Admission(lambda: config, lambda: self.version)
+        self.version, self.origin = 0, 5
+        self.admission = Admission(lambda: config, lambda: self.version, lambda: self.origin)
 
     def generate(self, distribution: str | None = "temperature 1") -> BatchedDataDict[Any]:
         made = output()
@@ -225,13 +226,57 @@ def test_another_distribution_is_warned_of_once_with_both(other):
     assert Loop(temperature=0.7).train(loop.generate(None)) == []
 
 
+# -- another trainer ------------------------------------------------------------------------------
+
+
+def from_trainers(loop: Loop, *origins: int) -> BatchedDataDict[Any]:
+    """Rows of an engine that these trainers have refit, in turn."""
+    batch = loop.generate()
+    batch["weights_origin"] = torch.tensor(origins)
+    return batch
+
+
+def test_rows_of_another_trainer_are_warned_of_once_with_the_first():
+    loop = Loop()
+    [said] = loop.train(from_trainers(loop, 5, 6))
+    assert "1 of these 2 rows, row 1 the first, are of another trainer's weights" in said
+    assert "(origin 6; this policy's is 5)" in said
+    loop.refit()
+    assert loop.train(from_trainers(loop, 6, 7)) == []
+
+
+def test_rows_of_this_trainer_and_of_an_engine_that_nobody_has_refit_are_no_other_s():
+    loop = Loop()
+    assert loop.train(from_trainers(loop, 0, 5)) == []
+    loop.refit()
+    assert loop.train(from_trainers(loop, 5, 5)) == []
+    loop.refit()
+    assert loop.train(from_trainers(loop, 6, 6), eval_mode=True) == []
+
+
+def test_a_worker_of_a_policy_knows_no_origin_and_says_nothing():
+    loop = Loop()
+    loop.origin = 0
+    assert loop.train(from_trainers(loop, 6, 7)) == []
+
+
+def test_rows_without_an_origin_are_not_judged():
+    loop = Loop()
+    batch = loop.generate()
+    del batch["weights_origin"]
+    assert loop.train(batch) == []
+
+
 # -- another model --------------------------------------------------------------------------------
 
 
-def scored(loop: Loop, *, off: float = 0.2, version: int = 1, **made: Any) -> list[str]:
+def scored(
+    loop: Loop, *, off: float = 0.2, version: int = 1, origin: int = 5, **made: Any
+) -> list[str]:
     """What is said when rows are scored whose log-probs are so far off, on generated tokens."""
     batch = loop.generate(**made)
     batch["weights_version"] = torch.full((2,), version)
+    batch["weights_origin"] = torch.full((2,), origin)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         loop.admission.compare(batch, batch["generation_logprobs"] + off)
@@ -255,6 +300,7 @@ def test_what_is_not_of_the_same_weights_and_distribution_is_not_compared():
     assert scored(loop, version=0, distribution="temperature 0.7") == []
     assert scored(loop) == []
     assert scored(loop, distribution=None) == []
+    assert scored(loop, origin=6, distribution="temperature 0.7") == []  # another trainer's
     loop.train(loop.generate("temperature 0.7"))
     assert scored(loop, distribution="temperature 0.7") == []
     assert scored(loop, version=2, distribution="temperature 0.7") == []  # of another policy

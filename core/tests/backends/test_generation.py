@@ -36,6 +36,7 @@ KEYS = {
     "logprobs",
     "truncated",
     "weights_version",
+    "weights_origin",
 }
 
 
@@ -85,6 +86,7 @@ def test_ragged_rows_are_laid_out_prompt_first_then_tokens_then_padding(make):
     assert out["logprobs"][0].tolist() == [0, 0, -0.5, -0.5, -0.5, -0.5, 0]
     assert out["logprobs"].dtype == torch.float32
     assert out["weights_version"].tolist() == [0, 0, 0]
+    assert out["weights_origin"].tolist() == [0, 0, 0]
 
 
 def test_logprobs_are_float32_under_another_default_dtype(make):
@@ -383,7 +385,10 @@ def test_rows_carry_the_version_that_made_them_and_a_torn_engine_makes_none(make
     engine, trainer = make(), Trainer({"w": torch.ones(3)})
     refit(trainer, engine, version=7, deadline_s=SOON)
     assert engine.weights_version == 7
-    assert engine.generate(prompts([5], [8]))["weights_version"].tolist() == [7, 7]
+    rows = engine.generate(prompts([5], [8]))
+    assert rows["weights_version"].tolist() == [7, 7]
+    assert rows["weights_origin"].tolist() == [trainer.sender.origin] * 2
+    assert engine.weights_origin == trainer.sender.origin
     assert torch.equal(engine.weights["w"], torch.ones(3))
     engine.invalidate_kv_cache = lambda: 1 / 0
     with pytest.raises(Exception, match="division by zero"):

@@ -171,9 +171,9 @@ def test_a_row_is_laid_out_as_a_batch_of_its_own(rows, at):
         made.select(torch.tensor([row])),
         [Completion(0, done.token_ids, done.logprobs, truncated)],
         pad_token_id=PAD,
-        weights_version=3,
+        weights=(3, 5),
     )
-    found = assemble_row(data, made, done, weights_version=3)
+    found = assemble_row(data, made, done, weights=(3, 5))
     assert list(found) == list(expected)
     for key, value in expected.items():
         if isinstance(value, torch.Tensor):

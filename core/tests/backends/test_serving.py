@@ -401,7 +401,7 @@ def test_a_system_without_threads_refuses_a_call_and_serves_the_next(monkeypatch
 def test_a_version_that_cannot_be_read_is_the_calls_error(pool):
     engine = Engine()
     service = RowService(
-        engine.rows, TurnLock(), name="Engine", check=lambda method: None, version=lambda: 1 // 0
+        engine.rows, TurnLock(), name="Engine", check=lambda method: None, weights=lambda: 1 // 0
     )
     told: list[Any] = []
     prompts = PromptBatch.from_data(prompt(6), engine.sampling, engine.facts)
@@ -600,7 +600,7 @@ def test_a_service_without_calls_takes_an_engine_that_cannot_cancel(caplog):
     engine = Broken()
     engine.broken = OSError("it broke")
     service = RowService(
-        engine, TurnLock(), name="Broken", check=lambda method: None, version=lambda: 0
+        engine, TurnLock(), name="Broken", check=lambda method: None, weights=lambda: (0, 0)
     )
     told: list[Any] = []
     prompts = PromptBatch(
@@ -692,7 +692,7 @@ def test_streams_that_come_after_a_writer_wait_for_it(monkeypatch, pool):
             "generate_async",
             prompts,
             engine.sampling,
-            lambda item: ended.append(call.version) if item is None else None,
+            lambda item: ended.append(call.weights[0]) if item is None else None,
         )
         service.submit(call)
         return call

@@ -26,7 +26,7 @@ class Replicas:
     """A named test double of a group of workers: each answers at its version, and counts rows.
 
     Args:
-        versions: Of each replica.
+        versions: Of each replica; its origin is that plus 100.
         refit: Called with the number of each call, from 1, before it is answered.
     """
 
@@ -41,6 +41,8 @@ class Replicas:
     def attributes(self, name: str) -> list[Any]:
         if name == "weights_version":
             return list(self.versions)
+        if name == "weights_origin":
+            return [version + 100 for version in self.versions]
         return [{"receiver_count": 1, "facts": ModelFacts(0, (1,), 100, 64)}[name]] * self.size
 
     def submit_generate(self, rank: int, data: BatchedDataDict[Any], greedy: bool) -> Any:
@@ -59,6 +61,7 @@ class Replicas:
                     "unpadded_sequence_lengths": torch.full((rows,), 2),
                     "truncated": torch.ones(rows, dtype=torch.bool),
                     "weights_version": torch.full((rows,), self.versions[rank]),
+                    "weights_origin": torch.full((rows,), self.versions[rank] + 100),
                 }
             )
         )
@@ -81,14 +84,18 @@ def prompts(*tokens: int) -> BatchedDataDict[Any]:
     return BatchedDataDict({"input_ids": ids, "input_lengths": torch.ones(len(tokens)).long()})
 
 
-def test_rows_that_a_refit_overtook_are_generated_anew():
+@pytest.mark.parametrize("after", [8, 1])
+def test_rows_that_a_refit_overtook_are_generated_anew(after):
+    """Also where the versions go back, as those of another trainer may."""
+
     def refit(call: int) -> None:
         if call == 2:  # between the first replica's rows and the second's
-            replicas.versions[:] = [8, 8]
+            replicas.versions[:] = [after, after]
 
     replicas = Replicas([7, 7], refit)
     output = backend(replicas).generate(prompts(2, 3, 4, 5))
-    assert output["weights_version"].tolist() == [8] * 4
+    assert output["weights_version"].tolist() == [after] * 4
+    assert output["weights_origin"].tolist() == [after + 100] * 4
     assert output["output_ids"].tolist() == [[2, 52], [3, 53], [4, 54], [5, 55]]
     again = sorted(itertools.chain(*replicas.calls))
     assert len(again) == 6  # two of four were of version 7
@@ -115,6 +122,31 @@ def test_replicas_that_go_on_to_differ_do_not_serve(monkeypatch):
     monkeypatch.setattr("rl_hosting.cluster.generation._SETTLE_S", 0.1)
     with pytest.raises(WeightsTornError, match="different weights"):
         backend(Replicas([7, 8])).generate(prompts(2, 3))
+
+
+def test_replicas_of_one_version_of_two_trainers_do_not_serve(monkeypatch):
+    monkeypatch.setattr("rl_hosting.cluster.generation._SETTLE_S", 0.1)
+    replicas = Replicas([7, 7])
+    both = {"weights_version": [7, 7], "weights_origin": [5, 6]}
+    made = backend(replicas)
+    monkeypatch.setattr(replicas, "attributes", both.__getitem__)
+    with pytest.raises(WeightsTornError, match="7 of origin 5, 7 of origin 6"):
+        _ = made.weights_version
+    with pytest.raises(WeightsTornError, match="7 of origin 5, 7 of origin 6"):
+        _ = made.weights_origin
+
+
+def test_replicas_of_a_backend_that_knows_no_origin_have_none(monkeypatch):
+    replicas = Replicas([7, 7])
+    made, submit = backend(replicas), replicas.submit_generate
+
+    def without(*call: Any) -> Any:
+        done = submit(*call)
+        del done.result()["weights_origin"]
+        return done
+
+    monkeypatch.setattr(replicas, "submit_generate", without)
+    assert made.generate(prompts(2, 3))["weights_version"].tolist() == [7, 7]
 
 
 def test_a_single_row_goes_to_the_replica_with_the_least_to_do():

@@ -16,6 +16,7 @@ from fake_backend import SIZES, SOON, Sink, Trainer, prompts, until
 from rl_core import refit
 from rl_core.errors import (
     DeadlineError,
+    LoopWarning,
     RefitError,
     RemoteError,
     RLError,
@@ -72,7 +73,28 @@ def test_both_workers_take_a_refit(pair, trainer, options):
         report = refit(trainer, engine, deadline_s=SOON, **options)
         assert (report.version, engine.weights_version) == (version, version)
         assert installed(engine) == [1.0, float(version), 1.0] * 2
-    assert engine.generate(prompts(5))["weights_version"].tolist() == [2]
+    rows = engine.generate(prompts(5))
+    assert rows["weights_version"].tolist() == [2]
+    assert rows["weights_origin"].tolist() == [report.origin] == [engine.weights_origin]
+
+
+def test_both_workers_tell_of_a_trainer_that_took_over(pair, trainer):
+    engine, other = pair(), Trainer()
+    try:
+        first = refit(trainer, engine, deadline_s=SOON)
+        with pytest.warns(LoopWarning, match=f"had version 1 of origin {first.origin}"):
+            report = refit(other, engine, deadline_s=SOON)
+        assert [one["origin"] for one in report.taken_over] == [first.origin]
+        assert report.taken_over[0]["name"] == engine._receiver.name
+        rows = engine.generate(prompts(5))
+        assert rows["weights_version"].tolist() == [1]
+        assert rows["weights_origin"].tolist() == [report.origin]
+        engine.prepare_refit_info(trainer.prepare_refit_info())
+        for keys in trainer.sender.groups(512):
+            engine.update_weights(trainer.sender.handles(keys))
+        assert (engine.weights_version, engine.weights_origin) == (2, first.origin)
+    finally:
+        other.close()
 
 
 def test_a_delta_sends_what_changed(pair, trainer):
@@ -122,7 +144,11 @@ def test_the_lock_that_is_granted_to_one_refit_lets_no_other_one_write(trainer):
     assert worker.state("second")["torn"]  # as long as it may write
     wait(sending, SOON)
     until(lambda: worker.done("second", 0.1)["done"], "the end of the second one")
-    assert worker.state("second") == {"version": 1, "torn": False}
+    assert worker.state("second") == {
+        "version": 1,
+        "origin": trainer.sender.origin,
+        "torn": False,
+    }
     worker._receiver.close()
 
 

@@ -36,6 +36,7 @@ def test_two_processes_do_what_one_does(model, tmp_path):
     runpy.run_path(SCRIPT)["main"](str(model), str(one))
     (alone,), both = of_each(one), of_each(two)
     assert len(both) == 2
+    assert len({one for each in both for one in each["answered"][0]["weights_origin"]}) == 1
     for key in ("prompts", "prompt_ids", "completion_ids", "truncated", "weights_version"):
         step = [row for each in both for row in each["answered"][0][key]]
         assert step == alone["answered"][0][key], key  # of the same weights and seed

@@ -12,6 +12,7 @@ from transformers import TrainerCallback
 
 import rl_trl
 from rl_core.errors import CapabilityError, ConfigError, DataError
+from rl_core.refit.modules import sending_end
 from rl_trl import settings
 from rl_trl.agreement import score_tokens, trainer_logprobs
 
@@ -86,16 +87,18 @@ def test_the_loss_is_the_one_of_trls_own_path_on_the_same_completions(engine, tr
     ids=["two rollouts a step", "two steps a rollout"],
 )
 def test_the_engine_is_refit_once_for_each_step_that_generates(engine, trainer, how, versions):
-    seen = []
+    seen, origins = [], set()
 
-    def reward(completion_ids, weights_version, truncated, **_):
+    def reward(completion_ids, weights_version, weights_origin, truncated, **_):
         assert [len(ids) == 8 for ids in completion_ids] >= truncated
         seen.append(weights_version)
+        origins.update(weights_origin)
         return even(completion_ids)
 
     run = trainer(rl_trl.rollout(engine()), reward, **{"max_steps": 3, **how})
     run.train()
     assert seen == [[version] * 8 for version in versions]
+    assert origins == {sending_end(run.model, None).weights_origin}
     assert max(logged(run, APART)) < 1e-4
 
 

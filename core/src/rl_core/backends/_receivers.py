@@ -15,6 +15,10 @@ class Receiver(Protocol):
     def version(self) -> int:
         """Last committed version, 0 at first."""
 
+    @property
+    def origin(self) -> int:
+        """Of the trainer whose version that is, 0 at first."""
+
     def check(self) -> None:
         """Raises WeightsTornError unless the weights are whole."""
 

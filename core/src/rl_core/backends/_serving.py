@@ -47,7 +47,7 @@ class ServedCall:
 
     Attributes:
         number: Of the call.
-        version: Of the weights that complete its rows, once it has begun.
+        weights: Version and origin of those that complete its rows, once it has begun.
         roomless: Indices of rows that are not completed.
         waiting: Indices of rows that are not in the engine yet.
         running: Indices of rows that are, by key.
@@ -65,7 +65,7 @@ class ServedCall:
         self.sampling = sampling
         self.deliver = deliver
         self.number = 0
-        self.version = 0
+        self.weights = 0, 0
         self._ids = prompts.input_ids.cpu().numpy()  # a row of it costs a tenth of a tensor's
         self._lengths: list[int] = prompts.lengths.tolist()
         self._budgets: list[int] = prompts.budgets.tolist()
@@ -114,7 +114,7 @@ class RowService:
         lock: Of the backend.
         name: Of the backend.
         check: Raises if a call of that method cannot be served now.
-        version: Of the weights that are installed.
+        weights: Version and origin of those that are installed.
     """
 
     def __init__(
@@ -124,13 +124,13 @@ class RowService:
         *,
         name: str,
         check: Callable[[str], None],
-        version: Callable[[], int],
+        weights: Callable[[], tuple[int, int]],
     ) -> None:
         self._engine = engine
         self._lock = lock
         self._name = name
         self._check = check
-        self._version = version
+        self._weights = weights
         self._guard = threading.Lock()  # of all below
         self._thread: threading.Thread | None = None
         self._keys = itertools.count()
@@ -262,7 +262,7 @@ class RowService:
             call, kept_waiting = self._arrived.popleft(), kept_waiting - 1
             try:
                 self._check(call.method)
-                call.version = self._version()
+                call.weights = self._weights()
             except Exception as error:
                 self._tell(call, error)
                 continue

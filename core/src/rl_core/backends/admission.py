@@ -32,11 +32,18 @@ class Admission:
     Args:
         config: The policy's; ``temperature`` and ``refit_interval`` are read.
         version: Asks for the version of the last committed refit.
+        origin: Asks what this trainer is called beside its versions; 0 if that is not known.
     """
 
-    def __init__(self, config: Callable[[], Mapping[str, Any]], version: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        config: Callable[[], Mapping[str, Any]],
+        version: Callable[[], int],
+        origin: Callable[[], int],
+    ) -> None:
         self._config = config
         self._version = version
+        self._origin = origin
         self._trained: list[int] = []  # moments of the trainings since a refit
         self._trained_at: int | None = None  # the version at the last of all trainings
         self._said: set[str] = set()
@@ -76,6 +83,7 @@ class Admission:
             theirs = None if batch.provenance is None else batch.provenance.distribution
             if text := off_policy("these rows were sampled with", theirs, self._temperature()):
                 self._say(text, "distribution")
+            self._check_origin(batch)
             self._check_freshness(batch)
         return batch
 
@@ -91,7 +99,7 @@ class Admission:
         theirs = data.get("generation_logprobs", data.get("logprobs"))
         drawn = data.provenance.distribution or "temperature 1"  # of greedy and raw ones
         unlike = drawn != f"temperature {self._temperature():g}"
-        if unlike or theirs is None or theirs.shape != ours.shape:
+        if unlike or theirs is None or theirs.shape != ours.shape or self._others(data).any():
             return
         off = float((theirs - ours)[theirs != 0].abs().exp().mean())
         versions = torch.as_tensor(data.get("weights_version", 0))
@@ -104,6 +112,25 @@ class Admission:
                 "sinks, windows), positions (rope, max_model_len), and how the engine's own "
                 "arguments change sampling. rl check measures the pair.",
                 "pair",
+            )
+
+    def _others(self, batch: Mapping[str, Any]) -> torch.Tensor:
+        """``[B]`` bool: which rows are of another trainer's weights, as far as the batch says."""
+        origins = batch.get("weights_origin")
+        if not isinstance(origins, torch.Tensor) or not origins.any() or not self._origin():
+            return torch.zeros(0, dtype=torch.bool)
+        return (origins != 0) & (origins != self._origin())
+
+    def _check_origin(self, batch: BatchedDataDict[Any]) -> None:
+        if len(rows := self._others(batch).nonzero().flatten()):
+            theirs = int(batch["weights_origin"][rows[0]])
+            self._say(
+                f"{len(rows)} of these {batch.size} rows, row {int(rows[0])} the first, are "
+                f"of another trainer's weights (origin {theirs}; this policy's is "
+                f"{self._origin()}): their weights_version does not compare with this policy's. "
+                "Call rl_core.refit(policy, generation) before generating, and leave out rows of "
+                'before: batch.select_indices(batch["weights_origin"] == policy.weights_origin).',
+                "origin",
             )
 
     def _check_freshness(self, batch: BatchedDataDict[Any]) -> None:

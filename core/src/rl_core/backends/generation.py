@@ -183,7 +183,7 @@ class GenerationBackend(GenerationInterface):
             call.prompts,
             completions,
             pad_token_id=self.facts.pad_token_id,
-            weights_version=served.version,
+            weights=served.weights,
         )
         output.provenance = call.provenance
         return output
@@ -229,16 +229,16 @@ class GenerationBackend(GenerationInterface):
                     break
                 if isinstance(item, BaseException):
                     raise item
-                yield item.row, self._one_row(call, item, served.version)
+                yield item.row, self._one_row(call, item, served.weights)
             for row in served.roomless:
-                yield row, self._one_row(call, Completion(row, (), (), True), served.version)
+                yield row, self._one_row(call, Completion(row, (), (), True), served.weights)
         finally:
             service.cancel(served)
 
     def _one_row(
-        self, call: _Call, done: Completion, version: int
+        self, call: _Call, done: Completion, weights: tuple[int, int]
     ) -> BatchedDataDict[GenerationOutputSpec]:
-        output = assemble_row(call.data, call.prompts, done, weights_version=version)
+        output = assemble_row(call.data, call.prompts, done, weights=weights)
         output.provenance = call.provenance
         return output
 
@@ -268,7 +268,7 @@ class GenerationBackend(GenerationInterface):
                     self._lock,
                     name=type(self).__name__,
                     check=self._check_serves,
-                    version=lambda: self.weights_version,
+                    weights=lambda: (self.weights_version, self.weights_origin),
                 )
             return self._service
 
@@ -359,6 +359,11 @@ class GenerationBackend(GenerationInterface):
     def weights_version(self) -> int:
         """See :attr:`GenerationInterface.weights_version`."""
         return self._receiver.version
+
+    @property
+    def weights_origin(self) -> int:
+        """See :attr:`GenerationInterface.weights_origin`."""
+        return self._receiver.origin
 
     def prepare_refit_info(self, state_dict_info: dict[str, Any]) -> None:
         """See :meth:`GenerationInterface.prepare_refit_info`."""

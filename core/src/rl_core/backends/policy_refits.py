@@ -60,7 +60,10 @@ class PolicyRefits(ColocatablePolicyInterface):
         self.changes = WeightChanges()
         self._sender = RefitSender(self.refit_source, name=type(self).__name__)
         self.admission = Admission(
-            lambda: getattr(self, "config", {}), lambda: self.weights_version
+            lambda: getattr(self, "config", {}),
+            lambda: self.weights_version,
+            # Workers learn from what whoever drives them has admitted.
+            lambda: 0 if worker else self.weights_origin,
         )
         self._collective_receivers = 1
 
@@ -105,6 +108,11 @@ class PolicyRefits(ColocatablePolicyInterface):
     def weights_version(self) -> int:
         """The version of the last refit that was committed; 0 before the first."""
         return self._sender.version
+
+    @property
+    def weights_origin(self) -> int:
+        """What this trainer is called beside its versions; 0 on all but the worker that speaks."""
+        return self._sender.origin if self._speaks else 0
 
     def prepare_refit_info(self) -> dict[str, Any] | None:
         """See :meth:`ColocatablePolicyInterface.prepare_refit_info`; None on all but one worker."""

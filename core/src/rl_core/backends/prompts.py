@@ -288,11 +288,12 @@ def assemble_output(
     completions: Iterable[Completion],
     *,
     pad_token_id: int,
-    weights_version: int,
+    weights: tuple[int, int],
 ) -> BatchedDataDict[Any]:
     """Lays completions out as a :class:`GenerationOutputSpec` batch, in the order of the prompts.
 
-    Rows without a completion had no room: generation length 0 and truncated.
+    Rows without a completion had no room: generation length 0 and truncated. ``weights`` are the
+    version and the origin of those that completed the others.
     """
     rows = len(prompts)
     done = sorted(completions, key=lambda c: c.row)
@@ -320,7 +321,8 @@ def assemble_output(
             "unpadded_sequence_lengths": totals,
             "logprobs": logprobs,
             "truncated": truncated,
-            "weights_version": torch.full((rows,), weights_version, dtype=torch.int64),
+            "weights_version": torch.full((rows,), weights[0], dtype=torch.int64),
+            "weights_origin": torch.full((rows,), weights[1], dtype=torch.int64),
         }
     )
     output.update(carried(data))
@@ -328,7 +330,11 @@ def assemble_output(
 
 
 def assemble_row(
-    data: BatchedDataDict[Any], prompts: PromptBatch, done: Completion, *, weights_version: int
+    data: BatchedDataDict[Any],
+    prompts: PromptBatch,
+    done: Completion,
+    *,
+    weights: tuple[int, int],
 ) -> BatchedDataDict[Any]:
     """Row ``done.row`` as :func:`assemble_output` lays it out without others.
 
@@ -336,7 +342,7 @@ def assemble_row(
     """
     prompt = prompts.token_ids(done.row)
     count, total = len(done.token_ids), len(prompt) + len(done.token_ids)
-    numbers = torch.tensor([count, total, weights_version])
+    numbers = torch.tensor([count, total, *weights])
     output: BatchedDataDict[Any] = BatchedDataDict(
         {
             "output_ids": torch.tensor([[*prompt, *done.token_ids]]),
@@ -344,7 +350,8 @@ def assemble_row(
             "unpadded_sequence_lengths": numbers[1:2],
             "logprobs": torch.tensor([[0.0] * len(prompt) + [*done.logprobs]], dtype=torch.float32),
             "truncated": torch.tensor([done.truncated], dtype=torch.bool),
-            "weights_version": numbers[2:],
+            "weights_version": numbers[2:3],
+            "weights_origin": numbers[3:],
         }
     )
     row = slice(done.row, done.row + 1)

@@ -43,8 +43,8 @@ def training_batch(
         ``input_ids`` ``[B, W]`` int64 and ``input_lengths`` ``[B]`` int64, ``token_mask``
         ``[B, W]`` float32 with 1 on generated tokens alone, ``sample_mask`` ``[B]`` float32,
         ``generation_logprobs`` ``[B, W]`` float32; if given, ``rewards`` and ``advantages``,
-        float32; ``weights_version``, ``truncated`` and every further key of the output, row for
-        row. Tensors that need no change are shared with the output.
+        float32; ``weights_version``, ``weights_origin``, ``truncated`` and every further key of the
+        output, row for row. Tensors that need no change are shared with the output.
 
     Raises:
         DataError: The output is none, a count or shape is wrong, or a number that counts is not

@@ -126,6 +126,15 @@ class GenerationInterface(ABC):
         """Version of the weights that serve now; 0 until the first refit commits."""
 
     @property
+    def weights_origin(self) -> int:
+        """Of the trainer whose version that is; 0 until the first refit commits.
+
+        Each trainer counts its own versions, and so does one that was started again: versions of
+        two origins do not compare.
+        """
+        return 0
+
+    @property
     def requires_kv_scale_sync(self) -> bool:
         """True when FP8 key/value scales must travel with the weights."""
         return False

@@ -263,6 +263,7 @@ class GenerationOutputSpec(TypedDict):
         logprobs: ``[B, W]`` float32: of the generated tokens; 0 on prompt and padding.
         truncated: ``[B]`` bool: ended by length, not by a stop token or string.
         weights_version: ``[B]`` int64 version of the weights that produced the row.
+        weights_origin: ``[B]`` int64: whose version; 0 for those that the engine started with.
         __extra__: The input's further keys, row for row.
     """
 
@@ -272,6 +273,7 @@ class GenerationOutputSpec(TypedDict):
     logprobs: torch.Tensor
     truncated: torch.Tensor
     weights_version: torch.Tensor
+    weights_origin: torch.Tensor
     __extra__: Any
 
 

@@ -39,8 +39,9 @@ if TYPE_CHECKING:
     from rl_core.interfaces import ColocatablePolicyInterface, Future
 
 
-#: Engines of which it was said that they sample from another distribution.
+#: Engines of which it was said that they sample from another distribution, or had another trainer.
 _told: weakref.WeakSet[Any] = weakref.WeakSet()
+_told_of_trainer: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def refit(
@@ -72,7 +73,8 @@ def refit(
     The hook ``on_event`` of every plugin gets ``"refit_started"``, then ``"refit_committed"`` or
     ``"refit_failed"``, with the facts; where the policy runs, ``"refit_progress"`` in between.
 
-    Warns, once for each engine, if it samples from another distribution than the policy scores.
+    Warns, once for each engine, if it samples from another distribution than the policy scores, and
+    if it had the weights of another trainer (:attr:`RefitReport.taken_over`).
 
     Raises:
         CapabilityError: A module's tensors are not whole, or not what an engine has.
@@ -110,6 +112,18 @@ def refit(
             chosen = SendOptions.of(options)
             continue
         hookspecs.emit("refit_committed", **report.as_dict())
+        if report.taken_over and receiver not in _told_of_trainer:
+            _told_of_trainer.add(receiver)
+            had = report.taken_over[0]
+            warnings.warn(
+                f"{had['name']} had version {had['version']} of origin {had['origin']}: of another "
+                "trainer, or of this one before it began anew. It has version "
+                f"{report.version} of origin {report.origin} now. Versions of two origins do not "
+                "compare: tell rows apart by weights_origin. Ignore rl_core.LoopWarning for an "
+                "engine that is handed over on purpose.",
+                LoopWarning,
+                stacklevel=2,
+            )
         return report
 
 

@@ -165,7 +165,7 @@ class _State(Protocol):
         self, end: ReceiverEnd, mode: DataMode, ref: Mapping[str, Any], device: torch.device
     ) -> Lane: ...
     def check_unchanged(self, since: int) -> None: ...
-    def publish(self, version: int) -> None: ...
+    def publish(self, version: int, origin: int) -> None: ...
 
 
 @dataclass(slots=True)
@@ -244,7 +244,7 @@ class HandleReceiver:
             if not current.left:
                 current.sink.finish(message.version)
                 settle(current.sink)
-                state.publish(message.version)
+                state.publish(message.version, trainer.origin)
                 self._end()
         except BaseException:
             self.give_up()

@@ -12,6 +12,7 @@ import msgspec
 
 from rl_core.errors import LifecycleError, RefitProtocolError
 from rl_core.interfaces.weights import TensorSpec  # noqa: TC001 - msgspec resolves it
+from rl_core.refit.frames import origin_of
 from rl_core.refit.manifest import WeightManifest
 from rl_core.refit.messages import PROTOCOL
 
@@ -49,6 +50,11 @@ class Trainer:
     addresses: dict[str, dict[str, Any]]
     dtypes: dict[str, str]
     wire: WeightManifest
+
+    @property
+    def origin(self) -> int:
+        """What it is called beside its versions."""
+        return origin_of(self.token)
 
     def address_of(self, transport: str, name: str) -> dict[str, Any]:
         """The address of its end of a transport; ``name`` is who asks.

@@ -116,6 +116,7 @@ class ReceiveJob(Job[ReceiverSession]):
         earlier, self.earlier = self.earlier, None
         if earlier is not None and earlier.session.phase is Phase.COMMITTED:
             return earlier.summary  # the earlier call took the refit that this one was for
+        before = {"origin": receiver.origin, "version": receiver.version}
         self._end = receiver.end(self.transport, self.trainer)
         try:
             if self._meet():
@@ -133,6 +134,8 @@ class ReceiveJob(Job[ReceiverSession]):
             raise session.error
         self.summary = {
             "version": receiver.version,
+            "origin": receiver.origin,
+            "replaced": before if before["origin"] not in (0, receiver.origin) else None,
             "bytes": self._plan.nbytes,
             "seconds": sum(session.phase_seconds.values()),
             "name": receiver.name,
@@ -200,7 +203,7 @@ class ReceiveJob(Job[ReceiverSession]):
                 assert self._loader is not None
                 session.touch()
                 self.endpoint.check_unchanged(self._changes)
-                self.endpoint.publish(version)
+                self.endpoint.publish(version, self.trainer.origin)
                 self.endpoint.known = self._loader.table.known
                 self._sink = None  # what follows cannot take the weights back
                 # Before the sender is told, which may free the memory at once.

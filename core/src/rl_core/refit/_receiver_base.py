@@ -40,6 +40,7 @@ class ReceiverBase(Endpoint[J]):
     Attributes:
         id: Tells this receiver from all others.
         version: Last committed version, 0 at first.
+        origin: Of the trainer whose version that is, 0 at first.
         torn: True while the weights are neither old nor new.
         outside_changes: How often something besides refits changed the weights. A refit in which
             that happens cannot commit, and takes nothing of it back.
@@ -64,7 +65,7 @@ class ReceiverBase(Endpoint[J]):
         self.new_sink = new_sink
         self.lock = lock
         self.on_commit = on_commit
-        self.version = 0
+        self.version = self.origin = 0
         self.torn = False
         self.outside_changes = 0
         self.known: dict[str, bytes] = {}
@@ -101,12 +102,12 @@ class ReceiverBase(Endpoint[J]):
                 fix="refit again; the engine must stay as it is while a refit is under way",
             )
 
-    def publish(self, version: int) -> None:
-        """The weights are whole, and of this version."""
+    def publish(self, version: int, origin: int) -> None:
+        """The weights are whole, and of this version of that trainer."""
         if self.on_commit is not None:
             self.torn = True  # until the caches of the old weights are gone
             self.on_commit(version)
-        self.version = version
+        self.version, self.origin = version, origin
         self.torn = False
 
     def sink_for(self, refit_id: str) -> WeightSink:

@@ -383,6 +383,7 @@ class SendJob(Job[SenderSession]):
         seconds = sum(phases.values())
         return RefitReport(
             version=self.version,
+            origin=self.endpoint.origin,
             bytes=plan.nbytes,
             seconds=seconds,
             gb_per_s=plan.nbytes / seconds / 1e9,

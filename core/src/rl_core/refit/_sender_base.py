@@ -9,6 +9,7 @@ from rl_core.errors import RefitError
 from rl_core.refit._direct import MovedTensors
 from rl_core.refit._job import Endpoint, J, keep_two
 from rl_core.refit._packing import SenderBuckets
+from rl_core.refit.frames import origin_of
 from rl_core.refit.manifest import WeightManifest
 from rl_core.refit.plan import SLOTS, DataMode, TransferPlan, make_plan
 from rl_core.refit.transports.base import NoLane
@@ -31,6 +32,7 @@ class SenderBase(Endpoint[J]):
 
     Attributes:
         token: The secret that messages are authenticated with.
+        origin: What this trainer is called beside its versions, for as long as this lives.
         version: Last committed version, 0 at first.
         committed: Digests of what was committed last, if it was hashed.
         committed_hash: What they were made with.
@@ -41,6 +43,7 @@ class SenderBase(Endpoint[J]):
     def __init__(self, name: str, runtime: Runtime | None) -> None:
         super().__init__(name, runtime)
         self.token = secrets.token_hex(32)
+        self.origin = origin_of(self.token)
         self.version = 0
         self.committed: DigestTable | None = None
         self.committed_hash: BlockHash | None = None

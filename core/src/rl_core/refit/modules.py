@@ -75,6 +75,11 @@ class ModuleSender:
         """The version of the last refit that was committed; 0 before the first."""
         return self._sender.version
 
+    @property
+    def weights_origin(self) -> int:
+        """What this trainer is called beside its versions, for as long as this lives."""
+        return self._sender.origin
+
     def prepare_refit_info(self) -> dict[str, Any]:
         """See :meth:`ColocatablePolicyInterface.prepare_refit_info`."""
         return self._sender.prepare()
@@ -159,6 +164,11 @@ class ModuleReceiver:
     def weights_version(self) -> int:
         """Version of the weights that are installed; 0 until the first refit commits."""
         return self._receiver.version
+
+    @property
+    def weights_origin(self) -> int:
+        """Of the trainer whose version that is; 0 until the first refit commits."""
+        return self._receiver.origin
 
     def check(self) -> None:
         """Raises WeightsTornError unless the weights are whole: call it before they are used."""

@@ -178,7 +178,9 @@ class RefitReceiver(ReceiverBase[ReceiveJob]):
             lock: Held while this refit writes; the receiver's by default.
 
         Returns:
-            A future of a dict with ``version``, ``bytes``, ``seconds`` and ``name``.
+            A future of a dict with ``version``, ``origin``, ``bytes``, ``seconds`` and ``name``;
+            and ``replaced``, which is the version and origin of before if these were another
+            trainer's, else None.
 
         Raises:
             LifecycleError: ``prepare`` was not called, or the sender does not offer the transport.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
 from rl_core.errors import RefitProtocolError
@@ -37,6 +37,9 @@ class RefitReport:
         isolation: Whether engines served meanwhile.
         attempts: How often it was tried, this time included.
         fallback: Why ``mode="auto"`` did not read the tensors where they are; None if it did.
+        origin: Of the trainer whose version it is, the same for as long as its sending end lives.
+        taken_over: The engines that had another trainer's weights before, each with its ``name``
+            and the ``origin`` and ``version`` of these. Versions of two origins do not compare.
     """
 
     version: int
@@ -57,6 +60,8 @@ class RefitReport:
     isolation: str
     attempts: int = 1
     fallback: str | None = None
+    origin: int = 0
+    taken_over: list[dict[str, Any]] = field(default_factory=list)
 
     @classmethod
     def of(cls, results: list[Any], attempts: int) -> Self:
@@ -65,9 +70,11 @@ class RefitReport:
         Raises:
             RefitProtocolError: The policy returned none.
         """
-        for result in results:
-            if isinstance(result, Mapping) and "phases" in result:
-                return cls(**{**result, "attempts": attempts})
+        told = [result for result in results if isinstance(result, Mapping)]
+        taken = [{"name": r["name"], **r["replaced"]} for r in told if r.get("replaced")]
+        for result in told:
+            if "phases" in result:
+                return cls(**{**result, "attempts": attempts, "taken_over": taken})
         raise RefitProtocolError(
             "the policy's futures returned no report",
             fix="derive the policy from rl_core.backends.PolicyBackend",

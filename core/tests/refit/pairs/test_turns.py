@@ -73,6 +73,7 @@ def test_closing_ends_the_running_refit_and_those_that_wait_behind_it(pair, side
         assert isinstance(future.exception(SOON), Exception)
 
 
+@pytest.mark.filterwarnings("ignore:engine had version 1:rl_core.LoopWarning")
 def test_an_engine_prepared_for_another_trainer_finishes_the_running_refit_first(keep, pair):
     trainer, engine = pair
     gate = engine.sink.on["write"] = Gate()

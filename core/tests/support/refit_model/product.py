@@ -88,8 +88,8 @@ def product_in_hand() -> ExitStack:
     enter(_job, "time", types.SimpleNamespace(monotonic=lambda: float(next(ticks))))
     # They divide by seconds, of which none pass here.
     enter(_send_job.SendJob, "_report", lambda *given: types.SimpleNamespace(as_dict=dict))
-    report = types.SimpleNamespace(of=lambda *given: types.SimpleNamespace(as_dict=dict))
-    enter(_driver, "RefitReport", report)
+    report = types.SimpleNamespace(as_dict=dict, taken_over=[])
+    enter(_driver, "RefitReport", types.SimpleNamespace(of=lambda *given: report))
     enter(sender_module, "_meeting_point", dict)
     enter(_job.Endpoint, "waiting", _may_be_overtaken(_job.Endpoint.waiting))
     enter(Hasher, "begin", _hooked(Hasher.begin))

@@ -256,7 +256,7 @@ class HuggingFacePolicy(PolicyBackend):
         facts = model_facts(model, self.tokenizer, config)
         most = config.get("max_batch_size", DEFAULT_MAX_BATCH_SIZE)
         engine = decoding_engine(model, self.tokenizer, max_batch_size=most)
-        return PolicyGeneration(engine, config, facts, lambda: self.weights_version)
+        return PolicyGeneration(engine, config, facts, self)
 
     def score(
         self, data: BatchedDataDict[Any], micro_batch_size: int | None = None

@@ -66,7 +66,7 @@ class RemoteReceiver:
         on_commit: Callable[[int], None],
         wake: Callable[[], None],
     ) -> None:
-        self.version = 0
+        self.version = self.origin = 0
         self.torn = False
         self.name = process.name
         self._process = process
@@ -264,9 +264,9 @@ class RemoteReceiver:
             self._adopt(self._ask("state", REFIT_REPORT_S, key=key))
 
     def _adopt(self, states: list[dict[str, Any]]) -> None:
-        versions = {state["version"] for state in states}
-        self.torn = any(state["torn"] for state in states) or len(versions) > 1
-        self.version = min(versions)
+        weights = {(state["version"], state["origin"]) for state in states}
+        self.torn = any(state["torn"] for state in states) or len(weights) > 1
+        self.version, self.origin = min(weights)
 
     def _ask(self, method: str, /, timeout_s: float | None = None, **arguments: Any) -> list[Any]:
         """Every worker's answer.

@@ -167,13 +167,15 @@ class WorkerRefits:
         return self.state()
 
     def state(self, key: str = "") -> dict[str, Any]:
-        """The version that the worker has, and whether its weights are torn.
+        """The version and origin that the worker has, and whether its weights are torn.
 
         Args:
             key: Of a refit that the driver gives up; while it may write, they count as torn.
         """
         writes = key in self._futures and not self._futures[key].done()
-        return {"version": self._receiver.version, "torn": self._receiver.torn or writes}
+        receiver = self._receiver
+        labels = {"version": receiver.version, "origin": receiver.origin}
+        return {**labels, "torn": receiver.torn or writes}
 
     # -- the weights themselves -------------------------------------------------------------------
 

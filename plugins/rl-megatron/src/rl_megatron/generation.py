@@ -23,8 +23,9 @@ from rl_torch.policy_generation import PolicyGeneration
 from rl_torch.slots import SlotDecoder
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Mapping
+    from collections.abc import Generator, Mapping
 
+    from rl_core.backends import PolicyRefits
     from rl_megatron.architectures import Architecture
     from rl_megatron.forward import Forward
     from rl_torch.slot_cache import SlotCache
@@ -101,7 +102,7 @@ def make_generation(
     config: Mapping[str, Any],
     device: torch.device,
     tokenizer: Any,
-    version: Callable[[], int],
+    policy: PolicyRefits,
 ) -> PolicyGeneration:
     """What decodes with a policy's model.
 
@@ -112,7 +113,7 @@ def make_generation(
         config: What :func:`generation_config` returned.
         device: Of the model.
         tokenizer: For stop strings; or None.
-        version: Gives the version of the weights.
+        policy: Whose model it is.
 
     Raises:
         ConfigError: The model has no pad token, and ``pad_token_id`` is not set.
@@ -128,7 +129,7 @@ def make_generation(
     facts = model_facts(
         config, text=architecture.config, vocab_size=architecture.vocabulary, tokenizer=tokenizer
     )
-    return PolicyGeneration(engine, config, facts, version)
+    return PolicyGeneration(engine, config, facts, policy)
 
 
 @contextmanager

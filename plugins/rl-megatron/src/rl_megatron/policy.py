@@ -337,7 +337,7 @@ class MegatronPolicy(PolicyBackend):
             generation_config(self.config),
             self._device,
             self.tokenizer,
-            lambda: self.weights_version,
+            self,
         )
 
     # -- what leaves it -------------------------------------------------------------------------

@@ -10,9 +10,9 @@ from rl_core.refit import DEFAULT_DEADLINE_S
 from rl_core.refit.turns import exclusively
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
-    from rl_core.backends import ModelFacts, RowEngine
+    from rl_core.backends import ModelFacts, PolicyRefits, RowEngine
     from rl_core.batch import BatchedDataDict
     from rl_core.interfaces import GenerationOutputSpec, WeightSink
 
@@ -27,7 +27,7 @@ class PolicyGeneration(GenerationBackend):
             :class:`~rl_torch.decoding.DecodingEngine`.
         config: A checked :class:`~rl_core.interfaces.GenerationConfig`.
         facts: Of the model, see :func:`rl_torch.checkpoints.model_facts`.
-        version: Gives the version of the policy's weights.
+        policy: Whose model it is; its version and origin are those of the rows.
     """
 
     borrows_weights = True
@@ -37,17 +37,22 @@ class PolicyGeneration(GenerationBackend):
         engine: RowEngine,
         config: Mapping[str, Any],
         facts: ModelFacts,
-        version: Callable[[], int],
+        policy: PolicyRefits,
     ) -> None:
         super().__init__(config, facts)
         self._engine = engine
-        self._version = version
+        self._policy = policy
         self.prepare_for_generation()
 
     @property
     def weights_version(self) -> int:
         """The last version that the policy sent."""
-        return self._version()
+        return self._policy.weights_version
+
+    @property
+    def weights_origin(self) -> int:
+        """The policy's, also before it sent any."""
+        return self._policy.weights_origin
 
     def generate(
         self, data: BatchedDataDict[Any], greedy: bool = False

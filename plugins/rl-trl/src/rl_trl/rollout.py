@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Rollout", "rollout"]
 
+#: What reward functions get of each row.
+_OF_ROWS = ("truncated", "weights_version", "weights_origin")
+
 
 def rollout(
     generation: GenerationInterface | None, *, threshold: float = 1.05, **refit_options: Any
@@ -64,7 +67,7 @@ class Rollout:
 
         Returns:
             Row for row ``prompt_ids``, ``completion_ids`` and ``logprobs`` as TRL asks for them
-            and, for reward functions, ``truncated`` and ``weights_version``.
+            and, for reward functions, ``truncated``, ``weights_version`` and ``weights_origin``.
 
         Raises:
             ConfigError: Trainer and engine have different settings; both are named.
@@ -135,7 +138,6 @@ class Rollout:
         columns: dict[str, list[Any]] = {
             "completion_ids": [output["output_ids"][i, s].tolist() for i, s in enumerate(spans)],
             "logprobs": [output["logprobs"][i, s].tolist() for i, s in enumerate(spans)],
-            "truncated": output["truncated"].tolist(),
-            "weights_version": output["weights_version"].tolist(),
+            **{key: output[key].tolist() for key in _OF_ROWS if key in output},
         }
         return columns, generation.sampling

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import tempfile
+import warnings
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from rl_conformance.expect import NotRun, fail
 from rl_conformance.figures import Histogram
 from rl_conformance.outcome import Measure
+from rl_core.errors import LoopWarning
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -190,8 +192,11 @@ class Context:
     def refit_generation(self) -> GenerationInterface:
         """A generation backend that is awake, for checks that begin with a refit of all weights.
 
-        Shared: its version and its weights are those that the check before left it with.
+        Shared: its version and its weights are those that the check before left it with, whose
+        trainer was another.
         """
+        self._exit.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", ".* had version", LoopWarning)
         path = str(self.model("qwen2", seed=0))
         return self.generation(model_name=path, max_new_tokens=_REFIT_TOKENS)
 

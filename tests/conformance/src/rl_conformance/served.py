@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rl_conformance.expect import require
+from rl_conformance.expect import require, same_tensor
 
 if TYPE_CHECKING:
     from rl_conformance.context import Context
     from rl_core.batch import BatchedDataDict
     from rl_core.interfaces import GenerationInterface
 
-__all__ = ["certain_prompts", "greedy", "same_output"]
+__all__ = ["certain_prompts", "greedy", "made_by", "same_output"]
 
 _LENGTHS = (5, 9, 3)
 #: Tokens of each row that no rounding changes.
@@ -48,6 +48,16 @@ def same_output(ctx: Context, got: BatchedDataDict[Any], expected: BatchedDataDi
     ours, theirs = (_certain(output, "output_ids").tolist() for output in (got, expected))
     require(ours == theirs, f"the first tokens of three rows are {ours}, expected {theirs}")
     ctx.measure_error(_certain(got, "logprobs"), _certain(expected, "logprobs"))
+
+
+def made_by(
+    ctx: Context, output: BatchedDataDict[Any], version: int, origin: int, rows: str = "rows"
+) -> None:
+    """Fails unless all rows say that they are of this version of the trainer of that origin."""
+    size = len(output["generation_lengths"])
+    expected = {"weights_version": version, "weights_origin": origin}
+    for key in expected if ctx.manifest.is_written_for("1.2") else ["weights_version"]:
+        same_tensor(output[key], torch.full((size,), expected[key]), f"{key} of {rows}")
 
 
 def _certain(output: BatchedDataDict[Any], column: str) -> torch.Tensor:

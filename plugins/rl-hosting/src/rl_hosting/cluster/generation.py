@@ -76,13 +76,14 @@ class RemoteGeneration(RemoteBackend, GenerationInterface):
         output = self._complete(call, torch.arange(call.prompts.size), greedy)
         for _ in range(_TRIES):
             versions = output["weights_version"]
-            stale = (versions != versions.max()).nonzero().flatten() if len(versions) else versions
-            if not len(stale):
+            origins = output.get("weights_origin", torch.zeros_like(versions))
+            weights = torch.stack([versions, origins], 1)
+            if (weights == weights[:1]).all():
                 break
             # A refit reached one replica before these rows, and another one after them.
-            self._settled_version()
+            is_fresh = (weights == torch.tensor(self._settled_weights())).all(1)
+            fresh, stale = is_fresh.nonzero().flatten(), (~is_fresh).nonzero().flatten()
             again = self._complete(call, stale, greedy)
-            fresh = (versions == versions.max()).nonzero().flatten()
             parts = [output.select_indices(fresh), again]
             output = collect(
                 parts,
@@ -112,17 +113,17 @@ class RemoteGeneration(RemoteBackend, GenerationInterface):
             output_ids=self.facts.pad_token_id,
         )
 
-    def _settled_version(self) -> int:
-        """The version of all replicas, once a refit that is going on has reached all of them.
+    def _settled_weights(self) -> tuple[int, int]:
+        """Version and origin of all replicas, once a refit that goes on has reached all of them.
 
         Raises:
             WeightsTornError: They go on to differ.
         """
         end = time.monotonic() + _SETTLE_S
         while True:
-            versions = self._group.attributes("weights_version")
-            if len(set(versions)) == 1 or time.monotonic() > end:
-                return _same_version(versions)
+            weights = self._weights()
+            if len(set(weights)) == 1 or time.monotonic() > end:
+                return _same(weights)
             time.sleep(_PAUSE_S)
 
     def generate_async(
@@ -219,7 +220,21 @@ class RemoteGeneration(RemoteBackend, GenerationInterface):
         Raises:
             WeightsTornError: They differ.
         """
-        return _same_version(self._group.attributes("weights_version"))
+        return _same(self._weights())[0]
+
+    @property
+    def weights_origin(self) -> int:
+        """Of the trainer whose version all replicas serve.
+
+        Raises:
+            WeightsTornError: They differ.
+        """
+        return _same(self._weights())[1]
+
+    def _weights(self) -> list[tuple[int, int]]:
+        """Version and origin of each replica."""
+        names = "weights_version", "weights_origin"
+        return list(zip(*map(self._group.attributes, names), strict=True))
 
     @property
     def requires_kv_scale_sync(self) -> bool:
@@ -260,11 +275,14 @@ async def _next(stream: Any) -> Any:
     return await anext(stream, None)
 
 
-def _same_version(versions: list[int]) -> int:
-    if len(set(versions)) > 1:
+def _same(weights: list[tuple[int, int]]) -> tuple[int, int]:
+    if len(set(weights)) > 1:
+        served = ", ".join(
+            f"{version} of origin {origin}" for version, origin in sorted({*weights})
+        )
         raise WeightsTornError(
-            f"the replicas serve different weights: versions {sorted(set(versions))}",
+            f"the replicas serve different weights: versions {served}",
             fix="refit all of them: refit(policy, generation)",
             phase="serving",
         )
-    return versions[0] if versions else 0
+    return weights[0] if weights else (0, 0)

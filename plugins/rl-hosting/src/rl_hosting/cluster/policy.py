@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import inspect
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from rl_core.backends.admission import Admission
 from rl_core.backends.inputs import as_batch
@@ -35,7 +38,9 @@ class RemotePolicy(RemoteBackend, Colocatable):
     _kind = "policy"
 
     def _connect(self) -> None:
-        self.admission = Admission(lambda: self.config, lambda: self.weights_version)
+        self.admission = Admission(
+            lambda: self.config, lambda: self.weights_version, lambda: self.weights_origin
+        )
         self._rows = RowRanks(self._group.attributes("data_parallel"), self._group.name)
 
     @property
@@ -43,6 +48,12 @@ class RemotePolicy(RemoteBackend, Colocatable):
         """The version of the last refit that was committed; 0 before the first."""
         version: int = self._group.attribute(0, "weights_version")
         return version
+
+    @cached_property
+    def weights_origin(self) -> int:
+        """What this trainer is called beside its versions."""
+        origin: int = self._group.attribute(0, "weights_origin")
+        return origin
 
     @property
     def data_parallel_size(self) -> int:
@@ -89,7 +100,14 @@ class RemotePolicy(RemoteBackend, Colocatable):
     get_topk_logits = through(_score, PolicyInterface.get_topk_logits)
     score = through(_score, PolicyInterface.score)
     calibrate_qkv_fp8_scales = through(_spoken, PolicyInterface.calibrate_qkv_fp8_scales)
-    generate = through(_spoken, PolicyInterface.generate)
+
+    def generate(self, data: BatchedDataDict[Any], greedy: bool = False) -> BatchedDataDict[Any]:
+        """See :meth:`PolicyInterface.generate`."""
+        output: BatchedDataDict[Any] = self._spoken("generate", data, greedy)
+        # Whoever speaks here need not be the worker that sends, which alone counts versions.
+        for key in ("weights_version", "weights_origin"):
+            output[key] = torch.full_like(output["weights_version"], getattr(self, key))
+        return output
 
     # -- training -------------------------------------------------------------------------------
 

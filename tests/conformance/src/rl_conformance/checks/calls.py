@@ -12,6 +12,7 @@ from rl_conformance.continuations import find_row, is_text
 from rl_conformance.draws import same_draws
 from rl_conformance.expect import NotRun, raises, require, same_tensor
 from rl_conformance.registry import check
+from rl_conformance.served import made_by
 from rl_core.batch import BatchedDataDict
 from rl_core.errors import ConfigError, LifecycleError, RLError
 
@@ -233,7 +234,8 @@ def an_output_is_a_batch_of_prompts(ctx: Context) -> None:
     output = generation.generate(again, greedy=True)
     require(generated(again, output) == [row.tokens] * 2, f"got {generated(again, output)}")
     alone = generation.generate(ctx.batch([row.prompt] * 2), greedy=True)
-    for key in ("logprobs", "truncated", "generation_lengths", "weights_version"):
+    versions = sorted({"weights_version", "weights_origin"} & set(alone))
+    for key in ("logprobs", "truncated", "generation_lengths", *versions):
         require(output[key].shape == alone[key].shape, f"{key} is that of the turn before")
     ctx.measure_error(output["logprobs"], alone["logprobs"])
 
@@ -369,9 +371,8 @@ def all_rows_carry_the_version(ctx: Context) -> None:
     """Many rows, rows without room, samples: each has the version, and an empty batch none."""
     generation = ctx.generation(max_model_len=16, max_new_tokens=4)
     for data in (ctx.prompts(16, 5, 15, 3, 16, 9), ctx.prompts(16), pad_rows([])):
-        versions = generation.generate(data, greedy=True)["weights_version"]
-        expected = torch.full((data.size,), generation.weights_version, dtype=torch.int64)
-        same_tensor(versions, expected, "weights_version")
+        output = generation.generate(data, greedy=True)
+        made_by(ctx, output, generation.weights_version, generation.weights_origin)
 
 
 @check("G15", needs=("generation", "pair"))
@@ -384,9 +385,9 @@ def a_refit_of_one_engine_is_not_the_other_s(ctx: Context) -> None:
     two = fresh_engine(ctx)
     before = greedy(ctx, two, seed=0)
     for version in (1, 2):
-        run_refit(policy, one)
+        origin = run_refit(policy, one).origin
         after = greedy(ctx, two, seed=0)
         same_output(ctx, after, before)
-        same_tensor(after["weights_version"], torch.zeros(3, dtype=torch.int64), "the other's")
-        moved = one.generate(ctx.prompts(3, 9, 5, 2), greedy=True)["weights_version"]
-        same_tensor(moved, torch.full((4,), version), "its own")
+        made_by(ctx, after, 0, 0, "the other")
+        moved = one.generate(ctx.prompts(3, 9, 5, 2), greedy=True)
+        made_by(ctx, moved, version, origin, "its own")

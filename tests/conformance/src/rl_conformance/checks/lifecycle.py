@@ -11,7 +11,7 @@ from rl_conformance.continuations import find_stop
 from rl_conformance.expect import raises, require, same_tensor
 from rl_conformance.leftovers import Leftovers
 from rl_conformance.registry import check, refusal
-from rl_conformance.served import greedy, same_output
+from rl_conformance.served import greedy, made_by, same_output
 from rl_core.errors import CapabilityError, LifecycleError, RLError
 
 if TYPE_CHECKING:
@@ -146,8 +146,8 @@ def rows_carry_version_zero_at_first(ctx: Context) -> None:
     """Before any refit every row says version 0, as the backend does."""
     generation = ctx.fresh_generation()
     generation.prepare_for_generation()
-    versions = generation.generate(ctx.prompts(5, 3), greedy=True)["weights_version"]
-    same_tensor(versions, torch.zeros(2, dtype=torch.int64), "weights_version")
+    made_by(ctx, generation.generate(ctx.prompts(5, 3), greedy=True), 0, 0)
+    require(generation.weights_origin == 0, f"weights_origin is {generation.weights_origin}")
     require(generation.weights_version == 0, f"weights_version is {generation.weights_version}")
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
 
 from rl_conformance.doubles import SeveralEngines, TensorEngine, TensorPolicy
-from rl_conformance.expect import raises, require, same_tensor
+from rl_conformance.expect import raises, require
 from rl_conformance.faults import failing_write, in_the_engine
 from rl_conformance.figures import Timeline
 from rl_conformance.leftovers import Leftovers
@@ -28,7 +29,7 @@ from rl_conformance.refits import (
     whole_tensors,
 )
 from rl_conformance.registry import check
-from rl_conformance.served import greedy, same_output
+from rl_conformance.served import greedy, made_by, same_output
 from rl_conformance.training import NegativeLogLikelihood, training_batch
 from rl_conformance.weights import (
     checkpoint_weights,
@@ -37,7 +38,7 @@ from rl_conformance.weights import (
     policy_weights,
     same_weights,
 )
-from rl_core.errors import ManifestMismatchError
+from rl_core.errors import LoopWarning, ManifestMismatchError
 from rl_core.interfaces import TensorSpec
 from rl_core.refit import WeightManifest
 
@@ -330,13 +331,35 @@ def odd_tensors_are_read_in_place(ctx: Context, bucket_bytes: int) -> None:
 
 @check("R10")
 def the_version_moves_on_commit(ctx: Context) -> None:
-    """Before the refit 0, after it 1, and every row says so."""
+    """Before the refit 0, after it 1, and every row says so, and whose version it is."""
     policy, generation = unequal_pair(ctx)
     require(generation.weights_version == 0, f"at first it is {generation.weights_version}")
     report = run_refit(policy, generation)
     require(report.version == generation.weights_version == 1, f"after it: {report.version}")
-    versions = greedy(ctx, generation, seed=0)["weights_version"]
-    same_tensor(versions, torch.ones(3, dtype=torch.int64), "weights_version")
+    made_by(ctx, greedy(ctx, generation, seed=0), 1, report.origin)
+
+
+@check("R10")
+def versions_of_two_trainers_are_told_apart(ctx: Context) -> None:
+    """Two trainers commit one version: rows say whose it is, and the loop is told."""
+    if not ctx.manifest.is_written_for("1.2"):
+        ctx.not_run("origins of versions are new in contract 1.2", excused=True)
+    one, generation = unequal_pair(ctx)
+    two = ctx.fresh_policy(model_name=str(ctx.model("qwen2", seed=2)))
+    origins: list[int] = []
+    for policy in (one, two, one):
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            report = run_refit(policy, generation, version=5)
+        made_by(ctx, greedy(ctx, generation, seed=0), 5, report.origin)
+        require(generation.weights_origin == report.origin, f"{report.origin} is not the engine's")
+        before = [(engine["version"], engine["origin"]) for engine in report.taken_over]
+        expected = [(5, origin) for origin in origins[-1:]]
+        require(before == expected, f"it reports that {before} served before, not {expected}")
+        told = sum(issubclass(warning.category, LoopWarning) for warning in said)
+        require(told == (policy is two), f"{told} warnings of another trainer")
+        origins.append(report.origin)
+    require(origins[0] == origins[2] != origins[1], f"origins of two trainers: {origins}")
 
 
 @check("R10")

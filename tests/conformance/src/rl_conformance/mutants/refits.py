@@ -40,6 +40,28 @@ class VersionMovesAlthoughTheRefitFailed(ReferenceGeneration):
         return super().update_weights_via_ipc_zmq(*args, **kwargs)
 
 
+@breaks("R10")
+class TheFirstTrainerIsTheOrigin(ReferenceGeneration):
+    """Whose versions an engine has is asked once."""
+
+    first = 0
+
+    @property
+    def weights_origin(self) -> int:
+        self.first = self.first or self._receiver.origin
+        return self.first
+
+
+@breaks("G15", "R10", checks="G15 or R10")
+class AnOriginIsForgottenWithEachRow(ReferenceGeneration):
+    """Rows say a version, and not whose it is."""
+
+    def generate(self, data: Any, greedy: bool = False) -> Any:
+        output = super().generate(data, greedy)
+        output["weights_origin"].zero_()
+        return output
+
+
 @breaks("R8", "R15")
 class TornWeightsAreServed(ReferenceGeneration):
     """Nobody asks whether the weights are whole."""
@@ -216,7 +238,7 @@ def engines_publish_when_they_have_all() -> AbstractContextManager[Any]:
 
     def early(receiving: Any, offer: Any, digest: str) -> None:
         honest(receiving, offer, digest)
-        receiving.endpoint.publish(offer.version)
+        receiving.endpoint.publish(offer.version, receiving.trainer.origin)
 
     return mock.patch.object(ReceiveJob, "_install", early)
 

@@ -228,6 +228,19 @@ class StreamedRowsSayTheVersionOfNow(ReferenceGeneration):
             yield index, row
 
 
+@breaks("G15", checks="G15 or G16")
+class StreamedRowsSayTheOriginOfNow(ReferenceGeneration):
+    """A row says whose version it is when somebody takes it."""
+
+    async def generate_async(self, data: Any, greedy: bool = False) -> AsyncIterator[Any]:
+        rows = [row async for row in super().generate_async(data, greedy)]
+        for number, (index, row) in enumerate(rows):
+            if number:
+                await _until_it_moves(self)
+            row["weights_origin"] = torch.tensor([self.weights_origin])
+            yield index, row
+
+
 async def _until_it_moves(engine: ReferenceGeneration) -> None:
     import asyncio
 
