@@ -76,7 +76,7 @@ def test_refits_bring_the_engine_to_the_policy(case, start, tiny):
     ):
         shake(policy, seed)
         refit(policy, engine, deadline_s=60.0, **options)
-        assert engine.weights_version == seed
+        assert (engine.weights_version, engine.weights_origin) == (seed, policy.weights_origin)
         for greedy in (True, False):
             assert difference(policy, engine.generate(prompts(), greedy=greedy)) < 1e-4
     policy.shutdown()

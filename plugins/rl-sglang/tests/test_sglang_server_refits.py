@@ -56,7 +56,9 @@ def test_refit_ends_in_a_file_that_the_server_loads(
         assert fake.weight_version.endswith(f"-{version}")
         found, wanted = saved(fake), dict(policy.model.named_parameters())
         assert all(torch.equal(found[name], wanted[name]) for name in found)
-        assert generation.generate(prompts([5]))["weights_version"].tolist() == [version]
+        rows = generation.generate(prompts([5]))
+        assert rows["weights_version"].tolist() == [version]
+        assert rows["weights_origin"].tolist() == [policy.weights_origin]
     [private] = tmp_path.iterdir()
     assert private.stat().st_mode & 0o077 == 0
     assert all(one["flush_cache"] for one in fake.loads)

@@ -11,7 +11,7 @@ import torch
 from transformers import TrainerCallback
 
 import rl_trl
-from rl_core.errors import CapabilityError, ConfigError, DataError
+from rl_core.errors import CapabilityError, ConfigError, DataError, LoopWarning
 from rl_core.refit.modules import sending_end
 from rl_trl import settings
 from rl_trl.agreement import score_tokens, trainer_logprobs
@@ -120,7 +120,8 @@ def test_a_rollout_that_is_dropped_leaves_nothing_open(engine, trainer):
 
     generation = engine()
     before = rounds(1)
-    assert rounds(3) <= before
+    with pytest.warns(LoopWarning, match="had version 1 of origin"):  # each run trains a new model
+        assert rounds(3) <= before
 
 
 def test_weights_that_are_loaded_between_steps_are_refit(engine, trainer):

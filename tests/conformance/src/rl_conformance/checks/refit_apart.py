@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from rl_conformance.expect import require
@@ -9,6 +10,7 @@ from rl_conformance.refits import run_refit
 from rl_conformance.registry import check
 from rl_conformance.training import NegativeLogLikelihood, training_batch
 from rl_conformance.ways import by_handles, engine_for, exact, settable_trainer, shuffle
+from rl_core.errors import LoopWarning
 
 if TYPE_CHECKING:
     from rl_conformance.context import Context
@@ -32,6 +34,7 @@ def _in_turn(
 ) -> None:
     """Refits criss-cross; after each the engine is exact and the other is what it was."""
     versions, sent = [0, 0], [0, 0]
+    origins: dict[int, int] = {}
     served: list[Any] = [None, None]
     data = ctx.prompts(5, 150)
     for step, (trainer, engine, options) in enumerate(_TURNS):
@@ -39,11 +42,15 @@ def _in_turn(
         if options is None:
             by_handles(trainers[trainer], engines[engine])
         else:
-            run_refit(trainers[trainer], engines[engine], **options)
+            with warnings.catch_warnings():  # that it was the other trainer's before
+                warnings.simplefilter("ignore", LoopWarning)
+                run_refit(trainers[trainer], engines[engine], **options)
         sent[trainer] += 1
         versions[engine] = sent[trainer]
         what = f"turn {step}: trainer {trainer} to engine {engine}"
         exact(ctx, trainers[trainer], engines[engine], what, versions[engine], dtypes[engine])
+        whose = engines[engine].weights_origin
+        require(origins.setdefault(trainer, whose) == whose, f"{what}: the origin is {whose}")
         served[engine] = engines[engine].generate(data, greedy=True)
         other = 1 - engine
         if served[other] is not None:
