@@ -89,6 +89,7 @@ def engine(request: pytest.FixtureRequest, dense: Path) -> Iterator[Any]:
     engine.shutdown()
 
 
+@pytest.mark.filterwarnings("ignore:.* had version:rl_core.LoopWarning")  # the engine is shared
 @pytest.mark.parametrize("ranks", ["one", "tp2", "pp2"])
 @needs_engines
 def test_every_refit_brings_every_engine_to_the_ranks(engine: Any, dense: Path, ranks: str) -> None:
