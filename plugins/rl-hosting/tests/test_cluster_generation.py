@@ -136,19 +136,6 @@ def test_replicas_of_one_version_of_two_trainers_do_not_serve(monkeypatch):
         _ = made.weights_origin
 
 
-def test_replicas_of_a_backend_that_knows_no_origin_have_none(monkeypatch):
-    replicas = Replicas([7, 7])
-    made, submit = backend(replicas), replicas.submit_generate
-
-    def without(*call: Any) -> Any:
-        done = submit(*call)
-        del done.result()["weights_origin"]
-        return done
-
-    monkeypatch.setattr(replicas, "submit_generate", without)
-    assert made.generate(prompts(2, 3))["weights_version"].tolist() == [7, 7]
-
-
 def test_a_single_row_goes_to_the_replica_with_the_least_to_do():
     replicas = Replicas([1, 1, 1])
     generation = backend(replicas)

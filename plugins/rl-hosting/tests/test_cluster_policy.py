@@ -23,7 +23,7 @@ class TwoStages:
     def attribute(self, rank: int, name: str) -> Any:
         return [{"weights_version": 7, "weights_origin": 5}, {}][rank][name]
 
-    def call_together(self, method: str, data: Any, greedy: bool) -> list[Any]:
+    def call_all(self, method: str, data: Any, greedy: bool) -> list[Any]:
         rows = {"weights_version": torch.zeros(2).long(), "weights_origin": torch.zeros(2).long()}
         return [None, BatchedDataDict(rows)]
 

@@ -50,14 +50,11 @@ def same_output(ctx: Context, got: BatchedDataDict[Any], expected: BatchedDataDi
     ctx.measure_error(_certain(got, "logprobs"), _certain(expected, "logprobs"))
 
 
-def made_by(
-    ctx: Context, output: BatchedDataDict[Any], version: int, origin: int, rows: str = "rows"
-) -> None:
+def made_by(output: BatchedDataDict[Any], version: int, origin: int, rows: str = "rows") -> None:
     """Fails unless all rows say that they are of this version of the trainer of that origin."""
     size = len(output["generation_lengths"])
-    expected = {"weights_version": version, "weights_origin": origin}
-    for key in expected if ctx.manifest.is_written_for("1.2") else ["weights_version"]:
-        same_tensor(output[key], torch.full((size,), expected[key]), f"{key} of {rows}")
+    for key, expected in (("weights_version", version), ("weights_origin", origin)):
+        same_tensor(output[key], torch.full((size,), expected), f"{key} of {rows}")
 
 
 def _certain(output: BatchedDataDict[Any], column: str) -> torch.Tensor:

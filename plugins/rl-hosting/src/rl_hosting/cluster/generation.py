@@ -75,9 +75,7 @@ class RemoteGeneration(RemoteBackend, GenerationInterface):
         call = self._accept(data, greedy, "generate")
         output = self._complete(call, torch.arange(call.prompts.size), greedy)
         for _ in range(_TRIES):
-            versions = output["weights_version"]
-            origins = output.get("weights_origin", torch.zeros_like(versions))
-            weights = torch.stack([versions, origins], 1)
+            weights = torch.stack([output["weights_version"], output["weights_origin"]], 1)
             if (weights == weights[:1]).all():
                 break
             # A refit reached one replica before these rows, and another one after them.

@@ -146,7 +146,7 @@ def rows_carry_version_zero_at_first(ctx: Context) -> None:
     """Before any refit every row says version 0, as the backend does."""
     generation = ctx.fresh_generation()
     generation.prepare_for_generation()
-    made_by(ctx, generation.generate(ctx.prompts(5, 3), greedy=True), 0, 0)
+    made_by(generation.generate(ctx.prompts(5, 3), greedy=True), 0, 0)
     require(generation.weights_origin == 0, f"weights_origin is {generation.weights_origin}")
     require(generation.weights_version == 0, f"weights_version is {generation.weights_version}")
 

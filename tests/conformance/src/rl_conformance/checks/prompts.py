@@ -27,11 +27,6 @@ _OUTPUT_KEYS = {
 }
 
 
-def _output_keys(ctx: Context) -> set[str]:
-    """Those that the backend's contract has."""
-    return _OUTPUT_KEYS - {"" if ctx.manifest.is_written_for("1.2") else "weights_origin"}
-
-
 @check("G1")
 def mask_replaces_lengths(ctx: Context) -> None:
     """A right-padded attention_mask says the same as input_lengths."""
@@ -132,9 +127,8 @@ def lengths_add_up(ctx: Context) -> None:
 def output_has_the_declared_types(ctx: Context) -> None:
     """Every key is there, on the CPU, of its dtype."""
     output = ctx.generation().generate(ctx.prompts(3, 5), greedy=True)
-    keys = _output_keys(ctx)
-    require(set(output) >= keys, f"missing keys: {keys - set(output)}")
-    integer = keys - {"logprobs", "truncated"}
+    require(set(output) >= _OUTPUT_KEYS, f"missing keys: {_OUTPUT_KEYS - set(output)}")
+    integer = _OUTPUT_KEYS - {"logprobs", "truncated"}
     types = {
         "logprobs": torch.float32,
         "truncated": torch.bool,
@@ -294,7 +288,6 @@ def input_is_left_alone(ctx: Context) -> None:
 def empty_batch(ctx: Context) -> None:
     """No rows in, no rows out, with every key."""
     output = ctx.generation().generate(pad_rows([]), greedy=True)
-    keys = _output_keys(ctx)
-    require(set(output) >= keys, f"missing keys: {keys - set(output)}")
-    sizes = {key: len(output[key]) for key in keys}
+    require(set(output) >= _OUTPUT_KEYS, f"missing keys: {_OUTPUT_KEYS - set(output)}")
+    sizes = {key: len(output[key]) for key in _OUTPUT_KEYS}
     require(not any(sizes.values()), f"an empty batch came back with rows: {sizes}")

@@ -336,14 +336,12 @@ def the_version_moves_on_commit(ctx: Context) -> None:
     require(generation.weights_version == 0, f"at first it is {generation.weights_version}")
     report = run_refit(policy, generation)
     require(report.version == generation.weights_version == 1, f"after it: {report.version}")
-    made_by(ctx, greedy(ctx, generation, seed=0), 1, report.origin)
+    made_by(greedy(ctx, generation, seed=0), 1, report.origin)
 
 
 @check("R10")
 def versions_of_two_trainers_are_told_apart(ctx: Context) -> None:
     """Two trainers commit one version: rows say whose it is, and the loop is told."""
-    if not ctx.manifest.is_written_for("1.2"):
-        ctx.not_run("origins of versions are new in contract 1.2", excused=True)
     one, generation = unequal_pair(ctx)
     two = ctx.fresh_policy(model_name=str(ctx.model("qwen2", seed=2)))
     origins: list[int] = []
@@ -351,7 +349,7 @@ def versions_of_two_trainers_are_told_apart(ctx: Context) -> None:
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             report = run_refit(policy, generation, version=5)
-        made_by(ctx, greedy(ctx, generation, seed=0), 5, report.origin)
+        made_by(greedy(ctx, generation, seed=0), 5, report.origin)
         require(generation.weights_origin == report.origin, f"{report.origin} is not the engine's")
         before = [(engine["version"], engine["origin"]) for engine in report.taken_over]
         expected = [(5, origin) for origin in origins[-1:]]

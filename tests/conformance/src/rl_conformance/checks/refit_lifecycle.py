@@ -181,7 +181,7 @@ def a_stream_keeps_its_version(ctx: Context) -> None:
         return rows
 
     for index, row in asyncio.run(stream()).items():
-        made_by(ctx, row, version, origin, f"row {index}, which began before the refit")
+        made_by(row, version, origin, f"row {index}, which began before the refit")
         length = int(expected["unpadded_sequence_lengths"][index])
         ctx.measure_error(row["logprobs"][0], expected["logprobs"][index, :length])
     exact(ctx, policy, engine, "after the stream", version + 1)
@@ -203,7 +203,7 @@ def rows_that_wait_for_their_reader_keep_their_version(ctx: Context) -> None:
         return [row for _, row in rows]
 
     for row in asyncio.run(read()):
-        made_by(ctx, row, version, origin, "rows that are read later")
+        made_by(row, version, origin, "rows that are read later")
     require(engine.weights_version == version + 1, f"the version is {engine.weights_version}")
 
 
