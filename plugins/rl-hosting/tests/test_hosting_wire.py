@@ -242,3 +242,8 @@ def test_no_error_of_an_engine_ends_the_driver(name):
     error = decode_error([name, "come with me", None, {}])
     assert type(error) is WorkerError
     assert type(decode_error(encode_error(getattr(builtins, name)("so"), "w"))) is WorkerError
+
+
+@pytest.mark.parametrize("plain", [[], "torn", 3, ["ValueError", "no", None, 7]])
+def test_an_error_that_cannot_be_read_is_an_error_that_says_so(plain):
+    assert "an error that is none" in decode_error(plain).message

@@ -112,13 +112,7 @@ def error_reply(error: BaseException, name: str, number: int = 0) -> Reply:
 
 def error_of(reply: Reply | Done | Progress) -> WorkerError | None:
     """The error that a message carries."""
-    try:
-        return None if reply.error is None else decode_error(reply.error)
-    except (TypeError, ValueError):
-        return WorkerError(
-            f"the engine failed with an error that is none: {reply.error!r:.200}",
-            fix="report it to the backend's author: rl_hosting.cluster.remote_error makes them",
-        )
+    return None if reply.error is None else decode_error(reply.error)
 
 
 class Channel:

@@ -91,9 +91,15 @@ def encode_error(error: BaseException, worker: str) -> list[Any]:
 
 
 def decode_error(plain: list[Any]) -> WorkerError:
-    """The error behind what :func:`encode_error` made of it."""
-    name, message, fix, details = plain
-    return _rebuild(str(name), str(message), fix, dict(details))
+    """The error behind what :func:`encode_error` made of it, or one that says that it is none."""
+    try:
+        name, message, fix, details = plain
+        return _rebuild(str(name), str(message), fix, dict(details))
+    except (TypeError, ValueError):
+        return WorkerError(
+            f"the engine failed with an error that is none: {plain!r:.200}",
+            fix="report it to the backend's author: rl_hosting.cluster.remote_error makes them",
+        )
 
 
 def _plain(value: Any) -> Any:
