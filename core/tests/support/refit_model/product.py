@@ -80,7 +80,7 @@ def product_in_hand() -> ExitStack:
     modules = [
         n for n in sys.modules if n.startswith("rl_core.refit.") and not n.startswith(_OTHERS)
     ]
-    with_clock = ["rl_core.refit._driver", "rl_core.futures"]
+    with_clock = ["rl_core.refit._driver", "rl_core.refit.turns", "rl_core.futures"]
     stack.enter_context(
         threads_in_hand([n for n in modules if n not in with_clock], with_clock=with_clock)
     )
