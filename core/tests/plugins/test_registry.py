@@ -8,6 +8,7 @@ import types
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 from installed import NO_ENGINE
 
 from rl_core.create import create_generation, create_policy
@@ -192,7 +193,7 @@ def test_embedded_environment_leaves_what_the_user_exported(
 def test_hook_that_raises_is_reported_under_its_plugins_name(install: Install) -> None:
     hooks(install, "def weight_source():\n    1 / 0\n")
     with pytest.raises(PluginError, match=r"rl-hooks 1\.0 .* weight_source raised Zero") as it:
-        weight_source_of(Any)
+        weight_source_of(torch.nn.Linear(1, 1))
     assert isinstance(it.value.__cause__, ZeroDivisionError)
 
 

@@ -55,7 +55,6 @@ class Clause:
         id: Its number, such as ``"G3"``.
         title: What it asks for, in a few words.
         capability: The capability that binds a backend to it, or None if it binds every backend.
-        since: First version of the contract that has it.
         device: ``"any"``, or ``"cuda"`` if nothing of it can be seen on a CPU.
         tolerance: What a measured value may come to, "" where nothing is measured.
         scope: Which part the suite checks now, "" if all of it.
@@ -64,7 +63,6 @@ class Clause:
     id: str
     title: str
     capability: str | None = None
-    since: str = "1.0"
     device: Literal["any", "cuda"] = "any"
     tolerance: str = ""
     scope: str = ""
@@ -153,7 +151,6 @@ _ENTRIES = (
     Clause(
         "G18",
         "many calls at once keep to their rows, one version and their turn",
-        since="1.1",
         tolerance=_SEEDED,
     ),
     Clause(
@@ -219,7 +216,6 @@ _ENTRIES = (
         "P14",
         "a copy of the model on several ranks gives what it gives on one",
         capability="sharded",
-        since="1.2",
         tolerance=f"{_DECLARED}; steps in float32, as in P5; drawn tokens in float32: none differs",
         scope="the layouts that the plugin names for the suite, on one node; those with no more "
         "ranks than there are GPUs",

@@ -73,11 +73,11 @@ def list_checks(
     from rich.markup import escape
     from rich.table import Table
 
-    table = Table("clause", "since", "binds", "asks for", "checks", box=None)
+    table = Table("clause", "binds", "asks for", "checks", box=None)
     for clause, checks in own.items():
         binds = "everyone" if clause.level == "must" else f"with {clause.capability}"
         names = escape("\n".join(check.id for check in checks))
-        table.add_row(clause.id, clause.since, binds, clause.title, names)
+        table.add_row(clause.id, binds, clause.title, names)
     Console().print(table)
 
 

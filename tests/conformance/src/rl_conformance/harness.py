@@ -131,10 +131,7 @@ class Harness:
 
     def _excuse(self, check: Check) -> tuple[str, bool] | None:
         """Why the check does not run, and whether the run is complete without it."""
-        manifest, since = self.target.manifest, check.clause.since
-        if _newer(since, manifest.contract):
-            return f"new in contract {since}, the backend keeps {manifest.contract}", True
-        device = self.settings.device
+        manifest, device = self.target.manifest, self.settings.device
         gpus = _gpus() if device == "cuda" else 0
         if device == "cuda" and not gpus:
             return "this machine has no CUDA device", False
@@ -201,16 +198,6 @@ class Harness:
         capability = self._capability(check)
         declared = f": {capability.reason}" if capability and capability.reason else ""
         return f"declared, and refused before anything was touched{declared}"
-
-
-def _newer(since: str, contract: str) -> bool:
-    """Whether a clause is younger than the contract that a backend keeps."""
-    from packaging.version import InvalidVersion, Version
-
-    try:
-        return Version(since) > Version(contract)
-    except InvalidVersion:
-        return False  # D2 says so
 
 
 def _gpus() -> int:

@@ -100,6 +100,12 @@ class Workers(ABC):
         self._asking = threading.Lock()
         self._capabilities = manifest.capabilities[kind]
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_asking"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _asking=threading.Lock())
+
     #: Seconds for a launcher's calls to say themselves which worker missed the deadline.
     grace_s: ClassVar[float] = 0.0
 
