@@ -58,7 +58,7 @@ USUAL = {
     "conformance(sglang): suite": 260,
     "wheels: install": 25,
     "wheels: tutorial": 210,
-    "python-3.12: environment": 90,
+    "python-3.12: environment": 80,
     "python-3.12: pytest": 75,
     "quickstart: GRPO": 90,
 }
@@ -113,7 +113,7 @@ FOR_NEMO = [
 ]
 SCRIPTS = "Scripts" if sys.platform == "win32" else "bin"
 IN_TWO = ["-n", "2", "--dist", "loadgroup"]
-#: Where pyenv has it its own shim finds it only if it was chosen.
+#: Found here because pyenv's ``python3.12`` fails unless that version is selected.
 NEXT_PYTHON = next(map(str, Path.home().glob(".pyenv/versions/3.12.*/bin/python")), "3.12")
 #: pip compiles every module of an environment, which takes as long as the rest of its work; Python
 #: compiles those that are imported.

@@ -23,7 +23,7 @@ from rich.table import Table
 __all__ = ["Measured", "circles", "main", "measure"]
 
 ROOT = Path(__file__).parent.parent
-#: Lines that a source file may have; a longer one is a noun of its own cut in two, or two nouns.
+#: Lines that a source file may have.
 FILE_LINES = 700
 #: Lines that a folder may have.
 BARS = {

@@ -54,7 +54,7 @@ class SteppedEngine(RowEngine):
         self.left: list[int] = []
         self.worked: set[int] = set()
 
-    def leave_processors(self) -> None:
+    def release_threads(self) -> None:
         self.left.append(threading.get_ident())
 
     def submit(self, rows: Sequence[Row]) -> None:

@@ -107,7 +107,7 @@ WRONG = {
     "words": "the fake engine",
     "short": "4 tokens and 0 log-probs",
     "long": "36 tokens of 4",
-    "broken": "an error that is none",
+    "broken": "an error that cannot be read",
 }
 
 
@@ -246,4 +246,4 @@ def test_no_error_of_an_engine_ends_the_driver(name):
 
 @pytest.mark.parametrize("plain", [[], "torn", 3, ["ValueError", "no", None, 7]])
 def test_an_error_that_cannot_be_read_is_an_error_that_says_so(plain):
-    assert "an error that is none" in decode_error(plain).message
+    assert "an error that cannot be read" in decode_error(plain).message

@@ -12,7 +12,7 @@ import pytest
 PROGRAM = """
 import os, time, torch
 from rl_torch.decoding import DecodingEngine
-from rl_torch.openmp import end_helpers
+from rl_torch.openmp import release_threads
 
 def threads():
     return len(os.listdir("/proc/self/task"))
@@ -29,15 +29,15 @@ torch.set_num_threads(3)
 alone = threads()
 compute()
 assert threads() == alone + 2, "torch makes no helpers here"
-end_helpers()
+release_threads()
 until(alone)
-end_helpers()
+release_threads()
 compute()
 assert threads() == alone + 2
 engine = DecodingEngine(torch.nn.Module(), None, vocab_size=4, device=torch.device("cpu"))
 until(alone)  # those of loading
 compute()
-engine.leave_processors()
+engine.release_threads()
 until(alone)
 compute()
 DecodingEngine(torch.nn.Module(), None, vocab_size=4, device=torch.device("meta"))

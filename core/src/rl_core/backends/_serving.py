@@ -152,7 +152,7 @@ class RowService:
                 f"{self._name}.{call.method} was called by what changes the engine meanwhile",
                 fix="call it after the refit, or after the call that wakes or ends the engine",
             )
-        self._engine.leave_processors()
+        self._engine.release_threads()
         with self._guard:
             call.number = next(self._numbers)
             self._arrived.append(call)

@@ -32,7 +32,7 @@ class Admission:
     Args:
         config: The policy's; ``temperature`` and ``refit_interval`` are read.
         version: Asks for the version of the last committed refit.
-        origin: Asks what this trainer is called beside its versions; 0 if that is not known.
+        origin: Asks for this trainer's origin; 0 if it is not known.
     """
 
     def __init__(
@@ -126,8 +126,8 @@ class Admission:
             theirs = int(batch["weights_origin"][rows[0]])
             self._say(
                 f"{len(rows)} of these {batch.size} rows, row {int(rows[0])} the first, are "
-                f"of another trainer's weights (origin {theirs}; this policy's is "
-                f"{self._origin()}): their weights_version does not compare with this policy's. "
+                f"from another trainer's weights (origin {theirs}; this policy's is "
+                f"{self._origin()}): their weights_version cannot be compared with this policy's. "
                 "Call rl_core.refit(policy, generation) before generating, and leave out rows of "
                 'before: batch.select_indices(batch["weights_origin"] == policy.weights_origin).',
                 "origin",

@@ -62,7 +62,7 @@ class PolicyRefits(ColocatablePolicyInterface):
         self.admission = Admission(
             lambda: getattr(self, "config", {}),
             lambda: self.weights_version,
-            # Workers learn from what whoever drives them has admitted.
+            # The driver checks the rows before it sends them to its workers.
             lambda: 0 if worker else self.weights_origin,
         )
         self._collective_receivers = 1
@@ -111,7 +111,7 @@ class PolicyRefits(ColocatablePolicyInterface):
 
     @property
     def weights_origin(self) -> int:
-        """What this trainer is called beside its versions; 0 on all but the worker that speaks."""
+        """Identifies this trainer; 0 on every worker but the one that sends weights."""
         return self._sender.origin if self._speaks else 0
 
     def prepare_refit_info(self) -> dict[str, Any] | None:

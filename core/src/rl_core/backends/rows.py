@@ -65,7 +65,7 @@ class RowEngine(ABC):
     """An engine that decodes rows of many calls together.
 
     One thread at a time, of the service that all calls share, calls its methods; others call
-    :meth:`interrupt` and :meth:`leave_processors`. Whatever one of them raises fails every call
+    :meth:`interrupt` and :meth:`release_threads`. Whatever one of them raises fails every call
     with rows in the engine, which is told to :meth:`cancel` them all.
     """
 
@@ -91,8 +91,8 @@ class RowEngine(ABC):
     def interrupt(self) -> None:
         """Makes a :meth:`collect` that only waits return at once. From any thread."""
 
-    def leave_processors(self) -> None:
-        """Ends what the calling thread computes with: it makes a call, and waits for the rows."""
+    def release_threads(self) -> None:
+        """Releases the calling thread's helper threads: from here on it waits for rows."""
 
 
 class BatchEngine(RowEngine):

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from rl_core.interfaces import ColocatablePolicyInterface, Future
 
 
-#: Engines of which it was said that they sample from another distribution, or had another trainer.
+#: Engines that ``refit`` warned about: of their distribution, and of another trainer's weights.
 _told: weakref.WeakSet[Any] = weakref.WeakSet()
 _told_of_trainer: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -116,11 +116,11 @@ def refit(
             _told_of_trainer.add(receiver)
             had = report.taken_over[0]
             warnings.warn(
-                f"{had['name']} had version {had['version']} of origin {had['origin']}: of another "
-                "trainer, or of this one before it began anew. It has version "
-                f"{report.version} of origin {report.origin} now. Versions of two origins do not "
-                "compare: tell rows apart by weights_origin. Ignore rl_core.LoopWarning for an "
-                "engine that is handed over on purpose.",
+                f"{had['name']} had version {had['version']} of origin {had['origin']}: another "
+                "trainer's, or this trainer's before a restart. It now has version "
+                f"{report.version} of origin {report.origin}. Versions of different origins cannot "
+                "be compared: use weights_origin to tell rows apart. If you hand the engine over "
+                "on purpose, ignore rl_core.LoopWarning.",
                 LoopWarning,
                 stacklevel=2,
             )

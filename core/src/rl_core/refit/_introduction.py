@@ -53,7 +53,7 @@ class Trainer:
 
     @property
     def origin(self) -> int:
-        """What it is called beside its versions."""
+        """Identifies the trainer whose versions these are."""
         return origin_of(self.token)
 
     def address_of(self, transport: str, name: str) -> dict[str, Any]:

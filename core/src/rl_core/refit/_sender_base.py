@@ -32,7 +32,7 @@ class SenderBase(Endpoint[J]):
 
     Attributes:
         token: The secret that messages are authenticated with.
-        origin: What this trainer is called beside its versions, for as long as this lives.
+        origin: Identifies this trainer, for as long as this object lives.
         version: Last committed version, 0 at first.
         committed: Digests of what was committed last, if it was hashed.
         committed_hash: What they were made with.

@@ -123,7 +123,7 @@ def _key(token: str, *parts: bytes) -> bytes:
 
 
 def origin_of(token: str) -> int:
-    """What names a trainer beside its versions: 63 bits of its token, which they do not tell."""
+    """Identifies a trainer: 63 bits of a hash of its token, which they do not reveal."""
     return int.from_bytes(_key(token, b"origin")[:8]) >> 1
 
 

@@ -77,7 +77,7 @@ class ModuleSender:
 
     @property
     def weights_origin(self) -> int:
-        """What this trainer is called beside its versions, for as long as this lives."""
+        """Identifies this trainer, for as long as this object lives."""
         return self._sender.origin
 
     def prepare_refit_info(self) -> dict[str, Any]:

@@ -46,7 +46,7 @@ ALIGN = 64
 SLOTS = 2
 #: Buckets of a direct refit that may be announced and not loaded: enough to keep loaders busy.
 _ANNOUNCED = 3
-#: Into which the bytes of a model are split at most, so that a plan takes seconds to make.
+#: Buckets that a plan may have: making one with more takes longer than a second.
 MAX_BUCKETS = 1 << 16
 
 

@@ -206,7 +206,7 @@ def take(world: World, choice: str) -> None:
             _happens(world, f"lose {party}")
             trainer = world.trainer_of(party)
             trainer.lost_rank = True
-            trainer.sender.end("ipc").gone.append("rank 1")  # it looks
+            trainer.sender.end("ipc").gone.append("rank 1")
             world.interrupted = task
         case ["drop", party]:
             _happens(world, f"drop {party}")

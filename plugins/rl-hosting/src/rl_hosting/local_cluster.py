@@ -148,7 +148,7 @@ class LocalWorkers(Workers):
         name = f"{manifest.name}-{kind}-{uuid.uuid4().hex[:6]}"
         super().__init__(name, size, manifest, kind, call_deadline_s)
         self._line = threading.Lock()
-        self._last_sent: dict[int, threading.Event] = {}  # by rank: its last call is on its way
+        self._last_sent: dict[int, threading.Event] = {}  # by rank: its last call was sent
         try:
             for rank in self.ranks:
                 worker = f"{name}-worker-{rank}"

@@ -16,7 +16,7 @@ import torch
 from rl_core.backends import Completion, FailedRow, RowEngine
 from rl_core.backends.stop_strings import StopStrings
 from rl_core.errors import ConfigError, RLError
-from rl_torch.openmp import end_helpers
+from rl_torch.openmp import release_threads
 from rl_torch.sampling import Sampler
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class DecodingEngine(RowEngine):
         self._waiting: list[Row] = []
         self._batches: list[_Batch] = []
         self._ended: list[Completion | FailedRow] = []  # before they began
-        self.leave_processors()  # which the model was loaded with
+        self.release_threads()  # those that loaded the model
 
     def submit(self, rows: Sequence[Row]) -> None:
         """See :meth:`RowEngine.submit`. A row with stop strings fails without a tokenizer."""
@@ -117,10 +117,10 @@ class DecodingEngine(RowEngine):
             batch.cancel(keys)
         self._batches = [batch for batch in self._batches if batch.unfinished]
 
-    def leave_processors(self) -> None:
-        """See :meth:`RowEngine.leave_processors`."""
+    def release_threads(self) -> None:
+        """See :meth:`RowEngine.release_threads`."""
         if self._device.type == "cpu":
-            end_helpers()
+            release_threads()
 
     def _open_batches(self) -> None:
         """One batch that rows join at any time; or one for each group of equal length."""

@@ -1,8 +1,8 @@
-"""Helpers of OpenMP: each thread that computes has its own, which wait for its next loop.
+"""OpenMP's helper threads: each thread that computes keeps its own, idle between its loops.
 
-Where a process has more of them than processors, libgomp has them sleep at once, not look for work
-for a moment. To wake one takes longer than a loop of a small model, so that what should run on two
-processors runs on one. It does not count who of them has anything to do.
+If a process has more of them than processors, libgomp puts an idle helper to sleep at once, where
+it otherwise spins for a moment. Waking one takes longer than a loop of a small model, so such loops
+run on one processor. libgomp counts all helpers, also those of a thread that only waits.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 
-__all__ = ["end_helpers"]
+__all__ = ["release_threads"]
 
 #: ``omp_pause_soft`` of OpenMP 5.0.
 _SOFT = 1
 
 
-def end_helpers() -> None:
-    """Ends those of the calling thread, if it has any; it starts others when it computes again."""
+def release_threads() -> None:
+    """Ends the calling thread's helpers; its next loop starts new ones."""
     if (pause := _pause_resources()) is not None:
         pause(_SOFT)
 

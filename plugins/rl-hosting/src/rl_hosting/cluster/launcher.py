@@ -96,7 +96,8 @@ class Workers(ABC):
         self.places: list[dict[str, Any]] = []
         self.processes: list[Any] = []
         self._kind = kind
-        # Of two threads all ranks get the same one's call first, or would take one for the other.
+        # If two threads call at once, every rank must get the same thread's call first: ranks pair
+        # their calls by order.
         self._asking = threading.Lock()
         self._capabilities = manifest.capabilities[kind]
 

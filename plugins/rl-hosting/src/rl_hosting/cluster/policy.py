@@ -51,7 +51,7 @@ class RemotePolicy(RemoteBackend, Colocatable):
 
     @cached_property
     def weights_origin(self) -> int:
-        """What this trainer is called beside its versions."""
+        """Identifies this trainer."""
         origin: int = self._group.attribute(0, "weights_origin")
         return origin
 
@@ -104,7 +104,7 @@ class RemotePolicy(RemoteBackend, Colocatable):
     def generate(self, data: BatchedDataDict[Any], greedy: bool = False) -> BatchedDataDict[Any]:
         """See :meth:`PolicyInterface.generate`."""
         output: BatchedDataDict[Any] = self._spoken("generate", data, greedy)
-        # Whoever speaks here need not be the worker that sends, which alone counts versions.
+        # Only the worker that sends weights counts versions; these rows may be another worker's.
         for key in ("weights_version", "weights_origin"):
             output[key] = torch.full_like(output["weights_version"], getattr(self, key))
         return output

@@ -91,13 +91,13 @@ def encode_error(error: BaseException, worker: str) -> list[Any]:
 
 
 def decode_error(plain: list[Any]) -> WorkerError:
-    """The error behind what :func:`encode_error` made of it, or one that says that it is none."""
+    """The error that :func:`encode_error` encoded; a plain WorkerError if it cannot be read."""
     try:
         name, message, fix, details = plain
         return _rebuild(str(name), str(message), fix, dict(details))
     except (TypeError, ValueError):
         return WorkerError(
-            f"the engine failed with an error that is none: {plain!r:.200}",
+            f"the engine sent an error that cannot be read: {plain!r:.200}",
             fix="report it to the backend's author: rl_hosting.cluster.remote_error makes them",
         )
 
