@@ -239,7 +239,7 @@ def from_trainers(loop: Loop, *origins: int) -> BatchedDataDict[Any]:
 def test_rows_of_another_trainer_are_warned_of_once_with_the_first():
     loop = Loop()
     [said] = loop.train(from_trainers(loop, 5, 6))
-    assert "1 of these 2 rows, row 1 the first, are of another trainer's weights" in said
+    assert "1 of these 2 rows, row 1 the first, are from another trainer's weights" in said
     assert "(origin 6; this policy's is 5)" in said
     loop.refit()
     assert loop.train(from_trainers(loop, 6, 7)) == []

@@ -55,7 +55,7 @@ def test_a_loop_is_told_once_that_its_engine_had_another_trainer(pair, anew):
     before = {"origin": trainer.sender.origin, "version": 5}
     assert report.taken_over == [{"name": "engine", **before}]
     assert f"engine had version 5 of origin {trainer.sender.origin}" in str(said[0].message)
-    assert f"version 1 of origin {report.origin} now" in str(said[0].message)
+    assert f"now has version 1 of origin {report.origin}" in str(said[0].message)
     assert said[0].filename.endswith("simple_pair.py")  # where refit was called
     assert go(anew, engine).taken_over == []
     assert go(trainer, engine).taken_over == [
