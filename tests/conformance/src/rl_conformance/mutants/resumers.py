@@ -12,6 +12,7 @@ import torch
 from rl_conformance.mutants.mutant import breaks
 from rl_conformance.reference.policy import ReferencePolicy
 from rl_core.backends._randomness import RandomStream
+from rl_core.errors import CheckpointError
 
 
 @breaks("P9", checks="P9 and (goes_on or missing)")
@@ -78,7 +79,7 @@ class AFullDiskIsNoError(ReferencePolicy):
     """save_checkpoint returns as if it had written."""
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        with suppress(OSError):
+        with suppress(CheckpointError):
             super().save_checkpoint(*args, **kwargs)
 
 
