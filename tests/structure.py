@@ -27,28 +27,28 @@ ROOT = Path(__file__).parent.parent
 FILE_LINES = 700
 #: Lines that a folder may have.
 BARS = {
-    "core/src/rl_core": 20_484,
-    "core/src/rl_core/backends": 4_492,
+    "core/src/rl_core": 20_389,
+    "core/src/rl_core/backends": 4_465,
     "core/src/rl_core/batch": 1_827,
     "core/src/rl_core/cli": 407,
     "core/src/rl_core/interfaces": 1_370,
-    "core/src/rl_core/plugins": 987,
+    "core/src/rl_core/plugins": 919,
     "core/src/rl_core/refit": 10_471,
 }
 #: Share of a distribution's functions that may be private and have one caller, in percent.
 SINGLE = {
     "rl_core": 7.7,
     "rl_hf": 9.3,
-    "rl_hosting": 5.6,
+    "rl_hosting": 5.5,
     "rl_losses": 8.9,
-    "rl_megatron": 13.9,
+    "rl_megatron": 13.5,
     "rl_nemo": 10.4,
     "rl_ray": 4.6,
     "rl_sglang": 9.7,
     "rl_torch": 11.0,
     "rl_trl": 10.0,
     "rl_vllm": 5.4,
-    "rl_conformance": 8.0,
+    "rl_conformance": 7.8,
 }
 #: What the goal is for every distribution, and the bar of a new one.
 SINGLE_GOAL = 6.0

@@ -25,7 +25,6 @@ from rl_core.errors import (
 from rl_core.plugins.discovery import BACKENDS, HOOKS
 from rl_core.plugins.hookspecs import (
     emit,
-    map_weight_names,
     weight_source_of,
 )
 from rl_core.plugins.registry import find_provider, resolve
@@ -208,32 +207,6 @@ def test_broken_hook_plugin_is_not_passed_over(install: Install, source: str) ->
         create_generation(CONFIG)
 
 
-def test_each_mapper_names_the_weights_that_it_knows(install: Install) -> None:
-    install.toy()
-    for name in ("one", "two"):
-        mapper = f"lambda n: n + '.weight' if n == {name!r} else n"
-        hooks(install, f"def weight_name_mappers():\n    return {mapper}\n", f"rl-{name}")
-    names = map_weight_names(["one", "two", "three"], resolve("toy"))
-    assert names == {"one": "one.weight", "two": "two.weight"}
-
-
-def test_mappers_that_disagree_are_both_named(install: Install) -> None:
-    install.toy()
-    for name in ("rl-one", "rl-two"):
-        hooks(install, f"def weight_name_mappers():\n    return lambda n: n + '.{name}'\n", name)
-    with pytest.raises(
-        PluginError, match=r"the weight w: rl-one .* makes it 'w\.rl-one', rl-two .* 'w\.rl-two'"
-    ):
-        map_weight_names(["w"], resolve("toy"))
-
-
-def test_two_weights_of_one_name_are_named_with_the_plugin(install: Install) -> None:
-    install.toy()
-    hooks(install, "def weight_name_mappers():\n    return lambda n: n.split('.')[-1]\n")
-    with pytest.raises(PluginError, match=r"rl-hooks 1\.0 .*: the weights w and a\.w .* 'w'"):
-        map_weight_names(["w", "a.w"], resolve("toy"))
-
-
 def test_events_reach_every_plugin_although_one_raises(
     install: Install, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -262,10 +235,3 @@ def test_refit_reports_to_hooks_also_when_it_fails(
     with pytest.raises(RefitProtocolError):
         refit(without, generation=without)
     assert seen == ["refit_started", "refit_failed"]
-
-
-def test_mapper_that_raises_is_the_plugins_fault(install: Install) -> None:
-    install.toy()
-    hooks(install, "def weight_name_mappers():\n    return {}.__getitem__\n")
-    with pytest.raises(PluginError, match=r"rl-hooks 1\.0 .* weight_name_mappers raised KeyError"):
-        map_weight_names(["w"], resolve("toy"))

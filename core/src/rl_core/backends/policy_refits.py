@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from rl_core.backends.admission import Admission
 from rl_core.errors import CapabilityError, ConfigError
 from rl_core.interfaces import ColocatablePolicyInterface
-from rl_core.plugins.hookspecs import map_weight_names, maps_weight_names
 from rl_core.refit import DEFAULT_DEADLINE_S, GatheredSource, RefitSender, SendOptions
 from rl_core.refit._sources import GuardedSource, WeightChanges
 from rl_core.refit.options import MAX_DEADLINE_S
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
         WeightSource,
         WorkerContext,
     )
-    from rl_core.plugins.manifest import BackendManifest
     from rl_core.refit import RefitRanks
 
 __all__ = ["PolicyRefits"]
@@ -41,7 +39,6 @@ class PolicyRefits(ColocatablePolicyInterface):
 
     Attributes:
         config: What the policy was built with; a subclass sets it.
-        manifest: The backend's, for plugins that map names of weights; set by the class.
         worker: Who this is, if it is one of several workers.
         refit_ranks: Those that a refit needs; None if the first worker has all weights itself.
         admission: Refuses, or warns of, training calls that would go wrong without a word.
@@ -50,7 +47,6 @@ class PolicyRefits(ColocatablePolicyInterface):
     """
 
     config: Mapping[str, Any]
-    manifest: BackendManifest | None = None
 
     def __init__(self, worker: WorkerContext | None = None) -> None:
         self.worker = worker
@@ -77,32 +73,9 @@ class PolicyRefits(ColocatablePolicyInterface):
     # -- refit ----------------------------------------------------------------------------------
 
     def refit_source(self) -> WeightSource:
-        """What a refit reads: :meth:`weight_source`, as long as its tensors are of one state.
-
-        Here the trainer's names become those that checkpoint and engine use, if a plugin maps them.
-
-        Raises:
-            PluginError: Plugins disagree on a name, or two tensors would get one.
-        """
+        """What a refit reads: :meth:`weight_source`, as long as its tensors are of one state."""
         unchanged = self.changes.watch()
-        source = self.weight_source()
-        renamed: dict[str, str] = {}
-        if maps_weight_names():
-            try:
-                if self.manifest is None:
-                    raise ConfigError(
-                        f"a plugin maps names of weights, and {type(self).__name__} does not say "
-                        "of which backend it is",
-                        fix="set the policy's class attribute manifest; without the plugin it is "
-                        "not needed",
-                        key="manifest",
-                    )
-                names = [spec.name for spec in source.specs()]
-                renamed = map_weight_names(names, self.manifest)
-            except BaseException:
-                source.close()
-                raise
-        return GuardedSource(source, unchanged, lambda name: renamed.get(name, name))
+        return GuardedSource(self.weight_source(), unchanged)
 
     @property
     def weights_version(self) -> int:

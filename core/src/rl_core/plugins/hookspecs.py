@@ -11,7 +11,7 @@ needs::
         print(event.name, dict(event.data))
 
 A hook that raises is reported under the name of its plugin: as an error where the result matters
-(``weight_name_mappers``, ``weight_source``), in the log for observers (``on_event``).
+(``weight_source``), in the log for observers (``on_event``).
 """
 
 from __future__ import annotations
@@ -27,12 +27,11 @@ from rl_core.errors import CapabilityError, ConfigError, PluginError
 from rl_core.plugins.discovery import HOOKS, load_object, providers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping
 
     from torch import nn
 
     from rl_core.interfaces import WeightSource
-    from rl_core.plugins.manifest import BackendManifest
 
 __all__ = [
     "Event",
@@ -41,8 +40,6 @@ __all__ = [
     "emit",
     "hookimpl",
     "hookspec",
-    "map_weight_names",
-    "maps_weight_names",
     "weight_source_of",
 ]
 
@@ -68,14 +65,6 @@ class Event:
 
 class HookSpecs:
     """The hooks. None as a result means: nothing to say."""
-
-    @hookspec
-    def weight_name_mappers(self, manifest: BackendManifest) -> Callable[[str], str] | None:
-        """Returns a function from a trainer's name of a weight to the checkpoint's and engine's.
-
-        It is called in the trainer's process when a refit begins, with every name that the policy
-        of this manifest has, and returns a name that it does not map as it is.
-        """
 
     @hookspec
     def weight_source(self, module: nn.Module) -> WeightSource | None:
@@ -110,13 +99,8 @@ def _manager() -> tuple[pluggy.PluginManager, tuple[PluginError, ...]]:
     return manager, tuple(broken)
 
 
-def _outcomes(
-    hook: str, read: Callable[[Any], Any] | None = None, **arguments: Any
-) -> Iterator[tuple[str, Any, Exception | None]]:
-    """Calls one plugin after the other; yields its name with the result or the exception.
-
-    ``read`` makes of each result what the caller needs; what it raises is the plugin's fault too.
-    """
+def _outcomes(hook: str, **arguments: Any) -> Iterator[tuple[str, Any, Exception | None]]:
+    """Calls one plugin after the other; yields its name with the result or the exception."""
     manager, broken = _manager()
     for error in broken:
         yield str(error.details.get("distribution", "")), None, error
@@ -125,8 +109,7 @@ def _outcomes(
         others = [other for _, other in registered if other is not plugin]
         try:
             for result in manager.subset_hook_caller(hook, others)(**arguments):
-                found = read(result) if read else result
-                yield name, found, None
+                yield name, result, None
         except Exception as error:
             named: Exception  # the same failure under the name of its plugin
             if isinstance(error, ConfigError | CapabilityError):  # the caller's to mend
@@ -141,68 +124,17 @@ def _outcomes(
             yield name, None, named
 
 
-def _results(
-    hook: str, read: Callable[[Any], Any] | None = None, **arguments: Any
-) -> Iterator[tuple[str, Any]]:
-    for plugin, result, error in _outcomes(hook, read, **arguments):
-        if error is not None:
-            raise error
-        yield plugin, result
-
-
-def maps_weight_names() -> bool:
-    """Whether any plugin maps names of weights."""
-    return bool(_manager()[0].hook.weight_name_mappers.get_hookimpls())
-
-
-def map_weight_names(names: Sequence[str], manifest: BackendManifest) -> dict[str, str]:
-    """The names that plugins give to weights of this backend, by the names that it gives them.
-
-    Args:
-        names: Of all weights of the trainer.
-        manifest: The trainer's.
-
-    Returns:
-        Those that get another name.
-
-    Raises:
-        PluginError: Two plugins want different names for one weight, two weights would get one
-            name, or a plugin is broken.
-    """
-
-    def renamed(mapper: Callable[[str], str]) -> dict[str, str]:
-        return {name: new for name in names if (new := mapper(name)) != name}
-
-    wanted: dict[str, tuple[str, str]] = {}
-    for plugin, given in _results("weight_name_mappers", renamed, manifest=manifest):
-        for name, new in given.items():
-            other, before = wanted.setdefault(name, (plugin, new))
-            if before != new:
-                raise PluginError(
-                    f"plugins disagree on the name of the weight {name}: {other} makes it "
-                    f"{before!r}, {plugin} makes it {new!r}",
-                    fix="uninstall one of them",
-                )
-    owners: dict[str, str] = {}
-    for name in names:
-        plugin, new = wanted.get(name, ("", name))
-        if (owner := owners.setdefault(new, name)) != name:
-            plugin = plugin or wanted[owner][0]
-            raise PluginError(
-                f"{plugin}: the weights {owner} and {name} would both be called {new!r}",
-                fix="report this to the plugin's authors, or uninstall it",
-                plugin=plugin,
-            )
-    return {name: new for name, (_, new) in wanted.items()}
-
-
 def weight_source_of(module: nn.Module) -> WeightSource | None:
     """What a plugin reads a module with; None if no plugin knows it.
 
     Raises:
         PluginError: Two plugins do, or one is broken.
     """
-    found = list(_results("weight_source", module=module))
+    found: list[tuple[str, WeightSource]] = []
+    for plugin, source, error in _outcomes("weight_source", module=module):
+        if error is not None:
+            raise error
+        found.append((plugin, source))
     if len(found) > 1:
         for _, source in found:
             source.close()

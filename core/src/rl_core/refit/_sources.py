@@ -110,7 +110,7 @@ class GuardedSource(WeightSource):
         self,
         source: WeightSource,
         unchanged: Callable[..., None],
-        rename: Callable[[str], str | None],
+        rename: Callable[[str], str | None] = str,
     ) -> None:
         self.device = source.device
         self._source = source

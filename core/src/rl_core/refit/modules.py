@@ -227,7 +227,7 @@ def sending_end(trainer: Any, rename: Rename | None) -> Any:
         raise ConfigError(
             f"refit: rename was given with a {type(trainer).__name__}, which names its weights "
             "itself",
-            fix="leave rename out; a plugin's weight_name_mappers renames weights of policies",
+            fix="leave rename out",
             key="rename",
         )
     return trainer

@@ -24,7 +24,6 @@ from rl_hf.decoders import decoding_engine
 from rl_hf.forward import Forward, Sequences, base_model, packed_row_cost, packing_fault
 from rl_hf.hidden import find_body
 from rl_hf.lora import BaseWeights, MergedWeightSource, add_adapters
-from rl_hf.manifest import BACKEND
 from rl_hf.modeling import load_model, model_device, model_facts
 from rl_hf.placement import Placement
 from rl_hf.positions import sharing_limit
@@ -72,8 +71,6 @@ class HuggingFacePolicy(PolicyBackend):
         CapabilityError: ``sequence_packing`` is enabled for a model that cannot keep sequences
             apart.
     """
-
-    manifest = BACKEND
 
     def __init__(
         self, model_name: str, *, worker: WorkerContext | None = None, **config: Any

@@ -39,7 +39,6 @@ FILE_BYTES = 4 << 30
 def export(
     directory: Path,
     gathering: Gathering,
-    names: Mapping[str, str],
     config: Mapping[str, Any],
     tokenizer: Any,
     *,
@@ -50,7 +49,6 @@ def export(
     Args:
         directory: Is there. All ranks call it with the same one.
         gathering: Gives the tensors.
-        names: The checkpoint's name of each tensor that has another than ours.
         config: What ``config.json`` says.
         tokenizer: Saved beside the model, if there is one.
         writes: Whether this is rank 0.
@@ -73,8 +71,8 @@ def export(
     for number, held in enumerate(files, 1):
         file = f"model-{number:05d}-of-{len(files):05d}.safetensors"
         file = file if len(files) > 1 else "model.safetensors"
-        index |= {names.get(name, name): file for name in held}
-        shapes = {names.get(name, name): gathering.shapes[name] for name in held}
+        index |= dict.fromkeys(held, file)
+        shapes = {name: gathering.shapes[name] for name in held}
         with (
             _TensorFile(directory / file, shapes, gathering.dtype, {"format": "pt"})
             if writes

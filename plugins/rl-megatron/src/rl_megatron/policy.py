@@ -28,7 +28,6 @@ from rl_megatron.cpu import without_cuda
 from rl_megatron.engine import finalize_model_grads
 from rl_megatron.forward import Forward
 from rl_megatron.generation import generation_config, make_generation, whole_sequences
-from rl_megatron.manifest import BACKEND
 from rl_megatron.memory import Sleeper
 from rl_megatron.model import build_model, model_device
 from rl_megatron.parallel import ParallelState
@@ -41,7 +40,6 @@ from rl_megatron.weights import (
     Gathering,
     MegatronSource,
     load_weights,
-    mapped_names,
     owned_pieces,
 )
 from rl_torch.calibration import BINS, Calibration, check_calibration
@@ -78,8 +76,6 @@ class MegatronPolicy(PolicyBackend):
         CapabilityError: The model or a size needs what is not implemented.
     """
 
-    manifest = BACKEND
-
     def __init__(
         self, model_name: str, *, worker: WorkerContext | None = None, **config: Any
     ) -> None:
@@ -96,8 +92,7 @@ class MegatronPolicy(PolicyBackend):
         world = worker.world_size if worker is not None else 1
         sizes = Sizes.of(checked, world, architecture)
         files = CheckpointFiles(directory)
-        self._names = mapped_names(architecture)
-        read = files.table(architecture, self._names)
+        read = files.table(architecture)
         self._parallel = ParallelState.joined(sizes, worker, checked.get("rank_timeout_s", 600.0))
         try:
             self._build(checked, architecture, files, read, worker)
@@ -121,7 +116,7 @@ class MegatronPolicy(PolicyBackend):
         self._device = model_device()
         self._vocabulary = Vocabulary.of(architecture, self._at)
         self.model = build_model(architecture, self._at, checked)
-        load_weights(files, owned_pieces(read, self._at, self._module), self._names)
+        load_weights(files, owned_pieces(read, self._at, self._module))
         self._owned = owned_pieces(self.table, self._at, self._module)
         self._shares = shares_of(self.model)
         limits = RowLimits(architecture.vocabulary, architecture.context)
@@ -357,13 +352,13 @@ class MegatronPolicy(PolicyBackend):
         state = checkpoint.OptimizerState(self._stepping, self._owned, self._shares, steps)
         try:
             files = CheckpointFiles(directory)
-            table = files.table(self.table.architecture, self._names)
+            table = files.table(self.table.architecture)
         except ConfigError as error:
             raise CheckpointError(str(error), fix=error.fix, file=str(directory)) from error
         found = state.read(directory)
 
         def put() -> None:
-            load_weights(files, owned_pieces(table, self._at, self._module), self._names)
+            load_weights(files, owned_pieces(table, self._at, self._module))
             self._stepping.load_state(found)
 
         return put
@@ -387,7 +382,6 @@ class MegatronPolicy(PolicyBackend):
         checkpoint.export(
             directory,
             self._gathering(self._published, dist.group.WORLD),
-            self._names,
             self._settings,
             self.tokenizer,
             writes=self.ranks.rank == 0,

@@ -12,14 +12,12 @@ from torch import distributed as dist
 from rl_core.backends.model_files import check_files
 from rl_core.errors import ConfigError
 from rl_core.interfaces import TensorSpec
-from rl_core.plugins.hookspecs import map_weight_names, maps_weight_names
 from rl_core.refit import GatheredSource
 from rl_core.refit.tensors import dtype_name
-from rl_megatron.manifest import BACKEND
 from rl_megatron.table import Table
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
     from torch import nn
@@ -27,7 +25,7 @@ if TYPE_CHECKING:
     from rl_core.refit import RefitRanks, WeightChanges
     from rl_megatron.architectures import Architecture
     from rl_megatron.sizes import Coordinates, Sizes
-    from rl_megatron.table import Experts, Piece
+    from rl_megatron.table import Piece
 
 __all__ = [
     "CheckpointFiles",
@@ -35,7 +33,6 @@ __all__ = [
     "MegatronSource",
     "Owned",
     "load_weights",
-    "mapped_names",
     "owned_pieces",
 ]
 
@@ -88,17 +85,6 @@ def owned_pieces(table: Table, at: Coordinates, model: nn.Module) -> list[Owned]
     return found
 
 
-def mapped_names(architecture: Architecture) -> dict[str, str]:
-    """The checkpoint's name of each tensor that a plugin maps to another."""
-    if not maps_weight_names():
-        return {}
-    tables = Table(architecture), Table(architecture, "separate")
-    names = dict.fromkeys(
-        name for table in tables for name in (*table.shapes(), *(table.tied or ()))
-    )
-    return map_weight_names(list(names), BACKEND)
-
-
 class CheckpointFiles:
     """The safetensors files of a checkpoint, of which single boxes are read.
 
@@ -127,43 +113,17 @@ class CheckpointFiles:
         """Of one tensor."""
         return tuple(self._open[self._file_of[name]].get_slice(name).get_shape())
 
-    def table(self, architecture: Architecture, names: Mapping[str, str]) -> Table:
+    def table(self, architecture: Architecture) -> Table:
         """Of a model, with experts as they are named here; all tensors were checked.
-
-        Args:
-            architecture: Of the model.
-            names: The file's name of each tensor that has another than ours.
 
         Raises:
             ConfigError: Tensors are missing, left over or of another shape; names them.
         """
-        table = Table(architecture, self._experts(architecture, names))
-        self._check(table, names)
-        return table
-
-    def _experts(self, architecture: Architecture, names: Mapping[str, str]) -> Experts:
-        """How the tensors of experts are named here, and by ``names`` where those are others."""
         stacked = [n for n in Table(architecture).shapes() if n.endswith("experts.gate_up_proj")]
-        if not stacked or any(names.get(name, name) in self._file_of for name in stacked):
-            return "stacked"
-        return "separate"
-
-    def read(self, piece: Piece, name: str) -> torch.Tensor:
-        """The box of a tensor, in the dtype of the file."""
-        file = self._file_of[name]
-        try:
-            box: torch.Tensor = self._open[file].get_slice(name)[piece.index]
-        except SafetensorError as error:
-            raise ConfigError(
-                f"{name} of {file} cannot be read: {error}",
-                fix="copy or download the file again",
-                key="model_name",
-            ) from error
-        return box
-
-    def _check(self, table: Table, names: Mapping[str, str]) -> None:
-        expected = {names.get(name, name): shape for name, shape in table.shapes().items()}
-        known = {*expected, *(names.get(name, name) for name in table.tied or ())}
+        here = not stacked or any(name in self._file_of for name in stacked)
+        table = Table(architecture, "stacked" if here else "separate")
+        expected = table.shapes()
+        known = {*expected, *(table.tied or ())}
         found = self.names
         wrong = [f"{name} is missing" for name in expected if name not in found]
         wrong += [
@@ -184,20 +144,27 @@ class CheckpointFiles:
                 fix="save the whole model, with the configuration it was made with",
                 key="model_name",
             )
+        return table
+
+    def read(self, piece: Piece) -> torch.Tensor:
+        """The box of a tensor, in the dtype of the file."""
+        file = self._file_of[piece.name]
+        try:
+            box: torch.Tensor = self._open[file].get_slice(piece.name)[piece.index]
+        except SafetensorError as error:
+            raise ConfigError(
+                f"{piece.name} of {file} cannot be read: {error}",
+                fix="copy or download the file again",
+                key="model_name",
+            ) from error
+        return box
 
 
 @torch.no_grad()
-def load_weights(files: CheckpointFiles, owned: Sequence[Owned], names: Mapping[str, str]) -> None:
-    """Fills this rank's parameters with their boxes of a checkpoint, and reads nothing else.
-
-    Args:
-        files: Of the checkpoint, checked.
-        owned: This rank's pieces.
-        names: The file's name of each tensor that has another than ours.
-    """
+def load_weights(files: CheckpointFiles, owned: Sequence[Owned]) -> None:
+    """Fills this rank's parameters with their boxes of a checkpoint, and reads nothing else."""
     for one in owned:
-        box = files.read(one.piece, names.get(one.piece.name, one.piece.name))
-        one.piece.write(one.parameter, box)
+        one.piece.write(one.parameter, files.read(one.piece))
 
 
 class Gathering:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rl_conformance.quiet import no_progress_bars
-from rl_conformance.reference import MANIFEST
 from rl_conformance.reference.fp8 import E4M3_MAX, observed
 from rl_conformance.reference.loading import load_once
 from rl_conformance.reference.stepping import make_optimizer
@@ -47,8 +46,6 @@ class ReferencePolicy(PolicyBackend):
         **config: The other keys of :class:`~rl_conformance.reference.config.ReferencePolicyConfig`.
             However rows are split, every row goes through the model alone.
     """
-
-    manifest = MANIFEST
 
     def __init__(
         self,

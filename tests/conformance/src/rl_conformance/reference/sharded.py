@@ -17,7 +17,6 @@ import transformers.models.auto.modeling_auto  # noqa: F401 - before workers are
 from torch import distributed as dist
 from torch import nn
 
-from rl_conformance.reference import SHARDED
 from rl_conformance.reference.config import ReferencePolicyConfig
 from rl_conformance.reference.generation import ReferenceGeneration
 from rl_conformance.reference.policy import ReferencePolicy
@@ -91,8 +90,6 @@ class ShardedReferencePolicy(ReferencePolicy):
         shards: Ranks that share one copy here.
         sources: How many weight sources were made on this rank, and how many of them closed.
     """
-
-    manifest = SHARDED
 
     def __init__(
         self,
