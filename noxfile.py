@@ -313,8 +313,8 @@ def architectures(session: nox.Session, plugin: str) -> None:
     *_, newest = sorted(ROOT.glob(f"docs/reports/*-architectures-{plugin}-cpu.json"))
     written = OUT / "architectures" / f"{plugin}-cpu"
     how = ["--known", str(newest), "--json", f"{written}.json", "--markdown", f"{written}.md"]
-    command = ["conformance", "architectures", plugin, *how, *session.posargs]
-    run(session, "all", "rl", *command)
+    script = "benchmarks/try_architectures.py"
+    run(session, "all", "python", script, plugin, *how, *session.posargs)
 
 
 @nox.session(name="newest-apis", venv_backend="none")

@@ -72,9 +72,9 @@ def quickstart(quick: bool) -> Figures:
 def refits(quick: bool) -> Figures:
     """Refits of 1 GB in 200 tensors; a delta of a tenth of them."""
     try:
-        from rl_conformance.refit_bench.bench import Bench
-    except ImportError:  # where it was before it was the suite's
-        from rl_core.refit.bench import Bench
+        from rl_conformance.refit_bench.bench import Bench  # older commits have their own
+    except ImportError:
+        from refit_bench.bench import Bench
     found: Figures = {}
     with Bench(10**7 if quick else 10**9, 200, repeats=1) as bench:
         for mode in ("direct", "packed"):

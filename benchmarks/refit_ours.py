@@ -7,9 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from refit_bench.engine import Tensors as Model
 from refit_pair import Contender, Method, Tensors
 
-from rl_conformance.refit_bench.engine import Tensors as Model
 from rl_core.futures import wait
 from rl_core.refit import RefitReceiver, RefitSender
 

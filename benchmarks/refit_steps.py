@@ -15,9 +15,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
+from refit_bench.bench import Bench, Row
 from refit_report import add_ratios, seconds_of
 
-from rl_conformance.refit_bench.bench import Bench, Row
 from rl_core.refit import DEFAULT_BUCKET_BYTES
 from rl_core.refit.plan import SLOTS
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import re
 import subprocess
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
     from pathlib import Path
 
-    from rl_conformance.mutants import Mutant
+    from mutants import Mutant
 
 __all__ = ["SAMPLES", "changed_files", "number_of", "sampled", "touched"]
 
@@ -46,7 +47,8 @@ def touched(mutants: Sequence[Mutant], changed: Collection[str]) -> list[Mutant]
     """
     from rl_conformance.registry import all_checks
 
-    modules = {path.partition("/src/")[2].removesuffix(".py").replace("/", ".") for path in changed}
+    files = (re.sub("^tests/conformance/(src|tests)/", "", path) for path in changed)
+    modules = {file.removesuffix(".py").replace("/", ".") for file in files}
     clauses = {c.clause.id for c in all_checks() if c.function.__module__ in modules}
     return [m for m in mutants if m.breaks[0] in clauses or m.module in modules]
 

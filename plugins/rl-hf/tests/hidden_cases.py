@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
+from architectures.table import make_architecture
 
-from rl_conformance.architectures.table import make_architecture
 from rl_hf.forward import Forward, Sequences
 from rl_hf.hidden import find_body
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from architectures.table import make_architecture
 from packaging.version import Version
 
-from rl_conformance.architectures.table import make_architecture
 from rl_conformance.weights import engine_weights, policy_weights
 from rl_core import create_policy
 from rl_core.batch import BatchedDataDict

@@ -6,10 +6,10 @@ import datetime as dt
 from typing import TYPE_CHECKING
 
 import pytest
+from mutants import all_mutants
 
 from rl_conformance.harness import Harness
 from rl_conformance.ledger import read_ledger
-from rl_conformance.mutants import all_mutants
 from rl_conformance.outcome import Status, Verdict
 from rl_conformance.reference import reference_target
 from rl_conformance.run import run, select

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
+from mutants import target
 
 from rl_conformance.models import make_tiny_model
-from rl_conformance.mutants import target
 from rl_conformance.outcome import Verdict
 from rl_conformance.run import run, select
 from rl_conformance.settings import Settings

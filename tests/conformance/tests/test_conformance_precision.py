@@ -8,11 +8,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from mutants import all_mutants, examine, target
 
 from rl_conformance.continuations import find_certain
 from rl_conformance.expect import NotRun
 from rl_conformance.models import make_tiny_model
-from rl_conformance.mutants import all_mutants, examine, target
 from rl_conformance.oracle import Oracle, Truncated, truncated_distribution
 from rl_conformance.outcome import Verdict
 from rl_conformance.run import run, select

@@ -9,12 +9,15 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from importlib.metadata import distribution
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import mutants
 import pytest
 import torch
 
-from rl_conformance import GenerationConformance, harness, mutants
+from rl_conformance import GenerationConformance, harness
 from rl_conformance.catalogue import CLAUSES
 from rl_conformance.expect import CheckFailed, fail, raises, require, same_tensor
 from rl_conformance.harness import Harness
@@ -26,13 +29,12 @@ from rl_conformance.reports import from_json
 from rl_conformance.run import run, select
 from rl_conformance.settings import Settings
 from rl_conformance.statistics import chi_square_p_value
+from rl_core.cli import main
 from rl_core.errors import ConfigError
 from rl_core.plugins.manifest import GENERATION_CAPABILITIES, POLICY_CAPABILITIES
 from rl_core.refit.tensors import NamedTensorSink, NamedTensorSource
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from rl_conformance.context import Context
 
 pytest_plugins = ["pytester"]
@@ -365,8 +367,10 @@ def test_the_plugin_imports_nothing_heavy() -> None:
 mutants.all_mutants()
 
 PROJECT = """
-from rl_conformance import GenerationConformance, mutants
-from rl_conformance.mutants import engines
+import mutants
+from mutants import engines
+
+from rl_conformance import GenerationConformance
 
 class TestMine(GenerationConformance):
     backend = "mine"
@@ -382,7 +386,8 @@ FOUR = "G7 and (and_is_kept or string_ends or stay_in_their_row or add_up)"
 
 def _pytest(pytester: pytest.Pytester, mutant: str, *args: str) -> pytest.RunResult:
     pytester.makepyfile(PROJECT.format(mutant=mutant))
-    return pytester.runpytest_subprocess("-p", "no:cacheprovider", *args)
+    here = f"pythonpath={Path(__file__).parent}"
+    return pytester.runpytest_subprocess("-p", "no:cacheprovider", "-o", here, *args)
 
 
 def test_a_derived_class_runs_the_checks(pytester: pytest.Pytester) -> None:
@@ -495,3 +500,12 @@ def test_the_command_names_a_backend_that_is_not_there() -> None:
     done = _rl("run", "no-such-backend")
     assert done.returncode == 1
     assert "no-such-backend" in done.stderr
+
+
+def test_core_names_the_commands_of_this_distribution(capsys):
+    points = distribution("rl-conformance").entry_points.select(group="rl_core.commands")
+    # A command of two words is listed below the first, which core has.
+    *others, last = sorted(point.name for point in points if "." not in point.name)
+    with pytest.raises(SystemExit):
+        main(["frob"])
+    assert f"{', '.join(others)} and {last} come with: pip install" in capsys.readouterr().err

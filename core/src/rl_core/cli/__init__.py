@@ -33,7 +33,7 @@ __all__ = ["main"]
 
 _OWN = {"backends": ("rl_core.cli.backends:main", "list and describe the installed backends")}
 #: Commands of rl-conformance, so that whoever has not installed it learns where they are.
-_CONFORMANCE = ("backends.doctor", "check", "conformance", "new", "refit")
+_CONFORMANCE = ("backends.doctor", "check", "conformance", "new")
 _FIX = "pip install ./tests/conformance"
 
 
@@ -89,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name is None:
         hint = (
             f"those that are installed: {', '.join(sorted(installed))}; packages add others "
-            f"through the entry-point group {COMMANDS}; check, conformance, new and refit come "
+            f"through the entry-point group {COMMANDS}; check, conformance and new come "
             f"with: {_FIX}"
         )
         if close := nearest(given[0], names):

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rl_conformance.architectures.cli import architectures
-
 if TYPE_CHECKING:
     from rl_conformance.outcome import Outcome, RunReport
     from rl_conformance.registry import Check
@@ -42,19 +40,9 @@ class Device(StrEnum):
     CUDA = "cuda"
 
 
-class Dtype(StrEnum):
-    """Of the weights of a mutant."""
-
-    FLOAT32 = "float32"
-    BFLOAT16 = "bfloat16"
-
-
 @app.callback()
 def main() -> None:
     """Prove that a backend keeps the contract."""
-
-
-app.command()(architectures)
 
 
 @app.command("list")
@@ -162,42 +150,6 @@ def merge(
     if markdown:
         write_text(markdown, matrix_to_markdown(matrix))
     _print_matrix(matrix)
-
-
-@app.command()
-def mutants(
-    k: Annotated[str, typer.Option("-k", help="Only those with this in their name.")] = "",
-    dtype: Annotated[
-        Dtype, typer.Option(help="Of the weights: with bfloat16 the tolerances are wider.")
-    ] = Dtype.FLOAT32,
-    json: Annotated[Path | None, typer.Option(help="Write the kill table as JSON.")] = None,
-    markdown: Annotated[Path | None, typer.Option(help="Write it as Markdown.")] = None,
-) -> None:
-    """Tests the suite: it must fail where a mutant is broken, and nowhere else."""
-    from rich.console import Console
-    from rich.progress import track
-
-    from rl_conformance.mutants import all_mutants, examine
-    from rl_conformance.mutants.table import kill_table, write_table
-    from rl_core.errors import ConfigError
-
-    chosen = [mutant for mutant in all_mutants() if k.lower() in mutant.name.lower()]
-    if not chosen:
-        raise ConfigError(
-            f"no mutant has {k!r} in its name",
-            fix="docs/reports has the kill table with all names",
-            key="-k",
-        )
-    console = Console(stderr=True)
-    autopsies = []
-    for mutant in track(chosen, "mutants", console=console, transient=True):
-        autopsies.append(found := examine(mutant, dtype.value))
-        if not console.is_terminal:  # a log: a line for each
-            what = f"{found.verdict:<8} {mutant.breaks[0]} {mutant.name}"
-            print(f"{what} ({found.seconds:.1f} s)", flush=True)
-    Console().print(kill_table(autopsies))
-    write_table(autopsies, json, markdown)
-    raise typer.Exit(int(any(autopsy.verdict != "killed" for autopsy in autopsies)))
 
 
 def _print_json(value: object) -> None:

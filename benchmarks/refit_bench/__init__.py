@@ -1,0 +1,1 @@
+"""How fast refits are on this host, next to plain copies."""

@@ -1,1 +1,0 @@
-"""``rl refit bench``: how fast refits are on this host, next to plain copies."""
