@@ -34,8 +34,9 @@ class ReceivingProcess:
         self.name = name
         self.end.rendezvous(SOON)
 
-    def attach(self, ref: Mapping[str, Any]) -> None:
+    def attach(self, ref: Mapping[str, Any], within_s: float = SOON) -> None:
         self.lane = self.end.attach(ref, self.name)
+        self.lane.ends = time.monotonic() + within_s
 
     def expect(self, start: int, stop: int) -> None:
         self.lane.expect(start, stop)

@@ -280,6 +280,7 @@ class ReceiveJob(Job[ReceiverSession]):
         except RefitError:
             self.pump(_LAST_WORD_S)  # a sender that gave up said so before it closed its memory
             raise
+        self._lane.ends = time.monotonic() + self.session.remaining_s
         if buckets is None:
             compare(wire, expected)
         known, touch = receiver.known, self._touch

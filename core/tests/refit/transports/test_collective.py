@@ -56,10 +56,11 @@ def members(count: int) -> Iterator[tuple[Any, list[Remote]]]:
         yield sender, remotes
 
 
-def lane_for(sender: Any, remotes: dict[str, Remote], nbytes: int) -> Any:
+def lane_for(sender: Any, remotes: dict[str, Remote], nbytes: int, within_s: float = SOON) -> Any:
     lane = sender.lane(nbytes, CPU, list(remotes))
+    lane.ends = time.monotonic() + within_s
     for remote in remotes.values():
-        remote.attach(lane.ref)
+        remote.attach(lane.ref, within_s)
     return lane
 
 
@@ -205,11 +206,11 @@ def test_a_lost_receiver_keeps_neither_the_sender_nor_the_others_from_a_new_grou
         assert good.take(0, MIB) == [6]
 
 
-def test_a_member_that_hangs_costs_neither_threads_nor_descriptors_nor_buffers():
+def test_a_member_that_hangs_costs_no_thread_descriptor_or_buffer_after_the_deadline():
     with members(2) as (sender, (bad, good)):
 
         def half() -> Any:
-            lane = lane_for(sender, {"r0": bad, "r1": good}, MUCH)
+            lane = lane_for(sender, {"r0": bad, "r1": good}, MUCH, within_s=3)
             for remote in (bad, good):
                 remote.expect(0, MUCH // 2)
             fill(lane, 0, MUCH // 2, 1)

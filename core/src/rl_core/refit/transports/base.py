@@ -13,6 +13,7 @@ not, nor is a connection that is encrypted without proof of who the peer is.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -48,6 +49,7 @@ class Lane(ABC):
 
     Attributes:
         data: The bytes on this side, uint8 ``[nbytes]``; allocated and touched once.
+        ends: When the refit that uses the lane is over at the latest, by :func:`time.monotonic`.
         ref: Plain data from which a receiver attaches; sent inside an authenticated message.
         reusable_after_failure: A refit that fails leaves the lane as good as new.
         unmap_after_each_refit: The sender cannot free the memory while a receiver is attached. If
@@ -55,6 +57,7 @@ class Lane(ABC):
     """
 
     data: torch.Tensor
+    ends: float = math.inf
     ref: Mapping[str, Any]
     reusable_after_failure: ClassVar[bool] = True
     unmap_after_each_refit: ClassVar[bool] = False

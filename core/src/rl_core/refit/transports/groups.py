@@ -5,7 +5,8 @@ the lane: members that left or joined, or a broadcast that failed, call for a ne
 
 Making a group, waiting for a broadcast and letting a group go all block. So each lane has a thread
 that does all three, and nobody waits for that thread for long. A member that hangs lets a broadcast
-hang, which gloo has no way to end: a lane that is closed shuts the group's connections down itself.
+hang, which gloo has no way to end: a lane that is closed leaves its thread, its buffer and the
+group's connections to the deadline of the refit, which is the broadcast's timeout.
 
 The NCCL half is written against torch's documented interface and was never run: there was no
 machine with two GPUs.
@@ -13,16 +14,14 @@ machine with two GPUs.
 
 from __future__ import annotations
 
-import errno
-import json
 import os
 import queue
 import socket
-import stat
 import threading
+import time
 import weakref
 from collections import deque
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
@@ -41,8 +40,8 @@ __all__ = ["GroupLane", "GroupRef", "Member"]
 
 #: For the members' connections to each other, once all of them are there.
 _JOIN = timedelta(seconds=10)
-#: For one broadcast, in which a member may first have to load the bucket before it.
-_MOVE = timedelta(seconds=600)
+#: Seconds for one broadcast at most, in which a member may first have to load the one before it.
+_MOVE_S = 600.0
 #: Seconds that a close waits for the lane's thread, and again once the group was aborted.
 _STOP_S = 0.5
 #: Seconds for which :meth:`GroupLane.arrived` waits, so that asking in a loop costs little.
@@ -51,7 +50,7 @@ _PATIENCE_S = 0.001
 _NEVER = 1 << 30
 #: Clean up after a failed peer, and do not end the process, nor when that takes long.
 _NCCL_SETTINGS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2", "TORCH_NCCL_ENABLE_MONITORING": "0"}
-_MAKING = threading.Lock()  # of groups: what is looked at meanwhile belongs to the whole process
+_MAKING = threading.Lock()  # of NCCL groups: the environment belongs to the whole process
 _CUDA: Any = torch.cuda  # its streams and events are not typed
 _C10D: Any = c10d
 
@@ -100,57 +99,34 @@ class Member:
 
 @dataclass
 class _Span:
-    """Bytes that travel, or are to come."""
+    """Bytes that travel, or are to come, until the time ``ends`` at most."""
 
     data: torch.Tensor
-    written: torch.cuda.Event | None
+    ends: float
+    written: torch.cuda.Event | None = None
     done: threading.Event = field(default_factory=threading.Event)
 
 
 class _Gloo:
-    """Groups on the CPU.
-
-    Torch says of none how it is connected, and gloo has no way to end a broadcast. So the sockets
-    of a group are told from all others of this process: they are open after it was made and were
-    not before, and either listen for this member, or are connected to where a member listens.
-    :meth:`abort` shuts them down.
-    """
-
-    def __init__(self) -> None:
-        self._connections: list[tuple[int, int]] = []
+    """Groups on the CPU."""
 
     def open(self, store: c10d.Store, member: Member) -> Any:
         """The group; blocks until all members open it."""
         gloo: Any = c10d.ProcessGroupGloo
         options = gloo._Options()
-        with _MAKING:
-            before = _sockets()
-            options._devices = [gloo.create_device(hostname=_local_address(member))]
-            made = [_ends(*one) for one in _sockets() - before]
-        listening = [here for here, there in made if here is not None and there is None]
+        options._devices = [gloo.create_device(hostname=_local_address(member))]
         options._threads = 1  # broadcasts arrive one after the other, so the first is here first
         options._timeout = _JOIN
-        store.set(f"listening/{member.rank}", json.dumps(listening))
-        group = gloo(store, member.rank, member.size, options)
-        mine, theirs = (
-            {tuple(end) for rank in ranks for end in json.loads(store.get(f"listening/{rank}"))}
-            for ranks in ([member.rank], {*range(member.size)} - {member.rank})
-        )
-        for one in _sockets() - before:
-            here, there = _ends(*one)
-            if there is not None and (here in mine or there in theirs):
-                self._connections.append(one)
-        return group
+        return gloo(store, member.rank, member.size, options)
 
     def move(self, group: Any, span: _Span) -> None:
         """Broadcasts from rank 0; returns when the bytes are here, or gone from here."""
-        group.broadcast([span.data], _from_sender()).wait()
+        options = _from_sender()
+        options.timeout = timedelta(seconds=min(max(span.ends - time.monotonic(), 0.001), _MOVE_S))
+        group.broadcast([span.data], options).wait()
 
     def abort(self, group: Any) -> None:
-        """Shuts the connections to all members down, which ends a broadcast at once."""
-        for one in self._connections:
-            with suppress(OSError), _opened(*one) as connection:
-                connection.shutdown(socket.SHUT_RDWR)
+        """Gloo cannot: a broadcast that hangs ends with its timeout."""
 
 
 class _Nccl:
@@ -163,7 +139,7 @@ class _Nccl:
     def open(self, store: c10d.Store, member: Member) -> Any:
         nccl: Any = c10d.ProcessGroupNCCL
         options = nccl.Options()
-        options._timeout = _MOVE
+        options._timeout = timedelta(seconds=_MOVE_S)
         with _survive_errors():
             return nccl(store, member.rank, member.size, options)
 
@@ -212,8 +188,8 @@ class _Carrier:
         """Ends the thread, and has the group aborted if it is stuck in there.
 
         First it is waited for: members that do not hang get the rest of what is on its way. Gloo
-        forgets to tell one that has half of a message that the connection broke; its thread would
-        be stuck until the broadcast's time is up.
+        forgets to tell one that has half of a message that the connection broke; its thread is
+        stuck until the deadline of the refit.
         """
         self._stopped.set()
         self._spans.put(None)
@@ -295,10 +271,10 @@ class GroupLane(Lane):
         written = _CUDA.Event() if self._cuda else None
         if written is not None:
             written.record(torch.cuda.current_stream(self.data.device))
-        self._carrier.take(_Span(self.data[start:stop], written))
+        self._carrier.take(_Span(self.data[start:stop], self.ends, written))
 
     def expect(self, start: int, stop: int) -> None:
-        span = _Span(self.data[start:stop], None)
+        span = _Span(self.data[start:stop], self.ends)
         self._expected.append(span)
         self._carrier.take(span)
 
@@ -326,7 +302,6 @@ class GroupLane(Lane):
 def _from_sender() -> c10d.BroadcastOptions:
     options = c10d.BroadcastOptions()
     options.rootRank, options.rootTensor = 0, 0
-    options.timeout = _MOVE
     options.asyncOp = True
     return options
 
@@ -337,44 +312,6 @@ def _local_address(member: Member) -> str:
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((member.host, member.port))  # sends nothing
         return str(probe.getsockname()[0])
-
-
-def _sockets() -> set[tuple[int, int]]:
-    """Descriptor and inode of every socket that this process has open."""
-    found = set()
-    for name in os.listdir("/dev/fd"):
-        with suppress(OSError):  # the listing's own is closed by now
-            state = os.fstat(int(name))
-            if stat.S_ISSOCK(state.st_mode):
-                found.add((int(name), state.st_ino))
-    return found
-
-
-@contextmanager
-def _opened(descriptor: int, inode: int) -> Generator[socket.socket]:
-    """A socket by its descriptor, if that stands for the same one still.
-
-    Raises:
-        OSError: It is closed.
-    """
-    with socket.socket(fileno=os.dup(descriptor)) as found:
-        if os.fstat(found.fileno()).st_ino != inode:
-            raise OSError(errno.EBADF, "the socket was closed")
-        yield found
-
-
-def _ends(descriptor: int, inode: int) -> tuple[tuple[str, int] | None, tuple[str, int] | None]:
-    """This and the other end of a TCP connection; there is no other one of a socket that listens.
-
-    Both are None for a socket of another kind, or one that was closed.
-    """
-    with suppress(OSError), _opened(descriptor, inode) as found:
-        if found.family in (socket.AF_INET, socket.AF_INET6) and found.type == socket.SOCK_STREAM:
-            here = found.getsockname()[:2]
-            if found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                return here, None
-            return here, found.getpeername()[:2]
-    return None, None
 
 
 @contextmanager
