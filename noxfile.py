@@ -77,7 +77,7 @@ PLUGINS = {name: f"plugins/rl-{name}" for name in ("hf", "megatron", "vllm", "sg
 #: Engines that get an environment of their own, and what is installed there on a CPU.
 ENGINES = {name: PLUGINS[name] for name in ("vllm", "sglang")}
 #: What backends and launchers are made of.
-SHARED = ["plugins/rl-torch", "plugins/rl-hosting", "plugins/rl-ray"]
+SHARED = ["plugins/rl-backends", "plugins/rl-hosting", "plugins/rl-ray"]
 #: What brings backends into the loops of other libraries.
 BRIDGES = ["plugins/rl-nemo", "plugins/rl-trl"]
 DISTRIBUTIONS = [CORE, LOSSES, *SHARED, *PLUGINS.values(), *BRIDGES, CONFORMANCE]
@@ -285,7 +285,7 @@ def oldest(session: nox.Session, plugin: str) -> None:
 def newest(session: nox.Session) -> None:
     """What runs on torch and transformers, with the newest releases instead of those CI pins."""
     environment(session, release="newest", constraints="")
-    folders = [PLUGINS["hf"], PLUGINS["megatron"], "plugins/rl-torch", LOSSES, CONFORMANCE]
+    folders = [PLUGINS["hf"], PLUGINS["megatron"], "plugins/rl-backends", LOSSES, CONFORMANCE]
     how = session.posargs or [*IN_TWO, *(f"{folder}/tests" for folder in folders)]
     run(session, "pytest", "pytest", *how)
     for plugin in ("hf", "megatron"):
@@ -297,7 +297,12 @@ def python_312(session: nox.Session) -> None:
     """The quick tests on the next Python; nothing where that is not installed, except in CI."""
     install(session, *editable(), *TOOLS)
     of_core = [f"{CORE}/tests/{part}" for part in ("backends", "batch", "plugins", "refit/unit")]
-    how = session.posargs or [*IN_TWO, *of_core, f"{LOSSES}/tests", "plugins/rl-torch/tests"]
+    how = session.posargs or [
+        *IN_TWO,
+        *of_core,
+        f"{LOSSES}/tests",
+        "plugins/rl-backends/tests/modules",
+    ]
     with PARTS.part(session.name, "pytest"):
         session.run("pytest", *how, env={"OMP_NUM_THREADS": "1"})
 

@@ -33,7 +33,7 @@ from rich.table import Table
 from rl_conformance.models import make_tiny_model
 from rl_core import create_generation, create_policy
 from rl_core.batch import BatchedDataDict
-from rl_core.refit import refit
+from rl_core.weights import refit
 from rl_hosting import LocalCluster
 from rl_losses import NLLLossFn
 

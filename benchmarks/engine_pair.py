@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rl_core import create_generation, create_policy
-from rl_core.refit import refit
+from rl_core.weights import refit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

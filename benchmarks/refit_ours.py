@@ -11,7 +11,7 @@ from refit_bench.engine import Tensors as Model
 from refit_pair import Contender, Method, Tensors
 
 from rl_core.futures import wait
-from rl_core.refit import RefitReceiver, RefitSender
+from rl_core.weights import RefitReceiver, RefitSender
 
 __all__ = ["OURS"]
 
@@ -19,7 +19,7 @@ DEADLINE_S = 60.0
 
 
 class Refit(Method):
-    """A refit as :class:`rl_core.refit.SendOptions` tells it."""
+    """A refit as :class:`rl_core.weights.SendOptions` tells it."""
 
     def __init__(self, folder: Path, transport: str = "ipc", **options: Any) -> None:
         super().__init__(folder)

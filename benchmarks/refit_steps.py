@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 from refit_bench.bench import Bench, Row
 from refit_report import add_ratios, seconds_of
 
-from rl_core.refit import DEFAULT_BUCKET_BYTES
-from rl_core.refit.plan import SLOTS
+from rl_core.weights import DEFAULT_BUCKET_BYTES
+from rl_core.weights.data.plan import SLOTS
 
 __all__ = ["apart", "delta", "growth", "lack_of_memory", "memory", "pace"]
 

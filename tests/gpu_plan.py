@@ -33,9 +33,9 @@ NOT_OF = {
 }
 #: The tests that need a GPU; others import what may not be here.
 TESTS = (
-    "core/tests/refit/pairs/test_delta.py",
-    "core/tests/refit/transports/test_cuda.py",
-    "core/tests/refit/unit/test_hashing.py",
+    "core/tests/weights/pairs/test_delta.py",
+    "core/tests/weights/transports/test_cuda.py",
+    "core/tests/weights/unit/test_hashing.py",
     "plugins/rl-hf/tests/test_hf_generation.py",
     "plugins/rl-hf/tests/test_hf_refit.py",
 )

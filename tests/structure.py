@@ -28,12 +28,12 @@ FILE_LINES = 700
 #: Lines that a folder may have.
 BARS = {
     "core/src/rl_core": 20_332,
-    "core/src/rl_core/backends": 4_465,
+    "plugins/rl-backends/src/rl_backends": 4_465,
     "core/src/rl_core/batch": 1_827,
     "core/src/rl_core/cli": 407,
     "core/src/rl_core/interfaces": 1_370,
     "core/src/rl_core/plugins": 919,
-    "core/src/rl_core/refit": 10_414,
+    "core/src/rl_core/weights": 10_414,
 }
 #: Share of a distribution's functions that may be private and have one caller, in percent.
 SINGLE = {
@@ -45,7 +45,7 @@ SINGLE = {
     "rl_nemo": 10.4,
     "rl_ray": 4.6,
     "rl_sglang": 9.7,
-    "rl_torch": 11.0,
+    "rl_backends.torch": 11.0,
     "rl_trl": 10.0,
     "rl_vllm": 5.4,
     "rl_conformance": 10.6,

@@ -31,7 +31,7 @@ from rl_core.errors import (
     RefitAborted,
     RLError,
 )
-from rl_core.refit import refit
+from rl_core.weights import refit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

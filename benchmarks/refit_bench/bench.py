@@ -30,15 +30,15 @@ import torch
 from refit_bench.engine import Engine, Tensors, acquire
 from rl_core.errors import ConfigError, RefitCorrupted
 from rl_core.futures import wait
-from rl_core.refit.options import DEFAULT_DEADLINE_S
-from rl_core.refit.plan import SLOTS
-from rl_core.refit.report import RefitReport
-from rl_core.refit.sender import RefitSender
+from rl_core.weights.data.plan import SLOTS
+from rl_core.weights.options import DEFAULT_DEADLINE_S
+from rl_core.weights.report import RefitReport
+from rl_core.weights.sending.sender import RefitSender
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from rl_core.refit.transports.base import Lane
+    from rl_core.weights.transports.base import Lane
 
 __all__ = ["Bench", "Row", "Tensors"]
 
@@ -209,7 +209,7 @@ class Bench:
         Args:
             bound: What to compare it with.
             changed: Fraction of the tensors that change before each refit, others every time.
-            **options: Those of :class:`~rl_core.refit.options.SendOptions`.
+            **options: Those of :class:`~rl_core.weights.options.SendOptions`.
         """
         options = {"bucket_bytes": self._bucket, "deadline_s": self._deadline, **options}
         runs = [self._refit_once(changed, options) for _ in range(self._repeats + 1)][1:]

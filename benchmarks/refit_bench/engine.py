@@ -13,18 +13,18 @@ import torch
 from rl_core.errors import DeadlineError
 from rl_core.futures import wait
 from rl_core.interfaces.weights import TensorSpec, WeightSink, WeightSource
-from rl_core.refit.hashing import BlockHash, Hasher
-from rl_core.refit.plan import SLOTS
-from rl_core.refit.receiver import RefitReceiver
-from rl_core.refit.transports import find_transport
-from rl_core.refit.transports.base import NoLane
+from rl_core.weights.data.digests import BlockHash, Hasher
+from rl_core.weights.data.plan import SLOTS
+from rl_core.weights.receiving.receiver import RefitReceiver
+from rl_core.weights.transports import find_transport
+from rl_core.weights.transports.base import NoLane
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from multiprocessing.connection import Connection
     from multiprocessing.synchronize import Semaphore
 
-    from rl_core.refit.transports.base import Lane
+    from rl_core.weights.transports.base import Lane
 
 __all__ = ["Engine", "Tensors", "acquire"]
 

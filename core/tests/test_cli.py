@@ -65,7 +65,7 @@ def test_list_of_another_environment_says_that_nothing_was_imported(install: Ins
 def test_list_of_an_environment_without_backends_says_what_to_install(install: Install) -> None:
     empty = install("rl-nothing", {}).parent
     said = rl("backends", "list", "--env", str(empty))[1]
-    assert "pip install ./plugins/rl-torch ./plugins/rl-hf" in said
+    assert "pip install ./plugins/rl-backends ./plugins/rl-hf" in said
 
 
 def test_info_shows_every_capability(install: Install) -> None:

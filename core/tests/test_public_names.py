@@ -39,7 +39,9 @@ def test_unknown_name_is_an_attribute_error() -> None:
         _ = rl_core.nothing
 
 
-@pytest.mark.parametrize("first", ["", "import rl_core.refit", "from rl_core.refit import refit"])
+@pytest.mark.parametrize(
+    "first", ["", "import rl_core.weights", "from rl_core.weights import refit"]
+)
 def test_refit_can_be_called_whatever_was_imported_first(first: str) -> None:
     code = f"{first}\nfrom rl_core import refit\nassert callable(refit) and refit.RefitReport"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -28,7 +28,7 @@ from rl_core import (  # noqa: E402
     create_generation,
     create_policy,
 )
-from rl_core.refit import refit  # noqa: E402
+from rl_core.weights import refit  # noqa: E402
 from rl_losses import DPOLossFn, NLLLossFn  # noqa: E402
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)

@@ -25,7 +25,7 @@ from rl_core import (
     training_batch,
 )
 from rl_core.interfaces import Cluster
-from rl_core.refit import refit
+from rl_core.weights import refit
 from rl_losses import GRPOLossFn, NLLLossFn, grpo_advantages
 
 Show = Callable[[str, int, float], None]

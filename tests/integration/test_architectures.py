@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from rl_conformance.reference import reference_target
 from rl_conformance.reference.generation import ReferenceGeneration
 from rl_core.errors import CapabilityError, ConfigError
-from rl_core.refit.tensors import NamedTensorSink
+from rl_core.weights.tensors import NamedTensorSink
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -38,7 +38,7 @@ from rl_core.errors import (
     WorkerError,
 )
 from rl_core.futures import wait
-from rl_core.refit import refit
+from rl_core.weights import refit
 from rl_hosting.cluster import RemoteGeneration, RemotePolicy
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from real_engines import (
 from rl_conformance.models import make_tiny_model
 from rl_core import create_generation
 from rl_core.errors import CapabilityError, ManifestMismatchError
-from rl_core.refit import refit
+from rl_core.weights import refit
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -17,7 +17,7 @@ from sharded import engine_of, same, weights
 
 from rl_conformance.models import make_tiny_model
 from rl_core.errors import LoopWarning, RLError, WeightsTornError, WorkerDiedError
-from rl_core.refit import refit
+from rl_core.weights import refit
 from rl_hosting import LocalCluster
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from sharded import batch, engine_of, same, sources, weights
 
 from rl_conformance.models import make_tiny_model
 from rl_core.errors import RLError
-from rl_core.refit import refit
+from rl_core.weights import refit
 from rl_losses import NLLLossFn
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from rl_core import (
     create_policy,
     training_batch,
 )
-from rl_core.refit import refit
+from rl_core.weights import refit
 from rl_losses import NLLLossFn
 from rl_ray import RayVirtualCluster
 

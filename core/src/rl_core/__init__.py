@@ -13,7 +13,7 @@ from rl_core import errors
 from rl_core.errors import *  # noqa: F403 - all of them are public here
 
 if TYPE_CHECKING:
-    from rl_core.backends import GenerationBackend, PolicyBackend
+    from rl_backends import GenerationBackend, PolicyBackend
     from rl_core.batch import (
         BatchedDataDict,
         SlicedDataDict,
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
         WorkerContext,
     )
     from rl_core.plugins.manifest import BackendManifest, Capability, EngineRequirement
-    from rl_core.refit import refit
+    from rl_core.weights import refit
 
 __all__ = [
     "__version__",
@@ -113,7 +113,7 @@ __version__: str
 
 def __getattr__(name: str) -> Any:
     if name == "refit":
-        return importlib.import_module("rl_core.refit")  # the package can be called
+        return importlib.import_module("rl_core.weights")  # the package can be called
     if name == "__version__":
         from importlib.metadata import version
 

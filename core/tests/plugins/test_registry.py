@@ -223,7 +223,7 @@ def test_events_reach_every_plugin_although_one_raises(
 def test_refit_reports_to_hooks_also_when_it_fails(
     install: Install, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from rl_core.refit import refit
+    from rl_core.weights import refit
 
     seen: list[str] = []
     monkeypatch.setattr("builtins.seen_events", seen, raising=False)

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from simple_pair import DictSink
 
-from rl_core.backends import Completion, GenerationBackend, ModelFacts
+from rl_backends import Completion, GenerationBackend, ModelFacts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from rl_core.backends import PromptBatch, SamplingParams
+    from rl_backends import PromptBatch, SamplingParams
     from rl_core.batch import BatchedDataDict
 
 PAD, EOS, VOCAB, CONTEXT = 0, 1, 50, 12

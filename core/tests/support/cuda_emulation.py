@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from rl_core.refit import _receive_job
-from rl_core.refit.hashing import BlockHash
-from rl_core.refit.transports import cuda, ipc
-from rl_core.refit.transports.base import CPU
+from rl_core.weights.data.digests import BlockHash
+from rl_core.weights.receiving import receive_job as _receive_job
+from rl_core.weights.transports import cuda, ipc
+from rl_core.weights.transports.base import CPU
 
 if TYPE_CHECKING:
     import pytest
 
-    from rl_core.refit.transports.base import Lane
+    from rl_core.weights.transports.base import Lane
 
 UUID = "GPU-emulated"
 

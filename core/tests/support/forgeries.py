@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from rl_core.refit.messages import (
+from rl_core.weights.protocol.messages import (
     Abort,
     BucketReady,
     Commit,
@@ -20,7 +20,7 @@ from rl_core.refit.messages import (
     Seal,
     Sealed,
 )
-from rl_core.refit.session import Phase
+from rl_core.weights.protocol.session import Phase
 
 if TYPE_CHECKING:
     from simulation.network import Network

@@ -45,7 +45,7 @@ def follow_coverage(runs: int, seed: int) -> None:
     """Lets atheris choose the inputs; ends the process."""
     import atheris
 
-    with atheris.instrument_imports(include=["rl_core.refit"]):
+    with atheris.instrument_imports(include=["rl_core.weights"]):
         from fuzz_target import one_input
 
     seen: Counter[str] = Counter()

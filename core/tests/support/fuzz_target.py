@@ -21,12 +21,13 @@ from simple_pair import DictSink, DictSource
 
 from rl_core.errors import RefitProtocolError, RLError
 from rl_core.interfaces import TensorSpec
-from rl_core.refit import RefitReceiver, RefitSender, SendOptions, WeightManifest, _send_job, frames
-from rl_core.refit import messages as m
-from rl_core.refit._receive_job import ReceiveJob
-from rl_core.refit._send_job import SendJob
-from rl_core.refit.plan import DataMode, make_plan
-from rl_core.refit.session import (
+from rl_core.weights import RefitReceiver, RefitSender, SendOptions, WeightManifest
+from rl_core.weights.data.plan import DataMode, make_plan
+from rl_core.weights.protocol import frames
+from rl_core.weights.protocol import messages as m
+from rl_core.weights.protocol.receiver_session import ReceiverSession
+from rl_core.weights.protocol.sender_session import SenderSession
+from rl_core.weights.protocol.session import (
     Attach,
     Confirm,
     Effect,
@@ -36,14 +37,15 @@ from rl_core.refit.session import (
     Pack,
     Phase,
     Publish,
-    ReceiverSession,
     Send,
-    SenderSession,
 )
-from rl_core.refit.tensors import tensor_specs
-from rl_core.refit.transports.base import NoLane
-from rl_core.refit.transports.ipc import IPC
-from rl_core.refit.transports.memory import SharedRegion
+from rl_core.weights.receiving.receive_job import ReceiveJob
+from rl_core.weights.sending import send_job as _send_job
+from rl_core.weights.sending.send_job import SendJob
+from rl_core.weights.tensors import tensor_specs
+from rl_core.weights.transports.base import NoLane
+from rl_core.weights.transports.ipc import IPC
+from rl_core.weights.transports.memory import SharedRegion
 
 if TYPE_CHECKING:
     from collections import Counter

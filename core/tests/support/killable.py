@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from simple_pair import Tensors
 
-    from rl_core.refit.session import Phase
+    from rl_core.weights.protocol.session import Phase
 
 #: The deadline of refits that are to fail earlier, for another reason.
 LATER = 60.0

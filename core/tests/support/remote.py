@@ -24,7 +24,7 @@ ANSWERS_S = 60.0
 @cache
 def warm_up() -> None:
     """Starts what a process has once, and keeps; others are forked from one that has imported."""
-    multiprocessing.set_forkserver_preload(["rl_core.refit.transports.collective"])
+    multiprocessing.set_forkserver_preload(["rl_collective.collective"])
     multiprocessing.forkserver.ensure_running()
     multiprocessing.resource_tracker.ensure_running()
     c10d.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

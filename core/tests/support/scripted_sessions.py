@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rl_core.refit.messages import (
+from rl_core.weights.protocol.messages import (
     Abort,
     BucketReady,
     Commit,
@@ -21,7 +21,9 @@ from rl_core.refit.messages import (
     Seal,
     Sealed,
 )
-from rl_core.refit.session import (
+from rl_core.weights.protocol.receiver_session import ReceiverSession
+from rl_core.weights.protocol.sender_session import SenderSession
+from rl_core.weights.protocol.session import (
     Attach,
     Confirm,
     Effect,
@@ -31,9 +33,7 @@ from rl_core.refit.session import (
     Pack,
     Phase,
     Publish,
-    ReceiverSession,
     Send,
-    SenderSession,
 )
 
 if TYPE_CHECKING:

@@ -10,15 +10,15 @@ import msgspec
 import torch
 
 from rl_core.interfaces import TensorSpec, WeightSink, WeightSource
-from rl_core.refit import RefitReceiver, RefitSender, refit
-from rl_core.refit._job import Runtime
-from rl_core.refit.tensors import tensor_specs
+from rl_core.weights import RefitReceiver, RefitSender, refit
+from rl_core.weights.job import Runtime
+from rl_core.weights.tensors import tensor_specs
 
 if TYPE_CHECKING:
     import concurrent.futures
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from rl_core.refit import RefitReport
+    from rl_core.weights import RefitReport
 
 Tensors = dict[str, torch.Tensor]
 

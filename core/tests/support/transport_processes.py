@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from simple_pair import SOON
 
-from rl_core.refit.transports.collective import COLLECTIVE
-from rl_core.refit.transports.ipc import IPC
+from rl_collective.collective import COLLECTIVE
+from rl_core.weights.transports.ipc import IPC
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 
+from rl_backends.torch.slots import segment_mask
 from rl_conformance.models import make_tiny_model
 from rl_conformance.oracle import Oracle
 from rl_core.batch import BatchedDataDict
@@ -18,7 +19,6 @@ from rl_hf.attention import SEGMENTS, segment_attention
 from rl_hf.generation import HuggingFaceGeneration
 from rl_hf.own_attention import TOKENS, compare_attention
 from rl_hf.policy import HuggingFacePolicy
-from rl_torch.slots import segment_mask
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -11,13 +11,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from rl_backends import Completion, FailedRow, PromptBatch, SamplingParams
+from rl_backends.generation.serving import ServedCall
+from rl_backends.torch.decoding import DecodingEngine
 from rl_conformance.models import FAMILIES
 from rl_conformance.oracle import Oracle
-from rl_core.backends import Completion, FailedRow, PromptBatch, SamplingParams
-from rl_core.backends._serving import ServedCall
 from rl_hf.decoders import GroupDecoder, decoding_engine, fits_slots
 from rl_hf.modeling import load_model
-from rl_torch.decoding import DecodingEngine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedModel
 
-    from rl_core.backends import Row
+    from rl_backends import Row
 
 LENGTHS = (1, 3, 40, 17, 17, 9, 120, 2, 64, 33)
 GREEDY = SamplingParams(greedy=True)

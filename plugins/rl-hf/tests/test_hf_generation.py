@@ -17,8 +17,8 @@ from rl_conformance.oracle import Oracle
 from rl_core import create_generation
 from rl_core.batch import BatchedDataDict
 from rl_core.errors import ConfigError, DataError, LifecycleError, WeightsTornError
-from rl_core.refit import RefitSender
-from rl_core.refit.tensors import NamedTensorSource, module_tensors
+from rl_core.weights import RefitSender
+from rl_core.weights.tensors import NamedTensorSource, module_tensors
 from rl_hf.generation import HuggingFaceGeneration
 
 if TYPE_CHECKING:

@@ -12,11 +12,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from rl_backends.torch.checkpoints import load_tokenizer
 from rl_core.errors import ConfigError
 from rl_core.plugins.manifest import GENERATION_CAPABILITIES, POLICY_CAPABILITIES
 from rl_hf.manifest import BACKEND
 from rl_hf.modeling import load_model, model_facts
-from rl_torch.checkpoints import load_tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable

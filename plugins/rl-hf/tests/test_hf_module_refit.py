@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from rl_core import CapabilityError, ConfigError
 from rl_core.batch import BatchedDataDict
-from rl_core.refit import refit
+from rl_core.weights import refit
 from rl_hf.generation import HuggingFaceGeneration
 
 

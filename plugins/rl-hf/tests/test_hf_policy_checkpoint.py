@@ -15,7 +15,7 @@ import pytest
 import torch
 import transformers
 
-from rl_core.backends.checkpoint import write_directory
+from rl_backends.policy.checkpoint_directory import write_directory
 from rl_core.batch import BatchedDataDict
 from rl_core.errors import CheckpointError
 from rl_hf.policy import HuggingFacePolicy
@@ -177,7 +177,7 @@ def test_a_manifest_names_no_files_elsewhere(tiny, tmp_path, name):
 KILLED = """
     import os, signal, sys, torch
     from pathlib import Path
-    from rl_core.backends import checkpoint
+    from rl_backends.policy import checkpoint_directory as checkpoint
     from rl_hf.policy import HuggingFacePolicy
     from rl_losses import NLLLossFn
     from rl_core.batch import BatchedDataDict

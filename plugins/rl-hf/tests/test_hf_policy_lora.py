@@ -14,7 +14,7 @@ from rl_conformance.settings import Settings
 from rl_conformance.target import Target
 from rl_core.batch import BatchedDataDict
 from rl_core.errors import ConfigError, LifecycleError
-from rl_core.refit.tensors import NamedTensorSource, module_tensors
+from rl_core.weights.tensors import NamedTensorSource, module_tensors
 from rl_hf import lora
 from rl_hf.policy import HuggingFacePolicy
 from rl_losses import NLLLossFn

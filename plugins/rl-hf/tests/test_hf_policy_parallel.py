@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from rl_core.backends.ranks import RankGroup
+from rl_backends.policy.ranks import RankGroup
 from rl_core.errors import ConfigError
 from rl_core.interfaces import WorkerContext
 from rl_core.ports import free_port
@@ -26,7 +26,7 @@ WORKER = """
     from rl_core.batch import BatchedDataDict
     from rl_core.errors import RLError
     from rl_core.interfaces import WorkerContext
-    from rl_core.refit import refit
+    from rl_core.weights import refit
     from rl_hf.generation import HuggingFaceGeneration
     from rl_hf.policy import HuggingFacePolicy
     from rl_losses import NLLLossFn

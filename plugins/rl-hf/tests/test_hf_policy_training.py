@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+from rl_backends.policy.steps import learning_rate
 from rl_conformance.models import FAMILIES
-from rl_core.backends._steps import learning_rate
 from rl_core.batch import BatchedDataDict
 from rl_core.errors import CapabilityError, DataError, TrainingError
 from rl_core.interfaces import LossFunction, LossInputType

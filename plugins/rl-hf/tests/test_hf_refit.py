@@ -10,14 +10,14 @@ import torch
 import transformers
 from torch import nn
 
+from rl_backends.torch.reference import make_reference
 from rl_core.batch import BatchedDataDict
 from rl_core.errors import CapabilityError, ConfigError, LifecycleError
-from rl_core.refit import refit
+from rl_core.weights import refit
 from rl_hf.generation import HuggingFaceGeneration
 from rl_hf.placement import Placement
 from rl_hf.policy import HuggingFacePolicy
 from rl_losses import NLLLossFn
-from rl_torch.reference import make_reference
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

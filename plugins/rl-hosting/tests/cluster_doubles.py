@@ -18,7 +18,7 @@ import simple_pair
 import torch
 from simple_pair import DictSink, DictSource
 
-from rl_core.backends import Completion, GenerationBackend, ModelFacts, PolicyRefits
+from rl_backends import Completion, GenerationBackend, ModelFacts, PolicyRefits
 from rl_core.batch import BatchedDataDict
 from rl_core.errors import ConfigError, DataError
 from rl_core.interfaces import GenerationConfig, PolicyConfig, WeightSink, WeightSource

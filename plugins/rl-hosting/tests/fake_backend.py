@@ -14,7 +14,7 @@ from fake_engine import ACTS, FakeEngine
 
 from rl_core.batch import BatchedDataDict
 from rl_core.interfaces import TensorSpec, WeightSink, WeightSource
-from rl_core.refit import RefitSender
+from rl_core.weights import RefitSender
 from rl_hosting.generation import HostedGeneration
 from rl_hosting.worker_refits import WorkerRefits
 

@@ -16,7 +16,7 @@ from refit_model.people import overtaken, reach
 from refit_model.tasks import WORLD, running, world
 from refit_model.threads import threads_in_hand
 
-from rl_core.refit import RefitReceiver
+from rl_core.weights import RefitReceiver
 from rl_hosting import _remote_receiver, worker_refits
 from rl_hosting._messages import Request, decode, encode
 from rl_hosting._remote_receiver import RemoteReceiver

@@ -14,7 +14,7 @@ import torch
 
 from rl_core import create_policy
 from rl_core.batch import BatchedDataDict
-from rl_core.refit import refit
+from rl_core.weights import refit
 from rl_hosting import LocalCluster
 from rl_losses import NLLLossFn
 

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_core.backends import ModelFacts
-from rl_core.backends.prompts import row_seeds
+from rl_backends import ModelFacts
+from rl_backends.generation.prompts import row_seeds
 from rl_core.batch import BatchedDataDict
 from rl_core.errors import DataError, WeightsTornError
 from rl_hosting.cluster.generation import RemoteGeneration

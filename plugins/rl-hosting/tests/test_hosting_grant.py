@@ -14,7 +14,7 @@ from hosted_model import HostedEngine, hosting_in_hand
 from refit_model.search import explore, follow
 from refit_model.world import Refit, Scenario
 
-from rl_core.refit.turns import TurnLock
+from rl_core.weights.engine_lock import TurnLock
 from rl_hosting import worker_refits
 from rl_hosting._remote_receiver import RemoteReceiver
 

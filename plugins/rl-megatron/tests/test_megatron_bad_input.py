@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from torch import distributed as dist
 
 import rl_megatron.policy
+from rl_backends.policy import ranks
 from rl_conformance.training import NegativeLogLikelihood, training_batch
-from rl_core.backends import ranks
 from rl_core.errors import (
     CapabilityError,
     CheckpointError,

@@ -20,7 +20,7 @@ from rl_conformance.training import NegativeLogLikelihood, training_batch
 from rl_core import create_generation, create_policy
 from rl_core.errors import LifecycleError, RLError, WorkerDiedError
 from rl_core.futures import spawn
-from rl_core.refit import refit
+from rl_core.weights import refit
 from rl_hosting import LocalCluster
 from rl_hosting.cluster import RemotePolicy
 from rl_megatron.manifest import BACKEND

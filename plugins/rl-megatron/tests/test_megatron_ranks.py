@@ -14,7 +14,7 @@ from rl_conformance.losses import LogitLikelihood, RaisesInARow, SequenceLikelih
 from rl_conformance.training import NegativeLogLikelihood, training_batch
 from rl_core import create_generation, create_policy
 from rl_core.batch import BatchedDataDict
-from rl_core.refit import refit
+from rl_core.weights import refit
 from rl_hosting import LocalCluster
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import torch
 from rl_conformance.training import NegativeLogLikelihood, training_batch
 from rl_core.errors import LifecycleError
 from rl_core.futures import wait
-from rl_core.refit import refit
+from rl_core.weights import refit
 from rl_hf.generation import HuggingFaceGeneration
 from rl_megatron.policy import MegatronPolicy
 

@@ -38,7 +38,7 @@ from rl_core.errors import (
     RefitError,
     WorkerDiedError,
 )
-from rl_core.refit import refit
+from rl_core.weights import refit
 from rl_hosting.rows import Prompt, Sampling
 from rl_sglang import SglangGeneration
 

@@ -250,8 +250,8 @@ def test_context_is_what_the_server_has(connect: Any, fake: FakeSglangServer) ->
 
 
 def test_events_with_new_tokens_alone_are_understood(tiny: Callable[..., Path]) -> None:
-    from rl_core.backends import ModelFacts, SamplingParams
-    from rl_core.backends.rows import Row
+    from rl_backends import ModelFacts, SamplingParams
+    from rl_backends.generation.rows import Row
     from rl_sglang.server.checkpoint import Checkpoint
     from rl_sglang.server.row_stream import RowStream
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from rl_core.backends import Completion, FailedRow
+from rl_backends import Completion, FailedRow
 from rl_core.errors import WorkerDiedError
 from rl_sglang.server.rows import ServerRows
 

@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 
 import rl_trl
 from rl_core.errors import CapabilityError, ConfigError, DataError, LoopWarning
-from rl_core.refit.modules import sending_end
+from rl_core.weights.modules import sending_end
 from rl_trl import settings
 from rl_trl.agreement import score_tokens, trainer_logprobs
 

@@ -19,7 +19,7 @@ from rl_conformance.weights import engine_weights, policy_weights
 from rl_core import create_policy
 from rl_core.batch import BatchedDataDict
 from rl_core.errors import CapabilityError, ConfigError
-from rl_core.refit import refit
+from rl_core.weights import refit
 from rl_vllm import VllmGeneration
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ import shutil
 
 import pytest
 
+from rl_backends.engine.checkpoint import check_checkpoint
 from rl_core.errors import ConfigError
-from rl_hosting.checkpoint import check_checkpoint
 from rl_vllm import VllmGeneration
 
 

@@ -41,7 +41,7 @@ from rl_core.errors import (
     RefitError,
     WorkerDiedError,
 )
-from rl_core.refit import refit
+from rl_core.weights import refit
 from rl_hosting.rows import Prompt, Sampling
 from rl_vllm import VllmGeneration, VllmGenerationWorker
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from rl_backends.engine.derived_weights import LoadWatch
 from rl_core.errors import CapabilityError
-from rl_hosting.derived_weights import LoadWatch
 from rl_vllm import loading
 
 

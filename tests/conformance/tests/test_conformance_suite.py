@@ -32,7 +32,7 @@ from rl_conformance.statistics import chi_square_p_value
 from rl_core.cli import main
 from rl_core.errors import ConfigError
 from rl_core.plugins.manifest import GENERATION_CAPABILITIES, POLICY_CAPABILITIES
-from rl_core.refit.tensors import NamedTensorSink, NamedTensorSource
+from rl_core.weights.tensors import NamedTensorSink, NamedTensorSource
 
 if TYPE_CHECKING:
     from rl_conformance.context import Context

@@ -35,7 +35,7 @@ _STYLES = {
     "incompatible": "red",
     "broken": "red",
 }
-_A_BACKEND = "pip install ./plugins/rl-torch ./plugins/rl-hf"
+_A_BACKEND = "pip install ./plugins/rl-backends ./plugins/rl-hf"
 _ELSEWHERE = "Nothing is imported from another environment: this is what its metadata says."
 
 

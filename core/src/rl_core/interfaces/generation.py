@@ -21,7 +21,7 @@ class GenerationInterface(ABC):
     """An engine that generates and takes new weights.
 
     The loop is ``prepare_for_generation -> generate* -> finish_generation``, with a refit wherever
-    the weights changed. Authors derive from :class:`rl_core.backends.GenerationBackend`, which
+    the weights changed. Authors derive from :class:`rl_backends.GenerationBackend`, which
     implements everything about refits, input checks and output layout.
 
     Attributes:

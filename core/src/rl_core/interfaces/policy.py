@@ -210,7 +210,7 @@ class PolicyInterface(ABC):
 class ColocatablePolicyInterface(PolicyInterface):
     """A policy whose weights can be handed to an engine, on the same devices or others.
 
-    Authors derive from :class:`rl_core.backends.PolicyBackend`, which implements the transfer.
+    Authors derive from :class:`rl_backends.PolicyBackend`, which implements the transfer.
 
     Attributes:
         data_parallel: Which rows this worker gets, where it is one of several that do not each have
@@ -241,7 +241,7 @@ class ColocatablePolicyInterface(PolicyInterface):
     def stream_weights_via_ipc_zmq(self, *args: Any, **kwargs: Any) -> list[Future]:
         """Sends one refit over the ``ipc`` transport; the futures end with its commit.
 
-        Keywords: those of :class:`~rl_core.refit.SendOptions`.
+        Keywords: those of :class:`~rl_core.weights.SendOptions`.
         """
 
     @abstractmethod
@@ -252,7 +252,7 @@ class ColocatablePolicyInterface(PolicyInterface):
 
         Args:
             kv_scales: FP8 scales that travel with the weights.
-            **options: Those of :class:`~rl_core.refit.SendOptions`.
+            **options: Those of :class:`~rl_core.weights.SendOptions`.
         """
 
     def cancel_refit(self, refit_id: str) -> None:

@@ -1,7 +1,7 @@
 """The two ends of a refit: the trainer's source and the engine's sink of named tensors.
 
 Everything else about a refit (buckets, transports, versions, verification, the methods of both
-generations of the interface) is written once in :mod:`rl_core.refit` on top of these two.
+generations of the interface) is written once in :mod:`rl_core.weights` on top of these two.
 """
 
 from __future__ import annotations

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 
-from rl_core.refit._loading import ReceiverBuckets
-from rl_core.refit._packing import SenderBuckets
-from rl_core.refit.hashing import TensorHasher
-from rl_core.refit.manifest import WeightManifest
-from rl_core.refit.plan import TransferPlan
-from rl_core.refit.session import Phase
+from rl_core.weights.data.digests import TensorHasher
+from rl_core.weights.data.manifest import WeightManifest
+from rl_core.weights.data.plan import TransferPlan
+from rl_core.weights.protocol.session import Phase
+from rl_core.weights.receiving.loading import ReceiverBuckets
+from rl_core.weights.sending.packing import SenderBuckets
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -9,18 +9,21 @@ from unittest.mock import patch
 
 import msgspec
 
-from rl_core.refit import _driver, _job, _receive_job
-from rl_core.refit._job import Endpoint
-from rl_core.refit._loading import ReceiverBuckets, _Step
-from rl_core.refit._send_job import SendJob
-from rl_core.refit._staging import StagedSink
-from rl_core.refit.frames import Channel
-from rl_core.refit.hashing import Hasher
-from rl_core.refit.receiver import RefitReceiver
-from rl_core.refit.sender import RefitSender
-from rl_core.refit.session import Phase, Publish, ReceiverSession, Send, SenderSession
-from rl_core.refit.session.sender import _Peer
-from rl_core.refit.turns import TurnLock
+from rl_core.weights import driver as _driver
+from rl_core.weights import job as _job
+from rl_core.weights.data.digests import Hasher
+from rl_core.weights.engine_lock import TurnLock
+from rl_core.weights.job import Endpoint
+from rl_core.weights.protocol.frames import Channel
+from rl_core.weights.protocol.receiver_session import ReceiverSession
+from rl_core.weights.protocol.sender_session import SenderSession, _Peer
+from rl_core.weights.protocol.session import Phase, Publish, Send
+from rl_core.weights.receiving import receive_job as _receive_job
+from rl_core.weights.receiving.loading import ReceiverBuckets, _Step
+from rl_core.weights.receiving.receiver import RefitReceiver
+from rl_core.weights.receiving.staging import StagedSink
+from rl_core.weights.sending.send_job import SendJob
+from rl_core.weights.sending.sender import RefitSender
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator

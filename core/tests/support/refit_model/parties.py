@@ -10,8 +10,8 @@ import torch
 from refit_model.tasks import WORLD, point, world
 from rl_core.errors import LifecycleError, RefitPeerError
 from rl_core.interfaces import TensorSpec, WeightSink, WeightSource
-from rl_core.refit import RefitReceiver, RefitSender
-from rl_core.refit.turns import TurnLock
+from rl_core.weights import RefitReceiver, RefitSender
+from rl_core.weights.engine_lock import TurnLock
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence

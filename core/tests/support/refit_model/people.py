@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from refit_model.parties import BUCKET_BYTES
 from refit_model.tasks import DEADLINE_S, UNTIL_IT_GOES_ON, gone, running, world
 from rl_core.errors import RLError, WeightsTornError, WorkerDiedError
-from rl_core.refit import refit
+from rl_core.weights import refit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -108,7 +108,7 @@ class Generation:
 
 
 def drive(here: World, step: Refit) -> Any:
-    """Asks for a refit as :func:`rl_core.refit.refit` does, which it calls."""
+    """Asks for a refit as :func:`rl_core.weights.refit` does, which it calls."""
     engines = [here.engines[name] for name in step.engines]
     generation = Generation(engines)
     options = {"deadline_s": DEADLINE_S, "bucket_bytes": BUCKET_BYTES} | step.options

@@ -15,17 +15,19 @@ from refit_model.people import overtaken
 from refit_model.promises import check_frame
 from refit_model.tasks import point, running
 from refit_model.threads import threads_in_hand
-from rl_core.refit import _driver, _job, _send_job
-from rl_core.refit import sender as sender_module
-from rl_core.refit.frames import Channel
-from rl_core.refit.hashing import Hasher
+from rl_core.weights import driver as _driver
+from rl_core.weights import job as _job
+from rl_core.weights.data.digests import Hasher
+from rl_core.weights.protocol.frames import Channel
+from rl_core.weights.sending import send_job as _send_job
+from rl_core.weights.sending import sender as sender_module
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 #: Whose threads, locks and events are not the model's: what has none in it.
 _OTHERS = tuple(
-    f"rl_core.refit.{name}" for name in ("ranks", "transports", "modules", "_fold_triton")
+    f"rl_core.weights.{name}" for name in ("ranks", "transports", "modules", "_fold_triton")
 )
 
 
@@ -78,9 +80,9 @@ def product_in_hand() -> ExitStack:
             stack.enter_context(patch.object(module, name, value))
 
     modules = [
-        n for n in sys.modules if n.startswith("rl_core.refit.") and not n.startswith(_OTHERS)
+        n for n in sys.modules if n.startswith("rl_core.weights.") and not n.startswith(_OTHERS)
     ]
-    with_clock = ["rl_core.refit._driver", "rl_core.refit.turns", "rl_core.futures"]
+    with_clock = ["rl_core.weights.driver", "rl_core.weights.engine_lock", "rl_core.futures"]
     stack.enter_context(
         threads_in_hand([n for n in modules if n not in with_clock], with_clock=with_clock)
     )

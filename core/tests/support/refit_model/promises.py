@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from refit_model.tasks import DEADLINE_S, TRAINERS
 from rl_core.errors import RefitAborted, RLError
-from rl_core.refit.session import Phase
+from rl_core.weights.protocol.session import Phase
 
 if TYPE_CHECKING:
     from refit_model.parties import Engine
     from refit_model.tasks import Task
     from refit_model.world import World
-    from rl_core.refit._job import Endpoint
+    from rl_core.weights.job import Endpoint
 
 #: How often the loop of a refit may be inside itself: an effect that waits, and why it fails.
 _MOST_PUMPS = 3

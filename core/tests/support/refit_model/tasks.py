@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import greenlet
 
 from rl_core.errors import WorkerDiedError
-from rl_core.refit._job import Runtime
-from rl_core.refit.timing import DRIVER_GRACE_S
+from rl_core.weights.job import Runtime
+from rl_core.weights.protocol.timing import DRIVER_GRACE_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from unittest.mock import patch
 
 from refit_model import tasks
-from rl_core.refit.timing import TICK_S
+from rl_core.weights.protocol.timing import TICK_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

@@ -15,8 +15,8 @@ import torch
 from refit_model.promises import check_depth, check_write
 from refit_model.tasks import TRAINERS, dead, point, running
 from rl_core.errors import RefitPeerError, RefitProtocolError
-from rl_core.refit.plan import DataMode
-from rl_core.refit.transports.base import CPU, Lane, ReceiverEnd, SenderEnd, Transport
+from rl_core.weights.data.plan import DataMode
+from rl_core.weights.transports.base import CPU, Lane, ReceiverEnd, SenderEnd, Transport
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

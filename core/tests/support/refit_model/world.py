@@ -19,7 +19,7 @@ from refit_model.promises import (
 )
 from refit_model.tasks import DEADLINE_S, TRAINERS, UNTIL_IT_GOES_ON, Names, Task, inhabit, running
 from refit_model.wire import Connection, Group, Recording, Wire
-from rl_core.refit.session import Phase
+from rl_core.weights.protocol.session import Phase
 
 if TYPE_CHECKING:
     import concurrent.futures

@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 from rl_core.errors import RefitAborted, RLError, WeightsTornError
-from rl_core.refit import _receive_job, frames
-from rl_core.refit._job import Runtime
-from rl_core.refit.messages import Hello, Sealed
-from rl_core.refit.session import Phase
+from rl_core.weights.job import Runtime
+from rl_core.weights.protocol import frames
+from rl_core.weights.protocol.messages import Hello, Sealed
+from rl_core.weights.protocol.session import Phase
+from rl_core.weights.receiving import receive_job as _receive_job
 from simulation.parties import (
     DEADLINE_S,
     SPECS,
@@ -38,10 +39,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection
     from concurrent.futures import Future
 
-    from rl_core.refit._job import Job
-    from rl_core.refit._receive_job import ReceiveJob
-    from rl_core.refit._send_job import SendJob
-    from rl_core.refit.options import SendOptions
+    from rl_core.weights.job import Job
+    from rl_core.weights.options import SendOptions
+    from rl_core.weights.receiving.receive_job import ReceiveJob
+    from rl_core.weights.sending.send_job import SendJob
 
 #: Seconds that a thread may take to get somewhere; none does, unless a test fails.
 _PATIENCE_S = 60

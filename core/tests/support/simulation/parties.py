@@ -10,14 +10,14 @@ import torch
 
 from rl_core.errors import LifecycleError
 from rl_core.interfaces import TensorSpec, WeightSink, WeightSource
-from rl_core.refit import RefitReceiver, RefitSender
+from rl_core.weights import RefitReceiver, RefitSender
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from rl_core.refit._job import Runtime
-    from rl_core.refit._receive_job import ReceiveJob
-    from rl_core.refit._send_job import SendJob
+    from rl_core.weights.job import Runtime
+    from rl_core.weights.receiving.receive_job import ReceiveJob
+    from rl_core.weights.sending.send_job import SendJob
     from simulation.wire import EngineEnd, TrainerEnd
 
 DEADLINE_S = 60.0

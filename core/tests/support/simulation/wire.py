@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rl_core.errors import RefitProtocolError
-from rl_core.refit.transports.base import CPU, Lane, ReceiverEnd, SenderEnd, Transport
+from rl_core.weights.transports.base import CPU, Lane, ReceiverEnd, SenderEnd, Transport
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -2,7 +2,7 @@
 
 transformers hands a four-dimensional ``attention_mask`` to the attention function as it is. The
 mask of a packed row is therefore simply the list of its sequences' lengths, see
-:func:`rl_torch.slots.segment_mask`, and attention is causal within each of them. Any other mask
+:func:`rl_backends.torch.slots.segment_mask`, and attention is causal within each of them. Any other mask
 goes to torch's fused attention as usual.
 
 That is for models which it gives what their own attention gives: see :mod:`rl_hf.own_attention`.
@@ -22,9 +22,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from rl_backends.torch.slots import segment_mask
 from rl_core.errors import ConfigError
 from rl_hf.own_attention import TOKENS, compare_attention
-from rl_torch.slots import segment_mask
 
 if TYPE_CHECKING:
     from collections.abc import Generator

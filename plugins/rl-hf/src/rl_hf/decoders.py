@@ -1,6 +1,6 @@
 """How transformers models decode: in slots, or in groups of prompts of one length.
 
-:class:`~rl_torch.slots.SlotDecoder` is for models whose layers all attend causally to everything
+:class:`~rl_backends.torch.slots.SlotDecoder` is for models whose layers all attend causally to everything
 before; :class:`GroupDecoder`, slower, for every model that transformers can generate with.
 """
 
@@ -14,20 +14,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers.cache_utils import Cache
 
+from rl_backends.torch.decoding import DEFAULT_MAX_BATCH_SIZE, DecodingEngine, evaluating
+from rl_backends.torch.slots import SlotDecoder
 from rl_core.errors import ConfigError
 from rl_hf.attention import uses_segments
 from rl_hf.forward import base_model
 from rl_hf.modeling import model_device
 from rl_hf.positions import sharing_limit
-from rl_torch.decoding import DEFAULT_MAX_BATCH_SIZE, DecodingEngine, evaluating
-from rl_torch.slots import SlotDecoder
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from rl_torch.slot_cache import SlotCache
+    from rl_backends.torch.slot_cache import SlotCache
 
 _log = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ def slot_decoder(model: PreTrainedModel, slots: int) -> SlotDecoder:
 def _forward(
     model: PreTrainedModel, name: str, *, past_key_values: SlotCache, **inputs: Any
 ) -> torch.Tensor:
-    """A :class:`~rl_torch.slots.SlotForward`."""
+    """A :class:`~rl_backends.torch.slots.SlotForward`."""
     cache = {name: _TransformersCache(past_key_values)}
     logits: torch.Tensor = model(**cache, use_cache=True, **inputs).logits
     return logits

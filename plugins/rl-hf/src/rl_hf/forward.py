@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rl_backends.torch.slots import segment_mask
 from rl_core.errors import CapabilityError
 from rl_hf.attention import observed, unlike_masks, uses_segments
 from rl_hf.hidden import HiddenStates, Logits
 from rl_hf.logprobs import CHUNK_ELEMENTS, chunks
 from rl_hf.modeling import model_device
-from rl_torch.slots import segment_mask
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -6,23 +6,23 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rl_core.backends import GenerationBackend
-from rl_core.backends.model_files import check_stop_strings
+from rl_backends import GenerationBackend
+from rl_backends.model_files import check_stop_strings
+from rl_backends.torch.checkpoints import load_tokenizer
+from rl_backends.torch.decoding import DEFAULT_MAX_BATCH_SIZE
 from rl_core.config import check_config
 from rl_core.errors import ConfigError
-from rl_core.refit.tensors import NamedTensorSink, module_tensors
+from rl_core.weights.tensors import NamedTensorSink, module_tensors
 from rl_hf.config import HuggingFaceGenerationConfig
 from rl_hf.decoders import decoding_engine
 from rl_hf.modeling import load_model, model_device, model_facts
-from rl_torch.checkpoints import load_tokenizer
-from rl_torch.decoding import DEFAULT_MAX_BATCH_SIZE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from rl_core.backends import RowEngine
+    from rl_backends import RowEngine
+    from rl_backends.torch.decoding import DecodingEngine
     from rl_core.interfaces import WeightSink
-    from rl_torch.decoding import DecodingEngine
 
 __all__ = ["HuggingFaceGeneration"]
 
@@ -31,7 +31,7 @@ class HuggingFaceGeneration(GenerationBackend):
     """Generates with a transformers model in this process, on the CPU or on CUDA.
 
     Rows are decoded together by continuous batching over a key/value cache that is written in
-    place; see :mod:`rl_torch.decoding`. Between calls nothing is kept but the weights.
+    place; see :mod:`rl_backends.torch.decoding`. Between calls nothing is kept but the weights.
 
     Args:
         model_name: Directory (or hub name) of a checkpoint.

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 
+from rl_backends.torch.reference import Reference
 from rl_core.errors import CapabilityError, ConfigError
-from rl_core.refit.modules import plain_name, whole_tensors
-from rl_core.refit.tensors import NamedTensorSource, tensor_specs
-from rl_torch.reference import Reference
+from rl_core.weights.modules import plain_name, whole_tensors
+from rl_core.weights.tensors import NamedTensorSource, tensor_specs
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""The entry point ``rl_core.backends: hf``: what the backend is and can do, as data."""
+"""The entry point ``rl_backends: hf``: what the backend is and can do, as data."""
 
 from __future__ import annotations
 

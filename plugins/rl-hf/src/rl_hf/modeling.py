@@ -9,18 +9,18 @@ import torch
 import transformers
 from safetensors import SafetensorError
 
-from rl_core.backends.model_files import check_remote_code, config_of
+from rl_backends.model_files import check_remote_code, config_of
+from rl_backends.torch import checkpoints
+from rl_backends.torch.checkpoints import checkpoint_directory, quiet
 from rl_core.errors import ConfigError
 from rl_hf.attention import settle_attention
-from rl_torch import checkpoints
-from rl_torch.checkpoints import checkpoint_directory, quiet
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from rl_core.backends import ModelFacts
+    from rl_backends import ModelFacts
 
 __all__ = ["load_model", "model_device", "model_facts"]
 
@@ -93,7 +93,7 @@ def load_model(config: Mapping[str, Any], *, for_training: bool) -> PreTrainedMo
 def model_facts(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, config: Mapping[str, Any]
 ) -> ModelFacts:
-    """See :func:`rl_torch.checkpoints.model_facts`."""
+    """See :func:`rl_backends.torch.checkpoints.model_facts`."""
     return checkpoints.model_facts(
         {"model_name": type(model).__name__, **config},
         text=model.config.get_text_config(),

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from rl_torch.optimizer import Optimizer
-    from rl_torch.reference import Reference
+    from rl_backends.torch.optimizer import Optimizer
+    from rl_backends.torch.reference import Reference
 
 __all__ = ["Placement"]
 

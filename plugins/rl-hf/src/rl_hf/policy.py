@@ -9,15 +9,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rl_core.backends import PolicyBackend, RowLimits
-from rl_core.backends.checkpoint import write_directory
-from rl_core.backends.policy import check_policy_config
-from rl_core.backends.policy_rows import scoring_rows
+from rl_backends import PolicyBackend, RowLimits
+from rl_backends.policy.base import check_policy_config
+from rl_backends.policy.checkpoint_directory import write_directory
+from rl_backends.policy.rows import scoring_rows
+from rl_backends.torch.calibration import Calibration, check_calibration
+from rl_backends.torch.checkpoints import load_tokenizer
+from rl_backends.torch.decoding import DEFAULT_MAX_BATCH_SIZE, evaluating
+from rl_backends.torch.optimizer import Optimizer
+from rl_backends.torch.policy_generation import PolicyGeneration
+from rl_backends.torch.reference import Reference, make_reference
 from rl_core.batch import BatchedDataDict
 from rl_core.config import check_config
 from rl_core.errors import CapabilityError
 from rl_core.interfaces import LossInputType
-from rl_core.refit.tensors import NamedTensorSource, module_tensors
+from rl_core.weights.tensors import NamedTensorSource, module_tensors
 from rl_hf import saving
 from rl_hf.config import HuggingFaceGenerationConfig, HuggingFacePolicyConfig
 from rl_hf.decoders import decoding_engine
@@ -28,12 +34,6 @@ from rl_hf.modeling import load_model, model_device, model_facts
 from rl_hf.placement import Placement
 from rl_hf.positions import sharing_limit
 from rl_hf.reward import reward_scores
-from rl_torch.calibration import Calibration, check_calibration
-from rl_torch.checkpoints import load_tokenizer
-from rl_torch.decoding import DEFAULT_MAX_BATCH_SIZE, evaluating
-from rl_torch.optimizer import Optimizer
-from rl_torch.policy_generation import PolicyGeneration
-from rl_torch.reference import Reference, make_reference
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping
@@ -220,7 +220,7 @@ class HuggingFacePolicy(PolicyBackend):
         margin: float = 1.05,
         include_q: bool = False,
     ) -> dict[str, Any]:
-        """See :meth:`PolicyInterface.calibrate_qkv_fp8_scales` and :mod:`rl_torch.calibration`.
+        """See :meth:`PolicyInterface.calibrate_qkv_fp8_scales` and :mod:`rl_backends.torch.calibration`.
 
         Raises:
             CapabilityError: The model's attention cannot be observed.

@@ -12,12 +12,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from rl_core.backends.checkpoint import check_fit
+from rl_backends.policy.checkpoint_directory import check_fit
+from rl_backends.torch.checkpoints import quiet
 from rl_core.errors import CheckpointError
-from rl_core.refit.tensors import module_tensors, tensor_specs
+from rl_core.weights.tensors import module_tensors, tensor_specs
 from rl_hf.forward import base_model
 from rl_hf.lora import merged_state
-from rl_torch.checkpoints import quiet
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from rl_torch.optimizer import Optimizer
+    from rl_backends.torch.optimizer import Optimizer
 
 __all__ = ["read", "save", "write_model"]
 

@@ -11,12 +11,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rl_hosting.derived_weights import LoadWatch
+    from rl_backends.engine.derived_weights import LoadWatch
+    from rl_backends.engine.weights import LoadedSink, LoadedWeights
     from rl_hosting.engine import Engine
     from rl_hosting.generation import HostedGeneration
     from rl_hosting.local_cluster import LocalCluster
     from rl_hosting.rows import Done, Prompt, Sampling
-    from rl_hosting.weights import LoadedSink, LoadedWeights
     from rl_hosting.worker_refits import WorkerRefits
 
 __all__ = [
@@ -36,9 +36,9 @@ _HOME = {
     "Done": "rl_hosting.rows",
     "Engine": "rl_hosting.engine",
     "HostedGeneration": "rl_hosting.generation",
-    "LoadWatch": "rl_hosting.derived_weights",
-    "LoadedSink": "rl_hosting.weights",
-    "LoadedWeights": "rl_hosting.weights",
+    "LoadWatch": "rl_backends.engine.derived_weights",
+    "LoadedSink": "rl_backends.engine.weights",
+    "LoadedWeights": "rl_backends.engine.weights",
     "LocalCluster": "rl_hosting.local_cluster",
     "Prompt": "rl_hosting.rows",
     "Sampling": "rl_hosting.rows",

@@ -6,7 +6,7 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from rl_core.backends import Completion, FailedRow, RowEngine
+from rl_backends import Completion, FailedRow, RowEngine
 from rl_core.errors import WorkerDiedError
 from rl_hosting._messages import error_of
 from rl_hosting._timing import COLLECT_S
@@ -15,7 +15,7 @@ from rl_hosting.rows import Prompt, Sampling
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
-    from rl_core.backends import Row
+    from rl_backends import Row
     from rl_hosting._process import HostedProcess
 
 __all__ = ["HostedRows"]

@@ -22,9 +22,9 @@ from rl_core.errors import (
 )
 from rl_core.futures import spawn
 from rl_core.interfaces import TensorSpec
-from rl_core.refit import DEFAULT_DEADLINE_S
-from rl_core.refit.options import check_deadline
-from rl_core.refit.turns import exclusively
+from rl_core.weights import DEFAULT_DEADLINE_S
+from rl_core.weights.engine_lock import exclusively
+from rl_core.weights.options import check_deadline
 from rl_hosting._messages import Reply, Request, decode, encode, error_of
 from rl_hosting._timing import REFIT_BUSY_POLL_S, REFIT_POLL_S, REFIT_REPORT_S
 from rl_hosting.cluster.remote_error import decode_error
@@ -33,14 +33,14 @@ if TYPE_CHECKING:
     import concurrent.futures
     from collections.abc import Callable
 
-    from rl_core.refit.turns import TurnLock
+    from rl_core.weights.engine_lock import TurnLock
     from rl_hosting._process import HostedProcess
 
 __all__ = ["RemoteReceiver"]
 
 
 class RemoteReceiver:
-    """Has the methods of a :class:`rl_core.refit.RefitReceiver`, and asks one in every worker.
+    """Has the methods of a :class:`rl_core.weights.RefitReceiver`, and asks one in every worker.
 
     It sends frames through the engine's host and ``Engine.call_workers`` to
     :class:`rl_hosting.WorkerRefits`.

@@ -25,7 +25,7 @@ class Engine(ABC):
         facts: Plain values for the driver, where they are ``HostedGeneration.engine_facts``:
 
             - ``pad_token_id``, ``eos_token_ids``, ``vocab_size``, ``max_model_len``: see
-              :class:`rl_core.backends.ModelFacts`;
+              :class:`rl_backends.ModelFacts`;
             - ``workers``: processes that hold a part of the model; 1 by default;
             - ``has_tokenizer``: False if it cannot find stop strings, so that rows which have some
               fail before the engine sees them; True by default;

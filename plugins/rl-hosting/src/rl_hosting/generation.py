@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
-from rl_core.backends import GenerationBackend, ModelFacts, RowEngine
+from rl_backends import GenerationBackend, ModelFacts, RowEngine
 from rl_core.errors import CapabilityError, PluginError, RLError
 from rl_hosting._engine_host import SOCKETS
 from rl_hosting._hosted_rows import HostedRows
@@ -19,10 +19,10 @@ from rl_hosting._remote_sink import RemoteSink
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence
 
-    from rl_core.backends import Receiver
+    from rl_backends import Receiver
     from rl_core.batch import BatchedDataDict
     from rl_core.interfaces import Future, GenerationOutputSpec, WeightSink
-    from rl_core.refit.turns import TurnLock
+    from rl_core.weights.engine_lock import TurnLock
 
 __all__ = ["HostedGeneration"]
 

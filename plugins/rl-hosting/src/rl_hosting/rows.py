@@ -12,7 +12,7 @@ __all__ = ["Done", "Prompt", "Sampling"]
 
 
 class Sampling(msgspec.Struct, array_like=True):
-    """How a row is sampled; see :class:`rl_core.backends.SamplingParams`."""
+    """How a row is sampled; see :class:`rl_backends.SamplingParams`."""
 
     greedy: bool
     temperature: float
@@ -23,7 +23,7 @@ class Sampling(msgspec.Struct, array_like=True):
 
 
 class Prompt(msgspec.Struct, array_like=True):
-    """One row to complete; see :class:`rl_core.backends.Row`.
+    """One row to complete; see :class:`rl_backends.Row`.
 
     Attributes:
         key: Tells it from every other row of the engine.
@@ -45,7 +45,7 @@ class Prompt(msgspec.Struct, array_like=True):
 
 
 class Done(msgspec.Struct, array_like=True):
-    """One row that is complete, or that failed; see :class:`rl_core.backends.Completion`.
+    """One row that is complete, or that failed; see :class:`rl_backends.Completion`.
 
     Attributes:
         key: Of the row.

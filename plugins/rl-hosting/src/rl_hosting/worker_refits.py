@@ -9,7 +9,7 @@ import msgspec
 import torch
 
 from rl_core.plugins.discovery import load_object
-from rl_core.refit import RefitReceiver
+from rl_core.weights import RefitReceiver
 from rl_hosting._messages import Reply, Request, decode, encode, error_reply
 from rl_hosting.cluster.remote_error import encode_error
 

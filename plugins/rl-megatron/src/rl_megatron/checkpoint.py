@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
+    from rl_backends.torch.optimizer import Optimizer
     from rl_megatron.sharding import Share
     from rl_megatron.table import Piece
     from rl_megatron.weights import Gathering, Owned
-    from rl_torch.optimizer import Optimizer
 
 __all__ = ["OptimizerState", "export"]
 

@@ -12,23 +12,23 @@ from typing import TYPE_CHECKING, Annotated, Any, NotRequired
 
 import torch
 
+from rl_backends.torch.checkpoints import model_facts
+from rl_backends.torch.decoding import DEFAULT_MAX_BATCH_SIZE, DecodingEngine
+from rl_backends.torch.policy_generation import PolicyGeneration
+from rl_backends.torch.slots import SlotDecoder
 from rl_core.config import check_config
 from rl_core.interfaces import GenerationConfig
 from rl_core.interfaces.constraints import Range
 from rl_megatron.attention import AttentionRows
 from rl_megatron.engine import set_model_to_sequence_parallel
-from rl_torch.checkpoints import model_facts
-from rl_torch.decoding import DEFAULT_MAX_BATCH_SIZE, DecodingEngine
-from rl_torch.policy_generation import PolicyGeneration
-from rl_torch.slots import SlotDecoder
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping
 
-    from rl_core.backends import PolicyRefits
+    from rl_backends import PolicyRefits
+    from rl_backends.torch.slot_cache import SlotCache
     from rl_megatron.architectures import Architecture
     from rl_megatron.forward import Forward
-    from rl_torch.slot_cache import SlotCache
 
 __all__ = ["SlotPass", "generation_config", "make_generation"]
 
@@ -62,7 +62,7 @@ def generation_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class SlotPass:
-    """A pass over rows in slots, see :class:`~rl_torch.slots.SlotForward`.
+    """A pass over rows in slots, see :class:`~rl_backends.torch.slots.SlotForward`.
 
     Args:
         forward: Of the policy.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import distributed as dist
 
-from rl_core.backends.ranks import RankGroup, meet
+from rl_backends.policy.ranks import RankGroup, meet
 from rl_core.errors import ConfigError
 from rl_core.interfaces import WorkerContext
 from rl_megatron.cpu import without_cuda

@@ -12,15 +12,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import distributed as dist
 
-from rl_core.backends import PolicyBackend, RowLimits
-from rl_core.backends.checkpoint import STATE_FILE, read_json, write_directory
-from rl_core.backends.model_files import check_remote_code, config_of
-from rl_core.backends.policy import check_policy_config
-from rl_core.backends.policy_rows import scoring_rows
+from rl_backends import PolicyBackend, RowLimits
+from rl_backends.gathering import RefitRanks
+from rl_backends.model_files import check_remote_code, config_of
+from rl_backends.policy.base import check_policy_config
+from rl_backends.policy.checkpoint_directory import STATE_FILE, read_json, write_directory
+from rl_backends.policy.rows import scoring_rows
+from rl_backends.torch.calibration import BINS, Calibration, check_calibration
+from rl_backends.torch.checkpoints import checkpoint_directory, load_tokenizer
+from rl_backends.torch.reference import make_reference
 from rl_core.config import check_config
 from rl_core.errors import CheckpointError, ConfigError
 from rl_core.interfaces import LossInputType
-from rl_core.refit import RefitRanks
 from rl_megatron import checkpoint
 from rl_megatron.architectures import Architecture
 from rl_megatron.config import MegatronPolicyConfig
@@ -42,18 +45,15 @@ from rl_megatron.weights import (
     load_weights,
     owned_pieces,
 )
-from rl_torch.calibration import BINS, Calibration, check_calibration
-from rl_torch.checkpoints import checkpoint_directory, load_tokenizer
-from rl_torch.reference import make_reference
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Sequence
 
+    from rl_backends.torch.optimizer import Optimizer
+    from rl_backends.torch.policy_generation import PolicyGeneration
     from rl_core.batch import BatchedDataDict
     from rl_core.interfaces import WeightSource, WorkerContext
     from rl_megatron.forward import Laid, Results
-    from rl_torch.optimizer import Optimizer
-    from rl_torch.policy_generation import PolicyGeneration
 
 __all__ = ["MegatronPolicy"]
 
@@ -276,7 +276,7 @@ class MegatronPolicy(PolicyBackend):
         margin: float = 1.05,
         include_q: bool = False,
     ) -> dict[str, Any]:
-        """See :meth:`PolicyInterface.calibrate_qkv_fp8_scales` and :mod:`rl_torch.calibration`.
+        """See :meth:`PolicyInterface.calibrate_qkv_fp8_scales` and :mod:`rl_backends.torch.calibration`.
 
         Raises:
             DataError: There is no row, or ``percentile`` or ``margin`` is out of range.

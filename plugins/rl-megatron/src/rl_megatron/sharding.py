@@ -14,7 +14,7 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
-from rl_torch.optimizer import Optimizer
+from rl_backends.torch.optimizer import Optimizer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -9,11 +9,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import distributed as dist
 
-from rl_core.backends.model_files import check_files
+from rl_backends.gathering import GatheredSource
+from rl_backends.model_files import check_files
 from rl_core.errors import ConfigError
 from rl_core.interfaces import TensorSpec
-from rl_core.refit import GatheredSource
-from rl_core.refit.tensors import dtype_name
+from rl_core.weights.tensors import dtype_name
 from rl_megatron.table import Table
 
 if TYPE_CHECKING:
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from rl_core.refit import RefitRanks, WeightChanges
+    from rl_backends.gathering import RefitRanks
+    from rl_core.weights import WeightChanges
     from rl_megatron.architectures import Architecture
     from rl_megatron.sizes import Coordinates, Sizes
     from rl_megatron.table import Piece

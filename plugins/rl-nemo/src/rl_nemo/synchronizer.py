@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from rl_backends.policy.loop import timed
 from rl_core import refit
-from rl_core.backends.loop import timed
 from rl_core.errors import LifecycleError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from rl_core.interfaces import ColocatablePolicyInterface, GenerationInterface, Timer
-    from rl_core.refit import RefitReport
+    from rl_core.weights import RefitReport
 
 __all__ = ["RefitSynchronizer", "connect"]
 

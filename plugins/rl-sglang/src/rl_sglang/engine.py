@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rl_core.backends.model_files import model_facts
+from rl_backends.engine.checkpoint import check_shapes, load_tokenizer
+from rl_backends.engine.weights import CheckpointModel
+from rl_backends.model_files import model_facts
 from rl_core.errors import ConfigError, PluginError, RLError
 from rl_hosting import Done, Engine
-from rl_hosting.checkpoint import check_shapes, load_tokenizer
-from rl_hosting.weights import CheckpointModel
 from rl_sglang import launch  # stands in for what is missing on a CPU, before SGLang is imported
 from rl_sglang.private import check_version, engine_version
 from rl_sglang.scheduler import GREEDY, STOP_STRINGS, SchedulerOptions

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from rl_core.backends import TAGS
+from rl_backends import TAGS
+from rl_backends.engine.checkpoint import check_checkpoint
 from rl_core.config import check_config
 from rl_core.create import create_generation
 from rl_core.errors import ConfigError
 from rl_hosting import HostedGeneration
-from rl_hosting.checkpoint import check_checkpoint
 from rl_sglang.config import SglangConfig
 from rl_sglang.engine_args import check_engine_args
 from rl_sglang.environment import PRELOAD, SOCKETS, engine_environment

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rl_backends.engine.checkpoint import cannot_load
 from rl_core.errors import ConfigError, PluginError, RLError
-from rl_hosting.checkpoint import cannot_load
 from rl_sglang.cpu import stand_in
 from rl_sglang.private import engine_version
 

@@ -6,8 +6,8 @@ import functools
 import weakref
 from typing import TYPE_CHECKING, Any
 
+from rl_backends.engine.derived_weights import LoadWatch
 from rl_core.errors import CapabilityError
-from rl_hosting import LoadWatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable

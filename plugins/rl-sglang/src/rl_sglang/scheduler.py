@@ -21,7 +21,7 @@ from sglang.srt.managers import scheduler as sglang_scheduler
 from sglang.srt.managers.schedule_batch import FINISH_MATCHED_STR, Req
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
-from rl_core.backends.stop_strings import StopStrings
+from rl_backends.generation.stop_strings import StopStrings
 from rl_hosting import WorkerRefits
 from rl_sglang.loading import watch_loading
 from rl_sglang.sampler import GREEDY, RowSampler, with_seeds

@@ -6,9 +6,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rl_backends.engine.weights import CheckpointModel, LoadedSink, LoadedWeights
 from rl_core.errors import CapabilityError, ConfigError
-from rl_hosting import LoadedSink, LoadedWeights
-from rl_hosting.weights import CheckpointModel
 from rl_sglang.loading import WITHOUT_REFITS, check_derived
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from rl_core.batch import BatchedDataDict
 from rl_core.errors import ConfigError, DataError, RemoteError
-from rl_core.refit import refit
-from rl_core.refit.tensors import module_tensors
+from rl_core.weights import refit
+from rl_core.weights.tensors import module_tensors
 from rl_trl.agreement import check_agreement
 from rl_trl.settings import check_settings, check_trainer, check_trl
 
@@ -34,7 +34,7 @@ def rollout(
             main one has it and it serves the rows of all; the others pass None.
         threshold: What the mean over generated tokens of ``exp(|engine - trainer|)`` of their
             log-probs must stay below, in every rollout.
-        **refit_options: For :func:`rl_core.refit.refit`, such as ``verify="installed"`` or
+        **refit_options: For :func:`rl_core.weights.refit`, such as ``verify="installed"`` or
             ``transport="collective"``.
 
     Raises:

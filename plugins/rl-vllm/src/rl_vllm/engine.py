@@ -23,10 +23,10 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from rl_core.backends.model_files import model_facts
+from rl_backends.engine.checkpoint import cannot_load, load_tokenizer
+from rl_backends.model_files import model_facts
 from rl_core.errors import ConfigError, PluginError, RLError
 from rl_hosting import Done, Engine
-from rl_hosting.checkpoint import cannot_load, load_tokenizer
 from rl_vllm.private import check_version, engine_version
 from rl_vllm.stop_strings import STOP_STRINGS, watch_stop_strings
 

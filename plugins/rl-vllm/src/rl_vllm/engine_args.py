@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from rl_backends.engine.arguments import ArgumentRules, Reason
 from rl_core.config import config_keys
 from rl_core.errors import ConfigError
-from rl_hosting.engine_arguments import ArgumentRules, Reason
 from rl_vllm.config import VllmEngineConfig
 
 if TYPE_CHECKING:

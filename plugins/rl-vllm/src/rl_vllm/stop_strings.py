@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
-from rl_core.backends.stop_strings import StopStrings
+from rl_backends.generation.stop_strings import StopStrings
 
 if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreRequest

@@ -5,9 +5,8 @@ from __future__ import annotations
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from rl_backends.engine.weights import CheckpointModel, LoadedSink, LoadedWeights
 from rl_core.errors import CapabilityError, ConfigError
-from rl_hosting import LoadedSink, LoadedWeights
-from rl_hosting.weights import CheckpointModel
 from rl_vllm.cpu_weights import check_packed, pack_again
 from rl_vllm.loading import WITHOUT_REFITS, check_derived
 

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-from rl_core.refit import DEFAULT_DEADLINE_S, RefitReceiver, RefitSender
-from rl_core.refit.tensors import NamedTensorSink, NamedTensorSource
+from rl_core.weights import DEFAULT_DEADLINE_S, RefitReceiver, RefitSender
+from rl_core.weights.tensors import NamedTensorSink, NamedTensorSource
 
 if TYPE_CHECKING:
     from collections.abc import Generator

@@ -16,8 +16,8 @@ from unittest import mock
 import torch
 
 from rl_conformance.expect import NotRun, require
-from rl_core.refit.frames import Channel
-from rl_core.refit.messages import BucketReady
+from rl_core.weights.protocol.frames import Channel
+from rl_core.weights.protocol.messages import BucketReady
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Mapping
@@ -60,7 +60,7 @@ def in_the_engine(
     """Puts a fault into the class that writes into the engine, in whatever process that is.
 
     Args:
-        generation: A :class:`rl_core.backends.GenerationBackend`.
+        generation: A :class:`rl_backends.GenerationBackend`.
         fault: A function of this module that takes the class of the sink.
         **arguments: Its further arguments.
 

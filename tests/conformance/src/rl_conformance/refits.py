@@ -12,12 +12,12 @@ from rl_conformance.expect import require
 from rl_conformance.served import certain_prompts
 from rl_conformance.weights import engine_weights, policy_weights, same_weights
 from rl_core.batch import BatchedDataDict
-from rl_core.refit import refit
+from rl_core.weights import refit
 
 if TYPE_CHECKING:
     from rl_conformance.context import Context
     from rl_core.interfaces import ColocatablePolicyInterface, GenerationInterface
-    from rl_core.refit import RefitReport
+    from rl_core.weights import RefitReport
 
 __all__ = [
     "DEADLINE_S",

@@ -13,7 +13,7 @@ from rl_conformance.reference.generation import ReferenceGeneration
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
 
-    from rl_core.backends import Completion, PromptBatch, SamplingParams
+    from rl_backends import Completion, PromptBatch, SamplingParams
 
 #: Checks in which calls of all kinds follow each other.
 _LEFT = "nothing_is_left_of"

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from mutants.mutant import breaks
+from rl_backends.generation.serving import RowService
 from rl_conformance.reference.generation import ReferenceGeneration, ReferenceRows
-from rl_core.backends._serving import RowService
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
     from contextlib import AbstractContextManager
 
-    from rl_core.backends import Completion, Row, RowEngine
+    from rl_backends import Completion, Row, RowEngine
 
 
 class _Swapping(ReferenceRows):

@@ -16,7 +16,7 @@ from rl_core.batch import BatchedDataDict
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
 
-    from rl_core.backends import Completion, PromptBatch, SamplingParams
+    from rl_backends import Completion, PromptBatch, SamplingParams
 
 
 @breaks("G1")

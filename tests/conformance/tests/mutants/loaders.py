@@ -10,7 +10,7 @@ from mutants.mutant import breaks
 from rl_conformance.faults import rounded
 from rl_conformance.reference.generation import ReferenceGeneration
 from rl_conformance.reference.policy import ReferencePolicy
-from rl_core.refit.tensors import NamedTensorSink, NamedTensorSource
+from rl_core.weights.tensors import NamedTensorSink, NamedTensorSource
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -8,9 +8,9 @@ from unittest import mock
 import torch
 
 from mutants.mutant import breaks
+from rl_backends.policy.base import PolicyBackend
 from rl_conformance.reference.generation import ReferenceGeneration, ReferenceRows
 from rl_conformance.reference.policy import ReferencePolicy
-from rl_core.backends.policy import PolicyBackend
 from rl_core.batch import BatchedDataDict
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
     from pathlib import Path
 
-    from rl_core.backends import Row, RowEngine
+    from rl_backends import Row, RowEngine
     from rl_core.interfaces import LossInputType
 
 #: Tokens after which a prompt has a whole block in a cache.

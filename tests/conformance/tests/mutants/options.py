@@ -13,7 +13,7 @@ from rl_conformance.reference.generation import ReferenceGeneration
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from rl_core.backends import Completion, PromptBatch, SamplingParams
+    from rl_backends import Completion, PromptBatch, SamplingParams
 
 _CHOICES = "G4 or G10 and not first_tokens"
 

@@ -16,15 +16,16 @@ from rl_conformance.checks import agreement
 from rl_conformance.reference import MANIFEST, make_reference, reference_target
 from rl_conformance.reference.generation import ReferenceGeneration
 from rl_core.errors import DataError, RLError
-from rl_core.refit import _receive_job, receiver
-from rl_core.refit import manifest as manifests
+from rl_core.weights.data import manifest as manifests
+from rl_core.weights.receiving import receive_job as _receive_job
+from rl_core.weights.receiving import receiver
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from contextlib import AbstractContextManager
 
+    from rl_backends import Completion, PromptBatch, SamplingParams
     from rl_conformance.target import Target
-    from rl_core.backends import Completion, PromptBatch, SamplingParams
 
 
 def _without_a_capability() -> Target:

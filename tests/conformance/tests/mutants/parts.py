@@ -9,7 +9,7 @@ import torch
 from mutants.mutant import breaks
 from rl_conformance.reference.generation import ReferenceGeneration
 from rl_conformance.reference.policy import ReferencePolicy
-from rl_core.refit.tensors import NamedTensorSink, NamedTensorSource
+from rl_core.weights.tensors import NamedTensorSink, NamedTensorSource
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence

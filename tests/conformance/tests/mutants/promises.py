@@ -17,13 +17,13 @@ from unittest import mock
 import torch
 
 from mutants.mutant import breaks
+from rl_backends.generation import base as generation
 from rl_conformance.reference.generation import ReferenceGeneration
 from rl_conformance.reference.policy import ReferencePolicy
-from rl_core.backends import generation
-from rl_core.refit import _loading
-from rl_core.refit.hashing import BlockHash, Hasher
-from rl_core.refit.receiver import RefitReceiver
-from rl_core.refit.session.sender import SenderSession
+from rl_core.weights.data.digests import BlockHash, Hasher
+from rl_core.weights.protocol.sender_session import SenderSession
+from rl_core.weights.receiving import loading as _loading
+from rl_core.weights.receiving.receiver import RefitReceiver
 
 if TYPE_CHECKING:
     from collections.abc import Generator

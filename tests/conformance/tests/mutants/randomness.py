@@ -10,16 +10,16 @@ from unittest import mock
 import torch
 
 from mutants.mutant import breaks
+from rl_backends.generation import base as frontend
+from rl_backends.generation.prompts import RowStreams, repeated, row_seeds
 from rl_conformance.reference.generation import ReferenceGeneration
-from rl_core.backends import generation as frontend
-from rl_core.backends.prompts import RowStreams, repeated, row_seeds
 from rl_core.errors import DataError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from contextlib import AbstractContextManager
 
-    from rl_core.backends import Completion, PromptBatch, SamplingParams
+    from rl_backends import Completion, PromptBatch, SamplingParams
 
 _OWN = "G9 and (own_seed or equal_seeds or engines_without)"
 _ALL_DRAWS = "every_draw and not unseeded and not truncated or own_seed"

@@ -12,11 +12,11 @@ import torch
 from mutants.mutant import breaks
 from rl_conformance.reference.generation import ReferenceGeneration, ScaledSink
 from rl_conformance.reference.policy import ReferencePolicy
-from rl_core.refit._loading import Loader
-from rl_core.refit._receive_job import ReceiveJob
-from rl_core.refit.hashing import DIGEST_BYTES
-from rl_core.refit.tensors import NamedTensorSource
-from rl_core.refit.transports.memory import SharedRegion
+from rl_core.weights.data.digests import DIGEST_BYTES
+from rl_core.weights.receiving.loading import Loader
+from rl_core.weights.receiving.receive_job import ReceiveJob
+from rl_core.weights.tensors import NamedTensorSource
+from rl_core.weights.transports.memory import SharedRegion
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

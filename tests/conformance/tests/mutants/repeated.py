@@ -12,8 +12,8 @@ from mutants.mutant import breaks
 from rl_conformance.reference.generation import ReferenceGeneration
 from rl_conformance.reference.policy import ReferencePolicy
 from rl_core.errors import RLError
-from rl_core.refit.hashing import DigestTable
-from rl_core.refit.tensors import NamedTensorSink
+from rl_core.weights.data.digests import DigestTable
+from rl_core.weights.tensors import NamedTensorSink
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

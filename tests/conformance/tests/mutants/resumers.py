@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from mutants.mutant import breaks
+from rl_backends.policy.randomness import RandomStream
 from rl_conformance.reference.policy import ReferencePolicy
-from rl_core.backends._randomness import RandomStream
 from rl_core.errors import CheckpointError
 
 

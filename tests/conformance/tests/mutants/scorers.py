@@ -10,14 +10,14 @@ from unittest import mock
 import torch
 
 from mutants.mutant import Mutant, breaks, registered
+from rl_backends import PolicyBackend, RowLimits
+from rl_backends.inputs import input_lengths
 from rl_conformance.quiet import no_progress_bars
 from rl_conformance.reference import MANIFEST, fp8, reference_target
 from rl_conformance.reference.policy import ReferencePolicy
-from rl_core.backends import PolicyBackend, RowLimits
-from rl_core.backends.inputs import input_lengths
 from rl_core.batch import BatchedDataDict
 from rl_core.plugins.manifest import Capability
-from rl_core.refit.tensors import NamedTensorSource
+from rl_core.weights.tensors import NamedTensorSource
 
 if TYPE_CHECKING:
     from collections.abc import Generator

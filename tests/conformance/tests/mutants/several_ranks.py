@@ -22,11 +22,11 @@ import torch
 from torch import nn
 
 from mutants.mutant import Mutant, registered
+from rl_backends.policy.randomness import RandomStream
 from rl_conformance.reference import LAYOUTS, SHARDED
 from rl_conformance.reference.sharded import ShardedReferencePolicy
 from rl_conformance.reference.vocabulary import Vocabulary
 from rl_conformance.target import Target
-from rl_core.backends._randomness import RandomStream
 from rl_core.errors import CheckpointError
 
 if TYPE_CHECKING:

@@ -10,17 +10,17 @@ from unittest import mock
 import torch
 
 from mutants.mutant import breaks
+from rl_backends.policy import base as policy
+from rl_backends.policy import steps
+from rl_backends.policy.randomness import RandomStream
+from rl_backends.policy.steps import learning_rate
 from rl_conformance.reference.policy import ReferencePolicy
-from rl_core.backends import _steps as steps
-from rl_core.backends import policy
-from rl_core.backends._randomness import RandomStream
-from rl_core.backends._steps import learning_rate
 from rl_core.errors import TrainingError
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from rl_core.backends._steps import LossSum, StepResult
+    from rl_backends.policy.steps import LossSum, StepResult
 
 _ADAM = "P5 and (plain or blunt or betas or no_clipping) or P8"
 _RATES = "P5 and rate or P8"

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rl_core.backends.inputs import as_batch
-from rl_core.backends.prompts import (
+from rl_backends.generation.prompts import (
     CONSUMED_KEYS,
     PromptBatch,
     RowStreams,
@@ -22,6 +21,7 @@ from rl_core.backends.prompts import (
     provenance_of,
     repeated,
 )
+from rl_backends.inputs import as_batch
 from rl_core.batch import BatchedDataDict
 from rl_core.batch.provenance import moment
 from rl_core.errors import DeadlineError, WeightsTornError
@@ -33,7 +33,7 @@ from rl_hosting.cluster.sharding import Loads, collect
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
 
-    from rl_core.backends.prompts import ModelFacts
+    from rl_backends.generation.prompts import ModelFacts
     from rl_core.batch.provenance import Provenance
     from rl_core.interfaces import GenerationOutputSpec
 

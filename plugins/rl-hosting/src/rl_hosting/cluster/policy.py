@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rl_core.backends.admission import Admission
-from rl_core.backends.inputs import as_batch
-from rl_core.backends.loop import checkpoint_path, scalars, timed
+from rl_backends.inputs import as_batch
+from rl_backends.policy.loop import checkpoint_path, scalars, timed
+from rl_backends.policy.loop_checks import Admission
 from rl_core.interfaces import ColocatablePolicyInterface as Colocatable
 from rl_core.interfaces import PolicyInterface
 from rl_hosting.cluster.remote import RemoteBackend, through

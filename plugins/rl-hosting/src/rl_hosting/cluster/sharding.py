@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from rl_core.backends.inputs import input_lengths
+from rl_backends.inputs import input_lengths
 from rl_core.batch import BatchedDataDict
 from rl_core.errors import DataError, PluginError
 from rl_core.interfaces import DataParallelRank

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from rl_core.backends.model_files import check_stop_strings, config_of, model_facts, read_object
+from rl_backends.engine.checkpoint import cannot_load, load_tokenizer
+from rl_backends.model_files import check_stop_strings, config_of, model_facts, read_object
 from rl_core.errors import ConfigError
-from rl_hosting.checkpoint import cannot_load, load_tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from rl_core.backends import ModelFacts
+    from rl_backends import ModelFacts
     from rl_core.interfaces import TensorSpec
 
 __all__ = ["Checkpoint"]
@@ -123,6 +123,6 @@ class Checkpoint:
         """The tensors of the model, in a dtype."""
         import torch
 
-        from rl_hosting.weights import CheckpointModel
+        from rl_backends.engine.weights import CheckpointModel
 
         return CheckpointModel(str(self.directory), getattr(torch, dtype), trust=self.trust).specs

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Self
 
-from rl_core.backends import TAGS, GenerationBackend, ModelFacts
+from rl_backends import TAGS, GenerationBackend, ModelFacts
 from rl_core.errors import CapabilityError, ConfigError
-from rl_core.refit import RefitReceiver
+from rl_core.weights import RefitReceiver
 from rl_sglang.server.checkpoint import Checkpoint
 from rl_sglang.server.client import ServerClient
 from rl_sglang.server.config import check_server_config
@@ -17,7 +17,7 @@ from rl_sglang.server.weights import DiskSink, SharedFile
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from rl_core.backends import Receiver, RowEngine
+    from rl_backends import Receiver, RowEngine
     from rl_core.batch import BatchedDataDict
     from rl_core.interfaces import (
         Cluster,
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
         WeightSink,
         WorkerContext,
     )
-    from rl_core.refit.turns import TurnLock
+    from rl_core.weights.engine_lock import TurnLock
 
 __all__ = ["SglangServerGeneration"]
 

@@ -1,4 +1,4 @@
-"""The entry point ``rl_core.backends: sglang-server``: what the backend can do, as data."""
+"""The entry point ``rl_backends: sglang-server``: what the backend can do, as data."""
 
 from __future__ import annotations
 

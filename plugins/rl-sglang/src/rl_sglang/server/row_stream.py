@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from rl_core.backends import Completion
-from rl_core.backends.stop_strings import StopStrings
+from rl_backends import Completion
+from rl_backends.generation.stop_strings import StopStrings
 from rl_core.errors import ConfigError, PluginError
 
 if TYPE_CHECKING:
-    from rl_core.backends.rows import Row
+    from rl_backends.generation.rows import Row
     from rl_sglang.server.checkpoint import Checkpoint
 
 __all__ = ["RowStream"]

@@ -9,14 +9,14 @@ import time
 from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING, TypeAlias
 
-from rl_core.backends import Completion, FailedRow, RowEngine
+from rl_backends import Completion, FailedRow, RowEngine
 from rl_core.errors import DeadlineError, PluginError, RLError
 from rl_sglang.server.row_stream import RowStream
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-    from rl_core.backends.rows import Row
+    from rl_backends.generation.rows import Row
     from rl_sglang.server.peer import Server
 
 __all__ = ["ServerRows"]

@@ -40,7 +40,7 @@ from rl_conformance.weights import (
 )
 from rl_core.errors import LoopWarning, ManifestMismatchError
 from rl_core.interfaces import TensorSpec
-from rl_core.refit import WeightManifest
+from rl_core.weights import WeightManifest
 
 if TYPE_CHECKING:
     from rl_conformance.context import Context

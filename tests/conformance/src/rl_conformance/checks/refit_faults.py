@@ -40,8 +40,8 @@ from rl_conformance.served import greedy, same_output
 from rl_conformance.training import NegativeLogLikelihood, training_batch
 from rl_conformance.weights import same_weights
 from rl_core.errors import RefitCorrupted, RefitError, RLError, WeightsTornError
-from rl_core.refit.sender import RefitSender
-from rl_core.refit.transports.control import ControlServer
+from rl_core.weights.sending.sender import RefitSender
+from rl_core.weights.transports.control import ControlServer
 
 if TYPE_CHECKING:
     from rl_conformance.context import Context

@@ -24,11 +24,11 @@ from rl_conformance.ways import by_handles, engine_for, exact, settable_trainer,
 from rl_conformance.weights import same_weights
 from rl_core.errors import RLError, WeightsTornError
 from rl_core.futures import wait
-from rl_core.refit.frames import Channel
-from rl_core.refit.messages import BucketReady, Offer
-from rl_core.refit.sender import RefitSender
-from rl_core.refit.tensors import NamedTensorSink
-from rl_core.refit.transports.control import ControlClient, ControlServer
+from rl_core.weights.protocol.frames import Channel
+from rl_core.weights.protocol.messages import BucketReady, Offer
+from rl_core.weights.sending.sender import RefitSender
+from rl_core.weights.tensors import NamedTensorSink
+from rl_core.weights.transports.control import ControlClient, ControlServer
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -13,7 +13,7 @@ from rl_conformance.ways import engine_for, exact, settable_trainer, shuffle
 from rl_conformance.weights import engine_weights, same_weights
 from rl_core.errors import RLError
 from rl_core.interfaces import TensorSpec
-from rl_core.refit import WeightManifest
+from rl_core.weights import WeightManifest
 
 if TYPE_CHECKING:
     from collections.abc import Callable

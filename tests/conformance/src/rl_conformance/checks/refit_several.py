@@ -21,7 +21,7 @@ from rl_conformance.refits import (
 )
 from rl_conformance.registry import check
 from rl_conformance.weights import same_weights
-from rl_core.refit.tensors import NamedTensorSink
+from rl_core.weights.tensors import NamedTensorSink
 
 if TYPE_CHECKING:
     from collections.abc import Generator

@@ -24,9 +24,9 @@ from rl_conformance.registry import check
 from rl_conformance.weights import same_weights
 from rl_core.errors import ConfigError, RefitProtocolError, RLError
 from rl_core.ports import free_port
-from rl_core.refit import frames, messages
-from rl_core.refit.transports import find_transport
-from rl_core.refit.transports.memory import SharedRegion
+from rl_core.weights.protocol import frames, messages
+from rl_core.weights.transports import find_transport
+from rl_core.weights.transports.memory import SharedRegion
 
 if TYPE_CHECKING:
     from collections.abc import Generator

@@ -11,7 +11,7 @@ from rl_core.batch import BatchedDataDict
 from rl_core.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from rl_core.backends import SamplingParams
+    from rl_backends import SamplingParams
     from rl_core.interfaces import GenerationInterface, PolicyInterface
 
 __all__ = [

@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rl_backends import Completion, GenerationBackend, ModelFacts, Row, RowEngine
+from rl_backends.generation.serving import ServedCall
 from rl_conformance.oracle import penalised, truncated_distribution
 from rl_conformance.reference.fp8 import rounded
 from rl_conformance.reference.loading import load_once
-from rl_core.backends import Completion, GenerationBackend, ModelFacts, Row, RowEngine
-from rl_core.backends._serving import ServedCall
-from rl_core.refit.tensors import NamedTensorSink
+from rl_core.weights.tensors import NamedTensorSink
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
 
-    from rl_core.backends import PromptBatch, SamplingParams
+    from rl_backends import PromptBatch, SamplingParams
     from rl_core.interfaces import WeightSink
 
 __all__ = ["ReferenceGeneration", "ReferenceRows", "ScaledSink"]

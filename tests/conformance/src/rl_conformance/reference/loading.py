@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 from pathlib import Path
 
+from rl_backends.model_files import config_of
 from rl_conformance.oracle import Oracle
-from rl_core.backends.model_files import config_of
 from rl_core.errors import ConfigError
 
 __all__ = ["load_once"]

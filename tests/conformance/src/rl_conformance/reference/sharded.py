@@ -17,6 +17,7 @@ import transformers.models.auto.modeling_auto  # noqa: F401 - before workers are
 from torch import distributed as dist
 from torch import nn
 
+from rl_backends.gathering import GatheredSource, RefitRanks
 from rl_conformance.reference.config import ReferencePolicyConfig
 from rl_conformance.reference.generation import ReferenceGeneration
 from rl_conformance.reference.policy import ReferencePolicy
@@ -25,15 +26,14 @@ from rl_conformance.reference.vocabulary import Vocabulary
 from rl_core.config import Range
 from rl_core.errors import ConfigError
 from rl_core.interfaces import DataParallelRank
-from rl_core.refit import GatheredSource, RefitRanks
-from rl_core.refit.tensors import module_tensors, tensor_specs
+from rl_core.weights.tensors import module_tensors, tensor_specs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Sequence
     from pathlib import Path
 
-    from rl_core.backends import Completion, PromptBatch, SamplingParams
-    from rl_core.backends._steps import StepResult
+    from rl_backends import Completion, PromptBatch, SamplingParams
+    from rl_backends.policy.steps import StepResult
     from rl_core.batch import BatchedDataDict
     from rl_core.interfaces import TensorSpec, WeightSource, WorkerContext
 

@@ -1,0 +1,341 @@
+"""128-bit digests of blocks of bytes, computed where the bytes are.
+
+A digest proves that bytes arrived as they were sent. Against faults any good hash does. Against
+somebody who can change bytes on their way, it must be *keyed*, with a secret that he does not have:
+a code over the digests is not enough, because for a hash whose constants are public he finds
+other bytes with the digests that he sees pass. There are three kinds:
+
+===========  ==================================================================================
+``xxh3``     XXH3-128. On the CPU, where no stranger reaches the bytes (a *private* transport):
+             it sees faults, and withstands nobody.
+``blake3``   BLAKE3, keyed. On the CPU, for all other transports: a pseudo-random function, so
+             that without the key neither a digest nor another content for one can be found.
+``fold``     On a GPU, always: see :mod:`rl_core.weights.gpu.fold`, which states its bounds.
+===========  ==================================================================================
+
+Keys are derived from the token that a trainer gives its engines in ``prepare_refit_info``. There
+is one for each kind and trainer, for its whole life: one digest serves all receivers, and what an
+engine holds can be compared from refit to refit.
+
+The digest of a tensor, and that of a model, are XXH3 of its blocks' digests. This is as sound as
+they are: whoever wants two tensors with one digest needs blocks whose *digests* stand in a relation
+that he chose. These are outputs of a keyed function, which he can neither compute nor predict; all
+he can do is hope that two random inputs of XXH3-128 collide, which n tensors do with probability
+``n**2 / 2**129``. Receivers also compare block by block with what the sender found before anything
+is combined.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Literal, Self, cast, get_args
+
+import torch
+import xxhash
+
+from rl_core.errors import RefitProtocolError
+from rl_core.weights.data.manifest import dtype_of, numel
+from rl_core.weights.data.plan import BLOCK
+from rl_core.weights.gpu import fold as _fold
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from rl_core.interfaces.weights import TensorSpec
+    from rl_core.weights.data.manifest import WeightManifest
+    from rl_core.weights.data.plan import Bucket
+
+__all__ = ["BlockHash", "DigestTable", "Hasher", "TensorHasher", "copy_run", "tensor_digest"]
+
+DIGEST_BYTES = 16
+_UNKNOWN = bytes(DIGEST_BYTES)
+_Place = tuple[str, int, int]  # name, address and bytes of a tensor
+
+_Kind = Literal["xxh3", "blake3", "fold"]
+_KEY_BYTES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class BlockHash:
+    """The hash of one trainer's blocks; digests of two of them have nothing in common.
+
+    Attributes:
+        kind: ``"xxh3"``, ``"blake3"`` or ``"fold"``.
+        key: The secret, 32 bytes; empty for ``"xxh3"``, which has none.
+    """
+
+    kind: _Kind
+    key: bytes = field(repr=False)
+
+    @classmethod
+    def choose(cls, device: torch.device, *, private: bool, token: str) -> Self:
+        """The hash that a sender uses.
+
+        Args:
+            device: Where the bytes lie that are hashed.
+            private: As of :class:`~rl_core.weights.transports.base.SenderEnd`.
+            token: The trainer's secret.
+        """
+        if device.type != "cpu":
+            return cls._keyed("fold", token)
+        return cls._keyed("xxh3" if private else "blake3", token)
+
+    @classmethod
+    def named(cls, kind: str, *, private: bool, token: str) -> Self:
+        """The hash that a sender says it uses.
+
+        Raises:
+            RefitProtocolError: There is none of this kind, or it does not protect the bytes on a
+                transport that is not private.
+        """
+        if kind not in get_args(_Kind):
+            raise RefitProtocolError(
+                f"the sender hashes with {kind!r}, which is not known here",
+                fix="install the same version of rl-core on both sides",
+                phase="PREPARE",
+            )
+        if kind == "xxh3" and not private:
+            raise RefitProtocolError(
+                "the sender hashes with 'xxh3', which protects no bytes that others can reach",
+                fix="let the transport say the same of `private` at both of its ends",
+                phase="PREPARE",
+            )
+        return cls._keyed(cast("_Kind", kind), token)
+
+    @classmethod
+    def _keyed(cls, kind: _Kind, token: str) -> Self:
+        if kind == "xxh3":
+            return cls(kind, b"")
+        secret = hashlib.blake2b(token.encode(), person=b"rl-refit token").digest()
+        key = hashlib.blake2b(
+            kind.encode(), key=secret, person=b"rl-refit blocks", digest_size=_KEY_BYTES
+        )
+        return cls(kind, key.digest())
+
+    @property
+    def block(self) -> int:
+        """Bytes under one digest, at most."""
+        return _fold.BLOCK if self.kind == "fold" else BLOCK
+
+    @property
+    def of_view(self) -> Callable[[memoryview], bytes]:
+        """The function that digests a block in the CPU's memory.
+
+        Raises:
+            ValueError: The kind is ``"fold"``, which takes tensors.
+        """
+        if self.kind == "xxh3":
+            return xxhash.xxh3_128_digest
+        if self.kind == "fold":
+            raise ValueError("fold takes tensors: Hasher")
+        from blake3 import blake3  # only where a refit leaves the host
+
+        key = self.key
+        return lambda view: blake3(view, key=key).digest(length=16)
+
+
+class Hasher:
+    """Digests the blocks of some runs of bytes, as often as it is asked to.
+
+    Args:
+        runs: uint8 ``[nbytes]`` each, contiguous, at any alignment, all on one device. Their memory
+            is held.
+        block_hash: Digests of two of them have nothing in common, so one who compares with others
+            uses theirs, wherever the bytes are.
+        block: Bytes under one digest, if not as many as the hash takes.
+    """
+
+    def __init__(
+        self, runs: Sequence[torch.Tensor], block_hash: BlockHash, block: int | None = None
+    ) -> None:
+        size = block or block_hash.block
+        self._fold: Callable[[], Callable[[], list[bytes]]] | None = None
+        self._blocks: list[Any] = []  # memoryviews on the CPU, tensors elsewhere
+        if block_hash.kind == "fold":
+            self._fold = _fold.prepare(runs, block_hash.key, size)
+        else:
+            of_view = block_hash.of_view
+            on_cpu = all(run.device.type == "cpu" for run in runs)
+            self._digest: Callable[[Any], bytes] = (
+                of_view if on_cpu else lambda block: of_view(as_view(block.cpu()))
+            )
+            for run in runs:
+                whole = as_view(run) if on_cpu else run
+                self._blocks += [whole[at : at + size] for at in range(0, len(whole), size)]
+
+    def begin(self) -> Callable[[], list[bytes]]:
+        """Begins to digest what the bytes are now.
+
+        A device does so meanwhile, and before anything that its current stream is told afterwards
+        to do with the bytes.
+
+        Returns:
+            A function that waits for the device and gives the result: 16 bytes for each block or
+            part of one, in order. It holds none of the runs.
+        """
+        if self._fold is not None:
+            return self._fold()
+        found = list(map(self._digest, self._blocks))
+        return lambda: found
+
+    def digests(self) -> list[bytes]:
+        """The result for what the bytes are now."""
+        return self.begin()()
+
+
+def as_view(data: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous tensor on the CPU."""
+    array: Any = data.detach().reshape(-1).view(torch.uint8).numpy()  # no buffer to 3.11's types
+    return memoryview(array)
+
+
+def tensor_digest(blocks: Sequence[bytes]) -> bytes:
+    """One digest (16 bytes) of a tensor from those of its blocks, in order."""
+    return blocks[0] if len(blocks) == 1 else xxhash.xxh3_128_digest(b"".join(blocks))
+
+
+class TensorHasher:
+    """Digests tensors as they would travel.
+
+    Args:
+        block_hash: The trainer's, for the device of the lane.
+        block: Bytes under one digest, at most.
+    """
+
+    def __init__(self, block_hash: BlockHash, block: int) -> None:
+        self._hash = block_hash
+        self._block = block
+        self._lasting: dict[torch.device, tuple[list[_Place], Hasher]] = {}
+
+    @torch.no_grad()
+    def digests(
+        self,
+        given: Iterable[tuple[TensorSpec, torch.Tensor]],
+        lasting: Mapping[str, torch.Tensor],
+    ) -> dict[str, bytes]:
+        """The digest that each tensor gets when it travels as its spec says, by name.
+
+        A device is waited for when all tensors are under way.
+
+        Args:
+            given: Tensors of any strides, dtype and device, each with a spec of the dtype that
+                travels; at most a block of one is copied. One may be gone once the next is asked
+                for.
+            lasting: By name, tensors that stay: those of them that are given are digested together,
+                and their memory is held.
+        """
+        found: dict[str, bytes] = {}
+        begun: list[tuple[Sequence[_Place], Callable[[], list[bytes]]]] = []
+        together: dict[torch.device, tuple[list[_Place], list[torch.Tensor]]] = {}
+        for spec, tensor in given:
+            if not tensor.is_contiguous() or tensor.dtype != dtype_of(spec):
+                found[spec.name] = tensor_digest(self._copied(tensor, spec))
+                continue
+            place = (spec.name, tensor.data_ptr(), tensor.nbytes)
+            kept = lasting.get(spec.name)
+            if kept is not None and kept.data_ptr() == place[1]:
+                places, tensors = together.setdefault(tensor.device, ([], []))
+                places.append(place)
+                tensors.append(tensor)
+            else:
+                begun.append(([place], self._hasher([tensor]).begin()))
+        for device, (places, tensors) in together.items():
+            known = self._lasting.get(device)
+            if known is None or known[0] != places:
+                known = self._lasting[device] = places, self._hasher(tensors)
+            begun.append((places, known[1].begin()))
+        for placed, result in begun:
+            blocks = iter(result())
+            for name, _, size in placed:
+                found[name] = tensor_digest(list(islice(blocks, -(-size // self._block))))
+        return found
+
+    def _hasher(self, tensors: Iterable[torch.Tensor]) -> Hasher:
+        runs = [tensor.detach().reshape(-1).view(torch.uint8) for tensor in tensors]
+        return Hasher(runs, self._hash, self._block)
+
+    def _copied(self, tensor: torch.Tensor, spec: TensorSpec) -> list[bytes]:
+        """The digests of a tensor's blocks, each of which is copied into a buffer."""
+        dtype = dtype_of(spec)
+        step, total = self._block // dtype.itemsize, numel(spec)
+        scratch = torch.empty(min(step, total), dtype=dtype, device=tensor.device)
+        digests: list[bytes] = []
+        for offset in range(0, total, step):
+            part = scratch[: total - offset]
+            copy_run(part, tensor, offset)
+            digests += Hasher([part.view(torch.uint8)], self._hash).digests()
+        return digests
+
+
+class DigestTable:
+    """The digest of every tensor of a model.
+
+    Args:
+        manifest: The model, in the dtypes that travel.
+        known: Digests by name; tensors that are not in it count as unknown.
+    """
+
+    def __init__(self, manifest: WeightManifest, known: dict[str, bytes] | None = None) -> None:
+        self.known = {} if known is None else known
+        self._manifest = manifest
+        self._open: list[bytes] = []
+
+    def add(self, bucket: Bucket, digests: Sequence[bytes], block_bytes: int) -> None:
+        """Takes the block digests of a bucket; buckets come in order."""
+        position = 0
+        for segment in bucket.segments:
+            nbytes = segment.stop - segment.start
+            if nbytes <= block_bytes and segment.whole:
+                self.known[segment.spec.name] = digests[position]
+                position += 1
+                continue
+            blocks = -(-nbytes // block_bytes)
+            part = digests[position : position + blocks]
+            position += blocks
+            if segment.last and not self._open:
+                self.known[segment.spec.name] = tensor_digest(part)
+                continue
+            self._open += part
+            if segment.last:
+                self.known[segment.spec.name] = tensor_digest(self._open)
+                self._open = []
+
+    def forget(self, bucket: Bucket) -> None:
+        """The tensors of a bucket are about to be written."""
+        for segment in bucket.segments:
+            self.known.pop(segment.spec.name, None)
+
+    @property
+    def flat(self) -> bytes:
+        """All digests, in the manifest's order, zeros where unknown."""
+        return b"".join(self.known.get(spec.name, _UNKNOWN) for spec in self._manifest.owned)
+
+    @property
+    def digest(self) -> str:
+        """128-bit hash over the manifest and every tensor's digest."""
+        return xxhash.xxh3_128_hexdigest(self._manifest.digest.encode() + self.flat)
+
+
+def copy_run(target: torch.Tensor, source: torch.Tensor, offset: int) -> None:
+    """Fills 1-D ``target`` with the elements of ``source`` from ``offset`` on, in logical order.
+
+    Casts if the dtypes differ. ``source`` may have any strides and device; no copy of it is made.
+    """
+    count = target.numel()
+    if source.is_contiguous():
+        target.copy_(source.view(-1)[offset : offset + count])
+        return
+    width = source.numel() // source.shape[0]
+    done = 0
+    while done < count:
+        row, within = divmod(offset + done, width)
+        whole = 0 if within else (count - done) // width
+        if whole:
+            part = target[done : done + whole * width]
+            part.view(whole, *source.shape[1:]).copy_(source[row : row + whole])
+        else:
+            part = target[done : done + min(width - within, count - done)]
+            copy_run(part, source[row], within)
+        done += part.numel()

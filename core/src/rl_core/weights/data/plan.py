@@ -1,0 +1,264 @@
+"""Which bytes of which tensors lie where.
+
+Both sides derive it from the manifest, the size of a bucket, the data mode, what is skipped, and
+the size of a block.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+import xxhash
+
+from rl_core.errors import ConfigError
+from rl_core.weights.data.manifest import dtype_of, nbytes, numel
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    import torch
+
+    from rl_core.interfaces.weights import TensorSpec
+    from rl_core.weights.data.manifest import WeightManifest
+
+__all__ = [
+    "ALIGN",
+    "BLOCK",
+    "MAX_BUCKETS",
+    "SLOTS",
+    "Bucket",
+    "DataMode",
+    "Segment",
+    "TransferPlan",
+    "make_plan",
+]
+
+#: Bytes under one digest on the CPU, at most: they are in its cache when they were just copied.
+BLOCK = 512 << 10
+#: Bytes to which every segment is aligned: a cache line, and any dtype's size.
+ALIGN = 64
+#: Buffers of a packed refit: one is packed while the other is loaded.
+SLOTS = 2
+#: Buckets of a direct refit that may be announced and not loaded: enough to keep loaders busy.
+_ANNOUNCED = 3
+#: Buckets that a plan may have: making one with more takes longer than a second.
+MAX_BUCKETS = 1 << 16
+
+
+class DataMode(enum.StrEnum):
+    """How buckets share the lane.
+
+    Attributes:
+        DIRECT: Every tensor has a place of its own, which is where the trainer keeps it.
+        PACKED: Buckets take turns in two slots.
+        HANDLES: As packed, for the older handle methods: one slot, and no tensor is split.
+    """
+
+    DIRECT = "direct"
+    PACKED = "packed"
+    HANDLES = "handles"
+
+
+class Segment(NamedTuple):
+    """A run of elements of one tensor, and its place in the lane.
+
+    Attributes:
+        tensor: Index of the tensor in the manifest's ``owned``.
+        spec: The whole tensor, with the dtype it travels in.
+        offset: Index of the first element in the flattened tensor.
+        elements: How many.
+        start: First byte in the lane.
+        stop: Byte after the last.
+        last: The tensor ends here.
+    """
+
+    tensor: int
+    spec: TensorSpec
+    offset: int
+    elements: int
+    start: int
+    stop: int
+    last: bool
+
+    @property
+    def whole(self) -> bool:
+        """This is all of the tensor."""
+        return self.last and self.offset == 0
+
+    def of(self, lane: torch.Tensor) -> torch.Tensor:
+        """The segment's elements: 1-D, of the dtype that travels."""
+        return lane[self.start : self.stop].view(dtype_of(self.spec))
+
+    def blocks(self, size: int) -> list[tuple[int, int]]:
+        """First and last byte, in the lane, of the pieces that are hashed one by one."""
+        edges = [*range(self.start, self.stop, size), self.stop]
+        return list(pairwise(edges))
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """The segments that travel together."""
+
+    segments: tuple[Segment, ...]
+
+    @property
+    def name(self) -> str:
+        """What errors call it: its first tensor."""
+        return f"from {self.segments[0].spec.name} on"
+
+    @property
+    def start(self) -> int:
+        """First byte in the lane."""
+        return self.segments[0].start
+
+    @property
+    def stop(self) -> int:
+        """Byte after the last in the lane."""
+        return self.segments[-1].stop
+
+
+@dataclass(frozen=True)
+class TransferPlan:
+    """Every bucket of one refit, in order.
+
+    Attributes:
+        mode: How the buckets share the lane.
+        buckets: What travels.
+        window: Buckets that may be announced and not loaded.
+        lane_bytes: Size of the lane.
+        block_bytes: Largest piece of a segment that is hashed at once.
+        sent: Indices of the tensors that travel.
+    """
+
+    mode: DataMode
+    buckets: tuple[Bucket, ...]
+    window: int
+    lane_bytes: int
+    block_bytes: int
+    sent: tuple[int, ...]
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes that travel, without padding."""
+        return sum(s.stop - s.start for bucket in self.buckets for s in bucket.segments)
+
+    @cached_property
+    def digest(self) -> str:
+        """128-bit hash over the place of every segment."""
+        buckets = [
+            [
+                (s.tensor, s.spec.name, s.spec.dtype, s.offset, s.elements, s.start)
+                for s in b.segments
+            ]
+            for b in self.buckets
+        ]
+        slots = 0 if self.mode is DataMode.DIRECT else self.window
+        whole = (buckets, slots, self.lane_bytes, self.block_bytes)
+        return xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(whole))
+
+
+def make_plan(
+    manifest: WeightManifest,
+    bucket_bytes: int,
+    mode: DataMode = DataMode.PACKED,
+    *,
+    skip: bytes = b"",
+    block: int = BLOCK,
+) -> TransferPlan:
+    """Fills buckets in the manifest's order.
+
+    A tensor that fits in a bucket is never split, so that loaders mostly see whole tensors; a
+    larger one starts a bucket of its own and is cut into pieces that fill theirs. For handles it is
+    one bucket by itself.
+
+    Args:
+        manifest: With the dtypes that travel.
+        bucket_bytes: Upper bound of a bucket's size; rounded down to the alignment.
+        mode: How buckets share the lane.
+        skip: A byte for each tensor, 0 for those that travel; empty if all do.
+        block: Bytes under one digest, at most.
+
+    Raises:
+        ConfigError: ``bucket_bytes`` is smaller than the alignment, or so small that there would be
+            more than :data:`MAX_BUCKETS`.
+    """
+    size = bucket_bytes // ALIGN * ALIGN
+    total = 0 if mode is DataMode.HANDLES else manifest.nbytes  # which are split
+    least = max(ALIGN, _align(-(-total // MAX_BUCKETS)))
+    if size < least:
+        raise ConfigError(
+            f"bucket_bytes is {bucket_bytes}; the least is {least} for a model of {total} bytes",
+            fix="use some tens of megabytes",
+            key="bucket_bytes",
+        )
+    sent = [i for i in range(len(manifest.owned)) if not (skip and skip[i])]
+    piece = None
+    if mode is not DataMode.HANDLES:
+        block = min(block, size)
+        piece = size // block * block
+    filled = _fill(manifest, sent, size, piece)
+    if mode is DataMode.DIRECT:
+        window = _ANNOUNCED
+        own, lane = direct_places(manifest.owned)
+        moved = [
+            [_at(s, own[s.tensor] + s.offset * dtype_of(s.spec).itemsize) for s in bucket]
+            for bucket in filled
+        ]
+    else:
+        window = 1 if mode is DataMode.HANDLES else max(1, min(SLOTS, len(filled)))
+        slot = _align(max((bucket[-1].stop for bucket in filled), default=0))
+        moved = [[_at(s, i % window * slot + s.start) for s in b] for i, b in enumerate(filled)]
+        lane = window * slot
+    buckets = tuple(Bucket(tuple(bucket)) for bucket in moved)
+    return TransferPlan(mode, buckets, window, lane, block, tuple(sent))
+
+
+def _fill(
+    manifest: WeightManifest, sent: Iterable[int], size: int, piece: int | None
+) -> list[list[Segment]]:
+    """Buckets whose segments are placed from 0 on.
+
+    A tensor larger than ``size`` is cut into pieces of so many bytes, whose blocks are thus those
+    of the whole tensor; into none if ``piece`` is None.
+    """
+    buckets: list[list[Segment]] = []
+    position = size + 1  # no bucket is open
+    for index in sent:
+        spec = manifest.owned[index]
+        itemsize, total, offset = dtype_of(spec).itemsize, numel(spec), 0
+        while offset < total:
+            start, left = _align(position), total - offset
+            if start + left * itemsize > size:
+                buckets.append([])
+                start = 0
+            count = left
+            if piece is not None and left * itemsize > size:
+                count = piece // itemsize
+            position = start + count * itemsize
+            offset += count
+            last = offset == total
+            buckets[-1].append(Segment(index, spec, offset - count, count, start, position, last))
+    return buckets
+
+
+def direct_places(owned: Iterable[TensorSpec]) -> tuple[list[int], int]:
+    """The first byte of every tensor when each has a place of its own, and the end of them all."""
+    starts, position = [], 0
+    for spec in owned:
+        starts.append(position)
+        position = _align(position + nbytes(spec))
+    return starts, position
+
+
+def _at(segment: Segment, start: int) -> Segment:
+    tensor, spec, offset, elements, begin, stop, last = segment
+    return Segment(tensor, spec, offset, elements, start, start + stop - begin, last)
+
+
+def _align(position: int) -> int:
+    return -(-position // ALIGN) * ALIGN

@@ -1,0 +1,292 @@
+"""One call that brings an engine to a trainer's weights."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import secrets
+import time
+import warnings
+import weakref
+from contextlib import suppress
+from ipaddress import ip_address
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from rl_core.batch.provenance import off_policy
+from rl_core.errors import (
+    ConfigError,
+    DeadlineError,
+    LifecycleError,
+    LoopWarning,
+    ManifestMismatchError,
+    RefitError,
+    RefitPeerError,
+    RefitProtocolError,
+    RLError,
+)
+from rl_core.futures import as_concurrent, wait, within
+from rl_core.interfaces import GenerationInterface, PolicyInterface, WeightSource
+from rl_core.plugins import hookspecs
+from rl_core.weights.modules import ModuleSender, Rename, receiving_end, sending_end
+from rl_core.weights.options import SendOptions
+from rl_core.weights.protocol.session import Phase, is_echo
+from rl_core.weights.protocol.timing import DRIVER_GRACE_S, TICK_S, tell_s
+from rl_core.weights.report import RefitReport
+
+if TYPE_CHECKING:
+    from rl_core.interfaces import ColocatablePolicyInterface, Future
+
+
+#: Engines that ``refit`` warned about: of their distribution, and of another trainer's weights.
+_told: weakref.WeakSet[Any] = weakref.WeakSet()
+_told_of_trainer: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def refit(
+    policy: ColocatablePolicyInterface | nn.Module | WeightSource,
+    generation: GenerationInterface | nn.Module,
+    *,
+    rename: Rename | None = None,
+    retries: int = 0,
+    address: str | None = None,
+    **options: Any,
+) -> RefitReport:
+    """Gives the policy's weights to the engine, and returns once they serve.
+
+    Args:
+        policy: The trainer, embedded or in workers. Or the module that somebody else trains, or a
+            source of weights: see :mod:`rl_core.weights.modules`.
+        generation: The engine, embedded or in workers; all of its replicas commit or none. Or the
+            module that somebody else generates with, which is written to in place.
+        rename: For a module: gives its tensors the checkpoint's names; None leaves one out.
+        retries: How often to try again after a transfer that failed, before ``deadline_s`` have
+            passed since the first attempt; what was verified and written in place is
+            not sent again.
+        address: With ``transport="collective"``, the address of the trainer's host at which the
+            engines reach it; weights are not encrypted, so name one of a private network. By
+            default that of the trainer's default route, which must be a private one.
+        **options: Those of :class:`~rl_core.weights.options.SendOptions`, such as ``verify``,
+            ``isolation``, ``transport``, ``delta``, ``version`` and ``deadline_s``.
+
+    The hook ``on_event`` of every plugin gets ``"refit_started"``, then ``"refit_committed"`` or
+    ``"refit_failed"``, with the facts; where the policy runs, ``"refit_progress"`` in between.
+
+    Warns, once for each engine, if it samples from another distribution than the policy scores, and
+    if it had the weights of another trainer (:attr:`RefitReport.taken_over`).
+
+    Raises:
+        CapabilityError: A module's tensors are not whole, or not what an engine has.
+        ConfigError: An option is unknown or not legal, or the two are given the other way round.
+        ManifestMismatchError: The two disagree on the tensors; nothing was touched.
+        RefitError: The transfer failed; if the engine is torn, it takes another refit.
+        DeadlineError: A worker did not answer, which is named; or neither side said why it is late.
+    """
+    _check_order(policy, generation)
+    sender, receiver = sending_end(policy, rename), receiving_end(generation)
+    warn_of_sampling(sender, receiver)
+    options.setdefault("receivers", getattr(generation, "receiver_count", 1))
+    chosen = SendOptions.of(options)
+    attempt, end = 1, time.monotonic() + chosen.deadline_s
+    least_s = tell_s(chosen.deadline_s)  # who was late is said so long before the deadline
+    hookspecs.emit("refit_started", verify=chosen.verify, isolation=chosen.isolation)
+    while True:
+        try:
+            with within(chosen.deadline_s - least_s):  # what both are asked before they begin
+                report = _attempt(sender, receiver, chosen, options, address, attempt)
+        except Exception as error:
+            if isinstance(error, LifecycleError):  # the weights changed while they were sent
+                may_pass = error.details.get("phase") in (Phase.TRANSFER, Phase.SEAL)
+            else:
+                may_pass = isinstance(error, RefitError | DeadlineError)
+            mismatch = isinstance(error, ManifestMismatchError)
+            left = end - time.monotonic()
+            again = attempt <= retries and may_pass and not mismatch and left > least_s
+            what = {"error": type(error).__name__, "message": str(error), "attempt": attempt}
+            hookspecs.emit("refit_retried" if again else "refit_failed", **what)
+            if not again:
+                raise
+            attempt += 1
+            options |= {"delta": chosen.verify != "none", "deadline_s": left}
+            chosen = SendOptions.of(options)
+            continue
+        hookspecs.emit("refit_committed", **report.as_dict())
+        if report.taken_over and receiver not in _told_of_trainer:
+            _told_of_trainer.add(receiver)
+            had = report.taken_over[0]
+            warnings.warn(
+                f"{had['name']} had version {had['version']} of origin {had['origin']}: another "
+                "trainer's, or this trainer's before a restart. It now has version "
+                f"{report.version} of origin {report.origin}. Versions of different origins cannot "
+                "be compared: use weights_origin to tell rows apart. If you hand the engine over "
+                "on purpose, ignore rl_core.LoopWarning.",
+                LoopWarning,
+                stacklevel=2,
+            )
+        return report
+
+
+_SENDS, _TAKES = "stream_weights_via_ipc_zmq", "update_weights_via_ipc_zmq"
+
+
+def _check_order(policy: Any, generation: Any) -> None:
+    sends = isinstance(policy, nn.Module | WeightSource) or hasattr(policy, _SENDS)
+    takes = isinstance(generation, nn.Module) or hasattr(generation, _TAKES)
+    swapped = isinstance(policy, GenerationInterface) or isinstance(generation, PolicyInterface)
+    if swapped or not sends or not takes:
+        raise ConfigError(
+            f"refit(policy, generation) got a {type(policy).__name__} that is to send weights, and "
+            f"a {type(generation).__name__} that is to take them",
+            fix="call refit(policy, generation): the trainer, or its module, comes first",
+        )
+
+
+def _attempt(
+    policy: ColocatablePolicyInterface,
+    generation: GenerationInterface,
+    chosen: SendOptions,
+    options: dict[str, Any],
+    address: str | None,
+    attempt: int,
+) -> RefitReport:
+    end = time.monotonic() + chosen.deadline_s
+    info = policy.prepare_refit_info()
+    if info is None:
+        raise RefitProtocolError("the policy described no tensors", phase="DISCOVER")
+    if chosen.transport == "collective" and "collective" not in info.get("addresses", {}):
+        if not {"host", "port"} <= set(info):
+            raise RefitProtocolError(
+                "the policy's prepare_refit_info names no host and port to meet at",
+                fix="build the policy on PolicyBackend, or call init_collective on both sides",
+                phase="DISCOVER",
+            )
+        # What anybody on the internet reaches has to be asked for.
+        if address is None and ip_address(info["host"]).is_global:
+            raise ConfigError(
+                f"refit: the trainer's default route is that of {info['host']}, a public address",
+                fix="pass address= with one of a network that is yours alone: weights are not "
+                "encrypted on the way",
+                key="address",
+            )
+        meeting = (address or info["host"], info["port"], 1 + chosen.receivers)
+        opening = policy.init_collective(*meeting)
+        info = policy.prepare_refit_info() or info  # with where to find it, for the engines alone
+        generation.prepare_refit_info(info)
+        opening = [*opening, *generation.init_collective(*meeting)]
+        wait(opening, chosen.deadline_s + DRIVER_GRACE_S)
+        options = {**options, "deadline_s": max(TICK_S, end - time.monotonic())}
+        chosen = SendOptions.of(options)
+    else:
+        generation.prepare_refit_info(info)
+    # The policy names the refit that the description is for; one that does not gets a name here.
+    refit_id = info.get("refit_id") or secrets.token_hex(8)
+    sending = policy.stream_weights_via_ipc_zmq(**{**options, "refit_id": refit_id})
+    receiving: list[Future] = []
+    results: list[Any] = []
+    failure: RLError | None = None
+    try:
+        for call in map(as_concurrent, sending):
+            if call.done():  # it could not begin, and says why
+                call.result()
+        if chosen.transport not in info.get("addresses", [chosen.transport]):
+            # A plugin's transport, which the sender has opened by now; only it could say where.
+            info = {**(policy.prepare_refit_info() or info), "refit_id": refit_id}
+            generation.prepare_refit_info(info)
+        receiving = generation.update_weights_via_ipc_zmq(
+            transport=chosen.transport, deadline_s=chosen.deadline_s, refit_id=refit_id
+        )
+        needed, followers = [*sending[:1], *receiving], sending[1:]
+        results = _first_failure(needed, followers, chosen.deadline_s + DRIVER_GRACE_S)
+    except RLError as error:
+        failure = error
+    finally:
+        if not results:
+            _cancel(policy, sending, refit_id)
+            _cancel(generation, receiving, refit_id)
+    if failure is not None:
+        raise _cause(failure, sending, receiving)
+    _wait_for_followers(followers)
+    return RefitReport.of(results, attempt)
+
+
+def _cancel(side: Any, calls: list[Future], refit_id: str) -> None:
+    """Has a side end its calls of a refit that failed: the other one may not live to say so."""
+    with suppress(Exception):  # what is to be raised is why the refit failed
+        if cancel := getattr(side, "cancel_refit", None):
+            cancel(refit_id)
+        else:  # neither derived from our interfaces
+            for call in calls:
+                as_concurrent(call).cancel()
+
+
+def _cause(failure: RLError, sending: list[Future], receiving: list[Future]) -> RLError:
+    """Of several errors the one that the others repeat.
+
+    With several ranks that is one that names the rank which is gone: an engine knows the first of
+    them only.
+    """
+    followers = sending[1:]
+    several = bool(followers)
+    end = time.monotonic() + DRIVER_GRACE_S
+    others = []
+    # Engines repeat errors, but name no ranks: for those alone they are not waited for.
+    asked = [*sending, *receiving] if is_echo(failure) else sending if several else []
+    for future in asked:
+        try:
+            wait(future, max(0.0, end - time.monotonic()))
+        except DeadlineError:
+            pass
+        except RLError as error:
+            others.append(error)
+        if several and others and "rank" in others[-1].details:
+            break
+    if several:
+        others.sort(key=lambda error: "rank" not in error.details)  # stable
+    return next((other for other in others if not is_echo(other)), failure)
+
+
+def _first_failure(needed: list[Future], others: list[Future], timeout_s: float) -> list[Any]:
+    """Waits for what is needed, and raises what fails first of everything."""
+    waited = [as_concurrent(future) for future in [*needed, *others]]
+    end = time.monotonic() + timeout_s
+    while time.monotonic() < end and not all(f.done() for f in waited[: len(needed)]):
+        failed = [f for f in waited if f.done() and f.exception() is not None]
+        if failed:
+            wait(failed[0], 0.0)
+        pending = [f for f in waited if not f.done()]
+        concurrent.futures.wait(
+            pending, max(0.0, end - time.monotonic()), concurrent.futures.FIRST_COMPLETED
+        )
+    return wait(needed, max(0.0, end - time.monotonic()))
+
+
+def _wait_for_followers(followers: list[Future]) -> None:
+    """Raises for a rank that does not end its part of a refit which is committed."""
+    end = time.monotonic() + DRIVER_GRACE_S
+    for rank, future in enumerate(followers, 1):
+        try:
+            wait(future, max(0.0, end - time.monotonic()))
+        except DeadlineError as error:
+            raise RefitPeerError(
+                f"rank {rank} does not answer: it did not end its part of a refit that is "
+                "committed on all engines",
+                fix="look at that worker; the engines serve the new weights",
+                peer=f"rank {rank}",
+                rank=rank,
+                phase=Phase.COMMITTED,
+            ) from error
+
+
+def warn_of_sampling(policy: Any, generation: Any) -> None:
+    """Warns, once for each engine, of rows that are drawn from another distribution than scored.
+
+    Both are known wherever the two run: a backend on a cluster has its configuration here.
+    """
+    sampling = getattr(generation, "sampling", None)
+    if sampling is None or isinstance(policy, ModuleSender) or generation in _told:
+        return
+    ours = float(getattr(policy, "config", {}).get("temperature", 1.0))
+    if text := off_policy("the engine samples with", sampling.distribution, ours):
+        _told.add(generation)
+        text += " Ignore rl_core.LoopWarning for an engine that is for evaluation alone."
+        warnings.warn(text, LoopWarning, stacklevel=4)

@@ -1,0 +1,335 @@
+"""Refits of modules that are nobody's backend: a trainer, or an engine, of one's own.
+
+``refit(module, generation)`` makes what is here when it is first called with a module, and keeps it
+as long as the module lives. Who wants to hold the two ends, such as in two processes, makes them.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from rl_core.errors import CapabilityError, ConfigError, LifecycleError
+from rl_core.interfaces import WeightSource
+from rl_core.plugins.hookspecs import weight_source_of
+from rl_core.weights.options import DEFAULT_DEADLINE_S
+from rl_core.weights.receiving.receiver import RefitReceiver
+from rl_core.weights.sending.sender import RefitSender
+from rl_core.weights.sending.sources import GuardedSource
+from rl_core.weights.tensors import NamedTensorSink, NamedTensorSource, module_tensors
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+
+    from rl_core.interfaces import Future
+    from rl_core.weights.engine_lock import Lock
+
+__all__ = [
+    "ModuleReceiver",
+    "ModuleSender",
+    "Rename",
+    "plain_name",
+    "receiving_end",
+    "sending_end",
+    "whole_tensors",
+]
+
+#: From a module's name of a tensor to the checkpoint's; None leaves the tensor out.
+Rename: TypeAlias = Callable[[str], str | None]
+#: Parts of names that torch.compile and checkpoint_wrapper add.
+_WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}
+
+
+class ModuleSender:
+    """The sending end of refits from a module: what :func:`rl_core.refit` needs of a policy.
+
+    Args:
+        model: The module that is trained. It may be wrapped for data parallelism or be compiled,
+            and have what a plugin reads (:meth:`HookSpecs.weight_source`), such as adapters. Or a
+            :class:`WeightSource`, which then serves all refits. It is not kept alive by this.
+        rename: Gives every tensor the name that it has in the checkpoint, which is the engine's.
+    """
+
+    def __init__(self, model: nn.Module | WeightSource, *, rename: Rename | None = None) -> None:
+        model = unwrapped(model)
+        self.rename = rename
+        self._model = weakref.ref(model)
+        self._receivers = 1
+        name = type(model).__name__
+        self._sender = RefitSender(self._source, name=name)
+        self._close = weakref.finalize(model, self._sender.close)
+
+    @property
+    def weights_version(self) -> int:
+        """The version of the last refit that was committed; 0 before the first."""
+        return self._sender.version
+
+    @property
+    def weights_origin(self) -> int:
+        """Identifies this trainer, for as long as this object lives."""
+        return self._sender.origin
+
+    def prepare_refit_info(self) -> dict[str, Any]:
+        """See :meth:`ColocatablePolicyInterface.prepare_refit_info`."""
+        return self._sender.prepare()
+
+    def stream_weights_via_ipc_zmq(self, **options: Any) -> list[Future]:
+        """See :meth:`ColocatablePolicyInterface.stream_weights_via_ipc_zmq`."""
+        return [self._sender.send(**options)]
+
+    def cancel_refit(self, refit_id: str) -> None:
+        """See :meth:`ColocatablePolicyInterface.cancel_refit`."""
+        self._sender.cancel(refit_id)
+
+    def init_collective(
+        self, ip: str, port: int, world_size: int, *, train_world_size: int = 1
+    ) -> list[Future]:
+        """See :meth:`ColocatablePolicyInterface.init_collective`."""
+        self._receivers = world_size - train_world_size
+        where = {"ip": ip, "port": port, "receivers": self._receivers}
+        return [self._sender.open("collective", DEFAULT_DEADLINE_S, **where)]
+
+    def broadcast_weights_for_collective(
+        self, kv_scales: Mapping[str, float] | None = None, **options: Any
+    ) -> list[Future]:
+        """See :meth:`ColocatablePolicyInterface.broadcast_weights_for_collective`."""
+        options = {"receivers": self._receivers, **options, "kv_scales": kv_scales or {}}
+        return [self._sender.send(transport="collective", **options)]
+
+    def shutdown(self) -> bool:
+        """Ends every refit, and closes sockets and memory. Idempotent."""
+        self._close()
+        return True
+
+    def _source(self) -> WeightSource:
+        model = self._model()
+        if model is None:
+            raise LifecycleError(
+                f"the module behind {self._sender.name} does not live any more",
+                fix="keep a reference to it as long as it is refit from",
+            )
+        if isinstance(model, WeightSource):
+            return GuardedSource(model, lambda place="": None, self.rename or str)
+        return _Watched(model, self.rename)
+
+
+class ModuleReceiver:
+    """The receiving end of refits into a module: what :func:`rl_core.refit` needs of an engine.
+
+    Args:
+        model: The module that generates; it is written to in place. It is not kept alive by this.
+        lock: Held while the module is used, and by a refit while it writes. By default a lock that
+            nobody else has: the caller sees to it that nothing generates meanwhile.
+        on_commit: Called with the new version before it counts; drops caches.
+    """
+
+    receiver_count = 1
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        lock: Lock | None = None,
+        on_commit: Callable[[int], None] | None = None,
+    ) -> None:
+        model = unwrapped(model)
+        reference = weakref.ref(model)
+
+        def sink() -> NamedTensorSink:
+            found = reference()
+            if found is None:
+                raise LifecycleError(
+                    f"the module behind {type(self).__name__} does not live any more",
+                    fix="keep a reference to it as long as it is refit",
+                )
+            return NamedTensorSink(_without_adapters(found))
+
+        self._receiver = RefitReceiver(
+            sink, name=type(model).__name__, lock=lock or threading.Lock(), on_commit=on_commit
+        )
+        self._close = weakref.finalize(model, self._receiver.close)
+
+    @property
+    def weights_version(self) -> int:
+        """Version of the weights that are installed; 0 until the first refit commits."""
+        return self._receiver.version
+
+    @property
+    def weights_origin(self) -> int:
+        """Of the trainer whose version that is; 0 until the first refit commits."""
+        return self._receiver.origin
+
+    def check(self) -> None:
+        """Raises WeightsTornError unless the weights are whole: call it before they are used."""
+        self._receiver.check()
+
+    def prepare_refit_info(self, state_dict_info: dict[str, Any]) -> None:
+        """See :meth:`GenerationInterface.prepare_refit_info`."""
+        self._receiver.prepare(state_dict_info)
+
+    def update_weights_via_ipc_zmq(self, **options: Any) -> list[Future]:
+        """See :meth:`GenerationInterface.update_weights_via_ipc_zmq`."""
+        return [self._receiver.receive(**options)]
+
+    def cancel_refit(self, refit_id: str) -> None:
+        """See :meth:`GenerationInterface.cancel_refit`."""
+        self._receiver.cancel(refit_id)
+
+    def init_collective(
+        self, ip: str, port: int, world_size: int, *, train_world_size: int = 1
+    ) -> list[Future]:
+        """See :meth:`GenerationInterface.init_collective`."""
+        del world_size, train_world_size  # the trainer counts
+        return [self._receiver.open("collective", DEFAULT_DEADLINE_S, {"ip": ip, "port": port})]
+
+    def update_weights_from_collective(
+        self, info: dict[str, Any] | None = None, **options: Any
+    ) -> list[Future]:
+        """See :meth:`GenerationInterface.update_weights_from_collective`."""
+        if info is not None:
+            self._receiver.prepare(info)
+        return [self._receiver.receive(transport="collective", **options)]
+
+    def shutdown(self) -> bool:
+        """Ends every refit, and closes sockets and memory. Idempotent."""
+        self._close()
+        return True
+
+
+_senders: weakref.WeakKeyDictionary[Any, ModuleSender] = weakref.WeakKeyDictionary()
+_receivers: weakref.WeakKeyDictionary[Any, ModuleReceiver] = weakref.WeakKeyDictionary()
+
+
+def sending_end(trainer: Any, rename: Rename | None) -> Any:
+    """What sends for a module or a source: one for as long as it lives; a policy is its own.
+
+    Raises:
+        ConfigError: Names of a policy are to be changed.
+    """
+    if isinstance(trainer, nn.Module | WeightSource):
+        model = unwrapped(trainer)
+        if model not in _senders:
+            _senders[model] = ModuleSender(model)
+        _senders[model].rename = rename
+        return _senders[model]
+    if rename is not None:
+        raise ConfigError(
+            f"refit: rename was given with a {type(trainer).__name__}, which names its weights "
+            "itself",
+            fix="leave rename out",
+            key="rename",
+        )
+    return trainer
+
+
+def receiving_end(engine: Any) -> Any:
+    """What receives for a module: one for as long as it lives; an engine is its own."""
+    if not isinstance(engine, nn.Module):
+        return engine
+    model = unwrapped(engine)
+    if model not in _receivers:
+        _receivers[model] = ModuleReceiver(model)
+    return _receivers[model]
+
+
+def unwrapped(model: Any) -> Any:
+    """The module itself, out of what replicates or compiles it."""
+    while True:
+        if isinstance(model, DataParallel | DistributedDataParallel):
+            model = model.module
+        elif (original := getattr(model, "_orig_mod", None)) is not None:
+            model = original
+        else:
+            return model
+
+
+def whole_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and persistent buffers, by the names that they have without compiled parts.
+
+    Raises:
+        CapabilityError: A tensor is not wholly here, or is not here as it is used.
+    """
+    kind = type(model).__name__
+    for name, part in model.named_modules():
+        if type(part).__module__.startswith("torch.distributed.fsdp.fully_sharded"):
+            raise _not_whole(kind, name or "the module", "is sharded (FSDP)")
+    tensors = module_tensors(model)
+    for name, tensor in tensors.items():
+        if hasattr(tensor, "full_tensor") or hasattr(tensor, "ds_id"):
+            raise _not_whole(kind, name, f"is sharded ({type(tensor).__name__})")
+        if tensor.is_meta:
+            raise _not_whole(kind, name, "is on the meta device, so that its values are elsewhere")
+    return {plain_name(name): tensor for name, tensor in tensors.items()}
+
+
+def plain_name(name: str) -> str:
+    """The name that a module or a tensor has where no part around it is compiled or wrapped."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def _without_adapters(model: nn.Module) -> dict[str, torch.Tensor]:
+    if hasattr(model, "peft_config"):
+        raise CapabilityError(
+            f"{type(model).__name__} has adapters, which an engine's checkpoint does not have",
+            fix='pip install "rl-hf[lora]", which gives refits the merged weights; or merge them '
+            "(merge_and_unload), or give refit the base model",
+        )
+    return whole_tensors(model)
+
+
+def _not_whole(kind: str, name: str, why: str) -> CapabilityError:
+    return CapabilityError(
+        f"{kind}: {name} {why}, and a refit needs the whole of every tensor",
+        fix="give refit a WeightSource that gathers them (rl_core.weights.GatheredSource where "
+        "several ranks take part), or a policy backend such as rl-hf or rl-megatron",
+    )
+
+
+class _Watched(GuardedSource):
+    """What a refit reads of a module; it ends if the module changes, as far as torch tells."""
+
+    def __init__(self, module: nn.Module, rename: Rename | None) -> None:
+        source = weight_source_of(module) or NamedTensorSource(_without_adapters(module))
+        super().__init__(source, self._check, rename or str)
+        self._tensors = list(module_tensors(module).values())
+        self._counted = self._counts()
+        self._stepped = False
+        ours = {id(tensor) for tensor in self._tensors}
+
+        def stepping(optimizer: Any, args: Any, kwargs: Any) -> None:
+            groups = optimizer.param_groups
+            self._stepped |= any(id(p) in ours for group in groups for p in group["params"])
+
+        # Fused optimizers change tensors without torch's counting it.
+        self._hooks = [
+            register_optimizer_step_pre_hook(stepping),
+            register_optimizer_step_post_hook(stepping),
+        ]
+
+    def _counts(self) -> list[int]:
+        return [-1 if tensor.is_inference() else tensor._version for tensor in self._tensors]
+
+    def _check(self, place: str = "") -> None:
+        # All are counted once, when everything was read.
+        if self._stepped or (not place and self._counts() != self._counted):
+            raise LifecycleError(
+                f"the module's weights changed during a refit{place}",
+                fix="refit between two steps, and wait for it before the next one",
+            )
+
+    def close(self) -> None:
+        """See :meth:`WeightSource.close`."""
+        for hook in self._hooks:
+            hook.remove()
+        super().close()

@@ -1,0 +1,1 @@
+"""The refit protocol without I/O: messages in, messages and effects out."""

@@ -1,0 +1,145 @@
+"""What a trainer tells an engine before any refit, and how it is read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+
+from rl_core.errors import LifecycleError, RefitProtocolError
+from rl_core.interfaces.weights import TensorSpec  # noqa: TC001 - msgspec resolves it
+from rl_core.weights.data.manifest import WeightManifest
+from rl_core.weights.protocol.frames import origin_of
+from rl_core.weights.protocol.messages import PROTOCOL
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+T = TypeVar("T")
+
+
+class _Info(msgspec.Struct, frozen=True):
+    digest: str
+    tensors: tuple[TensorSpec, ...]
+    token: str
+    addresses: dict[str, dict[str, Any]]
+
+
+class _HandleInfo(msgspec.Struct, frozen=True):
+    frame: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Trainer:
+    """What an engine knows of the other side.
+
+    Attributes:
+        manifest: Its tensors.
+        token: The secret that frames are authenticated with.
+        addresses: By transport, the address of its end.
+        dtypes: What the engine wants instead, by tensor.
+        wire: The manifest in the dtypes that travel.
+    """
+
+    manifest: WeightManifest
+    token: str
+    addresses: dict[str, dict[str, Any]]
+    dtypes: dict[str, str]
+    wire: WeightManifest
+
+    @property
+    def origin(self) -> int:
+        """Identifies the trainer whose versions these are."""
+        return origin_of(self.token)
+
+    def address_of(self, transport: str, name: str) -> dict[str, Any]:
+        """The address of its end of a transport; ``name`` is who asks.
+
+        Raises:
+            LifecycleError: It has none.
+        """
+        if transport not in self.addresses:
+            offered = ", ".join(self.addresses) or "nothing"
+            raise LifecycleError(
+                f"{name}: the trainer offers {offered}, not {transport}",
+                fix="open it on both sides (init_collective), then prepare_refit_info again"
+                if transport != "ipc"
+                else "look at the trainer's TMPDIR: its path must be short, on a local disk",
+            )
+        return self.addresses[transport]
+
+
+def introduction(manifest: WeightManifest, token: str) -> dict[str, Any]:
+    """What a trainer says of itself; the addresses of its transports are still to be added."""
+    return {
+        "protocol": PROTOCOL,
+        "rl_core": _release(),
+        "digest": manifest.digest,
+        "tensors": manifest.info,
+        "token": token,
+    }
+
+
+def trainer_of(
+    info: object, compare_with: Callable[[WeightManifest], dict[str, str]], last: Trainer | None
+) -> Trainer:
+    """The trainer that an introduction is of.
+
+    Args:
+        info: What its ``prepare`` returned.
+        compare_with: Compares its tensors with the engine's; gives the dtypes to cast to.
+        last: The one that was met last.
+
+    Raises:
+        RefitProtocolError: It is not such a dict, or of another protocol version.
+        ManifestMismatchError: The tensors are not those of the engine.
+    """
+    theirs = _convert(info, _Info, "prepare_refit_info()")
+    manifest = WeightManifest.of(theirs.tensors, last.manifest if last else None)
+    if manifest.digest != theirs.digest:
+        raise RefitProtocolError(
+            "the trainer's tensors do not have the digest that came with them", phase="DISCOVER"
+        )
+    dtypes = compare_with(manifest)
+    wire = manifest.cast(dtypes, last.wire if last else None)
+    return Trainer(manifest, theirs.token, theirs.addresses, dtypes, wire)
+
+
+def frame_of(handles: object) -> bytes:
+    """The frame in what the sender's ``handles`` returned.
+
+    Raises:
+        RefitProtocolError: It is not such a dict, or of another protocol version.
+    """
+    return _convert(handles, _HandleInfo, "get_weights_ipc_handles(keys)").frame
+
+
+@cache
+def _release() -> str:
+    """Of rl-core, here; metadata is read from disk."""
+    return version("rl-core")
+
+
+def _convert(given: object, kind: type[T], origin: str) -> T:
+    fields = given if isinstance(given, Mapping) else {}
+    theirs = fields.get("protocol", PROTOCOL)
+    if theirs != PROTOCOL:
+        release = fields.get("rl_core", "of another release")
+        raise RefitProtocolError(
+            f"the trainer (rl-core {release}) speaks refit protocol {theirs}, this engine "
+            f"(rl-core {_release()}) protocol {PROTOCOL}",
+            fix="install the same rl-core in both environments",
+            phase="DISCOVER",
+        )
+    try:
+        return msgspec.convert(given, kind)
+    except msgspec.ValidationError as error:
+        raise RefitProtocolError(
+            f"this is not what refit protocol {PROTOCOL} hands over: {error}",
+            fix=f"pass what the policy's {origin} returned",
+            phase="DISCOVER",
+        ) from error

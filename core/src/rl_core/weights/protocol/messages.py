@@ -1,0 +1,151 @@
+"""What sender and receiver say to each other. How it travels is for :mod:`rl_core.weights.protocol.frames`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+PROTOCOL = 5
+"""Version of all that crosses between the two sides, which refuse each other if it differs."""
+
+
+class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
+    """Base of all messages: the class name is the tag."""
+
+
+class _InSession(_Message, frozen=True):
+    session: str
+
+
+class Hello(_Message, frozen=True):
+    """Receiver: here I am. Repeated until an offer comes.
+
+    ``nonce`` has 16 bytes that this connection alone uses. ``refit_id`` names the refit that this
+    side was asked to take; empty if it was told none.
+    """
+
+    receiver: str
+    name: str
+    pid: int
+    nonce: bytes
+    refit_id: str = ""
+
+
+class Offer(_InSession, frozen=True):
+    """Sender: this refit is on offer. With ``delta``, only what a receiver lacks will be sent.
+
+    ``session`` is drawn at random for this refit alone. ``nonce`` has 16 bytes that this connection
+    alone uses: whoever says another's Hello on his own gets other ones.
+    """
+
+    sender: str
+    version: int
+    manifest: str
+    verify: str
+    isolation: str
+    delta: bool
+    kv_scales: dict[str, float]
+    nonce: bytes = b""
+
+
+class Ready(_InSession, frozen=True):
+    """Receiver: the offered manifest is the one I checked; send these tensors in these dtypes.
+
+    ``holds`` has the digest of every tensor that I know to have, 16 bytes each, in the manifest's
+    order, zeros for the others; it is empty without ``delta``. ``gpus`` are the UUIDs of the GPUs
+    that I can reach, that of my tensors first; it is empty if my tensors are on the CPU.
+    """
+
+    dtypes: dict[str, str]
+    holds: bytes
+    gpus: tuple[str, ...]
+
+
+class Prepare(_InSession, frozen=True):
+    """Sender: the plan and how to reach its lane.
+
+    ``skip`` has a byte for each tensor, 1 for those that are not sent; empty if all are. ``hash``
+    is the kind of all digests, as of ``hashing.BlockHash``.
+    """
+
+    plan: str
+    bucket_bytes: int
+    direct: bool
+    skip: bytes
+    lane: dict[str, Any]
+    deadline_s: float
+    hash: str = "xxh3"
+
+
+class Prepared(_InSession, frozen=True):
+    """Receiver: my plan is the same; unless the refit is staged, nothing generates any more."""
+
+
+class BucketReady(_InSession, frozen=True):
+    """Sender: a bucket lies in the lane; the digest of each block, empty without verification."""
+
+    index: int
+    digests: bytes
+
+
+class Loaded(_InSession, frozen=True):
+    """Receiver: the bucket was verified and written (staged: put beside them); its slot is free."""
+
+    index: int
+
+
+class Seal(_InSession, frozen=True):
+    """Sender: that was all; ``digest`` covers every tensor of the model, sent or held."""
+
+    digest: str
+
+
+class Sealed(_InSession, frozen=True):
+    """Receiver: everything is installed and verified; I await your decision."""
+
+
+class Commit(_InSession, frozen=True):
+    """Sender: every receiver is sealed; the version of the offer counts."""
+
+
+class Done(_InSession, frozen=True):
+    """Receiver: the version of the offer serves."""
+
+
+class Abort(_InSession, frozen=True):
+    """Sender: given up. ``kind`` is the name of the error class behind it."""
+
+    kind: str
+    message: str
+
+
+class Failed(_InSession, frozen=True):
+    """Receiver: given up; ``torn`` if the engine's own weights were touched, and not taken back."""
+
+    kind: str
+    message: str
+    torn: bool
+
+
+class Handles(_Message, frozen=True):
+    """One group of tensors handed over by the older handle methods.
+
+    ``serial`` counts the sender's sets of handles, ``group`` the groups of this one in the order
+    in which they are handed over: nothing is taken twice, and nothing of a set that another one
+    has followed. The group is the bucket ``index`` of a plan of whole tensors with buckets of
+    ``bucket_bytes``; a model of empty tensors alone has one group, without a bucket.
+    """
+
+    serial: int
+    group: int
+    manifest: str
+    version: int
+    bucket_bytes: int
+    index: int
+    lane: dict[str, Any]
+    digests: bytes
+
+
+FromSender = Offer | Prepare | BucketReady | Seal | Commit | Abort
+FromReceiver = Ready | Prepared | Loaded | Sealed | Done | Failed

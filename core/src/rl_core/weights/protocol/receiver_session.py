@@ -1,0 +1,250 @@
+"""The receiver's state machine: one refit, seen from the engine."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, ClassVar
+
+from rl_core.errors import (
+    CapabilityError,
+    RefitAborted,
+    RefitError,
+    RefitPeerError,
+    WeightsTornError,
+)
+from rl_core.weights.protocol import messages
+from rl_core.weights.protocol.session import (
+    Attach,
+    Effect,
+    Install,
+    Load,
+    Phase,
+    Publish,
+    Send,
+    Session,
+    describe,
+)
+from rl_core.weights.protocol.timing import HELLO_S
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["ISOLATION_LEVELS", "VERIFY_LEVELS", "ReceiverSession"]
+
+VERIFY_LEVELS = ("none", "wire", "installed")
+ISOLATION_LEVELS = ("quiesced", "staged")
+
+
+class ReceiverSession(Session):
+    """One refit, seen from the engine.
+
+    The job calls :meth:`start`, then :meth:`receive` with what arrives, performs the effects,
+    and answers each with :meth:`attached`, :meth:`loaded`, :meth:`installed` or
+    :meth:`published`. It calls :meth:`touch` right before the engine's first byte is written.
+
+    With ``isolation="staged"`` the job undoes what it wrote when the session ends otherwise
+    than COMMITTED, which is then ABORTED and never TORN.
+
+    Args:
+        hello: Who this receiver is.
+        manifest: Digest of the trainer's manifest that was checked against the engine's.
+        dtypes: Dtypes the sender must cast to, by name.
+        holds: Says what this side has, as in ``Ready``.
+        gpus: UUIDs of the GPUs that this side can reach, that of its tensors first.
+        deadline_s: Seconds within which the session ends.
+        clock: Monotonic seconds.
+    """
+
+    #: What may arrive in each phase. ``Abort`` is legal in all of them; everything else ends the
+    #: session: ABORTED if nothing was written, else TORN.
+    TABLE: ClassVar[dict[tuple[Phase, type], str]] = {
+        (Phase.DISCOVER, messages.Offer): "_on_offer",  # -> PREPARE
+        (Phase.PREPARE, messages.Prepare): "_on_prepare",  # attached  -> TRANSFER
+        (Phase.TRANSFER, messages.BucketReady): "_on_bucket",
+        (Phase.TRANSFER, messages.Seal): "_on_seal",  # -> SEAL, installed -> COMMIT
+        (Phase.COMMIT, messages.Commit): "_on_commit",  # published -> COMMITTED
+    }
+
+    def __init__(
+        self,
+        hello: messages.Hello,
+        *,
+        manifest: str,
+        dtypes: dict[str, str],
+        holds: Callable[[], bytes] = bytes,
+        gpus: tuple[str, ...] = (),
+        deadline_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(deadline_s, clock)
+        self.offer: messages.Offer | None = None
+        self.touched = False
+        self._hello = hello
+        self._manifest = manifest
+        self._dtypes = dtypes
+        self._holds = holds
+        self._gpus = gpus
+        self._prepare: messages.Prepare | None = None
+        self._buckets = 0
+        self._announced = self._loaded = 0
+        self._hello_at = 0.0
+
+    def start(self) -> list[Effect]:
+        """Says hello."""
+        self._hello_at = self._clock() + HELLO_S
+        return [Send(self._hello)]
+
+    def tick(self) -> list[Effect]:
+        """See :meth:`Session.tick`; says hello again while there is no offer."""
+        if effects := super().tick():
+            return effects
+        if self.phase is Phase.DISCOVER and self._clock() >= self._hello_at:
+            return self.start()
+        return []
+
+    # -- what happens -----------------------------------------------------------------------------
+
+    def receive(self, message: messages.FromSender) -> list[Effect]:
+        """Takes one message of the sender."""
+        if self.phase.terminal:
+            return []
+        ours = self.offer is None or message.session == self.offer.session
+        if isinstance(message, messages.Abort) and ours:
+            return self._on_abort(message)
+        handler = self.TABLE.get((self.phase, type(message)))
+        if handler is None or not ours:
+            return self._refuse(f"{type(message).__name__} is out of turn")
+        effects: list[Effect] = getattr(self, handler)(message)
+        return effects
+
+    def attached(self, buckets: int) -> list[Effect]:
+        """Our plan, of so many buckets, is the sender's; lane and sink are ready."""
+        if self.phase.terminal:
+            return []
+        self._buckets = buckets
+        self._enter(Phase.TRANSFER)
+        return [Send(messages.Prepared(self._session))]
+
+    def touch(self) -> None:
+        """The next write makes the weights neither old nor new."""
+        self.touched = True
+
+    def loaded(self, index: int) -> list[Effect]:
+        """A bucket is in the sink; its slot may be filled again."""
+        if self.phase.terminal:
+            return []
+        self._loaded += 1
+        return [Send(messages.Loaded(self._session, index))]
+
+    def installed(self) -> list[Effect]:
+        """All is installed and verified; only the sender's decision is missing."""
+        if self.phase.terminal:
+            return []
+        self._enter(Phase.COMMIT)
+        return [Send(messages.Sealed(self._session))]
+
+    def published(self) -> list[Effect]:
+        """The new version serves."""
+        if self.phase.terminal:
+            return []
+        self._end(Phase.COMMITTED)
+        return [Send(messages.Done(self._session))]
+
+    def lost(self, why: str) -> list[Effect]:
+        """The sender is gone."""
+        return self.fail(
+            RefitPeerError(
+                f"{self.where}: {self._awaited()} {why}",
+                fix="restart the trainer and refit again",
+                peer=self._awaited(),
+            )
+        )
+
+    def fail(self, error: BaseException) -> list[Effect]:
+        """See :meth:`Session.fail`."""
+        if self.phase.terminal:
+            return []
+        self._end(self._end_of_failure, error)
+        if self.offer is None:
+            return []
+        assert self.error is not None
+        torn = self.phase is Phase.TORN
+        return [Send(messages.Failed(self._session, *describe(self.error), torn))]
+
+    # -- handlers, in the order of the phases -----------------------------------------------------
+
+    def _on_offer(self, offer: messages.Offer) -> list[Effect]:
+        self.offer = offer
+        if offer.verify not in VERIFY_LEVELS or offer.isolation not in ISOLATION_LEVELS:
+            return self.fail(
+                CapabilityError(
+                    f"verify={offer.verify!r} with isolation={offer.isolation!r} is not offered",
+                    fix=f"use one of {VERIFY_LEVELS} and one of {ISOLATION_LEVELS}",
+                )
+            )
+        if offer.manifest != self._manifest:
+            return self.fail(
+                RefitAborted(
+                    "the trainer's tensors are no longer those that were checked",
+                    fix="pass the policy's prepare_refit_info() to the engine again",
+                )
+            )
+        self._enter(Phase.PREPARE)
+        holds = self._holds() if offer.delta else b""
+        return [Send(messages.Ready(offer.session, self._dtypes, holds, self._gpus))]
+
+    def _on_prepare(self, prepare: messages.Prepare) -> list[Effect]:
+        if self._prepare is not None:
+            return self._refuse("Prepare came twice")
+        self._prepare = prepare
+        if prepare.deadline_s < self.remaining_s:
+            self._seconds = prepare.deadline_s
+            self._deadline = self._clock() + prepare.deadline_s
+        return [Attach(prepare, self._offer)]
+
+    def _on_bucket(self, bucket: messages.BucketReady) -> list[Effect]:
+        expected = self._announced
+        if bucket.index != expected or expected >= self._buckets:
+            return self._refuse(f"bucket {bucket.index}, expected {expected}")
+        self._announced += 1
+        return [Load(bucket.index, bucket.digests)]
+
+    def _on_seal(self, seal: messages.Seal) -> list[Effect]:
+        if self._loaded != self._buckets:
+            return self._refuse(f"sealed after {self._loaded} of {self._buckets} buckets")
+        self._enter(Phase.SEAL)
+        return [Install(self._offer, seal.digest)]
+
+    def _on_commit(self, _: messages.Commit) -> list[Effect]:
+        return [Publish(self._offer.version)]
+
+    def _on_abort(self, abort: messages.Abort) -> list[Effect]:
+        what = f"{self.phase}: the sender gave up: {abort.message}"
+        details = {"phase": self.phase.value, "peer": self._awaited(), "cause": abort.kind}
+        error: RefitError
+        if self._end_of_failure is Phase.TORN:
+            fix = "refit again; generation is refused until one commits"
+            error = WeightsTornError(what, fix=fix, **details)
+        else:
+            error = RefitAborted(what, fix="refit again; the old weights serve", **details)
+        self._end(self._end_of_failure, error)
+        return []
+
+    # -- helpers ----------------------------------------------------------------------------------
+
+    @property
+    def _offer(self) -> messages.Offer:
+        assert self.offer is not None
+        return self.offer
+
+    @property
+    def _end_of_failure(self) -> Phase:
+        written = self.touched and self._offer.isolation == "quiesced"
+        return Phase.TORN if written else Phase.ABORTED
+
+    @property
+    def _session(self) -> str:
+        return self._offer.session
+
+    def _awaited(self) -> str:
+        return f"sender ({self.offer.sender})" if self.offer else "the sender"

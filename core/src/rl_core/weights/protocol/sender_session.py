@@ -1,0 +1,380 @@
+"""The sender's state machine: one refit to any number of receivers, all or none."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar
+
+from rl_core.errors import (
+    ManifestMismatchError,
+    RefitAborted,
+    RefitPeerError,
+    RefitProtocolError,
+)
+from rl_core.weights.protocol import messages
+from rl_core.weights.protocol.session import (
+    Confirm,
+    Effect,
+    MakePlan,
+    Pack,
+    Phase,
+    Send,
+    Session,
+    describe,
+    peer_error,
+)
+from rl_core.weights.protocol.timing import UNHEARD_OF_S
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from rl_core.errors import RLError
+
+__all__ = ["SenderSession"]
+
+#: Connections that may have an offer and no answer yet, for each receiver that is wanted: what
+#: earlier refits left on the way, or who says a Hello again that was another's.
+_OFFERS = 32
+
+
+@dataclass
+class _Peer:
+    hello: messages.Hello
+    #: Among who takes part; None before that.
+    number: int | None = None
+    #: The phases in which the peer did its part.
+    did: set[Phase] = field(default_factory=set)
+    ready: messages.Ready | None = None
+    loaded: int = 0
+
+    @property
+    def name(self) -> str:
+        number = "" if self.number is None else f" {self.number}"
+        return f"receiver{number} ({self.hello.name}, pid {self.hello.pid})"
+
+
+class SenderSession(Session):
+    """One refit, seen from the trainer.
+
+    The job calls :meth:`receive` with what arrives, performs the effects, and answers
+    ``MakePlan`` with :meth:`planned`, ``Pack`` with :meth:`packed` and ``Confirm`` with
+    :meth:`confirmed`.
+
+    Whoever says Hello gets the offer; whoever is ready for it takes part. A Hello proves nothing:
+    it may have waited on a connection that is closed by now, or be somebody else's. A Ready answers
+    this very offer.
+
+    Args:
+        offer: What every receiver is told first.
+        receivers: How many must take part.
+        refit_id: Of the refit, which receivers were told as well; empty if it has none.
+        is_over: Whether the refit of an id has ended, or never will begin.
+        is_queued: Whether it was asked for, and begins after this one.
+        deadline_s: Seconds within which the session ends.
+        clock: Monotonic seconds.
+    """
+
+    #: What may arrive in each phase from who takes part. ``Failed`` is legal in all of them; a
+    #: ``Hello`` after DISCOVER means the next refit and is said again; all else ends the session.
+    TABLE: ClassVar[dict[tuple[Phase, type], str]] = {
+        (Phase.DISCOVER, messages.Ready): "_on_ready",  # all ready     -> PREPARE
+        (Phase.PREPARE, messages.Prepared): "_on_prepared",  # all prepared  -> TRANSFER
+        (Phase.TRANSFER, messages.Loaded): "_on_loaded",  # all loaded    -> SEAL
+        (Phase.SEAL, messages.Sealed): "_on_sealed",  # all sealed    -> COMMIT
+        (Phase.COMMIT, messages.Done): "_on_done",  # all done      -> COMMITTED
+    }
+
+    def __init__(
+        self,
+        offer: messages.Offer,
+        *,
+        receivers: int,
+        deadline_s: float,
+        refit_id: str = "",
+        is_over: Callable[[str], bool] = lambda _: False,
+        is_queued: Callable[[str], bool] = lambda _: False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(deadline_s, clock)
+        self.offer = offer
+        self._receivers = receivers
+        self._refit_id = refit_id
+        self._is_over = is_over
+        self._is_queued = is_queued
+        self._offered: dict[str, _Peer] = {}
+        self._peers: dict[str, _Peer] = {}
+        self._noise = ""
+        self._asked_for: dict[str, float] = {}
+        self._buckets: int | None = None  # once there is a plan
+        self._window = 0
+        self._packed = 0
+        self._packing = False
+        self._confirmed = False
+
+    @property
+    def peers(self) -> dict[str, messages.Hello]:
+        """Who takes part, by connection."""
+        return {key: peer.hello for key, peer in self._peers.items()}
+
+    @property
+    def connections(self) -> list[str]:
+        """Those of who takes part, and of who may yet."""
+        return [*self._peers, *self._offered]
+
+    # -- what happens -----------------------------------------------------------------------------
+
+    def receive(self, key: str, message: messages.Hello | messages.FromReceiver) -> list[Effect]:
+        """Takes one message from the connection ``key``."""
+        if self.phase.terminal:
+            return []
+        if isinstance(message, messages.Hello):
+            return self._on_hello(key, message)
+        peer = self._peers.get(key) or self._offered.get(key)
+        if peer is None:
+            return []
+        if message.session != self.offer.session:
+            return self._break(peer, f"{type(message).__name__} of another session")
+        if isinstance(message, messages.Failed):
+            self._peers.pop(key, None)
+            self._offered.pop(key, None)
+            return self.fail(self._reported(peer, message))
+        handler = self.TABLE.get((self.phase, type(message)))
+        if handler is None or self.phase in peer.did:
+            return self._break(peer, f"{type(message).__name__} out of turn")
+        effects: list[Effect] = self._admit(key, peer) if key in self._offered else []
+        if key in self._peers:
+            effects += getattr(self, handler)(peer, message)
+        return effects
+
+    def planned(self, prepare: messages.Prepare, buckets: int, window: int) -> list[Effect]:
+        """The plan is made, of so many buckets, and its lane exists.
+
+        Args:
+            prepare: What the receivers are told of it.
+            buckets: How many the plan has.
+            window: How many of them may be under way at once.
+        """
+        if self.phase.terminal:
+            return []
+        self._buckets, self._window = buckets, window
+        return [Send(prepare)]
+
+    def packed(self, index: int, digests: bytes) -> list[Effect]:
+        """A bucket lies in the lane."""
+        if self.phase.terminal:
+            return []
+        self._packing = False
+        self._packed += 1
+        return [Send(messages.BucketReady(self.offer.session, index, digests)), *self._advance()]
+
+    def confirmed(self, digest: str) -> list[Effect]:
+        """All that was sent is of one state, whose digest is this."""
+        if self.phase.terminal:
+            return []
+        self._confirmed = True
+        return [Send(messages.Seal(self.offer.session, digest))]
+
+    def lost(self, key: str) -> list[Effect]:
+        """A connection is gone; the session fails if its peer takes part and was not done."""
+        self._offered.pop(key, None)
+        peer = self._peers.get(key)
+        if peer is None or self.phase.terminal or Phase.COMMIT in peer.did:
+            return []
+        del self._peers[key]
+        return self.fail(
+            RefitPeerError(
+                f"{self.where}: {peer.name} closed its connection",
+                fix="restart that engine; the others take the next refit as they are",
+                peer=peer.name,
+            )
+        )
+
+    def corrupted(self, key: str, error: RefitProtocolError) -> list[Effect]:
+        """A frame that could not be read came from ``key``: from who takes part, that is the end.
+
+        What was offered to others is taken back: they are not who they said.
+        """
+        peer = self._peers.get(key)
+        if peer is None:
+            self._offered.pop(key, None)
+            self._noise = str(error).splitlines()[0]
+            return [Send(self._abort(error), key)]
+        error.details["peer"] = peer.name
+        return self.fail(error)
+
+    def fail(self, error: BaseException) -> list[Effect]:
+        """See :meth:`Session.fail`. After COMMIT the version counts all the same."""
+        if self.phase.terminal:
+            return []
+        if self.phase is Phase.COMMIT:
+            self._end(Phase.COMMITTED, error)
+            return []
+        written = self._packed and self.offer.isolation == "quiesced"
+        self._end(Phase.TORN if written else Phase.ABORTED, error)
+        assert self.error is not None
+        return [Send(self._abort(self.error))]
+
+    # -- handlers, in the order of the phases -----------------------------------------------------
+
+    def _on_hello(self, key: str, hello: messages.Hello) -> list[Effect]:
+        if self.phase is not Phase.DISCOVER or key in self._peers or key in self._offered:
+            return []
+        if hello.refit_id != self._refit_id:
+            return self._turn_away(key, hello)
+        if len(self._peers) == self._receivers:
+            return self._dismiss(key, self._full)
+        if len(self._offered) >= _OFFERS * self._receivers:
+            del self._offered[next(iter(self._offered))]
+        self._offered[key] = _Peer(hello)
+        return [Send(self.offer, key)]
+
+    def _turn_away(self, key: str, hello: messages.Hello) -> list[Effect]:
+        """Refuses who asks for a refit that is over or unknown for long, or for none by name.
+
+        One that is queued here begins after this one: its receivers wait for it.
+        """
+        if hello.refit_id and self._refit_id:
+            since = self._asked_for.setdefault(hello.refit_id, self._clock())
+            waits = self._is_queued(hello.refit_id) or self._clock() < since + UNHEARD_OF_S
+            if waits and not self._is_over(hello.refit_id):
+                return []
+            why = "the refit that was asked for is over, or was never begun here"
+        else:
+            why = "only one side was told the refit's id: give refit_id to both, or to none"
+        error = RefitAborted(f"{self.phase}: {why}", fix="refit again")
+        return [Send(self._abort(error), key)]
+
+    def _admit(self, key: str, peer: _Peer) -> list[Effect]:
+        """Lets take part who is ready, in the place of an earlier connection of its own."""
+        del self._offered[key]
+        ours = [k for k, p in self._peers.items() if p.hello.receiver == peer.hello.receiver]
+        replaced: list[Effect] = []
+        for old in ours:
+            del self._peers[old]
+            replaced += self._dismiss(old, "the receiver came back on another connection")
+        if len(self._peers) == self._receivers:
+            return self._dismiss(key, self._full)
+        taken = {other.number for other in self._peers.values()}
+        peer.number = next(number for number in range(self._receivers) if number not in taken)
+        self._peers[key] = peer
+        return replaced
+
+    def _dismiss(self, key: str, why: str) -> list[Effect]:
+        return [Send(self._abort(RefitProtocolError(f"{self.phase}: {why}")), key)]
+
+    def _on_ready(self, peer: _Peer, message: messages.Ready) -> list[Effect]:
+        if any(p.ready and p.ready.dtypes != message.dtypes for p in self._peers.values()):
+            return self.fail(
+                ManifestMismatchError(
+                    f"{peer.name} wants other dtypes than the receivers before it",
+                    fix="give all engines of one refit the same dtype",
+                    peer=peer.name,
+                )
+            )
+        peer.ready = message
+        if not self._all_did(peer):
+            return []
+        late = [effect for key in self._offered for effect in self._dismiss(key, self._full)]
+        self._offered.clear()
+        self._enter(Phase.PREPARE)
+        everybody = tuple(p.ready for p in self._peers.values() if p.ready is not None)
+        return [*late, MakePlan(everybody)]
+
+    def _on_prepared(self, peer: _Peer, _: messages.Prepared) -> list[Effect]:
+        if self._buckets is None:
+            return self._break(peer, "Prepared before it was told the plan")
+        if not self._all_did(peer):
+            return []
+        self._enter(Phase.TRANSFER)
+        return self._advance()
+
+    def _on_loaded(self, peer: _Peer, message: messages.Loaded) -> list[Effect]:
+        if message.index != peer.loaded or message.index >= self._packed:
+            return self._break(peer, f"Loaded({message.index}), expected {peer.loaded}")
+        peer.loaded += 1
+        return self._advance()
+
+    def _on_sealed(self, peer: _Peer, _: messages.Sealed) -> list[Effect]:
+        if not self._confirmed:
+            return self._break(peer, "Sealed before it was told to")
+        if not self._all_did(peer):
+            return []
+        self._enter(Phase.COMMIT)
+        return [Send(messages.Commit(self.offer.session))]
+
+    def _on_done(self, peer: _Peer, _: messages.Done) -> list[Effect]:
+        if self._all_did(peer):
+            self._end(Phase.COMMITTED)
+        return []
+
+    # -- helpers ----------------------------------------------------------------------------------
+
+    def _advance(self) -> list[Effect]:
+        """Packs the next bucket once there is room for it; seals when all are loaded."""
+        slowest = min(peer.loaded for peer in self._peers.values())
+        if slowest == self._buckets:
+            self._enter(Phase.SEAL)
+            return [Confirm()]
+        room = self._packed - slowest < self._window
+        if self._packing or self._packed == self._buckets or not room:
+            return []
+        self._packing = True
+        return [Pack(self._packed)]
+
+    def _all_did(self, peer: _Peer) -> bool:
+        peer.did.add(self.phase)
+        peers = self._peers.values()
+        return len(peers) == self._receivers and all(self.phase in p.did for p in peers)
+
+    def _abort(self, error: BaseException) -> messages.Abort:
+        return messages.Abort(self.offer.session, *describe(error))
+
+    def _break(self, peer: _Peer, what: str) -> list[Effect]:
+        return self._refuse(f"{peer.name} sent {what}", peer.name)
+
+    def _reported(self, peer: _Peer, message: messages.Failed) -> RLError:
+        """The error behind a failure.
+
+        A receiver that timed out on us was really waiting for the late peers.
+        """
+        late = self._late()
+        if message.kind == RefitPeerError.__name__ and late:
+            return RefitPeerError(
+                f"{self.phase}: {late} kept {peer.name} waiting, which gave up",
+                fix="check the logs of the late receivers named above; raise deadline_s if the "
+                "model is large",
+                peer=late,
+            )
+        return peer_error(
+            message.kind,
+            f"{peer.name} failed: {message.message}",
+            phase=self.phase.value,
+            peer=peer.name,
+            cause=message.kind,
+        )
+
+    def _awaited(self) -> str:
+        missing = self._receivers - len(self._peers)
+        if not missing:
+            return self._late() or "the source"
+        who = [peer.name for peer in self._offered.values()]
+        if absent := max(0, missing - len(who)):
+            who.append(f"{absent} of {self._receivers} receivers")
+        return ", ".join(who)
+
+    def _hint(self) -> str:
+        return f"; refused meanwhile: {self._noise}" if self._noise else ""
+
+    @property
+    def _full(self) -> str:
+        return f"this refit has all of its {self._receivers} receivers"
+
+    def _late(self) -> str:
+        """Who takes part and has not done what is due in this phase."""
+        loading, packed = self.phase is Phase.TRANSFER, self._packed
+        return ", ".join(
+            peer.name
+            for peer in self._peers.values()
+            if (peer.loaded < packed if loading else self.phase not in peer.did)
+        )

@@ -1,0 +1,253 @@
+"""What both state machines share: phases, effects, deadlines, and how a failure ends."""
+
+from __future__ import annotations
+
+import enum
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rl_core import errors
+from rl_core.errors import (
+    CapabilityError,
+    RefitAborted,
+    RefitError,
+    RefitPeerError,
+    RefitProtocolError,
+    RLError,
+)
+from rl_core.weights.protocol.timing import tell_s
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from rl_core.weights.protocol.messages import Offer, Prepare, Ready
+
+__all__ = [
+    "Attach",
+    "Confirm",
+    "Effect",
+    "Install",
+    "Load",
+    "MakePlan",
+    "Pack",
+    "Phase",
+    "Publish",
+    "Send",
+    "Session",
+    "describe",
+    "is_echo",
+    "peer_error",
+]
+
+_MESSAGE_CHARS = 4000
+#: What another side may have raised, and means the same on this one.
+_SAME_HERE = (RefitError, CapabilityError)
+
+
+class Phase(enum.StrEnum):
+    """Where a refit is; the last three are its ends."""
+
+    DISCOVER = "DISCOVER"
+    PREPARE = "PREPARE"
+    TRANSFER = "TRANSFER"
+    SEAL = "SEAL"
+    COMMIT = "COMMIT"
+    COMMITTED = "COMMITTED"
+    ABORTED = "ABORTED"
+    TORN = "TORN"
+
+    @property
+    def terminal(self) -> bool:
+        """True if nothing more happens."""
+        return self in (Phase.COMMITTED, Phase.ABORTED, Phase.TORN)
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send a message to one peer, or to all of the session's."""
+
+    message: Any
+    to: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MakePlan:
+    """Sender: lay the tensors out for what the receivers said, then call ``planned``."""
+
+    ready: tuple[Ready, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Pack:
+    """Sender: put a bucket into the lane, then call ``packed``."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Confirm:
+    """Sender: make sure that all was of one state, then call ``confirmed``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attach:
+    """Receiver: attach to the lane (and, if quiesced, stop generating), then call ``attached``."""
+
+    prepare: Prepare
+    offer: Offer
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Receiver: a bucket is on its way, so begin to fetch it at once.
+
+    When it is here, verify it, write it to the sink, and call ``loaded``.
+    """
+
+    index: int
+    digests: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Install:
+    """Receiver: finish the sink, verify what is installed, then call ``installed``."""
+
+    offer: Offer
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Publish:
+    """Receiver: let the new version serve, then call ``published``."""
+
+    version: int
+
+
+Effect = Send | MakePlan | Pack | Confirm | Attach | Load | Install | Publish
+
+
+class Session(ABC):
+    """Base of the two state machines. No I/O, no threads, no clock of its own.
+
+    Once :attr:`phase` is terminal, :attr:`error` tells why unless all went well.
+
+    Args:
+        deadline_s: Seconds from now within which the session must end.
+        clock: Monotonic seconds.
+
+    Attributes:
+        phase: Where the session is.
+        at: What is being transferred, for errors; the job says it.
+        held_up: What on this side keeps the session waiting, for errors; the job says it.
+        error: Why it failed, once it has.
+        phase_seconds: Time spent in each phase that was left.
+    """
+
+    def __init__(self, deadline_s: float, clock: Callable[[], float]) -> None:
+        self.phase = Phase.DISCOVER
+        self.at = self.held_up = ""
+        self.error: RLError | None = None
+        self.phase_seconds: dict[str, float] = {}
+        self._clock = clock
+        self._entered = clock()
+        self._seconds = deadline_s
+        self._deadline = self._entered + deadline_s
+
+    @property
+    def remaining_s(self) -> float:
+        """Seconds until the deadline, at least 0."""
+        return max(0.0, self._deadline - self._clock())
+
+    @property
+    def where(self) -> str:
+        """The phase, and what is being transferred in it."""
+        return f"{self.phase} ({self.at})" if self.at else str(self.phase)
+
+    def tick(self) -> list[Effect]:
+        """To be called now and then: ends the session once its deadline has passed."""
+        if self.phase.terminal:
+            return []
+        if self.held_up and self.remaining_s <= tell_s(self._seconds):
+            return self.fail(
+                RefitAborted(
+                    f"{self.where}: {self.held_up} did not end within {self._seconds:g} s",
+                    fix="end running calls (close iterators of generate_async), or raise "
+                    "deadline_s",
+                    peer=self.held_up,
+                )
+            )
+        if self.remaining_s:
+            return []
+        who = self._awaited()
+        return self.fail(
+            RefitPeerError(
+                f"{self.where}: {who} did not answer within {self._seconds:g} s{self._hint()}",
+                fix="look at the other side's log; raise deadline_s if the model is large",
+                peer=who,
+            )
+        )
+
+    @abstractmethod
+    def fail(self, error: BaseException) -> list[Effect]:
+        """Ends the session for a reason on this side, and tells the others."""
+
+    def _refuse(self, what: str, peer: str = "") -> list[Effect]:
+        """Ends the session for a message that is not legal now."""
+        details = {"peer": peer} if peer else {}
+        return self.fail(RefitProtocolError(f"{self.phase}: {what}", **details))
+
+    @abstractmethod
+    def _awaited(self) -> str:
+        """Who keeps the session waiting."""
+
+    def _hint(self) -> str:
+        """What else may help to find out why nobody answered."""
+        return ""
+
+    def _enter(self, phase: Phase) -> None:
+        now = self._clock()
+        spent = self.phase_seconds.get(self.phase, 0.0)
+        self.phase_seconds[self.phase.value] = spent + now - self._entered
+        self._entered = now
+        self.phase = phase
+
+    def _end(self, phase: Phase, error: BaseException | None = None) -> None:
+        """Ends the session; an error that is not ours becomes the cause of one that is."""
+        if error is not None and not isinstance(error, RLError):
+            wrapped = RefitError(f"{self.phase}: {type(error).__name__}: {error}")
+            wrapped.__cause__ = error
+            error = wrapped
+        self.error = error
+        if error is not None:
+            error.details.setdefault("phase", self.phase.value)
+            if isinstance(error, RefitPeerError):
+                error.details.setdefault("peer", self._awaited())
+        self._enter(phase)
+
+
+def peer_error(
+    kind: str, message: str, *, same_here: tuple[type[RLError], ...] = _SAME_HERE, **details: Any
+) -> RLError:
+    """The error of another process, as one of the same class here; else a RefitPeerError.
+
+    Args:
+        kind: Name of its class.
+        message: The whole text.
+        same_here: The classes that mean the same here.
+        **details: And ``fix``, as of :class:`RLError`.
+    """
+    found = getattr(errors, kind, None) if kind in errors.__all__ else None
+    if isinstance(found, type) and issubclass(found, same_here) and found is not RefitError:
+        return found(message, **details)
+    return RefitPeerError(message, **details)
+
+
+def is_echo(error: RLError) -> bool:
+    """Whether it repeats what another process raised there, whose class is its ``cause``."""
+    return "cause" in error.details
+
+
+def describe(error: BaseException) -> tuple[str, str]:
+    """Class name and bounded text of an error, for a message to the other side."""
+    return type(error).__name__, str(error)[:_MESSAGE_CHARS]

@@ -1,0 +1,418 @@
+"""One refit, as the trainer performs it."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from contextlib import closing
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import torch
+
+from rl_core.errors import (
+    ConfigError,
+    LifecycleError,
+    RefitAborted,
+    RefitError,
+    RefitProtocolError,
+)
+from rl_core.plugins import hookspecs
+from rl_core.weights.data.digests import DIGEST_BYTES, BlockHash, DigestTable, TensorHasher
+from rl_core.weights.data.plan import ALIGN, DataMode
+from rl_core.weights.job import Job
+from rl_core.weights.protocol.frames import Channel, read_hello
+from rl_core.weights.protocol.messages import Offer, Prepare
+from rl_core.weights.protocol.sender_session import SenderSession
+from rl_core.weights.protocol.session import Confirm, Effect, MakePlan, Pack, Phase, Send
+from rl_core.weights.report import RefitReport
+from rl_core.weights.sending.packing import Packer, checked_tensors
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from rl_core.interfaces.weights import WeightSource
+    from rl_core.weights.data.manifest import WeightManifest
+    from rl_core.weights.options import SendOptions
+    from rl_core.weights.protocol.messages import Ready
+    from rl_core.weights.sending.packing import SenderBuckets
+    from rl_core.weights.sending.sender_base import SenderBase
+    from rl_core.weights.transports.base import SenderEnd
+
+#: Seconds between two events that tell of progress; short refits have none.
+_PROGRESS_S = 1.0
+
+
+class SendJob(Job[SenderSession]):
+    """One refit of a sender.
+
+    Args:
+        endpoint: The sender whose refit it is.
+        end: The sender's end of the transport.
+        source: The tensors as they are now; closed once, here.
+        options: What was chosen for this refit.
+        version: The version that these weights become.
+        rank_call_id: What every rank of the trainer calls this refit.
+    """
+
+    endpoint: SenderBase[Any]
+
+    def __init__(
+        self,
+        endpoint: SenderBase[Any],
+        end: SenderEnd,
+        source: WeightSource,
+        options: SendOptions,
+        version: int,
+        rank_call_id: str = "",
+    ) -> None:
+        self.options = options
+        self.version = version
+        self._rank_call_id = rank_call_id
+        self._end = end
+        self._source = source
+        self._manifest = endpoint.manifest_of(source)
+        offer = Offer(
+            secrets.token_hex(16),
+            endpoint.name,
+            version,
+            self._manifest.digest,
+            options.verify,
+            options.isolation,
+            options.delta,
+            dict(options.kv_scales),
+        )
+        session = SenderSession(
+            offer,
+            receivers=options.receivers,
+            deadline_s=options.deadline_s,
+            refit_id=options.refit_id,
+            is_over=endpoint.is_over,
+            is_queued=endpoint.is_queued,
+            clock=endpoint.runtime.clock,
+        )
+        super().__init__(session, endpoint, options.refit_id, torch.device(source.device))
+        self._channels: dict[str, Channel] = {}
+        self._unreachable: list[str] = []
+        self._table: DigestTable | None = None
+        self._packer: Packer | None = None
+        self._fallback: str | None = None
+        # What receivers want decides on these; they are set with the plan.
+        self._casts: int
+        self._wire: WeightManifest
+        self._device: torch.device
+        self._hash: BlockHash
+        self._reported_at = endpoint.runtime.clock()
+        self._closed = False
+
+    def refit(self) -> dict[str, Any]:
+        sender, session = self.endpoint, self.session
+        try:
+            self._end.refused()  # what was said before is not about this refit
+            try:
+                try:
+                    if self.options.join and sender.version != self.version:
+                        raise LifecycleError(
+                            f"{sender.name}: version {sender.version} was committed while a late "
+                            f"engine waited to join version {self.version}",
+                            fix="join again",
+                            version=sender.version,
+                        )
+                    self._source.open(self._rank_call_id, session.remaining_s)
+                except BaseException as error:
+                    self.perform(session.fail(error))
+                self.endpoint.runtime.drive(self)
+            finally:
+                committed = session.phase is Phase.COMMITTED
+                if not committed or session.error is not None:
+                    sender.drop_lanes_after_failure()
+            before, hashed, now = sender.committed, sender.committed_hash, self._table
+            if committed:  # whatever follows, this version is these weights and no others
+                sender.version, sender.committed = self.version, now
+                sender.committed_hash = self._hash
+            if session.error is not None:
+                raise session.error
+            unchanged = None
+            if before is not None and now is not None and hashed == self._hash:
+                unchanged = sum(before.known.get(n) == digest for n, digest in now.known.items())
+            return self._report(unchanged).as_dict()
+        finally:
+            self._close_source()  # before the refit after this one begins with its own
+
+    def release_resources(self) -> None:
+        self._close_source()
+        self._packer = self._table = None
+        self._channels.clear()
+
+    def pump(self, timeout_s: float) -> None:
+        unreachable, self._unreachable = self._unreachable, []
+        for key, frame in self._end.receive(0.0 if unreachable else timeout_s):
+            if self.given_up:
+                return  # a Hello that comes now means the next refit, and comes again
+            try:
+                effects = self._take(key, frame)
+            except RefitProtocolError as error:
+                effects = self.session.corrupted(key, error)
+            self.perform(effects)
+        for key in unreachable:  # what was received just now may have said why
+            self.perform(self.session.lost(key))
+
+    def _take(self, key: str, frame: bytes) -> list[Effect]:
+        channel = self._channels.get(key)
+        if (hello := read_hello(frame, self.endpoint.token)) is not None:
+            if channel is None:
+                self._channels[key] = Channel(self.endpoint.token, hello.nonce, "sender")
+            elif channel.nonce != hello.nonce:
+                raise RefitProtocolError("another Hello on a connection that has said one")
+            return self.session.receive(key, hello)
+        if channel is None:
+            return []  # of a refit before this one
+        return self.session.receive(key, channel.decode(frame))
+
+    def lost_peers(self) -> list[Effect]:
+        if self.session.phase is Phase.DISCOVER and (why := self._end.refused()) is not None:
+            error = RefitAborted(f"DISCOVER: a receiver will not come: {why}", peer="a receiver")
+            return self.session.fail(error)
+        if self.session.phase is not Phase.COMMIT:  # in which nothing is read any more
+            self._source.check()
+        return [effect for key in self._end.departed() for effect in self.session.lost(key)]
+
+    def do(self, effect: Effect) -> list[Effect]:
+        match effect:
+            case Send(message, to):
+                keys = self.session.connections if to is None else [to]
+                self._unreachable += [key for key in keys if not self._send(key, message)]
+            case MakePlan(ready):
+                prepare = self._make_plan(ready)
+                plan = self._buckets.plan
+                return self.session.planned(prepare, len(plan.buckets), plan.window)
+            case Pack(index):
+                self.session.at = self._buckets.plan.buckets[index].name
+                self._report_progress(index)
+                assert self._packer is not None
+                return self.session.packed(index, self._packer.put(index))
+            case Confirm():
+                self.session.at = ""
+                self._source.confirm()  # what was sent is of one state
+                if self.options.join:
+                    self._check_same()
+                return self.session.confirmed("" if self._table is None else self._table.digest)
+        return []
+
+    def _send(self, key: str, message: object) -> bool:
+        """Sends to one connection, also to one that never said a Hello; False if it is gone."""
+        channel = self._channels.get(key) or Channel(self.endpoint.token, b"", "sender")
+        if isinstance(message, Offer):
+            message = msgspec.structs.replace(message, nonce=secrets.token_bytes(16))
+        return self._end.send(key, channel.encode(message))
+
+    # -- what is sent, and where it lies ----------------------------------------------------------
+
+    def _make_plan(self, ready: tuple[Ready, ...]) -> Prepare:
+        sender, options = self.endpoint, self.options
+        self._casts = len(ready[0].dtypes)
+        self._wire = sender.wire_of(self._manifest, ready[0].dtypes)
+        own = torch.empty(0, device=self._source.device).device  # by the name that tensors give it
+        if own.type == "cuda":
+            torch.cuda.synchronize(own)  # an optimizer may step on a stream of its own
+        self._device = self._end.lane_device(own, [r.gpus for r in ready])
+        self._hash = BlockHash.choose(self._device, private=self._end.private, token=sender.token)
+        tensors, self._fallback = self._direct_tensors()
+        if tensors is not None:
+            self._fallback = self._move(tensors)
+        direct = tensors is not None and self._fallback is None
+        mode = DataMode.DIRECT if direct else DataMode.PACKED
+        skip = b""
+        if options.join or any(any(r.holds) for r in ready):  # some have tensors already
+            self._table = self._digests_now(mode)
+            if options.join:
+                self._check_same()  # before a late engine, which may serve, is written to
+            now = self._table.flat
+            skip = bytes(
+                all(r.holds[i : i + DIGEST_BYTES] == now[i : i + DIGEST_BYTES] for r in ready)
+                for i in range(0, len(now), DIGEST_BYTES)
+            )
+        elif options.verify != "none":
+            self._table = DigestTable(self._wire)
+        buckets = self._make_buckets(mode, skip)
+        buckets.lane.ends = time.monotonic() + self.session.remaining_s
+        sent = [self._manifest.owned[index] for index in buckets.plan.sent]
+        given = None if direct else checked_tensors(self._source, sent)
+        self._packer = Packer(buckets, given, self._table)
+        return Prepare(
+            self.session.offer.session,
+            buckets.plan.digest,
+            self._bucket_bytes(mode),
+            direct,
+            skip,
+            dict(buckets.lane.ref),
+            self.session.remaining_s,
+            self._hash.kind,
+        )
+
+    def _bucket_bytes(self, mode: DataMode) -> int:
+        return self.options.bucket_for(self._device, mode)
+
+    def _make_buckets(self, mode: DataMode, skip: bytes = b"") -> SenderBuckets:
+        return self.endpoint.buckets(
+            self._end,
+            self._wire,
+            self._bucket_bytes(mode),
+            mode,
+            skip=skip,
+            block_hash=self._hash,
+            device=self._device,
+            receivers=[hello.receiver for hello in self.session.peers.values()],
+        )
+
+    @property
+    def _buckets(self) -> SenderBuckets:
+        assert self._packer is not None, "there is a plan"
+        return self._packer.buckets
+
+    def _direct_tensors(self) -> tuple[dict[str, torch.Tensor] | None, str | None]:
+        """The source's own tensors, if receivers can read them where they are, or why not.
+
+        Raises:
+            ConfigError: They cannot, and ``mode`` leaves no other way.
+        """
+        mode, moved = self.options.mode, self.endpoint.moved
+        if mode == "packed":
+            return None, None
+        tensors, obstacle = None, None
+        if not self._end.reads_memory:
+            obstacle = f"the transport {self.options.transport} does not share memory"
+        elif self._end.obstacle:
+            obstacle = self._end.obstacle
+        elif self._casts:
+            obstacle = f"the engine wants {self._casts} tensors in another dtype"
+        elif (tensors := self._source.persistent()) is None:
+            obstacle = "the source makes its tensors on the fly"
+        else:
+            obstacle = moved.obstacle(self._manifest, tensors, self._device)
+            if obstacle is None and mode == "auto":
+                obstacle = moved.no_memory_for(self._manifest)
+        if obstacle and mode == "direct":
+            raise ConfigError(
+                f"refit: mode='direct' is not possible: {obstacle}",
+                fix='use mode="auto" or mode="packed"',
+                key="mode",
+            )
+        return None if obstacle or tensors is None else dict(tensors), obstacle
+
+    def _move(self, tensors: Mapping[str, torch.Tensor]) -> str | None:
+        """Moves tensors to where receivers can read them, or tells why there is no memory for that.
+
+        Raises:
+            RefitError: There is none, and ``mode`` leaves no other way.
+        """
+        try:
+            self.endpoint.moved.move(self._make_buckets(DataMode.DIRECT).lane, self._wire, tensors)
+        except (RefitError, torch.OutOfMemoryError) as error:
+            cause = str(error).splitlines()[0]
+            why = f"the tensors cannot be moved to memory that engines read: {cause}"
+            self.endpoint.drop_moved_tensors()
+            self.endpoint.moved.remember_no_memory(self._manifest, why)
+            if self.options.mode == "direct":
+                raise RefitError(
+                    f"refit: mode='direct' is not possible: {why}",
+                    fix='use mode="auto" or mode="packed", or leave more memory free: that of one '
+                    "tensor on the CPU, that of all tensors on a GPU",
+                ) from error
+            return why
+        return None
+
+    def _digests_now(self, mode: DataMode) -> DigestTable:
+        """The digest of every tensor as it is now, in the dtype that travels."""
+        table = DigestTable(self._wire)
+        if mode is DataMode.DIRECT:
+            whole = self._make_buckets(mode)
+            for index, part in enumerate(whole.plan.buckets):
+                table.add(part, whole.digests(index), whole.plan.block_bytes)
+            return table
+        block = min(self._hash.block, self._bucket_bytes(mode) // ALIGN * ALIGN)
+        # Only tensors that stay can be hashed together on a device.
+        lasting = (self._source.persistent() or {}) if self._hash.kind == "fold" else {}
+        with closing(checked_tensors(self._source, self._manifest.owned)) as given:
+            named = ((self._wire.by_name[spec.name], tensor) for spec, tensor in given)
+            table.known.update(TensorHasher(self._hash, block).digests(named, lasting))
+        return table
+
+    # -- the end ----------------------------------------------------------------------------------
+
+    def _close_source(self) -> None:
+        """Closes it once.
+
+        Raises:
+            RefitError: It cannot be closed, which a refit that failed only notes.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            if self._packer is not None:
+                self._packer.close()
+            self._source.close()
+        except Exception as error:
+            text = f"the weight source could not be closed: {type(error).__name__}: {error}"
+            if self.session.error is None:
+                raise RefitError(
+                    f"{self.endpoint.name}: {text}", fix="look at WeightSource.close"
+                ) from error
+            self.session.error.add_note(text)
+
+    def _check_same(self) -> None:
+        """Raises unless the weights are those that the other engines serve."""
+        before, hashed = self.endpoint.committed, self.endpoint.committed_hash
+        if hashed is not None and hashed != self._hash:
+            raise LifecycleError(
+                f"{self.endpoint.name}: version {self.version} was hashed with {hashed.kind}, and "
+                f"this refit hashes with {self._hash.kind}: whether the weights are the same "
+                "cannot be told",
+                fix="join over the transport, and from the device, of the last refit of all",
+                version=self.version,
+            )
+        if before is None or self._table is None or before.digest != self._table.digest:
+            raise LifecycleError(
+                f"{self.endpoint.name}: the weights are no longer those of version "
+                f"{self.version}, which the other engines serve",
+                fix="let the late engine take part in the next refit of all, or join before "
+                "training goes on, in the dtypes and with the bucket_bytes of the others",
+                version=self.version,
+            )
+
+    def _report(self, unchanged: int | None) -> RefitReport:
+        phases, plan, lane = self.session.phase_seconds, self._buckets.plan, self._buckets.lane
+        seconds = sum(phases.values())
+        return RefitReport(
+            version=self.version,
+            origin=self.endpoint.origin,
+            bytes=plan.nbytes,
+            seconds=seconds,
+            gb_per_s=plan.nbytes / seconds / 1e9,
+            phases=phases,
+            extra_memory_bytes=0 if plan.mode is DataMode.DIRECT else lane.data.numel(),
+            tensors=len(plan.sent),
+            skipped=len(self._wire.owned) - len(plan.sent),
+            unchanged=unchanged,
+            cast=self._casts,
+            buckets=len(plan.buckets),
+            receivers=self.options.receivers,
+            transport=self.options.transport,
+            mode=plan.mode.value,
+            verify=self.options.verify,
+            isolation=self.options.isolation,
+            fallback=self._fallback,
+        )
+
+    def _report_progress(self, index: int) -> None:
+        now = self.endpoint.runtime.clock()
+        if now - self._reported_at > _PROGRESS_S:
+            self._reported_at = now
+            hookspecs.emit(
+                "refit_progress",
+                version=self.version,
+                buckets=len(self._buckets.plan.buckets),
+                sent=index,
+                bytes=self._buckets.plan.nbytes,
+            )

@@ -1,0 +1,259 @@
+"""The trainer's endpoint: hands its tensors to any number of engines, refit after refit."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import secrets
+import socket
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from rl_core.errors import LifecycleError, RefitError
+from rl_core.ports import free_port
+from rl_core.weights.engine_lock import exclusively
+from rl_core.weights.handles import HandleSender
+from rl_core.weights.options import DEFAULT_BUCKET_BYTES, DEFAULT_DEADLINE_S, SendOptions
+from rl_core.weights.protocol.handshake import introduction
+from rl_core.weights.protocol.messages import PROTOCOL
+from rl_core.weights.protocol.session import Phase
+from rl_core.weights.sending.send_job import SendJob
+from rl_core.weights.sending.sender_base import SenderBase
+from rl_core.weights.sending.shared_tensors import MovedTensors
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from rl_core.interfaces.weights import WeightSource
+    from rl_core.weights.job import Runtime
+
+__all__ = ["RefitSender"]
+
+#: The transport that every sender offers without being told where to listen.
+_LOCAL = "ipc"
+
+
+class RefitSender(SenderBase[SendJob]):
+    """Sends a trainer's weights; one for the trainer's whole life.
+
+    Sockets and buffers are made at the first use and kept. Refits run one after another; those
+    that still wait for their receivers are given up when the next is asked for.
+
+    Args:
+        source: Gives the tensors as they are now; called once for each refit, and for a description
+            that no refit follows. Each one is closed once.
+        name: How errors on the other side call this one.
+        runtime: What its refits take from outside, such as their clock.
+
+    Attributes:
+        calls: How often a refit was asked for that is no set of handles.
+    """
+
+    def __init__(
+        self, source: Callable[[], WeightSource], *, name: str, runtime: Runtime | None = None
+    ) -> None:
+        super().__init__(name, runtime)
+        self.calls = 0
+        self._source = source
+        self._handle_sender: HandleSender | None = None
+        self._handle_serial = 0
+        self._described: tuple[str, WeightSource] | None = None
+
+    # -- refits -----------------------------------------------------------------------------------
+
+    def prepare(self) -> dict[str, Any]:
+        """Describes every tensor and where to fetch them, for the engine's ``prepare``.
+
+        The refit that is given the ``refit_id`` in it sends from the source that was described.
+        """
+        with self.asking:  # or else two callers would each make an end of their own
+            self.check_open()
+            self._drop_described()
+            refit_id, source = secrets.token_hex(8), self._source()
+            self._described = refit_id, source
+            manifest = self.manifest_of(source)
+            with suppress(RefitError):  # who uses another transport does not need this one
+                self.end(_LOCAL)
+            return {
+                **introduction(manifest, self.token),
+                "refit_id": refit_id,
+                **_meeting_point(),
+                "addresses": {name: dict(end.address) for name, end in self.ends.items()},
+            }
+
+    def open(
+        self, transport: str, deadline_s: float, **options: Any
+    ) -> concurrent.futures.Future[None]:
+        """Makes a transport ready that must be told where to listen, anew if it was before.
+
+        Returns:
+            A future that is done when the receivers are there.
+        """
+        self.check_open()
+        for job in self.waiting():
+            if job.options.transport == transport:
+                job.cancelled = f"the transport {transport} is opened anew"
+        with exclusively(self.turn, deadline_s, f"{self.name}: a running refit"):
+            self.close_end(transport)
+            end = self.ends[transport] = self.runtime.transport(transport).sender(**options)
+        return self.runtime.spawn(f"{transport}-{self.name}", lambda: end.rendezvous(deadline_s))
+
+    def send(
+        self, rank_call_id: str = "", /, **options: Any
+    ) -> concurrent.futures.Future[dict[str, Any]]:
+        """Starts one refit.
+
+        Args:
+            rank_call_id: What every rank of the trainer calls it.
+            **options: Those of :class:`~rl_core.weights.options.SendOptions`.
+
+        Returns:
+            A future of :class:`RefitReport` as a dict.
+
+        Raises:
+            ConfigError: An option is unknown or not legal.
+            LifecycleError: There is no committed version to join.
+        """
+        with self.asking:
+            self.calls += 1
+            self.check_open()
+            chosen = SendOptions.of(options)
+            try:
+                end = self.end(chosen.transport)
+            except RefitError as error:
+                failed: concurrent.futures.Future[dict[str, Any]] = concurrent.futures.Future()
+                failed.set_exception(error)
+                return failed
+            version = self._next_version(chosen)
+            for job in self.waiting():
+                job.supersede("a newer refit was asked for")
+            described, self._described = self._described, None
+            if described is not None and described[0] == chosen.refit_id:
+                source = described[1]
+            else:
+                if described is not None:
+                    described[1].close()
+                source = self._source()
+            try:
+                call_id = rank_call_id or chosen.refit_id or f"call {self.calls}"
+                job = SendJob(self, end, source, chosen, version, call_id)
+            except BaseException:
+                source.close()
+                raise
+            return self.start(job)
+
+    def _drop_described(self) -> None:
+        described, self._described = self._described, None
+        if described is not None:
+            described[1].close()
+
+    def _next_version(self, options: SendOptions) -> int:
+        if options.join:
+            if self.committed is None:
+                raise LifecycleError(
+                    f"{self.name}: nothing was committed that a late engine could be brought to",
+                    fix='refit all engines with verify="wire" first',
+                )
+            return self.version
+        if options.version is not None:
+            return options.version
+        begun = [job for job in self.jobs if job not in self.waiting()]
+        # One that is committed counts at once, whatever its thread still has to do.
+        going = [j.version for j in begun if j.session.phase not in (Phase.ABORTED, Phase.TORN)]
+        return max([self.version, *going[-1:]]) + 1
+
+    # -- the older handle-based interface ---------------------------------------------------------
+
+    def groups(
+        self, bucket_bytes: int = DEFAULT_BUCKET_BYTES, *, rank_call_id: str = ""
+    ) -> list[list[str]]:
+        """Begins a refit by handles: names in groups that fit a bucket (or of one larger tensor).
+
+        Aliases and empty tensors are not listed: nothing is sent for them.
+
+        Args:
+            bucket_bytes: Of a group, at most.
+            rank_call_id: What every rank of the trainer calls it.
+        """
+        self.check_open()
+        if self._handle_sender is not None:
+            self._handle_sender.close()
+            self._handle_sender = None
+        self._drop_described()
+        source = self._source()
+        try:
+            handed = HandleSender(
+                self.end(_LOCAL),
+                source,
+                self.manifest_of(source),
+                self._next_version(SendOptions()),
+                serial=self._handle_serial + 1,
+                bucket_bytes=bucket_bytes,
+                name=self.name,
+                rank_call_id=rank_call_id or f"set {self._handle_serial + 1}",
+                token=self.token,
+            )
+        except BaseException:
+            source.close()
+            raise
+        self._handle_serial, self._handle_sender = self._handle_serial + 1, handed
+        return handed.groups
+
+    def handles(self, keys: list[str]) -> dict[str, Any]:
+        """Hands one group over; valid until the next call.
+
+        Args:
+            keys: One of :meth:`groups`.
+
+        Returns:
+            A dict for the engine's ``load_handles``, free of pickle.
+
+        Raises:
+            LifecycleError: :meth:`groups` was not called, or the weights changed since.
+            ConfigError: A key is not a tensor of the model.
+        """
+        self.check_open()
+        if self._handle_sender is None:
+            raise LifecycleError(
+                f"{self.name}: handles were asked for before groups",
+                fix="call prepare_weights_for_ipc first",
+            )
+        with exclusively(self.turn, DEFAULT_DEADLINE_S, f"{self.name}: a running refit"):
+            frame = self._handle_sender.hand_over(keys)
+            if not self._handle_sender.left:
+                self.version = max(self.version, self._handle_sender.version)
+                self.committed = None
+        return {"protocol": PROTOCOL, "frame": frame}
+
+    # -- what is kept -----------------------------------------------------------------------------
+
+    def release_weights(self) -> None:
+        """Closes the memory that engines read the trainer's tensors in.
+
+        To be called when the tensors have left it (a trainer that gives its device away); the
+        next direct refit moves them again. Waits for a refit that is running.
+
+        Raises:
+            DeadlineError: That refit hangs.
+        """
+        with exclusively(self.turn, DEFAULT_DEADLINE_S, f"{self.name}: a running refit"):
+            self.drop_moved_tensors()
+
+    def release_resources(self) -> None:  # noqa: D102
+        self._drop_described()
+        if self._handle_sender is not None:
+            self._handle_sender.close()
+            self._handle_sender = None
+        self.moved = MovedTensors()
+        self._close_lanes(list(self._lanes))
+        for end in self.ends.values():
+            end.close()
+        self.ends.clear()
+
+
+def _meeting_point() -> dict[str, Any]:
+    """The address under which other hosts most likely reach this one, and a port that is free."""
+    host = "127.0.0.1"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
+        probe.connect(("192.0.2.1", 9))  # a documentation address: nothing is sent
+        host = probe.getsockname()[0]
+    return {"host": host, "port": free_port()}

@@ -1,0 +1,602 @@
+"""What belongs together finds each other; what happened is neither taken back nor done again."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import threading
+import time
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from simple_pair import (
+    SOON,
+    Engine,
+    InPlaceSink,
+    Trainer,
+    begin,
+    blank,
+    go,
+    make_persistent,
+    same,
+    until,
+)
+
+from rl_core.errors import (
+    ConfigError,
+    LifecycleError,
+    RefitAborted,
+    RefitError,
+    RefitPeerError,
+    RefitProtocolError,
+    WeightsTornError,
+)
+from rl_core.futures import spawn, wait
+from rl_core.weights import RefitReport
+from rl_core.weights.protocol import handshake as _introduction
+from rl_core.weights.protocol.messages import PROTOCOL
+from rl_core.weights.sending import send_job as _send_job
+
+
+def step(trainer: Trainer, seed: int) -> None:
+    """Other weights, in the same memory."""
+    for name, tensor in make_persistent(seed).items():
+        trainer.source.tensor[name].copy_(tensor)
+
+
+@pytest.fixture
+def both(keep) -> tuple[Trainer, Engine]:
+    trainer = keep(Trainer(make_persistent()))
+    return trainer, keep(Engine(blank(trainer.source.tensor), kind=InPlaceSink))
+
+
+# -- what happens to an engine's weights in the midst of a refit -----------------------------------
+
+
+def drop(engine: Engine) -> None:
+    """As an engine that gives its weights' memory away."""
+    for tensor in engine.sink.tensor.values():
+        tensor.fill_(True if tensor.dtype is torch.bool else 77)
+    engine.receiver.dropped()
+
+
+def overwrite(engine: Engine) -> None:
+    """As somebody who loads other weights past the refits."""
+    engine.sink.tensor["half"].fill_(77)
+    engine.receiver.forget()
+
+
+@pytest.mark.parametrize("delta", [False, True])
+@pytest.mark.parametrize("event", [drop, overwrite], ids=["dropped", "forgotten"])
+@pytest.mark.parametrize("at", ["tensors", "confirm", "commit"])
+def test_a_staged_refit_takes_nothing_back_that_happened_meanwhile(both, event, delta, at):
+    trainer, engine = both
+    go(trainer, engine)
+    step(trainer, 1)
+    happened: list[bool] = []
+
+    def happens(*_: object) -> None:
+        if not happened:
+            happened.append(True)
+            event(engine)
+
+    if at == "tensors":
+        trainer.source.before = happens
+    elif at == "confirm":
+        trainer.source.on["confirm"] = happens
+    else:
+        engine.sink.on["finish"] = happens
+    with pytest.raises(RefitError):
+        go(trainer, engine, isolation="staged", delta=delta, mode="packed")
+    assert happened
+    engine.idle()
+    assert engine.receiver.known == {}
+    if event is drop:
+        with pytest.raises(WeightsTornError):
+            engine.receiver.check()
+    trainer.source.before = lambda _: None
+    trainer.source.on.clear()
+    engine.sink.on.clear()
+    go(trainer, engine, delta=True, verify="installed")
+    assert same(trainer.source.tensor, engine.sink.tensor)
+    engine.receiver.check()
+
+
+def test_weights_that_are_dropped_while_the_trainer_dies_stay_torn(both):
+    trainer, engine = both
+    go(trainer, engine)
+    trainer.source.before = lambda _: drop(engine) or 1 / 0
+    with pytest.raises(RefitError):
+        go(trainer, engine, isolation="staged", mode="packed")
+    with pytest.raises(WeightsTornError):
+        engine.idle().receiver.check()
+
+
+def test_weights_that_are_dropped_between_two_handles_end_that_refit(both):
+    trainer, engine = both
+    engine.prepare_refit_info(trainer.prepare_refit_info())
+    first, *others = trainer.sender.groups(1024)
+    engine.receiver.load_handles(trainer.sender.handles(first))
+    drop(engine)
+    with pytest.raises(RefitAborted, match="dropped or changed"):
+        engine.receiver.load_handles(trainer.sender.handles(others[0]))
+    with pytest.raises(WeightsTornError):
+        engine.receiver.check()
+
+
+# -- a version is of one state of the weights ------------------------------------------------------
+
+
+def test_handles_of_two_states_are_not_given_out(both):
+    trainer, engine = both
+    count = [0]
+    source = trainer.source
+
+    class Counting(type(source)):
+        def __init__(self) -> None:
+            self.__dict__ |= source.__dict__
+            self.since = count[0]
+
+        def confirm(self) -> None:
+            if count[0] != self.since:
+                raise LifecycleError("the weights changed")
+
+    trainer.sender._source = Counting
+    engine.prepare_refit_info(trainer.prepare_refit_info())
+    first, second, *_ = trainer.sender.groups(1024)
+    engine.receiver.load_handles(trainer.sender.handles(first))
+    count[0] += 1
+    for _ in range(2):  # nor later
+        with pytest.raises(LifecycleError, match="changed"):
+            trainer.sender.handles(second)
+    for keys in trainer.sender.groups(1024):
+        engine.receiver.load_handles(trainer.sender.handles(keys))
+    assert same(source.tensor, engine.sink.tensor)
+
+
+def test_handles_of_a_refit_that_is_over_are_never_taken_again(both):
+    trainer, engine = both
+    engine.prepare_refit_info(trainer.prepare_refit_info())
+    told: list[list[dict[str, Any]]] = []
+    for _ in range(3):
+        told.append([])
+        for keys in trainer.sender.groups(1024):
+            told[-1].append(trainer.sender.handles(keys))
+            engine.receiver.load_handles(told[-1][-1])
+    for handles in (told[0][0], told[2][-1], told[1][-1], told[0][-1], told[2][0]):
+        with pytest.raises(RefitAborted, match="over"):
+            engine.receiver.load_handles(handles)
+    engine.receiver.check()
+    assert engine.receiver.version == 3
+
+
+def test_a_handle_of_before_does_not_end_the_set_that_followed(both):
+    trainer, engine = both
+    engine.prepare_refit_info(trainer.prepare_refit_info())
+    old = trainer.sender.handles(trainer.sender.groups(1024)[0])
+    first, *others = trainer.sender.groups(1024)
+    told = trainer.sender.handles(first)
+    engine.receiver.load_handles(told)
+    with pytest.raises(RefitAborted, match="over"):
+        engine.receiver.load_handles(old)
+    for keys in others:
+        engine.receiver.load_handles(trainer.sender.handles(keys))
+    assert same(trainer.source.tensor, engine.sink.tensor)
+    with pytest.raises(RefitAborted, match="over"):
+        engine.receiver.load_handles(told)
+
+
+def test_a_version_names_one_refit_also_while_the_report_is_written(both, monkeypatch):
+    trainer, engine = both
+    reporting, go_on = threading.Event(), threading.Event()
+    report = _send_job.RefitReport
+
+    def slow(**figures: Any) -> RefitReport:
+        reporting.set()
+        assert go_on.wait(SOON)
+        return report(**figures)
+
+    monkeypatch.setattr(_send_job, "RefitReport", slow)
+    sending_, receiving = begin(trainer, engine)
+    assert receiving.result(SOON)["version"] == 1
+    assert reporting.wait(SOON)
+    assert trainer.sender.version == 1
+    second = trainer.sender.send(deadline_s=SOON)
+    assert trainer.sender.jobs[-1].version == 2
+    go_on.set()
+    engine.receiver.receive(deadline_s=SOON).result(SOON)
+    assert (sending_.result(SOON)["version"], second.result(SOON)["version"]) == (1, 2)
+
+
+def test_a_report_that_fails_leaves_both_sides_at_one_version(both, monkeypatch):
+    trainer, engine = both
+    monkeypatch.setattr(_send_job, "RefitReport", lambda **figures: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        go(trainer, engine)
+    assert trainer.sender.version == engine.receiver.version == 1
+    assert trainer.sender.committed is not None
+
+
+def test_a_join_that_is_refused_leaves_an_engine_that_serves_as_it_was(both):
+    trainer, engine = both
+    go(trainer, engine)
+    before = engine.snapshot()
+    step(trainer, 1)
+    for mode in ("packed", "auto"):
+        with pytest.raises(LifecycleError, match="no longer those of version"):
+            go(trainer, engine, join=True, mode=mode)
+        engine.idle().receiver.check()
+        assert same(before, engine.sink.tensor)
+
+
+def test_what_a_transport_raises_ends_the_refit_on_both_sides(both):
+    trainer, engine = both
+    engine.prepare_refit_info(trainer.prepare_refit_info())
+    end = trainer.sender.end("ipc")
+    receive = end.receive
+
+    def broken(timeout_s: float) -> Any:
+        if trainer.sender.jobs[0].session.phase == "PREPARE":
+            raise OSError("the cable is cut")
+        return receive(timeout_s)
+
+    end.receive = broken
+    sending_, receiving = begin(trainer, engine)
+    assert "the cable is cut" in str(sending_.exception(SOON))
+    assert isinstance(sending_.exception(SOON), RefitError)
+    assert isinstance(receiving.exception(SOON), RefitError)
+    end.receive = receive
+    go(trainer, engine)
+
+
+# -- calls that belong together --------------------------------------------------------------------
+
+
+def test_two_refits_at_once_end_soon_and_one_of_them_commits(both):
+    trainer, engine = both
+    for seed in range(3):
+        step(trainer, seed)
+        begun = time.monotonic()
+        refits = [spawn("refit", lambda: go(trainer, engine)) for _ in range(2)]
+        errors = [refit.exception(SOON) for refit in refits]
+        assert time.monotonic() - begun < SOON / 2
+        assert None in errors, errors
+        assert all(isinstance(e, RefitAborted) for e in errors if e), errors
+        assert same(trainer.source.tensor, engine.idle().sink.tensor)
+        assert not engine.receiver.jobs
+
+
+def test_of_two_refits_asked_for_at_once_one_sees_the_other(both, monkeypatch):
+    """Or else each side may begin with another one, and wait for the other side's in vain."""
+    trainer, _ = both
+    honest, asked = trainer.sender.start, []
+
+    def start(job: Any) -> Any:
+        asked.append(job)
+        if len(asked) == 1:
+            rival.append(spawn("rival", lambda: trainer.sender.send(deadline_s=SOON)))
+            time.sleep(0.2)  # it would go ahead now, if it could
+        return honest(job)
+
+    rival: list[Any] = []
+    monkeypatch.setattr(trainer.sender, "start", start)
+    first = trainer.sender.send(deadline_s=600)
+    second = rival[0].result(SOON)
+    assert isinstance(first.exception(SOON), RefitAborted)
+    assert second.cancel() is False
+    assert isinstance(second.exception(SOON), RefitAborted)
+
+
+def test_descriptions_asked_for_at_once_name_one_end(both, monkeypatch):
+    """An end that another one replaces is closed, and no engine could reach it."""
+    trainer, _ = both
+    honest = trainer.sender.runtime.transport
+
+    def slow(name: str) -> Any:
+        time.sleep(0.1)
+        return honest(name)
+
+    runtime = dataclasses.replace(trainer.sender.runtime, transport=slow)
+    monkeypatch.setattr(trainer.sender, "runtime", runtime)
+    asked = [spawn("prepare", trainer.prepare_refit_info) for _ in range(3)]
+    addresses = [each.result(SOON)["addresses"]["ipc"]["endpoint"] for each in asked]
+    assert len(set(addresses)) == 1
+
+
+# -- a refit that fails on one side ----------------------------------------------------------------
+
+
+def test_an_engine_does_not_wait_for_a_refit_that_the_trainer_could_not_begin(both, monkeypatch):
+    trainer, engine = both
+
+    def refuse(refit_id: str, deadline_s: float) -> None:
+        raise LifecycleError("the ranks are out of step")
+
+    monkeypatch.setattr(trainer.source, "open", refuse)
+    with pytest.raises(LifecycleError, match="out of step"):
+        go(trainer, engine, deadline_s=600)
+    until(lambda: not engine.receiver.jobs, "the end of the engine's call")
+    monkeypatch.undo()
+    assert go(trainer, engine).version == 1
+
+
+def test_a_trainer_does_not_wait_for_an_engine_that_could_not_be_asked(both, monkeypatch):
+    trainer, engine = both
+    monkeypatch.setattr(engine, "update_weights_via_ipc_zmq", lambda **_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        go(trainer, engine, deadline_s=600)
+    until(lambda: not trainer.sender.jobs, "the end of the trainer's call")
+
+
+def test_a_trainer_that_has_no_room_for_a_refit_says_so_in_the_engines_place(both, monkeypatch):
+    trainer, engine = both
+
+    def scarce(**_: Any) -> None:
+        raise RefitError("no room for a refit", fix="make some")
+
+    monkeypatch.setattr("rl_core.weights.transports.control.require_room", scarce)
+    with pytest.raises(RefitError, match="no room for a refit"):
+        go(trainer, engine)
+
+
+def test_a_refit_that_runs_keeps_its_end_where_the_next_one_has_no_room(both, monkeypatch):
+    trainer, engine = both
+    failures: list[Any] = []
+
+    def scarce() -> None:
+        raise RefitError("no room for a refit")
+
+    def ask_for_another(_: str) -> None:
+        trainer.source.before = lambda _: None
+        with monkeypatch.context() as patch:
+            patch.setattr("rl_core.weights.transports.control.require_room", scarce)
+            failures.append(trainer.sender.send().exception(SOON))
+
+    trainer.source.before = ask_for_another
+    assert go(trainer, engine, mode="packed").version == 1
+    assert "no room" in str(failures[0])
+
+
+def test_a_refit_may_be_cancelled_before_it_is_asked_for(both):
+    """The two calls of a refit may travel on ways of their own."""
+    trainer, engine = both
+    engine.prepare_refit_info(trainer.prepare_refit_info())
+    engine.receiver.cancel("lost")
+    with pytest.raises(RefitAborted, match="cancelled"):
+        engine.receiver.receive(refit_id="lost", deadline_s=600).result(SOON)
+    assert go(trainer, engine).version == 1
+
+
+def test_calls_without_an_id_are_not_cancelled_by_one(both):
+    trainer, engine = both
+    sending, receiving = begin(trainer, engine)
+    engine.receiver.cancel("")
+    trainer.sender.cancel("")
+    assert [each["version"] for each in wait([sending, receiving], SOON)] == [1, 1]
+
+
+def test_a_refit_that_waits_for_the_one_before_it_is_cancelled_at_once(both):
+    trainer, engine = both
+    engine.prepare_refit_info(trainer.prepare_refit_info())
+    engine.receiver.receive(refit_id="first", deadline_s=600)
+    second = engine.receiver.receive(refit_id="second", deadline_s=600)
+    engine.receiver.cancel("second")
+    assert isinstance(second.exception(SOON), RefitAborted)
+    assert [job.refit_id for job in engine.receiver.jobs] == ["first"]
+
+
+def test_a_refit_whose_bytes_are_on_their_way_is_not_cancelled(both):
+    trainer, engine = both
+    info = trainer.prepare_refit_info()
+    engine.prepare_refit_info(info)
+
+    def cancel(_: str) -> None:
+        trainer.sender.cancel(info["refit_id"])
+        engine.receiver.cancel(info["refit_id"])
+        receiving.cancel()
+
+    trainer.source.before = cancel
+    receiving = engine.receiver.receive(refit_id=info["refit_id"], deadline_s=SOON)
+    sending = trainer.sender.send(refit_id=info["refit_id"], mode="packed", deadline_s=SOON)
+    assert [each["version"] for each in wait([sending, receiving], SOON)] == [1, 1]
+
+
+def test_a_call_whose_refit_is_over_ends_at_once(both):
+    trainer, engine = both
+    engine.prepare_refit_info(trainer.prepare_refit_info())
+    lost = trainer.sender.send(refit_id="first", deadline_s=600)
+    trainer.sender.send(refit_id="second", deadline_s=SOON)
+    assert isinstance(lost.exception(SOON), RefitAborted)
+    with pytest.raises(RefitAborted, match="is over"):
+        engine.receiver.receive(refit_id="first", deadline_s=600).result(SOON)
+    assert engine.receiver.receive(refit_id="second", deadline_s=SOON).result(SOON)["version"] == 1
+
+
+def test_a_refit_whose_bytes_are_on_their_way_is_not_given_up_for_a_newer_one(both):
+    trainer, engine = both
+    at_work, go_on = threading.Event(), threading.Event()
+
+    def wait_a_little(_: str) -> None:
+        at_work.set()
+        assert go_on.wait(SOON)
+
+    trainer.source.before = wait_a_little
+    sending_, receiving = begin(trainer, engine, mode="packed")
+    assert at_work.wait(SOON)
+    trainer.sender.jobs[0].supersede("a newer refit was asked for")
+    trainer.sender.jobs[0].look()
+    go_on.set()
+    assert wait([sending_, receiving], SOON)[0]["version"] == 1
+
+
+def test_a_refit_that_the_trainer_never_began_does_not_hold_up_the_next_for_long(both):
+    trainer, engine = both
+    engine.prepare_refit_info(trainer.prepare_refit_info())
+    lost = engine.receiver.receive(refit_id="lost", deadline_s=600)
+    go(trainer, engine)
+    with pytest.raises(RefitAborted, match="never begun"):
+        lost.result(SOON)
+
+
+# -- what is refused by name -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("theirs", [PROTOCOL - 1, PROTOCOL + 1, 99, "x"])
+def test_another_version_of_rl_core_is_refused_by_name(both, theirs):
+    trainer, engine = both
+    info = trainer.prepare_refit_info() | {"protocol": theirs, "rl_core": "9.9.9"}
+    with pytest.raises(RefitProtocolError, match=r"9\.9\.9.*protocol") as error:
+        engine.prepare_refit_info(info)
+    assert f"protocol {PROTOCOL}" in str(error.value)
+    assert "same rl-core" in str(error.value.fix)
+    handles = {"protocol": theirs, "frame": b""}
+    engine.prepare_refit_info(trainer.prepare_refit_info())
+    with pytest.raises(RefitProtocolError, match="same rl-core"):
+        engine.receiver.load_handles(handles)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("deadline_s", 1e10), ("deadline_s", True), ("deadline_s", float("nan")), ("version", True),
+        ("receivers", True), ("bucket_bytes", True), ("delta", "yes"), ("join", 1),
+        ("transport", None), ("refit_id", 7),
+    ],
+)  # fmt: skip
+def test_options_of_the_wrong_kind_are_refused(both, key, value):
+    with pytest.raises(ConfigError, match=key):
+        both[0].sender.send(**{key: value})
+
+
+@pytest.mark.parametrize("value", [0, -1, 1e10, True, "1"])
+def test_a_receiver_refuses_a_deadline_that_is_none(both, value):
+    trainer, engine = both
+    engine.prepare_refit_info(trainer.prepare_refit_info())
+    with pytest.raises(ConfigError, match="deadline_s"):
+        engine.receiver.receive(deadline_s=value)
+
+
+def test_a_trainer_that_is_not_to_be_seen_from_here_is_told_from_a_dead_one(both, tmp_path):
+    trainer, engine = both
+    info = trainer.prepare_refit_info()
+    elsewhere = {"ipc": {"endpoint": f"ipc://{tmp_path}/rl-refit-x/socket"}}
+    engine.prepare_refit_info(info | {"addresses": elsewhere})
+    with pytest.raises(RefitPeerError, match="another host or container") as error:
+        engine.receiver.receive(deadline_s=SOON).result(SOON)
+    assert "collective" in str(error.value.fix)
+
+
+@pytest.mark.parametrize(
+    ("found", "given", "where"),
+    [
+        ("8.8.8.8", None, None),
+        ("8.8.8.8", "10.0.0.1", "10.0.0.1"),
+        ("192.168.0.1", None, "192.168.0.1"),
+    ],
+)
+def test_a_public_address_is_taken_only_if_it_is_given(pair, found, given, where):
+    trainer, engine = pair
+    described = trainer.prepare_refit_info()
+    trainer.prepare_refit_info = lambda: {**described, "host": found}
+    asked: list[str] = []
+    trainer.init_collective = lambda ip, port, size: asked.append(ip) or 1 / 0
+    expected = ZeroDivisionError if where else ConfigError
+    with pytest.raises(expected) as error:
+        go(trainer, engine, transport="collective", address=given)
+    assert asked == ([where] if where else [])
+    assert where or "address=" in str(error.value.fix)
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_directory_that_holds_no_socket_hinders_no_other_transport(
+    both, monkeypatch, tmp_path, there
+):
+    trainer, _ = both
+    deep = tmp_path / ("x" * 120)
+    if there:
+        deep.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(deep))
+    info = trainer.prepare_refit_info()
+    assert info["addresses"] == {}
+    with pytest.raises(RefitError, match="TMPDIR"):
+        trainer.sender.send().result(SOON)
+
+
+def test_the_release_is_read_from_disk_once(both, monkeypatch):
+    trainer, _ = both
+    read: list[str] = []
+    _introduction._release.cache_clear()
+    monkeypatch.setattr(_introduction, "version", lambda name: read.append(name) or "1.0")
+    try:
+        assert [trainer.prepare_refit_info()["rl_core"] for _ in range(3)] == ["1.0"] * 3
+        assert read == ["rl-core"]
+    finally:
+        _introduction._release.cache_clear()
+
+
+# -- what is kept, and for how long ----------------------------------------------------------------
+
+
+def test_an_error_that_is_kept_keeps_no_buffers(both):
+    trainer, engine = both
+    lanes: list[weakref.ref[Any]] = []
+    lane_of = trainer.sender._lane
+
+    def remember(*arguments: Any) -> Any:
+        lane = lane_of(*arguments)
+        lanes.append(weakref.ref(lane.data))
+        return lane
+
+    trainer.sender._lane = remember
+    trainer.source.on["confirm"] = lambda: 1 / 0
+    with pytest.raises(RefitError) as kept:
+        go(trainer, engine, mode="packed")
+    engine.idle()
+    gc.collect()
+    assert lanes
+    assert [lane() for lane in lanes] == [None] * len(lanes), kept.value
+
+
+def test_buffers_that_an_engine_may_still_read_are_not_used_again(both):
+    """It was paused, heard nothing of the failure, and will read on."""
+    trainer, engine = both
+    told: list[Any] = []
+    lane_of = trainer.sender._lane
+
+    def remember(*arguments: Any) -> Any:
+        told.append(dict(lane_of(*arguments).ref))
+        return lane_of(*arguments)
+
+    trainer.sender._lane = remember
+    go(trainer, engine, mode="packed")
+    go(trainer, engine, mode="packed")
+    assert told[0] == told[1]
+    trainer.source.on["confirm"] = lambda: 1 / 0
+    with pytest.raises(RefitError):
+        go(trainer, engine, mode="packed")
+    trainer.source.on.clear()
+    go(trainer, engine, mode="packed")
+    assert told[2] == told[1]
+    assert told[3] != told[2]
+
+
+@pytest.mark.parametrize("how", ["prepared for another", "asked to generate"])
+def test_the_memory_of_a_trainer_that_is_gone_is_let_go(keep, how):
+    first = Trainer(make_persistent(), at_home=True)
+    engine = keep(Engine(blank(first.source.tensor), kind=InPlaceSink))
+    assert go(first, engine).mode == "direct"
+    [lane] = engine.receiver._lanes.values()
+    mapped = weakref.ref(lane.data)
+    del lane
+    first.close()
+    if how == "asked to generate":
+        engine.clock.ahead_s = 60.0
+        engine.receiver.check()
+    else:
+        other = keep(Trainer(make_persistent(), at_home=True))
+        engine.prepare_refit_info(other.prepare_refit_info())
+    gc.collect()
+    assert mapped() is None
+    assert engine.receiver._lanes == {}

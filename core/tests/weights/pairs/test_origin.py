@@ -1,0 +1,154 @@
+"""Whose version an engine has: two trainers count theirs for themselves."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from typing import Any
+
+import pytest
+from simple_pair import BUCKET, SOON, Engine, Replicas, Trainer, blank, go
+
+from rl_core import LoopWarning
+from rl_core.futures import wait
+from rl_core.weights.protocol.frames import origin_of
+
+
+@pytest.fixture
+def anew(keep, pair) -> Trainer:
+    """A trainer of the same tensors, as one that was started again."""
+    return keep(Trainer(pair[0].source.tensor))
+
+
+def taken_over(trainer: Trainer, engine: Any, **options: Any) -> list[dict[str, Any]]:
+    """What the report of a refit says, which nothing warns of."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", LoopWarning)
+        return go(trainer, engine, **options).taken_over
+
+
+def test_an_origin_is_what_a_token_gives_and_does_not_give_it_away():
+    tokens = [f"token {number}" for number in range(1000)]
+    origins = {origin_of(token) for token in tokens}
+    assert len(origins) == len(tokens)
+    assert all(0 < origin < 1 << 63 for origin in origins)
+    assert origin_of(tokens[3]) == origin_of(tokens[3])
+
+
+def test_versions_of_two_trainers_are_told_apart_by_their_origins(pair, anew):
+    trainer, engine = pair
+    assert (engine.receiver.version, engine.receiver.origin) == (0, 0)
+    first = go(trainer, engine)
+    assert engine.receiver.origin == first.origin == trainer.sender.origin
+    with pytest.warns(LoopWarning):
+        second = go(anew, engine)
+    assert second.version == first.version == engine.receiver.version
+    assert engine.receiver.origin == second.origin == anew.sender.origin != first.origin
+
+
+def test_a_loop_is_told_once_that_its_engine_had_another_trainer(pair, anew):
+    trainer, engine = pair
+    go(trainer, engine, version=4)  # nobody was here before
+    assert go(trainer, engine).taken_over == []
+    with pytest.warns(LoopWarning, match="trainer") as said:
+        report = go(anew, engine)
+    before = {"origin": trainer.sender.origin, "version": 5}
+    assert report.taken_over == [{"name": "engine", **before}]
+    assert f"engine had version 5 of origin {trainer.sender.origin}" in str(said[0].message)
+    assert f"now has version 1 of origin {report.origin}" in str(said[0].message)
+    assert said[0].filename.endswith("simple_pair.py")  # where refit was called
+    assert go(anew, engine).taken_over == []
+    assert go(trainer, engine).taken_over == [
+        {"name": "engine", "origin": anew.sender.origin, "version": 2}
+    ]
+
+
+def test_each_engine_that_had_another_trainer_is_named(keep, pair, anew):
+    trainer, engine = pair
+    late = keep(Engine(blank(trainer.source.tensor)))
+    late.receiver.name = "late"
+    go(trainer, engine)
+    [found] = taken_over(anew, Replicas(engine, late))
+    assert found["name"] == "engine"
+    assert late.receiver.origin == engine.receiver.origin == anew.sender.origin
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"verify": "none"}, {"delta": True}, {"isolation": "staged"}, {"version": 9}],
+    ids=str,
+)
+def test_whatever_a_refit_is_asked_for_its_origin_is_the_trainers(pair, anew, options):
+    trainer, engine = pair
+    go(trainer, engine)
+    assert len(taken_over(anew, engine, **options)) == 1
+    assert engine.receiver.origin == anew.sender.origin
+
+
+def test_another_transport_has_the_same_origin(pair):
+    trainer, engine = pair
+    origin = go(trainer, engine).origin
+    port = trainer.prepare_refit_info()["port"]
+    opening = trainer.sender.open("collective", SOON, ip="127.0.0.1", port=port, receivers=1)
+    engine.prepare_refit_info(trainer.prepare_refit_info())
+    place = {"ip": "127.0.0.1", "port": port}
+    wait([opening, engine.receiver.open("collective", SOON, place)], SOON)
+    report = go(trainer, engine, transport="collective")
+    assert (report.version, report.origin, report.taken_over) == (2, origin, [])
+    trainer.sender.release_weights()
+    engine.receiver.release_weights()
+    assert go(trainer, engine).origin == origin
+
+
+def test_a_refit_by_handles_has_its_origin(pair, anew):
+    trainer, engine = pair
+    go(trainer, engine)
+    engine.prepare_refit_info(anew.prepare_refit_info())
+    first, *others = anew.sender.groups(BUCKET)
+    engine.receiver.load_handles(anew.sender.handles(first))
+    assert (engine.receiver.torn, engine.receiver.origin) == (True, trainer.sender.origin)
+    for keys in others:
+        engine.receiver.load_handles(anew.sender.handles(keys))
+    assert (engine.receiver.version, engine.receiver.origin) == (1, anew.sender.origin)
+
+
+@pytest.mark.parametrize("isolation", ["quiesced", "staged"])
+def test_a_refit_that_fails_leaves_the_origin_with_the_version(pair, anew, isolation):
+    trainer, engine = pair
+    go(trainer, engine)
+    engine.sink.on["finish"] = lambda: 1 // 0
+    with pytest.raises(Exception, match="ZeroDivision"):
+        go(anew, engine, isolation=isolation)
+    assert (engine.receiver.version, engine.receiver.origin) == (1, trainer.sender.origin)
+    engine.sink.on.clear()
+    [before] = taken_over(anew, engine)
+    assert (before["version"], before["origin"]) == (1, trainer.sender.origin)
+
+
+def test_two_drivers_of_one_trainer_are_one_origin(pair):
+    trainer, engine = pair
+    reports = [go(trainer, engine)]
+    driver = threading.Thread(target=lambda: reports.append(go(trainer, engine)))
+    driver.start()
+    driver.join(SOON)
+    assert len({report.origin for report in reports}) == 1
+    assert reports[1].taken_over == []
+
+
+def test_a_module_has_one_origin_as_long_as_it_lives():
+    from torch import nn
+
+    from rl_core.weights import ModuleSender, refit
+    from rl_core.weights.modules import receiving_end, sending_end
+
+    trained, other, engine = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)
+    report = refit(trained, engine, deadline_s=SOON)
+    assert report.origin == sending_end(trained, None).weights_origin
+    assert receiving_end(engine).weights_origin == report.origin
+    trained.load_state_dict(other.state_dict())  # as a checkpoint is loaded
+    assert refit(trained, engine, deadline_s=SOON).origin == report.origin
+    with pytest.warns(LoopWarning, match="Linear had version 2 of origin"):
+        assert refit(other, engine, deadline_s=SOON).origin != report.origin
+    sender = ModuleSender(nn.Linear(2, 2))
+    assert sender.weights_origin not in (0, report.origin)
+    sender.shutdown()

@@ -1,0 +1,296 @@
+"""What the levels of verification notice."""
+
+from __future__ import annotations
+
+import gc
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import pytest
+import torch
+import xxhash
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from second_preimage import second_preimage
+from simple_pair import (
+    BUCKET,
+    SOON,
+    DictSink,
+    Engine,
+    InPlaceSink,
+    MuteSink,
+    Trainer,
+    blank,
+    fails,
+    go,
+    make_tensors,
+    same,
+)
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from rl_collective.collective import CollectiveSender
+from rl_core.errors import (
+    CapabilityError,
+    RefitCorrupted,
+    RefitProtocolError,
+    WeightsTornError,
+)
+from rl_core.futures import wait
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+FAULTS = ["drop", "misplace", "convert"]
+
+
+def break_loader(engine: Engine, fault: str, tensor: str = "big") -> None:
+    """From now on the engine's loader does something wrong with the end of one tensor."""
+    write = engine.sink.write
+
+    def wrong(name: str, offset: int, data: torch.Tensor, **kwargs: Any) -> None:
+        if name != tensor or offset == 0:
+            write(name, offset, data, **kwargs)
+        elif fault == "misplace":
+            write(name, offset - 1, data, **kwargs)
+        elif fault == "convert":
+            write(name, offset, data.bfloat16().float(), **kwargs)
+
+    engine.sink.write = wrong
+
+
+class CopyingSink(InPlaceSink):
+    """Shows copies of what it has."""
+
+    shown: ClassVar[list[StorageWeakRef]] = []
+
+    def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in super().read(names):
+            copy = tensor.clone()
+            self.shown.append(StorageWeakRef(copy.untyped_storage()))
+            yield name, copy
+
+
+@pytest.mark.parametrize("isolation", ["quiesced", "staged"])
+def test_copies_that_an_engine_shows_are_not_kept(keep, isolation):
+    trainer, engine = (
+        keep(Trainer(make_tensors())),
+        keep(Engine(blank(make_tensors()), kind=CopyingSink)),
+    )
+    CopyingSink.shown.clear()
+    for _ in range(3):
+        go(trainer, engine, verify="installed", isolation=isolation)
+    gc.collect()
+    assert CopyingSink.shown
+    assert all(storage.expired() for storage in CopyingSink.shown)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_installed_catches_a_loader_that_is_wrong(pair, fault):
+    trainer, engine = pair
+    break_loader(engine, fault)
+    sender, receiver = fails(trainer, engine, verify="installed")
+    assert isinstance(receiver, RefitCorrupted)
+    assert receiver.details["tensors"] == ["big"]
+    assert isinstance(sender, RefitCorrupted)
+    assert engine.receiver.version == 0
+    with pytest.raises(WeightsTornError):
+        engine.receiver.check()
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_installed_catches_it_in_a_staged_refit_and_gives_the_old_weights_back(pair, fault):
+    trainer, engine = pair
+    before = engine.snapshot()
+    whole = engine.sink.write
+
+    def wrong(name: str, offset: int, data: torch.Tensor, **kwargs: Any) -> None:
+        if name == "big" and data.abs().sum():  # not when zeros are given back
+            data = {"drop": data * 0, "misplace": data.roll(1), "convert": data.half().float()}[
+                fault
+            ]
+        whole(name, offset, data, **kwargs)
+
+    engine.sink.write = wrong
+    sender, receiver = fails(trainer, engine, verify="installed", isolation="staged")
+    assert isinstance(sender, RefitCorrupted)
+    assert isinstance(receiver, RefitCorrupted)
+    engine.receiver.check()
+    assert same(before, engine.sink.tensor)
+
+
+def test_installed_catches_a_dtype_that_the_engine_changed_on_its_own(pair):
+    trainer, engine = pair
+
+    def convert() -> None:
+        engine.sink.tensor["big"] = engine.sink.tensor["big"].half()
+
+    engine.sink.on["finish"] = convert
+    _, receiver = fails(trainer, engine, verify="installed")
+    assert isinstance(receiver, RefitCorrupted)
+    assert receiver.details["tensors"] == ["big"]
+
+
+def test_installed_catches_a_tensor_that_the_engine_does_not_show(pair):
+    trainer, engine = pair
+    read = engine.sink.read
+    engine.sink.read = lambda names: read(name for name in names if name != "half")
+    _, receiver = fails(trainer, engine, verify="installed")
+    assert isinstance(receiver, RefitCorrupted)
+    assert receiver.details["tensors"] == ["half"]
+
+
+def test_installed_catches_an_alias_that_was_not_refreshed(keep):
+    weight = torch.randn(30, 20)
+    ties = {"head": "embed"}
+    trainer = keep(Trainer({"embed": weight, "head": weight}, ties))
+    engine = keep(Engine({"embed": torch.zeros(30, 20), "head": torch.zeros(30, 20)}, ties))
+    _, receiver = fails(trainer, engine, verify="installed")
+    assert isinstance(receiver, RefitCorrupted)
+    assert receiver.details["tensors"] == ["head"]
+
+
+def test_installed_catches_a_tensor_that_a_delta_did_not_send(pair):
+    trainer, engine = pair
+    go(trainer, engine)
+    engine.sink.tensor["half"].zero_()
+    trainer.source.tensor["scalar"].add_(1)
+    _, receiver = fails(trainer, engine, verify="installed", delta=True)
+    assert isinstance(receiver, RefitCorrupted)
+    assert receiver.details["tensors"] == ["half"]
+
+
+def test_installed_of_an_engine_that_cannot_read_is_a_capability_error(keep, pair):
+    trainer, _ = pair
+    engine = keep(Engine(blank(trainer.source.tensor), kind=MuteSink))
+    sender, receiver = fails(trainer, engine, verify="installed")
+    assert isinstance(sender, CapabilityError)
+    assert isinstance(receiver, CapabilityError)
+    engine.receiver.check()  # nothing was written
+
+
+@pytest.mark.parametrize("kind", [DictSink, InPlaceSink])
+@pytest.mark.parametrize("mode", ["packed", "direct"])
+def test_wire_notices_bytes_that_were_damaged_on_the_way_and_writes_none_of_them(keep, mode, kind):
+    tensors = {name: torch.full((900,), 1.0) for name in ("a", "b", "c")}
+    trainer = keep(Trainer(tensors, at_home=True))
+    engine = keep(Engine(blank(tensors), kind=kind))
+    go(trainer, engine, mode=mode)
+    [lane] = trainer.sender._lanes.values()
+    publish = lane.publish
+
+    def damage(start: int, stop: int) -> None:
+        lane.data[start + 4] ^= 255
+        publish(start, stop)
+
+    lane.publish = damage
+    sender, receiver = fails(trainer, engine, mode=mode)
+    assert isinstance(receiver, RefitCorrupted)
+    assert isinstance(sender, RefitCorrupted)
+    assert receiver.details["tensor"] == "a"
+    assert all(t.eq(1.0).all() for t in engine.sink.tensor.values())
+    assert engine.receiver.version == 1
+
+
+def send_between_hosts(trainer: Trainer, engine: Engine) -> list[BaseException | None]:
+    """A refit over the collective transport, as `fails`."""
+    options = {"transport": "collective", "deadline_s": SOON}
+    futures = [
+        trainer.sender.send(bucket_bytes=BUCKET, **options),
+        engine.receiver.receive(**options),
+    ]
+    return [future.exception(SOON) for future in futures]
+
+
+@pytest.fixture
+def meeting(keep: Callable[[Any], Any]) -> tuple[Trainer, Engine]:
+    """A trainer and an engine that met, and had one refit."""
+    tensors = {"w": torch.arange(700).to(torch.uint8)}
+    trainer, engine = keep(Trainer(tensors)), keep(Engine(blank(tensors), kind=InPlaceSink))
+    opening = trainer.sender.open("collective", SOON, ip="127.0.0.1", port=0, receivers=1)
+    info = trainer.prepare_refit_info()
+    wait(engine.receiver.open("collective", SOON, info["addresses"]["collective"]), SOON)
+    wait(opening, SOON)
+    engine.prepare_refit_info(info)
+    assert send_between_hosts(trainer, engine) == [None, None]
+    assert same(tensors, engine.sink.tensor)
+    return trainer, engine
+
+
+def test_bytes_that_somebody_forged_between_hosts_are_noticed(meeting):
+    """They have the XXH3 of the right ones, which anybody can bring about."""
+    trainer, engine = meeting
+    [lane] = trainer.sender._lanes.values()
+    publish = lane.publish
+
+    def forge(start: int, stop: int) -> None:
+        content = bytes(lane.data[start:stop].tolist())
+        forged = second_preimage(content[:512], 666, 777) + content[512:]
+        assert xxhash.xxh3_128_digest(forged) == xxhash.xxh3_128_digest(content) != b""
+        lane.data[start:stop] = torch.tensor(list(forged), dtype=torch.uint8)
+        publish(start, stop)
+
+    lane.publish = forge
+    errors = send_between_hosts(trainer, engine)
+    assert [type(error) for error in errors] == [RefitCorrupted, RefitCorrupted]
+    assert engine.receiver.version == 1
+    engine.receiver.check()
+
+
+def test_a_sender_whose_hash_has_no_key_is_refused_between_hosts(meeting, monkeypatch):
+    trainer, engine = meeting
+    monkeypatch.setattr(CollectiveSender, "private", True)
+    _, receiver = send_between_hosts(trainer, engine)
+    assert isinstance(receiver, RefitProtocolError)
+    assert "xxh3" in str(receiver)
+    engine.receiver.check()
+
+
+@pytest.mark.parametrize("call", ["finish", "commit"])
+def test_a_refit_between_hosts_works_after_one_that_failed_as_it_ended(meeting, call):
+    """Also where the version counts: the engine has left the group."""
+    trainer, engine = meeting
+    engine.sink.on[call] = lambda: 1 / 0
+    assert all(send_between_hosts(trainer, engine))
+    engine.sink.on.clear()
+    assert send_between_hosts(trainer, engine) == [None, None]
+    assert same(trainer.source.tensor, engine.sink.tensor)
+
+
+def test_none_does_not_notice(keep):
+    tensors = {"a": torch.full((9,), 1.0)}
+    trainer, engine = keep(Trainer(tensors)), keep(Engine(blank(tensors)))
+    go(trainer, engine)
+    [lane] = trainer.sender._lanes.values()
+    lane.publish = lambda start, stop: lane.data[start:stop].fill_(0)
+    go(trainer, engine, verify="none")
+    assert not engine.sink.tensor["a"].any()
+
+
+def test_what_is_damaged_is_right_after_the_next_refit(pair):
+    trainer, engine = pair
+    engine.sink.on["finish"] = engine.sink.tensor["big"].zero_
+    fails(trainer, engine, verify="installed")
+    engine.sink.on.clear()
+    trainer.source.tensor = make_tensors(1)
+    go(trainer, engine, verify="installed", delta=True)
+    assert same(trainer.source.tensor, engine.sink.tensor)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    sizes=st.lists(st.sampled_from([3, 1 << 10, 200 << 10, 300 << 10, 5 << 20]), max_size=8),
+    in_place=st.booleans(),
+    bucket_bytes=st.sampled_from([1 << 20, 8 << 20]),
+    mode=st.sampled_from(["direct", "packed"]),
+)
+@example([1 << 10, 300 << 10, 1 << 10], True, 8 << 20, "direct")
+def test_tensors_of_every_size_in_any_order_are_verified(sizes, in_place, bucket_bytes, mode):
+    tensors = {f"t{i}": (torch.arange(n) * (i + 7)).to(torch.uint8) for i, n in enumerate(sizes)}
+    tensors["last"] = torch.ones(5)
+    trainer = Trainer(tensors, at_home=True)
+    engine = Engine(blank(tensors), kind=InPlaceSink if in_place else DictSink)
+    try:
+        go(trainer, engine, verify="installed", mode=mode, bucket_bytes=bucket_bytes)
+        assert same(tensors, engine.sink.tensor)
+    finally:
+        trainer.close()
+        engine.close()

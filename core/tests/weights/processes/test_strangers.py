@@ -1,0 +1,287 @@
+"""Noise on the socket of a refit: who has no business there hinders nobody for long."""
+
+from __future__ import annotations
+
+import socket
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from killable import LATER, EngineParty, TrainerParty, as_it_was
+from simple_pair import SOON, until
+
+from rl_core.errors import RefitError, RefitPeerError, RefitProtocolError
+from rl_core.weights.protocol.frames import MAX_FRAME_BYTES, write_hello
+from rl_core.weights.protocol.messages import Hello
+from rl_core.weights.transports.control import ControlClient, ControlServer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytestmark = pytest.mark.concerns("core/")
+
+#: What a ZMTP 3.1 client begins with: signature, version, mechanism, padding; then its READY.
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)
+READY = b"\x04\x1c\x05READY\x0bSocket-Type\0\0\0\x06DEALER"
+#: The head of a frame of 1000 bytes, of which there are 3.
+TRUNCATED = b"\x02" + (1000).to_bytes(8, "big") + b"abc"
+#: The head of a frame that no memory holds.
+ENDLESS = b"\x02" + b"\x7f" * 8 + b"abc"
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with as_it_was(monkeypatch):
+        yield
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[TrainerParty, EngineParty]]:
+    trainer, engine = TrainerParty(), EngineParty()
+    engine.meet(trainer.info())
+    with closing(trainer), closing(engine):
+        yield trainer, engine
+
+
+def endpoint(trainer: TrainerParty) -> str:
+    address: str = trainer.info()["addresses"]["ipc"]["endpoint"]
+    return address
+
+
+def assert_refit(trainer: TrainerParty, engine: EngineParty) -> None:
+    trainer.begin()
+    engine.begin()
+    assert trainer.outcome()["version"] == engine.outcome()["version"]
+    assert engine.holds(0)
+
+
+class Stranger:
+    """A client of ZeroMQ that knows where the trainer listens."""
+
+    def __init__(self, trainer: TrainerParty) -> None:
+        self.client = ControlClient(endpoint(trainer))
+        self.client.open()
+
+    def say(self, *frames: bytes) -> None:
+        for frame in frames:
+            self.client.send(frame)
+
+    def close(self) -> None:
+        self.client.close()
+
+
+def hello(trainer: TrainerParty, name: str, pid: int) -> bytes:
+    """What a receiver says first that knows the token."""
+    return write_hello(Hello(name, name, pid, name.encode().ljust(16)), trainer.info()["token"])
+
+
+@pytest.mark.parametrize(
+    "noise",
+    [
+        b"",
+        b"\0" * 64,
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\x01\0" + b"\x06\0noise" * 100,
+        GREETING[:11],
+        GREETING + b"\x04\xff" + bytes(255),
+        GREETING + READY + TRUNCATED,
+        GREETING + READY + ENDLESS,
+    ],
+    ids=[
+        "nothing",
+        "zeros",
+        "http",
+        "version 1",
+        "half a greeting",
+        "bad command",
+        "truncated",
+        "endless",
+    ],
+)
+def test_bytes_that_are_no_protocol_do_no_harm(pair, noise):
+    trainer, engine = pair
+    with ExitStack() as stack:
+        for _ in range(5):
+            raw = stack.enter_context(socket.socket(socket.AF_UNIX))
+            raw.connect(endpoint(trainer).removeprefix("ipc://"))
+            raw.sendall(noise)
+        assert_refit(trainer, engine)
+    assert_refit(trainer, engine)
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        [b"noise"],
+        [b"\xff" * 100] * 1000,
+        [bytes(MAX_FRAME_BYTES)],
+        [bytes(MAX_FRAME_BYTES + 1)],
+        [write_hello(Hello("id", "stranger", 1, b"n" * 16), "guess")],
+    ],
+    ids=["noise", "a thousand", "large", "too large", "another token"],
+)
+def test_frames_of_a_client_without_the_token_do_no_harm(pair, frames):
+    trainer, engine = pair
+    with closing(Stranger(trainer)) as stranger:
+        trainer.begin()
+        stranger.say(*frames)
+        engine.begin()
+        stranger.say(*frames)
+        assert engine.outcome()["version"] == trainer.outcome()["version"] == 1
+    assert engine.holds(0)
+
+
+def test_a_message_in_several_parts_is_passed_over(pair):
+    trainer, engine = pair
+    with closing(Stranger(trainer)) as stranger:
+        assert stranger.client._monitored is not None
+        stranger.client._monitored.socket.send_multipart([b"three", b"parts", b"here"])
+        assert_refit(trainer, engine)
+
+
+class Recorder:
+    """Keeps what an engine says."""
+
+    def __init__(self, engine: EngineParty) -> None:
+        self.frames: list[bytes] = []
+        end = engine.endpoint.end("ipc", engine.endpoint._known_trainer())
+        self._send = end.send
+        end.send = self._keep
+
+    def _keep(self, frame: bytes) -> None:
+        self.frames.append(frame)
+        self._send(frame)
+
+
+def test_what_was_recorded_of_an_earlier_refit_is_refused_and_hinders_nobody(pair):
+    trainer, engine = pair
+    recorder = Recorder(engine)
+    assert_refit(trainer, engine)
+    with closing(Stranger(trainer)) as stranger:
+        trainer.begin()
+        stranger.say(*recorder.frames)
+        until(lambda: trainer.endpoint.jobs[-1].session._noise)
+        assert not trainer.endpoint.jobs[-1].session.connections
+        engine.begin()
+        assert engine.outcome()["version"] == trainer.outcome()["version"] == 2
+
+
+class Tape:
+    """What a trainer says on its connections, in the order of the refits."""
+
+    def __init__(self, trainer: TrainerParty) -> None:
+        self.frames: list[bytes] = []
+        end = trainer.endpoint.end("ipc")
+        self._send = end.send
+        end.send = self._keep
+
+    def _keep(self, key: str, frame: bytes) -> bool:
+        self.frames += [frame] if frame else []
+        return self._send(key, frame)
+
+
+def test_a_whole_refit_that_is_played_to_an_engine_is_refused(pair):
+    """By somebody who recorded it, in the trainer's place: the engine keeps what it has."""
+    trainer, engine = pair
+    tape = Tape(trainer)
+    assert_refit(trainer, engine)
+    recorded = list(tape.frames)
+    assert_refit(trainer, engine)
+    player = ControlServer(f"ipc://{Path(endpoint(trainer).removeprefix('ipc://')).parent}/player")
+    with closing(player):
+        info = trainer.info()
+        engine.meet(info | {"addresses": {"ipc": {"endpoint": player.endpoint}}})
+        engine.begin(deadline_s=SOON)
+        key: list[str] = []
+        until(lambda: key.extend(k for k, _ in player.receive(0.05)) or key)
+        for frame in recorded:
+            player.send(key[0], frame)
+        error = engine.failure()
+    assert isinstance(error, RefitProtocolError)
+    assert "said before or elsewhere" in str(error)
+    assert engine.endpoint.version == 2
+    engine.check()
+    engine.meet(trainer.info())
+    assert_refit(trainer, engine)
+
+
+def test_frames_of_an_earlier_refit_that_come_during_another_do_no_harm(pair):
+    trainer, engine = pair
+    recorder = Recorder(engine)
+    assert_refit(trainer, engine)
+    engine.stall("write")
+    trainer.begin()
+    engine.begin()
+    engine.reached()
+    with closing(Stranger(trainer)) as stranger:
+        stranger.say(*recorder.frames)
+        engine.release()
+        assert engine.outcome()["version"] == trainer.outcome()["version"] == 2
+    assert engine.holds(0)
+
+
+def test_a_frame_with_a_flipped_bit_ends_the_refit_of_who_sent_it(pair):
+    trainer, engine = pair
+    end = engine.endpoint.end("ipc", engine.endpoint._known_trainer())
+    send, said = end.send, []
+
+    def flip(frame: bytes) -> None:
+        said.extend([frame] * (frame[3:4] == b"C"))
+        send(frame if len(said) != 2 else frame[:-1] + bytes([frame[-1] ^ 1]))
+
+    end.send = flip
+    trainer.begin()
+    engine.begin()
+    error = trainer.failure()
+    assert isinstance(error, RefitError)
+    assert "engine" in error.peer
+    assert isinstance(engine.failure(), RefitError)
+    end.send = send
+    assert_refit(trainer, engine)
+
+
+def test_a_receiver_that_leaves_before_it_is_ready_makes_room_for_another(pair):
+    trainer, engine = pair
+    with closing(Stranger(trainer)) as early:
+        trainer.begin()
+        early.say(hello(trainer, "early", 1))
+        until(lambda: early.client.receive(0.01))  # the offer
+    until(lambda: not trainer.endpoint.jobs[-1].session.connections)
+    engine.begin()
+    assert engine.outcome()["version"] == trainer.outcome()["version"] == 1
+
+
+def test_a_receiver_that_says_hello_and_no_more_is_named_at_the_deadline(pair):
+    trainer, engine = pair
+    with closing(Stranger(trainer)) as mute:
+        trainer.begin()
+        mute.say(hello(trainer, "mute", 7))
+        until(lambda: trainer.endpoint.jobs[-1].session.connections)
+        trainer.trainer.clock.ahead_s = LATER
+        error = trainer.failure()
+    assert isinstance(error, RefitPeerError)
+    assert "mute, pid 7" in error.peer
+    assert_refit(trainer, engine)
+
+
+def test_a_socket_is_where_no_other_user_can_go(pair):
+    trainer, _ = pair
+    directory = Path(endpoint(trainer).removeprefix("ipc://")).parent
+    assert directory.stat().st_mode & 0o777 == 0o700
+
+
+def test_an_endpoint_behind_which_something_else_listens_is_given_up_at_the_deadline(pair):
+    trainer, engine = pair
+    path = endpoint(trainer).removeprefix("ipc://") + "-else"
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(path)
+        other.listen()
+        info = trainer.info()
+        engine.meet(info | {"addresses": {"ipc": {"endpoint": f"ipc://{path}"}}})
+        engine.begin(deadline_s=1.0)
+        error = engine.failure()
+    assert isinstance(error, RefitPeerError)
+    assert error.phase == "DISCOVER"
+    engine.meet(trainer.info())
+    assert_refit(trainer, engine)

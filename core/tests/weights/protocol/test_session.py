@@ -1,0 +1,313 @@
+"""The two state machines of a refit: what may be said when, and what follows from it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from scripted_sessions import (
+    DEADLINE_S,
+    FROM_RECEIVER,
+    FROM_SENDER,
+    HELLOS,
+    OFFER,
+    PREPARE,
+    READY,
+    RECEIVER,
+    SENDER,
+    Clock,
+    S,
+    announced,
+    failed,
+    new_receiver,
+    new_sender,
+    receiver_at,
+    sender_at,
+    states,
+)
+
+from rl_core.errors import (
+    RefitAborted,
+    RefitPeerError,
+    RefitProtocolError,
+    WeightsTornError,
+)
+from rl_core.weights.protocol.messages import (
+    Abort,
+    BucketReady,
+    Commit,
+    Done,
+    Failed,
+    FromReceiver,
+    FromSender,
+    Loaded,
+    Prepared,
+    Seal,
+    Sealed,
+)
+from rl_core.weights.protocol.sender_session import SenderSession
+from rl_core.weights.protocol.session import Attach, Confirm, Effect, Install, Phase, Publish, Send
+
+
+def test_a_receiver_takes_every_step_of_a_refit_without_an_error():
+    assert receiver_at("committed").error is None
+
+
+def test_a_sender_takes_every_step_of_a_refit_without_an_error():
+    assert sender_at("committed").error is None
+
+
+def test_a_refit_of_nothing_needs_no_bucket():
+    sender = new_sender(receivers=1)
+    sender.receive("p0", HELLOS[0])
+    sender.receive("p0", READY)
+    sender.planned(PREPARE, 0, 1)
+    assert sender.receive("p0", Prepared(S)) == [Confirm()]
+    receiver = receiver_at("ready")
+    receiver.receive(PREPARE)
+    receiver.attached(0)
+    assert receiver.receive(Seal(S, "digest")) == [Install(OFFER, "digest")]
+
+
+# -- every message in every state ------------------------------------------------------------------
+
+#: What is legal where, where it leads, and what follows; ``Abort`` and ``Failed`` always are.
+HEARD: list[tuple[str, FromSender, Phase, list[Effect]]] = [
+    ("discover", OFFER, Phase.PREPARE, [Send(READY)]),
+    ("ready", PREPARE, Phase.PREPARE, [Attach(PREPARE, OFFER)]),
+    ("prepared", BucketReady(S, 0, b"digests"), Phase.TRANSFER, announced(0)),
+    ("first comes", BucketReady(S, 1, b"digests"), Phase.TRANSFER, announced(1)),
+    ("first loaded", BucketReady(S, 1, b"digests"), Phase.TRANSFER, announced(1)),
+    ("all loaded", Seal(S, "digest"), Phase.SEAL, [Install(OFFER, "digest")]),
+    ("sealed", Commit(S), Phase.COMMIT, [Publish(1)]),
+    ("publishing", Commit(S), Phase.COMMIT, [Publish(1)]),
+]
+#: As said by p0; ``nobody`` is here yet in the first state, so that what p0 says is not heard.
+SAID: list[tuple[str, FromReceiver, Phase, list[Effect]]] = [
+    ("p0 there", READY, Phase.DISCOVER, []),
+    ("all there", READY, Phase.DISCOVER, []),
+    ("planned", Prepared(S), Phase.PREPARE, []),
+    ("first sent", Loaded(S, 0), Phase.TRANSFER, []),
+    ("both sent", Loaded(S, 0), Phase.TRANSFER, []),
+    ("p0 loaded one", Loaded(S, 1), Phase.TRANSFER, []),
+    ("sealing", Sealed(S), Phase.SEAL, []),
+    ("committing", Done(S), Phase.COMMIT, []),
+]
+
+
+def legal(table: list[Any], state: str, message: object) -> list[Any]:
+    return [row for row in table if row[:2] == (state, message)]
+
+
+def elsewhere(message: Any) -> Any:
+    return msgspec.structs.replace(message, session="another")
+
+
+@pytest.mark.parametrize("message", FROM_SENDER, ids=str)
+@pytest.mark.parametrize("state", states(RECEIVER))
+def test_a_receiver_obeys_its_table(state: str, message: FromSender):
+    receiver = receiver_at(state)
+    before, torn = receiver.phase, receiver.touched
+    effects = receiver.receive(message)
+    if before.terminal:
+        assert (effects, receiver.phase) == ([], before)
+    elif row := legal(HEARD, state, message):
+        assert (receiver.phase, effects) == row[0][2:]
+        assert receiver.error is None
+    elif isinstance(message, Abort):
+        assert effects == []
+        assert receiver.phase is (Phase.TORN if torn else Phase.ABORTED)
+        assert type(receiver.error) is (WeightsTornError if torn else RefitAborted)
+        assert receiver.error.phase == before
+    else:
+        assert receiver.phase is (Phase.TORN if torn else Phase.ABORTED)
+        assert type(receiver.error) is RefitProtocolError
+        assert receiver.error.phase == before
+        assert effects == ([] if before is Phase.DISCOVER else failed(receiver))
+
+
+@pytest.mark.parametrize("message", FROM_SENDER, ids=str)
+@pytest.mark.parametrize("state", states(RECEIVER)[1:-1])
+def test_a_receiver_obeys_nobody_but_its_own_session(state: str, message: FromSender):
+    receiver = receiver_at(state)
+    receiver.receive(elsewhere(message))
+    assert receiver.phase is (Phase.TORN if receiver.touched else Phase.ABORTED)
+    assert type(receiver.error) is RefitProtocolError
+
+
+@pytest.mark.parametrize("message", FROM_RECEIVER, ids=str)
+@pytest.mark.parametrize("state", states(SENDER))
+def test_a_sender_obeys_its_table(state: str, message: FromReceiver):
+    sender = sender_at(state)
+    before = sender.phase
+    effects = sender.receive("p0", message)
+    if before.terminal or state == "nobody":
+        assert (effects, sender.phase) == ([], before)
+    elif row := legal(SAID, state, message):
+        assert (sender.phase, effects) == row[0][2:]
+        assert sender.error is None
+    else:
+        assert_ended(sender, state, before, effects)
+        kind = "RefitCorrupted" if isinstance(message, Failed) else "RefitProtocolError"
+        assert type(sender.error).__name__ == kind
+        assert "receiver" in sender.error.peer
+
+
+def assert_ended(sender: SenderSession, state: str, before: Phase, effects: list[Effect]) -> None:
+    """As a failure ends it: torn once a bucket was sent; after COMMIT the version counts."""
+    assert sender.error is not None
+    assert sender.error.details["phase"] == before
+    if before is Phase.COMMIT:
+        assert (sender.phase, effects) == (Phase.COMMITTED, [])
+        return
+    sent_some = states(SENDER).index(state) >= states(SENDER).index("first sent")
+    assert sender.phase is (Phase.TORN if sent_some else Phase.ABORTED)
+    assert effects == [Send(Abort(S, type(sender.error).__name__, str(sender.error)))]
+
+
+@pytest.mark.parametrize("message", FROM_RECEIVER, ids=str)
+@pytest.mark.parametrize("state", states(SENDER)[1:-1])
+def test_a_sender_takes_nothing_of_another_session(state: str, message: FromReceiver):
+    sender = sender_at(state)
+    before = sender.phase
+    assert_ended(sender, state, before, sender.receive("p0", elsewhere(message)))
+    assert type(sender.error) is RefitProtocolError
+
+
+@pytest.mark.parametrize("state", states(SENDER)[1:])
+def test_a_hello_that_comes_again_changes_nothing(state: str):
+    sender = sender_at(state)
+    before = sender.phase
+    assert sender.receive("p0", HELLOS[0]) == []
+    assert (sender.phase, sender.error) == (before, None)
+
+
+@pytest.mark.parametrize("message", [HELLOS[2], *FROM_RECEIVER], ids=str)
+@pytest.mark.parametrize("state", states(SENDER)[4:])
+def test_a_stranger_is_not_heard(state: str, message: FromReceiver):
+    sender = sender_at(state)
+    before = sender.phase
+    assert sender.receive("stranger", message) == []
+    assert (sender.phase, sender.error) == (before, None)
+
+
+@pytest.mark.parametrize("end", [Phase.ABORTED, Phase.TORN])
+def test_a_session_that_failed_says_and_hears_nothing_more(end: Phase):
+    receiver = receiver_at("ready" if end is Phase.ABORTED else "first loaded")
+    sender = sender_at("planned" if end is Phase.ABORTED else "both sent")
+    for session in (receiver, sender):
+        session.fail(ValueError("first"))
+        assert session.phase is end
+        assert session.fail(ValueError("second")) == []
+        assert session.tick() == []
+        assert "first" in str(session.error)
+    calls = [
+        receiver.lost("died"), receiver.attached(2), receiver.loaded(0),
+        receiver.installed(), receiver.published(),
+        sender.lost("p0"), sender.planned(PREPARE, 2, 2),
+        sender.packed(0, b""), sender.confirmed("digest"),
+        *(receiver.receive(message) for message in FROM_SENDER),
+        *(sender.receive("p0", message) for message in [HELLOS[0], *FROM_RECEIVER]),
+    ]  # fmt: skip
+    assert not any(calls)
+    assert (receiver.phase, sender.phase) == (end, end)
+
+
+# -- every way to fail in every state --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("state", states(RECEIVER)[:-1])
+def test_a_receiver_waits_until_its_deadline_and_no_longer(state: str):
+    clock = Clock()
+    receiver = receiver_at(state, clock=clock)
+    before = receiver.phase
+    clock.now = DEADLINE_S - 0.1
+    assert receiver.tick() == ([Send(HELLOS[0])] if before is Phase.DISCOVER else [])
+    clock.now = DEADLINE_S
+    receiver.tick()
+    assert receiver.phase.terminal
+    assert type(receiver.error) is RefitPeerError
+    assert (receiver.error.phase, "sender" in receiver.error.peer) == (before, True)
+
+
+@pytest.mark.parametrize("state", states(SENDER)[:-1])
+def test_a_sender_waits_until_its_deadline_and_no_longer(state: str):
+    clock = Clock()
+    sender = sender_at(state, clock=clock)
+    before = sender.phase
+    clock.now = DEADLINE_S - 0.1
+    assert sender.tick() == []
+    clock.now = DEADLINE_S
+    assert_ended(sender, state, before, sender.tick())
+    assert type(sender.error) is RefitPeerError
+
+
+@pytest.mark.parametrize(
+    ("state", "who"),
+    [
+        ("nobody", "2 of 2 receivers"),
+        ("p0 there", "receiver (engine, pid 100), 1 of 2 receivers"),
+        ("p0 ready", "receiver (engine, pid 101)"),
+        ("planning", "receiver 0"), ("p0 prepared", "receiver 1"),
+        ("packing", "the source"), ("both sent", "receiver 0"), ("p0 loaded both", "receiver 1"),
+        ("p0 sealed", "receiver 1"), ("p0 done", "receiver 1"),
+    ],
+)  # fmt: skip
+def test_the_error_of_a_deadline_names_who_was_awaited(state: str, who: str):
+    clock = Clock()
+    sender = sender_at(state, clock=clock)
+    clock.now = DEADLINE_S
+    sender.tick()
+    assert sender.error is not None
+    assert sender.error.details["peer"].startswith(who)
+
+
+def test_a_receiver_takes_the_senders_deadline_if_that_is_sooner():
+    clock = Clock()
+    receiver = receiver_at("ready", clock=clock)
+    receiver.receive(msgspec.structs.replace(PREPARE, deadline_s=5.0))
+    assert receiver.remaining_s == 5.0
+
+
+@pytest.mark.parametrize("state", states(SENDER)[1:-1])
+def test_a_receiver_that_is_gone_ends_a_refit_that_it_was_ready_for(state: str):
+    sender = sender_at(state)
+    before = sender.phase
+    effects = sender.lost("p0")
+    ready = states(SENDER).index(state) >= states(SENDER).index("p0 ready")
+    if state == "p0 done" or not ready:
+        assert (effects, sender.phase, sender.error) == ([], before, None)
+    else:
+        assert_ended(sender, state, before, effects)
+        assert type(sender.error) is RefitPeerError
+        assert "p0" not in sender.peers
+
+
+@pytest.mark.parametrize("state", states(RECEIVER)[:-1])
+def test_a_sender_that_is_gone_ends_a_refit(state: str):
+    receiver = receiver_at(state)
+    before = receiver.phase
+    effects = receiver.lost("died")
+    assert receiver.phase is (Phase.TORN if receiver.touched else Phase.ABORTED)
+    assert type(receiver.error) is RefitPeerError
+    assert receiver.error.phase == before
+    assert effects == ([] if before is Phase.DISCOVER else failed(receiver))
+
+
+@pytest.mark.parametrize("state", states(RECEIVER)[1:-1])
+def test_a_staged_receiver_is_never_torn(state: str):
+    receiver = new_receiver()
+    staged = msgspec.structs.replace(OFFER, isolation="staged")
+    for name, step, _, _ in RECEIVER[: states(RECEIVER).index(state) + 1]:
+        receiver.receive(staged) if name == "ready" else step(receiver)
+    receiver.fail(ValueError("no memory"))
+    assert receiver.phase is Phase.ABORTED
+
+
+def test_a_staged_sender_is_never_torn():
+    sender = new_sender(msgspec.structs.replace(OFFER, isolation="staged"))
+    for _, step, _, _ in SENDER[: states(SENDER).index("p0 sealed") + 1]:
+        step(sender)
+    sender.fail(ValueError("no memory"))
+    assert sender.phase is Phase.ABORTED

@@ -1,0 +1,279 @@
+"""Who takes part in a refit, what both sides must agree on, and how fast it goes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from scripted_sessions import (
+    HELLOS,
+    OFFER,
+    PREPARE,
+    READY,
+    Clock,
+    S,
+    failed,
+    new_sender,
+    receiver_at,
+    sender_at,
+    sent,
+)
+
+from rl_core.errors import (
+    CapabilityError,
+    ManifestMismatchError,
+    RefitAborted,
+    RefitError,
+    RefitPeerError,
+    RefitProtocolError,
+)
+from rl_core.weights.protocol.messages import (
+    Abort,
+    Failed,
+    Loaded,
+    Prepared,
+)
+from rl_core.weights.protocol.session import MakePlan, Pack, Phase, Send
+
+# -- who takes part --------------------------------------------------------------------------------
+
+
+def test_hello_is_said_again_until_there_is_an_offer():
+    clock = Clock()
+    receiver = receiver_at("discover", clock=clock)
+    clock.now = 0.4
+    assert receiver.tick() == []
+    clock.now = 0.5
+    assert receiver.tick() == [Send(HELLOS[0])]
+    receiver.receive(OFFER)
+    clock.now = 5.0
+    assert receiver.tick() == []
+
+
+def refusal_of(effect: object, key: str) -> str:
+    """What is said to a connection that is sent away."""
+    assert isinstance(effect, Send)
+    assert (type(effect.message), effect.to) == (Abort, key)
+    return effect.message.message
+
+
+def test_a_receiver_too_many_is_refused_and_does_no_harm():
+    sender = sender_at("all there")
+    assert sender.receive("p2", HELLOS[2]) == [Send(OFFER, "p2")]
+    sender.receive("p0", READY)
+    refusal, planning = sender.receive("p1", READY)
+    assert "all of its 2 receivers" in refusal_of(refusal, "p2")
+    assert isinstance(planning, MakePlan)
+    assert list(sender.peers) == ["p0", "p1"]
+    assert sender.receive("p2", READY) == []
+
+
+def test_whoever_is_ready_first_takes_part():
+    sender = sender_at("p0 ready")
+    sender.receive("p2", HELLOS[2])
+    [refusal, _] = sender.receive("p2", READY)
+    assert "all of its 2 receivers" in refusal_of(refusal, "p1")
+    assert list(sender.peers) == ["p0", "p2"]
+
+
+def test_a_hello_that_was_late_takes_nobodys_place():
+    """It waited on a connection that is closed, and its author is there on another one."""
+    sender = sender_at("p0 ready")
+    assert sender.receive("stale", HELLOS[0]) == [Send(OFFER, "stale")]
+    assert sender.receive("staler", HELLOS[1]) == [Send(OFFER, "staler")]
+    assert sender.lost("stale") == []
+    sender.receive("p1", READY)
+    assert list(sender.peers) == ["p0", "p1"]
+    assert sender.phase is Phase.PREPARE
+
+
+def test_a_receiver_that_comes_again_before_it_was_ready_takes_part_once():
+    sender = sender_at("all there")
+    assert sender.receive("again", HELLOS[0]) == [Send(OFFER, "again")]
+    assert sender.receive("again", READY) == []
+    sender.receive("p1", READY)
+    assert list(sender.peers) == ["again", "p1"]
+    sender.lost("again")
+    assert "receiver 0" in sender.error.peer
+
+
+def test_a_receiver_that_comes_again_after_it_was_ready_takes_its_own_place():
+    sender = sender_at("p0 ready")
+    sender.receive("again", HELLOS[0])
+    [dismissal] = sender.receive("again", READY)
+    assert "another connection" in refusal_of(dismissal, "p0")
+    assert list(sender.peers) == ["again"]
+    assert sender.error is None
+
+
+def test_a_receiver_that_comes_again_may_want_other_dtypes_if_nobody_else_is_ready():
+    sender = sender_at("p0 ready")
+    sender.receive("again", HELLOS[0])
+    ready = msgspec.structs.replace(READY, dtypes={"w": "bfloat16"})
+    sender.receive("again", ready)
+    [planning] = sender.receive("p1", ready)
+    assert isinstance(planning, MakePlan)
+
+
+def test_offers_that_nobody_answers_are_bounded():
+    sender = sender_at("nobody")
+    for number in range(1000):
+        sender.receive(f"c{number}", msgspec.structs.replace(HELLOS[0], receiver=f"id{number}"))
+    assert len(sender.connections) <= 100
+    for key in sender.connections[-2:]:
+        sender.receive(key, READY)
+    assert sender.phase is Phase.PREPARE
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "over", "said"),
+    [
+        ("now", "before", {"before"}, "is over"),
+        ("now", "", set(), "refit_id"),
+        ("", "now", set(), "refit_id"),
+        ("now", "later", set(), None),
+    ],
+)
+def test_a_receiver_that_was_asked_for_another_refit(ours, theirs, over, said):
+    clock = Clock()
+    sender = new_sender(refit_id=ours, is_over=over.__contains__, clock=clock)
+    effects = sender.receive("p0", msgspec.structs.replace(HELLOS[0], refit_id=theirs))
+    if said is None:
+        assert effects == []  # it will be its turn
+        clock.now = 3.0  # or not
+        [effect] = sender.receive("p1", msgspec.structs.replace(HELLOS[1], refit_id=theirs))
+        assert "never begun" in refusal_of(effect, "p1")
+    else:
+        [effect] = effects
+        assert said in refusal_of(effect, "p0")
+    assert (sender.connections, sender.error) == ([], None)
+
+
+def test_a_receiver_of_a_refit_that_is_queued_here_waits_for_it():
+    clock = Clock()
+    sender = new_sender(refit_id="now", is_queued={"next"}.__contains__, clock=clock)
+    for now in (0.0, 3.0, 30.0):
+        clock.now = now
+        key = f"p{now:g}"
+        assert sender.receive(key, msgspec.structs.replace(HELLOS[0], refit_id="next")) == []
+
+
+def test_a_frame_that_cannot_be_read_ends_the_refit_and_names_its_sender():
+    sender = sender_at("both sent")
+    sender.corrupted("p0", RefitProtocolError("damaged"))
+    assert type(sender.error) is RefitProtocolError
+    assert "receiver 0" in sender.error.peer
+
+
+def test_who_answers_an_offer_with_what_cannot_be_read_does_not_take_part():
+    clock = Clock()
+    sender = new_sender(receivers=1, clock=clock)
+    sender.receive("p0", HELLOS[0])
+    [effect] = sender.corrupted("p0", RefitProtocolError("damaged"))
+    assert "damaged" in refusal_of(effect, "p0")
+    assert (sender.connections, sender.error) == ([], None)
+    clock.now = 1e6
+    sender.tick()
+    assert "refused meanwhile: damaged" in str(sender.error)
+
+
+def test_a_stranger_whose_frames_cannot_be_read_is_sent_away():
+    sender = sender_at("both sent")
+    [answer] = sender.corrupted("stranger", RefitProtocolError("damaged"))
+    assert isinstance(answer, Send)
+    assert (type(answer.message), answer.to) == (Abort, "stranger")
+    assert sender.error is None
+
+
+# -- what must agree -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"verify": "somehow"}, CapabilityError),
+        ({"isolation": "somehow"}, CapabilityError),
+        ({"manifest": "newer"}, RefitAborted),
+    ],
+)
+def test_an_offer_that_cannot_be_taken_is_declined(change: dict[str, Any], error: type):
+    receiver = receiver_at("discover")
+    effects = receiver.receive(msgspec.structs.replace(OFFER, **change))
+    assert (receiver.phase, type(receiver.error)) == (Phase.ABORTED, error)
+    assert effects == failed(receiver)
+
+
+def test_what_is_held_is_said_to_those_who_ask():
+    asks = msgspec.structs.replace(OFFER, delta=True)
+    [ready] = receiver_at("discover", holds=lambda: b"digests").receive(asks)
+    assert ready == Send(msgspec.structs.replace(READY, holds=b"digests"))
+    [ready] = receiver_at("discover", holds=lambda: b"digests").receive(OFFER)
+    assert ready == Send(READY)
+
+
+def test_receivers_that_want_different_dtypes_are_refused():
+    sender = sender_at("p0 ready")
+    sender.receive("p1", msgspec.structs.replace(READY, dtypes={"w": "bfloat16"}))
+    assert type(sender.error) is ManifestMismatchError
+
+
+@pytest.mark.parametrize("kind", ["RefitCorrupted", "ManifestMismatchError", "CapabilityError"])
+def test_a_receivers_error_arrives_as_one_of_its_class(kind: str):
+    sender = sender_at("both sent")
+    sender.receive("p0", Failed(S, kind, "what happened", True))
+    assert type(sender.error).__name__ == kind
+    assert "what happened" in str(sender.error)
+    assert "receiver 0" in sender.error.details["peer"]
+
+
+@pytest.mark.parametrize("kind", ["Exception", "RefitError", "ConfigError", "nonsense", "__all__"])
+def test_any_other_error_arrives_as_a_peers(kind: str):
+    sender = sender_at("both sent")
+    sender.receive("p0", Failed(S, kind, "boom", True))
+    assert type(sender.error) is RefitPeerError
+
+
+def test_an_error_that_is_not_ours_keeps_its_cause():
+    receiver, cause = receiver_at("ready"), MemoryError("none left")
+    receiver.fail(cause)
+    assert type(receiver.error) is RefitError
+    assert receiver.error.__cause__ is cause
+    assert "none left" in str(receiver.error)
+
+
+def test_a_long_error_is_cut_for_the_wire_and_whole_at_home():
+    receiver = receiver_at("ready")
+    [told] = receiver.fail(ValueError("x" * 10_000))
+    assert isinstance(told, Send)
+    assert len(told.message.message) == 4000
+    assert len(str(receiver.error)) > 10_000
+
+
+# -- the window ------------------------------------------------------------------------------------
+
+
+def test_no_bucket_is_packed_before_the_slowest_has_loaded_the_one_in_its_slot():
+    sender = sender_at("planning")
+    sender.planned(PREPARE, 4, 2)
+    sender.receive("p0", Prepared(S))
+    assert sender.receive("p1", Prepared(S)) == [Pack(0)]
+    assert sender.packed(0, b"digests") == [sent(0), Pack(1)]
+    assert sender.packed(1, b"digests") == [sent(1)]
+    assert sender.receive("p0", Loaded(S, 0)) == []
+    assert sender.receive("p0", Loaded(S, 1)) == []
+    assert sender.receive("p1", Loaded(S, 0)) == [Pack(2)]
+    assert sender.receive("p1", Loaded(S, 1)) == []  # one is packed at a time
+    assert sender.packed(2, b"digests") == [sent(2), Pack(3)]
+
+
+def test_time_is_told_by_phase():
+    clock = Clock()
+    sender = sender_at("planning", clock=clock)
+    clock.now = 3.0
+    sender.planned(PREPARE, 2, 2)
+    for number in range(2):
+        sender.receive(f"p{number}", Prepared(S))
+    clock.now = 5.0
+    sender.fail(ValueError())
+    assert sender.phase_seconds == {"DISCOVER": 0.0, "PREPARE": 3.0, "TRANSFER": 2.0}

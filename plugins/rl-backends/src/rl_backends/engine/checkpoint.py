@@ -1,0 +1,162 @@
+"""What a backend checks and reads of a checkpoint, before its engine loads the weights."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rl_backends.model_files import check_files, check_name, check_stop_strings, has_tokenizer
+from rl_core.errors import ConfigError
+from rl_core.futures import spawn
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from rl_core.interfaces import TensorSpec
+
+__all__ = ["cannot_load", "check_checkpoint", "check_shapes", "file_shapes", "load_tokenizer"]
+
+#: Seconds for the hub to answer.
+_HUB_S = 10.0
+
+
+def check_checkpoint(name: str, load_format: str, *, without_weights: str) -> None:
+    """Makes sure that there is a whole checkpoint, as far as that can be seen without loading it.
+
+    Runs in the driver, before an engine is started. A name that is no directory must be in the
+    cache, or known to a hub that can be reached.
+
+    Args:
+        name: The configuration's ``model_name``.
+        load_format: As engines call it; ``"dummy"`` needs no weights.
+        without_weights: How to start the engine with random weights, for errors.
+
+    Raises:
+        ConfigError: There is none, or a file of it is missing, cut short or not what its name says.
+    """
+    check_name(name)
+    if Path(name).is_dir():
+        check_files(Path(name), load_format, without_weights=without_weights)
+        return
+    from huggingface_hub import HfApi, constants, try_to_load_from_cache
+    from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
+
+    cached = try_to_load_from_cache(name, "config.json")
+    offline = constants.HF_HUB_OFFLINE or os.environ.get("TRANSFORMERS_OFFLINE") in ("1", "true")
+    if isinstance(cached, str):
+        if offline:  # nothing that is missing can be had
+            check_files(Path(cached).parent, load_format, without_weights=without_weights)
+        return
+    here = f"{name} is neither a directory nor in the cache {constants.HF_HUB_CACHE}"
+    local = "set model_name to the directory of a checkpoint"
+    if offline:
+        raise ConfigError(
+            f"{here}, and HF_HUB_OFFLINE (or TRANSFORMERS_OFFLINE) forbids to ask the hub",
+            fix=f"{local}, download it before, or unset that variable",
+            key="model_name",
+        )
+    try:
+        spawn("ask-hub", lambda: HfApi().model_info(name, timeout=_HUB_S)).result(_HUB_S)
+    except RepositoryNotFoundError as error:
+        raise ConfigError(
+            f"{here}, and {constants.ENDPOINT} has no such model, or not for you",
+            fix=f"{local}, correct the name, or log in (hf auth login) if the model is private",
+            key="model_name",
+        ) from error
+    except HfHubHTTPError as error:
+        raise ConfigError(
+            f"{here}, and {constants.ENDPOINT} refuses it: {error}",
+            fix=f"{local}, or ask for access to the model on its page",
+            key="model_name",
+        ) from error
+    except Exception as error:  # whatever its HTTP client raises, or nothing in time
+        raise ConfigError(
+            f"{here}, and {constants.ENDPOINT} did not answer ({type(error).__name__})",
+            fix=f"{local}, or look at the network and HF_ENDPOINT; the time limit is "
+            f"{_HUB_S:.0f} s",
+            key="model_name",
+        ) from error
+
+
+def check_shapes(name: str, specs: Sequence[TensorSpec]) -> None:
+    """Makes sure that the tensors of a directory are of the model that its ``config.json`` says.
+
+    For engines whose loaders take what fits of a tensor, and pad the rest.
+
+    Args:
+        name: The configuration's ``model_name``; one that is no directory is not looked at.
+        specs: Of the model, such as :func:`rl_backends.engine.weights.CheckpointModel` gives; tensors with
+            other names are not looked at.
+
+    Raises:
+        ConfigError: A tensor has another shape.
+    """
+    found = file_shapes(Path(name))
+    for spec in specs:
+        if found.get(spec.name, spec.shape) != spec.shape:
+            raise ConfigError(
+                f"{name} has other shapes than its config.json says: {spec.name} is "
+                f"{list(found[spec.name])}, and the model has {list(spec.shape)}",
+                fix="write config.json and weights again with save_pretrained, so that they are "
+                "of the same model",
+                key="model_name",
+            )
+
+
+def file_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
+    """The shapes of the tensors in a directory's files of safetensors, by name."""
+    from safetensors import safe_open
+
+    found: dict[str, tuple[int, ...]] = {}
+    for file in sorted(directory.glob("*.safetensors")):
+        with safe_open(file, "pt") as tensors:
+            names = tensors.keys()
+            found |= {name: tuple(tensors.get_slice(name).get_shape()) for name in names}
+    return found
+
+
+def load_tokenizer(config: Mapping[str, Any]) -> Any:
+    """The tokenizer of a checkpoint, or None if its directory has none.
+
+    Args:
+        config: The backend's, with ``model_name`` and perhaps ``trust_remote_code``.
+
+    Raises:
+        ConfigError: It cannot be loaded, or there is none and ``stop_strings`` are set.
+    """
+    name = config["model_name"]
+    if Path(name).is_dir() and not has_tokenizer(Path(name)):
+        check_stop_strings(config, None)
+        return None
+    from transformers import AutoTokenizer
+
+    trust = config.get("trust_remote_code", False)
+    try:
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=trust)
+    except Exception as error:  # tokenizers raises Exception itself
+        raise cannot_load("tokenizer", config, error) from error
+
+
+def cannot_load(what: str, config: Mapping[str, Any], error: Exception) -> ConfigError:
+    """The error for a part of a checkpoint that cannot be loaded.
+
+    Args:
+        what: Which part, such as ``"config.json"``.
+        config: The backend's.
+        error: What was raised.
+    """
+    name, text = config["model_name"], str(error)
+    if "trust_remote_code" in text and not config.get("trust_remote_code", False):
+        return ConfigError(
+            f"the {what} of {name} needs Python that comes with the checkpoint, and "
+            "trust_remote_code is not set",
+            fix="read that code; if you trust it, set trust_remote_code to True",
+            key="trust_remote_code",
+        )
+    return ConfigError(
+        f"the {what} of {name} cannot be loaded: {type(error).__name__}: {text}",
+        fix="save it beside the weights again with save_pretrained, or install a transformers "
+        "that knows the model",
+        key="model_name",
+    )

@@ -1,0 +1,306 @@
+"""Where an engine keeps the tensors of a checkpoint, in one of its workers, and writes to them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import distributed as dist
+
+from rl_backends.engine.checkpoint import file_shapes
+from rl_backends.engine.regions import Region, regions_of
+from rl_core.errors import CapabilityError, ConfigError
+from rl_core.interfaces import TensorSpec, WeightSink
+from rl_core.weights.tensors import module_tensors, tensor_specs
+from rl_hosting._timing import MEET_S
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from torch import nn
+
+__all__ = ["CheckpointModel", "LoadedSink", "LoadedWeights"]
+
+
+class LoadedWeights(ABC):
+    """Finds where a model's own ``load_weights`` puts each tensor of a checkpoint, and keeps that.
+
+    For engines whose loader fuses, shards or pads tensors. A subclass says which tensors there are,
+    and what is special about the engine.
+
+    Args:
+        model: This worker's part of the model, loaded.
+        dtype: Of the engine.
+        workers: How many workers share the model; all of them read at the same time.
+        without_refits: How to build an engine that takes no refits, for errors.
+    """
+
+    def __init__(
+        self, model: nn.Module, dtype: torch.dtype, *, workers: int, without_refits: str
+    ) -> None:
+        self.model = model
+        self._dtype = dtype
+        self._workers = workers
+        self._without_refits = without_refits
+
+    # -- for a subclass --------------------------------------------------------------------------
+
+    @abstractmethod
+    def find_specs(self) -> Sequence[TensorSpec]:
+        """The tensors that a trainer of this model has, in the dtype of the engine."""
+
+    def published(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The trainer's tensors as the files of a checkpoint have them, which loaders know.
+
+        Args:
+            tensors: By the names of :meth:`find_specs`.
+
+        Returns:
+            The same elements, perhaps under other names: the tensors, or views of them.
+        """
+        return tensors
+
+    def check(self) -> None:
+        """Makes sure that nothing was derived from the weights that a refit would leave as it was.
+
+        See :class:`rl_backends.engine.derived_weights.LoadWatch`.
+
+        Raises:
+            CapabilityError: Something was.
+        """
+
+    def loading(self) -> AbstractContextManager[None]:
+        """The context in which the model's ``load_weights`` runs."""
+        return nullcontext()
+
+    def is_padded(self, module: nn.Module) -> bool:
+        """Whether parameters of a module have more elements than those of its checkpoint."""
+        del module
+        return False
+
+    # -- found once -------------------------------------------------------------------------------
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the model."""
+        return next(self.model.parameters()).device
+
+    @cached_property
+    def specs(self) -> Sequence[TensorSpec]:
+        """See :meth:`find_specs`."""
+        with self.loading():
+            return self.find_specs()
+
+    @cached_property
+    def regions(self) -> Mapping[str, list[Region]]:
+        """Where the engine keeps each tensor that owns its elements, or this worker's part of it.
+
+        Buffers that no worker keeps are kept here, so that they can be compared.
+
+        Raises:
+            CapabilityError: The model cannot be followed, does not use a parameter of the trainer,
+                or has weights that no tensor fills, or such as were rearranged after loading.
+        """
+        self.check()
+        owned = [spec for spec in self.specs if spec.alias_of is None]
+        with self.loading():
+            regions = regions_of(
+                self.model,
+                owned,
+                self._dtype,
+                without_refits=self._without_refits,
+                published=self.published,
+            )
+        kept = torch.tensor([sum(r.target.numel() for r in regions[spec.name]) for spec in owned])
+        if self._workers > 1 and owned:
+            dist.all_reduce(kept, group=self._group)
+        lost = []
+        for spec, count in zip(owned, kept.tolist(), strict=True):
+            if count < spec.numel and spec.role == "parameter":
+                lost.append(f"{spec.name} ({count} of {spec.numel} elements)")
+            if not count:
+                whole = torch.zeros(spec.shape, dtype=spec.torch_dtype).view(1, -1)
+                regions[spec.name] = [Region(whole, whole.shape[1], 0, 0)]
+        if lost:
+            raise CapabilityError(
+                f"the engine's {type(self.model).__name__} does not use {len(lost)} parameters of "
+                f"the trainer's, so that they compute something else: {', '.join(lost[:5])}",
+                fix=f"use another model; without refits {self._without_refits}",
+                capability="refit",
+            )
+        if wanting := self._unfilled(regions):
+            raise CapabilityError(
+                f"{len(wanting)} parameters of the engine's {type(self.model).__name__} are not "
+                f"filled by the tensors that transformers has: {', '.join(wanting[:5])}",
+                fix=f"report it, with the name of the model; without refits {self._without_refits}",
+                capability="refit",
+            )
+        return regions
+
+    @cached_property
+    def targets(self) -> Mapping[str, torch.Tensor] | None:
+        """Every tensor as a view of the engine's own, if it has them whole, and in its dtype.
+
+        Some kernels for CPUs keep biases of a bfloat16 model in float32.
+        """
+        found = {}
+        for spec in self.specs:
+            if spec.alias_of is not None:
+                continue
+            regions = self.regions[spec.name]
+            if len(regions) != 1 or regions[0].target.numel() != spec.numel:
+                return None
+            [region] = regions
+            if not region.target.is_contiguous() or region.target.dtype != spec.torch_dtype:
+                return None
+            found[spec.name] = region.target.view(spec.shape)
+        return found
+
+    def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Puts whole tensors together again; all workers of an engine read at the same time."""
+        by_name = {spec.name: spec for spec in self.specs}
+        for name in names:
+            spec = by_name[name]
+            regions = self.regions[spec.alias_of or name]
+            if self._workers == 1 and len(regions) == 1 and regions[0].target.is_contiguous():
+                yield name, regions[0].target.view(spec.shape).to(spec.torch_dtype)
+                continue
+            whole = torch.zeros(spec.numel, dtype=spec.torch_dtype)
+            for region in regions:
+                region.read(whole)
+            if self._workers > 1 and whole.numel():
+                # Where workers have the same elements the bytes agree; elsewhere all but one are 0.
+                dist.all_reduce(whole.view(torch.uint8), dist.ReduceOp.MAX, group=self._group)
+            yield name, whole.view(spec.shape)
+
+    @cached_property
+    def _group(self) -> Any:
+        """All workers of the engine, on the CPU."""
+        timeout = timedelta(seconds=MEET_S)
+        return dist.new_group(list(range(self._workers)), timeout=timeout, backend="gloo")
+
+    def check_files(self, directory: Path) -> None:
+        """Makes sure that a checkpoint's files filled the model, for engines that do not.
+
+        To be called when the model is loaded: what no tensor is for is left as it was in memory.
+
+        Args:
+            directory: With files of safetensors; others are not looked at.
+
+        Raises:
+            ConfigError: They lack tensors.
+        """
+        specs = [
+            TensorSpec(name, shape, str(self._dtype).removeprefix("torch."))
+            for name, shape in file_shapes(directory).items()
+        ]
+        if not specs:
+            return
+        with self.loading():
+            regions = regions_of(
+                self.model, specs, self._dtype, without_refits=self._without_refits
+            )
+        if wanting := self._unfilled(regions):
+            raise ConfigError(
+                f"no tensor in {directory} fills {len(wanting)} parameters of "
+                f"{type(self.model).__name__}: {', '.join(wanting[:5])}",
+                fix="copy or download the checkpoint again, or write config.json and weights again "
+                "with save_pretrained, if it lacks them; if it does not, the engine does not know "
+                "them by these names: use another model",
+                key="model_name",
+            )
+
+    def _unfilled(self, regions: Mapping[str, list[Region]]) -> list[str]:
+        """Parameters of which, padding aside, some elements are in no region."""
+        filled: dict[int, int] = {}
+        for found in regions.values():
+            for region in found:
+                storage = region.target.untyped_storage().data_ptr()
+                filled[storage] = filled.get(storage, 0) + region.target.numel()
+        wanting = []
+        for module_name, module in self.model.named_modules():
+            padded = self.is_padded(module)
+            for name, parameter in module.named_parameters(recurse=False):
+                count = filled.get(parameter.untyped_storage().data_ptr(), 0)
+                if count < parameter.numel() and not (padded and count):
+                    where = f"{module_name}.{name}"
+                    wanting.append(f"{where} ({count} of {parameter.numel()} elements)")
+        return wanting
+
+
+class LoadedSink(WeightSink):
+    """Writes the tensors of a checkpoint to where the engine's own loader would, in place.
+
+    Storages stay what they are, so that CUDA graphs do, too.
+
+    Args:
+        weights: Of this worker.
+    """
+
+    casts = True
+
+    def __init__(self, weights: LoadedWeights) -> None:
+        self._loaded = weights
+        self.device = str(weights.device)
+
+    def specs(self) -> Sequence[TensorSpec]:
+        """See :meth:`WeightSink.specs`."""
+        return self._loaded.specs
+
+    def begin(self, version: int) -> None:
+        """Finds out where every tensor goes, before anything is written."""
+        _ = self._loaded.regions
+        self._loaded.check()  # layers that computed since may have kept something
+
+    @torch.no_grad()
+    def write(self, name: str, offset: int, data: torch.Tensor, *, of: TensorSpec) -> None:
+        """See :meth:`WeightSink.write`."""
+        for region in self._loaded.regions[name]:
+            region.write(offset, data)
+
+    def targets(self) -> Mapping[str, torch.Tensor] | None:
+        """See :meth:`WeightSink.targets`."""
+        return self._loaded.targets
+
+    @torch.no_grad()
+    def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """See :meth:`WeightSink.read`."""
+        return self._loaded.read(names)
+
+
+class CheckpointModel:
+    """A model as transformers makes it of a checkpoint's ``config.json``; allocates nothing.
+
+    Args:
+        name: The checkpoint. Its file is read anew: engines change theirs, and some write there
+            what transformers does not know.
+        dtype: Of the tensors.
+        trust: Whether code of the checkpoint may run.
+
+    Attributes:
+        specs: Its tensors, under the names that a trainer knows them by.
+    """
+
+    def __init__(self, name: str, dtype: torch.dtype, *, trust: bool) -> None:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        config = AutoConfig.from_pretrained(name, trust_remote_code=trust)
+        with torch.device("meta"):
+            self._model = AutoModelForCausalLM.from_config(
+                config, trust_remote_code=trust, dtype=dtype
+            )
+        self.specs = tensor_specs(module_tensors(self._model))
+
+    def published(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """See :meth:`LoadedWeights.published`: transformers stacks experts, and renames others."""
+        from transformers.core_model_loading import revert_weight_conversion
+
+        found: dict[str, torch.Tensor] = revert_weight_conversion(self._model, dict(tensors))
+        ours = {tensor.untyped_storage().data_ptr() for tensor in tensors.values()}
+        views = all(tensor.untyped_storage().data_ptr() in ours for tensor in found.values())
+        return found if views else tensors

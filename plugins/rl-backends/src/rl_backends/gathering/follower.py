@@ -1,0 +1,154 @@
+"""Every other rank: does what rank 0 says, for as long as a refit takes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import Future, wait
+from contextlib import closing
+from functools import partial
+from typing import TYPE_CHECKING, NoReturn
+
+from rl_backends.gathering import messages
+from rl_core.errors import RefitAborted, RefitError, RefitPeerError, RLError
+from rl_core.futures import spawn
+from rl_core.weights.protocol.timing import CAUSE_S, FOLLOWER_GRACE_S, TICK_S
+from rl_core.weights.transports.control import ControlClient
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from rl_backends.gathering.processes import RankProcess
+    from rl_backends.gathering.thread import Part, RefitThread
+
+#: Seconds between looks at work that is to be reported.
+_REPORT_S = 0.002
+
+
+class Follower:
+    """This rank's side.
+
+    Args:
+        processes: Those of all ranks.
+        rank: This one.
+        thread: Computes for refits on this rank.
+    """
+
+    def __init__(self, processes: Sequence[RankProcess], rank: int, thread: RefitThread) -> None:
+        self._leader = processes[0]
+        self._rank = rank
+        self._thread = thread
+        self._ended = threading.Event()
+        self._threads: list[Future[None]] = []
+
+    def follow(
+        self, make: Callable[[], Part], rank_call_id: str, deadline_s: float
+    ) -> Future[None]:
+        """Takes part in a refit.
+
+        Args:
+            make: Makes this rank's part of the source; it is closed once, however the refit ends.
+            rank_call_id: What all ranks call the refit.
+            deadline_s: Seconds for it.
+
+        Returns:
+            A future that ends with the refit. It fails with a RefitAborted if rank 0 ended it
+            early, and with a RefitPeerError if rank 0 is gone.
+        """
+        client = ControlClient(self._leader.endpoint, self._leader.key)
+        client.open()
+        hello = partial(messages.RankHello, rank_call_id, self._rank)
+        part: Part | None = None
+        try:
+            part = make()
+            _send(client, hello(part.part_state, part.part_specs))
+        except BaseException as error:
+            with closing(client):
+                _send(client, hello(failed=messages.RankFailed.of(error)))
+            if part is not None:
+                self._thread.finish(part.close_part)
+            raise
+        end = time.monotonic() + deadline_s + FOLLOWER_GRACE_S
+        future = spawn(f"follow-{rank_call_id}", lambda: self._follow(client, part, end))
+        self._threads = [thread for thread in self._threads if not thread.done()] + [future]
+        return future
+
+    def close(self) -> None:
+        """Ends all refits."""
+        self._ended.set()
+        wait(self._threads, 2 * FOLLOWER_GRACE_S)
+
+    def _follow(self, client: ControlClient, part: Part, end: float) -> None:
+        try:
+            with closing(client):
+                self._obey(client, part, end)
+        finally:
+            self._thread.finish(part.close_part)
+
+    def _obey(self, client: ControlClient, part: Part, end: float) -> None:
+        # What was asked, until everything that an earlier refit began on this rank has ended.
+        waiting: messages.Message | None = None
+        promised: tuple[str, ...] = ()  # to be gathered, once all ranks are ready
+        working: tuple[int, Future[None]] | None = None
+        while True:
+            frame = client.receive(_REPORT_S if waiting or working else TICK_S)
+            if frame is not None:
+                waiting = messages.decode(frame)
+            match waiting:
+                case messages.Close(reason):
+                    if reason:
+                        raise RefitAborted(
+                            f"{self._leader} ended the refit: {reason}",
+                            fix="look at what rank 0 raised",
+                            peer="rank 0",
+                            cause=reason,
+                        )
+                    return
+                case messages.Gather(number, names) if self._thread.idle:
+                    try:
+                        self._thread.check_step()
+                    except RefitError as error:  # rank 0 may not know, and would gather alone
+                        self._fail(client, error)
+                    _send(client, messages.RankDone(number, part.part_state))
+                    waiting, promised = None, names
+                case messages.Go(number):
+                    gather = partial(self._thread.gather_all, part, promised)
+                    waiting, working = None, (number, self._thread.submit(gather))
+                case messages.ConfirmPart(number) if self._thread.idle:
+                    waiting, working = None, (number, self._thread.submit(part.confirm_part))
+            if working is not None and working[1].done():
+                number, done = working
+                working = None
+                if (failure := done.exception()) is not None:
+                    self._fail(client, failure)
+                _send(client, messages.RankDone(number, part.part_state))
+            if self._ended.is_set():
+                raise RefitAborted("this rank was shut down", fix="refit with all ranks")
+            if frame is None and client.lost():
+                raise self._leader.lost()
+            if frame is None and time.monotonic() > end:
+                raise RefitPeerError(
+                    f"{self._leader} did not end the refit by its deadline",
+                    fix="look at what that worker does (its log, py-spy)",
+                    peer="rank 0",
+                    rank=0,
+                )
+
+    def _fail(self, client: ControlClient, error: BaseException) -> NoReturn:
+        """Tells rank 0 of a failure; raises it, or rank 0's end if a collective failed for that."""
+        out_of_step = self._thread.out_of_step is not None
+        _send(client, messages.RankFailed.of(error, out_of_step=out_of_step))
+        end = time.monotonic() + CAUSE_S
+        while time.monotonic() < end:
+            if client.lost() or self._leader.state() == "ended":
+                raise self._leader.lost() from error
+            frame = client.receive(TICK_S)
+            if frame is not None and isinstance(messages.decode(frame), messages.Close):
+                break
+        if isinstance(error, RLError):
+            raise error
+        raise RefitError(f"rank {self._rank}: {type(error).__name__}: {error}") from error
+
+
+def _send(client: ControlClient, message: messages.Message) -> None:
+    client.send(messages.encode(message))

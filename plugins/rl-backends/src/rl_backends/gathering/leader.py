@@ -1,0 +1,377 @@
+"""Rank 0: tells the others what to do, and knows who is missing."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import threading
+import time
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeVar
+
+import msgspec
+
+from rl_backends.gathering import messages
+from rl_backends.gathering.processes import other_weights
+from rl_core.errors import (
+    CapabilityError,
+    LifecycleError,
+    ManifestMismatchError,
+    RefitError,
+    RefitPeerError,
+)
+from rl_core.weights.options import DEFAULT_DEADLINE_S
+from rl_core.weights.protocol.session import peer_error
+from rl_core.weights.protocol.timing import CAUSE_S, STOPPED_S, TICK_S, tell_s
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from rl_backends.gathering.processes import RankProcess
+    from rl_backends.gathering.thread import RefitThread
+    from rl_core.weights.transports.control import ControlServer
+
+#: Refits that are over and whose followers are told when they come late.
+_REMEMBERED = 64
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class _Member:
+    """A follower in one refit."""
+
+    key: str
+    state: int
+    specs: str
+    failed: messages.RankFailed | None
+    done: int = 0
+    lost: bool = False
+
+    @property
+    def gone(self) -> bool:
+        """Whether it left without a word; one that failed says so, and then leaves."""
+        return self.lost and self.failed is None
+
+
+@dataclass(slots=True)
+class _Call:
+    """One refit.
+
+    Attributes:
+        members: Those who have come, by rank.
+        deadline: When it must have ended.
+        seconds: How long it may take.
+        state: Of rank 0's weights.
+        specs: Digest of what rank 0 says of the tensors.
+        confirmed: All that was asked for is done, and of one state.
+    """
+
+    members: dict[int, _Member] = field(default_factory=dict)
+    deadline: float = 0.0
+    seconds: float = 0.0
+    state: int = 0
+    specs: str = ""
+    confirmed: bool = False
+
+
+@dataclass(slots=True)
+class _Over:
+    """A refit that has ended.
+
+    Attributes:
+        close: What followers are told.
+        absent: Ranks that were not told yet.
+    """
+
+    close: messages.Close
+    absent: set[int]
+
+
+class Leader:
+    """Rank 0's side. One refit is under way at a time; the followers of later ones may be there.
+
+    Args:
+        server: Where the others connect.
+        processes: Those of all ranks; the first is this one.
+        thread: Computes for refits on this rank.
+    """
+
+    def __init__(
+        self, server: ControlServer, processes: Sequence[RankProcess], thread: RefitThread
+    ) -> None:
+        self._server = server
+        self._thread = thread
+        self._processes = processes
+        self._turn = threading.RLock()
+        self._calls: dict[str, _Call] = {}
+        self._over: OrderedDict[str, _Over] = OrderedDict()
+        self._current = ""
+        self._rank_of: dict[str, int] = {}  # by connection, also of one whose refit is over
+        self._number = 0
+        self._stopped: dict[int, float] = {}
+        self._closed = False
+
+    # -- one refit --------------------------------------------------------------------------------
+
+    def open(self, rank_call_id: str, deadline_s: float, state: int, specs: str) -> None:
+        """Begins a refit, of what rank 0 has (see :class:`_Call`), or gives it more time."""
+        with self._turn:
+            self._current = rank_call_id
+            self._stopped.clear()  # how long somebody stood still then says nothing about now
+            call = self._calls.setdefault(rank_call_id, _Call())
+            call.seconds, call.deadline = deadline_s, time.monotonic() + deadline_s
+            call.state, call.specs = state, specs
+
+    def look(self) -> None:
+        """Raises if a follower that takes part is gone, or has failed.
+
+        Raises:
+            RefitPeerError: It is gone; names the rank.
+            RLError: What it said.
+        """
+        with self._turn:
+            self._take(0.0)
+            self._check()
+
+    def gather(self, names: Iterable[str]) -> int:
+        """Has every follower gather; the number of the question.
+
+        They begin once all are ready. From then on every rank, this one too, does it to its end.
+
+        Raises:
+            RefitPeerError: One is gone or did not come, or this rank hangs in an earlier gather.
+            RLError: One is not of rank 0's state, or has other tensors.
+        """
+        with self._turn:
+            self._wait(lambda: [] if self._thread.idle else [0])
+        self._ask(lambda number: messages.Gather(number, tuple(names)))
+        with self._turn:
+            self._number += 1
+            for member in self._calls[self._current].members.values():
+                self._send(member.key, messages.Go(self._number))
+            return self._number
+
+    def confirm(self) -> None:
+        """Has every follower say that its part is of one state.
+
+        Raises:
+            LifecycleError: One is not.
+            RefitPeerError: A follower is gone.
+        """
+        self._ask(messages.ConfirmPart)
+        self._calls[self._current].confirmed = True
+
+    def wait_for(self, future: concurrent.futures.Future[T], number: int, what: str) -> T:
+        """What this rank's own part of a question comes to.
+
+        Args:
+            future: Ends with it.
+            number: Of the question; 0 for what is asked of this rank alone.
+            what: It is to do, for errors.
+
+        Raises:
+            RefitPeerError: A follower is gone, or some do not end theirs; names them.
+        """
+        while not concurrent.futures.wait([future], TICK_S).done:
+            self.look()
+            call = self._calls[self._current]
+            if self._time_left(call) <= 0:
+                late = [rank for rank, m in call.members.items() if m.done < number]
+                raise self._late(late or [0], f"did not {what}", call)
+        if (error := future.exception()) is not None:
+            self._raise_if_gone(error)
+        return future.result()
+
+    def dismiss(self, rank_call_id: str, reason: str = "") -> None:
+        """Ends a refit, which may not have begun here, also for followers who come later."""
+        with self._turn:
+            if self._closed or rank_call_id in self._over:
+                return
+            call = self._calls.pop(rank_call_id, None) or _Call()
+            early = "" if call.confirmed else reason or "it ended before all was read"
+            over = self._over[rank_call_id] = _Over(
+                messages.Close(early), set(range(1, len(self._processes)))
+            )
+            while len(self._over) > _REMEMBERED:
+                self._over.popitem(last=False)
+            for rank, member in call.members.items():
+                over.absent.discard(rank)
+                self._send(member.key, over.close)
+            if self._current == rank_call_id:
+                self._current = ""
+            if over.absent:
+                end = max(call.deadline, time.monotonic() + DEFAULT_DEADLINE_S)
+                threading.Thread(
+                    target=self._see_off, args=(over, end), name="refit-late", daemon=True
+                ).start()
+
+    def end(self) -> None:
+        """Closes the connections to all followers."""
+        with self._turn:
+            self._closed = True
+            self._server.close()
+
+    # -- inside -----------------------------------------------------------------------------------
+
+    def _ask(self, question: Callable[[int], messages.Message]) -> None:
+        """Asks all followers; returns when each has answered."""
+        with self._turn:
+            call = self._calls[self._current]
+            self._number += 1
+            others = range(1, len(self._processes))
+            self._wait(lambda: [rank for rank in others if rank not in call.members])
+            self._compare(call)
+            for member in call.members.values():
+                self._send(member.key, question(self._number))
+            self._wait(lambda: [r for r, m in call.members.items() if m.done < self._number])
+            self._compare(call)
+
+    def _compare(self, call: _Call) -> None:
+        """Raises for a follower whose part is not one of rank 0's model."""
+        for rank, member in call.members.items():
+            if member.specs != call.specs:
+                raise ManifestMismatchError(
+                    f"{self._processes[rank]} has other tensors than rank 0: the digests of their "
+                    f"names, shapes and dtypes are {member.specs} and {call.specs}",
+                    fix="build all ranks with one configuration, checkpoint and installation",
+                    peer=f"rank {rank}",
+                    rank=rank,
+                )
+            if member.state != call.state:
+                raise other_weights(self._processes[rank], member.state, call.state)
+
+    def _wait(self, missing: Callable[[], list[int]]) -> None:
+        """Until nobody is missing."""
+        call = self._calls[self._current]
+        while late := missing():
+            self._take(TICK_S)
+            self._check()
+            self._check_absent(set(late) - {0, *call.members})
+            if self._time_left(call) <= 0 and (late := missing()):
+                here = [rank for rank in late if rank in (0, *call.members)]
+                what = "did not answer" if here else "did not come to the refit"
+                raise self._late(here or late, what, call)
+
+    def _time_left(self, call: _Call) -> float:
+        """Seconds in which to wait; what is left then is for saying who was late."""
+        return call.deadline - tell_s(call.seconds) - time.monotonic()
+
+    def _take(self, timeout_s: float) -> None:
+        """Takes note of all that the followers said, and of who is gone."""
+        if self._closed:
+            raise LifecycleError("the ranks' refits are closed", fix="build a new policy")
+        for key, frame in self._server.receive(timeout_s):
+            try:
+                self._sort(key, messages.decode(frame))
+            except msgspec.MsgspecError as error:
+                raise RefitError(
+                    f"a frame of another rank holds no message: {error}",
+                    fix="install the same rl-core for all ranks",
+                ) from error
+        for key in self._server.departed():
+            self._rank_of.pop(key, None)
+            for call in self._calls.values():
+                for member in call.members.values():
+                    member.lost |= member.key == key
+
+    def _sort(self, key: str, message: messages.Message) -> None:
+        if isinstance(message, messages.RankHello):
+            if not 0 < message.rank < len(self._processes):
+                return
+            self._rank_of[key] = message.rank
+            if (over := self._over.get(message.rank_call_id)) is not None:
+                over.absent.discard(message.rank)
+                self._send(key, over.close)
+            else:
+                call = self._calls.setdefault(message.rank_call_id, _Call())
+                call.members[message.rank] = _Member(
+                    key, message.state, message.specs, message.failed
+                )
+            return
+        rank = self._rank_of.get(key)
+        if rank is not None and isinstance(message, messages.RankFailed) and message.out_of_step:
+            # Also where its refit is over here: what the ranks gather next does not match.
+            why = f"on {self._processes[rank]}: {message.kind}: {message.message}"
+            self._thread.out_of_step = self._thread.out_of_step or why
+        for call in self._calls.values():
+            for member in call.members.values():
+                if member.key != key:
+                    continue
+                if isinstance(message, messages.RankDone):
+                    # What was gathered before may be answered after what is asked next.
+                    member.done = max(member.done, message.number)
+                    member.state = message.state
+                elif isinstance(message, messages.RankFailed):
+                    member.failed = message
+
+    def _check(self) -> None:
+        call = self._calls.get(self._current)
+        if call is None:
+            return
+        if any(member.failed is not None for member in call.members.values()):
+            self._raise_if_gone(None)
+        for rank, member in call.members.items():
+            if member.gone:
+                raise self._processes[rank].lost()
+        for rank, member in call.members.items():
+            if member.failed is not None:
+                kind, text = member.failed.kind, member.failed.message
+                raise peer_error(
+                    kind,
+                    f"{self._processes[rank]} failed: {kind}: {text}",
+                    same_here=(RefitError, CapabilityError, LifecycleError),
+                    fix=member.failed.fix,
+                    peer=f"rank {rank}",
+                    rank=rank,
+                )
+
+    def _raise_if_gone(self, cause: BaseException | None) -> None:
+        """After a failure: raises for a rank that is gone, if that is why.
+
+        A collective that lost a peer fails on all ranks, which then cannot say who is gone.
+        """
+        end = time.monotonic() + CAUSE_S
+        with self._turn:
+            call = self._calls[self._current]
+            while time.monotonic() < end:
+                self._take(TICK_S)
+                for rank, member in call.members.items():
+                    if member.gone or self._processes[rank].state() == "ended":
+                        raise self._processes[rank].lost() from cause
+            if cause is not None:
+                self._check()
+
+    def _check_absent(self, absent: set[int]) -> None:
+        """Raises for a follower that did not come and, as can be seen, will not."""
+        now = time.monotonic()
+        for rank in absent:
+            state = self._processes[rank].state()
+            if state != "stopped":
+                self._stopped.pop(rank, None)
+            elif now - self._stopped.setdefault(rank, now) > STOPPED_S:
+                raise self._processes[rank].lost()
+            if state == "ended":
+                raise self._processes[rank].lost()
+
+    def _late(self, ranks: list[int], what: str, call: _Call) -> RefitPeerError:
+        ranks = sorted(ranks)  # in whichever order they came
+        names = " and ".join(str(self._processes[rank]) for rank in ranks)
+        return RefitPeerError(
+            f"{names} {what} in time for the refit's deadline of {call.seconds:g} s",
+            fix="look at what that worker does (its log, py-spy); call every rank for a refit",
+            peer=" and ".join(f"rank {rank}" for rank in ranks),
+            rank=ranks[0],
+        )
+
+    def _send(self, key: str, message: messages.Message) -> None:
+        self._server.send(key, messages.encode(message))  # who is gone is found missing
+
+    def _see_off(self, over: _Over, end: float) -> None:
+        """Tells followers who come late that their refit is over."""
+        while over.absent and time.monotonic() < end:
+            time.sleep(TICK_S)
+            with self._turn:
+                if self._closed:
+                    return
+                self._take(0.0)

@@ -1,0 +1,117 @@
+"""What the ranks of a trainer say to each other in a refit: MessagePack in encrypted frames."""
+
+from __future__ import annotations
+
+import msgspec
+
+from rl_core.errors import RLError
+
+_TEXT_CHARS = 2000
+
+
+class RankFailed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
+    """The follower could not do it.
+
+    Attributes:
+        kind: Class of its error.
+        message: Text of it.
+        fix: What helps.
+        out_of_step: On its rank a gather has failed; the ranks' collectives no longer match.
+    """
+
+    kind: str
+    message: str
+    fix: str | None = None
+    out_of_step: bool = False
+
+    @classmethod
+    def of(cls, error: BaseException, *, out_of_step: bool = False) -> RankFailed:
+        """What tells of an error."""
+        text = error.message if isinstance(error, RLError) else str(error)
+        fix = error.fix if isinstance(error, RLError) else None
+        return cls(type(error).__name__, text[:_TEXT_CHARS], fix, out_of_step)
+
+
+class RankHello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
+    """A follower takes part, or could not make its part.
+
+    Attributes:
+        rank_call_id: What all ranks call the refit.
+        rank: Of the follower.
+        state: Of its weights; see :class:`~rl_core.weights.WeightChanges`.
+        specs: Digest of its tensors' names, shapes and dtypes.
+        failed: Why it could not.
+    """
+
+    rank_call_id: str
+    rank: int
+    state: int = 0
+    specs: str = ""
+    failed: RankFailed | None = None
+
+
+class Gather(msgspec.Struct, frozen=True, array_like=True, tag="gather"):
+    """Rank 0 asks who is ready to gather tensors, in this order, on every rank.
+
+    Attributes:
+        number: Of the question.
+        names: Of the tensors.
+    """
+
+    number: int
+    names: tuple[str, ...]
+
+
+class Go(msgspec.Struct, frozen=True, array_like=True, tag="go"):
+    """All are ready, and rank 0 begins: every rank gathers all of the tensors, whatever happens.
+
+    Attributes:
+        number: The next one, of which the follower says when it has.
+    """
+
+    number: int
+
+
+class ConfirmPart(msgspec.Struct, frozen=True, array_like=True, tag="confirm"):
+    """Rank 0 asks whether the follower's part is still of one state."""
+
+    number: int
+
+
+class Close(msgspec.Struct, frozen=True, array_like=True, tag="close"):
+    """Rank 0 has ended.
+
+    Attributes:
+        reason: Why it did before all was read and confirmed; empty if it was.
+    """
+
+    reason: str = ""
+
+
+class RankDone(msgspec.Struct, frozen=True, array_like=True, tag="done"):
+    """The follower has done what was asked, or is ready to gather it.
+
+    Attributes:
+        number: Of the question.
+        state: Of its weights now.
+    """
+
+    number: int
+    state: int
+
+
+Message = RankHello | Gather | Go | ConfirmPart | Close | RankDone | RankFailed
+
+_decoder = msgspec.msgpack.Decoder(Message)
+
+encode = msgspec.msgpack.encode
+
+
+def decode(frame: bytes) -> Message:
+    """The message in a frame.
+
+    Raises:
+        msgspec.MsgspecError: There is none in it.
+    """
+    message: Message = _decoder.decode(frame)
+    return message

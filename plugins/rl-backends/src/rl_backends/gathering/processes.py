@@ -1,0 +1,135 @@
+"""The ranks of a trainer: which process each one is, and what became of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from rl_core.errors import ConfigError, LifecycleError, RefitPeerError
+from rl_core.weights.protocol.timing import DYING_S
+
+
+class RankProcess(msgspec.Struct, frozen=True):
+    """The process of one rank.
+
+    Attributes:
+        rank: Its number.
+        size: How many there are.
+        pid: Its process.
+        host: Tells the processes that have this pid apart.
+        endpoint: Where rank 0 listens.
+        key: With which one is let in there.
+    """
+
+    rank: int
+    size: int
+    pid: int
+    host: str
+    endpoint: str = ""
+    key: str = ""
+
+    @classmethod
+    def here(cls, rank: int, size: int, endpoint: str = "", key: str = "") -> RankProcess:
+        """This process."""
+        return cls(rank, size, os.getpid(), _host(), endpoint, key)
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} of {self.size} (process {self.pid})"
+
+    def state(self) -> str:
+        """``"ended"``, ``"stopped"`` or ``"runs"``; empty if it is on another host."""
+        if self.host != _host():
+            return ""
+        try:
+            text = Path(f"/proc/{self.pid}/stat").read_text(encoding="ascii", errors="replace")
+        except OSError:
+            return "ended"
+        letter = text.rpartition(")")[2].split()[0]
+        return {"Z": "ended", "X": "ended", "T": "stopped", "t": "stopped"}.get(letter, "runs")
+
+    def fate(self) -> str:
+        """What became of it, now that its connection is lost."""
+        end = time.monotonic() + DYING_S
+        while (state := self.state()) == "runs" and time.monotonic() < end:
+            time.sleep(0.01)
+        return {
+            "ended": "died",
+            "stopped": "does not answer: its process is stopped",
+            "runs": "does not answer",
+        }.get(state, "died or does not answer")
+
+    def lost(self) -> RefitPeerError:
+        """The error for its end, now that its connection is lost."""
+        return RefitPeerError(
+            f"{self} {self.fate()}",
+            fix="look at that worker's log; if its process has ended, build the policy again",
+            peer=f"rank {self.rank}",
+            rank=self.rank,
+        )
+
+
+def other_weights(process: RankProcess, state: int, first: int) -> LifecycleError:
+    """The error for a rank whose weights are not of the state that those of rank 0 are of."""
+    return LifecycleError(
+        f"the weights of {process} are of state {state}, those of rank 0 of state {first} (every "
+        "step and load is one): they are not parts of one model",
+        fix="load one checkpoint on all ranks, or build the policy again; then look for a call "
+        "that failed on one rank, or was made on some alone",
+        peer=f"rank {process.rank}",
+        rank=process.rank,
+    )
+
+
+def exchange(group: Any, mine: RankProcess) -> list[RankProcess]:
+    """Everybody's, by rank.
+
+    Args:
+        group: A process group of torch that takes tensors of the CPU.
+        mine: This rank's.
+
+    Raises:
+        ConfigError: It takes none.
+    """
+    try:
+        return msgspec.convert(gather(group, msgspec.to_builtins(mine)), list[RankProcess])
+    except RuntimeError as error:
+        raise ConfigError(
+            f"rank {mine.rank} of {mine.size} could not meet the others: {error}",
+            fix="give a group of all ranks with the gloo backend",
+            key="group",
+        ) from error
+
+
+def gather(group: Any, value: Any) -> list[Any]:
+    """Everybody's value, by rank; numbers, strings, lists and dicts of them.
+
+    Args:
+        group: A process group of torch that takes tensors of the CPU.
+        value: This rank's.
+    """
+    mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(group.size())]
+    group.allgather([sizes], [torch.tensor([len(mine)])]).wait()
+    width = max(int(size) for size in sizes)
+    parts = [torch.zeros(width, dtype=torch.uint8) for _ in sizes]
+    padded = torch.nn.functional.pad(mine, (0, width - len(mine)))
+    group.allgather([parts], [padded]).wait()
+    cut = [part[: int(size)] for part, size in zip(parts, sizes, strict=True)]
+    return [json.loads(bytes(text.tolist())) for text in cut]
+
+
+def _host() -> str:
+    """A name that no other host, and no other container with pids of its own, has."""
+    parts = []
+    with suppress(OSError):
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip())
+    with suppress(OSError):
+        parts.append(os.readlink("/proc/self/ns/pid"))
+    return " ".join(parts) or os.uname().nodename

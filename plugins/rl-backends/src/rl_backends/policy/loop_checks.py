@@ -1,0 +1,161 @@
+"""What is checked of a training call before a backend sees it: mistakes that would stay silent."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rl_backends.inputs import as_batch
+from rl_backends.policy.losses import check_loss
+from rl_core.batch import BatchedDataDict
+from rl_core.batch.provenance import moment, off_policy
+from rl_core.errors import DataError, LoopWarning
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+__all__ = ["Admission"]
+
+#: Keys of rollouts: where one stands, some tokens are prompts, which no policy has chosen.
+_ROLLOUT = ("advantages", "generation_logprobs", "prev_logprobs", "generation_lengths")
+_RECIPE = "batch = rl_core.training_batch(output, rewards, advantages=...), where output is what "
+_RECIPE += "generation.generate(...) returned"
+#: Mean of ``exp(|difference|)`` of log-probs, as clause A1 has it.
+_FURTHEST = 1.05
+
+
+class Admission:
+    """Admits the training calls of one policy, and remembers when they were.
+
+    Args:
+        config: The policy's; ``temperature`` and ``refit_interval`` are read.
+        version: Asks for the version of the last committed refit.
+        origin: Asks for this trainer's origin; 0 if it is not known.
+    """
+
+    def __init__(
+        self,
+        config: Callable[[], Mapping[str, Any]],
+        version: Callable[[], int],
+        origin: Callable[[], int],
+    ) -> None:
+        self._config = config
+        self._version = version
+        self._origin = origin
+        self._trained: list[int] = []  # moments of the trainings since a refit
+        self._trained_at: int | None = None  # the version at the last of all trainings
+        self._said: set[str] = set()
+
+    def admit(self, data: object, loss_fn: Any, *, eval_mode: bool = False) -> BatchedDataDict[Any]:
+        """Checks a call of ``train``.
+
+        Args:
+            data: See :class:`~rl_core.interfaces.TrainingDatumSpec`; any mapping will do.
+            loss_fn: The loss.
+            eval_mode: Nothing will be learned.
+
+        Returns:
+            The batch.
+
+        Raises:
+            ConfigError: The loss is none.
+            DataError: The batch is none, is generation output as it came, or lacks the mask
+                without which prompts count as actions.
+        """
+        check_loss(loss_fn)
+        batch = as_batch(data, needed_by="train")
+        if "output_ids" in batch and "input_ids" not in batch:
+            raise DataError(
+                "train got what generate returned: nothing says which tokens count",
+                fix=_RECIPE,
+                key="input_ids",
+            )
+        found = [key for key in _ROLLOUT if batch.get(key) is not None]
+        if found and batch.get("token_mask") is None:
+            raise DataError(
+                f"the batch has {found[0]} and no token_mask: prompts would count as actions",
+                fix=f"{_RECIPE}; or set batch['token_mask'] to 1 on generated tokens, 0 on others",
+                key="token_mask",
+            )
+        if not eval_mode:
+            theirs = None if batch.provenance is None else batch.provenance.distribution
+            if text := off_policy("these rows were sampled with", theirs, self._temperature()):
+                self._say(text, "distribution")
+            self._check_origin(batch)
+            self._check_freshness(batch)
+        return batch
+
+    def compare(self, data: object, ours: torch.Tensor) -> None:
+        """Warns once if an engine's log-probs are not those of the policy with the same weights.
+
+        Args:
+            data: What was scored: output of a generation, or a batch that was made of it.
+            ours: ``[B, S]`` what the policy made of it.
+        """
+        if not isinstance(data, BatchedDataDict) or data.provenance is None or "pair" in self._said:
+            return
+        theirs = data.get("generation_logprobs", data.get("logprobs"))
+        drawn = data.provenance.distribution or "temperature 1"  # of greedy and raw ones
+        unlike = drawn != f"temperature {self._temperature():g}"
+        if unlike or theirs is None or theirs.shape != ours.shape or self._others(data).any():
+            return
+        off = float((theirs - ours)[theirs != 0].abs().exp().mean())
+        versions = torch.as_tensor(data.get("weights_version", 0))
+        trained_since = bool((versions <= (self._trained_at or 0)).any())
+        if off > _FURTHEST and not trained_since and (versions <= self._version()).all():
+            self._say(
+                f"the engine's log-probs of these rows, of up to {theirs.shape[1]} tokens, are off "
+                f"the policy's by a factor of {off:.3g} on average, though they are of the same "
+                "weights: the two compute different models. Compare dtypes, attention (soft caps, "
+                "sinks, windows), positions (rope, max_model_len), and how the engine's own "
+                "arguments change sampling. rl check measures the pair.",
+                "pair",
+            )
+
+    def _others(self, batch: Mapping[str, Any]) -> torch.Tensor:
+        """``[B]`` bool: which rows are of another trainer's weights, as far as the batch says."""
+        origins = batch.get("weights_origin")
+        if not isinstance(origins, torch.Tensor) or not origins.any() or not self._origin():
+            return torch.zeros(0, dtype=torch.bool)
+        return (origins != 0) & (origins != self._origin())
+
+    def _check_origin(self, batch: BatchedDataDict[Any]) -> None:
+        if len(rows := self._others(batch).nonzero().flatten()):
+            theirs = int(batch["weights_origin"][rows[0]])
+            self._say(
+                f"{len(rows)} of these {batch.size} rows, row {int(rows[0])} the first, are "
+                f"from another trainer's weights (origin {theirs}; this policy's is "
+                f"{self._origin()}): their weights_version cannot be compared with this policy's. "
+                "Call rl_core.refit(policy, generation) before generating, and leave out rows of "
+                'before: batch.select_indices(batch["weights_origin"] == policy.weights_origin).',
+                "origin",
+            )
+
+    def _check_freshness(self, batch: BatchedDataDict[Any]) -> None:
+        version = self._version()
+        if version != self._trained_at:
+            self._trained_at = version
+            self._trained.clear()
+            self._said.discard("refit")
+        began = None if batch.provenance is None else batch.provenance.began
+        interval, trained = self._config().get("refit_interval", 1), len(self._trained)
+        if began is not None and trained >= interval and began >= self._trained[interval - 1]:
+            self._say(
+                f"these rows were generated after {trained} training{'s' * (trained > 1)} that no "
+                f"refit followed: the engine's weights are still version {version}. Call "
+                "rl_core.refit(policy, generation) after train. A loop that refits every n "
+                'trainings on purpose says "refit_interval": n in the policy\'s configuration.',
+                "refit",
+                depth=5,
+            )
+        self._trained.append(moment())
+
+    def _temperature(self) -> float:
+        return float(self._config().get("temperature", 1.0))
+
+    def _say(self, text: str, about: str, depth: int = 4) -> None:
+        if about not in self._said:
+            self._said.add(about)
+            warnings.warn(text, LoopWarning, stacklevel=depth)

@@ -1,0 +1,269 @@
+"""All workers of a policy: sums and small messages over a process group of their own.
+
+The default process group of torch is left to whoever owns the process. Messages are JSON in byte
+tensors; nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Self
+
+import msgspec
+import torch
+from torch import distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from rl_backends.gathering import RankProcess, gather, other_weights
+from rl_core.errors import ConfigError, DeadlineError, TrainingError, WorkerDiedError
+from rl_core.weights.protocol.timing import DYING_S, TICK_S
+from rl_core.weights.sending.sources import torn_weights
+from rl_core.weights.transports.cuda import uuid_of
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Iterable
+
+    from rl_core.interfaces import WorkerContext
+    from rl_core.weights import WeightChanges
+
+__all__ = ["RankGroup", "meet"]
+
+#: Longest wait for a peer that is still working on its rows.
+TIMEOUT_S = 600.0
+#: Seconds at least for all peers to come: they start, and may load a model, at their own pace.
+MEETING_S = 300.0
+#: Gradients are summed in flat pieces of about this many elements.
+PIECE_ELEMENTS = 1 << 24
+
+
+@contextmanager
+def meet(worker: WorkerContext, timeout_s: float) -> Generator[c10d.Store]:
+    """The store of several workers, once all of them have come to rank 0's.
+
+    In its body they join process groups over it.
+
+    Args:
+        worker: Who this is among how many, and where rank 0 listens.
+        timeout_s: Longest wait for a peer from then on. To come they have at least
+            ``MEETING_S``.
+
+    Raises:
+        ConfigError: There is no port to meet at.
+        DeadlineError: The peers did not all come in time, or rank 0 could not listen.
+    """
+    if not worker.master_port:
+        raise ConfigError(
+            f"{worker.world_size} workers have no port to meet at",
+            fix="give WorkerContext.master_port a free TCP port of rank 0's node",
+            key="master_port",
+        )
+    patience_s = max(timeout_s, MEETING_S)
+    try:
+        store: c10d.Store = dist.TCPStore(  # type: ignore[attr-defined]
+            worker.master_addr,
+            worker.master_port,
+            worker.world_size,
+            is_master=worker.rank == 0,
+            timeout=timedelta(seconds=patience_s),
+        )
+        store.set_timeout(timedelta(seconds=timeout_s))
+        yield store
+    except (RuntimeError, dist.DistError) as error:
+        raise DeadlineError(
+            f"rank {worker.rank} of {worker.world_size} did not reach its peers at "
+            f"{worker.master_addr}:{worker.master_port}: {error}",
+            fix="start all workers, with one master_addr and a master_port that is free there",
+            seconds=patience_s,
+        ) from error
+
+
+class RankGroup:
+    """One worker's connection to the others; alone, every method returns at once.
+
+    Args:
+        worker: Who this is among how many, and where rank 0 listens; None is alone.
+        device: Where the gradients are.
+        timeout_s: Longest wait for a peer.
+
+    Raises:
+        ConfigError: There are peers but no port to meet at, or two compute on one GPU.
+        DeadlineError: The peers did not all come in time.
+        WorkerDiedError: One is gone since.
+    """
+
+    def __init__(
+        self,
+        worker: WorkerContext | None = None,
+        device: torch.device | None = None,
+        *,
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:
+        self.rank = worker.rank if worker else 0
+        self.size = worker.world_size if worker else 1
+        self._timeout = timedelta(seconds=timeout_s)
+        self._messages: Any = None
+        self._tensors: Any = None
+        self._processes: list[RankProcess] = []
+        self._lost_a_peer = False
+        if worker is not None and self.size > 1:
+            self._connect(worker, device or torch.device("cpu"))
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup) -> Self:
+        """The workers of a group of torch's that exchanges CPU tensors and stays its owner's.
+
+        Called on all of them.
+        """
+        made = cls()
+        made.rank, made.size = group.rank(), group.size()
+        made._messages = made._tensors = group
+        made._introduce()
+        return made
+
+    def _connect(self, worker: WorkerContext, device: torch.device) -> None:
+        with meet(worker, self._timeout.total_seconds()) as store:
+            self._messages = dist.ProcessGroupGloo(
+                c10d.PrefixStore("messages", store), self.rank, self.size, self._timeout
+            )
+            self._tensors = self._messages
+            if device.type == "cuda":
+                options = dist.ProcessGroupNCCL.Options()
+                options._timeout = self._timeout
+                self._tensors = dist.ProcessGroupNCCL(
+                    c10d.PrefixStore("tensors", store), self.rank, self.size, options
+                )
+        self._introduce()
+        self.check_gpus(device)
+
+    def check_gpus(self, device: torch.device) -> None:
+        """Makes sure that no two workers compute on one GPU, which NCCL refuses; called on all.
+
+        Raises:
+            ConfigError: Two do.
+        """
+        uuids = self.gather(uuid_of(device))
+        for rank, uuid in enumerate(uuids):
+            if uuid is not None and (first := uuids.index(uuid)) != rank:
+                raise ConfigError(
+                    f"ranks {first} and {rank} of {self.size} compute on the same GPU, {uuid}",
+                    fix="start no more ranks than there are GPUs, and name the GPU of each to what "
+                    'starts them, such as LocalCluster(2, devices=["0", "1"])',
+                    key="world_size",
+                )
+
+    def _introduce(self) -> None:
+        """So that a peer which is lost later can be looked at."""
+        here = RankProcess.here(self.rank, self.size)
+        self._processes = msgspec.convert(self.gather(msgspec.to_builtins(here)), list[RankProcess])
+
+    def sum_(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Replaces tensors of one dtype and device by their sums over all ranks."""
+        if self.size == 1:
+            return
+        for piece in _pieces(tensors):
+            flat = torch.cat([tensor.reshape(-1) for tensor in piece])
+            with self.collectives("a sum"):
+                self._tensors.allreduce([flat]).wait()
+            parts = torch.split(flat, [tensor.numel() for tensor in piece])
+            for tensor, part in zip(piece, parts, strict=True):
+                tensor.copy_(part.view_as(tensor))
+
+    def gather(self, value: Any) -> list[Any]:
+        """Everybody's value, by rank; numbers, strings, lists and dicts of them."""
+        if self.size == 1:
+            return [value]
+        with self.collectives("a message"):
+            return gather(self._messages, value)
+
+    def check_weights(self, changes: WeightChanges) -> None:
+        """Called on all ranks, with what each knows of its weights; raises on all or on none.
+
+        Raises:
+            LifecycleError: A rank's weights are torn, or of another state than rank 0's.
+        """
+        everybody = self.gather([changes.state, changes.torn])
+        for rank, (state, torn) in enumerate(everybody):
+            if torn:
+                raise torn_weights(f"rank {rank}", torn)
+            if state != everybody[0][0]:
+                raise other_weights(self._processes[rank], state, everybody[0][0])
+
+    @contextmanager
+    def all_or_none(self, what: str) -> Generator[None]:
+        """A piece of work of each rank's own; if it fails on one, all raise.
+
+        Raises:
+            TrainingError: A peer's work failed; the own error is raised as it is.
+            WorkerDiedError: A collective in it, or afterwards, lost a peer.
+        """
+        error: Exception | None = None
+        try:
+            with self.collectives(what):
+                yield
+        except Exception as raised:
+            if self.size == 1 or self._lost_a_peer:  # which cannot be asked
+                raise
+            error = raised
+        outcomes = self.gather(None if error is None else f"{type(error).__name__}: {error}")
+        if error is not None:
+            raise error
+        for rank, failure in enumerate(outcomes):
+            if failure is not None:
+                raise TrainingError(
+                    f"data-parallel rank {rank} failed at {what}, so no rank went on: {failure}",
+                    fix=f"correct what rank {rank} says",
+                    rank=rank,
+                )
+
+    @contextmanager
+    def collectives(self, what: str) -> Generator[None]:
+        """Work in which ranks exchange tensors through groups of their own.
+
+        Raises:
+            WorkerDiedError: It lost a peer, which is gone or did not take part in time; names it,
+                as far as that can be seen from here.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            # Gloo has no class of errors; each says in which of its files it was raised, or that it
+            # has closed a connection before.
+            gloo = any(word in str(error) for word in ("/gloo/", "pair closure"))
+            if gloo or isinstance(error, dist.DistError):
+                raise self._lost(what, error) from error
+            raise
+
+    def close(self) -> None:
+        """Leaves the group. Idempotent."""
+        if self._tensors is not self._messages:  # NCCL's destructor wants that it was told before
+            self._tensors.abort()
+        self._messages = self._tensors = None
+
+    def _lost(self, what: str, error: RuntimeError) -> WorkerDiedError:
+        """The error for a collective that failed."""
+        self._lost_a_peer = True
+        end = time.monotonic() + DYING_S
+        while not (gone := [p for p in self._processes if p.state() in ("ended", "stopped")]):
+            if time.monotonic() > end:
+                break
+            time.sleep(TICK_S)
+        peers = " and ".join(f"{process} {process.fate()}" for process in gone)
+        peers = peers or "a peer is gone or did not take part; of those on this host all run"
+        return WorkerDiedError(
+            f"rank {self.rank} of {self.size} could not finish {what}: {peers} ({error})",
+            fix="look at the other workers (their logs, py-spy), and build the policy again",
+            **({"rank": gone[0].rank} if gone else {}),
+        )
+
+
+def _pieces(tensors: Iterable[torch.Tensor]) -> Generator[list[torch.Tensor]]:
+    piece: list[torch.Tensor] = []
+    for tensor in tensors:
+        if piece and sum(t.numel() for t in piece) + tensor.numel() > PIECE_ELEMENTS:
+            yield piece
+            piece = []
+        piece.append(tensor)
+    if piece:
+        yield piece

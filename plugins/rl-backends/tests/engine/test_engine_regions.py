@@ -1,0 +1,324 @@
+"""Loaders are followed: what they fuse, shard and pad is found, written and read back."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from rl_backends.engine import regions
+from rl_backends.engine.regions import Region
+from rl_backends.engine.weights import LoadedWeights
+from rl_core.errors import CapabilityError
+from rl_core.interfaces import TensorSpec
+
+regions_of = partial(regions.regions_of, without_refits="build it without")
+
+
+def spec(name: str, *shape: int) -> TensorSpec:
+    return TensorSpec(name, shape, "float32")
+
+
+def filled(*shape: int) -> torch.Tensor:
+    return torch.arange(float(torch.Size(shape).numel())).view(shape)
+
+
+class Model(nn.Module):
+    """Fuses two tensors, shards a third by columns, pads a fourth, ignores a fifth."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank = rank
+        self.fused = nn.Parameter(torch.full((8, 6), -1.0), requires_grad=False)
+        self.columns = nn.Parameter(torch.full((4, 3), -1.0), requires_grad=False)
+        self.padded = nn.Parameter(torch.full((7, 2), -1.0), requires_grad=False)
+        self.bias = nn.Parameter(torch.full((2,), -1.0), requires_grad=False)
+        self.scalar = nn.Parameter(torch.full((), -1.0), requires_grad=False)
+
+    def load_weights(self, weights) -> None:
+        for name, tensor in weights:
+            match name:
+                case "q" | "k":
+                    place = self.fused.data.narrow(0, 0 if name == "q" else 4, 4)
+                    place.copy_(tensor.narrow(0, 4 * self.rank, 4))
+                case "down":
+                    self.columns.data.copy_(tensor[:, 3 * self.rank : 3 * self.rank + 3])
+                case "embed":
+                    self.padded[: len(tensor)].data.copy_(tensor)
+                    self.padded[len(tensor) :].data.fill_(0)
+                case "bias":
+                    self.bias.data.copy_(tensor.to(torch.float32).narrow(0, 2 * self.rank, 2))
+                case "scalar":
+                    self.scalar.data.copy_(tensor)
+
+
+SPECS = [
+    spec("q", 8, 6),
+    spec("k", 8, 6),
+    spec("down", 4, 6),
+    spec("embed", 5, 2),
+    spec("bias", 4),
+    spec("scalar"),
+    spec("ignored", 3),
+]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_nothing_is_written_while_a_loader_is_asked(rank):
+    model = Model(rank)
+    regions_of(model, SPECS, torch.float32)
+    assert all((parameter == -1).all() for parameter in model.parameters())
+
+
+@settings(max_examples=50, deadline=None)
+@given(rank=st.integers(0, 1), cuts=st.lists(st.integers(1, 47), max_size=6))
+def test_what_is_written_piece_by_piece_is_what_the_loader_would_write(rank, cuts):
+    ours, theirs = Model(rank), Model(rank)
+    regions = regions_of(ours, SPECS, torch.float32)
+    tensors = {one.name: filled(*one.shape) + i for i, one in enumerate(SPECS)}
+    theirs.load_weights(tensors.items())
+    for name, tensor in tensors.items():
+        flat = tensor.reshape(-1)
+        edges = sorted({0, len(flat), *(cut for cut in cuts if cut < len(flat))})
+        for start, stop in pairwise(edges):
+            for region in regions[name]:
+                region.write(start, flat[start:stop])
+    theirs.padded.data[5:] = -1  # padding is not a trainer's business
+    for (name, one), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(one, other), name
+    assert regions["ignored"] == []
+
+
+def test_what_two_workers_read_makes_the_tensor_whole():
+    models = [Model(rank) for rank in (0, 1)]
+    for name, shape in (("q", (8, 6)), ("down", (4, 6)), ("bias", (4,))):
+        tensor = filled(*shape) + 1
+        whole = torch.zeros(tensor.numel())
+        for model in models:
+            for region in regions_of(model, SPECS, torch.float32)[name]:
+                region.write(0, tensor.reshape(-1))
+                part = torch.zeros(tensor.numel())
+                region.read(part)
+                whole = torch.maximum(whole, part)
+        assert torch.equal(whole.view(shape), tensor)
+
+
+class Transposing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(3, 2), requires_grad=False)
+
+    def load_weights(self, weights) -> None:
+        for _, tensor in weights:
+            self.weight.data.copy_(tensor.t())
+
+
+def test_a_loader_that_cannot_be_followed_is_named():
+    with pytest.raises(CapabilityError, match="turned: the engine lays"):
+        regions_of(Transposing(), [spec("turned", 2, 3)], torch.float32)
+
+
+class One(nn.Module):
+    """A loader that does more than to copy."""
+
+    def __init__(self, load) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3, 2), requires_grad=False)
+        self.load = load
+
+    def load_weights(self, weights) -> None:
+        for _, tensor in weights:
+            self.load(self, tensor)
+
+
+def write_over(model: One, tensor: torch.Tensor) -> None:
+    model.weight.data.copy_(tensor)
+    model.weight.data.copy_(-torch.exp(model.weight))
+
+
+def change_in_place(model: One, tensor: torch.Tensor) -> None:
+    model.weight.data.copy_(tensor)
+    model.weight.data.mul_(2)
+
+
+def change_what_comes(model: One, tensor: torch.Tensor) -> None:
+    tensor += 1  # as loaders do for norms that multiply by one plus their weight
+    model.weight.data.copy_(tensor)
+
+
+def empty_what_comes(model: One, tensor: torch.Tensor) -> None:
+    tensor[0].zero_()
+    model.weight.data.copy_(tensor)
+
+
+def copy_into_what_comes(model: One, tensor: torch.Tensor) -> None:
+    tensor[0].copy_(tensor[1])
+    model.weight.data.copy_(tensor)
+
+
+def keep(model: One, tensor: torch.Tensor) -> None:
+    model.weight.data.copy_(tensor)
+    model.scale = tensor.abs().max()
+
+
+def keep_in_a_buffer(model: One, tensor: torch.Tensor) -> None:
+    model.weight.data.copy_(tensor)
+    model.register_buffer("scale", tensor[0].clone())
+
+
+def exchange_storage(model: One, tensor: torch.Tensor) -> None:
+    model.weight.data = tensor * 2
+
+
+def does_not_know(model: One, tensor: torch.Tensor) -> None:
+    model.weight.data.copy_(tensor)
+    raise KeyError("experts.gate_up_proj")
+
+
+@pytest.mark.parametrize(
+    ("load", "says"),
+    [
+        (does_not_know, "does not take the tensors .*: KeyError: 'experts.gate_up_proj'"),
+        (write_over, "computes something of w"),
+        (change_in_place, "computes something of w"),
+        (change_what_comes, "computes something of w"),
+        (empty_what_comes, "computes something of w"),
+        (copy_into_what_comes, "computes something of w"),
+        (keep, r"keeps something of what it loads in \.scale"),
+        (keep_in_a_buffer, r"keeps something of what it loads in \.scale"),
+        (exchange_storage, "storage of a parameter"),
+    ],
+)
+def test_a_loader_that_does_more_than_copy_is_named_and_changes_nothing(load, says):
+    model = One(load)
+    weight, before = model.weight, set(vars(model))
+    with pytest.raises(CapabilityError, match=says):
+        regions_of(model, [spec("w", 3, 2)], torch.float32)
+    assert model.weight is weight
+    assert torch.equal(weight, torch.ones(3, 2))
+    assert set(vars(model)) == before
+    assert not model._buffers
+
+
+def test_a_parameter_that_a_loader_makes_anew_stays_and_is_the_target():
+    def load(model: One, tensor: torch.Tensor) -> None:
+        model.weight = nn.Parameter(torch.empty(3, 2), requires_grad=False)
+        model.weight.data[1:].copy_(tensor)
+
+    model = One(load)
+    weight = model.weight
+    [region] = regions_of(model, [spec("w", 2, 2)], torch.float32)["w"]
+    region.write(0, torch.arange(4.0))
+    assert model.weight is weight
+    assert weight.tolist() == [[1, 1], [0, 1], [2, 3]]
+
+
+def test_what_an_engine_would_round_is_refused():
+    model = One(lambda model, tensor: model.weight.data.copy_(tensor))
+    model.weight.data = model.weight.data.to(torch.bfloat16)
+    with pytest.raises(CapabilityError, match=r"w: the engine keeps it in torch\.bfloat16"):
+        regions_of(model, [spec("w", 3, 2)], torch.float32)
+    assert regions_of(model, [spec("w", 3, 2)], torch.bfloat16)["w"]
+
+
+def test_a_region_takes_only_its_part():
+    region = Region(torch.zeros(2, 2), 4, 1, 1)
+    region.write(3, torch.arange(3.0, 10.0))
+    assert region.target.tolist() == [[5, 6], [9, 0]]
+
+
+def test_what_an_engine_keeps_wider_than_the_model_is_read_in_the_dtype_of_the_model():
+    class Weights(LoadedWeights):
+        def find_specs(self):
+            return [TensorSpec("bias", (3,), "bfloat16")]
+
+    weights = Weights(nn.Module(), torch.bfloat16, workers=1, without_refits="")
+    kept = torch.tensor([[0.5, -2.0, 3.0]])  # float32: kernels for AMX take biases so
+    vars(weights)["regions"] = {"bias": [Region(kept, 3, 0, 0)]}
+    assert weights.targets is None  # it is not the engine's own
+    [(name, tensor)] = weights.read(["bias"])
+    assert (name, tensor.dtype, tensor.tolist()) == ("bias", torch.bfloat16, [0.5, -2.0, 3.0])
+
+
+class Dropping(nn.Module):
+    """Has no bias for its output, and too few rows of it: its loader says nothing of either."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Parameter(torch.zeros(4, 2), requires_grad=False)
+
+    def load_weights(self, weights) -> None:
+        for name, tensor in weights:
+            if name == "head":
+                self.head.data.copy_(tensor[: len(self.head)])
+
+
+@pytest.mark.parametrize(
+    ("specs", "says"),
+    [
+        ([spec("head", 4, 2), spec("bias", 4)], r"bias \(0 of 4 elements\)"),
+        ([spec("head", 5, 2)], r"head \(8 of 10 elements\)"),
+        ([spec("head", 4, 2), TensorSpec("mask", (4,), "float32", role="buffer")], ""),
+    ],
+)
+def test_what_the_engine_does_not_use_of_the_trainer_is_refused(specs, says):
+    class Weights(LoadedWeights):
+        def find_specs(self):
+            return specs
+
+    weights = Weights(Dropping(), torch.float32, workers=1, without_refits="build it without")
+    if not says:
+        assert set(weights.regions) == {"head", "mask"}
+        return
+    with pytest.raises(CapabilityError, match=says):
+        _ = weights.regions
+
+
+class Experts(nn.Module):
+    """Knows experts one by one, as files have them; keeps its share of each beside the others'."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w13 = nn.Parameter(torch.zeros(2, 4, 3), requires_grad=False)
+        self.w2 = nn.Parameter(torch.zeros(2, 3, 2), requires_grad=False)
+
+    def load_weights(self, weights) -> None:
+        for name, tensor in weights:
+            number, which = name.split(".")[1:]
+            if which == "down":
+                self.w2.data[int(number)].copy_(tensor.contiguous()[:, 2:])
+            else:
+                place = self.w13.data[int(number)].narrow(0, 0 if which == "gate" else 2, 2)
+                place.copy_(tensor.to(torch.float64).narrow(0, 2, 2))
+
+
+def one_by_one(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """As transformers takes stacks of experts apart when it saves them."""
+    found = {}
+    for place, which in enumerate(("gate", "up")):
+        part = tensors["gate_up"].chunk(2, dim=1)[place].contiguous()
+        found |= {f"experts.{n}.{which}": one.clone() for n, one in enumerate(part.unbind())}
+    return found | {f"experts.{n}.down": one for n, one in enumerate(tensors["down"].unbind())}
+
+
+def test_a_loader_that_knows_parts_of_a_tensor_by_names_of_their_own_is_followed():
+    model, specs = Experts(), [spec("gate_up", 2, 8, 3), spec("down", 2, 3, 4)]
+    found = regions_of(model, specs, torch.float32, published=one_by_one)
+    sent = {"gate_up": filled(2, 8, 3), "down": filled(2, 3, 4)}
+    for name, tensor in sent.items():
+        for start in range(0, tensor.numel(), 5):
+            for region in found[name]:
+                region.write(start, tensor.flatten()[start : start + 5])
+    gate, up = sent["gate_up"].chunk(2, dim=1)
+    assert model.w13.equal(torch.cat([gate[:, 2:], up[:, 2:]], dim=1))
+    assert model.w2.equal(sent["down"][:, :, 2:])
+    for name, tensor in sent.items():
+        whole = torch.full((tensor.numel(),), -1.0)
+        for region in found[name]:
+            region.read(whole)
+        assert whole.ne(-1).sum() == tensor.numel() // 2

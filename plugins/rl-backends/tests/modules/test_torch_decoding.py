@@ -1,0 +1,358 @@
+"""The decoding engine over a small module, against plain passes, whoever shares the batch."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from rl_backends import Completion, FailedRow, PromptBatch, SamplingParams
+from rl_backends.generation.serving import ServedCall
+from rl_backends.torch.decoding import DecodingEngine
+from rl_backends.torch.slots import SlotDecoder, segment_mask
+from rl_conformance.models import make_tokenizer
+from rl_core.errors import ConfigError, RLError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from rl_backends import Row
+    from rl_backends.torch.slot_cache import SlotCache
+
+LENGTHS = (1, 3, 40, 17, 17, 9, 120, 2, 64, 33)
+GREEDY = SamplingParams(greedy=True)
+VOCABULARY, HEADS, SHARED, WIDTH = 272, 4, 2, 8
+CPU = torch.device("cpu")
+
+
+class Attention(nn.Module):
+    """Grouped-query attention that knows of a cache what SlotForward says."""
+
+    def __init__(self, layer: int, dropout: float) -> None:
+        super().__init__()
+        self.layer, self.dropout = layer, nn.Dropout(dropout)
+        self.qkv = nn.Linear(HEADS * WIDTH, (HEADS + 2 * SHARED) * WIDTH)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor, cache: SlotCache | None) -> torch.Tensor:
+        heads = self.qkv(x).unflatten(-1, (-1, WIDTH)).transpose(1, 2)
+        q, k, v = heads.split([HEADS, SHARED, SHARED], dim=1)
+        if cache is not None:
+            k, v = cache.update(k, v, self.layer)
+        if mask.dtype == torch.bool:
+            out = scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+        else:
+            cut = (torch.split(part, mask.flatten().tolist(), dim=2) for part in (q, k, v))
+            parts = [
+                scaled_dot_product_attention(*segment, is_causal=True, enable_gqa=True)
+                for segment in zip(*cut, strict=True)
+            ]
+            out = torch.cat(parts, dim=2)
+        return x + self.dropout(out.transpose(1, 2).flatten(2))
+
+
+class Tiny(nn.Module):
+    """Two layers, numbered as a pipeline's second stage would."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, HEADS * WIDTH)
+        self.places = nn.Embedding(256, HEADS * WIDTH)
+        self.layers = nn.ModuleList(Attention(layer, dropout) for layer in (5, 7))
+        self.head = nn.Linear(HEADS * WIDTH, VOCABULARY)
+        self.passes: list[tuple[int, ...]] = []
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.normal_(0, 0.3, generator=generator)
+        self.eval()
+
+    def forward(
+        self,
+        *,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        past_key_values: SlotCache | None = None,
+        logits_to_keep: torch.Tensor | int = 0,
+    ) -> torch.Tensor:
+        self.passes.append(tuple(input_ids.shape))
+        x = self.tokens(input_ids) + self.places(position_ids)
+        for layer in self.layers:
+            x = layer(x, attention_mask, past_key_values)
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        return self.head(x[:, kept])
+
+    @torch.no_grad()
+    def logits(self, ids: list[int]) -> torch.Tensor:
+        """Of a row that is alone, without a cache."""
+        places = torch.arange(len(ids))[None]
+        return self(
+            input_ids=torch.tensor([ids]),
+            position_ids=places,
+            attention_mask=segment_mask([len(ids)]),
+        )[0]
+
+
+def engine_of(model: Tiny, **options: Any) -> DecodingEngine:
+    decoder = partial(SlotDecoder, model, CPU)
+    return DecodingEngine(model, decoder, vocab_size=VOCABULARY, device=CPU, **options)
+
+
+def prompts(
+    lengths: Sequence[int] = LENGTHS,
+    budgets: Sequence[int] | int = 12,
+    stops: Sequence[tuple[str, ...]] | None = None,
+    seed: int = 0,
+) -> PromptBatch:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, 269, (len(lengths), max(lengths)), generator=generator)
+    sizes = torch.tensor(lengths)
+    ids[torch.arange(max(lengths)) >= sizes[:, None]] = 0
+    return PromptBatch(
+        ids,
+        sizes,
+        torch.tensor(budgets).expand(len(lengths)).clone(),
+        stops or [()] * len(lengths),
+        torch.arange(len(lengths)) * 1000 + 17,
+    )
+
+
+def rows_of(batch: PromptBatch, sampling: SamplingParams, first_key: int = 0) -> list[Row]:
+    call = ServedCall("generate", batch, sampling, print)
+    return [call.next_row(first_key + row) for row in range(len(batch))]
+
+
+def complete(
+    engine: DecodingEngine, batch: PromptBatch, sampling: SamplingParams
+) -> Iterator[Completion]:
+    engine.submit(rows_of(batch, sampling))
+    missing = len(batch)
+    while missing:
+        for done in engine.collect():
+            missing -= 1
+            if isinstance(done, FailedRow):
+                raise done.error
+            yield done
+    assert not engine._batches
+
+
+def run(engine: DecodingEngine, batch: PromptBatch, sampling: SamplingParams) -> list[Completion]:
+    done = sorted(complete(engine, batch, sampling), key=lambda completion: completion.row)
+    assert [completion.row for completion in done] == list(range(len(batch)))
+    return done
+
+
+def assert_same(left: Sequence[Completion], right: Sequence[Completion]) -> None:
+    for ours, theirs in zip(left, right, strict=True):
+        assert list(ours.token_ids) == list(theirs.token_ids)
+        assert ours.truncated == theirs.truncated
+        torch.testing.assert_close(
+            torch.tensor(ours.logprobs), torch.tensor(theirs.logprobs), atol=1e-4, rtol=0
+        )
+
+
+@pytest.mark.parametrize("max_batch_size", [1, 3, 256])
+def test_greedy_rows_are_the_plain_passes(max_batch_size: int):
+    model, batch = Tiny(), prompts(budgets=range(3, 13))
+    for row, done in enumerate(run(engine_of(model, max_batch_size=max_batch_size), batch, GREEDY)):
+        prompt = batch.token_ids(row)
+        scores = model.logits([*prompt, *done.token_ids]).log_softmax(-1)[len(prompt) - 1 : -1]
+        assert list(done.token_ids) == scores.argmax(-1).tolist()
+        assert len(done.token_ids) == int(batch.budgets[row])
+        expected = scores.amax(-1)
+        torch.testing.assert_close(torch.tensor(done.logprobs), expected, atol=1e-4, rtol=0)
+
+
+def test_equal_prompts_with_their_own_seeds_differ():
+    one = prompts((20,))
+    batch = one.select(torch.zeros(8, dtype=torch.int64))
+    batch = PromptBatch(
+        batch.input_ids, batch.lengths, batch.budgets, batch.stop_strings, torch.arange(8)
+    )
+    done = run(engine_of(Tiny()), batch, SamplingParams(temperature=2.0))
+    assert len({tuple(completion.token_ids) for completion in done}) == 8
+
+
+def test_equal_prompts_are_computed_once():
+    model = Tiny()
+    batch = prompts((20, 30)).select(torch.tensor([0, 1, 0, 0, 1]))
+    done = run(engine_of(model), batch, GREEDY)
+    assert model.passes[0] == (1, 50)
+    assert_same([done[2], done[3], done[4]], [done[0], done[0], done[1]])
+
+
+def test_finished_rows_leave_the_batch():
+    model = Tiny()
+    run(engine_of(model), prompts((5, 5, 5, 5), budgets=(1, 2, 4, 4)), GREEDY)
+    assert model.passes == [(1, 20), (3, 1), (2, 1), (2, 1)]
+
+
+def test_waiting_rows_take_the_place_of_finished_ones():
+    model = Tiny()
+    run(engine_of(model, max_batch_size=2), prompts((5, 5, 5, 5), budgets=(9, 2, 3, 4)), GREEDY)
+    # One pass admits two rows and two passes one row each; eight steps move the longest row on.
+    assert len(model.passes) == 3 + 8
+
+
+def test_a_prompt_longer_than_a_pass_is_admitted_alone(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("rl_backends.torch.slots.PREFILL_TOKENS", 50)
+    batch, model = prompts((120, 30, 30, 5)), Tiny()
+    few = run(engine_of(model), batch, GREEDY)
+    assert model.passes[0] == (1, 120)
+    monkeypatch.undo()
+    assert_same(few, run(engine_of(Tiny()), batch, GREEDY))
+
+
+def test_rows_are_yielded_when_they_finish():
+    done = complete(engine_of(Tiny()), prompts((5, 6, 7), budgets=(9, 1, 4)), GREEDY)
+    assert [completion.row for completion in done] == [1, 2, 0]
+
+
+def test_a_stop_token_is_kept_and_ends_its_row_only():
+    batch, engine = prompts(), engine_of(Tiny())
+    free = run(engine, batch, GREEDY)
+    stop = free[3].token_ids[4]
+    for before, after in zip(
+        free,
+        run(engine, batch, SamplingParams(greedy=True, stop_token_ids=(stop, 10**6))),
+        strict=True,
+    ):
+        tokens = list(before.token_ids)
+        cut = tokens.index(stop) + 1 if stop in tokens else len(tokens)
+        assert list(after.token_ids) == tokens[:cut]
+        assert after.truncated == (stop not in tokens)
+
+
+def test_stop_strings_end_their_own_row_only():
+    tokenizer = make_tokenizer()
+    engine = engine_of(Tiny(), tokenizer=tokenizer)
+    free = run(engine, prompts(), GREEDY)
+    string = tokenizer.decode(list(free[2].token_ids[4:6]))
+    stops = [(string,) if row == 2 else ("never to be seen",) for row in range(len(LENGTHS))]
+    done = run(engine, prompts(stops=stops), GREEDY)
+    assert list(done[2].token_ids) == list(free[2].token_ids[: len(done[2].token_ids)])
+    assert string in tokenizer.decode(list(done[2].token_ids))
+    assert string not in tokenizer.decode(list(done[2].token_ids[:-1]))
+    assert not done[2].truncated
+    assert_same([*done[:2], *done[3:]], [*free[:2], *free[3:]])
+
+
+def test_stop_tokens_still_end_rows_that_watch_for_strings():
+    engine = engine_of(Tiny(), tokenizer=make_tokenizer())
+    stop = run(engine, prompts((8,)), GREEDY)[0].token_ids[2]
+    sampling = SamplingParams(greedy=True, stop_token_ids=(stop,))
+    (done,) = run(engine, prompts((8,), stops=[("never to be seen",)]), sampling)
+    assert done.token_ids[-1] == stop
+    assert not done.truncated
+
+
+def test_stop_strings_without_a_tokenizer_name_the_row():
+    stops = [()] * 3 + [("x",)] + [()] * 6
+    with pytest.raises(ConfigError, match="row 3 has stop strings"):
+        list(complete(engine_of(Tiny()), prompts(stops=stops), GREEDY))
+
+
+def test_logits_that_are_not_finite_name_the_row():
+    model = Tiny()
+    with torch.no_grad():
+        model.head.weight[5] = torch.nan
+    with pytest.raises(RLError, match="row 0: the model's logits are not finite"):
+        list(complete(engine_of(model), prompts((4,)), SamplingParams()))
+
+
+def test_the_model_trains_on_where_it_was_training():
+    model = Tiny(dropout=0.5).train()
+    engine = engine_of(model)
+    rows = complete(engine, prompts((5, 5), budgets=(1, 5)), GREEDY)
+    next(rows)
+    assert model.training
+    assert torch.is_grad_enabled()
+    dropped = [*rows]
+    model.eval()
+    assert_same(dropped, run(engine, prompts((5, 5), budgets=(1, 5)), GREEDY)[1:])
+
+
+def test_a_decoder_declares_what_it_admits():
+    slots = SlotDecoder(Tiny(), CPU, 32)
+    assert slots.room([5] * 10, 22, last=False) == 10
+    assert slots.room([5] * 3, 29, last=False) == 0
+    assert slots.room([5] * 3, 29, last=True) == 3
+
+
+@pytest.mark.parametrize("penalty", [1.0, 1.4])
+@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_rows_come_and_go_and_each_is_what_it_is_alone(penalty: float, data: st.DataObject):
+    engine = engine_of(Tiny(), max_batch_size=data.draw(st.integers(1, 6)))
+    sampled = SamplingParams(temperature=1.3, repetition_penalty=penalty)
+    greedy = SamplingParams(greedy=True, repetition_penalty=penalty)
+    wanted: dict[int, Row] = {}
+    found: dict[int, Completion] = {}
+    key = 0
+    for _ in range(data.draw(st.integers(1, 6))):
+        lengths = data.draw(st.lists(st.integers(1, 30), min_size=1, max_size=4))
+        budgets = data.draw(st.lists(st.integers(1, 12), min_size=len(lengths), max_size=8))
+        batch = prompts(lengths, budgets[: len(lengths)], seed=data.draw(st.integers(0, 3)))
+        rows = rows_of(batch, data.draw(st.sampled_from((sampled, greedy))), key)
+        key += len(rows)
+        engine.submit(rows)
+        wanted |= {row.key: row for row in rows}
+        for _ in range(data.draw(st.integers(0, 8))):
+            found |= {done.row: done for done in engine.collect()}
+        gone = data.draw(st.sets(st.sampled_from(range(key)), max_size=2))
+        engine.cancel(gone)
+        wanted = {k: row for k, row in wanted.items() if k in found or k not in gone}
+    for _ in range(500):
+        found |= {done.row: done for done in engine.collect()}
+    assert found.keys() == wanted.keys()
+    assert not engine._batches
+    alone = engine_of(Tiny())
+    for k, done in found.items():
+        alone.submit([wanted[k]])
+        expected: list[Any] = []
+        while not expected:
+            expected += alone.collect()
+        assert_same([done], expected)
+
+
+def test_a_short_call_does_not_wait_for_a_long_one():
+    engine = engine_of(Tiny())
+    engine.submit(rows_of(prompts((9,), budgets=(60,)), GREEDY))
+    for _ in range(5):
+        assert not engine.collect()
+    engine.submit(rows_of(prompts((4,), budgets=(3,)), GREEDY, 1))
+    done = [one.row for _ in range(5) for one in engine.collect()]
+    assert done == [1]
+
+
+@pytest.mark.parametrize("most", [0, 1, 2, 5])
+def test_rows_that_memory_has_no_room_for_wait_and_those_it_never_has_fail_alone(
+    monkeypatch: pytest.MonkeyPatch, most: int
+):
+    reserve = SlotDecoder.reserve
+
+    def reserve_some(decoder: SlotDecoder, slots: int, limit: int) -> None:
+        if slots > most or limit > 100:
+            raise torch.OutOfMemoryError(f"{slots} slots of {limit}")
+        reserve(decoder, slots, limit)
+
+    batch = prompts()
+    expected = run(engine_of(Tiny()), batch, GREEDY)
+    engine = engine_of(Tiny())
+    monkeypatch.setattr(SlotDecoder, "reserve", reserve_some)
+    engine.submit(rows_of(batch, GREEDY))
+    found = []
+    while len(found) < len(batch):
+        found += engine.collect()
+    failed = {one.key for one in found if isinstance(one, FailedRow)}
+    too_long = {row for row, length in enumerate(LENGTHS) if length + 12 > 100}
+    assert failed == (too_long if most else set(range(len(batch))))
+    done = sorted((one for one in found if isinstance(one, Completion)), key=lambda one: one.row)
+    assert_same(done, [one for one in expected if one.row not in failed])
+    assert not engine._batches

@@ -1,0 +1,375 @@
+"""Between hosts: ZeroMQ over TCP, and broadcasts in a process group made for this refit's members.
+
+The sender listens on one interface. What a receiver needs to speak to it (the endpoint and the key
+of the control channel) comes with the trainer's introduction. At a store the members of a group
+find each other's addresses; it is torch's, open to whoever reaches its port, and so are the
+connections of the group. A stranger who is there can disturb a refit, put himself in the way of
+the bytes, and read them: the weights are not encrypted. He cannot change one unnoticed, because
+blocks are hashed with a key that he does not have, unless the refit is told to verify nothing.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+import secrets
+import socket
+import threading
+import time
+import weakref
+from contextlib import closing, suppress
+from datetime import timedelta
+from ipaddress import ip_address
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+
+from rl_collective.groups import GroupLane, GroupRef, Member
+from rl_core.errors import ConfigError, DeadlineError, LifecycleError, RefitProtocolError
+from rl_core.weights.protocol.timing import HELLO_S, REFUSAL_S
+from rl_core.weights.transports.base import CPU, ReceiverEnd, SenderEnd, Transport, refuse_options
+from rl_core.weights.transports.control import ControlClient, ControlServer
+from rl_core.weights.transports.cuda import uuid_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+__all__ = ["COLLECTIVE", "CollectiveReceiver", "CollectiveSender"]
+
+_JOINED = "refit/joined"
+_REFUSED = "refit/refused"
+_STORE_TIMEOUT = timedelta(seconds=10)
+_POLL_S = 0.02
+_REFUSAL_CHARS = 500
+
+_Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
+
+
+class _SenderOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    ip: str
+    port: _Port
+    receivers: Annotated[int, msgspec.Meta(ge=1)]
+    backend: Literal["gloo", "nccl"] | None = None
+
+
+class _Address(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    ip: str
+    port: _Port
+    control: str = ""
+    key: str = ""
+
+
+class _Meeting:
+    """What either end has of the place where all members meet.
+
+    Attributes:
+        host: The sender's address.
+        port: Of the store.
+        store: In which members find each other; None before the end is connected and after it was
+            closed.
+        closed: Whether it was.
+    """
+
+    def __init__(self, host: str, port: int) -> None:
+        self.host, self.port = host, port
+        self.store: c10d.TCPStore | None = None
+        self.closed = threading.Event()
+        self._lanes: weakref.WeakSet[GroupLane] = weakref.WeakSet()
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}"
+
+    def connected(self) -> c10d.TCPStore:
+        """The store; raises LifecycleError where there is none."""
+        store = self.store  # another thread may close this end
+        if store is None:
+            raise LifecycleError(
+                "this end of the collective transport is not connected",
+                fix="call init_collective on both sides first",
+            )
+        return store
+
+    def wait_for(self, done: Callable[[], bool], deadline_s: float) -> bool:
+        """Whether it became so in time; raises LifecycleError if this end was closed."""
+        ends = time.monotonic() + deadline_s
+        while not done():
+            if time.monotonic() >= ends:
+                return False
+            if self.closed.wait(_POLL_S):
+                raise LifecycleError("this end of the collective transport was closed")
+        return True
+
+    def join(self, ref: GroupRef, rank: int, device: torch.device) -> GroupLane:
+        """The lane of one member of a group, which is made in the background."""
+        member = Member(ref, rank, self.connected(), self.host, self.port)
+        lane = GroupLane(member, device if ref.backend == "nccl" else CPU)
+        self._lanes.add(lane)
+        return lane
+
+    def close(self) -> None:
+        self.closed.set()
+        for lane in list(self._lanes):
+            lane.close()
+        self.store = None
+
+
+class CollectiveSender(ControlServer, SenderEnd):
+    """The sender's end.
+
+    Args:
+        ip: An address of this host that the receivers reach.
+        port: Where they meet; 0 takes a free one.
+        receivers: How many :meth:`rendezvous` waits for; more may join later.
+        backend: ``"nccl"`` between GPUs, else ``"gloo"``; by default as the tensors' device asks.
+
+    Raises:
+        ConfigError: The address is not this host's, or is in use.
+    """
+
+    def __init__(
+        self, ip: str, port: int, receivers: int, backend: Literal["gloo", "nccl"] | None = None
+    ) -> None:
+        listener = _listen(ip, port)
+        host, port = listener.getsockname()[:2]
+        self._receivers, self._backend = receivers, backend
+        self._meeting = _Meeting(host, port)
+        bind = f"tcp://[{host}]:*" if ":" in host else f"tcp://{host}:*"
+        try:
+            super().__init__(bind, encrypted=True)
+        except BaseException:
+            listener.close()
+            raise
+        self._meeting.store = c10d.TCPStore(
+            host,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=_STORE_TIMEOUT,
+            master_listen_fd=listener.detach(),
+        )
+        self.address = {"ip": host, "port": port, "control": self.endpoint, "key": self.key}
+
+    def rendezvous(self, deadline_s: float) -> None:
+        """Waits until as many receivers have joined as were announced.
+
+        Raises:
+            DeadlineError: Fewer came; says how many.
+            LifecycleError: This end was closed.
+        """
+        joined = 0
+
+        def complete() -> bool:
+            nonlocal joined
+            joined = self._meeting.connected().add(_JOINED, 0)
+            return joined >= self._receivers
+
+        if not self._meeting.wait_for(complete, deadline_s):
+            missing = self._receivers - joined
+            raise DeadlineError(
+                f"{missing} of {self._receivers} receivers did not join {self._meeting} "
+                f"within {deadline_s:g} s",
+                fix="start them with this address, and let them reach it (firewall, network)",
+                seconds=deadline_s,
+                missing=missing,
+            )
+
+    def refused(self) -> str | None:
+        """See :meth:`SenderEnd.refused`; anybody may have written it, so it only ends a wait."""
+        store = self._meeting.connected()
+        if not store.check([_REFUSED]):
+            return None
+        text = store.get(_REFUSED)[:_REFUSAL_CHARS].decode(errors="replace")
+        store.delete_key(_REFUSED)
+        return text
+
+    def lane_device(self, device: torch.device, gpus: Sequence[Sequence[str]]) -> torch.device:
+        """See :meth:`SenderEnd.lane_device`: NCCL wants a GPU of its own for every member.
+
+        Raises:
+            ConfigError: NCCL was asked for, and there are not so many.
+        """
+        own = [uuid_of(device), *(seen[0] if seen else None for seen in gpus)]
+        apart = None not in own and len(set(own)) == len(own)
+        if self._backend == "nccl" and not apart:
+            raise ConfigError(
+                "backend='nccl' wants the tensors of every member on a GPU of its own, and they "
+                f"are on {', '.join(name or 'no GPU' for name in own)}",
+                fix="leave backend out, or give each engine another GPU than the trainer's",
+                key="backend",
+            )
+        return device if apart and self._backend != "gloo" else CPU
+
+    def lane(
+        self, nbytes: int, device: torch.device, receivers: Sequence[str], *, direct: bool = False
+    ) -> GroupLane:
+        """See :meth:`SenderEnd.lane`; returns before the receivers have joined the group."""
+        backend: Literal["gloo", "nccl"] = "nccl" if device.type == "cuda" else "gloo"
+        ref = GroupRef("group", secrets.token_hex(8), backend, tuple(receivers), nbytes)
+        return self._meeting.join(ref, 0, device)
+
+    def close(self) -> None:
+        self._meeting.close()
+        super().close()
+
+
+class CollectiveReceiver(ControlClient, ReceiverEnd):
+    """A receiver's end; :meth:`rendezvous` comes first.
+
+    Args:
+        address: The sender's; for a rendezvous ``ip`` and ``port`` are enough.
+    """
+
+    def __init__(self, address: Mapping[str, Any]) -> None:
+        super().__init__("")
+        self._meeting = _Meeting(address["ip"], address["port"])
+
+    def rendezvous(self, deadline_s: float) -> None:
+        """Waits until the sender is there, and joins it.
+
+        Raises:
+            DeadlineError: It did not come.
+            LifecycleError: This end was closed.
+        """
+        ip, port = self._meeting.host, self._meeting.port
+
+        def listens() -> bool:
+            with suppress(OSError), closing(socket.create_connection((ip, port), 1)):
+                return True
+            return False
+
+        ends = time.monotonic() + deadline_s
+        cause = "nobody listens there"
+        if self._meeting.wait_for(listens, deadline_s):
+            try:
+                left = timedelta(seconds=max(ends - time.monotonic(), 1))
+                store = c10d.TCPStore(ip, port, wait_for_workers=False, timeout=left)
+                store.set_timeout(_STORE_TIMEOUT)
+                store.add(_JOINED, 1)
+                self._meeting.store = store
+                return
+            except dist.DistError as error:
+                cause = str(error).splitlines()[0]
+        raise DeadlineError(
+            f"the sender was not at {self._meeting} within {deadline_s:g} s: {cause}",
+            fix="start the sender first or soon, and let this host reach it (firewall, network)",
+            seconds=deadline_s,
+        )
+
+    def refuse(self, why: str) -> None:
+        """See :meth:`ReceiverEnd.refuse`; says it for some time, as the sender may be about to ask.
+
+        A sender that begins to wait passes over what was said before.
+        """
+        store, closed = self._meeting.store, self._meeting.closed
+        if store is None:
+            return
+
+        def repeat() -> None:
+            with suppress(dist.DistError):
+                store.set(_REFUSED, why[:_REFUSAL_CHARS])
+                while not closed.wait(HELLO_S) and time.monotonic() < ends:
+                    store.set(_REFUSED, why[:_REFUSAL_CHARS])
+
+        ends = time.monotonic() + REFUSAL_S
+        threading.Thread(target=repeat, name="rl-refit-refuse", daemon=True).start()
+
+    def connect(self, address: Mapping[str, Any]) -> None:
+        """See :meth:`ReceiverEnd.connect`.
+
+        Raises:
+            LifecycleError: The sender was never met.
+            RefitProtocolError: It is not said where the sender listens.
+        """
+        self._meeting.connected()
+        where = _address(address)
+        if not where.control or not where.key:
+            raise RefitProtocolError(
+                f"{self._meeting}: it is not said where the sender listens, or with which key",
+                fix="pass the policy's prepare_refit_info() to the engine after init_collective",
+            )
+        self.endpoint, self.key = where.control, where.key
+        self.open()
+
+    def attach(
+        self, ref: Mapping[str, Any], receiver: str, device: torch.device = CPU
+    ) -> GroupLane:
+        """See :meth:`ReceiverEnd.attach`; returns before the group is complete."""
+        try:
+            wanted = msgspec.convert(ref, GroupRef)
+        except msgspec.ValidationError as error:
+            raise RefitProtocolError(f"a malformed reference to a group: {error}") from error
+        if receiver not in wanted.members:
+            raise RefitProtocolError(f"{receiver} is not a member of the sender's group")
+        if wanted.backend == "nccl" and device.type != "cuda":
+            raise RefitProtocolError(
+                f"the sender broadcasts between GPUs, and {receiver} receives on {device}",
+                fix="put the engine's tensors on a GPU, or give the sender backend='gloo'",
+            )
+        rank = 1 + wanted.members.index(receiver)
+        return self._meeting.join(wanted, rank, device)
+
+    def close(self) -> None:
+        self._meeting.close()
+        super().close()
+
+
+class _Collective(Transport):
+    """Options: those of :class:`CollectiveSender`; a receiver has none."""
+
+    def sender(self, **options: Any) -> CollectiveSender:
+        try:
+            given = msgspec.convert(options, _SenderOptions)
+        except msgspec.ValidationError as error:
+            names = re.findall(r"`\$?\.?(\w+)`", str(error))
+            raise ConfigError(
+                f"the collective transport's options: {error}",
+                fix=f"it takes {', '.join(_SenderOptions.__struct_fields__)}",
+                key=names[-1] if names else "",
+            ) from error
+        return CollectiveSender(given.ip, given.port, given.receivers, given.backend)
+
+    def receiver(self, address: Mapping[str, Any], **options: Any) -> CollectiveReceiver:
+        refuse_options("the collective transport's receiver", options)
+        _address(address)
+        return CollectiveReceiver(address)
+
+
+#: The transport named ``collective``.
+COLLECTIVE: Transport = _Collective()
+
+
+def _address(given: Mapping[str, Any]) -> _Address:
+    try:
+        return msgspec.convert(given, _Address)
+    except msgspec.ValidationError as error:
+        raise RefitProtocolError(f"a malformed collective address: {error}") from error
+
+
+def _listen(ip: str, port: int) -> socket.socket:
+    """A socket that listens on one interface of this host."""
+    try:
+        family, _, _, _, where = socket.getaddrinfo(ip, port, type=socket.SOCK_STREAM)[0]
+        if ip_address(where[0]).is_unspecified:
+            raise OSError("it stands for all addresses, and receivers need one")
+        listener = socket.socket(family)
+    except OSError as error:
+        raise _unusable(ip, port, error) from error
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(where)
+        listener.listen(1024)
+    except OSError as error:
+        listener.close()
+        raise _unusable(ip, port, error) from error
+    return listener
+
+
+def _unusable(ip: str, port: int, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"the sender cannot listen on {ip}:{port}: {error.strerror or error}",
+        fix="give an address of the trainer's host that the engines reach, and a free port",
+        key="port" if error.errno == errno.EADDRINUSE else "ip",
+    )

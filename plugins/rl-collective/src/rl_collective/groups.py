@@ -1,0 +1,328 @@
+"""A lane over a process group of its own: what the sender publishes is broadcast to the members.
+
+The group belongs to one lane. It is no default group and knows nothing of one, and it dies with
+the lane: members that left or joined, or a broadcast that failed, call for a new lane.
+
+Making a group, waiting for a broadcast and letting a group go all block. So each lane has a thread
+that does all three, and nobody waits for that thread for long. A member that hangs lets a broadcast
+hang, which gloo has no way to end: a lane that is closed leaves its thread, its buffer and the
+group's connections to the deadline of the refit, which is the broadcast's timeout.
+
+The NCCL half is written against torch's documented interface and was never run: there was no
+machine with two GPUs.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+import threading
+import time
+import weakref
+from collections import deque
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+import msgspec
+import torch
+from torch._C import _distributed_c10d as c10d
+
+from rl_core.errors import RefitError, RefitPeerError, RefitProtocolError
+from rl_core.weights.transports.base import Lane
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Sequence
+
+__all__ = ["GroupLane", "GroupRef", "Member"]
+
+#: For the members' connections to each other, once all of them are there.
+_JOIN = timedelta(seconds=10)
+#: Seconds for one broadcast at most, in which a member may first have to load the one before it.
+_MOVE_S = 600.0
+#: Seconds that a close waits for the lane's thread, and again once the group was aborted.
+_STOP_S = 0.5
+#: Seconds for which :meth:`GroupLane.arrived` waits, so that asking in a loop costs little.
+_PATIENCE_S = 0.001
+#: More than the members of any group: taken from their number by one that leaves.
+_NEVER = 1 << 30
+#: Clean up after a failed peer, and do not end the process, nor when that takes long.
+_NCCL_SETTINGS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+_MAKING = threading.Lock()  # of NCCL groups: the environment belongs to the whole process
+_CUDA: Any = torch.cuda  # its streams and events are not typed
+_C10D: Any = c10d
+
+
+class GroupRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the sender tells the members of a group.
+
+    Attributes:
+        kind: Tells it from other lanes.
+        group_name: Never used before.
+        backend: What broadcasts.
+        members: Ids of the receivers, whose ranks are 1 and up in this order; 0 is the sender.
+        nbytes: Size of the lane.
+    """
+
+    kind: Literal["group"]
+    group_name: str
+    backend: Literal["gloo", "nccl"]
+    members: tuple[str, ...]
+    nbytes: Annotated[int, msgspec.Meta(ge=1)]
+
+
+@dataclass(frozen=True)
+class Member:
+    """One member of a group, and where it finds the others.
+
+    Attributes:
+        ref: The group.
+        rank: This member's.
+        store: Reaches all members.
+        host: The sender's address; members use the interface from which they reach it.
+        port: The store's.
+    """
+
+    ref: GroupRef
+    rank: int
+    store: c10d.Store
+    host: str
+    port: int
+
+    @property
+    def size(self) -> int:
+        """How many members there are, the sender among them."""
+        return 1 + len(self.ref.members)
+
+
+@dataclass
+class _Span:
+    """Bytes that travel, or are to come, until the time ``ends`` at most."""
+
+    data: torch.Tensor
+    ends: float
+    written: torch.cuda.Event | None = None
+    done: threading.Event = field(default_factory=threading.Event)
+
+
+class _Gloo:
+    """Groups on the CPU."""
+
+    def open(self, store: c10d.Store, member: Member) -> Any:
+        """The group; blocks until all members open it."""
+        gloo: Any = c10d.ProcessGroupGloo
+        options = gloo._Options()
+        options._devices = [gloo.create_device(hostname=_local_address(member))]
+        options._threads = 1  # broadcasts arrive one after the other, so the first is here first
+        options._timeout = _JOIN
+        return gloo(store, member.rank, member.size, options)
+
+    def move(self, group: Any, span: _Span) -> None:
+        """Broadcasts from rank 0; returns when the bytes are here, or gone from here."""
+        options = _from_sender()
+        options.timeout = timedelta(seconds=min(max(span.ends - time.monotonic(), 0.001), _MOVE_S))
+        group.broadcast([span.data], options).wait()
+
+    def abort(self, group: Any) -> None:
+        """Gloo cannot: a broadcast that hangs ends with its timeout."""
+
+
+class _Nccl:
+    """Groups of GPUs; methods as of :class:`_Gloo`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = _CUDA.Stream(device)
+
+    def open(self, store: c10d.Store, member: Member) -> Any:
+        nccl: Any = c10d.ProcessGroupNCCL
+        options = nccl.Options()
+        options._timeout = timedelta(seconds=_MOVE_S)
+        with _survive_errors():
+            return nccl(store, member.rank, member.size, options)
+
+    def move(self, group: Any, span: _Span) -> None:
+        with torch.cuda.stream(self._stream):
+            if span.written is not None:
+                self._stream.wait_event(span.written)
+            group.broadcast([span.data], _from_sender()).wait()  # the stream waits, not the host
+            self._stream.synchronize()
+        # A communicator that was aborted, because a peer failed, lets all that waits for it go on.
+        if (state := group.get_error()) != _C10D.ErrorType.SUCCESS:
+            raise RuntimeError(f"NCCL reports {state}")
+
+    def abort(self, group: Any) -> None:
+        threading.Thread(target=group.abort, daemon=True).start()  # which may hang itself
+
+
+class _Carrier:
+    """The thread that owns the group, and what it was given to do."""
+
+    def __init__(self, backend: _Gloo | _Nccl, member: Member) -> None:
+        self._backend, self._member = backend, member
+        self._spans: queue.SimpleQueue[_Span | None] = queue.SimpleQueue()
+        self._stopped = threading.Event()
+        self._group: Any = None
+        self.failure = ""
+        self._thread = threading.Thread(
+            target=self._run, name=f"rl-refit-{member.ref.group_name}", daemon=True
+        )
+        self._thread.start()
+
+    def take(self, span: _Span) -> None:
+        """Puts a broadcast in line."""
+        self._spans.put(span)
+
+    def check(self) -> None:
+        """Raises if nothing will be carried any more."""
+        if self.failure or self._stopped.is_set():
+            raise RefitPeerError(
+                f"the broadcast from the sender failed: {self.failure or 'the lane was closed'}",
+                fix="refit again; the survivors form a new group",
+                phase="TRANSFER",
+            )
+
+    def stop(self) -> None:
+        """Ends the thread, and has the group aborted if it is stuck in there.
+
+        First it is waited for: members that do not hang get the rest of what is on its way. Gloo
+        forgets to tell one that has half of a message that the connection broke; its thread is
+        stuck until the deadline of the refit.
+        """
+        self._stopped.set()
+        self._spans.put(None)
+        if threading.current_thread() is self._thread:
+            return
+        self._thread.join(_STOP_S)
+        if (group := self._group) is not None:
+            self._backend.abort(group)
+            del group  # the thread lets it go
+            self._thread.join(_STOP_S)
+
+    def _run(self) -> None:
+        try:
+            self._group = self._meet()
+            while not self._stopped.is_set() and (span := self._spans.get()) is not None:
+                self._backend.move(self._group, span)
+                if self._stopped.is_set():
+                    return  # an aborted broadcast ends like one that succeeded
+                span.done.set()
+        except Exception as error:  # whoever waits for the lane is told
+            self.failure = (str(error).splitlines() or [type(error).__name__])[0]
+        finally:
+            self._group = None
+
+    def _meet(self) -> Any:
+        """The group, once every member has arrived; :meth:`stop` interrupts the wait."""
+        member = self._member
+        store = c10d.PrefixStore(f"refit/{member.ref.group_name}", member.store)
+        there, pause = store.add("members", 1), 0.0005
+        while 0 < there < member.size:
+            if self._stopped.wait(pause):
+                store.add("members", -_NEVER)
+                return None
+            there, pause = store.add("members", 0), min(2 * pause, 0.02)
+        if there < 0:
+            raise RuntimeError("a member left before all were there")
+        return self._backend.open(store, member)
+
+
+class GroupLane(Lane):
+    """One member's end of a group that was made for one sender and its receivers.
+
+    Args:
+        member: This one. The group is made at once, which is not waited for.
+        device: Where ``data`` is: the CPU for gloo, a GPU for NCCL.
+
+    Raises:
+        RefitError: There is not enough memory.
+    """
+
+    reusable_after_failure: ClassVar[bool] = False
+
+    def __init__(self, member: Member, device: torch.device) -> None:
+        self.ref = {**msgspec.to_builtins(member.ref), "members": list(member.ref.members)}
+        nbytes = member.ref.nbytes
+        try:
+            self.data = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        except RuntimeError as error:
+            raise RefitError(
+                f"a buffer of {nbytes} bytes cannot be had on {device}: {error}",
+                fix="lower bucket_bytes",
+            ) from error
+        self._cuda = device.type == "cuda"
+        self._expected: deque[_Span] = deque()
+        self._carrier = _Carrier(_Nccl(device) if self._cuda else _Gloo(), member)
+        self._stop = weakref.finalize(self, self._carrier.stop)
+
+    def serves(self, receivers: Sequence[str]) -> bool:
+        """See :meth:`Lane.serves`; their ranks are those of ``ref``, in whatever order they are."""
+        return set(receivers) == set(self.ref["members"]) and not self._carrier.failure
+
+    def publish(self, start: int, stop: int) -> None:
+        """See :meth:`Lane.publish`.
+
+        Raises:
+            RefitPeerError: What was published before did not arrive.
+        """
+        self._carrier.check()
+        written = _CUDA.Event() if self._cuda else None
+        if written is not None:
+            written.record(torch.cuda.current_stream(self.data.device))
+        self._carrier.take(_Span(self.data[start:stop], self.ends, written))
+
+    def expect(self, start: int, stop: int) -> None:
+        span = _Span(self.data[start:stop], self.ends)
+        self._expected.append(span)
+        self._carrier.take(span)
+
+    def arrived(self) -> bool:
+        """See :meth:`Lane.arrived`; waits for a moment, so that it may be asked in a loop."""
+        if not self._expected:
+            raise RefitProtocolError("nothing is expected", phase="TRANSFER")
+        if self._expected[0].done.wait(_PATIENCE_S):
+            return True
+        self._carrier.check()
+        return False
+
+    def release(self) -> None:
+        if self._cuda:
+            torch.cuda.current_stream(self.data.device).synchronize()
+        self._expected.popleft()
+
+    def close(self) -> None:
+        """See :meth:`Lane.close`; takes a moment, however the other members are."""
+        self._stop()
+        self._expected.clear()
+        self.data = torch.empty(0, dtype=torch.uint8)
+
+
+def _from_sender() -> c10d.BroadcastOptions:
+    options = c10d.BroadcastOptions()
+    options.rootRank, options.rootTensor = 0, 0
+    options.asyncOp = True
+    return options
+
+
+def _local_address(member: Member) -> str:
+    """The address of the interface from which this host reaches the sender."""
+    family = socket.AF_INET6 if ":" in member.host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((member.host, member.port))  # sends nothing
+        return str(probe.getsockname()[0])
+
+
+@contextmanager
+def _survive_errors() -> Generator[None]:
+    """A group made in here reports a failed peer; by default torch ends the process instead."""
+    with _MAKING:
+        before = {name: os.environ.get(name) for name in _NCCL_SETTINGS}
+        os.environ.update({k: v for k, v in _NCCL_SETTINGS.items() if before[k] is None})
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
