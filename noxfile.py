@@ -77,7 +77,7 @@ PLUGINS = {name: f"plugins/rl-{name}" for name in ("hf", "megatron", "vllm", "sg
 #: Engines that get an environment of their own, and what is installed there on a CPU.
 ENGINES = {name: PLUGINS[name] for name in ("vllm", "sglang")}
 #: What backends and launchers are made of.
-SHARED = ["plugins/rl-backends", "plugins/rl-hosting", "plugins/rl-ray"]
+SHARED = [f"plugins/rl-{name}" for name in ("backends", "collective", "hosting", "ray")]
 #: What brings backends into the loops of other libraries.
 BRIDGES = ["plugins/rl-nemo", "plugins/rl-trl"]
 DISTRIBUTIONS = [CORE, LOSSES, *SHARED, *PLUGINS.values(), *BRIDGES, CONFORMANCE]
@@ -124,8 +124,13 @@ COMPILE = {"PYTHONDONTWRITEBYTECODE": ""}
 
 def editable() -> list[str]:
     """The whole workspace, with every optional part that runs without a GPU."""
-    extras = {"hf": "[lora,device-map]", "megatron": "[cpu]", "sglang": "[server]"}
-    chosen = {PLUGINS[name]: extra for name, extra in extras.items()}
+    extras = {
+        "backends": "[torch]",
+        "hf": "[lora,device-map]",
+        "megatron": "[cpu]",
+        "sglang": "[server]",
+    }
+    chosen = {f"plugins/rl-{name}": extra for name, extra in extras.items()}
     return [part for path in DISTRIBUTIONS for part in ("-e", path + chosen.get(path, ""))]
 
 
@@ -296,13 +301,8 @@ def newest(session: nox.Session) -> None:
 def python_312(session: nox.Session) -> None:
     """The quick tests on the next Python; nothing where that is not installed, except in CI."""
     install(session, *editable(), *TOOLS)
-    of_core = [f"{CORE}/tests/{part}" for part in ("backends", "batch", "plugins", "refit/unit")]
-    how = session.posargs or [
-        *IN_TWO,
-        *of_core,
-        f"{LOSSES}/tests",
-        "plugins/rl-backends/tests/modules",
-    ]
+    of_core = [f"{CORE}/tests/{part}" for part in ("batch", "plugins", "weights/unit")]
+    how = session.posargs or [*IN_TWO, *of_core, f"{LOSSES}/tests", "plugins/rl-backends/tests"]
     with PARTS.part(session.name, "pytest"):
         session.run("pytest", *how, env={"OMP_NUM_THREADS": "1"})
 

@@ -167,7 +167,7 @@ def test_unknown_command_is_told_which_there_are_and_where_others_come_from() ->
     err = rl("frob")[2]
     assert "there is no command 'frob'; those that are installed: backends, " in err
     assert "entry-point group rl_core.commands" in err
-    assert "check, conformance and new come with: pip install ./tests/conformance" in err
+    assert "check, conformance and new come with: pip install ./plugins/rl-backends" in err
 
 
 @pytest.mark.parametrize("words", [["check", "logprobs"], ["backends", "doctor"]])
@@ -178,7 +178,7 @@ def test_command_of_the_suite_says_how_to_install_it(
     code, _, err = rl(*words)
     assert code == 1
     assert f"'rl {' '.join(words[: len(words)])}'".split(" logprobs")[0] in err
-    assert "Fix: pip install ./tests/conformance" in err
+    assert "Fix: pip install ./plugins/rl-backends" in err
 
 
 def test_command_of_two_words_is_found_by_both(install: Install) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ast
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -37,11 +35,3 @@ def test_dir_lists_names_that_are_not_imported_yet() -> None:
 def test_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="'rl_core' has no attribute 'nothing'"):
         _ = rl_core.nothing
-
-
-@pytest.mark.parametrize(
-    "first", ["", "import rl_core.weights", "from rl_core.weights import refit"]
-)
-def test_refit_can_be_called_whatever_was_imported_first(first: str) -> None:
-    code = f"{first}\nfrom rl_core import refit\nassert callable(refit) and refit.RefitReport"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

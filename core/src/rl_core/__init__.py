@@ -13,7 +13,6 @@ from rl_core import errors
 from rl_core.errors import *  # noqa: F403 - all of them are public here
 
 if TYPE_CHECKING:
-    from rl_backends import GenerationBackend, PolicyBackend
     from rl_core.batch import (
         BatchedDataDict,
         SlicedDataDict,
@@ -59,7 +58,6 @@ __all__ = [
     "ColocationConfig",
     "EngineRequirement",
     "Future",
-    "GenerationBackend",
     "GenerationConfig",
     "GenerationDatumSpec",
     "GenerationInterface",
@@ -69,7 +67,6 @@ __all__ = [
     "LossFunction",
     "LossInputType",
     "LossType",
-    "PolicyBackend",
     "PolicyConfig",
     "PolicyInterface",
     "ReferenceLogprobOutputSpec",
@@ -101,8 +98,7 @@ _HOME = {
     "BackendManifest": "rl_core.plugins.manifest",
     "Capability": "rl_core.plugins.manifest",
     "EngineRequirement": "rl_core.plugins.manifest",
-    "GenerationBackend": "rl_core.backends",
-    "PolicyBackend": "rl_core.backends",
+    "refit": "rl_core.weights",
     "create_generation": "rl_core.create",
     "create_policy": "rl_core.create",
 }
@@ -112,8 +108,6 @@ __version__: str
 
 
 def __getattr__(name: str) -> Any:
-    if name == "refit":
-        return importlib.import_module("rl_core.weights")  # the package can be called
     if name == "__version__":
         from importlib.metadata import version
 

@@ -2,7 +2,7 @@
 
 ``python core/tests/support/fuzz_messages.py --runs 1000000``
 
-With atheris installed the inputs follow the coverage of ``rl_core.refit``; without it, or with
+With atheris installed the inputs follow the coverage of ``rl_core.weights``; without it, or with
 ``--plain``, they are random and repeatable. Either way a finding ends the run; ``--replay`` with
 the input that it prints repeats it.
 """

@@ -34,7 +34,7 @@ __all__ = ["main"]
 _OWN = {"backends": ("rl_core.cli.backends:main", "list and describe the installed backends")}
 #: Commands of rl-conformance, so that whoever has not installed it learns where they are.
 _CONFORMANCE = ("backends.doctor", "check", "conformance", "new")
-_FIX = "pip install ./tests/conformance"
+_FIX = "pip install ./plugins/rl-backends ./plugins/rl-collective ./tests/conformance"
 
 
 class _Parser(argparse.ArgumentParser):

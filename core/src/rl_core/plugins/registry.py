@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 __all__ = ["find_provider", "match_providers", "resolve"]
 
+#: Of this project's transports that are distributions of their own.
+_DISTRIBUTIONS = {"collective": "rl-collective"}
 _KINDS = {BACKENDS: "backend", TRANSPORTS: "refit transport"}
 
 
@@ -55,6 +57,8 @@ def match_providers(name: str, group: str = BACKENDS) -> list[Provider]:
         fix = f"write {match!r}"
     else:
         fix = "install the plugin that provides it"
+        if short in _DISTRIBUTIONS:
+            fix = f"pip install {_DISTRIBUTIONS[short]}"
         if group == BACKENDS:
             fix += "; `rl backends list` shows what is installed"
     raise BackendNotFoundError(

@@ -291,8 +291,8 @@ def _without_adapters(model: nn.Module) -> dict[str, torch.Tensor]:
 def _not_whole(kind: str, name: str, why: str) -> CapabilityError:
     return CapabilityError(
         f"{kind}: {name} {why}, and a refit needs the whole of every tensor",
-        fix="give refit a WeightSource that gathers them (rl_core.weights.GatheredSource where "
-        "several ranks take part), or a policy backend such as rl-hf or rl-megatron",
+        fix="give refit a WeightSource that gathers them (rl_backends.gathering.GatheredSource "
+        "where several ranks take part), or a policy backend such as rl-hf or rl-megatron",
     )
 
 

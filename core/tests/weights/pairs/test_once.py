@@ -7,7 +7,7 @@ import gc
 import threading
 import time
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -34,10 +34,12 @@ from rl_core.errors import (
     WeightsTornError,
 )
 from rl_core.futures import spawn, wait
-from rl_core.weights import RefitReport
 from rl_core.weights.protocol import handshake as _introduction
 from rl_core.weights.protocol.messages import PROTOCOL
 from rl_core.weights.sending import send_job as _send_job
+
+if TYPE_CHECKING:
+    from rl_core.weights import RefitReport
 
 
 def step(trainer: Trainer, seed: int) -> None:

@@ -1,0 +1,1 @@
+"""The transport ``collective``: refits over gloo or NCCL, between hosts."""

@@ -2,8 +2,8 @@
 
 transformers hands a four-dimensional ``attention_mask`` to the attention function as it is. The
 mask of a packed row is therefore simply the list of its sequences' lengths, see
-:func:`rl_backends.torch.slots.segment_mask`, and attention is causal within each of them. Any other mask
-goes to torch's fused attention as usual.
+:func:`rl_backends.torch.slots.segment_mask`, and attention is causal within each of them. Any
+other mask goes to torch's fused attention as usual.
 
 That is for models which it gives what their own attention gives: see :mod:`rl_hf.own_attention`.
 """

@@ -1,7 +1,8 @@
 """How transformers models decode: in slots, or in groups of prompts of one length.
 
-:class:`~rl_backends.torch.slots.SlotDecoder` is for models whose layers all attend causally to everything
-before; :class:`GroupDecoder`, slower, for every model that transformers can generate with.
+:class:`~rl_backends.torch.slots.SlotDecoder` is for models whose layers all attend causally to
+everything before; :class:`GroupDecoder`, slower, for every model that transformers can generate
+with.
 """
 
 from __future__ import annotations

@@ -220,7 +220,7 @@ class HuggingFacePolicy(PolicyBackend):
         margin: float = 1.05,
         include_q: bool = False,
     ) -> dict[str, Any]:
-        """See :meth:`PolicyInterface.calibrate_qkv_fp8_scales` and :mod:`rl_backends.torch.calibration`.
+        """As :mod:`rl_backends.torch.calibration`.
 
         Raises:
             CapabilityError: The model's attention cannot be observed.

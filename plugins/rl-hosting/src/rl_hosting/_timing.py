@@ -16,7 +16,6 @@ __all__ = [
     "KILLED_S",
     "KILL_S",
     "LATE_CLOSE_S",
-    "MEET_S",
     "MEMORY_POLL_S",
     "PARENT_ACTS_S",
     "PARENT_POLL_S",
@@ -92,8 +91,6 @@ REFIT_POLL_S = 0.25
 REFIT_BUSY_POLL_S = 0.02
 #: Beyond a refit's deadline, for the workers to report that they kept it.
 REFIT_REPORT_S = 3.0
-#: For the workers of an engine to meet while a tensor is read back.
-MEET_S = 60.0
 
 #: Between two looks at whether an engine printed something that is to be shown.
 SHOW_LOG_S = 0.1

@@ -28,7 +28,7 @@ _TENSOR, _OBJECT = 1, 2
 #: The key of what is not plain: no column or key of ours begins with it.
 _KIND = "\0kind"
 #: Classes of values are looked up here and nowhere else.
-_OURS = ("rl_core.",)
+_OURS = ("rl_backends.", "rl_core.")
 _BATCHES = {"batch": BatchedDataDict, "sliced": SlicedDataDict}
 #: What wrong shapes, types and names end in.
 _NONSENSE = (TypeError, ValueError, AttributeError, RuntimeError, ImportError)

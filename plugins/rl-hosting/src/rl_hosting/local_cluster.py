@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["LocalCluster", "LocalWorkers"]
 
 #: What the fork server imports, besides the backend, before it forks workers.
-PRELOAD = ("torch", "rl_hosting._worker_host", "rl_core.backends")
+PRELOAD = ("torch", "rl_hosting._worker_host", "rl_backends")
 
 
 class LocalCluster(Cluster):

@@ -276,7 +276,7 @@ class MegatronPolicy(PolicyBackend):
         margin: float = 1.05,
         include_q: bool = False,
     ) -> dict[str, Any]:
-        """See :meth:`PolicyInterface.calibrate_qkv_fp8_scales` and :mod:`rl_backends.torch.calibration`.
+        """As :mod:`rl_backends.torch.calibration`.
 
         Raises:
             DataError: There is no row, or ``percentile`` or ``margin`` is out of range.

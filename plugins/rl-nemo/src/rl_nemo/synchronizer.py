@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
-from rl_backends.policy.loop import timed
 from rl_core import refit
 from rl_core.errors import LifecycleError
 
@@ -87,7 +87,7 @@ class RefitSynchronizer:
         if colocated:
             self._policy.offload_before_refit()
             self._generation.prepare_for_generation(tags=["weights"])
-        with timed(timer, TIMED_AS):
+        with nullcontext() if timer is None else timer.time(TIMED_AS):
             self.report = refit(
                 self._policy, self._generation, **self._options, kv_scales=kv_scales or {}
             )

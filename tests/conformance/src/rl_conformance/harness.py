@@ -29,8 +29,8 @@ _DISCARD_S = 120.0
 _PATIENCE = {"cpu": 1.0, "cuda": 3.0}
 #: The commands that bring optional modules, to be run in a checkout.
 _INSTALLED_BY = {
-    "rl_hosting": "pip install ./plugins/rl-hosting",
-    "rl_ray": "pip install ./plugins/rl-hosting ./plugins/rl-ray",
+    "rl_hosting": "pip install ./plugins/rl-backends ./plugins/rl-hosting",
+    "rl_ray": "pip install ./plugins/rl-backends ./plugins/rl-hosting ./plugins/rl-ray",
 }
 
 

@@ -1,0 +1,1 @@
+"""What a refit carries: the tensors, the plan that cuts them into buckets, and their digests."""

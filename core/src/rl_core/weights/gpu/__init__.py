@@ -1,0 +1,1 @@
+"""The digest of tensors on a GPU."""

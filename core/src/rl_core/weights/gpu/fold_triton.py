@@ -1,4 +1,4 @@
-"""The sums of :mod:`rl_core.weights.gpu.fold` in one launch of a Triton kernel, for any number of runs.
+"""The sums of :mod:`rl_core.weights.gpu.fold` in one launch of a Triton kernel, for any runs.
 
 One program takes one group of columns of several blocks of like size, so that it loads the
 multipliers once for all of them. Programs add what they found to the blocks' sums, in any order:

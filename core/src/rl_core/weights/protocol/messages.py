@@ -1,4 +1,4 @@
-"""What sender and receiver say to each other. How it travels is for :mod:`rl_core.weights.protocol.frames`."""
+"""The messages of a refit; :mod:`rl_core.weights.protocol.frames` encodes them."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """Control messages over ZeroMQ, and the knowledge of who is still there.
 
 Both ends see within milliseconds that a process died, because its connection closes, and within
-seconds that one is stopped or cut off, because its heartbeats do not come. What the frames mean,
-and whether they are authentic, is for :mod:`rl_core.weights.protocol.frames` to say. On a network connections
-are encrypted besides (CurveZMQ), with a key that whoever has the trainer's introduction knows:
-others cannot read who says what, and fill no memory with what nobody will read.
+seconds that one is stopped or cut off, because its heartbeats do not come.
+:mod:`rl_core.weights.protocol.frames` decodes and authenticates the frames. On a network
+connections are encrypted besides (CurveZMQ), with a key that only those know who have the trainer's
+introduction: others can neither read the messages nor fill the receiver's memory.
 """
 
 from __future__ import annotations

@@ -86,8 +86,8 @@ def check_shapes(name: str, specs: Sequence[TensorSpec]) -> None:
 
     Args:
         name: The configuration's ``model_name``; one that is no directory is not looked at.
-        specs: Of the model, such as :func:`rl_backends.engine.weights.CheckpointModel` gives; tensors with
-            other names are not looked at.
+        specs: Of the model, such as :func:`rl_backends.engine.weights.CheckpointModel` gives;
+            tensors with other names are not looked at.
 
     Raises:
         ConfigError: A tensor has another shape.

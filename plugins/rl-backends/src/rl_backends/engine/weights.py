@@ -16,13 +16,15 @@ from rl_backends.engine.regions import Region, regions_of
 from rl_core.errors import CapabilityError, ConfigError
 from rl_core.interfaces import TensorSpec, WeightSink
 from rl_core.weights.tensors import module_tensors, tensor_specs
-from rl_hosting._timing import MEET_S
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from torch import nn
+
+#: Seconds for the workers of an engine to meet while a tensor is read back.
+_RANKS_MEET_S = 60.0
 
 __all__ = ["CheckpointModel", "LoadedSink", "LoadedWeights"]
 
@@ -181,7 +183,7 @@ class LoadedWeights(ABC):
     @cached_property
     def _group(self) -> Any:
         """All workers of the engine, on the CPU."""
-        timeout = timedelta(seconds=MEET_S)
+        timeout = timedelta(seconds=_RANKS_MEET_S)
         return dist.new_group(list(range(self._workers)), timeout=timeout, backend="gloo")
 
     def check_files(self, directory: Path) -> None:

@@ -1,0 +1,1 @@
+"""What every generation backend shares: calls, prompts, rows and sampling."""

@@ -1,0 +1,1 @@
+"""What every policy backend shares: steps, rows, losses, checkpoints, ranks and refits."""

@@ -99,7 +99,8 @@ class PolicyModel(ABC):
             What puts it into model and optimizer; called once all workers have read.
 
         Raises:
-            CheckpointError: It does not fit (:func:`~rl_backends.policy.checkpoint_directory.check_fit`).
+            CheckpointError: It does not fit, see
+                :func:`~rl_backends.policy.checkpoint_directory.check_fit`.
         """
 
     @abstractmethod

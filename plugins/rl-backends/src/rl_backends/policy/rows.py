@@ -75,8 +75,8 @@ def training_rows(data: BatchedDataDict[Any], limits: RowLimits) -> BatchedDataD
 
     Args:
         data: See :class:`~rl_core.interfaces.TrainingDatumSpec`, as
-            :class:`~rl_backends.policy.loop_checks.Admission` lets it pass. A missing ``token_mask``
-            or ``sample_mask`` is all ones.
+            :class:`~rl_backends.policy.loop_checks.Admission` lets it pass. A missing
+            ``token_mask`` or ``sample_mask`` is all ones.
         limits: The model's.
 
     Returns:

@@ -31,8 +31,8 @@ class SlotForward(Protocol):
     """A model's forward pass, as :class:`SlotDecoder` wants it.
 
     Every attention layer hands its keys and values, rotated where they are, to
-    :meth:`SlotCache.update <rl_backends.torch.slot_cache.SlotCache.update>` and attends to what that
-    returns, under the mask.
+    :meth:`SlotCache.update <rl_backends.torch.slot_cache.SlotCache.update>` and attends to what
+    that returns, under the mask.
     """
 
     def __call__(
