@@ -22,12 +22,14 @@ from rl_core.errors import (
     PluginError,
     RefitProtocolError,
 )
+from rl_core.plugins import registry
 from rl_core.plugins.discovery import BACKENDS, HOOKS
 from rl_core.plugins.hookspecs import (
     emit,
     weight_source_of,
 )
 from rl_core.plugins.registry import find_provider, resolve
+from rl_core.weights.transports import find_transport
 
 if TYPE_CHECKING:
     from installed import Install
@@ -235,3 +237,13 @@ def test_refit_reports_to_hooks_also_when_it_fails(
     with pytest.raises(RefitProtocolError):
         refit(without, generation=without)
     assert seen == ["refit_started", "refit_failed"]
+
+
+def test_a_transport_of_another_distribution_is_named_with_how_to_install_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    alone = [p for p in registry.providers(registry.TRANSPORTS) if p.distribution == "rl-core"]
+    monkeypatch.setattr(registry, "providers", lambda group: alone)
+    with pytest.raises(BackendNotFoundError, match="installed are: ipc") as caught:
+        find_transport("collective")
+    assert caught.value.fix == "pip install rl-collective"

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["find_provider", "match_providers", "resolve"]
 
-#: Of this project's transports that are distributions of their own.
-_DISTRIBUTIONS = {"collective": "rl-collective"}
+_INSTALL = {"collective": "pip install rl-collective"}
 _KINDS = {BACKENDS: "backend", TRANSPORTS: "refit transport"}
 
 
@@ -56,9 +55,7 @@ def match_providers(name: str, group: str = BACKENDS) -> list[Provider]:
     elif match:
         fix = f"write {match!r}"
     else:
-        fix = "install the plugin that provides it"
-        if short in _DISTRIBUTIONS:
-            fix = f"pip install {_DISTRIBUTIONS[short]}"
+        fix = _INSTALL.get(short, "install the plugin that provides it")
         if group == BACKENDS:
             fix += "; `rl backends list` shows what is installed"
     raise BackendNotFoundError(
