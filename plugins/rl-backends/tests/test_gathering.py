@@ -235,7 +235,7 @@ def test_a_follower_that_is_out_of_step_alone_says_so_before_rank_0_gathers(
 ) -> None:
     follower = trainer.ranks[-1].refit_ranks
     assert follower is not None
-    follower.thread.out_of_step = "half: of a refit that rank 0 gave up"
+    follower.thread.collectives_diverged = "half: of a refit that rank 0 gave up"
     rank = follower.rank
     with pytest.raises(RefitPeerError, match=rf"rank {rank} of .*collectives may not match"):
         go(trainer, engine, deadline_s=5)
@@ -269,12 +269,12 @@ def test_a_gather_that_failed_after_its_refit_was_given_up_is_remembered() -> No
         server.frames = [("follower", messages.encode(messages.RankHello("given up", 1)))]
         leader.look()
         leader.dismiss("given up")
-        failed = messages.RankFailed("ValueError", "out of luck", out_of_step=True)
+        failed = messages.RankFailed("ValueError", "out of luck", collectives_diverged=True)
         server.frames = [("follower", messages.encode(failed))]
         leader.open("the next one", SOON, 0, "")
         leader.look()
         with pytest.raises(RefitError, match="out of luck"):
-            thread.check_step()
+            thread.check_in_sync()
     finally:
         leader.end()
         thread.close()
@@ -525,10 +525,10 @@ def test_a_process_is_told_by_what_the_system_says_of_it() -> None:
         end = time.monotonic() + SOON
         while peer.state() != "stopped":
             assert time.monotonic() < end
-        assert peer.fate() == "does not answer: its process is stopped"
+        assert peer.describe_state() == "does not answer: its process is stopped"
     finally:
         process.kill()
         process.communicate()
     assert peer.state() == "ended"
-    assert peer.fate() == "died"
-    assert RankProcess(1, 2, process.pid, "elsewhere").fate() == "died or does not answer"
+    assert peer.describe_state() == "died"
+    assert RankProcess(1, 2, process.pid, "elsewhere").describe_state() == "died or does not answer"

@@ -430,7 +430,7 @@ def test_a_shutdown_in_the_middle_of_a_refit_ends_both(make):
 class ResidentEngine(CountingEngine):
     """Has its weights in memory from the start."""
 
-    resident_at_first = frozenset({"weights"})
+    initially_resident = frozenset({"weights"})
 
 
 def test_memory_that_is_there_from_the_start_is_not_taken_again():

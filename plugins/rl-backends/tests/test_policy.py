@@ -212,7 +212,7 @@ def on_ranks(
     kind: type[Bigram] = Bigram,
     **config: Any,
 ) -> list[Any]:
-    """Runs ``count`` ranks in threads, neighbours of which share rows; the last one speaks."""
+    """Runs ``count`` ranks in threads, neighbours of which share rows; the last one reports."""
     store, each = dist.HashStore(), count // parts
 
     def run(rank: int) -> Any:

@@ -1,4 +1,4 @@
-"""A policy in workers: what is said where, if another worker speaks than sends."""
+"""A policy in workers: what is said where, if another worker reports than sends."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rl_hosting.cluster.policy import RemotePolicy
 
 
 class TwoStages:
-    """A named test double of workers that share a model: the first sends, the second speaks."""
+    """A named test double of workers that share a model: the first sends, the second reports."""
 
     name = "two stages"
 

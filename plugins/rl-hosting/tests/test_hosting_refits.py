@@ -49,7 +49,7 @@ def pair(start: Callable[..., Any], trainer: Trainer) -> Callable[..., Any]:
 def installed(engine: Any) -> list[float]:
     """The value of every tensor in every worker, which must be the same everywhere in it."""
     found = []
-    for per_worker in engine.beside_weights("fake_backend:values"):
+    for per_worker in engine.call_in_workers("fake_backend:values"):
         assert len(per_worker) == len(SIZES)
         found += per_worker
     return found

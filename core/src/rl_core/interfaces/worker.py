@@ -42,17 +42,17 @@ class DataParallelRank:
 
     A backend that splits one model over several workers (tensor or pipeline parallel) reports one
     for each as its attribute ``data_parallel``: workers of one rank get the same rows, and one of
-    them speaks.
+    them reports.
 
     Attributes:
         rank: Of this worker's rows.
         size: How many parts rows are dealt into.
-        speaks: The results of these rows are taken from this worker.
+        reports: The results of these rows are taken from this worker.
     """
 
     rank: int = 0
     size: int = 1
-    speaks: bool = True
+    reports: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class WorkerContext:
 
     Every other method is called on every worker with the same arguments: ``save_checkpoint`` with
     one path, ``generate`` and ``calibrate_qkv_fp8_scales`` with all rows (the first worker's result
-    counts), and those of a refit, in which rank 0 speaks and the others follow.
+    counts), and those of a refit, which rank 0 sends.
 
     Attributes:
         rank: This worker's rank among the group.

@@ -227,8 +227,8 @@ class HostedGeneration(GenerationBackend):
         """The engine's weights, for checks; refits write to sinks in the engine's processes."""
         return RemoteSink(self._remote)
 
-    def beside_weights(self, function: str, **arguments: Any) -> list[Any]:
-        """See :meth:`GenerationBackend.beside_weights`: in the engine's workers."""
+    def call_in_workers(self, function: str, **arguments: Any) -> list[Any]:
+        """See :meth:`GenerationBackend.call_in_workers`: in the engine's workers."""
         return self._remote.call(function, arguments)
 
     def invalidate_kv_cache(self) -> bool:

@@ -184,7 +184,7 @@ class WorkerRefits:
         return [msgspec.to_builtins(spec) for spec in self._sink().specs()]
 
     def call(self, function: str, arguments: dict[str, Any]) -> Any:
-        """See :meth:`GenerationBackend.beside_weights`."""
+        """See :meth:`GenerationBackend.call_in_workers`."""
         return load_object(function)(self._sink, **arguments)
 
     def read(self, name: str) -> bytes:

@@ -160,5 +160,5 @@ class Coordinates:
 
     @property
     def data_parallel(self) -> DataParallelRank:
-        """Which rows this rank gets; the first one of the last stage speaks for its copy."""
+        """Which rows this rank gets; the first one of the last stage reports for its copy."""
         return DataParallelRank(self.data, self.sizes.data, self.last and self.tensor == 0)

@@ -50,7 +50,7 @@ class SglangGeneration(HostedGeneration):
         WorkerDiedError: The engine did not start; the end of its log is in the message.
     """
 
-    resident_at_first = TAGS
+    initially_resident = TAGS
 
     def __new__(
         cls, cluster: Cluster | None = None, config: Mapping[str, Any] | None = None

@@ -48,7 +48,7 @@ class VllmGeneration(HostedGeneration):
         WorkerDiedError: The engine did not start; the end of its log is in the message.
     """
 
-    resident_at_first = TAGS
+    initially_resident = TAGS
 
     def __new__(
         cls, cluster: Cluster | None = None, config: Mapping[str, Any] | None = None
@@ -111,8 +111,8 @@ class VllmGeneration(HostedGeneration):
         if self.sleep_level == 2 and self._sleeps:
             self.weights_dropped()
 
-    def sleeping(self, tags: frozenset[str]) -> frozenset[str]:
-        """See :meth:`GenerationBackend.sleeping`.
+    def tags_that_sleep_with(self, tags: frozenset[str]) -> frozenset[str]:
+        """See :meth:`GenerationBackend.tags_that_sleep_with`.
 
         Raises:
             CapabilityError: Only the cache is to sleep; vLLM gives back everything or nothing.

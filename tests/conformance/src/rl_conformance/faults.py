@@ -88,7 +88,7 @@ def kill_engine_at(generation: GenerationInterface, method: str, count: int) -> 
 
 
 def _beside(generation: GenerationInterface) -> Callable[..., list[Any]]:
-    beside: Any = getattr(generation, "beside_weights", None)
+    beside: Any = getattr(generation, "call_in_workers", None)
     if beside is None:
         raise NotRun("the engine is no GenerationBackend, so no fault can be put into it")
     found: Callable[..., list[Any]] = beside

@@ -184,14 +184,14 @@ def every_row_counts_as_a_sequence() -> AbstractContextManager[Any]:
     honest = PolicyBackend._loss
 
     def counted(policy: Any, rows: Any, *args: Any, **kwargs: Any) -> Any:
-        spoken = policy.spoken
+        honest_values = policy.reported_values
 
         def all_rows(value: Any) -> Any:
             if isinstance(value, list) and len(value) == 2:
                 value = [float(len(rows["sample_mask"])), value[1]]
-            return spoken(value)
+            return honest_values(value)
 
-        with mock.patch.object(policy, "spoken", all_rows):
+        with mock.patch.object(policy, "reported_values", all_rows):
             return honest(policy, rows, *args, **kwargs)
 
     return mock.patch.object(PolicyBackend, "_loss", counted)

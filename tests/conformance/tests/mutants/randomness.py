@@ -11,7 +11,7 @@ import torch
 
 from mutants.mutant import breaks
 from rl_backends.generation import base as frontend
-from rl_backends.generation.prompts import RowStreams, repeated, row_seeds
+from rl_backends.generation.prompts import RowStreams, repeat_for_samples, row_seeds
 from rl_conformance.reference.generation import ReferenceGeneration
 from rl_core.errors import DataError
 
@@ -263,13 +263,13 @@ def _samples(step: Any) -> AbstractContextManager[Any]:
     """Sample k draws from ``seed + step(k)``."""
 
     def repeat(data: Any, count: int) -> Any:
-        rows = repeated(data, count)
+        rows = repeat_for_samples(data, count)
         if count > 1 and "seed" in data:
             places = torch.arange(len(rows["seed"])) % count
             rows["seed"] = rows["seed"] - places + step(places)
         return rows
 
-    return mock.patch.object(frontend, "repeated", repeat)
+    return mock.patch.object(frontend, "repeat_for_samples", repeat)
 
 
 @breaks("G17", checks="G17")
@@ -289,10 +289,10 @@ def stop_strings_are_not_repeated() -> AbstractContextManager[Any]:
     """Only the first sample of a prompt has its stop strings."""
 
     def repeat(data: Any, count: int) -> Any:
-        rows = repeated(data, count)
+        rows = repeat_for_samples(data, count)
         if count > 1 and data.get("stop_strings"):
             strings = rows["stop_strings"]
             rows["stop_strings"] = [s if n % count == 0 else None for n, s in enumerate(strings)]
         return rows
 
-    return mock.patch.object(frontend, "repeated", repeat)
+    return mock.patch.object(frontend, "repeat_for_samples", repeat)

@@ -143,7 +143,7 @@ class ARankSpeaksThatKnowsItsOwnTokensAlone(ShardedReferencePolicy):
     def join(self, worker: WorkerContext) -> DataParallelRank | None:
         joined = super().join(worker)
         assert joined is not None
-        return replace(joined, speaks=worker.rank % self.shards == self.shards - 1)
+        return replace(joined, reports=worker.rank % self.shards == self.shards - 1)
 
 
 @spread("parts", "fails_midway")

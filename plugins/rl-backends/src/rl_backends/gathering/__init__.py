@@ -1,4 +1,4 @@
-"""Several ranks of one trainer in one refit: rank 0 speaks, the others follow.
+"""Several ranks of one trainer in one refit: rank 0 sends, the others follow its messages.
 
 Rank 0 tells the others over ZeroMQ which tensors are gathered next, that all was read, or that it
 stops. Nothing of this goes through the trainer's own collectives, so that a rank that hangs in one,

@@ -106,7 +106,7 @@ class Follower:
                     return
                 case messages.Gather(number, names) if self._thread.idle:
                     try:
-                        self._thread.check_step()
+                        self._thread.check_in_sync()
                     except RefitError as error:  # rank 0 may not know, and would gather alone
                         self._fail(client, error)
                     _send(client, messages.RankDone(number, part.part_state))
@@ -136,8 +136,8 @@ class Follower:
 
     def _fail(self, client: ControlClient, error: BaseException) -> NoReturn:
         """Tells rank 0 of a failure; raises it, or rank 0's end if a collective failed for that."""
-        out_of_step = self._thread.out_of_step is not None
-        _send(client, messages.RankFailed.of(error, out_of_step=out_of_step))
+        collectives_diverged = self._thread.collectives_diverged is not None
+        _send(client, messages.RankFailed.of(error, collectives_diverged=collectives_diverged))
         end = time.monotonic() + CAUSE_S
         while time.monotonic() < end:
             if client.lost() or self._leader.state() == "ended":

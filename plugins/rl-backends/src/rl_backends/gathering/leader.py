@@ -290,10 +290,14 @@ class Leader:
                 )
             return
         rank = self._rank_of.get(key)
-        if rank is not None and isinstance(message, messages.RankFailed) and message.out_of_step:
+        if (
+            rank is not None
+            and isinstance(message, messages.RankFailed)
+            and message.collectives_diverged
+        ):
             # Also where its refit is over here: what the ranks gather next does not match.
             why = f"on {self._processes[rank]}: {message.kind}: {message.message}"
-            self._thread.out_of_step = self._thread.out_of_step or why
+            self._thread.collectives_diverged = self._thread.collectives_diverged or why
         for call in self._calls.values():
             for member in call.members.values():
                 if member.key != key:

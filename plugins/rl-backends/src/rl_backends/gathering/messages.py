@@ -16,20 +16,20 @@ class RankFailed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
         kind: Class of its error.
         message: Text of it.
         fix: What helps.
-        out_of_step: On its rank a gather has failed; the ranks' collectives no longer match.
+        collectives_diverged: A gather has failed there; the ranks' collectives no longer match.
     """
 
     kind: str
     message: str
     fix: str | None = None
-    out_of_step: bool = False
+    collectives_diverged: bool = False
 
     @classmethod
-    def of(cls, error: BaseException, *, out_of_step: bool = False) -> RankFailed:
+    def of(cls, error: BaseException, *, collectives_diverged: bool = False) -> RankFailed:
         """What tells of an error."""
         text = error.message if isinstance(error, RLError) else str(error)
         fix = error.fix if isinstance(error, RLError) else None
-        return cls(type(error).__name__, text[:_TEXT_CHARS], fix, out_of_step)
+        return cls(type(error).__name__, text[:_TEXT_CHARS], fix, collectives_diverged)
 
 
 class RankHello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):

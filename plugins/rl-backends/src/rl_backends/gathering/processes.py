@@ -54,7 +54,7 @@ class RankProcess(msgspec.Struct, frozen=True):
         letter = text.rpartition(")")[2].split()[0]
         return {"Z": "ended", "X": "ended", "T": "stopped", "t": "stopped"}.get(letter, "runs")
 
-    def fate(self) -> str:
+    def describe_state(self) -> str:
         """What became of it, now that its connection is lost."""
         end = time.monotonic() + DYING_S
         while (state := self.state()) == "runs" and time.monotonic() < end:
@@ -68,7 +68,7 @@ class RankProcess(msgspec.Struct, frozen=True):
     def lost(self) -> RefitPeerError:
         """The error for its end, now that its connection is lost."""
         return RefitPeerError(
-            f"{self} {self.fate()}",
+            f"{self} {self.describe_state()}",
             fix="look at that worker's log; if its process has ended, build the policy again",
             peer=f"rank {self.rank}",
             rank=self.rank,

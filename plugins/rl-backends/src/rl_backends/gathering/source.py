@@ -34,7 +34,7 @@ class RefitRanks:
         address: Of rank 0, at which the others reach it. Between hosts, one of a private network.
 
     Attributes:
-        rank: This one; rank 0 speaks.
+        rank: This one; rank 0 sends.
         size: How many there are.
         thread: Computes for refits on this rank.
         leader: Rank 0's side, on rank 0 alone.
@@ -119,7 +119,7 @@ class GatheredSource(WeightSource, Part):
 
     def open(self, rank_call_id: str, deadline_s: float) -> None:
         if self.ranks is not None:
-            self.ranks.thread.check_step()
+            self.ranks.thread.check_in_sync()
             self._rank_call_id = rank_call_id
             self.ranks.leader.open(rank_call_id, deadline_s, self._first_state, self.part_specs)
 

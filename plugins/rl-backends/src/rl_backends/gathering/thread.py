@@ -57,13 +57,13 @@ class RefitThread:
     before anything else is begun: ranks do the same things in the same order.
 
     Attributes:
-        out_of_step: Why nothing more is gathered: on some rank it failed, while others may have
-            gone on, and what they would exchange next does not belong together.
+        collectives_diverged: Why nothing more is gathered: it failed on some rank while others may
+            have gone on, so that what they would exchange next does not belong together.
     """
 
     def __init__(self) -> None:
         self._tasks: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.out_of_step: str | None = None
+        self.collectives_diverged: str | None = None
         self._last: concurrent.futures.Future[Any] | None = None
         device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
         threading.Thread(
@@ -88,11 +88,11 @@ class RefitThread:
         Raises:
             RefitError: The ranks are out of step.
         """
-        self.check_step()
+        self.check_in_sync()
         try:
             return part.gather(name)
         except BaseException as error:
-            self.out_of_step = f"{name}: {type(error).__name__}: {error}"
+            self.collectives_diverged = f"{name}: {type(error).__name__}: {error}"
             raise
 
     def gather_all(self, part: Part, names: Iterable[str]) -> None:
@@ -100,12 +100,12 @@ class RefitThread:
         for name in names:
             self.gather(part, name)
 
-    def check_step(self) -> None:
+    def check_in_sync(self) -> None:
         """Raises RefitError if the ranks are out of step."""
-        if self.out_of_step is not None:
+        if self.collectives_diverged is not None:
             raise RefitError(
-                f"a tensor could not be gathered ({self.out_of_step}), since when the ranks' "
-                "collectives may not match",
+                f"a tensor could not be gathered ({self.collectives_diverged}), so that the "
+                "collectives of the ranks may no longer match",
                 fix="build the policy again; say in confirm_part, not in gather, that weights "
                 "changed",
             )

@@ -20,7 +20,7 @@ from rl_backends.generation.prompts import (
     assemble_row,
     greedy_params,
     provenance_of,
-    repeated,
+    repeat_for_samples,
 )
 from rl_backends.generation.rows import BatchEngine
 from rl_backends.generation.serving import CallDeadline, Mailbox, RowService, ServedCall
@@ -60,9 +60,9 @@ class GenerationBackend(GenerationInterface):
     #: Engines behind this object that take a refit each; a proxy over replicas has more.
     receiver_count = 1
     #: The weights are somebody's who trains them, so that no refit brings them.
-    borrows_weights = False
+    weights_are_external = False
     #: Tags of the memory that is taken before the first ``prepare_for_generation``.
-    resident_at_first: frozenset[str] = frozenset()
+    initially_resident: frozenset[str] = frozenset()
 
     def __init__(self, config: Mapping[str, Any], facts: ModelFacts) -> None:
         self.cfg = self.config = dict(config)
@@ -82,7 +82,7 @@ class GenerationBackend(GenerationInterface):
         )
         self.sampling = SamplingParams.from_config(config, self.facts)
         self._awake: frozenset[str] = frozenset()  # what the user asked for: generate needs all
-        self._resident = self.resident_at_first  # what has memory, asked for or not
+        self._resident = self.initially_resident  # what has memory, asked for or not
         self._closed = self._ended = False
         self._streams = RowStreams()
         self._lock = TurnLock()
@@ -245,7 +245,7 @@ class GenerationBackend(GenerationInterface):
     def _accept(self, data: BatchedDataDict[Any], greedy: bool, method: str) -> _Call:
         """What is asked for; rows count in the order in which calls begin, refused or not."""
         sampling = greedy_params(self.sampling) if greedy or self.sampling.greedy else self.sampling
-        data = repeated(as_batch(data, needed_by=method), sampling.num_samples)
+        data = repeat_for_samples(as_batch(data, needed_by=method), sampling.num_samples)
         first = self._streams.first_of(data, sampling)
         self._check_awake(method)
         prompts = PromptBatch.from_data(
@@ -255,7 +255,7 @@ class GenerationBackend(GenerationInterface):
             self.config.get("stop_strings") or (),
             first_stream=first,
         )
-        began = None if self.borrows_weights else moment()
+        began = None if self.weights_are_external else moment()
         return _Call(data, prompts, sampling, provenance_of(sampling, began))
 
     def _serving(self, method: str) -> RowService:
@@ -318,7 +318,7 @@ class GenerationBackend(GenerationInterface):
             self._check_open("finish_generation")
             if not release:
                 return True
-            tags = self.sleeping(tags)
+            tags = self.tags_that_sleep_with(tags)
             if resident := tags & self._resident:
                 self._receiver.release_weights()
                 self.on_sleep(resident)
@@ -326,7 +326,7 @@ class GenerationBackend(GenerationInterface):
             self._awake -= tags
         return True
 
-    def sleeping(self, tags: frozenset[str]) -> frozenset[str]:
+    def tags_that_sleep_with(self, tags: frozenset[str]) -> frozenset[str]:
         """What goes to sleep when ``tags`` are to: these, unless an engine cannot divide them.
 
         Raises:
@@ -405,7 +405,7 @@ class GenerationBackend(GenerationInterface):
         """Nothing outlives a call unless a backend says otherwise."""
         return True
 
-    def beside_weights(self, function: str, **arguments: Any) -> list[Any]:
+    def call_in_workers(self, function: str, **arguments: Any) -> list[Any]:
         """Calls a function in every process that refits write in, to look or to test.
 
         Args:

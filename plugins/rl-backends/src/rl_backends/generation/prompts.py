@@ -31,9 +31,9 @@ __all__ = [
     "SamplingParams",
     "assemble_output",
     "assemble_row",
-    "carried",
+    "passthrough_columns",
     "provenance_of",
-    "repeated",
+    "repeat_for_samples",
     "row_seeds",
 ]
 
@@ -325,7 +325,7 @@ def assemble_output(
             "weights_origin": torch.full((rows,), weights[1], dtype=torch.int64),
         }
     )
-    output.update(carried(data))
+    output.update(passthrough_columns(data))
     return output
 
 
@@ -355,11 +355,13 @@ def assemble_row(
         }
     )
     row = slice(done.row, done.row + 1)
-    output.update({key: None if v is None else v[row] for key, v in carried(data).items()})
+    output.update(
+        {key: None if v is None else v[row] for key, v in passthrough_columns(data).items()}
+    )
     return output
 
 
-def repeated(data: BatchedDataDict[Any], num_samples: int) -> BatchedDataDict[Any]:
+def repeat_for_samples(data: BatchedDataDict[Any], num_samples: int) -> BatchedDataDict[Any]:
     """A row for each sample; a batch without any keys is one without rows.
 
     Sample k of a row with a ``seed`` of its own draws from ``seed + k``: samples that are all alike
@@ -376,7 +378,7 @@ def repeated(data: BatchedDataDict[Any], num_samples: int) -> BatchedDataDict[An
     return rows
 
 
-def carried(data: BatchedDataDict[Any]) -> dict[str, Any]:
+def passthrough_columns(data: BatchedDataDict[Any]) -> dict[str, Any]:
     """The columns that go to the output as they are.
 
     Those of an earlier output, in a batch that was one, make room for the new ones.

@@ -346,7 +346,7 @@ class PolicyBackend(PolicyCheckpoints, PolicyRefits):
         """The loss of a global batch over all workers, and this one's gradients of it."""
         samples = rows["sample_mask"].double()
         tokens = (rows["token_mask"].double() * samples[:, None]).sum()
-        counts = self.spoken([float(samples.sum()), float(tokens)])
+        counts = self.reported_values([float(samples.sum()), float(tokens)])
         local = LossSum(sum(seqs for seqs, _ in counts), sum(toks for _, toks in counts))
         drawing = self.random.drawn() if learn else self.random.kept()
         with self.ranks.all_or_none("the loss"), self.running(training=learn), drawing:
@@ -375,14 +375,14 @@ class PolicyBackend(PolicyCheckpoints, PolicyRefits):
 
             self.accumulate(parts, share, input_type_of(loss_fn), learn=learn)
         total = LossSum(local.valid_seqs, local.valid_toks)
-        for loss, metrics, bad in self.spoken([local.loss, local.metrics, local.bad_rows]):
+        for loss, metrics, bad in self.reported_values([local.loss, local.metrics, local.bad_rows]):
             total.add(loss, metrics, bad)
         return total
 
-    def spoken(self, value: Any) -> list[Any]:
+    def reported_values(self, value: Any) -> list[Any]:
         """The values of the workers whose results are taken, by rank."""
-        speaks = self.data_parallel is None or self.data_parallel.speaks
-        return [theirs for theirs, taken in self.ranks.gather([value, speaks]) if taken]
+        reports = self.data_parallel is None or self.data_parallel.reports
+        return [theirs for theirs, taken in self.ranks.gather([value, reports]) if taken]
 
     # -- lifecycle ------------------------------------------------------------------------------
 

@@ -51,7 +51,7 @@ class PolicyCheckpoints(PolicyModel):
         """Called as a method begins."""
 
     @abstractmethod
-    def spoken(self, value: Any) -> list[Any]:
+    def reported_values(self, value: Any) -> list[Any]:
         """The values of the workers whose results are taken, by rank."""
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
@@ -124,7 +124,7 @@ class PolicyCheckpoints(PolicyModel):
 
     def _random_states(self) -> list[Any]:
         """Where the random numbers are, by data-parallel rank: a copy's ranks draw alike."""
-        told = self.spoken([self.rows_rank, self.random.state()])
+        told = self.reported_values([self.rows_rank, self.random.state()])
         return [state for _, state in sorted(told, key=lambda mine: mine[0])]
 
     def _check_open(self, method: str) -> None:

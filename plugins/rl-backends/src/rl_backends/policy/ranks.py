@@ -249,7 +249,7 @@ class RankGroup:
             if time.monotonic() > end:
                 break
             time.sleep(TICK_S)
-        peers = " and ".join(f"{process} {process.fate()}" for process in gone)
+        peers = " and ".join(f"{process} {process.describe_state()}" for process in gone)
         peers = peers or "a peer is gone or did not take part; of those on this host all run"
         return WorkerDiedError(
             f"rank {self.rank} of {self.size} could not finish {what}: {peers} ({error})",

@@ -34,7 +34,7 @@ class PolicyRefits(ColocatablePolicyInterface):
 
     Args:
         worker: Given when it is one of several workers, all of which are called for a refit. The
-            first one speaks. Where it does not have all weights itself, each sets
+            first one sends. Where it does not have all weights itself, each sets
             :attr:`refit_ranks` when it is built, and :meth:`weight_source` returns a
             :class:`~rl_core.weights.GatheredSource`.
 
@@ -86,11 +86,11 @@ class PolicyRefits(ColocatablePolicyInterface):
     @property
     def weights_origin(self) -> int:
         """Identifies this trainer; 0 on every worker but the one that sends weights."""
-        return self._sender.origin if self._speaks else 0
+        return self._sender.origin if self._sends else 0
 
     def prepare_refit_info(self) -> dict[str, Any] | None:
         """See :meth:`ColocatablePolicyInterface.prepare_refit_info`; None on all but one worker."""
-        return self._sender.prepare() if self._speaks else None
+        return self._sender.prepare() if self._sends else None
 
     def stream_weights_via_ipc_zmq(self, *args: Any, **kwargs: Any) -> list[Future]:
         """See :meth:`ColocatablePolicyInterface.stream_weights_via_ipc_zmq`."""
@@ -104,7 +104,7 @@ class PolicyRefits(ColocatablePolicyInterface):
         """See :meth:`ColocatablePolicyInterface.prepare_weights_for_ipc`."""
         before, self._sets = f"set {self._sets}", self._sets + 1
         call_id, ranks = f"set {self._sets}", self.refit_ranks
-        if not self._speaks:
+        if not self._sends:
             if ranks is not None:
                 self._following = ranks.follower.follow(self._part, call_id, MAX_DEADLINE_S)
             return []
@@ -119,7 +119,7 @@ class PolicyRefits(ColocatablePolicyInterface):
 
     def get_weights_ipc_handles(self, keys: list[str]) -> dict[str, Any]:
         """See :meth:`ColocatablePolicyInterface.get_weights_ipc_handles`."""
-        if self._speaks:
+        if self._sends:
             return self._sender.handles(keys)
         if self._following is not None and self._following.done():
             self._following.result()  # why it ended, if it was not complete
@@ -129,7 +129,7 @@ class PolicyRefits(ColocatablePolicyInterface):
         self, ip: str, port: int, world_size: int, *, train_world_size: int = 1
     ) -> list[Future]:
         """See :meth:`ColocatablePolicyInterface.init_collective`."""
-        if not self._speaks:
+        if not self._sends:
             return []
         receivers = world_size - train_world_size
         self._collective_receivers = receivers
@@ -167,14 +167,14 @@ class PolicyRefits(ColocatablePolicyInterface):
         self._sender.release_weights()
 
     @property
-    def _speaks(self) -> bool:
+    def _sends(self) -> bool:
         return self.worker is None or self.worker.rank == 0
 
     def _send(self, **options: Any) -> list[Future]:
         """Sends, or follows who does."""
         self._streams += 1
         call_id, ranks = options.get("refit_id") or f"call {self._streams}", self.refit_ranks
-        if not self._speaks:
+        if not self._sends:
             deadline_s = SendOptions.of(options).deadline_s
             return [ranks.follower.follow(self._part, call_id, deadline_s)] if ranks else []
         if ranks is None:

@@ -30,7 +30,7 @@ class PolicyGeneration(GenerationBackend):
         policy: Whose model it is; its version and origin are those of the rows.
     """
 
-    borrows_weights = True
+    weights_are_external = True
 
     def __init__(
         self,

@@ -16,10 +16,10 @@ from rl_backends.generation.prompts import (
     PromptBatch,
     RowStreams,
     SamplingParams,
-    carried,
     greedy_params,
+    passthrough_columns,
     provenance_of,
-    repeated,
+    repeat_for_samples,
 )
 from rl_backends.inputs import as_batch
 from rl_core.batch import BatchedDataDict
@@ -184,7 +184,7 @@ class RemoteGeneration(RemoteBackend, GenerationInterface):
     def _accept(self, data: BatchedDataDict[Any], greedy: bool, method: str) -> _Call:
         """Checks the batch, and fixes what its rows draw from."""
         sampling = greedy_params(self.sampling) if greedy or self.sampling.greedy else self.sampling
-        data = repeated(as_batch(data, needed_by=method), sampling.num_samples)
+        data = repeat_for_samples(as_batch(data, needed_by=method), sampling.num_samples)
         stops = self.config.get("stop_strings") or ()
         first = self._streams.first_of(data, sampling)
         checked = PromptBatch.from_data(data, sampling, self.facts, stops, first_stream=first)
@@ -192,7 +192,7 @@ class RemoteGeneration(RemoteBackend, GenerationInterface):
         seeds = {"seed": checked.seeds} if checked.seeded else {}
         return _Call(
             prompts=BatchedDataDict({**consumed, **seeds}),
-            extras=carried(data),
+            extras=passthrough_columns(data),
             sizes=checked.lengths + checked.budgets,
             provenance=provenance_of(sampling, moment()),
         )

@@ -29,7 +29,7 @@ class RemotePolicy(RemoteBackend, Colocatable):
     """Workers of one trainer; behaves as the embedded backend does.
 
     What each worker is given is said in :class:`~rl_core.interfaces.WorkerContext`. Every method
-    is called on every worker; in a refit the first one speaks and the others follow.
+    is called on every worker; in a refit the first one sends.
 
     Raises:
         PluginError: What the workers report as ``data_parallel`` does not fit together.
@@ -77,8 +77,8 @@ class RemotePolicy(RemoteBackend, Colocatable):
                 return only
             shards, indices = padded_shards(data, self._rows.size)
             dealt = [shards[part] for part in self._rows.parts]
-            spoken = self._rows.spoken(self._group.call_each(method, dealt, **options))
-            return collect(spoken, indices, data.size)
+            reported = self._rows.reported_values(self._group.call_each(method, dealt, **options))
+            return collect(reported, indices, data.size)
 
     def get_logprobs(
         self,
@@ -92,7 +92,7 @@ class RemotePolicy(RemoteBackend, Colocatable):
         return scores
 
     def _spoken(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Calls it on every worker with all rows; the result of the one that speaks first."""
+        """Calls it on every worker with all rows; the result of the first one that reports."""
         results = self._group.call_all(method, *args, **kwargs)
         return results[min(self._rows.first, len(results) - 1)]
 
@@ -134,8 +134,8 @@ class RemotePolicy(RemoteBackend, Colocatable):
         with timed(timer, "train"):
             dealt = [shards[part] for part in self._rows.parts]
             results = self._group.call_each("train", dealt, loss_fn, eval_mode, gbs=gbs, mbs=mbs)
-            spoken: list[dict[str, Any]] = self._rows.spoken(results)
-            return scalars(spoken[0])
+            reported: list[dict[str, Any]] = self._rows.reported_values(results)
+            return scalars(reported[0])
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         """See :meth:`PolicyInterface.save_checkpoint`; workers get the path alone."""

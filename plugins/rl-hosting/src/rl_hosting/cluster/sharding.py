@@ -31,10 +31,10 @@ class RowRanks:
     Attributes:
         size: How many parts rows are dealt into.
         parts: For each worker, which part it gets.
-        first: The worker that speaks for the first part.
+        first: The worker that reports the first part.
 
     Raises:
-        PluginError: A part has no worker that speaks, or several, or they disagree on the size.
+        PluginError: A part has no worker that reports it, or several, or they disagree on the size.
     """
 
     def __init__(self, reported: Sequence[DataParallelRank | None], name: str) -> None:
@@ -42,7 +42,7 @@ class RowRanks:
         ranks = [r or DataParallelRank(i, workers) for i, r in enumerate(reported)]
         self.size = ranks[0].size
         self.parts = [rank.rank for rank in ranks]
-        self._speakers = [worker for worker, rank in enumerate(ranks) if rank.speaks]
+        self._speakers = [worker for worker, rank in enumerate(ranks) if rank.reports]
         self._speakers.sort(key=lambda worker: ranks[worker].rank)
         speaking = [ranks[worker].rank for worker in self._speakers]
         self.first = self._speakers[0] if self._speakers else 0
@@ -51,11 +51,11 @@ class RowRanks:
         if sizes != {self.size} or speaking != list(range(self.size)) or not known >= {*self.parts}:
             raise PluginError(
                 f"{name}: the data-parallel ranks that its workers report do not fit together: "
-                f"{', '.join(f'{r.rank} of {r.size}' + ' (speaks)' * r.speaks for r in ranks)}",
-                fix="report one size, every rank below it, and one worker of each rank that speaks",
+                f"{', '.join(f'{r.rank} of {r.size}' + ' (reports)' * r.reports for r in ranks)}",
+                fix="give all ranks one size, and every rank one worker that reports",
             )
 
-    def spoken(self, results: Sequence[T]) -> list[T]:
+    def reported_values(self, results: Sequence[T]) -> list[T]:
         """The results of those who speak, in order of the parts."""
         return [results[worker] for worker in self._speakers]
 

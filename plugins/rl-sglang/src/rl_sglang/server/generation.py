@@ -52,7 +52,7 @@ class SglangServerGeneration(GenerationBackend):
         DeadlineError: It does not answer.
     """
 
-    resident_at_first = TAGS
+    initially_resident = TAGS
 
     def __init__(
         self, cluster: Cluster | None = None, config: Mapping[str, Any] | None = None

@@ -209,7 +209,7 @@ class ShardedReferencePolicy(ReferencePolicy):
             yield
 
     def outputs(self, model: Any, ids: torch.Tensor) -> torch.Tensor:
-        """See :meth:`ReferencePolicy.outputs`; while it scores, on the rank that speaks alone."""
+        """See :meth:`ReferencePolicy.outputs`; while it scores, on the rank that reports alone."""
         if self.vocabulary is None:
             return super().outputs(model, ids)
         own = self._own_outputs(self.vocabulary, model, ids)
