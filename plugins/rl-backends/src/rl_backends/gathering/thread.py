@@ -86,7 +86,7 @@ class RefitThread:
         """Gathers a tensor; for :meth:`submit`.
 
         Raises:
-            RefitError: The ranks are out of step.
+            RefitError: Collectives of the ranks may no longer match.
         """
         self.check_in_sync()
         try:
@@ -101,7 +101,7 @@ class RefitThread:
             self.gather(part, name)
 
     def check_in_sync(self) -> None:
-        """Raises RefitError if the ranks are out of step."""
+        """Raises RefitError if collectives of the ranks may no longer match."""
         if self.collectives_diverged is not None:
             raise RefitError(
                 f"a tensor could not be gathered ({self.collectives_diverged}), so that the "
