@@ -16,7 +16,6 @@ LIMIT_S = 570.0
 _FIRST = "{0}1 or {0}2 or {0}3 or {0}4 or {0}5 or {0}6 or {0}7"
 #: The suite in pieces that fit: which options choose each, and the clause of it that is rehearsed.
 PIECES: dict[str, tuple[tuple[str, ...], str]] = {
-    "data": (("--kind", "data", "--kind", "security"), "B1"),
     "discovery": (("--kind", "discovery"), "D1"),
     "generation-1": (("--kind", "generation", "-k", _FIRST.format("G")), "G1"),
     "generation-2": (("--kind", "generation", "-k", f"not ({_FIRST.format('G')})"), "G8"),
@@ -24,6 +23,7 @@ PIECES: dict[str, tuple[tuple[str, ...], str]] = {
     "refit-1": (("--kind", "refit", "-k", _FIRST.format("R")), "R1"),
     "refit-2": (("--kind", "refit", "-k", f"not ({_FIRST.format('R')})"), "R12"),
     "agreement": (("--kind", "agreement"), "A1"),
+    "security": (("--kind", "security"), "S1"),
 }
 #: Pieces that are about what a backend is not.
 NOT_OF = {
@@ -77,20 +77,20 @@ def plan(folder: Path, *, rehearse: bool = False) -> list[Part]:
     """
     rl, device = ("-m", "rl_core.cli"), "cpu" if rehearse else "cuda"
 
+    def suite(name: str, backend: str, some: Sequence[str], what: str, inside: str) -> Part:
+        stem = folder / name
+        kinds = {"json": "json", "junit": "xml", "markdown": "md"}
+        writes = [part for kind, end in kinds.items() for part in (f"--{kind}", f"{stem}.{end}")]
+        command = (*rl, "conformance", "run", backend, "--device", device, *writes, *some)
+        return Part(name, inside, what, command, LIMIT_S, f"{name}.json")
+
     def conformance(backend: str) -> list[Part]:
         found = []
         for piece, (chosen, clause) in PIECES.items():
-            if piece in NOT_OF.get(backend, ()):
-                continue
-            stem = folder / f"conformance-{backend}-{piece}"
-            kinds = {"json": "json", "junit": "xml", "markdown": "md"}
-            writes = [
-                part for kind, end in kinds.items() for part in (f"--{kind}", f"{stem}.{end}")
-            ]
-            some = ("-k", clause) if rehearse else chosen
-            command = (*rl, "conformance", "run", backend, "--device", device, *writes, *some)
-            what = f"of the suite against {backend}: {' '.join(some)}"
-            found.append(Part(stem.name, backend, what, command, LIMIT_S, f"{stem.name}.json"))
+            if piece not in NOT_OF.get(backend, ()):
+                some = ("-k", clause) if rehearse else chosen
+                what = f"of the suite against {backend}: {' '.join(some)}"
+                found.append(suite(f"conformance-{backend}-{piece}", backend, some, what, backend))
         return found
 
     def bench(gigabytes: int, tensors: int, repeats: int, gpu_gb: int) -> Part:
@@ -101,6 +101,7 @@ def plan(folder: Path, *, rehearse: bool = False) -> list[Part]:
         name, what = f"bench-{gigabytes}gb", f"refits of {size[0]:g} GB next to plain copies"
         return Part(name, "hf", what, command, LIMIT_S, f"{name}.json", 0 if rehearse else gpu_gb)
 
+    core = ("-k", "B1") if rehearse else ()
     marked, files = ("not gpu", TESTS[1:2]) if rehearse else ("gpu", TESTS)
     # Warnings of another torch than the one that CI has are no failures here.
     plain = ("-q", "-o", "filterwarnings=default", "--junit-xml", str(folder / "tests.xml"))
@@ -109,6 +110,7 @@ def plan(folder: Path, *, rehearse: bool = False) -> list[Part]:
     return [
         Part("doctor", "hf", "what is installed", (*rl, "backends", "doctor", "hf"), 120),
         Part("tests", "hf", what, tests, LIMIT_S, "tests.xml", needs=FOR_TESTS),
+        suite("conformance-core", "core", core, "what core alone keeps", "hf"),
         *conformance("hf"),
         # A model at both ends, the memory of a bound, and buckets.
         bench(1, 200, 5, 6),

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from rl_conformance.outcome import Outcome, Status, Verdict
 from rl_conformance.pytest_items import finish_session
-from rl_conformance.registry import all_checks
+from rl_conformance.registry import profile
 from rl_conformance.run import run, select
 from rl_conformance.scaffold import project as scaffold
 from rl_conformance.scaffold.cli import app
@@ -233,7 +233,7 @@ def test_the_repetition_penalty_and_tiny_temperatures_work(target: Target) -> No
 def test_the_report_of_a_class_with_every_check_is_of_the_whole_suite(
     tmp_path: Path, left_out: int
 ) -> None:
-    checks = all_checks()[left_out:]
+    checks = profile("mine")[left_out:]
     outcomes = [Outcome(c.id, c.title, Status.PASSED, 0.0, "") for c in checks]
     options = {"rl_report": tmp_path / "report.json", "rl_backend": None}
     option = SimpleNamespace(keyword="", markexpr="")

@@ -24,7 +24,7 @@ from rl_conformance.harness import Harness
 from rl_conformance.outcome import Measure, Outcome, RunReport, Status, Verdict
 from rl_conformance.reference import MANIFEST, reference_target
 from rl_conformance.refits import odd_tensors, whole_tensors
-from rl_conformance.registry import Check, all_checks, refusal_for
+from rl_conformance.registry import Check, all_checks, clauses_of, profile, refusal_for
 from rl_conformance.reports import from_json
 from rl_conformance.run import run, select
 from rl_conformance.settings import Settings
@@ -80,6 +80,24 @@ def test_every_clause_has_a_check() -> None:
     assert {check.clause.id for check in all_checks()} == set(CLAUSES)
 
 
+def test_a_run_against_a_backend_leaves_out_what_core_alone_keeps() -> None:
+    core, backend = profile("core"), profile("mine")
+    assert sorted(map(id, core + backend)) == sorted(map(id, all_checks()))
+    alone = set(CLAUSES) - set(clauses_of(backend))
+    assert alone == {id_ for id_, clause in CLAUSES.items() if clause.core}
+    with pytest.raises(ConfigError, match="B7") as refused:
+        select([], "B7", backend)
+    assert "rl conformance run core" in str(refused.value.fix)
+
+
+def test_a_report_names_the_run_that_has_the_clauses_of_core() -> None:
+    whole = RunReport("mine", (), {"core": "7.1"}, clauses_of(profile("mine")))
+    assert whole.cites.startswith("B1, B2, ")
+    assert whole.cites.endswith("see `rl conformance run core` for rl-core 7.1")
+    assert not replace(whole, selection="G1").cites
+    assert not replace(whole, clauses=clauses_of(profile("core"))).cites
+
+
 def test_the_catalogue_has_every_clause_of_the_contract() -> None:
     chapters = {"B": 7, "D": 5, "G": 18, "P": 14, "R": 15, "A": 3, "S": 3}
     expected = [f"{letter}{n}" for letter, last in chapters.items() for n in range(1, last + 1)]
@@ -113,6 +131,19 @@ def test_a_check_that_returns_has_passed() -> None:
 def test_a_check_that_fails_says_why() -> None:
     outcome = _outcome(fails)
     assert (outcome.status, outcome.message) == (Status.FAILED, "the contract is broken")
+
+
+def test_a_failure_tells_where_its_check_is_and_the_command_that_runs_it_alone() -> None:
+    check = next(c for c in all_checks() if c.case)
+    assert select([], check.id) == [check]
+    file, _, line = check.where.rpartition(":")
+    source = Path(harness.__file__).parent.parent.joinpath(file).read_text().splitlines()
+    assert "@check" in source[int(line) - 1]
+    outcome = _outcome(fails)
+    assert outcome.command == "rl conformance run reference -k B1/fails"
+    assert outcome.story == f"the contract is broken\n{outcome.where}; alone: {outcome.command}"
+    read = Outcome.from_dict(outcome.as_dict())
+    assert (read.where, read.command) == (outcome.where, outcome.command)
 
 
 def test_an_unexpected_exception_is_an_error_with_its_traceback() -> None:
@@ -421,20 +452,19 @@ def test_the_option_adds_the_suite(pytester: pytest.Pytester) -> None:
     result = pytester.runpytest_subprocess(
         "-p", "no:cacheprovider", "--rl-backend", "hf", "-k", "left_padd", "--rl-report", "r.json"
     )
-    result.assert_outcomes(passed=2, deselected=len(all_checks()) - 2)
+    result.assert_outcomes(passed=2, deselected=len(profile("hf")) - 2)
     assert from_json((pytester.path / "r.json").read_text()).clauses == ("G1",)
 
 
 def test_a_whole_run_that_lacks_a_status_fails_the_session(pytester: pytest.Pytester) -> None:
-    pytest.importorskip("rl_hf")
     pytester.makeconftest(
         "import rl_conformance.pytest_items as items\n"
-        "from rl_conformance.run import select\n"
-        "items.all_checks = lambda: select([], 'B7')\n"
+        "honest = items.suite_items\n"
+        "items.suite_items = lambda *a: [i for i in honest(*a) if i.check.clause.id == 'B7']\n"
     )
-    result = pytester.runpytest_subprocess("-p", "no:cacheprovider", "--rl-backend", "hf")
+    result = pytester.runpytest_subprocess("-p", "no:cacheprovider", "--rl-backend", "core")
     result.assert_outcomes(passed=len(select([], "B7")))
-    result.stdout.fnmatch_lines(["*hf: incomplete, without a result: B1, *"])
+    result.stdout.fnmatch_lines(["*core: incomplete, without a result: B1, *"])
     assert result.ret == pytest.ExitCode.TESTS_FAILED
 
 
@@ -444,18 +474,22 @@ def test_a_check_that_takes_its_process_along_leaves_the_run_incomplete(
     pytester.makeconftest(
         "import dataclasses, os\n"
         "import rl_conformance.pytest_items as items\n"
-        "from rl_conformance.run import select\n"
-        "checks = select([], 'B7')\n"
-        "fatal = dataclasses.replace(checks[1], function=lambda ctx: os._exit(3))\n"
-        "items.all_checks = lambda: [checks[0], fatal, *checks[2:]]\n"
+        "honest = items.suite_items\n"
+        "def fatal(*a):\n"
+        "    found = [i for i in honest(*a) if i.check.clause.id == 'B7']\n"
+        "    end = lambda ctx: os._exit(3)\n"
+        "    found[1].check = dataclasses.replace(found[1].check, function=end)\n"
+        "    return found\n"
+        "items.suite_items = fatal\n"
     )
-    options = ["--rl-backend", "reference", "-n", "2", "--rl-report", "r.json"]
+    options = ["--rl-backend", "core", "-n", "2", "--rl-report", "r.json"]
     result = pytester.runpytest_subprocess("-p", "no:cacheprovider", *options)
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     report = from_json((pytester.path / "r.json").read_text())
     assert report.verdict is Verdict.INCOMPLETE
     assert "B7" in report.missing
-    [lost] = [outcome for outcome in report.outcomes if outcome.status is Status.NOT_RUN]
+    [b7] = [result for result in report.results() if result.clause.id == "B7"]
+    [lost] = [outcome for outcome in b7.outcomes if outcome.status is Status.NOT_RUN]
     assert "its process ended" in lost.message
 
 
@@ -470,13 +504,12 @@ def _rl(*args: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_command_writes_every_report(tmp_path: Path) -> None:
-    pytest.importorskip("rl_hf")
     names = {"json": "json", "junit": "xml", "markdown": "md", "html": "html", "badge": "svg"}
     files = {name: tmp_path / f"report.{end}" for name, end in names.items()}
     options = [part for name, file in files.items() for part in (f"--{name}", str(file))]
-    done = _rl("run", "hf", "-k", "B7 or impossible_length", *options)
+    done = _rl("run", "core", "-k", "B7 or impossible_length", *options)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "hf: conformant" in done.stdout
+    assert "core: conformant" in done.stdout
     assert re.search(r"B7 +passed +(\d+)/\1\b", done.stdout)
     assert "Only a part" in done.stdout
     assert all(file.stat().st_size for file in files.values())
@@ -491,7 +524,7 @@ def test_the_command_lists_the_catalogue() -> None:
 
 
 def test_a_part_is_not_run_in_several_processes() -> None:
-    done = _rl("run", "reference", "-n", "2", "-k", "B7")
+    done = _rl("run", "core", "-n", "2", "-k", "B7")
     assert done.returncode == 1
     assert "-n runs everything" in done.stderr
 

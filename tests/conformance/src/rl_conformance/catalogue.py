@@ -58,6 +58,7 @@ class Clause:
         device: ``"any"``, or ``"cuda"`` if nothing of it can be seen on a CPU.
         tolerance: What a measured value may come to, "" where nothing is measured.
         scope: Which part the suite checks now, "" if all of it.
+        core: Whether core alone keeps it, so that a run against a backend leaves it out.
     """
 
     id: str
@@ -66,8 +67,9 @@ class Clause:
     device: Literal["any", "cuda"] = "any"
     tolerance: str = ""
     scope: str = ""
+    core: bool = False
 
-    def as_dict(self) -> dict[str, str | None]:
+    def as_dict(self) -> dict[str, str | bool | None]:
         """For JSON."""
         return {**asdict(self), "kind": self.kind, "level": self.level}
 
@@ -83,13 +85,15 @@ class Clause:
 
 
 _ENTRIES = (
-    Clause("B1", "a batch is a mapping of batch-first tensors and lists of one size"),
-    Clause("B2", "from_batches pads, concatenates and names what is missing"),
-    Clause("B3", "slicing, reordering and repeating keep rows together and truncate nothing"),
-    Clause("B4", "sharding loses no row; microbatches and packed bins keep their bound"),
-    Clause("B5", "microbatch iterators yield every row, narrowed to its microbatch"),
-    Clause("B6", "a batch survives pickling, Ray and torch.save bit for bit"),
-    Clause("B7", "verify_right_padding names the row and the positions"),
+    Clause("B1", "a batch is a mapping of batch-first tensors and lists of one size", core=True),
+    Clause("B2", "from_batches pads, concatenates and names what is missing", core=True),
+    Clause(
+        "B3", "slicing, reordering and repeating keep rows together and truncate nothing", core=True
+    ),
+    Clause("B4", "sharding loses no row; microbatches and packed bins keep their bound", core=True),
+    Clause("B5", "microbatch iterators yield every row, narrowed to its microbatch", core=True),
+    Clause("B6", "a batch survives pickling, Ray and torch.save bit for bit", core=True),
+    Clause("B7", "verify_right_padding names the row and the positions", core=True),
     Clause(
         "D1",
         "listed without its engine, and without importing torch, ray or the engine",
@@ -106,6 +110,7 @@ _ENTRIES = (
         "D5",
         "a worker's exception arrives as a WorkerError with its traceback",
         scope="driver and worker share one environment",
+        core=True,
     ),
     Clause("G1", "prompts are right-padded; anything else is refused, naming the row"),
     Clause("G2", "the output is the prompt, the generated tokens, then padding"),

@@ -64,6 +64,7 @@ def list_checks(
     table = Table("clause", "binds", "asks for", "checks", box=None)
     for clause, checks in own.items():
         binds = "everyone" if clause.level == "must" else f"with {clause.capability}"
+        binds = "core" if clause.core else binds
         names = escape("\n".join(check.id for check in checks))
         table.add_row(clause.id, binds, clause.title, names)
     Console().print(table)
@@ -71,7 +72,9 @@ def list_checks(
 
 @app.command()
 def run(
-    name: Annotated[str, typer.Argument(help="The backend, as `rl backends list` shows it.")],
+    name: Annotated[
+        str, typer.Argument(help="The backend, as `rl backends list` shows it; or core.")
+    ],
     device: Annotated[Device, typer.Option(help="Where it runs.")] = Device.CPU,
     dtype: Annotated[
         str | None,
@@ -84,7 +87,10 @@ def run(
         list[str] | None, typer.Option(help="Only this chapter; may be given several times.")
     ] = None,
     k: Annotated[
-        str, typer.Option("-k", help='Only matching checks, such as "G3 or (G8 and order)".')
+        str,
+        typer.Option(
+            "-k", help='Only this check, by its id, or matching ones: "G3 or (G8 and order)".'
+        ),
     ] = "",
     processes: Annotated[
         int, typer.Option("-n", min=1, help="Run everything in so many processes.")
@@ -103,14 +109,14 @@ def run(
     """Runs the suite; exit code 0 only if it is complete and nothing failed."""
     from rl_conformance.ledger import read_ledger
     from rl_conformance.parallel import run_in_processes
+    from rl_conformance.registry import profile
     from rl_conformance.reports import ReportFiles
-    from rl_conformance.run import select
+    from rl_conformance.run import find_target, select
     from rl_conformance.settings import Settings
-    from rl_conformance.target import Target
     from rl_core.errors import ConfigError
 
     files = ReportFiles(json, junit, markdown, html, badge)
-    target = Target.find(name)
+    target = find_target(name)
     settings = Settings.of(device.value, dtype, str(model) if model else None)
     if settings.dtype not in target.manifest.tolerances:
         raise ConfigError(
@@ -119,7 +125,7 @@ def run(
             key="dtype",
         )
     known = read_ledger(known_failures) if known_failures else {}
-    checks = select(kind or [], k)
+    checks = select(kind or [], k, profile(target.name))
     selection = " and ".join([*(kind or []), *([k] if k else [])])
     if processes > 1:
         if selection or device is Device.CUDA:
@@ -184,7 +190,7 @@ def _run_with_progress(
                 print(f"{outcome.status:<16} {outcome.check} ({outcome.seconds:.1f} s)", flush=True)
             if outcome.status.bad:
                 text = Text.assemble((f"{outcome.status} ", "red"), f"{outcome.check}\n")
-                progress.console.print(text.append(outcome.message.rstrip()))
+                progress.console.print(text.append(outcome.story.rstrip()))
 
         return run_suite(
             target,
@@ -247,6 +253,8 @@ def _print_summary(report: RunReport) -> None:
     counts = ", ".join(f"{n} {status}" for status, n in report.counts().items())
     if report.selection:
         console.print(f"Only a part of the suite was run: {report.selection}", markup=False)
+    if report.cites:
+        console.print(report.cites, markup=False)
     if report.missing:
         console.print(f"Without a result: {', '.join(report.missing)}")
     console.print(f"{report.backend}: {report.verdict} ({counts}; {report.seconds:.0f} s)")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import shlex
 import time
 import traceback
 from typing import TYPE_CHECKING, Self
@@ -76,6 +77,7 @@ class Harness:
         if (excuse := self._excuse(check)) is not None:
             reason, excused = excuse
             return Outcome(check.id, check.title, Status.NOT_RUN, message=reason, excused=excused)
+        run = [self.target.name, *self.settings.options()]
         context = Context(self.workshop, self.outcome)
         function, passed = self._function(check)
         status, message, excused = self._attempt(context, check, function, passed)
@@ -95,6 +97,8 @@ class Harness:
             tuple(context.measures),
             excused,
             tuple(context.figures),
+            check.where,
+            shlex.join(["rl", "conformance", "run", *run, "-k", check.id]),
         )
 
     def _attempt(
@@ -140,7 +144,9 @@ class Harness:
         if check.device not in ("any", device):
             return f"means something on {check.device} only", True
         if lacking := [
-            kind for kind in check.needs if kind not in ("pair", *self.target.manifest.kinds)
+            kind
+            for kind in check.needs
+            if kind not in ("core", "pair", *self.target.manifest.kinds)
         ]:
             return f"the backend offers no {lacking[0]}", True
         capability = self._capability(check)

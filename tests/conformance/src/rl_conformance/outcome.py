@@ -98,6 +98,8 @@ class Outcome:
         excused: For ``not_run``: True if the profile does not ask for it, so that the run is
             complete without it.
         figures: What it recorded for the plots of the report.
+        where: File and line of the check.
+        command: Runs it alone.
     """
 
     check: str
@@ -108,6 +110,15 @@ class Outcome:
     measures: tuple[Measure, ...] = ()
     excused: bool = False
     figures: tuple[Figure, ...] = ()
+    where: str = ""
+    command: str = ""
+
+    @property
+    def story(self) -> str:
+        """Why it did not pass; of a failure also where the check is and how it is run alone."""
+        if not self.status.bad or not self.where:
+            return self.message
+        return f"{self.message.rstrip()}\n{self.where}; alone: {self.command}"
 
     @property
     def clause(self) -> str:
@@ -125,6 +136,8 @@ class Outcome:
             "excused": self.excused,
             "measures": [m.as_dict() for m in self.measures],
             "figures": [figure_as_dict(figure) for figure in self.figures],
+            "where": self.where,
+            "command": self.command,
         }
 
     @classmethod
@@ -139,6 +152,8 @@ class Outcome:
             excused=data["excused"],
             measures=tuple(Measure.from_dict(m) for m in data["measures"]),
             figures=figures_from(data.get("figures", ())),
+            where=data.get("where", ""),
+            command=data.get("command", ""),
         )
 
 
@@ -216,6 +231,15 @@ class RunReport:
             return Verdict.FAILED
         passed = any(o.status is Status.PASSED for o in self.outcomes)
         return Verdict.CONFORMANT if passed and not self.missing else Verdict.INCOMPLETE
+
+    @property
+    def cites(self) -> str:
+        """Whose report has the clauses that core alone keeps; "" if this one has them."""
+        kept = [id_ for id_, clause in CLAUSES.items() if clause.core]
+        if self.selection or set(kept) & set(self.clauses):
+            return ""
+        version = self.environment.get("core", "of the same version")
+        return f"{', '.join(kept)}: see `rl conformance run core` for rl-core {version}"
 
     def counts(self) -> dict[Status, int]:
         """Number of clauses of each status."""

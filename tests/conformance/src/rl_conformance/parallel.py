@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rl_conformance.outcome import Verdict
-from rl_conformance.registry import all_checks
+from rl_conformance.registry import profile
 from rl_conformance.reports import read_report
 from rl_core.errors import ConfigError, DeadlineError, WorkerDiedError
 
@@ -61,7 +61,7 @@ def run_in_processes(
         command += [f"{part}" for option in options.items() if option[1] for part in option]
         # Nor what its user has set for pytest elsewhere.
         environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
-        deadline_s = sum(check.timeout_s for check in all_checks())
+        deadline_s = sum(check.timeout_s for check in profile(backend))
         try:
             done = subprocess.run(command, cwd=folder, env=environment, timeout=deadline_s)
         except subprocess.TimeoutExpired as error:

@@ -7,15 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from rl_conformance.catalogue import CLAUSES
 from rl_conformance.environment import describe
 from rl_conformance.harness import Harness
 from rl_conformance.ledger import read_ledger
 from rl_conformance.outcome import Outcome, RunReport, Status, Verdict
-from rl_conformance.registry import all_checks
+from rl_conformance.registry import clauses_of, profile
 from rl_conformance.reports import ReportFiles
+from rl_conformance.run import find_target
 from rl_conformance.settings import Settings
-from rl_conformance.target import Target
 from rl_core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -31,9 +30,9 @@ _HARNESSES = pytest.StashKey[dict[tuple[str, Settings], Harness]]()
 
 
 def suite_items(session: pytest.Session, backend: str) -> list[pytest.Item]:
-    """One item for each check of the suite."""
+    """One item for each check of a run against a backend, or of core's profile."""
     items: list[pytest.Item] = []
-    for check in all_checks():
+    for check in profile(backend):
         name = f"{backend}::{check.id}"
         item = ConformanceItem.from_parent(session, name=name, check=check)
         if check.summary or check.capability is not None:  # it asks for all that have one
@@ -52,7 +51,7 @@ class ConformanceItem(pytest.Item):
     def runtest(self) -> None:
         """Runs the check; its status becomes pytest's."""
         name = self.config.getoption("rl_backend")
-        conduct(self, harness_for(self.config, Target.find, name), self.check)
+        conduct(self, harness_for(self.config, find_target, name), self.check)
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], *_: Any) -> str:
         """The message of the check alone: the suite's own frames tell nothing."""
@@ -113,7 +112,7 @@ def conduct(item: pytest.Item, harness: Harness, check: Check) -> None:
         "environment": describe(harness.target, harness.settings),
     }
     item.user_properties.append(("rl_conformance", properties))
-    text = f"{outcome.check}: {outcome.status}: {outcome.message}".rstrip(": ")
+    text = f"{outcome.check}: {outcome.status}: {outcome.story}".rstrip(": ")
     if outcome.status.bad:
         pytest.fail(text, pytrace=False)
     elif outcome.status is Status.KNOWN_FAILURE:
@@ -162,14 +161,15 @@ def _report(
     options = session.config.option
     selection = " ".join(filter(None, [options.keyword, options.markexpr]))
     seen = {outcome.clause for outcome in outcomes}
-    complete = {o.check for o in outcomes} >= {check.id for check in all_checks()}
+    checks = profile(run[0])
+    complete = {o.check for o in outcomes} >= {check.id for check in checks}
     asked = run[0] == session.config.getoption("rl_backend")
     whole = not selection and (asked or complete or _stopped(session))
     return RunReport(
         run[0],
-        _in_order(outcomes, fill=whole),
+        _in_order(outcomes, checks, fill=whole),
         environment,
-        tuple(CLAUSES) if whole else tuple(id_ for id_ in CLAUSES if id_ in seen),
+        clauses_of(c for c in checks if whole or c.clause.id in seen),
         "" if whole else selection or "the classes that were collected",
         seconds,
     )
@@ -181,13 +181,15 @@ def _stopped(session: pytest.Session) -> bool:
     return bool(session.shouldstop or session.shouldfail or session.exitstatus in broken)
 
 
-def _in_order(outcomes: Sequence[Outcome], *, fill: bool) -> tuple[Outcome, ...]:
+def _in_order(
+    outcomes: Sequence[Outcome], checks: Sequence[Check], *, fill: bool
+) -> tuple[Outcome, ...]:
     """As the catalogue has them; ``fill`` adds those that a process took with it when it ended."""
     found = {outcome.check: outcome for outcome in outcomes}
     lost = "pytest was stopped, or its process ended, before there was a result"
-    for check in all_checks() if fill else ():
+    for check in checks if fill else ():
         found.setdefault(check.id, Outcome(check.id, check.title, Status.NOT_RUN, message=lost))
-    order = [check.id for check in all_checks()]
+    order = [check.id for check in checks]
     return tuple(sorted(found.values(), key=lambda outcome: order.index(outcome.check)))
 
 

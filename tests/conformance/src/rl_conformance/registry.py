@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from rl_conformance.catalogue import CLAUSES, Clause
 
-__all__ = ["Check", "all_checks", "check", "checks_of", "refusal", "refusal_for"]
+__all__ = [
+    "CORE",
+    "Check",
+    "all_checks",
+    "check",
+    "checks_of",
+    "clauses_of",
+    "profile",
+    "refusal",
+    "refusal_for",
+]
 
 Function = Callable[..., None]
-Need = Literal["generation", "policy", "pair"]
+Need = Literal["core", "generation", "policy", "pair"]
+#: What a check needs that looks at core alone; also the name of their profile.
+CORE: Need = "core"
 
 _MODULES = (
     "data",
@@ -79,7 +91,8 @@ class Check:
         name: The function's name, with the case in brackets if it has several.
         title: First line of the function's docstring.
         function: Takes the :class:`~rl_conformance.context.Context` and the case's values.
-        needs: The kinds of backend it uses. A ``pair`` is completed by the suite's own reference.
+        needs: The kinds of backend it uses. A ``pair`` is completed by the suite's own reference;
+            what needs ``core`` alone is not part of a run against a backend.
         capability: The capability it belongs to, or None.
         device: ``"any"``, or the only device type on which it means something.
         modules: Optional modules it needs, such as ``("rl_ray",)``.
@@ -103,14 +116,26 @@ class Check:
     summary: bool = False
 
     @property
+    def of_core(self) -> bool:
+        """Whether it looks at core alone."""
+        return self.needs == (CORE,)
+
+    @property
     def id(self) -> str:
         """``clause/name``, unique in the suite."""
         return f"{self.clause.id}/{self.name}"
+
+    @property
+    def where(self) -> str:
+        """File and line of its function."""
+        code = self.function.__code__
+        return f"{self.function.__module__.replace('.', '/')}.py:{code.co_firstlineno}"
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         return {
             "id": self.id,
+            "where": self.where,
             "title": self.title,
             "capability": self.capability,
             "device": self.device,
@@ -140,7 +165,7 @@ def check(
 
     Args:
         clause: Its number.
-        needs: Kinds of backend it uses; by default what the clause's chapter is about.
+        needs: Kinds of backend it uses; by default what the clause's chapter is about, or ``core``.
         capability: By default the clause's.
         device: By default the clause's.
         modules: Optional modules it imports.
@@ -150,6 +175,7 @@ def check(
         summary: It asks what came of others, and so comes after them.
     """
     entry = CLAUSES[clause]
+    default = (CORE,) if entry.core else _NEEDS.get(entry.kind, ())
 
     def register(function: Function) -> Function:
         for case, values in (cases or {"": {}}).items():
@@ -158,7 +184,7 @@ def check(
                 name=f"{function.__name__}[{case}]" if case else function.__name__,
                 title=(function.__doc__ or function.__name__).strip().splitlines()[0],
                 function=function,
-                needs=_NEEDS.get(entry.kind, ()) if needs is None else needs,
+                needs=default if needs is None else needs,
                 capability=capability or entry.capability,
                 device=device or entry.device,
                 modules=modules,
@@ -204,3 +230,14 @@ def all_checks() -> list[Check]:
 def checks_of(*kinds: str) -> list[Check]:
     """The checks of some chapters, such as ``"generation"``; all of them without an argument."""
     return [c for c in all_checks() if not kinds or c.clause.kind in kinds]
+
+
+def profile(name: str) -> list[Check]:
+    """What a run consists of: core's own checks for ``core``, all others for a backend."""
+    return [c for c in all_checks() if c.of_core == (name == CORE)]
+
+
+def clauses_of(checks: Iterable[Check]) -> tuple[str, ...]:
+    """The numbers of their clauses, in the order of the catalogue."""
+    found = {check.clause.id for check in checks}
+    return tuple(id_ for id_ in CLAUSES if id_ in found)

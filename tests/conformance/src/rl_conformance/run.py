@@ -10,7 +10,9 @@ from rl_conformance.catalogue import CLAUSES, KINDS
 from rl_conformance.environment import describe
 from rl_conformance.harness import Harness
 from rl_conformance.outcome import RunReport
-from rl_conformance.registry import all_checks
+from rl_conformance.reference import core_target
+from rl_conformance.registry import CORE, all_checks, clauses_of, profile
+from rl_conformance.target import Target
 from rl_core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -19,9 +21,17 @@ if TYPE_CHECKING:
     from rl_conformance.outcome import Outcome
     from rl_conformance.registry import Check
     from rl_conformance.settings import Settings
-    from rl_conformance.target import Target
 
-__all__ = ["matches", "run", "select"]
+__all__ = ["find_target", "matches", "run", "select"]
+
+
+def find_target(name: str) -> Target:
+    """The installed backend of that name; ``core`` is core itself, with the reference.
+
+    Raises:
+        PluginError: It is missing, ambiguous, broken or incompatible.
+    """
+    return core_target() if name == CORE else Target.find(name)
 
 
 def run(
@@ -39,15 +49,15 @@ def run(
     Args:
         target: The backend under test.
         settings: Where it runs.
-        checks: What to run; everything if None, and then every clause must get a status.
+        checks: What to run; the whole profile if None, and then each of its clauses must get a
+            status.
         selection: How ``checks`` were chosen, for the report.
         known: Reasons of known failures, by check id.
         on_start: Told of each check that begins.
         on_outcome: Told of each outcome as it comes.
     """
     started = time.perf_counter()
-    chosen = all_checks() if checks is None else checks
-    clauses = CLAUSES if checks is None else dict.fromkeys(c.clause.id for c in chosen)
+    chosen = profile(target.name) if checks is None else checks
     outcomes = []
     with Harness(target, settings, known) as harness:
         for check in chosen:
@@ -58,14 +68,21 @@ def run(
         target.name,
         tuple(outcomes),
         describe(target, settings),
-        tuple(clauses),
+        clauses_of(chosen),
         selection,
         time.perf_counter() - started,
     )
 
 
-def select(kinds: Sequence[str], expression: str) -> list[Check]:
-    """The checks of some chapters that match an expression, see :func:`matches`.
+def select(
+    kinds: Sequence[str], expression: str, among: Sequence[Check] | None = None
+) -> list[Check]:
+    """The checks of some chapters with an id, or that match an expression, see :func:`matches`.
+
+    Args:
+        kinds: The chapters; all of them if there are none.
+        expression: The id, or what they match; "" if that does not matter.
+        among: Which checks there are; all of the suite if None.
 
     Raises:
         ConfigError: A kind is unknown, the expression is malformed, or nothing matches.
@@ -74,14 +91,16 @@ def select(kinds: Sequence[str], expression: str) -> list[Check]:
         raise ConfigError(
             f"unknown kind {unknown[0]!r}", fix=f"use some of {', '.join(KINDS)}", key="kind"
         )
-    chosen = [
-        c
-        for c in all_checks()
-        if (not kinds or c.clause.kind in kinds) and (not expression or matches(expression, c))
+    there = [
+        c for c in (all_checks() if among is None else among) if not kinds or c.clause.kind in kinds
     ]
+    chosen = [c for c in there if c.id == expression]
+    chosen = chosen or [c for c in there if not expression or matches(expression, c)]
     if not chosen:
         raise ConfigError(
-            f"no check matches {expression!r}", fix="rl conformance list shows all", key="k"
+            f"no check matches {expression!r}",
+            fix="rl conformance list shows all; those of core need `rl conformance run core`",
+            key="k",
         )
     return chosen
 

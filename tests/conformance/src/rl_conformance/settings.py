@@ -44,3 +44,14 @@ class Settings:
                 key="model",
             )
         return cls(device, dtype or _DTYPES[device], model)
+
+    def options(self) -> list[str]:
+        """Of `rl conformance run`, where these are not what it does without."""
+        given = {"device": self.device, "dtype": self.dtype, "model": self.model}
+        usual = {"device": "cpu", "dtype": _DTYPES[self.device], "model": None}
+        return [
+            part
+            for key, value in given.items()
+            if value is not None and value != usual[key]
+            for part in (f"--{key}", value)
+        ]

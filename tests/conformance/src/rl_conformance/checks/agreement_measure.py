@@ -12,7 +12,7 @@ from rl_conformance.diagnostics.agreement import (
     validate_log_probability_consistency,
 )
 from rl_conformance.expect import raises, require
-from rl_conformance.registry import check
+from rl_conformance.registry import CORE, check
 from rl_core.batch import BatchedDataDict
 from rl_core.errors import DataError
 
@@ -80,7 +80,7 @@ _CASES: dict[str, tuple[Off, Off]] = {
 }
 
 
-@check("A1", needs=())
+@check("A1", needs=(CORE,))
 def the_error_is_the_mean_of_the_exponentials(ctx: Context) -> None:
     """Over generated tokens, whatever their rows; then the mean of greedy and sampled."""
     for name, (greedy, sampled) in _CASES.items():
@@ -97,7 +97,7 @@ def the_error_is_the_mean_of_the_exponentials(ctx: Context) -> None:
         require(default is (expected < 1.05), f"{name}: {default} without a threshold")
 
 
-@check("A1", needs=())
+@check("A1", needs=(CORE,))
 def what_is_no_number_does_not_agree(ctx: Context) -> None:
     """NaN and infinity on one token, greedy or sampled, give False."""
     for value in (math.nan, math.inf):
@@ -109,7 +109,7 @@ def what_is_no_number_does_not_agree(ctx: Context) -> None:
             require(said is False, f"log-probs that are off by {value} are called consistent")
 
 
-@check("A1", needs=())
+@check("A1", needs=(CORE,))
 def each_mode_needs_a_token(ctx: Context) -> None:
     """Nothing generated in one of the modes is an error, also where the other is right."""
     nothing: Off = [(3, []), (2, [])]

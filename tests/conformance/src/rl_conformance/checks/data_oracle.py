@@ -87,7 +87,7 @@ def _plans(data: BatchedDataDict[Any]) -> list[Any]:
     return [data.micro_batch_indices, data.micro_batch_lengths, data.elem_counts_per_gb]
 
 
-@check("B3", needs=())
+@check("B3")
 def rows_are_those_of_a_list(ctx: Context) -> None:
     """slice, select_indices, chunk, get_batch, repeat_interleave and reorder_data, by seeds."""
     for seed in _SEEDS:
@@ -137,7 +137,7 @@ def rows_are_those_of_a_list(ctx: Context) -> None:
             _equal(_rows(data), rows, f"seed {seed}, reorder_data")
 
 
-@check("B3", needs=())
+@check("B3")
 def copies_are_copies(ctx: Context) -> None:
     """Who writes into a selection, a chunk, a shard or a repetition leaves the batch alone."""
     data = _random_batch(random.Random(1), 6, 8)
@@ -168,7 +168,7 @@ def copies_are_copies(ctx: Context) -> None:
     _equal(_rows(data), kept, "who changes a repeated item changes the batch")
 
 
-@check("B3", needs=())
+@check("B3")
 def wrong_rows_are_refused(ctx: Context) -> None:
     """Negative, missing, doubled and fractional indices raise, and nothing has moved."""
     data = _random_batch(random.Random(2), 5)
@@ -203,7 +203,7 @@ def wrong_rows_are_refused(ctx: Context) -> None:
             fail(f"{what} was not refused")
 
 
-@check("B2", needs=())
+@check("B2")
 def merged_rows_are_padded_rows(ctx: Context) -> None:
     """from_batches of pieces of any widths, empty ones among them, against lists."""
     for seed in _SEEDS:
@@ -264,7 +264,7 @@ def _microbatches(part: Any, packed: bool) -> list[Any]:
     return list(part.make_microbatch_iterator_with_dynamic_shapes())
 
 
-@check("B4", needs=())
+@check("B4")
 def planned_shards_keep_every_row_and_bound(ctx: Context) -> None:
     """Dynamic batching and packing of random lengths, by seeds: rows, bounds, counts and order."""
     for seed in _SEEDS:
@@ -313,7 +313,7 @@ def _random_states() -> list[Any]:
     return [random.getstate(), numpy[1].tolist(), numpy[2], torch.get_rng_state().tolist()]
 
 
-@check("B4", needs=())
+@check("B4")
 def plain_shards_are_dealt_by_global_batch(ctx: Context) -> None:
     """With and without batch_size, even or not, against a count by hand."""
     for seed in _SEEDS:
@@ -347,7 +347,7 @@ def plain_shards_are_dealt_by_global_batch(ctx: Context) -> None:
         _equal(joined, rows[: uneven.size], f"seed {seed}, uneven")
 
 
-@check("B5", needs=())
+@check("B5")
 def each_global_batch_has_its_own_plan(ctx: Context) -> None:
     """get_batch of a shard of several global batches: its rows, its microbatches, each time."""
     for seed in list(_SEEDS)[:12]:
@@ -375,7 +375,7 @@ def each_global_batch_has_its_own_plan(ctx: Context) -> None:
                 require(whole == part["number"].tolist(), f"seed {seed}: rows were lost")
 
 
-@check("B6", needs=())
+@check("B6")
 def any_batch_survives_a_journey(ctx: Context) -> None:
     """Plans, odd strides, slices of a large one and no rows at all, by pickle and torch.save."""
     for seed in list(_SEEDS)[:12]:
@@ -398,7 +398,7 @@ def any_batch_survives_a_journey(ctx: Context) -> None:
     require(small < 1 << 14, f"one row of a large batch travels in {small} bytes")
 
 
-@check("B7", needs=())
+@check("B7")
 def stray_tokens_are_found_wherever_they_are(ctx: Context) -> None:
     """Any one token past a row's end, also right after it and in the last place, by seeds."""
     for seed in _SEEDS:

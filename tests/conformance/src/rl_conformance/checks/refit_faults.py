@@ -35,7 +35,7 @@ from rl_conformance.refits import (
     unequal_pair,
     whole_tensors,
 )
-from rl_conformance.registry import check
+from rl_conformance.registry import CORE, check
 from rl_conformance.served import greedy, same_output
 from rl_conformance.training import NegativeLogLikelihood, training_batch
 from rl_conformance.weights import same_weights
@@ -48,13 +48,16 @@ if TYPE_CHECKING:
 
 # -- R8: killed ------------------------------------------------------------------------------------
 
-_MOMENTS: dict[str, dict[str, Any]] = {
+_AT_FIRST: dict[str, dict[str, Any]] = {
     "before_the_first_tensor": {"method": "begin", "count": 0},
+}
+_MOMENTS: dict[str, dict[str, Any]] = {
     "between_two_tensors": {"method": "write", "count": 3},
     "before_the_commit": {"method": "finish", "count": 0},
 }
 
 
+@check("R8", cases=_AT_FIRST, needs=(CORE,), device="cpu", timeout_s=240.0)
 @check("R8", cases=_MOMENTS, timeout_s=240.0)
 def a_killed_engine_is_reported(ctx: Context, method: str, count: int) -> None:
     """The trainer gets a RefitError before the deadline, and serves the next engine."""
@@ -96,12 +99,16 @@ def _failure_of(policy: Any, generation: RemoteGeneration) -> BaseException:
     return error
 
 
+_TRAINER_AT_FIRST: dict[str, dict[str, Any]] = {
+    "after_0_tensors": {"method": "tensors", "count": 0},
+}
 _TRAINERS: dict[str, dict[str, Any]] = {
-    **{f"after_{n}_tensors": {"method": "tensors", "count": n} for n in (0, 5)},
+    "after_5_tensors": {"method": "tensors", "count": 5},
     "before_the_commit": {"method": "confirm", "count": 0},
 }
 
 
+@check("R8", cases=_TRAINER_AT_FIRST, needs=(CORE,), device="cpu", timeout_s=240.0)
 @check("R8", cases=_TRAINERS, timeout_s=240.0)
 def a_killed_trainer_is_survived(ctx: Context, method: str, count: int) -> None:
     """The engine gets a RefitError, serves no torn weights, and recovers with a new trainer."""
@@ -232,7 +239,7 @@ _DAMAGE: dict[str, dict[str, Any]] = {
 @check(
     "R9",
     cases={f"{d}_{w}": {**_DAMAGE[d], "way": _WAYS[w]} for d in _DAMAGE for w in _WAYS},
-    needs=(),
+    needs=(CORE,),
 )
 def a_disturbed_message_never_commits(ctx: Context, line: type[_Line], way: Any) -> None:
     """A bucket's message that is lost, doubled, damaged, replayed or swapped ends the refit."""
@@ -265,7 +272,7 @@ def _recovers(policy: TensorPolicy, engine: TensorEngine, way: dict[str, Any]) -
     same_weights(engine.tensors, policy.tensors, "engine after the next refit")
 
 
-@check("R9", cases={name: {"way": way} for name, way in _WAYS.items()}, needs=())
+@check("R9", cases={name: {"way": way} for name, way in _WAYS.items()}, needs=(CORE,))
 def damaged_bytes_never_commit(ctx: Context, way: Any) -> None:
     """A byte that changes in a buffer, or in the tensor itself, once it was hashed is found."""
     policy, engine = _doubles(ctx, way)

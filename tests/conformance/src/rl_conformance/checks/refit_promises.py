@@ -18,7 +18,7 @@ from rl_conformance.doubles import TensorEngine, TensorPolicy
 from rl_conformance.expect import raises, require
 from rl_conformance.faults import at_the_first_bucket
 from rl_conformance.refits import DEADLINE_S, attempt, equal, run_refit, whole_tensors
-from rl_conformance.registry import check
+from rl_conformance.registry import CORE, check
 from rl_conformance.training import NegativeLogLikelihood, training_batch
 from rl_conformance.ways import by_handles, engine_for, exact, settable_trainer, shuffle
 from rl_conformance.weights import same_weights
@@ -126,7 +126,7 @@ class _Disturbed(NamedTensorSink):
         super().write(name, offset, data, **of)
 
 
-@check("R9", needs=())
+@check("R9", needs=(CORE,))
 def what_is_held_is_what_was_written(ctx: Context) -> None:
     """Memory that changes between the look at it and the copy: what commits is the trainer's."""
     policy, engine = _doubles(ctx, _Disturbed)
@@ -154,7 +154,7 @@ def what_is_held_is_what_was_written(ctx: Context) -> None:
     same_weights(engine.tensors, policy.tensors, "engine after a delta")
 
 
-@check("R8", needs=(), cases={i: {"isolation": i} for i in ("staged", "quiesced")})
+@check("R8", needs=(CORE,), cases={i: {"isolation": i} for i in ("staged", "quiesced")})
 def weights_that_are_dropped_meanwhile_stay_torn(ctx: Context, isolation: str) -> None:
     """An engine that loses its weights amid a refit neither commits nor serves what it had."""
     policy, engine = _doubles(ctx)
@@ -190,7 +190,7 @@ class _Heard:
     frames: list[bytes] = []  # noqa: RUF012
 
 
-@check("R9", cases=_ANSWERS, needs=())
+@check("R9", cases=_ANSWERS, needs=(CORE,))
 def a_disturbed_answer_never_commits(ctx: Context, sent: Any) -> None:
     """An engine's message that is lost, doubled, damaged, replayed or another's ends the refit."""
     policy, engine = _doubles(ctx)
@@ -228,7 +228,7 @@ def a_disturbed_answer_never_commits(ctx: Context, sent: Any) -> None:
 _AMID = 4
 
 
-@check("R9", needs=(), cases={side: {"side": side} for side in ("sender", "receiver")})
+@check("R9", needs=(CORE,), cases={side: {"side": side} for side in ("sender", "receiver")})
 def a_refit_that_was_recorded_is_not_played_again(ctx: Context, side: str) -> None:
     """Frames of an earlier refit in place of any of this one's: what commits is the trainer's."""
     policy, engine = _doubles(ctx)
@@ -287,7 +287,7 @@ def _messages(act: Callable[[], object]) -> list[Any]:
     return said
 
 
-@check("S2", needs=())
+@check("S2", needs=(CORE,))
 def a_hello_that_was_recorded_takes_nobodys_place(ctx: Context) -> None:
     """Whoever says an engine's Hello again, amid the refit, neither joins nor disturbs it."""
     policy, engine = _doubles(ctx)
@@ -319,7 +319,7 @@ def a_hello_that_was_recorded_takes_nobodys_place(ctx: Context) -> None:
     run_refit(policy, engine)
 
 
-@check("S2", needs=())
+@check("S2", needs=(CORE,))
 def no_refit_is_like_another(ctx: Context) -> None:
     """Sessions and nonces are new each time, long, and nothing that is sent twice looks alike."""
     policy, engine = _doubles(ctx)
@@ -338,7 +338,7 @@ def no_refit_is_like_another(ctx: Context) -> None:
     require(len(set(frames)) == len(frames), "a frame was sent twice, bit for bit")
 
 
-@check("R9", needs=())
+@check("R9", needs=(CORE,))
 def digests_over_a_network_need_the_token(ctx: Context) -> None:
     """Two trainers of the same tensors tell other digests of them where strangers can listen."""
     told: list[set[bytes]] = []

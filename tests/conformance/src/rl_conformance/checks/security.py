@@ -20,7 +20,7 @@ from rl_conformance.doubles import TensorEngine, TensorPolicy
 from rl_conformance.expect import raises, require
 from rl_conformance.peers import RemotePolicy
 from rl_conformance.refits import DEADLINE_S, odd_tensors, run_refit
-from rl_conformance.registry import check
+from rl_conformance.registry import CORE, check
 from rl_conformance.weights import same_weights
 from rl_core.errors import ConfigError, RefitProtocolError, RLError
 from rl_core.ports import free_port
@@ -72,7 +72,7 @@ _CASES: dict[str, Any] = {name: {"frame": frame} for name, frame in _FRAMES.item
 _CASES |= {name: {"body": body} for name, body in _BODIES.items()}
 
 
-@check("S1", cases=_CASES, needs=())
+@check("S1", cases=_CASES, needs=(CORE,))
 def a_malformed_frame_is_refused(ctx: Context, frame: bytes = b"", body: bytes = b"") -> None:
     """Both directions raise RefitProtocolError, whatever the bytes."""
     sides: tuple[tuple[frames.Side, frames.Side], ...]
@@ -83,7 +83,7 @@ def a_malformed_frame_is_refused(ctx: Context, frame: bytes = b"", body: bytes =
             frames.Channel(_TOKEN, b"", reader).decode(given)
 
 
-@check("S1", needs=())
+@check("S1", needs=(CORE,))
 def nothing_is_unpickled(ctx: Context) -> None:
     """A pickle that would act when loaded is refused and does not act."""
     path = ctx.directory() / "unpickled"
@@ -113,7 +113,7 @@ def malformed_refit_info_is_refused(ctx: Context) -> None:
             generation.prepare_refit_info(info)
 
 
-@check("S1", needs=(), cases={name: {"name": name} for name in ("ipc", "collective")})
+@check("S1", needs=(CORE,), cases={name: {"name": name} for name in ("ipc", "collective")})
 def a_malformed_reference_is_refused(ctx: Context, name: str) -> None:
     """Addresses and references to memory that are not what they must be: RefitProtocolError."""
     transport = find_transport(name)
@@ -156,7 +156,7 @@ def _references(ctx: Context) -> list[dict[str, Any]]:
 _TRANSPORTS = {name: {"transport": name} for name in ("ipc", "collective")}
 
 
-@check("S2", needs=(), cases=_TRANSPORTS)
+@check("S2", needs=(CORE,), cases=_TRANSPORTS)
 def a_stranger_on_the_socket_is_refused(ctx: Context, transport: str) -> None:
     """Frames from someone without the token neither join nor disturb a refit."""
     policy = ctx.closing(TensorPolicy(odd_tensors(1)))
@@ -198,7 +198,7 @@ def _heard(stranger: Any) -> list[bytes]:
     return frames
 
 
-@check("S2", needs=())
+@check("S2", needs=(CORE,))
 def a_group_listens_on_one_interface(ctx: Context) -> None:
     """What the collective transport opens is reachable at the address that was given alone."""
     policy = ctx.closing(TensorPolicy(odd_tensors(1)))
@@ -217,7 +217,7 @@ def _listening() -> set[tuple[str, int]]:
     return {tuple(c.laddr) for c in connections if c.status == psutil.CONN_LISTEN}
 
 
-@check("S2", needs=())
+@check("S2", needs=(CORE,))
 def the_socket_is_in_a_private_directory(ctx: Context) -> None:
     """Mode 0700, this user's, an unguessable name, and gone after close."""
     policies = [ctx.closing(TensorPolicy(odd_tensors(1))) for _ in range(2)]
@@ -235,7 +235,7 @@ def _directory(info: dict[str, Any]) -> Path:
     return Path(info["addresses"]["ipc"]["endpoint"].removeprefix("ipc://")).parent
 
 
-@check("S2", needs=())
+@check("S2", needs=(CORE,))
 def tokens_are_unguessable(ctx: Context) -> None:
     """At least 128 bits that are new for every sender."""
     tokens = set()
@@ -246,7 +246,7 @@ def tokens_are_unguessable(ctx: Context) -> None:
     require(min(map(len, tokens)) >= 32, f"a token of {min(map(len, tokens))} characters")
 
 
-@check("S2", needs=(), cases={"anonymous": {"named": False}, "named": {"named": True}})
+@check("S2", needs=(CORE,), cases={"anonymous": {"named": False}, "named": {"named": True}})
 def shared_memory_is_private(ctx: Context, named: bool) -> None:
     """Mode 0600 and this user's, with a name or without; a name goes with close."""
     directory = ctx.directory()

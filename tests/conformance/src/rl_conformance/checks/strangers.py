@@ -14,7 +14,7 @@ import torch
 from rl_conformance.doubles import TensorEngine, TensorPolicy
 from rl_conformance.expect import fail, require
 from rl_conformance.refits import odd_tensors, run_refit
-from rl_conformance.registry import check
+from rl_conformance.registry import CORE, check
 from rl_conformance.weights import same_weights
 from rl_core.errors import RLError
 
@@ -91,7 +91,7 @@ _REFITS: tuple[dict[str, Any], ...] = (
 )
 
 
-@check("S1", needs=())
+@check("S1", needs=(CORE,))
 def no_refit_unpickles(ctx: Context) -> None:
     """Over shared memory, a group, and by handles: nothing is given to pickle or torch.load."""
     policy = ctx.closing(TensorPolicy(odd_tensors(1)))

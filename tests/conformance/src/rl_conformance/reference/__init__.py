@@ -6,6 +6,7 @@ suite itself is tested with.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rl_core.plugins.manifest import (
@@ -21,7 +22,14 @@ if TYPE_CHECKING:
 
     from rl_conformance.target import Target
 
-__all__ = ["LAYOUTS", "MANIFEST", "SHARDED", "make_reference", "reference_target"]
+__all__ = [
+    "LAYOUTS",
+    "MANIFEST",
+    "SHARDED",
+    "core_target",
+    "make_reference",
+    "reference_target",
+]
 
 _FULL = Capability("full")
 _NONE = Capability("unsupported", reason="the reference keeps to what the contract demands")
@@ -114,3 +122,9 @@ def reference_target(**changes: Any) -> Target:
         "installed": False,
     }
     return Target(**(parts | changes))
+
+
+def core_target() -> Target:
+    """Core itself; what must be built to look at it is the reference."""
+    manifest = replace(MANIFEST, name="core", devices=("cpu", "cuda"))
+    return reference_target(name="core", manifest=manifest)

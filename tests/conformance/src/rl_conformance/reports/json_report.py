@@ -35,6 +35,8 @@ class _Check(TypedDict):
     excused: bool
     measures: list[_Measure]
     figures: NotRequired[list[dict[str, Any]]]
+    where: NotRequired[str]
+    command: NotRequired[str]
 
 
 class _Clause(TypedDict):
@@ -68,6 +70,7 @@ def to_json(report: RunReport) -> str:
         "verdict": str(report.verdict),
         "missing": report.missing,
         "selection": report.selection,
+        "cites": report.cites,
         "seconds": round(report.seconds, 3),
         "environment": dict(report.environment),
         "counts": {str(k): v for k, v in report.counts().items()},

@@ -36,7 +36,7 @@ def to_junit(report: RunReport) -> str:
             outcome.status, "failure" if outcome.status.bad else "skipped"
         )
         counts[{"error": "errors", "failure": "failures", "skipped": "skipped"}[tag]] += 1
-        text = _NOT_XML.sub("\N{REPLACEMENT CHARACTER}", f"{outcome.status}: {outcome.message}")
+        text = _NOT_XML.sub("\N{REPLACEMENT CHARACTER}", f"{outcome.status}: {outcome.story}")
         ET.SubElement(case, tag, message=text.splitlines()[0]).text = text
     for missing in report.missing:
         counts["tests"] += 1

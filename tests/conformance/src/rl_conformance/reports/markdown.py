@@ -21,6 +21,7 @@ def to_markdown(report: RunReport) -> str:
         "",
         f"{_counts(report)} {scale}. {_facts(report)}.",
         *([f"Only a part of the suite: {report.selection}."] if report.selection else []),
+        *([f"{report.cites}."] if report.cites else []),
         "",
         "| clause | | status | checks | worst figure | tolerance |",
         "|---|---|---|---|---|---|",
@@ -32,7 +33,12 @@ def to_markdown(report: RunReport) -> str:
             f"| {result.clause.id} | {result.clause.title} | {status_text(result)} | "
             f"{result.ran}/{len(result.outcomes)} | {figures} |"
         )
-    notes = [f"- {o.check}: {o.status}: {reason(o)}" for o in report.outcomes if o.message]
+    notes = [
+        f"- {o.check}: {o.status}: {reason(o)}"
+        + (f" ({o.where}; alone: `{o.command}`)" if o.status.bad and o.where else "")
+        for o in report.outcomes
+        if o.message
+    ]
     if notes:
         lines += ["", "## Not passed, and why", "", *notes]
     return "\n".join(lines) + "\n"

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["Column", "Matrix", "Row"]
 
 #: Facts that should be the same in all columns of a matrix.
-_COMMON = ("suite", "contract")
+_COMMON = ("suite", "contract", "core")
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +145,7 @@ class Matrix:
 
     @property
     def disagreements(self) -> list[str]:
-        """What the runs should have in common and do not: versions of suite and contract."""
+        """What the runs should have in common and do not: versions of suite, contract and core."""
         found = []
         for fact in _COMMON:
             labels: dict[str, list[str]] = {}
