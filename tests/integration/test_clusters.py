@@ -345,11 +345,10 @@ def test_a_refit_reaches_all_replicas_and_their_versions_agree(
     assert output["logprobs"].min() == -3.0
 
 
-def test_the_older_handles_reach_all_replicas(pair: RemoteGeneration, policy: RemotePolicy) -> None:
+def test_a_ticket_reaches_all_replicas(pair: RemoteGeneration, policy: RemotePolicy) -> None:
     before = pair.weights_version
-    pair.prepare_refit_info(policy.prepare_info_for_collective())
-    for keys in policy.prepare_weights_for_ipc():
-        assert pair.update_weights(policy.get_weights_ipc_handles(keys))
+    [keys] = policy.prepare_weights_for_ipc()
+    assert pair.update_weights(policy.get_weights_ipc_handles(keys, receivers=2))
     assert pair.weights_version == before + 1
 
 
@@ -357,8 +356,8 @@ def test_replicas_of_different_versions_do_not_serve_until_a_refit(
     pair: RemoteGeneration, policy: RemotePolicy
 ) -> None:
     pair._group.call(0, "prepare_refit_info", policy.prepare_refit_info())
-    sending = policy.stream_weights_via_ipc_zmq(receivers=1, deadline_s=60)
-    alone, options = "update_weights_via_ipc_zmq", {"deadline_s": 60}
+    sending = policy.send_weights(receivers=1, deadline_s=60)
+    alone, options = "receive_weights", {"deadline_s": 60}
     pair._group.remote(0, "begin", "begin", "alone", alone, (), options)
     wait([*sending, pair._group.remote(0, "refit", "finish", "alone", 60)], 60)
     with pytest.raises(WeightsTornError, match="serve different weights"):
@@ -373,11 +372,11 @@ def test_a_refit_keeps_its_deadline_beside_others_that_wait_longer(
     pair: RemoteGeneration, policy: RemotePolicy
 ) -> None:
     pair.prepare_refit_info(policy.prepare_refit_info())
-    waiting = [pair.update_weights_via_ipc_zmq(deadline_s=60) for _ in range(2)]
-    for late in pair.update_weights_via_ipc_zmq(deadline_s=0.5):
+    waiting = [pair.receive_weights(deadline_s=60) for _ in range(2)]
+    for late in pair.receive_weights(deadline_s=0.5):
         with pytest.raises(DeadlineError):
             wait(late, 30)
-    wait([f for one in [policy.stream_weights_via_ipc_zmq(receivers=2), *waiting] for f in one], 60)
+    wait([f for one in [policy.send_weights(receivers=2), *waiting] for f in one], 60)
 
 
 # -- policy ----------------------------------------------------------------------------------------

@@ -51,8 +51,8 @@ def refit_all(policy: Any, engines: list[Any], **options: Any) -> list[BaseExcep
     for engine in engines:
         engine.prepare_refit_info(info)
     how = {"deadline_s": 60.0, "refit_id": secrets.token_hex(8)}
-    sent = policy.stream_weights_via_ipc_zmq(receivers=len(engines), **how, **options)
-    received = [f for engine in engines for f in engine.update_weights_via_ipc_zmq(**how)]
+    sent = policy.send_weights(receivers=len(engines), **how, **options)
+    received = [f for engine in engines for f in engine.receive_weights(**how)]
     raised = []
     for future in [*sent, *received]:
         try:

@@ -130,13 +130,12 @@ def test_a_delta_skips_the_same_tensors_on_every_rank(policy: RemotePolicy, mode
     assert same(weights(engine), weights(late))
 
 
-def test_the_older_handles_are_bit_for_bit_and_close_their_sources(
+def test_a_ticket_is_bit_for_bit_and_closes_their_sources(
     policy: RemotePolicy, model: Path
 ) -> None:
     engine, expected = engine_of(model), engine_of(model)
-    engine.prepare_refit_info(policy.prepare_refit_info())
-    for keys in policy.prepare_weights_for_ipc(bucket_bytes=100_000):
-        assert engine.update_weights(policy.get_weights_ipc_handles(keys))
+    [keys] = policy.prepare_weights_for_ipc()
+    assert engine.update_weights(policy.get_weights_ipc_handles(keys))
     refit(policy, expected, deadline_s=SOON)
     assert same(weights(engine), weights(expected))
     assert all(rank["made"] == rank["closed"] for rank in sources(policy))
@@ -148,9 +147,9 @@ def test_a_step_in_the_midst_of_a_refit_ends_it_on_all_ranks(
     engine = engine_of(model)
     engine.prepare_refit_info(policy.prepare_refit_info())
     begin = policy._group.begin_refit  # the step is not to come before it on any rank
-    sending = begin("stream_weights_via_ipc_zmq", deadline_s=SOON)
+    sending = begin("send_weights", deadline_s=SOON)
     policy.train(batch(), NLLLossFn(), gbs=8)
-    receiving = engine.update_weights_via_ipc_zmq(deadline_s=SOON)
+    receiving = engine.receive_weights(deadline_s=SOON)
     for future in sending:
         with pytest.raises(Exception, match=r"weights changed|ended the refit"):
             wait(future, SOON)
@@ -181,17 +180,17 @@ def test_refits_that_others_follow_or_that_are_refused_end_on_all_ranks(
     monkeypatch.setattr(local_cluster, "spawn", spawn_late)
     engine = engine_of(model)
     engine.prepare_refit_info(policy.prepare_refit_info())
-    superseded = policy.stream_weights_via_ipc_zmq(deadline_s=SOON)
-    sending = policy.stream_weights_via_ipc_zmq(deadline_s=SOON)
+    superseded = policy.send_weights(deadline_s=SOON)
+    sending = policy.send_weights(deadline_s=SOON)
     for future in superseded:  # before an engine can answer it
         with pytest.raises(Exception, match=r"newer refit|ended the refit"):
             wait(future, SOON)
-    calls = map(as_concurrent, [*sending, *engine.update_weights_via_ipc_zmq(deadline_s=SOON)])
+    calls = map(as_concurrent, [*sending, *engine.receive_weights(deadline_s=SOON)])
     assert not [error for call in calls if (error := call.exception(SOON))]
     fresh = engine_of(model)
-    refused = policy.stream_weights_via_ipc_zmq(deadline_s=SOON, mode="direct")
+    refused = policy.send_weights(deadline_s=SOON, mode="direct")
     fresh.prepare_refit_info(policy.prepare_refit_info())
-    fresh.update_weights_via_ipc_zmq(deadline_s=SOON)
+    fresh.receive_weights(deadline_s=SOON)
     for future in refused:
         with pytest.raises(Exception, match=r"not possible|ended the refit"):
             wait(future, SOON)

@@ -101,8 +101,8 @@ def at(phase: str, engine: ReferenceGeneration, happens: Callable[[], None]) -> 
             moments.append(time.monotonic())
 
     if phase == "discover":
-        answer = engine.update_weights_via_ipc_zmq
-        engine.update_weights_via_ipc_zmq = lambda *a, **k: (once(), answer(*a, **k))[1]
+        answer = engine.receive_weights
+        engine.receive_weights = lambda *a, **k: (once(), answer(*a, **k))[1]
     elif phase == "commit":
         engine._receiver.on_commit = lambda version: once()
     else:
@@ -134,7 +134,7 @@ def at(phase: str, engine: ReferenceGeneration, happens: Callable[[], None]) -> 
 
 
 def restored(engine: ReferenceGeneration) -> None:
-    engine.__dict__.pop("update_weights_via_ipc_zmq", None)
+    engine.__dict__.pop("receive_weights", None)
     engine._receiver.new_sink = engine.weight_sink
     engine._receiver.on_commit = engine._on_commit
 

@@ -230,7 +230,7 @@ def test_refit_reports_to_hooks_also_when_it_fails(
     seen: list[str] = []
     monkeypatch.setattr("builtins.seen_events", seen, raising=False)
     hooks(install, "def on_event(event):\n    seen_events.append(event.name)\n")
-    calls = ("stream_weights_via_ipc_zmq", "update_weights_via_ipc_zmq")
+    calls = ("send_weights", "receive_weights")
     without: Any = types.SimpleNamespace(
         prepare_refit_info=lambda: None, **dict.fromkeys(calls, lambda **_: [])
     )

@@ -1,7 +1,7 @@
 """What may arrive from outside, wrong in every way that bytes can choose.
 
 :func:`one_input` turns bytes into one attempt at something that reads what others wrote: frames,
-the sessions and endpoints behind them, ``prepare_refit_info`` dicts, handles, references to
+the sessions and endpoints behind them, ``prepare_refit_info`` dicts, references to
 memory. It raises :class:`Finding` unless that ends as it may: with a result, or an error of ours.
 """
 
@@ -78,7 +78,6 @@ FROM_RECEIVER: list[Any] = [
     m.Done(SESSION),
     m.Failed(SESSION, "RefitError", "enough", True),
 ]
-HANDLES = m.Handles(1, 1, MANIFEST.digest, 1, 1 << 10, 0, {"at": 1}, bytes(64))
 
 
 class Finding(AssertionError):
@@ -96,8 +95,6 @@ class Author:
         body = body or msgspec.msgpack.encode(message)
         if isinstance(message, m.Hello):
             return frames._hello.sign(body, frames._key(TOKEN, b"hello"), 0)
-        if isinstance(message, m.Handles):
-            return frames._handles.sign(body, frames._key(TOKEN, b"handles"), 0)
         channel = self._channel
         kind, key = frames._said_by[channel._side], channel._keys[channel._side]
         signed = kind.sign(body, key, channel._sent)
@@ -291,7 +288,7 @@ def engine(line: Any = None) -> RefitReceiver:
     sink, line = DictSink(tensors), line or Line([])
     receiver = RefitReceiver(lambda: sink, name="engine", lock=threading.RLock())
     receiver.prepare(info())
-    receiver.ends["ipc"] = (receiver._known_trainer().addresses["ipc"], line)
+    receiver.ends["ipc"] = (receiver._trainer.addresses["ipc"], line)
     met: concurrent.futures.Future[None] = concurrent.futures.Future()
     met.set_result(None)
     receiver._meetings[line] = met
@@ -311,7 +308,7 @@ def info() -> dict[str, Any]:
 def receiver_job(choices: Choices, seen: Counter[str]) -> None:
     line = Line(conversation(choices, Author("sender"), FROM_SENDER[:-1], FROM_SENDER))
     receiver = engine(line)
-    line.job = job = ReceiveJob(receiver, "ipc", receiver._known_trainer(), 60.0, "")
+    line.job = job = ReceiveJob(receiver, "ipc", receiver._trainer, 60.0, "")
     job._channel = frames.Channel(TOKEN, NONCE, "receiver")
     ends_typed("receiver's refit", job.refit, seen)
     if receiver.lock._is_owned():  # type: ignore[attr-defined]
@@ -366,14 +363,6 @@ def address(choices: Choices, seen: Counter[str]) -> None:
     ends_typed("address", use, seen)
 
 
-def handles(choices: Choices, seen: Counter[str]) -> None:
-    given: Any = {"protocol": m.PROTOCOL, "frame": frame(choices, Author("sender"), [HANDLES])}
-    if choices.once_in(4):
-        given = plain(choices, given)
-    receiver = engine(Line([]))
-    ends_typed("handles", lambda: receiver.load_handles(given), seen)
-
-
 @cache
 def region() -> SharedRegion:
     return SharedRegion.create(4096, "/nowhere")
@@ -399,7 +388,7 @@ def ends_typed(what: str, call: Callable[[], object], seen: Counter[str]) -> Non
 #: What reads, and how often it is tried.
 TARGETS = (
     [receiver_session] * 20 + [sender_session] * 20 + [prepare] * 8 + [reference] * 8
-    + [handles] * 4 + [receiver_job] * 2 + [sender_job] * 2
+    + [receiver_job] * 2 + [sender_job] * 2
     + [address]
 )  # fmt: skip
 

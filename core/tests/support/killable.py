@@ -184,9 +184,6 @@ class EngineParty(_Party):
     def begin(self, deadline_s: float = LATER) -> None:
         self.future = self.endpoint.receive(transport=self.transport, deadline_s=deadline_s)
 
-    def load_handles(self, handles: dict[str, Any]) -> None:
-        self.endpoint.load_handles(handles)
-
     def generate(self) -> None:
         """Begins to generate, in this thread: refits wait."""
         assert self.engine.lock.acquire(timeout=SOON)

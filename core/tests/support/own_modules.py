@@ -38,6 +38,6 @@ class OwnEngine:
 
     def refit(self, info: dict[str, Any], options: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         self.receiver.prepare_refit_info(info)
-        wait(self.receiver.update_weights_via_ipc_zmq(**options), 60)
+        wait(self.receiver.receive_weights(**options), 60)
         state = {name: tensor.tolist() for name, tensor in self.model.state_dict().items()}
         return self.receiver.weights_version, state

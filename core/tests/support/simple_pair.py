@@ -12,6 +12,7 @@ import torch
 from rl_core.interfaces import TensorSpec, WeightSink, WeightSource
 from rl_core.weights import RefitReceiver, RefitSender, refit
 from rl_core.weights.job import Runtime
+from rl_core.weights.spellings import SendsWeights, TakesWeights
 from rl_core.weights.tensors import tensor_specs
 
 if TYPE_CHECKING:
@@ -156,7 +157,7 @@ class Clock:
         return time.monotonic() + self.ahead_s
 
 
-class Trainer:
+class Trainer(SendsWeights):
     def __init__(
         self, tensors: Tensors, ties: Mapping[str, str] | None = None, *, at_home: bool = False
     ) -> None:
@@ -166,19 +167,13 @@ class Trainer:
             lambda: self.source, name="trainer", runtime=Runtime(clock=self.clock)
         )
 
-    def prepare_refit_info(self) -> dict[str, Any]:
-        return self.sender.prepare()
-
-    def stream_weights_via_ipc_zmq(self, **options: Any) -> list[Any]:
-        return [self.sender.send(**options)]
+    _sender = property(lambda self: self.sender)
 
     def close(self) -> None:
         self.sender.close()
 
 
-class Engine:
-    receiver_count = 1
-
+class Engine(TakesWeights):
     def __init__(
         self,
         tensors: Tensors,
@@ -196,12 +191,6 @@ class Engine:
             on_commit=lambda version: self.sink._called("commit"),
             runtime=Runtime(clock=self.clock),
         )
-
-    def prepare_refit_info(self, info: dict[str, Any]) -> None:
-        self.receiver.prepare(info)
-
-    def update_weights_via_ipc_zmq(self, **options: Any) -> list[Any]:
-        return [self.receiver.receive(**options)]
 
     def snapshot(self) -> Tensors:
         """Copies of what is installed."""
@@ -230,11 +219,13 @@ class Engine:
         thread.join(SOON)
         return result[0]
 
+    _receiver = property(lambda self: self.receiver)
+
     def close(self) -> None:
         self.receiver.close()
 
 
-class Replicas:
+class Replicas(TakesWeights):
     """Engines that take one refit together."""
 
     def __init__(self, *engines: Engine) -> None:
@@ -245,8 +236,8 @@ class Replicas:
         for engine in self.engines:
             engine.prepare_refit_info(info)
 
-    def update_weights_via_ipc_zmq(self, **options: Any) -> list[Any]:
-        return [f for e in self.engines for f in e.update_weights_via_ipc_zmq(**options)]
+    def receive_weights(self, **options: Any) -> list[Any]:
+        return [f for e in self.engines for f in e.receive_weights(**options)]
 
 
 def go(trainer: Trainer, engine: Engine | Replicas, **options: Any) -> RefitReport:

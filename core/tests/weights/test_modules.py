@@ -173,7 +173,7 @@ class Engine:
         self.receiver = RefitReceiver(sink, name="Engine", lock=threading.Lock())
         self.prepare_refit_info = self.receiver.prepare
 
-    def update_weights_via_ipc_zmq(self, **options: Any) -> list[Any]:
+    def receive_weights(self, **options: Any) -> list[Any]:
         return [self.receiver.receive(**options)]
 
 
@@ -277,10 +277,10 @@ def test_the_ends_are_in_two_processes(killed: bool) -> None:
             if killed:
                 os.kill(engine.process.pid, signal.SIGKILL)
                 with pytest.raises(RLError):
-                    wait(sender.stream_weights_via_ipc_zmq(**options), 20)
+                    wait(sender.send_weights(**options), 20)
                 break
             engine.start("refit", info, options)
-            wait(sender.stream_weights_via_ipc_zmq(**options), 60)
+            wait(sender.send_weights(**options), 60)
             state = {name: tensor.tolist() for name, tensor in trainer.state_dict().items()}
             assert engine.result() == (version, state)
             with torch.no_grad():

@@ -14,7 +14,7 @@ from simple_pair import BUCKET, SOON, Engine, blank, describe, go, make_tensors,
 from rl_backends import PolicyRefits
 from rl_backends.gathering import GatheredSource, RefitRanks, messages
 from rl_backends.gathering.leader import Leader
-from rl_backends.gathering.processes import RankProcess
+from rl_backends.gathering.processes import RankProcess, join_ranks
 from rl_backends.gathering.thread import RefitThread
 from rl_core.errors import (
     ConfigError,
@@ -138,8 +138,8 @@ class Ranks:
     def prepare_refit_info(self) -> dict[str, Any] | None:
         return next(info for rank in self.ranks if (info := rank.prepare_refit_info()))
 
-    def stream_weights_via_ipc_zmq(self, **options: Any) -> list[Any]:
-        return [f for rank in self.ranks for f in rank.stream_weights_via_ipc_zmq(**options)]
+    def send_weights(self, **options: Any) -> list[Any]:
+        return [join_ranks([f for rank in self.ranks for f in rank.send_weights(**options)])]
 
     def close(self) -> None:
         for rank in self.ranks:
@@ -308,9 +308,6 @@ def test_ranks_of_other_weights_are_never_one_model(trainer: Ranks, engine: Engi
     assert engine.receiver.version == 1
     assert not engine.receiver.torn
     assert same(engine.sink.tensor, before)
-    groups, *_ = [rank.prepare_weights_for_ipc() for rank in trainer.ranks]
-    with pytest.raises(LifecycleError, match=match):
-        trainer.ranks[0].get_weights_ipc_handles(groups[0])
     with trainer.ranks[-1].changes.declared():
         pass
     assert go(trainer, engine).version > 1
@@ -343,9 +340,9 @@ def test_a_rank_with_torn_weights_is_named(trainer: Ranks, engine: Engine) -> No
     with pytest.raises(ValueError, match="out of luck"), trainer.ranks[1].changes.declared():
         raise ValueError("out of luck")
     engine.prepare_refit_info(trainer.ranks[0].prepare_refit_info())
-    sending = trainer.ranks[0].stream_weights_via_ipc_zmq(refit_id="r", deadline_s=SOON)
+    sending = trainer.ranks[0].send_weights(refit_id="r", deadline_s=SOON)
     with pytest.raises(LifecycleError, match="half of one state"):
-        trainer.ranks[1].stream_weights_via_ipc_zmq(refit_id="r", deadline_s=SOON)
+        trainer.ranks[1].send_weights(refit_id="r", deadline_s=SOON)
     with pytest.raises(LifecycleError, match=r"rank 1 of .*half of one state"):
         wait(sending, SOON)
 
@@ -373,7 +370,7 @@ def test_a_rank_that_is_not_called_is_named_before_the_deadline(
     trainer: Ranks, engine: Engine
 ) -> None:
     engine.prepare_refit_info(trainer.prepare_refit_info())
-    sending = trainer.ranks[0].stream_weights_via_ipc_zmq(deadline_s=2, bucket_bytes=BUCKET)
+    sending = trainer.ranks[0].send_weights(deadline_s=2, bucket_bytes=BUCKET)
     engine.receiver.receive(deadline_s=2)
     with pytest.raises(RefitPeerError, match=r"rank 1 of .*did not come"):
         wait(sending, SOON)
@@ -382,14 +379,14 @@ def test_a_rank_that_is_not_called_is_named_before_the_deadline(
 def test_who_comes_after_the_end_is_told(trainer: Ranks) -> None:
     first, *others = trainer.ranks
     with pytest.raises(ConfigError):
-        first.stream_weights_via_ipc_zmq(refit_id="one", transport=1)
-    [following] = others[0].stream_weights_via_ipc_zmq(refit_id="one", deadline_s=SOON)
+        first.send_weights(refit_id="one", transport=1)
+    [following] = others[0].send_weights(refit_id="one", deadline_s=SOON)
     with pytest.raises(RefitAborted, match=r"rank 0 of .*transport=1 is not legal"):
         following.result(SOON)
-    sending = first.stream_weights_via_ipc_zmq(refit_id="two", deadline_s=0.3)
+    sending = first.send_weights(refit_id="two", deadline_s=0.3)
     with pytest.raises(RefitPeerError):
         wait(sending, SOON)
-    [following] = others[0].stream_weights_via_ipc_zmq(refit_id="two", deadline_s=SOON)
+    [following] = others[0].send_weights(refit_id="two", deadline_s=SOON)
     with pytest.raises(RefitAborted, match="ended the refit"):
         following.result(SOON)
     assert [part.closed for part in others[0].parts] == [1, 1]
@@ -398,9 +395,9 @@ def test_who_comes_after_the_end_is_told(trainer: Ranks) -> None:
 def test_a_rank_whose_source_cannot_be_made_is_named(trainer: Ranks, engine: Engine) -> None:
     trainer.ranks[1].weight_source = lambda: 1 / 0  # type: ignore[method-assign]
     engine.prepare_refit_info(trainer.ranks[0].prepare_refit_info())
-    sending = trainer.ranks[0].stream_weights_via_ipc_zmq(refit_id="r", deadline_s=SOON)
+    sending = trainer.ranks[0].send_weights(refit_id="r", deadline_s=SOON)
     with pytest.raises(ZeroDivisionError):
-        trainer.ranks[1].stream_weights_via_ipc_zmq(refit_id="r", deadline_s=SOON)
+        trainer.ranks[1].send_weights(refit_id="r", deadline_s=SOON)
     with pytest.raises(RefitError, match=r"rank 1 of .*ZeroDivisionError"):
         wait(sending, SOON)
 
@@ -414,70 +411,47 @@ def test_of_two_refits_without_an_id_each_ends_alike_on_all_ranks(
     engine.prepare_refit_info(trainer.prepare_refit_info())
     for one in order:  # the followers come together
         for rank in [0] if one == 0 else range(1, len(trainer.ranks)):
-            calls[rank] += trainer.ranks[rank].stream_weights_via_ipc_zmq(deadline_s=SOON)
+            calls[rank] += trainer.ranks[rank].send_weights(deadline_s=SOON)
         if first_ends and len(calls[0]) == 2:
             assert isinstance(calls[0][0].exception(SOON), RefitAborted)
     for first, _ in calls.values():
         with pytest.raises(RefitAborted, match=r"newer refit|ended the refit"):
             first.result(SOON)
-    receiving = engine.update_weights_via_ipc_zmq(deadline_s=SOON)
+    receiving = engine.receive_weights(deadline_s=SOON)
     wait([*(second for _, second in calls.values()), *receiving], SOON)
     assert same(engine.sink.tensor, trainer.ranks[0].tensors)
     assert trainer.closed() == [[1, 1, 1]] + [[1, 1]] * (len(trainer.ranks) - 1)
 
 
-def test_handles_and_streams_are_counted_apart(trainer: Ranks, engine: Engine) -> None:
-    engine.prepare_refit_info(trainer.prepare_refit_info())
-    first, *others = trainer.ranks  # those that train and those that begin refits are two threads
-    sending = first.stream_weights_via_ipc_zmq(deadline_s=SOON)
-    groups = first.prepare_weights_for_ipc(BUCKET)
-    for rank in others:
-        rank.prepare_weights_for_ipc(BUCKET)
-        sending += rank.stream_weights_via_ipc_zmq(deadline_s=SOON)
-    wait([*sending, *engine.update_weights_via_ipc_zmq(deadline_s=SOON)], SOON)
-    for keys in groups:
-        handles, *_ = [rank.get_weights_ipc_handles(keys) for rank in trainer.ranks]
-        assert engine.receiver.load_handles(handles)
-    assert trainer.closed() == [[1, 1, 1]] + [[1, 1]] * (len(trainer.ranks) - 1)
-
-
-def test_a_set_of_handles_that_is_not_read_ends_on_all_ranks(
-    trainer: Ranks, engine: Engine
-) -> None:
-    def begin(**options: Any) -> list[list[str]]:
-        groups: list[list[str]]
-        *_, groups = [rank.prepare_weights_for_ipc(**options) for rank in trainer.ranks[::-1]]
-        return groups
-
-    begin()
-    begin()
-    with pytest.raises(TypeError):
-        begin(no_such_option=1)
-    engine.prepare_refit_info(trainer.prepare_refit_info())
-    for keys in begin():
-        handles, *_ = [rank.get_weights_ipc_handles(keys) for rank in trainer.ranks]
-        assert engine.receiver.load_handles(handles)
+def test_tickets_are_of_all_ranks(trainer: Ranks, engine: Engine) -> None:
+    for version in (1, 2):
+        [keys], *_ = [rank.prepare_weights_for_ipc() for rank in trainer.ranks]
+        for rank in trainer.ranks:
+            with pytest.raises(ConfigError):
+                rank.get_weights_ipc_handles(keys[1:])
+        ticket, *others = [r.get_weights_ipc_handles(keys, deadline_s=SOON) for r in trainer.ranks]
+        assert others == [{}] * len(others)
+        assert engine.update_weights(ticket)
+        assert engine.receiver.version == version
     go(trainer, engine)
-    assert trainer.closed() == [[1] * 5] * len(trainer.ranks)
+    assert same(engine.sink.tensor, trainer.ranks[0].tensors)
 
 
 def test_followers_do_nothing_where_rank_0_has_all(keep) -> None:
     rank = Rank.__new__(Rank)
     PolicyRefits.__init__(rank, WorkerContext(1, 2))
     assert rank.prepare_refit_info() is None
-    assert rank.stream_weights_via_ipc_zmq(deadline_s=1) == []
+    assert rank.send_weights(deadline_s=1) == []
     assert rank.broadcast_weights_for_collective() == []
     assert rank.init_collective("127.0.0.1", 1, 3, train_world_size=2) == []
-    assert rank.prepare_weights_for_ipc() == []
-    assert rank.get_weights_ipc_handles([]) == {}
     with pytest.raises(ConfigError, match="unknown option"):
-        rank.stream_weights_via_ipc_zmq(deadline=1)
+        rank.send_weights(deadline=1)
     rank.close_refits()
 
 
 def test_rank_0_that_is_shut_down_ends_those_who_follow(trainer: Ranks) -> None:
     first, *others = trainer.ranks
-    following = [rank.stream_weights_via_ipc_zmq(deadline_s=SOON)[0] for rank in others]
+    following = [rank.send_weights(deadline_s=SOON)[0] for rank in others]
     first.shutdown()
     for future in following:
         with pytest.raises(RefitPeerError, match="rank 0 of") as error:
@@ -486,7 +460,7 @@ def test_rank_0_that_is_shut_down_ends_those_who_follow(trainer: Ranks) -> None:
 
 
 def test_a_follower_that_is_shut_down_ends_its_part(trainer: Ranks) -> None:
-    [following] = trainer.ranks[1].stream_weights_via_ipc_zmq(deadline_s=SOON)
+    [following] = trainer.ranks[1].send_weights(deadline_s=SOON)
     trainer.ranks[1].shutdown()
     with pytest.raises(RefitAborted, match="shut down"):
         following.result(SOON)

@@ -371,7 +371,7 @@ def test_shutdown_happens_once_and_refuses_everything_after(make):
         lambda: collect(engine.generate_async(prompts([5]))),
         engine.prepare_for_generation,
         engine.finish_generation,
-        engine.update_weights_via_ipc_zmq,
+        engine.receive_weights,
         lambda: engine.prepare_refit_info({}),
     ):
         with pytest.raises(LifecycleError):
@@ -421,7 +421,7 @@ def test_weights_from_a_collective_that_was_not_opened_are_a_lifecycle_error(mak
 def test_a_shutdown_in_the_middle_of_a_refit_ends_both(make):
     engine, trainer = make(), Trainer({"w": torch.ones(3)})
     engine.prepare_refit_info(trainer.prepare_refit_info())
-    [receiving] = engine.update_weights_via_ipc_zmq(deadline_s=600)
+    [receiving] = engine.receive_weights(deadline_s=600)
     assert engine.shutdown() is True
     assert receiving.exception(SOON) is not None
     trainer.sender.close()

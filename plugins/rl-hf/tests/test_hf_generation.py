@@ -233,7 +233,7 @@ def test_a_refit_installs_the_weights_and_the_version(tiny: Callable[..., Path])
         backend.prepare_refit_info(info)
         futures = [
             sender.send(deadline_s=60),
-            *backend.update_weights_via_ipc_zmq(deadline_s=60),
+            *backend.receive_weights(deadline_s=60),
         ]
         for future in futures:
             future.result(timeout=90)

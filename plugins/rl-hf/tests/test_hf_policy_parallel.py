@@ -59,7 +59,7 @@ WORKER = """
         "steps": steps, "evaluation": evaluation, "resumed": [resumed, again],
         "weights": sum(float(p.double().abs().sum()) for p in policy.model.parameters()),
         "sends": len(
-            policy.stream_weights_via_ipc_zmq(deadline_s=5)
+            policy.send_weights(deadline_s=5)
             + policy.init_collective("127.0.0.1", 1, size + 1, train_world_size=size)
             + policy.broadcast_weights_for_collective(deadline_s=5)
         ) if rank else None,

@@ -15,6 +15,7 @@ from fake_engine import ACTS, FakeEngine
 from rl_core.batch import BatchedDataDict
 from rl_core.interfaces import TensorSpec, WeightSink, WeightSource
 from rl_core.weights import RefitSender
+from rl_core.weights.spellings import SendsWeights
 from rl_hosting.generation import HostedGeneration
 from rl_hosting.worker_refits import WorkerRefits
 
@@ -144,22 +145,12 @@ class Source(WeightSource):
         pass
 
 
-class Trainer:
+class Trainer(SendsWeights):
     """What ``rl_core.refit`` calls of a policy."""
 
     def __init__(self, value: float = 1.0) -> None:
         self.source = Source(value)
-        self.sender = RefitSender(lambda: self.source, name="trainer")
-
-    def prepare_refit_info(self) -> dict[str, Any]:
-        return self.sender.prepare()
-
-    def stream_weights_via_ipc_zmq(self, **options: Any) -> list[Any]:
-        return [self.sender.send(**options)]
-
-    def init_collective(self, ip: str, port: int, world_size: int) -> list[Any]:
-        receivers = world_size - 1
-        return [self.sender.open("collective", SOON, ip=ip, port=port, receivers=receivers)]
+        self.sender = self._sender = RefitSender(lambda: self.source, name="trainer")
 
     def close(self) -> None:
         self.sender.close()

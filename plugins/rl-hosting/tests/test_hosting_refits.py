@@ -89,9 +89,8 @@ def test_both_workers_tell_of_a_trainer_that_took_over(pair, trainer):
         rows = engine.generate(prompts(5))
         assert rows["weights_version"].tolist() == [1]
         assert rows["weights_origin"].tolist() == [report.origin]
-        engine.prepare_refit_info(trainer.prepare_refit_info())
-        for keys in trainer.sender.groups(512):
-            engine.update_weights(trainer.sender.handles(keys))
+        [keys] = trainer.prepare_weights_for_ipc()
+        engine.update_weights(trainer.get_weights_ipc_handles(keys, receivers=2))
         assert (engine.weights_version, engine.weights_origin) == (2, first.origin)
     finally:
         other.close()
@@ -126,7 +125,7 @@ def test_the_lock_that_is_granted_to_one_refit_lets_no_other_one_write(trainer):
         info = trainer.prepare_refit_info()
         worker.prepare(msgspec.msgpack.encode(info))
         worker.receive(key, refit_id=info["refit_id"], deadline_s=SOON)
-        return trainer.stream_weights_via_ipc_zmq(refit_id=info["refit_id"], deadline_s=SOON)
+        return trainer.send_weights(refit_id=info["refit_id"], deadline_s=SOON)
 
     def wants_lock(key: str) -> bool:
         return bool(worker.done(key, 0.1).get("wants_lock"))
@@ -202,7 +201,7 @@ def test_a_worker_that_hangs_in_a_refit_fails_it_within_the_deadline(pair, train
 def test_an_engine_that_is_killed_while_a_sender_is_awaited(pair, trainer, victim):
     engine = pair()
     engine.prepare_refit_info(trainer.prepare_refit_info())
-    [taking] = engine.update_weights_via_ipc_zmq(deadline_s=SOON)
+    [taking] = engine.receive_weights(deadline_s=SOON)
     pid = engine.pid if victim == "pid" else engine.engine_facts["worker_pids"][1]
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(RemoteError, match=r"fake engine|WorkersEngine"):
@@ -212,7 +211,7 @@ def test_an_engine_that_is_killed_while_a_sender_is_awaited(pair, trainer, victi
 def test_a_refit_that_nobody_sends_ends_at_its_deadline_and_the_next_one_works(pair, trainer):
     engine = pair()
     engine.prepare_refit_info(trainer.prepare_refit_info())
-    [taking] = engine.update_weights_via_ipc_zmq(deadline_s=1.0)
+    [taking] = engine.receive_weights(deadline_s=1.0)
     with pytest.raises((RefitError, DeadlineError)) as caught:
         wait(taking, SOON)
     assert "the fake engine starts" in caught.value.details["log"]
@@ -237,7 +236,7 @@ def test_a_trainer_that_fails_aborts_and_the_next_refit_works(pair, trainer):
 def test_a_shutdown_ends_a_refit_that_waits(pair, trainer):
     engine = pair()
     engine.prepare_refit_info(trainer.prepare_refit_info())
-    [taking] = engine.update_weights_via_ipc_zmq(deadline_s=SOON)
+    [taking] = engine.receive_weights(deadline_s=SOON)
     engine.shutdown()
     with pytest.raises(RefitError, match="closed"):
         wait(taking, SOON)

@@ -114,9 +114,9 @@ def test_a_step_in_the_midst_of_a_refit_ends_it(tiny, built):
     policy = built(MegatronPolicy(str(tiny()), **OPTIONS))
     engine = built(engine_of(tiny()))
     engine.prepare_refit_info(policy.prepare_refit_info())
-    sending = policy.stream_weights_via_ipc_zmq(deadline_s=SOON)
+    sending = policy.send_weights(deadline_s=SOON)
     step(policy)
-    receiving = engine.update_weights_via_ipc_zmq(deadline_s=SOON)
+    receiving = engine.receive_weights(deadline_s=SOON)
     with pytest.raises(LifecycleError, match="weights changed"):
         wait(sending, SOON)
     with pytest.raises(Exception, match="weights changed"):

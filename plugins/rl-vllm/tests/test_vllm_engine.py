@@ -94,9 +94,8 @@ def test_every_way_of_the_bytes_reaches_every_worker(start, tiny):
     assert report.receivers == engine.receiver_count == 2
     assert difference(policy, engine.generate(prompts(), greedy=True)) < 1e-4
     shake(policy, 2)
-    engine.prepare_refit_info(policy.prepare_refit_info())
-    for group in policy.prepare_weights_for_ipc():
-        assert engine.update_weights(policy.get_weights_ipc_handles(group)) is True
+    [keys] = policy.prepare_weights_for_ipc()
+    assert engine.update_weights(policy.get_weights_ipc_handles(keys, receivers=2)) is True
     assert engine.weights_version == 2
     assert difference(policy, engine.generate(prompts(), greedy=True)) < 1e-4
     policy.shutdown()

@@ -152,18 +152,15 @@ class GenerationInterface(ABC):
         """
 
     @abstractmethod
-    def update_weights_via_ipc_zmq(self, *args: Any, **kwargs: Any) -> list[Future]:
-        """Receives one refit over the ``ipc`` transport; the futures end with its commit.
+    def receive_weights(self, **options: Any) -> list[Future]:
+        """Takes one refit (``transport``, ``deadline_s``, ``refit_id``); ends with its commit."""
 
-        Keywords: ``transport`` (the name of another one) and ``deadline_s``.
-        """
+    def update_weights_via_ipc_zmq(self, *args: Any, **kwargs: Any) -> list[Future]:
+        """Another name of :meth:`receive_weights`."""
+        return self.receive_weights(*args, **kwargs)
 
     def cancel_refit(self, refit_id: str) -> None:
-        """Ends a refit that failed at the trainer, unless bytes are on their way; if it can.
-
-        Args:
-            refit_id: What ``update_weights_via_ipc_zmq`` was given, or is yet to be.
-        """
+        """Cancels a refit, asked for or yet to be, unless its bytes are on their way; if it can."""
 
     @abstractmethod
     def init_collective(
@@ -191,10 +188,7 @@ class GenerationInterface(ABC):
 
     @abstractmethod
     def update_weights(self, ipc_handles: dict[str, Any]) -> bool:
-        """Loads the tensors behind handles of ``get_weights_ipc_handles``.
-
-        The version advances with the call that completes the set of tensors.
-        """
+        """Takes the refit of a ticket of ``get_weights_ipc_handles``: all of it, or it raises."""
 
     @abstractmethod
     def invalidate_kv_cache(self) -> bool:

@@ -9,6 +9,8 @@ from rl_core.errors import CapabilityError
 from rl_core.interfaces.loop import AxisSizes
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from rl_core.batch.data_dict import BatchedDataDict
     from rl_core.interfaces.loop import Timer
     from rl_core.interfaces.loss import LossFunction
@@ -238,15 +240,16 @@ class ColocatablePolicyInterface(PolicyInterface):
         """Describes every tensor (name, shape, dtype, role, alias group) and where to fetch it."""
 
     @abstractmethod
-    def stream_weights_via_ipc_zmq(self, *args: Any, **kwargs: Any) -> list[Future]:
-        """Sends one refit over the ``ipc`` transport; the futures end with its commit.
+    def send_weights(self, **options: Any) -> list[Future]:
+        """Sends one refit, with :class:`~rl_core.weights.SendOptions`; ends with its commit."""
 
-        Keywords: those of :class:`~rl_core.weights.SendOptions`.
-        """
+    def stream_weights_via_ipc_zmq(self, *args: Any, **kwargs: Any) -> list[Future]:
+        """Another name of :meth:`send_weights`."""
+        return self.send_weights(*args, **kwargs)
 
     @abstractmethod
     def broadcast_weights_for_collective(
-        self, kv_scales: dict[str, float] | None = None, **options: Any
+        self, kv_scales: Mapping[str, float] | None = None, **options: Any
     ) -> list[Future]:
         """Sends one refit over the ``collective`` transport.
 
@@ -256,11 +259,7 @@ class ColocatablePolicyInterface(PolicyInterface):
         """
 
     def cancel_refit(self, refit_id: str) -> None:
-        """Ends a refit that failed at an engine, unless bytes are on their way; if it can.
-
-        Args:
-            refit_id: What ``stream_weights_via_ipc_zmq`` was given, or is yet to be.
-        """
+        """Cancels a refit, asked for or yet to be, unless its bytes are on their way; if it can."""
 
     @abstractmethod
     def prepare_for_lp_inference(self, keep_train_buffers: bool = False) -> None:
@@ -281,11 +280,11 @@ class ColocatablePolicyInterface(PolicyInterface):
 
     @abstractmethod
     def prepare_weights_for_ipc(self, *args: Any, **kwargs: Any) -> list[list[str]]:
-        """Groups of tensor names, each small enough to be handed over at once."""
+        """The names of all tensors, as one group; sizes of buffers that are given are ignored."""
 
     @abstractmethod
-    def get_weights_ipc_handles(self, keys: list[str]) -> dict[str, Any]:
-        """Handles for one group of ``prepare_weights_for_ipc``, for ``update_weights``."""
+    def get_weights_ipc_handles(self, keys: list[str], **options: Any) -> dict[str, Any]:
+        """Starts a refit of all ``keys``; the ticket for an engine's ``update_weights``."""
 
     def prepare_info_for_collective(self) -> dict[str, Any]:
         """The older name of :meth:`prepare_refit_info`."""

@@ -21,7 +21,6 @@ from rl_core.errors import (
     LoopWarning,
     ManifestMismatchError,
     RefitError,
-    RefitPeerError,
     RefitProtocolError,
     RLError,
 )
@@ -126,12 +125,9 @@ def refit(
         return report
 
 
-_SENDS, _TAKES = "stream_weights_via_ipc_zmq", "update_weights_via_ipc_zmq"
-
-
 def _check_order(policy: Any, generation: Any) -> None:
-    sends = isinstance(policy, nn.Module | WeightSource) or hasattr(policy, _SENDS)
-    takes = isinstance(generation, nn.Module) or hasattr(generation, _TAKES)
+    sends = isinstance(policy, nn.Module | WeightSource) or hasattr(policy, "send_weights")
+    takes = isinstance(generation, nn.Module) or hasattr(generation, "receive_weights")
     swapped = isinstance(policy, GenerationInterface) or isinstance(generation, PolicyInterface)
     if swapped or not sends or not takes:
         raise ConfigError(
@@ -180,7 +176,7 @@ def _attempt(
         generation.prepare_refit_info(info)
     # The policy names the refit that the description is for; one that does not gets a name here.
     refit_id = info.get("refit_id") or secrets.token_hex(8)
-    sending = policy.stream_weights_via_ipc_zmq(**{**options, "refit_id": refit_id})
+    sending = policy.send_weights(**{**options, "refit_id": refit_id})
     receiving: list[Future] = []
     results: list[Any] = []
     failure: RLError | None = None
@@ -192,11 +188,10 @@ def _attempt(
             # A plugin's transport, which the sender has opened by now; only it could say where.
             info = {**(policy.prepare_refit_info() or info), "refit_id": refit_id}
             generation.prepare_refit_info(info)
-        receiving = generation.update_weights_via_ipc_zmq(
+        receiving = generation.receive_weights(
             transport=chosen.transport, deadline_s=chosen.deadline_s, refit_id=refit_id
         )
-        needed, followers = [*sending[:1], *receiving], sending[1:]
-        results = _first_failure(needed, followers, chosen.deadline_s + DRIVER_GRACE_S)
+        results = wait([*sending, *receiving], chosen.deadline_s + DRIVER_GRACE_S)
     except RLError as error:
         failure = error
     finally:
@@ -205,7 +200,6 @@ def _attempt(
             _cancel(generation, receiving, refit_id)
     if failure is not None:
         raise _cause(failure, sending, receiving)
-    _wait_for_followers(followers)
     return RefitReport.of(results, attempt)
 
 
@@ -219,62 +213,17 @@ def _cancel(side: Any, calls: list[Future], refit_id: str) -> None:
                 as_concurrent(call).cancel()
 
 
-def _cause(failure: RLError, sending: list[Future], receiving: list[Future]) -> RLError:
-    """Of several errors the one that the others repeat.
+def _cause(failure: RLError, policy: list[Future], engines: list[Future]) -> RLError:
+    """Of several errors the one that the others repeat, or that names a rank of the policy.
 
-    With several ranks that is one that names the rank which is gone: an engine knows the first of
-    them only.
+    An engine that lost rank 0 does not know which rank was the cause; the policy does, or finds
+    out in this time.
     """
-    followers = sending[1:]
-    several = bool(followers)
-    end = time.monotonic() + DRIVER_GRACE_S
-    others = []
-    # Engines repeat errors, but name no ranks: for those alone they are not waited for.
-    asked = [*sending, *receiving] if is_echo(failure) else sending if several else []
-    for future in asked:
-        try:
-            wait(future, max(0.0, end - time.monotonic()))
-        except DeadlineError:
-            pass
-        except RLError as error:
-            others.append(error)
-        if several and others and "rank" in others[-1].details:
-            break
-    if several:
-        others.sort(key=lambda error: "rank" not in error.details)  # stable
-    return next((other for other in others if not is_echo(other)), failure)
-
-
-def _first_failure(needed: list[Future], others: list[Future], timeout_s: float) -> list[Any]:
-    """Waits for what is needed, and raises what fails first of everything."""
-    waited = [as_concurrent(future) for future in [*needed, *others]]
-    end = time.monotonic() + timeout_s
-    while time.monotonic() < end and not all(f.done() for f in waited[: len(needed)]):
-        failed = [f for f in waited if f.done() and f.exception() is not None]
-        if failed:
-            wait(failed[0], 0.0)
-        pending = [f for f in waited if not f.done()]
-        concurrent.futures.wait(
-            pending, max(0.0, end - time.monotonic()), concurrent.futures.FIRST_COMPLETED
-        )
-    return wait(needed, max(0.0, end - time.monotonic()))
-
-
-def _wait_for_followers(followers: list[Future]) -> None:
-    """Raises for a rank that does not end its part of a refit which is committed."""
-    end = time.monotonic() + DRIVER_GRACE_S
-    for rank, future in enumerate(followers, 1):
-        try:
-            wait(future, max(0.0, end - time.monotonic()))
-        except DeadlineError as error:
-            raise RefitPeerError(
-                f"rank {rank} does not answer: it did not end its part of a refit that is "
-                "committed on all engines",
-                fix="look at that worker; the engines serve the new weights",
-                peer=f"rank {rank}",
-                rank=rank,
-                phase=Phase.COMMITTED,
-            ) from error
+    others = [as_concurrent(call) for call in (policy + engines if is_echo(failure) else policy)]
+    concurrent.futures.wait(others, DRIVER_GRACE_S)
+    errors = [call.exception() for call in others if call.done() and not call.cancelled()]
+    found = [failure, *(error for error in errors if isinstance(error, RLError))]
+    return min(found, key=lambda error: (is_echo(error), "rank" not in error.details))
 
 
 def warn_of_sampling(policy: Any, generation: Any) -> None:

@@ -21,18 +21,15 @@ from torch.optim.optimizer import (
 from rl_core.errors import CapabilityError, ConfigError, LifecycleError
 from rl_core.interfaces import WeightSource
 from rl_core.plugins.hookspecs import weight_source_of
-from rl_core.weights.options import DEFAULT_DEADLINE_S
 from rl_core.weights.receiving.receiver import RefitReceiver
 from rl_core.weights.sending.sender import RefitSender
 from rl_core.weights.sending.sources import GuardedSource
+from rl_core.weights.spellings import SendsWeights, TakesWeights
 from rl_core.weights.tensors import NamedTensorSink, NamedTensorSource, module_tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     import torch
 
-    from rl_core.interfaces import Future
     from rl_core.weights.engine_lock import Lock
 
 __all__ = [
@@ -51,7 +48,7 @@ Rename: TypeAlias = Callable[[str], str | None]
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}
 
 
-class ModuleSender:
+class ModuleSender(SendsWeights):
     """The sending end of refits from a module: what :func:`rl_core.refit` needs of a policy.
 
     Args:
@@ -65,47 +62,9 @@ class ModuleSender:
         model = unwrapped(model)
         self.rename = rename
         self._model = weakref.ref(model)
-        self._receivers = 1
         name = type(model).__name__
         self._sender = RefitSender(self._source, name=name)
         self._close = weakref.finalize(model, self._sender.close)
-
-    @property
-    def weights_version(self) -> int:
-        """The version of the last refit that was committed; 0 before the first."""
-        return self._sender.version
-
-    @property
-    def weights_origin(self) -> int:
-        """Identifies this trainer, for as long as this object lives."""
-        return self._sender.origin
-
-    def prepare_refit_info(self) -> dict[str, Any]:
-        """See :meth:`ColocatablePolicyInterface.prepare_refit_info`."""
-        return self._sender.prepare()
-
-    def stream_weights_via_ipc_zmq(self, **options: Any) -> list[Future]:
-        """See :meth:`ColocatablePolicyInterface.stream_weights_via_ipc_zmq`."""
-        return [self._sender.send(**options)]
-
-    def cancel_refit(self, refit_id: str) -> None:
-        """See :meth:`ColocatablePolicyInterface.cancel_refit`."""
-        self._sender.cancel(refit_id)
-
-    def init_collective(
-        self, ip: str, port: int, world_size: int, *, train_world_size: int = 1
-    ) -> list[Future]:
-        """See :meth:`ColocatablePolicyInterface.init_collective`."""
-        self._receivers = world_size - train_world_size
-        where = {"ip": ip, "port": port, "receivers": self._receivers}
-        return [self._sender.open("collective", DEFAULT_DEADLINE_S, **where)]
-
-    def broadcast_weights_for_collective(
-        self, kv_scales: Mapping[str, float] | None = None, **options: Any
-    ) -> list[Future]:
-        """See :meth:`ColocatablePolicyInterface.broadcast_weights_for_collective`."""
-        options = {"receivers": self._receivers, **options, "kv_scales": kv_scales or {}}
-        return [self._sender.send(transport="collective", **options)]
 
     def shutdown(self) -> bool:
         """Ends every refit, and closes sockets and memory. Idempotent."""
@@ -124,7 +83,7 @@ class ModuleSender:
         return _Watched(model, self.rename)
 
 
-class ModuleReceiver:
+class ModuleReceiver(TakesWeights):
     """The receiving end of refits into a module: what :func:`rl_core.refit` needs of an engine.
 
     Args:
@@ -133,8 +92,6 @@ class ModuleReceiver:
             nobody else has: the caller sees to it that nothing generates meanwhile.
         on_commit: Called with the new version before it counts; drops caches.
     """
-
-    receiver_count = 1
 
     def __init__(
         self,
@@ -160,46 +117,9 @@ class ModuleReceiver:
         )
         self._close = weakref.finalize(model, self._receiver.close)
 
-    @property
-    def weights_version(self) -> int:
-        """Version of the weights that are installed; 0 until the first refit commits."""
-        return self._receiver.version
-
-    @property
-    def weights_origin(self) -> int:
-        """Of the trainer whose version that is; 0 until the first refit commits."""
-        return self._receiver.origin
-
     def check(self) -> None:
         """Raises WeightsTornError unless the weights are whole: call it before they are used."""
         self._receiver.check()
-
-    def prepare_refit_info(self, state_dict_info: dict[str, Any]) -> None:
-        """See :meth:`GenerationInterface.prepare_refit_info`."""
-        self._receiver.prepare(state_dict_info)
-
-    def update_weights_via_ipc_zmq(self, **options: Any) -> list[Future]:
-        """See :meth:`GenerationInterface.update_weights_via_ipc_zmq`."""
-        return [self._receiver.receive(**options)]
-
-    def cancel_refit(self, refit_id: str) -> None:
-        """See :meth:`GenerationInterface.cancel_refit`."""
-        self._receiver.cancel(refit_id)
-
-    def init_collective(
-        self, ip: str, port: int, world_size: int, *, train_world_size: int = 1
-    ) -> list[Future]:
-        """See :meth:`GenerationInterface.init_collective`."""
-        del world_size, train_world_size  # the trainer counts
-        return [self._receiver.open("collective", DEFAULT_DEADLINE_S, {"ip": ip, "port": port})]
-
-    def update_weights_from_collective(
-        self, info: dict[str, Any] | None = None, **options: Any
-    ) -> list[Future]:
-        """See :meth:`GenerationInterface.update_weights_from_collective`."""
-        if info is not None:
-            self._receiver.prepare(info)
-        return [self._receiver.receive(transport="collective", **options)]
 
     def shutdown(self) -> bool:
         """Ends every refit, and closes sockets and memory. Idempotent."""

@@ -71,7 +71,7 @@ class Policy:
         world().drivers_ids.append(self.refit_id)
         return info
 
-    def stream_weights_via_ipc_zmq(self, **options: Any) -> list[concurrent.futures.Future[Any]]:
+    def send_weights(self, **options: Any) -> list[concurrent.futures.Future[Any]]:
         return ask("send", 1, [self._trainer], lambda trainer: self._send(trainer, options))
 
     def _send(self, trainer: Trainer, options: dict[str, Any]) -> concurrent.futures.Future[Any]:
@@ -100,7 +100,7 @@ class Generation:
             reach(engine)
             engine.front.prepare(info)
 
-    def update_weights_via_ipc_zmq(self, **options: Any) -> list[concurrent.futures.Future[Any]]:
+    def receive_weights(self, **options: Any) -> list[concurrent.futures.Future[Any]]:
         return ask("receive", 1, self._engines, lambda engine: engine.front.receive(**options))
 
     def cancel_refit(self, refit_id: str) -> None:

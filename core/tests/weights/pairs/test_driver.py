@@ -131,8 +131,8 @@ def test_the_two_sides_have_what_meeting_left_of_the_deadline(pair):
     given: list[float] = []
     trainer.init_collective = lambda *where: time.sleep(0.2) or []
     engine.init_collective = lambda *where: []
-    trainer.stream_weights_via_ipc_zmq = lambda **options: given.append(options["deadline_s"]) or []
-    engine.update_weights_via_ipc_zmq = lambda **options: given.append(options["deadline_s"])
+    trainer.send_weights = lambda **options: given.append(options["deadline_s"]) or []
+    engine.receive_weights = lambda **options: given.append(options["deadline_s"])
     with pytest.raises(TypeError):  # these are no futures
         go(trainer, engine, transport="collective", deadline_s=30.0)
     assert given[0] == given[1]
@@ -238,15 +238,15 @@ def test_the_engines_error_is_raised_with_its_details_not_the_trainers_echo(pair
 
 def test_an_engine_that_gives_no_sign_is_a_deadline_error_or_is_named(pair):
     trainer, engine = pair
-    engine.update_weights_via_ipc_zmq = lambda **options: []
+    engine.receive_weights = lambda **options: []
     with pytest.raises((DeadlineError, RefitError), match="1 of 1 receivers"):
         go(trainer, engine, deadline_s=0.2)
 
 
 def test_an_engine_that_gave_up_on_its_own_is_named(pair):
     trainer, engine = pair
-    update = engine.update_weights_via_ipc_zmq
-    engine.update_weights_via_ipc_zmq = lambda **options: update(**options | {"deadline_s": 0.3})
+    update = engine.receive_weights
+    engine.receive_weights = lambda **options: update(**options | {"deadline_s": 0.3})
     with engine.lock, pytest.raises(RefitError, match=r"0\.3 s"):
         go(trainer, engine)
 
@@ -260,8 +260,8 @@ def test_a_policy_without_tensors_is_refused(pair):
 
 def test_a_policy_that_gives_no_report_is_refused(pair):
     trainer, engine = pair
-    stream = trainer.stream_weights_via_ipc_zmq
-    trainer.stream_weights_via_ipc_zmq = lambda **options: stream(**options) and []
+    stream = trainer.send_weights
+    trainer.send_weights = lambda **options: stream(**options) and []
     with pytest.raises(RefitProtocolError, match="no report"):
         go(trainer, engine)
 

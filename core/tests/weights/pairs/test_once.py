@@ -116,78 +116,7 @@ def test_weights_that_are_dropped_while_the_trainer_dies_stay_torn(both):
         engine.idle().receiver.check()
 
 
-def test_weights_that_are_dropped_between_two_handles_end_that_refit(both):
-    trainer, engine = both
-    engine.prepare_refit_info(trainer.prepare_refit_info())
-    first, *others = trainer.sender.groups(1024)
-    engine.receiver.load_handles(trainer.sender.handles(first))
-    drop(engine)
-    with pytest.raises(RefitAborted, match="dropped or changed"):
-        engine.receiver.load_handles(trainer.sender.handles(others[0]))
-    with pytest.raises(WeightsTornError):
-        engine.receiver.check()
-
-
 # -- a version is of one state of the weights ------------------------------------------------------
-
-
-def test_handles_of_two_states_are_not_given_out(both):
-    trainer, engine = both
-    count = [0]
-    source = trainer.source
-
-    class Counting(type(source)):
-        def __init__(self) -> None:
-            self.__dict__ |= source.__dict__
-            self.since = count[0]
-
-        def confirm(self) -> None:
-            if count[0] != self.since:
-                raise LifecycleError("the weights changed")
-
-    trainer.sender._source = Counting
-    engine.prepare_refit_info(trainer.prepare_refit_info())
-    first, second, *_ = trainer.sender.groups(1024)
-    engine.receiver.load_handles(trainer.sender.handles(first))
-    count[0] += 1
-    for _ in range(2):  # nor later
-        with pytest.raises(LifecycleError, match="changed"):
-            trainer.sender.handles(second)
-    for keys in trainer.sender.groups(1024):
-        engine.receiver.load_handles(trainer.sender.handles(keys))
-    assert same(source.tensor, engine.sink.tensor)
-
-
-def test_handles_of_a_refit_that_is_over_are_never_taken_again(both):
-    trainer, engine = both
-    engine.prepare_refit_info(trainer.prepare_refit_info())
-    told: list[list[dict[str, Any]]] = []
-    for _ in range(3):
-        told.append([])
-        for keys in trainer.sender.groups(1024):
-            told[-1].append(trainer.sender.handles(keys))
-            engine.receiver.load_handles(told[-1][-1])
-    for handles in (told[0][0], told[2][-1], told[1][-1], told[0][-1], told[2][0]):
-        with pytest.raises(RefitAborted, match="over"):
-            engine.receiver.load_handles(handles)
-    engine.receiver.check()
-    assert engine.receiver.version == 3
-
-
-def test_a_handle_of_before_does_not_end_the_set_that_followed(both):
-    trainer, engine = both
-    engine.prepare_refit_info(trainer.prepare_refit_info())
-    old = trainer.sender.handles(trainer.sender.groups(1024)[0])
-    first, *others = trainer.sender.groups(1024)
-    told = trainer.sender.handles(first)
-    engine.receiver.load_handles(told)
-    with pytest.raises(RefitAborted, match="over"):
-        engine.receiver.load_handles(old)
-    for keys in others:
-        engine.receiver.load_handles(trainer.sender.handles(keys))
-    assert same(trainer.source.tensor, engine.sink.tensor)
-    with pytest.raises(RefitAborted, match="over"):
-        engine.receiver.load_handles(told)
 
 
 def test_a_version_names_one_refit_also_while_the_report_is_written(both, monkeypatch):
@@ -326,7 +255,7 @@ def test_an_engine_does_not_wait_for_a_refit_that_the_trainer_could_not_begin(bo
 
 def test_a_trainer_does_not_wait_for_an_engine_that_could_not_be_asked(both, monkeypatch):
     trainer, engine = both
-    monkeypatch.setattr(engine, "update_weights_via_ipc_zmq", lambda **_: 1 / 0)
+    monkeypatch.setattr(engine, "receive_weights", lambda **_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         go(trainer, engine, deadline_s=600)
     until(lambda: not trainer.sender.jobs, "the end of the trainer's call")
@@ -453,10 +382,6 @@ def test_another_version_of_rl_core_is_refused_by_name(both, theirs):
         engine.prepare_refit_info(info)
     assert f"protocol {PROTOCOL}" in str(error.value)
     assert "same rl-core" in str(error.value.fix)
-    handles = {"protocol": theirs, "frame": b""}
-    engine.prepare_refit_info(trainer.prepare_refit_info())
-    with pytest.raises(RefitProtocolError, match="same rl-core"):
-        engine.receiver.load_handles(handles)
 
 
 @pytest.mark.parametrize(

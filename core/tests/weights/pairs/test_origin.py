@@ -7,7 +7,7 @@ import warnings
 from typing import Any
 
 import pytest
-from simple_pair import BUCKET, SOON, Engine, Replicas, Trainer, blank, go
+from simple_pair import SOON, Engine, Replicas, Trainer, blank, go
 
 from rl_core import LoopWarning
 from rl_core.futures import wait
@@ -98,18 +98,6 @@ def test_another_transport_has_the_same_origin(pair):
     trainer.sender.release_weights()
     engine.receiver.release_weights()
     assert go(trainer, engine).origin == origin
-
-
-def test_a_refit_by_handles_has_its_origin(pair, anew):
-    trainer, engine = pair
-    go(trainer, engine)
-    engine.prepare_refit_info(anew.prepare_refit_info())
-    first, *others = anew.sender.groups(BUCKET)
-    engine.receiver.load_handles(anew.sender.handles(first))
-    assert (engine.receiver.torn, engine.receiver.origin) == (True, trainer.sender.origin)
-    for keys in others:
-        engine.receiver.load_handles(anew.sender.handles(keys))
-    assert (engine.receiver.version, engine.receiver.origin) == (1, anew.sender.origin)
 
 
 @pytest.mark.parametrize("isolation", ["quiesced", "staged"])

@@ -210,23 +210,6 @@ def test_a_refit_that_is_refused_makes_no_source(trainer, wrong):
     assert trainer.made == []
 
 
-def test_a_set_of_handles_has_one_source_and_one_sink(trainer, engine):
-    info = trainer.prepare_refit_info()
-    engine.prepare_refit_info(info)
-    looked = engine.made
-    groups = trainer.sender.groups(BUCKET)
-    assert len(groups) > 2
-    for keys in groups:
-        assert counts(trainer) == [1, 0]
-        engine.receiver.load_handles(trainer.sender.handles(keys))
-    assert counts(trainer) == [1, 1]
-    assert engine.made == looked + 1
-    assert set(trainer.made[1].opened) == {"set 1"}
-    trainer.sender.groups(BUCKET)
-    trainer.close()
-    assert counts(trainer) == [1, 1, 1]
-
-
 def test_what_cannot_be_closed_is_said_and_the_version_counts(trainer, engine, monkeypatch):
     monkeypatch.setattr(Counted, "close", lambda self: 1 / 0)
     with pytest.raises(RefitError, match="could not be closed: ZeroDivisionError"):

@@ -23,7 +23,6 @@ from rl_core.errors import (
 from rl_core.futures import spawn
 from rl_core.interfaces import TensorSpec
 from rl_core.weights import DEFAULT_DEADLINE_S
-from rl_core.weights.engine_lock import exclusively
 from rl_core.weights.options import check_deadline
 from rl_hosting._messages import Reply, Request, decode, encode, error_of
 from rl_hosting._timing import REFIT_BUSY_POLL_S, REFIT_POLL_S, REFIT_REPORT_S
@@ -128,23 +127,6 @@ class RemoteReceiver:
 
         return spawn(f"{transport}-{self.name}", connect)
 
-    def load_handles(self, handles: dict[str, Any]) -> bool:
-        """See :meth:`RefitReceiver.load_handles`."""
-        generation = f"{self.name}: generation"
-        with (
-            self._process.logs_in_errors(),
-            exclusively(self._lock, DEFAULT_DEADLINE_S, generation),
-        ):
-            self._wake()  # what sleeps cannot be written to
-            try:
-                self._adopt(self._ask("load_handles", handles=msgspec.msgpack.encode(handles)))
-            except BaseException:
-                self._ask_state()
-                raise
-            if not self.torn:  # it is torn between the groups of a set
-                self._commit()
-        return True
-
     def release_weights(self) -> None:
         """See :meth:`RefitReceiver.release_weights`."""
         self._ask("release_weights")
@@ -189,12 +171,16 @@ class RemoteReceiver:
                 states = self._until_done(key, end, held)
                 self._adopt(states)
                 self.check()
-                self._commit()
+                self.torn = True  # the caches are those of the old weights
+                self._on_commit(self.version)
+                self.torn = False
             except BaseException as error:
                 with suppress(RLError):  # workers that began wait for the others
                     self.cancel(how["refit_id"])
                 if self._lock.held_here:  # or else it has written nothing
-                    self._ask_state(key)
+                    self.torn = True  # unless the engine answers otherwise
+                    with suppress(WorkerDiedError, DeadlineError):
+                        self._adopt(self._ask("state", REFIT_REPORT_S, key=key))
                 if self._closed.is_set() and isinstance(error, WorkerDiedError):
                     raise self._aborted() from None
                 raise
@@ -251,17 +237,6 @@ class RemoteReceiver:
 
     def _aborted(self) -> RefitAborted:
         return RefitAborted(f"{self.name}: closed", fix="build a new backend, and refit that")
-
-    def _commit(self) -> None:
-        self.torn = True  # the caches are those of the old weights
-        self._on_commit(self.version)
-        self.torn = False
-
-    def _ask_state(self, key: str = "") -> None:
-        """Learns what a failure left of the weights: torn, unless the engine answers otherwise."""
-        self.torn = True
-        with suppress(WorkerDiedError, DeadlineError):
-            self._adopt(self._ask("state", REFIT_REPORT_S, key=key))
 
     def _adopt(self, states: list[dict[str, Any]]) -> None:
         weights = {(state["version"], state["origin"]) for state in states}

@@ -68,7 +68,6 @@ class WorkerRefits:
         self.name = name
         self._sink = sink
         self._news = threading.Event()
-        # Of handles: the driver, which calls for each group, holds the engine's lock meanwhile.
         self._receiver = RefitReceiver(sink, name=name, lock=threading.Lock())
         self._leases: dict[str, _Lease] = {}
         self._futures: dict[str, concurrent.futures.Future[Any]] = {}
@@ -94,7 +93,6 @@ class WorkerRefits:
             "grant": self.grant,
             "cancel": self._receiver.cancel,
             "state": self.state,
-            "load_handles": self.load_handles,
             "release_weights": self._receiver.release_weights,
             "dropped": self.dropped,
             "close": self._receiver.close,
@@ -155,11 +153,6 @@ class WorkerRefits:
         if error is not None:  # told when all workers are done, with what they are then
             return {"done": True, "error": encode_error(error, self.name), **self.state()}
         return {"done": True, "result": future.result(), **self.state()}
-
-    def load_handles(self, handles: bytes) -> dict[str, Any]:
-        """See :meth:`RefitReceiver.load_handles`."""
-        self._receiver.load_handles(msgspec.msgpack.decode(handles))
-        return self.state()
 
     def dropped(self) -> dict[str, Any]:
         """The engine freed its weights: it is torn until all of them are sent."""

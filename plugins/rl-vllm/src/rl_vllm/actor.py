@@ -49,7 +49,7 @@ class VllmGenerationWorker:
         self.backend.prepare_refit_info(state_dict_info)
 
     def update_weights(self, weights_handle: dict[str, Any]) -> bool:
-        """Loads what a policy's ``get_weights_ipc_handles`` returned."""
+        """Takes the refit of which a policy's ``get_weights_ipc_handles`` returned the ticket."""
         return self.backend.update_weights(weights_handle)
 
     def shutdown(self) -> bool:

@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-from rl_core.weights import DEFAULT_DEADLINE_S, RefitReceiver, RefitSender
+from rl_core.weights import RefitReceiver, RefitSender
+from rl_core.weights.spellings import SendsWeights, TakesWeights
 from rl_core.weights.tensors import NamedTensorSink, NamedTensorSource
 
 if TYPE_CHECKING:
@@ -19,32 +20,20 @@ if TYPE_CHECKING:
 __all__ = ["SeveralEngines", "TensorEngine", "TensorPolicy", "broken_tensor"]
 
 
-class TensorPolicy:
+class TensorPolicy(SendsWeights):
     """Named tensors as the trainer's side of a refit."""
 
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
         self.tensors = tensors
-        self.sender = RefitSender(lambda: NamedTensorSource(self.tensors), name="tensors")
-
-    def prepare_refit_info(self) -> dict[str, Any]:
-        """See :class:`rl_core.interfaces.ColocatablePolicyInterface`."""
-        return self.sender.prepare()
-
-    def stream_weights_via_ipc_zmq(self, **options: Any) -> list[Any]:
-        """See :class:`rl_core.interfaces.ColocatablePolicyInterface`."""
-        return [self.sender.send(**options)]
-
-    def init_collective(self, ip: str, port: int, world_size: int) -> list[Any]:
-        """See :class:`rl_core.interfaces.ColocatablePolicyInterface`."""
-        options = {"ip": ip, "port": port, "receivers": world_size - 1}
-        return [self.sender.open("collective", DEFAULT_DEADLINE_S, **options)]
+        self._sender = RefitSender(lambda: NamedTensorSource(self.tensors), name="tensors")
+        self.sender = self._sender
 
     def close(self) -> None:
         """Removes sockets and shared memory."""
         self.sender.close()
 
 
-class TensorEngine:
+class TensorEngine(TakesWeights):
     """Named tensors as the engine's side of a refit.
 
     Args:
@@ -60,24 +49,10 @@ class TensorEngine:
         sink: type[NamedTensorSink] = NamedTensorSink,
     ) -> None:
         self.tensors = tensors
-        self.receiver = RefitReceiver(lambda: sink(self.tensors), name=name, lock=threading.RLock())
-
-    @property
-    def weights_version(self) -> int:
-        """The committed version."""
-        return self.receiver.version
-
-    def prepare_refit_info(self, info: dict[str, Any]) -> None:
-        """See :class:`rl_core.interfaces.GenerationInterface`."""
-        self.receiver.prepare(info)
-
-    def update_weights_via_ipc_zmq(self, **options: Any) -> list[Any]:
-        """See :class:`rl_core.interfaces.GenerationInterface`."""
-        return [self.receiver.receive(**options)]
-
-    def init_collective(self, ip: str, port: int, world_size: int) -> list[Any]:
-        """See :class:`rl_core.interfaces.GenerationInterface`."""
-        return [self.receiver.open("collective", DEFAULT_DEADLINE_S, {"ip": ip, "port": port})]
+        self._receiver = RefitReceiver(
+            lambda: sink(self.tensors), name=name, lock=threading.RLock()
+        )
+        self.receiver = self._receiver
 
     def close(self) -> None:
         """Lets go of sockets and shared memory."""
@@ -87,7 +62,7 @@ class TensorEngine:
 @contextmanager
 def broken_tensor(engine: TensorEngine, name: str) -> Generator[None]:
     """Fault: once the manifest is agreed, one tensor can no longer hold what comes."""
-    receive = engine.update_weights_via_ipc_zmq
+    receive = engine.receive_weights
     whole, pending = engine.tensors, []
 
     def broken(**options: Any) -> list[Any]:
@@ -95,7 +70,7 @@ def broken_tensor(engine: TensorEngine, name: str) -> Generator[None]:
         pending.extend(receive(**options))
         return pending
 
-    with mock.patch.object(engine, "update_weights_via_ipc_zmq", broken):
+    with mock.patch.object(engine, "receive_weights", broken):
         try:
             yield
         finally:
@@ -103,7 +78,7 @@ def broken_tensor(engine: TensorEngine, name: str) -> Generator[None]:
             engine.tensors = whole
 
 
-class SeveralEngines:
+class SeveralEngines(TakesWeights):
     """Several engines that take one refit together."""
 
     def __init__(self, *engines: Any) -> None:
@@ -119,10 +94,10 @@ class SeveralEngines:
         """Their futures, one after another."""
         return [f for e in self.engines for f in e.init_collective(*meeting, **options)]
 
-    def update_weights_via_ipc_zmq(self, **options: Any) -> list[Any]:
+    def receive_weights(self, **options: Any) -> list[Any]:
         """Their futures, one after another."""
-        return [f for e in self.engines for f in e.update_weights_via_ipc_zmq(**options)]
+        return [f for e in self.engines for f in e.receive_weights(**options)]
 
     def update_weights_from_collective(self, *info: Any, **options: Any) -> list[Any]:
-        """Their futures, one after another."""
+        """Their futures, one after another; it is their method that is under test."""
         return [f for e in self.engines for f in e.update_weights_from_collective(*info, **options)]

@@ -132,7 +132,7 @@ class RemoteGeneration(_Peer):
         """See :class:`rl_core.interfaces.GenerationInterface`."""
         self.ask(do="prepare", info=info)
 
-    def update_weights_via_ipc_zmq(self, **options: Any) -> list[concurrent.futures.Future[Any]]:
+    def receive_weights(self, **options: Any) -> list[concurrent.futures.Future[Any]]:
         """See :class:`rl_core.interfaces.GenerationInterface`."""
         return [self.begin(do="receive", options=options)]
 
@@ -146,7 +146,8 @@ class RemoteGeneration(_Peer):
         self, info: Any = None, **options: Any
     ) -> list[concurrent.futures.Future[Any]]:
         """See :class:`rl_core.interfaces.GenerationInterface`."""
-        return [self.begin(do="receive_collective", info=info, options=options)]
+        options = {"info": info, **options}
+        return [self.begin(do="receive", options=options, method="update_weights_from_collective")]
 
     def digests(self) -> dict[str, list[str]]:
         """Dtype and digest of every tensor that is installed."""
@@ -177,7 +178,7 @@ class RemotePolicy(_Peer):
         info: dict[str, Any] = self.ask(do="info")
         return info
 
-    def stream_weights_via_ipc_zmq(self, **options: Any) -> list[concurrent.futures.Future[Any]]:
+    def send_weights(self, **options: Any) -> list[concurrent.futures.Future[Any]]:
         """See :class:`rl_core.interfaces.ColocatablePolicyInterface`."""
         return [self.begin(do="stream", options=options)]
 
@@ -234,14 +235,8 @@ def _wait(futures: list[Any], deadline_s: float) -> Any:
     return wait(futures, deadline_s + 10)[0]
 
 
-def _receive(backend: Any, options: dict[str, Any]) -> Any:
-    futures = backend.update_weights_via_ipc_zmq(**options)
-    return _wait(futures, float(options.get("deadline_s", _ANSWER_S)))
-
-
-def _receive_collective(backend: Any, info: Any, options: dict[str, Any]) -> Any:
-    given = () if info is None else (info,)
-    futures = backend.update_weights_from_collective(*given, **options)
+def _receive(backend: Any, options: dict[str, Any], method: str = "receive_weights") -> Any:
+    futures = getattr(backend, method)(**options)
     return _wait(futures, float(options.get("deadline_s", _ANSWER_S)))
 
 
@@ -256,7 +251,7 @@ def _digests(backend: Any) -> dict[str, list[str]]:
 
 
 def _stream(backend: Any, options: dict[str, Any]) -> Any:
-    futures = backend.stream_weights_via_ipc_zmq(**options)
+    futures = backend.send_weights(**options)
     return _wait(futures, float(options.get("deadline_s", _ANSWER_S)))
 
 
@@ -289,7 +284,6 @@ _ACTIONS: dict[str, Callable[..., Any]] = {
     "version": lambda backend: backend.weights_version,
     "prepare": lambda backend, info: backend.prepare_refit_info(info),
     "receive": _receive,
-    "receive_collective": _receive_collective,
     "join": _join,
     "digests": _digests,
     "generate": _generate,

@@ -71,9 +71,9 @@ class _Watched:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._generation, name)
 
-    def update_weights_via_ipc_zmq(self, **options: Any) -> list[concurrent.futures.Future[Any]]:
+    def receive_weights(self, **options: Any) -> list[concurrent.futures.Future[Any]]:
         """The engine's own."""
-        futures = self._generation.update_weights_via_ipc_zmq(**options)
+        futures = self._generation.receive_weights(**options)
         self.futures += futures
         return futures  # type: ignore[no-any-return]
 

@@ -18,12 +18,13 @@ if TYPE_CHECKING:
     Way = Callable[[Any, Any], object]
 
 __all__ = [
-    "by_handles",
+    "by_ticket",
     "engine_for",
     "every_pair",
     "exact",
     "settable_trainer",
     "shuffle",
+    "ticket_for",
     "ways_of",
 ]
 
@@ -68,11 +69,15 @@ def shuffle(policy: Any, seed: int, names: Iterable[str] | None = None) -> None:
             parameter.copy_(parameter.flatten()[order].view_as(parameter))
 
 
-def by_handles(policy: Any, engine: Any) -> None:
+def ticket_for(policy: Any, engine: Any, **options: Any) -> Any:
+    """What the older methods of a policy give for an engine."""
+    [keys] = policy.prepare_weights_for_ipc()
+    return policy.get_weights_ipc_handles(keys, receivers=engine.receiver_count, **options)
+
+
+def by_ticket(policy: Any, engine: Any) -> None:
     """A refit through the older methods."""
-    engine.prepare_refit_info(policy.prepare_refit_info())
-    for group in policy.prepare_weights_for_ipc():
-        engine.update_weights(policy.get_weights_ipc_handles(group))
+    engine.update_weights(ticket_for(policy, engine))
 
 
 def _asleep(policy: Any, engine: Any) -> None:
@@ -99,7 +104,7 @@ _WAYS: Mapping[str, Way] = {
     "packed": _with(mode="packed", bucket_bytes=_BUCKET),
     "delta": _with(mode="packed", delta=True),
     "staged": _with(isolation="staged", bucket_bytes=_BUCKET),
-    "handles": by_handles,
+    "ticket": by_ticket,
     "asleep": _asleep,
     "weights_awake": _weights_awake,
     "collective": _with(transport="collective"),
@@ -113,7 +118,7 @@ def ways_of(ctx: Context, policy: Any, side: str, *names: str) -> dict[str, Way]
         ctx: Of the check.
         policy: The trainer.
         side: What is under test, as of :func:`engine_for`; the other is the suite's own.
-        *names: ``"direct"``, ``"packed"``, ``"delta"``, ``"staged"``, ``"handles"``, ``"asleep"``,
+        *names: ``"direct"``, ``"packed"``, ``"delta"``, ``"staged"``, ``"ticket"``, ``"asleep"``,
             ``"weights_awake"`` and ``"collective"``.
     """
     kind = "generation" if side == "engine" else "policy"

@@ -24,6 +24,7 @@ from rl_core.weights.data.digests import BlockHash, Hasher
 from rl_core.weights.protocol.sender_session import SenderSession
 from rl_core.weights.receiving import loading as _loading
 from rl_core.weights.receiving.receiver import RefitReceiver
+from rl_core.weights.spellings import TakesWeights
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -185,11 +186,11 @@ class TheReferenceBringsItsCode(ReferencePolicy):
 
 
 @breaks("S1", checks="S1 and unpickles")
-def handles_are_pickled() -> AbstractContextManager[Any]:
-    """What tells of a group of handles goes through pickle on its way in."""
-    honest = RefitReceiver.load_handles
+def tickets_are_pickled() -> AbstractContextManager[Any]:
+    """A ticket goes through pickle on its way in."""
+    honest = TakesWeights.update_weights
 
-    def load(receiver: RefitReceiver, handles: Any) -> bool:
-        return honest(receiver, pickle.loads(pickle.dumps(handles)))
+    def update(engine: TakesWeights, ticket: Any) -> bool:
+        return honest(engine, pickle.loads(pickle.dumps(ticket)))
 
-    return mock.patch.object(RefitReceiver, "load_handles", load)
+    return mock.patch.object(TakesWeights, "update_weights", update)

@@ -35,9 +35,9 @@ class VersionMovesAlthoughTheRefitFailed(ReferenceGeneration):
     def weights_version(self) -> int:
         return max(self.attempts, self._receiver.version)
 
-    def update_weights_via_ipc_zmq(self, *args: Any, **kwargs: Any) -> Any:
+    def receive_weights(self, *args: Any, **kwargs: Any) -> Any:
         self.attempts += 1
-        return super().update_weights_via_ipc_zmq(*args, **kwargs)
+        return super().receive_weights(*args, **kwargs)
 
 
 @breaks("R10")
@@ -170,9 +170,9 @@ class TheOlderSpellingSaysNothing(ReferenceGeneration):
 class ARefitLeavesAFileOpen(ReferenceGeneration):
     """Each refit takes a descriptor and never gives it back."""
 
-    def update_weights_via_ipc_zmq(self, *args: Any, **kwargs: Any) -> Any:
+    def receive_weights(self, *args: Any, **kwargs: Any) -> Any:
         self.__dict__.setdefault("kept", []).append(os.open(os.devnull, os.O_RDONLY))
-        return super().update_weights_via_ipc_zmq(*args, **kwargs)
+        return super().receive_weights(*args, **kwargs)
 
     def on_shutdown(self) -> None:
         for descriptor in self.__dict__.pop("kept", []):
@@ -184,9 +184,9 @@ class ARefitLeavesAFileOpen(ReferenceGeneration):
 class ARefitKeepsItsBuffer(ReferenceGeneration):
     """Each refit leaves 64 KiB behind."""
 
-    def update_weights_via_ipc_zmq(self, *args: Any, **kwargs: Any) -> Any:
+    def receive_weights(self, *args: Any, **kwargs: Any) -> Any:
         self.__dict__.setdefault("kept", []).append(os.urandom(64 << 10))
-        return super().update_weights_via_ipc_zmq(*args, **kwargs)
+        return super().receive_weights(*args, **kwargs)
 
 
 @breaks("R12", checks="R12 or R1")

@@ -55,23 +55,23 @@ class TheThirdRefitIsTakenForTheSecond(ReferenceGeneration):
 
 
 @breaks("R5", "R6", checks="R5 or an_engine_takes")
-class HandlesAreLoadedOnce(ReferenceGeneration):
-    """The second set of handles goes into tensors that nobody computes with."""
+class TicketsAreTakenOnce(ReferenceGeneration):
+    """The second ticket brings weights into tensors that nobody computes with."""
 
-    sets = 0
-    by_handles = False
+    tickets = 0
+    by_ticket = False
 
     def update_weights(self, ipc_handles: dict[str, Any]) -> bool:
-        self.by_handles, before = True, self.weights_version
+        self.by_ticket, before = True, self.weights_version
         try:
             return super().update_weights(ipc_handles)
         finally:
-            self.by_handles = False
-            self.sets += self.weights_version != before
+            self.by_ticket = False
+            self.tickets += self.weights_version != before
 
     def weight_sink(self) -> WeightSink:
         tensors = self.model.state_dict(keep_vars=True)
-        if self.by_handles and self.sets:
+        if self.by_ticket and self.tickets:
             tensors = {name: tensor.detach().clone() for name, tensor in tensors.items()}
         return NamedTensorSink(tensors)
 
@@ -144,13 +144,13 @@ class TheCacheIsDroppedBeforehand(_Cached):
     def invalidate_kv_cache(self) -> bool:
         return True
 
-    def update_weights_via_ipc_zmq(self, *args: Any, **kwargs: Any) -> Any:
+    def receive_weights(self, *args: Any, **kwargs: Any) -> Any:
         self.cache.clear()
-        return super().update_weights_via_ipc_zmq(*args, **kwargs)
+        return super().receive_weights(*args, **kwargs)
 
 
 @breaks("R6", "R5", checks="R5 or an_engine_takes")
-class HandlesKeepTheCache(_Cached):
+class TicketsKeepTheCache(_Cached):
     """The older methods do not know of the cache."""
 
     older = False
@@ -277,8 +277,8 @@ class ARefusedDescriptionCostsADelta(ReferenceGeneration):
 
 
 @breaks("R5", checks="R5")
-class ARefusedHandleTears(ReferenceGeneration):
-    """The weights count as torn before anybody has looked at the handle."""
+class ARefusedTicketTears(ReferenceGeneration):
+    """The weights count as torn before anybody has looked at the ticket."""
 
     def update_weights(self, ipc_handles: dict[str, Any]) -> bool:
         self._receiver.torn = True  # type: ignore[attr-defined]
@@ -289,9 +289,9 @@ class ARefusedHandleTears(ReferenceGeneration):
 class RefusedRefitsAreCounted(ReferencePolicy):
     """A version is used up by a call whose options are wrong."""
 
-    def stream_weights_via_ipc_zmq(self, *args: Any, **kwargs: Any) -> list[Any]:
+    def send_weights(self, *args: Any, **kwargs: Any) -> list[Any]:
         try:
-            return super().stream_weights_via_ipc_zmq(*args, **kwargs)
+            return super().send_weights(*args, **kwargs)
         except RLError:
             self._sender.version += 1
             raise

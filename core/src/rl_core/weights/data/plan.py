@@ -56,12 +56,10 @@ class DataMode(enum.StrEnum):
     Attributes:
         DIRECT: Every tensor has a place of its own, which is where the trainer keeps it.
         PACKED: Buckets take turns in two slots.
-        HANDLES: As packed, for the older handle methods: one slot, and no tensor is split.
     """
 
     DIRECT = "direct"
     PACKED = "packed"
-    HANDLES = "handles"
 
 
 class Segment(NamedTuple):
@@ -173,8 +171,7 @@ def make_plan(
     """Fills buckets in the manifest's order.
 
     A tensor that fits in a bucket is never split, so that loaders mostly see whole tensors; a
-    larger one starts a bucket of its own and is cut into pieces that fill theirs. For handles it is
-    one bucket by itself.
+    larger one starts a bucket of its own and is cut into pieces that fill theirs.
 
     Args:
         manifest: With the dtypes that travel.
@@ -188,7 +185,7 @@ def make_plan(
             more than :data:`MAX_BUCKETS`.
     """
     size = bucket_bytes // ALIGN * ALIGN
-    total = 0 if mode is DataMode.HANDLES else manifest.nbytes  # which are split
+    total = manifest.nbytes
     least = max(ALIGN, _align(-(-total // MAX_BUCKETS)))
     if size < least:
         raise ConfigError(
@@ -197,11 +194,8 @@ def make_plan(
             key="bucket_bytes",
         )
     sent = [i for i in range(len(manifest.owned)) if not (skip and skip[i])]
-    piece = None
-    if mode is not DataMode.HANDLES:
-        block = min(block, size)
-        piece = size // block * block
-    filled = _fill(manifest, sent, size, piece)
+    block = min(block, size)
+    filled = _fill(manifest, sent, size, size // block * block)
     if mode is DataMode.DIRECT:
         window = _ANNOUNCED
         own, lane = direct_places(manifest.owned)
@@ -210,7 +204,7 @@ def make_plan(
             for bucket in filled
         ]
     else:
-        window = 1 if mode is DataMode.HANDLES else max(1, min(SLOTS, len(filled)))
+        window = max(1, min(SLOTS, len(filled)))
         slot = _align(max((bucket[-1].stop for bucket in filled), default=0))
         moved = [[_at(s, i % window * slot + s.start) for s in b] for i, b in enumerate(filled)]
         lane = window * slot
@@ -219,12 +213,12 @@ def make_plan(
 
 
 def _fill(
-    manifest: WeightManifest, sent: Iterable[int], size: int, piece: int | None
+    manifest: WeightManifest, sent: Iterable[int], size: int, piece: int
 ) -> list[list[Segment]]:
     """Buckets whose segments are placed from 0 on.
 
     A tensor larger than ``size`` is cut into pieces of so many bytes, whose blocks are thus those
-    of the whole tensor; into none if ``piece`` is None.
+    of the whole tensor.
     """
     buckets: list[list[Segment]] = []
     position = size + 1  # no bucket is open
@@ -236,9 +230,7 @@ def _fill(
             if start + left * itemsize > size:
                 buckets.append([])
                 start = 0
-            count = left
-            if piece is not None and left * itemsize > size:
-                count = piece // itemsize
+            count = left if left * itemsize <= size else piece // itemsize
             position = start + count * itemsize
             offset += count
             last = offset == total

@@ -22,22 +22,13 @@ from typing import Any, Generic, Literal, TypeVar
 import msgspec
 
 from rl_core.errors import RefitProtocolError
-from rl_core.weights.protocol.messages import (
-    PROTOCOL,
-    FromReceiver,
-    FromSender,
-    Handles,
-    Hello,
-    Offer,
-)
+from rl_core.weights.protocol.messages import PROTOCOL, FromReceiver, FromSender, Hello, Offer
 
 __all__ = [
     "MAX_FRAME_BYTES",
     "Channel",
     "origin_of",
-    "read_handles",
     "read_hello",
-    "write_handles",
     "write_hello",
 ]
 
@@ -107,7 +98,6 @@ class _Kind(Generic[M]):
 
 _encoder = msgspec.msgpack.Encoder()
 _hello = _Kind[Hello](b"H", Hello)
-_handles = _Kind[Handles](b"G", Handles)
 _said_by: dict[Side, _Kind[Any]] = {
     "sender": _Kind[FromSender](b"C", FromSender),
     "receiver": _Kind[FromReceiver](b"C", FromReceiver),
@@ -148,20 +138,6 @@ def read_hello(frame: bytes, token: str) -> Hello | None:
     if frame[_HEAD_BYTES - 1 : _HEAD_BYTES] != b"H" and frame.startswith(_MAGIC):
         return None
     return _hello.read(frame, _key(token, b"hello"))
-
-
-def write_handles(handles: Handles, token: str) -> bytes:
-    """The frame that hands a group of tensors over."""
-    return _handles.write(handles, _key(token, b"handles"))
-
-
-def read_handles(frame: bytes, token: str) -> Handles:
-    """The handles in a frame.
-
-    Raises:
-        RefitProtocolError: It is not authentic, or of another protocol.
-    """
-    return _handles.read(frame, _key(token, b"handles"))
 
 
 class Channel:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -19,18 +19,12 @@ from rl_core.weights.protocol.messages import PROTOCOL
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-T = TypeVar("T")
-
 
 class _Info(msgspec.Struct, frozen=True):
     digest: str
     tensors: tuple[TensorSpec, ...]
     token: str
     addresses: dict[str, dict[str, Any]]
-
-
-class _HandleInfo(msgspec.Struct, frozen=True):
-    frame: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +92,24 @@ def trainer_of(
         RefitProtocolError: It is not such a dict, or of another protocol version.
         ManifestMismatchError: The tensors are not those of the engine.
     """
-    theirs = _convert(info, _Info, "prepare_refit_info()")
+    fields = info if isinstance(info, Mapping) else {}
+    spoken = fields.get("protocol", PROTOCOL)
+    if spoken != PROTOCOL:
+        release = fields.get("rl_core", "of another release")
+        raise RefitProtocolError(
+            f"the trainer (rl-core {release}) speaks refit protocol {spoken}, this engine "
+            f"(rl-core {_release()}) protocol {PROTOCOL}",
+            fix="install the same rl-core in both environments",
+            phase="DISCOVER",
+        )
+    try:
+        theirs = msgspec.convert(info, _Info)
+    except msgspec.ValidationError as error:
+        raise RefitProtocolError(
+            f"this is not what refit protocol {PROTOCOL} hands over: {error}",
+            fix="pass what the policy's prepare_refit_info() returned",
+            phase="DISCOVER",
+        ) from error
     manifest = WeightManifest.of(theirs.tensors, last.manifest if last else None)
     if manifest.digest != theirs.digest:
         raise RefitProtocolError(
@@ -109,37 +120,7 @@ def trainer_of(
     return Trainer(manifest, theirs.token, theirs.addresses, dtypes, wire)
 
 
-def frame_of(handles: object) -> bytes:
-    """The frame in what the sender's ``handles`` returned.
-
-    Raises:
-        RefitProtocolError: It is not such a dict, or of another protocol version.
-    """
-    return _convert(handles, _HandleInfo, "get_weights_ipc_handles(keys)").frame
-
-
 @cache
 def _release() -> str:
     """Of rl-core, here; metadata is read from disk."""
     return version("rl-core")
-
-
-def _convert(given: object, kind: type[T], origin: str) -> T:
-    fields = given if isinstance(given, Mapping) else {}
-    theirs = fields.get("protocol", PROTOCOL)
-    if theirs != PROTOCOL:
-        release = fields.get("rl_core", "of another release")
-        raise RefitProtocolError(
-            f"the trainer (rl-core {release}) speaks refit protocol {theirs}, this engine "
-            f"(rl-core {_release()}) protocol {PROTOCOL}",
-            fix="install the same rl-core in both environments",
-            phase="DISCOVER",
-        )
-    try:
-        return msgspec.convert(given, kind)
-    except msgspec.ValidationError as error:
-        raise RefitProtocolError(
-            f"this is not what refit protocol {PROTOCOL} hands over: {error}",
-            fix=f"pass what the policy's {origin} returned",
-            phase="DISCOVER",
-        ) from error

@@ -128,24 +128,5 @@ class Failed(_InSession, frozen=True):
     torn: bool
 
 
-class Handles(_Message, frozen=True):
-    """One group of tensors handed over by the older handle methods.
-
-    ``serial`` counts the sender's sets of handles, ``group`` the groups of this one in the order
-    in which they are handed over: nothing is taken twice, and nothing of a set that another one
-    has followed. The group is the bucket ``index`` of a plan of whole tensors with buckets of
-    ``bucket_bytes``; a model of empty tensors alone has one group, without a bucket.
-    """
-
-    serial: int
-    group: int
-    manifest: str
-    version: int
-    bucket_bytes: int
-    index: int
-    lane: dict[str, Any]
-    digests: bytes
-
-
 FromSender = Offer | Prepare | BucketReady | Seal | Commit | Abort
 FromReceiver = Ready | Prepared | Loaded | Sealed | Done | Failed

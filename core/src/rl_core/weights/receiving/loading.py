@@ -74,7 +74,6 @@ class ReceiverBuckets:
         plan: What lies where in the lane.
         data: The receiver's end of the lane, uint8.
         block_hash: The trainer's.
-        first: Index of the bucket that is loaded first.
 
     Raises:
         RefitProtocolError: Targets overlap; nothing was written.
@@ -88,7 +87,6 @@ class ReceiverBuckets:
         plan: TransferPlan,
         data: torch.Tensor,
         block_hash: BlockHash,
-        first: int = 0,
     ) -> None:
         self.sink = sink
         self.wire = wire
@@ -96,7 +94,6 @@ class ReceiverBuckets:
         self.plan = plan
         self.data = data
         self._hash = block_hash
-        self._first = first
         self.targets: Mapping[str, torch.Tensor] = sink.targets() or {}
         self._addresses = [target.data_ptr() for target in self.targets.values()]
         # What the trainer ties and the engine does not is written to each of its storages.
@@ -156,7 +153,7 @@ class ReceiverBuckets:
             make = self._verified_in_place if self._in_place else self._verified_beside
             if not verified:
                 make = self._unverified
-            careful = verified and index == self._first
+            careful = verified and index == 0
             self._steps[key] = [
                 self._verified_beside(group) if careful and number == 0 else make(group)
                 for number, group in enumerate(self._groups(index))
@@ -167,7 +164,7 @@ class ReceiverBuckets:
         """The pieces of a bucket that are verified together, in order."""
         block = self.plan.block_bytes
         group: list[_Piece] = []
-        alone = index == self._first  # the first block of all, so that little is copied twice
+        alone = index == 0  # the first block of all, so that little is copied twice
         for segment in self.plan.buckets[index].segments:
             pieces = segment.blocks(self._piece)
             if alone and not group:

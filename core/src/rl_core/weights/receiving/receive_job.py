@@ -266,7 +266,6 @@ class ReceiveJob(Job[ReceiverSession]):
         self._plan = plan
         if plan.digest != prepare.plan:
             raise RefitProtocolError("the two sides derive different plans", phase="PREPARE")
-        receiver.give_up_handles()
         try:
             self._lane = receiver.lane(self._end, plan, prepare.lane, torch.device(sink.device))
         except RefitError:
@@ -282,8 +281,18 @@ class ReceiveJob(Job[ReceiverSession]):
             sink = StagedSink(sink, names, receiver.version, receiver.second_copy, self._touch)
             # A second copy may be written at any time, and is not what the engine has.
             known, touch = dict(known), lambda: None
-        if offer.kv_scales:
-            _check_takes_scales(sink)
+        if offer.kv_scales and isinstance(sink, StagedSink):
+            raise CapabilityError(
+                "key/value scales cannot be taken back, so they do not travel with a staged refit",
+                fix='use isolation="quiesced"',
+                capability="staged",
+            )
+        if offer.kv_scales and type(sink).scale_kv is WeightSink.scale_kv:
+            raise CapabilityError(
+                f"{type(sink).__name__} takes no key/value scales",
+                fix="refit without kv_scales, or implement WeightSink.scale_kv",
+                capability="kv_scales",
+            )
         if offer.verify == "installed" and type(sink).read is WeightSink.read:
             sink.read(())  # says so now, and not when all was written
         sink.begin(offer.version)
@@ -347,22 +356,3 @@ class ReceiveJob(Job[ReceiverSession]):
             finally:
                 if self._locked:
                     self._lock.release()
-
-
-def _check_takes_scales(sink: WeightSink) -> None:
-    """Raises CapabilityError unless the scales of a key/value cache can be applied.
-
-    Nothing was touched yet.
-    """
-    if isinstance(sink, StagedSink):
-        raise CapabilityError(
-            "key/value scales cannot be taken back, so they do not travel with a staged refit",
-            fix='use isolation="quiesced"',
-            capability="staged",
-        )
-    if type(sink).scale_kv is WeightSink.scale_kv:
-        raise CapabilityError(
-            f"{type(sink).__name__} takes no key/value scales",
-            fix="refit without kv_scales, or implement WeightSink.scale_kv",
-            capability="kv_scales",
-        )

@@ -12,8 +12,7 @@ from rl_core.weights.data.manifest import compare
 from rl_core.weights.engine_lock import exclusively
 from rl_core.weights.job import keep_two
 from rl_core.weights.options import DEFAULT_DEADLINE_S, check_deadline
-from rl_core.weights.protocol.frames import read_handles
-from rl_core.weights.protocol.handshake import frame_of, trainer_of
+from rl_core.weights.protocol.handshake import trainer_of
 from rl_core.weights.receiving.receive_job import ReceiveJob
 from rl_core.weights.receiving.receiver_base import ReceiverBase
 
@@ -67,7 +66,7 @@ class RefitReceiver(ReceiverBase[ReceiveJob]):
         Now and then it looks whether the trainer whose memory is mapped has ended, and unmaps it.
 
         Raises:
-            WeightsTornError: A refit failed, or a refit by handles is not complete.
+            WeightsTornError: A refit failed.
         """
         with self.between_refits() as idle:
             if idle and (now := self.runtime.clock()) >= self._looked + _LOOK_S:
@@ -100,19 +99,13 @@ class RefitReceiver(ReceiverBase[ReceiveJob]):
         self._prepared = None
         self.buckets = {}
         self.second_copy = {}
-        with self.between_refits() as idle:
-            if idle:
-                self.give_up_handles()
 
     def release_resources(self) -> None:
         """Closes everything. Idempotent."""
         self.release_weights()
-        try:
-            self.give_up_handles()
-        finally:
-            self.remove_leftovers(self._trainer)
-            for transport in list(self.ends):
-                self.disconnect(transport)
+        self.remove_leftovers(self._trainer)
+        for transport in list(self.ends):
+            self.disconnect(transport)
 
     # -- refits -----------------------------------------------------------------------------------
 
@@ -186,8 +179,14 @@ class RefitReceiver(ReceiverBase[ReceiveJob]):
             LifecycleError: ``prepare`` was not called, or the sender does not offer the transport.
         """
         with self.asking:
-            trainer = self._trainers.get(refit_id, self._known_trainer())
+            self.check_open()
             check_deadline(deadline_s)
+            trainer = self._trainers.get(refit_id, self._trainer)
+            if trainer is None:
+                raise LifecycleError(
+                    f"{self.name}: no trainer is known",
+                    fix="call prepare_refit_info(policy.prepare_refit_info()) first",
+                )
             try:
                 trainer.address_of(transport, self.name)
             except LifecycleError as error:
@@ -215,45 +214,5 @@ class RefitReceiver(ReceiverBase[ReceiveJob]):
         """
         return any(job.future is refit and job.session.held_up for job in list(self.jobs))
 
-    # -- the older handle-based interface ---------------------------------------------------------
-
-    def load_handles(self, handles: dict[str, Any]) -> bool:
-        """Loads one group of tensors; the version moves with the call that completes the set.
-
-        In between the engine does not generate: it is torn.
-
-        Args:
-            handles: What the sender's ``handles`` returned.
-
-        Returns:
-            True.
-
-        Raises:
-            RefitProtocolError: They are malformed or not from the sender that ``prepare`` knows.
-            RefitCorrupted: The bytes are not those the sender packed.
-        """
-        trainer = self._known_trainer()
-        message = read_handles(frame_of(handles), trainer.token)
-        with (
-            exclusively(self.turn, DEFAULT_DEADLINE_S, f"{self.name}: the refit before this one"),
-            exclusively(self.lock, DEFAULT_DEADLINE_S, f"{self.name}: generation"),
-        ):
-            self.check_open()
-            try:
-                self.handles.take(message, trainer, self)
-            finally:
-                if not self.handles.under_way:
-                    self.give_up_handles()
-        return True
-
     def _last_waiting(self) -> ReceiveJob | None:
         return next((job for job in reversed(self.waiting()) if not job.cancelled), None)
-
-    def _known_trainer(self) -> Trainer:
-        self.check_open()
-        if self._trainer is None:
-            raise LifecycleError(
-                f"{self.name}: no trainer is known",
-                fix="call prepare_refit_info(policy.prepare_refit_info()) first",
-            )
-        return self._trainer

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from rl_core.errors import RefitAborted, RefitProtocolError
 from rl_core.weights.data.manifest import WeightManifest
 from rl_core.weights.data.plan import DataMode
-from rl_core.weights.handles import HandleReceiver
 from rl_core.weights.job import Endpoint, J
 from rl_core.weights.transports.base import CPU, NoLane
 
@@ -46,7 +45,6 @@ class ReceiverBase(Endpoint[J]):
             that happens cannot commit, and takes nothing of it back.
         known: Digests, by name, of the tensors that the engine is known to have.
         device: Where the engine's tensors were when it was prepared.
-        handles: Takes refits by handles.
         second_copy: Memory of staged refits, kept between them.
         ends: By transport, where its sender is and this side's end.
         buckets: Those of the last two kinds of refit.
@@ -70,7 +68,6 @@ class ReceiverBase(Endpoint[J]):
         self.outside_changes = 0
         self.known: dict[str, bytes] = {}
         self.device = CPU
-        self.handles = HandleReceiver()
         self.second_copy: dict[str, torch.Tensor] = {}
         self.ends: dict[str, tuple[Mapping[str, Any], ReceiverEnd]] = {}
         self.buckets: dict[object, ReceiverBuckets] = {}
@@ -171,28 +168,21 @@ class ReceiverBase(Endpoint[J]):
     def lane(
         self, end: ReceiverEnd, plan: TransferPlan, ref: Mapping[str, Any], device: torch.device
     ) -> Lane:
-        """This side of the lane that a plan is for.
+        """This side of the lane that a plan is for; attached once for as long as it stays the same.
 
         Raises:
             RefitProtocolError: It is not there, or too small.
         """
         if not plan.buckets:
             return NoLane()
-        lane = self.attach(end, plan.mode, ref, device)
+        key = (end, plan.mode)
+        if key in self._lanes and self._lanes[key].ref != ref:
+            self._close_lanes([key])
+        if key not in self._lanes:
+            self._lanes[key] = end.attach(ref, self.id, device)
+        lane = self._lanes[key]
         if lane.data.numel() < plan.lane_bytes:
             raise RefitProtocolError("the sender's memory is smaller than the plan needs")
-        return lane
-
-    def attach(
-        self, end: ReceiverEnd, mode: DataMode, ref: Mapping[str, Any], device: torch.device
-    ) -> Lane:
-        """This side of the sender's lane, attached once for as long as it stays the same."""
-        cached = self._lanes.get((end, mode))
-        if cached is not None and cached.ref == ref:
-            return cached
-        if cached is not None:
-            self._close_lanes([(end, mode)])
-        lane = self._lanes[end, mode] = end.attach(ref, self.id, device)
         return lane
 
     def unmap_trainer_memory(self) -> None:
@@ -207,13 +197,6 @@ class ReceiverBase(Endpoint[J]):
         """After a failure: closes lanes that it may have broken."""
         lanes = self._lanes.items()
         self._close_lanes([key for key, lane in lanes if not lane.reusable_after_failure])
-
-    def give_up_handles(self) -> None:
-        """Ends a set of handles that is not complete, and unmaps the trainer's memory for it."""
-        try:
-            self.handles.give_up()
-        finally:
-            self._close_lanes([key for key in self._lanes if key[1] is DataMode.HANDLES])
 
     def _close_lanes(self, keys: list[tuple[ReceiverEnd, DataMode]]) -> None:
         """Closes this side of lanes, and drops all views of them."""

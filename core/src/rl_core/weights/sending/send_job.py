@@ -188,8 +188,14 @@ class SendJob(Job[SenderSession]):
                 return self.session.planned(prepare, len(plan.buckets), plan.window)
             case Pack(index):
                 self.session.at = self._buckets.plan.buckets[index].name
-                self._report_progress(index)
                 assert self._packer is not None
+                now = self.endpoint.runtime.clock()
+                if now - self._reported_at > _PROGRESS_S:
+                    self._reported_at = now
+                    plan = self._buckets.plan
+                    count, nbytes = len(plan.buckets), plan.nbytes
+                    facts = {"buckets": count, "sent": index, "bytes": nbytes}
+                    hookspecs.emit("refit_progress", version=self.version, **facts)
                 return self.session.packed(index, self._packer.put(index))
             case Confirm():
                 self.session.at = ""
@@ -404,15 +410,3 @@ class SendJob(Job[SenderSession]):
             isolation=self.options.isolation,
             fallback=self._fallback,
         )
-
-    def _report_progress(self, index: int) -> None:
-        now = self.endpoint.runtime.clock()
-        if now - self._reported_at > _PROGRESS_S:
-            self._reported_at = now
-            hookspecs.emit(
-                "refit_progress",
-                version=self.version,
-                buckets=len(self._buckets.plan.buckets),
-                sent=index,
-                bytes=self._buckets.plan.nbytes,
-            )

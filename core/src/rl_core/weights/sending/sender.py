@@ -5,16 +5,14 @@ from __future__ import annotations
 import concurrent.futures
 import secrets
 import socket
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Any
 
 from rl_core.errors import LifecycleError, RefitError
 from rl_core.ports import free_port
 from rl_core.weights.engine_lock import exclusively
-from rl_core.weights.handles import HandleSender
-from rl_core.weights.options import DEFAULT_BUCKET_BYTES, DEFAULT_DEADLINE_S, SendOptions
+from rl_core.weights.options import DEFAULT_DEADLINE_S, SendOptions
 from rl_core.weights.protocol.handshake import introduction
-from rl_core.weights.protocol.messages import PROTOCOL
 from rl_core.weights.protocol.session import Phase
 from rl_core.weights.sending.send_job import SendJob
 from rl_core.weights.sending.sender_base import SenderBase
@@ -45,7 +43,7 @@ class RefitSender(SenderBase[SendJob]):
         runtime: What its refits take from outside, such as their clock.
 
     Attributes:
-        calls: How often a refit was asked for that is no set of handles.
+        calls: How often a refit was asked for.
     """
 
     def __init__(
@@ -54,8 +52,6 @@ class RefitSender(SenderBase[SendJob]):
         super().__init__(name, runtime)
         self.calls = 0
         self._source = source
-        self._handle_sender: HandleSender | None = None
-        self._handle_serial = 0
         self._described: tuple[str, WeightSource] | None = None
 
     # -- refits -----------------------------------------------------------------------------------
@@ -79,6 +75,12 @@ class RefitSender(SenderBase[SendJob]):
                 **_meeting_point(),
                 "addresses": {name: dict(end.address) for name, end in self.ends.items()},
             }
+
+    def names(self) -> list[str]:
+        """The names of all tensors."""
+        self.check_open()
+        with closing(self._source()) as source:
+            return [spec.name for spec in source.specs()]
 
     def open(
         self, transport: str, deadline_s: float, **options: Any
@@ -123,18 +125,25 @@ class RefitSender(SenderBase[SendJob]):
                 failed: concurrent.futures.Future[dict[str, Any]] = concurrent.futures.Future()
                 failed.set_exception(error)
                 return failed
-            version = self._next_version(chosen)
+            if chosen.join and self.committed is None:
+                raise LifecycleError(
+                    f"{self.name}: nothing was committed that a late engine could be brought to",
+                    fix='refit all engines with verify="wire" first',
+                )
+            begun = [job for job in self.jobs if job not in self.waiting()]
+            # One that is committed counts at once, whatever its thread still has to do.
+            going = [j.version for j in begun if j.session.phase not in (Phase.ABORTED, Phase.TORN)]
+            following = max([self.version, *going[-1:]]) + 1
+            version = self.version if chosen.join else chosen.version or following
             for job in self.waiting():
                 job.supersede("a newer refit was asked for")
-            described, self._described = self._described, None
-            if described is not None and described[0] == chosen.refit_id:
-                source = described[1]
+            if self._described is not None and self._described[0] == chosen.refit_id:
+                (_, source), self._described = self._described, None
             else:
-                if described is not None:
-                    described[1].close()
+                self._drop_described()
                 source = self._source()
             try:
-                call_id = rank_call_id or chosen.refit_id or f"call {self.calls}"
+                call_id = rank_call_id or f"call {self.calls}"
                 job = SendJob(self, end, source, chosen, version, call_id)
             except BaseException:
                 source.close()
@@ -145,84 +154,6 @@ class RefitSender(SenderBase[SendJob]):
         described, self._described = self._described, None
         if described is not None:
             described[1].close()
-
-    def _next_version(self, options: SendOptions) -> int:
-        if options.join:
-            if self.committed is None:
-                raise LifecycleError(
-                    f"{self.name}: nothing was committed that a late engine could be brought to",
-                    fix='refit all engines with verify="wire" first',
-                )
-            return self.version
-        if options.version is not None:
-            return options.version
-        begun = [job for job in self.jobs if job not in self.waiting()]
-        # One that is committed counts at once, whatever its thread still has to do.
-        going = [j.version for j in begun if j.session.phase not in (Phase.ABORTED, Phase.TORN)]
-        return max([self.version, *going[-1:]]) + 1
-
-    # -- the older handle-based interface ---------------------------------------------------------
-
-    def groups(
-        self, bucket_bytes: int = DEFAULT_BUCKET_BYTES, *, rank_call_id: str = ""
-    ) -> list[list[str]]:
-        """Begins a refit by handles: names in groups that fit a bucket (or of one larger tensor).
-
-        Aliases and empty tensors are not listed: nothing is sent for them.
-
-        Args:
-            bucket_bytes: Of a group, at most.
-            rank_call_id: What every rank of the trainer calls it.
-        """
-        self.check_open()
-        if self._handle_sender is not None:
-            self._handle_sender.close()
-            self._handle_sender = None
-        self._drop_described()
-        source = self._source()
-        try:
-            handed = HandleSender(
-                self.end(_LOCAL),
-                source,
-                self.manifest_of(source),
-                self._next_version(SendOptions()),
-                serial=self._handle_serial + 1,
-                bucket_bytes=bucket_bytes,
-                name=self.name,
-                rank_call_id=rank_call_id or f"set {self._handle_serial + 1}",
-                token=self.token,
-            )
-        except BaseException:
-            source.close()
-            raise
-        self._handle_serial, self._handle_sender = self._handle_serial + 1, handed
-        return handed.groups
-
-    def handles(self, keys: list[str]) -> dict[str, Any]:
-        """Hands one group over; valid until the next call.
-
-        Args:
-            keys: One of :meth:`groups`.
-
-        Returns:
-            A dict for the engine's ``load_handles``, free of pickle.
-
-        Raises:
-            LifecycleError: :meth:`groups` was not called, or the weights changed since.
-            ConfigError: A key is not a tensor of the model.
-        """
-        self.check_open()
-        if self._handle_sender is None:
-            raise LifecycleError(
-                f"{self.name}: handles were asked for before groups",
-                fix="call prepare_weights_for_ipc first",
-            )
-        with exclusively(self.turn, DEFAULT_DEADLINE_S, f"{self.name}: a running refit"):
-            frame = self._handle_sender.hand_over(keys)
-            if not self._handle_sender.left:
-                self.version = max(self.version, self._handle_sender.version)
-                self.committed = None
-        return {"protocol": PROTOCOL, "frame": frame}
 
     # -- what is kept -----------------------------------------------------------------------------
 
@@ -240,9 +171,6 @@ class RefitSender(SenderBase[SendJob]):
 
     def release_resources(self) -> None:  # noqa: D102
         self._drop_described()
-        if self._handle_sender is not None:
-            self._handle_sender.close()
-            self._handle_sender = None
         self.moved = MovedTensors()
         self._close_lanes(list(self._lanes))
         for end in self.ends.values():

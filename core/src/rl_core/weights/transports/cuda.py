@@ -125,7 +125,16 @@ class CudaRegion(Lane):
         owner = _OWNED.get((wanted.pid, wanted.key))
         if owner is not None:  # CUDA does not map memory into the process that made it
             return cls(owner.data, wanted)
-        index = _index_of(wanted.uuid)
+        seen = [_uuid(index) for index in range(torch.cuda.device_count())]
+        if wanted.uuid not in seen:
+            raise RefitProtocolError(
+                f"the sender's buffer is on {wanted.uuid}, which this process does not see; it "
+                f"sees {', '.join(seen) or 'no GPU'}",
+                fix=f"add {wanted.uuid} to the receiver's CUDA_VISIBLE_DEVICES, or use the "
+                "collective transport",
+                uuid=wanted.uuid,
+            )
+        index = seen.index(wanted.uuid)
         try:
             storage = _STORAGE._new_shared_cuda(
                 index, wanted.handle, wanted.nbytes, wanted.offset, _UNCOUNTED, 0, b"", False
@@ -188,23 +197,6 @@ def _export(data: torch.Tensor) -> tuple[bytes, int]:
     _, handle, _, offset, counter, slot, _, _ = shared
     _STORAGE._release_ipc_counter_cuda(counter, slot)
     return handle, offset
-
-
-def _index_of(uuid: str) -> int:
-    """This process's index of a GPU.
-
-    Raises:
-        RefitProtocolError: It does not see that GPU.
-    """
-    seen = [_uuid(index) for index in range(torch.cuda.device_count())]
-    if uuid in seen:
-        return seen.index(uuid)
-    raise RefitProtocolError(
-        f"the sender's buffer is on {uuid}, which this process does not see; it sees "
-        f"{', '.join(seen) or 'no GPU'}",
-        fix=f"add {uuid} to the receiver's CUDA_VISIBLE_DEVICES, or use the collective transport",
-        uuid=uuid,
-    )
 
 
 def visible_gpus(device: torch.device) -> tuple[str, ...]:

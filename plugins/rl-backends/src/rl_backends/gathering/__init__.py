@@ -5,7 +5,7 @@ stops. Nothing of this goes through the trainer's own collectives, so that a ran
 is stopped, or is gone, is named while the refit still has time to say so.
 """
 
-from rl_backends.gathering.processes import RankProcess, gather, other_weights
+from rl_backends.gathering.processes import RankProcess, gather, join_ranks, other_weights
 from rl_backends.gathering.source import GatheredSource, RefitRanks
 
-__all__ = ["GatheredSource", "RankProcess", "RefitRanks", "gather", "other_weights"]
+__all__ = ["GatheredSource", "RankProcess", "RefitRanks", "gather", "join_ranks", "other_weights"]

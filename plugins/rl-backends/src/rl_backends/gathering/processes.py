@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import json
 import os
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
 
-from rl_core.errors import ConfigError, LifecycleError, RefitPeerError
-from rl_core.weights.protocol.timing import DYING_S
+from rl_core.errors import ConfigError, LifecycleError, RefitPeerError, RLError
+from rl_core.futures import as_concurrent, spawn
+from rl_core.weights.protocol.session import Phase, is_echo
+from rl_core.weights.protocol.timing import DRIVER_GRACE_S, DYING_S
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rl_core.interfaces import Future
 
 
 class RankProcess(msgspec.Struct, frozen=True):
@@ -133,3 +141,54 @@ def _host() -> str:
     with suppress(OSError):
         parts.append(os.readlink("/proc/self/ns/pid"))
     return " ".join(parts) or os.uname().nodename
+
+
+def join_ranks(calls: Sequence[Future]) -> concurrent.futures.Future[Any]:
+    """One future of a policy for those of all its ranks.
+
+    Args:
+        calls: What each rank's ``send_weights`` returned, in their order.
+
+    Returns:
+        A future of rank 0's result, once all ranks have ended. Of several errors it has one that
+        names the rank that is the cause, and none that repeats another where there is a choice.
+        It has a RefitPeerError that names a rank which does not end after rank 0 has.
+    """
+    ranks = [as_concurrent(call) for call in calls]
+    if len(ranks) == 1:
+        return ranks[0]
+
+    def failures() -> list[BaseException]:
+        ended = [rank.exception() for rank in ranks if rank.done()]
+        return [error for error in ended if error is not None]
+
+    def told(error: BaseException) -> tuple[bool, bool]:
+        if not isinstance(error, RLError):
+            return False, True
+        return is_echo(error), "rank" not in error.details
+
+    def join() -> Any:
+        while not ranks[0].done() and not failures():
+            pending = [rank for rank in ranks if not rank.done()]
+            concurrent.futures.wait(pending, None, concurrent.futures.FIRST_COMPLETED)
+        end = time.monotonic() + DRIVER_GRACE_S
+        while (left := end - time.monotonic()) > 0 and not all(rank.done() for rank in ranks):
+            if any(told(error) == (False, False) for error in failures()):
+                break
+            pending = [rank for rank in ranks if not rank.done()]
+            concurrent.futures.wait(pending, left, concurrent.futures.FIRST_COMPLETED)
+        if errors := failures():
+            raise min(errors, key=told)
+        for number, rank in enumerate(ranks):
+            if not rank.done():
+                raise RefitPeerError(
+                    f"rank {number} does not answer: it did not end its part of a refit that is "
+                    "committed on all engines",
+                    fix="look at that worker; the engines serve the new weights",
+                    peer=f"rank {number}",
+                    rank=number,
+                    phase=Phase.COMMITTED,
+                )
+        return ranks[0].result()
+
+    return spawn("refit-ranks", join)

@@ -31,20 +31,21 @@ from rl_core.interfaces import GenerationInterface
 from rl_core.plugins.discovery import load_object
 from rl_core.weights import DEFAULT_DEADLINE_S, RefitReceiver
 from rl_core.weights.engine_lock import TurnLock, exclusively
+from rl_core.weights.spellings import TakesWeights
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Mapping
 
-    from rl_backends.generation.receiver import Receiver
     from rl_backends.generation.rows import RowEngine
     from rl_core.batch import BatchedDataDict
     from rl_core.batch.provenance import Provenance
-    from rl_core.interfaces import Future, GenerationOutputSpec, WeightSink, WorkerContext
+    from rl_core.interfaces import GenerationOutputSpec, WeightSink, WorkerContext
+    from rl_core.weights.spellings import Receiver
 
 __all__ = ["GenerationBackend"]
 
 
-class GenerationBackend(GenerationInterface):
+class GenerationBackend(TakesWeights, GenerationInterface):
     """Turns an engine into a :class:`GenerationInterface`.
 
     A subclass loads its engine, calls ``super().__init__`` and implements :meth:`complete` (or
@@ -57,8 +58,6 @@ class GenerationBackend(GenerationInterface):
         facts: Limits of the loaded model.
     """
 
-    #: Engines behind this object that take a refit each; a proxy over replicas has more.
-    receiver_count = 1
     #: The weights are somebody's who trains them, so that no refit brings them.
     weights_are_external = False
     #: Tags of the memory that is taken before the first ``prepare_for_generation``.
@@ -352,54 +351,6 @@ class GenerationBackend(GenerationInterface):
                 f"{type(self).__name__}.{method} was called after shutdown",
                 fix="build a new backend",
             )
-
-    # -- refit ----------------------------------------------------------------------------------
-
-    @property
-    def weights_version(self) -> int:
-        """See :attr:`GenerationInterface.weights_version`."""
-        return self._receiver.version
-
-    @property
-    def weights_origin(self) -> int:
-        """See :attr:`GenerationInterface.weights_origin`."""
-        return self._receiver.origin
-
-    def prepare_refit_info(self, state_dict_info: dict[str, Any]) -> None:
-        """See :meth:`GenerationInterface.prepare_refit_info`."""
-        self._check_open("prepare_refit_info")
-        self._receiver.prepare(state_dict_info)
-
-    def update_weights_via_ipc_zmq(self, *args: Any, **kwargs: Any) -> list[Future]:
-        """See :meth:`GenerationInterface.update_weights_via_ipc_zmq`."""
-        self._check_open("update_weights_via_ipc_zmq")
-        return [self._receiver.receive(*args, **kwargs)]
-
-    def cancel_refit(self, refit_id: str) -> None:
-        """See :meth:`GenerationInterface.cancel_refit`."""
-        self._receiver.cancel(refit_id)
-
-    def update_weights(self, ipc_handles: dict[str, Any]) -> bool:
-        """See :meth:`GenerationInterface.update_weights`."""
-        self._check_open("update_weights")
-        return self._receiver.load_handles(ipc_handles)
-
-    def init_collective(
-        self, ip: str, port: int, world_size: int, *, train_world_size: int = 1
-    ) -> list[Future]:
-        """See :meth:`GenerationInterface.init_collective`."""
-        self._check_open("init_collective")
-        del world_size, train_world_size  # the trainer counts
-        return [self._receiver.open("collective", DEFAULT_DEADLINE_S, {"ip": ip, "port": port})]
-
-    def update_weights_from_collective(
-        self, info: dict[str, Any] | None = None, **options: Any
-    ) -> list[Future]:
-        """See :meth:`GenerationInterface.update_weights_from_collective`."""
-        self._check_open("update_weights_from_collective")
-        if info is not None:
-            self._receiver.prepare(info)
-        return [self._receiver.receive(transport="collective", **options)]
 
     def invalidate_kv_cache(self) -> bool:
         """Nothing outlives a call unless a backend says otherwise."""

@@ -48,16 +48,15 @@ class StopStrings:
         # A token that comes changes nothing before the middle, and no match is longer than what
         # is between there and the start. A run of bytes is decoded as one: all or none of it are
         # characters, so a window neither starts in it nor has its middle there.
-        if len(text) - self._before >= self._enough and not self._is_byte(token):
+        if len(text) - self._before >= self._enough and not _BYTE.fullmatch(
+            str(self._tokenizer.convert_ids_to_tokens(token))
+        ):
             self._start, self._middle = self._middle, len(self._tokens)
             self._before = len(text) - self._before
         return False
 
     def _match(self, text: str) -> bool:
         return any(string in text for string in self._strings)
-
-    def _is_byte(self, token: int) -> bool:
-        return _BYTE.fullmatch(str(self._tokenizer.convert_ids_to_tokens(token))) is not None
 
     def _decode(self, start: int) -> str:
         text = self._tokenizer.decode(

@@ -107,22 +107,9 @@ class RankGroup:
         self._tensors: Any = None
         self._processes: list[RankProcess] = []
         self._lost_a_peer = False
-        if worker is not None and self.size > 1:
-            self._connect(worker, device or torch.device("cpu"))
-
-    @classmethod
-    def of(cls, group: dist.ProcessGroup) -> Self:
-        """The workers of a group of torch's that exchanges CPU tensors and stays its owner's.
-
-        Called on all of them.
-        """
-        made = cls()
-        made.rank, made.size = group.rank(), group.size()
-        made._messages = made._tensors = group
-        made._introduce()
-        return made
-
-    def _connect(self, worker: WorkerContext, device: torch.device) -> None:
+        if worker is None or self.size == 1:
+            return
+        device = device or torch.device("cpu")
         with meet(worker, self._timeout.total_seconds()) as store:
             self._messages = dist.ProcessGroupGloo(
                 c10d.PrefixStore("messages", store), self.rank, self.size, self._timeout
@@ -136,6 +123,18 @@ class RankGroup:
                 )
         self._introduce()
         self.check_gpus(device)
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup) -> Self:
+        """The workers of a group of torch's that exchanges CPU tensors and stays its owner's.
+
+        Called on all of them.
+        """
+        made = cls()
+        made.rank, made.size = group.rank(), group.size()
+        made._messages = made._tensors = group
+        made._introduce()
+        return made
 
     def check_gpus(self, device: torch.device) -> None:
         """Makes sure that no two workers compute on one GPU, which NCCL refuses; called on all.

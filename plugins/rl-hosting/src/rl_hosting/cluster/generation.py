@@ -27,11 +27,12 @@ from rl_core.batch.provenance import moment
 from rl_core.errors import DeadlineError, WeightsTornError
 from rl_core.futures import as_concurrent
 from rl_core.interfaces import GenerationInterface
+from rl_core.weights.spellings import TakesWeights
 from rl_hosting.cluster.remote import RemoteBackend, through
 from rl_hosting.cluster.sharding import Loads, collect
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping
+    from collections.abc import AsyncIterator
 
     from rl_backends.generation.prompts import ModelFacts
     from rl_core.batch.provenance import Provenance
@@ -45,7 +46,7 @@ _SETTLE_S, _PAUSE_S = 10.0, 0.02
 _TRIES = 10
 
 
-class RemoteGeneration(RemoteBackend, GenerationInterface):
+class RemoteGeneration(RemoteBackend, TakesWeights, GenerationInterface):
     """Replicas of one engine; behaves as the embedded backend does.
 
     Every row is sampled from a stream of its own that is fixed before the rows are dealt out, so
@@ -146,7 +147,19 @@ class RemoteGeneration(RemoteBackend, GenerationInterface):
         left = {rank: int(call.sizes[rows].sum()) for rank, rows in shards.items()}
         try:
             while pending:
-                for task in await self._first(pending):
+                done, _ = await asyncio.wait(
+                    pending,
+                    timeout=self._group.call_deadline_s,
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
+                if not done:
+                    raise DeadlineError(
+                        f"{self._group.name}: no row finished within "
+                        f"{self._group.call_deadline_s:g} s",
+                        fix="raise call_deadline_s, or look at the workers' logs",
+                        seconds=self._group.call_deadline_s,
+                    )
+                for task in done:
                     rank = pending.pop(task)
                     if (reference := task.result()) is None:
                         continue
@@ -169,17 +182,6 @@ class RemoteGeneration(RemoteBackend, GenerationInterface):
             for task, rank in pending.items():
                 task.cancel()
                 self._group.abandon(rank, stream_id)
-
-    async def _first(self, pending: Mapping[asyncio.Task[Any], int]) -> set[asyncio.Task[Any]]:
-        deadline = self._group.call_deadline_s
-        done, _ = await asyncio.wait(pending, timeout=deadline, return_when=asyncio.FIRST_COMPLETED)
-        if not done:
-            raise DeadlineError(
-                f"{self._group.name}: no row finished within {deadline:g} s",
-                fix="raise call_deadline_s, or look at the workers' logs",
-                seconds=deadline,
-            )
-        return done
 
     def _accept(self, data: BatchedDataDict[Any], greedy: bool, method: str) -> _Call:
         """Checks the batch, and fixes what its rows draw from."""
@@ -240,14 +242,11 @@ class RemoteGeneration(RemoteBackend, GenerationInterface):
         return any(self._group.attributes("requires_kv_scale_sync"))
 
     prepare_refit_info = through(RemoteBackend._on_all, GenerationInterface.prepare_refit_info)
-    update_weights_via_ipc_zmq = through(
-        RemoteBackend._refit, GenerationInterface.update_weights_via_ipc_zmq
-    )
+    receive_weights = through(RemoteBackend._refit, GenerationInterface.receive_weights)
     init_collective = through(RemoteBackend._collective, GenerationInterface.init_collective)
     update_weights_from_collective = through(
         RemoteBackend._collective, GenerationInterface.update_weights_from_collective
     )
-    update_weights = through(_agreed, GenerationInterface.update_weights)
     invalidate_kv_cache = through(_agreed, GenerationInterface.invalidate_kv_cache)
 
 

@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rl_backends.gathering import join_ranks
 from rl_backends.inputs import as_batch
 from rl_backends.policy.loop import checkpoint_path, scalars, timed
 from rl_backends.policy.loop_checks import Admission
 from rl_core.interfaces import ColocatablePolicyInterface as Colocatable
 from rl_core.interfaces import PolicyInterface
+from rl_core.weights.spellings import SendsWeights
 from rl_hosting.cluster.remote import RemoteBackend, through
 from rl_hosting.cluster.sharding import RowRanks, collect, padded_shards, training_shards
 
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["RemotePolicy"]
 
 
-class RemotePolicy(RemoteBackend, Colocatable):
+class RemotePolicy(RemoteBackend, SendsWeights, Colocatable):
     """Workers of one trainer; behaves as the embedded backend does.
 
     What each worker is given is said in :class:`~rl_core.interfaces.WorkerContext`. Every method
@@ -167,6 +169,10 @@ class RemotePolicy(RemoteBackend, Colocatable):
             "init_collective", ip, port, world_size, train_world_size=train_world_size
         )
 
+    def send_weights(self, **options: Any) -> list[Future]:
+        """One future for all workers; see the interface."""
+        return [join_ranks(self._group.submit_refit("send_weights", **options))]
+
     offload_before_refit = through(RemoteBackend._on_all, Colocatable.offload_before_refit)
     offload_after_refit = through(RemoteBackend._on_all, Colocatable.offload_after_refit)
     prepare_refit_info = through(RemoteBackend._on_all, Colocatable.prepare_refit_info)
@@ -177,4 +183,3 @@ class RemotePolicy(RemoteBackend, Colocatable):
         RemoteBackend._collective, Colocatable.broadcast_weights_for_collective
     )
     prepare_weights_for_ipc = through(RemoteBackend._on_all, Colocatable.prepare_weights_for_ipc)
-    get_weights_ipc_handles = through(RemoteBackend._on_all, Colocatable.get_weights_ipc_handles)

@@ -31,6 +31,7 @@ from rl_conformance.refits import (
 from rl_conformance.registry import check
 from rl_conformance.served import greedy, made_by, same_output
 from rl_conformance.training import NegativeLogLikelihood, training_batch
+from rl_conformance.ways import ticket_for
 from rl_conformance.weights import (
     checkpoint_weights,
     digests,
@@ -220,14 +221,12 @@ def _equal_there(policy: Any, generation: RemoteGeneration) -> None:
 
 
 @check("R5")
-def the_older_handles_are_exact(ctx: Context) -> None:
-    """Group by group through prepare, handles and update_weights; the last one commits."""
+def the_older_methods_are_exact(ctx: Context) -> None:
+    """One group, one ticket, one update_weights, which commits."""
     policy, generation = unequal_pair(ctx)
-    generation.prepare_refit_info(policy.prepare_refit_info() or {})
-    groups = policy.prepare_weights_for_ipc()
-    for group in groups:
-        require(generation.weights_version == 0, "the version moved before the last group")
-        require(generation.update_weights(policy.get_weights_ipc_handles(group)) is True, "no True")
+    ticket = ticket_for(policy, generation)
+    require(generation.weights_version == 0, "the version moved before the ticket was taken")
+    require(generation.update_weights(ticket) is True, "no True")
     require(generation.weights_version == 1, f"the version is {generation.weights_version}")
     equal(policy, generation)
     agree(ctx, policy, generation)

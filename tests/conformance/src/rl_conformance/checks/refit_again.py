@@ -20,7 +20,7 @@ from rl_conformance.ways import (
 if TYPE_CHECKING:
     from rl_conformance.context import Context
 
-_WAYS = ("direct", "packed", "delta", "staged", "handles", "asleep")
+_WAYS = ("direct", "packed", "delta", "staged", "ticket", "asleep")
 
 
 def _trainer(ctx: Context, side: str) -> Any:
@@ -56,13 +56,13 @@ def _in_sequence(ctx: Context, side: str, *names: str) -> None:
 
 @check("R6", needs=("generation",), timeout_s=300.0)
 def an_engine_takes_every_way_after_every_other(ctx: Context) -> None:
-    """Direct, packed, delta, staged, by handles, asleep: any after any, each exact."""
+    """Direct, packed, delta, staged, by ticket, asleep: any after any, each exact."""
     _in_sequence(ctx, "engine", *_WAYS)
 
 
 @check("R6", needs=("policy",), timeout_s=300.0)
 def a_trainer_goes_every_way_after_every_other(ctx: Context) -> None:
-    """Direct, packed, delta, staged, by handles: any after any, each exact."""
+    """Direct, packed, delta, staged, by ticket: any after any, each exact."""
     _in_sequence(ctx, "trainer", *_WAYS[:-1])
 
 

@@ -9,7 +9,7 @@ from rl_conformance.expect import require
 from rl_conformance.refits import run_refit
 from rl_conformance.registry import check
 from rl_conformance.training import NegativeLogLikelihood, training_batch
-from rl_conformance.ways import by_handles, engine_for, exact, settable_trainer, shuffle
+from rl_conformance.ways import by_ticket, engine_for, exact, settable_trainer, shuffle
 from rl_core.errors import LoopWarning
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def _in_turn(
     for step, (trainer, engine, options) in enumerate(_TURNS):
         change(trainers[trainer], step)
         if options is None:
-            by_handles(trainers[trainer], engines[engine])
+            by_ticket(trainers[trainer], engines[engine])
         else:
             with warnings.catch_warnings():  # that it was the other trainer's before
                 warnings.simplefilter("ignore", LoopWarning)

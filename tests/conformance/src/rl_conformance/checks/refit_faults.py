@@ -89,8 +89,8 @@ def a_killed_engine_is_reported(ctx: Context, method: str, count: int) -> None:
 def _failure_of(policy: Any, generation: RemoteGeneration) -> BaseException:
     """What the trainer's own future ends with; the killed engine's cannot say anything."""
     generation.prepare_refit_info(policy.prepare_refit_info())
-    (sending,) = policy.stream_weights_via_ipc_zmq(deadline_s=DEADLINE_S)
-    (receiving,) = generation.update_weights_via_ipc_zmq(deadline_s=DEADLINE_S)
+    (sending,) = policy.send_weights(deadline_s=DEADLINE_S)
+    (receiving,) = generation.receive_weights(deadline_s=DEADLINE_S)
     error = sending.exception(DEADLINE_S + 10)
     receiving.exception(DEADLINE_S)
     if error is None:
@@ -117,8 +117,8 @@ def a_killed_trainer_is_survived(ctx: Context, method: str, count: int) -> None:
     with RemotePolicy(ctx, model_name=str(ctx.model("qwen2", seed=1))) as killed:
         killed.die_at(method, count)
         generation.prepare_refit_info(killed.prepare_refit_info())
-        killed.stream_weights_via_ipc_zmq(bucket_bytes=4096, deadline_s=DEADLINE_S)
-        (receiving,) = generation.update_weights_via_ipc_zmq(deadline_s=DEADLINE_S)
+        killed.send_weights(bucket_bytes=4096, deadline_s=DEADLINE_S)
+        (receiving,) = generation.receive_weights(deadline_s=DEADLINE_S)
         error = receiving.exception(DEADLINE_S + 10)
         require(isinstance(error, RefitError), f"not a RefitError but {error!r}")
     try:

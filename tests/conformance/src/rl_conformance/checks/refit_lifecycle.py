@@ -27,7 +27,7 @@ from rl_conformance.refits import (
 from rl_conformance.registry import check
 from rl_conformance.served import greedy, made_by, same_output
 from rl_conformance.training import NegativeLogLikelihood, training_batch
-from rl_conformance.ways import by_handles, exact, settable_trainer, shuffle, ways_of
+from rl_conformance.ways import by_ticket, exact, settable_trainer, shuffle, ticket_for, ways_of
 from rl_conformance.weights import engine_weights, same_weights
 from rl_core.errors import LifecycleError, RLError, WeightsTornError
 
@@ -98,7 +98,7 @@ def whole_weights_alone_end_a_torn_state(ctx: Context) -> None:
     """Neither sleep nor preparing again mends torn weights; a refit by any way does."""
     policy, engine = settable_trainer(ctx), ctx.refit_generation()
     run_refit(policy, engine)
-    ways = ways_of(ctx, policy, "engine", "direct", "packed", "delta", "staged", "handles")
+    ways = ways_of(ctx, policy, "engine", "direct", "packed", "delta", "staged", "ticket")
     for number, (name, way) in enumerate([*ways.items(), *ways.items()], 2):
         before = engine.weights_version
         committed = {key: value.clone() for key, value in policy.model.state_dict().items()}
@@ -124,40 +124,27 @@ def whole_weights_alone_end_a_torn_state(ctx: Context) -> None:
 
 
 @check("R5", needs=("generation",))
-def a_broken_off_set_of_handles_stays_so(ctx: Context) -> None:
-    """Torn until it is complete; once something else began, the rest of it is refused."""
+def a_ticket_is_for_one_refit(ctx: Context) -> None:
+    """One that another refit has followed, or that was taken, brings nothing any more."""
     policy, engine = settable_trainer(ctx), ctx.refit_generation()
     run_refit(policy, engine)
     before = engine.weights_version
+    exact(ctx, policy, engine, "a refit before tickets", before)
+    old = ticket_for(policy, engine, deadline_s=1.0)
     shuffle(policy, 2)
-    engine.prepare_refit_info(policy.prepare_refit_info())
-    groups = policy.prepare_weights_for_ipc(_GROUP_BYTES)
-    require(len(groups) > 2, f"{len(groups)} groups; the set cannot be broken off")
-    first = policy.get_weights_ipc_handles(groups[0])
-    engine.update_weights(first)
-    with raises(WeightsTornError):
-        engine.generate(ctx.prompts(5), greedy=True)
-    with raises(RLError):
-        engine.update_weights(first)
+    by_ticket(policy, engine)
     shuffle(policy, 3)
-    run_refit(policy, engine)
-    exact(ctx, policy, engine, "a refit amid a set of handles", before + 1)
+    taken = ticket_for(policy, engine, deadline_s=DEADLINE_S)
+    engine.update_weights(taken)
     weights = engine_weights(engine)
-    for group in groups[1:]:
+    for ticket in (old, taken | {"deadline_s": 1.0}):
         with raises(RLError):
-            engine.update_weights(policy.get_weights_ipc_handles(group))
-    require(engine.weights_version == before + 1, f"the version is {engine.weights_version}")
-    same_weights(engine_weights(engine), weights, "after handles of a set that is over")
-    for version in (before + 2, before + 3):
-        shuffle(policy, version)
-        by_handles(policy, engine)
-        exact(ctx, policy, engine, "a whole set of handles", version)
+            engine.update_weights(ticket)
+    require(engine.weights_version == before + 2, f"the version is {engine.weights_version}")
+    same_weights(engine_weights(engine), weights, "after tickets that were used up")
+    exact(ctx, policy, engine, "a refit by a ticket", before + 2)
     run_refit(policy, engine, delta=True)
-    exact(ctx, policy, engine, "a refit after sets of handles", before + 4)
-
-
-#: Of a group of handles: less than the embeddings have.
-_GROUP_BYTES = 1 << 16
+    exact(ctx, policy, engine, "a refit after tickets", before + 3)
 
 
 @check("G15", needs=("generation",), capability="async_generation")

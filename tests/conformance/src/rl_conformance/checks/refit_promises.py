@@ -20,7 +20,7 @@ from rl_conformance.faults import at_the_first_bucket
 from rl_conformance.refits import DEADLINE_S, attempt, equal, run_refit, whole_tensors
 from rl_conformance.registry import CORE, check
 from rl_conformance.training import NegativeLogLikelihood, training_batch
-from rl_conformance.ways import by_handles, engine_for, exact, settable_trainer, shuffle
+from rl_conformance.ways import by_ticket, engine_for, exact, settable_trainer, shuffle, ticket_for
 from rl_conformance.weights import same_weights
 from rl_core.errors import RLError, WeightsTornError
 from rl_core.futures import wait
@@ -75,23 +75,19 @@ def a_refit_gets_its_turn(ctx: Context) -> None:
 
 
 @check("R5", needs=("policy",))
-def handles_never_mix_two_states(ctx: Context) -> None:
-    """A training step between two groups of handles ends the set: no engine commits a mixture."""
+def tickets_never_mix_two_states(ctx: Context) -> None:
+    """A training step between a ticket and its refit ends that: no engine commits a mixture."""
     policy = ctx.fresh_policy(model_name=str(ctx.model("qwen2", seed=1)))
     engine = engine_for(ctx, "trainer")
     run_refit(policy, engine)
     for _ in range(2):
-        engine.prepare_refit_info(policy.prepare_refit_info() or {})
-        groups = policy.prepare_weights_for_ipc(1 << 16)
-        require(len(groups) > 2, f"{len(groups)} groups; nothing can come between")
-        engine.update_weights(policy.get_weights_ipc_handles(groups[0]))
+        ticket = ticket_for(policy, engine, mode="packed")
         policy.prepare_for_training()
         policy.train(training_batch((9, 14, 6)), NegativeLogLikelihood())
         with raises(RLError):
-            for group in groups[1:]:
-                engine.update_weights(policy.get_weights_ipc_handles(group))
+            engine.update_weights(ticket)
         require(engine.weights_version == 1, f"it committed version {engine.weights_version}")
-    by_handles(policy, engine)
+    by_ticket(policy, engine)
     equal(policy, engine)
 
 
@@ -293,7 +289,7 @@ def a_hello_that_was_recorded_takes_nobodys_place(ctx: Context) -> None:
     policy, engine = _doubles(ctx)
     run_refit(policy, engine)
     _renew(policy, 3)
-    endpoint = policy.prepare_refit_info()["addresses"]["ipc"]["endpoint"]
+    endpoint = policy.sender.prepare()["addresses"]["ipc"]["endpoint"]
     context: zmq.Context[Any] = zmq.Context()
     stranger = context.socket(zmq.DEALER)
     hellos: list[bytes] = []

@@ -9,7 +9,7 @@ import msgspec
 from rl_conformance.expect import fail, raises, require
 from rl_conformance.refits import run_refit
 from rl_conformance.registry import check
-from rl_conformance.ways import engine_for, exact, settable_trainer, shuffle
+from rl_conformance.ways import engine_for, exact, settable_trainer, shuffle, ticket_for
 from rl_conformance.weights import engine_weights, same_weights
 from rl_core.errors import RLError
 from rl_core.interfaces import TensorSpec
@@ -56,7 +56,7 @@ def refused_options_use_no_version_up(ctx: Context) -> None:
     for version in (1, 2):
         for options in _OPTIONS:
             with raises(RLError):
-                policy.stream_weights_via_ipc_zmq(**options)
+                policy.send_weights(**options)
         with raises(RLError):
             policy.get_weights_ipc_handles(["no.such.tensor"])
         run_refit(policy, engine, delta=version == 2)
@@ -110,36 +110,26 @@ def refused_descriptions_change_nothing(ctx: Context) -> None:
     _change_nothing(ctx, refused)
 
 
-#: Of a group of handles: less than the embeddings have, so that no set is of one group.
-_GROUP_BYTES = 1 << 16
-
-
 @check("R5", needs=("generation",))
-def refused_handles_change_nothing(ctx: Context) -> None:
-    """Handles that are malformed, another trainer's, or out of their group are not begun with."""
-    stranger = settable_trainer(ctx, seed=1)
+def refused_tickets_change_nothing(ctx: Context) -> None:
+    """What is no ticket, and one for other keys or options, is not begun with."""
 
     def refused(policy: Any, engine: Any) -> dict[str, Callable[[], object]]:
-        stranger.prepare_refit_info()
-        others = stranger.get_weights_ipc_handles(stranger.prepare_weights_for_ipc()[0])
-        engine.prepare_refit_info(policy.prepare_refit_info())
-        groups = policy.prepare_weights_for_ipc(_GROUP_BYTES)
-        sound = policy.get_weights_ipc_handles(groups[0])
+        [keys] = policy.prepare_weights_for_ipc()
+        sound = ticket_for(policy, engine)
         wrong: dict[str, Any] = {
             "empty": {},
-            "no frame": {"protocol": sound["protocol"]},
+            "no tensors": {key: value for key, value in sound.items() if key != "tensors"},
             "another protocol": sound | {"protocol": 0},
-            "cut short": sound | {"frame": sound["frame"][:-1]},
-            "changed": sound | {"frame": sound["frame"][:-1] + b"\x00"},
-            "a pickle": sound | {"frame": b"\x80\x04N."},
-            "text": sound | {"frame": "frame"},
-            "another trainer's": others,
+            "changed": sound | {"digest": "0" * len(sound["digest"])},
+            "text": "ticket",
         }
         calls: dict[str, Callable[[], object]] = {
-            name: lambda handles=handles: engine.update_weights(handles)  # type: ignore[misc]
-            for name, handles in wrong.items()
+            name: lambda ticket=ticket: engine.update_weights(ticket)  # type: ignore[misc]
+            for name, ticket in wrong.items()
         }
-        calls["an unknown key"] = lambda: policy.get_weights_ipc_handles(["no.such.tensor"])
+        calls["an unknown key"] = lambda: policy.get_weights_ipc_handles([*keys, "no.such.tensor"])
+        calls["a part of the keys"] = lambda: policy.get_weights_ipc_handles(keys[1:])
         return calls
 
     _change_nothing(ctx, refused)

@@ -95,9 +95,9 @@ def _unwilling(where: str) -> Generator[None]:
 
 def _sent_to(policy: TensorPolicy, engines: SeveralEngines, **options: Any) -> object:
     """What the trainer's future ends with."""
-    engines.prepare_refit_info(policy.prepare_refit_info())
-    (sending,) = policy.stream_weights_via_ipc_zmq(receivers=2, deadline_s=DEADLINE_S, **options)
-    receiving = engines.update_weights_via_ipc_zmq(deadline_s=DEADLINE_S)
+    engines.prepare_refit_info(policy.prepare_refit_info() or {})
+    (sending,) = policy.send_weights(receivers=2, deadline_s=DEADLINE_S, **options)
+    receiving = engines.receive_weights(deadline_s=DEADLINE_S)
     error = sending.exception(DEADLINE_S + 10)
     concurrent.futures.wait(receiving, DEADLINE_S)
     return error

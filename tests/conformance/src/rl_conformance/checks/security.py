@@ -91,10 +91,8 @@ def nothing_is_unpickled(ctx: Context) -> None:
     with raises(RefitProtocolError):
         frames.Channel(_TOKEN, b"", "receiver").decode(_authentic(bomb))
     engine = ctx.closing(TensorEngine(odd_tensors(2)))
-    policy = ctx.closing(TensorPolicy(odd_tensors(1)))
-    engine.prepare_refit_info(policy.prepare_refit_info())
-    with raises(RLError):
-        engine.receiver.load_handles({"protocol": messages.PROTOCOL, "frame": _authentic(bomb)})
+    with raises(RefitProtocolError):
+        engine.update_weights(bomb)
     require(not path.exists(), "the pickle was loaded")
 
 
@@ -284,8 +282,8 @@ def a_survivor_cleans_up_after_a_killed_trainer(ctx: Context) -> None:
         require(directory.exists(), f"{directory} is not there while the trainer lives")
         policy.die_at("tensors", 1)
         generation.prepare_refit_info(info)
-        policy.stream_weights_via_ipc_zmq(deadline_s=DEADLINE_S)
-        (receiving,) = generation.update_weights_via_ipc_zmq(deadline_s=DEADLINE_S)
+        policy.send_weights(deadline_s=DEADLINE_S)
+        (receiving,) = generation.receive_weights(deadline_s=DEADLINE_S)
         require(receiving.exception(DEADLINE_S + 10), "a killed trainer committed a refit")
     generation.shutdown()
     require(not directory.exists(), f"{directory} is still there")

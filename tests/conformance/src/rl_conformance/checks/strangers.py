@@ -15,6 +15,7 @@ from rl_conformance.doubles import TensorEngine, TensorPolicy
 from rl_conformance.expect import fail, require
 from rl_conformance.refits import odd_tensors, run_refit
 from rl_conformance.registry import CORE, check
+from rl_conformance.ways import by_ticket
 from rl_conformance.weights import same_weights
 from rl_core.errors import RLError
 
@@ -93,7 +94,7 @@ _REFITS: tuple[dict[str, Any], ...] = (
 
 @check("S1", needs=(CORE,))
 def no_refit_unpickles(ctx: Context) -> None:
-    """Over shared memory, a group, and by handles: nothing is given to pickle or torch.load."""
+    """Over shared memory, a group, and by ticket: nothing is given to pickle or torch.load."""
     policy = ctx.closing(TensorPolicy(odd_tensors(1)))
     engine = ctx.closing(TensorEngine(odd_tensors(2)))
     run_refit(policy, engine, transport="collective")  # opens the group
@@ -115,7 +116,5 @@ def no_refit_unpickles(ctx: Context) -> None:
                     tensor.copy_(tensor.float() + seed)  # nothing adds float8
             run_refit(policy, engine, **options)
             same_weights(engine.tensors, policy.tensors, "engine")
-        engine.prepare_refit_info(policy.prepare_refit_info())
-        for keys in policy.sender.groups():
-            engine.receiver.load_handles(policy.sender.handles(keys))
+        by_ticket(policy, engine)
     same_weights(engine.tensors, policy.tensors, "engine")
