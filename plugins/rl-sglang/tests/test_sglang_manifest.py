@@ -8,7 +8,6 @@ import sys
 
 import pytest
 
-import rl_sglang.private
 from rl_core import create_generation
 from rl_core.errors import ConfigError, IncompatiblePluginError
 from rl_sglang.environment import VARIABLES, engine_environment
@@ -54,7 +53,8 @@ def test_without_the_engine_the_error_says_how_to_get_it(monkeypatch, tmp_path):
 
 
 def test_another_sglang_is_refused_with_all_that_is_touched(monkeypatch):
-    monkeypatch.setattr(rl_sglang.private, "engine_version", lambda: "0.99.0")
+    found = ("sglang", "0.99.0")
+    monkeypatch.setattr("rl_core.plugins.discovery.engine_version", lambda engine: found)
     with pytest.raises(IncompatiblePluginError, match=r"0\.99\.0 is outside") as caught:
         check_version()
     assert all(name in str(caught.value) for name in PRIVATE)

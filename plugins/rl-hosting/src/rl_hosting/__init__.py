@@ -2,7 +2,8 @@
 
 The author of a backend writes an :class:`Engine`, which runs in the engine's process, gives each of
 its workers a :class:`WorkerRefits`, and derives a backend from :class:`HostedGeneration`, which
-runs in the driver's process. Modules whose names begin with an underscore are private.
+runs in the driver's process, or from :class:`EngineBackend`, which also reads the configuration.
+Modules whose names begin with an underscore are private.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from rl_backends.engine.derived_weights import LoadWatch
     from rl_backends.engine.weights import LoadedSink, LoadedWeights
     from rl_hosting.engine import Engine
+    from rl_hosting.engine_backend import EngineBackend
     from rl_hosting.generation import HostedGeneration
     from rl_hosting.local_cluster import LocalCluster
     from rl_hosting.rows import Done, Prompt, Sampling
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Done",
     "Engine",
+    "EngineBackend",
     "HostedGeneration",
     "LoadWatch",
     "LoadedSink",
@@ -35,6 +38,7 @@ __all__ = [
 _HOME = {
     "Done": "rl_hosting.rows",
     "Engine": "rl_hosting.engine",
+    "EngineBackend": "rl_hosting.engine_backend",
     "HostedGeneration": "rl_hosting.generation",
     "LoadWatch": "rl_backends.engine.derived_weights",
     "LoadedSink": "rl_backends.engine.weights",

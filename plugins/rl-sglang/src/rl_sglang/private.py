@@ -5,12 +5,10 @@ A release outside the range is refused with this list: these are the places to l
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
+from functools import partial
 
-from packaging.specifiers import SpecifierSet
-
-from rl_core.errors import IncompatiblePluginError
-from rl_sglang.manifest import BACKEND, VERSIONS
+from rl_hosting.engine_versions import check_tested, installed_version
+from rl_sglang.manifest import BACKEND
 
 __all__ = ["PRIVATE", "check_version", "engine_version"]
 
@@ -41,29 +39,6 @@ PRIVATE: dict[str, str] = {
     "srt.utils.hf_transformers_utils.get_context_length": "the context of a model",
 }
 
-
-def engine_version() -> str | None:
-    """The installed SGLang's version."""
-    for name in BACKEND.engine.distributions:
-        try:
-            return version(name)
-        except PackageNotFoundError:
-            continue
-    return None
-
-
-def check_version() -> None:
-    """Refuses an SGLang that the private parts were not checked against.
-
-    Raises:
-        IncompatiblePluginError: Names the version, the range and what is touched.
-    """
-    found = engine_version()
-    if found is not None and found not in SpecifierSet(VERSIONS, prereleases=True):
-        touched = "\n".join(f"  {name}: {why}" for name, why in PRIVATE.items())
-        raise IncompatiblePluginError(
-            f"SGLang {found} is outside {VERSIONS}; rl-sglang relies on parts of it that are not "
-            f"public:\n{touched}",
-            fix=f'pip install "sglang{VERSIONS}", or a newer rl-sglang',
-            version=found,
-        )
+#: The installed SGLang's version, and what refuses one that was not tested.
+engine_version = partial(installed_version, BACKEND)
+check_version = partial(check_tested, BACKEND, "SGLang", PRIVATE)

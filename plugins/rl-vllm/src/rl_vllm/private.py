@@ -5,12 +5,10 @@ A release outside the range is refused with this list: these are the places to l
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
+from functools import partial
 
-from packaging.specifiers import SpecifierSet
-
-from rl_core.errors import IncompatiblePluginError
-from rl_vllm.manifest import BACKEND, VERSIONS
+from rl_hosting.engine_versions import check_tested, installed_version
+from rl_vllm.manifest import BACKEND
 
 __all__ = ["PRIVATE", "check_version", "engine_version"]
 
@@ -39,29 +37,6 @@ PRIVATE: dict[str, str] = {
     "Attention._k_scale, ._v_scale, ._k_scale_float, ._v_scale_float": "scales of an FP8 cache",
 }
 
-
-def engine_version() -> str | None:
-    """The installed vLLM's version, under whichever name it was installed."""
-    for name in BACKEND.engine.distributions:
-        try:
-            return version(name)
-        except PackageNotFoundError:
-            continue
-    return None
-
-
-def check_version() -> None:
-    """Refuses a vLLM that the private parts were not checked against.
-
-    Raises:
-        IncompatiblePluginError: Names the version, the range and what is touched.
-    """
-    found = engine_version()
-    if found is not None and found not in SpecifierSet(VERSIONS, prereleases=True):
-        touched = "\n".join(f"  {name}: {why}" for name, why in PRIVATE.items())
-        raise IncompatiblePluginError(
-            f"vLLM {found} is outside {VERSIONS}; rl-vllm relies on parts of it that are not "
-            f"public:\n{touched}",
-            fix=f'pip install "vllm{VERSIONS}", or a newer rl-vllm',
-            version=found,
-        )
+#: The installed vLLM's version, and what refuses one that was not tested.
+engine_version = partial(installed_version, BACKEND)
+check_version = partial(check_tested, BACKEND, "vLLM", PRIVATE)
