@@ -27,28 +27,28 @@ ROOT = Path(__file__).parent.parent
 FILE_LINES = 700
 #: Lines that a folder may have.
 BARS = {
-    "core/src/rl_core": 13_531,
+    "core/src/rl_core": 13_452,
     "core/src/rl_core/batch": 1_827,
     "core/src/rl_core/cli": 407,
     "core/src/rl_core/interfaces": 1_363,
-    "core/src/rl_core/plugins": 923,
-    "core/src/rl_core/weights": 8_087,
+    "core/src/rl_core/plugins": 920,
+    "core/src/rl_core/weights": 8_011,
 }
 #: Share of a distribution's functions that may be private and have one caller, in percent.
 SINGLE = {
     "rl_core": 8.7,
     "rl_collective": 10.0,
     "rl_hf": 9.3,
-    "rl_hosting": 5.8,
+    "rl_hosting": 5.4,
     "rl_losses": 8.9,
     "rl_megatron": 13.5,
     "rl_nemo": 10.4,
     "rl_ray": 4.6,
     "rl_sglang": 10.0,
-    "rl_backends": 9.5,
+    "rl_backends": 9.3,
     "rl_trl": 10.0,
     "rl_vllm": 5.8,
-    "rl_conformance": 10.6,
+    "rl_conformance": 10.5,
 }
 #: What the goal is for every distribution, and the bar of a new one.
 SINGLE_GOAL = 6.0

@@ -126,7 +126,7 @@ def test_a_delta_skips_the_same_tensors_on_every_rank(policy: RemotePolicy, mode
     partly = refit(policy, engine, delta=True, deadline_s=SOON)
     assert partly.tensors == 1
     late = engine_of(model)
-    refit(policy, late, join=True, deadline_s=SOON)
+    refit(policy, late, version=policy.weights_version, deadline_s=SOON)
     assert same(weights(engine), weights(late))
 
 

@@ -31,7 +31,7 @@ from rl_backends.generation.rows import BatchEngine
 from rl_backends.generation.serving import Mailbox, RowService, ServedCall
 from rl_core.batch import BatchedDataDict
 from rl_core.errors import DataError, DeadlineError, LifecycleError, PluginError
-from rl_core.weights.engine_lock import TurnLock
+from rl_core.weights.engine_lock import EngineLock
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
@@ -202,19 +202,19 @@ def test_a_writer_waits_for_calls_that_have_begun_and_no_other_begins(pool):
             engine.version += 1
 
     first = pool.submit(write, "first")
-    until(lambda: engine._lock.wanted)
+    until(lambda: engine._lock.refit_waiting)
     later = pool.submit(engine.generate, prompt(7))
     later.add_done_callback(lambda _: order.append("later"))
     until(lambda: len(engine._serving("generate")._arrived) == 1)
     assert not first.done()
     second = pool.submit(write, "second")
-    until(lambda: len(engine._lock._writers) == 2)
+    until(lambda: len(engine._lock._waiting) == 2)
     engine.rows.step.release(6)
     assert begun.result(SOON)["weights_version"].tolist() == [0, 0]
     first.result(SOON)
-    engine.rows.step.release(3)  # the call that waited goes before the second writer
-    assert later.result(SOON)["weights_version"].tolist() == [1]
     second.result(SOON)
+    engine.rows.step.release(3)
+    assert later.result(SOON)["weights_version"].tolist() == [2]
     assert order[0] == "first"
     assert set(order[1:]) == {"later", "second"}
 
@@ -369,7 +369,7 @@ def test_calls_that_wait_when_the_engine_ends_are_refused(pool):
     until(lambda: bool(engine.rows.rows))
     service = engine._serving("generate")
     ending = pool.submit(engine.shutdown)
-    until(lambda: engine._lock.wanted)
+    until(lambda: engine._lock.refit_waiting)
     waiting = ServedCall(
         "generate", PromptBatch.from_data(prompt(6), engine.sampling, engine.facts),
         engine.sampling, (told := []).append,
@@ -401,7 +401,7 @@ def test_a_system_without_threads_refuses_a_call_and_serves_the_next(monkeypatch
 def test_a_version_that_cannot_be_read_is_the_calls_error(pool):
     engine = Engine()
     service = RowService(
-        engine.rows, TurnLock(), name="Engine", check=lambda method: None, weights=lambda: 1 // 0
+        engine.rows, EngineLock(), name="Engine", check=lambda method: None, weights=lambda: 1 // 0
     )
     told: list[Any] = []
     prompts = PromptBatch.from_data(prompt(6), engine.sampling, engine.facts)
@@ -600,7 +600,7 @@ def test_a_service_without_calls_takes_an_engine_that_cannot_cancel(caplog):
     engine = Broken()
     engine.broken = OSError("it broke")
     service = RowService(
-        engine, TurnLock(), name="Broken", check=lambda method: None, weights=lambda: (0, 0)
+        engine, EngineLock(), name="Broken", check=lambda method: None, weights=lambda: (0, 0)
     )
     told: list[Any] = []
     prompts = PromptBatch(
@@ -704,7 +704,7 @@ def test_streams_that_come_after_a_writer_wait_for_it(monkeypatch, pool):
     def a_writer_and_streams_come(_: float) -> None:
         if not writing:
             writing.append(pool.submit(write))
-            until(lambda: engine._lock.wanted)
+            until(lambda: engine._lock.refit_waiting)
         if len(writing) == 1:
             writing.extend(pool.submit(ask) for _ in range(3))  # type: ignore[arg-type]
             until(lambda: len(service._arrived) == 4)

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
     from rl_hosting.rows import Prompt
 
-#: First tokens: the engine raises, the row fails, the process exits or is stopped, it never ends.
-RAISES, FAILS, EXITS, STOPS, ENDLESS = range(900, 905)
+#: First tokens: the engine raises, the row fails, the process exits, it never ends.
+RAISES, FAILS, EXITS, ENDLESS = range(900, 904)
 
 
 def on_fire() -> None:
@@ -176,8 +176,6 @@ class FakeEngine(Engine):
         elif first == EXITS:
             print("last words")
             os._exit(7)
-        elif first == STOPS:
-            ACTS["stop"]()
         elif first != ENDLESS and count + 1 == prompt.budget:
             new = [(prompt.token_ids[-1] + i) % 1000 for i in range(1, prompt.budget + 1)]
             return Done(key, new, [self.logprob()] * len(new), True)

@@ -150,7 +150,7 @@ def test_a_refusal_to_start_is_an_error_of_its_class(start):
     [
         ("kill", WorkerDiedError),
         ("exit", WorkerDiedError),
-        ("stop", WorkerDiedError),
+        ("stop", DeadlineError),
         ("deaf", WorkerDiedError),
         ("raise", OSError),
         ("hang", DeadlineError),
@@ -251,6 +251,7 @@ def test_the_log_of_an_engine_that_prints_without_end_is_cut(start):
         until(lambda: os.fstat(log.fileno()).st_size > 400 << 20, "400 MiB of a log")
         os.kill(engine.pid, signal.SIGSTOP)
         until(lambda: os.fstat(log.fileno()).st_blocks * 512 < 100 << 20, "the cut")
+        os.kill(engine.pid, signal.SIGKILL)
         with pytest.raises(WorkerDiedError, match="bla bla"):
             call.result(SOON)
 

@@ -90,19 +90,13 @@ def test_an_engine_that_dies_fails_the_call(start, moment, act):
     assert not psutil.pid_exists(engine.pid)
 
 
-@pytest.mark.parametrize("moment", ["step", "wake", "call_workers"])
-def test_an_engine_that_is_stopped_fails_the_call(start, moment):
-    engine = start(fake={"acts": {moment: "stop"}, **LATER}, call_deadline_s=60.0)
-    with pytest.raises(
-        WorkerDiedError, match=rf"(?s){NAME}.*is stopped \({engine.pid}\)"
-    ) as caught:
-        CALLS[moment](engine)
-    assert "the fake engine starts" in caught.value.details["log"]
-    assert not psutil.pid_exists(engine.pid)
-
-
 @pytest.mark.parametrize(
-    ("moment", "act"), [*((moment, "hang") for moment in CALLS), ("step", "babble")]
+    ("moment", "act"),
+    [
+        *((moment, "hang") for moment in CALLS),
+        *((moment, "stop") for moment in ("step", "wake", "call_workers")),
+        ("step", "babble"),
+    ],
 )
 def test_an_engine_that_hangs_fails_the_call(start, moment, act):
     engine = start(fake={"acts": {moment: act}, **LATER}, call_deadline_s=60.0)

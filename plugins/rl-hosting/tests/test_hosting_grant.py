@@ -14,7 +14,7 @@ from hosted_model import HostedEngine, hosting_in_hand
 from refit_model.search import explore, follow
 from refit_model.world import Refit, Scenario
 
-from rl_core.weights.engine_lock import TurnLock
+from rl_core.weights.engine_lock import EngineLock
 from rl_hosting import worker_refits
 from rl_hosting._remote_receiver import RemoteReceiver
 
@@ -45,6 +45,14 @@ FULL = {
     "a crash, and a reader": hosted(ONE, readers=1, tokens=3, faults=CRASH),
     "a pause, and a reader": hosted(ONE, readers=1, tokens=3, faults=PAUSE),
 }
+_adopt = RemoteReceiver._adopt
+
+
+def _adopts_what_is_done(self: RemoteReceiver, states: list[dict[str, Any]]) -> None:
+    if "done" in states[0]:
+        _adopt(self, states)
+
+
 #: Without each of these the search must find something in a scenario.
 MUTANTS: dict[str, tuple[type, dict[str, Any], Scenario]] = {
     "a worker writes before the driver has the lock": (
@@ -54,17 +62,17 @@ MUTANTS: dict[str, tuple[type, dict[str, Any], Scenario]] = {
     ),
     "a driver does not ask what a failure left": (
         RemoteReceiver,
-        {"_ask_state": lambda self, key="": None},
+        {"_adopt": _adopts_what_is_done},
         SCENARIOS["a refit that ends early"],
     ),
     "a driver keeps the lock": (
-        TurnLock,
+        EngineLock,
         {"release": lambda self: None},
         SCENARIOS["a refit that ends early"],
     ),
     "a driver stays in line": (
-        TurnLock,
-        {"withdraw": lambda self: None},
+        EngineLock,
+        {"cancel_acquire": lambda self: None},
         hosted(ONE, readers=1, faults=("quit T",)),
     ),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -13,33 +14,17 @@ from rl_core.weights.protocol.timing import TICK_S
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
-__all__ = ["Lock", "TurnLock", "exclusively", "leave_line", "wait_in_line"]
+__all__ = ["EngineLock", "Lock", "exclusively"]
 
 
 class Lock(Protocol):
-    """What a refit needs of an engine's lock: a :class:`TurnLock`, or one of :mod:`threading`."""
+    """What a refit needs of an engine: an :class:`EngineLock`, or a lock of :mod:`threading`."""
 
     def acquire(self, *, timeout: float = ...) -> bool:
         """Whether it was had in time."""
 
     def release(self) -> None:
         """Gives it back."""
-
-
-def wait_in_line(lock: Lock, timeout_s: float) -> bool:
-    """Whether the lock was had in time; a :class:`TurnLock` keeps the place in line if not.
-
-    Call it again, or :func:`leave_line`.
-    """
-    if isinstance(lock, TurnLock):
-        return lock.acquire(timeout_s, keep_place=True)
-    return lock.acquire(timeout=timeout_s)
-
-
-def leave_line(lock: Lock) -> None:
-    """Gives up the place that :func:`wait_in_line` kept."""
-    if isinstance(lock, TurnLock):
-        lock.withdraw()
 
 
 @contextmanager
@@ -72,120 +57,80 @@ def exclusively(
         lock.release()
 
 
-class TurnLock:
-    """A lock with readers, who generate, and writers, who change the engine; fair both ways.
+class EngineLock:
+    """A lock that threads get in the order in which they asked for it.
 
-    A writer that waits keeps new readers out, so that running ones end and it gets its turn.
-    Readers that a writer kept waiting go before the next writer does. A thread that has the lock
-    may take it again, a writer also as a reader.
-
-    Args:
-        readers: How many may read at once.
+    Generation holds it while rows are decoded, a refit while it changes the weights. A thread that
+    has it may take it again.
     """
 
-    def __init__(self, readers: int = 1) -> None:
-        self._most = readers
+    def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._writer: int | None = None
+        self._waiting: deque[int] = deque()  # threads, in line
+        self._holder: int | None = None
         self._depth = 0
-        self._reading: dict[int, int] = {}  # by thread, how often
-        self._writers: list[int] = []  # threads that wait to write, in line
-        self._tickets = 0  # readers get one each, numbered in the order in which they come
-        self._waiting: list[int] = []  # tickets of readers that wait
-        self._first = 0  # tickets up to this one go before the next writer, who kept them out
 
     @property
-    def wanted(self) -> bool:
-        """Whether somebody waits to write."""
-        return bool(self._writers)
+    def refit_waiting(self) -> bool:
+        """Whether a refit, or what else changes the engine, waits for the thread that generates."""
+        return bool(self._waiting)
 
     @property
-    def held_here(self) -> bool:
-        """Whether this thread writes."""
-        return self._writer == threading.get_ident()
+    def held_by_this_thread(self) -> bool:
+        """Whether the calling thread has it."""
+        return self._holder == threading.get_ident()
 
-    @contextmanager
-    def reading(self) -> Generator[None]:
-        """Holds it for a reader."""
-        me = threading.get_ident()
-        with self._changed:
-            mine = me in self._reading or self._writer == me
-            if not mine:
-                self._tickets += 1
-                ticket = self._tickets
-                self._waiting.append(ticket)
-                try:
-                    self._changed.wait_for(lambda: self._may_read(ticket))
-                finally:
-                    self._waiting.remove(ticket)
-                    self._changed.notify_all()  # whoever waited for this one
-            self._reading[me] = self._reading.get(me, 0) + 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._reading[me] -= 1
-                if not self._reading[me]:
-                    del self._reading[me]
-                self._changed.notify_all()
+    def acquire(self, timeout: float = -1) -> bool:
+        """Whether the lock was had in time; for ever if ``timeout`` is negative."""
+        had = self.acquire_keeping_place(timeout)
+        if not had:
+            self.cancel_acquire()
+        return had
 
-    def acquire(self, timeout: float = -1, *, keep_place: bool = False) -> bool:
-        """Holds it for a writer, if it can be had in time.
+    def acquire_keeping_place(self, timeout: float = -1) -> bool:
+        """As :meth:`acquire`; a thread that did not get it stays in line.
 
-        Args:
-            timeout: Seconds; for ever if negative.
-            keep_place: A thread that did not get it stays in line, and keeps readers out, until it
-                asks again or withdraws.
-
-        Returns:
-            Whether this thread has it.
-
-        Raises:
-            RuntimeError: It reads, and another writer waits for it to end.
+        Call it again, or :meth:`cancel_acquire`: nobody who came later gets the lock before.
         """
         me = threading.get_ident()
         with self._changed:
-            if self._writer != me:
-                if me in self._reading and set(self._writers) - {me}:
-                    raise RuntimeError("a thread that reads waits for a writer that waits for it")
-                if me not in self._writers:
-                    self._writers.append(me)
-                wait_s = None if timeout < 0 else timeout
+            if self._holder != me:
+                if me not in self._waiting:
+                    self._waiting.append(me)
                 try:
-                    had = self._changed.wait_for(lambda: self._may_write(me), wait_s)
-                except BaseException:  # a signal: who is gone must not keep readers out
-                    self.withdraw()
+                    had = self._changed.wait_for(
+                        lambda: self._holder is None and self._waiting[0] == me,
+                        None if timeout < 0 else timeout,
+                    )
+                except BaseException:  # a signal: the others must not wait for this thread
+                    self.cancel_acquire()
                     raise
                 if not had:
-                    if not keep_place:
-                        self.withdraw()
                     return False
-                self._writers.remove(me)
-                self._writer = me
+                self._waiting.popleft()
+                self._holder = me
             self._depth += 1
             return True
 
-    def withdraw(self) -> None:
-        """Leaves the line of the writers."""
-        me = threading.get_ident()
+    def cancel_acquire(self) -> None:
+        """Gives up the calling thread's place in line, if it has one."""
         with self._changed:
-            if me in self._writers:
-                self._writers.remove(me)
+            if (me := threading.get_ident()) in self._waiting:
+                self._waiting.remove(me)
                 self._changed.notify_all()
 
     def release(self) -> None:
-        """Gives a writer's hold back.
+        """Gives the lock back.
 
         Raises:
-            RuntimeError: This thread does not have it.
+            RuntimeError: The calling thread does not have it.
         """
         with self._changed:
-            if self._writer != threading.get_ident():
-                raise RuntimeError("a TurnLock is released by the thread that acquired it")
+            if not self.held_by_this_thread:
+                raise RuntimeError("an EngineLock is released by the thread that acquired it")
             self._depth -= 1
             if not self._depth:
-                self._writer = None
-                self._first = self._tickets
+                self._holder = None
                 self._changed.notify_all()
 
     def __enter__(self) -> None:
@@ -193,15 +138,3 @@ class TurnLock:
 
     def __exit__(self, *exception: object) -> None:
         self.release()
-
-    def _may_read(self, ticket: int) -> bool:
-        room = self._writer is None and len(self._reading) < self._most
-        return room and (ticket <= self._first or not (self._writers or self._readers_go_first()))
-
-    def _may_write(self, me: int) -> bool:
-        free = self._writer is None and not self._reading.keys() - {me}
-        return free and self._writers[0] == me and not self._readers_go_first()
-
-    def _readers_go_first(self) -> bool:
-        """Whether readers wait whom the last writer kept out."""
-        return any(ticket <= self._first for ticket in self._waiting)

@@ -54,7 +54,9 @@ class SendOptions:
     Attributes:
         transport: Name of an installed transport.
         receivers: Engines that must take part; all commit or none.
-        version: Of the new weights, also one that goes back; the last one plus 1 if None.
+        version: Of the new weights, also one that goes back; the last one plus 1 if None. The last
+            committed one is for engines that come late: the weights must still be the same, which
+            their hashes tell.
         verify: ``"none"``; ``"wire"``: every block is hashed on both sides; ``"installed"``:
             besides, the engine reads its tensors back before the commit.
         isolation: ``"quiesced"``: engines do not generate while they are written to, in place;
@@ -63,8 +65,6 @@ class SendOptions:
         mode: ``"direct"``: engines read the trainer's own memory, where the source keeps its
             tensors; ``"packed"``: tensors go through two buffers; ``"auto"``: direct if possible.
         delta: Send only what the engines do not have already. Needs a hash.
-        join: Bring engines that come late to the last committed version, the weights of which
-            must still be the trainer's.
         kv_scales: Scales of an FP8 key/value cache, applied with the weights: by names such as
             ``"layer_0.k_scale"``, or as ``calibrate_qkv_fp8_scales`` returns them (all of it, or
             what is under ``"layers"``). None is none.
@@ -85,7 +85,6 @@ class SendOptions:
     isolation: str = "quiesced"
     mode: str = "auto"
     delta: bool = False
-    join: bool = False
     kv_scales: Mapping[str, float] = field(default_factory=dict)
     bucket_bytes: int | None = None
     deadline_s: float = DEFAULT_DEADLINE_S
@@ -132,12 +131,10 @@ class SendOptions:
         for key in ("transport", "refit_id"):
             if not _is_text(getattr(self, key)):
                 raise _illegal(key, getattr(self, key), "give a name")
-        for key in ("delta", "join"):
-            if not isinstance(getattr(self, key), bool):
-                raise _illegal(key, getattr(self, key), "use True or False")
-        if self.verify == "none" and (self.delta or self.join):
-            fix = 'use verify="wire": delta and join compare hashes'
-            raise _illegal("verify", self.verify, fix)
+        if not isinstance(self.delta, bool):
+            raise _illegal("delta", self.delta, "use True or False")
+        if self.verify == "none" and self.delta:
+            raise _illegal("verify", self.verify, 'use verify="wire": delta compares hashes')
 
 
 def check_deadline(seconds: object) -> None:

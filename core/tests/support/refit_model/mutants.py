@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -10,9 +11,10 @@ from unittest.mock import patch
 import msgspec
 
 from rl_core.weights import driver as _driver
+from rl_core.weights import engine_lock
 from rl_core.weights import job as _job
 from rl_core.weights.data.digests import Hasher
-from rl_core.weights.engine_lock import TurnLock
+from rl_core.weights.engine_lock import EngineLock
 from rl_core.weights.job import Endpoint
 from rl_core.weights.protocol.frames import Channel
 from rl_core.weights.protocol.receiver_session import ReceiverSession
@@ -41,6 +43,15 @@ def _verified_in_the_lane(self: ReceiverBuckets, group: list[Any]) -> _Step:
     runs = [piece.of(self.data).view(self.data.dtype) for piece in group]
     digests = Hasher(runs, self._hash, self.plan.block_bytes).digests
     return _Step(self._names(group), [], digests, self._writes(group, self.data, 0), False)
+
+
+def _takes_it_at_once(self: EngineLock, timeout: float = -1) -> bool:
+    self._holder, self._depth = engine_lock.threading.get_ident(), self._depth + 1
+    return True
+
+
+class _LastComesFirst(deque[int]):
+    append = deque.appendleft
 
 
 @contextmanager
@@ -181,7 +192,11 @@ _close_source = SendJob._close_source
 #: What is taken back, how, and the scenario in which that shows.
 MUTANTS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], str]] = {
     "bytes are verified in the sender's memory": (
-        _with(ReceiverBuckets, _verified_beside=_verified_in_the_lane),
+        _with(
+            ReceiverBuckets,
+            _verified_beside=_verified_in_the_lane,
+            _verified_in_place=_verified_in_the_lane,
+        ),
         "STALE_DIRECT",
     ),
     "a failed refit gives back the torn that it saw first": (_torn_as_before, "DROPPED"),
@@ -217,15 +232,15 @@ MUTANTS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], str]] = {
     ),
     "frames are read while one is answered": (_with(SendJob, do=_reads_within), "FLOODED"),
     "a refit that gives up stays in line": (
-        _with(_receive_job, leave_line=lambda lock: None),
+        _with(EngineLock, cancel_acquire=lambda self: None),
         "READERS",
     ),
     "a refit writes while readers decode": (
-        _with(TurnLock, _may_write=lambda self, me: self._writer is None),
+        _with(EngineLock, acquire_keeping_place=_takes_it_at_once),
         "READERS",
     ),
-    "readers whom a writer kept out wait for the next": (
-        _with(TurnLock, _readers_go_first=lambda self: False),
+    "who comes last gets the engine first": (
+        _with(engine_lock, deque=_LastComesFirst),
         "READER_BETWEEN",
     ),
     "a refit that is given up goes on": (
@@ -271,7 +286,7 @@ MUTANTS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], str]] = {
         "READERS_STAGED",
     ),
     "of two trainers' refits a reader sees both": (
-        _with(TurnLock, _may_write=lambda self, me: self._writer is None),
+        _with(EngineLock, acquire_keeping_place=_takes_it_at_once),
         "TWO_TRAINERS_READER",
     ),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,10 +12,10 @@ from refit_model.tasks import WORLD, point, world
 from rl_core.errors import LifecycleError, RefitPeerError
 from rl_core.interfaces import TensorSpec, WeightSink, WeightSource
 from rl_core.weights import RefitReceiver, RefitSender
-from rl_core.weights.engine_lock import TurnLock
+from rl_core.weights.engine_lock import EngineLock
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 
     from refit_model.world import World
 
@@ -123,21 +124,27 @@ class Sink(WeightSink):
             yield name, self._engine.tensor[name]
 
 
-class CountedLock(TurnLock):
+class CountedLock(EngineLock):
     """The product's own lock, which counts how often somebody wrote."""
 
     def __init__(self) -> None:
-        super().__init__(readers=2)
+        super().__init__()
         self.writes = 0
 
     @property
     def held(self) -> bool:
-        return self._writer is not None
+        return self._holder is not None
 
-    def acquire(self, timeout: float = -1, *, keep_place: bool = False) -> bool:
-        had = super().acquire(timeout, keep_place=keep_place)
+    def acquire_keeping_place(self, timeout: float = -1) -> bool:
+        had = super().acquire_keeping_place(timeout)
         self.writes += had
         return had
+
+    @contextmanager
+    def reading(self) -> Generator[None]:
+        with self:
+            self.writes -= 1
+            yield
 
 
 class Engine:

@@ -143,10 +143,10 @@ def give_up(here: World, number: int) -> None:
 def read(here: World, engine: Engine) -> None:
     """Generates: no weights change meanwhile, and none are half written."""
     lock = engine.lock
-    most = lock.writes + (not lock.held)  # who waits in line already, but nobody after a writer
+    most = lock.writes + len(lock._waiting)  # who waits in line already, and nobody else
     with lock.reading():
         if lock.writes > most:
-            here.fails(f"{engine.name}: a writer goes before a reader whom another one kept out")
+            here.fails(f"{engine.name}: a writer goes before a reader who came before it")
         try:
             engine.front.check()
         except WeightsTornError:

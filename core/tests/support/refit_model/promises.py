@@ -140,7 +140,7 @@ def check_finish(world: World) -> None:
             world.fails(f"{trainer.name} has something of a refit that is over")
     for name, engine in world.engines.items():
         lock, front = engine.lock, engine.front
-        held = lock.held or lock.wanted or engine.half_written or engine.rows
+        held = lock.held or lock.refit_waiting or engine.half_written or engine.rows
         connected = any(not connection.gone for connection in world.connections_of(name))
         if held or connected or _is_kept_busy(engine.receiver):
             world.fails(f"{name} has something of a refit that is over")

@@ -221,12 +221,12 @@ class Network:
             for name, tensor in blank.items()
         }
 
-    def send(self, **given: Any) -> Refit:
-        """The trainer begins a refit; none may be going on."""
+    def send(self, *, again: bool = False, **given: Any) -> Refit:
+        """The trainer begins a refit, or sends what was committed again; none may be going on."""
         options = {"receivers": len(self.engines), "deadline_s": DEADLINE_S} | given
         sender = self.trainer.sender
-        if "join" not in options:
-            options["version"] = next(self.versions)
+        options["version"] = sender.version if again else next(self.versions)
+        if not again:
             self.history[options["version"]] = self.trained()
         job = self.trainer.job = self._stepped.begin(sender.send(**options))
         version, step = job.version, self.trainer.step

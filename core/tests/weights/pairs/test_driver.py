@@ -213,8 +213,10 @@ def test_an_error_of_the_trainer_is_not_tried_again(pair, events):
     trainer.source.before = lambda name: 1 / 0
     with pytest.raises(RefitError, match="ZeroDivisionError"):
         go(trainer, engine)
-    with pytest.raises(LifecycleError, match="nothing was committed"):
-        go(trainer, engine, retries=3, join=True)
+    trainer.source.before = lambda name: None
+    go(trainer, engine, verify="none")
+    with pytest.raises(LifecycleError, match="without hashes"):
+        go(trainer, engine, retries=3, version=1)
     assert names(events)[-2:] == ["refit_started", "refit_failed"]
 
 

@@ -260,8 +260,9 @@ def test_an_engine_is_torn_only_if_something_was_written(keep, mode, kind, first
     _, receiver = fails(trainer, engine, mode=mode)
     assert isinstance(receiver, RefitCorrupted)
     assert receiver.details["tensor"] == ("a" if first else "b")
-    assert engine.idle().receiver.torn is not first
-    assert same(before, engine.snapshot()) is first
+    untouched = first and kind is DictSink  # another is written before the bytes are verified
+    assert engine.idle().receiver.torn is not untouched
+    assert same(before, engine.snapshot()) is untouched
     if mode == "direct":
         lane.data[wrong[0 if first else 1] + 3] ^= 1
     lane.publish = publish

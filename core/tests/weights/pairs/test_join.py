@@ -24,7 +24,8 @@ from rl_core.weights.transports import ipc
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-JOIN = {"join": True}
+#: What the others have been given.
+SAME = {"version": 5}
 
 
 @pytest.fixture
@@ -38,7 +39,7 @@ def test_a_late_engine_gets_the_committed_version_and_the_others_are_not_involve
     trainer, first = pair
     first.sink.calls.clear()
     with first.lock:  # it generates all the time
-        report = go(trainer, late, verify="installed", **JOIN)
+        report = go(trainer, late, verify="installed", **SAME)
     assert report.version == late.receiver.version == trainer.sender.version == 5
     assert same(trainer.source.tensor, late.sink.tensor)
     assert first.sink.calls == []
@@ -47,28 +48,28 @@ def test_a_late_engine_gets_the_committed_version_and_the_others_are_not_involve
 
 def test_what_another_hash_says_of_the_weights_is_not_compared(pair, late, monkeypatch):
     trainer, first = pair
-    report = go(trainer, first)
+    report = go(trainer, first, **SAME)
     assert report.unchanged == report.tensors
     for end in (ipc.IpcSender, ipc.IpcReceiver):
         monkeypatch.setattr(end, "private", False)  # as between hosts
     with pytest.raises(LifecycleError, match="hashed with xxh3, and this refit hashes with blake3"):
-        go(trainer, late, **JOIN)
+        go(trainer, late, **SAME)
     assert go(trainer, first).unchanged is None
 
 
 def test_the_next_refit_is_for_all(pair, late):
     trainer, first = pair
-    go(trainer, late, **JOIN)
+    go(trainer, late, **SAME)
     trainer.source.tensor["big"].add_(1)
     assert go(trainer, Replicas(first, late)).version == 6
     assert first.receiver.version == late.receiver.version == 6
     assert same(first.sink.tensor, late.sink.tensor)
 
 
-def test_several_engines_may_join_at_once(keep, pair, late):
+def test_several_engines_may_come_at_once(keep, pair, late):
     trainer, _ = pair
     other = keep(Engine(blank(make_tensors())))
-    assert go(trainer, Replicas(late, other), **JOIN).receivers == 2
+    assert go(trainer, Replicas(late, other), **SAME).receivers == 2
     assert same(late.sink.tensor, other.sink.tensor)
 
 
@@ -76,7 +77,7 @@ def test_an_engine_that_has_some_of_the_tensors_joins_with_a_delta(keep, pair, l
     trainer, _ = pair
     go(keep(Trainer(make_tensors() | {"big": make_tensors(1)["big"]})), late)
     with pytest.warns(LoopWarning, match="had version"):
-        report = go(trainer, late, delta=True, **JOIN)
+        report = go(trainer, late, delta=True, **SAME)
     assert (report.version, report.tensors) == (5, 1)
     assert same(trainer.source.tensor, late.sink.tensor)
 
@@ -85,7 +86,7 @@ def test_a_direct_trainer_brings_late_engines_too(keep, pair):
     trainer = keep(Trainer(make_persistent(), at_home=True))
     first, late = (keep(Engine(blank(make_persistent()))) for _ in range(2))
     go(trainer, first, version=5)
-    report = go(trainer, late, **JOIN)
+    report = go(trainer, late, **SAME)
     assert (report.version, report.mode) == (5, "direct")
     assert same(first.sink.tensor, late.sink.tensor)
 
@@ -96,7 +97,7 @@ def test_a_direct_trainer_brings_late_engines_too(keep, pair):
 def test_weights_that_went_on_are_not_given_out_under_the_old_version(pair, late):
     trainer, _ = pair
     trainer.source.tensor["half"].add_(1)
-    sender, receiver = fails(trainer, late, **JOIN)
+    sender, receiver = fails(trainer, late, **SAME)
     assert isinstance(sender, LifecycleError)
     assert "version 5" in str(sender)
     assert isinstance(receiver, RefitAborted)
@@ -109,64 +110,58 @@ def test_a_late_engine_that_serves_is_left_as_it_is_if_the_refit_is_staged(pair,
     trainer, _ = pair
     before = late.snapshot()
     trainer.source.tensor["half"].add_(1)
-    sender, _ = fails(trainer, late, isolation="staged", **JOIN)
+    sender, _ = fails(trainer, late, isolation="staged", **SAME)
     assert isinstance(sender, LifecycleError)
     late.receiver.check()
     assert same(before, late.sink.tensor)
     assert late.receiver.version == 0
 
 
-def test_an_engine_that_could_not_join_takes_the_next_refit(pair, late):
+def test_an_engine_that_came_too_late_takes_the_next_refit(pair, late):
     trainer, first = pair
     trainer.source.tensor["half"].add_(1)
-    fails(trainer, late, **JOIN)
+    fails(trainer, late, **SAME)
     assert go(trainer, Replicas(first, late), delta=True).version == 6
     late.receiver.check()
     assert same(trainer.source.tensor, late.sink.tensor)
 
 
-def test_a_version_that_another_refit_followed_meanwhile_is_not_joined(pair, late):
+def test_a_version_that_another_refit_followed_meanwhile_is_not_sent_again(pair, late):
     trainer, _ = pair
     before = trainer.sender.version
     with trainer.sender.turn:  # as a refit of all that is under way has it
-        sending = trainer.sender.send(join=True, deadline_s=SOON)
+        sending = trainer.sender.send(version=before, deadline_s=SOON)
         trainer.sender.version = before + 1
     with pytest.raises(LifecycleError, match=f"version {before + 1} was committed"):
         sending.result(SOON)
     assert trainer.sender.version == before + 1
 
 
-def test_before_the_first_commit_there_is_nothing_to_join(pair):
-    trainer, engine = pair
-    with pytest.raises(LifecycleError, match="nothing was committed"):
-        go(trainer, engine, **JOIN)
-    assert engine.sink.calls == []
-
-
-def test_a_version_that_was_not_hashed_cannot_be_joined(pair, late):
+def test_a_version_that_was_not_hashed_cannot_be_sent_again(pair, late):
     trainer, first = pair
     go(trainer, first, verify="none")
     assert trainer.sender.version == first.receiver.version == 6
-    with pytest.raises(LifecycleError, match="nothing was committed"):
-        go(trainer, late, **JOIN)
+    for verify in ("none", "wire"):
+        with pytest.raises(LifecycleError, match="without hashes"):
+            go(trainer, late, version=6, verify=verify)
 
 
-def test_a_refit_that_failed_leaves_the_version_before_it_to_join(pair, late):
+def test_a_refit_that_failed_leaves_the_version_before_it(pair, late):
     trainer, first = pair
     first.sink.on["finish"] = lambda: 1 / 0
     fails(trainer, first)
-    report = go(trainer, late, **JOIN)
+    report = go(trainer, late, **SAME)
     assert report.version == late.receiver.version == 5
     assert same(trainer.source.tensor, late.sink.tensor)
 
 
-def test_an_engine_of_another_dtype_or_with_other_buckets_cannot_join(pair, late):
+def test_an_engine_of_another_dtype_or_with_other_buckets_is_refused(pair, late):
     trainer, _ = pair
-    sender, _ = fails(trainer, late, bucket_bytes=512, **JOIN)
+    sender, _ = fails(trainer, late, bucket_bytes=512, **SAME)
     assert isinstance(sender, LifecycleError)
     assert "bucket_bytes of the others" in str(sender)
     late.sink.tensor["big"] = late.sink.tensor["big"].half()
     late.sink.casts = True
-    sender, _ = fails(trainer, late, **JOIN)
+    sender, _ = fails(trainer, late, **SAME)
     assert isinstance(sender, LifecycleError)
     assert "dtypes" in str(sender)

@@ -150,14 +150,14 @@ def test_a_report_that_fails_leaves_both_sides_at_one_version(both, monkeypatch)
     assert trainer.sender.committed is not None
 
 
-def test_a_join_that_is_refused_leaves_an_engine_that_serves_as_it_was(both):
+def test_other_weights_of_a_committed_version_leave_an_engine_that_serves_as_it_was(both):
     trainer, engine = both
     go(trainer, engine)
     before = engine.snapshot()
     step(trainer, 1)
     for mode in ("packed", "auto"):
         with pytest.raises(LifecycleError, match="no longer those of version"):
-            go(trainer, engine, join=True, mode=mode)
+            go(trainer, engine, version=1, mode=mode)
         engine.idle().receiver.check()
         assert same(before, engine.sink.tensor)
 
@@ -388,7 +388,7 @@ def test_another_version_of_rl_core_is_refused_by_name(both, theirs):
     ("key", "value"),
     [
         ("deadline_s", 1e10), ("deadline_s", True), ("deadline_s", float("nan")), ("version", True),
-        ("receivers", True), ("bucket_bytes", True), ("delta", "yes"), ("join", 1),
+        ("receivers", True), ("bucket_bytes", True), ("delta", "yes"),
         ("transport", None), ("refit_id", 7),
     ],
 )  # fmt: skip

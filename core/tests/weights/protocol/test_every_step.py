@@ -254,7 +254,7 @@ def test_every_frame_of_a_session_before_with_the_same_weights(isolation: str):
         frames_lost_to_one_engine(network)
         return True
 
-    try_all(replay, isolation, trained=[], delta=False, bucket_bytes=1024, join=True)
+    try_all(replay, isolation, trained=[], delta=False, bucket_bytes=1024, again=True)
 
 
 def try_all(change: Callable[[Network, int], bool], isolation: str, **options: Any) -> None:

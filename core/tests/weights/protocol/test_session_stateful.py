@@ -55,22 +55,22 @@ class Hostile(RuleBasedStateMachine):
     # -- what is meant to happen ------------------------------------------------------------------
 
     @precondition(lambda self: self.network.trainer.job is None)
-    @rule(chosen=options(), names=SUBSETS, back=st.integers(0, 3), join=st.booleans(),
+    @rule(chosen=options(), names=SUBSETS, back=st.integers(0, 3), again=st.booleans(),
           armed=ARMED, number=NUMBERS, progress=st.integers(0, 50))  # fmt: skip
     def a_refit_begins(
         self,
         chosen: dict[str, object],
         names: set[str],
         back: int,
-        join: bool,
+        again: bool,
         armed: set[tuple[str, str]],
         number: int,
         progress: int,
     ) -> None:
         """With calls that will fail, perhaps, and up to where something else happens."""
         network = self.network
-        if join and network.trainer.sender.committed is not None and chosen["verify"] != "none":
-            chosen["join"] = True
+        if again and network.trainer.sender.committed is not None and chosen["verify"] != "none":
+            chosen["again"] = True
         else:
             network.trainer.train(names, back=back)
         for side, call in armed:

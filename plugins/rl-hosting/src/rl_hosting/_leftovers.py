@@ -34,7 +34,6 @@ __all__ = [
     "make_directory",
     "remove_new_directory",
     "session_processes",
-    "stopped_processes",
 ]
 
 _PREFIX = "rl-engine-"
@@ -127,12 +126,6 @@ def session_processes(session: int) -> list[psutil.Process]:
                 if process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
     return found
-
-
-def stopped_processes(session: int) -> list[int]:
-    """The ids of those that are stopped, as by SIGSTOP."""
-    pids = [process.pid for process in session_processes(session)]
-    return [pid for pid in pids if is_in_state(pid, psutil.STATUS_STOPPED)]
 
 
 def end_session(session: int, sockets: str, made: Collection[int] = ()) -> None:

@@ -35,7 +35,6 @@ from rl_hosting._leftovers import (
     end_session,
     make_directory,
     remove_new_directory,
-    stopped_processes,
 )
 from rl_hosting._log import Log
 from rl_hosting._messages import Channel, Hello, Progress, Request, encode, error_of
@@ -46,8 +45,6 @@ from rl_hosting._timing import (
     KILLED_S,
     LATE_CLOSE_S,
     POLL_S,
-    STOPPED_POLL_S,
-    STOPPED_S,
 )
 
 if TYPE_CHECKING:
@@ -77,7 +74,6 @@ class HostedProcess:
         sockets: The variable that names the directory for the engine's own sockets, if there is
             one.
         host: ``"module:Class"`` of the object that answers the calls there.
-        patient: If the process is stopped, wait until the deadline instead of ending it soon.
 
     Raises:
         ConfigError: The interpreter does not run, or there is no room or no descriptor left for
@@ -95,7 +91,6 @@ class HostedProcess:
         preload: Sequence[str] = (),
         sockets: str = SOCKETS,
         host: str = HOST,
-        patient: bool = False,
     ) -> None:
         if not hasattr(os, "pidfd_open"):
             raise CapabilityError("rl-hosting needs Linux", fix="run it there", capability="host")
@@ -103,9 +98,6 @@ class HostedProcess:
         self._python = python
         self._owner = os.getpid()
         self._numbers = itertools.count(1)
-        self._patient = patient
-        self._stopped_since: float | None = None
-        self._looked = 0.0
         self._ending = threading.Lock()
         self._why = ""
         directory, lock = make_directory(environment.get(sockets, ""))
@@ -316,27 +308,13 @@ class HostedProcess:
                 raise self._died() from None
 
     def _alive(self) -> bool:
-        if self._inbox.ended or self._process.poll() is not None:
-            return False
-        if self._patient:
-            return True
-        now, before = time.monotonic(), self._looked
-        if now - before > STOPPED_POLL_S:
-            self._looked = now
-            since = self._stopped_since if now - before < STOPPED_S else None
-            self._stopped_since = (since or now) if stopped_processes(self.pid) else None
-        # If this process was stopped with it, the time before its own last look does not count.
-        since = self._stopped_since
-        return since is None or now - since < STOPPED_S
+        return not self._inbox.ended and self._process.poll() is None
 
     def _died(self) -> RLError:
         """Ends the process, which is of no use any more; the error that says why."""
 
         def why() -> str:
             code = self._process.poll()
-            if code is None and self._stopped_since is not None:
-                pids = ", ".join(map(str, stopped_processes(self.pid)))
-                return f"is stopped ({pids}), and was killed"
             if code is None and self._inbox.broken is None:
                 try:
                     code = self._process.wait(EXIT_STATUS_S)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     import concurrent.futures
     from collections.abc import Callable
 
-    from rl_core.weights.engine_lock import TurnLock
+    from rl_core.weights.engine_lock import EngineLock
     from rl_hosting._process import HostedProcess
 
 __all__ = ["RemoteReceiver"]
@@ -60,7 +60,7 @@ class RemoteReceiver:
         *,
         count: int,
         answer_s: float,
-        lock: TurnLock,
+        lock: EngineLock,
         busy: Callable[[], bool],
         on_commit: Callable[[int], None],
         wake: Callable[[], None],
@@ -165,7 +165,7 @@ class RemoteReceiver:
     def _receive(self, how: dict[str, Any]) -> dict[str, Any]:
         end, key = time.monotonic() + how["deadline_s"], secrets.token_hex(8)
         with self._process.logs_in_errors(), ExitStack() as held:
-            held.callback(self._lock.withdraw)
+            held.callback(self._lock.cancel_acquire)
             try:
                 self._ask("receive", how["deadline_s"] + REFIT_REPORT_S, key=key, **how)
                 states = self._until_done(key, end, held)
@@ -177,7 +177,7 @@ class RemoteReceiver:
             except BaseException as error:
                 with suppress(RLError):  # workers that began wait for the others
                     self.cancel(how["refit_id"])
-                if self._lock.held_here:  # or else it has written nothing
+                if self._lock.held_by_this_thread:  # or else it has written nothing
                     self.torn = True  # unless the engine answers otherwise
                     with suppress(WorkerDiedError, DeadlineError):
                         self._adopt(self._ask("state", REFIT_REPORT_S, key=key))
@@ -224,8 +224,8 @@ class RemoteReceiver:
                     workers=late,
                 )
             wanted = held is not None and any(state.get("wants_lock") for state in states)
-            if held is not None and wanted and not self._lock.held_here:
-                if self._lock.acquire(REFIT_BUSY_POLL_S, keep_place=True):
+            if held is not None and wanted and not self._lock.held_by_this_thread:
+                if self._lock.acquire_keeping_place(REFIT_BUSY_POLL_S):
                     held.callback(self._lock.release)
                     self._wake()  # what sleeps cannot be written to
                     self._ask("grant", key=key)

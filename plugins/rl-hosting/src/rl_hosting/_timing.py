@@ -26,8 +26,6 @@ __all__ = [
     "SERVER_CLOSE_S",
     "SHOW_LOG_S",
     "SOCKET_SETTLE_S",
-    "STOPPED_POLL_S",
-    "STOPPED_S",
     "YOUNG_S",
 ]
 
@@ -35,11 +33,6 @@ __all__ = [
 
 #: Between two looks at whether the process is alive, while a reply is awaited.
 POLL_S = 0.2
-#: Between two looks at whether one of its processes is stopped: that reads all of /proc.
-STOPPED_POLL_S = 1.0
-#: How long one may be stopped before all of them are killed. More than two looks, so that a driver
-#: and an engine that were stopped and continued together are not taken for a stopped engine.
-STOPPED_S = 2.5 * STOPPED_POLL_S
 #: How long a service of rows waits for the engine before it looks at new calls.
 COLLECT_S = 0.2
 #: Between two signs of life of an engine that decodes; ``silence_s`` must be many of these.

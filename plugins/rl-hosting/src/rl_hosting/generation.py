@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rl_backends import Receiver
     from rl_core.batch import BatchedDataDict
     from rl_core.interfaces import Future, GenerationOutputSpec, WeightSink
-    from rl_core.weights.engine_lock import TurnLock
+    from rl_core.weights.engine_lock import EngineLock
 
 __all__ = ["HostedGeneration"]
 
@@ -210,7 +210,7 @@ class HostedGeneration(GenerationBackend):
         """Refuses to generate until a refit, after a sleep that freed the weights for good."""
         self._remote.dropped()
 
-    def make_receiver(self, lock: TurnLock) -> Receiver:
+    def make_receiver(self, lock: EngineLock) -> Receiver:
         """The receivers in the engine's workers, as one."""
         self._remote = RemoteReceiver(
             self._process,

@@ -157,7 +157,6 @@ class LocalWorkers(Workers):
                     worker,
                     cluster.environment(manifest, rank),
                     host="rl_hosting._worker_host:WorkerHost",
-                    patient=True,  # a trainer that goes on has lost nothing; refits name it soon
                     python=cluster.python,
                     verbose=cluster.verbose,
                     preload=(*PRELOAD, manifest.factories[kind].partition(":")[0]),

@@ -9,7 +9,6 @@ import runpy
 import secrets
 import threading
 import time
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -27,7 +26,6 @@ from rl_core.weights.receiving.receiver import RefitReceiver
 from rl_core.weights.spellings import TakesWeights
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
     from contextlib import AbstractContextManager
 
 
@@ -44,7 +42,9 @@ def what_lies_ready_is_verified_and_copied_later() -> AbstractContextManager[Any
         writes = buckets._writes(group, buckets.data, 0)
         return _loading._Step(buckets._names(group), [], digests, writes, in_place=False)
 
-    return mock.patch.object(_loading.ReceiverBuckets, "_verified_beside", look_and_copy)
+    return mock.patch.multiple(
+        _loading.ReceiverBuckets, _verified_beside=look_and_copy, _verified_in_place=look_and_copy
+    )
 
 
 @breaks("R8", checks="R8 and dropped")
@@ -114,25 +114,13 @@ def the_last_hello_counts() -> AbstractContextManager[Any]:
 class _ForReaders:
     """A lock that a writer gets when nobody has generated for a while."""
 
-    wanted = held_here = False
+    refit_waiting = held_by_this_thread = False
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._counting = threading.Lock()
         self._last = 0.0
         self._readers = 0  # that read, or wait to
-
-    @contextmanager
-    def reading(self) -> Generator[None]:
-        with self._counting:
-            self._readers += 1
-        try:
-            with self._lock:
-                yield
-        finally:
-            with self._counting:
-                self._readers -= 1
-                self._last = time.monotonic()
 
     def acquire(self, timeout: float = -1) -> bool:
         given_up = time.monotonic() + timeout if timeout >= 0 else math.inf
@@ -145,20 +133,27 @@ class _ForReaders:
     def release(self) -> None:
         self._lock.release()
 
-    def withdraw(self) -> None:
+    acquire_keeping_place = acquire
+
+    def cancel_acquire(self) -> None:
         """Nobody stands in line."""
 
     def __enter__(self) -> None:
+        with self._counting:
+            self._readers += 1
         self._lock.acquire()
 
     def __exit__(self, *_: object) -> None:
         self._lock.release()
+        with self._counting:
+            self._readers -= 1
+            self._last = time.monotonic()
 
 
 @breaks("R8", checks="R8 and its_turn")
 def who_generates_goes_first() -> AbstractContextManager[Any]:
     """A refit waits until nobody wants to generate."""
-    return mock.patch.object(generation, "TurnLock", _ForReaders)
+    return mock.patch.object(generation, "EngineLock", _ForReaders)
 
 
 @breaks("S3", checks="S3")

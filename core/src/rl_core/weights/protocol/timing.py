@@ -13,8 +13,6 @@ TICK_S = 0.05
 HEARTBEAT_S = 0.5
 #: Without a sign of life for so long, a peer counts as gone: a busy host is late with some of them.
 SILENCE_S = 6 * HEARTBEAT_S
-#: A process that never connected and is stopped counts as gone as late as one that is silent.
-STOPPED_S = SILENCE_S
 #: For so long a process may still seem to run after a connection of its own has ended: the kernel
 #: closes what it had open before it is gone.
 DYING_S = 1.0

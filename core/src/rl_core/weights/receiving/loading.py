@@ -144,37 +144,23 @@ class ReceiverBuckets:
         self._steps.clear()
 
     def steps(self, index: int, *, verified: bool) -> list[_Step]:
-        """What is done with a bucket.
-
-        The first step of all writes nothing of the engine before it is verified.
-        """
+        """What is done with a bucket."""
         key = (index, verified)
         if key not in self._steps:
             make = self._verified_in_place if self._in_place else self._verified_beside
             if not verified:
                 make = self._unverified
-            careful = verified and index == 0
-            self._steps[key] = [
-                self._verified_beside(group) if careful and number == 0 else make(group)
-                for number, group in enumerate(self._groups(index))
-            ]
+            self._steps[key] = [make(group) for group in self._groups(index)]
         return self._steps[key]
 
     def _groups(self, index: int) -> Iterator[list[_Piece]]:
         """The pieces of a bucket that are verified together, in order."""
-        block = self.plan.block_bytes
         group: list[_Piece] = []
-        alone = index == 0  # the first block of all, so that little is copied twice
         for segment in self.plan.buckets[index].segments:
-            pieces = segment.blocks(self._piece)
-            if alone and not group:
-                stop = min(segment.start + block, segment.stop)
-                rest = segment._replace(start=stop).blocks(self._piece)
-                pieces = [(segment.start, stop), *rest]
-            for start, stop in pieces:
-                if group and (alone or stop - group[0].start > self._group):
+            for start, stop in segment.blocks(self._piece):
+                if group and stop - group[0].start > self._group:
                     yield group
-                    group, alone = [], False
+                    group = []
                 group.append(_Piece(segment, start, stop))
         yield group
 
@@ -195,8 +181,8 @@ class ReceiverBuckets:
     def _verified_beside(self, group: list[_Piece]) -> _Step:
         """A step that verifies a copy of its own, and writes that."""
         begin, size = group[0].start, group[-1].stop - group[0].start
-        if not len(self._scratch):  # one for all groups: in place, the first block alone is copied
-            most = self.plan.block_bytes if self._in_place else max(self._piece, self._group)
+        if not len(self._scratch):  # one for all groups
+            most = max(self._piece, self._group)
             largest = max(bucket.stop - bucket.start for bucket in self.plan.buckets)
             self._scratch = self.data.new_empty(min(most, largest))
         kept = self._scratch[:size]
@@ -326,8 +312,7 @@ class Loader:
             digests: Of its blocks, as the sender found them.
 
         Raises:
-            RefitCorrupted: A block is not what the sender packed. If it is the first of all,
-                nothing was written.
+            RefitCorrupted: A block is not what the sender packed.
         """
         steps = self._buckets.steps(index, verified=self._verify != "none")
         if self._verify == "none":

@@ -22,7 +22,7 @@ from rl_core.interfaces.weights import WeightSink
 from rl_core.weights.data.digests import BlockHash, DigestTable
 from rl_core.weights.data.manifest import compare
 from rl_core.weights.data.plan import DataMode, make_plan
-from rl_core.weights.engine_lock import leave_line, wait_in_line
+from rl_core.weights.engine_lock import EngineLock
 from rl_core.weights.job import Job, keep_two
 from rl_core.weights.protocol.frames import Channel, write_hello
 from rl_core.weights.protocol.messages import Hello
@@ -225,9 +225,10 @@ class ReceiveJob(Job[ReceiverSession]):
     def _quiesce(self) -> bool:
         """Waits for the engine to stop generating; False if the session ended meanwhile."""
         session, lock = self.session, self._lock
+        acquire = lock.acquire_keeping_place if isinstance(lock, EngineLock) else lock.acquire
         session.held_up = "generation"
         try:
-            while not wait_in_line(lock, TICK_S):
+            while not acquire(timeout=TICK_S):
                 self.pump(0.0)
                 self.look()
                 if session.phase.terminal:
@@ -235,8 +236,8 @@ class ReceiveJob(Job[ReceiverSession]):
             self._locked = True
         finally:
             session.held_up = ""
-            if not self._locked:
-                leave_line(lock)
+            if isinstance(lock, EngineLock) and not self._locked:
+                lock.cancel_acquire()
         return True
 
     def _attach(self, prepare: Prepare, offer: Offer) -> int:

@@ -104,6 +104,7 @@ class SendJob(Job[SenderSession]):
         self._hash: BlockHash
         self._reported_at = endpoint.runtime.clock()
         self._closed = False
+        self._same = options.version == endpoint.version  # the weights of a committed version
 
     def refit(self) -> dict[str, Any]:
         sender, session = self.endpoint, self.session
@@ -111,13 +112,7 @@ class SendJob(Job[SenderSession]):
             self._end.refused()  # what was said before is not about this refit
             try:
                 try:
-                    if self.options.join and sender.version != self.version:
-                        raise LifecycleError(
-                            f"{sender.name}: version {sender.version} was committed while a late "
-                            f"engine waited to join version {self.version}",
-                            fix="join again",
-                            version=sender.version,
-                        )
+                    self._check_version()
                     self._source.open(self._rank_call_id, session.remaining_s)
                 except BaseException as error:
                     self.perform(session.fail(error))
@@ -200,7 +195,7 @@ class SendJob(Job[SenderSession]):
             case Confirm():
                 self.session.at = ""
                 self._source.confirm()  # what was sent is of one state
-                if self.options.join:
+                if self._same:
                     self._check_same()
                 return self.session.confirmed("" if self._table is None else self._table.digest)
         return []
@@ -229,10 +224,10 @@ class SendJob(Job[SenderSession]):
         direct = tensors is not None and self._fallback is None
         mode = DataMode.DIRECT if direct else DataMode.PACKED
         skip = b""
-        if options.join or any(any(r.holds) for r in ready):  # some have tensors already
+        if self._same or any(any(r.holds) for r in ready):  # some have tensors already
             self._table = self._digests_now(mode)
-            if options.join:
-                self._check_same()  # before a late engine, which may serve, is written to
+            if self._same:
+                self._check_same()  # before an engine, which may serve, is written to
             now = self._table.flat
             skip = bytes(
                 all(r.holds[i : i + DIGEST_BYTES] == now[i : i + DIGEST_BYTES] for r in ready)
@@ -367,6 +362,30 @@ class SendJob(Job[SenderSession]):
                 ) from error
             self.session.error.add_note(text)
 
+    def _check_version(self) -> None:
+        """Decides whether the version is a committed one, for which the weights must be the same.
+
+        Raises:
+            LifecycleError: Another was committed since this one was asked for, or whether the
+                weights are the same cannot be told.
+        """
+        sender = self.endpoint
+        if self._same and sender.version != self.version:
+            raise LifecycleError(
+                f"{sender.name}: version {sender.version} was committed while version "
+                f"{self.version} waited to be sent again",
+                fix="refit again",
+                version=sender.version,
+            )
+        self._same = self.options.version == sender.version
+        if self._same and (sender.committed is None or self.options.verify == "none"):
+            raise LifecycleError(
+                f"{sender.name}: version {self.version} was committed already, and without hashes "
+                "it cannot be told whether the weights are the same",
+                fix='refit with verify="wire", both times; or leave version out',
+                version=self.version,
+            )
+
     def _check_same(self) -> None:
         """Raises unless the weights are those that the other engines serve."""
         before, hashed = self.endpoint.committed, self.endpoint.committed_hash
@@ -375,15 +394,15 @@ class SendJob(Job[SenderSession]):
                 f"{self.endpoint.name}: version {self.version} was hashed with {hashed.kind}, and "
                 f"this refit hashes with {self._hash.kind}: whether the weights are the same "
                 "cannot be told",
-                fix="join over the transport, and from the device, of the last refit of all",
+                fix="send it over the transport, and from the device, of the last refit of all",
                 version=self.version,
             )
         if before is None or self._table is None or before.digest != self._table.digest:
             raise LifecycleError(
                 f"{self.endpoint.name}: the weights are no longer those of version "
                 f"{self.version}, which the other engines serve",
-                fix="let the late engine take part in the next refit of all, or join before "
-                "training goes on, in the dtypes and with the bucket_bytes of the others",
+                fix="let the engine take part in the next refit of all, or send this version "
+                "before training goes on, in the dtypes and with the bucket_bytes of the others",
                 version=self.version,
             )
 

@@ -8,7 +8,7 @@ import socket
 from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Any
 
-from rl_core.errors import LifecycleError, RefitError
+from rl_core.errors import RefitError
 from rl_core.ports import free_port
 from rl_core.weights.engine_lock import exclusively
 from rl_core.weights.options import DEFAULT_DEADLINE_S, SendOptions
@@ -113,7 +113,6 @@ class RefitSender(SenderBase[SendJob]):
 
         Raises:
             ConfigError: An option is unknown or not legal.
-            LifecycleError: There is no committed version to join.
         """
         with self.asking:
             self.calls += 1
@@ -125,16 +124,11 @@ class RefitSender(SenderBase[SendJob]):
                 failed: concurrent.futures.Future[dict[str, Any]] = concurrent.futures.Future()
                 failed.set_exception(error)
                 return failed
-            if chosen.join and self.committed is None:
-                raise LifecycleError(
-                    f"{self.name}: nothing was committed that a late engine could be brought to",
-                    fix='refit all engines with verify="wire" first',
-                )
             begun = [job for job in self.jobs if job not in self.waiting()]
             # One that is committed counts at once, whatever its thread still has to do.
             going = [j.version for j in begun if j.session.phase not in (Phase.ABORTED, Phase.TORN)]
             following = max([self.version, *going[-1:]]) + 1
-            version = self.version if chosen.join else chosen.version or following
+            version = chosen.version or following
             for job in self.waiting():
                 job.supersede("a newer refit was asked for")
             if self._described is not None and self._described[0] == chosen.refit_id:

@@ -22,7 +22,7 @@ from rl_core.errors import (
 )
 from rl_core.weights.options import DEFAULT_DEADLINE_S
 from rl_core.weights.protocol.session import peer_error
-from rl_core.weights.protocol.timing import CAUSE_S, STOPPED_S, TICK_S, tell_s
+from rl_core.weights.protocol.timing import CAUSE_S, TICK_S, tell_s
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -109,7 +109,6 @@ class Leader:
         self._current = ""
         self._rank_of: dict[str, int] = {}  # by connection, also of one whose refit is over
         self._number = 0
-        self._stopped: dict[int, float] = {}
         self._closed = False
 
     # -- one refit --------------------------------------------------------------------------------
@@ -118,7 +117,6 @@ class Leader:
         """Begins a refit, of what rank 0 has (see :class:`_Call`), or gives it more time."""
         with self._turn:
             self._current = rank_call_id
-            self._stopped.clear()  # how long somebody stood still then says nothing about now
             call = self._calls.setdefault(rank_call_id, _Call())
             call.seconds, call.deadline = deadline_s, time.monotonic() + deadline_s
             call.state, call.specs = state, specs
@@ -247,7 +245,9 @@ class Leader:
         while late := missing():
             self._take(TICK_S)
             self._check()
-            self._check_absent(set(late) - {0, *call.members})
+            for rank in set(late) - {0, *call.members}:
+                if self._processes[rank].state() == "ended":  # it will not come any more
+                    raise self._processes[rank].lost()
             if self._time_left(call) <= 0 and (late := missing()):
                 here = [rank for rank in late if rank in (0, *call.members)]
                 what = "did not answer" if here else "did not come to the refit"
@@ -345,18 +345,6 @@ class Leader:
                         raise self._processes[rank].lost() from cause
             if cause is not None:
                 self._check()
-
-    def _check_absent(self, absent: set[int]) -> None:
-        """Raises for a follower that did not come and, as can be seen, will not."""
-        now = time.monotonic()
-        for rank in absent:
-            state = self._processes[rank].state()
-            if state != "stopped":
-                self._stopped.pop(rank, None)
-            elif now - self._stopped.setdefault(rank, now) > STOPPED_S:
-                raise self._processes[rank].lost()
-            if state == "ended":
-                raise self._processes[rank].lost()
 
     def _late(self, ranks: list[int], what: str, call: _Call) -> RefitPeerError:
         ranks = sorted(ranks)  # in whichever order they came

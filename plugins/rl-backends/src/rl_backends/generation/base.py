@@ -30,7 +30,7 @@ from rl_core.errors import ConfigError, LifecycleError
 from rl_core.interfaces import GenerationInterface
 from rl_core.plugins.discovery import load_object
 from rl_core.weights import DEFAULT_DEADLINE_S, RefitReceiver
-from rl_core.weights.engine_lock import TurnLock, exclusively
+from rl_core.weights.engine_lock import EngineLock, exclusively
 from rl_core.weights.spellings import TakesWeights
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class GenerationBackend(TakesWeights, GenerationInterface):
         self._resident = self.initially_resident  # what has memory, asked for or not
         self._closed = self._ended = False
         self._streams = RowStreams()
-        self._lock = TurnLock()
+        self._lock = EngineLock()
         self._service: RowService | None = None
         self._service_made = threading.Lock()
         self._mailbox: Mailbox | None = None  # of the event loop that streamed last
@@ -128,7 +128,7 @@ class GenerationBackend(TakesWeights, GenerationInterface):
     def weight_sink(self) -> WeightSink:
         """Where a refit writes; called once for each refit."""
 
-    def make_receiver(self, lock: TurnLock) -> Receiver:
+    def make_receiver(self, lock: EngineLock) -> Receiver:
         """What takes refits: a receiver in this process, unless the weights are in another.
 
         Args:

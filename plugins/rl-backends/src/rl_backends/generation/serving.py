@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from rl_backends.generation.prompts import PromptBatch, SamplingParams
     from rl_backends.generation.rows import RowEngine
-    from rl_core.weights.engine_lock import TurnLock
+    from rl_core.weights.engine_lock import EngineLock
 
 _log = logging.getLogger(__name__)
 
@@ -103,9 +103,9 @@ class RowService:
 
     Calls begin in the order in which they come. Those that have begun put rows into the engine in
     turn, a row each, as long as there is room, so that a long call keeps no short one waiting. All
-    rows of a call are completed under one version of the weights: the engine's lock is held, as one
-    reader, from the first row to the last, and while somebody waits to write no call begins but
-    those that the last writer kept waiting.
+    rows of a call are completed under one version of the weights: the engine's lock is held from
+    the first row to the last, and while a refit waits no call begins but those that the last one
+    kept waiting.
 
     A thread works while there are calls, and ends with them.
 
@@ -120,7 +120,7 @@ class RowService:
     def __init__(
         self,
         engine: RowEngine,
-        lock: TurnLock,
+        lock: EngineLock,
         *,
         name: str,
         check: Callable[[str], None],
@@ -147,7 +147,7 @@ class RowService:
         Raises:
             LifecycleError: The calling thread itself keeps all calls waiting.
         """
-        if self._lock.held_here:
+        if self._lock.held_by_this_thread:
             raise LifecycleError(
                 f"{self._name}.{call.method} was called by what changes the engine meanwhile",
                 fix="call it after the refit, or after the call that wakes or ends the engine",
@@ -208,7 +208,7 @@ class RowService:
 
     def _serve(self) -> None:
         while True:
-            with self._lock.reading():
+            with self._lock:
                 self._serve_turn()
             with self._guard:
                 if not self._arrived:
@@ -218,7 +218,7 @@ class RowService:
     def _serve_turn(self) -> None:
         """Until nothing is in the engine, and nothing may begin."""
         with self._guard:
-            kept_waiting = len(self._arrived)  # by the last writer: they go before the next one
+            kept_waiting = len(self._arrived)  # by the last refit: they go before the next one
         self._gather()
         while True:
             try:
@@ -242,7 +242,7 @@ class RowService:
         """Lets calls that come one by one begin together: each start has a prefill of its own."""
         end = time.monotonic() + _GATHER_S
         seen = 0
-        while not self._lock.wanted and time.monotonic() < end:
+        while not self._lock.refit_waiting and time.monotonic() < end:
             with self._guard:
                 count = len(self._arrived)
                 streams = count > seen and self._arrived[0].method == "generate_async"
@@ -254,10 +254,10 @@ class RowService:
     def _begin_calls(self, kept_waiting: int) -> int:
         """Begins calls as long as each can have a row in the engine.
 
-        ``kept_waiting`` of them begin although a writer waits; returns how many of these are left.
+        ``kept_waiting`` of them begin although a refit waits; returns how many of these are left.
         """
         while self._arrived and len(self._running) + len(self._begun) < self._engine.room:
-            if kept_waiting <= 0 and self._lock.wanted:
+            if kept_waiting <= 0 and self._lock.refit_waiting:
                 break
             call, kept_waiting = self._arrived.popleft(), kept_waiting - 1
             try:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
         WeightSink,
         WorkerContext,
     )
-    from rl_core.weights.engine_lock import TurnLock
+    from rl_core.weights.engine_lock import EngineLock
 
 __all__ = ["SglangServerGeneration"]
 
@@ -124,7 +124,7 @@ class SglangServerGeneration(GenerationBackend):
 
     # -- refit ------------------------------------------------------------------------------------
 
-    def make_receiver(self, lock: TurnLock) -> Receiver:
+    def make_receiver(self, lock: EngineLock) -> Receiver:
         """See :meth:`GenerationBackend.make_receiver`; the server drops its caches as it loads."""
         self._refits = RefitReceiver(self.weight_sink, name=type(self).__name__, lock=lock)
         return self._refits
