@@ -27,10 +27,10 @@ ROOT = Path(__file__).parent.parent
 FILE_LINES = 700
 #: Lines that a folder may have.
 BARS = {
-    "core/src/rl_core": 13_452,
-    "core/src/rl_core/batch": 1_827,
+    "core/src/rl_core": 13_436,
+    "core/src/rl_core/batch": 1_814,
     "core/src/rl_core/cli": 407,
-    "core/src/rl_core/interfaces": 1_363,
+    "core/src/rl_core/interfaces": 1_360,
     "core/src/rl_core/plugins": 920,
     "core/src/rl_core/weights": 8_011,
 }
@@ -45,7 +45,7 @@ SINGLE = {
     "rl_nemo": 10.4,
     "rl_ray": 4.6,
     "rl_sglang": 10.0,
-    "rl_backends": 9.3,
+    "rl_backends": 9.1,
     "rl_trl": 10.0,
     "rl_vllm": 5.8,
     "rl_conformance": 10.5,

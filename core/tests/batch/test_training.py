@@ -90,14 +90,13 @@ def test_advantages_of_no_rewards_and_keys_that_clash_are_refused():
 
 def test_provenance_follows_the_rows_and_stays_in_the_process():
     made = output()
-    made.provenance = Provenance(4, "temperature 0.7")
+    made.provenance = Provenance("temperature 0.7")
     batch = training_batch(made, [1.0, 0.0])
-    assert batch.select_indices([1]).slice(0, 1).provenance == Provenance(4, "temperature 0.7")
+    assert batch.select_indices([1]).slice(0, 1).provenance == Provenance("temperature 0.7")
     assert pickle.loads(pickle.dumps(batch)).provenance is None
     later = training_batch(made, [1.0, 0.0])
-    later.provenance = Provenance(9, "temperature 0.7")
-    assert BatchedDataDict.from_batches([later, batch]).provenance == Provenance(
-        4, "temperature 0.7"
-    )
+    assert BatchedDataDict.from_batches([later, batch]).provenance == batch.provenance
+    later.provenance = Provenance("temperature 1")
+    assert BatchedDataDict.from_batches([later, batch]).provenance == Provenance(None)
     later.provenance = None
     assert BatchedDataDict.from_batches([later, batch]).provenance is None

@@ -14,7 +14,7 @@ from rl_backends.policy.loop_checks import Admission
 from rl_backends.policy.losses import call_loss, input_type_of
 from rl_core import DataError, LoopWarning
 from rl_core.batch import BatchedDataDict, training_batch
-from rl_core.batch.provenance import Provenance, moment
+from rl_core.batch.provenance import Provenance
 from rl_core.errors import ConfigError
 from rl_core.interfaces import LossFunction, LossInputType
 
@@ -53,7 +53,7 @@ class Loop:
 
     def generate(self, distribution: str | None = "temperature 1") -> BatchedDataDict[Any]:
         made = output()
-        made.provenance = Provenance(moment(), distribution)
+        made.provenance = Provenance(distribution)
         return training_batch(made, [0.0, 1.0], advantages=[-1.0, 1.0])
 
     def train(self, batch: Any, *, eval_mode: bool = False) -> list[str]:
@@ -148,70 +148,6 @@ def test_losses_are_called_by_the_names_they_know():
 
 
 # -- loops ---------------------------------------------------------------------------------------
-
-
-def test_rows_generated_after_training_without_a_refit_are_warned_of_once():
-    loop = Loop()
-    assert loop.train(loop.generate()) == []
-    [said] = loop.train(loop.generate())
-    assert "refit(policy, generation)" in said
-    assert "refit_interval" in said
-    assert loop.train(loop.generate()) == []
-
-
-def test_forgetting_again_after_a_refit_is_warned_of_again():
-    loop = Loop()
-    said = []
-    for refits in (False, True, False, False, False):
-        said += loop.train(loop.generate())
-        if refits:
-            loop.refit()
-    assert len(said) == 2
-
-
-def test_loops_that_refit_in_time_are_not_warned():
-    usual = Loop()
-    for _ in range(4):
-        assert usual.train(usual.generate()) == []
-        usual.refit()
-    # Generated ahead, while the policy trained: the refit came before the rows did.
-    lagging = Loop()
-    ahead = lagging.generate()
-    for _ in range(4):
-        batch, ahead = ahead, lagging.generate()
-        assert lagging.train(batch) == []
-        lagging.refit()
-
-
-def test_many_trainings_on_what_was_generated_before_are_not_warned():
-    loop = Loop()
-    batches = [loop.generate() for _ in range(3)]
-    for batch in [*batches, *batches]:
-        assert loop.train(batch.select_indices([1, 0])) == []
-
-
-def test_a_lag_that_is_declared_is_not_warned():
-    loop = Loop(refit_interval=3)
-    for step in range(1, 10):
-        assert loop.train(loop.generate()) == []
-        if step % 3 == 0:
-            loop.refit()
-    assert [len(loop.train(loop.generate())) for _ in range(5)] == [0, 0, 0, 1, 0]
-
-
-def test_evaluation_trains_nothing():
-    loop = Loop()
-    assert loop.train(loop.generate(), eval_mode=True) == []
-    assert loop.train(loop.generate()) == []
-
-
-def test_rows_of_unknown_or_borrowed_weights_are_not_warned_of():
-    loop = Loop()
-    for _ in range(3):
-        batch = loop.generate()
-        batch.provenance = Provenance(None, "temperature 1")
-        assert loop.train(batch) == []
-        assert loop.train(BatchedDataDict(dict(loop.generate()))) == []
 
 
 @pytest.mark.parametrize("other", ["temperature 0.7", "temperature 1, top_p 0.9"])

@@ -2,49 +2,36 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["Provenance", "moment", "off_policy"]
-
-_moments = itertools.count(1)
-
-
-def moment() -> int:
-    """A number that grows with every call in this process: what happened after what."""
-    return next(_moments)
+__all__ = ["Provenance", "off_policy"]
 
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
     """How the rows of a batch were generated.
 
-    It stays with the batch through slices and selections, and is not sent to other processes,
-    whose moments are others.
+    It stays with the batch through slices and selections, and is not sent to other processes.
 
     Attributes:
-        began: The :func:`moment` at which the call that generated them began; None if the weights
-            were a policy's own, which are never stale.
         distribution: That their log-probs are of, such as ``temperature 0.7, top_p 0.9``; None if
             they were greedy or raw.
     """
 
-    began: int | None
     distribution: str | None
 
     @classmethod
     def common(cls, several: Iterable[Provenance | None]) -> Provenance | None:
-        """That of batches below one another: the first to begin; None unless all are known."""
-        known = [(one.began, one.distribution) if one else (None, None) for one in several]
-        moments = [began for began, _ in known if began is not None]
-        if not known or len(moments) < len(known):
+        """That of batches below one another; None unless all are known."""
+        given = list(several)
+        known = [one.distribution for one in given if one is not None]
+        if not known or len(known) < len(given):
             return None
-        distributions = {distribution for _, distribution in known}
-        return cls(min(moments), distributions.pop() if len(distributions) == 1 else None)
+        return cls(known[0] if len(set(known)) == 1 else None)
 
 
 def off_policy(rows: str, distribution: str | None, temperature: float) -> str:

@@ -204,8 +204,6 @@ class PolicyConfig(TypedDict):
         model_name: Directory (or hub name) of a checkpoint in Hugging Face layout.
         train_global_batch_size: Rows per optimizer step. Default: all rows of the call.
         temperature: Divides the logits in training and scoring. Default 1.0.
-        refit_interval: Trainings that the loop means to do for each refit; generating with weights
-            that are older warns. Default 1.
         train_micro_batch_size: Rows per forward and backward pass. Default 8; with packing, as many
             as its tokens allow.
         logprob_batch_size: Rows per scoring pass. Default: ``train_micro_batch_size``.
@@ -223,7 +221,6 @@ class PolicyConfig(TypedDict):
     model_name: str
     train_global_batch_size: NotRequired[Annotated[int | None, Range(ge=1)]]
     temperature: NotRequired[Annotated[float, Range(gt=0)]]
-    refit_interval: NotRequired[Annotated[int, Range(ge=1)]]
     train_micro_batch_size: NotRequired[Annotated[int, Range(ge=1)]]
     logprob_batch_size: NotRequired[Annotated[int | None, Range(ge=1)]]
     max_grad_norm: NotRequired[Annotated[float | None, Range(gt=0)]]

@@ -25,7 +25,6 @@ from rl_backends.generation.prompts import (
 from rl_backends.generation.rows import BatchEngine
 from rl_backends.generation.serving import CallDeadline, Mailbox, RowService, ServedCall
 from rl_backends.inputs import TAGS, as_batch, tags_of
-from rl_core.batch.provenance import moment
 from rl_core.errors import ConfigError, LifecycleError
 from rl_core.interfaces import GenerationInterface
 from rl_core.plugins.discovery import load_object
@@ -58,8 +57,6 @@ class GenerationBackend(TakesWeights, GenerationInterface):
         facts: Limits of the loaded model.
     """
 
-    #: The weights are somebody's who trains them, so that no refit brings them.
-    weights_are_external = False
     #: Tags of the memory that is taken before the first ``prepare_for_generation``.
     initially_resident: frozenset[str] = frozenset()
 
@@ -254,8 +251,7 @@ class GenerationBackend(TakesWeights, GenerationInterface):
             self.config.get("stop_strings") or (),
             first_stream=first,
         )
-        began = None if self.weights_are_external else moment()
-        return _Call(data, prompts, sampling, provenance_of(sampling, began))
+        return _Call(data, prompts, sampling, provenance_of(sampling))
 
     def _serving(self, method: str) -> RowService:
         """What serves all calls."""

@@ -391,7 +391,7 @@ def greedy_params(sampling: SamplingParams) -> SamplingParams:
     return replace(sampling, greedy=True, temperature=1.0, top_k=0, top_p=1.0)
 
 
-def provenance_of(sampling: SamplingParams, began: int | None) -> Provenance:
-    """Of rows that were sampled like this in a call that began then."""
+def provenance_of(sampling: SamplingParams) -> Provenance:
+    """Of rows that were sampled like this."""
     comparable = sampling.logprobs_mode == "processed"
-    return Provenance(began, sampling.distribution if comparable else None)
+    return Provenance(sampling.distribution if comparable else None)

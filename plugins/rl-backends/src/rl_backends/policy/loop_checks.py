@@ -10,7 +10,7 @@ import torch
 from rl_backends.inputs import as_batch
 from rl_backends.policy.losses import check_loss
 from rl_core.batch import BatchedDataDict
-from rl_core.batch.provenance import moment, off_policy
+from rl_core.batch.provenance import off_policy
 from rl_core.errors import DataError, LoopWarning
 
 if TYPE_CHECKING:
@@ -27,10 +27,10 @@ _FURTHEST = 1.05
 
 
 class Admission:
-    """Admits the training calls of one policy, and remembers when they were.
+    """Admits the training calls of one policy.
 
     Args:
-        config: The policy's; ``temperature`` and ``refit_interval`` are read.
+        config: The policy's; ``temperature`` is read.
         version: Asks for the version of the last committed refit.
         origin: Asks for this trainer's origin; 0 if it is not known.
     """
@@ -44,7 +44,6 @@ class Admission:
         self._config = config
         self._version = version
         self._origin = origin
-        self._trained: list[int] = []  # moments of the trainings since a refit
         self._trained_at: int | None = None  # the version at the last of all trainings
         self._said: set[str] = set()
 
@@ -84,7 +83,7 @@ class Admission:
             if text := off_policy("these rows were sampled with", theirs, self._temperature()):
                 self._say(text, "distribution")
             self._check_origin(batch)
-            self._check_freshness(batch)
+            self._trained_at = self._version()
         return batch
 
     def compare(self, data: object, ours: torch.Tensor) -> None:
@@ -133,29 +132,10 @@ class Admission:
                 "origin",
             )
 
-    def _check_freshness(self, batch: BatchedDataDict[Any]) -> None:
-        version = self._version()
-        if version != self._trained_at:
-            self._trained_at = version
-            self._trained.clear()
-            self._said.discard("refit")
-        began = None if batch.provenance is None else batch.provenance.began
-        interval, trained = self._config().get("refit_interval", 1), len(self._trained)
-        if began is not None and trained >= interval and began >= self._trained[interval - 1]:
-            self._say(
-                f"these rows were generated after {trained} training{'s' * (trained > 1)} that no "
-                f"refit followed: the engine's weights are still version {version}. Call "
-                "rl_core.refit(policy, generation) after train. A loop that refits every n "
-                'trainings on purpose says "refit_interval": n in the policy\'s configuration.',
-                "refit",
-                depth=5,
-            )
-        self._trained.append(moment())
-
     def _temperature(self) -> float:
         return float(self._config().get("temperature", 1.0))
 
-    def _say(self, text: str, about: str, depth: int = 4) -> None:
+    def _say(self, text: str, about: str) -> None:
         if about not in self._said:
             self._said.add(about)
-            warnings.warn(text, LoopWarning, stacklevel=depth)
+            warnings.warn(text, LoopWarning, stacklevel=4)

@@ -30,8 +30,6 @@ class PolicyGeneration(GenerationBackend):
         policy: Whose model it is; its version and origin are those of the rows.
     """
 
-    weights_are_external = True
-
     def __init__(
         self,
         engine: RowEngine,

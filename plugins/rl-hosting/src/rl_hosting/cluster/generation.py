@@ -23,7 +23,6 @@ from rl_backends.generation.prompts import (
 )
 from rl_backends.inputs import as_batch
 from rl_core.batch import BatchedDataDict
-from rl_core.batch.provenance import moment
 from rl_core.errors import DeadlineError, WeightsTornError
 from rl_core.futures import as_concurrent
 from rl_core.interfaces import GenerationInterface
@@ -196,7 +195,7 @@ class RemoteGeneration(RemoteBackend, TakesWeights, GenerationInterface):
             prompts=BatchedDataDict({**consumed, **seeds}),
             extras=passthrough_columns(data),
             sizes=checked.lengths + checked.budgets,
-            provenance=provenance_of(sampling, moment()),
+            provenance=provenance_of(sampling),
         )
 
     def _assign(self, call: _Call, rows: torch.Tensor) -> dict[int, torch.Tensor]:
