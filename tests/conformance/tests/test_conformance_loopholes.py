@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from rl_conformance import GenerationConformance
-from rl_conformance.checks import discovery as d_checks
+from rl_conformance.checks import d01_discovery as d_checks
 from rl_conformance.expect import CheckFailed
 from rl_conformance.faults import dropping, in_the_engine
 from rl_conformance.harness import Harness

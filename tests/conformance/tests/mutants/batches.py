@@ -8,7 +8,7 @@ from unittest import mock
 import torch
 
 from mutants.mutant import breaks
-from rl_conformance.checks import data as checks
+from rl_conformance.checks import b04_shards as checks
 from rl_core.batch import BatchedDataDict, verify_right_padding
 
 if TYPE_CHECKING:

@@ -25,30 +25,98 @@ if TYPE_CHECKING:
 
 __all__ = ["QUICK", "Autopsy", "Mutant", "breaks", "examine", "quick", "registered", "target"]
 
-#: Where the checks are that look at one thing each. The others go on for many calls, or through all
-#: options and edges: mutants that are about these name the checks that they want.
-_PLAIN = frozenset(
-    [
-        "agreement",
-        "checkpoints",
-        "data",
-        "discovery",
-        "lifecycle",
-        "prompts",
-        "refit",
-        "refit_collective",
-        "refit_faults",
-        "refit_scales",
-        "refit_several",
-        "refit_staged",
-        "sampling",
-        "scoring",
-        "security",
-        "training",
-    ]
-)
+#: Checks that go on for many calls, or through all options and edges: mutants that are about these
+#: name the checks that they want.
+_THOROUGH = """
+    a_bad_global_batch_spares_the_one_before a_call_has_a_deadline
+    a_configured_seed_of_any_size_is_one a_copy_is_on_several_ranks
+    a_disturbed_answer_never_commits a_failing_call_changes_no_step
+    a_failing_reference_call_changes_no_step a_hello_that_was_recorded_takes_nobodys_place
+    a_long_call_gets_on_among_short_ones a_loss_is_told_the_same_whatever_the_split
+    a_mask_with_a_hole_is_refused a_masked_batch_is_no_step a_match_within_a_token_ends_the_row
+    a_narrow_dtype_resumes_bit_equal a_refit_gets_its_turn
+    a_refit_of_a_sleeper_serves_once_it_is_awake a_refit_of_one_engine_is_not_the_other_s
+    a_refit_that_was_recorded_is_not_played_again a_refused_batch_changes_nothing
+    a_refused_call_wakes_nobody a_refused_step_leaves_no_trace
+    a_repetition_penalty_moves_the_argmax a_repetition_penalty_shows_in_processed_logprobs
+    a_row_draws_from_its_own_seed a_save_that_fails_says_so
+    a_short_call_does_not_wait_for_a_long_one a_shutdown_ends_a_refit
+    a_sleep_keeps_what_a_refit_brought a_stop_on_the_last_token_is_a_stop
+    a_stop_token_of_the_prompt_stops_nothing a_stream_keeps_its_version
+    a_ticket_is_for_one_refit a_token_that_does_not_exist_is_refused
+    a_trainer_changes_the_transport a_trainer_goes_every_way_after_every_other
+    a_version_may_go_back_with_its_weights
+    adapters_are_merged_in_an_export_and_resumed_by_a_checkpoint
+    adapters_of_a_module_arrive_merged_once adapters_of_a_policy_arrive_merged_once
+    all_rows_carry_the_version almost_no_temperature_is_the_argmax
+    an_engine_changes_the_transport an_engine_takes_every_way_after_every_other
+    an_output_is_a_batch_of_prompts an_output_stays_what_it_was another_number_of_ranks_goes_on
+    any_batch_is_scored any_batch_survives_a_journey any_of_several_stop_tokens_ends_a_row
+    calibrating_changes_no_step calls_draw_in_the_order_in_which_they_are_made
+    calls_of_threads_keep_to_their_rows code_of_one_part_does_not_run
+    configured_lists_are_left_alone copies_are_copies digests_over_a_network_need_the_token
+    dropout_is_drawn_anew_and_from_the_seed dropout_is_that_of_one_rank
+    each_global_batch_has_its_own_plan each_mode_needs_a_token
+    each_row_ends_at_the_first_of_its_strings end_of_sequence_can_be_switched_off
+    engines_of_one_process_are_apart engines_without_a_seed_differ
+    equal_seeds_draw_alike_and_others_do_not evaluating_changes_no_step
+    evaluating_changes_nothing every_call_is_of_one_version every_column_is_left_alone
+    every_column_is_repeated every_column_is_streamed
+    every_draw_follows_the_declared_distribution every_end_of_sequence_token_ends_a_row
+    every_family_serves_what_arrived every_family_steps_as_configured
+    every_global_batch_is_a_step_of_its_own every_kind_of_loss_is_split
+    every_pattern_of_bits_arrives every_rank_draws_the_same every_step_has_its_rate
+    every_step_is_the_one_configured every_token_that_is_allowed_comes
+    far_positions_agree_with_the_reference generating_changes_no_step
+    handing_weights_over_changes_no_step lifecycle_calls_are_legal_in_any_order
+    log_probs_are_those_of_the_weights_now long_rows_are_scored_to_their_ends
+    many_rows_score_as_few merged_rows_are_padded_rows
+    more_candidates_than_tokens_are_all_of_them no_part_is_left_behind no_refit_is_like_another
+    no_refit_unpickles no_stop_strings_are_no_stop_strings
+    no_stream_starts_over_for_a_sleep_or_a_refit nobody_starves nothing_is_left_of
+    one_changed_tensor_is_enough one_is_shut_down_while_another_serves
+    one_sleeps_while_another_serves one_token_is_a_generation
+    output_is_as_wide_as_its_longest_row plain_shards_are_dealt_by_global_batch
+    planned_shards_keep_every_row_and_bound policies_share_nothing
+    prompts_that_are_alike_are_told_apart refits_are_exact refused_descriptions_change_nothing
+    refused_options_change_nothing refused_options_use_no_version_up
+    refused_tickets_change_nothing resuming_what_is_broken_spares_the_others
+    resuming_what_was_resumed_goes_on rows_are_those_of_a_list rows_come_back_in_their_order
+    rows_that_are_given_up_are_freed_at_once rows_that_wait_for_their_reader_keep_their_version
+    sample_k_draws_from_seed_plus_k samples_are_streamed samples_draw_as_rows_of_their_own
+    saving_again_replaces_and_spares saving_changes_no_step scales_are_of_the_weights_now
+    scales_are_of_what_a_cache_holds scales_have_their_defaults scores_are_those_of_one_rank
+    scores_belong_to_their_rows scoring_changes_no_step
+    seeded_rows_are_streamed_as_they_are_drawn seeds_of_two_engines_do_not_mix
+    special_tokens_are_tokens splitting_goes_on_working steps_are_those_of_one_rank
+    stop_strings_are_of_the_generated_text stop_strings_of_calls_keep_to_their_rows
+    stray_tokens_are_found_wherever_they_are
+    streamed_rows_take_their_streams_as_they_are_asked_for streams_at_once_keep_to_their_rows
+    streams_that_nobody_ends_leave_nothing tasks_and_threads_keep_to_their_rows
+    temperature_applies_to_every_call the_configured_padding_is_used
+    the_error_is_the_mean_of_the_exponentials the_evaluated_loss_is_of_the_weights_now
+    the_ith_row_draws_from_the_ith_stream the_mode_is_that_of_the_configuration
+    the_model_s_own_context_is_the_limit the_only_candidate_is_taken
+    the_program_s_own_random_numbers_stay_random the_prompt_s_text_completes_no_match
+    the_reference_changes_no_step_and_stays the_reference_is_where_the_policy_started
+    the_reference_may_be_asked_meanwhile the_reference_resumes_too the_reference_stays
+    the_sink_keeps_its_word the_source_keeps_its_word tickets_never_mix_two_states
+    topk_changes_no_step topk_is_of_the_weights_now topk_is_that_of_one_rank
+    topk_logits_have_the_temperature topk_rows_come_back_in_their_order topk_takes_any_k
+    trainers_of_one_process_are_apart training_between_refits_shows_after_the_next_alone
+    two_engines_do_not_mix unseeded_samples_differ very_unlikely_tokens_keep_their_logprob
+    weights_that_are_dropped_meanwhile_stay_torn what_arrives_is_what_is_saved
+    what_fails_midway_is_refused_until_a_load what_fails_midway_on_one_rank_is_refused_by_all
+    what_is_generated_is_of_the_weights_now what_is_held_is_what_was_written
+    what_is_masked_is_as_if_not_there what_is_masked_reaches_no_rank
+    what_is_no_number_does_not_agree what_is_refused_reaches_no_rank
+    what_saves_memory_changes_no_step what_scales_no_cache_is_refused
+    whole_weights_alone_end_a_torn_state without_do_sample_every_call_is_greedy
+    wrong_rows_are_refused
+"""
 
-#: Of these, checks of each chapter that take no processes, thousands of draws, or dozens of models.
+#: Of the others, checks of each chapter that take no processes, thousands of
+#: draws, or dozens of models.
 QUICK = {
     "data": "not ray",
     "discovery": "D2 or D4",
@@ -170,8 +238,8 @@ def checks_for(mutant: Mutant) -> list[Check]:
 
 def quick(chapter: str) -> list[Check]:
     """The quick checks of a chapter."""
-    found = select([chapter], QUICK[chapter])
-    return [c for c in found if c.function.__module__.rpartition(".")[2] in _PLAIN]
+    found, thorough = select([chapter], QUICK[chapter]), _THOROUGH.split()
+    return [c for c in found if c.function.__name__ not in thorough]
 
 
 def examine(mutant: Mutant, dtype: str = "float32") -> Autopsy:

@@ -12,7 +12,7 @@ from unittest import mock
 
 from mutants.engines import SamplesAreDealtInRounds
 from mutants.mutant import Mutant, breaks, registered, target
-from rl_conformance.checks import agreement
+from rl_conformance.checks import a01_agreement as agreement
 from rl_conformance.reference import MANIFEST, make_reference, reference_target
 from rl_conformance.reference.generation import ReferenceGeneration
 from rl_core.errors import DataError, RLError

@@ -1,0 +1,243 @@
+"""G2, G3, G5 and G6: the shape of an output, and how long it may be."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rl_conformance.batches import generated, generated_mask, random_rows
+from rl_conformance.checks.common import (
+    OUTPUT_KEYS,
+    greedy_rows,
+    is_truncated,
+    text_row,
+    with_limit,
+)
+from rl_conformance.continuations import find_row, find_stop, is_text
+from rl_conformance.draws import declared_logprobs
+from rl_conformance.expect import raises, require, same_tensor
+from rl_conformance.registry import check
+
+if TYPE_CHECKING:
+    from rl_conformance.context import Context
+
+
+@check("G2")
+def output_is_prompt_then_tokens_then_padding(ctx: Context) -> None:
+    """The prompt is unchanged and padding fills the right."""
+    data = ctx.prompts(3, 9, 5)
+    output = ctx.generation().generate(data, greedy=True)
+    ids, pad = output["output_ids"], ctx.oracle().pad_token_id
+    for row, length in enumerate(data["input_lengths"].tolist()):
+        end = int(output["unpadded_sequence_lengths"][row])
+        same_tensor(ids[row, :length], data["input_ids"][row, :length], f"prompt of row {row}")
+        require((ids[row, end:] == pad).all(), f"row {row} is not padded with {pad} after {end}")
+
+
+@check("G2")
+def lengths_add_up(ctx: Context) -> None:
+    """unpadded = input + generated, and the width is the longest row."""
+    data = ctx.prompts(3, 9, 5)
+    output = ctx.generation().generate(data, greedy=True)
+    ends = data["input_lengths"] + output["generation_lengths"]
+    same_tensor(output["unpadded_sequence_lengths"], ends, "unpadded_sequence_lengths")
+    require(output["output_ids"].shape == (3, int(ends.max())), "the width is not the longest row")
+    require((output["generation_lengths"] > 0).all(), "a row with room generated nothing")
+
+
+@check("G2")
+def output_has_the_declared_types(ctx: Context) -> None:
+    """Every key is there, on the CPU, of its dtype."""
+    output = ctx.generation().generate(ctx.prompts(3, 5), greedy=True)
+    require(set(output) >= OUTPUT_KEYS, f"missing keys: {OUTPUT_KEYS - set(output)}")
+    integer = OUTPUT_KEYS - {"logprobs", "truncated"}
+    types = {
+        "logprobs": torch.float32,
+        "truncated": torch.bool,
+        **dict.fromkeys(integer, torch.int64),
+    }
+    for key, dtype in types.items():
+        require(output[key].dtype == dtype, f"{key} is {output[key].dtype}, not {dtype}")
+        require(output[key].device.type == "cpu", f"{key} is on {output[key].device}")
+
+
+@check("G3", cases={"greedy": {"greedy": True}, "sampled": {"greedy": False}})
+def logprobs_are_zero_outside_and_negative_inside(ctx: Context, greedy: bool) -> None:
+    """0 on prompt and padding; finite and at most 0 on generated tokens."""
+    data = ctx.prompts(3, 9, 5)
+    output = ctx.generation(seed=3).generate(data, greedy=greedy)
+    inside, logprobs = generated_mask(data, output), output["logprobs"]
+    require(logprobs.shape == output["output_ids"].shape, "logprobs and output_ids differ in shape")
+    require((logprobs[~inside] == 0).all(), "a prompt or padding position is not 0")
+    require(logprobs[inside].isfinite().all(), "a generated token's log-prob is not finite")
+    require((logprobs[inside] <= 0).all(), "a generated token's log-prob is above 0")
+    require((logprobs[inside] < 0).any(), "every log-prob is 0")
+
+
+@check("G5")
+def truncated_tells_length_from_stop(ctx: Context) -> None:
+    """A row that ran out of tokens is truncated, one that met a stop token is not."""
+    stop = find_stop(ctx.oracle(), 4, ctx.lead)
+    data = ctx.batch([stop.prompt, stop.other_prompt])
+    generation = ctx.generation(stop_token_ids=[stop.token], max_new_tokens=4)
+    output = generation.generate(data, greedy=True)
+    require(output["truncated"].tolist() == [False, True], f"truncated is {output['truncated']}")
+
+
+@check("G6")
+def max_new_tokens_is_kept(ctx: Context) -> None:
+    """No row generates more than max_new_tokens."""
+    output = ctx.generation(max_new_tokens=3).generate(ctx.prompts(2, 9, 5, 7), greedy=True)
+    require((output["generation_lengths"] <= 3).all(), "a row is longer than max_new_tokens")
+
+
+@check("G6")
+def context_is_kept(ctx: Context) -> None:
+    """A row ends, truncated, where the context does; without room it generates nothing."""
+    generation = ctx.generation(max_model_len=16)
+    output = generation.generate(ctx.prompts(13, 15, 16), greedy=True)
+    lengths = output["generation_lengths"].tolist()
+    require(lengths[2] == 0, f"a full prompt generated {lengths[2]} tokens")
+    require(lengths[0] <= 3 and lengths[1] <= 1, f"the context of 16 is exceeded: {lengths}")
+    require(bool(output["truncated"][2]), "a row without room is not truncated")
+    require((output["unpadded_sequence_lengths"] <= 16).all(), "a row is longer than the context")
+
+
+@check("G6")
+def overlong_prompt_is_refused(ctx: Context) -> None:
+    """A prompt longer than the context raises ValueError naming the row."""
+    with raises(ValueError, "row 1"):
+        ctx.generation(max_model_len=16).generate(ctx.prompts(5, 17), greedy=True)
+
+
+#: Steps of the rows whose text is looked at, which is all that their engine may generate.
+_STEPS = 4
+
+
+@check("G2")
+def output_is_as_wide_as_its_longest_row(ctx: Context) -> None:
+    """Columns of padding that no row needs, strides and narrower integers change nothing."""
+    rows = ctx.certain(3, 9, 5)
+    data, generation = ctx.batch([row.prompt for row in rows]), ctx.generation(max_new_tokens=4)
+    usual = generation.generate(data, greedy=True)
+    wide = ctx.batch([*(row.prompt for row in rows), [5] * 30]).slice(0, 3)
+    wide["input_ids"] = wide["input_ids"].t().contiguous().t().to(torch.int32)
+    wide["input_lengths"] = wide["input_lengths"].to(torch.int32)
+    output = generation.generate(wide, greedy=True)
+    for key in ("output_ids", "generation_lengths", "unpadded_sequence_lengths", "truncated"):
+        same_tensor(output[key], usual[key], key)
+
+
+@check("G2")
+def the_configured_padding_is_used(ctx: Context) -> None:
+    """pad_token_id fills the output, also where it ends rows and stands in prompts."""
+    oracle = ctx.oracle()
+    short, long = ctx.certain(5, 9)
+    pad = short.tokens[1]
+    first = short.tokens.index(pad)
+    if pad in long.tokens:
+        long = find_row(
+            oracle, 9, steps=4, lead=ctx.lead, accept=lambda tokens, _: pad not in tokens
+        )
+    padded = find_row(
+        oracle,
+        5,
+        steps=4,
+        lead=ctx.lead,
+        edit=lambda row: [pad, *row[1:3], pad, pad],
+        accept=lambda tokens, _: pad not in tokens,
+    )
+    rows = [short, long, padded]
+    data = ctx.batch([row.prompt for row in rows])
+    past = torch.arange(9) >= data["input_lengths"][:, None]
+    data["input_ids"] = torch.where(past, pad, data["input_ids"])
+    config: dict[str, Any] = {"max_new_tokens": 4, "pad_token_id": pad, "stop_token_ids": [pad]}
+    output = ctx.generation(**config).generate(data, greedy=True)
+    got = generated(data, output)
+    expected = [short.tokens[: first + 1], long.tokens, padded.tokens]
+    require(got == expected, f"got {got}, expected {expected}; the pad token is {pad}")
+    outside = torch.arange(13) >= output["unpadded_sequence_lengths"][:, None]
+    require((output["output_ids"][outside] == pad).all(), f"rows are not padded with {pad}")
+
+
+@check("G5")
+def a_stop_on_the_last_token_is_a_stop(ctx: Context) -> None:
+    """A row that meets its stop with the last token it may generate is not truncated."""
+    oracle = ctx.oracle()
+
+    def ends_in_text(tokens: list[int], words: list[str]) -> bool:
+        text = oracle.tokenizer.decode(tokens[:-1])
+        return is_text(words[-1:]) and words[-1] not in text
+
+    stopped = find_row(oracle, 5, steps=_STEPS, lead=ctx.lead, accept=ends_in_text)
+    other, third = ctx.certain(5, 9)
+    word = oracle.tokenizer.decode(stopped.tokens[-1:])
+    rows = [other, stopped, third, stopped]
+    stops = [None, [word], [], None]
+    expected = [row.tokens for row in rows]
+    output = greedy_rows(ctx, rows, expected, row_stops=stops, max_new_tokens=_STEPS)
+    is_truncated(output, [True, False, True, True])
+    # The same with a stop token, once at the limit of tokens and once at that of the context.
+    unmet = next(t for t in range(3, 250) if not any(t in row.tokens for row in rows))
+    ids = [unmet, stopped.tokens[-1]]
+    cut = [tokens[: (*tokens, ids[1]).index(ids[1]) + 1] for tokens in expected]
+    met = [ids[1] in tokens for tokens in expected]
+    output = greedy_rows(ctx, rows, cut, max_new_tokens=_STEPS, stop_token_ids=ids)
+    is_truncated(output, [not one for one in met])
+    data = ctx.batch([stopped.prompt])
+    at_context = ctx.generation(max_model_len=5 + _STEPS, stop_token_ids=ids)
+    output = at_context.generate(data, greedy=True)
+    require(generated(data, output) == [stopped.tokens], f"got {generated(data, output)}")
+    is_truncated(output, [False])
+
+
+@check("G6")
+def every_token_that_is_allowed_comes(ctx: Context) -> None:
+    """A row that meets no stop has exactly max_new_tokens, or what the context leaves it."""
+    rows = ctx.certain(15, 9, 12, 4)
+    full = random_rows([16], seed=4)[0]
+    stopped, word = text_row(ctx)
+    prompts = [full, *(row.prompt for row in rows), stopped.prompt, stopped.prompt, full]
+    data = ctx.batch(prompts, stop_strings=[None] * 6 + [[word], None])
+    generation = ctx.generation(max_model_len=16, max_new_tokens=4)
+    output = generation.generate(data, greedy=True)
+    own = [row.tokens for row in rows[1:]]
+    expected = [[], rows[0].tokens[:1], *own, stopped.tokens, stopped.tokens[:2], []]
+    require(generated(data, output) == expected, f"got {generated(data, output)}, not {expected}")
+    is_truncated(output, [True] * 6 + [False, True])
+    alone = ctx.batch([full])
+    output = generation.generate(alone, greedy=True)
+    same_tensor(output["output_ids"], alone["input_ids"], "the output of a row without room")
+    is_truncated(output, [True])
+
+
+@check("G6")
+def one_token_is_a_generation(ctx: Context) -> None:
+    """max_new_tokens=1: one token for each row, and a stop counts all the same."""
+    rows = ctx.certain(3, 9, 5)
+    stop = rows[1].tokens[0]
+    ids = [[row.tokens[0]] for row in rows]
+    output = greedy_rows(ctx, rows, ids, max_new_tokens=1, stop_token_ids=[stop])
+    is_truncated(output, [row.tokens[0] != stop for row in rows])
+    require(output["output_ids"].shape == (3, 10), f"it has shape {output['output_ids'].shape}")
+
+
+@check("G6")
+def the_model_s_own_context_is_the_limit(ctx: Context) -> None:
+    """Prompts up to the context are taken and scored right, one token more is refused."""
+    config, limit = with_limit(ctx)
+    lengths = [limit - 1, limit - 5, limit, limit - 2, limit // 2 + 3]
+    data = ctx.prompts(*lengths, seed=6)
+    generation = ctx.generation(max_new_tokens=4, **config)
+    output = generation.generate(data, greedy=True)
+    most = [min(4, limit - length) for length in lengths]
+    eos = ctx.oracle().eos_token_ids
+    for row, (tokens, count) in enumerate(zip(generated(data, output), most, strict=True)):
+        ended = bool(tokens) and tokens[-1] in eos
+        require(ended or len(tokens) == count, f"row {row} has {len(tokens)} tokens, not {count}")
+        require(bool(output["truncated"][row]) != ended, f"row {row} is wrongly truncated")
+    scored = declared_logprobs(ctx, data, output)
+    ctx.measure_error(output["logprobs"][generated_mask(data, output)], scored, rounding=3)
+    with raises(ValueError, "row 1"):
+        generation.generate(ctx.prompts(5, limit + 1), greedy=True)

@@ -1,0 +1,181 @@
+"""G4 and G11: log-probs of generated tokens."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rl_conformance.batches import generated, generated_mask
+from rl_conformance.checks.common import with_limit, with_penalty
+from rl_conformance.draws import declared_logprobs
+from rl_conformance.expect import NotRun, require, same_tensor
+from rl_conformance.registry import check
+from rl_core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from rl_conformance.context import Context
+    from rl_core.interfaces import GenerationInterface
+
+
+@check("G11")
+def far_positions_agree_with_the_reference(ctx: Context) -> None:
+    """Long prompts and long generations have the reference's log-probs to the end."""
+    config, limit = with_limit(ctx)
+    lengths = [3, limit - 25, limit - 9]
+    data = ctx.prompts(*lengths, seed=9)
+    data["seed"] = torch.arange(3)
+    config |= {"max_new_tokens": limit // 2 + 9, "logprobs_mode": "raw"}
+    generation = ctx.generation(eos_token_id=[], **config)
+    output = generation.generate(data)
+    most = torch.tensor([min(config["max_new_tokens"], limit - n) for n in lengths])
+    same_tensor(output["generation_lengths"], most, "generation_lengths")
+    oracle = ctx.oracle()
+    inside = generated_mask(data, output)
+    scored = oracle.batch_logprobs(output["output_ids"], output["unpadded_sequence_lengths"])
+    ctx.measure_error(output["logprobs"][inside], scored[inside], rounding=2)
+
+
+@check("G4")
+def very_unlikely_tokens_keep_their_logprob(ctx: Context) -> None:
+    """Nothing is floored: log-probs far below -20 come as they are.
+
+    Below -9 only where the engine refuses the temperature at which others are drawn.
+    """
+    try:
+        scale, least = 4.0, -20.0
+        path, generation = _hot(ctx, 5.0, scale)
+    except ConfigError as error:
+        if "temperature" not in str(error):
+            raise
+        scale, least = 2.0, -9.0
+        path, generation = _hot(ctx, 2.0, scale)
+    data = ctx.prompts(*[5] * 32)
+    data["seed"] = torch.arange(32)
+    output = generation.generate(data)
+    inside = generated_mask(data, output)
+    expected = declared_logprobs(ctx, data, output, path=path)
+    require((expected < least).sum() >= 3, "no token is unlikely enough; the tokens are not drawn")
+    ctx.measure_error(output["logprobs"][inside], expected, scale=scale, rounding=5)
+
+
+def _hot(ctx: Context, temperature: float, scale: float) -> tuple[Path, GenerationInterface]:
+    """A model whose logits are far apart, and an engine that draws from all of them."""
+    path = ctx.model("qwen2", weight_scale=scale * 7.0)
+    config: dict[str, Any] = {"model_name": str(path), "max_new_tokens": 4}
+    return path, ctx.generation(temperature=temperature, logprobs_mode="raw", **config)
+
+
+_PROCESSED = {
+    "temperature": {"how": {"temperature": 0.7}},
+    "top_k": {"how": {"temperature": 1.3, "top_k": 7}},
+    "top_p": {"how": {"temperature": 1.2, "top_p": 0.8}},
+    "all_three": {"how": {"temperature": 1.4, "top_k": 20, "top_p": 0.9}},
+    "top_p_of_the_top_k": {"how": {"temperature": 2.0, "top_k": 6, "top_p": 0.7}},
+    "hot": {"how": {"temperature": 5.0}},
+    "top_p_of_1_is_off": {"how": {"temperature": 1.5, "top_p": 1.0}},
+}
+
+
+@check("G4", cases=_PROCESSED)
+def processed_logprobs_are_of_the_sampled_distribution(ctx: Context, how: dict[str, Any]) -> None:
+    """Temperature, then top-k, then top-p, renormalised; the default mode."""
+    data = ctx.prompts(5, 5, 5, 5)
+    try:
+        generation = ctx.generation(seed=1, **how)
+    except ConfigError as error:  # an engine that would not do it may say so
+        if how["temperature"] <= 2 or "temperature" not in str(error):
+            raise
+        raise NotRun(str(error), excused=True) from error
+    output = generation.generate(data)
+    got = output["logprobs"][generated_mask(data, output)]
+    expected = declared_logprobs(ctx, data, output, **how)
+    ctx.measure_error(got, expected, scale=1 / min(1.0, how["temperature"]), rounding=1.5)
+
+
+@check("G4")
+def raw_logprobs_are_of_the_logits(ctx: Context) -> None:
+    """In raw mode temperature and truncation do not show."""
+    data = ctx.prompts(5, 5, 5, 5)
+    generation = ctx.generation(seed=1, temperature=1.4, top_k=20, top_p=0.9, logprobs_mode="raw")
+    output = generation.generate(data)
+    got = output["logprobs"][generated_mask(data, output)]
+    ctx.measure_error(got, declared_logprobs(ctx, data, output), rounding=1.5)
+
+
+@check("G4")
+def greedy_ignores_temperature_and_truncation(ctx: Context) -> None:
+    """With greedy=True the log-prob is raw and the token the argmax."""
+    rows = ctx.certain(5, 5, 5, 5)
+    data = ctx.batch([row.prompt for row in rows])
+    generation = ctx.generation(temperature=1.4, top_k=20, top_p=0.9, seed=1, max_new_tokens=4)
+    output = generation.generate(data, greedy=True)
+    expected = [row.tokens for row in rows]
+    require(generated(data, output) == expected, "the tokens are not the argmax")
+    got = output["logprobs"][generated_mask(data, output)]
+    ctx.measure_error(got, declared_logprobs(ctx, data, output))
+
+
+@check(
+    "G11",
+    cases={family: {"family": family} for family in ("llama", "qwen2", "qwen3")},
+)
+def greedy_agrees_with_the_reference(ctx: Context, family: str) -> None:
+    """Tokens are the reference's argmax and log-probs lie within the dtype's tolerance."""
+    path = ctx.model(family)
+    oracle, data = ctx.oracle(path), ctx.prompts(4, 17, 9, 1, 30)
+    generation = ctx.generation(model_name=str(path), max_new_tokens=16)
+    output = generation.generate(data, greedy=True)
+    ends = output["unpadded_sequence_lengths"]
+    expected = oracle.batch_logprobs(output["output_ids"], ends)
+    inside = generated_mask(data, output)
+    got, expected = output["logprobs"][inside], expected[inside]
+    title = "Log-prob error of generation against the float32 reference"
+    ctx.record_errors(title, family, got, expected, ctx.tolerance[1])
+    ctx.measure_error(got, expected)
+    gaps = []
+    for row, end in enumerate(ends.tolist()):
+        ids, start = output["output_ids"][row, :end], int(data["input_lengths"][row])
+        scores = oracle.logits(ids.tolist()).log_softmax(-1)[start - 1 : end - 1]
+        gaps.append(scores.amax(-1) - scores.gather(1, ids[start:, None])[:, 0])
+    ctx.measure("gap_to_argmax", float(torch.cat(gaps).max()), 2 * ctx.tolerance[1])
+
+
+@check("G4", cases={"top_k": {"top_p": 1.0}, "top_k_and_top_p": {"top_p": 0.9}})
+def more_candidates_than_tokens_are_all_of_them(ctx: Context, top_p: float) -> None:
+    """top_k above the vocabulary is off."""
+    data = ctx.prompts(5, 5, 5, 5)
+    how: dict[str, Any] = {"temperature": 1.5, "top_p": top_p}
+    top_k = 100 * ctx.oracle().vocab_size
+    output = ctx.generation(seed=1, top_k=top_k, max_new_tokens=4, **how).generate(data)
+    got = output["logprobs"][generated_mask(data, output)]
+    ctx.measure_error(got, declared_logprobs(ctx, data, output, **how))
+
+
+@check("G4", cases={"raw": {"mode": "raw"}, "processed": {"mode": "processed"}})
+def the_mode_is_that_of_the_configuration(ctx: Context, mode: str) -> None:
+    """Named or not, the mode decides between the logits and the distribution sampled from."""
+    how: dict[str, Any] = {"temperature": 0.6, "top_k": 12}
+    data = ctx.prompts(5, 7, 5, 3)
+    output = ctx.generation(seed=4, logprobs_mode=mode, max_new_tokens=4, **how).generate(data)
+    got = output["logprobs"][generated_mask(data, output)]
+    expected = declared_logprobs(ctx, data, output, **({} if mode == "raw" else how))
+    scale = 1.0 if mode == "raw" else 1 / how["temperature"]
+    ctx.measure_error(got, expected, scale=scale, rounding=1.5)
+
+
+_PENALTY = 1.8
+
+
+@check("G4", cases={"raw": {"mode": "raw"}, "processed": {"mode": "processed"}})
+def a_repetition_penalty_shows_in_processed_logprobs(ctx: Context, mode: str) -> None:
+    """Processed log-probs are of the lowered logits, raw ones of the logits as they were."""
+    how: dict[str, Any] = {"repetition_penalty": _PENALTY, "temperature": 1.3}
+    generation = with_penalty(ctx, logprobs_mode=mode, seed=2, **how)
+    data = ctx.prompts(40, 9, 5, 12)
+    output = generation.generate(data)
+    expected = declared_logprobs(ctx, data, output, **({} if mode == "raw" else how))
+    got = output["logprobs"][generated_mask(data, output)]
+    ctx.measure_error(got, expected, scale=_PENALTY)

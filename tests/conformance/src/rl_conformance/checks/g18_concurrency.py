@@ -1,0 +1,368 @@
+"""G18: calls at the same time."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rl_conformance.batches import generated, random_rows
+from rl_conformance.checks.common import Recital
+from rl_conformance.draws import same_draws
+from rl_conformance.expect import require
+from rl_conformance.refits import run_refit
+from rl_conformance.registry import check, refusal
+from rl_conformance.served import greedy, same_output
+from rl_conformance.ways import exact, settable_trainer, shuffle
+from rl_core.errors import DeadlineError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from rl_conformance.context import Context
+    from rl_core.batch import BatchedDataDict
+
+
+#: Characters of two, three and four bytes, each byte a token.
+ACCENT, IDEOGRAPH, FACE = "\u00e9", "\u6f22", "\N{HUGGING FACE}"
+
+
+#: Tokens of a prompt, and of what is generated.
+_PROMPT, _STEPS = 6, 12
+
+
+#: Of the engine that most calls of this module go to. Nothing ends a row by chance.
+_CONFIG: dict[str, Any] = {"max_new_tokens": 4, "temperature": 1.5, "eos_token_id": []}
+
+
+#: Tokens of a context in which a prompt of all but two has room for two more, and a short one for
+#: many times as many.
+_CONTEXT, _LONG, _SHORT = 130, 4, 128
+
+
+_LONG_CONFIG: dict[str, Any] = {
+    "max_model_len": _CONTEXT,
+    "max_new_tokens": _CONTEXT,
+    "eos_token_id": [],
+}
+
+
+#: How often something is tried whose time is compared.
+_TRIES = 4
+
+
+_DEADLINE_S = 0.5
+
+
+def _at_once(calls: list[Callable[[], Any]]) -> list[Any]:
+    """What each call returned, all of them made by threads of their own at one moment."""
+    ready = threading.Barrier(len(calls))
+
+    def run(call: Callable[[], Any]) -> Any:
+        ready.wait(60)
+        return call()
+
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return list(pool.map(run, calls))
+
+
+def _certain_rows(ctx: Context) -> list[Any]:
+    return ctx.certain(3, 9, 5, 20, 3, 9, 5, 33)
+
+
+@check("G18")
+def calls_of_threads_keep_to_their_rows(ctx: Context) -> None:
+    """Greedy calls and calls with seeds, of one row and of several: each gives what is its."""
+    generation, certain = ctx.generation(**_CONFIG), _certain_rows(ctx)
+    drawn = ctx.prompts(*[6, 4, 9, 5] * 4)
+    drawn["seed"] = torch.arange(16) * 1000
+    alone = generated(drawn, generation.generate(drawn))
+    calls: list[Callable[[], Any]] = []
+    for first in range(8):
+        rows = [certain[(first + i) % 8] for i in range(1 + first % 3)]
+        data = ctx.batch([row.prompt for row in rows])
+        calls.append(lambda data=data: generation.generate(data, greedy=True))  # type: ignore[misc]
+        part = drawn.slice(2 * first, 2 * first + 2)
+        calls.append(lambda part=part: generation.generate(part))  # type: ignore[misc]
+    for _ in range(3):
+        outputs = _at_once(calls)
+        for first, output in enumerate(outputs[::2]):
+            expected = [certain[(first + i) % 8].tokens for i in range(1 + first % 3)]
+            data = ctx.batch([certain[(first + i) % 8].prompt for i in range(1 + first % 3)])
+            got = generated(data, output)
+            require(got == expected, f"call {first} got {got}, expected {expected}")
+        parts = [drawn.slice(2 * n, 2 * n + 2) for n in range(8)]
+        got = [row for n in range(8) for row in generated(parts[n], outputs[2 * n + 1])]
+        same_draws(ctx, got, alone, drawn["seed"])
+
+
+@check("G18")
+def stop_strings_of_calls_keep_to_their_rows(ctx: Context) -> None:
+    """Many calls at once, in each of which every row has a stop string of its own."""
+    recital = Recital(ctx)
+    strings = [FACE, "op", "none of this", ACCENT, IDEOGRAPH, "st", "y", f"p{IDEOGRAPH}"]
+    calls: list[Callable[[], Any]] = [
+        lambda n=n: recital.check(range(n, n + 3), [strings[(n + 3 * i) % 8] for i in range(3)])  # type: ignore[misc]
+        for n in range(12)
+    ]
+    for _ in range(3):
+        _at_once(calls)
+
+
+@check("G18", capability="async_generation")
+def tasks_and_threads_keep_to_their_rows(ctx: Context) -> None:
+    """Streams of many tasks beside calls of threads, of which some are given up."""
+    generation, certain = ctx.generation(**_CONFIG), _certain_rows(ctx)
+
+    async def stream(first: int) -> None:
+        rows = [certain[(first + i) % 8] for i in range(3)]
+        data = ctx.batch([row.prompt for row in rows], label=[f"{first}.{i}" for i in range(3)])
+        found: set[int] = set()
+        stream = generation.generate_async(data, greedy=True)
+        async for index, output in stream:
+            tokens = output["output_ids"][0, len(rows[index].prompt) :].tolist()
+            require(tokens == rows[index].tokens, f"row {first}.{index} is {tokens}")
+            require(output["label"] == [f"{first}.{index}"], f"its label is {output['label']}")
+            found.add(index)
+            if first % 4 == 3:
+                break
+        await stream.aclose()  # type: ignore[attr-defined]
+        require(first % 4 == 3 or found == {0, 1, 2}, f"rows {found} of stream {first} came")
+
+    async def streams() -> None:
+        await asyncio.gather(*(stream(first) for first in range(16)))
+
+    def call(first: int) -> None:
+        row = certain[first % 8]
+        got = generated(batch := ctx.batch([row.prompt]), generation.generate(batch, greedy=True))
+        require(got == [row.tokens], f"a call beside the streams got {got}")
+
+    calls: list[Callable[[], Any]] = [lambda n=n: call(n) for n in range(6)]  # type: ignore[misc]
+    _at_once([*calls, lambda: asyncio.run(streams())])
+
+
+@check("G18", capability="async_generation")
+def calls_draw_in_the_order_in_which_they_are_made(ctx: Context) -> None:
+    """Of a configured seed: calls that run together draw what they draw one after the other."""
+    config = {**_CONFIG, "seed": 11}
+    data = [ctx.prompts(6, 4, 9, seed=n) for n in range(6)]
+    one = ctx.fresh_generation(**config)
+    one.prepare_for_generation()
+    expected = [generated(each, one.generate(each)) for each in data]
+    other = ctx.fresh_generation(**config)
+    other.prepare_for_generation()
+
+    async def read(each: BatchedDataDict[Any], stream: Any) -> list[list[int]]:
+        rows = {index: output async for index, output in stream}
+        lengths = enumerate(each["input_lengths"].tolist())
+        return [rows[i]["output_ids"][0, length:].tolist() for i, length in lengths]
+
+    async def together() -> list[list[list[int]]]:
+        streams = [other.generate_async(each) for each in data]
+        pairs = list(zip(data, streams, strict=True))
+        last_first = [read(each, stream) for each, stream in reversed(pairs)]
+        return list(reversed(await asyncio.gather(*last_first)))
+
+    for got, alone in zip(asyncio.run(together()), expected, strict=True):
+        same_draws(ctx, got, alone)
+
+
+@check("G18", needs=("generation",), timeout_s=180.0)
+def every_call_is_of_one_version(ctx: Context) -> None:
+    """Refits amid calls that never pause: each gets its turn, and each call has one's weights."""
+    policy, engine = settable_trainer(ctx), ctx.refit_generation()
+    run_refit(policy, engine)
+    data, expected = ctx.prompts(5, 9, 3, 40), {}
+    begin, stop = engine.weights_version, threading.Event()
+    outputs: list[BatchedDataDict[Any]] = []
+
+    def call() -> None:
+        while not stop.is_set():
+            outputs.append(engine.generate(data, greedy=True))
+
+    with ThreadPoolExecutor(4) as pool:
+        callers = [pool.submit(call) for _ in range(4)]
+        try:
+            for version in range(begin, begin + 4):
+                expected[version] = engine.generate(data, greedy=True)
+                said = expected[version]["weights_version"].tolist()
+                require(said == [version] * 4, f"a call in version {version} says {said}")
+                if version < begin + 3:
+                    shuffle(policy, version)
+                    run_refit(policy, engine)
+        finally:
+            stop.set()
+        for caller in callers:
+            caller.result(60)
+    require(len(outputs) > 4, f"{len(outputs)} calls were served")
+    for output in outputs:
+        version, *others = set(output["weights_version"].tolist())
+        require(not others, f"one call is of versions {[version, *others]}")
+        right, alike = expected[version], 0
+        for row, end in enumerate(right["unpadded_sequence_lengths"].tolist()):
+            if torch.equal(output["output_ids"][row, :end], right["output_ids"][row, :end]):
+                ctx.measure_error(output["logprobs"][row, :end], right["logprobs"][row, :end])
+                alike += 1
+        # Where two tokens are as likely, rounding chooses, and that depends on a row's company.
+        require(alike >= 2, f"a call of version {version} has {4 - alike} rows of other weights")
+    exact(ctx, policy, engine, "after the calls", begin + 3)
+
+
+@check("G18")
+def nobody_starves(ctx: Context) -> None:
+    """Among callers that never pause, one that comes later is served while each has a few turns."""
+    generation, stop = ctx.generation(**_CONFIG), threading.Event()
+    data, turns = ctx.prompts(5, 9, 3), [0] * 6
+    late: Any = None
+
+    def call(caller: int) -> None:
+        while not stop.is_set():
+            generation.generate(data, greedy=True)
+            turns[caller] += 1
+
+    most, waited = 10 * len(turns), 0
+    with ThreadPoolExecutor(len(turns) + 1) as pool:
+        callers = [pool.submit(call, n) for n in range(len(turns))]
+        try:
+            while not all(turns) and max(turns) <= most and not any(c.done() for c in callers):
+                time.sleep(0.001)
+            waited = max(turns) if not all(turns) else 0
+            for _ in range(5):
+                before = sum(turns)
+                late = pool.submit(generation.generate, data, True)
+                while not late.done() and waited <= most:
+                    time.sleep(0.001)
+                    waited = max(waited, sum(turns) - before)
+        finally:
+            stop.set()
+        for caller in (*callers, late):
+            caller.result(60)  # also what it raised
+    require(waited <= most, f"a call waited while {waited} that came later were done")
+
+
+@check("G18")
+def a_long_call_gets_on_among_short_ones(ctx: Context) -> None:
+    """Callers of one token each, who never pause, do not keep a call of many tokens from ending."""
+    generation, stop = ctx.generation(**_LONG_CONFIG), threading.Event()
+    long, short, turns = ctx.prompts(_LONG), ctx.prompts(_CONTEXT - 1), [0] * 6
+
+    def call(caller: int) -> None:
+        while not stop.is_set():
+            generation.generate(short, greedy=True)
+            turns[caller] += 1
+
+    most = 3 * _CONTEXT * len(turns)
+    late: Any = None
+    with ThreadPoolExecutor(len(turns) + 1) as pool:
+        callers = [pool.submit(call, n) for n in range(len(turns))]
+        try:
+            late = pool.submit(generation.generate, long, True)
+            while not late.done() and sum(turns) <= most:
+                time.sleep(0.001)
+            waited = sum(turns)
+        finally:
+            stop.set()
+        for caller in (*callers, late):
+            caller.result(60)
+    require(waited <= most, f"a call of {_CONTEXT - _LONG} tokens waited for {waited} later ones")
+
+
+@check("G18")
+def a_call_has_a_deadline(ctx: Context) -> None:
+    """With ``call_deadline_s`` a call that takes longer is given up, and the next one is served."""
+    generation = ctx.fresh_generation(**_LONG_CONFIG, call_deadline_s=_DEADLINE_S)
+    generation.prepare_for_generation()
+    for rows in (64, 512, 4096):
+        started = time.monotonic()
+        try:
+            generation.generate(ctx.prompts(*[_LONG] * rows), greedy=True)
+        except DeadlineError as error:
+            require("call_deadline_s" in str(error), f"the error does not say what to do: {error}")
+            break
+        took = time.monotonic() - started
+        require(took < 3 * _DEADLINE_S, f"a call of {took:.1f} s was not given up in time")
+    else:
+        ctx.not_run(f"4096 rows of 126 tokens took {took:.1f} s", excused=True)
+    lengths, patience = None, time.monotonic() + 60
+    while lengths is None and time.monotonic() < patience:
+        with suppress(DeadlineError):  # on a busy machine, or behind what cannot be stopped
+            output = generation.generate(ctx.prompts(_SHORT), greedy=True)
+            lengths = output["generation_lengths"].tolist()
+    require(lengths == [2], f"after a call that was given up one gave {lengths} tokens, not [2]")
+    started = time.monotonic()
+    generation.finish_generation()
+    took = time.monotonic() - started
+    require(took < 30, f"what was given up kept the engine busy for {took:.0f} s")
+
+
+@check("G18", capability="concurrent_calls")
+def a_short_call_does_not_wait_for_a_long_one(ctx: Context) -> None:
+    """Calls of two tokens are made and done while one of many tokens goes on."""
+    generation = ctx.generation(**_LONG_CONFIG)
+    short, finished, long_enough = ctx.prompts(_SHORT), [], 0
+
+    def seconds() -> float:
+        started = time.perf_counter()
+        generation.generate(short, greedy=True)
+        return time.perf_counter() - started
+
+    alone = min(seconds() for _ in range(3))
+    for rows in (8, 64, 512, 4096):  # until short calls fit into the time of a long one
+        prompts, started, count = ctx.prompts(*[_LONG] * rows), time.perf_counter(), 0
+        with ThreadPoolExecutor(1) as pool:
+            going_on = pool.submit(generation.generate, prompts, True)
+            time.sleep(0.005)
+            while not going_on.done():
+                generation.generate(short, greedy=True)
+                count += not going_on.done()
+        finished.append(count)
+        if count > 2:
+            return
+        long_enough += time.perf_counter() - started > 20 * alone
+        if long_enough == 2:
+            break
+    require(condition=False, message=f"{finished} short calls were done before a long one was")
+
+
+@check("G18", capability="concurrent_calls", timeout_s=180.0)
+def rows_that_are_given_up_are_freed_at_once(ctx: Context) -> None:
+    """After a stream that nobody reads any more, a call does not wait for what was left of it."""
+    generation = ctx.generation(**_LONG_CONFIG)
+    short, rows = ctx.prompts(_SHORT), random_rows([_SHORT] + [_LONG] * 1023)
+
+    def seconds() -> float:
+        started = time.perf_counter()
+        generation.generate(short, greedy=True)
+        return time.perf_counter() - started
+
+    async def leave() -> None:
+        stream = generation.generate_async(ctx.batch(rows), True)
+        async for _ in stream:
+            break
+        await stream.aclose()  # type: ignore[attr-defined]
+
+    before, ratios = min(seconds() for _ in range(5)), []
+    for _ in range(_TRIES):
+        asyncio.run(leave())
+        generation.finish_generation(release_gpu=False)  # once the step that went on has ended
+        # Rows that went on would slow all of them.
+        ratios.append(min(seconds() for _ in range(3)) / before)
+        if ratios[-1] <= 5:
+            return
+        time.sleep(1)
+    listed = ", ".join(f"{ratio:.0f}" for ratio in ratios)
+    require(condition=False, message=f"a call after it took {listed} times as long as before")
+
+
+@refusal("generation", "concurrent_calls")
+def calls_are_served_in_turn(ctx: Context) -> None:
+    """A backend without concurrent_calls serves calls that are made at once, one by one."""
+    generation = ctx.generation()
+    before = greedy(ctx, generation)
+    for output in _at_once([lambda: greedy(ctx, generation)] * 4):
+        same_output(ctx, output, before)

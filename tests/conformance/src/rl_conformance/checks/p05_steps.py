@@ -1,0 +1,456 @@
+"""P5 and P8: training steps."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rl_conformance.checks.common import policy_trained_on, scores_after, trained_policy
+from rl_conformance.expect import require
+from rl_conformance.losses import LogitLikelihood, PairLoss, SequenceLikelihood, TellingLoss
+from rl_conformance.registry import check
+from rl_conformance.training import (
+    AdvantageLoss,
+    NegativeLogLikelihood,
+    training_batch,
+    training_config,
+)
+from rl_conformance.training_oracle import TrainingOracle, update_error
+from rl_conformance.weights import policy_weights
+
+if TYPE_CHECKING:
+    from rl_conformance.context import Context
+    from rl_conformance.training_oracle import Step
+    from rl_core.interfaces import ColocatablePolicyInterface, LossFunction
+
+
+_LENGTHS = (12, 3, 30, 2, 17, 8, 21, 5)
+
+
+_REQUIRED = {"loss", "grad_norm", "global_valid_toks", "global_valid_seqs", "lr"}
+
+
+@check("P5")
+def train_returns_the_declared_keys(ctx: Context) -> None:
+    """loss, grad_norm, counts, lr and the loss function's own metrics."""
+    data = training_batch(_LENGTHS)
+    data["sample_mask"][1] = 0
+    result = trained_policy(ctx).train(data, NegativeLogLikelihood())
+    require(result.keys() >= _REQUIRED, f"missing: {sorted(_REQUIRED - result.keys())}")
+    tokens = float((data["token_mask"] * data["sample_mask"][:, None]).sum())
+    require(float(result["global_valid_toks"]) == tokens, f"not {tokens} valid tokens: {result}")
+    require(float(result["global_valid_seqs"]) == 7, f"not 7 valid sequences: {result}")
+    require(abs(float(result["lr"]) - 1e-3) < 1e-9, f"lr is {result['lr']}, configured was 0.001")
+    got = float(result.get("conformance_tokens", "nan"))
+    require(got == tokens, f"the loss function's metric is {got}, not {tokens}")
+
+
+_SPLITS: dict[str, dict[str, Any]] = {
+    "mbs_1": {"mbs": 1, "config": {}},
+    "mbs_2": {"mbs": 2, "config": {}},
+    "mbs_8": {"mbs": 8, "config": {}},
+    "dynamic": {
+        "mbs": None,
+        "config": {
+            "dynamic_batching": {
+                "enabled": True,
+                "train_mb_tokens": 64,
+                "sequence_length_round": 8,
+            }
+        },
+    },
+    "packed": {
+        "mbs": None,
+        "config": {"sequence_packing": {"enabled": True, "train_mb_tokens": 64}},
+    },
+}
+
+
+@check("P5", cases=_SPLITS)
+def loss_and_gradient_agree_with_the_reference(
+    ctx: Context, mbs: int | None, config: dict[str, Any]
+) -> None:
+    """Whatever the microbatches: the mean over all valid tokens, and its gradient's norm."""
+    data = training_batch(_LENGTHS)
+    data["token_mask"][2, 4:9] = 0
+    result = trained_policy(ctx, **config).train(data, NegativeLogLikelihood(), mbs=mbs)
+    loss, norm = ctx.oracle().nll(data["input_ids"], data["input_lengths"], data["token_mask"])
+    ctx.measure("loss_error", abs(float(result["loss"]) - loss), ctx.tolerance[0])
+    error = abs(float(result["grad_norm"]) / norm - 1)
+    ctx.measure("grad_norm_relative_error", error, _of_a_norm(ctx))
+
+
+def _of_a_norm(ctx: Context) -> float:
+    """A gradient's norm depends on the order of sums, however exact the log-probs are declared."""
+    return max(ctx.tolerance[0], 1e-4)
+
+
+@check("P5", cases={name: case for name, case in _SPLITS.items() if name != "mbs_8"})
+def updated_weights_do_not_depend_on_the_split(
+    ctx: Context, mbs: int | None, config: dict[str, Any]
+) -> None:
+    """After two steps the log-probs are those of unsplit training."""
+    data, probe = training_batch(_LENGTHS), training_batch((11, 6, 19), seed=9)
+    whole, split = trained_policy(ctx), trained_policy(ctx, **config)
+    for policy, size in ((whole, 8), (split, mbs)):
+        for _ in range(2):
+            policy.train(data, NegativeLogLikelihood(), mbs=size)
+    ctx.measure_error(scores_after(split, probe), scores_after(whole, probe))
+
+
+@check("P5")
+def one_step_for_each_global_batch(ctx: Context) -> None:
+    """Eight rows with gbs=4 are two steps of four rows."""
+    data, probe = training_batch(_LENGTHS), training_batch((11, 6, 19), seed=9)
+    at_once, in_turn = trained_policy(ctx), trained_policy(ctx)
+    at_once.train(data, NegativeLogLikelihood(), gbs=4, mbs=2)
+    for start in (0, 4):
+        in_turn.train(data.slice(start, start + 4), NegativeLogLikelihood(), mbs=2)
+    ctx.measure_error(scores_after(at_once, probe), scores_after(in_turn, probe))
+
+
+@check("P5", modules=("rl_ray",), gpus=2, timeout_s=300.0)
+def two_ranks_train_as_one(ctx: Context) -> None:
+    """Each of two workers has half of the global batch: loss, norm and log-probs are one's."""
+    from rl_core.create import create_policy
+    from rl_ray import RayVirtualCluster
+
+    if not ctx.target.installed:
+        ctx.not_run("the backend is not installed under a name", excused=True)
+    # The ranks' counts of tokens are far apart: a mean over ranks is not the mean over tokens.
+    data = training_batch(sorted(_LENGTHS, reverse=True))
+    probe = training_batch((11, 6, 19, 4), seed=9)
+    alone = trained_policy(ctx)
+    base = ctx.target.base_config("policy", ctx.settings)
+    config = base | training_config() | {"model_name": str(ctx.model())}
+    with RayVirtualCluster([2], use_gpus=ctx.settings.device == "cuda") as cluster:
+        ranks = create_policy(config, cluster)
+        try:
+            ranks.prepare_for_training()
+            for step in range(3):
+                if step == 2:  # nothing of what the second rank has counts
+                    data["sample_mask"][4:] = 0
+                one, two = (p.train(data, NegativeLogLikelihood()) for p in (alone, ranks))
+                ctx.measure("loss_error", _apart(one, two, "loss"), ctx.tolerance[0])
+                norm = _apart(one, two, "grad_norm") / float(one["grad_norm"])
+                ctx.measure("grad_norm_relative_error", norm, _of_a_norm(ctx))
+                for key in ("global_valid_toks", "global_valid_seqs", "conformance_tokens", "lr"):
+                    require(_apart(one, two, key) == 0, f"{key}: {one}, {two}")
+            ctx.measure_error(scores_after(ranks, probe), scores_after(alone, probe))
+        finally:
+            ranks.shutdown()
+
+
+def _apart(one: dict[str, Any], two: dict[str, Any], key: str) -> float:
+    return abs(float(one[key]) - float(two[key]))
+
+
+@check("P8")
+def nll_falls_on_one_batch(ctx: Context) -> None:
+    """Ten steps on one batch lower its loss each time they are looked at."""
+    data, policy = training_batch(_LENGTHS), trained_policy(ctx)
+    losses = [float(policy.train(data, NegativeLogLikelihood())["loss"]) for _ in range(10)]
+    require(losses[9] < losses[4] < losses[0], f"the losses are {losses}")
+
+
+@check("P8")
+def advantages_show_the_way(ctx: Context) -> None:
+    """Rows with a positive advantage become likelier, the others less likely."""
+    data = training_batch((9, 9, 9, 9), advantages=torch.tensor([1.0, -1.0, 1.0, -1.0]))
+    policy = trained_policy(ctx)
+    before = scores_after(policy, data).sum(1)
+    policy.prepare_for_training()
+    for _ in range(3):
+        policy.train(data, AdvantageLoss())
+    moved = (scores_after(policy, data).sum(1) - before) * data["advantages"]
+    require((moved > 0).all(), f"movement along the advantage: {moved.tolist()}")
+
+
+_OTHER_LENGTHS = (9, 3, 12, 1, 6)
+
+
+#: Of an update: what the order of sums may change in AdamW's, which divides small gradients.
+_OF_AN_UPDATE = 3e-2
+
+
+def _pair(
+    ctx: Context, config: dict[str, Any], family: str = "qwen2"
+) -> tuple[ColocatablePolicyInterface, TrainingOracle]:
+    """A policy in float32 with just these keys, and the oracle of its training."""
+    ctx.tolerance_of("float32")
+    path = ctx.model(family)
+    policy = ctx.workshop.build("policy", "float32", {"model_name": str(path), **config})
+    ctx.closing(policy).prepare_for_training()
+    return policy, TrainingOracle(path, config)
+
+
+def _agrees(ctx: Context, result: dict[str, Any], step: Step) -> None:
+    mean, largest = ctx.tolerance_of("float32")
+    ctx.measure("loss_error", abs(float(result["loss"]) - step.loss), largest)
+    norm = abs(float(result["grad_norm"]) - step.grad_norm) / max(step.grad_norm, 1e-6)
+    ctx.measure("grad_norm_relative_error", norm, max(mean, 1e-3))
+    rate = abs(float(result["lr"]) - step.lr) / step.lr
+    require(rate < 1e-5, f"lr is {result['lr']}, should be {step.lr}")
+
+
+def _moved_alike(ctx: Context, policy: ColocatablePolicyInterface, oracle: TrainingOracle) -> None:
+    error, name = update_error(policy_weights(policy), oracle.weights(), oracle.start)
+    ctx.measure(f"update_relative_error of {name}", error, _OF_AN_UPDATE)
+
+
+_PLAIN: dict[str, Any] = {"lr": 1e-3, "eps": 1e-4, "weight_decay": 0.0}
+
+
+#: With it the size of a gradient shows in the step, as it does not in AdamW's usual one.
+_BLUNT: dict[str, Any] = {"lr": 0.1, "eps": 0.1, "weight_decay": 0.0}
+
+
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {"optimizer": _PLAIN},
+    "betas": {"optimizer": _PLAIN | {"betas": (0.5, 0.8)}},
+    "eps_and_no_clipping": {"optimizer": _BLUNT, "max_grad_norm": None},
+    "clipping": {"optimizer": _BLUNT, "max_grad_norm": 3.0},
+    "clipping_above_the_norm": {"optimizer": _BLUNT, "max_grad_norm": 1e6},
+    "clipping_by_default": {"optimizer": _BLUNT},
+    "weight_decay": {"optimizer": _PLAIN | {"weight_decay": 5.0}},
+    "weight_decay_by_default": {"optimizer": {"lr": 10.0, "eps": 1e3}},
+    "temperature": {"optimizer": _BLUNT, "temperature": 0.6},
+    "all_by_default": {},
+}
+
+
+@check("P5", cases={name: {"config": config} for name, config in _OPTIONS.items()})
+def every_step_is_the_one_configured(ctx: Context, config: dict[str, Any]) -> None:
+    """Four steps of AdamW: losses, norms before clipping, and how far each tensor moved."""
+    policy, oracle = _pair(ctx, config)
+    for seed in range(4):
+        data = training_batch(_OTHER_LENGTHS, seed=seed)
+        data["sample_mask"][seed] = 0
+        _agrees(ctx, policy.train(data, NegativeLogLikelihood(), mbs=2), oracle.step(data))
+    _moved_alike(ctx, policy, oracle)
+
+
+@check("P5", cases={family: {"family": family} for family in ("llama", "qwen3")})
+def every_family_steps_as_configured(ctx: Context, family: str) -> None:
+    """Also where heads are not tied, and where queries and keys have norms, which do not decay."""
+    policy, oracle = _pair(ctx, {"optimizer": _PLAIN | {"weight_decay": 5.0}}, family)
+    for seed in range(2):
+        data = training_batch(_OTHER_LENGTHS, seed=seed)
+        _agrees(ctx, policy.train(data, NegativeLogLikelihood()), oracle.step(data))
+    _moved_alike(ctx, policy, oracle)
+
+
+_FALL: dict[str, Any] = {"warmup_steps": 2, "total_steps": 5, "min_lr_ratio": 0.25}
+
+
+_SCHEDULES: dict[str, dict[str, Any]] = {
+    "warmup": {"name": "constant", "warmup_steps": 3},
+    "linear": {"name": "linear", **_FALL},
+    "cosine": {"name": "cosine", **_FALL},
+    "cosine_to_zero": {"name": "cosine", "total_steps": 8},
+}
+
+
+@check("P5", cases={name: {"schedule": schedule} for name, schedule in _SCHEDULES.items()})
+def every_step_has_its_rate(ctx: Context, schedule: dict[str, Any]) -> None:
+    """Seven steps have the schedule's rates, beyond its end too, and are as long as they say."""
+    policy, oracle = _pair(ctx, {"optimizer": _PLAIN, "scheduler": schedule})
+    for seed in range(7):
+        data = training_batch((6, 4), seed=seed)
+        if seed == 3:  # only steps count
+            policy.train(data, NegativeLogLikelihood(), eval_mode=True)
+        _agrees(ctx, policy.train(data, NegativeLogLikelihood()), oracle.step(data))
+    _moved_alike(ctx, policy, oracle)
+
+
+@check("P5", cases={"in_the_call": {"configured": False}, "configured": {"configured": True}})
+def every_global_batch_is_a_step_of_its_own(ctx: Context, configured: bool) -> None:
+    """Each is normalised by its own counts, one without any is no step, and all are in the result.
+
+    Rows of 1 to 20 tokens in batches of 2, of which one is masked and one ends in a masked row.
+    """
+    schedule = {"scheduler": {"name": "linear", "total_steps": 8}}
+    size: dict[str, Any] = {"train_global_batch_size": 2} if configured else {}
+    policy, oracle = _pair(ctx, {"optimizer": _BLUNT, **schedule, **size})
+    data = training_batch((20, 2, 7, 9, 1, 12, 5, 3))
+    data["sample_mask"][[2, 3, 7]] = 0
+    gbs = None if configured else 2
+    result = policy.train(data, NegativeLogLikelihood(), gbs=gbs, mbs=1)
+    steps, counts = [], []
+    for start in range(0, 8, 2):
+        batch = data.slice(start, start + 2)
+        steps.append(oracle.step(batch))
+        counts.append(float((batch["token_mask"] * batch["sample_mask"][:, None]).sum()))
+    history = result.get("step_metrics", {})
+    parts = result.get("all_mb_metrics", {})
+    for key in ("loss", "grad_norm"):
+        total = sum(float(value) for value in parts.get(key, []))
+        mean = sum(float(value) for value in history.get(key, [])) / 4
+        ctx.measure(f"{key}, added up", abs(total - mean), 1e-6 + 1e-5 * abs(mean))
+    for position, (step, count) in enumerate(zip(steps, counts, strict=True)):
+        values = {key: history.get(key, [])[position : position + 1] for key in _HISTORY}
+        require(all(values.values()), f"step_metrics has no value for step {position}: {history}")
+        one = {key: value[0] for key, value in values.items()}
+        _agrees(ctx, one, step)
+        got = float(one["global_valid_toks"])
+        require(got == count, f"step {position}: {got} valid tokens, not {count}")
+    _agrees(ctx, result, steps[-1])
+    require(float(result["global_valid_toks"]) == counts[-1], "the result is not the last step's")
+    _moved_alike(ctx, policy, oracle)
+
+
+_HISTORY = ("loss", "grad_norm", "lr", "global_valid_toks", "global_valid_seqs")
+
+
+@check("P5")
+def policies_share_nothing(ctx: Context) -> None:
+    """Two that train in turns, with different settings, train as each does alone."""
+    one: dict[str, Any] = {
+        "optimizer": _PLAIN,
+        "scheduler": {"name": "linear", "total_steps": 4},
+        "max_grad_norm": 1.0,
+    }
+    two: dict[str, Any] = {"optimizer": _BLUNT, "max_grad_norm": 1e3, "temperature": 0.5}
+    (first, expected), (second, other) = _pair(ctx, one), _pair(ctx, two)
+    third = ctx.fresh_policy()
+    for seed in range(3):
+        data = training_batch(_OTHER_LENGTHS, seed=seed)
+        _agrees(ctx, first.train(data, NegativeLogLikelihood()), expected.step(data))
+        third.shutdown()
+        data = training_batch((5, 4), seed=seed)
+        _agrees(ctx, second.train(data, NegativeLogLikelihood()), other.step(data))
+    _moved_alike(ctx, first, expected)
+    _moved_alike(ctx, second, other)
+
+
+@check("P5")
+def dropout_is_drawn_anew_and_from_the_seed(ctx: Context) -> None:
+    """A seed gives the same losses again and another seed others; no two steps draw the same."""
+    path = str(ctx.model("qwen2", attention_dropout=0.5))
+    data = training_batch((12, 9, 17))
+    losses = {}
+    still = training_config()["optimizer"] | {"lr": 0.0}
+    for name, seed in (("first", 3), ("again", 3), ("other", 4)):
+        torch.manual_seed(7 if name == "again" else 5)
+        policy = ctx.fresh_policy(model_name=path, seed=seed, optimizer=still)
+        policy.prepare_for_training()
+        # Rows do not change and weights do not move: what differs is what was dropped.
+        losses[name] = [float(policy.train(data, NegativeLogLikelihood())["loss"]) for _ in "123"]
+        plain = policy.train(data, NegativeLogLikelihood(), eval_mode=True)["loss"]
+        require(len({*losses[name], float(plain)}) == 4, f"the losses are {losses[name]}, {plain}")
+        policy.shutdown()
+    require(losses["again"] == losses["first"], f"a seed has the losses {losses}")
+    require(losses["other"] != losses["first"], f"two seeds have the losses {losses}")
+
+
+_THRIFT: dict[str, dict[str, Any]] = {
+    "gradient_checkpointing": {"key": "gradient_checkpointing", "value": True},
+    "a_second_model_as_reference": {"key": "reference", "value": "copy"},
+}
+
+
+@check("P5", cases=_THRIFT)
+def what_saves_memory_changes_no_step(ctx: Context, key: str, value: Any) -> None:
+    """A key that a backend has for its use of memory gives the same steps."""
+    if key not in ctx.target.config_keys["policy"]:
+        ctx.not_run(f"the backend has no {key}", excused=True)
+    policy, oracle = _pair(ctx, {"optimizer": _BLUNT})
+    thrifty = ctx.workshop.build("policy", "float32", {"optimizer": _BLUNT, key: value})
+    ctx.closing(thrifty).prepare_for_training()
+    for seed in range(2):
+        data = training_batch(_OTHER_LENGTHS, seed=seed)
+        step = oracle.step(data)
+        for one in (policy, thrifty):
+            _agrees(ctx, one.train(data, NegativeLogLikelihood()), step)
+    _moved_alike(ctx, thrifty, oracle)
+
+
+_MORE_LENGTHS = (12, 3, 30, 1, 17, 8, 2)
+
+
+_TOKENS = {"enabled": True, "train_mb_tokens": 40}
+
+
+_OTHER_SPLITS: dict[str, dict[str, Any]] = {
+    "mbs_1": {"mbs": 1, "config": {}},
+    "mbs_3": {"mbs": 3, "config": {}},
+    "dynamic": {
+        "mbs": None,
+        "config": {"dynamic_batching": {**_TOKENS, "sequence_length_round": 4}},
+    },
+    "packed": {"mbs": None, "config": {"sequence_packing": _TOKENS}},
+    "configured": {"mbs": None, "config": {"train_micro_batch_size": 2}},
+}
+
+
+@check("P5", cases=_OTHER_SPLITS)
+def a_loss_is_told_the_same_whatever_the_split(
+    ctx: Context, mbs: int | None, config: dict[str, Any]
+) -> None:
+    """Every row once, with its own columns, and the counts of the whole batch; metrics add up."""
+    data = training_batch(_MORE_LENGTHS)
+    data["sample_mask"][[0, 4]] = 0
+    data["token_mask"][2, 5:9] = 0
+    data["token_mask"][:, 0] = 1  # what nothing comes before does not count
+    data["row"] = torch.arange(1.0, 8.0)
+    data["echo"] = data["input_ids"].clone()
+    before = {key: value.clone() for key, value in data.items()}
+    tokens = float((data["token_mask"][:, 1:] * data["sample_mask"][:, None]).sum())
+    expected = {
+        "told_rows": 5.0,
+        "told_row_numbers": 2.0 + 3 + 4 + 6 + 7,
+        "told_tokens": tokens,
+        "told_all_tokens_min": tokens,
+        "told_all_tokens_max": tokens,
+        "told_all_rows_min": 5.0,
+        "told_all_rows_max": 5.0,
+        "told_shortest_min": 1.0,
+        "told_longest_max": 30.0,
+        "told_strangers_max": 0.0,
+        "told_unscored_max": 0.0,
+        "told_widths_max": 0.0,
+        "global_valid_toks": tokens,
+        "global_valid_seqs": 5.0,
+    }
+    policy = policy_trained_on(ctx, **config)
+    for eval_mode in (True, False):
+        result = policy.train(data, TellingLoss(), eval_mode, mbs=mbs)
+        got = {key: float(result.get(key, "nan")) for key in expected}
+        off = {key: got[key] for key in got if abs(got[key] - expected[key]) > 1e-4}
+        require(not off, f"eval_mode={eval_mode}: told {off}, expected {expected}")
+        error = abs(float(result["told_likelihood"]) + float(result["loss"]))
+        ctx.measure("metric_error", error, 1e-4)
+    for key, value in before.items():
+        require(torch.equal(data[key], value), f"training wrote into the batch's {key}")
+
+
+_LOSSES = {
+    "by_sequence": {"loss_fn": SequenceLikelihood(), "temperature": 1.0},
+    "of_pairs": {"loss_fn": PairLoss(), "temperature": 1.0},
+    "of_logits": {"loss_fn": LogitLikelihood(), "temperature": 1.0},
+    "of_logits_with_a_temperature": {"loss_fn": LogitLikelihood(), "temperature": 0.6},
+    "of_logprobs_with_a_temperature": {"loss_fn": NegativeLogLikelihood(), "temperature": 0.6},
+}
+
+
+@check("P5", cases=_LOSSES)
+def every_kind_of_loss_is_split(ctx: Context, loss_fn: LossFunction, temperature: float) -> None:
+    """Of sequences, of pairs that stay together, of logits: the loss is the whole batch's."""
+    data = training_batch((12, 3, 30, 1, 17, 8, 2, 9))
+    data["sample_mask"][[2, 3]] = 0
+    ids, lengths = data["input_ids"], data["input_lengths"]
+    scores = ctx.oracle().batch_logprobs(ids, lengths, temperature)
+    counts = {
+        "global_valid_seqs": data["sample_mask"].sum(),
+        "global_valid_toks": (data["token_mask"] * data["sample_mask"][:, None]).sum(),
+    }
+    logits = isinstance(loss_fn, LogitLikelihood)
+    expected = float((NegativeLogLikelihood() if logits else loss_fn)(scores, data, **counts)[0])
+    allowed = ctx.tolerance[1] / temperature if isinstance(loss_fn, PairLoss) else None
+    for split in ("mbs_1", "mbs_3", "packed"):
+        config, mbs = _OTHER_SPLITS[split]["config"], _OTHER_SPLITS[split]["mbs"]
+        policy = policy_trained_on(ctx, temperature=temperature, **config)
+        result = policy.train(data, loss_fn, mbs=mbs)
+        error = abs(float(result["loss"]) - expected)
+        ctx.measure("loss_error", error, allowed or ctx.tolerance[0] / temperature)

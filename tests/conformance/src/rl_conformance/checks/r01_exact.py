@@ -1,0 +1,399 @@
+"""R1, R3 and R7: what a refit brings, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rl_conformance.batches import generated_mask
+from rl_conformance.checks.common import WAKINGS, adapted_policy, needs_adapters, train_adapters
+from rl_conformance.doubles import SeveralEngines, TensorEngine, TensorPolicy
+from rl_conformance.expect import raises, require, same_tensor
+from rl_conformance.figures import Timeline
+from rl_conformance.peers import RemoteGeneration
+from rl_conformance.quiet import no_progress_bars
+from rl_conformance.reference import make_reference
+from rl_conformance.refits import (
+    MODES,
+    agree,
+    equal,
+    fresh_engine,
+    modes_of,
+    odd_tensors,
+    run_refit,
+    supports,
+    unequal_pair,
+    whole_tensors,
+)
+from rl_conformance.registry import check
+from rl_conformance.served import certain_prompts
+from rl_conformance.training import NegativeLogLikelihood, training_batch
+from rl_conformance.ways import engine_for, exact, settable_trainer, shuffle, ways_of
+from rl_conformance.weights import (
+    checkpoint_weights,
+    digests,
+    engine_weights,
+    policy_weights,
+    same_weights,
+)
+from rl_core.errors import LifecycleError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from rl_conformance.context import Context
+
+
+_LEVELS = ("none", "wire", "installed")
+
+
+@check(
+    "R1",
+    cases={f"{m}_{v}": {"mode": m, "verify": v} for m in MODES for v in _LEVELS},
+)
+def the_engine_equals_the_policy(ctx: Context, mode: str, verify: str) -> None:
+    """After a refit tensors are equal bit for bit and log-probs within tolerance."""
+    policy, generation = unequal_pair(ctx)
+    supports(ctx, policy, mode)
+    report = run_refit(policy, generation, mode=mode, verify=verify)
+    require(report.mode == mode, f"the mode was {report.mode}")
+    ctx.record(Timeline.of("Phases of a refit", f"{mode}, verify={verify}", report.phases))
+    equal(policy, generation)
+    agree(ctx, policy, generation)
+
+
+@check("R1")
+def a_delta_is_exact(ctx: Context) -> None:
+    """A refit that sends only what changed leaves the engine equal; nothing changed, none sent."""
+    policy, generation = unequal_pair(ctx)
+    report = run_refit(policy, generation, delta=True)
+    require(report.skipped == 0, f"{report.skipped} tensors were left out of the first refit")
+    report = run_refit(policy, generation, delta=True)
+    require(report.tensors == 0, f"{report.tensors} tensors were sent, none had changed")
+    _train(policy)
+    report = run_refit(policy, generation, delta=True)
+    require(report.tensors > 0, "training changed nothing")
+    equal(policy, generation)
+    agree(ctx, policy, generation)
+
+
+@check("R1")
+def a_trained_policy_arrives(ctx: Context) -> None:
+    """Train, refit, train, refit: the engine equals the policy each time."""
+    policy, generation = unequal_pair(ctx)
+    for _ in range(2):
+        for _ in range(5):  # so that what was learned is more than rounding
+            _train(policy)
+        policy.offload_before_refit()
+        run_refit(policy, generation)
+        policy.offload_after_refit()
+        equal(policy, generation)
+        agree(ctx, policy, generation, ctx.prompts(5, 9, 3))  # they begin what was trained on
+
+
+@check("R1", cases=MODES)
+def what_was_committed_stays(ctx: Context, mode: str) -> None:
+    """Neither training nor a refit of another engine changes what an engine has."""
+    policy, generation = unequal_pair(ctx)
+    supports(ctx, policy, mode)
+    run_refit(policy, generation, mode=mode)
+    before = engine_weights(generation)
+    _train(policy)
+    same_weights(engine_weights(generation), before, "the engine after training")
+    other = fresh_engine(ctx)
+    run_refit(policy, other, mode=mode)
+    same_weights(engine_weights(generation), before, "the engine after another's refit")
+
+
+@check("R3", timeout_s=240.0)
+def a_refit_crosses_processes(ctx: Context) -> None:
+    """An engine in a process of its own: every mode and way to verify, and a delta."""
+    policy = ctx.fresh_policy(model_name=str(ctx.model("qwen2", seed=1)))
+    ways = [(mode, verify) for mode in modes_of(policy) for verify in _LEVELS]
+    with RemoteGeneration(ctx, model_name=str(ctx.model("qwen2", seed=0))) as generation:
+        for number, (mode, verify) in enumerate(ways, 1):
+            run_refit(policy, generation, mode=mode, verify=verify)
+            require(generation.weights_version == number, f"version {generation.weights_version}")
+            _equal_there(policy, generation)
+            _train(policy)
+        for mode in modes_of(policy):
+            report = run_refit(policy, generation, mode=mode, delta=True)
+            require(report.tensors > 0, "training changed nothing")
+            report = run_refit(policy, generation, mode=mode, delta=True)
+            require(report.tensors == 0, f"{report.tensors} tensors were sent, none had changed")
+            _equal_there(policy, generation)
+            agree(ctx, policy, generation)  # type: ignore[arg-type]
+            _train(policy)
+
+
+def _train(policy: Any) -> None:
+    """A step, so that there is something to send."""
+    policy.prepare_for_training()
+    policy.train(training_batch((9, 14, 6)), NegativeLogLikelihood())
+
+
+def _equal_there(policy: Any, generation: RemoteGeneration) -> None:
+    """Fails unless the engine in the other process holds the policy's tensors, bit for bit."""
+    installed = generation.digests()
+    dtypes = {name: dtype for name, (dtype, _) in installed.items()}
+    expected = digests(policy_weights(policy), dtypes)
+    wrong = sorted(
+        name
+        for name in expected.keys() | installed.keys()
+        if expected.get(name) != installed.get(name)
+    )
+    require(not wrong, f"the engine differs in {len(wrong)} tensors: {', '.join(wrong[:3])}")
+
+
+@check("R7", cases={f"buckets_of_{n}": {"bucket_bytes": n} for n in (1024, 65536)})
+def small_buckets_split_large_tensors(ctx: Context, bucket_bytes: int) -> None:
+    """A bucket smaller than the largest tensor changes nothing."""
+    policy, generation = unequal_pair(ctx)
+    report = run_refit(policy, generation, bucket_bytes=bucket_bytes)
+    require(report.buckets > 1, f"{report.buckets} bucket; the tensors were not split")
+    equal(policy, generation)
+    agree(ctx, policy, generation)
+
+
+@check("R7", cases={family: {"family": family} for family in ("llama", "qwen3")})
+def every_family_arrives(ctx: Context, family: str) -> None:
+    """Tied and untied architectures."""
+    policy = ctx.fresh_policy(model_name=str(ctx.model(family, seed=1)))
+    generation = ctx.fresh_generation(model_name=str(ctx.model(family, seed=0)))
+    generation.prepare_for_generation()
+    run_refit(policy, generation)
+    equal(policy, generation)
+
+
+_BUCKETS = (64, 4096, 1 << 20)
+
+
+@check("R7", cases={f"buckets_of_{n}": {"bucket_bytes": n} for n in _BUCKETS})
+def odd_tensors_arrive(ctx: Context, bucket_bytes: int) -> None:
+    """Tied, strided, transposed, 0-d, empty, and many dtypes and sizes, bit for bit."""
+    policy = ctx.closing(TensorPolicy(odd_tensors(1, ctx.settings.device)))
+    engine = ctx.closing(TensorEngine(odd_tensors(2, ctx.settings.device)))
+    report = run_refit(policy, engine, bucket_bytes=bucket_bytes, verify="installed")
+    require(report.mode == "packed", f"strided tensors were sent {report.mode}")
+    same_weights(engine.tensors, policy.tensors, "engine")
+
+
+@check("R7", cases={f"buckets_of_{n}": {"bucket_bytes": n} for n in _BUCKETS})
+def odd_tensors_are_read_in_place(ctx: Context, bucket_bytes: int) -> None:
+    """The same where the engine reads the trainer's own memory, into strided tensors or not."""
+    policy = ctx.closing(TensorPolicy(whole_tensors(1, ctx.settings.device)))
+    engines = [
+        ctx.closing(TensorEngine(make(2, ctx.settings.device)))
+        for make in (odd_tensors, whole_tensors)
+    ]
+    options: dict[str, Any] = {"mode": "direct", "bucket_bytes": bucket_bytes}
+    run_refit(policy, SeveralEngines(*engines), verify="installed", **options)
+    for engine in engines:
+        same_weights(engine.tensors, policy.tensors, "engine")
+
+
+@check("R1", needs=("generation",))
+def one_changed_tensor_is_enough(ctx: Context) -> None:
+    """Delta after delta, each with another tensor that changed: it alone is sent, and it serves."""
+    policy, engine = settable_trainer(ctx), ctx.refit_generation()
+    run_refit(policy, engine)
+    for version, (name, _) in enumerate(policy.model.named_parameters(), 2):
+        shuffle(policy, version, [name])
+        report = run_refit(policy, engine, delta=True)
+        require(report.tensors == 1, f"{report.tensors} tensors were sent, {name} had changed")
+        exact(ctx, policy, engine, f"a delta with {name}", version)
+
+
+#: What was called since all was awake, and the ways in which the rest is woken.
+_ASLEEP: dict[str, list[dict[str, Any]]] = {
+    "all": [],
+    "all_but_the_weights": [{"tags": ["weights"]}],
+    "all_but_the_cache": [{"tags": ["kv_cache"]}],
+}
+
+
+@check("R1", needs=("generation",), cases={name: {"woken": w} for name, w in _ASLEEP.items()})
+def a_refit_of_a_sleeper_serves_once_it_is_awake(ctx: Context, woken: list[dict[str, Any]]) -> None:
+    """Asleep or half awake: what the last refit brought serves, however the rest is woken.
+
+    Until then it is refused to generate, before the refit and after it.
+    """
+    policy, engine = settable_trainer(ctx), ctx.refit_generation()
+    run_refit(policy, engine)
+    for version, waking in enumerate([*WAKINGS, *WAKINGS[:1]], 2):
+        engine.finish_generation()
+        for tags in woken:
+            engine.prepare_for_generation(**tags)
+        shuffle(policy, version)
+        with raises(LifecycleError):
+            engine.generate(ctx.prompts(5), greedy=True)
+        run_refit(policy, engine, delta=version == 3)
+        with raises(LifecycleError):
+            engine.generate(ctx.prompts(5), greedy=True)
+        if version == 2 + len(WAKINGS):  # it may fall asleep again before it serves
+            engine.finish_generation()
+        for tags in waking:
+            engine.prepare_for_generation(**tags)
+        exact(ctx, policy, engine, f"woken by {waking}", version)
+
+
+@check("R1", needs=("generation",))
+def every_pattern_of_bits_arrives(ctx: Context) -> None:
+    """All finite numbers below 2: signs of zeros, denormals, every mantissa."""
+    policy, engine = settable_trainer(ctx), ctx.refit_generation()
+    run_refit(policy, engine)
+    generator = torch.Generator().manual_seed(0)
+    sound = {name: value.clone() for name, value in policy.model.state_dict().items()}
+    for way in ways_of(ctx, policy, "engine", "direct", "packed", "delta", "staged").values():
+        with torch.no_grad():
+            for parameter in policy.model.parameters():
+                width = parameter.element_size()
+                bits = torch.randint(256, (parameter.numel(), width), generator=generator)
+                bits[:, -1] &= 0b10111111  # the exponent's first bit: below 2
+                bits[0] = torch.tensor([0] * (width - 1) + [128])  # a negative zero
+                values = bits.to(torch.uint8).view(parameter.dtype)
+                parameter.copy_(values.view_as(parameter))
+        way(policy, engine)
+        same_weights(engine_weights(engine), policy_weights(policy), "engine")
+    policy.model.load_state_dict(sound)
+    run_refit(policy, engine)
+    exact(ctx, policy, engine, "finite weights after those", engine.weights_version)
+
+
+def _rows(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor[-1:]
+
+
+def _columns(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor[:, -1:] if tensor.dim() > 1 else tensor[-1:]
+
+
+def _inner(tensor: torch.Tensor) -> torch.Tensor:
+    half = len(tensor) // 2
+    return tensor[half : half + 1]
+
+
+def _vectors(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.dim() == 1 else tensor[:0]
+
+
+def _matrices(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.dim() > 1 else tensor[:0]
+
+
+_PARTS: dict[str, dict[str, Any]] = {
+    "last_rows": {"part": _rows},
+    "last_columns": {"part": _columns},
+    "rows_in_the_middle": {"part": _inner},
+    "vectors": {"part": _vectors},
+    "matrices": {"part": _matrices},
+}
+
+
+@check("R1", cases=_PARTS, needs=("generation",))
+def no_part_is_left_behind(ctx: Context, part: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """What changed in a small part of one tensor shows in the engine's log-probs.
+
+    They tell what the engine computes with, whatever it says that it has.
+    """
+    policy, engine = settable_trainer(ctx), ctx.refit_generation()
+    run_refit(policy, engine)
+    last = ctx.oracle(ctx.model("qwen2", seed=1)).vocab_size - 1
+    data = ctx.batch([[last, 17, 200, last, 5], [40, last // 2, 7, last], [9]])
+    for seed, (_, parameter) in enumerate(policy.model.named_parameters()):
+        some = part(parameter.data)
+        if not some.numel():
+            continue
+        kept = parameter.data.clone()
+        generator = torch.Generator().manual_seed(seed)
+        noise = torch.randn(some.shape, generator=generator)
+        some.copy_((parameter.data.float().std() * 8 * noise + some.float().mean()).to(some.dtype))
+        run_refit(policy, engine, delta=bool(seed % 2))
+        agree(ctx, policy, engine, data, rounding=2.5)
+        # Not more than one is so large, or else rounding hides what is looked for.
+        parameter.data.copy_(kept)
+    run_refit(policy, engine)
+    equal(policy, engine)
+
+
+@check("R1", needs=("policy",))
+def what_arrives_is_what_is_saved(ctx: Context) -> None:
+    """After training an engine holds the tensors that save_checkpoint writes, bit for bit."""
+    policy = ctx.fresh_policy(model_name=str(ctx.model("qwen2", seed=1)))
+    engine = engine_for(ctx, "trainer")
+    run_refit(policy, engine)
+    for step, way in enumerate(ways_of(ctx, policy, "trainer", "direct", "packed").values()):
+        policy.prepare_for_training()
+        policy.train(training_batch((9, 14, 6), seed=step), NegativeLogLikelihood())
+        way(policy, engine)
+        path = ctx.directory() / f"saved-{step}"
+        policy.save_checkpoint(str(path))
+        installed = engine_weights(engine)
+        saved = {k: v.to(installed[k].dtype) for k, v in checkpoint_weights(path).items()}
+        same_weights({name: installed[name] for name in saved}, saved, "engine")
+
+
+@check("R7", needs=("generation",), cases={f: {"family": f} for f in ("llama", "qwen3")})
+def every_family_serves_what_arrived(ctx: Context, family: str) -> None:
+    """Tied and untied architectures, again and again: their log-probs are the policy's."""
+    config = {"model_name": str(ctx.model(family, seed=1)), "torch_dtype": ctx.settings.dtype}
+    policy = ctx.closing(make_reference("policy", config))
+    engine = ctx.fresh_generation(model_name=str(ctx.model(family, seed=0)))
+    engine.prepare_for_generation()
+    for version in (1, 2, 3):
+        run_refit(policy, engine, delta=version == 3)
+        exact(ctx, policy, engine, f"refit {version} of {family}", version)
+        shuffle(policy, version, ["model.norm.weight", "lm_head.weight"] if version > 1 else None)
+
+
+def _adapted_module(path: Any, seed: int) -> Any:
+    """A model with adapters that are more than rounding."""
+    import peft
+    from transformers import AutoModelForCausalLM
+
+    with torch.random.fork_rng(devices=[]), no_progress_bars():
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        settings = peft.LoraConfig(
+            task_type="CAUSAL_LM", r=4, target_modules="all-linear", init_lora_weights=False
+        )
+        return peft.get_peft_model(model, settings)
+
+
+@check("R1", needs=("generation",))
+def adapters_of_a_module_arrive_merged_once(ctx: Context) -> None:
+    """An engine has what peft's own merge gives, refit after refit, and the module is as it was."""
+    needs_adapters("peft", "rl_hf")
+    model, generation = _adapted_module(ctx.model("qwen2", seed=1), 1), fresh_engine(ctx)
+    data = certain_prompts(ctx, seed=0)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(2):
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "lora_" in name:
+                    parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.05)
+        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        run_refit(model, generation)
+        for name, tensor in model.state_dict().items():
+            same_tensor(tensor, before[name], name)
+        path = ctx.directory()
+        with no_progress_bars():
+            copy.deepcopy(model).merge_and_unload().save_pretrained(path)
+        output = generation.generate(data, greedy=True)
+        inside = generated_mask(data, output)
+        lengths = output["unpadded_sequence_lengths"]
+        expected = ctx.oracle(path).batch_logprobs(output["output_ids"], lengths)
+        ctx.measure_error(output["logprobs"][inside], expected[inside])
+
+
+@check("R1", needs=("policy",))
+def adapters_of_a_policy_arrive_merged_once(ctx: Context) -> None:
+    """Train, refit, train, refit: the engine computes what the policy does with its adapters."""
+    policy, generation = adapted_policy(ctx), fresh_engine(ctx)
+    for _ in range(2):
+        train_adapters(policy)
+        run_refit(policy, generation)
+        equal(policy, generation)
+        agree(ctx, policy, generation, ctx.prompts(5, 9, 3))

@@ -1,0 +1,193 @@
+"""R4: the collective transport."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import distributed as dist
+
+from rl_conformance.checks.common import refit_in_sequence
+from rl_conformance.doubles import SeveralEngines
+from rl_conformance.expect import raises, require
+from rl_conformance.peers import RemoteGeneration
+from rl_conformance.reference import make_reference
+from rl_conformance.refits import DEADLINE_S, agree, equal, fresh_engine, run_refit
+from rl_conformance.registry import check, refusal
+from rl_conformance.served import greedy, same_output
+from rl_conformance.training import NegativeLogLikelihood, training_batch
+from rl_core.errors import CapabilityError, RefitError
+from rl_core.futures import wait
+from rl_core.ports import free_port
+
+if TYPE_CHECKING:
+    from rl_conformance.context import Context
+
+
+_HOST = "127.0.0.1"
+
+
+def _policy(ctx: Context, side: str) -> Any:
+    """The policy under test, or the suite's own where an engine is."""
+    config = {"model_name": str(ctx.model("qwen2", seed=1))}
+    if side == "trainer":
+        return ctx.fresh_policy(**config)
+    config |= {"torch_dtype": ctx.settings.dtype}
+    return ctx.closing(make_reference("policy", config))
+
+
+def _engine(ctx: Context, side: str) -> Any:
+    """An engine under test, or the suite's own where a trainer is; awake."""
+    if side == "engine":
+        return fresh_engine(ctx)
+    config = {"model_name": str(ctx.model("qwen2", seed=0)), "max_new_tokens": 8}
+    config |= {"torch_dtype": ctx.settings.dtype}
+    generation = ctx.closing(make_reference("generation", config))
+    generation.prepare_for_generation()
+    return generation
+
+
+def _meet(policy: Any, engines: SeveralEngines, trainers: int) -> None:
+    """Both sides join, as ``trainers`` ranks of which the first one sends."""
+    meeting = (_HOST, free_port(), trainers + engines.receiver_count)
+    opening = [
+        *policy.init_collective(*meeting, train_world_size=trainers),
+        *engines.init_collective(*meeting, train_world_size=trainers),
+    ]
+    wait(opening, DEADLINE_S)
+
+
+def _broadcast(policy: Any, engines: SeveralEngines, *, older: bool, **options: Any) -> None:
+    """One refit by the methods of either spelling."""
+    info = policy.prepare_info_for_collective() if older else policy.prepare_refit_info()
+    if not older:
+        engines.prepare_refit_info(info)
+    sending = policy.broadcast_weights_for_collective(deadline_s=DEADLINE_S, **options)
+    given = {"info": info} if older else {}
+    receiving = engines.update_weights_from_collective(**given, deadline_s=DEADLINE_S)
+    wait([*sending, *receiving], DEADLINE_S + 10)
+
+
+_SIZES: dict[str, dict[str, Any]] = {
+    "newer_one_engine": {"older": False, "count": 1, "trainers": 1},
+    "newer_two_trainers": {"older": False, "count": 1, "trainers": 2},
+    "older_two_engines": {"older": True, "count": 2, "trainers": 1},
+}
+
+
+def _exact_twice(ctx: Context, side: str, older: bool, count: int, trainers: int) -> None:
+    policy = _policy(ctx, side)
+    engines = SeveralEngines(*[_engine(ctx, side) for _ in range(count)])
+    _meet(policy, engines, trainers)
+    for version in (1, 2):
+        _broadcast(policy, engines, older=older, bucket_bytes=1 << 16)
+        for engine in engines.engines:
+            require(engine.weights_version == version, f"version {engine.weights_version}")
+            equal(policy, engine)
+            agree(ctx, policy, engine)
+        policy.prepare_for_training()
+        policy.train(training_batch((9, 14, 6)), NegativeLogLikelihood())
+
+
+@check("R4", cases=_SIZES, needs=("generation",))
+def engines_join_a_group(ctx: Context, **case: Any) -> None:
+    """init_collective, then two refits by the methods of either spelling: each exact."""
+    _exact_twice(ctx, "engine", **case)
+
+
+@check("R4", cases=_SIZES, needs=("policy",))
+def a_trainer_opens_a_group(ctx: Context, **case: Any) -> None:
+    """init_collective, then two refits by the methods of either spelling: each exact."""
+    _exact_twice(ctx, "trainer", **case)
+
+
+def _one_call(ctx: Context, side: str) -> None:
+    policy, engine = _policy(ctx, side), _engine(ctx, side)
+    ours = not dist.is_initialized()
+    if ours:
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    group = dist.group.WORLD
+    try:
+        for verify in ("wire", "installed", "none"):
+            report = run_refit(policy, engine, transport="collective", verify=verify)
+            require(report.transport == "collective", f"it went over {report.transport}")
+            equal(policy, engine)
+            policy.prepare_for_training()
+            policy.train(training_batch((9, 14, 6)), NegativeLogLikelihood())
+        run_refit(policy, engine, transport="collective", delta=True)
+        equal(policy, engine)
+        agree(ctx, policy, engine)
+        require(dist.group.WORLD is group, "the default process group is another one")
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        require(total.item() == 1, "the default process group has other members")
+    finally:
+        if ours:
+            dist.destroy_process_group()
+
+
+@check("R4", needs=("generation",))
+def one_call_is_enough_for_an_engine(ctx: Context) -> None:
+    """refit(transport="collective") needs no other call and leaves the default group alone."""
+    _one_call(ctx, "engine")
+
+
+@check("R4", needs=("policy",))
+def one_call_is_enough_for_a_trainer(ctx: Context) -> None:
+    """refit(transport="collective") needs no other call and leaves the default group alone."""
+    _one_call(ctx, "trainer")
+
+
+@check("R4", needs=("generation",), timeout_s=240.0)
+def a_group_crosses_processes_and_survives_a_kill(ctx: Context) -> None:
+    """Exact in an engine elsewhere; when it is killed it is named, and another takes over."""
+    policy = _policy(ctx, "engine")
+    with RemoteGeneration(ctx, model_name=str(ctx.model("qwen2", seed=0))) as generation:
+        both = SeveralEngines(generation, _engine(ctx, "engine"))
+        run_refit(policy, both, transport="collective")
+        equal(policy, both.engines[1])
+        agree(ctx, policy, generation)  # type: ignore[arg-type]
+        pids = generation.die_at("write", 3)
+        both.prepare_refit_info(policy.prepare_refit_info())
+        started = time.monotonic()
+        (sending,) = policy.broadcast_weights_for_collective(receivers=2, deadline_s=DEADLINE_S)
+        receiving = both.update_weights_from_collective(deadline_s=DEADLINE_S)
+        error = sending.exception(DEADLINE_S + 10)
+        took = time.monotonic() - started
+        for future in receiving:
+            require(future.exception(DEADLINE_S + 10), "a refit with a killed engine committed")
+        require(isinstance(error, RefitError), f"not a RefitError but {error!r}")
+        require(took < DEADLINE_S, f"it took {took:.1f} s, the deadline is {DEADLINE_S:g} s")
+        named = any(str(pid) in str(error) for pid in pids)
+        require(named, f"the peer {pids} is not named: {error}")
+    recovered = SeveralEngines(both.engines[1], _engine(ctx, "engine"))
+    run_refit(policy, recovered, transport="collective")
+    for engine in recovered.engines:
+        equal(policy, engine)
+        agree(ctx, policy, engine)
+
+
+@refusal("generation", "collective")
+def joining_a_group_is_refused(ctx: Context) -> None:
+    """init_collective and the update raise CapabilityError; the engine serves as before."""
+    generation = ctx.generation()
+    before = greedy(ctx, generation)
+    with raises(CapabilityError):
+        generation.init_collective(_HOST, 1, 2)
+    with raises(CapabilityError):
+        generation.update_weights_from_collective()
+    same_output(ctx, greedy(ctx, generation), before)
+
+
+@check("R4", needs=("generation",), timeout_s=240.0)
+def an_engine_changes_the_transport(ctx: Context) -> None:
+    """Over a group after shared memory and back, a delta among them, each exact."""
+    refit_in_sequence(ctx, "engine", "collective", "packed", "delta")
+
+
+@check("R4", needs=("policy",), timeout_s=240.0)
+def a_trainer_changes_the_transport(ctx: Context) -> None:
+    """Over a group after shared memory and back, a delta among them, each exact."""
+    refit_in_sequence(ctx, "trainer", "collective", "packed", "delta")

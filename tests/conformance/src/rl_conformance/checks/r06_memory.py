@@ -1,0 +1,133 @@
+"""R6 and R12: a hundred refits, and memory."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rl_conformance.checks.common import refit_in_sequence
+from rl_conformance.expect import raises, require
+from rl_conformance.leftovers import Leftovers
+from rl_conformance.memory import MemoryPeak
+from rl_conformance.refits import MODES, equal, run_refit, supports, unequal_pair
+from rl_conformance.registry import check, refusal
+from rl_conformance.served import greedy, same_output
+from rl_conformance.training import NegativeLogLikelihood, training_batch
+from rl_core.errors import CapabilityError
+
+if TYPE_CHECKING:
+    from rl_conformance.context import Context
+
+
+_REFITS = 100
+
+
+#: After which of them buffers and caches are warm.
+_WARM = 4
+
+
+#: Memory is watched for the last so many. What grows is watched again: an allocator settles.
+_WATCHED, _LOOKS = 50, 6
+
+
+#: 40 KiB for each of them.
+_MOST_GROWTH = 2 << 20
+
+
+@check("R6", cases=MODES, timeout_s=300.0)
+def refit_after_refit_stays_exact(ctx: Context, mode: str) -> None:
+    """A hundred refits of changing weights: each exact, and nothing grows."""
+    policy, generation = unequal_pair(ctx)
+    supports(ctx, policy, mode)
+    _repeat(ctx, policy, generation, mode=mode)
+
+
+@check("R6", capability="staged", timeout_s=300.0)
+def staged_refits_stay_exact(ctx: Context) -> None:
+    """The same with a second copy of the weights, which is taken and given back each time."""
+    policy, generation = unequal_pair(ctx)
+    _repeat(ctx, policy, generation, isolation="staged")
+
+
+def _repeat(ctx: Context, policy: Any, generation: Any, **options: Any) -> None:
+    data, loss = training_batch((9, 14, 6)), NegativeLogLikelihood()
+
+    def refit(times: int) -> None:
+        for _ in range(times):
+            policy.prepare_for_training()
+            policy.train(data, loss)
+            run_refit(policy, generation, **options)
+            equal(policy, generation)
+
+    refit(_WARM)
+    before = Leftovers.now()
+    refit(_REFITS - _WARM - _WATCHED)
+    for look in range(_LOOKS):  # noqa: B007 - how often is asked below
+        peak = MemoryPeak()
+        refit(_WATCHED)
+        if (growth := peak.resident()) <= _MOST_GROWTH:
+            break
+    refits = _REFITS + _WATCHED * look
+    require(generation.weights_version == refits, f"version {generation.weights_version}")
+    grown = before.wait_until_back()
+    require(not grown, f"{refits - _WARM} refits left behind: {grown}")
+    ctx.measure("memory_growth", growth, _MOST_GROWTH, "bytes")
+
+
+_BUCKETS_OF = {f"buckets_of_{n >> 10}_KiB": {"bucket_bytes": n} for n in (64 << 10, 1 << 20)}
+
+
+@check("R12", cases=_BUCKETS_OF)
+def extra_memory_stays_bounded(ctx: Context, bucket_bytes: int) -> None:
+    """At no moment more than two buckets and the declared constant, and never a second copy."""
+    _bounded(ctx, 2 * bucket_bytes, bucket_bytes=bucket_bytes, mode="packed")
+
+
+@check("R12")
+def a_direct_refit_takes_no_buffers(ctx: Context) -> None:
+    """Once the tensors lie where engines read them, a refit takes no more than the constant."""
+    _bounded(ctx, 0, mode="direct")
+
+
+def _bounded(ctx: Context, buffers: int, **options: Any) -> None:
+    """Measures a first refit, or a direct one once the tensors are where they are to be."""
+    constant = ctx.manifest.refit_constant_bytes
+    path = str(ctx.large_model(constant + constant // 2))
+    policy, generation = ctx.fresh_policy(model_name=path), ctx.fresh_generation(model_name=path)
+    generation.prepare_for_generation()
+    generation.generate(ctx.prompts(5), greedy=True)  # checkpoints that are mapped are read by now
+    policy.get_logprobs(training_batch((5,)))
+    if options["mode"] == "direct":
+        supports(ctx, policy, "direct")
+        run_refit(policy, generation, **options)
+    peak = MemoryPeak(trim=True)
+    report = run_refit(policy, generation, **options)
+    ctx.measure("buffers", report.extra_memory_bytes, buffers, "bytes")
+    resident = "resident_peak" if peak.exact else "resident_kept"
+    ctx.measure(resident, peak.resident(), buffers + constant, "bytes")
+    ctx.measure("device_peak", peak.device(), buffers + constant, "bytes")
+
+
+@refusal("generation", "staged")
+def staged_isolation_is_refused(ctx: Context) -> None:
+    """isolation="staged" raises CapabilityError and the engine serves as before."""
+    policy, generation = unequal_pair(ctx)
+    before = greedy(ctx, generation, seed=0)
+    with raises(CapabilityError):
+        run_refit(policy, generation, isolation="staged")
+    require(generation.weights_version == 0, f"the version is {generation.weights_version}")
+    same_output(ctx, greedy(ctx, generation, seed=0), before)
+
+
+_WAYS = ("direct", "packed", "delta", "staged", "ticket", "asleep")
+
+
+@check("R6", needs=("generation",), timeout_s=300.0)
+def an_engine_takes_every_way_after_every_other(ctx: Context) -> None:
+    """Direct, packed, delta, staged, by ticket, asleep: any after any, each exact."""
+    refit_in_sequence(ctx, "engine", *_WAYS)
+
+
+@check("R6", needs=("policy",), timeout_s=300.0)
+def a_trainer_goes_every_way_after_every_other(ctx: Context) -> None:
+    """Direct, packed, delta, staged, by ticket: any after any, each exact."""
+    refit_in_sequence(ctx, "trainer", *_WAYS[:-1])

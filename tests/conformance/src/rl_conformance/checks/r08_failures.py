@@ -1,0 +1,291 @@
+"""R8 and R15: refits that fail, and weights that were not installed."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+from rl_conformance.checks.common import fresh_doubles, renew_tensors
+from rl_conformance.expect import fail, raises, require
+from rl_conformance.faults import (
+    at_the_first_bucket,
+    casting_down,
+    detached,
+    dropping,
+    failing_finish,
+    failing_write,
+    in_the_engine,
+    misplacing,
+    writes_in_place,
+)
+from rl_conformance.leftovers import Leftovers
+from rl_conformance.peers import RemoteGeneration, RemotePolicy
+from rl_conformance.refits import (
+    DEADLINE_S,
+    MODES,
+    agree,
+    attempt,
+    equal,
+    fresh_engine,
+    run_refit,
+    supports,
+    unequal_pair,
+)
+from rl_conformance.registry import CORE, check
+from rl_conformance.served import greedy, same_output
+from rl_conformance.ways import exact, settable_trainer, shuffle, ways_of
+from rl_conformance.weights import same_weights
+from rl_core.errors import RefitCorrupted, RefitError, RLError, WeightsTornError
+from rl_core.futures import wait
+
+if TYPE_CHECKING:
+    from rl_conformance.context import Context
+
+
+_AT_FIRST: dict[str, dict[str, Any]] = {
+    "before_the_first_tensor": {"method": "begin", "count": 0},
+}
+
+
+_MOMENTS: dict[str, dict[str, Any]] = {
+    "between_two_tensors": {"method": "write", "count": 3},
+    "before_the_commit": {"method": "finish", "count": 0},
+}
+
+
+@check("R8", cases=_AT_FIRST, needs=(CORE,), device="cpu", timeout_s=240.0)
+@check("R8", cases=_MOMENTS, timeout_s=240.0)
+def a_killed_engine_is_reported(ctx: Context, method: str, count: int) -> None:
+    """The trainer gets a RefitError before the deadline, and serves the next engine."""
+    policy = ctx.fresh_policy(model_name=str(ctx.model("qwen2", seed=1)))
+    if ctx.settings.device == "cuda":  # what the first refit of a process sets up, it keeps
+        first = fresh_engine(ctx)
+        run_refit(policy, first)
+        first.shutdown()
+    before = Leftovers.now()
+    with RemoteGeneration(ctx, model_name=str(ctx.model("qwen2", seed=0))) as generation:
+        pids = generation.die_at(method, count)
+        started = time.monotonic()
+        error = _failure_of(policy, generation)
+        took = time.monotonic() - started
+        require(took < DEADLINE_S, f"it took {took:.1f} s, the deadline is {DEADLINE_S:g} s")
+        require(isinstance(error, RefitError), f"not a RefitError but {error!r}")
+        named = any(str(pid) in str(error) for pid in pids)
+        require(named, f"the peer {pids} is not named: {error}")
+        del error  # its traceback has the tensors that were to be sent
+    survivor = fresh_engine(ctx)
+    run_refit(policy, survivor)
+    equal(policy, survivor)
+    survivor.shutdown()
+    policy.shutdown()
+    left = [name for name in before.wait_until_back() if "file descriptor" not in name]
+    require(not left, f"left behind: {left}")
+
+
+def _failure_of(policy: Any, generation: RemoteGeneration) -> BaseException:
+    """What the trainer's own future ends with; the killed engine's cannot say anything."""
+    generation.prepare_refit_info(policy.prepare_refit_info())
+    (sending,) = policy.send_weights(deadline_s=DEADLINE_S)
+    (receiving,) = generation.receive_weights(deadline_s=DEADLINE_S)
+    error = sending.exception(DEADLINE_S + 10)
+    receiving.exception(DEADLINE_S)
+    if error is None:
+        fail("the trainer reports success with an engine that was killed")
+    assert isinstance(error, BaseException)
+    return error
+
+
+_TRAINER_AT_FIRST: dict[str, dict[str, Any]] = {
+    "after_0_tensors": {"method": "tensors", "count": 0},
+}
+
+
+_TRAINERS: dict[str, dict[str, Any]] = {
+    "after_5_tensors": {"method": "tensors", "count": 5},
+    "before_the_commit": {"method": "confirm", "count": 0},
+}
+
+
+@check("R8", cases=_TRAINER_AT_FIRST, needs=(CORE,), device="cpu", timeout_s=240.0)
+@check("R8", cases=_TRAINERS, timeout_s=240.0)
+def a_killed_trainer_is_survived(ctx: Context, method: str, count: int) -> None:
+    """The engine gets a RefitError, serves no torn weights, and recovers with a new trainer."""
+    policy, generation = unequal_pair(ctx)
+    before = greedy(ctx, generation, seed=0)
+    with RemotePolicy(ctx, model_name=str(ctx.model("qwen2", seed=1))) as killed:
+        killed.die_at(method, count)
+        generation.prepare_refit_info(killed.prepare_refit_info())
+        killed.send_weights(bucket_bytes=4096, deadline_s=DEADLINE_S)
+        (receiving,) = generation.receive_weights(deadline_s=DEADLINE_S)
+        error = receiving.exception(DEADLINE_S + 10)
+        require(isinstance(error, RefitError), f"not a RefitError but {error!r}")
+    try:
+        same_output(ctx, greedy(ctx, generation, seed=0), before)
+    except WeightsTornError:
+        require(count > 0 or method == "confirm", "torn although nothing had been sent")
+    require(generation.weights_version == 0, f"the version is {generation.weights_version}")
+    run_refit(policy, generation)
+    equal(policy, generation)
+    agree(ctx, policy, generation)
+
+
+_LATE: dict[str, dict[str, Any]] = {
+    "in_a_write": {"fault": failing_write, "how": {"after": 5}},
+    "at_the_finish": {"fault": failing_finish, "how": {}},
+}
+
+
+@check("R8", cases=_LATE)
+def torn_weights_are_never_served(ctx: Context, fault: Any, how: dict[str, Any]) -> None:
+    """After an engine that fails midway generate refuses, until a full refit commits."""
+    policy, generation = unequal_pair(ctx)
+    with in_the_engine(generation, fault, **how):
+        require(attempt(policy, generation) is not None, "a refit that failed is reported as done")
+    with raises(WeightsTornError):
+        greedy(ctx, generation, seed=0)
+    run_refit(policy, generation)
+    agree(ctx, policy, generation)
+
+
+_LOADERS: dict[str, dict[str, Any]] = {
+    "dropping": {"fault": dropping},
+    "misplacing": {"fault": misplacing},
+    "casting_down": {"fault": casting_down},
+    "detached": {"fault": detached},
+}
+
+
+_TENSOR = "model.layers.1.mlp.up_proj.weight"
+
+
+@check("R15", cases=_LOADERS)
+def a_loader_that_does_not_load_is_caught(ctx: Context, fault: Any) -> None:
+    """The read-back differs from what was sent: RefitCorrupted, no commit, nothing served."""
+    policy, generation = unequal_pair(ctx)
+    if fault is detached and not writes_in_place(generation):
+        ctx.not_run("the engine is not written in place", excused=True)
+    with in_the_engine(generation, fault, tensor=_TENSOR):
+        _is_corrupted(attempt(policy, generation, verify="installed"))
+    require(generation.weights_version == 0, f"the version is {generation.weights_version}")
+    with raises(WeightsTornError):
+        greedy(ctx, generation, seed=0)
+    run_refit(policy, generation, verify="installed")
+    equal(policy, generation)
+
+
+@check("R15", cases=MODES)
+def what_a_delta_left_out_is_read_back_too(ctx: Context, mode: str) -> None:
+    """A tensor that changed in the engine behind the refit's back, and is not sent, is found."""
+    policy, generation = unequal_pair(ctx)
+    supports(ctx, policy, mode)
+    options: dict[str, Any] = {"mode": mode, "delta": True, "verify": "installed"}
+    run_refit(policy, generation, **options)
+    _overwrite(generation, _TENSOR)
+    _is_corrupted(attempt(policy, generation, **options))
+    require(generation.weights_version == 1, f"the version is {generation.weights_version}")
+    report = run_refit(policy, generation, **options)
+    require(report.skipped == 0, "the next refit still trusts what the engine holds")
+    equal(policy, generation)
+    agree(ctx, policy, generation)
+
+
+def _overwrite(generation: Any, tensor: str) -> None:
+    """Fault: one element of the engine's tensor is another one."""
+    sink = generation.weight_sink()
+    [(_, installed)] = sink.read([tensor])
+    of = next(spec for spec in sink.specs() if spec.name == tensor)
+    sink.write(tensor, 7, installed.reshape(-1)[7:8] + 1, of=of)
+
+
+def _is_corrupted(error: BaseException | None) -> None:
+    require(isinstance(error, RefitCorrupted), f"not RefitCorrupted but {error!r}")
+    require("up_proj" in str(error), f"the tensor is not named: {error}")
+
+
+@check("R8", needs=("generation",))
+def whole_weights_alone_end_a_torn_state(ctx: Context) -> None:
+    """Neither sleep nor preparing again mends torn weights; a refit by any way does."""
+    policy, engine = settable_trainer(ctx), ctx.refit_generation()
+    run_refit(policy, engine)
+    ways = ways_of(ctx, policy, "engine", "direct", "packed", "delta", "staged", "ticket")
+    for number, (name, way) in enumerate([*ways.items(), *ways.items()], 2):
+        before = engine.weights_version
+        committed = {key: value.clone() for key, value in policy.model.state_dict().items()}
+        shuffle(policy, 10 * number)
+        fault, how = (failing_write, {"after": 3}) if number % 2 else (failing_finish, {})
+        with in_the_engine(engine, fault, **how):
+            failed = attempt(policy, engine, delta=number == 3)
+        require(failed is not None, "a refit that failed is reported as done")
+        engine.prepare_refit_info(policy.prepare_refit_info() or {})
+        with raises(WeightsTornError):
+            engine.generate(ctx.prompts(5), greedy=True)
+        engine.finish_generation()
+        engine.prepare_for_generation()
+        with raises(WeightsTornError):
+            engine.generate(ctx.prompts(5), greedy=True)
+        require(engine.weights_version == before, f"the version is {engine.weights_version}")
+        if number > 1 + len(ways):  # the engine has lost what it had, should it be asked for again
+            policy.model.load_state_dict(committed)
+        way(policy, engine)
+        version = engine.weights_version
+        require(version > before, f"{name} after a failure: version {version}")
+        exact(ctx, policy, engine, f"{name} after a failure", version)
+
+
+#: Seconds in which a busy engine lets a refit of a tiny model through.
+_TURN_S = 10.0
+
+
+#: Small enough that there are several buckets.
+_BUCKET = 4096
+
+
+@check("R8", needs=("generation",))
+def a_refit_gets_its_turn(ctx: Context) -> None:
+    """While threads keep the engine busy, a refit commits, and no row mixes two versions."""
+    policy, engine = settable_trainer(ctx), ctx.refit_generation()
+    run_refit(policy, engine)
+    data, done = ctx.prompts(5, 9), threading.Event()
+    rows: list[tuple[list[int], Any]] = []
+
+    def keep_busy() -> None:
+        while not done.is_set():
+            output = engine.generate(data, greedy=True)
+            rows.append((output["weights_version"].tolist(), output["logprobs"]))
+
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        busy = [pool.submit(keep_busy) for _ in range(3)]
+        try:
+            for version in (2, 3):
+                shuffle(policy, version)
+                run_refit(policy, engine, delta=version == 3, deadline_s=_TURN_S)
+        finally:
+            done.set()
+        wait(busy, DEADLINE_S)
+    exact(ctx, policy, engine, "after refits of a busy engine", 3)
+    mixed = [versions for versions, _ in rows if len(set(versions)) > 1]
+    require(not mixed, f"one call gave rows of the versions {mixed[:1]}")
+    last = engine.generate(data, greedy=True)["logprobs"]
+    for versions, logprobs in rows:
+        if versions[0] == 3:
+            ctx.measure_error(logprobs, last)
+
+
+@check("R8", needs=(CORE,), cases={i: {"isolation": i} for i in ("staged", "quiesced")})
+def weights_that_are_dropped_meanwhile_stay_torn(ctx: Context, isolation: str) -> None:
+    """An engine that loses its weights amid a refit neither commits nor serves what it had."""
+    policy, engine = fresh_doubles(ctx)
+    run_refit(policy, engine)
+    renew_tensors(policy, 3)
+    with at_the_first_bucket(engine.receiver.dropped):
+        error = attempt(policy, engine, isolation=isolation, bucket_bytes=_BUCKET)
+    require(isinstance(error, RLError), f"not an error of ours but {error!r}")
+    require(engine.weights_version == 1, f"it committed version {engine.weights_version}")
+    with raises(WeightsTornError):
+        engine.receiver.check()
+    report = run_refit(policy, engine, delta=True)
+    require(not report.skipped, f"{report.skipped} tensors that were dropped were not sent")
+    engine.receiver.check()
+    same_weights(engine.tensors, policy.tensors, "engine")

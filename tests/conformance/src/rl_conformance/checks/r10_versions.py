@@ -1,0 +1,168 @@
+"""R10: versions and caches."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rl_conformance.checks.common import change_nothing
+from rl_conformance.expect import raises, require
+from rl_conformance.faults import failing_write, in_the_engine
+from rl_conformance.refits import attempt, equal, run_refit, unequal_pair
+from rl_conformance.registry import check
+from rl_conformance.served import greedy, made_by, same_output
+from rl_conformance.training import NegativeLogLikelihood, training_batch
+from rl_conformance.ways import engine_for, exact, settable_trainer, shuffle
+from rl_conformance.weights import engine_weights, same_weights
+from rl_core.errors import LoopWarning, RLError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from rl_conformance.context import Context
+
+
+@check("R10")
+def the_version_moves_on_commit(ctx: Context) -> None:
+    """Before the refit 0, after it 1, and every row says so, and whose version it is."""
+    policy, generation = unequal_pair(ctx)
+    require(generation.weights_version == 0, f"at first it is {generation.weights_version}")
+    report = run_refit(policy, generation)
+    require(report.version == generation.weights_version == 1, f"after it: {report.version}")
+    made_by(greedy(ctx, generation, seed=0), 1, report.origin)
+
+
+@check("R10")
+def versions_of_two_trainers_are_told_apart(ctx: Context) -> None:
+    """Two trainers commit one version: rows say whose it is, and the loop is told."""
+    one, generation = unequal_pair(ctx)
+    two = ctx.fresh_policy(model_name=str(ctx.model("qwen2", seed=2)))
+    origins: list[int] = []
+    for policy in (one, two, one):
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            report = run_refit(policy, generation, version=5)
+        made_by(greedy(ctx, generation, seed=0), 5, report.origin)
+        require(generation.weights_origin == report.origin, f"{report.origin} is not the engine's")
+        before = [(engine["version"], engine["origin"]) for engine in report.taken_over]
+        expected = [(5, origin) for origin in origins[-1:]]
+        require(before == expected, f"it reports that {before} served before, not {expected}")
+        told = sum(issubclass(warning.category, LoopWarning) for warning in said)
+        require(told == (policy is two), f"{told} warnings of another trainer")
+        origins.append(report.origin)
+    require(origins[0] == origins[2] != origins[1], f"origins of two trainers: {origins}")
+
+
+@check("R10")
+def a_given_version_is_used(ctx: Context) -> None:
+    """version=7 commits as 7, and the next one as 8."""
+    policy, generation = unequal_pair(ctx)
+    run_refit(policy, generation, version=7)
+    require(generation.weights_version == 7, f"the version is {generation.weights_version}")
+    run_refit(policy, generation)
+    require(generation.weights_version == 8, f"the next version is {generation.weights_version}")
+
+
+@check("R10")
+def a_failed_refit_does_not_move_the_version(ctx: Context) -> None:
+    """A loader that raises leaves the old version number."""
+    policy, generation = unequal_pair(ctx)
+    with in_the_engine(generation, failing_write, after=3):
+        require(attempt(policy, generation) is not None, "a refit that failed is reported as done")
+    require(generation.weights_version == 0, f"the version is {generation.weights_version}")
+
+
+@check("R10")
+def caches_do_not_outlive_the_version(ctx: Context) -> None:
+    """The same prompts after a refit give what a fresh engine with those weights gives."""
+    policy, generation = unequal_pair(ctx)
+    old = greedy(ctx, generation, seed=1)
+    long = ctx.prompts(20, 70, 150)  # whole blocks of a cache, and several
+    generation.generate(long, greedy=True)
+    run_refit(policy, generation)
+    fresh = ctx.fresh_generation(model_name=str(ctx.model("qwen2", seed=1)))
+    fresh.prepare_for_generation()
+    new, expected = (greedy(ctx, engine, seed=1) for engine in (generation, fresh))
+    same_output(ctx, new, expected)
+    require(not torch.equal(old["output_ids"], new["output_ids"]), "the refit changed nothing")
+    first = torch.arange(3), long["input_lengths"]
+    scores = [e.generate(long, greedy=True)["logprobs"][first] for e in (generation, fresh)]
+    ctx.measure_error(*scores, scale=2, rounding=2)
+
+
+@check("R10", needs=("generation",))
+def a_version_may_go_back_with_its_weights(ctx: Context) -> None:
+    """Old weights under their old number, then the new ones again: outputs follow the weights."""
+    policy, engine = settable_trainer(ctx), ctx.refit_generation()
+    kept = {name: value.clone() for name, value in policy.model.state_dict().items()}
+    for seed, version in enumerate((3, 4, 3, 4, 9)):
+        if version == 3:
+            policy.model.load_state_dict(kept)
+        else:
+            shuffle(policy, seed)
+        run_refit(policy, engine, version=version)
+        exact(ctx, policy, engine, f"refit {seed + 1}", version)
+        rows = engine.generate(ctx.prompts(5, 150, 3), greedy=True)["weights_version"].tolist()
+        require(rows == [version] * 3, f"rows of version {version} say {rows}")
+
+
+@check("R10")
+def training_between_refits_shows_after_the_next_alone(ctx: Context) -> None:
+    """What a trainer learns reaches nobody before a refit, not even over a sleep."""
+    policy, generation = unequal_pair(ctx)
+    run_refit(policy, generation, mode="auto")
+    before, weights = greedy(ctx, generation, seed=0), engine_weights(generation)
+    policy.prepare_for_training()
+    policy.train(training_batch((9, 14, 6)), NegativeLogLikelihood())
+    generation.prepare_refit_info(policy.prepare_refit_info() or {})
+    generation.finish_generation()
+    generation.prepare_for_generation()
+    same_weights(engine_weights(generation), weights, "before the next refit")
+    same_output(ctx, greedy(ctx, generation, seed=0), before)
+    run_refit(policy, generation)
+    equal(policy, generation)
+
+
+_OPTIONS: tuple[dict[str, Any], ...] = (
+    {"mode": "sideways"},
+    {"verify": "perhaps"},
+    {"isolation": "none"},
+    {"transport": "pigeon"},
+    {"bucket_bytes": 0},
+    {"receivers": 0},
+    {"deadline_s": -1.0},
+    {"version": 0},
+    {"version": "seven"},
+    {"delta": True, "verify": "none"},
+    {"colour": "red"},
+)
+
+
+@check("R10", needs=("generation",))
+def refused_options_change_nothing(ctx: Context) -> None:
+    """An option that is not legal ends the call before anything moves, on either side."""
+
+    def refused(policy: Any, engine: Any) -> dict[str, Callable[[], object]]:
+        return {
+            f"refit({options})": lambda options=options: run_refit(policy, engine, **options)  # type: ignore[misc]
+            for options in _OPTIONS
+        }
+
+    change_nothing(ctx, refused)
+
+
+@check("R10", needs=("policy",))
+def refused_options_use_no_version_up(ctx: Context) -> None:
+    """A trainer that is asked for what there is not counts nothing, and sends the next exactly."""
+    policy = ctx.fresh_policy(model_name=str(ctx.model("qwen2", seed=1)))
+    engine = engine_for(ctx, "trainer")
+    for version in (1, 2):
+        for options in _OPTIONS:
+            with raises(RLError):
+                policy.send_weights(**options)
+        with raises(RLError):
+            policy.get_weights_ipc_handles(["no.such.tensor"])
+        run_refit(policy, engine, delta=version == 2)
+        exact(ctx, policy, engine, "after refused options", version)

@@ -1,0 +1,87 @@
+"""R11: staged refits."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rl_conformance.doubles import SeveralEngines
+from rl_conformance.expect import require
+from rl_conformance.faults import (
+    between_tensors,
+    dropping,
+    failing_finish,
+    failing_write,
+    in_the_engine,
+    source_class,
+)
+from rl_conformance.refits import agree, attempt, equal, fresh_engine, run_refit, unequal_pair
+from rl_conformance.registry import check
+from rl_conformance.served import greedy, same_output
+from rl_conformance.weights import engine_weights, same_weights
+from rl_core.errors import RLError
+
+if TYPE_CHECKING:
+    from rl_conformance.context import Context
+
+
+_TENSOR = "model.layers.1.mlp.up_proj.weight"
+
+
+_FAULTS: dict[str, dict[str, Any]] = {
+    "at_a_write": {"fault": failing_write, "how": {"after": 3}},
+    "at_the_finish": {"fault": failing_finish, "how": {}},
+    "at_the_read_back": {"fault": dropping, "how": {"tensor": _TENSOR}},
+}
+
+
+@check("R11", cases=_FAULTS)
+def a_failed_staged_refit_keeps_the_old_version(
+    ctx: Context, fault: Any, how: dict[str, Any]
+) -> None:
+    """A loader that fails at any point leaves the old version, its bytes and its output."""
+    policy, generation = unequal_pair(ctx)
+    before, weights = greedy(ctx, generation, seed=0), engine_weights(generation)
+    with in_the_engine(generation, fault, **how):
+        error = attempt(policy, generation, isolation="staged", verify="installed")
+    require(isinstance(error, RLError), f"not an error of ours but {error!r}")
+    require(generation.weights_version == 0, f"the version is {generation.weights_version}")
+    same_weights(engine_weights(generation), weights, "after the failure")
+    same_output(ctx, greedy(ctx, generation, seed=0), before)
+    run_refit(policy, generation, isolation="staged")
+    equal(policy, generation)
+    agree(ctx, policy, generation)
+
+
+@check("R11")
+def another_engines_failure_is_survived(ctx: Context) -> None:
+    """If another engine of the refit fails at the last moment, this one serves what it had."""
+    policy, generation = unequal_pair(ctx)
+    other = fresh_engine(ctx)
+    before, weights = greedy(ctx, generation, seed=0), engine_weights(generation)
+    both = SeveralEngines(generation, other)
+    with in_the_engine(generation, failing_finish):  # of whichever comes first, in one process
+        error = attempt(policy, both, isolation="staged")
+    require(isinstance(error, RLError), f"not an error of ours but {error!r}")
+    for engine in (generation, other):
+        require(engine.weights_version == 0, f"an engine is at version {engine.weights_version}")
+    same_weights(engine_weights(generation), weights, "after the failure")
+    same_output(ctx, greedy(ctx, generation, seed=0), before)
+    run_refit(policy, both, isolation="staged")
+    for engine in (generation, other):
+        equal(policy, engine)
+
+
+@check("R11")
+def the_old_version_serves_meanwhile(ctx: Context) -> None:
+    """In the midst of the transfer the engine generates, with the old weights."""
+    policy, generation = unequal_pair(ctx)
+    before, seen = greedy(ctx, generation, seed=0), []
+    with between_tensors(
+        source_class(policy), after=5, act=lambda: seen.append(greedy(ctx, generation, seed=0))
+    ):
+        run_refit(policy, generation, isolation="staged", bucket_bytes=4096)
+    (during,) = seen
+    same_output(ctx, during, before)
+    require(not during["weights_version"].any(), "rows of the old weights have the new version")
+    equal(policy, generation)
+    agree(ctx, policy, generation)
