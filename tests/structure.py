@@ -37,7 +37,7 @@ BARS = {
 #: Share of a distribution's functions that may be private and have one caller, in percent.
 SINGLE = {
     "rl_core": 8.7,
-    "rl_collective": 10.0,
+    "rl_collective": 8.2,
     "rl_hf": 9.3,
     "rl_hosting": 5.4,
     "rl_losses": 8.9,

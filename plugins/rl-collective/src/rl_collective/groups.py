@@ -114,7 +114,11 @@ class _Gloo:
         """The group; blocks until all members open it."""
         gloo: Any = c10d.ProcessGroupGloo
         options = gloo._Options()
-        options._devices = [gloo.create_device(hostname=_local_address(member))]
+        family = socket.AF_INET6 if ":" in member.host else socket.AF_INET
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            # Sends nothing: this host's interface from which the sender is reached.
+            probe.connect((member.host, member.port))
+            options._devices = [gloo.create_device(hostname=probe.getsockname()[0])]
         options._threads = 1  # broadcasts arrive one after the other, so the first is here first
         options._timeout = _JOIN
         return gloo(store, member.rank, member.size, options)
@@ -304,14 +308,6 @@ def _from_sender() -> c10d.BroadcastOptions:
     options.rootRank, options.rootTensor = 0, 0
     options.asyncOp = True
     return options
-
-
-def _local_address(member: Member) -> str:
-    """The address of the interface from which this host reaches the sender."""
-    family = socket.AF_INET6 if ":" in member.host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect((member.host, member.port))  # sends nothing
-        return str(probe.getsockname()[0])
 
 
 @contextmanager
