@@ -156,7 +156,7 @@ class RemoteReceiver:
 
     def cancel(self, refit_id: str) -> None:
         """See :meth:`RefitReceiver.cancel`."""
-        self._ask("cancel", refit_id=refit_id)
+        self._ask("cancel", REFIT_REPORT_S, refit_id=refit_id)
 
     def close(self) -> None:
         """Ends a refit that waits. Idempotent."""
