@@ -28,7 +28,7 @@ from typing import (
 from rl_core.errors import BrokenPluginError, ConfigError
 from rl_core.interfaces.constraints import Range, Unsupported
 
-__all__ = ["Range", "Unsupported", "check_config", "config_keys", "nearest", "whole"]
+__all__ = ["Range", "Unsupported", "check_config", "config_keys", "nearest", "as_int"]
 
 
 def check_config(spec: type, config: Mapping[str, Any], *, what: str) -> dict[str, Any]:
@@ -72,7 +72,7 @@ def config_keys(spec: type) -> dict[str, bool]:
     return {key: item.required for key, item in _items(spec).items()}
 
 
-def whole(name: str, value: Any, least: int | None = None) -> int:
+def as_int(name: str, value: Any, least: int | None = None) -> int:
     """The value as an int; those of numpy and torch count too, bools and floats do not.
 
     Raises:

@@ -102,7 +102,7 @@ def emulate(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     make = ipc.IpcSender.lane
 
     def lane(end: ipc.IpcSender, nbytes: int, *rest: Any, **options: Any) -> Lane:
-        if end.obstacle:  # the memory of the CPU, then
+        if end.reason_not_shareable:  # the memory of the CPU, then
             return make(end, nbytes, *rest, **options)
         return cuda.CudaRegion.create(nbytes, CPU)
 

@@ -201,7 +201,7 @@ def perform(session: Any, effects: list[Effect]) -> None:
             case Attach():
                 following = session.attached(len(PLAN.buckets))
             case Load(index):
-                session.touch()
+                session.mark_torn()
                 following = session.loaded(index)
             case Install():
                 following = session.installed()

@@ -70,7 +70,7 @@ Step = tuple[str, "Callable[[Any], list[Effect]]", Phase, list[Effect]]
 
 def loads(index: int) -> Callable[[ReceiverSession], list[Effect]]:
     def step(receiver: ReceiverSession) -> list[Effect]:
-        receiver.touch()
+        receiver.mark_torn()
         return receiver.loaded(index)
 
     return step

@@ -17,7 +17,7 @@ from rl_core.batch.microbatches import (
     plan_dynamic,
     plan_packed,
 )
-from rl_core.config import check_config, whole
+from rl_core.config import as_int, check_config
 from rl_core.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ def _layout(chunks: Sequence[Sequence[Microbatch]]) -> ShardLayout:
 
 
 def _check_counts(size: int, shards: int, batch_size: int | None, uneven: bool) -> int:
-    whole("shards", shards, 1)
+    as_int("shards", shards, 1)
     if batch_size is None:
         return size
     if uneven:
@@ -147,7 +147,7 @@ def _check_counts(size: int, shards: int, batch_size: int | None, uneven: bool) 
             fix="leave batch_size out; the shards then cut the whole batch",
             key="batch_size",
         )
-    if size % whole("batch_size", batch_size, 1):
+    if size % as_int("batch_size", batch_size, 1):
         raise DataError(
             f"{size} rows are not whole batches of {batch_size}",
             fix="use a batch_size that divides the number of rows",

@@ -21,7 +21,7 @@ from rl_core.batch._columns import (
 from rl_core.batch._gather import gather_batches
 from rl_core.batch._sharding import plan_columns, plan_shards, planned_shards
 from rl_core.batch.provenance import Provenance
-from rl_core.config import whole
+from rl_core.config import as_int
 from rl_core.errors import DataError, LifecycleError, MissingKeyError
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         Raises:
             DataError: Not ``0 <= start <= end <= size``.
         """
-        if not 0 <= whole("start", start) <= whole("end", end) <= self.size:
+        if not 0 <= as_int("start", start) <= as_int("end", end) <= self.size:
             raise DataError(
                 f"rows {start} to {end} are not within the batch of {self.size} rows",
                 fix="slice within the batch",
@@ -127,14 +127,14 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         Raises:
             DataError: The rows do not divide, or there is no such rank.
         """
-        if not 0 <= whole("rank", rank) < whole("chunks", chunks):
+        if not 0 <= as_int("rank", rank) < as_int("chunks", chunks):
             raise DataError(f"there is no chunk {rank} of {chunks}", fix="count ranks from 0")
         rows = plan_shards(self.size, chunks, None, uneven=False, group_size=1)[rank]
         return self._map(lambda value: take_rows(value, rows), SlicedDataDict())
 
     def repeat_interleave(self, num_repeats: int) -> Self:
         """Every row ``num_repeats`` times in a row; list items are deep copies."""
-        num_repeats = whole("num_repeats", num_repeats)
+        num_repeats = as_int("num_repeats", num_repeats)
         if num_repeats < 0:
             raise DataError(f"cannot repeat rows {num_repeats} times", fix="use 0 or more")
 
@@ -152,7 +152,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         Raises:
             DataError: ``dim`` is the batch, or the length is negative.
         """
-        dim, truncated_len = whole("dim", dim), whole("truncated_len", truncated_len)
+        dim, truncated_len = as_int("dim", dim), as_int("truncated_len", truncated_len)
         if dim < 1 or truncated_len < 0:
             raise DataError(
                 f"cannot truncate dim {dim} to {truncated_len}",
@@ -327,14 +327,14 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         Raises:
             DataError: There is no such batch, or no plan and no ``batch_size``.
         """
-        batch_idx, counts = whole("batch_idx", batch_idx), self.elem_counts_per_gb
+        batch_idx, counts = as_int("batch_idx", batch_idx), self.elem_counts_per_gb
         if counts is None:
             if batch_size is None:
                 raise DataError(
                     "batch_size is needed for a batch without planned microbatches",
                     fix="give batch_size, or shard with dynamic batching or sequence packing",
                 )
-            start = batch_idx * whole("batch_size", batch_size, 1)
+            start = batch_idx * as_int("batch_size", batch_size, 1)
             return self.slice(start, start + batch_size)
         if not 0 <= batch_idx < len(counts):
             raise DataError(f"there is no batch {batch_idx} of {len(counts)}", fix="count from 0")
@@ -360,7 +360,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
 
     def get_microbatch_iterator_len(self, microbatch_size: int) -> int:
         """Number of microbatches of :meth:`make_microbatch_iterator`; raises as that does."""
-        if whole("microbatch_size", microbatch_size) < 1 or self.size % microbatch_size:
+        if as_int("microbatch_size", microbatch_size) < 1 or self.size % microbatch_size:
             raise DataError(
                 f"{self.size} rows are no multiple of the microbatch size {microbatch_size}",
                 fix="use a size that divides the rows",

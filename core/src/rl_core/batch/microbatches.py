@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from rl_core.batch.packing import bin_loads, pack
-from rl_core.config import Range, check_config, whole
+from rl_core.config import Range, as_int, check_config
 from rl_core.errors import ConfigError, DataError
 
 __all__ = [
@@ -135,15 +135,15 @@ def plan_microbatches(
             key="micro_batch_size",
         )
     scope = PlanScope(
-        group_size=whole("group_size", group_size, 1),
-        width=None if width is None else whole("width", width, 0),
+        group_size=as_int("group_size", group_size, 1),
+        width=None if width is None else as_int("width", width, 0),
     )
     if sequence_packing_args is not None:
         return [part.rows for part in plan_packed(lengths, sequence_packing_args, scope)[0]]
     if dynamic_batching_args is not None:
         return [part.rows for part in plan_dynamic(lengths, dynamic_batching_args, scope)[0]]
     assert micro_batch_size is not None
-    micro_batch_size = whole("micro_batch_size", micro_batch_size, 1)
+    micro_batch_size = as_int("micro_batch_size", micro_batch_size, 1)
     rows = torch.arange(_row_lengths(lengths, scope).size)
     step = max(1, micro_batch_size // scope.group_size) * scope.group_size
     return [rows[start : start + step] for start in range(0, len(rows), step)]
@@ -240,7 +240,7 @@ def plan_packed(
 
 def check_groups(rows: int, group_size: int) -> None:
     """Raises DataError unless the rows are whole groups, ConfigError for a size below 1."""
-    if rows % whole("group_size", group_size, 1):
+    if rows % as_int("group_size", group_size, 1):
         raise DataError(
             f"{rows} rows are not whole groups of {group_size}",
             fix=f"keep the {group_size} rows of a group next to each other and complete",

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from rl_core.config import nearest, whole
+from rl_core.config import as_int, nearest
 from rl_core.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -66,9 +66,9 @@ def pack(
             fix=f"use {close!r}" if close else f"use one of {', '.join(ALGORITHMS)}",
             key="algorithm",
         )
-    capacity, seed = whole("capacity", capacity, 1), whole("seed", seed, 0)
-    bin_multiple = whole("bin_multiple", bin_multiple, 1)
-    min_bin_count = whole("min_bin_count", min_bin_count, 0)
+    capacity, seed = as_int("capacity", capacity, 1), as_int("seed", seed, 0)
+    bin_multiple = as_int("bin_multiple", bin_multiple, 1)
+    min_bin_count = as_int("min_bin_count", min_bin_count, 0)
     try:
         sizes = np.asarray(lengths)
     except (TypeError, ValueError, RuntimeError):  # ragged lists, tensors that are not on the CPU

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from rl_core.config import whole
+from rl_core.config import as_int
 from rl_core.errors import ConfigError, DataError
 
 __all__ = ["verify_right_padding"]
@@ -42,7 +42,7 @@ def verify_right_padding(
             fix="give a mapping with input_ids and input_lengths",
             key="data",
         )
-    message, row = _problem(data, whole("pad_value", pad_value))
+    message, row = _problem(data, as_int("pad_value", pad_value))
     if message is not None and raise_error:
         raise DataError(message, fix=_FIX, row=row)
     return message is None, message
@@ -60,7 +60,7 @@ def _problem(data: Mapping[str, Any], pad_value: int) -> tuple[str | None, int |
         return f"the batch has no {lengths_key}", None
     if isinstance(lengths, list):
         try:
-            lengths = torch.tensor([whole(lengths_key, item) for item in lengths])
+            lengths = torch.tensor([as_int(lengths_key, item) for item in lengths])
         except (ValueError, RuntimeError):  # no integers, or beyond 64 bits
             return f"{lengths_key} holds values that are no integers", None
     if not isinstance(lengths, torch.Tensor) or lengths.shape != ids.shape[:1]:

@@ -29,8 +29,8 @@ from rl_core.interfaces import GenerationInterface, PolicyInterface, WeightSourc
 from rl_core.plugins import hookspecs
 from rl_core.weights.modules import ModuleSender, Rename, receiving_end, sending_end
 from rl_core.weights.options import SendOptions
-from rl_core.weights.protocol.session import Phase, is_echo
-from rl_core.weights.protocol.timing import DRIVER_GRACE_S, TICK_S, tell_s
+from rl_core.weights.protocol.session import Phase, repeats_peer_error
+from rl_core.weights.protocol.timing import DRIVER_GRACE_S, TICK_S, report_margin_s
 from rl_core.weights.report import RefitReport
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def refit(
     options.setdefault("receivers", getattr(generation, "receiver_count", 1))
     chosen = SendOptions.of(options)
     attempt, end = 1, time.monotonic() + chosen.deadline_s
-    least_s = tell_s(chosen.deadline_s)  # who was late is said so long before the deadline
+    least_s = report_margin_s(chosen.deadline_s)  # who was late is said so long before the deadline
     hookspecs.emit("refit_started", verify=chosen.verify, isolation=chosen.isolation)
     while True:
         try:
@@ -219,11 +219,11 @@ def _cause(failure: RLError, policy: list[Future], engines: list[Future]) -> RLE
     An engine that lost rank 0 does not know which rank was the cause; the policy does, or finds
     out in this time.
     """
-    others = [as_concurrent(call) for call in (policy + engines if is_echo(failure) else policy)]
+    others = list(map(as_concurrent, policy + (engines if repeats_peer_error(failure) else [])))
     concurrent.futures.wait(others, DRIVER_GRACE_S)
     errors = [call.exception() for call in others if call.done() and not call.cancelled()]
     found = [failure, *(error for error in errors if isinstance(error, RLError))]
-    return min(found, key=lambda error: (is_echo(error), "rank" not in error.details))
+    return min(found, key=lambda error: (repeats_peer_error(error), "rank" not in error.details))
 
 
 def warn_of_sampling(policy: Any, generation: Any) -> None:

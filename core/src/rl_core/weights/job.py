@@ -21,7 +21,7 @@ from rl_core.futures import spawn
 from rl_core.weights.engine_lock import exclusively
 from rl_core.weights.options import DEFAULT_DEADLINE_S
 from rl_core.weights.protocol.session import Phase, Session
-from rl_core.weights.protocol.timing import GOODBYE_S, TICK_S
+from rl_core.weights.protocol.timing import EXIT_GRACE_S, TICK_S
 from rl_core.weights.transports import find_transport
 
 if TYPE_CHECKING:
@@ -299,4 +299,4 @@ def _end_refits() -> None:
     jobs = [job for endpoint in list(_endpoints) for job in list(endpoint.jobs)]
     for job in jobs:
         job.cancelled = "the process ends"
-    concurrent.futures.wait([job.future for job in jobs if job.future is not None], GOODBYE_S)
+    concurrent.futures.wait([job.future for job in jobs if job.future is not None], EXIT_GRACE_S)

@@ -264,7 +264,7 @@ MUTANTS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], str]] = {
         "TWO_ENGINES_CRASH",
     ),
     "an engine that is written to is not torn": (
-        _with(_receive_job.ReceiveJob, _touch=lambda self: self.session.touch()),
+        _with(_receive_job.ReceiveJob, _mark_torn=lambda self: self.session.mark_torn()),
         "TWO_ENGINES_CRASH",
     ),
     "a dead engine is not noticed": (

@@ -107,11 +107,11 @@ class Rig:
         expected = WeightManifest.of(sink.specs())
         if staged:
             sent = {s.name for s in expected.owned if self.manifest.root(s.name) not in known}
-            sink, known = StagedSink(sink, sent, 0, {}, self.touch), dict(known)
+            sink, known = StagedSink(sink, sent, 0, {}, self.mark_torn), dict(known)
             sink.begin(1)
         route = RestlessRoute(sink, self.manifest, expected, plan, lane.data, self.block_hash)
         route.between = lambda: disturb(lane.data)
-        loader = Loader(route, verify="wire", known=known, touch=self.touch)
+        loader = Loader(route, verify="wire", known=known, mark_torn=self.mark_torn)
         try:
             for index in range(len(plan.buckets)):
                 loader.load(index, packer.put(index))
@@ -123,7 +123,7 @@ class Rig:
         loader.check_installed()
         return True
 
-    def touch(self) -> None:
+    def mark_torn(self) -> None:
         self.touched += 1
 
     def digests(self, bucket_bytes: int, tensors: Tensors | None = None) -> dict[str, bytes]:

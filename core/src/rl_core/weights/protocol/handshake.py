@@ -28,7 +28,7 @@ class _Info(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Trainer:
+class SenderInfo:
     """What an engine knows of the other side.
 
     Attributes:
@@ -79,8 +79,8 @@ def introduction(manifest: WeightManifest, token: str) -> dict[str, Any]:
 
 
 def trainer_of(
-    info: object, compare_with: Callable[[WeightManifest], dict[str, str]], last: Trainer | None
-) -> Trainer:
+    info: object, compare_with: Callable[[WeightManifest], dict[str, str]], last: SenderInfo | None
+) -> SenderInfo:
     """The trainer that an introduction is of.
 
     Args:
@@ -117,7 +117,7 @@ def trainer_of(
         )
     dtypes = compare_with(manifest)
     wire = manifest.cast(dtypes, last.wire if last else None)
-    return Trainer(manifest, theirs.token, theirs.addresses, dtypes, wire)
+    return SenderInfo(manifest, theirs.token, theirs.addresses, dtypes, wire)
 
 
 @cache

@@ -40,7 +40,7 @@ class ReceiverSession(Session):
 
     The job calls :meth:`start`, then :meth:`receive` with what arrives, performs the effects,
     and answers each with :meth:`attached`, :meth:`loaded`, :meth:`installed` or
-    :meth:`published`. It calls :meth:`touch` right before the engine's first byte is written.
+    :meth:`published`. It calls :meth:`mark_torn` right before the engine's first byte is written.
 
     With ``isolation="staged"`` the job undoes what it wrote when the session ends otherwise
     than COMMITTED, which is then ABORTED and never TORN.
@@ -125,7 +125,7 @@ class ReceiverSession(Session):
         self._enter(Phase.TRANSFER)
         return [Send(messages.Prepared(self._session))]
 
-    def touch(self) -> None:
+    def mark_torn(self) -> None:
         """The next write makes the weights neither old nor new."""
         self.touched = True
 

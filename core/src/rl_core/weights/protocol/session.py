@@ -16,7 +16,7 @@ from rl_core.errors import (
     RefitProtocolError,
     RLError,
 )
-from rl_core.weights.protocol.timing import tell_s
+from rl_core.weights.protocol.timing import report_margin_s
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,7 +36,7 @@ __all__ = [
     "Send",
     "Session",
     "describe",
-    "is_echo",
+    "repeats_peer_error",
     "peer_error",
 ]
 
@@ -168,7 +168,7 @@ class Session(ABC):
         """To be called now and then: ends the session once its deadline has passed."""
         if self.phase.terminal:
             return []
-        if self.held_up and self.remaining_s <= tell_s(self._seconds):
+        if self.held_up and self.remaining_s <= report_margin_s(self._seconds):
             return self.fail(
                 RefitAborted(
                     f"{self.where}: {self.held_up} did not end within {self._seconds:g} s",
@@ -243,7 +243,7 @@ def peer_error(
     return RefitPeerError(message, **details)
 
 
-def is_echo(error: RLError) -> bool:
+def repeats_peer_error(error: RLError) -> bool:
     """Whether it repeats what another process raised there, whose class is its ``cause``."""
     return "cause" in error.details
 

@@ -15,7 +15,7 @@ HEARTBEAT_S = 0.5
 SILENCE_S = 6 * HEARTBEAT_S
 #: For so long a process may still seem to run after a connection of its own has ended: the kernel
 #: closes what it had open before it is gone.
-DYING_S = 1.0
+EXIT_VISIBLE_S = 1.0
 #: After a failure, to find out whether another rank's end was the cause, which is noticed sooner.
 CAUSE_S = 0.5
 
@@ -43,9 +43,9 @@ DRIVER_GRACE_S = 5.0
 #: What was said last is still delivered after a connection is closed.
 LINGER_S = 0.2
 #: For refits to end when their process does.
-GOODBYE_S = 1.0
+EXIT_GRACE_S = 1.0
 
 
-def tell_s(deadline_s: float) -> float:
+def report_margin_s(deadline_s: float) -> float:
     """How long before a deadline of so many seconds it is said who is late."""
     return min(TELL_S, deadline_s / 10)

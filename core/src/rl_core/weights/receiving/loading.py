@@ -284,7 +284,7 @@ class Loader:
         buckets: From where to where.
         verify: ``"none"``, ``"wire"`` or ``"installed"``.
         known: Digests, by name, of what the engine has; kept up to date.
-        touch: Called before anything is written.
+        mark_torn: Called before anything is written.
     """
 
     def __init__(
@@ -293,12 +293,12 @@ class Loader:
         *,
         verify: str,
         known: dict[str, bytes],
-        touch: Callable[[], None],
+        mark_torn: Callable[[], None],
     ) -> None:
         self.table = DigestTable(buckets.wire, known)
         self._buckets = buckets
         self._verify = verify
-        self._touch = touch
+        self._mark_torn = mark_torn
 
     @torch.no_grad()
     def load(self, index: int, digests: bytes) -> None:
@@ -316,7 +316,7 @@ class Loader:
         """
         steps = self._buckets.steps(index, verified=self._verify != "none")
         if self._verify == "none":
-            self._touch()
+            self._mark_torn()
             self.table.known.clear()
             for write in (write for step in steps for write in step.writes):
                 write()
@@ -327,7 +327,7 @@ class Loader:
         found: list[bytes] = []
         for step in steps:
             if step.in_place:
-                self._touch()
+                self._mark_torn()
             for copy in step.copies:
                 copy()
             begin = len(found) * DIGEST_BYTES
@@ -336,7 +336,7 @@ class Loader:
             announced = digests[begin : len(found) * DIGEST_BYTES]
             if b"".join(of_step) != announced:
                 raise _corrupted(index, step, of_step, announced)
-            self._touch()
+            self._mark_torn()
             for write in step.writes:
                 write()
         self.table.add(bucket, found, plan.block_bytes)

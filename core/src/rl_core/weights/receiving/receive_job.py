@@ -36,7 +36,7 @@ from rl_core.weights.transports.cuda import visible_gpus
 if TYPE_CHECKING:
     from rl_core.weights.data.plan import TransferPlan
     from rl_core.weights.engine_lock import Lock
-    from rl_core.weights.protocol.handshake import Trainer
+    from rl_core.weights.protocol.handshake import SenderInfo
     from rl_core.weights.protocol.messages import Offer, Prepare
     from rl_core.weights.receiving.receiver_base import ReceiverBase
     from rl_core.weights.transports.base import Lane, ReceiverEnd
@@ -69,7 +69,7 @@ class ReceiveJob(Job[ReceiverSession]):
         self,
         endpoint: ReceiverBase[Any],
         transport: str,
-        trainer: Trainer,
+        trainer: SenderInfo,
         deadline_s: float,
         refit_id: str,
         lock: Lock | None = None,
@@ -193,7 +193,7 @@ class ReceiveJob(Job[ReceiverSession]):
                     return session.installed()
             case Publish(version):
                 assert self._loader is not None
-                session.touch()
+                session.mark_torn()
                 self.endpoint.check_unchanged(self._changes)
                 self.endpoint.publish(version, self.trainer.origin)
                 self.endpoint.known = self._loader.table.known
@@ -275,13 +275,13 @@ class ReceiveJob(Job[ReceiverSession]):
         self._lane.ends = time.monotonic() + self.session.remaining_s
         if buckets is None:
             compare(wire, expected)
-        known, touch = receiver.known, self._touch
+        known, mark_torn = receiver.known, self._mark_torn
         if offer.isolation == "staged":
             sent = {wire.owned[index].name for index in plan.sent}
             names = {spec.name for spec in expected.owned if wire.root(spec.name) in sent}
-            sink = StagedSink(sink, names, receiver.version, receiver.second_copy, self._touch)
+            sink = StagedSink(sink, names, receiver.version, receiver.second_copy, self._mark_torn)
             # A second copy may be written at any time, and is not what the engine has.
-            known, touch = dict(known), lambda: None
+            known, mark_torn = dict(known), lambda: None
         if offer.kv_scales and isinstance(sink, StagedSink):
             raise CapabilityError(
                 "key/value scales cannot be taken back, so they do not travel with a staged refit",
@@ -302,7 +302,7 @@ class ReceiveJob(Job[ReceiverSession]):
             buckets = ReceiverBuckets(sink, wire, expected, plan, self._lane.data, block_hash)
         buckets.sink = sink
         keep_two(kept, key, buckets)
-        self._loader = Loader(buckets, verify=offer.verify, known=known, touch=touch)
+        self._loader = Loader(buckets, verify=offer.verify, known=known, mark_torn=mark_torn)
         return len(plan.buckets)
 
     def _install(self, offer: Offer, digest: str) -> None:
@@ -314,7 +314,7 @@ class ReceiveJob(Job[ReceiverSession]):
         try:
             self._loader.check_sealed(digest)
             if offer.kv_scales:
-                self._touch()  # also where no tensor was sent
+                self._mark_torn()  # also where no tensor was sent
                 self._sink.scale_kv(offer.kv_scales)
             self._sink.finish(offer.version)
             settle(self._sink)
@@ -329,8 +329,8 @@ class ReceiveJob(Job[ReceiverSession]):
         self._changes_when_told = self.endpoint.outside_changes
         return DigestTable(self.trainer.wire, self.endpoint.known).flat
 
-    def _touch(self) -> None:
-        self.session.touch()
+    def _mark_torn(self) -> None:
+        self.session.mark_torn()
         if not self.endpoint.torn:
             self.endpoint.torn = self._tore = True
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rl_core.interfaces.weights import WeightSink
     from rl_core.weights.engine_lock import Lock
     from rl_core.weights.job import Runtime
-    from rl_core.weights.protocol.handshake import Trainer
+    from rl_core.weights.protocol.handshake import SenderInfo
 
 __all__ = ["RefitReceiver"]
 
@@ -53,8 +53,8 @@ class RefitReceiver(ReceiverBase[ReceiveJob]):
         runtime: Runtime | None = None,
     ) -> None:
         super().__init__(name, sink, lock, on_commit, runtime)
-        self._trainer: Trainer | None = None
-        self._trainers: dict[str, Trainer] = {}  # of the last refits that it was prepared for
+        self._trainer: SenderInfo | None = None
+        self._trainers: dict[str, SenderInfo] = {}  # of the last refits that it was prepared for
         self._looked = 0.0
         self._earlier: ReceiveJob | None = None
 

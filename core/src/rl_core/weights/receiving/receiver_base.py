@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rl_core.weights.data.plan import TransferPlan
     from rl_core.weights.engine_lock import Lock
     from rl_core.weights.job import Runtime
-    from rl_core.weights.protocol.handshake import Trainer
+    from rl_core.weights.protocol.handshake import SenderInfo
     from rl_core.weights.receiving.loading import ReceiverBuckets
     from rl_core.weights.transports.base import Lane, ReceiverEnd
 
@@ -119,7 +119,7 @@ class ReceiverBase(Endpoint[J]):
         self._expected = WeightManifest.of(sink.specs(), self._expected)
         return self._expected
 
-    def end(self, transport: str, trainer: Trainer) -> ReceiverEnd:
+    def end(self, transport: str, trainer: SenderInfo) -> ReceiverEnd:
         """This side's end of a transport; it takes the place of one to another sender.
 
         Raises:
@@ -157,7 +157,7 @@ class ReceiverBase(Endpoint[J]):
             self._meetings[end] = cached
         return cached
 
-    def remove_leftovers(self, trainer: Trainer | None) -> None:
+    def remove_leftovers(self, trainer: SenderInfo | None) -> None:
         """Removes what a trainer that was killed left behind on transports not used here."""
         for transport, address in trainer.addresses.items() if trainer else ():
             if transport not in self.ends or self.ends[transport][0] != address:

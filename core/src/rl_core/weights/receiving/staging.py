@@ -33,7 +33,7 @@ class StagedSink(WeightSink):
         before: Version that the engine has.
         memory: The second copy's tensors by name, kept from refit to refit; those that are
             missing are made.
-        touch: Called before the engine's tensors are written.
+        mark_torn: Called before the engine's tensors are written.
 
     Raises:
         CapabilityError: The sink cannot read, so that there is no way back.
@@ -45,7 +45,7 @@ class StagedSink(WeightSink):
         sent: Collection[str],
         before: int,
         memory: dict[str, torch.Tensor],
-        touch: Callable[[], None],
+        mark_torn: Callable[[], None],
     ) -> None:
         if type(sink).read is WeightSink.read:
             raise CapabilityError(
@@ -55,7 +55,7 @@ class StagedSink(WeightSink):
             )
         self._sink = sink
         self.device = sink.device
-        self._touch = touch
+        self._mark_torn = mark_torn
         self._before = before
         self._specs = [s for s in sink.specs() if s.name in sent]
         self._targets: Mapping[str, torch.Tensor] = sink.targets() or {}
@@ -94,7 +94,7 @@ class StagedSink(WeightSink):
         """Exchanges the two copies; the engine must not generate."""
         self._sink.begin(version)
         self._begun = True
-        self._touch()
+        self._mark_torn()
         for spec in self._specs:
             self._exchange(spec)
         self._sink.finish(version)

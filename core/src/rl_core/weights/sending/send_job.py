@@ -280,26 +280,26 @@ class SendJob(Job[SenderSession]):
         mode, moved = self.options.mode, self.endpoint.moved
         if mode == "packed":
             return None, None
-        tensors, obstacle = None, None
+        tensors, reason = None, None
         if not self._end.reads_memory:
-            obstacle = f"the transport {self.options.transport} does not share memory"
-        elif self._end.obstacle:
-            obstacle = self._end.obstacle
+            reason = f"the transport {self.options.transport} does not share memory"
+        elif self._end.reason_not_shareable:
+            reason = self._end.reason_not_shareable
         elif self._casts:
-            obstacle = f"the engine wants {self._casts} tensors in another dtype"
+            reason = f"the engine wants {self._casts} tensors in another dtype"
         elif (tensors := self._source.persistent()) is None:
-            obstacle = "the source makes its tensors on the fly"
+            reason = "the source makes its tensors on the fly"
         else:
-            obstacle = moved.obstacle(self._manifest, tensors, self._device)
-            if obstacle is None and mode == "auto":
-                obstacle = moved.no_memory_for(self._manifest)
-        if obstacle and mode == "direct":
+            reason = moved.reason_not_shareable(self._manifest, tensors, self._device)
+            if reason is None and mode == "auto":
+                reason = moved.no_memory_for(self._manifest)
+        if reason and mode == "direct":
             raise ConfigError(
-                f"refit: mode='direct' is not possible: {obstacle}",
+                f"refit: mode='direct' is not possible: {reason}",
                 fix='use mode="auto" or mode="packed"',
                 key="mode",
             )
-        return None if obstacle or tensors is None else dict(tensors), obstacle
+        return None if reason or tensors is None else dict(tensors), reason
 
     def _move(self, tensors: Mapping[str, torch.Tensor]) -> str | None:
         """Moves tensors to where receivers can read them, or tells why there is no memory for that.

@@ -16,7 +16,7 @@ from rl_core.weights.protocol.handshake import introduction
 from rl_core.weights.protocol.session import Phase
 from rl_core.weights.sending.send_job import SendJob
 from rl_core.weights.sending.sender_base import SenderBase
-from rl_core.weights.sending.shared_tensors import MovedTensors
+from rl_core.weights.sending.shared_tensors import SharedTensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -165,7 +165,7 @@ class RefitSender(SenderBase[SendJob]):
 
     def release_resources(self) -> None:  # noqa: D102
         self._drop_described()
-        self.moved = MovedTensors()
+        self.moved = SharedTensors()
         self._close_lanes(list(self._lanes))
         for end in self.ends.values():
             end.close()

@@ -11,7 +11,7 @@ from rl_core.weights.data.plan import SLOTS, DataMode, TransferPlan, make_plan
 from rl_core.weights.job import Endpoint, J, keep_two
 from rl_core.weights.protocol.frames import origin_of
 from rl_core.weights.sending.packing import SenderBuckets
-from rl_core.weights.sending.shared_tensors import MovedTensors
+from rl_core.weights.sending.shared_tensors import SharedTensors
 from rl_core.weights.transports.base import NoLane
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class SenderBase(Endpoint[J]):
         self.version = 0
         self.committed: DigestTable | None = None
         self.committed_hash: BlockHash | None = None
-        self.moved = MovedTensors()
+        self.moved = SharedTensors()
         self.ends: dict[str, SenderEnd] = {}
         self._manifest: WeightManifest | None = None
         self._wire: WeightManifest | None = None
@@ -154,7 +154,7 @@ class SenderBase(Endpoint[J]):
 
     def drop_moved_tensors(self) -> None:
         """As :meth:`release_weights`, for the refit that is running."""
-        self.moved = MovedTensors()
+        self.moved = SharedTensors()
         self._close_lanes([key for key in self._lanes if key[1] is DataMode.DIRECT])
 
     def _close_lanes(self, keys: list[tuple[SenderEnd, DataMode]]) -> None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _OWN_USERS = 2
 
 
-class MovedTensors:
+class SharedTensors:
     """The tensors that were moved into a lane, so that they are examined and moved only once."""
 
     def __init__(self) -> None:
@@ -42,11 +42,11 @@ class MovedTensors:
         """There was no memory to move them all."""
         self._no_memory = (manifest, why)
 
-    def obstacle(
+    def reason_not_shareable(
         self, manifest: WeightManifest, tensors: Mapping[str, torch.Tensor], device: torch.device
     ) -> str | None:
         """Why these tensors cannot be moved; None if they can, or were."""
-        if self._are_there(manifest, tensors):
+        if self._is_shared(manifest, tensors):
             return None
         owners: dict[int, str] = {}
         for spec in manifest.tensors:
@@ -78,7 +78,7 @@ class MovedTensors:
                 )
         return None
 
-    def _are_there(self, manifest: WeightManifest, tensors: Mapping[str, torch.Tensor]) -> bool:
+    def _is_shared(self, manifest: WeightManifest, tensors: Mapping[str, torch.Tensor]) -> bool:
         """Whether these are the tensors that were moved, and are where they were moved to."""
         if manifest is not self._manifest:
             return False
@@ -98,7 +98,7 @@ class MovedTensors:
         Raises:
             RefitError: There is not enough memory.
         """
-        if self._lane is lane and self._are_there(manifest, tensors):
+        if self._lane is lane and self._is_shared(manifest, tensors):
             return
         base = lane.data.data_ptr()
         here = range(base, base + lane.data.numel())
@@ -116,7 +116,7 @@ class MovedTensors:
             moved.copy_(tensor)
             tensor.data = moved
         if moves:
-            lane.moved_in()
+            lane.free_old_memory()
         self._lane, self._manifest, self._tensors = lane, manifest, list(tensors.values())
         self._addresses = [tensor.data_ptr() for tensor in self._tensors]
         self._no_memory = None

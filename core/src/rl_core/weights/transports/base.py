@@ -45,7 +45,7 @@ class Lane(ABC):
 
     A sender that closed its end makes another for the next refit, and a receiver attaches to that.
     Lanes are ``direct`` where tensors of the trainer are moved into them, to stay: for each one
-    :meth:`allocate_view`, after the last :meth:`moved_in`.
+    :meth:`allocate_view`, after the last :meth:`free_old_memory`.
 
     Attributes:
         data: The bytes on this side, uint8 ``[nbytes]``; allocated and touched once.
@@ -74,7 +74,7 @@ class Lane(ABC):
         """
         return self.data[start:stop]
 
-    def moved_in(self) -> None:
+    def free_old_memory(self) -> None:
         """Sender: all tensors were moved in; frees the memory that they left."""
 
     def publish(self, start: int, stop: int) -> None:
@@ -124,10 +124,10 @@ class SenderEnd(ABC):
         address: Plain data from which receivers connect; travels in ``prepare_refit_info``.
         reads_memory: Receivers read the sender's own memory: what ``direct`` needs.
         private: Only this user's processes on this host reach a lane's bytes.
-        obstacle: Why memory of the GPU cannot be shared, if :meth:`lane_device` found so.
+        reason_not_shareable: Why it cannot share memory of the GPU, see :meth:`lane_device`.
     """
 
-    obstacle: str | None = None
+    reason_not_shareable: str | None = None
     address: Mapping[str, Any]
     reads_memory: ClassVar[bool] = False
     private: ClassVar[bool] = False

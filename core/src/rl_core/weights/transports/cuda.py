@@ -151,8 +151,8 @@ class CudaRegion(Lane):
     def allocate_view(self, start: int, stop: int) -> torch.Tensor:
         return torch.as_tensor(_Piece(self.data, start, stop), device=self._device)
 
-    def moved_in(self) -> None:
-        """See :meth:`Lane.moved_in`: torch would keep it for tensors of this process alone."""
+    def free_old_memory(self) -> None:
+        """See :meth:`Lane.free_old_memory`: torch would keep it for this process alone."""
         _CUDA.empty_cache()
 
     def publish(self, start: int, stop: int) -> None:

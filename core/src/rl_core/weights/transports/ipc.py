@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from rl_core.errors import RefitError, RefitPeerError, RefitProtocolError
-from rl_core.weights.protocol.timing import DYING_S
+from rl_core.weights.protocol.timing import EXIT_VISIBLE_S
 from rl_core.weights.transports.base import CPU, ReceiverEnd, SenderEnd, Transport, refuse_options
 from rl_core.weights.transports.control import ControlClient, ControlServer
 from rl_core.weights.transports.cuda import CudaRegion, uuid_of
@@ -82,14 +82,14 @@ class IpcSender(ControlServer, SenderEnd):
 
     def lane_device(self, device: torch.device, gpus: Sequence[Sequence[str]]) -> torch.device:
         """See :meth:`SenderEnd.lane_device`: all receivers must see the very GPU."""
-        uuid, self.obstacle = uuid_of(device), None
+        uuid, self.reason_not_shareable = uuid_of(device), None
         if uuid is None or not all(uuid in seen for seen in gpus):
             return CPU
         try:
             CudaRegion.create(1, device).close()
         except RefitError as error:
-            self.obstacle = error.message
-        return CPU if self.obstacle else device
+            self.reason_not_shareable = error.message
+        return CPU if self.reason_not_shareable else device
 
     def lane(
         self, nbytes: int, device: torch.device, receivers: Sequence[str], *, direct: bool = False
@@ -132,9 +132,9 @@ class IpcReceiver(ControlClient, ReceiverEnd):
     def disconnect(self) -> None:
         lost = self.lost()
         super().disconnect()
-        end = time.monotonic() + DYING_S
+        end = time.monotonic() + EXIT_VISIBLE_S
         while lost and not _clear(self.endpoint) and time.monotonic() < end:
-            time.sleep(DYING_S / 50)
+            time.sleep(EXIT_VISIBLE_S / 50)
 
     def close(self) -> None:
         super().close()

@@ -124,7 +124,7 @@ class SharedRegion(Lane):
     def allocate_view(self, start: int, stop: int) -> torch.Tensor:
         if self._grows:
             if self._left >= _TRIM_BYTES:
-                self.moved_in()
+                self.free_old_memory()
             self._left += stop - start
             try:
                 os.posix_fallocate(self._fd, start, stop - start)
@@ -140,8 +140,8 @@ class SharedRegion(Lane):
             return isinstance(error, FileNotFoundError | ProcessLookupError)
         return (found.st_dev, found.st_ino) != (self.ref["device"], self.ref["inode"])
 
-    def moved_in(self) -> None:
-        """See :meth:`Lane.moved_in`: malloc keeps small pieces otherwise."""
+    def free_old_memory(self) -> None:
+        """See :meth:`Lane.free_old_memory`: malloc keeps small pieces otherwise."""
         self._left = 0
         if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:  # glibc has it
             trim(0)

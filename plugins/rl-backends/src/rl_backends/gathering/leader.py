@@ -22,7 +22,7 @@ from rl_core.errors import (
 )
 from rl_core.weights.options import DEFAULT_DEADLINE_S
 from rl_core.weights.protocol.session import peer_error
-from rl_core.weights.protocol.timing import CAUSE_S, TICK_S, tell_s
+from rl_core.weights.protocol.timing import CAUSE_S, TICK_S, report_margin_s
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -255,7 +255,7 @@ class Leader:
 
     def _time_left(self, call: _Call) -> float:
         """Seconds in which to wait; what is left then is for saying who was late."""
-        return call.deadline - tell_s(call.seconds) - time.monotonic()
+        return call.deadline - report_margin_s(call.seconds) - time.monotonic()
 
     def _take(self, timeout_s: float) -> None:
         """Takes note of all that the followers said, and of who is gone."""

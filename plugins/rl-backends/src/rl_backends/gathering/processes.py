@@ -15,8 +15,8 @@ import torch
 
 from rl_core.errors import ConfigError, LifecycleError, RefitPeerError, RLError
 from rl_core.futures import as_concurrent, spawn
-from rl_core.weights.protocol.session import Phase, is_echo
-from rl_core.weights.protocol.timing import DRIVER_GRACE_S, DYING_S
+from rl_core.weights.protocol.session import Phase, repeats_peer_error
+from rl_core.weights.protocol.timing import DRIVER_GRACE_S, EXIT_VISIBLE_S
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -64,7 +64,7 @@ class RankProcess(msgspec.Struct, frozen=True):
 
     def describe_state(self) -> str:
         """What became of it, now that its connection is lost."""
-        end = time.monotonic() + DYING_S
+        end = time.monotonic() + EXIT_VISIBLE_S
         while (state := self.state()) == "runs" and time.monotonic() < end:
             time.sleep(0.01)
         return {
@@ -165,7 +165,7 @@ def join_ranks(calls: Sequence[Future]) -> concurrent.futures.Future[Any]:
     def told(error: BaseException) -> tuple[bool, bool]:
         if not isinstance(error, RLError):
             return False, True
-        return is_echo(error), "rank" not in error.details
+        return repeats_peer_error(error), "rank" not in error.details
 
     def join() -> Any:
         while not ranks[0].done() and not failures():

@@ -149,7 +149,7 @@ class PolicyBackend(PolicyCheckpoints, PolicyRefits):
             self.ready("get_logprobs")
             rows = self.rows_to_score(data)
             scores = BatchedDataDict[Any]({"logprobs": self._logprobs(rows, micro_batch_size)})
-            self.admission.compare(data, scores["logprobs"])
+            self.loop_checks.compare(data, scores["logprobs"])
             return scores
 
     def get_reference_policy_logprobs(
@@ -279,7 +279,7 @@ class PolicyBackend(PolicyCheckpoints, PolicyRefits):
         self.ranks.check_weights(self.changes)
         with self.ranks.all_or_none("checking the batch"):
             self.ready("train")
-            data = self.admission.admit(data, loss_fn, eval_mode=eval_mode)
+            data = self.loop_checks.check_training_call(data, loss_fn, eval_mode=eval_mode)
             rows = training_rows(data, self.limits)
             if gbs is None and not eval_mode:
                 gbs = self.config.get("train_global_batch_size")

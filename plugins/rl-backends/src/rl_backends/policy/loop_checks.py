@@ -16,7 +16,7 @@ from rl_core.errors import DataError, LoopWarning
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-__all__ = ["Admission"]
+__all__ = ["LoopChecks"]
 
 #: Keys of rollouts: where one stands, some tokens are prompts, which no policy has chosen.
 _ROLLOUT = ("advantages", "generation_logprobs", "prev_logprobs", "generation_lengths")
@@ -26,7 +26,7 @@ _RECIPE += "generation.generate(...) returned"
 _FURTHEST = 1.05
 
 
-class Admission:
+class LoopChecks:
     """Admits the training calls of one policy.
 
     Args:
@@ -45,9 +45,11 @@ class Admission:
         self._version = version
         self._origin = origin
         self._trained_at: int | None = None  # the version at the last of all trainings
-        self._said: set[str] = set()
+        self._warned: set[str] = set()
 
-    def admit(self, data: object, loss_fn: Any, *, eval_mode: bool = False) -> BatchedDataDict[Any]:
+    def check_training_call(
+        self, data: object, loss_fn: Any, *, eval_mode: bool = False
+    ) -> BatchedDataDict[Any]:
         """Checks a call of ``train``.
 
         Args:
@@ -81,7 +83,7 @@ class Admission:
         if not eval_mode:
             theirs = None if batch.provenance is None else batch.provenance.distribution
             if text := off_policy("these rows were sampled with", theirs, self._temperature()):
-                self._say(text, "distribution")
+                self._warn_once(text, "distribution")
             self._check_origin(batch)
             self._trained_at = self._version()
         return batch
@@ -93,7 +95,11 @@ class Admission:
             data: What was scored: output of a generation, or a batch that was made of it.
             ours: ``[B, S]`` what the policy made of it.
         """
-        if not isinstance(data, BatchedDataDict) or data.provenance is None or "pair" in self._said:
+        if (
+            not isinstance(data, BatchedDataDict)
+            or data.provenance is None
+            or "pair" in self._warned
+        ):
             return
         theirs = data.get("generation_logprobs", data.get("logprobs"))
         drawn = data.provenance.distribution or "temperature 1"  # of greedy and raw ones
@@ -104,7 +110,7 @@ class Admission:
         versions = torch.as_tensor(data.get("weights_version", 0))
         trained_since = bool((versions <= (self._trained_at or 0)).any())
         if off > _FURTHEST and not trained_since and (versions <= self._version()).all():
-            self._say(
+            self._warn_once(
                 f"the engine's log-probs of these rows, of up to {theirs.shape[1]} tokens, are off "
                 f"the policy's by a factor of {off:.3g} on average, though they are of the same "
                 "weights: the two compute different models. Compare dtypes, attention (soft caps, "
@@ -123,7 +129,7 @@ class Admission:
     def _check_origin(self, batch: BatchedDataDict[Any]) -> None:
         if len(rows := self._others(batch).nonzero().flatten()):
             theirs = int(batch["weights_origin"][rows[0]])
-            self._say(
+            self._warn_once(
                 f"{len(rows)} of these {batch.size} rows, row {int(rows[0])} the first, are "
                 f"from another trainer's weights (origin {theirs}; this policy's is "
                 f"{self._origin()}): their weights_version cannot be compared with this policy's. "
@@ -135,7 +141,7 @@ class Admission:
     def _temperature(self) -> float:
         return float(self._config().get("temperature", 1.0))
 
-    def _say(self, text: str, about: str) -> None:
-        if about not in self._said:
-            self._said.add(about)
+    def _warn_once(self, text: str, about: str) -> None:
+        if about not in self._warned:
+            self._warned.add(about)
             warnings.warn(text, LoopWarning, stacklevel=4)

@@ -18,7 +18,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from rl_backends.gathering import RankProcess, gather, other_weights
 from rl_core.errors import ConfigError, DeadlineError, TrainingError, WorkerDiedError
-from rl_core.weights.protocol.timing import DYING_S, TICK_S
+from rl_core.weights.protocol.timing import EXIT_VISIBLE_S, TICK_S
 from rl_core.weights.sending.sources import torn_weights
 from rl_core.weights.transports.cuda import uuid_of
 
@@ -243,7 +243,7 @@ class RankGroup:
     def _lost(self, what: str, error: RuntimeError) -> WorkerDiedError:
         """The error for a collective that failed."""
         self._lost_a_peer = True
-        end = time.monotonic() + DYING_S
+        end = time.monotonic() + EXIT_VISIBLE_S
         while not (gone := [p for p in self._processes if p.state() in ("ended", "stopped")]):
             if time.monotonic() > end:
                 break

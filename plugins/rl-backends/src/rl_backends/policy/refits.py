@@ -6,7 +6,7 @@ from abc import abstractmethod
 from typing import TYPE_CHECKING, Any
 
 from rl_backends.gathering import GatheredSource
-from rl_backends.policy.loop_checks import Admission
+from rl_backends.policy.loop_checks import LoopChecks
 from rl_core.errors import CapabilityError, ConfigError
 from rl_core.interfaces import ColocatablePolicyInterface
 from rl_core.weights import RefitSender, SendOptions
@@ -41,7 +41,7 @@ class PolicyRefits(SendsWeights, ColocatablePolicyInterface):
         config: What the policy was built with; a subclass sets it.
         worker: Who this is, if it is one of several workers.
         refit_ranks: Those that a refit needs; None if the first worker has all weights itself.
-        admission: Refuses, or warns of, training calls that would go wrong without a word.
+        loop_checks: Refuses, or warns of, training calls that would go wrong without a word.
         changes: What changes the weights does so in ``with self.changes.declared()``; a refit that
             reads them meanwhile then fails.
     """
@@ -54,7 +54,7 @@ class PolicyRefits(SendsWeights, ColocatablePolicyInterface):
         self._refits = 0  # that this rank was asked for, as every rank is, in one order
         self.changes = WeightChanges()
         self._sender = RefitSender(self.refit_source, name=type(self).__name__)
-        self.admission = Admission(
+        self.loop_checks = LoopChecks(
             lambda: getattr(self, "config", {}),
             lambda: self.weights_version,
             # The driver checks the rows before it sends them to its workers.

@@ -75,7 +75,7 @@ def training_rows(data: BatchedDataDict[Any], limits: RowLimits) -> BatchedDataD
 
     Args:
         data: See :class:`~rl_core.interfaces.TrainingDatumSpec`, as
-            :class:`~rl_backends.policy.loop_checks.Admission` lets it pass. A missing
+            :class:`~rl_backends.policy.loop_checks.LoopChecks` lets it pass. A missing
             ``token_mask`` or ``sample_mask`` is all ones.
         limits: The model's.
 

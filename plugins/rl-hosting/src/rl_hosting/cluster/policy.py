@@ -11,7 +11,7 @@ import torch
 from rl_backends.gathering import join_ranks
 from rl_backends.inputs import as_batch
 from rl_backends.policy.loop import checkpoint_path, scalars, timed
-from rl_backends.policy.loop_checks import Admission
+from rl_backends.policy.loop_checks import LoopChecks
 from rl_core.interfaces import ColocatablePolicyInterface as Colocatable
 from rl_core.interfaces import PolicyInterface
 from rl_core.weights.spellings import SendsWeights
@@ -40,7 +40,7 @@ class RemotePolicy(RemoteBackend, SendsWeights, Colocatable):
     _kind = "policy"
 
     def _connect(self) -> None:
-        self.admission = Admission(
+        self.loop_checks = LoopChecks(
             lambda: self.config, lambda: self.weights_version, lambda: self.weights_origin
         )
         self._rows = RowRanks(self._group.attributes("data_parallel"), self._group.name)
@@ -90,7 +90,7 @@ class RemotePolicy(RemoteBackend, SendsWeights, Colocatable):
     ) -> BatchedDataDict[Any]:
         """See :meth:`PolicyInterface.get_logprobs`."""
         scores = self._score("get_logprobs", data, micro_batch_size, timer)
-        self.admission.compare(data, scores["logprobs"])
+        self.loop_checks.compare(data, scores["logprobs"])
         return scores
 
     def _spoken(self, method: str, *args: Any, **kwargs: Any) -> Any:
@@ -124,7 +124,7 @@ class RemotePolicy(RemoteBackend, SendsWeights, Colocatable):
         timer: Timer | None = None,
     ) -> dict[str, Any]:
         """See :meth:`PolicyInterface.train`."""
-        data = self.admission.admit(data, loss_fn, eval_mode=eval_mode)
+        data = self.loop_checks.check_training_call(data, loss_fn, eval_mode=eval_mode)
         shards = [data]
         if self._rows.size > 1:
             if gbs is None and not eval_mode:

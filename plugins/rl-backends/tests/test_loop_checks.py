@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from rl_backends.policy.loop_checks import Admission
+from rl_backends.policy.loop_checks import LoopChecks
 from rl_backends.policy.losses import call_loss, input_type_of
 from rl_core import DataError, LoopWarning
 from rl_core.batch import BatchedDataDict, training_batch
@@ -49,7 +49,7 @@ class Loop:
 
     def __init__(self, **config: Any) -> None:
         self.version, self.origin = 0, 5
-        self.admission = Admission(lambda: config, lambda: self.version, lambda: self.origin)
+        self.loop_checks = LoopChecks(lambda: config, lambda: self.version, lambda: self.origin)
 
     def generate(self, distribution: str | None = "temperature 1") -> BatchedDataDict[Any]:
         made = output()
@@ -60,7 +60,7 @@ class Loop:
         """What was said."""
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
-            self.admission.admit(batch, Loss(), eval_mode=eval_mode)
+            self.loop_checks.check_training_call(batch, Loss(), eval_mode=eval_mode)
         assert all(issubclass(one.category, LoopWarning) for one in said)
         return [str(one.message) for one in said]
 
@@ -92,13 +92,13 @@ def test_plain_text_to_train_on_needs_no_mask():
 @pytest.mark.parametrize("loss", [Loss, "nll", None])
 def test_a_loss_that_is_none_is_refused(loss):
     with pytest.raises(ConfigError, match="pass an instance"):
-        Loop().admission.admit(output(), loss)
+        Loop().loop_checks.check_training_call(output(), loss)
 
 
 @pytest.mark.parametrize("data", [["a text"], [[1, 2]], "a text", 3])
 def test_what_is_no_batch_is_refused_with_how_to_make_one(data):
     with pytest.raises(DataError, match="return_tensors"):
-        Loop().admission.admit(data, Loss())
+        Loop().loop_checks.check_training_call(data, Loss())
 
 
 def test_a_tensor_on_a_device_is_named():
@@ -215,7 +215,7 @@ def scored(
     batch["weights_origin"] = torch.full((2,), origin)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        loop.admission.compare(batch, batch["generation_logprobs"] + off)
+        loop.loop_checks.compare(batch, batch["generation_logprobs"] + off)
     return [str(one.message) for one in said]
 
 
@@ -249,7 +249,7 @@ def test_what_cannot_be_compared_is_not():
     loop = Loop()
     loop.refit()
     batch = loop.generate()
-    loop.admission.compare(dict(batch), batch["generation_logprobs"] + 1)
-    loop.admission.compare(batch, batch["generation_logprobs"][:, 1:] + 1)
+    loop.loop_checks.compare(dict(batch), batch["generation_logprobs"] + 1)
+    loop.loop_checks.compare(batch, batch["generation_logprobs"][:, 1:] + 1)
     del batch["generation_logprobs"]
-    loop.admission.compare(batch, torch.ones(2, 3))
+    loop.loop_checks.compare(batch, torch.ones(2, 3))
