@@ -66,7 +66,7 @@ class Prepare(_InSession, frozen=True):
     """Sender: the plan and how to reach its lane.
 
     ``skip`` has a byte for each tensor, 1 for those that are not sent; empty if all are. ``hash``
-    is the kind of all digests, as of ``hashing.BlockHash``.
+    is the kind of all digests, as of ``digests.BlockHash``.
     """
 
     plan: str

@@ -35,7 +35,7 @@ class PolicyRefits(SendsWeights, ColocatablePolicyInterface):
         worker: Given when it is one of several workers, all of which are called for a refit. The
             first one sends. Where it does not have all weights itself, each sets
             :attr:`refit_ranks` when it is built, and :meth:`weight_source` returns a
-            :class:`~rl_core.weights.GatheredSource`.
+            :class:`~rl_backends.gathering.GatheredSource`.
 
     Attributes:
         config: What the policy was built with; a subclass sets it.
