@@ -41,7 +41,7 @@ SINGLE = {
     "rl_hf": 9.3,
     "rl_hosting": 5.4,
     "rl_losses": 8.9,
-    "rl_megatron": 13.5,
+    "rl_megatron": 5.5,
     "rl_nemo": 10.4,
     "rl_ray": 4.6,
     "rl_sglang": 10.0,

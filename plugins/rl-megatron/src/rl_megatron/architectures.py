@@ -99,10 +99,12 @@ class Architecture:
         config = reader(**{k: v for k, v in settings.items() if k != "model_type"})
         attention, mlp = (bool(getattr(config, k, False)) for k in ("attention_bias", "mlp_bias"))
         experts = int(getattr(config, "num_experts", 0) or 0)
+        kinds = set(getattr(config, "layer_types", None) or ())
+        windows = kinds - {"full_attention"} if kinds else getattr(config, "sliding_window", None)
         unable = [
             (attention != mlp, "biases of attention without those of the MLP, or the reverse"),
             (config.hidden_act != "silu", f"the activation {config.hidden_act}"),
-            (_windows(config), "layers with a sliding window"),
+            (windows, "layers with a sliding window"),
             (_rope(config)["rope_type"] not in _ROPES, f"{_rope(config)['rope_type']} positions"),
             (
                 (_rope(config).get("partial_rotary_factor") or 1.0) != 1.0,
@@ -155,13 +157,6 @@ class Architecture:
             return 1.0 / rope["rope_theta"] ** steps, 1.0
         frequencies, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](self.config, "cpu")
         return frequencies.float(), float(factor)
-
-
-def _windows(config: Any) -> bool:
-    """Whether a layer attends to the last tokens alone."""
-    if kinds := getattr(config, "layer_types", None):
-        return set(kinds) != {"full_attention"}
-    return bool(getattr(config, "sliding_window", None))
 
 
 def _rope(config: Any) -> dict[str, Any]:

@@ -126,7 +126,10 @@ class TorchAttention(MegatronModule):  # type: ignore[misc]
         if rows.cache is not None:
             k, v = rows.cache.update(k, v, self.layer)
         if rows.mask is not None:
-            output = _one_token_each(q, k, v, rows.mask)
+            # Heads that share a key stand in as its queries, so that the cache is not repeated.
+            queries = q.reshape(len(q), k.shape[1], q.shape[1] // k.shape[1], -1)
+            output = scaled_dot_product_attention(queries, k, v, attn_mask=rows.mask)
+            output = output.reshape(q.shape)
         elif rows.lengths is not None:
             parts = (torch.split(tensor, list(rows.lengths), dim=2) for tensor in (q, k, v))
             output = torch.cat(
@@ -149,45 +152,25 @@ class TorchAttention(MegatronModule):  # type: ignore[misc]
         rows: AttentionRows,
         sequence: int = 0,
     ) -> torch.Tensor:
-        if self.training and self.config.attention_dropout and rows.dropout is not None:
-            seeds = [hash((rows.dropout, self.layer, sequence + row)) for row in range(len(q))]
-            return self._dropping(q, k, v, seeds)
-        grouped = q.shape[1] != k.shape[1]
-        return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
-
-    def _dropping(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seeds: Sequence[int]
-    ) -> torch.Tensor:
-        """Drops weights as one rank that has all heads would, however heads are spread."""
-        _, heads, tokens, size = q.shape
+        """Drops the weights that one rank with all heads would drop, however heads are spread."""
         rate: float = self.config.attention_dropout
+        if not (self.training and rate and rows.dropout is not None):
+            grouped = q.shape[1] != k.shape[1]
+            return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+        batch, heads, tokens, size = q.shape
+        all_heads = self.config.num_attention_heads
+        # Numbers below the diagonal are drawn row by row: padding behind changes none of them.
+        place = torch.tril_indices(tokens, tokens).unbind()
+        drawn = torch.zeros(batch, tokens, tokens, all_heads)
+        for row, numbers in enumerate(drawn):
+            seed = hash((rows.dropout, self.layer, sequence + row)) & (1 << 63) - 1
+            generator = torch.Generator().manual_seed(seed)
+            numbers[place] = torch.rand(len(place[0]), all_heads, generator=generator)
         first = heads * self.config.tensor_rank
-        drawn = torch.stack([_drawn(s, self.config.num_attention_heads, tokens) for s in seeds])
-        kept = (drawn[:, first : first + heads] >= rate).to(q.device)
+        kept = (drawn.permute(0, 3, 1, 2)[:, first : first + heads] >= rate).to(q.device)
         k, v = (tensor.repeat_interleave(heads // tensor.shape[1], 1) for tensor in (k, v))
         scores = q @ k.transpose(2, 3) * size**-0.5
         later = torch.ones(tokens, tokens, dtype=torch.bool, device=q.device).triu(1)
         weights = scores.float().masked_fill(later, -torch.inf).softmax(-1).to(q.dtype)
         output: torch.Tensor = weights * kept / (1 - rate) @ v
         return output
-
-
-def _drawn(seed: int, heads: int, tokens: int) -> torch.Tensor:
-    """``[heads, tokens, tokens]`` in [0, 1) below the diagonal; padding behind changes nothing."""
-    generator = torch.Generator().manual_seed(seed & (1 << 63) - 1)
-    result = torch.zeros(tokens, tokens, heads)
-    later, before = torch.tril_indices(tokens, tokens)
-    result[later, before] = torch.rand(len(later), heads, generator=generator)
-    return result.permute(2, 0, 1)
-
-
-def _one_token_each(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor
-) -> torch.Tensor:
-    """Heads that share a key stand in as its queries, so that the cache is not repeated."""
-    rows, heads, _, _ = query.shape
-    shared = key.shape[1]
-    output = scaled_dot_product_attention(
-        query.reshape(rows, shared, heads // shared, -1), key, value, attn_mask=mask
-    )
-    return output.reshape(rows, heads, 1, -1)

@@ -47,15 +47,6 @@ class _OnTheCpu(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _cpu_state(*_: Any, **__: Any) -> torch.Tensor:
-    return torch.get_rng_state()
-
-
-def _as_from_a_gpu(tensor: Any, as_numpy: bool = False, **_: Any) -> Any:
-    """Numbers of tokens become an array, which megatron forgets where they need not be moved."""
-    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
-
-
 _gather_equal = parallel_mappings._gather_along_first_dim
 _reduce_scatter_equal = parallel_mappings._reduce_scatter_along_first_dim
 
@@ -98,8 +89,35 @@ def _gather_shares(whole: Any, share: Any, group: Any, async_op: bool = False) -
         dist.broadcast(part, dist.get_global_rank(group, rank), group=group)
 
 
+#: What is replaced in torch and megatron-core.
+_REPLACED: tuple[Any, ...] = (
+    mock.patch.object(torch.cuda, "current_device", return_value=torch.device("cpu")),
+    mock.patch.object(torch.cuda, "synchronize"),
+    # megatron-core counts the tokens of each expert on a stream beside the current one.
+    mock.patch.object(torch.cuda, "Stream"),
+    mock.patch.object(torch.cuda, "current_stream"),
+    mock.patch.object(torch.cuda, "stream", side_effect=lambda _: nullcontext()),
+    mock.patch.object(
+        parallel_random, "_get_cuda_rng_state", side_effect=lambda *_, **__: torch.get_rng_state()
+    ),
+    mock.patch.object(parallel_random, "_set_cuda_rng_state"),
+    # megatron-core does not make the array that it wants of counts which need not be moved.
+    mock.patch.object(
+        token_dispatcher,
+        "maybe_move_tensor_to_cpu",
+        lambda counts, as_numpy=False, **_: (
+            counts.numpy() if as_numpy and torch.is_tensor(counts) else counts
+        ),
+    ),
+    mock.patch.object(parallel_mappings, "_gather_along_first_dim", _gather),
+    mock.patch.object(parallel_mappings, "_reduce_scatter_along_first_dim", _reduce_scatter),
+    mock.patch.object(param_and_grad_buffer, "dist_reduce_scatter_func", _sum_shares),
+    mock.patch.object(param_and_grad_buffer, "dist_all_gather_func", _gather_shares),
+)
+
+
 class _Patches:
-    """What is replaced in torch and megatron while any thread needs it; the last one undoes it."""
+    """Makes the replacements while any thread needs them; the last thread undoes them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -110,7 +128,10 @@ class _Patches:
     def used(self) -> Generator[None]:
         with self._lock:
             if not self._users:
-                self._replace()
+                with ExitStack() as made:
+                    for patch in _REPLACED:
+                        made.enter_context(patch)
+                    self._made = made.pop_all()
             self._users += 1
         try:
             yield
@@ -119,29 +140,6 @@ class _Patches:
                 self._users -= 1
                 if not self._users:
                     self._made.close()
-
-    def _replace(self) -> None:
-        cpu = torch.device("cpu")
-        with ExitStack() as made:
-            for patch in (
-                mock.patch.object(torch.cuda, "current_device", return_value=cpu),
-                mock.patch.object(torch.cuda, "synchronize"),
-                # Experts' tokens are counted on a stream beside.
-                mock.patch.object(torch.cuda, "Stream"),
-                mock.patch.object(torch.cuda, "current_stream"),
-                mock.patch.object(torch.cuda, "stream", side_effect=lambda _: nullcontext()),
-                mock.patch.object(parallel_random, "_get_cuda_rng_state", side_effect=_cpu_state),
-                mock.patch.object(parallel_random, "_set_cuda_rng_state"),
-                mock.patch.object(token_dispatcher, "maybe_move_tensor_to_cpu", _as_from_a_gpu),
-                mock.patch.object(parallel_mappings, "_gather_along_first_dim", _gather),
-                mock.patch.object(
-                    parallel_mappings, "_reduce_scatter_along_first_dim", _reduce_scatter
-                ),
-                mock.patch.object(param_and_grad_buffer, "dist_reduce_scatter_func", _sum_shares),
-                mock.patch.object(param_and_grad_buffer, "dist_all_gather_func", _gather_shares),
-            ):
-                made.enter_context(patch)
-            self._made = made.pop_all()
 
 
 _PATCHES = _Patches()

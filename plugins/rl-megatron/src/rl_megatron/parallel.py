@@ -44,53 +44,51 @@ class ParallelState:
         self._owns_default_group = not dist.is_initialized()
         self._owns_groups = False
         try:
-            self._make(sizes, worker, timeout_s)
+            if self._owns_default_group:
+                worker = worker or WorkerContext()
+                alone = worker.world_size == 1
+                with nullcontext(dist.HashStore()) if alone else meet(worker, timeout_s) as store:  # type: ignore[attr-defined]
+                    dist.init_process_group(
+                        "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
+                        store=store,
+                        rank=worker.rank,
+                        world_size=worker.world_size,
+                        timeout=self._timeout,
+                    )
+            if dist.get_world_size() != sizes.world:
+                raise ConfigError(
+                    f"torch.distributed of this process has {dist.get_world_size()} ranks, the "
+                    f"policy {sizes.world}",
+                    fix="let the policy initialise torch.distributed, or start as many ranks",
+                    key="tensor_model_parallel_size",
+                )
+            if parallel_state.is_initialized():
+                raise ConfigError(
+                    "megatron-core has process groups in this process already, which no policy "
+                    "made",
+                    fix="build the policy before them, or in workers of a cluster",
+                    key="tensor_model_parallel_size",
+                )
+            self.here = sizes.coordinates(dist.get_rank())
+            self.messages = dist.new_group(backend="gloo", timeout=self._timeout)
+            self.ranks = RankGroup.of(self.messages)
+            self.ranks.check_gpus(model_device())
+            self._owns_groups = True
+            with without_cuda():
+                parallel_state.initialize_model_parallel(
+                    tensor_model_parallel_size=sizes.tensor,
+                    pipeline_model_parallel_size=sizes.pipeline,
+                    expert_model_parallel_size=sizes.expert,
+                    distributed_timeout_minutes=timeout_s / 60,
+                    create_gloo_process_groups=False,
+                )
+                tensor_parallel.model_parallel_cuda_manual_seed(
+                    1, inference_rng_tracker=not torch.cuda.is_available(), force_reset_rng=True
+                )
+            self.refits = dist.new_group(timeout=self._timeout)
         except BaseException:
             self._end()
             raise
-
-    def _make(self, sizes: Sizes, worker: WorkerContext | None, timeout_s: float) -> None:
-        if self._owns_default_group:
-            worker = worker or WorkerContext()
-            alone = worker.world_size == 1
-            with nullcontext(dist.HashStore()) if alone else meet(worker, timeout_s) as store:  # type: ignore[attr-defined]
-                dist.init_process_group(
-                    "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
-                    store=store,
-                    rank=worker.rank,
-                    world_size=worker.world_size,
-                    timeout=self._timeout,
-                )
-        if dist.get_world_size() != sizes.world:
-            raise ConfigError(
-                f"torch.distributed of this process has {dist.get_world_size()} ranks, the policy "
-                f"{sizes.world}",
-                fix="let the policy initialise torch.distributed, or start as many ranks",
-                key="tensor_model_parallel_size",
-            )
-        if parallel_state.is_initialized():
-            raise ConfigError(
-                "megatron-core has process groups in this process already, which no policy made",
-                fix="build the policy before them, or in workers of a cluster",
-                key="tensor_model_parallel_size",
-            )
-        self.here = sizes.coordinates(dist.get_rank())
-        self.messages = dist.new_group(backend="gloo", timeout=self._timeout)
-        self.ranks = RankGroup.of(self.messages)
-        self.ranks.check_gpus(model_device())
-        self._owns_groups = True
-        with without_cuda():
-            parallel_state.initialize_model_parallel(
-                tensor_model_parallel_size=sizes.tensor,
-                pipeline_model_parallel_size=sizes.pipeline,
-                expert_model_parallel_size=sizes.expert,
-                distributed_timeout_minutes=timeout_s / 60,
-                create_gloo_process_groups=False,
-            )
-            tensor_parallel.model_parallel_cuda_manual_seed(
-                1, inference_rng_tracker=not torch.cuda.is_available(), force_reset_rng=True
-            )
-        self.refits = dist.new_group(timeout=self._timeout)
 
     @classmethod
     def joined(cls, sizes: Sizes, worker: WorkerContext | None, timeout_s: float) -> ParallelState:

@@ -288,19 +288,15 @@ class MegatronPolicy(PolicyBackend):
         parts = [part for _, part in self.microbatches(rows, micro_batch_size)]
         with self.running(training=False):
             self._forward.observe(parts, seen.observe)
-        return self._together(seen, include_q=include_q).scales(percentile, margin)
-
-    def _together(self, seen: Calibration, *, include_q: bool) -> Calibration:
-        """What all ranks of the first copy have seen: of other heads and layers."""
-        together = Calibration(include_q=include_q)
+        together = Calibration(include_q=include_q)  # of the heads and layers of all ranks
         for layer in range(self.table.architecture.layers):
             for kind in "qkv" if include_q else "kv":
                 counts = torch.zeros(BINS, dtype=torch.int64)
-                if self._at.data == 0:
+                if self._at.data == 0:  # other copies of the model have seen the same
                     counts += seen.counts.get((layer, kind), 0)
                 self.ranks.sum_([counts])
                 together.add({(layer, kind): counts})
-        return together
+        return together.scales(percentile, margin)
 
     def generate(self, data: BatchedDataDict[Any], greedy: bool = False) -> BatchedDataDict[Any]:
         """See :meth:`PolicyInterface.generate`; all ranks call it with all rows.
@@ -310,18 +306,13 @@ class MegatronPolicy(PolicyBackend):
             DataError: A row is left-padded, empty, too long or inconsistent with its length.
         """
         self.ready("generate")
-        data = data if self.ranks.size == 1 else self._seeded(data, greedy=greedy)
+        seeded = "seed" in data or self._generation.config.get("seed") is not None
+        if self.ranks.size > 1 and not greedy and not seeded:  # all ranks draw the same tokens
+            first = self.ranks.gather(secrets.randbits(48))[0]
+            count = len(next(iter(data.values()), ()))
+            data = data | {"seed": torch.arange(first, first + count)}
         with whole_sequences(self._module):
             return self._generation.generate(data, greedy)
-
-    def _seeded(self, data: BatchedDataDict[Any], *, greedy: bool) -> BatchedDataDict[Any]:
-        """Rows whose seeds all ranks know, where nothing else says what they draw."""
-        config = self._generation.config
-        if greedy or "seed" in data or config.get("seed") is not None:
-            return data
-        first = self.ranks.gather(secrets.randbits(48))[0]
-        count = len(next(iter(data.values()), ()))
-        return data | {"seed": torch.arange(first, first + count)}
 
     @cached_property
     def _generation(self) -> PolicyGeneration:

@@ -126,7 +126,26 @@ class Table:
 
     def pieces(self, at: Coordinates) -> list[Piece]:
         """What a rank has, layer by layer."""
-        return list(self._pieces(_Rank(self.architecture, at, self._experts)))
+        architecture, rank = self.architecture, _Rank(self.architecture, at, self._experts)
+        found: list[Piece] = []
+        if at.first:
+            found += _vocabulary(rank, EMBEDDING, ("embedding.word_embeddings.weight",))
+        each = architecture.layers // at.sizes.pipeline
+        for local in range(each):
+            layer = at.stage * each + local
+            for source, targets, row in _layer(architecture):
+                names = tuple(f"decoder.layers.{local}.{target}" for target in targets)
+                found += row(rank, f"model.layers.{layer}.{source}", names)
+        if not at.last:
+            return found
+        norm = _whole(architecture.hidden)
+        found += norm(rank, "model.norm.weight", ("decoder.final_layernorm.weight",))
+        if not architecture.tied:
+            found += _vocabulary(rank, OUTPUT, ("output_layer.weight",))
+        elif not at.first:  # a copy, which the first stage sends
+            copies = _vocabulary(rank, EMBEDDING, ("output_layer.weight",))
+            found += (replace(piece, counts=False) for piece in copies)
+        return found
 
     def padding(self, at: Coordinates) -> set[str]:
         """Parameters of a rank that has no token of the vocabulary: no piece lies in them."""
@@ -139,25 +158,6 @@ class Table:
         alone = Coordinates(0, 0, 0, 0, Sizes())
         return {piece.name: piece.shape for piece in self.pieces(alone)}
 
-    def _pieces(self, rank: _Rank) -> Iterator[Piece]:
-        architecture, at = self.architecture, rank.at
-        if at.first:
-            yield from _vocabulary(rank, EMBEDDING, ("embedding.word_embeddings.weight",))
-        each = architecture.layers // at.sizes.pipeline
-        for local in range(each):
-            layer = at.stage * each + local
-            for source, targets, row in _layer(architecture):
-                names = tuple(f"decoder.layers.{local}.{target}" for target in targets)
-                yield from row(rank, f"model.layers.{layer}.{source}", names)
-        if not at.last:
-            return
-        yield from _whole(rank, "model.norm.weight", ("decoder.final_layernorm.weight",))
-        if not architecture.tied:
-            yield from _vocabulary(rank, OUTPUT, ("output_layer.weight",))
-        elif not at.first:  # a copy, which the first stage sends
-            for piece in _vocabulary(rank, EMBEDDING, ("output_layer.weight",)):
-                yield replace(piece, counts=False)
-
 
 def _layer(architecture: Architecture) -> Iterator[tuple[str, tuple[str, ...], _Row]]:
     """The tensors of a layer: in the checkpoint, in megatron-core's own and fused modules, and how.
@@ -165,30 +165,29 @@ def _layer(architecture: Architecture) -> Iterator[tuple[str, tuple[str, ...], _
     transformer-engine's matrices hold the norm before them.
     """
     a = architecture
-    qkv, mlp = "self_attention.linear_qkv", "mlp.linear_fc1"
-    yield "input_layernorm.weight", ("input_layernorm.weight", f"{qkv}.layer_norm_weight"), _whole
+    qkv, mlp, vector = "self_attention.linear_qkv", "mlp.linear_fc1", _whole(a.hidden)
+    yield "input_layernorm.weight", ("input_layernorm.weight", f"{qkv}.layer_norm_weight"), vector
     yield "self_attn.", (f"{qkv}.weight",), _qkv("weight")
     if a.qkv_bias:
         yield "self_attn.", (f"{qkv}.bias",), _qkv("bias")
     if a.head_norm:
         for head in "qk":
             norm = (f"self_attention.{head}_layernorm.weight",)
-            yield f"self_attn.{head}_norm.weight", norm, _head_norm
+            yield f"self_attn.{head}_norm.weight", norm, _whole(a.head)
     yield "self_attn.o_proj.weight", ("self_attention.linear_proj.weight",), _columns("heads")
     if a.linear_bias:
-        yield "self_attn.o_proj.bias", ("self_attention.linear_proj.bias",), _whole
+        yield "self_attn.o_proj.bias", ("self_attention.linear_proj.bias",), vector
     before = ("pre_mlp_layernorm.weight", f"{mlp}.layer_norm_weight")
-    yield "post_attention_layernorm.weight", before, _whole
+    yield "post_attention_layernorm.weight", before, vector
     if a.experts:
-        yield "mlp.gate.weight", ("mlp.router.weight",), _router
-        yield "mlp.experts.", ("mlp.experts.",), _expert_in
-        yield "mlp.experts.", ("mlp.experts.",), _expert_out
+        yield "mlp.gate.weight", ("mlp.router.weight",), _whole(a.experts, a.hidden)
+        yield "mlp.experts.", ("mlp.experts.",), _experts
         return
     yield "mlp.", (f"{mlp}.weight",), _gate_up("weight")
     yield "mlp.down_proj.weight", ("mlp.linear_fc2.weight",), _columns("ffn")
     if a.linear_bias:
         yield "mlp.", (f"{mlp}.bias",), _gate_up("bias")
-        yield "mlp.down_proj.bias", ("mlp.linear_fc2.bias",), _whole
+        yield "mlp.down_proj.bias", ("mlp.linear_fc2.bias",), vector
 
 
 # -- how a tensor is split ------------------------------------------------------------------------
@@ -218,20 +217,13 @@ def _part(size: int, at: Coordinates) -> tuple[int, int]:
     return each * at.tensor, each * (at.tensor + 1)
 
 
-def _whole(rank: _Rank, name: str, parameter: tuple[str, ...]) -> Iterator[Piece]:
-    """The same on all tensor-parallel ranks: as long as a token's features are."""
-    size = rank.architecture.hidden
-    yield _piece(rank, name, parameter, (size,), ((0, size),))
+def _whole(*shape: int) -> _Row:
+    """The same on all tensor-parallel ranks."""
 
+    def row(rank: _Rank, name: str, parameter: tuple[str, ...]) -> Iterator[Piece]:
+        yield _piece(rank, name, parameter, shape, tuple((0, size) for size in shape))
 
-def _head_norm(rank: _Rank, name: str, parameter: tuple[str, ...]) -> Iterator[Piece]:
-    size = rank.architecture.head
-    yield _piece(rank, name, parameter, (size,), ((0, size),))
-
-
-def _router(rank: _Rank, name: str, parameter: tuple[str, ...]) -> Iterator[Piece]:
-    shape = rank.architecture.experts, rank.architecture.hidden
-    yield _piece(rank, name, parameter, shape, ((0, shape[0]), (0, shape[1])))
+    return row
 
 
 def _vocabulary(rank: _Rank, name: str, parameter: tuple[str, ...]) -> Iterator[Piece]:
@@ -300,21 +292,20 @@ def _gate_up(kind: str) -> _Row:
     return row
 
 
-def _local_experts(rank: _Rank, layer: str) -> Iterator[tuple[int, str, tuple[str, ...]]]:
+def _local_experts(rank: _Rank, prefix: str, layer: str) -> Iterator[tuple[int, tuple[str, ...]]]:
     """An expert's number, and how megatron names a matrix of it: one module each, or grouped."""
     each = rank.architecture.experts // rank.at.sizes.expert
     for local in range(each):
         names = (f"local_experts.{local}.{layer}.weight", f"{layer}.weight{local}")
-        yield each * rank.at.expert + local, layer, names
+        yield each * rank.at.expert + local, tuple(prefix + name for name in names)
 
 
-def _expert_in(rank: _Rank, source: str, parameter: tuple[str, ...]) -> Iterator[Piece]:
-    """Gate and up of each expert; stacked, both are halves of one tensor."""
+def _experts(rank: _Rank, source: str, parameter: tuple[str, ...]) -> Iterator[Piece]:
+    """Gate and up of each expert, which are halves of one stacked tensor; then its way down."""
     a, [prefix] = rank.architecture, parameter
     each = a.ffn // rank.at.sizes.tensor
     first, after = _part(a.ffn, rank.at)
-    for number, _, names in _local_experts(rank, "linear_fc1"):
-        targets = tuple(prefix + name for name in names)
+    for number, targets in _local_experts(rank, prefix, "linear_fc1"):
         for place, part in enumerate(("gate_proj", "up_proj")):
             rows = (2 * each, place * each, (place + 1) * each)
             if rank.experts == "stacked":
@@ -338,14 +329,9 @@ def _expert_in(rank: _Rank, source: str, parameter: tuple[str, ...]) -> Iterator
                     rows,
                     expert=True,
                 )
-
-
-def _expert_out(rank: _Rank, source: str, parameter: tuple[str, ...]) -> Iterator[Piece]:
-    a, [prefix] = rank.architecture, parameter
-    for number, _, names in _local_experts(rank, "linear_fc2"):
-        targets = tuple(prefix + name for name in names)
+    for number, targets in _local_experts(rank, prefix, "linear_fc2"):
         name, shape = f"{source}{number}.down_proj.weight", (a.hidden, a.ffn)
-        box: tuple[tuple[int, int], ...] = ((0, a.hidden), _part(a.ffn, rank.at))
+        box: tuple[tuple[int, int], ...] = ((0, a.hidden), (first, after))
         if rank.experts == "stacked":
             name, shape = f"{source}down_proj", (a.experts, *shape)  # type: ignore[assignment]
             box = ((number, number + 1), *box)
