@@ -37,7 +37,7 @@ BARS = {
 #: Share of a distribution's functions that may be private and have one caller, in percent.
 SINGLE = {
     "rl_core": 8.7,
-    "rl_collective": 8.2,
+    "rl_collective": 6.4,
     "rl_hf": 9.3,
     "rl_hosting": 5.4,
     "rl_losses": 8.9,
@@ -45,7 +45,7 @@ SINGLE = {
     "rl_nemo": 10.4,
     "rl_ray": 4.6,
     "rl_sglang": 10.0,
-    "rl_backends": 9.1,
+    "rl_backends": 7.5,
     "rl_trl": 10.0,
     "rl_vllm": 5.8,
     "rl_conformance": 10.5,

@@ -350,26 +350,21 @@ def _address(given: Mapping[str, Any]) -> _Address:
 
 def _listen(ip: str, port: int) -> socket.socket:
     """A socket that listens on one interface of this host."""
+    listener = None
     try:
         family, _, _, _, where = socket.getaddrinfo(ip, port, type=socket.SOCK_STREAM)[0]
         if ip_address(where[0]).is_unspecified:
             raise OSError("it stands for all addresses, and receivers need one")
         listener = socket.socket(family)
-    except OSError as error:
-        raise _unusable(ip, port, error) from error
-    try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(where)
         listener.listen(1024)
     except OSError as error:
-        listener.close()
-        raise _unusable(ip, port, error) from error
+        if listener is not None:
+            listener.close()
+        raise ConfigError(
+            f"the sender cannot listen on {ip}:{port}: {error.strerror or error}",
+            fix="give an address of the trainer's host that the engines reach, and a free port",
+            key="port" if error.errno == errno.EADDRINUSE else "ip",
+        ) from error
     return listener
-
-
-def _unusable(ip: str, port: int, error: OSError) -> ConfigError:
-    return ConfigError(
-        f"the sender cannot listen on {ip}:{port}: {error.strerror or error}",
-        fix="give an address of the trainer's host that the engines reach, and a free port",
-        key="port" if error.errno == errno.EADDRINUSE else "ip",
-    )

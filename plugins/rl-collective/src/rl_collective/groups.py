@@ -207,7 +207,18 @@ class _Carrier:
 
     def _run(self) -> None:
         try:
-            self._group = self._meet()
+            # The group is made once every member has arrived.
+            member = self._member
+            store = c10d.PrefixStore(f"refit/{member.ref.group_name}", member.store)
+            there, pause = store.add("members", 1), 0.0005
+            while 0 < there < member.size:
+                if self._stopped.wait(pause):
+                    store.add("members", -_NEVER)
+                    return
+                there, pause = store.add("members", 0), min(2 * pause, 0.02)
+            if there < 0:
+                raise RuntimeError("a member left before all were there")
+            self._group = self._backend.open(store, member)
             while not self._stopped.is_set() and (span := self._spans.get()) is not None:
                 self._backend.move(self._group, span)
                 if self._stopped.is_set():
@@ -217,20 +228,6 @@ class _Carrier:
             self.failure = (str(error).splitlines() or [type(error).__name__])[0]
         finally:
             self._group = None
-
-    def _meet(self) -> Any:
-        """The group, once every member has arrived; :meth:`stop` interrupts the wait."""
-        member = self._member
-        store = c10d.PrefixStore(f"refit/{member.ref.group_name}", member.store)
-        there, pause = store.add("members", 1), 0.0005
-        while 0 < there < member.size:
-            if self._stopped.wait(pause):
-                store.add("members", -_NEVER)
-                return None
-            there, pause = store.add("members", 0), min(2 * pause, 0.02)
-        if there < 0:
-            raise RuntimeError("a member left before all were there")
-        return self._backend.open(store, member)
 
 
 class GroupLane(Lane):

@@ -224,7 +224,14 @@ def _members(path: str, value: Any, skipped: Collection[str]) -> Iterator[tuple[
     if isinstance(value, type):
         return
     fields = getattr(value, "__dataclass_fields__", {})
-    for name, one in _attributes(value):
+    attributes = list(getattr(value, "__dict__", {}).items())
+    for cls in type(value).__mro__:
+        slots = cls.__dict__.get("__slots__", ())
+        if "torch" not in cls.__module__.partition(".")[0]:
+            names = (slots,) if isinstance(slots, str) else tuple(slots)
+            named = (n for n in names if not n.startswith("__") and hasattr(value, n))
+            attributes += ((name, getattr(value, name)) for name in named)
+    for name, one in attributes:
         if name in skipped and isinstance(value, nn.Module):
             continue
         if name in fields and isinstance(one, float):
@@ -232,17 +239,6 @@ def _members(path: str, value: Any, skipped: Collection[str]) -> Iterator[tuple[
                 yield f"{path}.{name}", _Setting(one)
         else:
             yield (f"{path}.{name}" if path else name), one
-
-
-def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
-    yield from list(getattr(value, "__dict__", {}).items())
-    for cls in type(value).__mro__:
-        if "torch" in cls.__module__.partition(".")[0]:
-            continue
-        slots = cls.__dict__.get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else tuple(slots):
-            if not name.startswith("__") and hasattr(value, name):
-                yield name, getattr(value, name)
 
 
 def _digest(tensor: torch.Tensor) -> bytes:

@@ -225,7 +225,13 @@ class RowService:
                 with self._guard:
                     cancelled, self._cancelled = self._cancelled, set()
                     kept_waiting = self._begin_calls(kept_waiting)
-                    rows = self._take_rows()
+                    rows = []  # for which there is room, one of each call in turn
+                    while self._begun and len(self._running) < self._engine.room:
+                        call, key = self._begun.popleft(), next(self._keys)
+                        self._running[key] = call
+                        rows.append(call.next_row(key))
+                        if call.waiting:
+                            self._begun.append(call)
                     idle = not (rows or self._running)
                 if cancelled:
                     self._engine.cancel(cancelled)
@@ -271,17 +277,6 @@ class RowService:
             else:
                 self._tell(call, None)
         return kept_waiting
-
-    def _take_rows(self) -> list[Row]:
-        """Rows that there is room for, one of each call in turn."""
-        rows = []
-        while self._begun and len(self._running) < self._engine.room:
-            call, key = self._begun.popleft(), next(self._keys)
-            self._running[key] = call
-            rows.append(call.next_row(key))
-            if call.waiting:
-                self._begun.append(call)
-        return rows
 
     def _end_row(self, done: Completion | FailedRow) -> None:
         key = done.key if isinstance(done, FailedRow) else done.row

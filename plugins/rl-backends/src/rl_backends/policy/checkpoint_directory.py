@@ -73,7 +73,12 @@ def write_directory(path: str | Path) -> Generator[Path]:
         try:
             yield partial
             _seal(partial)
-            _exchange(partial, path)
+            former = _former(path)
+            if path.exists():
+                path.rename(former)
+            partial.rename(path)
+            _sync(path.parent)
+            shutil.rmtree(former, ignore_errors=True)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
             recover(path)
@@ -134,7 +139,20 @@ def verified(path: str | Path) -> Path:
         fix = "point at what save_checkpoint wrote; a model alone is a model_name"
         raise _refused(path / STATE_FILE, what, fix)
     for name, (size, digest) in files.items():
-        _verify(path, name, size, digest)
+        file, problem = path / name, None
+        try:
+            if name.startswith("/") or ".." in file.parts[len(path.parts) :]:
+                problem = "is not in it"
+            elif (actual := file.stat().st_size) != size:
+                problem = f"has {actual} bytes instead of {size}"
+            elif _digest(file) != digest:
+                problem = "was altered: its digest is another"
+        except FileNotFoundError:
+            problem = "is missing"
+        except (OSError, ValueError) as error:  # the latter where it is no name of a file
+            problem = f"cannot be read: {error}"
+        if problem is not None:
+            raise _refused(file, f"the checkpoint is incomplete: {file} {problem}")
     for file in path.rglob("*"):
         if file.name.endswith(_LOADED) and file.relative_to(path).as_posix() not in files:
             what = f"{file} was added to the checkpoint, and would be loaded with it"
@@ -189,35 +207,8 @@ def _seal(directory: Path) -> None:
         _sync(inner)
 
 
-def _exchange(partial: Path, path: Path) -> None:
-    former = _former(path)
-    if path.exists():
-        path.rename(former)
-    partial.rename(path)
-    _sync(path.parent)
-    shutil.rmtree(former, ignore_errors=True)
-
-
 def _former(path: Path) -> Path:
     return path.parent / f".{path.name}.former"
-
-
-def _verify(directory: Path, name: str, size: int, digest: str) -> None:
-    file, problem = directory / name, None
-    try:
-        if name.startswith("/") or ".." in file.parts[len(directory.parts) :]:
-            problem = "is not in it"
-        elif (found := file.stat().st_size) != size:
-            problem = f"has {found} bytes instead of {size}"
-        elif _digest(file) != digest:
-            problem = "was altered: its digest is another"
-    except FileNotFoundError:
-        problem = "is missing"
-    except (OSError, ValueError) as error:  # the latter where it is no name of a file
-        problem = f"cannot be read: {error}"
-    if problem is None:
-        return
-    raise _refused(file, f"the checkpoint is incomplete: {file} {problem}")
 
 
 def read_json(file: Path) -> dict[str, Any]:

@@ -73,7 +73,10 @@ class PolicyCheckpoints(PolicyModel):
         path = checkpoint_path(*args, **kwargs)
         self._check_open("save_checkpoint")
         self.ranks.check_weights(self.changes)
-        state = {"steps": self.steps, "random": self._random_states()}
+        told = self.reported_values([self.rows_rank, self.random.state()])
+        # By data-parallel rank: the ranks of one copy of the model draw the same numbers.
+        random = [drawn for _, drawn in sorted(told, key=lambda mine: mine[0])]
+        state = {"steps": self.steps, "random": random}
         with writing(path), ExitStack() as stack:
             written = None
             with self.ranks.all_or_none("saving a checkpoint"):
@@ -121,11 +124,6 @@ class PolicyCheckpoints(PolicyModel):
         self.steps = state["steps"]
         if self.rows_rank < len(state["random"]):
             self.random.set_state(state["random"][self.rows_rank])
-
-    def _random_states(self) -> list[Any]:
-        """Where the random numbers are, by data-parallel rank: a copy's ranks draw alike."""
-        told = self.reported_values([self.rows_rank, self.random.state()])
-        return [state for _, state in sorted(told, key=lambda mine: mine[0])]
 
     def _check_open(self, method: str) -> None:
         if self._closed:

@@ -84,7 +84,17 @@ class LoopChecks:
             theirs = None if batch.provenance is None else batch.provenance.distribution
             if text := off_policy("these rows were sampled with", theirs, self._temperature()):
                 self._warn_once(text, "distribution")
-            self._check_origin(batch)
+            if len(rows := self._others(batch).nonzero().flatten()):
+                origin = int(batch["weights_origin"][rows[0]])
+                self._warn_once(
+                    f"{len(rows)} of these {batch.size} rows, row {int(rows[0])} the first, are "
+                    f"from another trainer's weights (origin {origin}; this policy's is "
+                    f"{self._origin()}): their weights_version cannot be compared with this "
+                    "policy's. Call rl_core.refit(policy, generation) before generating, and leave "
+                    'out rows of before: batch.select_indices(batch["weights_origin"] == '
+                    "policy.weights_origin).",
+                    "origin",
+                )
             self._trained_at = self._version()
         return batch
 
@@ -125,18 +135,6 @@ class LoopChecks:
         if not isinstance(origins, torch.Tensor) or not origins.any() or not self._origin():
             return torch.zeros(0, dtype=torch.bool)
         return (origins != 0) & (origins != self._origin())
-
-    def _check_origin(self, batch: BatchedDataDict[Any]) -> None:
-        if len(rows := self._others(batch).nonzero().flatten()):
-            theirs = int(batch["weights_origin"][rows[0]])
-            self._warn_once(
-                f"{len(rows)} of these {batch.size} rows, row {int(rows[0])} the first, are "
-                f"from another trainer's weights (origin {theirs}; this policy's is "
-                f"{self._origin()}): their weights_version cannot be compared with this policy's. "
-                "Call rl_core.refit(policy, generation) before generating, and leave out rows of "
-                'before: batch.select_indices(batch["weights_origin"] == policy.weights_origin).',
-                "origin",
-            )
 
     def _temperature(self) -> float:
         return float(self._config().get("temperature", 1.0))

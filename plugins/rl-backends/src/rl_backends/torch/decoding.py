@@ -104,7 +104,19 @@ class DecodingEngine(RowEngine):
         """Moves every row on by a token, or takes prompts in."""
         ended, self._ended = self._ended, []
         with evaluating(self._module), torch.no_grad():
-            self._open_batches()
+            if not self._in_groups:  # rows join one batch at any time
+                if self._waiting and not self._batches:
+                    self._open(self._most)
+                if self._batches:
+                    self._batches[0].waiting += self._waiting
+                    self._waiting = []
+            # In groups, each length has a batch; else nothing waits here any more.
+            while self._waiting and (room := max(0, self._most - sum(map(len, self._batches)))):
+                length = len(self._waiting[0].token_ids)
+                group = [row for row in self._waiting if len(row.token_ids) == length][:room]
+                self._open(len(group)).waiting += group
+                taken = {row.key for row in group}
+                self._waiting = [row for row in self._waiting if row.key not in taken]
             for batch in self._batches:
                 ended += batch.advance()
         self._batches = [batch for batch in self._batches if batch.unfinished]
@@ -121,24 +133,6 @@ class DecodingEngine(RowEngine):
         """See :meth:`RowEngine.release_threads`."""
         if self._device.type == "cpu":
             release_threads()
-
-    def _open_batches(self) -> None:
-        """One batch that rows join at any time; or one for each group of equal length."""
-        if not self._in_groups:
-            if self._waiting and not self._batches:
-                self._open(self._most)
-            if self._batches:
-                self._batches[0].waiting += self._waiting
-                self._waiting = []
-            return
-        while room := max(0, self._most - sum(map(len, self._batches))):
-            if not self._waiting:
-                return
-            length = len(self._waiting[0].token_ids)
-            group = [row for row in self._waiting if len(row.token_ids) == length][:room]
-            self._open(len(group)).waiting += group
-            taken = {row.key for row in group}
-            self._waiting = [row for row in self._waiting if row.key not in taken]
 
     def _open(self, rows: int) -> _Batch:
         batch = _Batch(

@@ -95,7 +95,9 @@ class _Swap(Reference):
 
     def keep(self, model: nn.Module) -> None:
         if not self._kept:
-            self._kept = self._stored(_owned(model))
+            tensors = module_tensors(model)
+            owned = [s.name for s in tensor_specs(tensors) if s.alias_of is None]
+            self._kept = self._stored({name: tensors[name].detach() for name in owned})
 
     def _stored(self, owned: dict[str, torch.Tensor]) -> dict[str, Callable[[], torch.Tensor]]:
         copies = {name: tensor.clone() for name, tensor in owned.items()}
@@ -151,13 +153,6 @@ class _SwapFile(_Swap):
                 key="reference",
             ) from error
         return {name: partial(file.get_tensor, name) for name in tensors}
-
-
-def _owned(model: nn.Module) -> dict[str, torch.Tensor]:
-    """All tensors but those that are another one."""
-    tensors = module_tensors(model)
-    specs = tensor_specs(tensors)
-    return {spec.name: tensors[spec.name].detach() for spec in specs if spec.alias_of is None}
 
 
 class _Nothing(Reference):
