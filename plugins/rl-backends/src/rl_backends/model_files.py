@@ -1,4 +1,4 @@
-"""A model's directory: what can be said of its files before anything is loaded, and of its tokens.
+"""A model's directory: what its files show before anything is loaded, and its tokens.
 
 The files are those that ``save_pretrained`` of transformers writes. Nothing here imports it.
 """
@@ -33,7 +33,7 @@ _JSON = ("config.json", "generation_config.json", "tokenizer_config.json", "toke
 _TOKENIZER = (*_JSON[2:], "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 _SAFETENSORS_INDEX = "model.safetensors.index.json"
 _PICKLE_INDEX = "pytorch_model.bin.index.json"
-#: Formats whose files are known here.
+#: Formats with files that are known here.
 _FORMATS = ("auto", "hf", "safetensors", "pt")
 _LFS = b"version https://git-lfs"
 #: Bytes: what safetensors itself takes as a header.
@@ -78,7 +78,7 @@ def has_tokenizer(directory: Path) -> bool:
 
 
 def check_remote_code(name: str, settings: dict[str, Any], *, trust: bool) -> None:
-    """Checks that a configuration asks for no code that is not trusted.
+    """Checks that a configuration needs no code that is not trusted.
 
     Args:
         name: The model's, for the message.
@@ -115,7 +115,7 @@ def model_facts(
         vocab_size: Token ids that the model has.
         max_model_len: Its context.
         text: The text part of its configuration, an object.
-        generation: What ``generation_config.json`` says. Its end-of-sequence tokens come before
+        generation: Contents of ``generation_config.json``. Its end-of-sequence tokens come before
             the model's and the tokenizer's.
         tokenizer: Or None.
 
@@ -171,10 +171,10 @@ def check_files(directory: Path, format_: str = "auto", *, without_weights: str 
         directory: The model's.
         format_: Of the weights: ``"auto"``, ``"hf"``, ``"safetensors"`` or ``"pt"``; files of
             others are not looked at.
-        without_weights: What else a user can do where there are no weights, to be told.
+        without_weights: What else a user can do without weights, for errors.
 
     Raises:
-        ConfigError: A file is missing, cut short or not what its name says.
+        ConfigError: A file is missing, cut short or of another format.
     """
     settings = config_of(directory)
     for file in _JSON:
@@ -211,7 +211,7 @@ def check_files(directory: Path, format_: str = "auto", *, without_weights: str 
 
 
 def _check_shards(index: Path) -> set[str]:
-    """The tensors of an index, whose files are there, whole, and have what it says."""
+    """The tensors of an index; its files are there, whole, and have these tensors."""
     where = read_object(index).get("weight_map")
     if not isinstance(where, dict) or not all(isinstance(file, str) for file in where.values()):
         raise _broken(index, "has no weight_map of names to files")

@@ -1,11 +1,11 @@
 """Between hosts: ZeroMQ over TCP, and broadcasts in a process group made for this refit's members.
 
-The sender listens on one interface. What a receiver needs to speak to it (the endpoint and the key
-of the control channel) comes with the trainer's introduction. At a store the members of a group
-find each other's addresses; it is torch's, open to whoever reaches its port, and so are the
-connections of the group. A stranger who is there can disturb a refit, put himself in the way of
-the bytes, and read them: the weights are not encrypted. He cannot change one unnoticed, because
-blocks are hashed with a key that he does not have, unless the refit is told to verify nothing.
+The sender listens on one interface. A receiver gets the endpoint and the key of the control channel
+from the trainer's introduction. The members of a group exchange their addresses through torch's
+store. Any process that reaches the store's port can use it, and likewise the group's connections.
+An attacker on that network can disturb a refit, intercept the bytes, and read them: the weights are
+not encrypted. A changed block is detected, because blocks are hashed with a key that the attacker
+does not have, unless the refit verifies nothing.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class CollectiveSender(ControlServer, SenderEnd):
         ip: An address of this host that the receivers reach.
         port: Where they meet; 0 takes a free one.
         receivers: How many :meth:`rendezvous` waits for; more may join later.
-        backend: ``"nccl"`` between GPUs, else ``"gloo"``; by default as the tensors' device asks.
+        backend: ``"nccl"`` between GPUs, else ``"gloo"``; default: by the tensors' device.
 
     Raises:
         ConfigError: The address is not this host's, or is in use.
@@ -156,7 +156,7 @@ class CollectiveSender(ControlServer, SenderEnd):
         """Waits until as many receivers have joined as were announced.
 
         Raises:
-            DeadlineError: Fewer came; says how many.
+            DeadlineError: Fewer came; counts the missing ones.
             LifecycleError: This end was closed.
         """
         joined = 0
@@ -186,10 +186,10 @@ class CollectiveSender(ControlServer, SenderEnd):
         return text
 
     def lane_device(self, device: torch.device, gpus: Sequence[Sequence[str]]) -> torch.device:
-        """See :meth:`SenderEnd.lane_device`: NCCL wants a GPU of its own for every member.
+        """See :meth:`SenderEnd.lane_device`: NCCL needs a separate GPU for every member.
 
         Raises:
-            ConfigError: NCCL was asked for, and there are not so many.
+            ConfigError: ``backend`` is NCCL, and there are not so many.
         """
         own = [uuid_of(device), *(seen[0] if seen else None for seen in gpus)]
         apart = None not in own and len(set(own)) == len(own)
@@ -259,9 +259,9 @@ class CollectiveReceiver(ControlClient, ReceiverEnd):
         )
 
     def refuse(self, why: str) -> None:
-        """See :meth:`ReceiverEnd.refuse`; says it for some time, as the sender may be about to ask.
+        """See :meth:`ReceiverEnd.refuse`; repeats it, as the sender may only be about to wait.
 
-        A sender that begins to wait passes over what was said before.
+        A sender that begins to wait ignores refusals from before.
         """
         store, closed = self._meeting.store, self._meeting.closed
         if store is None:
@@ -281,7 +281,7 @@ class CollectiveReceiver(ControlClient, ReceiverEnd):
 
         Raises:
             LifecycleError: The sender was never met.
-            RefitProtocolError: It is not said where the sender listens.
+            RefitProtocolError: ``address`` lacks the sender's endpoint or key.
         """
         self._meeting.connected()
         where = _address(address)

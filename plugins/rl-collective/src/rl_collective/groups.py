@@ -1,7 +1,7 @@
-"""A lane over a process group of its own: what the sender publishes is broadcast to the members.
+"""A lane over a process group: what the sender publishes is broadcast to the members.
 
-The group belongs to one lane. It is no default group and knows nothing of one, and it dies with
-the lane: members that left or joined, or a broadcast that failed, call for a new lane.
+The group belongs to one lane. It is independent of torch's default group, and ends with the
+lane: members that left or joined, or a broadcast that failed, call for a new lane.
 
 Making a group, waiting for a broadcast and letting a group go all block. So each lane has a thread
 that does all three, and nobody waits for that thread for long. A member that hangs lets a broadcast
@@ -44,7 +44,7 @@ _JOIN = timedelta(seconds=10)
 _MOVE_S = 600.0
 #: Seconds that a close waits for the lane's thread, and again once the group was aborted.
 _STOP_S = 0.5
-#: Seconds for which :meth:`GroupLane.arrived` waits, so that asking in a loop costs little.
+#: Seconds for which :meth:`GroupLane.arrived` waits, so that a loop of calls costs little.
 _PATIENCE_S = 0.001
 #: More than the members of any group: taken from their number by one that leaves.
 _NEVER = 1 << 30
@@ -56,13 +56,13 @@ _C10D: Any = c10d
 
 
 class GroupRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the sender tells the members of a group.
+    """What the sender sends to the members of a group.
 
     Attributes:
-        kind: Tells it from other lanes.
+        kind: Distinguishes it from other lanes.
         group_name: Never used before.
         backend: What broadcasts.
-        members: Ids of the receivers, whose ranks are 1 and up in this order; 0 is the sender.
+        members: Ids of the receivers, in the order of their ranks from 1; 0 is the sender.
         nbytes: Size of the lane.
     """
 
@@ -124,7 +124,7 @@ class _Gloo:
         return gloo(store, member.rank, member.size, options)
 
     def move(self, group: Any, span: _Span) -> None:
-        """Broadcasts from rank 0; returns when the bytes are here, or gone from here."""
+        """Broadcasts from rank 0; returns when the bytes are received, or sent."""
         options = _from_sender()
         options.timeout = timedelta(seconds=min(max(span.ends - time.monotonic(), 0.001), _MOVE_S))
         group.broadcast([span.data], options).wait()
@@ -224,7 +224,7 @@ class _Carrier:
                 if self._stopped.is_set():
                     return  # an aborted broadcast ends like one that succeeded
                 span.done.set()
-        except Exception as error:  # whoever waits for the lane is told
+        except Exception as error:  # check() raises it
             self.failure = (str(error).splitlines() or [type(error).__name__])[0]
         finally:
             self._group = None
@@ -280,7 +280,7 @@ class GroupLane(Lane):
         self._carrier.take(span)
 
     def arrived(self) -> bool:
-        """See :meth:`Lane.arrived`; waits for a moment, so that it may be asked in a loop."""
+        """See :meth:`Lane.arrived`; waits for a moment, so that a loop of calls costs little."""
         if not self._expected:
             raise RefitProtocolError("nothing is expected", phase="TRANSFER")
         if self._expected[0].done.wait(_PATIENCE_S):

@@ -1,9 +1,9 @@
-"""Engines, and the workers of a backend, in processes of their own on this host.
+"""Engines, and the workers of a backend, in separate processes on this host.
 
 The author of a backend writes an :class:`Engine`, which runs in the engine's process, gives each of
 its workers a :class:`WorkerRefits`, and derives a backend from :class:`HostedGeneration`, which
 runs in the driver's process, or from :class:`EngineBackend`, which also reads the configuration.
-Modules whose names begin with an underscore are private.
+Modules with names that begin with an underscore are private.
 """
 
 from __future__ import annotations

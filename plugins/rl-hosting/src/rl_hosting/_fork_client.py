@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 __all__ = ["ForkServer", "ForkedProcess", "per_process"]
 
-#: Variables that a forked process may have of its own: its GPUs, which torch looks for when it uses
-#: the first, what torch sets meanwhile, and what pytest sets.
+#: Variables that may differ between the processes of one server: GPUs, which torch looks for when
+#: it uses the first, what torch sets meanwhile, and what pytest sets.
 _PER_PROCESS = (
     "CUDA_VISIBLE_DEVICES",
     "OMP_NUM_THREADS",
@@ -216,7 +216,7 @@ class ForkServer:
     ) -> ForkServer:
         """The server for an environment, which is started if there is none; then release it.
 
-        Those whose environments differ only by :func:`per_process` share one.
+        Environments that differ only by :func:`per_process` share one.
         """
         own = per_process(environment)
         shared = {name: value for name, value in environment.items() if name not in own}
@@ -236,7 +236,7 @@ class ForkServer:
                 return
             for key in [key for key, server in self._servers.items() if server is self]:
                 del self._servers[key]
-        with suppress(OSError):  # it is gone
+        with suppress(OSError):  # it has ended
             # To close it would not be enough: a child that the driver forked has it, too.
             self._control.shutdown(socket.SHUT_RDWR)
         self._control.close()
@@ -250,17 +250,17 @@ class ForkServer:
     def fork(
         self, end: int, log: int, environment: Mapping[str, str], engine: str, host: str
     ) -> ForkedProcess:
-        """Asks for a process that answers the calls of a socket.
+        """Has the server fork a process that answers the calls of a socket.
 
         Args:
             end: Descriptor of the process's end of the socket.
             log: Descriptor to which it prints.
             environment: The variables that it has besides the server's.
-            engine: ``"module:Class"`` of the engine, which the host is given.
+            engine: ``"module:Class"`` of the engine, which the host gets.
             host: ``"module:Class"`` of the object that answers the calls.
 
         Raises:
-            WorkerDiedError: The server is gone.
+            WorkerDiedError: The server has ended.
         """
         request = {"environment": dict(environment), "engine": engine, "host": host}
         status, theirs = os.pipe()
@@ -273,7 +273,7 @@ class ForkServer:
                 fix="it may be stopped; end it, and build the backend again",
                 seconds=SERVER_CLOSE_S,
             ) from error
-        except OSError:  # it has ended: the pipe is closed, and whoever waits is told
+        except OSError:  # it has ended: its end of the pipe is closed, and who waits on it fails
             pass
         finally:
             os.close(theirs)
@@ -295,5 +295,5 @@ class ForkServer:
 
 
 def per_process(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables of which processes of one server may have values of their own."""
+    """The variables that may differ between the processes of one server."""
     return {name: value for name, value in environment.items() if name in _PER_PROCESS}

@@ -1,7 +1,7 @@
 """The process beside a driver that forks its engines and ends what they leave.
 
 ``python -m rl_hosting._fork_server FD DRIVER MODULE...`` imports some modules and forks a process
-for every engine that is asked for, until the last one with the same environment is closed.
+for every engine that the driver requests, until the last one with the same environment is closed.
 Importing an engine can take ten seconds, starting it with a small model two: only the first engine
 waits.
 
@@ -11,7 +11,7 @@ both also when the driver is killed while the engine is stopped.
 
 A process with threads cannot be forked, because locks that they hold stay locked in the child: the
 server runs no torch operation and has one OpenMP thread; the number that was wanted is set in the
-forked process. Nor can one that has used a GPU, whose context a child cannot use.
+forked process. Nor can one that has used a GPU, because a child cannot use its context.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class _Server:
     """Forks engines, and ends what they leave.
 
     Args:
-        control: The socket on which the driver asks for engines.
+        control: The socket on which the driver requests engines.
         driver: The driver's process.
     """
 
@@ -105,7 +105,7 @@ class _Server:
             self._selector.register(self._watch.events, selectors.EVENT_READ)
 
     def serve(self) -> tuple[dict[str, Any], int, int] | None:
-        """Serves until the driver is gone, or has closed the socket.
+        """Serves until the driver has ended, or has closed the socket.
 
         Returns:
             None in the server. In a process that was forked, the request for it, and the
@@ -146,7 +146,7 @@ class _Server:
     def _answer(
         self, message: bytes, descriptors: list[int]
     ) -> tuple[dict[str, Any], int, int] | None:
-        """Does what the driver asks. What fails is reported there, and all others live on."""
+        """Handles a request. The driver gets the error if it fails; other engines go on."""
         pid = -1
         try:
             request = json.loads(message)
@@ -196,7 +196,7 @@ class _Server:
         end_session(child.pid, child.sockets, child.made)
         del self._children[child.pid]
         self._reap_orphans(child)
-        remove_made(child.pid, child.made)  # what orphans in sessions of their own still had
+        remove_made(child.pid, child.made)  # what orphans in other sessions still had
         code = os.waitstatus_to_exitcode(os.waitpid(child.pid, 0)[1])
         self._selector.unregister(child.ended)
         _report(child.status, str(code))
@@ -228,14 +228,14 @@ class _Server:
 
 
 def _report(status: int, line: str) -> None:
-    with suppress(BrokenPipeError):  # the driver is gone, or closed it
+    with suppress(BrokenPipeError):  # the driver has ended, or closed it
         os.write(status, f"{line}\n".encode())
 
 
 def _become_engine(
     request: dict[str, Any], end: int, log: int, driver: psutil.Process, files: tuple[int, int]
 ) -> None:
-    """Makes the forked process what was asked for: output, limits, variables, threads."""
+    """Gives the forked process what the request contains: output, limits, variables, threads."""
     with suppress(OSError, ValueError):  # somebody has lowered it meanwhile
         resource.setrlimit(resource.RLIMIT_NOFILE, files)
     os.dup2(log, sys.stdout.fileno())

@@ -22,13 +22,13 @@ __all__ = ["Inbox"]
 class Inbox:
     """The messages that came, and those that are awaited.
 
-    The thread that reads has this object alone: with a reference to :class:`HostedProcess` it would
-    keep a process alive whose backend was dropped.
+    The thread that reads refers to this object alone: a reference to :class:`HostedProcess` would
+    keep the process alive after its backend was dropped.
 
     Attributes:
         hello: The first message.
         ended: True when no message will come any more.
-        owed: Numbers of requests whose replies did not come in time.
+        owed: Numbers of requests without a reply in time.
         broken: Why nothing more is read, if something came that is no message.
     """
 
@@ -68,7 +68,7 @@ class Inbox:
         self._progress.put(None)
 
     def read(self, channel: Channel) -> None:
-        """Reads messages until the process closes its socket; for a thread of its own."""
+        """Reads messages until the process closes its socket; for a separate thread."""
         try:
             while True:
                 message = channel.receive()

@@ -1,6 +1,6 @@
 """What an engine's processes leave when they are killed: other processes, and shared memory.
 
-An engine leads a session (``setsid``) of its own. Its workers communicate through shared memory,
+An engine leads its own session (``setsid``). Its workers communicate through shared memory,
 which nobody removes when they are killed: Python's resource tracker, which would remove some of
 it, is killed with the others, and does not know what C++ code makes.
 """
@@ -148,7 +148,7 @@ def end_session(session: int, sockets: str, made: Collection[int] = ()) -> None:
 
 
 def kill(processes: list[psutil.Process]) -> bool:
-    """Kills processes and waits for them; whether they are gone."""
+    """Kills processes and waits for them; whether they ended."""
     for process in processes:
         with suppress(psutil.Error):
             process.send_signal(signal.SIGKILL)

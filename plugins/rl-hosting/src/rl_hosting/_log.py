@@ -67,7 +67,7 @@ class Log:
         return tail.replace(b"\0", b"").decode(errors="replace").strip()
 
     def cause(self) -> str:
-        """The lines that say why an engine ended; its last ones if none does."""
+        """The lines that show why an engine ended; its last ones if none does."""
         return find_cause(self.tail(_SEARCHED))
 
     def close(self) -> None:
@@ -93,7 +93,7 @@ class Log:
 
 
 def find_cause(text: str) -> str:
-    """What the end of a log says of an error: the exceptions of its last tracebacks, in order.
+    """The error at the end of a log: the exceptions of its last tracebacks, in order.
 
     If there is no traceback, the last lines about errors; without any the last lines. What engines
     print when they start, such as warnings, would hide it.
@@ -107,10 +107,10 @@ def find_cause(text: str) -> str:
             framed = False
             more = lines[place + 1 : place + _FEW]
             end = next((i for i, one in enumerate(more) if not one.startswith(" ")), len(more))
-            said = "\n".join(one[:_LONGEST] for one in (line, *more[:end]))
-            raised.pop(said, None)
-            raised[said] = None
-    causes = [said for said in raised if not _FOLLOWS.match(said)] or list(raised)
+            shown = "\n".join(one[:_LONGEST] for one in (line, *more[:end]))
+            raised.pop(shown, None)
+            raised[shown] = None
+    causes = [shown for shown in raised if not _FOLLOWS.match(shown)] or list(raised)
     errors = [line for line in text.splitlines() if _ERROR.search(line)]
     found = causes or errors or [line for line in text.splitlines() if line.strip()]
     return "\n".join(one if one in raised else one[:_LONGEST] for one in found[-_FEW:])

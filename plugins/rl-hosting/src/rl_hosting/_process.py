@@ -167,7 +167,7 @@ class HostedProcess:
                         version=theirs,
                     )
             return self._call("start", end, timeout_s, {"config": dict(config)})
-        except PluginError as error:  # the log may say more of it
+        except PluginError as error:  # the log may explain it
             self.with_log(error).message += self._log_lines()
             raise
         except RLError as error:
@@ -192,9 +192,9 @@ class HostedProcess:
 
         Raises:
             WorkerError: It raised; an instance of the class that it raised, too.
-            WorkerDiedError: The process is gone.
+            WorkerDiedError: The process has ended.
             DeadlineError: It did not answer in time.
-            LifecycleError: This process was forked from the one whose engine it is.
+            LifecycleError: This process was forked from the owner of the engine.
         """
         return self._call(method, time.monotonic() + timeout_s, timeout_s, arguments, on_sent)
 
@@ -220,7 +220,7 @@ class HostedProcess:
         """Calls a method of the host without waiting for a reply.
 
         Raises:
-            WorkerDiedError: The process is gone.
+            WorkerDiedError: The process has ended.
             DeadlineError: It does not read its socket.
         """
         self._send(Request(method, arguments), DRIVER_SEND_S)
@@ -240,7 +240,7 @@ class HostedProcess:
             The next message about rows; None after the timeout, or if interrupted.
 
         Raises:
-            WorkerDiedError: The process is gone.
+            WorkerDiedError: The process has ended.
             WorkerError: The engine failed, and lost all rows in it.
         """
         found = self._inbox.next_progress(min(timeout_s, POLL_S))
@@ -268,7 +268,7 @@ class HostedProcess:
 
     @property
     def owned(self) -> bool:
-        """Whether this is the process whose engine it is, and not a forked child."""
+        """Whether this process owns the engine, and is not a forked child of the owner."""
         return os.getpid() == self._owner
 
     def check_owner(self) -> None:
@@ -311,7 +311,7 @@ class HostedProcess:
         return not self._inbox.ended and self._process.poll() is None
 
     def _died(self) -> RLError:
-        """Ends the process, which is of no use any more; the error that says why."""
+        """Ends the process, which is of no use any more; the error with the cause."""
 
         def why() -> str:
             code = self._process.poll()
@@ -338,7 +338,7 @@ class HostedProcess:
             why: What it did, for the error.
 
         Returns:
-            The error for whoever waits for it.
+            The error for the callers that wait.
         """
         self._end(0.0, lambda: f"{why}, and was killed")
         error: RLError = self.with_log(self._lost(self._why))
@@ -402,7 +402,7 @@ def _end(
             process.wait_for_end(KILLED_S)
     finally:
         if process.pid and (process.lost or process.poll() is None):
-            end_session(process.pid, sockets)  # the server, which would do it, is gone or hangs
+            end_session(process.pid, sockets)  # the server, which would do it, died or hangs
         server.release()
         process.close()
         shutil.rmtree(sockets, ignore_errors=True)

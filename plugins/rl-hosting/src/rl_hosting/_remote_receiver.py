@@ -39,7 +39,7 @@ __all__ = ["RemoteReceiver"]
 
 
 class RemoteReceiver:
-    """Has the methods of a :class:`rl_core.weights.RefitReceiver`, and asks one in every worker.
+    """Has the methods of a :class:`rl_core.weights.RefitReceiver`, and calls one in every worker.
 
     It sends frames through the engine's host and ``Engine.call_workers`` to
     :class:`rl_hosting.WorkerRefits`.
@@ -192,12 +192,12 @@ class RemoteReceiver:
         """Waits until all workers are done; they keep the deadline themselves.
 
         One thread of the engine's process makes all calls: one that waited there for the end of a
-        refit would keep the engine from decoding. So the workers are asked again and again.
+        refit would keep the engine from decoding. So the workers are polled.
 
         Args:
             key: What :meth:`WorkerRefits.receive` or ``open`` was given.
             end: When the deadline ends, by the monotonic clock.
-            held: Frees the engine's lock, which a worker may ask for: generation waits from then
+            held: Frees the engine's lock, which a worker may need: generation waits from then
                 until this context ends.
 
         Returns:

@@ -59,7 +59,7 @@ class MemoryWatch:
         """The inodes of files that were made since the last look, by the session that made them.
 
         Args:
-            sessions: Those that are asked about.
+            sessions: Those of interest.
             at_once: Or else with some time between looks, which read much of /proc.
         """
         self._read()

@@ -39,7 +39,7 @@ COLLECT_S = 0.2
 HEARTBEAT_S = 1.0
 #: For the rest of a frame, once it has begun: its sender does nothing else meanwhile.
 FRAME_STALL_S = 20.0
-#: For the engine's process to take a frame: a thread of its own reads there, also while it decodes.
+#: For the engine's process to take a frame: a separate thread reads there, also while it decodes.
 DRIVER_SEND_S = 60.0
 #: For the driver to take a frame. Longer, because a driver may be stopped, as in a debugger.
 ENGINE_SEND_S = 10 * DRIVER_SEND_S
@@ -52,18 +52,18 @@ CLOSE_S = 20.0
 LATE_CLOSE_S = 1.0
 #: For the exit status of a process that closed its socket.
 EXIT_STATUS_S = 2.0
-#: For killed processes to be gone; one that is in the kernel must leave it first.
+#: For killed processes to end; one that is in the kernel must leave it first.
 KILL_S = 2.0
 #: For the fork server to end a killed engine's session.
 KILLED_S = 2 * KILL_S
 #: For a fork server to end, and for it to take a request.
 SERVER_CLOSE_S = 3.0
 
-# -- a driver or a fork server is gone ---------------------------------------------------------
+# -- a driver or a fork server died ------------------------------------------------------------
 
 #: Between two looks of a process at whether its parent and its driver are alive.
 PARENT_POLL_S = 0.5
-#: For the fork server to end an engine whose driver is gone, before the engine does so itself. The
+#: For the fork server to end an engine after its driver died, before the engine does so itself. The
 #: server looks as often, so that this is several looks.
 PARENT_ACTS_S = 4 * PARENT_POLL_S
 #: Between the end of a driver's last socket and the end of its process, as the kernel orders them.

@@ -91,7 +91,7 @@ def _to_plain(value: Any, fallback: Callable[[Any], Any]) -> Any:
     for name, batch in _BATCHES.items():
         if kind is batch:
             return {_KIND: name, "value": _to_plain(value.__getstate__(), fallback)}
-    if isinstance(value, float):  # of a class of its own, which whoever receives it makes again
+    if isinstance(value, float):  # of a subclass, which the receiver makes again
         return float(value)
     if isinstance(value, Path):
         return {_KIND: "path", "value": str(value)}

@@ -1,7 +1,7 @@
 """The process of one worker of a :class:`~rl_hosting.LocalCluster`: a backend behind calls.
 
 Calls of the group ``work`` are made by the main thread, one after the other; those of other groups
-by threads of their own, so that questions are answered while it works.
+by separate threads, so that the worker answers questions while it works.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["HostedWorker", "WorkerHost"]
 
 
 class HostedWorker(Worker):
-    """A worker whose streams are asked for row by row."""
+    """A worker that gives its streams row by row."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -38,7 +38,7 @@ class HostedWorker(Worker):
         """The next ``(row, output)`` of a stream, which begins with its first; None at its end.
 
         Args:
-            stream_id: Tells streams apart.
+            stream_id: Identifies the stream.
             data: The batch, for the first row.
             greedy: Likewise.
         """
@@ -106,5 +106,5 @@ class WorkerHost:
             reply = encode(error_reply(error, self.name, request.number))
         try:
             self._channel.send(reply, ENGINE_SEND_S)
-        except OSError:  # the driver is gone
+        except OSError:  # the driver has ended
             self._work.put(None)

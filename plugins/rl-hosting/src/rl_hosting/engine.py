@@ -1,4 +1,4 @@
-"""What the author of a backend writes about an engine that runs in a process of its own."""
+"""What the author of a backend writes about an engine that runs in a separate process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Engine"]
 
 
 class Engine(ABC):
-    """An engine, alone in its process, whose main thread calls all methods, one after the other.
+    """An engine, alone in its process. The main thread calls all methods, one after the other.
 
     Attributes:
         facts: Plain values for the driver, where they are ``HostedGeneration.engine_facts``:
@@ -125,7 +125,7 @@ class Engine(ABC):
         """Allocates again what :meth:`sleep` freed: ``"weights"``, ``"kv_cache"`` or both."""
 
     def sleep(self, tags: Sequence[str], level: int) -> None:
-        """Frees memory, as far as the backend's manifest says that it can.
+        """Frees memory, as far as the backend's manifest declares.
 
         Args:
             tags: Of what: ``"weights"``, ``"kv_cache"`` or both.

@@ -28,7 +28,7 @@ _TWICE = {"torch_dtype": "dtype", "max_model_len": "max_model_len"}
 
 
 class EngineBackend(HostedGeneration):
-    """Generates with an engine in a process of its own, as a configuration says.
+    """Generates with an engine in a separate process, which a configuration describes.
 
     That process has the environment variables that the engine needs (this one keeps its own), and
     ends with this one, however this one ends. Of the section ``NAME_cfg`` this class reads
@@ -47,7 +47,7 @@ class EngineBackend(HostedGeneration):
         engine_title: How the engine's authors write its name.
         preload: Modules to import once for all engines on a CPU.
         sockets: The engine's variable that names a directory for its sockets.
-        workers_key: The key of the section that says how many workers an engine has.
+        workers_key: The key of the section for the number of workers of an engine.
 
     Raises:
         ConfigError: A key or the checkpoint is wrong; keys are checked before anything is loaded.
@@ -130,13 +130,13 @@ class EngineBackend(HostedGeneration):
         made: Self = cls(None, config)
         return made
 
-    # -- what a plugin says -----------------------------------------------------------------------
+    # -- what a plugin defines --------------------------------------------------------------------
 
     @abstractmethod
     def check_engine_config(
         self, config: Mapping[str, Any], engine: Mapping[str, Any], device: str
     ) -> None:
-        """Refuses what the engine would do otherwise than it is asked. Imports no engine.
+        """Refuses what the engine would not do as configured. Imports no engine.
 
         Args:
             config: The checked configuration.

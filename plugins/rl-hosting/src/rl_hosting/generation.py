@@ -1,4 +1,4 @@
-"""The base class of generation backends whose engine runs in a process of its own."""
+"""The base class of generation backends with an engine in a separate process."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class _Facts(msgspec.Struct):
 
 
 class HostedGeneration(GenerationBackend):
-    """Generates with an :class:`~rl_hosting.engine.Engine` in a process of its own.
+    """Generates with an :class:`~rl_hosting.engine.Engine` in a separate process.
 
     Args:
         config: The checked configuration of the backend; :meth:`Engine.start` is given it.
@@ -135,7 +135,7 @@ class HostedGeneration(GenerationBackend):
         self, data: BatchedDataDict[Any], greedy: bool = False
     ) -> AsyncIterator[tuple[int, BatchedDataDict[GenerationOutputSpec]]]:
         """See :meth:`GenerationBackend.generate_async`."""
-        # Accepted here and not in rows(), which runs only when its first row is asked for.
+        # Accepted here and not in rows(), which runs only when the caller takes its first row.
         accepted: Any = super().generate_async(data, greedy)
 
         async def rows() -> AsyncIterator[tuple[int, BatchedDataDict[GenerationOutputSpec]]]:

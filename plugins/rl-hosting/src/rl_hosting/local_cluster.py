@@ -1,4 +1,4 @@
-"""Starts the workers of a backend on this host, each in a process of its own.
+"""Starts the workers of a backend on this host, each in a separate process.
 
 rl-ray's ``RayVirtualCluster`` does so on several hosts, and has the same interface.
 """
@@ -42,7 +42,7 @@ class LocalCluster(Cluster):
         cluster = LocalCluster(2)
         policy = create_policy(config, cluster)  # two ranks of one policy
 
-    Several backends can share it: each gets processes of its own on the same devices.
+    Several backends can share it: each gets separate processes on the same devices.
 
     Args:
         world_size: How many places.
@@ -126,7 +126,7 @@ class LocalWorkers(Workers):
     """Processes of this host, which end with this one.
 
     Args:
-        cluster: Says how they are started.
+        cluster: Defines how they are started.
         manifest: Names the backend and the variables of its processes.
         kind: ``"generation"`` or ``"policy"``.
         config: The checked configuration of the backend.
@@ -210,7 +210,7 @@ class LocalWorkers(Workers):
             row = self.remote(rank, "generate", "next_row", stream_id, batch, greedy)
             try:
                 found = await asyncio.wrap_future(row)
-            except Exception:  # it is raised where the result is asked for
+            except Exception:  # the future raises it
                 yield row
                 return
             if found is None:

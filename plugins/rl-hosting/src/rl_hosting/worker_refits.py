@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 
 __all__ = ["WorkerRefits"]
 
-#: How many refits that are over are kept for a driver that has not asked for their results.
+#: How many refits that are over are kept for a driver that has not fetched their results.
 _KEPT = 64
 
 
 class _Lease:
-    """The engine's lock for one refit: the driver holds it, in whose calls the engine generates.
+    """The engine's lock for one refit: the driver, which calls the engine to generate, holds it.
 
-    Each refit has a lease of its own, so that what is granted to one is of no use to another.
+    Each refit has its own lease, so that what is granted to one is of no use to another.
 
     Args:
-        news: Set when the lock is asked for.
+        news: Set when a refit needs the lock.
     """
 
     def __init__(self, news: threading.Event) -> None:
@@ -39,7 +39,7 @@ class _Lease:
         self._granted = threading.Event()
 
     def acquire(self, timeout: float = -1) -> bool:
-        """Asks the driver for it; whether it was granted in time."""
+        """Requests it from the driver; whether it was granted in time."""
         if not self._granted.is_set():
             self._news.set()
         return self._granted.wait(None if timeout < 0 else timeout)
@@ -54,10 +54,10 @@ class _Lease:
 
 
 class WorkerRefits:
-    """Receives refits in one worker, as the driver asks by frames.
+    """Receives refits in one worker, which the driver controls by frames.
 
     Make one for each worker, in its process, and give :meth:`answer_frame` every frame that the
-    engine's ``call_workers`` is given. The other methods are what frames ask for.
+    engine's ``call_workers`` gets. A frame names one of the other methods.
 
     Args:
         sink: Makes the sink of a refit, over this worker's part of the model.
@@ -73,7 +73,7 @@ class WorkerRefits:
         self._futures: dict[str, concurrent.futures.Future[Any]] = {}
 
     def answer_frame(self, frame: bytes) -> bytes:
-        """Does what a frame asks for.
+        """Calls the method that a frame names.
 
         Args:
             frame: Of the driver.
@@ -122,7 +122,7 @@ class WorkerRefits:
         self._begin(key, self._receiver.receive(lock=lease, **how))
 
     def grant(self, key: str) -> None:
-        """The driver holds the engine's lock for this refit, until :meth:`done` says it ended."""
+        """The driver holds the engine's lock for this refit, until :meth:`done` reports its end."""
         self._leases[key].grant()
 
     def open(self, key: str, transport: str, deadline_s: float, address: dict[str, Any]) -> None:
@@ -147,10 +147,10 @@ class WorkerRefits:
         if not future.done():
             return {"done": False, "wants_lock": self._receiver.awaits_generation(future)}
         for old in [k for k in self._futures if k != key and self._futures[k].done()][:-_KEPT]:
-            del self._futures[old]  # the driver has not asked for it
+            del self._futures[old]  # the driver has not fetched it
             self._leases.pop(old, None)
         error = future.exception()
-        if error is not None:  # told when all workers are done, with what they are then
+        if error is not None:  # the driver raises it when all workers are done
             return {"done": True, "error": encode_error(error, self.name), **self.state()}
         return {"done": True, "result": future.result(), **self.state()}
 

@@ -1,4 +1,4 @@
-"""What the model of a checkpoint looks like, and which models megatron-core is asked to be."""
+"""What the model of a checkpoint looks like, and which models megatron-core can build."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 
 __all__ = ["FAMILIES", "Architecture"]
 
-#: By ``model_type``, the class of transformers that reads its configuration, and whether heads of
-#: queries and keys have norms of their own.
+#: By ``model_type``, the class of transformers that reads its configuration, and whether each head
+#: of queries and keys has a norm.
 FAMILIES: dict[str, tuple[str, bool]] = {
     "llama": ("LlamaConfig", False),
     "qwen2": ("Qwen2Config", False),
     "qwen3": ("Qwen3Config", True),
     "qwen3_moe": ("Qwen3MoeConfig", True),
 }
-#: Kinds of rotary embeddings whose frequencies do not depend on the length of a row.
+#: Kinds of rotary embeddings with frequencies that do not depend on the length of a row.
 _ROPES = ("default", "linear", "llama3", "yarn")
 
 
@@ -78,9 +78,9 @@ class Architecture:
         """Reads a ``config.json``.
 
         Args:
-            settings: What it says.
+            settings: Its contents.
             name: The model's, for errors.
-            family: One of :data:`FAMILIES`; None: as its ``model_type`` says.
+            family: One of :data:`FAMILIES`; None: that of its ``model_type``.
 
         Raises:
             ConfigError: No mapping is known for the architecture.

@@ -1,7 +1,7 @@
 """Attention by torch's fused kernel, for megatron-core's layers.
 
-megatron-core's own takes neither rows laid end to end nor a cache whose rows have lengths of their
-own; transformer-engine's needs a GPU. What attention has to know of the rows comes with them, as
+megatron-core's takes neither rows laid end to end nor a cache with rows of different lengths;
+transformer-engine's needs a GPU. What attention has to know of the rows comes with them, as
 the ``attention_bias`` that megatron hands on to every layer untouched, also when it recomputes one.
 """
 

@@ -49,7 +49,7 @@ def export(
     Args:
         directory: Is there. All ranks call it with the same one.
         gathering: Gives the tensors.
-        config: What ``config.json`` says.
+        config: Contents of ``config.json``.
         tokenizer: Saved beside the model, if there is one.
         writes: Whether this is rank 0.
 
@@ -106,7 +106,7 @@ class _TensorFile:
         path: Of the file.
         shapes: Of the tensors, by name, in the order in which they come.
         dtype: Of all.
-        metadata: What the file says of itself.
+        metadata: For the header of the file.
 
     Attributes:
         failed: Why it is not whole.

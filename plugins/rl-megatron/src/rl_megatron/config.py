@@ -29,7 +29,7 @@ class MegatronPolicyConfig(PolicyConfig):
             Default ``"float32"``.
         trust_remote_code: Let a tokenizer run Python that comes with the checkpoint. The model
             never does. Default False.
-        architecture: Whose layout the model has (``"llama"``, say), where the ``model_type`` of
+        architecture: The model's layout (for example ``"llama"``), where the ``model_type`` of
             its checkpoint names none that is known here.
         activation_recompute: What is computed again in the backward pass instead of kept:
             ``"full"`` layers, ``"selective"``: attention alone. Default ``"none"``.

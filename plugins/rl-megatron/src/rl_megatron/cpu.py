@@ -1,6 +1,6 @@
 """Lets megatron-core compute where no GPU exists.
 
-It asks for CUDA by name in a few places: rotary embeddings and the exchanges between stages make
+It names CUDA in a few places: rotary embeddings and the exchanges between stages make
 their tensors on the current CUDA device, and it waits for the GPU here and there. It also relies on
 NCCL where experts are over tensor-parallel ranks: their parts have different numbers of tokens,
 which gloo does not gather. Where an optimizer is distributed, gloo has slow ways to exchange

@@ -2,8 +2,8 @@
 
 Where torch is built for CPUs, its compiler stays out: megatron-core compiles what is fused, of
 which nothing runs on a CPU, and importing the compiler takes longer than all the rest. Nothing here
-asks CUDA for GPUs: it then fails in processes that are forked later, and workers are forked from a
-process that has imported this.
+looks for GPUs: CUDA would then fail in processes that are forked later, and workers are forked from
+a process that has imported this.
 """
 
 from __future__ import annotations

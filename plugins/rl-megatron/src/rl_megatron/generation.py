@@ -47,7 +47,7 @@ def generation_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """The checked configuration of the policy's generation.
 
     Args:
-        config: The policy's, whose temperature counts unless the key ``generation`` has its own.
+        config: The policy's; its temperature counts unless the key ``generation`` has one.
 
     Raises:
         ConfigError: A key is unknown or wrong.
@@ -113,7 +113,7 @@ def make_generation(
         config: What :func:`generation_config` returned.
         device: Of the model.
         tokenizer: For stop strings; or None.
-        policy: Whose model it is.
+        policy: Owner of the model.
 
     Raises:
         ConfigError: The model has no pad token, and ``pad_token_id`` is not set.

@@ -31,7 +31,7 @@ __all__ = ["Norm", "build_model", "model_device", "uses_transformer_engine"]
 
 
 class Norm(nn.RMSNorm):
-    """Torch's RMSNorm, whose gradient is summed over ranks that share the sequence.
+    """Torch's RMSNorm; megatron-core sums its gradient over ranks that share the sequence.
 
     Args:
         config: Of the model.
@@ -97,7 +97,7 @@ def build_model(
 def transformer_config(
     architecture: Architecture, at: Coordinates, config: Mapping[str, Any]
 ) -> TransformerConfig:
-    """What megatron-core is told of a model."""
+    """megatron-core's settings for a model."""
     a, cuda = architecture, torch.cuda.is_available()
     dtype = getattr(torch, config.get("torch_dtype", "float32"))
     recompute = config.get("activation_recompute", "none")
@@ -167,7 +167,7 @@ def _layers(
 ) -> TransformerBlockSubmodules:
     experts = architecture.experts or None
     if not hasattr(moe_utils, "te_general_gemm"):
-        # megatron-core asks whether transformer-engine's is None, where it has no name at all.
+        # megatron-core reads this name, and does not define it without transformer-engine.
         moe_utils.te_general_gemm = None
     if uses_transformer_engine():
         spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(

@@ -1,7 +1,7 @@
 """Which box of each tensor of a checkpoint a rank has, and where it lies in megatron's parameters.
 
-One table for each architecture says it, as a pure function of a rank's coordinates: every rank
-knows what every other one has. Loading, exporting, refits and checkpoints are all read off it.
+One table for each architecture computes it from a rank's coordinates alone, so every rank knows
+what every other one has. Loading, exporting, refits and checkpoints are all read off it.
 """
 
 from __future__ import annotations
@@ -238,7 +238,7 @@ def _vocabulary(rank: _Rank, name: str, parameter: tuple[str, ...]) -> Iterator[
 
 
 def _columns(features: Literal["heads", "ffn"]) -> _Row:
-    """Columns of a matrix whose input is split."""
+    """Columns of a matrix with an input that is split."""
 
     def row(rank: _Rank, name: str, parameter: tuple[str, ...]) -> Iterator[Piece]:
         a = rank.architecture

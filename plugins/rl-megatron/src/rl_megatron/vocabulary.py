@@ -1,6 +1,6 @@
 """Log-probs and largest logits of a vocabulary that lies in columns over tensor-parallel ranks.
 
-No rank makes all logits, nor a float32 copy of its own. Columns of padding never count.
+No rank computes all logits, nor a float32 copy of its part. Columns of padding never count.
 
 Shapes: ``M`` tokens, ``V`` the rank's columns, padding included.
 """

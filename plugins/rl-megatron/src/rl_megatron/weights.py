@@ -178,7 +178,7 @@ class Gathering:
         table: Of the model.
         sizes: Of all ranks.
         owned: This rank's pieces.
-        group: All ranks; its tensors are where ``device`` says.
+        group: All ranks; its tensors are on ``device``.
         dtype: Of the weights.
         device: Where tensors are put together.
     """

@@ -32,7 +32,7 @@ class ArgumentRules:
         backend: The backend's distribution, for errors.
         key: Of the configuration that holds the arguments, such as ``"vllm_cfg.engine_args"``.
         refit_key: Of the configuration that turns refits off.
-        own_keys: Arguments with a key of their own, and that key.
+        own_keys: Arguments that have a key in the configuration, and that key.
         allowed: Neither results nor refits depend on them.
         without_refits: A refit would not reach what they make.
         refused: All others that were looked at.

@@ -33,7 +33,7 @@ def check_checkpoint(name: str, load_format: str, *, without_weights: str) -> No
         without_weights: How to start the engine with random weights, for errors.
 
     Raises:
-        ConfigError: There is none, or a file of it is missing, cut short or not what its name says.
+        ConfigError: There is none, or a file of it is missing, cut short or of another format.
     """
     check_name(name)
     if Path(name).is_dir():
@@ -80,9 +80,9 @@ def check_checkpoint(name: str, load_format: str, *, without_weights: str) -> No
 
 
 def check_shapes(name: str, specs: Sequence[TensorSpec]) -> None:
-    """Makes sure that the tensors of a directory are of the model that its ``config.json`` says.
+    """Makes sure that the tensors of a directory are of the model of its ``config.json``.
 
-    For engines whose loaders take what fits of a tensor, and pad the rest.
+    For engines with loaders that take what fits of a tensor, and pad the rest.
 
     Args:
         name: The configuration's ``model_name``; one that is no directory is not looked at.

@@ -1,8 +1,8 @@
 """Finds what an engine derives from the weights, because a refit would leave that as it was.
 
 A refit writes parameters. A layer that computes with something else that was made of them (a copy
-in another attribute, a weight that was rearranged) would go on with the old weights, and nothing
-would say so. So all that the modules of a model hold is recorded before there are weights, and
+in another attribute, a weight that was rearranged) would silently go on with the old weights. So
+all that the modules of a model hold is recorded before there are weights, and
 again after the engine's hooks have run. What was there before, bit for bit, does not depend on the
 weights. A view of a parameter follows it. Nor is a number derived that a dataclass has by default,
 or that a dataclass has from somewhere in the model: engines hand kernels their configuration like

@@ -86,8 +86,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Attributes:
         found: For each copy the marked tensor's name, the target, and the offset, shape and
             strides of the part of the marked tensor that was copied.
-        changed: Names of tensors that the loader changed, or over whose copies it wrote something
-            else.
+        changed: Names of tensors that the loader changed, or overwrote a copy of.
     """
 
     def __init__(self) -> None:
@@ -212,7 +211,7 @@ def regions_of(
     without_refits: str,
     published: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]] = dict,
 ) -> dict[str, list[Region]]:
-    """Asks a model's own loader where it puts tensors.
+    """Finds where a model's own loader puts tensors.
 
     Args:
         model: The engine's, on one worker; its ``load_weights`` takes names and tensors.

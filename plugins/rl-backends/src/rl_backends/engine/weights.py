@@ -32,8 +32,8 @@ __all__ = ["CheckpointModel", "LoadedSink", "LoadedWeights"]
 class LoadedWeights(ABC):
     """Finds where a model's own ``load_weights`` puts each tensor of a checkpoint, and keeps that.
 
-    For engines whose loader fuses, shards or pads tensors. A subclass says which tensors there are,
-    and what is special about the engine.
+    For engines with a loader that fuses, shards or pads tensors. A subclass defines which tensors
+    there are, and what is special about the engine.
 
     Args:
         model: This worker's part of the model, loaded.

@@ -1,4 +1,4 @@
-"""Every other rank: does what rank 0 says, for as long as a refit takes."""
+"""Every other rank: follows rank 0's messages for the length of a refit."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Follower:
 
         Returns:
             A future that ends with the refit. It fails with a RefitAborted if rank 0 ended it
-            early, and with a RefitPeerError if rank 0 is gone.
+            early, and with a RefitPeerError if rank 0 is lost.
         """
         client = ControlClient(self._leader.endpoint, self._leader.key)
         client.open()
@@ -86,7 +86,7 @@ class Follower:
             self._thread.finish(part.close_part)
 
     def _obey(self, client: ControlClient, part: Part, end: float) -> None:
-        # What was asked, until everything that an earlier refit began on this rank has ended.
+        # Rank 0's message, until everything that an earlier refit began on this rank has ended.
         waiting: messages.Message | None = None
         promised: tuple[str, ...] = ()  # to be gathered, once all ranks are ready
         working: tuple[int, Future[None]] | None = None
@@ -135,7 +135,7 @@ class Follower:
                 )
 
     def _fail(self, client: ControlClient, error: BaseException) -> NoReturn:
-        """Tells rank 0 of a failure; raises it, or rank 0's end if a collective failed for that."""
+        """Sends rank 0 a failure; raises it, or rank 0's end if a collective failed for that."""
         collectives_diverged = self._thread.collectives_diverged is not None
         _send(client, messages.RankFailed.of(error, collectives_diverged=collectives_diverged))
         end = time.monotonic() + CAUSE_S

@@ -1,4 +1,4 @@
-"""Rank 0: tells the others what to do, and knows who is missing."""
+"""Rank 0: sends the others their work, and finds out which of them is missing."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from rl_backends.gathering.thread import RefitThread
     from rl_core.weights.transports.control import ControlServer
 
-#: Refits that are over and whose followers are told when they come late.
+#: Refits that are over and of which followers that come late still get the end.
 _REMEMBERED = 64
 
 T = TypeVar("T")
@@ -49,8 +49,8 @@ class _Member:
     lost: bool = False
 
     @property
-    def gone(self) -> bool:
-        """Whether it left without a word; one that failed says so, and then leaves."""
+    def vanished(self) -> bool:
+        """Whether its connection was lost without a report; one that fails reports that first."""
         return self.lost and self.failed is None
 
 
@@ -63,8 +63,8 @@ class _Call:
         deadline: When it must have ended.
         seconds: How long it may take.
         state: Of rank 0's weights.
-        specs: Digest of what rank 0 says of the tensors.
-        confirmed: All that was asked for is done, and of one state.
+        specs: Digest of rank 0's names, shapes and dtypes of the tensors.
+        confirmed: Every rank has done its work, with weights of one state.
     """
 
     members: dict[int, _Member] = field(default_factory=dict)
@@ -80,8 +80,8 @@ class _Over:
     """A refit that has ended.
 
     Attributes:
-        close: What followers are told.
-        absent: Ranks that were not told yet.
+        close: The message for followers.
+        absent: Ranks that have not got it yet.
     """
 
     close: messages.Close
@@ -107,7 +107,7 @@ class Leader:
         self._calls: dict[str, _Call] = {}
         self._over: OrderedDict[str, _Over] = OrderedDict()
         self._current = ""
-        self._rank_of: dict[str, int] = {}  # by connection, also of one whose refit is over
+        self._rank_of: dict[str, int] = {}  # by connection, also after its refit
         self._number = 0
         self._closed = False
 
@@ -122,11 +122,11 @@ class Leader:
             call.state, call.specs = state, specs
 
     def look(self) -> None:
-        """Raises if a follower that takes part is gone, or has failed.
+        """Raises if a follower that takes part was lost, or has failed.
 
         Raises:
-            RefitPeerError: It is gone; names the rank.
-            RLError: What it said.
+            RefitPeerError: It was lost; names the rank.
+            RLError: The error that it reported.
         """
         with self._turn:
             self._take(0.0)
@@ -138,7 +138,7 @@ class Leader:
         They begin once all are ready. From then on every rank, this one too, does it to its end.
 
         Raises:
-            RefitPeerError: One is gone or did not come, or this rank hangs in an earlier gather.
+            RefitPeerError: One was lost or did not come, or this rank hangs in an earlier gather.
             RLError: One is not of rank 0's state, or has other tensors.
         """
         with self._turn:
@@ -151,11 +151,11 @@ class Leader:
             return self._number
 
     def confirm(self) -> None:
-        """Has every follower say that its part is of one state.
+        """Has every follower confirm that its part is of one state.
 
         Raises:
             LifecycleError: One is not.
-            RefitPeerError: A follower is gone.
+            RefitPeerError: A follower was lost.
         """
         self._ask(messages.ConfirmPart)
         self._calls[self._current].confirmed = True
@@ -165,11 +165,11 @@ class Leader:
 
         Args:
             future: Ends with it.
-            number: Of the question; 0 for what is asked of this rank alone.
+            number: Of the question; 0 for what this rank alone does.
             what: It is to do, for errors.
 
         Raises:
-            RefitPeerError: A follower is gone, or some do not end theirs; names them.
+            RefitPeerError: A follower was lost, or some do not end theirs; names them.
         """
         while not concurrent.futures.wait([future], TICK_S).done:
             self.look()
@@ -178,7 +178,7 @@ class Leader:
                 late = [rank for rank, m in call.members.items() if m.done < number]
                 raise self._late(late or [0], f"did not {what}", call)
         if (error := future.exception()) is not None:
-            self._raise_if_gone(error)
+            self._raise_if_lost(error)
         return future.result()
 
     def dismiss(self, rank_call_id: str, reason: str = "") -> None:
@@ -213,7 +213,7 @@ class Leader:
     # -- inside -----------------------------------------------------------------------------------
 
     def _ask(self, question: Callable[[int], messages.Message]) -> None:
-        """Asks all followers; returns when each has answered."""
+        """Sends all followers a question; returns when each has answered."""
         with self._turn:
             call = self._calls[self._current]
             self._number += 1
@@ -226,7 +226,7 @@ class Leader:
             self._compare(call)
 
     def _compare(self, call: _Call) -> None:
-        """Raises for a follower whose part is not one of rank 0's model."""
+        """Raises for a follower that has a part of another model than rank 0's."""
         for rank, member in call.members.items():
             if member.specs != call.specs:
                 raise ManifestMismatchError(
@@ -258,7 +258,7 @@ class Leader:
         return call.deadline - report_margin_s(call.seconds) - time.monotonic()
 
     def _take(self, timeout_s: float) -> None:
-        """Takes note of all that the followers said, and of who is gone."""
+        """Handles the followers' messages, and marks those with a lost connection."""
         if self._closed:
             raise LifecycleError("the ranks' refits are closed", fix="build a new policy")
         for key, frame in self._server.receive(timeout_s):
@@ -303,7 +303,7 @@ class Leader:
                 if member.key != key:
                     continue
                 if isinstance(message, messages.RankDone):
-                    # What was gathered before may be answered after what is asked next.
+                    # The answer to an earlier gather may come after the next question.
                     member.done = max(member.done, message.number)
                     member.state = message.state
                 elif isinstance(message, messages.RankFailed):
@@ -314,9 +314,9 @@ class Leader:
         if call is None:
             return
         if any(member.failed is not None for member in call.members.values()):
-            self._raise_if_gone(None)
+            self._raise_if_lost(None)
         for rank, member in call.members.items():
-            if member.gone:
+            if member.vanished:
                 raise self._processes[rank].lost()
         for rank, member in call.members.items():
             if member.failed is not None:
@@ -330,10 +330,10 @@ class Leader:
                     rank=rank,
                 )
 
-    def _raise_if_gone(self, cause: BaseException | None) -> None:
-        """After a failure: raises for a rank that is gone, if that is why.
+    def _raise_if_lost(self, cause: BaseException | None) -> None:
+        """After a failure: raises for a rank that was lost, if that is why.
 
-        A collective that lost a peer fails on all ranks, which then cannot say who is gone.
+        A collective that lost a peer fails on all ranks, and its error does not name the peer.
         """
         end = time.monotonic() + CAUSE_S
         with self._turn:
@@ -341,7 +341,7 @@ class Leader:
             while time.monotonic() < end:
                 self._take(TICK_S)
                 for rank, member in call.members.items():
-                    if member.gone or self._processes[rank].state() == "ended":
+                    if member.vanished or self._processes[rank].state() == "ended":
                         raise self._processes[rank].lost() from cause
             if cause is not None:
                 self._check()
@@ -357,10 +357,10 @@ class Leader:
         )
 
     def _send(self, key: str, message: messages.Message) -> None:
-        self._server.send(key, messages.encode(message))  # who is gone is found missing
+        self._server.send(key, messages.encode(message))  # a lost follower is found missing
 
     def _see_off(self, over: _Over, end: float) -> None:
-        """Tells followers who come late that their refit is over."""
+        """Sends followers that come late the end of their refit."""
         while over.absent and time.monotonic() < end:
             time.sleep(TICK_S)
             with self._turn:

@@ -1,4 +1,4 @@
-"""What the ranks of a trainer say to each other in a refit: MessagePack in encrypted frames."""
+"""The messages between the ranks of a trainer in a refit: MessagePack in encrypted frames."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class RankFailed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
 
     @classmethod
     def of(cls, error: BaseException, *, collectives_diverged: bool = False) -> RankFailed:
-        """What tells of an error."""
+        """The message for an error."""
         text = error.message if isinstance(error, RLError) else str(error)
         fix = error.fix if isinstance(error, RLError) else None
         return cls(type(error).__name__, text[:_TEXT_CHARS], fix, collectives_diverged)
@@ -51,7 +51,7 @@ class RankHello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
 
 
 class Gather(msgspec.Struct, frozen=True, array_like=True, tag="gather"):
-    """Rank 0 asks who is ready to gather tensors, in this order, on every rank.
+    """Rank 0 wants to gather these tensors, in this order; a follower that is ready answers.
 
     Attributes:
         number: Of the question.
@@ -66,14 +66,14 @@ class Go(msgspec.Struct, frozen=True, array_like=True, tag="go"):
     """All are ready, and rank 0 begins: every rank gathers all of the tensors, whatever happens.
 
     Attributes:
-        number: The next one, of which the follower says when it has.
+        number: The next one, which the follower repeats when it has gathered all.
     """
 
     number: int
 
 
 class ConfirmPart(msgspec.Struct, frozen=True, array_like=True, tag="confirm"):
-    """Rank 0 asks whether the follower's part is still of one state."""
+    """Rank 0 wants the follower to check that its part is still of one state."""
 
     number: int
 
@@ -89,7 +89,7 @@ class Close(msgspec.Struct, frozen=True, array_like=True, tag="close"):
 
 
 class RankDone(msgspec.Struct, frozen=True, array_like=True, tag="done"):
-    """The follower has done what was asked, or is ready to gather it.
+    """The follower has done its work, or is ready to gather.
 
     Attributes:
         number: Of the question.

@@ -31,7 +31,7 @@ class RankProcess(msgspec.Struct, frozen=True):
         rank: Its number.
         size: How many there are.
         pid: Its process.
-        host: Tells the processes that have this pid apart.
+        host: Distinguishes processes on different hosts that have this pid.
         endpoint: Where rank 0 listens.
         key: With which one is let in there.
     """
@@ -84,7 +84,7 @@ class RankProcess(msgspec.Struct, frozen=True):
 
 
 def other_weights(process: RankProcess, state: int, first: int) -> LifecycleError:
-    """The error for a rank whose weights are not of the state that those of rank 0 are of."""
+    """The error for a rank with weights of another state than rank 0's."""
     return LifecycleError(
         f"the weights of {process} are of state {state}, those of rank 0 of state {first} (every "
         "step and load is one): they are not parts of one model",
@@ -134,7 +134,7 @@ def gather(group: Any, value: Any) -> list[Any]:
 
 
 def _host() -> str:
-    """A name that no other host, and no other container with pids of its own, has."""
+    """A name that no other host, and no other container with separate pids, has."""
     parts = []
     with suppress(OSError):
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip())
@@ -162,7 +162,7 @@ def join_ranks(calls: Sequence[Future]) -> concurrent.futures.Future[Any]:
         ended = [rank.exception() for rank in ranks if rank.done()]
         return [error for error in ended if error is not None]
 
-    def told(error: BaseException) -> tuple[bool, bool]:
+    def blame(error: BaseException) -> tuple[bool, bool]:
         if not isinstance(error, RLError):
             return False, True
         return repeats_peer_error(error), "rank" not in error.details
@@ -173,12 +173,12 @@ def join_ranks(calls: Sequence[Future]) -> concurrent.futures.Future[Any]:
             concurrent.futures.wait(pending, None, concurrent.futures.FIRST_COMPLETED)
         end = time.monotonic() + DRIVER_GRACE_S
         while (left := end - time.monotonic()) > 0 and not all(rank.done() for rank in ranks):
-            if any(told(error) == (False, False) for error in failures()):
+            if any(blame(error) == (False, False) for error in failures()):
                 break
             pending = [rank for rank in ranks if not rank.done()]
             concurrent.futures.wait(pending, left, concurrent.futures.FIRST_COMPLETED)
         if errors := failures():
-            raise min(errors, key=told)
+            raise min(errors, key=blame)
         for number, rank in enumerate(ranks):
             if not rank.done():
                 raise RefitPeerError(

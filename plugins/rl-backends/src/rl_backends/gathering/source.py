@@ -83,17 +83,17 @@ def _close_all() -> None:
 class GatheredSource(WeightSource, Part):
     """Whole tensors on rank 0, each gathered from all ranks when its turn comes.
 
-    Every rank makes one for each refit. A subclass says what the tensors are (:meth:`specs`, of
+    Every rank makes one for each refit. A subclass defines the tensors (:meth:`specs`, of
     whole ones, the same on every rank) and how one is gathered (:meth:`gather`). ``gather`` is
     called on every rank for the same names in the same order, in one thread per rank, and what all
     ranks have begun is ended on all of them, whatever becomes of the refit. Give its collectives a
-    process group of their own: the trainer's other threads may use theirs meanwhile.
+    separate process group: the trainer's other threads may use its groups meanwhile.
 
     Args:
         ranks: That take part; None if this process has everything.
         changes: Of this rank's weights. Before the first tensor and before the commit rank 0
-            compares their states, because nothing that is read tells which step it is of. Without
-            it, a subclass's :meth:`confirm_part` alone can tell.
+            compares their states, because the tensors themselves do not show their step. Without
+            it, only a subclass's :meth:`confirm_part` can check that.
 
     Raises:
         LifecycleError: A change of the weights failed midway.
@@ -127,7 +127,7 @@ class GatheredSource(WeightSource, Part):
         """See :meth:`WeightSource.check`.
 
         Raises:
-            RefitPeerError: A rank is gone; names it.
+            RefitPeerError: A rank was lost; names it.
         """
         if self.ranks is not None:
             self.ranks.leader.look()
@@ -136,7 +136,7 @@ class GatheredSource(WeightSource, Part):
         """See :meth:`WeightSource.tensors`.
 
         Raises:
-            RefitPeerError: A rank is gone, or did not do its part in time; names it.
+            RefitPeerError: A rank was lost, or did not do its part in time; names it.
             ManifestMismatchError: A rank has other tensors than this one; names it.
             LifecycleError: A rank's weights are of another state, or changed meanwhile.
         """
@@ -152,7 +152,7 @@ class GatheredSource(WeightSource, Part):
                 yield name, _given(leader.wait_for(futures.pop(0), number, f"gather {name}"))
 
     def confirm(self) -> None:
-        """See :meth:`WeightSource.confirm`; asks every rank."""
+        """See :meth:`WeightSource.confirm`; every rank confirms its part."""
         if self.ranks is None:
             self.confirm_part()
             return
@@ -165,7 +165,7 @@ class GatheredSource(WeightSource, Part):
         self._unchanged()
 
     def close(self) -> None:
-        """See :meth:`WeightSource.close`; tells every rank, if the source's refit has begun."""
+        """See :meth:`WeightSource.close`; ends all ranks' parts, if their refit has begun."""
         if self.ranks is None:
             self.close_part()
             return

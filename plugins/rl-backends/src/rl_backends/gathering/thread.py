@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class Part(ABC):
-    """One rank's part of a source whose tensors are gathered from all ranks."""
+    """One rank's part of a source that gathers its tensors from all ranks."""
 
     @property
     @abstractmethod
@@ -32,7 +32,7 @@ class Part(ABC):
     @property
     @abstractmethod
     def part_specs(self) -> str:
-        """Digest of what this rank says of the whole tensors."""
+        """Digest of this rank's names, shapes and dtypes of the whole tensors."""
 
     @abstractmethod
     def gather(self, name: str) -> torch.Tensor | None:
@@ -51,14 +51,14 @@ class Part(ABC):
 
 
 class RefitThread:
-    """Does what it is given in order, in a thread that never keeps the process alive.
+    """Runs tasks in order, in a thread that never keeps the process alive.
 
-    So whoever waits can stop to wait while a collective hangs, and what it began is still ended
-    before anything else is begun: ranks do the same things in the same order.
+    A caller can stop waiting while a collective hangs. The thread still ends that task before it
+    begins another, so all ranks do the same things in the same order.
 
     Attributes:
         collectives_diverged: Why nothing more is gathered: it failed on some rank while others may
-            have gone on, so that what they would exchange next does not belong together.
+            have continued, so that their next collectives would not match.
     """
 
     def __init__(self) -> None:
@@ -132,7 +132,7 @@ def _work(tasks: queue.SimpleQueue[Any], device: int | None) -> None:
             future, function = task
             try:
                 result = function()
-            except BaseException as error:  # it is raised where the result is asked for
+            except BaseException as error:  # the future raises it
                 future.set_exception(error)
             else:
                 future.set_result(result)

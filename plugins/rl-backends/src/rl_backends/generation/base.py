@@ -77,8 +77,8 @@ class GenerationBackend(TakesWeights, GenerationInterface):
             max_model_len=limit,
         )
         self.sampling = SamplingParams.from_config(config, self.facts)
-        self._awake: frozenset[str] = frozenset()  # what the user asked for: generate needs all
-        self._resident = self.initially_resident  # what has memory, asked for or not
+        self._awake: frozenset[str] = frozenset()  # by the user's calls: generate needs all
+        self._resident = self.initially_resident  # what has memory, by the user's calls or not
         self._closed = self._ended = False
         self._streams = RowStreams()
         self._lock = EngineLock()
@@ -92,7 +92,7 @@ class GenerationBackend(TakesWeights, GenerationInterface):
         """Builds the backend from its checked configuration.
 
         Args:
-            config: As its TypedDict says, ``backend`` included.
+            config: Of the form of its TypedDict, ``backend`` included.
             worker: Given when it is one of several workers; replicas are independent.
         """
         del worker
@@ -239,7 +239,7 @@ class GenerationBackend(TakesWeights, GenerationInterface):
         return output
 
     def _accept(self, data: BatchedDataDict[Any], greedy: bool, method: str) -> _Call:
-        """What is asked for; rows count in the order in which calls begin, refused or not."""
+        """Checks a call; rows count in the order in which calls begin, refused or not."""
         sampling = greedy_params(self.sampling) if greedy or self.sampling.greedy else self.sampling
         data = repeat_for_samples(as_batch(data, needed_by=method), sampling.num_samples)
         first = self._streams.first_of(data, sampling)
@@ -306,7 +306,7 @@ class GenerationBackend(TakesWeights, GenerationInterface):
     def finish_generation(self, *args: Any, **kwargs: Any) -> bool:
         """See :meth:`GenerationInterface.finish_generation`."""
         tags = tags_of(args, kwargs, also=("release_gpu",))
-        # An engine that shares its devices with nobody keeps them, unless it is told otherwise.
+        # An engine that shares its devices with nobody keeps them, unless the caller releases them.
         alone = (self.config.get("colocated") or {}).get("enabled") is False
         release = kwargs.get("release_gpu", not alone or bool(args) or "tags" in kwargs)
         with self._lock:
@@ -349,7 +349,7 @@ class GenerationBackend(TakesWeights, GenerationInterface):
             )
 
     def invalidate_kv_cache(self) -> bool:
-        """Nothing outlives a call unless a backend says otherwise."""
+        """Nothing outlives a call unless a backend overrides this."""
         return True
 
     def call_in_workers(self, function: str, **arguments: Any) -> list[Any]:

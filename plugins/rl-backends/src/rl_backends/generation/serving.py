@@ -42,7 +42,7 @@ class ServedCall:
         method: Which of them.
         prompts: Its rows; those with a budget of 0 are not completed.
         sampling: How.
-        deliver: Takes each :class:`Completion`, whose ``row`` is the index in ``prompts``, then
+        deliver: Takes each :class:`Completion`; its ``row`` is the index in ``prompts``, then
             None; or the error that ends the call. The service's thread calls it: it must not wait.
 
     Attributes:
@@ -138,7 +138,7 @@ class RowService:
         self._arrived: deque[ServedCall] = deque()
         self._begun: deque[ServedCall] = deque()  # with rows that are not in the engine yet
         self._running: dict[int, ServedCall] = {}  # by the keys of rows in the engine
-        self._cancelled: set[int] = set()  # keys of which the engine was not told
+        self._cancelled: set[int] = set()  # keys that the engine is still to cancel
         _services.add(self)
 
     def submit(self, call: ServedCall) -> None:
@@ -241,11 +241,11 @@ class RowService:
                     self._engine.submit(rows)
                 for done in self._engine.collect():
                     self._end_row(done)
-            except BaseException as error:  # whoever waits is told, whatever it is
+            except BaseException as error:  # the calls that wait raise it
                 self._fail_all(error)
 
     def _gather(self) -> None:
-        """Lets calls that come one by one begin together: each start has a prefill of its own."""
+        """Lets calls that come one by one begin together: each start is a separate prefill."""
         end = time.monotonic() + _GATHER_S
         seen = 0
         while not self._lock.refit_waiting and time.monotonic() < end:
@@ -314,7 +314,7 @@ class RowService:
             cancelled, self._cancelled = self._cancelled, set()
         try:
             self._engine.cancel(cancelled)
-        except Exception:  # it is as broken as it was; whoever calls next is told
+        except Exception:  # it stays broken; the next call raises
             _log.exception("%s could not cancel its rows", self._name)
         if not calls:
             _log.error("%s failed while it served no call", self._name, exc_info=error)
@@ -329,7 +329,7 @@ class RowService:
 
 
 class Mailbox:
-    """What an event loop is told by another thread: one wake-up for all that is done at once.
+    """Items from another thread for an event loop: one wake-up for all that is done at once.
 
     Args:
         loop: That reads.

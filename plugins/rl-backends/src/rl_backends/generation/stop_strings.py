@@ -15,7 +15,7 @@ __all__ = ["StopStrings"]
 #: Characters decoded beyond the longest stop string. The left edge of a window may decode unlike
 #: the same tokens in their context: half a character, or a space that is dropped.
 MARGIN = 8
-#: A byte of a character without a token of its own, in vocabularies of sentencepiece.
+#: A byte of a character that has no token, in vocabularies of sentencepiece.
 _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 

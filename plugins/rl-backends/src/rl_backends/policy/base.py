@@ -47,7 +47,7 @@ __all__ = ["PolicyBackend", "check_policy_config"]
 
 
 def check_policy_config(config: Mapping[str, Any]) -> None:
-    """Checks what the TypedDict cannot say, before a model is loaded.
+    """Checks what the TypedDict cannot express, before a model is loaded.
 
     Args:
         config: A checked :class:`~rl_core.interfaces.PolicyConfig`.
@@ -73,9 +73,9 @@ class PolicyBackend(PolicyCheckpoints, PolicyRefits):
         limits: What the model can read.
         worker: Given when this is one of several workers; see :class:`PolicyRefits` for what a
             refit needs of those that do not have all weights.
-        device: Where the model computes, whose random numbers belong to dropout. Default: the CPU.
-        ranks: All workers of the policy. By default they meet where ``worker`` says.
-        data_parallel: Which rows this worker gets; None if each worker has rows of its own.
+        device: Where the model computes, and dropout draws its numbers. Default: the CPU.
+        ranks: All workers of the policy. By default they meet at ``worker``'s address.
+        data_parallel: Which rows this worker gets; None if each worker has other rows.
 
     Attributes:
         config: The configuration, as a dict.
@@ -112,7 +112,7 @@ class PolicyBackend(PolicyCheckpoints, PolicyRefits):
         """Builds the backend from its checked configuration.
 
         Args:
-            config: As its TypedDict says, ``backend`` included.
+            config: Of the form of its TypedDict, ``backend`` included.
             worker: Given when it is one of several workers.
         """
         return cls(worker=worker, **{k: v for k, v in config.items() if k != "backend"})
@@ -198,7 +198,7 @@ class PolicyBackend(PolicyCheckpoints, PolicyRefits):
         return BatchedDataDict({"topk_logits": values, "topk_indices": indices})
 
     def rows_to_score(self, data: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
-        """Checks them; ranks that compute together with rows of their own agree on it here."""
+        """Checks them; ranks that compute together with different rows agree on it here."""
         return scoring_rows(data, self.limits)
 
     def microbatches(
@@ -380,7 +380,7 @@ class PolicyBackend(PolicyCheckpoints, PolicyRefits):
         return total
 
     def reported_values(self, value: Any) -> list[Any]:
-        """The values of the workers whose results are taken, by rank."""
+        """The values of the workers that report results, by rank."""
         reports = self.data_parallel is None or self.data_parallel.reports
         return [theirs for theirs, taken in self.ranks.gather([value, reports]) if taken]
 

@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 MANIFEST_FILE = "rl_checkpoint.json"
-#: In a folder of their own: engines read every safetensors file beside the model's.
+#: In a separate folder: engines read every safetensors file beside the model's.
 STATE_FILE = "rl_training/state.json"
 FORMAT = 1
 _ANOTHER = "use another checkpoint; this one cannot be trusted"
@@ -95,7 +95,7 @@ def writing(path: str | Path) -> Generator[None]:
         yield
     except RLError:
         raise
-    except Exception as error:  # each format's library has classes of its own
+    except Exception as error:  # each format's library has its own classes
         fix = "make room there, or save where this process may write; what stood there is unharmed"
         what = f"{path} was not written: {type(error).__name__}: {error}"
         raise _refused(path, what, fix) from error

@@ -36,7 +36,7 @@ class PolicyCheckpoints(PolicyModel):
         random: The numbers that training draws from.
         changes: Takes note that the weights change.
         steps: Optimizer steps taken.
-        rows_rank: This worker's rank among those with rows of their own.
+        rows_rank: This worker's rank among those with different rows.
     """
 
     ranks: RankGroup
@@ -52,7 +52,7 @@ class PolicyCheckpoints(PolicyModel):
 
     @abstractmethod
     def reported_values(self, value: Any) -> list[Any]:
-        """The values of the workers whose results are taken, by rank."""
+        """The values of the workers that report results, by rank."""
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         """Writes weights, optimizer, schedule, random state and step to a directory, atomically.
@@ -73,9 +73,9 @@ class PolicyCheckpoints(PolicyModel):
         path = checkpoint_path(*args, **kwargs)
         self._check_open("save_checkpoint")
         self.ranks.check_weights(self.changes)
-        told = self.reported_values([self.rows_rank, self.random.state()])
+        reported = self.reported_values([self.rows_rank, self.random.state()])
         # By data-parallel rank: the ranks of one copy of the model draw the same numbers.
-        random = [drawn for _, drawn in sorted(told, key=lambda mine: mine[0])]
+        random = [drawn for _, drawn in sorted(reported, key=lambda mine: mine[0])]
         state = {"steps": self.steps, "random": random}
         with writing(path), ExitStack() as stack:
             written = None

@@ -38,7 +38,7 @@ class Scalar(float):
 
 
 def scalars(result: dict[str, Any]) -> dict[str, Any]:
-    """What ``train`` returns, from what a worker returned, whose numbers are plain."""
+    """What ``train`` returns, from a worker's result, in which numbers are plain."""
     return result | {key: Scalar(result[key]) for key in ("loss", "grad_norm") if key in result}
 
 

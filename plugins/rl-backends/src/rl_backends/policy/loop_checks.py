@@ -31,8 +31,8 @@ class LoopChecks:
 
     Args:
         config: The policy's; ``temperature`` is read.
-        version: Asks for the version of the last committed refit.
-        origin: Asks for this trainer's origin; 0 if it is not known.
+        version: Returns the version of the last committed refit.
+        origin: Returns this trainer's origin; 0 if it is not known.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class LoopChecks:
             )
 
     def _others(self, batch: Mapping[str, Any]) -> torch.Tensor:
-        """``[B]`` bool: which rows are of another trainer's weights, as far as the batch says."""
+        """``[B]`` bool: which rows are of another trainer's weights, as far as the batch shows."""
         origins = batch.get("weights_origin")
         if not isinstance(origins, torch.Tensor) or not origins.any() or not self._origin():
             return torch.zeros(0, dtype=torch.bool)

@@ -68,7 +68,7 @@ def call_loss(
     Args:
         loss_fn: The loss.
         inputs: ``[b, s]`` log-probs where entry t scores token t, or ``[b, s, V]`` logits, as
-            :func:`input_type_of` says. A loss that calls its log-probs ``next_token_logprobs``
+            :func:`input_type_of` returns. A loss that calls its log-probs ``next_token_logprobs``
             gets those from token 1 on, ``[b, s-1]``.
         data: The rows.
         global_valid_seqs: 0-d.

@@ -131,8 +131,8 @@ class PolicyModel(ABC):
             parts: The microbatches, as :meth:`forward` takes them. Workers may have different
                 numbers of them.
             share: Called with the index of a microbatch and what :meth:`forward` made of it;
-                returns its 0-d share of the loss. On workers whose results are not taken it need
-                not be called.
+                returns its 0-d share of the loss. On workers that report no results it need not
+                be called.
             wanted: See :meth:`forward`.
             learn: Whether gradients are wanted.
         """

@@ -17,7 +17,7 @@ class RandomStream:
 
     Args:
         seed: Where the stream starts.
-        device: Whose generator belongs to it, besides the CPU's.
+        device: Its generator belongs to the stream, besides the CPU's.
     """
 
     def __init__(self, seed: int, device: torch.device) -> None:

@@ -1,6 +1,6 @@
-"""All workers of a policy: sums and small messages over a process group of their own.
+"""All workers of a policy: sums and small messages over a separate process group.
 
-The default process group of torch is left to whoever owns the process. Messages are JSON in byte
+The default process group of torch is left to the process's owner. Messages are JSON in byte
 tensors; nothing is unpickled.
 """
 
@@ -90,7 +90,7 @@ class RankGroup:
     Raises:
         ConfigError: There are peers but no port to meet at, or two compute on one GPU.
         DeadlineError: The peers did not all come in time.
-        WorkerDiedError: One is gone since.
+        WorkerDiedError: One died since.
     """
 
     def __init__(
@@ -202,7 +202,7 @@ class RankGroup:
             with self.collectives(what):
                 yield
         except Exception as raised:
-            if self.size == 1 or self._lost_a_peer:  # which cannot be asked
+            if self.size == 1 or self._lost_a_peer:  # which cannot answer
                 raise
             error = raised
         outcomes = self.gather(None if error is None else f"{type(error).__name__}: {error}")
@@ -218,17 +218,16 @@ class RankGroup:
 
     @contextmanager
     def collectives(self, what: str) -> Generator[None]:
-        """Work in which ranks exchange tensors through groups of their own.
+        """Work in which ranks exchange tensors through their own groups.
 
         Raises:
-            WorkerDiedError: It lost a peer, which is gone or did not take part in time; names it,
-                as far as that can be seen from here.
+            WorkerDiedError: It lost a peer, which died or did not take part in time; names it, as
+                far as that can be seen from here.
         """
         try:
             yield
         except RuntimeError as error:
-            # Gloo has no class of errors; each says in which of its files it was raised, or that it
-            # has closed a connection before.
+            # Gloo has no class of errors; each names a file of gloo, or a closed connection.
             gloo = any(word in str(error) for word in ("/gloo/", "pair closure"))
             if gloo or isinstance(error, dist.DistError):
                 raise self._lost(what, error) from error
@@ -236,7 +235,7 @@ class RankGroup:
 
     def close(self) -> None:
         """Leaves the group. Idempotent."""
-        if self._tensors is not self._messages:  # NCCL's destructor wants that it was told before
+        if self._tensors is not self._messages:  # before NCCL's destructor runs
             self._tensors.abort()
         self._messages = self._tensors = None
 
@@ -244,16 +243,16 @@ class RankGroup:
         """The error for a collective that failed."""
         self._lost_a_peer = True
         end = time.monotonic() + EXIT_VISIBLE_S
-        while not (gone := [p for p in self._processes if p.state() in ("ended", "stopped")]):
+        while not (ended := [p for p in self._processes if p.state() in ("ended", "stopped")]):
             if time.monotonic() > end:
                 break
             time.sleep(TICK_S)
-        peers = " and ".join(f"{process} {process.describe_state()}" for process in gone)
+        peers = " and ".join(f"{process} {process.describe_state()}" for process in ended)
         peers = peers or "a peer is gone or did not take part; of those on this host all run"
         return WorkerDiedError(
             f"rank {self.rank} of {self.size} could not finish {what}: {peers} ({error})",
             fix="look at the other workers (their logs, py-spy), and build the policy again",
-            **({"rank": gone[0].rank} if gone else {}),
+            **({"rank": ended[0].rank} if ended else {}),
         )
 
 

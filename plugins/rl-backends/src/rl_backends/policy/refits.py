@@ -51,7 +51,7 @@ class PolicyRefits(SendsWeights, ColocatablePolicyInterface):
     def __init__(self, worker: WorkerContext | None = None) -> None:
         self.worker = worker
         self.refit_ranks: RefitRanks | None = None
-        self._refits = 0  # that this rank was asked for, as every rank is, in one order
+        self._refits = 0  # of this rank, and in the same order of every rank
         self.changes = WeightChanges()
         self._sender = RefitSender(self.refit_source, name=type(self).__name__)
         self.loop_checks = LoopChecks(

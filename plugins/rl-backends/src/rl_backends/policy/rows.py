@@ -184,7 +184,7 @@ def rows_per_step(rows: int, gbs: int | None, workers: int) -> int:
 
 
 class Microbatching:
-    """Which rows go through the model together, as the configuration says.
+    """Which rows go through the model together, by the configuration.
 
     With packing, tokens bound a microbatch if their number is configured or that of rows is not. A
     bound that is not configured lets every row pass.

@@ -42,7 +42,7 @@ def learning_rate(step: int, config: Mapping[str, Any]) -> float:
 
 
 def check_schedule(schedule: Mapping[str, Any]) -> None:
-    """Raises ConfigError if a schedule that falls does not say when it ends."""
+    """Raises ConfigError if a schedule that falls has no end."""
     if schedule.get("name", "constant") != "constant" and "total_steps" not in schedule:
         raise ConfigError(
             f"the {schedule['name']} schedule does not say when it ends",
@@ -95,7 +95,7 @@ class LossSum:
         Args:
             share: Of the loss.
             metrics: See :class:`~rl_core.interfaces.LossFunction`.
-            rows: Whose it is, to be named if it is not finite.
+            rows: Its rows, for the error if it is not finite.
         """
         self.loss += share
         if not math.isfinite(share) and not self.bad_rows:

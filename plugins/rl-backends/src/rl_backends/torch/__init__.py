@@ -1,4 +1,4 @@
-"""What backends share whose model is a torch module of this process.
+"""What backends share that have a torch module in this process as their model.
 
 Nothing here knows how such a module is made or what its layers are. A trainer takes the optimizer
 and the reference; generation takes the decoding engine and gives it the module's forward pass.

@@ -29,7 +29,7 @@ BINS = 1 << (31 - COARSE_BITS)
 
 
 def check_calibration(rows: int, percentile: float, margin: float) -> None:
-    """Checks what a calibration is asked for.
+    """Checks the arguments of a calibration.
 
     Args:
         rows: To observe.

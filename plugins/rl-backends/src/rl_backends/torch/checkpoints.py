@@ -130,7 +130,7 @@ def quiet() -> Generator[None]:
 
 
 def _from_hub(name: str) -> Path:
-    """Downloads what is missing; one quick question tells whether the hub is there at all."""
+    """Downloads what is missing; one quick request finds out whether the hub is there at all."""
     unreachable: Exception | None = None
     try:
         HfApi().model_info(name, timeout=_HUB_TIMEOUT_S)

@@ -42,7 +42,7 @@ class DecodingEngine(RowEngine):
             done.
         vocab_size: Width of the logits.
         device: Where the decoder takes token ids and gives logits.
-        in_groups: Rows of one prompt length get a decoder of their own, which no others join; for
+        in_groups: Rows of one prompt length get a decoder, which no others join; for
             decoders that are not :class:`~rl_backends.torch.slots.SlotDecoder`.
         tokenizer: Decodes the text that stop strings are looked for in; None if there is none.
         max_batch_size: Rows decoded together. As many wait here, so that prompts are taken in
@@ -249,7 +249,7 @@ class _Batch:
         """Admits rows if there is room, else moves all on by a token; returns those that ended."""
         active = len(self._rows)
         next_ones = self.waiting[: self._decoder.slots - active]
-        if active and self._admitted:  # those in slots have their turn, whoever comes
+        if active and self._admitted:  # those in slots have their turn
             next_ones = []
         lengths = [len(row.token_ids) for row in next_ones]
         last = len(next_ones) == len(self.waiting)
@@ -426,7 +426,7 @@ class _Batch:
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """Of a GPU, or of the CPU, which torch says in words alone."""
+    """Of a GPU, or of the CPU, for which torch has no class of errors."""
     return isinstance(error, torch.OutOfMemoryError) or "not enough memory" in str(error)
 
 

@@ -27,7 +27,7 @@ class PolicyGeneration(GenerationBackend):
             :class:`~rl_backends.torch.decoding.DecodingEngine`.
         config: A checked :class:`~rl_core.interfaces.GenerationConfig`.
         facts: Of the model, see :func:`rl_backends.torch.checkpoints.model_facts`.
-        policy: Whose model it is; its version and origin are those of the rows.
+        policy: Owner of the model; its version and origin are those of the rows.
     """
 
     def __init__(

@@ -86,7 +86,7 @@ class _Copy(Reference):
 
 
 class _Swap(Reference):
-    """Tensors beside the policy's, whose place they take for a call."""
+    """Tensors that take the place of the policy's for a call."""
 
     moves_weights = True
 

@@ -29,7 +29,7 @@ _MIX = (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)
 
 
 class Sampler:
-    """Draws the next token of every row and says how likely it was.
+    """Draws the next token of every row, with its log-probability.
 
     Args:
         params: The same for all rows.

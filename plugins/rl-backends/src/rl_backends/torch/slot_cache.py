@@ -94,7 +94,7 @@ class SlotCache:
         Args:
             key_states: ``[b, heads, tokens, head_dim]`` of the pass's own tokens, rotated.
             value_states: The same of the values.
-            layer_idx: Tells the layers apart, in any numbering.
+            layer_idx: Number of the layer, in any numbering.
 
         Returns:
             The keys and values that are attended to: where prompts are taken in, the pass's own;
@@ -120,7 +120,7 @@ class SlotCache:
     def move(self, source: torch.Tensor, target: torch.Tensor, width: int) -> None:
         """Copies the first ``width`` columns of whole slots, ``[n]`` int64 each."""
         for layer in self._layers.values():
-            # With a device map, layers live on devices of their own.
+            # With a device map, layers live on different devices.
             old, new = source.to(layer.keys.device), target.to(layer.keys.device)
             layer.keys[new, :, :width] = layer.keys[old, :, :width]
             layer.values[new, :, :width] = layer.values[old, :, :width]

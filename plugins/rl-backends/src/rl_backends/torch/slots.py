@@ -1,7 +1,7 @@
 """How a model takes prompts in and moves all rows on by a token, in slots.
 
-For models whose layers all attend causally to everything before. Prompts are laid end to end in one
-row, so that nothing is computed on padding; then every row has a slot, whatever its length.
+For models in which all layers attend causally to everything before. Prompts are laid end to end in
+one row, so that nothing is computed on padding; then every row has a slot, whatever its length.
 """
 
 from __future__ import annotations

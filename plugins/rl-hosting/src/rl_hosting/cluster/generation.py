@@ -48,8 +48,8 @@ _TRIES = 10
 class RemoteGeneration(RemoteBackend, TakesWeights, GenerationInterface):
     """Replicas of one engine; behaves as the embedded backend does.
 
-    Every row is sampled from a stream of its own that is fixed before the rows are dealt out, so
-    that a seed gives the same tokens with any number of replicas.
+    Every row is sampled from its own stream, which is fixed before the rows are dealt out, so that
+    a seed gives the same tokens with any number of replicas.
     """
 
     _kind = "generation"
@@ -204,7 +204,7 @@ class RemoteGeneration(RemoteBackend, TakesWeights, GenerationInterface):
         return {rank: torch.tensor(rows, dtype=torch.int64) for rank, rows in shards.items()}
 
     def _agreed(self, method: str, *args: Any, **kwargs: Any) -> bool:
-        """Calls it on every replica; whether all of them say yes."""
+        """Calls it on every replica; whether all of them return True."""
         return all(self._group.call_all(method, *args, **kwargs))
 
     prepare_for_generation = through(_agreed, GenerationInterface.prepare_for_generation)
@@ -223,7 +223,7 @@ class RemoteGeneration(RemoteBackend, TakesWeights, GenerationInterface):
 
     @property
     def weights_origin(self) -> int:
-        """Of the trainer whose version all replicas serve.
+        """Of the trainer that sent the version that all replicas serve.
 
         Raises:
             WeightsTornError: They differ.
@@ -254,7 +254,7 @@ class _Call:
     """One call, as it was accepted.
 
     Attributes:
-        prompts: With a seed for each row, if any were asked for.
+        prompts: With a seed for each row, if the call has any.
         extras: The keys that are only carried through; they stay here.
         sizes: ``[B]`` int64 tokens that each row may come to.
         provenance: Of the output.

@@ -61,7 +61,7 @@ class Launcher(ABC):
 
 
 class Workers(ABC):
-    """Workers of one backend, each embedded in a process of its own, with devices of its own.
+    """Workers of one backend, each in a separate process with its own devices.
 
     A launcher derives from it. Its constructor fills ``processes``, calls :meth:`build`, and calls
     :meth:`end` if either fails. Calls of one group are made one after the other, or as many at once
@@ -107,7 +107,7 @@ class Workers(ABC):
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, _asking=threading.Lock())
 
-    #: Seconds for a launcher's calls to say themselves which worker missed the deadline.
+    #: Seconds for a launcher's calls to name the worker that missed the deadline.
     grace_s: ClassVar[float] = 0.0
 
     # -- what a launcher does -------------------------------------------------------------------
@@ -234,14 +234,14 @@ class Workers(ABC):
         return self.wait(calls, ranks)
 
     def abandon(self, rank: int, stream_id: str) -> None:
-        """Tells a backend that nobody reads its stream any more."""
+        """Ends a stream of a backend that nobody reads any more."""
         self.remote(rank, "control", "abandon", stream_id)
 
     def require(self, capability: str) -> None:
-        """Refuses, before any worker is asked, what the backend does not offer.
+        """Refuses, before any worker is called, what the backend does not offer.
 
         Raises:
-            CapabilityError: The manifest says so.
+            CapabilityError: The manifest does not declare it.
         """
         declared = self._capabilities[capability]
         if declared.level in ("unsupported", "not_implemented"):
@@ -256,11 +256,11 @@ class Workers(ABC):
 
         Args:
             futures: Of calls.
-            ranks: Whose each one is, to be named if it does not come.
+            ranks: The worker of each one, for the error if it does not come.
 
         Raises:
             WorkerError: A call raised; also an instance of the original's class, where known.
-            WorkerDiedError: A worker's process is gone; names it.
+            WorkerDiedError: A worker's process has ended; names it.
             DeadlineError: The deadline passed; names the first worker that did not answer.
         """
         waited = [as_concurrent(future) for future in futures]
@@ -268,7 +268,7 @@ class Workers(ABC):
         try:
             return wait(waited, seconds)
         except WorkerError as error:
-            # Who lost a peer may say so before it is known that the peer's process is gone.
+            # A worker may report that it lost a peer before the end of the peer's process is known.
             concurrent.futures.wait(waited, timeout=_DEATH_IS_KNOWN_S)
             failures = [future.exception() for future in waited if future.done()]
             for failure in failures:
@@ -291,7 +291,7 @@ class Workers(ABC):
         """Shuts every backend down and ends its process. Idempotent.
 
         Raises:
-            WorkerError: A backend failed to shut down; its process is gone all the same.
+            WorkerError: A backend failed to shut down; its process has ended all the same.
         """
         try:
             ranks = range(len(self.processes))

@@ -1,4 +1,4 @@
-"""A policy backend whose workers run on a cluster."""
+"""A policy backend with workers on a cluster."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = ["RemotePolicy"]
 class RemotePolicy(RemoteBackend, SendsWeights, Colocatable):
     """Workers of one trainer; behaves as the embedded backend does.
 
-    What each worker is given is said in :class:`~rl_core.interfaces.WorkerContext`. Every method
+    Each worker gets a :class:`~rl_core.interfaces.WorkerContext`. Every method
     is called on every worker; in a refit the first one sends.
 
     Raises:
@@ -162,7 +162,7 @@ class RemotePolicy(RemoteBackend, SendsWeights, Colocatable):
     ) -> list[Future]:
         """One future for each worker; see the interface.
 
-        Once it returns, the first worker listens, and ``prepare_refit_info`` says where.
+        Once it returns, the first worker listens, and ``prepare_refit_info`` returns where.
         """
         self._group.require("collective")
         return self._group.begin_refit(

@@ -73,7 +73,7 @@ class RemoteBackend:
         return self.config
 
     def _connect(self) -> None:
-        """Asks the workers for what must be known here."""
+        """Fetches from the workers what must be known here."""
 
     def _on_all(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Calls it on every worker; the first one's result."""

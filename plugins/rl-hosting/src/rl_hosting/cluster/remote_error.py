@@ -38,7 +38,7 @@ def worker_error(error: BaseException, worker: str) -> WorkerError:
         worker: The worker's name, for the message.
 
     Returns:
-        An error whose message names worker, class and text, and whose ``details`` hold
+        An error with worker, class and text in its message. Its ``details`` hold
         ``worker``, ``remote_type``, ``remote_traceback`` and the details of a core error. It is
         an instance of :class:`WorkerError` and of the nearest known class of ``error``. One that
         came from another worker is returned as it is.

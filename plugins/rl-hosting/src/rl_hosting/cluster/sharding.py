@@ -22,10 +22,10 @@ T = TypeVar("T")
 
 
 class RowRanks:
-    """Which rows each worker of a policy gets, and whose results are taken.
+    """Which rows each worker of a policy gets, and which workers report results.
 
     Args:
-        reported: By each worker as ``data_parallel``; None where each has rows of its own.
+        reported: By each worker as ``data_parallel``; None where each has other rows.
         name: Of the workers, for errors.
 
     Attributes:
@@ -56,14 +56,14 @@ class RowRanks:
             )
 
     def reported_values(self, results: Sequence[T]) -> list[T]:
-        """The results of those who speak, in order of the parts."""
+        """The results of the workers that report them, in order of the parts."""
         return [results[worker] for worker in self._speakers]
 
 
 class Loads:
     """What each of several replicas has to do, so that the next row goes to the one with the least.
 
-    A copy in another process counts what is asked for there.
+    A copy in another process counts the calls there.
 
     Args:
         parts: How many replicas.
@@ -97,7 +97,7 @@ class Loads:
         return {part: sorted(items) for part, items in sorted(parts.items())}
 
     def release(self, part: int, size: int, _: object = None) -> None:
-        """A part has done so much; can be told by a future."""
+        """A part has done so much; can be a future's callback."""
         with self._guard:
             self._loads[part] -= size
 

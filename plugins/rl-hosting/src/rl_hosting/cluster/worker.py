@@ -25,8 +25,8 @@ __all__ = ["CONCURRENCY_GROUPS", "Worker"]
 
 #: Threads of a worker. Work is done one call at a time and always by the same thread; many calls
 #: of generate share the engine, and refits and questions get through meanwhile. Refits begin in the
-#: order in which they were asked for, and are waited for by others: one for each that goes on, or
-#: else one that has ended would seem to go on as long as those before it.
+#: order of the calls, and other threads wait for them: one for each that goes on, or else one that
+#: has ended would seem to go on as long as those before it.
 CONCURRENCY_GROUPS = {"work": 1, "generate": 256, "begin": 1, "refit": 16, "control": 2}
 
 
@@ -130,7 +130,7 @@ class Worker:
             loop.close()
 
     def abandon(self, stream_id: str) -> None:
-        """Ends a stream whose reader is gone, and frees its rows."""
+        """Ends a stream that nobody reads any more, and frees its rows."""
         with self._guard:
             self._abandoned.add(stream_id)
             if stream_id in self._streams:
