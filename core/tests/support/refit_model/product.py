@@ -26,9 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 #: Whose threads, locks and events are not the model's: what has none in it.
-_OTHERS = tuple(
-    f"rl_core.weights.{name}" for name in ("ranks", "transports", "modules", "_fold_triton")
-)
+_OTHERS = tuple(f"rl_core.weights.{name}" for name in ("transports", "modules", "gpu.fold_triton"))
 
 
 def _hooked(honest: Callable[[Hasher], Any]) -> Callable[[Hasher], Any]:

@@ -105,7 +105,7 @@ class Condition:
         try:
             return wait_until("condition", lambda: mine[0], timeout)
         finally:
-            self._waiting.remove(mine)
+            self._waiting = [one for one in self._waiting if one is not mine]
             self._lock.acquire()
 
     def wait_for(self, predicate: Callable[[], Any], timeout: float | None = None) -> Any:

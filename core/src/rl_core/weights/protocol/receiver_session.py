@@ -199,7 +199,7 @@ class ReceiverSession(Session):
         self._prepare = prepare
         if prepare.deadline_s < self.remaining_s:
             self._seconds = prepare.deadline_s
-            self._deadline = self._clock() + prepare.deadline_s
+            self.deadline = self._clock() + prepare.deadline_s
         return [Attach(prepare, self._offer)]
 
     def _on_bucket(self, bucket: messages.BucketReady) -> list[Effect]:

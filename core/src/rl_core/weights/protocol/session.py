@@ -152,12 +152,12 @@ class Session(ABC):
         self._clock = clock
         self._entered = clock()
         self._seconds = deadline_s
-        self._deadline = self._entered + deadline_s
+        self.deadline = self._entered + deadline_s
 
     @property
     def remaining_s(self) -> float:
         """Seconds until the deadline, at least 0."""
-        return max(0.0, self._deadline - self._clock())
+        return max(0.0, self.deadline - self._clock())
 
     @property
     def where(self) -> str:

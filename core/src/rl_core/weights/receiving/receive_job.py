@@ -272,7 +272,7 @@ class ReceiveJob(Job[ReceiverSession]):
         except RefitError:
             self.pump(_LAST_WORD_S)  # a sender that gave up said so before it closed its memory
             raise
-        self._lane.ends = time.monotonic() + self.session.remaining_s
+        self._lane.ends = self.session.deadline
         if buckets is None:
             compare(wire, expected)
         known, mark_torn = receiver.known, self._mark_torn

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import time
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
@@ -236,7 +235,7 @@ class SendJob(Job[SenderSession]):
         elif options.verify != "none":
             self._table = DigestTable(self._wire)
         buckets = self._make_buckets(mode, skip)
-        buckets.lane.ends = time.monotonic() + self.session.remaining_s
+        buckets.lane.ends = self.session.deadline
         sent = [self._manifest.owned[index] for index in buckets.plan.sent]
         given = None if direct else checked_tensors(self._source, sent)
         self._packer = Packer(buckets, given, self._table)
