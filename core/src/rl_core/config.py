@@ -190,7 +190,16 @@ def _check(hint: Any, value: Any, at: str, problems: list[_Problem]) -> Any:
         return _check_dict(hint, value, f"{at}.", problems)
     is_sequence = isinstance(value, Sequence) and not isinstance(value, str | bytes)
     if origin in (list, tuple, Sequence) and is_sequence:
-        return _check_sequence(origin, args, value, at, problems)
+        hints = args if origin is tuple and args[-1] is not Ellipsis else [args[0]] * len(value)
+        if len(value) != len(hints):
+            text = f"'{at}' must have {len(hints)} entries, got {len(value)}"
+            problems.append(_Problem(at, text, f"give '{at}' {len(hints)} entries"))
+            return value
+        checked = [
+            _check(hint, entry, f"{at}[{i}]", problems)
+            for i, (hint, entry) in enumerate(zip(hints, value, strict=True))
+        ]
+        return tuple(checked) if origin is tuple else checked
     if origin in (dict, Mapping) and isinstance(value, Mapping):
         key_hint, value_hint = args
         return {
@@ -240,29 +249,6 @@ def _check_union(
     bounded = [f for m, f in zip(members, attempts, strict=True) if _is_instance(_bare(m), value)]
     problems.extend((inside or bounded or [[_mistyped(hint, value, at)]])[0])
     return value
-
-
-def _check_sequence(
-    origin: Any, args: Sequence[Any], value: Sequence[Any], at: str, problems: list[_Problem]
-) -> Any:
-    if origin is tuple and args[-1] is not Ellipsis:
-        if len(value) != len(args):
-            problems.append(
-                _Problem(
-                    at,
-                    f"'{at}' must have {len(args)} entries, got {len(value)}",
-                    f"give '{at}' {len(args)} entries",
-                )
-            )
-            return value
-        hints: Sequence[Any] = args
-    else:
-        hints = [args[0]] * len(value)
-    checked = [
-        _check(hint, entry, f"{at}[{i}]", problems)
-        for i, (hint, entry) in enumerate(zip(hints, value, strict=True))
-    ]
-    return tuple(checked) if origin is tuple else checked
 
 
 def _is_instance(hint: Any, value: Any) -> bool:

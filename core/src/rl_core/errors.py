@@ -36,6 +36,7 @@ another.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 __all__ = [
@@ -88,11 +89,7 @@ class RLError(Exception):
         return f"{self.message}\nFix: {self.fix}" if self.fix else self.message
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (type(self), self.message, self.fix, self.details)
-
-
-def _rebuild(cls: type[RLError], message: str, fix: str | None, details: dict[str, Any]) -> RLError:
-    return cls(message, fix=fix, **details)
+        return partial(type(self), fix=self.fix, **self.details), (self.message,)
 
 
 class ConfigError(RLError, ValueError):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,9 +18,6 @@ from rl_core.batch.microbatches import (
 )
 from rl_core.config import as_int, check_config
 from rl_core.errors import ConfigError, DataError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,18 +119,19 @@ def planned_shards(
         return plan_dynamic(part, dynamic_batching_args, scope)
 
     plans = [plan(start) for start in range(0, len(lengths), max(batch_size, 1))]
-    return [_layout([chunk[shard] for chunk in plans]) for shard in range(shards)]
-
-
-def _layout(chunks: Sequence[Sequence[Microbatch]]) -> ShardLayout:
-    rows = [part.rows for chunk in chunks for part in chunk]
-    ends = [list(accumulate(len(part.rows) for part in chunk)) for chunk in chunks]
-    return ShardLayout(
-        torch.cat(rows) if rows else torch.arange(0),
-        [[list(pair) for pair in pairwise([0, *chunk_ends])] for chunk_ends in ends],
-        [[part.length for part in chunk] for chunk in chunks],
-        [chunk_ends[-1] for chunk_ends in ends],
-    )
+    layouts = []
+    for shard in range(shards):
+        chunks = [chunk[shard] for chunk in plans]
+        rows = [part.rows for chunk in chunks for part in chunk]
+        ends = [list(accumulate(len(part.rows) for part in chunk)) for chunk in chunks]
+        layout = ShardLayout(
+            torch.cat(rows) if rows else torch.arange(0),
+            [[list(pair) for pair in pairwise([0, *chunk_ends])] for chunk_ends in ends],
+            [[part.length for part in chunk] for chunk in chunks],
+            [chunk_ends[-1] for chunk_ends in ends],
+        )
+        layouts.append(layout)
+    return layouts
 
 
 def _check_counts(size: int, shards: int, batch_size: int | None, uneven: bool) -> int:

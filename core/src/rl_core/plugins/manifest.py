@@ -159,6 +159,8 @@ def manifest_problems(manifest: BackendManifest, name: str) -> list[str]:
         manifest: What the plugin declares.
         name: The name of its entry point.
     """
+    from packaging.version import InvalidVersion, Version
+
     ill_typed = [
         f"{part} is of type {type(getattr(manifest, part)).__name__}, not a mapping"
         for part in ("factories", "configs", "capabilities", "environment")
@@ -186,7 +188,9 @@ def manifest_problems(manifest: BackendManifest, name: str) -> list[str]:
     ]
     for kind, capabilities in manifest.capabilities.items():
         problems += _capability_problems(kind, capabilities, manifest)
-    if not _is_version(manifest.contract):
+    try:
+        Version(manifest.contract)
+    except (InvalidVersion, TypeError):
         problems.append(f"contract is {manifest.contract!r}, not a version such as '1.0'")
     if not all(isinstance(text, str) for item in manifest.environment.items() for text in item):
         problems.append("environment must map strings to strings")
@@ -219,15 +223,6 @@ def _capability_problems(kind: str, declared: Any, manifest: BackendManifest) ->
             yield f"capability {name!r} names no engine range: {capability.engine!r}"
         elif not devices & set(capability.devices):
             yield f"capability {name!r} holds on {capability.devices}, none of {sorted(devices)}"
-
-
-def _is_version(version: Any) -> bool:
-    from packaging.version import InvalidVersion, Version
-
-    try:
-        return bool(Version(version).release)
-    except (InvalidVersion, TypeError):
-        return False
 
 
 def _is_range(specifier: str) -> bool:

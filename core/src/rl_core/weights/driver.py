@@ -81,7 +81,15 @@ def refit(
         RefitError: The transfer failed; if the engine is torn, it takes another refit.
         DeadlineError: A worker did not answer, which is named; or neither side said why it is late.
     """
-    _check_order(policy, generation)
+    sends = isinstance(policy, nn.Module | WeightSource) or hasattr(policy, "send_weights")
+    takes = isinstance(generation, nn.Module) or hasattr(generation, "receive_weights")
+    swapped = isinstance(policy, GenerationInterface) or isinstance(generation, PolicyInterface)
+    if swapped or not sends or not takes:
+        raise ConfigError(
+            f"refit(policy, generation) got a {type(policy).__name__} that is to send weights, and "
+            f"a {type(generation).__name__} that is to take them",
+            fix="call refit(policy, generation): the trainer, or its module, comes first",
+        )
     sender, receiver = sending_end(policy, rename), receiving_end(generation)
     warn_of_sampling(sender, receiver)
     options.setdefault("receivers", getattr(generation, "receiver_count", 1))
@@ -123,18 +131,6 @@ def refit(
                 stacklevel=2,
             )
         return report
-
-
-def _check_order(policy: Any, generation: Any) -> None:
-    sends = isinstance(policy, nn.Module | WeightSource) or hasattr(policy, "send_weights")
-    takes = isinstance(generation, nn.Module) or hasattr(generation, "receive_weights")
-    swapped = isinstance(policy, GenerationInterface) or isinstance(generation, PolicyInterface)
-    if swapped or not sends or not takes:
-        raise ConfigError(
-            f"refit(policy, generation) got a {type(policy).__name__} that is to send weights, and "
-            f"a {type(generation).__name__} that is to take them",
-            fix="call refit(policy, generation): the trainer, or its module, comes first",
-        )
 
 
 def _attempt(

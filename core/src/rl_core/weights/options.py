@@ -109,7 +109,22 @@ class SendOptions:
                 raise ConfigError(
                     f"refit: unknown option {key!r}", fix=f"use some of {known}", key=key
                 )
-        return cls(**{**given, "kv_scales": _flat(given.get("kv_scales") or {})})
+        scales = given.get("kv_scales") or {}
+        if not isinstance(scales, Mapping):
+            raise _illegal("kv_scales", scales, "give a mapping of names to numbers")
+        if isinstance(layers := scales.get("layers"), Mapping):
+            scales = layers
+        flat: dict[str, Any] = {}  # by name, whether they were nested by layer or not
+        for name, value in scales.items():
+            nested = isinstance(value, Mapping)
+            flat |= {f"{name}.{kind}": x for kind, x in value.items()} if nested else {name: value}
+        for name, value in flat.items():
+            number = _is_number(value, int | float)
+            if not _is_text(name) or not number or not 0 < value <= sys.float_info.max:
+                fix = "give names, and finite numbers above 0"
+                raise _illegal(f"kv_scales[{name!r}]", value, fix)
+        kv_scales = {name: float(value) for name, value in flat.items()}
+        return cls(**{**given, "kv_scales": kv_scales})
 
     def bucket_for(self, device: torch.device, mode: DataMode) -> int:
         """The size of buckets for a lane on a device."""
@@ -151,27 +166,6 @@ def _is_number(value: object, kind: Any) -> TypeGuard[float]:
 def _is_text(value: object) -> bool:
     """Whether it can be written as UTF-8, which halves of a surrogate pair cannot."""
     return isinstance(value, str) and value.encode(errors="replace").decode() == value
-
-
-def _flat(scales: object) -> dict[str, float]:
-    """The scales by name, whether they were nested by layer or not.
-
-    Raises:
-        ConfigError: A scale is no number above 0.
-    """
-    if not isinstance(scales, Mapping):
-        raise _illegal("kv_scales", scales, "give a mapping of names to numbers")
-    if isinstance(layers := scales.get("layers"), Mapping):
-        scales = layers
-    flat: dict[str, Any] = {}
-    for name, value in scales.items():
-        nested = isinstance(value, Mapping)
-        flat |= {f"{name}.{kind}": x for kind, x in value.items()} if nested else {name: value}
-    for name, value in flat.items():
-        number = _is_number(value, int | float)
-        if not _is_text(name) or not number or not 0 < value <= sys.float_info.max:
-            raise _illegal(f"kv_scales[{name!r}]", value, "give names, and finite numbers above 0")
-    return {name: float(value) for name, value in flat.items()}
 
 
 def _illegal(key: str, value: object, fix: str) -> ConfigError:

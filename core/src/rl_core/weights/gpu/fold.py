@@ -49,8 +49,6 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from numpy.typing import NDArray
-
 BLOCK = 4 << 20  # bytes under one digest, at most
 
 _CHUNK = 8 << 20  # bytes folded at once: with products (x 2) and multipliers, 40 MiB of a device
@@ -81,8 +79,19 @@ def prepare(
     launch = _fused(runs, key, block) or partial(_in_torch, runs, ends, key, block, chunk)
 
     def begin() -> Callable[[], list[bytes]]:
-        sums = launch()
-        return lambda: _digests(sums.cpu().numpy().view(np.uint64), sizes, key)
+        sums = launch()  # int64 [blocks, 2]
+
+        def digests() -> list[bytes]:
+            columns = [sums.cpu().numpy().view(np.uint64), sizes]
+            packed = np.column_stack(columns).astype("<u8").tobytes()
+            return [
+                hashlib.blake2b(
+                    packed[at : at + 24], key=key, person=b"rl-refit fold", digest_size=16
+                ).digest()
+                for at in range(0, len(packed), 24)
+            ]
+
+        return digests
 
     return begin
 
@@ -139,17 +148,6 @@ def _in_torch(
         order += places
     sums = torch.cat(parts[1:] or parts)
     return sums[torch.from_numpy(np.argsort(order)).to(sums.device)] if order else sums
-
-
-def _digests(sums: NDArray[np.uint64], sizes: NDArray[np.uint64], key: bytes) -> list[bytes]:
-    """Of blocks with these sums ``[blocks, 2]`` and lengths ``[blocks]``."""
-    packed = np.column_stack([sums, sizes]).astype("<u8").tobytes()
-    return [
-        hashlib.blake2b(
-            packed[at : at + 24], key=key, person=b"rl-refit fold", digest_size=16
-        ).digest()
-        for at in range(0, len(packed), 24)
-    ]
 
 
 def _batches(

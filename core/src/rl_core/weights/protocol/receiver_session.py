@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, ClassVar
 from rl_core.errors import (
     CapabilityError,
     RefitAborted,
-    RefitError,
     RefitPeerError,
     WeightsTornError,
 )
@@ -110,7 +109,17 @@ class ReceiverSession(Session):
             return []
         ours = self.offer is None or message.session == self.offer.session
         if isinstance(message, messages.Abort) and ours:
-            return self._on_abort(message)
+            torn = self._end_of_failure is Phase.TORN
+            then = "generation is refused until one commits" if torn else "the old weights serve"
+            error = (WeightsTornError if torn else RefitAborted)(
+                f"{self.phase}: the sender gave up: {message.message}",
+                fix=f"refit again; {then}",
+                phase=self.phase.value,
+                peer=self._awaited(),
+                cause=message.kind,
+            )
+            self._end(self._end_of_failure, error)
+            return []
         handler = self.TABLE.get((self.phase, type(message)))
         if handler is None or not ours:
             return self._refuse(f"{type(message).__name__} is out of turn")
@@ -217,18 +226,6 @@ class ReceiverSession(Session):
 
     def _on_commit(self, _: messages.Commit) -> list[Effect]:
         return [Publish(self._offer.version)]
-
-    def _on_abort(self, abort: messages.Abort) -> list[Effect]:
-        what = f"{self.phase}: the sender gave up: {abort.message}"
-        details = {"phase": self.phase.value, "peer": self._awaited(), "cause": abort.kind}
-        error: RefitError
-        if self._end_of_failure is Phase.TORN:
-            fix = "refit again; generation is refused until one commits"
-            error = WeightsTornError(what, fix=fix, **details)
-        else:
-            error = RefitAborted(what, fix="refit again; the old weights serve", **details)
-        self._end(self._end_of_failure, error)
-        return []
 
     # -- helpers ----------------------------------------------------------------------------------
 

@@ -146,23 +146,22 @@ class ReceiverBuckets:
     def steps(self, index: int, *, verified: bool) -> list[_Step]:
         """What is done with a bucket."""
         key = (index, verified)
-        if key not in self._steps:
-            make = self._verified_in_place if self._in_place else self._verified_beside
-            if not verified:
-                make = self._unverified
-            self._steps[key] = [make(group) for group in self._groups(index)]
-        return self._steps[key]
-
-    def _groups(self, index: int) -> Iterator[list[_Piece]]:
-        """The pieces of a bucket that are verified together, in order."""
-        group: list[_Piece] = []
+        if key in self._steps:
+            return self._steps[key]
+        groups: list[list[_Piece]] = [[]]  # pieces that are verified together
         for segment in self.plan.buckets[index].segments:
             for start, stop in segment.blocks(self._piece):
-                if group and stop - group[0].start > self._group:
-                    yield group
-                    group = []
-                group.append(_Piece(segment, start, stop))
-        yield group
+                if groups[-1] and stop - groups[-1][0].start > self._group:
+                    groups.append([])
+                groups[-1].append(_Piece(segment, start, stop))
+        if verified:
+            make = self._verified_in_place if self._in_place else self._verified_beside
+            steps = [make(group) for group in groups]
+        else:
+            writes = (self._writes(group, self.data, 0) for group in groups)
+            steps = [_Step([], [], list, calls, False) for calls in writes]
+        self._steps[key] = steps
+        return steps
 
     def _verified_in_place(self, group: list[_Piece]) -> _Step:
         """A step that verifies in the engine's own tensors what was copied there."""
@@ -191,10 +190,6 @@ class ReceiverBuckets:
         hasher = Hasher(runs, self._hash, self.plan.block_bytes)
         writes = self._writes(group, kept, begin)
         return _Step(self._names(group), [copy], hasher.digests, writes, False)
-
-    def _unverified(self, group: list[_Piece]) -> _Step:
-        """A step that verifies nothing."""
-        return _Step([], [], list, self._writes(group, self.data, 0), False)
 
     def _names(self, group: list[_Piece]) -> list[str]:
         size = self.plan.block_bytes
@@ -335,7 +330,16 @@ class Loader:
             found += of_step
             announced = digests[begin : len(found) * DIGEST_BYTES]
             if b"".join(of_step) != announced:
-                raise _corrupted(index, step, of_step, announced)
+                parts = range(0, len(announced), DIGEST_BYTES)
+                right = [announced[i : i + DIGEST_BYTES] for i in parts]
+                pairs = zip_longest(of_step, right)
+                name = next(n for n, (a, b) in zip(step.names, pairs, strict=False) if a != b)
+                raise RefitCorrupted(
+                    f"bucket {index}, {name}: the bytes are not those that the sender packed",
+                    fix="refit again; if it happens twice, test the host's memory",
+                    bucket=index,
+                    tensor=name,
+                )
             self._mark_torn()
             for write in step.writes:
                 write()
@@ -383,19 +387,6 @@ class Loader:
                 fix="the engine's loader drops, misplaces or converts them",
                 tensors=wrong,
             )
-
-
-def _corrupted(index: int, step: _Step, found: list[bytes], announced: bytes) -> RefitCorrupted:
-    """Names the tensor of the first block that is wrong."""
-    right = [announced[i : i + DIGEST_BYTES] for i in range(0, len(announced), DIGEST_BYTES)]
-    pairs = zip_longest(found, right)
-    name = next(name for name, (a, b) in zip(step.names, pairs, strict=False) if a != b)
-    return RefitCorrupted(
-        f"bucket {index}, {name}: the bytes are not those that the sender packed",
-        fix="refit again; if it happens twice, test the host's memory",
-        bucket=index,
-        tensor=name,
-    )
 
 
 def settle(sink: WeightSink) -> None:

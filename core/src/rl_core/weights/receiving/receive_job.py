@@ -111,7 +111,13 @@ class ReceiveJob(Job[ReceiverSession]):
         before = {"origin": receiver.origin, "version": receiver.version}
         self._end = receiver.end(self.transport, self.trainer)
         try:
-            if self._meet():
+            meeting = receiver.meeting(self._end, session.remaining_s)
+            while not meeting.done() and not self.given_up and session.remaining_s:
+                concurrent.futures.wait([meeting], TICK_S)
+            if not meeting.done():
+                self.look()
+            else:
+                meeting.result()
                 self._end.connect(self.trainer.addresses[self.transport])
                 self.perform(session.start())
                 self.endpoint.runtime.drive(self)
@@ -138,17 +144,6 @@ class ReceiveJob(Job[ReceiverSession]):
         self._lane = self._loader = self._sink = None
         self._loads.clear()
 
-    def _meet(self) -> bool:
-        """Waits for the sender where that comes first; False if the session ended meanwhile."""
-        meeting = self.endpoint.meeting(self._end, self.session.remaining_s)
-        while not meeting.done():
-            if self.given_up or not self.session.remaining_s:
-                self.look()
-                return False
-            concurrent.futures.wait([meeting], TICK_S)
-        meeting.result()
-        return True
-
     # -- what arrives -----------------------------------------------------------------------------
 
     def pump(self, timeout_s: float) -> None:
@@ -165,8 +160,24 @@ class ReceiveJob(Job[ReceiverSession]):
                 effects = self.session.fail(error)
             self.perform(effects)
             frame = None if self.session.phase.terminal else self._end.receive(0.0)
-        if self._loads and not self.session.phase.terminal:
-            self.perform(self._load_next())
+        if not self._loads or self.session.phase.terminal:
+            return
+        load = self._loads[0]
+        assert self._lane is not None
+        assert self._loader is not None
+        self.session.at = self._plan.buckets[load.index].name
+        try:
+            if not self._lane.arrived():
+                time.sleep(_PAUSE_S)
+                return
+            self._loads.popleft()
+            self._loader.load(load.index, load.digests)
+            self._lane.release()
+        except BaseException as error:  # the session tells the sender, and ends with it
+            effects = self.session.fail(error)
+        else:
+            effects = self.session.loaded(load.index)
+        self.perform(effects)
 
     def lost_peers(self) -> list[Effect]:
         return self.session.lost("died or does not answer") if self._end.lost() else []
@@ -202,23 +213,6 @@ class ReceiveJob(Job[ReceiverSession]):
                 self.endpoint.unmap_trainer_memory()
                 return session.published()
         return []
-
-    def _load_next(self) -> list[Effect]:
-        """Loads the first bucket that waits, once its bytes are here."""
-        load = self._loads[0]
-        assert self._lane is not None
-        assert self._loader is not None
-        self.session.at = self._plan.buckets[load.index].name
-        try:
-            if not self._lane.arrived():
-                time.sleep(_PAUSE_S)
-                return []
-            self._loads.popleft()
-            self._loader.load(load.index, load.digests)
-            self._lane.release()
-        except BaseException as error:  # the session tells the sender, and ends with it
-            return self.session.fail(error)
-        return self.session.loaded(load.index)
 
     # -- what is done with it ---------------------------------------------------------------------
 

@@ -96,7 +96,16 @@ class StagedSink(WeightSink):
         self._begun = True
         self._mark_torn()
         for spec in self._specs:
-            self._exchange(spec)
+            new, target = self._staged[spec.name], self._targets.get(spec.name)
+            if target is not None:
+                _swap(new.view(-1), target.detach().view(-1))
+                self._exchanged.append(spec)
+                continue
+            [(_, installed)] = self._sink.read([spec.name])
+            before = self._staged[spec.name] = installed.clone()
+            self._exchanged.append(spec)  # from here on there is something to restore
+            self._put(spec, new)
+            self._staged[spec.name] = new.copy_(before)
         self._sink.finish(version)
 
     def fail(self) -> None:
@@ -113,18 +122,6 @@ class StagedSink(WeightSink):
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
         return self._sink.read(names)
-
-    def _exchange(self, spec: TensorSpec) -> None:
-        new, target = self._staged[spec.name], self._targets.get(spec.name)
-        if target is not None:
-            _swap(new.view(-1), target.detach().view(-1))
-            self._exchanged.append(spec)
-            return
-        [(_, installed)] = self._sink.read([spec.name])
-        before = self._staged[spec.name] = installed.clone()
-        self._exchanged.append(spec)  # from here on there is something to restore
-        self._put(spec, new)
-        self._staged[spec.name] = new.copy_(before)
 
     def _put(self, spec: TensorSpec, tensor: torch.Tensor) -> None:
         if tensor.numel():

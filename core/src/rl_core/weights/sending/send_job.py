@@ -28,8 +28,6 @@ from rl_core.weights.report import RefitReport
 from rl_core.weights.sending.packing import Packer, checked_tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from rl_core.interfaces.weights import WeightSource
     from rl_core.weights.data.manifest import WeightManifest
     from rl_core.weights.options import SendOptions
@@ -175,7 +173,12 @@ class SendJob(Job[SenderSession]):
         match effect:
             case Send(message, to):
                 keys = self.session.connections if to is None else [to]
-                self._unreachable += [key for key in keys if not self._send(key, message)]
+                for key in keys:  # one that has sent no Hello has no channel
+                    channel = self._channels.get(key) or Channel(self.endpoint.token, b"", "sender")
+                    if isinstance(message, Offer):
+                        message = msgspec.structs.replace(message, nonce=secrets.token_bytes(16))
+                    if not self._end.send(key, channel.encode(message)):
+                        self._unreachable.append(key)
             case MakePlan(ready):
                 prepare = self._make_plan(ready)
                 plan = self._buckets.plan
@@ -199,13 +202,6 @@ class SendJob(Job[SenderSession]):
                 return self.session.confirmed("" if self._table is None else self._table.digest)
         return []
 
-    def _send(self, key: str, message: object) -> bool:
-        """Sends to one connection, also to one that never said a Hello; False if it is gone."""
-        channel = self._channels.get(key) or Channel(self.endpoint.token, b"", "sender")
-        if isinstance(message, Offer):
-            message = msgspec.structs.replace(message, nonce=secrets.token_bytes(16))
-        return self._end.send(key, channel.encode(message))
-
     # -- what is sent, and where it lies ----------------------------------------------------------
 
     def _make_plan(self, ready: tuple[Ready, ...]) -> Prepare:
@@ -217,10 +213,7 @@ class SendJob(Job[SenderSession]):
             torch.cuda.synchronize(own)  # an optimizer may step on a stream of its own
         self._device = self._end.lane_device(own, [r.gpus for r in ready])
         self._hash = BlockHash.choose(self._device, private=self._end.private, token=sender.token)
-        tensors, self._fallback = self._direct_tensors()
-        if tensors is not None:
-            self._fallback = self._move(tensors)
-        direct = tensors is not None and self._fallback is None
+        direct = self._move_tensors()
         mode = DataMode.DIRECT if direct else DataMode.PACKED
         skip = b""
         if self._same or any(any(r.holds) for r in ready):  # some have tensors already
@@ -270,15 +263,16 @@ class SendJob(Job[SenderSession]):
         assert self._packer is not None, "there is a plan"
         return self._packer.buckets
 
-    def _direct_tensors(self) -> tuple[dict[str, torch.Tensor] | None, str | None]:
-        """The source's own tensors, if receivers can read them where they are, or why not.
+    def _move_tensors(self) -> bool:
+        """Moves the source's tensors to memory that receivers read, if that is wanted and possible.
 
         Raises:
-            ConfigError: They cannot, and ``mode`` leaves no other way.
+            ConfigError: It is not possible, and ``mode`` leaves no other way.
+            RefitError: There is no memory for that, and ``mode`` leaves no other way.
         """
         mode, moved = self.options.mode, self.endpoint.moved
         if mode == "packed":
-            return None, None
+            return False
         tensors, reason = None, None
         if not self._end.reads_memory:
             reason = f"the transport {self.options.transport} does not share memory"
@@ -298,29 +292,22 @@ class SendJob(Job[SenderSession]):
                 fix='use mode="auto" or mode="packed"',
                 key="mode",
             )
-        return None if reason or tensors is None else dict(tensors), reason
-
-    def _move(self, tensors: Mapping[str, torch.Tensor]) -> str | None:
-        """Moves tensors to where receivers can read them, or tells why there is no memory for that.
-
-        Raises:
-            RefitError: There is none, and ``mode`` leaves no other way.
-        """
-        try:
-            self.endpoint.moved.move(self._make_buckets(DataMode.DIRECT).lane, self._wire, tensors)
-        except (RefitError, torch.OutOfMemoryError) as error:
-            cause = str(error).splitlines()[0]
-            why = f"the tensors cannot be moved to memory that engines read: {cause}"
-            self.endpoint.drop_moved_tensors()
-            self.endpoint.moved.remember_no_memory(self._manifest, why)
-            if self.options.mode == "direct":
-                raise RefitError(
-                    f"refit: mode='direct' is not possible: {why}",
-                    fix='use mode="auto" or mode="packed", or leave more memory free: that of one '
-                    "tensor on the CPU, that of all tensors on a GPU",
-                ) from error
-            return why
-        return None
+        if reason is None and tensors is not None:
+            try:
+                moved.move(self._make_buckets(DataMode.DIRECT).lane, self._wire, tensors)
+            except (RefitError, torch.OutOfMemoryError) as error:
+                cause = str(error).splitlines()[0]
+                reason = f"the tensors cannot be moved to memory that engines read: {cause}"
+                self.endpoint.drop_moved_tensors()
+                self.endpoint.moved.remember_no_memory(self._manifest, reason)
+                if mode == "direct":
+                    raise RefitError(
+                        f"refit: mode='direct' is not possible: {reason}",
+                        fix='use mode="auto" or mode="packed", or leave more memory free: that of '
+                        "one tensor on the CPU, that of all tensors on a GPU",
+                    ) from error
+        self._fallback = reason
+        return reason is None
 
     def _digests_now(self, mode: DataMode) -> DigestTable:
         """The digest of every tensor as it is now, in the dtype that travels."""

@@ -59,7 +59,11 @@ class SharedRegion(Lane):
         flags = mmap.MAP_SHARED | (0 if grows else _POPULATE)
         rights = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         self._mapped = mmap.mmap(fd, ref.nbytes, flags=flags, prot=rights)
-        seen = self._mapped if writable else _readable(self._mapped)
+        seen: Any = self._mapped
+        if not writable:  # torch has no tensors that may only be read, and warns of such buffers
+            address = np.frombuffer(self._mapped, np.uint8).ctypes.data
+            seen = (ctypes.c_ubyte * ref.nbytes).from_address(address)
+            seen.mapped = self._mapped  # stays mapped as long as a tensor looks at it
         self.data = torch.frombuffer(seen, dtype=torch.uint8, count=ref.nbytes)
         self._finalizer: weakref.finalize[..., SharedRegion] | None = None
 
@@ -88,8 +92,12 @@ class SharedRegion(Lane):
             path = name or f"/proc/{os.getpid()}/fd/{fd}"
             ref = _Ref("memory", path, nbytes, stat.st_dev, stat.st_ino)
             region = cls(fd, ref, writable=True, grows=grows)
-            if not name:
-                _seal(fd)
+            if not name:  # nobody may change the size, or map the memory to write to it
+                seals = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+                try:
+                    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals | _SEAL_FUTURE_WRITE)
+                except OSError:  # before Linux 5.1
+                    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
         except OSError as error:
             _release(fd, name, os.getpid())
             raise _lacking(nbytes, error) from error
@@ -175,22 +183,6 @@ def _open(directory: str) -> tuple[int, str]:
         return fd, ""
     path = os.path.join(directory, f"memory-{secrets.token_hex(16)}")
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), path
-
-
-def _readable(mapped: mmap.mmap) -> Any:
-    """Bytes that may only be read, as a buffer: torch has no such tensors, and warns of others."""
-    whole = (ctypes.c_ubyte * len(mapped)).from_address(np.frombuffer(mapped, np.uint8).ctypes.data)
-    whole.mapped = mapped  # type: ignore[attr-defined]  # stays mapped as long as a tensor looks at it
-    return whole
-
-
-def _seal(fd: int) -> None:
-    """From now on nobody changes the size, nor writes but through what is mapped already."""
-    size = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-    try:
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, size | _SEAL_FUTURE_WRITE)
-    except OSError:  # before Linux 5.1
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, size)
 
 
 def _release(fd: int, name: str, owner: int) -> None:
