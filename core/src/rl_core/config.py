@@ -34,13 +34,13 @@ __all__ = ["Range", "Unsupported", "check_config", "config_keys", "nearest", "as
 def check_config(spec: type, config: Mapping[str, Any], *, what: str) -> dict[str, Any]:
     """Checks keys, types and bounds, and returns a plain deep copy.
 
-    An int passes where a float is asked for; a bool never passes for a number. Mappings become
-    dicts and sequences become the list or tuple that is asked for.
+    An int passes where the type is float; a bool never passes for a number. Mappings become
+    dicts and sequences become the list or tuple that the type names.
 
     Args:
         spec: The TypedDict that describes the configuration.
         config: What the user wrote.
-        what: Whose configuration it is, for messages, such as ``"generation backend 'hf'"``.
+        what: The owner of the configuration, for messages, such as ``"generation backend 'hf'"``.
 
     Raises:
         ConfigError: One or more keys are unknown, missing, ill-typed or out of bounds; all of them

@@ -37,7 +37,7 @@ def create_generation(
     Raises:
         ConfigError: A key is unknown, missing, ill-typed or out of bounds. No model was loaded.
         PluginError: The backend is missing, ambiguous, broken or incompatible, or its engine is
-            not installed; the subclass says which, and ``fix`` how to get it.
+            not installed; the subclass shows which, and ``fix`` how to get it.
     """
     backend = _create("generation", config, cluster)
     return cast("GenerationInterface", backend)

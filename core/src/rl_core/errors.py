@@ -1,4 +1,4 @@
-"""Every error the product raises on purpose, split by whose fault it is.
+"""Every error the product raises on purpose, split by who is at fault.
 
 ::
 
@@ -7,7 +7,7 @@
     ├── DataError                      yours: a batch that breaks the contract (also ValueError)
     │   └── MissingKeyError            a key that other batches have (also KeyError)
     ├── LifecycleError                 yours: a call in the wrong state (also RuntimeError)
-    ├── CapabilityError                the backend does not offer this, and says so
+    ├── CapabilityError                the backend does not offer this
     ├── TrainingError                  the run's: a loss or gradient that is not finite
     ├── CheckpointError                the file's: missing, incomplete or of another shape
     ├── PluginError                    the plugin's: names distribution and version
@@ -18,7 +18,7 @@
     │   └── MissingEngineError         the plugin is there, its engine is not (or not in range)
     ├── RemoteError                    another process's
     │   ├── WorkerError                an exception in a worker, with its traceback as text
-    │   └── WorkerDiedError            the worker process is gone
+    │   └── WorkerDiedError            the worker process has ended
     ├── DeadlineError                  a wait that ran out (also TimeoutError)
     └── RefitError                     the weight transfer's: names phase and peer
         ├── ManifestMismatchError      the two sides disagree on names, shapes or dtypes
@@ -74,7 +74,7 @@ class RLError(Exception):
 
     Args:
         message: What went wrong and where, in one or more lines.
-        fix: What the reader can do about it; printed on a line of its own.
+        fix: What the reader can do about it; printed on a separate line.
         **details: The facts behind the message (names, indices, versions), for programs.
             Values must be picklable; keep them to strings, numbers and lists of these.
     """
@@ -125,7 +125,7 @@ class PluginError(RLError):
 
 
 class BackendNotFoundError(PluginError):
-    """No installed plugin provides the backend that was asked for."""
+    """No installed plugin provides the requested backend."""
 
 
 class AmbiguousBackendError(PluginError):
@@ -137,7 +137,7 @@ class BrokenPluginError(PluginError):
 
 
 class IncompatiblePluginError(PluginError):
-    """The plugin was written for a version of the contract that this core does not speak."""
+    """The plugin was written for a version of the contract that this core does not support."""
 
 
 class MissingEngineError(PluginError):
@@ -167,7 +167,7 @@ class WorkerError(RemoteError):
 
 
 class WorkerDiedError(RemoteError):
-    """A worker process is gone (killed, out of memory, crashed)."""
+    """A worker process has ended (killed, out of memory, crashed)."""
 
 
 class DeadlineError(RLError, TimeoutError):
@@ -219,6 +219,6 @@ class WeightsTornError(RefitError):
 class LoopWarning(UserWarning):
     """A training loop that is legal, and most likely not what was meant.
 
-    Said once for each policy or engine, not once for each call. A loop that means it says so:
+    Issued once for each policy or engine, not once for each call. A loop that means it calls
     ``warnings.simplefilter("ignore", rl_core.LoopWarning)``.
     """

@@ -53,7 +53,7 @@ def wait(futures: Sequence[Future] | Future, timeout_s: float) -> list[Any]:
     Raises:
         DeadlineError: Some are not done in time; ``details["pending"]`` has their positions.
         WorkerError: A call of a worker raised; an error of ours keeps its class.
-        WorkerDiedError: The worker is gone.
+        WorkerDiedError: The worker ended.
     """
     given = list(futures) if isinstance(futures, (list, tuple)) else [futures]
     waited = [as_concurrent(future) for future in given]
@@ -80,7 +80,7 @@ def wait(futures: Sequence[Future] | Future, timeout_s: float) -> list[Any]:
 
 
 class _Running(concurrent.futures.Future[T]):
-    """The future of a function that has a thread and may be asked to end."""
+    """The future of a function that has a thread and can be stopped."""
 
     def __init__(self, stop: Callable[[], None] | None) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class _Running(concurrent.futures.Future[T]):
 def spawn(
     name: str, function: Callable[[], T], stop: Callable[[], None] | None = None
 ) -> concurrent.futures.Future[T]:
-    """Runs a function in a daemon thread of its own, which never keeps the process alive.
+    """Runs a function in a new daemon thread, which never keeps the process alive.
 
     Args:
         name: Of the thread.
@@ -109,7 +109,7 @@ def spawn(
     def run() -> None:
         try:
             result = function()
-        except BaseException as error:  # it is raised where the result is asked for
+        except BaseException as error:  # raised to the caller that reads the result
             future.set_exception(error)
         else:
             future.set_result(result)
@@ -122,7 +122,7 @@ def spawn(
 def as_concurrent(future: Any) -> concurrent.futures.Future[Any]:
     """A future that ends as the given one does.
 
-    Whoever has futures of another class says how to convert them with ``as_concurrent.register``:
+    A package with futures of another class registers a conversion (``as_concurrent.register``):
     rl-ray does so for Ray's object refs.
 
     Raises:

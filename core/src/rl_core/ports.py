@@ -1,4 +1,4 @@
-"""TCP ports of this host, for those who are told where to meet before anybody listens."""
+"""TCP ports of this host, for peers that get an address before anybody listens on it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ __all__ = ["free_port"]
 
 #: The first port that is chosen, above those of most services, and how many are tried.
 _FIRST, _TRIES = 20_000, 32
-#: Where Linux says from which port on it gives them to outgoing connections, and what it says
-#: unless it was told otherwise.
+#: Where Linux names the range of ports that it gives to outgoing connections, and the
+#: default of that range.
 _RANGE, _USUAL = Path("/proc/sys/net/ipv4/ip_local_port_range"), "32768 60999"
 
 

@@ -152,7 +152,7 @@ def concatenate(key: str, parts: Sequence[Any], pad_value: float) -> Any:
     sizes = [leading_size(key, part) for part in parts]
     if all(isinstance(part, list) for part in parts):
         return list(chain.from_iterable(parts))
-    # A batch without rows says nothing about dtype and shape, unless none has rows.
+    # A batch without rows does not decide dtype and shape, unless none has rows.
     tensors = [part for part, size in zip(parts, sizes, strict=True) if size] or parts[:1]
     first = tensors[0]
     for part in tensors:

@@ -102,7 +102,7 @@ def planned_shards(
     uneven: bool,
     group_size: int,
 ) -> list[ShardLayout]:
-    """Shards whose microbatches are planned too, in step over all shards.
+    """Shards with planned microbatches, in step over all shards.
 
     Raises:
         ConfigError: The arguments are wrong.

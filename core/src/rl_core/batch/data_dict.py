@@ -39,7 +39,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
     """A dict of columns: tensors whose dim 0 is the batch, and lists with an item per row.
 
     Dim 1 of a tensor with two or more dims is the sequence. A value of None is carried along. The
-    type argument is a TypedDict that says which columns to expect; it is not checked here. Numbers
+    type argument is a TypedDict that names the columns to expect; it is not checked here. Numbers
     of rows, shards and the like are whole; every method raises ConfigError for others.
 
     Attributes:

@@ -34,7 +34,7 @@ class DynamicBatchingArgs(TypedDict):
     Attributes:
         max_tokens_per_microbatch: Bound on rows times width of a microbatch.
         sequence_length_round: Widths are rounded up to a multiple of this. Default 1.
-        input_key: Key of the tensor whose dim 1 is the padded width. Default ``"input_ids"``.
+        input_key: Key of the tensor with the padded width as dim 1. Default ``"input_ids"``.
         input_lengths_key: Key of the ``[B]`` lengths. Default ``"input_lengths"``.
     """
 

@@ -38,7 +38,7 @@ def off_policy(rows: str, distribution: str | None, temperature: float) -> str:
     """What is wrong with rows that are drawn from another distribution than a policy scores.
 
     Args:
-        rows: The sentence's beginning: whose rows, and a verb.
+        rows: The sentence's beginning: the owner of the rows, and a verb.
         distribution: See :attr:`Provenance.distribution`.
         temperature: The policy's, which scores over the whole vocabulary.
     """

@@ -3,7 +3,7 @@
 A sub-command is a callable that takes its arguments as a list of strings and returns an exit code
 or None, such as a :class:`typer.Typer` or a ``main(argv)`` on argparse; its program's name is in
 ``sys.argv[0]``. Plugins add their own through the entry-point group ``rl_core.commands``;
-``backends.doctor`` there is ``rl backends doctor``. Each is imported when it is asked for (and for
+``backends.doctor`` there is ``rl backends doctor``. Each is imported when it is called (and for
 ``rl --help``); one that is broken is shown as broken and leaves the others alone. The command
 itself is built on argparse, because it must start quickly.
 """
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["main"]
 
 _OWN = {"backends": ("rl_core.cli.backends:main", "list and describe the installed backends")}
-#: Commands of rl-conformance, so that whoever has not installed it learns where they are.
+#: Commands of rl-conformance, so that users without it learn where they are.
 _CONFORMANCE = ("backends.doctor", "check", "conformance", "new")
 _FIX = "pip install ./plugins/rl-backends ./plugins/rl-collective ./tests/conformance"
 

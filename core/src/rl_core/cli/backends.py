@@ -116,7 +116,7 @@ def _plain(value: Any) -> Any:
 
 
 def _text(*parts: str | tuple[str, str]) -> Text:
-    """Text, partly ``(text, style)``, without markup: what plugins say may contain brackets."""
+    """Text, partly ``(text, style)``, without markup: the text of a plugin may contain brackets."""
     from rich.text import Text
 
     return Text.assemble(*parts)

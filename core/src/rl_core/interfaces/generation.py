@@ -84,8 +84,8 @@ class GenerationInterface(ABC):
             *args: For backends' own use.
             **kwargs: ``tags``, as in :meth:`prepare_for_generation`, puts only a part to sleep;
                 ``release_gpu=False`` puts nothing to sleep: the engine goes on serving. So does
-                one that is configured with ``colocated.enabled`` False, unless it is told to
-                release something.
+                one that is configured with ``colocated.enabled`` False, unless the
+                call names what to release.
 
         Raises:
             ConfigError: There is no such keyword or tag.
@@ -127,7 +127,7 @@ class GenerationInterface(ABC):
 
     @property
     def weights_origin(self) -> int:
-        """Of the trainer whose version that is; 0 until the first refit commits.
+        """Identifies the trainer of that version; 0 until the first refit commits.
 
         Each trainer counts its own versions, and so does one that was started again: versions of
         two origins do not compare.

@@ -59,7 +59,7 @@ class LossFunction(ABC):
 
         Args:
             inputs: ``[b, s]`` float32 log-probs where entry t scores token t and entry 0 is 0, or
-                ``[b, s, V]`` logits where position t predicts token t+1, as ``input_type`` says.
+                ``[b, s, V]`` logits where position t predicts token t+1, as ``input_type`` chooses.
                 Both already carry the policy's temperature. Log-probs of tokens that do not count
                 (``token_mask`` or ``sample_mask`` 0) may be 0: policies need not compute them.
             data: The same rows, cut to the same width; at least ``input_ids``, ``input_lengths``,

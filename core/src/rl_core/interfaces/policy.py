@@ -163,8 +163,8 @@ class PolicyInterface(ABC):
         Args:
             *args: ``path``.
             **kwargs: ``weights_path`` is another name of ``path``. With it come
-                ``optimizer_path``, ``tokenizer_path`` and ``checkpointing_cfg``, which say where
-                and how others write parts of it; here all parts are in one directory.
+                ``optimizer_path``, ``tokenizer_path`` and ``checkpointing_cfg``, by which
+                others choose where and how they write parts; here all parts are in one directory.
         """
 
     def finalize_async_save(self) -> None:
@@ -210,13 +210,13 @@ class PolicyInterface(ABC):
 
 
 class ColocatablePolicyInterface(PolicyInterface):
-    """A policy whose weights can be handed to an engine, on the same devices or others.
+    """A policy that can send its weights to an engine, on the same devices or others.
 
     Authors derive from :class:`rl_backends.PolicyBackend`, which implements the transfer.
 
     Attributes:
         data_parallel: Which rows this worker gets, where it is one of several that do not each have
-            rows of their own; None otherwise.
+            separate rows; None otherwise.
     """
 
     data_parallel: DataParallelRank | None = None

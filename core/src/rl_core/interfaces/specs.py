@@ -41,7 +41,7 @@ _BY_CLUSTER = Unsupported(
 
 
 class ResourcesConfig(TypedDict, total=False):
-    """Hardware of an engine, as configurations of other libraries say it; here the cluster does.
+    """Hardware of an engine, as other libraries configure it; here the cluster defines it.
 
     Attributes:
         gpus_per_node: Only None.
@@ -57,8 +57,8 @@ class ColocationConfig(TypedDict):
 
     Attributes:
         enabled: True when both take turns on the same devices: ``finish_generation`` frees
-            the engine's memory. False when the engine has devices of its own: it keeps its memory
-            and goes on serving, unless ``finish_generation`` is told what to free.
+            the engine's memory. False when the engine has separate devices: it keeps its memory
+            and goes on serving, unless ``finish_generation`` names what to free.
         resources: None, or see :class:`ResourcesConfig`.
     """
 
@@ -71,7 +71,7 @@ ColocationConfig.ResourcesConfig = ResourcesConfig  # type: ignore[attr-defined]
 
 
 class GenerationConfig(TypedDict):
-    """How a generation backend samples. Backends extend it with keys of their own.
+    """How a generation backend samples. Backends extend it with further keys.
 
     Attributes:
         backend: Name of the backend, as ``rl backends list`` shows it, or ``dist:name``.
@@ -86,7 +86,7 @@ class GenerationConfig(TypedDict):
         eos_token_id: One more stop token (or several). Default: the model's.
         do_sample: False makes every call greedy. Default True.
         repetition_penalty: Divides (if negative, multiplies) the logits of seen tokens. Default 1.
-        seed: Makes sampling reproducible: the i-th row that a new engine is asked for draws from
+        seed: Makes sampling reproducible: the i-th row requested from a new engine draws from
             the i-th stream of it, in whatever calls rows come. Default: fresh ones in each call.
         logprobs_mode: ``"processed"`` (of the distribution sampled from, the default) or ``"raw"``
             (log-softmax of the logits).
@@ -173,7 +173,7 @@ class SequencePackingConfig(TypedDict, total=False):
     """Several rows in one sequence, without padding between them.
 
     Attributes:
-        enabled: Default False, unless the backend says otherwise.
+        enabled: Default False, unless the backend sets another.
         train_mb_tokens: Tokens per packed sequence of a training step. Default: as many as
             ``train_micro_batch_size`` rows have if that is set; if not, 4096, or those of the
             longest row (or group) if that is more.
@@ -197,7 +197,7 @@ class SequencePackingConfig(TypedDict, total=False):
 
 
 class PolicyConfig(TypedDict):
-    """What every policy backend understands. Backends extend it with keys of their own.
+    """What every policy backend understands. Backends extend it with further keys.
 
     Attributes:
         backend: Name of the backend, as ``rl backends list`` shows it, or ``dist:name``.
@@ -260,7 +260,7 @@ class GenerationOutputSpec(TypedDict):
         logprobs: ``[B, W]`` float32: of the generated tokens; 0 on prompt and padding.
         truncated: ``[B]`` bool: ended by length, not by a stop token or string.
         weights_version: ``[B]`` int64 version of the weights that produced the row.
-        weights_origin: ``[B]`` int64: whose version; 0 for those that the engine started with.
+        weights_origin: ``[B]`` int64: the trainer of that version; 0 for the initial weights.
         __extra__: The input's further keys, row for row.
     """
 

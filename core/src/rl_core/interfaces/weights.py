@@ -92,7 +92,7 @@ class WeightSource(ABC):
     def check(self) -> None:
         """Raises if the refit cannot go on; called every moment until it commits.
 
-        For a source that needs other processes: here it says which of them is gone.
+        A source that needs other processes raises an error here that names the one that ended.
         """
 
     @abstractmethod
@@ -108,7 +108,7 @@ class WeightSource(ABC):
         """The tensors behind the owned names, if each keeps its storage from refit to refit.
 
         With these a refit is ``direct``: core moves their storage, once, to memory that engines
-        read (it assigns ``tensor.data``; whoever holds the tensor object sees no difference), and
+        read (it assigns ``tensor.data``; code that holds the tensor object sees no difference), and
         no refit packs them any more.
 
         Returns:

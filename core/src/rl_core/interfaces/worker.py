@@ -59,7 +59,7 @@ class DataParallelRank:
 class WorkerContext:
     """Handed to a backend that runs as one of several workers.
 
-    Generation workers are independent replicas. Policy workers are data-parallel unless they say
+    Generation workers are independent replicas. Policy workers are data-parallel unless they state
     otherwise (:class:`DataParallelRank`): each gets its own rows (as many as its peers) of every
     scoring call and of every global batch, in order of the steps. ``gbs`` (an argument, or the
     configuration's) counts the rows of the whole group and is then a multiple of the data-parallel

@@ -146,7 +146,7 @@ def providers(group: str, path: Sequence[str] | None = None) -> list[Provider]:
             environment's ``sys.path`` if None.
 
     Returns:
-        Also entry points whose metadata is malformed, with ``problem`` set. Never raises for what a
+        Also entry points with malformed metadata, with ``problem`` set. Never raises for what a
         distribution contains.
     """
     where = {} if path is None else {"path": list(path)}
@@ -258,7 +258,7 @@ def load_manifest(provider: Provider) -> BackendManifest:
         raise provider.error(
             IncompatiblePluginError,
             f"{provider} is written for version {manifest.contract} of the contract; "
-            f"this rl-core speaks {CONTRACT_VERSION}",
+            f"this rl-core implements {CONTRACT_VERSION}",
             fix=f"install a newer release of {upgrade}",
             contract=str(manifest.contract),
         )
@@ -354,7 +354,7 @@ def list_backends(path: Sequence[str] | None = None) -> list[BackendListing]:
 
     Args:
         path: Directories of another environment. Nothing is imported from there, so listings have
-            no manifest and say nothing of the engine.
+            no manifest and nothing about the engine.
     """
     return inspect_all(providers(BACKENDS, path), metadata_only=path is not None)
 

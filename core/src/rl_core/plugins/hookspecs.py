@@ -64,7 +64,7 @@ class Event:
 
 
 class HookSpecs:
-    """The hooks. None as a result means: nothing to say."""
+    """The hooks. None as a result means: no answer."""
 
     @hookspec
     def weight_source(self, module: nn.Module) -> WeightSource | None:
@@ -139,8 +139,8 @@ def weight_source_of(module: nn.Module) -> WeightSource | None:
         for _, source in found:
             source.close()
         raise PluginError(
-            f"{' and '.join(plugin for plugin, _ in found)} both say how {type(module).__name__} "
-            "is refit from",
+            f"{' and '.join(plugin for plugin, _ in found)} both give a source of the weights of "
+            f"{type(module).__name__}",
             fix="uninstall one of them",
         )
     return found[0][1] if found else None
@@ -159,5 +159,5 @@ def emit(name: str, /, **data: Any) -> None:
 
 
 def broken_hooks() -> list[PluginError]:
-    """What is wrong with the plugins whose hooks cannot be registered."""
+    """What is wrong with the plugins that have hooks that cannot be registered."""
     return list(_manager()[1])

@@ -24,7 +24,7 @@ __all__ = [
     "manifest_problems",
 ]
 
-#: Version of the contract that this core speaks; a plugin must share its major number.
+#: Version of the contract that this core implements; a plugin must share its major number.
 CONTRACT_VERSION = "1.0"
 
 GENERATION_CAPABILITIES = (
@@ -58,7 +58,7 @@ class Capability:
         level: ``full``; ``versioned``: with an engine in the range ``engine``; ``unsupported``:
             by nature, calling it raises CapabilityError before touching state (without
             ``concurrent_calls``, calls wait for each other; without ``sharded``, every rank has
-            rows of its own); ``not_implemented``: not yet, likewise refused.
+            separate rows); ``not_implemented``: not yet, likewise refused.
         engine: Version range for ``versioned``, such as ``">=0.30"``.
         devices: Device types on which it holds; elsewhere the suite reports ``not_run``.
         reason: Why not, or what to know.

@@ -79,7 +79,7 @@ def refit(
         ConfigError: An option is unknown or not legal, or the two are given the other way round.
         ManifestMismatchError: The two disagree on the tensors; nothing was touched.
         RefitError: The transfer failed; if the engine is torn, it takes another refit.
-        DeadlineError: A worker did not answer, which is named; or neither side said why it is late.
+        DeadlineError: A worker, which is named, did not answer; or neither side reported its delay.
     """
     sends = isinstance(policy, nn.Module | WeightSource) or hasattr(policy, "send_weights")
     takes = isinstance(generation, nn.Module) or hasattr(generation, "receive_weights")
@@ -95,11 +95,11 @@ def refit(
     options.setdefault("receivers", getattr(generation, "receiver_count", 1))
     chosen = SendOptions.of(options)
     attempt, end = 1, time.monotonic() + chosen.deadline_s
-    least_s = report_margin_s(chosen.deadline_s)  # who was late is said so long before the deadline
+    least_s = report_margin_s(chosen.deadline_s)  # to report who is late before the deadline
     hookspecs.emit("refit_started", verify=chosen.verify, isolation=chosen.isolation)
     while True:
         try:
-            with within(chosen.deadline_s - least_s):  # what both are asked before they begin
+            with within(chosen.deadline_s - least_s):  # for the calls before the transfer begins
                 report = _attempt(sender, receiver, chosen, options, address, attempt)
         except Exception as error:
             if isinstance(error, LifecycleError):  # the weights changed while they were sent
@@ -152,7 +152,7 @@ def _attempt(
                 fix="build the policy on PolicyBackend, or call init_collective on both sides",
                 phase="DISCOVER",
             )
-        # What anybody on the internet reaches has to be asked for.
+        # An address that the internet reaches must be named by the user.
         if address is None and ip_address(info["host"]).is_global:
             raise ConfigError(
                 f"refit: the trainer's default route is that of {info['host']}, a public address",
@@ -178,10 +178,10 @@ def _attempt(
     failure: RLError | None = None
     try:
         for call in map(as_concurrent, sending):
-            if call.done():  # it could not begin, and says why
+            if call.done():  # it could not begin, and raises the cause
                 call.result()
         if chosen.transport not in info.get("addresses", [chosen.transport]):
-            # A plugin's transport, which the sender has opened by now; only it could say where.
+            # A plugin's transport, which the sender has opened by now; before, it had no address.
             info = {**(policy.prepare_refit_info() or info), "refit_id": refit_id}
             generation.prepare_refit_info(info)
         receiving = generation.receive_weights(
@@ -200,8 +200,8 @@ def _attempt(
 
 
 def _cancel(side: Any, calls: list[Future], refit_id: str) -> None:
-    """Has a side end its calls of a refit that failed: the other one may not live to say so."""
-    with suppress(Exception):  # what is to be raised is why the refit failed
+    """Cancels one side's calls of a failed refit; the other side may have died before it could."""
+    with suppress(Exception):  # the caller must see why the refit failed, not why this did
         if cancel := getattr(side, "cancel_refit", None):
             cancel(refit_id)
         else:  # neither derived from our interfaces

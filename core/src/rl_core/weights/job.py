@@ -1,4 +1,4 @@
-"""What both endpoints share: refits in threads of their own that take turns."""
+"""What both endpoints share: refits that take turns, each in its own thread."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from rl_core.weights.protocol.session import Effect
     from rl_core.weights.transports.base import Transport
 
-#: Refits that are over and whose ids are known, so that whoever comes late is told.
+#: How many ids of ended refits are kept, to refuse calls that come late.
 _REMEMBERED = 64
 _BEFORE_TRANSFER = (Phase.DISCOVER, Phase.PREPARE)
 _FAILED_THERE = "the refit failed on its other side, or was cancelled"
@@ -58,7 +58,7 @@ class Endpoint(ABC, Generic[J]):
         name: How errors on the other side call this one.
         runtime: What its refits take from outside of them.
         turn: Held by the refit that runs.
-        asking: Held while a refit is asked for, so that of two at once one sees the other.
+        asking: Held while a refit is requested, so that of two at once one sees the other.
     """
 
     def __init__(self, name: str, runtime: Runtime | None = None) -> None:
@@ -81,9 +81,9 @@ class Endpoint(ABC, Generic[J]):
         return job.future
 
     def cancel(self, refit_id: str) -> None:
-        """Ends a refit that failed on the other side, also one that is yet to be asked for.
+        """Ends a refit that failed on the other side, also one that is yet to be requested here.
 
-        A refit whose bytes are on their way goes on: its two sides tell each other how it ends.
+        A refit with bytes on their way goes on: its two sides tell each other how it ends.
 
         Args:
             refit_id: What both sides call it.
@@ -114,7 +114,7 @@ class Endpoint(ABC, Generic[J]):
         return refit in self._over
 
     def is_queued(self, refit: str) -> bool:
-        """Whether a refit, by its id, was asked for here and has not ended."""
+        """Whether a refit, by its id, was requested here and has not ended."""
         return any(job.refit_id == refit for job in list(self.jobs))
 
     def ended(self, refit: str) -> None:
@@ -145,20 +145,20 @@ class Endpoint(ABC, Generic[J]):
 
 
 class Job(ABC, Generic[S]):
-    """One refit: performs a session's effects until it ends, in a thread of its own.
+    """One refit: performs a session's effects until it ends, in its own thread.
 
     :meth:`drive` is the loop: :meth:`pump` hands messages to the session, :meth:`perform` performs
     the effects it answers with, :meth:`look` looks for what no message tells. Nothing runs beside
     it, so a receiver that waits for generation to end pumps and looks within that effect. Its
-    session may therefore have ended, or gone on, when the performance of the effect comes back. Two
+    session may therefore have ended, or moved on, when the performance of the effect returns. Two
     rules keep that sound. A session that has ended takes nothing and answers nothing. And an effect
     that pumped looks at the phase before it goes on. Nothing else pumps within an effect, so that
     no peer decides how deep the calls go.
 
     Args:
         session: The state machine; its deadline has begun.
-        endpoint: Whose refit it is.
-        refit_id: What both sides call it; empty if they were told nothing.
+        endpoint: The sender or receiver that performs it.
+        refit_id: What both sides call it; empty if their calls name none.
         device: Where this side's tensors are.
 
     Attributes:
@@ -223,7 +223,7 @@ class Job(ABC, Generic[S]):
 
     @abstractmethod
     def lost_peers(self) -> list[Effect]:
-        """Tells the session of peers that are gone."""
+        """Tells the session which peers were lost."""
 
     @abstractmethod
     def do(self, effect: Effect) -> list[Effect]:
@@ -238,7 +238,7 @@ class Job(ABC, Generic[S]):
                 if self.given_up or time.monotonic() - looked > TICK_S:
                     self.look()
                     looked = time.monotonic()
-            except BaseException as error:  # of the transport; the peers are told if it can
+            except BaseException as error:  # of the transport; it tells the peers if it can
                 self.perform(self.session.fail(error))
 
     def look(self) -> None:
@@ -268,11 +268,11 @@ class Job(ABC, Generic[S]):
 
 @dataclass(frozen=True)
 class Runtime:
-    """What refits take from outside of them; whoever hosts or tests them may give others.
+    """What refits take from outside of them; hosts and tests may replace it.
 
     Attributes:
         clock: Monotonic seconds, by which deadlines pass and phases are measured.
-        spawn: Runs a named function in a thread of its own; see :func:`rl_core.futures.spawn`.
+        spawn: Runs a named function in a new thread; see :func:`rl_core.futures.spawn`.
         transport: The transport of a name.
         drive: Runs the session of a job to its end, in that job's thread.
     """

@@ -43,7 +43,7 @@ _BOUNDS = {
 DEFAULT_DEADLINE_S = 120.0
 MAX_DEADLINE_S = 7 * 24 * 3600.0
 MODES = ("auto", "direct", "packed")
-#: What loops of other libraries call an option; how many buffers there are is not theirs to say.
+#: What loops of other libraries call an option; the number of buffers is not an option.
 _ALSO_CALLED = {"buffer_size_bytes": "bucket_bytes", "num_buffers": ""}
 
 

@@ -18,7 +18,7 @@ class RefitReport:
     Attributes:
         version: The version that serves now.
         bytes: Bytes sent: each tensor once, in the engine's dtype.
-        seconds: Of the last attempt, from the moment at which the sender was asked, to the last
+        seconds: Of the last attempt, from the moment at which the sender got the call, to the last
             commit. Waiting for its turn, for the engines and for generation to end are in it, and
             in ``phases``.
         gb_per_s: ``bytes / seconds / 1e9``.
@@ -37,7 +37,7 @@ class RefitReport:
         isolation: Whether engines served meanwhile.
         attempts: How often it was tried, this time included.
         fallback: Why ``mode="auto"`` did not read the tensors where they are; None if it did.
-        origin: Of the trainer whose version it is, the same for as long as its sending end lives.
+        origin: Identifies the trainer of that version; constant while its sending end lives.
         taken_over: The engines that had another trainer's weights before, each with its ``name``
             and the ``origin`` and ``version`` of these. Versions of two origins do not compare.
     """

@@ -109,7 +109,7 @@ class Receiver(Protocol):
 
     @property
     def origin(self) -> int:
-        """Of the trainer whose version that is, 0 at first."""
+        """Identifies the trainer of that version; 0 at first."""
 
     def check(self) -> None:
         """Raises WeightsTornError unless the weights are whole."""
@@ -174,7 +174,7 @@ class TakesWeights:
 
     @property
     def weights_origin(self) -> int:
-        """Of the trainer whose version that is; 0 until the first refit commits."""
+        """Identifies the trainer of that version; 0 until the first refit commits."""
         return self._receiver.origin
 
     # -- derived --------------------------------------------------------------------------------

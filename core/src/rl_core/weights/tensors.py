@@ -1,6 +1,6 @@
 """Named tensors as the two ends of a refit, and how tensors are described.
 
-For every trainer and engine whose weights are torch tensors of this process. Others (weights in
+For trainers and engines with their weights in torch tensors of this process. Others (weights in
 parts, in other processes, in other formats) implement :class:`~rl_core.interfaces.WeightSource` or
 :class:`~rl_core.interfaces.WeightSink` themselves.
 """
@@ -47,7 +47,7 @@ def tensor_specs(tensors: Mapping[str, torch.Tensor]) -> list[TensorSpec]:
     of the same memory: equal device, address, shape, strides and dtype. Nothing else is an alias:
 
     - A view of the same memory with another shape, strides or dtype, or that overlaps it, is a
-      tensor of its own. A refit sends what it shows, too, which agrees with what it overlaps.
+      separate tensor. A refit sends what it shows, too, which agrees with what it overlaps.
     - An empty tensor, a tensor on the meta device and a wrapper without an address have no memory
       to share, so that only the same object counts. For a model on the meta device, keep its
       parameters as they are (``state_dict(keep_vars=True)``): ties are lost in detached ones.
@@ -91,8 +91,8 @@ class NamedTensorSource(_NamedTensors, WeightSource):
     """Tensors of this process as they are now, without copies; engines may read them in place.
 
     Args:
-        tensors: By name, the same objects as long as the model lives; any strides. Those of
-            :func:`module_tensors`, say.
+        tensors: By name, the same objects as long as the model lives; any strides; such as
+            those of :func:`module_tensors`.
     """
 
     def tensors(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -111,12 +111,12 @@ class NamedTensorSource(_NamedTensors, WeightSource):
 class NamedTensorSink(_NamedTensors, WeightSink):
     """Writes a refit into tensors of this process, in place.
 
-    Storage, strides and ties stay as they are, so whoever holds a tensor sees its new values. A
+    Storage, strides and ties stay as they are, so code that holds a tensor sees its new values. A
     float tensor of another float dtype is cast; nothing else is converted.
 
     Args:
-        tensors: By name, the same objects as long as the model lives; any strides. Those of
-            :func:`module_tensors`, say.
+        tensors: By name, the same objects as long as the model lives; any strides; such as
+            those of :func:`module_tensors`.
     """
 
     casts = True

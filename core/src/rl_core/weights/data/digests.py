@@ -1,9 +1,9 @@
 """128-bit digests of blocks of bytes, computed where the bytes are.
 
 A digest proves that bytes arrived as they were sent. Against faults any good hash does. Against
-somebody who can change bytes on their way, it must be *keyed*, with a secret that he does not have:
-a code over the digests is not enough, because for a hash whose constants are public he finds
-other bytes with the digests that he sees pass. There are three kinds:
+somebody who can change bytes on their way, it must be *keyed*, with a secret that they do not have:
+a code over the digests is not enough, because for a hash with public constants they find other
+bytes with the digests that they see pass. There are three kinds:
 
 ===========  ==================================================================================
 ``xxh3``     XXH3-128. On the CPU, where no stranger reaches the bytes (a *private* transport):
@@ -18,7 +18,7 @@ is one for each kind and trainer, for its whole life: one digest serves all rece
 engine holds can be compared from refit to refit.
 
 The digest of a tensor, and that of a model, are XXH3 of its blocks' digests. This is as sound as
-they are: whoever wants two tensors with one digest needs blocks whose *digests* stand in a relation
+they are: to give two tensors one digest, an attacker needs blocks with *digests* in a relation
 that he chose. These are outputs of a keyed function, which he can neither compute nor predict; all
 he can do is hope that two random inputs of XXH3-128 collide, which n tensors do with probability
 ``n**2 / 2**129``. Receivers also compare block by block with what the sender found before anything
@@ -84,7 +84,7 @@ class BlockHash:
 
     @classmethod
     def named(cls, kind: str, *, private: bool, token: str) -> Self:
-        """The hash that a sender says it uses.
+        """The hash that a sender names.
 
         Raises:
             RefitProtocolError: There is none of this kind, or it does not protect the bytes on a
@@ -99,7 +99,7 @@ class BlockHash:
         if kind == "xxh3" and not private:
             raise RefitProtocolError(
                 "the sender hashes with 'xxh3', which protects no bytes that others can reach",
-                fix="let the transport say the same of `private` at both of its ends",
+                fix="let both ends of the transport have the same `private`",
                 phase="PREPARE",
             )
         return cls._keyed(cast("_Kind", kind), token)
@@ -137,7 +137,7 @@ class BlockHash:
 
 
 class Hasher:
-    """Digests the blocks of some runs of bytes, as often as it is asked to.
+    """Digests the blocks of some runs of bytes, as often as needed.
 
     Args:
         runs: uint8 ``[nbytes]`` each, contiguous, at any alignment, all on one device. Their memory
@@ -168,8 +168,8 @@ class Hasher:
     def begin(self) -> Callable[[], list[bytes]]:
         """Begins to digest what the bytes are now.
 
-        A device does so meanwhile, and before anything that its current stream is told afterwards
-        to do with the bytes.
+        A device does so meanwhile, and before any later work of its current stream
+        on the bytes.
 
         Returns:
             A function that waits for the device and gives the result: 16 bytes for each block or
@@ -215,14 +215,14 @@ class TensorHasher:
         given: Iterable[tuple[TensorSpec, torch.Tensor]],
         lasting: Mapping[str, torch.Tensor],
     ) -> dict[str, bytes]:
-        """The digest that each tensor gets when it travels as its spec says, by name.
+        """The digest that each tensor gets when it travels as in its spec, by name.
 
         A device is waited for when all tensors are under way.
 
         Args:
             given: Tensors of any strides, dtype and device, each with a spec of the dtype that
-                travels; at most a block of one is copied. One may be gone once the next is asked
-                for.
+                travels; at most a block of one is copied. Each may be freed once the next is
+                taken.
             lasting: By name, tensors that stay: those of them that are given are digested together,
                 and their memory is held.
         """

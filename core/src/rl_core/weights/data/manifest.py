@@ -86,7 +86,7 @@ class WeightManifest:
             return None
         owner = self.by_name.get(spec.alias_of)
         if owner is None or owner.alias_of is not None:
-            return f"alias_of names {spec.alias_of!r}, which is not a tensor of its own"
+            return f"alias_of names {spec.alias_of!r}, which is missing or itself an alias"
         if (owner.shape, owner.dtype) != (spec.shape, spec.dtype):
             return f"shape or dtype differs from that of {owner.name!r}, which it aliases"
         return None

@@ -54,7 +54,7 @@ class DataMode(enum.StrEnum):
     """How buckets share the lane.
 
     Attributes:
-        DIRECT: Every tensor has a place of its own, which is where the trainer keeps it.
+        DIRECT: Every tensor has one place, which is where the trainer keeps it.
         PACKED: Buckets take turns in two slots.
     """
 
@@ -171,7 +171,7 @@ def make_plan(
     """Fills buckets in the manifest's order.
 
     A tensor that fits in a bucket is never split, so that loaders mostly see whole tensors; a
-    larger one starts a bucket of its own and is cut into pieces that fill theirs.
+    larger one starts a new bucket and is cut into pieces that fill theirs.
 
     Args:
         manifest: With the dtypes that travel.
@@ -215,10 +215,10 @@ def make_plan(
 def _fill(
     manifest: WeightManifest, sent: Iterable[int], size: int, piece: int
 ) -> list[list[Segment]]:
-    """Buckets whose segments are placed from 0 on.
+    """Buckets with their segments placed from 0 on.
 
-    A tensor larger than ``size`` is cut into pieces of so many bytes, whose blocks are thus those
-    of the whole tensor.
+    A tensor larger than ``size`` is cut into pieces of ``piece`` bytes, so that the blocks are
+    those of the whole tensor.
     """
     buckets: list[list[Segment]] = []
     position = size + 1  # no bucket is open
@@ -239,7 +239,7 @@ def _fill(
 
 
 def direct_places(owned: Iterable[TensorSpec]) -> tuple[list[int], int]:
-    """The first byte of every tensor when each has a place of its own, and the end of them all."""
+    """The first byte of every tensor when each has a separate place, and the end of them all."""
     starts, position = [], 0
     for spec in owned:
         starts.append(position)

@@ -3,7 +3,7 @@
 No byte is copied to the host. Two sums are made of each block on the device; the host turns them,
 with the block's length, into its digest::
 
-    sum   = sum of word[i] * m[i]  mod 2**64          twice, with multipliers of their own
+    sum   = sum of word[i] * m[i]  mod 2**64          twice, with different multipliers
     digest = BLAKE2b(key, sum 0, sum 1, length)       16 bytes
 
 The words have 32 bits, the last one filled up with zeros. All multipliers are odd numbers of 64
@@ -13,7 +13,7 @@ Journal 57(11), 2014); to keep them secret behind a pseudo-random function (PRF)
 of Carter and Wegman, as in UMAC.
 
 **Two contents have one digest** only if the PRF collides (``2**-128``), or if they have the same
-length and the same sums. For contents whose words differ by ``d[i]``, the latter means ``sum of
+length and the same sums. If their words differ by ``d[i]``, the latter means ``sum of
 d[i] * m[i] = 0`` modulo ``2**64``, in both sums. Take a ``d`` that is ``2**t`` times an odd number
 with the smallest t; as ``|d| < 2**32``, t is at most 31. Given all other multipliers, its own must
 be one number modulo ``2**(64 - t)``, as at most ``2**t`` of the ``2**63`` odd ones are. So one sum
@@ -23,10 +23,10 @@ agrees with probability ``2**(t - 63)`` at most, and both with ``4**(t - 63)``:
 * ``2**-126``, if the lowest bit of some word differs;
 * ``2**-64`` at worst: all that differs is the highest bit of several words.
 
-**Forgery.** Whoever does not know the key sees digests only, which are values of a PRF. As long as
-no two different blocks whose digests he saw had the same sums, these are random numbers, whatever
+**Forgery.** An attacker without the key sees digests only, which are values of a PRF. As long as
+no two different blocks behind these digests had the same sums, they are random numbers, whatever
 the multipliers are: he learns nothing of them, and chooses contents independently of them. So a
-block that he puts in the place of one whose content he knows passes with probability ``2**-64`` at
+block that he puts in the place of one with known content passes with probability ``2**-64`` at
 most, and each attempt that does not ends the refit. After v attempts and q blocks seen, his chance
 is at most ``v * (2**-64 + 2**-128)``, plus ``q**2 * 2**-65`` that two of those had the same sums
 (for weights that differ in nothing but highest bits; ``q**2 * 2**-127`` where lowest bits differ),

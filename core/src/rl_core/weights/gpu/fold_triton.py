@@ -17,7 +17,7 @@ import triton.language as tl
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-_CUDA: Any = torch.cuda  # whose device_of is not typed
+_CUDA: Any = torch.cuda  # its device_of is not typed
 _COLUMNS = 2048  # words: 8 KiB of data, 32 KiB of multipliers
 _ROWS = 16  # blocks that share the multipliers
 

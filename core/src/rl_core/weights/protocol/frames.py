@@ -9,7 +9,7 @@ The code is BLAKE2b, keyed with what only the holders of the channel's token can
 
 and it covers the head and the number of frames before it under the same key. So a frame that was
 recorded means nothing anywhere else: not on another connection, not in another refit, not in the
-other direction, not a second time. A Hello alone can be said again by somebody else; all that it
+other direction, not a second time. Somebody else can replay a Hello alone; all that it
 brings is an Offer, to which only its author can answer. There is no pickle anywhere.
 """
 
@@ -80,13 +80,13 @@ class _Kind(Generic[M]):
         if head[:-1] != _MAGIC + bytes([PROTOCOL]):
             spoken = f"refit protocol {head[2]}" if head.startswith(_MAGIC) else "no refit protocol"
             raise RefitProtocolError(
-                f"a frame of {spoken}; this side speaks refit protocol {PROTOCOL}",
+                f"a frame of {spoken}; this side uses refit protocol {PROTOCOL}",
                 fix="install the same rl-core on both sides",
             )
         authentic = hmac.compare_digest(code, _code(key, head, count, body))
         if not authentic or head[-1:] != self._letter:
             raise RefitProtocolError(
-                "a frame that was damaged, that was said before or elsewhere, or that was written "
+                "a frame that was damaged, that was sent before or elsewhere, or that was written "
                 "by someone without the channel's token",
                 fix="call prepare_refit_info on both sides again, so that the tokens agree",
             )
@@ -112,7 +112,7 @@ def _code(key: bytes, head: bytes, count: int, body: bytes) -> bytes:
 
 
 def _key(token: str, *parts: bytes) -> bytes:
-    """A key for one purpose; parts are told apart by their lengths."""
+    """A key for one purpose; the lengths of the parts keep them apart."""
     derived = hashlib.blake2b(key=hashlib.blake2b(token.encode()).digest(), person=b"rl-refit")
     for part in parts:
         derived.update(len(part).to_bytes(8, "big") + part)
@@ -149,7 +149,7 @@ class Channel:
     Args:
         token: The trainer's secret.
         nonce: The receiver's, as in its Hello.
-        side: Whose end it is.
+        side: The side that holds this end.
     """
 
     def __init__(self, token: str, nonce: bytes, side: Side) -> None:

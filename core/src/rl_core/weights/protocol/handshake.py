@@ -47,7 +47,7 @@ class SenderInfo:
 
     @property
     def origin(self) -> int:
-        """Identifies the trainer whose versions these are."""
+        """Identifies the trainer that counts these versions."""
         return origin_of(self.token)
 
     def address_of(self, transport: str, name: str) -> dict[str, Any]:
@@ -68,7 +68,7 @@ class SenderInfo:
 
 
 def introduction(manifest: WeightManifest, token: str) -> dict[str, Any]:
-    """What a trainer says of itself; the addresses of its transports are still to be added."""
+    """How a trainer describes itself; the caller adds the addresses of its transports."""
     return {
         "protocol": PROTOCOL,
         "rl_core": _release(),
@@ -97,7 +97,7 @@ def trainer_of(
     if spoken != PROTOCOL:
         release = fields.get("rl_core", "of another release")
         raise RefitProtocolError(
-            f"the trainer (rl-core {release}) speaks refit protocol {spoken}, this engine "
+            f"the trainer (rl-core {release}) uses refit protocol {spoken}, this engine "
             f"(rl-core {_release()}) protocol {PROTOCOL}",
             fix="install the same rl-core in both environments",
             phase="DISCOVER",

@@ -22,7 +22,7 @@ class Hello(_Message, frozen=True):
     """Receiver: here I am. Repeated until an offer comes.
 
     ``nonce`` has 16 bytes that this connection alone uses. ``refit_id`` names the refit that this
-    side was asked to take; empty if it was told none.
+    side is to take; empty if its call named none.
     """
 
     receiver: str
@@ -36,7 +36,7 @@ class Offer(_InSession, frozen=True):
     """Sender: this refit is on offer. With ``delta``, only what a receiver lacks will be sent.
 
     ``session`` is drawn at random for this refit alone. ``nonce`` has 16 bytes that this connection
-    alone uses: whoever says another's Hello on his own gets other ones.
+    alone uses: a Hello that is replayed on another one gets another nonce.
     """
 
     sender: str

@@ -48,7 +48,7 @@ class ReceiverSession(Session):
         hello: Who this receiver is.
         manifest: Digest of the trainer's manifest that was checked against the engine's.
         dtypes: Dtypes the sender must cast to, by name.
-        holds: Says what this side has, as in ``Ready``.
+        holds: Returns what this side has, as in ``Ready``.
         gpus: UUIDs of the GPUs that this side can reach, that of its tensors first.
         deadline_s: Seconds within which the session ends.
         clock: Monotonic seconds.
@@ -89,12 +89,12 @@ class ReceiverSession(Session):
         self._hello_at = 0.0
 
     def start(self) -> list[Effect]:
-        """Says hello."""
+        """Sends the Hello."""
         self._hello_at = self._clock() + HELLO_S
         return [Send(self._hello)]
 
     def tick(self) -> list[Effect]:
-        """See :meth:`Session.tick`; says hello again while there is no offer."""
+        """See :meth:`Session.tick`; repeats the Hello while there is no offer."""
         if effects := super().tick():
             return effects
         if self.phase is Phase.DISCOVER and self._clock() >= self._hello_at:
@@ -160,7 +160,7 @@ class ReceiverSession(Session):
         return [Send(messages.Done(self._session))]
 
     def lost(self, why: str) -> list[Effect]:
-        """The sender is gone."""
+        """The sender ended or does not answer."""
         return self.fail(
             RefitPeerError(
                 f"{self.where}: {self._awaited()} {why}",

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 __all__ = ["SenderSession"]
 
-#: Connections that may have an offer and no answer yet, for each receiver that is wanted: what
-#: earlier refits left on the way, or who says a Hello again that was another's.
+#: Connections that may have an offer and no answer yet, for each receiver that is wanted: those
+#: of earlier refits that are still on the way, and those that replay another one's Hello.
 _OFFERS = 32
 
 
@@ -61,22 +61,22 @@ class SenderSession(Session):
     ``MakePlan`` with :meth:`planned`, ``Pack`` with :meth:`packed` and ``Confirm`` with
     :meth:`confirmed`.
 
-    Whoever says Hello gets the offer; whoever is ready for it takes part. A Hello proves nothing:
-    it may have waited on a connection that is closed by now, or be somebody else's. A Ready answers
-    this very offer.
+    A connection that sends a Hello gets the offer; one that answers Ready takes part. A Hello
+    proves nothing: its connection may be closed by now, or it may be a replay of somebody else's.
+    A Ready answers this very offer.
 
     Args:
-        offer: What every receiver is told first.
+        offer: The first message to every receiver.
         receivers: How many must take part.
-        refit_id: Of the refit, which receivers were told as well; empty if it has none.
+        refit_id: Of the refit, as the receivers have it, too; empty if it has none.
         is_over: Whether the refit of an id has ended, or never will begin.
-        is_queued: Whether it was asked for, and begins after this one.
+        is_queued: Whether it was requested here, and begins after this one.
         deadline_s: Seconds within which the session ends.
         clock: Monotonic seconds.
     """
 
     #: What may arrive in each phase from who takes part. ``Failed`` is legal in all of them; a
-    #: ``Hello`` after DISCOVER means the next refit and is said again; all else ends the session.
+    #: ``Hello`` after DISCOVER means the next refit and is repeated; all else ends the session.
     TABLE: ClassVar[dict[tuple[Phase, type], str]] = {
         (Phase.DISCOVER, messages.Ready): "_on_ready",  # all ready     -> PREPARE
         (Phase.PREPARE, messages.Prepared): "_on_prepared",  # all prepared  -> TRANSFER
@@ -151,7 +151,7 @@ class SenderSession(Session):
         """The plan is made, of so many buckets, and its lane exists.
 
         Args:
-            prepare: What the receivers are told of it.
+            prepare: The message about it to the receivers.
             buckets: How many the plan has.
             window: How many of them may be under way at once.
         """
@@ -169,14 +169,14 @@ class SenderSession(Session):
         return [Send(messages.BucketReady(self.offer.session, index, digests)), *self._advance()]
 
     def confirmed(self, digest: str) -> list[Effect]:
-        """All that was sent is of one state, whose digest is this."""
+        """All that was sent is of one state, which has this digest."""
         if self.phase.terminal:
             return []
         self._confirmed = True
         return [Send(messages.Seal(self.offer.session, digest))]
 
     def lost(self, key: str) -> list[Effect]:
-        """A connection is gone; the session fails if its peer takes part and was not done."""
+        """A connection was lost; the session fails if its peer takes part and was not done."""
         self._offered.pop(key, None)
         peer = self._peers.get(key)
         if peer is None or self.phase.terminal or Phase.COMMIT in peer.did:
@@ -193,7 +193,7 @@ class SenderSession(Session):
     def corrupted(self, key: str, error: RefitProtocolError) -> list[Effect]:
         """A frame that could not be read came from ``key``: from who takes part, that is the end.
 
-        What was offered to others is taken back: they are not who they said.
+        An offer to another connection is withdrawn: its peer is not the one that it claimed to be.
         """
         peer = self._peers.get(key)
         if peer is None:
@@ -230,7 +230,7 @@ class SenderSession(Session):
         return [Send(self.offer, key)]
 
     def _turn_away(self, key: str, hello: messages.Hello) -> list[Effect]:
-        """Refuses who asks for a refit that is over or unknown for long, or for none by name.
+        """Refuses a Hello for a refit that is over or long unknown, or with an id on one side only.
 
         One that is queued here begins after this one: its receivers wait for it.
         """
@@ -239,14 +239,14 @@ class SenderSession(Session):
             waits = self._is_queued(hello.refit_id) or self._clock() < since + UNHEARD_OF_S
             if waits and not self._is_over(hello.refit_id):
                 return []
-            why = "the refit that was asked for is over, or was never begun here"
+            why = "the refit of this id is over, or was never begun here"
         else:
-            why = "only one side was told the refit's id: give refit_id to both, or to none"
+            why = "only one side has the refit's id: give refit_id to both, or to none"
         error = RefitAborted(f"{self.phase}: {why}", fix="refit again")
         return [Send(self._abort(error), key)]
 
     def _admit(self, key: str, peer: _Peer) -> list[Effect]:
-        """Lets take part who is ready, in the place of an earlier connection of its own."""
+        """Admits a ready receiver; this connection replaces an earlier one of that receiver."""
         del self._offered[key]
         ours = [k for k, p in self._peers.items() if p.hello.receiver == peer.hello.receiver]
         replaced: list[Effect] = []
@@ -283,7 +283,7 @@ class SenderSession(Session):
 
     def _on_prepared(self, peer: _Peer, _: messages.Prepared) -> list[Effect]:
         if self._buckets is None:
-            return self._break(peer, "Prepared before it was told the plan")
+            return self._break(peer, "Prepared before it got the plan")
         if not self._all_did(peer):
             return []
         self._enter(Phase.TRANSFER)
@@ -297,7 +297,7 @@ class SenderSession(Session):
 
     def _on_sealed(self, peer: _Peer, _: messages.Sealed) -> list[Effect]:
         if not self._confirmed:
-            return self._break(peer, "Sealed before it was told to")
+            return self._break(peer, "Sealed before it got the Seal")
         if not self._all_did(peer):
             return []
         self._enter(Phase.COMMIT)

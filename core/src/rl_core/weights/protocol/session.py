@@ -73,7 +73,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class MakePlan:
-    """Sender: lay the tensors out for what the receivers said, then call ``planned``."""
+    """Sender: lay the tensors out for the receivers' answers, then call ``planned``."""
 
     ready: tuple[Ready, ...]
 
@@ -128,7 +128,7 @@ Effect = Send | MakePlan | Pack | Confirm | Attach | Load | Install | Publish
 
 
 class Session(ABC):
-    """Base of the two state machines. No I/O, no threads, no clock of its own.
+    """Base of the two state machines. No I/O, no threads; the clock is given.
 
     Once :attr:`phase` is terminal, :attr:`error` tells why unless all went well.
 
@@ -138,8 +138,8 @@ class Session(ABC):
 
     Attributes:
         phase: Where the session is.
-        at: What is being transferred, for errors; the job says it.
-        held_up: What on this side keeps the session waiting, for errors; the job says it.
+        at: What is being transferred, for errors; set by the job.
+        held_up: What on this side keeps the session waiting, for errors; set by the job.
         error: Why it failed, once it has.
         phase_seconds: Time spent in each phase that was left.
     """
@@ -244,7 +244,7 @@ def peer_error(
 
 
 def repeats_peer_error(error: RLError) -> bool:
-    """Whether it repeats what another process raised there, whose class is its ``cause``."""
+    """Whether it repeats an error that another process raised: its ``cause`` names the class."""
     return "cause" in error.details
 
 

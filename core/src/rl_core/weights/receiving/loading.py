@@ -129,7 +129,7 @@ class ReceiverBuckets:
     def fits(self, sink: WeightSink, data: torch.Tensor) -> bool:
         """Whether what was made for another sink serves this one: lane and targets are the same.
 
-        What has no target is written by calls of the sink's own.
+        What has no target is written by calls of that sink.
         """
         targets, known = sink.targets() or {}, self.targets
         if data is not self.data or not self._only_targets:
@@ -178,7 +178,7 @@ class ReceiverBuckets:
         return _Step(self._names(group), copiers(copies), hasher.digests, copiers(ties), True)
 
     def _verified_beside(self, group: list[_Piece]) -> _Step:
-        """A step that verifies a copy of its own, and writes that."""
+        """A step that verifies a separate copy, and writes that."""
         begin, size = group[0].start, group[-1].stop - group[0].start
         if not len(self._scratch):  # one for all groups
             most = max(self._piece, self._group)
@@ -390,7 +390,7 @@ class Loader:
 
 
 def settle(sink: WeightSink) -> None:
-    """Waits until what was written is there: engines compute on streams of their own."""
+    """Waits until what was written is there: engines compute on other streams."""
     device = torch.device(sink.device)
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()

@@ -41,9 +41,9 @@ if TYPE_CHECKING:
     from rl_core.weights.receiving.receiver_base import ReceiverBase
     from rl_core.weights.transports.base import Lane, ReceiverEnd
 
-#: Seconds between two looks at a lane whose bytes have not arrived.
+#: Seconds between two looks at a lane until its bytes arrive.
 _PAUSE_S = 0.0002
-#: Seconds in which a sender whose memory is gone is heard that it gave up.
+#: Seconds in which a sender that closed its memory is heard, because it may have given up.
 _LAST_WORD_S = 0.5
 
 
@@ -51,15 +51,15 @@ class ReceiveJob(Job[ReceiverSession]):
     """One refit of a receiver.
 
     Args:
-        endpoint: The receiver whose refit it is.
+        endpoint: The receiver that performs it.
         transport: Name of the transport that the sender uses.
         trainer: Who sends, and what.
         deadline_s: Seconds that it may take.
-        refit_id: What the sender was told, too; empty if nothing.
+        refit_id: As the sender's call has it; empty if that names none.
         lock: Held while it writes; the endpoint's by default.
 
     Attributes:
-        earlier: A refit that was waiting when this one was asked for, and may take its place.
+        earlier: A refit that was waiting when this one was requested, and may take its place.
         summary: What it did, once it is committed.
     """
 
@@ -99,7 +99,7 @@ class ReceiveJob(Job[ReceiverSession]):
         self._lock = lock or endpoint.lock
         self._locked = False
         self._tore = False
-        # The outside changes when the sender was told what is held, and when the lane was attached.
+        # The count of outside changes at the time of Ready, and at the time of Attach.
         self._changes_when_told: int
         self._changes: int
 
@@ -209,7 +209,7 @@ class ReceiveJob(Job[ReceiverSession]):
                 self.endpoint.publish(version, self.trainer.origin)
                 self.endpoint.known = self._loader.table.known
                 self._sink = None  # what follows cannot take the weights back
-                # Before the sender is told, which may free the memory at once.
+                # Before the Done: after it, the sender may free the memory at once.
                 self.endpoint.unmap_trainer_memory()
                 return session.published()
         return []
@@ -243,7 +243,7 @@ class ReceiveJob(Job[ReceiverSession]):
         block_hash = BlockHash.named(
             prepare.hash, private=self._end.private, token=self.trainer.token
         )
-        if offer.delta:  # what it said to hold is not sent
+        if offer.delta:  # the sender leaves out what Ready listed as held
             receiver.check_unchanged(self._changes_when_told)
         # Before the sink is made, which knows of these changes, or of later ones as well.
         self._changes = receiver.outside_changes
@@ -264,7 +264,7 @@ class ReceiveJob(Job[ReceiverSession]):
         try:
             self._lane = receiver.lane(self._end, plan, prepare.lane, torch.device(sink.device))
         except RefitError:
-            self.pump(_LAST_WORD_S)  # a sender that gave up said so before it closed its memory
+            self.pump(_LAST_WORD_S)  # a sender that gives up sends that before it closes its memory
             raise
         self._lane.ends = self.session.deadline
         if buckets is None:
@@ -289,7 +289,7 @@ class ReceiveJob(Job[ReceiverSession]):
                 capability="kv_scales",
             )
         if offer.verify == "installed" and type(sink).read is WeightSink.read:
-            sink.read(())  # says so now, and not when all was written
+            sink.read(())  # raises now, and not when all was written
         sink.begin(offer.version)
         self._sink = sink
         if buckets is None or not buckets.fits(sink, self._lane.data):
@@ -315,7 +315,7 @@ class ReceiveJob(Job[ReceiverSession]):
             if offer.verify == "installed":
                 self._loader.check_installed()
         except RefitCorrupted:
-            self.endpoint.known = {}  # who knows what else is not as it was thought to be
+            self.endpoint.known = {}  # other digests may be wrong as well
             raise
 
     def _holds(self) -> bytes:
@@ -340,7 +340,7 @@ class ReceiveJob(Job[ReceiverSession]):
         except Exception as error:
             self.endpoint.forget()
             raise WeightsTornError(
-                f"{self.endpoint.name}: the engine could not be told of a refit that failed: "
+                f"{self.endpoint.name}: the engine's sink raised when a refit failed: "
                 f"{type(error).__name__}: {error}",
                 fix="refit again",
                 phase=self.session.phase.value,

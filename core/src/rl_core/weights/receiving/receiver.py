@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["RefitReceiver"]
 
-#: Seconds between looks at whether the trainer whose memory is mapped still has it.
+#: Seconds between looks at whether the trainer still has the memory that is mapped here.
 _LOOK_S = 5.0
 
 
@@ -63,7 +63,7 @@ class RefitReceiver(ReceiverBase[ReceiveJob]):
     def check(self) -> None:
         """Raises unless the weights are whole.
 
-        Now and then it looks whether the trainer whose memory is mapped has ended, and unmaps it.
+        Now and then it looks whether the trainer has ended, and then unmaps the trainer's memory.
 
         Raises:
             WeightsTornError: A refit failed.
@@ -85,7 +85,7 @@ class RefitReceiver(ReceiverBase[ReceiveJob]):
             )
 
     def dropped(self) -> None:
-        """The engine's weights are gone: it is torn until a full refit commits."""
+        """The engine dropped its weights: it is torn until a full refit commits."""
         self.torn = True
         self.forget()
 
@@ -167,7 +167,7 @@ class RefitReceiver(ReceiverBase[ReceiveJob]):
         Args:
             transport: Name of the transport that the sender uses.
             deadline_s: Seconds for the whole refit, the wait for the sender included.
-            refit_id: What the sender was told, too; empty if it was told nothing.
+            refit_id: As the sender's call has it; empty if that names none.
             lock: Held while this refit writes; the receiver's by default.
 
         Returns:
@@ -196,7 +196,7 @@ class RefitReceiver(ReceiverBase[ReceiveJob]):
             job = ReceiveJob(self, transport, trainer, deadline_s, refit_id, lock)
             if refit_id:
                 for older in self.waiting():
-                    if not older.refit_id:  # to those with one the sender says what became of it
+                    if not older.refit_id:  # those with an id learn the outcome from the sender
                         older.supersede("a newer refit was asked for")
             else:
                 # Calls without ids are matched as they come: one that was waiting may

@@ -39,7 +39,7 @@ class ReceiverBase(Endpoint[J]):
     Attributes:
         id: Tells this receiver from all others.
         version: Last committed version, 0 at first.
-        origin: Of the trainer whose version that is, 0 at first.
+        origin: Identifies the trainer of that version; 0 at first.
         torn: True while the weights are neither old nor new.
         outside_changes: How often something besides refits changed the weights. A refit in which
             that happens cannot commit, and takes nothing of it back.
@@ -102,7 +102,7 @@ class ReceiverBase(Endpoint[J]):
     def publish(self, version: int, origin: int) -> None:
         """The weights are whole, and of this version of that trainer."""
         if self.on_commit is not None:
-            self.torn = True  # until the caches of the old weights are gone
+            self.torn = True  # until the caches of the old weights are dropped
             self.on_commit(version)
         self.version, self.origin = version, origin
         self.torn = False

@@ -88,7 +88,7 @@ class Packer:
             The digests of its blocks, if they are hashed.
 
         Raises:
-            ManifestMismatchError: The source yields something else than its specs say.
+            ManifestMismatchError: The source yields a tensor that differs from its spec.
         """
         buckets = self.buckets
         bucket = buckets.plan.buckets[index]
@@ -119,7 +119,7 @@ def checked_tensors(
     """The source's tensors of these specs, in order. Closing it closes the source's iterator.
 
     Raises:
-        ManifestMismatchError: The source yields something else than its specs say.
+        ManifestMismatchError: The source yields a tensor that differs from its spec.
     """
     tensors = iter(source.tensors([spec.name for spec in specs]))
     nothing = ("nothing", torch.empty(0))
@@ -130,7 +130,7 @@ def checked_tensors(
             if not sound or tensor.dtype != dtype_of(spec):
                 raise ManifestMismatchError(
                     f"the source yielded {name} {list(tensor.shape)} {tensor.dtype} where its "
-                    f"specs say {spec.name} {list(spec.shape)} {spec.dtype}",
+                    f"specs declare {spec.name} {list(spec.shape)} {spec.dtype}",
                     fix="make WeightSource.tensors yield the asked names as declared",
                     misshaped=[spec.name],
                 )

@@ -44,7 +44,7 @@ class SendJob(Job[SenderSession]):
     """One refit of a sender.
 
     Args:
-        endpoint: The sender whose refit it is.
+        endpoint: The sender that performs it.
         end: The sender's end of the transport.
         source: The tensors as they are now; closed once, here.
         options: What was chosen for this refit.
@@ -106,7 +106,7 @@ class SendJob(Job[SenderSession]):
     def refit(self) -> dict[str, Any]:
         sender, session = self.endpoint, self.session
         try:
-            self._end.refused()  # what was said before is not about this refit
+            self._end.refused()  # earlier refusals are not about this refit
             try:
                 try:
                     self._check_version()
@@ -146,7 +146,7 @@ class SendJob(Job[SenderSession]):
             except RefitProtocolError as error:
                 effects = self.session.corrupted(key, error)
             self.perform(effects)
-        for key in unreachable:  # what was received just now may have said why
+        for key in unreachable:  # a frame received just now may give the cause
             self.perform(self.session.lost(key))
 
     def _take(self, key: str, frame: bytes) -> list[Effect]:
@@ -155,7 +155,7 @@ class SendJob(Job[SenderSession]):
             if channel is None:
                 self._channels[key] = Channel(self.endpoint.token, hello.nonce, "sender")
             elif channel.nonce != hello.nonce:
-                raise RefitProtocolError("another Hello on a connection that has said one")
+                raise RefitProtocolError("a second, different Hello on one connection")
             return self.session.receive(key, hello)
         if channel is None:
             return []  # of a refit before this one
@@ -210,7 +210,7 @@ class SendJob(Job[SenderSession]):
         self._wire = sender.wire_of(self._manifest, ready[0].dtypes)
         own = torch.empty(0, device=self._source.device).device  # by the name that tensors give it
         if own.type == "cuda":
-            torch.cuda.synchronize(own)  # an optimizer may step on a stream of its own
+            torch.cuda.synchronize(own)  # an optimizer may step on another stream
         self._device = self._end.lane_device(own, [r.gpus for r in ready])
         self._hash = BlockHash.choose(self._device, private=self._end.private, token=sender.token)
         direct = self._move_tensors()
@@ -352,8 +352,8 @@ class SendJob(Job[SenderSession]):
         """Decides whether the version is a committed one, for which the weights must be the same.
 
         Raises:
-            LifecycleError: Another was committed since this one was asked for, or whether the
-                weights are the same cannot be told.
+            LifecycleError: Another was committed since this refit was requested, or nothing
+                shows whether the weights are the same.
         """
         sender = self.endpoint
         if self._same and sender.version != self.version:
@@ -367,7 +367,7 @@ class SendJob(Job[SenderSession]):
         if self._same and (sender.committed is None or self.options.verify == "none"):
             raise LifecycleError(
                 f"{sender.name}: version {self.version} was committed already, and without hashes "
-                "it cannot be told whether the weights are the same",
+                "nothing shows whether the weights are the same",
                 fix='refit with verify="wire", both times; or leave version out',
                 version=self.version,
             )
@@ -378,8 +378,8 @@ class SendJob(Job[SenderSession]):
         if hashed is not None and hashed != self._hash:
             raise LifecycleError(
                 f"{self.endpoint.name}: version {self.version} was hashed with {hashed.kind}, and "
-                f"this refit hashes with {self._hash.kind}: whether the weights are the same "
-                "cannot be told",
+                f"this refit hashes with {self._hash.kind}: nothing shows whether the weights "
+                "are the same",
                 fix="send it over the transport, and from the device, of the last refit of all",
                 version=self.version,
             )

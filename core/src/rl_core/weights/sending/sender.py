@@ -26,15 +26,15 @@ if TYPE_CHECKING:
 
 __all__ = ["RefitSender"]
 
-#: The transport that every sender offers without being told where to listen.
+#: The transport that every sender offers without an address from the user.
 _LOCAL = "ipc"
 
 
 class RefitSender(SenderBase[SendJob]):
     """Sends a trainer's weights; one for the trainer's whole life.
 
-    Sockets and buffers are made at the first use and kept. Refits run one after another; those
-    that still wait for their receivers are given up when the next is asked for.
+    Sockets and buffers are made at the first use and kept. Refits run one after another; a
+    new request supersedes those that still wait for their receivers.
 
     Args:
         source: Gives the tensors as they are now; called once for each refit, and for a description
@@ -43,7 +43,7 @@ class RefitSender(SenderBase[SendJob]):
         runtime: What its refits take from outside, such as their clock.
 
     Attributes:
-        calls: How often a refit was asked for.
+        calls: How many refits were requested.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class RefitSender(SenderBase[SendJob]):
 
         The refit that is given the ``refit_id`` in it sends from the source that was described.
         """
-        with self.asking:  # or else two callers would each make an end of their own
+        with self.asking:  # or else two callers would each make an end
             self.check_open()
             self._drop_described()
             refit_id, source = secrets.token_hex(8), self._source()
@@ -85,7 +85,7 @@ class RefitSender(SenderBase[SendJob]):
     def open(
         self, transport: str, deadline_s: float, **options: Any
     ) -> concurrent.futures.Future[None]:
-        """Makes a transport ready that must be told where to listen, anew if it was before.
+        """Opens a transport that needs an address to listen on; closes an earlier one first.
 
         Returns:
             A future that is done when the receivers are there.

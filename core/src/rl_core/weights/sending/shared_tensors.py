@@ -68,13 +68,13 @@ class SharedTensors:
             if not tensor.is_contiguous() or tensor.untyped_storage().nbytes() != nbytes(spec):
                 return f"{spec.name} is a view of other memory"
             if (owner := owners.setdefault(tensor.data_ptr(), spec.name)) != spec.name:
-                return f"{spec.name} shares memory with {owner}, and does not say so"
+                return f"{spec.name} shares memory with {owner}, and does not declare it"
         for name in owners.values():
             # If a detached twin were moved, what is trained would stay behind.
             if torch._C._storage_Use_Count(tensors[name].untyped_storage()._cdata) > _OWN_USERS:
                 return (
                     f"{name} shares memory with a tensor that is not the source's, such as one of "
-                    "a kept state_dict(), a view, or a loss whose graph is kept"
+                    "a kept state_dict(), a view, or a loss with a kept graph"
                 )
         return None
 

@@ -64,7 +64,7 @@ class WeightChanges:
     def watch(self) -> Callable[..., None]:
         """Returns a check for changes since now.
 
-        The check takes a text that says where a refit is (such as ``", at lm_head.weight"``), and
+        The check takes a text that names where a refit is (such as ``", at lm_head.weight"``), and
         raises :class:`LifecycleError` if a change began, ended or is going on.
 
         Raises:
@@ -117,7 +117,7 @@ class GuardedSource(WeightSource):
         self._unchanged = unchanged
         self._rename = rename
         self._old: dict[str, str] = {}  # by new name
-        self._owner: dict[str, str] = {}  # the old name of what is asked for, by new name
+        self._owner: dict[str, str] = {}  # the old name of what the refit reads, by new name
         self._specs: list[TensorSpec] = []
 
     def specs(self) -> Sequence[TensorSpec]:
@@ -132,7 +132,7 @@ class GuardedSource(WeightSource):
             if name in self._old:
                 raise ConfigError(
                     f"refit: {self._old[name]} and {spec.name} would both be called {name!r}",
-                    fix="give every tensor a name of its own, or None to leave it out",
+                    fix="give every tensor a different name, or None to leave it out",
                     key="rename",
                 )
             owner = spec.alias_of or spec.name

@@ -1,12 +1,12 @@
 """What a transport is: control messages between one sender and its receivers, and bytes.
 
 A transport is found by its name in the entry-point group ``rl_core.transports``; the entry is an
-instance of :class:`Transport`. The session decides what is said and when; a transport only moves
+instance of :class:`Transport`. The session decides what is sent and when; a transport only moves
 frames, and makes bytes that the sender wrote to its :class:`Lane` appear in the receivers'.
 
-Both ends say whether the transport is ``private``: whether nobody but processes of this user on
+Both ends state whether the transport is ``private``: whether nobody but processes of this user on
 this host can change the bytes of a lane, whatever happens on any network. Then digests need only
-see faults, and the fastest hash is taken. Otherwise, and that is what an end says by default, they
+see faults, and the fastest hash is taken. Otherwise, and that is the default of an end, they
 are keyed with the trainer's secret. Memory that only this user can open is private. A network is
 not, nor is a connection that is encrypted without proof of who the peer is.
 """
@@ -138,14 +138,14 @@ class SenderEnd(ABC):
 
     @abstractmethod
     def send(self, key: str, frame: bytes) -> bool:
-        """Sends to one connection; False if it is gone."""
+        """Sends to one connection; False if it was lost."""
 
     @abstractmethod
     def departed(self) -> list[str]:
-        """Connections that were lost since this was last asked."""
+        """Connections that were lost since the last call."""
 
     def refused(self) -> str | None:
-        """Why a receiver that cannot speak here said that it will not come; None if none did."""
+        """Why a receiver that cannot connect here will not come; None if no receiver sent that."""
         return None
 
     def check_room(self) -> None:
@@ -155,7 +155,7 @@ class SenderEnd(ABC):
         """Waits for the receivers that :attr:`address` alone does not bring here.
 
         Raises:
-            DeadlineError: Says who is missing.
+            DeadlineError: Names who is missing.
         """
 
     def lane_device(self, device: torch.device, gpus: Sequence[Sequence[str]]) -> torch.device:
@@ -164,7 +164,7 @@ class SenderEnd(ABC):
         Args:
             device: The sender's.
             gpus: UUIDs of the GPUs that each receiver sees, that of its tensors first; empty for
-                one whose tensors are on none.
+                one with its tensors on no GPU.
 
         Returns:
             ``device`` itself if the receivers can reach what lies there, else the CPU.
@@ -238,7 +238,7 @@ class ReceiverEnd(ABC):
 
     @abstractmethod
     def lost(self) -> bool:
-        """Whether the sender is gone: its process died, or does not answer."""
+        """Whether the sender's process died, or does not answer."""
 
     @abstractmethod
     def attach(self, ref: Mapping[str, Any], receiver: str, device: torch.device = CPU) -> Lane:

@@ -1,4 +1,4 @@
-"""Control messages over ZeroMQ, and the knowledge of who is still there.
+"""Control messages over ZeroMQ, and the knowledge of which peers still live.
 
 Both ends see within milliseconds that a process died, because its connection closes, and within
 seconds that one is stopped or cut off, because its heartbeats do not come.
@@ -34,11 +34,11 @@ _BACKLOG = 1024
 _AT_ONCE = 1000
 #: What encryption adds to a frame, at most.
 _ENCRYPTION_BYTES = 64
-#: What tells a client that its server is gone. A refused connection is as good as a broken one,
+#: What tells a client that it lost its server. A refused connection is as good as a broken one,
 #: because a server's endpoint is known only once it listens.
 _LOST = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_CONNECT_RETRIED
 
-#: Seconds for which a loss may be known before the socket knows whose it was, and the pause
+#: Seconds for which a loss may be known before the socket knows its connection, and the pause
 #: between two looks.
 _IDENTIFY_S = 1.0
 _LOOK_S = 0.005
@@ -129,7 +129,7 @@ class ControlServer:
 
     Attributes:
         endpoint: Where clients connect.
-        key: The server's public key, which clients must be told; empty if not encrypted.
+        key: The server's public key, which clients need; empty if not encrypted.
 
     Raises:
         RefitError: It cannot be bound, encryption is not there, or the process has no room.
@@ -187,7 +187,7 @@ class ControlServer:
         return frames
 
     def send(self, key: str, frame: bytes) -> bool:
-        """Sends to one connection; False if it is gone, or no longer reads."""
+        """Sends to one connection; False if it was lost, or no longer reads."""
         try:
             self._socket.send_multipart([bytes.fromhex(key), frame], zmq.NOBLOCK)
         except zmq.ZMQError as error:
@@ -197,7 +197,7 @@ class ControlServer:
         return True
 
     def departed(self) -> list[str]:
-        """Connections that :meth:`receive` found lost since this was last asked.
+        """Connections that :meth:`receive` found lost since the last call.
 
         All that was sent on them was received.
         """
@@ -213,10 +213,10 @@ class ControlServer:
         self._destroy()
 
     def _identify_lost(self) -> None:
-        """Finds out whose connections were lost.
+        """Finds out which connections were lost.
 
         The monitor counts losses but cannot name them; the socket refuses to send to a connection
-        that is gone, a moment later. So all are sent an empty frame, which clients pass over.
+        that was lost, a moment later. So it sends an empty frame to all, which clients pass over.
         """
         now = time.monotonic()
         if self._monitored.losses:
@@ -225,14 +225,14 @@ class ControlServer:
         elif now > self._identify_until:
             self._unidentified = 0  # those were strangers
         if self._unidentified:
-            gone = [key for key in self._connections if not self.send(key, b"")]
-            self._connections.difference_update(gone)
-            self._departed += gone
-            self._unidentified = max(self._unidentified - len(gone), 0)
+            lost = [key for key in self._connections if not self.send(key, b"")]
+            self._connections.difference_update(lost)
+            self._departed += lost
+            self._unidentified = max(self._unidentified - len(lost), 0)
 
 
 class ControlClient:
-    """A receiver's end, for its whole life; each refit has a connection of its own.
+    """A receiver's end, for its whole life; each refit has a new connection.
 
     Args:
         endpoint: The server's.
@@ -303,7 +303,7 @@ class ControlClient:
             self._monitored.look()
 
     def lost(self) -> bool:
-        """Whether the server is gone, and all that it sent before was received.
+        """Whether the server was lost, and all that it sent before was received.
 
         Its connection broke or was refused, or it was silent for some seconds.
         """
@@ -354,7 +354,7 @@ def _destroy(context: zmq.Context[_Socket], held: list[_MonitoredSocket], owner:
     The context waits for them and knows them weakly: garbage that still holds its sockets would
     wait for ever. So what they are held by is handed over, and lives until here.
     """
-    if os.getpid() == owner:  # a forked child ends, not the one whose sockets these are
+    if os.getpid() == owner:  # not in a forked child that ends: it does not own these sockets
         for monitored in held:
             monitored.close()
         context.destroy(_LINGER_MS)

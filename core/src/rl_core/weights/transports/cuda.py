@@ -43,7 +43,7 @@ class _Ref(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class _Piece:
     """Some bytes of a region, as torch, CuPy and Numba tell each other of them.
 
-    A tensor made of it has a storage of its own, so that saving it saves nothing else, and keeps
+    A tensor made of it has a separate storage, so that saving it saves nothing else, and keeps
     the piece, which keeps the region's memory.
     """
 
@@ -156,11 +156,11 @@ class CudaRegion(Lane):
         _CUDA.empty_cache()
 
     def publish(self, start: int, stop: int) -> None:
-        """Waits until what the current stream was told to write is written."""
+        """Waits until the current stream has done its writes."""
         torch.cuda.current_stream(self._device).synchronize()
 
     def release(self) -> None:
-        """Waits until what the current stream was told to read is read."""
+        """Waits until the current stream has done its reads."""
         torch.cuda.current_stream(self._device).synchronize()
 
     def close(self) -> None:

@@ -62,7 +62,7 @@ class IpcSender(ControlServer, SenderEnd):
         try:
             for left in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
                 # Of a sender that was killed, where no receiver removed it.
-                with suppress(OSError):  # gone meanwhile
+                with suppress(OSError):  # removed meanwhile
                     found = left.lstat()  # not what another user made it point to
                     if found.st_uid == os.geteuid() and time.time() - found.st_mtime > _YOUNG_S:
                         _clear(f"{_SCHEME}{left}/socket")
@@ -193,7 +193,7 @@ def _clear(endpoint: str) -> bool:
     if not path.parent.name.startswith(f"{_PREFIX}{_boot_id()}-"):
         return True
     if not path.exists():
-        with suppress(OSError):  # it has another thing in it, or is gone
+        with suppress(OSError):  # it has another thing in it, or was removed
             if time.time() - path.parent.lstat().st_mtime > _YOUNG_S:
                 path.parent.rmdir()
         return True

@@ -1,7 +1,7 @@
 """Memory that processes of one host share, and that nothing can leave behind.
 
 On Linux it has no name at all: an anonymous file that a peer opens through the owner's entry in
-``/proc`` (which only the same user may), gone with the last process that maps it, and not subject
+``/proc`` (which only the same user may), freed with the last process that maps it, and not subject
 to the size of ``/dev/shm``. Elsewhere it is a file in the sender's private directory.
 """
 
@@ -155,7 +155,7 @@ class SharedRegion(Lane):
             trim(0)
 
     def close(self) -> None:
-        """Releases this side; the memory is gone once no process and no tensor uses it."""
+        """Releases this side; the memory is freed once no process and no tensor uses it."""
         if self._finalizer is not None:
             self._finalizer()
         self.data = torch.empty(0, dtype=torch.uint8)
@@ -187,7 +187,7 @@ def _open(directory: str) -> tuple[int, str]:
 
 def _release(fd: int, name: str, owner: int) -> None:
     if os.getpid() != owner:
-        return  # a forked child ends; the memory may still be asked for
+        return  # a forked child ends; its parent still owns the memory
     os.close(fd)
     if name:
         with suppress(FileNotFoundError):
