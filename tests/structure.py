@@ -36,7 +36,7 @@ BARS = {
 }
 #: Share of a distribution's functions that may be private and have one caller, in percent.
 SINGLE = {
-    "rl_core": 8.7,
+    "rl_core": 6.4,
     "rl_collective": 6.4,
     "rl_hf": 9.3,
     "rl_hosting": 5.4,
