@@ -22,6 +22,7 @@ from cluster_doubles import (
     PairLoss,
     manifest_in,
     pids,
+    stop,
     wait_until_gone,
 )
 from prompt_rows import prompts
@@ -281,9 +282,14 @@ def test_a_killed_worker_is_named_and_shutdown_still_works(cluster: Cluster, man
 
 
 def test_a_call_has_a_deadline(pair: RemoteGeneration, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pair._group, "call_deadline_s", 0.0)
-    with pytest.raises(DeadlineError):
-        pair.prepare_for_generation()
+    monkeypatch.setattr(pair._group, "call_deadline_s", 0.5)
+    stopped = pids(pair)[0]
+    stop(stopped)
+    try:
+        with pytest.raises(DeadlineError):
+            pair.prepare_for_generation()
+    finally:
+        os.kill(stopped, signal.SIGCONT)
 
 
 def test_shutdown_ends_the_processes_and_can_be_repeated(cluster: Cluster, manifest: Any) -> None:

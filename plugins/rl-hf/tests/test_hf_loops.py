@@ -41,20 +41,6 @@ def rollout(engine: Any) -> BatchedDataDict[Any]:
     return training_batch(engine.generate(PROMPTS), [1, 0], advantages=[1.0, -1.0])
 
 
-def test_a_forgotten_refit_is_warned_of_once_and_a_refit_makes_it_good(pair):
-    policy, engine = pair()
-    policy.train(rollout(engine), LOSS)
-    with pytest.warns(LoopWarning, match=r"refit\(policy, generation\)") as said:
-        policy.train(rollout(engine), LOSS)
-    policy.train(rollout(engine), LOSS)
-    assert said[0].filename == __file__
-    refit(policy, engine)
-    assert policy.weights_version == 1
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        policy.train(rollout(engine), LOSS)
-
-
 def test_a_policy_that_generates_itself_needs_no_refit(pair):
     policy, _ = pair()
     with warnings.catch_warnings():

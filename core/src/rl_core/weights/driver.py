@@ -234,4 +234,4 @@ def warn_of_sampling(policy: Any, generation: Any) -> None:
     if text := off_policy("the engine samples with", sampling.distribution, ours):
         _told.add(generation)
         text += " Ignore rl_core.LoopWarning for an engine that is for evaluation alone."
-        warnings.warn(text, LoopWarning, stacklevel=4)
+        warnings.warn(text, LoopWarning, stacklevel=3)
