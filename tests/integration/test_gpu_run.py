@@ -167,7 +167,7 @@ def test_sources_that_are_not_installed_are_found_without_pip(
     paths = install_sources(tmp_path)
     code = (
         "import importlib.metadata as m; "
-        "print(m.version('rl-hf'), *(e.name for e in m.entry_points(group='rl_backends')))"
+        "print(m.version('rl-hf'), *(e.name for e in m.entry_points(group='rl_core.backends')))"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     ran = subprocess.run(

@@ -188,7 +188,7 @@ def test_without_ray_its_checks_are_not_run_and_the_command_is_said(
     monkeypatch.setattr(harness.importlib.util, "find_spec", lambda name: None)
     outcome = _outcome(fails, modules=("rl_ray",))
     assert (outcome.status, outcome.excused) == (Status.NOT_RUN, False)
-    fix = "pip install ./plugins/rl-hosting ./plugins/rl-ray"
+    fix = "pip install ./plugins/rl-backends ./plugins/rl-hosting ./plugins/rl-ray"
     assert outcome.message == f"rl_ray is not installed: {fix}"
 
 
@@ -260,7 +260,7 @@ def test_a_measure_that_is_not_a_number_fails() -> None:
 def test_a_check_runs_once() -> None:
     calls = []
     with Harness(reference_target()) as harness:
-        check = _check(calls.append, name="counted")
+        check = _check(lambda ctx: calls.append(ctx), name="counted")  # noqa: PLW0108 - has a line
         assert harness.outcome(check) is harness.outcome(check)
     assert len(calls) == 1
 
