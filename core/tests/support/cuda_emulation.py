@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from rl_core.weights.data.digests import BlockHash
-from rl_core.weights.receiving import receive_job as _receive_job
+from rl_core.weights.receiving import receiver as _receiver
 from rl_core.weights.transports import cuda, ipc
 from rl_core.weights.transports.base import CPU
 
@@ -98,7 +98,7 @@ def emulate(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     for name in ("torch", "_CUDA", "_STORAGE"):
         monkeypatch.setattr(cuda, name, gpu)
     monkeypatch.setattr(ipc, "uuid_of", lambda device: UUID)
-    monkeypatch.setattr(_receive_job, "visible_gpus", lambda device: (UUID,))
+    monkeypatch.setattr(_receiver, "visible_gpus", lambda device: (UUID,))
     make = ipc.IpcSender.lane
 
     def lane(end: ipc.IpcSender, nbytes: int, *rest: Any, **options: Any) -> Lane:

@@ -22,6 +22,7 @@ from simple_pair import DictSink, DictSource
 from rl_core.errors import RefitProtocolError, RLError
 from rl_core.interfaces import TensorSpec
 from rl_core.weights import RefitReceiver, RefitSender, SendOptions, WeightManifest
+from rl_core.weights.connections import Connection
 from rl_core.weights.data.plan import DataMode, make_plan
 from rl_core.weights.protocol import frames
 from rl_core.weights.protocol import messages as m
@@ -39,9 +40,9 @@ from rl_core.weights.protocol.session import (
     Publish,
     Send,
 )
-from rl_core.weights.receiving.receive_job import ReceiveJob
-from rl_core.weights.sending import send_job as _send_job
-from rl_core.weights.sending.send_job import SendJob
+from rl_core.weights.receiving.receiver import ReceiveJob
+from rl_core.weights.sending import sender as _sender
+from rl_core.weights.sending.sender import SendJob
 from rl_core.weights.tensors import tensor_specs
 from rl_core.weights.transports.base import NoLane
 from rl_core.weights.transports.ipc import IPC
@@ -288,10 +289,10 @@ def engine(line: Any = None) -> RefitReceiver:
     sink, line = DictSink(tensors), line or Line([])
     receiver = RefitReceiver(lambda: sink, name="engine", lock=threading.RLock())
     receiver.prepare(info())
-    receiver.ends["ipc"] = (receiver._trainer.addresses["ipc"], line)
-    met: concurrent.futures.Future[None] = concurrent.futures.Future()
-    met.set_result(None)
-    receiver._meetings[line] = met
+    found: concurrent.futures.Future[None] = concurrent.futures.Future()
+    found.set_result(None)
+    address = receiver._trainer.addresses["ipc"]
+    receiver.connections["ipc"] = Connection(line, address, found)
     return receiver
 
 
@@ -322,7 +323,7 @@ def sender_job(choices: Choices, seen: Counter[str]) -> None:
     sender.token = TOKEN
     options = SendOptions(bucket_bytes=BUCKET, verify="none", mode="packed")
     line = Line([])
-    line.job = job = SendJob(sender, line, DictSource(TENSORS), options, 1)
+    line.job = job = SendJob(sender, Connection(line), DictSource(TENSORS), options, 1)
     right = [
         msgspec.structs.replace(message, session=job.session.offer.session)
         if hasattr(message, "session")
@@ -332,7 +333,7 @@ def sender_job(choices: Choices, seen: Counter[str]) -> None:
     author = Author("receiver")
     author.bind(job.session.offer.session, NONCE)
     line.frames = conversation(choices, author, right[:-1], right)
-    with mock.patch.object(_send_job, "secrets", mock.Mock(token_bytes=lambda _: NONCE)):
+    with mock.patch.object(_sender, "secrets", mock.Mock(token_bytes=lambda _: NONCE)):
         ends_typed("sender's refit", job.refit, seen)
 
 

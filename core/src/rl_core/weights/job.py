@@ -37,17 +37,6 @@ _FAILED_THERE = "the refit failed on its other side, or was cancelled"
 
 S = TypeVar("S", bound=Session)
 J = TypeVar("J", bound="Job[Any]")
-K = TypeVar("K")
-V = TypeVar("V")
-
-
-def keep_two(kept: dict[K, V], key: K, value: V) -> V:
-    """Puts ``value`` last, and drops all but the last two: refits mostly repeat one of these."""
-    kept.pop(key, None)
-    kept[key] = value
-    for oldest in list(kept)[:-2]:
-        del kept[oldest]
-    return value
 
 
 class Endpoint(ABC, Generic[J]):

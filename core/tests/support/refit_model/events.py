@@ -163,10 +163,10 @@ def take(world: World, choice: str) -> None:
         case [_, "goes", "on"]:
             pass
         case [party, "reads", key]:
-            world.trainer_of(party).sender.end("ipc").chosen = key
+            world.trainer_of(party).sender.connection("ipc").end.chosen = key
         case [party, "sees", "that", key, "is", "gone"]:
             world.connections[key].reported = True
-            world.trainer_of(party).sender.end("ipc").gone.append(key)
+            world.trainer_of(party).sender.connection("ipc").end.gone.append(key)
         case ["ask", party]:
             world.ask(party)
         case ["ask", party, "and", "play", key]:
@@ -206,7 +206,7 @@ def take(world: World, choice: str) -> None:
             _happens(world, f"lose {party}")
             trainer = world.trainer_of(party)
             trainer.lost_rank = True
-            trainer.sender.end("ipc").gone.append("rank 1")
+            trainer.sender.connection("ipc").end.gone.append("rank 1")
             world.interrupted = task
         case ["drop", party]:
             _happens(world, f"drop {party}")

@@ -20,12 +20,11 @@ from rl_core.weights.protocol.frames import Channel
 from rl_core.weights.protocol.receiver_session import ReceiverSession
 from rl_core.weights.protocol.sender_session import SenderSession, _Peer
 from rl_core.weights.protocol.session import Phase, Publish, Send
-from rl_core.weights.receiving import receive_job as _receive_job
+from rl_core.weights.receiving import receiver as _receiver
 from rl_core.weights.receiving.loading import ReceiverBuckets, _Step
-from rl_core.weights.receiving.receiver import RefitReceiver
+from rl_core.weights.receiving.receiver import ReceiveJob, RefitReceiver
 from rl_core.weights.receiving.staging import StagedSink
-from rl_core.weights.sending.send_job import SendJob
-from rl_core.weights.sending.sender import RefitSender
+from rl_core.weights.sending.sender import RefitSender, SendJob
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -56,7 +55,7 @@ class _LastComesFirst(deque[int]):
 
 @contextmanager
 def _torn_as_before() -> Generator[None]:
-    attach, release = _receive_job.ReceiveJob._attach, _receive_job.ReceiveJob._release
+    attach, release = ReceiveJob._attach, ReceiveJob._release
 
     def attaches(self: Any, *given: Any) -> str:
         self.torn_before = self.endpoint.torn
@@ -68,7 +67,7 @@ def _torn_as_before() -> Generator[None]:
         if staged:
             self.endpoint.torn = self.torn_before
 
-    with patch.multiple(_receive_job.ReceiveJob, _attach=attaches, _release=releases):
+    with patch.multiple(ReceiveJob, _attach=attaches, _release=releases):
         yield
 
 
@@ -209,7 +208,7 @@ MUTANTS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], str]] = {
         "DROPPED_DELTA",
     ),
     "a staged refit writes what is known before it commits": (
-        partial(patch.object, _receive_job, "dict", lambda known: known, create=True),
+        partial(patch.object, _receiver, "dict", lambda known: known, create=True),
         "STAGED_CRASH",
     ),
     "no nonce binds an offer": (_no_nonce, "REPLAYED"),
@@ -264,7 +263,7 @@ MUTANTS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], str]] = {
         "TWO_ENGINES_CRASH",
     ),
     "an engine that is written to is not torn": (
-        _with(_receive_job.ReceiveJob, _mark_torn=lambda self: self.session.mark_torn()),
+        _with(ReceiveJob, _mark_torn=lambda self: self.session.mark_torn()),
         "TWO_ENGINES_CRASH",
     ),
     "a dead engine is not noticed": (
@@ -282,7 +281,7 @@ MUTANTS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], str]] = {
         "TWO_AND_CRASH",
     ),
     "weights are exchanged while readers decode": (
-        _with(_receive_job.ReceiveJob, _quiesce=lambda self: True),
+        _with(ReceiveJob, _quiesce=lambda self: True),
         "READERS_STAGED",
     ),
     "of two trainers' refits a reader sees both": (

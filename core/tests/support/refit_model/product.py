@@ -19,7 +19,7 @@ from rl_core.weights import driver as _driver
 from rl_core.weights import job as _job
 from rl_core.weights.data.digests import Hasher
 from rl_core.weights.protocol.frames import Channel
-from rl_core.weights.sending import send_job as _send_job
+from rl_core.weights.sending import sender as _sender
 from rl_core.weights.sending import sender as sender_module
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def product_in_hand() -> ExitStack:
     # Whether to look is asked of this clock, which always says yes.
     enter(_job, "time", types.SimpleNamespace(monotonic=lambda: float(next(ticks))))
     # They divide by seconds, of which none pass here.
-    enter(_send_job.SendJob, "_report", lambda *given: types.SimpleNamespace(as_dict=dict))
+    enter(_sender.SendJob, "_report", lambda *given: types.SimpleNamespace(as_dict=dict))
     report = types.SimpleNamespace(as_dict=dict, taken_over=[])
     enter(_driver, "RefitReport", types.SimpleNamespace(of=lambda *given: report))
     enter(sender_module, "_meeting_point", dict)

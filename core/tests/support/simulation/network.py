@@ -21,7 +21,7 @@ from rl_core.weights.job import Runtime
 from rl_core.weights.protocol import frames
 from rl_core.weights.protocol.messages import Hello, Sealed
 from rl_core.weights.protocol.session import Phase
-from rl_core.weights.receiving import receive_job as _receive_job
+from rl_core.weights.receiving import receiver as _receiver
 from simulation.parties import (
     DEADLINE_S,
     SPECS,
@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 
     from rl_core.weights.job import Job
     from rl_core.weights.options import SendOptions
-    from rl_core.weights.receiving.receive_job import ReceiveJob
-    from rl_core.weights.sending.send_job import SendJob
+    from rl_core.weights.receiving.receiver import ReceiveJob
+    from rl_core.weights.sending.sender import SendJob
 
 #: Seconds that a thread may take to get somewhere; none does, unless a test fails.
 _PATIENCE_S = 60
@@ -174,7 +174,7 @@ class Network:
 
         plain = frames.Channel.encode
         self._patches.enter_context(patch.object(frames.Channel, "encode", encode))
-        self._patches.enter_context(patch.object(_receive_job, "write_hello", write_hello))
+        self._patches.enter_context(patch.object(_receiver, "write_hello", write_hello))
 
     def _draw(self) -> None:
         """Makes what is random elsewhere the same in every run."""

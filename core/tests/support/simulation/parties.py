@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from rl_core.weights.job import Runtime
-    from rl_core.weights.receiving.receive_job import ReceiveJob
-    from rl_core.weights.sending.send_job import SendJob
+    from rl_core.weights.receiving.receiver import ReceiveJob
+    from rl_core.weights.sending.sender import SendJob
     from simulation.wire import EngineEnd, TrainerEnd
 
 DEADLINE_S = 60.0

@@ -349,7 +349,7 @@ def test_a_transport_of_another_distribution_is_used(install: Install, pair):
     source = "from rl_core.weights.transports.ipc import IPC as PIGEON\n"
     install("rl-pigeon", {TRANSPORTS: {"pigeon": "pigeon:PIGEON"}}, {"pigeon": source})
     trainer, engine = pair
-    trainer.sender.end("pigeon")
+    trainer.sender.connection("pigeon")
     engine.prepare_refit_info(trainer.prepare_refit_info())
     sending = trainer.sender.send(transport="pigeon", bucket_bytes=BUCKET, deadline_s=SOON)
     engine.receiver.receive(transport="pigeon", deadline_s=SOON).result(SOON)

@@ -237,7 +237,7 @@ def test_a_closed_endpoint_refuses_and_closes_twice(pair):
 def test_a_frame_that_was_damaged_ends_the_refit_of_its_sender_alone(pair):
     trainer, engine = pair
     engine.prepare_refit_info(trainer.prepare_refit_info())
-    end = engine.receiver.end("ipc", engine.receiver._trainer)
+    end = engine.receiver.connection("ipc", engine.receiver._trainer).end
     send = end.send
     end.send = lambda frame: send(frame[:-1] + bytes([frame[-1] ^ 1]))
     sending = trainer.sender.send(deadline_s=SOON)

@@ -223,10 +223,10 @@ def test_a_sink_is_given_the_bytes_that_were_verified(keep, mode, isolation):
     expected = {name: tensor.clone() for name, tensor in tensors.items()}
 
     def write(name: str, offset: int, data: torch.Tensor, **kwargs: Any) -> None:
-        for lane in trainer.sender._lanes.values():
+        for lane in trainer.sender.connections["ipc"].lanes.values():
             lane.data ^= 85  # a sender that gave up uses it for something else
         honest(name, offset, data, **kwargs)
-        for lane in trainer.sender._lanes.values():
+        for lane in trainer.sender.connections["ipc"].lanes.values():
             lane.data ^= 85
 
     honest, engine.sink.write = engine.sink.write, write
@@ -247,7 +247,7 @@ def test_an_engine_is_torn_only_if_something_was_written(keep, mode, kind, first
     before = engine.snapshot()
     for tensor in tensors.values():
         tensor.add_(1)
-    [lane] = trainer.sender._lanes.values()
+    [lane] = trainer.sender.connections["ipc"].lanes.values()
     publish, wrong = lane.publish, []
 
     def damage(start: int, stop: int) -> None:
@@ -277,7 +277,7 @@ def test_the_tensor_that_is_wrong_is_named_among_those_that_are_verified_togethe
     engine = keep(Engine(blank(tensors), kind=InPlaceSink))
     options = {"bucket_bytes": 1 << 20, "mode": "packed"}
     go(trainer, engine, **options)
-    [lane] = trainer.sender._lanes.values()
+    [lane] = trainer.sender.connections["ipc"].lanes.values()
     publish = lane.publish
 
     def damage(start: int, stop: int) -> None:

@@ -36,7 +36,7 @@ from rl_core.errors import (
 from rl_core.futures import spawn, wait
 from rl_core.weights.protocol import handshake as _introduction
 from rl_core.weights.protocol.messages import PROTOCOL
-from rl_core.weights.sending import send_job as _send_job
+from rl_core.weights.sending import sender as _sender
 
 if TYPE_CHECKING:
     from rl_core.weights import RefitReport
@@ -122,14 +122,14 @@ def test_weights_that_are_dropped_while_the_trainer_dies_stay_torn(both):
 def test_a_version_names_one_refit_also_while_the_report_is_written(both, monkeypatch):
     trainer, engine = both
     reporting, go_on = threading.Event(), threading.Event()
-    report = _send_job.RefitReport
+    report = _sender.RefitReport
 
     def slow(**figures: Any) -> RefitReport:
         reporting.set()
         assert go_on.wait(SOON)
         return report(**figures)
 
-    monkeypatch.setattr(_send_job, "RefitReport", slow)
+    monkeypatch.setattr(_sender, "RefitReport", slow)
     sending_, receiving = begin(trainer, engine)
     assert receiving.result(SOON)["version"] == 1
     assert reporting.wait(SOON)
@@ -143,7 +143,7 @@ def test_a_version_names_one_refit_also_while_the_report_is_written(both, monkey
 
 def test_a_report_that_fails_leaves_both_sides_at_one_version(both, monkeypatch):
     trainer, engine = both
-    monkeypatch.setattr(_send_job, "RefitReport", lambda **figures: 1 / 0)
+    monkeypatch.setattr(_sender, "RefitReport", lambda **figures: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         go(trainer, engine)
     assert trainer.sender.version == engine.receiver.version == 1
@@ -165,7 +165,7 @@ def test_other_weights_of_a_committed_version_leave_an_engine_that_serves_as_it_
 def test_what_a_transport_raises_ends_the_refit_on_both_sides(both):
     trainer, engine = both
     engine.prepare_refit_info(trainer.prepare_refit_info())
-    end = trainer.sender.end("ipc")
+    end = trainer.sender.connection("ipc").end
     receive = end.receive
 
     def broken(timeout_s: float) -> Any:
@@ -514,7 +514,7 @@ def test_the_memory_of_a_trainer_that_is_gone_is_let_go(keep, how):
     first = Trainer(make_persistent(), at_home=True)
     engine = keep(Engine(blank(first.source.tensor), kind=InPlaceSink))
     assert go(first, engine).mode == "direct"
-    [lane] = engine.receiver._lanes.values()
+    [lane] = engine.receiver.connections["ipc"].lanes.values()
     mapped = weakref.ref(lane.data)
     del lane
     first.close()
@@ -526,4 +526,4 @@ def test_the_memory_of_a_trainer_that_is_gone_is_let_go(keep, how):
         engine.prepare_refit_info(other.prepare_refit_info())
     gc.collect()
     assert mapped() is None
-    assert engine.receiver._lanes == {}
+    assert engine.receiver.connections["ipc"].lanes == {}

@@ -153,7 +153,7 @@ def test_memory_is_given_back_after_a_failure(monkeypatch, trainer, engine):
 
     engine.sink.on["finish"] = refuse
     fails(trainer, engine)
-    assert engine.idle().receiver._lanes == {}
+    assert engine.idle().receiver.connections["ipc"].lanes == {}
 
 
 def test_scales_for_an_engine_without_are_refused_before_anything_is_written(trainer, engine):

@@ -24,8 +24,8 @@ from simple_pair import (
 
 from rl_core.errors import DeadlineError, RefitAborted, RefitError, RefitPeerError
 from rl_core.futures import spawn, wait
-from rl_core.weights.receiving import receive_job as _receive_job
-from rl_core.weights.receiving.receive_job import ReceiveJob
+from rl_core.weights.receiving import receiver as _receiver
+from rl_core.weights.receiving.receiver import ReceiveJob
 
 
 class Gate:
@@ -304,7 +304,7 @@ def test_a_refit_runs_on_the_gpu_of_the_tensors(pair, monkeypatch):
             pass
 
     monkeypatch.setattr(torch.cuda, "device", Device)
-    monkeypatch.setattr(_receive_job, "visible_gpus", lambda device: ())
+    monkeypatch.setattr(_receiver, "visible_gpus", lambda device: ())
     trainer.source.device = engine.sink.device = "cuda:1"  # there is none
     fails(trainer, engine)
     where = torch.device("cuda:1")

@@ -145,7 +145,7 @@ class Recorder:
 
     def __init__(self, engine: EngineParty) -> None:
         self.frames: list[bytes] = []
-        end = engine.endpoint.end("ipc", engine.endpoint._trainer)
+        end = engine.endpoint.connection("ipc", engine.endpoint._trainer).end
         self._send = end.send
         end.send = self._keep
 
@@ -172,7 +172,7 @@ class Tape:
 
     def __init__(self, trainer: TrainerParty) -> None:
         self.frames: list[bytes] = []
-        end = trainer.endpoint.end("ipc")
+        end = trainer.endpoint.connection("ipc").end
         self._send = end.send
         end.send = self._keep
 
@@ -223,7 +223,7 @@ def test_frames_of_an_earlier_refit_that_come_during_another_do_no_harm(pair):
 
 def test_a_frame_with_a_flipped_bit_ends_the_refit_of_who_sent_it(pair):
     trainer, engine = pair
-    end = engine.endpoint.end("ipc", engine.endpoint._trainer)
+    end = engine.endpoint.connection("ipc", engine.endpoint._trainer).end
     send, said = end.send, []
 
     def flip(frame: bytes) -> None:

@@ -15,6 +15,7 @@ from simple_pair import DictSource
 
 from rl_core.errors import ConfigError
 from rl_core.interfaces import TensorSpec
+from rl_core.weights.connections import Connection
 from rl_core.weights.data.digests import (
     BLOCK,
     BlockHash,
@@ -215,14 +216,17 @@ def test_a_sender_that_remembers_never_gives_another_plan(asked):
         manifest(replace(W, name="a", dtype="int32"), *specs[1:]),
     ]
     end, sender = IPC.sender(), RefitSender(lambda: DictSource({}), name="trainer")
+    line = Connection(end)
     where = {"block_hash": HASH, "device": CPU, "receivers": []}
     with closing(end), closing(sender):
         for which, bucket_bytes, direct, skip in asked:
             mode, way = DIRECT if direct else PACKED, {"skip": skip}
-            buckets = sender.buckets(end, models[which], bucket_bytes, mode, **way, **where)
+            buckets = sender.buckets(line, models[which], bucket_bytes, mode, **way, **where)
             fresh = make_plan(models[which], bucket_bytes, mode, **way)
             assert (buckets.plan, buckets.plan.digest) == (fresh, fresh.digest)
-            assert sender.buckets(end, models[which], bucket_bytes, mode, **way, **where) is buckets
+            assert (
+                sender.buckets(line, models[which], bucket_bytes, mode, **way, **where) is buckets
+            )
 
 
 @pytest.mark.parametrize(

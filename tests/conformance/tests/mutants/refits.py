@@ -14,7 +14,7 @@ from rl_conformance.reference.generation import ReferenceGeneration, ScaledSink
 from rl_conformance.reference.policy import ReferencePolicy
 from rl_core.weights.data.digests import DIGEST_BYTES
 from rl_core.weights.receiving.loading import Loader
-from rl_core.weights.receiving.receive_job import ReceiveJob
+from rl_core.weights.receiving.receiver import ReceiveJob
 from rl_core.weights.tensors import NamedTensorSource
 from rl_core.weights.transports.memory import SharedRegion
 

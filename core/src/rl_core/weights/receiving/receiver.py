@@ -2,36 +2,65 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import os
+import secrets
+import time
+from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rl_core.errors import LifecycleError, WeightsTornError
-from rl_core.weights.data.manifest import compare
-from rl_core.weights.engine_lock import exclusively
-from rl_core.weights.job import keep_two
+from rl_core.errors import (
+    CapabilityError,
+    LifecycleError,
+    RefitAborted,
+    RefitCorrupted,
+    RefitError,
+    RefitProtocolError,
+    WeightsTornError,
+)
+from rl_core.interfaces.weights import WeightSink
+from rl_core.weights.connections import Connection, Connections, keep_two
+from rl_core.weights.data.digests import BlockHash, DigestTable
+from rl_core.weights.data.manifest import WeightManifest, compare
+from rl_core.weights.data.plan import DataMode, make_plan
+from rl_core.weights.engine_lock import EngineLock, exclusively
+from rl_core.weights.job import Endpoint, Job
 from rl_core.weights.options import DEFAULT_DEADLINE_S, check_deadline
+from rl_core.weights.protocol.frames import Channel, write_hello
 from rl_core.weights.protocol.handshake import trainer_of
-from rl_core.weights.receiving.receive_job import ReceiveJob
-from rl_core.weights.receiving.receiver_base import ReceiverBase
+from rl_core.weights.protocol.messages import Hello
+from rl_core.weights.protocol.receiver_session import ReceiverSession
+from rl_core.weights.protocol.session import Attach, Effect, Install, Load, Phase, Publish, Send
+from rl_core.weights.protocol.timing import TICK_S
+from rl_core.weights.receiving.loading import Loader, ReceiverBuckets, settle
+from rl_core.weights.receiving.staging import StagedSink
+from rl_core.weights.transports.base import CPU, NoLane, ReceiverEnd
+from rl_core.weights.transports.cuda import visible_gpus
 
 if TYPE_CHECKING:
-    import concurrent.futures
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
-    from rl_core.interfaces.weights import WeightSink
+    from rl_core.weights.data.plan import TransferPlan
     from rl_core.weights.engine_lock import Lock
     from rl_core.weights.job import Runtime
     from rl_core.weights.protocol.handshake import SenderInfo
+    from rl_core.weights.protocol.messages import Offer, Prepare
+    from rl_core.weights.transports.base import Lane
 
-__all__ = ["RefitReceiver"]
+__all__ = ["ReceiveJob", "RefitReceiver"]
 
 #: Seconds between looks at whether the trainer still has the memory that is mapped here.
 _LOOK_S = 5.0
+#: Seconds between two looks at a lane until its bytes arrive.
+_PAUSE_S = 0.0002
+#: Seconds in which a sender that closed its memory is heard, because it may have given up.
+_LAST_WORD_S = 0.5
 
 
-class RefitReceiver(ReceiverBase[ReceiveJob]):
+class RefitReceiver(Endpoint["ReceiveJob"]):
     """Takes weights into an engine; one for the engine's whole life.
 
     Args:
@@ -41,6 +70,18 @@ class RefitReceiver(ReceiverBase[ReceiveJob]):
         lock: Held while the engine generates, and by a refit while it writes.
         on_commit: Called with the new version before it serves; drops caches.
         runtime: What its refits take from outside, such as their clock.
+
+    Attributes:
+        id: Tells this receiver from all others.
+        version: Last committed version, 0 at first.
+        origin: Identifies the trainer of that version; 0 at first.
+        torn: True while the weights are neither old nor new.
+        outside_changes: How often something besides refits changed the weights. A refit in which
+            that happens cannot commit, and takes nothing of it back.
+        known: Digests, by name, of the tensors that the engine is known to have.
+        device: Where the engine's tensors were when it was prepared.
+        second_copy: Memory of staged refits, kept between them.
+        connections: Those of each transport that was used.
     """
 
     def __init__(
@@ -52,7 +93,20 @@ class RefitReceiver(ReceiverBase[ReceiveJob]):
         on_commit: Callable[[int], None] | None = None,
         runtime: Runtime | None = None,
     ) -> None:
-        super().__init__(name, sink, lock, on_commit, runtime)
+        super().__init__(name, runtime)
+        self.id = secrets.token_hex(16)
+        self.lock = lock
+        self.version = self.origin = 0
+        self.torn = False
+        self.outside_changes = 0
+        self.known: dict[str, bytes] = {}
+        self.device = CPU
+        self.second_copy: dict[str, torch.Tensor] = {}
+        self.connections: Connections[ReceiverEnd, ReceiverBuckets] = Connections()
+        self._new_sink = sink
+        self._on_commit = on_commit
+        self._prepared: tuple[str, int, WeightSink] | None = None  # refit, changes, its sink
+        self._expected: WeightManifest | None = None
         self._trainer: SenderInfo | None = None
         self._trainers: dict[str, SenderInfo] = {}  # of the last refits that it was prepared for
         self._looked = 0.0
@@ -72,9 +126,9 @@ class RefitReceiver(ReceiverBase[ReceiveJob]):
             if idle and (now := self.runtime.clock()) >= self._looked + _LOOK_S:
                 self._looked = now
                 # A trainer that has ended: its own memory may be its whole model.
-                direct = self._direct_lanes().items()
-                if left := [key for key, lane in direct if lane.sender_gone()]:
-                    self._close_lanes(left)
+                if self.connections.close_lanes(
+                    lambda mode, lane: mode is DataMode.DIRECT and lane.sender_gone()
+                ):
                     self.remove_leftovers(self._trainer)
         if self.torn:
             raise WeightsTornError(
@@ -84,28 +138,39 @@ class RefitReceiver(ReceiverBase[ReceiveJob]):
                 version=self.version,
             )
 
+    def forget(self) -> None:
+        """The engine's weights were changed by something else: a delta must not rely on them."""
+        self.outside_changes += 1
+        self.known = {}
+
     def dropped(self) -> None:
         """The engine dropped its weights: it is torn until a full refit commits."""
         self.torn = True
         self.forget()
 
-    def release_weights(self) -> None:
-        """Drops what refits keep of the engine's tensors, so that their memory can be freed.
+    def check_unchanged(self, since: int) -> None:
+        """Raises unless refits alone have changed the weights.
 
-        A refit that is under way ends: the tensors that it knows may not be the engine's any more.
-        Its thread goes on with the dicts that it has, and what they hold is dropped with it.
+        Args:
+            since: What :attr:`outside_changes` was.
+
+        Raises:
+            RefitAborted: Something else has.
         """
-        self.outside_changes += 1
-        self._prepared = None
-        self.buckets = {}
-        self.second_copy = {}
+        if self.outside_changes != since:
+            raise RefitAborted(
+                f"{self.name}: the engine's weights were dropped or changed by something else "
+                "during the refit",
+                fix="refit again; the engine must stay as it is while a refit is under way",
+            )
 
-    def release_resources(self) -> None:
-        """Closes everything. Idempotent."""
-        self.release_weights()
-        self.remove_leftovers(self._trainer)
-        for transport in list(self.ends):
-            self.disconnect(transport)
+    def publish(self, version: int, origin: int) -> None:
+        """The weights are whole, and of this version of that trainer."""
+        if self._on_commit is not None:
+            self.torn = True  # until the caches of the old weights are dropped
+            self._on_commit(version)
+        self.version, self.origin = version, origin
+        self.torn = False
 
     # -- refits -----------------------------------------------------------------------------------
 
@@ -118,7 +183,7 @@ class RefitReceiver(ReceiverBase[ReceiveJob]):
         """
         self.check_open()
         changes = self.outside_changes
-        sink = self.new_sink()
+        sink = self._new_sink()
         match = partial(compare, expected=self.manifest_of(sink), casts=sink.casts)
         trainer = trainer_of(info, match, self._trainer)
         self.device = torch.device(sink.device)
@@ -132,9 +197,9 @@ class RefitReceiver(ReceiverBase[ReceiveJob]):
             # The earlier trainer may have died after its last refit, so that nobody cleaned up.
             self.remove_leftovers(before)
             with self.between_refits() as idle:  # what a running refit uses, the next replaces
-                for transport, (address, _) in list(self.ends.items()):
-                    if idle and address == before.addresses.get(transport):
-                        self.disconnect(transport)
+                for transport, kept in list(self.connections.items()):
+                    if idle and kept.address == before.addresses.get(transport):
+                        self.connections.close(transport)
         self._earlier = self._last_waiting()
 
     def open(
@@ -151,8 +216,8 @@ class RefitReceiver(ReceiverBase[ReceiveJob]):
                 job.supersede(f"the transport {transport} is opened anew")
         check_deadline(deadline_s)
         with exclusively(self.turn, deadline_s, f"{self.name}: a running refit"):
-            end = self._connect(transport, address, options)
-        return self.meeting(end, deadline_s)
+            connection = self._connect(transport, address, options)
+        return self.find_sender(connection, deadline_s)
 
     def receive(
         self,
@@ -190,8 +255,8 @@ class RefitReceiver(ReceiverBase[ReceiveJob]):
             try:
                 trainer.address_of(transport, self.name)
             except LifecycleError as error:
-                if transport in self.ends:  # the sender may wait for us there
-                    self.ends[transport][1].refuse(str(error))
+                if transport in self.connections:  # the sender may wait for us there
+                    self.connections[transport].end.refuse(str(error))
                 raise
             job = ReceiveJob(self, transport, trainer, deadline_s, refit_id, lock)
             if refit_id:
@@ -216,3 +281,413 @@ class RefitReceiver(ReceiverBase[ReceiveJob]):
 
     def _last_waiting(self) -> ReceiveJob | None:
         return next((job for job in reversed(self.waiting()) if not job.cancelled), None)
+
+    # -- what is kept -----------------------------------------------------------------------------
+
+    def sink_for(self, refit_id: str) -> WeightSink:
+        """The sink that was compared with the trainer of a refit, or a new one."""
+        prepared, self._prepared = self._prepared, None
+        if prepared is not None and prepared[:2] == (refit_id, self.outside_changes):
+            return prepared[2]
+        return self._new_sink()
+
+    def manifest_of(self, sink: WeightSink) -> WeightManifest:
+        """The sink's manifest; the one of the last refit if nothing changed."""
+        self._expected = WeightManifest.of(sink.specs(), self._expected)
+        return self._expected
+
+    def connection(self, transport: str, trainer: SenderInfo) -> Connection[ReceiverEnd]:
+        """This side of a transport; it takes the place of one to another sender.
+
+        Raises:
+            LifecycleError: The trainer does not offer it.
+        """
+        address = trainer.address_of(transport, self.name)
+        kept = self.connections.get(transport)
+        if kept is not None and kept.address.items() <= address.items():
+            kept.address = address  # it may have been opened with less
+            return kept
+        return self._connect(transport, address, {})
+
+    def _connect(
+        self, transport: str, address: Mapping[str, Any], options: Mapping[str, Any]
+    ) -> Connection[ReceiverEnd]:
+        """A new connection in the place of the one that there may be."""
+        self.connections.close(transport)
+        end = self.runtime.transport(transport).receiver(address, **options)
+        made = self.connections[transport] = Connection(end, address)
+        return made
+
+    def find_sender(
+        self, connection: Connection[ReceiverEnd], deadline_s: float
+    ) -> concurrent.futures.Future[None]:
+        """A future that is done when the sender is found; what failed before is tried again."""
+        found = connection.found
+        if found is None or (found.done() and found.exception() is not None):
+            end = connection.end
+            found = self.runtime.spawn(self.name, lambda: end.rendezvous(deadline_s))
+            connection.found = found
+        return found
+
+    def remove_leftovers(self, trainer: SenderInfo | None) -> None:
+        """Removes what a trainer that was killed left behind on transports not used here."""
+        for transport, address in trainer.addresses.items() if trainer else ():
+            kept = self.connections.get(transport)
+            if kept is None or kept.address != address:
+                self.runtime.transport(transport).remove_leftovers(address)
+
+    def lane(
+        self,
+        connection: Connection[ReceiverEnd],
+        plan: TransferPlan,
+        ref: Mapping[str, Any],
+        device: torch.device,
+    ) -> Lane:
+        """This side of the lane that a plan is for; attached once for as long as it stays the same.
+
+        Raises:
+            RefitProtocolError: It is not there, or too small.
+        """
+        if not plan.buckets:
+            return NoLane()
+        lane = connection.lanes.get(plan.mode)
+        if lane is None or lane.ref != ref:
+            self.connections.close_lanes(lambda _, other: other is lane)
+            lane = connection.lanes[plan.mode] = connection.end.attach(ref, self.id, device)
+        if lane.data.numel() < plan.lane_bytes:
+            raise RefitProtocolError("the sender's memory is smaller than the plan needs")
+        return lane
+
+    def unmap_trainer_memory(self) -> None:
+        """Closes lanes in the trainer's own memory, if it could not be freed otherwise."""
+        self.connections.close_lanes(
+            lambda mode, lane: mode is DataMode.DIRECT and lane.unmap_after_each_refit
+        )
+
+    def release_weights(self) -> None:
+        """Drops what refits keep of the engine's tensors, so that their memory can be freed.
+
+        A refit that is under way ends: the tensors that it knows may not be the engine's any more.
+        Its thread goes on with the dicts that it has, and what they hold is dropped with it.
+        """
+        self.outside_changes += 1
+        self._prepared = None
+        self.connections.buckets = {}
+        self.second_copy = {}
+
+    def release_resources(self) -> None:
+        """Closes everything. Idempotent."""
+        self.release_weights()
+        self.remove_leftovers(self._trainer)
+        for transport in list(self.connections):
+            self.connections.close(transport)
+
+
+class ReceiveJob(Job[ReceiverSession]):
+    """One refit of a receiver.
+
+    Args:
+        endpoint: The receiver that performs it.
+        transport: Name of the transport that the sender uses.
+        trainer: Who sends, and what.
+        deadline_s: Seconds that it may take.
+        refit_id: As the sender's call has it; empty if that names none.
+        lock: Held while it writes; the endpoint's by default.
+
+    Attributes:
+        earlier: A refit that was waiting when this one was requested, and may take its place.
+        summary: What it did, once it is committed.
+    """
+
+    endpoint: RefitReceiver
+
+    def __init__(
+        self,
+        endpoint: RefitReceiver,
+        transport: str,
+        trainer: SenderInfo,
+        deadline_s: float,
+        refit_id: str,
+        lock: Lock | None = None,
+    ) -> None:
+        nonce = secrets.token_bytes(16)
+        session = ReceiverSession(
+            Hello(endpoint.id, endpoint.name, os.getpid(), nonce, refit_id),
+            manifest=trainer.manifest.digest,
+            dtypes=trainer.dtypes,
+            holds=self._holds,
+            gpus=visible_gpus(endpoint.device),
+            deadline_s=deadline_s,
+            clock=endpoint.runtime.clock,
+        )
+        super().__init__(session, endpoint, refit_id, endpoint.device)
+        self.transport = transport
+        self.trainer = trainer
+        self.earlier: ReceiveJob | None = None
+        self.summary: dict[str, Any] = {}
+        self._connection: Connection[ReceiverEnd]
+        self._end: ReceiverEnd
+        self._channel = Channel(trainer.token, nonce, "receiver")
+        self._loads: deque[Load] = deque()
+        self._plan: TransferPlan
+        self._lane: Lane | None = None
+        self._loader: Loader | None = None
+        self._sink: WeightSink | None = None
+        self._lock = lock or endpoint.lock
+        self._locked = False
+        self._tore = False
+        # The count of outside changes at the time of Ready, and at the time of Attach.
+        self._changes_when_told: int
+        self._changes: int
+
+    def refit(self) -> dict[str, Any]:  # noqa: D102
+        session, receiver = self.session, self.endpoint
+        earlier, self.earlier = self.earlier, None
+        if earlier is not None and earlier.session.phase is Phase.COMMITTED:
+            return earlier.summary  # the earlier call took the refit that this one was for
+        before = {"origin": receiver.origin, "version": receiver.version}
+        self._connection = receiver.connection(self.transport, self.trainer)
+        self._end = self._connection.end
+        try:
+            found = receiver.find_sender(self._connection, session.remaining_s)
+            while not found.done() and not self.given_up and session.remaining_s:
+                concurrent.futures.wait([found], TICK_S)
+            if not found.done():
+                self.look()
+            else:
+                found.result()
+                self._end.connect(self.trainer.addresses[self.transport])
+                self.perform(session.start())
+                self.endpoint.runtime.drive(self)
+        finally:
+            try:
+                self._release()
+            finally:
+                self._end.disconnect()
+        if session.error is not None:
+            receiver.connections.close_lanes(lambda _, lane: not lane.reusable_after_failure)
+            receiver.remove_leftovers(self.trainer)
+            raise session.error
+        self.summary = {
+            "version": receiver.version,
+            "origin": receiver.origin,
+            "replaced": before if before["origin"] not in (0, receiver.origin) else None,
+            "bytes": self._plan.nbytes,
+            "seconds": sum(session.phase_seconds.values()),
+            "name": receiver.name,
+        }
+        return self.summary
+
+    def release_resources(self) -> None:  # noqa: D102
+        self._lane = self._loader = self._sink = None
+        self._loads.clear()
+
+    # -- what arrives -----------------------------------------------------------------------------
+
+    def pump(self, timeout_s: float) -> None:
+        """Takes every message that is there, then loads one bucket.
+
+        What follows is thus on its way while a bucket is loaded, and the end of the refit is known
+        before another one is written.
+        """
+        frame = self._end.receive(0.0 if self._loads else timeout_s)
+        while frame is not None:
+            try:
+                effects = self.session.receive(self._channel.decode(frame))
+            except RefitProtocolError as error:
+                effects = self.session.fail(error)
+            self.perform(effects)
+            frame = None if self.session.phase.terminal else self._end.receive(0.0)
+        if not self._loads or self.session.phase.terminal:
+            return
+        load = self._loads[0]
+        assert self._lane is not None
+        assert self._loader is not None
+        self.session.at = self._plan.buckets[load.index].name
+        try:
+            if not self._lane.arrived():
+                time.sleep(_PAUSE_S)
+                return
+            self._loads.popleft()
+            self._loader.load(load.index, load.digests)
+            self._lane.release()
+        except BaseException as error:  # the session tells the sender, and ends with it
+            effects = self.session.fail(error)
+        else:
+            effects = self.session.loaded(load.index)
+        self.perform(effects)
+
+    def lost_peers(self) -> list[Effect]:  # noqa: D102
+        return self.session.lost("died or does not answer") if self._end.lost() else []
+
+    def do(self, effect: Effect) -> list[Effect]:  # noqa: D102
+        session = self.session
+        match effect:
+            case Send(Hello() as hello):
+                self._end.send(write_hello(hello, self.trainer.token))
+            case Send(message):
+                self._end.send(self._channel.encode(message))
+            case Attach(prepare, offer):
+                if offer.isolation != "staged" and not self._quiesce():
+                    return []
+                return session.attached(self._attach(prepare, offer))
+            case Load(index):
+                bucket = self._plan.buckets[index]
+                assert self._lane is not None
+                self._lane.expect(bucket.start, bucket.stop)
+                self._loads.append(effect)
+            case Install(offer, digest):
+                if self._locked or self._quiesce():
+                    self._install(offer, digest)
+                    return session.installed()
+            case Publish(version):
+                assert self._loader is not None
+                session.mark_torn()
+                self.endpoint.check_unchanged(self._changes)
+                self.endpoint.publish(version, self.trainer.origin)
+                self.endpoint.known = self._loader.table.known
+                self._sink = None  # what follows cannot take the weights back
+                # Before the Done: after it, the sender may free the memory at once.
+                self.endpoint.unmap_trainer_memory()
+                return session.published()
+        return []
+
+    # -- what is done with it ---------------------------------------------------------------------
+
+    def _quiesce(self) -> bool:
+        """Waits for the engine to stop generating; False if the session ended meanwhile."""
+        session, lock = self.session, self._lock
+        acquire = lock.acquire_keeping_place if isinstance(lock, EngineLock) else lock.acquire
+        session.held_up = "generation"
+        try:
+            while not acquire(timeout=TICK_S):
+                self.pump(0.0)
+                self.look()
+                if session.phase.terminal:
+                    return False
+            self._locked = True
+        finally:
+            session.held_up = ""
+            if isinstance(lock, EngineLock) and not self._locked:
+                lock.cancel_acquire()
+        return True
+
+    def _attach(self, prepare: Prepare, offer: Offer) -> int:
+        """Derives the plan, attaches to the lane and opens the sink; the plan's buckets."""
+        receiver, wire = self.endpoint, self.trainer.wire
+        skip, bucket_bytes = prepare.skip, prepare.bucket_bytes
+        if len(skip) not in (0, len(wire.owned)):
+            raise RefitProtocolError("the sender skips tensors of another model", phase="PREPARE")
+        block_hash = BlockHash.named(
+            prepare.hash, private=self._end.private, token=self.trainer.token
+        )
+        if offer.delta:  # the sender leaves out what Ready listed as held
+            receiver.check_unchanged(self._changes_when_told)
+        # Before the sink is made, which knows of these changes, or of later ones as well.
+        self._changes = receiver.outside_changes
+        kept, sink = receiver.connections.buckets, receiver.sink_for(self.refit_id)
+        expected = receiver.manifest_of(sink)
+        mode = DataMode.DIRECT if prepare.direct else DataMode.PACKED
+        key = (
+            wire.digest, expected.digest, bucket_bytes, mode, skip, block_hash, offer.isolation
+        )  # fmt: skip
+        buckets = kept.get(key)
+        if buckets is None:
+            plan = make_plan(wire, bucket_bytes, mode, skip=skip, block=block_hash.block)
+        else:
+            plan = buckets.plan
+        self._plan = plan
+        if plan.digest != prepare.plan:
+            raise RefitProtocolError("the two sides derive different plans", phase="PREPARE")
+        try:
+            self._lane = receiver.lane(
+                self._connection, plan, prepare.lane, torch.device(sink.device)
+            )
+        except RefitError:
+            self.pump(_LAST_WORD_S)  # a sender that gives up sends that before it closes its memory
+            raise
+        self._lane.ends = self.session.deadline
+        if buckets is None:
+            compare(wire, expected)
+        known, mark_torn = receiver.known, self._mark_torn
+        if offer.isolation == "staged":
+            sent = {wire.owned[index].name for index in plan.sent}
+            names = {spec.name for spec in expected.owned if wire.root(spec.name) in sent}
+            sink = StagedSink(sink, names, receiver.version, receiver.second_copy, self._mark_torn)
+            # A second copy may be written at any time, and is not what the engine has.
+            known, mark_torn = dict(known), lambda: None
+        if offer.kv_scales and isinstance(sink, StagedSink):
+            raise CapabilityError(
+                "key/value scales cannot be taken back, so they do not travel with a staged refit",
+                fix='use isolation="quiesced"',
+                capability="staged",
+            )
+        if offer.kv_scales and type(sink).scale_kv is WeightSink.scale_kv:
+            raise CapabilityError(
+                f"{type(sink).__name__} takes no key/value scales",
+                fix="refit without kv_scales, or implement WeightSink.scale_kv",
+                capability="kv_scales",
+            )
+        if offer.verify == "installed" and type(sink).read is WeightSink.read:
+            sink.read(())  # raises now, and not when all was written
+        sink.begin(offer.version)
+        self._sink = sink
+        if buckets is None or not buckets.fits(sink, self._lane.data):
+            buckets = ReceiverBuckets(sink, wire, expected, plan, self._lane.data, block_hash)
+        buckets.sink = sink
+        keep_two(kept, key, buckets)
+        self._loader = Loader(buckets, verify=offer.verify, known=known, mark_torn=mark_torn)
+        return len(plan.buckets)
+
+    def _install(self, offer: Offer, digest: str) -> None:
+        """Finishes the sink and verifies what is there."""
+        self.session.at = ""
+        assert self._sink is not None
+        assert self._loader is not None
+        self.endpoint.check_unchanged(self._changes)
+        try:
+            self._loader.check_sealed(digest)
+            if offer.kv_scales:
+                self._mark_torn()  # also where no tensor was sent
+                self._sink.scale_kv(offer.kv_scales)
+            self._sink.finish(offer.version)
+            settle(self._sink)
+            if offer.verify == "installed":
+                self._loader.check_installed()
+        except RefitCorrupted:
+            self.endpoint.known = {}  # other digests may be wrong as well
+            raise
+
+    def _holds(self) -> bytes:
+        """The digests of what the engine is known to have, in the trainer's order."""
+        self._changes_when_told = self.endpoint.outside_changes
+        return DigestTable(self.trainer.wire, self.endpoint.known).flat
+
+    def _mark_torn(self) -> None:
+        self.session.mark_torn()
+        if not self.endpoint.torn:
+            self.endpoint.torn = self._tore = True
+
+    def _release(self) -> None:
+        """Tells the sink of a failure, and lets the engine generate again if it may."""
+        try:
+            if self._sink is not None:
+                self._sink.fail()
+                settle(self._sink)
+                untouched = self._changes == self.endpoint.outside_changes
+                if isinstance(self._sink, StagedSink) and self._tore and untouched:
+                    self.endpoint.torn = False  # all is as it was
+        except Exception as error:
+            self.endpoint.forget()
+            raise WeightsTornError(
+                f"{self.endpoint.name}: the engine's sink raised when a refit failed: "
+                f"{type(error).__name__}: {error}",
+                fix="refit again",
+                phase=self.session.phase.value,
+            ) from error
+        finally:
+            try:
+                self.endpoint.unmap_trainer_memory()
+            finally:
+                if self._locked:
+                    self._lock.release()

@@ -56,6 +56,11 @@ class SenderBuckets:
             self._hashers[index] = Hasher(runs, self.block_hash, size)
         return self._hashers[index].digests()
 
+    def detach(self) -> None:
+        """Drops all views of the lane, so that its memory is unmapped."""
+        self._views.clear()
+        self._hashers.clear()
+
 
 class Packer:
     """Puts the buckets of one refit into its lane, in order.

@@ -8,29 +8,48 @@ import socket
 from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Any
 
-from rl_core.errors import RefitError
+import msgspec
+import torch
+
+from rl_core.errors import ConfigError, LifecycleError, RefitAborted, RefitError, RefitProtocolError
+from rl_core.plugins import hookspecs
 from rl_core.ports import free_port
+from rl_core.weights.connections import Connection, Connections, keep_two
+from rl_core.weights.data.digests import DIGEST_BYTES, BlockHash, DigestTable, TensorHasher
+from rl_core.weights.data.manifest import WeightManifest
+from rl_core.weights.data.plan import ALIGN, SLOTS, DataMode, make_plan
 from rl_core.weights.engine_lock import exclusively
+from rl_core.weights.job import Endpoint, Job
 from rl_core.weights.options import DEFAULT_DEADLINE_S, SendOptions
+from rl_core.weights.protocol.frames import Channel, origin_of, read_hello
 from rl_core.weights.protocol.handshake import introduction
-from rl_core.weights.protocol.session import Phase
-from rl_core.weights.sending.send_job import SendJob
-from rl_core.weights.sending.sender_base import SenderBase
+from rl_core.weights.protocol.messages import Offer, Prepare
+from rl_core.weights.protocol.sender_session import SenderSession
+from rl_core.weights.protocol.session import Confirm, Effect, MakePlan, Pack, Phase, Send
+from rl_core.weights.report import RefitReport
+from rl_core.weights.sending.packing import Packer, SenderBuckets, checked_tensors
 from rl_core.weights.sending.shared_tensors import SharedTensors
+from rl_core.weights.transports.base import NoLane, SenderEnd
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping, Sequence
 
     from rl_core.interfaces.weights import WeightSource
+    from rl_core.weights.data.plan import TransferPlan
     from rl_core.weights.job import Runtime
+    from rl_core.weights.protocol.messages import Ready
+    from rl_core.weights.transports.base import Lane
 
-__all__ = ["RefitSender"]
+__all__ = ["RefitSender", "SendJob"]
 
 #: The transport that every sender offers without an address from the user.
 _LOCAL = "ipc"
+#: Seconds between two events that tell of progress; short refits have none.
+_PROGRESS_S = 1.0
+_NO_LANE = NoLane()
 
 
-class RefitSender(SenderBase[SendJob]):
+class RefitSender(Endpoint["SendJob"]):
     """Sends a trainer's weights; one for the trainer's whole life.
 
     Sockets and buffers are made at the first use and kept. Refits run one after another; a
@@ -44,6 +63,13 @@ class RefitSender(SenderBase[SendJob]):
 
     Attributes:
         calls: How many refits were requested.
+        token: The secret that messages are authenticated with.
+        origin: Identifies this trainer, for as long as this object lives.
+        version: Last committed version, 0 at first.
+        committed: Digests of what was committed last, if it was hashed.
+        committed_hash: What they were made with.
+        moved: The tensors that engines read where they are.
+        connections: Those of each transport that was used.
     """
 
     def __init__(
@@ -51,8 +77,17 @@ class RefitSender(SenderBase[SendJob]):
     ) -> None:
         super().__init__(name, runtime)
         self.calls = 0
+        self.token = secrets.token_hex(32)
+        self.origin = origin_of(self.token)
+        self.version = 0
+        self.committed: DigestTable | None = None
+        self.committed_hash: BlockHash | None = None
+        self.moved = SharedTensors()
+        self.connections: Connections[SenderEnd, SenderBuckets] = Connections()
         self._source = source
         self._described: tuple[str, WeightSource] | None = None
+        self._manifest: WeightManifest | None = None
+        self._wire: WeightManifest | None = None
 
     # -- refits -----------------------------------------------------------------------------------
 
@@ -68,12 +103,12 @@ class RefitSender(SenderBase[SendJob]):
             self._described = refit_id, source
             manifest = self.manifest_of(source)
             with suppress(RefitError):  # who uses another transport does not need this one
-                self.end(_LOCAL)
+                self.connection(_LOCAL)
             return {
                 **introduction(manifest, self.token),
                 "refit_id": refit_id,
                 **_meeting_point(),
-                "addresses": {name: dict(end.address) for name, end in self.ends.items()},
+                "addresses": {name: dict(c.end.address) for name, c in self.connections.items()},
             }
 
     def names(self) -> list[str]:
@@ -95,8 +130,9 @@ class RefitSender(SenderBase[SendJob]):
             if job.options.transport == transport:
                 job.cancelled = f"the transport {transport} is opened anew"
         with exclusively(self.turn, deadline_s, f"{self.name}: a running refit"):
-            self.close_end(transport)
-            end = self.ends[transport] = self.runtime.transport(transport).sender(**options)
+            self.connections.close(transport)
+            end = self.runtime.transport(transport).sender(**options)
+            self.connections[transport] = Connection(end)
         return self.runtime.spawn(f"{transport}-{self.name}", lambda: end.rendezvous(deadline_s))
 
     def send(
@@ -119,7 +155,7 @@ class RefitSender(SenderBase[SendJob]):
             self.check_open()
             chosen = SendOptions.of(options)
             try:
-                end = self.end(chosen.transport)
+                connection = self.connection(chosen.transport)
             except RefitError as error:
                 failed: concurrent.futures.Future[dict[str, Any]] = concurrent.futures.Future()
                 failed.set_exception(error)
@@ -138,7 +174,7 @@ class RefitSender(SenderBase[SendJob]):
                 source = self._source()
             try:
                 call_id = rank_call_id or f"call {self.calls}"
-                job = SendJob(self, end, source, chosen, version, call_id)
+                job = SendJob(self, connection, source, chosen, version, call_id)
             except BaseException:
                 source.close()
                 raise
@@ -149,7 +185,97 @@ class RefitSender(SenderBase[SendJob]):
         if described is not None:
             described[1].close()
 
+    def connection(self, transport: str) -> Connection[SenderEnd]:
+        """This side of a transport.
+
+        Raises:
+            RefitError: It cannot be made, or the process has no room for connections. It is then
+                closed, so that none comes, unless a refit uses it.
+        """
+        if (kept := self.connections.get(transport)) is not None:
+            try:
+                kept.end.check_room()
+            except RefitError:
+                with self.between_refits() as idle:
+                    if idle:
+                        self.connections.close(transport)
+                raise
+            return kept
+        made = self.connections[transport] = Connection(self.runtime.transport(transport).sender())
+        return made
+
     # -- what is kept -----------------------------------------------------------------------------
+
+    def manifest_of(self, source: WeightSource) -> WeightManifest:
+        """The source's manifest; the one of the last refit if nothing changed."""
+        self._manifest = WeightManifest.of(source.specs(), self._manifest)
+        return self._manifest
+
+    def wire_of(self, manifest: WeightManifest, dtypes: Mapping[str, str]) -> WeightManifest:
+        """The manifest in the dtypes that travel; the one of the last refit if nothing changed."""
+        self._wire = manifest.cast(dtypes, self._wire)
+        return self._wire
+
+    def buckets(
+        self,
+        connection: Connection[SenderEnd],
+        wire: WeightManifest,
+        bucket_bytes: int,
+        mode: DataMode,
+        *,
+        skip: bytes,
+        block_hash: BlockHash,
+        device: torch.device,
+        receivers: Sequence[str],
+    ) -> SenderBuckets:
+        """The buckets of a refit, and memory for them: those of the last refits, where they fit.
+
+        Raises:
+            RefitError: There is not enough memory.
+        """
+        kept = self.connections.buckets
+        key = (connection, wire.digest, bucket_bytes, mode, skip, block_hash)
+        cached = kept.get(key)
+        plan = cached.plan if cached is not None else None
+        if plan is None:
+            plan = make_plan(wire, bucket_bytes, mode, skip=skip, block=block_hash.block)
+        lane = self._lane(connection, plan, device, receivers, bucket_bytes)
+        if cached is None or cached.lane is not lane:
+            cached = SenderBuckets(plan, lane, block_hash)
+        return keep_two(kept, key, cached)
+
+    def _lane(
+        self,
+        connection: Connection[SenderEnd],
+        plan: TransferPlan,
+        device: torch.device,
+        receivers: Sequence[str],
+        bucket_bytes: int,
+    ) -> Lane:
+        """The lane at hand if it fits, so that memory is touched once."""
+        if not plan.buckets:
+            return _NO_LANE
+        direct = plan.mode is DataMode.DIRECT
+        most = plan.lane_bytes if direct else max(plan.lane_bytes, SLOTS * bucket_bytes)
+        lane = connection.lanes.get(plan.mode)
+        if lane is not None:
+            fits = plan.lane_bytes <= lane.data.numel() <= most and lane.data.device == device
+            if fits and lane.serves(receivers):
+                return lane
+            self.connections.close_lanes(lambda _, other: other is lane)
+        lane = connection.end.lane(plan.lane_bytes, device, receivers, direct=direct)
+        connection.lanes[plan.mode] = lane
+        return lane
+
+    def drop_lanes_after_failure(self) -> None:
+        """Closes lanes that a receiver may still read which did not hear of the failure.
+
+        What is written next goes elsewhere. The trainer's own memory (``direct``) stays: it cannot
+        be taken from under the weights, and what is read there late is verified like all else.
+        """
+        self.connections.close_lanes(
+            lambda mode, lane: mode is not DataMode.DIRECT or not lane.reusable_after_failure
+        )
 
     def release_weights(self) -> None:
         """Closes the memory that engines read the trainer's tensors in.
@@ -163,13 +289,394 @@ class RefitSender(SenderBase[SendJob]):
         with exclusively(self.turn, DEFAULT_DEADLINE_S, f"{self.name}: a running refit"):
             self.drop_moved_tensors()
 
+    def drop_moved_tensors(self) -> None:
+        """As :meth:`release_weights`, for the refit that is running."""
+        self.moved = SharedTensors()
+        self.connections.close_lanes(lambda mode, _: mode is DataMode.DIRECT)
+
     def release_resources(self) -> None:  # noqa: D102
         self._drop_described()
         self.moved = SharedTensors()
-        self._close_lanes(list(self._lanes))
-        for end in self.ends.values():
-            end.close()
-        self.ends.clear()
+        for transport in list(self.connections):
+            self.connections.close(transport)
+
+
+class SendJob(Job[SenderSession]):
+    """One refit of a sender.
+
+    Args:
+        endpoint: The sender that performs it.
+        connection: The sender's side of the transport.
+        source: The tensors as they are now; closed once, here.
+        options: What was chosen for this refit.
+        version: The version that these weights become.
+        rank_call_id: What every rank of the trainer calls this refit.
+    """
+
+    endpoint: RefitSender
+
+    def __init__(
+        self,
+        endpoint: RefitSender,
+        connection: Connection[SenderEnd],
+        source: WeightSource,
+        options: SendOptions,
+        version: int,
+        rank_call_id: str = "",
+    ) -> None:
+        self.options = options
+        self.version = version
+        self._rank_call_id = rank_call_id
+        self._connection = connection
+        self._end = connection.end
+        self._source = source
+        self._manifest = endpoint.manifest_of(source)
+        offer = Offer(
+            secrets.token_hex(16),
+            endpoint.name,
+            version,
+            self._manifest.digest,
+            options.verify,
+            options.isolation,
+            options.delta,
+            dict(options.kv_scales),
+        )
+        session = SenderSession(
+            offer,
+            receivers=options.receivers,
+            deadline_s=options.deadline_s,
+            refit_id=options.refit_id,
+            is_over=endpoint.is_over,
+            is_queued=endpoint.is_queued,
+            clock=endpoint.runtime.clock,
+        )
+        super().__init__(session, endpoint, options.refit_id, torch.device(source.device))
+        self._channels: dict[str, Channel] = {}
+        self._unreachable: list[str] = []
+        self._table: DigestTable | None = None
+        self._packer: Packer | None = None
+        self._fallback: str | None = None
+        # What receivers want decides on these; they are set with the plan.
+        self._casts: int
+        self._wire: WeightManifest
+        self._device: torch.device
+        self._hash: BlockHash
+        self._reported_at = endpoint.runtime.clock()
+        self._closed = False
+        self._same = options.version == endpoint.version  # the weights of a committed version
+
+    def refit(self) -> dict[str, Any]:  # noqa: D102
+        sender, session = self.endpoint, self.session
+        try:
+            self._end.refused()  # earlier refusals are not about this refit
+            try:
+                try:
+                    self._check_version()
+                    self._source.open(self._rank_call_id, session.remaining_s)
+                except BaseException as error:
+                    self.perform(session.fail(error))
+                self.endpoint.runtime.drive(self)
+            finally:
+                committed = session.phase is Phase.COMMITTED
+                if not committed or session.error is not None:
+                    sender.drop_lanes_after_failure()
+            before, hashed, now = sender.committed, sender.committed_hash, self._table
+            if committed:  # whatever follows, this version is these weights and no others
+                sender.version, sender.committed = self.version, now
+                sender.committed_hash = self._hash
+            if session.error is not None:
+                raise session.error
+            unchanged = None
+            if before is not None and now is not None and hashed == self._hash:
+                unchanged = sum(before.known.get(n) == digest for n, digest in now.known.items())
+            return self._report(unchanged).as_dict()
+        finally:
+            self._close_source()  # before the refit after this one begins with its own
+
+    def release_resources(self) -> None:  # noqa: D102
+        self._close_source()
+        self._packer = self._table = None
+        self._channels.clear()
+
+    def pump(self, timeout_s: float) -> None:  # noqa: D102
+        unreachable, self._unreachable = self._unreachable, []
+        for key, frame in self._end.receive(0.0 if unreachable else timeout_s):
+            if self.given_up:
+                return  # a Hello that comes now means the next refit, and comes again
+            try:
+                effects = self._take(key, frame)
+            except RefitProtocolError as error:
+                effects = self.session.corrupted(key, error)
+            self.perform(effects)
+        for key in unreachable:  # a frame received just now may give the cause
+            self.perform(self.session.lost(key))
+
+    def _take(self, key: str, frame: bytes) -> list[Effect]:
+        channel = self._channels.get(key)
+        if (hello := read_hello(frame, self.endpoint.token)) is not None:
+            if channel is None:
+                self._channels[key] = Channel(self.endpoint.token, hello.nonce, "sender")
+            elif channel.nonce != hello.nonce:
+                raise RefitProtocolError("a second, different Hello on one connection")
+            return self.session.receive(key, hello)
+        if channel is None:
+            return []  # of a refit before this one
+        return self.session.receive(key, channel.decode(frame))
+
+    def lost_peers(self) -> list[Effect]:  # noqa: D102
+        if self.session.phase is Phase.DISCOVER and (why := self._end.refused()) is not None:
+            error = RefitAborted(f"DISCOVER: a receiver will not come: {why}", peer="a receiver")
+            return self.session.fail(error)
+        if self.session.phase is not Phase.COMMIT:  # in which nothing is read any more
+            self._source.check()
+        return [effect for key in self._end.departed() for effect in self.session.lost(key)]
+
+    def do(self, effect: Effect) -> list[Effect]:  # noqa: D102
+        match effect:
+            case Send(message, to):
+                keys = self.session.connections if to is None else [to]
+                for key in keys:  # one that has sent no Hello has no channel
+                    channel = self._channels.get(key) or Channel(self.endpoint.token, b"", "sender")
+                    if isinstance(message, Offer):
+                        message = msgspec.structs.replace(message, nonce=secrets.token_bytes(16))
+                    if not self._end.send(key, channel.encode(message)):
+                        self._unreachable.append(key)
+            case MakePlan(ready):
+                prepare = self._make_plan(ready)
+                plan = self._buckets.plan
+                return self.session.planned(prepare, len(plan.buckets), plan.window)
+            case Pack(index):
+                self.session.at = self._buckets.plan.buckets[index].name
+                assert self._packer is not None
+                now = self.endpoint.runtime.clock()
+                if now - self._reported_at > _PROGRESS_S:
+                    self._reported_at = now
+                    plan = self._buckets.plan
+                    count, nbytes = len(plan.buckets), plan.nbytes
+                    facts = {"buckets": count, "sent": index, "bytes": nbytes}
+                    hookspecs.emit("refit_progress", version=self.version, **facts)
+                return self.session.packed(index, self._packer.put(index))
+            case Confirm():
+                self.session.at = ""
+                self._source.confirm()  # what was sent is of one state
+                if self._same:
+                    self._check_same()
+                return self.session.confirmed("" if self._table is None else self._table.digest)
+        return []
+
+    # -- what is sent, and where it lies ----------------------------------------------------------
+
+    def _make_plan(self, ready: tuple[Ready, ...]) -> Prepare:
+        sender, options = self.endpoint, self.options
+        self._casts = len(ready[0].dtypes)
+        self._wire = sender.wire_of(self._manifest, ready[0].dtypes)
+        own = torch.empty(0, device=self._source.device).device  # by the name that tensors give it
+        if own.type == "cuda":
+            torch.cuda.synchronize(own)  # an optimizer may step on another stream
+        self._device = self._end.lane_device(own, [r.gpus for r in ready])
+        self._hash = BlockHash.choose(self._device, private=self._end.private, token=sender.token)
+        direct = self._move_tensors()
+        mode = DataMode.DIRECT if direct else DataMode.PACKED
+        skip = b""
+        if self._same or any(any(r.holds) for r in ready):  # some have tensors already
+            self._table = self._digests_now(mode)
+            if self._same:
+                self._check_same()  # before an engine, which may serve, is written to
+            now = self._table.flat
+            skip = bytes(
+                all(r.holds[i : i + DIGEST_BYTES] == now[i : i + DIGEST_BYTES] for r in ready)
+                for i in range(0, len(now), DIGEST_BYTES)
+            )
+        elif options.verify != "none":
+            self._table = DigestTable(self._wire)
+        buckets = self._make_buckets(mode, skip)
+        buckets.lane.ends = self.session.deadline
+        sent = [self._manifest.owned[index] for index in buckets.plan.sent]
+        given = None if direct else checked_tensors(self._source, sent)
+        self._packer = Packer(buckets, given, self._table)
+        return Prepare(
+            self.session.offer.session,
+            buckets.plan.digest,
+            self._bucket_bytes(mode),
+            direct,
+            skip,
+            dict(buckets.lane.ref),
+            self.session.remaining_s,
+            self._hash.kind,
+        )
+
+    def _bucket_bytes(self, mode: DataMode) -> int:
+        return self.options.bucket_for(self._device, mode)
+
+    def _make_buckets(self, mode: DataMode, skip: bytes = b"") -> SenderBuckets:
+        return self.endpoint.buckets(
+            self._connection,
+            self._wire,
+            self._bucket_bytes(mode),
+            mode,
+            skip=skip,
+            block_hash=self._hash,
+            device=self._device,
+            receivers=[hello.receiver for hello in self.session.peers.values()],
+        )
+
+    @property
+    def _buckets(self) -> SenderBuckets:
+        assert self._packer is not None, "there is a plan"
+        return self._packer.buckets
+
+    def _move_tensors(self) -> bool:
+        """Moves the source's tensors to memory that receivers read, if that is wanted and possible.
+
+        Raises:
+            ConfigError: It is not possible, and ``mode`` leaves no other way.
+            RefitError: There is no memory for that, and ``mode`` leaves no other way.
+        """
+        mode, moved = self.options.mode, self.endpoint.moved
+        if mode == "packed":
+            return False
+        tensors, reason = None, None
+        if not self._end.reads_memory:
+            reason = f"the transport {self.options.transport} does not share memory"
+        elif self._end.reason_not_shareable:
+            reason = self._end.reason_not_shareable
+        elif self._casts:
+            reason = f"the engine wants {self._casts} tensors in another dtype"
+        elif (tensors := self._source.persistent()) is None:
+            reason = "the source makes its tensors on the fly"
+        else:
+            reason = moved.reason_not_shareable(self._manifest, tensors, self._device)
+            if reason is None and mode == "auto":
+                reason = moved.no_memory_for(self._manifest)
+        if reason and mode == "direct":
+            raise ConfigError(
+                f"refit: mode='direct' is not possible: {reason}",
+                fix='use mode="auto" or mode="packed"',
+                key="mode",
+            )
+        if reason is None and tensors is not None:
+            try:
+                moved.move(self._make_buckets(DataMode.DIRECT).lane, self._wire, tensors)
+            except (RefitError, torch.OutOfMemoryError) as error:
+                cause = str(error).splitlines()[0]
+                reason = f"the tensors cannot be moved to memory that engines read: {cause}"
+                self.endpoint.drop_moved_tensors()
+                self.endpoint.moved.remember_no_memory(self._manifest, reason)
+                if mode == "direct":
+                    raise RefitError(
+                        f"refit: mode='direct' is not possible: {reason}",
+                        fix='use mode="auto" or mode="packed", or leave more memory free: that of '
+                        "one tensor on the CPU, that of all tensors on a GPU",
+                    ) from error
+        self._fallback = reason
+        return reason is None
+
+    def _digests_now(self, mode: DataMode) -> DigestTable:
+        """The digest of every tensor as it is now, in the dtype that travels."""
+        table = DigestTable(self._wire)
+        if mode is DataMode.DIRECT:
+            whole = self._make_buckets(mode)
+            for index, part in enumerate(whole.plan.buckets):
+                table.add(part, whole.digests(index), whole.plan.block_bytes)
+            return table
+        block = min(self._hash.block, self._bucket_bytes(mode) // ALIGN * ALIGN)
+        # Only tensors that stay can be hashed together on a device.
+        lasting = (self._source.persistent() or {}) if self._hash.kind == "fold" else {}
+        with closing(checked_tensors(self._source, self._manifest.owned)) as given:
+            named = ((self._wire.by_name[spec.name], tensor) for spec, tensor in given)
+            table.known.update(TensorHasher(self._hash, block).digests(named, lasting))
+        return table
+
+    # -- the end ----------------------------------------------------------------------------------
+
+    def _close_source(self) -> None:
+        """Closes it once.
+
+        Raises:
+            RefitError: It cannot be closed, which a refit that failed only notes.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            if self._packer is not None:
+                self._packer.close()
+            self._source.close()
+        except Exception as error:
+            text = f"the weight source could not be closed: {type(error).__name__}: {error}"
+            if self.session.error is None:
+                raise RefitError(
+                    f"{self.endpoint.name}: {text}", fix="look at WeightSource.close"
+                ) from error
+            self.session.error.add_note(text)
+
+    def _check_version(self) -> None:
+        """Decides whether the version is a committed one, for which the weights must be the same.
+
+        Raises:
+            LifecycleError: Another was committed since this refit was requested, or nothing
+                shows whether the weights are the same.
+        """
+        sender = self.endpoint
+        if self._same and sender.version != self.version:
+            raise LifecycleError(
+                f"{sender.name}: version {sender.version} was committed while version "
+                f"{self.version} waited to be sent again",
+                fix="refit again",
+                version=sender.version,
+            )
+        self._same = self.options.version == sender.version
+        if self._same and (sender.committed is None or self.options.verify == "none"):
+            raise LifecycleError(
+                f"{sender.name}: version {self.version} was committed already, and without hashes "
+                "nothing shows whether the weights are the same",
+                fix='refit with verify="wire", both times; or leave version out',
+                version=self.version,
+            )
+
+    def _check_same(self) -> None:
+        """Raises unless the weights are those that the other engines serve."""
+        before, hashed = self.endpoint.committed, self.endpoint.committed_hash
+        if hashed is not None and hashed != self._hash:
+            raise LifecycleError(
+                f"{self.endpoint.name}: version {self.version} was hashed with {hashed.kind}, and "
+                f"this refit hashes with {self._hash.kind}: nothing shows whether the weights "
+                "are the same",
+                fix="send it over the transport, and from the device, of the last refit of all",
+                version=self.version,
+            )
+        if before is None or self._table is None or before.digest != self._table.digest:
+            raise LifecycleError(
+                f"{self.endpoint.name}: the weights are no longer those of version "
+                f"{self.version}, which the other engines serve",
+                fix="let the engine take part in the next refit of all, or send this version "
+                "before training goes on, in the dtypes and with the bucket_bytes of the others",
+                version=self.version,
+            )
+
+    def _report(self, unchanged: int | None) -> RefitReport:
+        phases, plan, lane = self.session.phase_seconds, self._buckets.plan, self._buckets.lane
+        seconds = sum(phases.values())
+        return RefitReport(
+            version=self.version,
+            origin=self.endpoint.origin,
+            bytes=plan.nbytes,
+            seconds=seconds,
+            gb_per_s=plan.nbytes / seconds / 1e9,
+            phases=phases,
+            extra_memory_bytes=0 if plan.mode is DataMode.DIRECT else lane.data.numel(),
+            tensors=len(plan.sent),
+            skipped=len(self._wire.owned) - len(plan.sent),
+            unchanged=unchanged,
+            cast=self._casts,
+            buckets=len(plan.buckets),
+            receivers=self.options.receivers,
+            transport=self.options.transport,
+            mode=plan.mode.value,
+            verify=self.options.verify,
+            isolation=self.options.isolation,
+            fallback=self._fallback,
+        )
 
 
 def _meeting_point() -> dict[str, Any]:

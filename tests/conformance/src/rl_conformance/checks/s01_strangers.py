@@ -224,7 +224,7 @@ def a_stranger_on_the_socket_is_refused(ctx: Context, transport: str) -> None:
     run_refit(policy, engine, transport=transport)
     for name, tensor in odd_tensors(3).items():
         policy.tensors[name].copy_(tensor)
-    endpoint = policy.sender.end(transport).endpoint
+    endpoint = policy.sender.connection(transport).end.endpoint
     context: zmq.Context[Any] = zmq.Context()
     stranger = context.socket(zmq.DEALER)
     try:
