@@ -11,10 +11,11 @@ import sharded
 import torch
 from sharded import batch, engine_of, same, sources, weights
 
+from rl_backends.gathering import WeightChanges
 from rl_conformance.models import make_tiny_model
 from rl_core.errors import LifecycleError
 from rl_core.futures import as_concurrent, spawn, wait
-from rl_core.weights import WeightChanges, refit
+from rl_core.weights import refit
 from rl_hosting import LocalCluster, local_cluster
 from rl_losses import NLLLossFn
 

@@ -1,4 +1,4 @@
-"""TCP ports of this host, for peers that get an address before anybody listens on it."""
+"""Addresses and TCP ports of this host, for peers that get one before anybody listens on it."""
 
 from __future__ import annotations
 
@@ -7,13 +7,22 @@ import socket
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["free_port"]
+__all__ = ["default_address", "free_port"]
 
 #: The first port that is chosen, above those of most services, and how many are tried.
 _FIRST, _TRIES = 20_000, 32
 #: Where Linux names the range of ports that it gives to outgoing connections, and the
 #: default of that range.
 _RANGE, _USUAL = Path("/proc/sys/net/ipv4/ip_local_port_range"), "32768 60999"
+
+
+def default_address() -> str:
+    """The address under which other hosts most likely reach this one: that of its default route."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
+        probe.connect(("192.0.2.1", 9))  # a documentation address: nothing is sent
+        address: str = probe.getsockname()[0]
+        return address
+    return "127.0.0.1"
 
 
 def free_port() -> int:

@@ -11,7 +11,6 @@ from rl_core.weights.options import DEFAULT_BUCKET_BYTES, DEFAULT_DEADLINE_S, Se
 from rl_core.weights.receiving.receiver import RefitReceiver
 from rl_core.weights.report import RefitReport
 from rl_core.weights.sending.sender import RefitSender
-from rl_core.weights.sending.sources import WeightChanges
 
 __all__ = [
     "DEFAULT_BUCKET_BYTES",
@@ -22,7 +21,6 @@ __all__ = [
     "RefitReport",
     "RefitSender",
     "SendOptions",
-    "WeightChanges",
     "WeightManifest",
     "refit",
 ]

@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from rl_backends.gathering import RefitRanks
-    from rl_core.weights import WeightChanges
+    from rl_backends.gathering import RefitRanks, WeightChanges
     from rl_megatron.architectures import Architecture
     from rl_megatron.sizes import Coordinates, Sizes
     from rl_megatron.table import Piece

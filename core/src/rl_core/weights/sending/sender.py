@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import secrets
-import socket
 from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,7 @@ import torch
 
 from rl_core.errors import ConfigError, LifecycleError, RefitAborted, RefitError, RefitProtocolError
 from rl_core.plugins import hookspecs
-from rl_core.ports import free_port
+from rl_core.ports import default_address, free_port
 from rl_core.weights.connections import Connection, Connections, keep_two
 from rl_core.weights.data.digests import DIGEST_BYTES, BlockHash, DigestTable, TensorHasher
 from rl_core.weights.data.manifest import WeightManifest
@@ -107,7 +106,8 @@ class RefitSender(Endpoint["SendJob"]):
             return {
                 **introduction(manifest, self.token),
                 "refit_id": refit_id,
-                **_meeting_point(),
+                "host": default_address(),
+                "port": free_port(),
                 "addresses": {name: dict(c.end.address) for name, c in self.connections.items()},
             }
 
@@ -677,12 +677,3 @@ class SendJob(Job[SenderSession]):
             isolation=self.options.isolation,
             fallback=self._fallback,
         )
-
-
-def _meeting_point() -> dict[str, Any]:
-    """The address under which other hosts most likely reach this one, and a port that is free."""
-    host = "127.0.0.1"
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
-        probe.connect(("192.0.2.1", 9))  # a documentation address: nothing is sent
-        host = probe.getsockname()[0]
-    return {"host": host, "port": free_port()}

@@ -2,95 +2,19 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from rl_core.errors import ConfigError, LifecycleError
+from rl_core.errors import ConfigError
 from rl_core.interfaces import WeightSource
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     import torch
 
     from rl_core.interfaces import TensorSpec
-
-
-class WeightChanges:
-    """Knows of every change of a trainer's weights that is declared to it; one for each rank.
-
-    Attributes:
-        state: Moves with every change that lasts: the same on ranks that made the same ones.
-        torn: Why the weights are half of one state and half of another; empty if they are not.
-    """
-
-    def __init__(self) -> None:
-        self.state = 0
-        self.torn = ""
-        self._going_on = 0
-        self._ended = 0
-
-    @contextmanager
-    def declared(self, *, lasts: bool = True) -> Generator[None]:
-        """The weights may change in the body. One that raises leaves them torn.
-
-        Args:
-            lasts: False if they are put back at its end, or what lasts is declared within.
-        """
-        self._going_on += 1
-        try:
-            yield
-            self.state += lasts
-        except BaseException as error:
-            if lasts:
-                self.torn = f"{type(error).__name__}: {error}".splitlines()[0]
-                error.add_note("the weights may be half changed: load a checkpoint, on all ranks")
-            raise
-        finally:
-            self._ended += 1
-            self._going_on -= 1
-
-    def agreed(self, state: int) -> None:
-        """All ranks have loaded one checkpoint, which is this state."""
-        self.state, self.torn = state, ""
-
-    def check_whole(self) -> None:
-        """Raises LifecycleError if a change failed midway."""
-        if self.torn:
-            raise torn_weights("the policy", self.torn)
-
-    def watch(self) -> Callable[..., None]:
-        """Returns a check for changes since now.
-
-        The check takes a text that names where a refit is (such as ``", at lm_head.weight"``), and
-        raises :class:`LifecycleError` if a change began, ended or is going on.
-
-        Raises:
-            LifecycleError: A change failed midway before.
-        """
-        self.check_whole()
-        before = self._ended
-
-        def check(place: str = "") -> None:
-            if self._going_on or self._ended != before:
-                raise LifecycleError(
-                    f"the policy's weights changed during a refit{place}",
-                    fix="wait for the refit's futures before training, scoring the reference or "
-                    "loading a checkpoint",
-                )
-
-        return check
-
-
-def torn_weights(who: str, cause: str) -> LifecycleError:
-    """The error for weights of which a change failed midway."""
-    return LifecycleError(
-        f"{who} has weights that are half of one state and half of another: a step, or a load, "
-        f"failed midway ({cause})",
-        fix="load a checkpoint, on all ranks, or build the policy again",
-    )
 
 
 class GuardedSource(WeightSource):
@@ -98,7 +22,8 @@ class GuardedSource(WeightSource):
 
     Args:
         source: Gives the tensors under the trainer's names.
-        unchanged: What :meth:`WeightChanges.watch` returned when the source was made.
+        unchanged: Raises LifecycleError if the weights have changed since the source was made; it
+            takes a text that names where the refit is (such as ``", at lm_head.weight"``).
         rename: Gives a tensor its new name, or None to leave it out. Of tensors that are tied to
             one that is left out, the first then stands for it.
 

@@ -5,7 +5,16 @@ stops. None of these messages goes through the trainer's own collectives. So ran
 that hangs in one, was stopped, or died, before the refit's deadline.
 """
 
+from rl_backends.gathering.changes import WeightChanges
 from rl_backends.gathering.processes import RankProcess, gather, join_ranks, other_weights
 from rl_backends.gathering.source import GatheredSource, RefitRanks
 
-__all__ = ["GatheredSource", "RankProcess", "RefitRanks", "gather", "join_ranks", "other_weights"]
+__all__ = [
+    "GatheredSource",
+    "RankProcess",
+    "RefitRanks",
+    "WeightChanges",
+    "gather",
+    "join_ranks",
+    "other_weights",
+]

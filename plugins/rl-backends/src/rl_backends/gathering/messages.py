@@ -38,7 +38,7 @@ class RankHello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
     Attributes:
         rank_call_id: What all ranks call the refit.
         rank: Of the follower.
-        state: Of its weights; see :class:`~rl_core.weights.WeightChanges`.
+        state: Of its weights; see :class:`~rl_backends.gathering.WeightChanges`.
         specs: Digest of its tensors' names, shapes and dtypes.
         failed: Why it could not.
     """

@@ -7,13 +7,13 @@ import weakref
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
+from rl_backends.gathering.changes import WeightChanges
 from rl_backends.gathering.follower import Follower
 from rl_backends.gathering.leader import Leader
 from rl_backends.gathering.processes import RankProcess, exchange
 from rl_backends.gathering.thread import Part, RefitThread
 from rl_core.interfaces.weights import WeightSource
 from rl_core.weights.data.manifest import WeightManifest
-from rl_core.weights.sending.sources import WeightChanges
 from rl_core.weights.transports.control import ControlServer
 
 if TYPE_CHECKING:

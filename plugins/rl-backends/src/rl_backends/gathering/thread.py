@@ -27,7 +27,7 @@ class Part(ABC):
     @property
     @abstractmethod
     def part_state(self) -> int:
-        """Of this rank's weights now; see :class:`~rl_core.weights.WeightChanges`."""
+        """Of this rank's weights now; see :class:`~rl_backends.gathering.WeightChanges`."""
 
     @property
     @abstractmethod

@@ -21,9 +21,9 @@ from rl_backends.policy.model import MODEL, PolicyModel
 from rl_core.errors import CheckpointError, LifecycleError
 
 if TYPE_CHECKING:
+    from rl_backends.gathering.changes import WeightChanges
     from rl_backends.policy.randomness import RandomStream
     from rl_backends.policy.ranks import RankGroup
-    from rl_core.weights import WeightChanges
 
 __all__ = ["PolicyCheckpoints"]
 

@@ -17,16 +17,16 @@ from torch import distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from rl_backends.gathering import RankProcess, gather, other_weights
+from rl_backends.gathering.changes import torn_weights
 from rl_core.errors import ConfigError, DeadlineError, TrainingError, WorkerDiedError
 from rl_core.weights.protocol.timing import EXIT_VISIBLE_S, TICK_S
-from rl_core.weights.sending.sources import torn_weights
 from rl_core.weights.transports.cuda import uuid_of
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable
 
+    from rl_backends.gathering.changes import WeightChanges
     from rl_core.interfaces import WorkerContext
-    from rl_core.weights import WeightChanges
 
 __all__ = ["RankGroup", "meet"]
 
