@@ -20,7 +20,6 @@ from rl_core.weights import job as _job
 from rl_core.weights.data.digests import Hasher
 from rl_core.weights.protocol.frames import Channel
 from rl_core.weights.sending import sender as _sender
-from rl_core.weights.sending import sender as sender_module
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -90,7 +89,8 @@ def product_in_hand() -> ExitStack:
     enter(_sender.SendJob, "_report", lambda *given: types.SimpleNamespace(as_dict=dict))
     report = types.SimpleNamespace(as_dict=dict, taken_over=[])
     enter(_driver, "RefitReport", types.SimpleNamespace(of=lambda *given: report))
-    enter(sender_module, "_meeting_point", dict)
+    enter(_sender, "default_address", str)
+    enter(_sender, "free_port", int)
     enter(_job.Endpoint, "waiting", _may_be_overtaken(_job.Endpoint.waiting))
     enter(Hasher, "begin", _hooked(Hasher.begin))
     enter(Channel, "decode", _noted(Channel.decode))
