@@ -526,4 +526,4 @@ def test_the_memory_of_a_trainer_that_is_gone_is_let_go(keep, how):
         engine.prepare_refit_info(other.prepare_refit_info())
     gc.collect()
     assert mapped() is None
-    assert engine.receiver.connections["ipc"].lanes == {}
+    assert not any(kept.lanes for kept in engine.receiver.connections.values())

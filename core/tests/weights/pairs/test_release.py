@@ -106,7 +106,7 @@ def test_an_engine_may_fall_asleep_while_a_lane_is_closed(monkeypatch, trainer, 
         engine.receiver.release_weights()  # as another thread may at any time
 
     monkeypatch.setattr(ReceiverBuckets, "detach", asleep)
-    engine.receiver.disconnect("ipc")
+    engine.receiver.connections.close("ipc")
     monkeypatch.undo()
     go(trainer, engine)
     assert same(make_persistent(), engine.sink.tensor)

@@ -222,7 +222,7 @@ def meeting(keep: Callable[[Any], Any]) -> tuple[Trainer, Engine]:
 def test_bytes_that_somebody_forged_between_hosts_are_noticed(meeting):
     """They have the XXH3 of the right ones, which anybody can bring about."""
     trainer, engine = meeting
-    [lane] = trainer.sender.connections["ipc"].lanes.values()
+    [lane] = trainer.sender.connections["collective"].lanes.values()
     publish = lane.publish
 
     def forge(start: int, stop: int) -> None:
