@@ -34,6 +34,8 @@ from rl_core.errors import (
     DataError,
     DeadlineError,
     LifecycleError,
+    RefitAborted,
+    RLError,
     WeightsTornError,
     WorkerDiedError,
     WorkerError,
@@ -374,15 +376,18 @@ def test_replicas_of_different_versions_do_not_serve_until_a_refit(
     assert pair.weights_version == report.version
 
 
-def test_a_refit_keeps_its_deadline_beside_others_that_wait_longer(
+def test_a_refit_takes_the_place_of_one_that_waits_and_keeps_its_own_deadline(
     pair: RemoteGeneration, policy: RemotePolicy
 ) -> None:
     pair.prepare_refit_info(policy.prepare_refit_info())
-    waiting = [pair.receive_weights(deadline_s=60) for _ in range(2)]
+    replaced = pair.receive_weights(deadline_s=60)
     for late in pair.receive_weights(deadline_s=0.5):
-        with pytest.raises(DeadlineError):
+        with pytest.raises(RLError, match=r"within 0\.5 s"):
             wait(late, 30)
-    wait([f for one in [policy.send_weights(receivers=2), *waiting] for f in one], 60)
+    for one in replaced:
+        with pytest.raises(RefitAborted, match="newer refit"):
+            wait(one, 30)
+    refit(policy, pair, deadline_s=60)
 
 
 # -- policy ----------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ The interpreters are in the variable RL_ENGINES, such as ``vllm=/a/bin/python sg
 from __future__ import annotations
 
 import os
-import secrets
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -50,7 +49,7 @@ def refit_all(policy: Any, engines: list[Any], **options: Any) -> list[BaseExcep
     info = policy.prepare_refit_info()
     for engine in engines:
         engine.prepare_refit_info(info)
-    how = {"deadline_s": 60.0, "refit_id": secrets.token_hex(8)}
+    how = {"deadline_s": 60.0, "number": info["number"]}
     sent = policy.send_weights(receivers=len(engines), **how, **options)
     received = [f for engine in engines for f in engine.receive_weights(**how)]
     raised = []

@@ -180,17 +180,21 @@ def test_refits_that_others_follow_or_that_are_refused_end_on_all_ranks(
 
     monkeypatch.setattr(local_cluster, "spawn", spawn_late)
     engine = engine_of(model)
-    engine.prepare_refit_info(policy.prepare_refit_info())
+    info = policy.prepare_refit_info()
+    engine.prepare_refit_info(info)
     superseded = policy.send_weights(deadline_s=SOON)
     sending = policy.send_weights(deadline_s=SOON)
     for future in superseded:  # before an engine can answer it
         with pytest.raises(Exception, match=r"newer refit|ended the refit"):
             wait(future, SOON)
-    calls = map(as_concurrent, [*sending, *engine.receive_weights(deadline_s=SOON)])
+    calls = map(
+        as_concurrent,
+        [*sending, *engine.receive_weights(number=info["number"] + 1, deadline_s=SOON)],
+    )
     assert not [error for call in calls if (error := call.exception(SOON))]
     fresh = engine_of(model)
-    refused = policy.send_weights(deadline_s=SOON, mode="direct")
     fresh.prepare_refit_info(policy.prepare_refit_info())
+    refused = policy.send_weights(deadline_s=SOON, mode="direct")
     fresh.receive_weights(deadline_s=SOON)
     for future in refused:
         with pytest.raises(Exception, match=r"not possible|ended the refit"):

@@ -71,7 +71,7 @@ FROM_SENDER: list[Any] = [
     m.Abort(SESSION, "RefitError", "enough"),
 ]
 FROM_RECEIVER: list[Any] = [
-    m.Hello("id", "engine", 1, NONCE),
+    m.Hello("id", "engine", 1, NONCE, 1),
     m.Ready(SESSION, {}, b"", ("gpu",)),
     m.Prepared(SESSION),
     *(m.Loaded(SESSION, index) for index in range(len(PLAN.buckets))),
@@ -151,7 +151,7 @@ def receiver_session(choices: Choices, seen: Counter[str]) -> None:
 
 def sender_session(choices: Choices, seen: Counter[str]) -> None:
     count = 1 + choices.below(2)
-    session = SenderSession(OFFER, receivers=count, deadline_s=60.0)
+    session = SenderSession(OFFER, number=1, receivers=count, deadline_s=60.0)
     for message in script(choices, FROM_RECEIVER[:-1], "receiver", FROM_RECEIVER, seen):
         for key in "ab"[:count]:
             told = message
@@ -302,6 +302,7 @@ def info() -> dict[str, Any]:
         "digest": MANIFEST.digest,
         "tensors": [dict(tensor) for tensor in MANIFEST.info],
         "token": TOKEN,
+        "number": 1,
         "addresses": {"ipc": {"endpoint": "ipc:///nowhere/rl-refit-0/socket"}},
     }
 
@@ -323,7 +324,7 @@ def sender_job(choices: Choices, seen: Counter[str]) -> None:
     sender.token = TOKEN
     options = SendOptions(bucket_bytes=BUCKET, verify="none", mode="packed")
     line = Line([])
-    line.job = job = SendJob(sender, Connection(line), DictSource(TENSORS), options, 1)
+    line.job = job = SendJob(sender, Connection(line), DictSource(TENSORS), options, 1, 1)
     right = [
         msgspec.structs.replace(message, session=job.session.offer.session)
         if hasattr(message, "session")

@@ -43,7 +43,7 @@ S, DEADLINE_S = "this", 60.0
 OFFER = Offer(S, "trainer", 1, "manifest", "wire", "quiesced", False, {})
 READY = Ready(S, {}, b"", ())
 PREPARE = Prepare(S, "plan", 64, False, b"", {}, DEADLINE_S)
-HELLOS = [Hello(f"id{i}", "engine", 100 + i, bytes([i]) * 16) for i in range(3)]
+HELLOS = [Hello(f"id{i}", "engine", 100 + i, bytes([i]) * 16, 1) for i in range(3)]
 
 
 class Clock:
@@ -60,7 +60,9 @@ def new_receiver(**options: Any) -> ReceiverSession:
 
 
 def new_sender(offer: Offer = OFFER, receivers: int = 2, **options: Any) -> SenderSession:
-    return SenderSession(offer, receivers=receivers, **{"deadline_s": DEADLINE_S} | options)
+    return SenderSession(
+        offer, receivers=receivers, **{"number": 1, "deadline_s": DEADLINE_S} | options
+    )
 
 
 # -- one refit that goes well, step by step --------------------------------------------------------

@@ -273,7 +273,7 @@ def test_the_ends_are_in_two_processes(killed: bool) -> None:
     try:
         for version in (1, 2):
             info = sender.prepare_refit_info()
-            options = {"refit_id": info["refit_id"], "deadline_s": 5.0 if killed else 30.0}
+            options = {"number": info["number"], "deadline_s": 5.0 if killed else 30.0}
             if killed:
                 os.kill(engine.process.pid, signal.SIGKILL)
                 with pytest.raises(RLError):

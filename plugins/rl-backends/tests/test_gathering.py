@@ -265,13 +265,13 @@ def test_a_gather_that_failed_after_its_refit_was_given_up_is_remembered() -> No
     server, thread = Server(), RefitThread()
     leader = Leader(server, [RankProcess.here(rank, 2) for rank in range(2)], thread)  # type: ignore[arg-type]
     try:
-        leader.open("given up", SOON, 0, "")
-        server.frames = [("follower", messages.encode(messages.RankHello("given up", 1)))]
+        leader.open(1, SOON, 0, "")
+        server.frames = [("follower", messages.encode(messages.RankHello(1, 1)))]
         leader.look()
-        leader.dismiss("given up")
+        leader.dismiss(1)
         failed = messages.RankFailed("ValueError", "out of luck", collectives_diverged=True)
         server.frames = [("follower", messages.encode(failed))]
-        leader.open("the next one", SOON, 0, "")
+        leader.open(2, SOON, 0, "")
         leader.look()
         with pytest.raises(RefitError, match="out of luck"):
             thread.check_in_sync()
@@ -340,9 +340,9 @@ def test_a_rank_with_torn_weights_is_named(trainer: Ranks, engine: Engine) -> No
     with pytest.raises(ValueError, match="out of luck"), trainer.ranks[1].changes.declared():
         raise ValueError("out of luck")
     engine.prepare_refit_info(trainer.ranks[0].prepare_refit_info())
-    sending = trainer.ranks[0].send_weights(refit_id="r", deadline_s=SOON)
+    sending = trainer.ranks[0].send_weights(number=1, deadline_s=SOON)
     with pytest.raises(LifecycleError, match="half of one state"):
-        trainer.ranks[1].send_weights(refit_id="r", deadline_s=SOON)
+        trainer.ranks[1].send_weights(number=1, deadline_s=SOON)
     with pytest.raises(LifecycleError, match=r"rank 1 of .*half of one state"):
         wait(sending, SOON)
 
@@ -379,32 +379,55 @@ def test_a_rank_that_is_not_called_is_named_before_the_deadline(
 def test_who_comes_after_the_end_is_told(trainer: Ranks) -> None:
     first, *others = trainer.ranks
     with pytest.raises(ConfigError):
-        first.send_weights(refit_id="one", transport=1)
-    [following] = others[0].send_weights(refit_id="one", deadline_s=SOON)
+        first.send_weights(transport=1)
+    [following] = others[0].send_weights(deadline_s=SOON)
     with pytest.raises(RefitAborted, match=r"rank 0 of .*transport=1 is not legal"):
         following.result(SOON)
-    sending = first.send_weights(refit_id="two", deadline_s=0.3)
+    sending = first.send_weights(deadline_s=0.3)
     with pytest.raises(RefitPeerError):
         wait(sending, SOON)
-    [following] = others[0].send_weights(refit_id="two", deadline_s=SOON)
+    [following] = others[0].send_weights(deadline_s=SOON)
     with pytest.raises(RefitAborted, match="ended the refit"):
         following.result(SOON)
-    assert [part.closed for part in others[0].parts] == [1, 1]
+    first.cancel_refit(3)
+    with pytest.raises(RefitAborted, match="refit 3 was requested, or cancelled, before"):
+        first.send_weights(number=3)
+    [following] = others[0].send_weights(deadline_s=SOON)
+    with pytest.raises(RefitAborted, match="it was cancelled"):
+        following.result(SOON)
+    assert [part.closed for part in others[0].parts] == [1, 1, 1]
+
+
+def test_a_follower_of_a_refit_before_the_one_that_runs_gets_its_end(
+    trainer: Ranks, engine: Engine
+) -> None:
+    first, *others = trainer.ranks
+    sending = first.send_weights(number=1, deadline_s=SOON)
+    sending += first.send_weights(number=2, deadline_s=SOON)
+    sending += [call for rank in others for call in rank.send_weights(number=2, deadline_s=SOON)]
+    engine.prepare_refit_info(first.prepare_refit_info() | {"number": 2})
+    wait([*sending[1:], *engine.receive_weights(deadline_s=SOON)], SOON)
+    hello = messages.RankHello(1, 1)
+    sent: list[Any] = []
+    leader = first.refit_ranks.leader
+    leader._send = lambda key, message: sent.append(message)  # type: ignore[method-assign]
+    leader._sort("late", hello)
+    assert sent == [messages.Close("refit 1 is over: this is refit 2")]
 
 
 def test_a_rank_whose_source_cannot_be_made_is_named(trainer: Ranks, engine: Engine) -> None:
     trainer.ranks[1].weight_source = lambda: 1 / 0  # type: ignore[method-assign]
     engine.prepare_refit_info(trainer.ranks[0].prepare_refit_info())
-    sending = trainer.ranks[0].send_weights(refit_id="r", deadline_s=SOON)
+    sending = trainer.ranks[0].send_weights(number=1, deadline_s=SOON)
     with pytest.raises(ZeroDivisionError):
-        trainer.ranks[1].send_weights(refit_id="r", deadline_s=SOON)
+        trainer.ranks[1].send_weights(number=1, deadline_s=SOON)
     with pytest.raises(RefitError, match=r"rank 1 of .*ZeroDivisionError"):
         wait(sending, SOON)
 
 
 @pytest.mark.parametrize("first_ends", [False, True])
 @pytest.mark.parametrize("order", sorted(set(itertools.permutations([0, 0, 1, 1]))), ids=str)
-def test_of_two_refits_without_an_id_each_ends_alike_on_all_ranks(
+def test_of_two_refits_that_are_counted_each_ends_alike_on_all_ranks(
     engine: Engine, trainer: Ranks, order: tuple[int, ...], first_ends: bool
 ) -> None:
     calls: dict[int, list[Any]] = {rank: [] for rank in range(len(trainer.ranks))}
@@ -417,7 +440,7 @@ def test_of_two_refits_without_an_id_each_ends_alike_on_all_ranks(
     for first, _ in calls.values():
         with pytest.raises(RefitAborted, match=r"newer refit|ended the refit"):
             first.result(SOON)
-    receiving = engine.receive_weights(deadline_s=SOON)
+    receiving = engine.receive_weights(number=2, deadline_s=SOON)
     wait([*(second for _, second in calls.values()), *receiving], SOON)
     assert same(engine.sink.tensor, trainer.ranks[0].tensors)
     assert trainer.closed() == [[1, 1, 1]] + [[1, 1]] * (len(trainer.ranks) - 1)

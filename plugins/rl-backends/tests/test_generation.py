@@ -405,8 +405,8 @@ def test_weights_arrive_over_a_collective(make, keep):
     port = trainer.prepare_refit_info()["port"]
     opening = trainer.sender.open("collective", SOON, ip="127.0.0.1", port=port, receivers=1)
     wait([opening, *engine.init_collective("127.0.0.1", port, 2)], SOON)
-    sending = trainer.sender.send(transport="collective", deadline_s=SOON)
     info = trainer.prepare_refit_info()
+    sending = trainer.sender.send(transport="collective", deadline_s=SOON)
     wait([sending, *engine.update_weights_from_collective(info, deadline_s=SOON)], SOON)
     assert engine.weights_version == 1
     assert torch.equal(engine.weights["w"], torch.ones(3))

@@ -41,6 +41,7 @@ SCENARIOS = {
 }
 FULL = {
     "two refits at once": hosted(TWO),
+    "two refits of two processes at once": hosted(TWO, apart=True),
     "a refit that ends early, and a reader": hosted(ONE, readers=1, tokens=3, faults=GIVEN_UP),
     "a crash, and a reader": hosted(ONE, readers=1, tokens=3, faults=CRASH),
     "a pause, and a reader": hosted(ONE, readers=1, tokens=3, faults=PAUSE),
@@ -126,7 +127,7 @@ def test_nothing_goes_wrong_in_all_of_it(name: str, capsys: pytest.CaptureFixtur
 
 
 def test_what_is_granted_to_one_refit_is_of_no_use_to_another() -> None:
-    assert follow(hosted(TWO), ANOTHER_ONES_GRANT) == (None, [])
+    assert follow(hosted(TWO, apart=True), ANOTHER_ONES_GRANT) == (None, [])
 
 
 def test_one_lease_for_all_refits_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,7 +136,7 @@ def test_one_lease_for_all_refits_is_missed(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(
         worker_refits, "_Lease", lambda news: leases.setdefault(id(news), honest(news))
     )
-    found = explore(hosted(TWO), most=3000)
+    found = explore(hosted(TWO, apart=True), most=3000)
     assert found.broken is not None, f"{found} without it"
 
 

@@ -124,8 +124,8 @@ def test_the_lock_that_is_granted_to_one_refit_lets_no_other_one_write(trainer):
     def begin(key: str) -> list[Any]:
         info = trainer.prepare_refit_info()
         worker.prepare(msgspec.msgpack.encode(info))
-        worker.receive(key, refit_id=info["refit_id"], deadline_s=SOON)
-        return trainer.send_weights(refit_id=info["refit_id"], deadline_s=SOON)
+        worker.receive(key, number=info["number"], deadline_s=SOON)
+        return trainer.send_weights(number=info["number"], deadline_s=SOON)
 
     def wants_lock(key: str) -> bool:
         return bool(worker.done(key, 0.1).get("wants_lock"))
@@ -156,7 +156,7 @@ def test_workers_do_not_wait_for_a_refit_that_the_trainer_could_not_begin(
 ):
     engine = pair()
 
-    def refuse(refit_id: str, deadline_s: float) -> None:
+    def refuse(number: int, deadline_s: float) -> None:
         raise OSError("the ranks are out of step")
 
     monkeypatch.setattr(trainer.source, "open", refuse)

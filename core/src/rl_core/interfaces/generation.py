@@ -153,13 +153,13 @@ class GenerationInterface(ABC):
 
     @abstractmethod
     def receive_weights(self, **options: Any) -> list[Future]:
-        """Takes one refit (``transport``, ``deadline_s``, ``refit_id``); ends with its commit."""
+        """Takes one refit (``transport``, ``deadline_s``, ``number``); ends with its commit."""
 
     def update_weights_via_ipc_zmq(self, *args: Any, **kwargs: Any) -> list[Future]:
         """Another name of :meth:`receive_weights`."""
         return self.receive_weights(*args, **kwargs)
 
-    def cancel_refit(self, refit_id: str) -> None:
+    def cancel_refit(self, number: int) -> None:
         """Cancels a refit, asked for or yet to be, unless its bytes are on their way; if it can."""
 
     @abstractmethod

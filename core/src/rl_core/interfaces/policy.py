@@ -237,7 +237,7 @@ class ColocatablePolicyInterface(PolicyInterface):
 
     @abstractmethod
     def prepare_refit_info(self) -> dict[str, Any] | None:
-        """Describes every tensor (name, shape, dtype, role, alias group) and where to fetch it."""
+        """Describes every tensor, where it is fetched, and the number that the next refit has."""
 
     @abstractmethod
     def send_weights(self, **options: Any) -> list[Future]:
@@ -258,7 +258,7 @@ class ColocatablePolicyInterface(PolicyInterface):
             **options: Those of :class:`~rl_core.weights.SendOptions`.
         """
 
-    def cancel_refit(self, refit_id: str) -> None:
+    def cancel_refit(self, number: int) -> None:
         """Cancels a refit, asked for or yet to be, unless its bytes are on their way; if it can."""
 
     @abstractmethod

@@ -81,11 +81,11 @@ class WeightSource(ABC):
     def specs(self) -> Sequence[TensorSpec]:
         """All tensors, aliases included, in the order in which :meth:`tensors` yields them."""
 
-    def open(self, rank_call_id: str, deadline_s: float) -> None:
+    def open(self, number: int, deadline_s: float) -> None:
         """A refit begins that reads this source. Called again by one that is given more time.
 
         Args:
-            rank_call_id: What every rank of the trainer calls it.
+            number: Of the refit, the same on every rank of the trainer.
             deadline_s: Seconds from now until it must have ended.
         """
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import concurrent.futures
-import secrets
 import time
 import warnings
 import weakref
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from ipaddress import ip_address
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +26,7 @@ from rl_core.errors import (
 from rl_core.futures import as_concurrent, wait, within
 from rl_core.interfaces import GenerationInterface, PolicyInterface, WeightSource
 from rl_core.plugins import hookspecs
+from rl_core.weights.engine_lock import EngineLock, exclusively
 from rl_core.weights.modules import ModuleSender, Rename, receiving_end, sending_end
 from rl_core.weights.options import SendOptions
 from rl_core.weights.protocol.session import Phase, repeats_peer_error
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from rl_core.interfaces import ColocatablePolicyInterface, Future
 
 
+#: By policy and by engine, the lock that the call of ``refit`` holds whose turn it is.
+_turns: weakref.WeakKeyDictionary[Any, EngineLock] = weakref.WeakKeyDictionary()
 #: Engines that ``refit`` warned about: of their distribution, and of another trainer's weights.
 _told: weakref.WeakSet[Any] = weakref.WeakSet()
 _told_of_trainer: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -79,7 +81,8 @@ def refit(
         ConfigError: An option is unknown or not legal, or the two are given the other way round.
         ManifestMismatchError: The two disagree on the tensors; nothing was touched.
         RefitError: The transfer failed; if the engine is torn, it takes another refit.
-        DeadlineError: A worker, which is named, did not answer; or neither side reported its delay.
+        DeadlineError: A worker, which is named, did not answer; or neither side reported its delay;
+            or another call of ``refit`` for one of the two did not end in time.
     """
     sends = isinstance(policy, nn.Module | WeightSource) or hasattr(policy, "send_weights")
     takes = isinstance(generation, nn.Module) or hasattr(generation, "receive_weights")
@@ -99,8 +102,12 @@ def refit(
     hookspecs.emit("refit_started", verify=chosen.verify, isolation=chosen.isolation)
     while True:
         try:
-            with within(chosen.deadline_s - least_s):  # for the calls before the transfer begins
-                report = _attempt(sender, receiver, chosen, options, address, attempt)
+            with _turn(sender, end), _turn(receiver, end):
+                if (left := end - time.monotonic()) < chosen.deadline_s - TICK_S:
+                    options["deadline_s"] = max(left, TICK_S)
+                    chosen = SendOptions.of(options)
+                with within(chosen.deadline_s - least_s):  # for calls before the transfer begins
+                    report = _attempt(sender, receiver, chosen, options, address, attempt)
         except Exception as error:
             if isinstance(error, LifecycleError):  # the weights changed while they were sent
                 may_pass = error.details.get("phase") in (Phase.TRANSFER, Phase.SEAL)
@@ -114,7 +121,7 @@ def refit(
             if not again:
                 raise
             attempt += 1
-            options |= {"delta": chosen.verify != "none", "deadline_s": left}
+            options["delta"] = chosen.verify != "none"
             chosen = SendOptions.of(options)
             continue
         hookspecs.emit("refit_committed", **report.as_dict())
@@ -131,6 +138,12 @@ def refit(
                 stacklevel=2,
             )
         return report
+
+
+def _turn(side: Any, end: float) -> AbstractContextManager[None]:
+    """The turn of a call of ``refit`` at a policy or engine: two at once would share a number."""
+    lock, left = _turns.setdefault(side, EngineLock()), max(0.0, end - time.monotonic())
+    return exclusively(lock, left, f"{type(side).__name__}: another call of refit")
 
 
 def _attempt(
@@ -170,9 +183,8 @@ def _attempt(
         chosen = SendOptions.of(options)
     else:
         generation.prepare_refit_info(info)
-    # The policy names the refit that the description is for; one that does not gets a name here.
-    refit_id = info.get("refit_id") or secrets.token_hex(8)
-    sending = policy.send_weights(**{**options, "refit_id": refit_id})
+    number = info.get("number")  # None where neither side derives from our interfaces
+    sending = policy.send_weights(**{**options, "number": number})
     receiving: list[Future] = []
     results: list[Any] = []
     failure: RLError | None = None
@@ -182,28 +194,28 @@ def _attempt(
                 call.result()
         if chosen.transport not in info.get("addresses", [chosen.transport]):
             # A plugin's transport, which the sender has opened by now; before, it had no address.
-            info = {**(policy.prepare_refit_info() or info), "refit_id": refit_id}
+            info = {**(policy.prepare_refit_info() or info), "number": number}
             generation.prepare_refit_info(info)
         receiving = generation.receive_weights(
-            transport=chosen.transport, deadline_s=chosen.deadline_s, refit_id=refit_id
+            transport=chosen.transport, deadline_s=chosen.deadline_s, number=number
         )
         results = wait([*sending, *receiving], chosen.deadline_s + DRIVER_GRACE_S)
     except RLError as error:
         failure = error
     finally:
         if not results:
-            _cancel(policy, sending, refit_id)
-            _cancel(generation, receiving, refit_id)
+            _cancel(policy, sending, number)
+            _cancel(generation, receiving, number)
     if failure is not None:
         raise _cause(failure, sending, receiving)
     return RefitReport.of(results, attempt)
 
 
-def _cancel(side: Any, calls: list[Future], refit_id: str) -> None:
+def _cancel(side: Any, calls: list[Future], number: int | None) -> None:
     """Cancels one side's calls of a failed refit; the other side may have died before it could."""
     with suppress(Exception):  # the caller must see why the refit failed, not why this did
         if cancel := getattr(side, "cancel_refit", None):
-            cancel(refit_id)
+            cancel(number)
         else:  # neither derived from our interfaces
             for call in calls:
                 as_concurrent(call).cancel()

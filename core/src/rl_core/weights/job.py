@@ -9,7 +9,6 @@ import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections import deque
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -20,7 +19,7 @@ from rl_core.errors import LifecycleError, RefitAborted
 from rl_core.futures import spawn
 from rl_core.weights.engine_lock import exclusively
 from rl_core.weights.options import DEFAULT_DEADLINE_S
-from rl_core.weights.protocol.session import Phase, Session
+from rl_core.weights.protocol.session import IN_STEP_AGAIN, Phase, Session
 from rl_core.weights.protocol.timing import EXIT_GRACE_S, TICK_S
 from rl_core.weights.transports import find_transport
 
@@ -30,8 +29,6 @@ if TYPE_CHECKING:
     from rl_core.weights.protocol.session import Effect
     from rl_core.weights.transports.base import Transport
 
-#: How many ids of ended refits are kept, to refuse calls that come late.
-_REMEMBERED = 64
 _BEFORE_TRANSFER = (Phase.DISCOVER, Phase.PREPARE)
 _FAILED_THERE = "the refit failed on its other side, or was cancelled"
 
@@ -46,6 +43,8 @@ class Endpoint(ABC, Generic[J]):
         closed: True once nothing more is taken on.
         name: How errors on the other side call this one.
         runtime: What its refits take from outside of them.
+        number: Of the last refit that was requested here, or cancelled before that. An engine
+            counts on from what its trainer gives it (``prepare_refit_info``).
         turn: Held by the refit that runs.
         asking: Held while a refit is requested, so that of two at once one sees the other.
     """
@@ -53,36 +52,53 @@ class Endpoint(ABC, Generic[J]):
     def __init__(self, name: str, runtime: Runtime | None = None) -> None:
         self.closed = False
         self.name = name
+        self.number = 0
         self.runtime = runtime or Runtime()
         self.turn = threading.Lock()
-        self.asking = threading.Lock()
+        self.asking = threading.RLock()
         self.jobs: list[J] = []
-        self._over: deque[str] = deque(maxlen=_REMEMBERED)
-        self._unwanted: deque[str] = deque(maxlen=_REMEMBERED)
         _endpoints.add(self)
 
+    def next_number(self, given: int | None) -> int:
+        """The number of the refit that is requested now: the one given, or else the next.
+
+        Raises:
+            RefitAborted: The number given is over.
+        """
+        if given is not None and given <= self.number:
+            raise RefitAborted(
+                f"{self.name}: refit {given} was requested, or cancelled, before: the last one "
+                f"here is refit {self.number}",
+                fix=IN_STEP_AGAIN,
+            )
+        return given or self.number + 1
+
     def start(self, job: J) -> concurrent.futures.Future[dict[str, Any]]:
-        """Lets a refit begin as soon as those before it have ended."""
+        """Lets a refit begin as soon as the one that runs has ended; those that wait end."""
+        for older in self.waiting():
+            older.superseded = "a newer refit was requested"
         self.jobs.append(job)
-        if job.refit_id in self._unwanted:
-            job.cancel()
         job.future = self.runtime.spawn(f"refit-{self.name}", job.run, job.cancel)
         return job.future
 
-    def cancel(self, refit_id: str) -> None:
-        """Ends a refit that failed on the other side, also one that is yet to be requested here.
+    def cancel(self, number: int) -> bool:
+        """Ends a refit that failed on the other side; one that is yet to be requested never begins.
 
         A refit with bytes on their way goes on: its two sides tell each other how it ends.
 
         Args:
-            refit_id: What both sides call it.
+            number: Of the refit, on both sides.
+
+        Returns:
+            Whether it was requested here, and has not ended.
         """
         with self.asking:
-            known = [job for job in self.jobs if job.refit_id and job.refit_id == refit_id]
-            for job in known:
+            found = [job for job in list(self.jobs) if job.number == number]
+            for job in found:
                 job.cancel()
-            if refit_id and not (known or self.is_over(refit_id)):
-                self._unwanted.append(refit_id)
+            if not found:
+                self.number = max(self.number, number)
+            return bool(found)
 
     @contextmanager
     def between_refits(self) -> Generator[bool]:
@@ -97,19 +113,6 @@ class Endpoint(ABC, Generic[J]):
     def waiting(self) -> list[J]:
         """The refits in which nothing was sent yet."""
         return [job for job in list(self.jobs) if job.session.phase in _BEFORE_TRANSFER]
-
-    def is_over(self, refit: str) -> bool:
-        """Whether a refit, by its id, has ended or will not begin any more."""
-        return refit in self._over
-
-    def is_queued(self, refit: str) -> bool:
-        """Whether a refit, by its id, was requested here and has not ended."""
-        return any(job.refit_id == refit for job in list(self.jobs))
-
-    def ended(self, refit: str) -> None:
-        """Remembers that a refit is over."""
-        if refit and refit not in self._over:
-            self._over.append(refit)
 
     def close(self) -> None:
         """Ends every refit and closes sockets and shared memory. Idempotent.
@@ -147,20 +150,21 @@ class Job(ABC, Generic[S]):
     Args:
         session: The state machine; its deadline has begun.
         endpoint: The sender or receiver that performs it.
-        refit_id: What both sides call it; empty if their calls name none.
+        number: Of the refit, the same on both sides.
         device: Where this side's tensors are.
 
     Attributes:
         cancelled: Why it has to end, whatever it is doing.
-        superseded: Why it is not wanted any more; it ends unless bytes are on their way.
+        superseded: Why it is not wanted any more; it ends unless bytes are on their way, because an
+            engine would be torn for nothing.
     """
 
     def __init__(
-        self, session: S, endpoint: Endpoint[Any], refit_id: str, device: torch.device
+        self, session: S, endpoint: Endpoint[Any], number: int, device: torch.device
     ) -> None:
         self.session = session
         self.endpoint = endpoint
-        self.refit_id = refit_id
+        self.number = number
         self.cancelled: str | None = None
         self.superseded: str | None = None
         self.future: concurrent.futures.Future[dict[str, Any]] | None = None
@@ -178,19 +182,12 @@ class Job(ABC, Generic[S]):
                 endpoint.check_open()
                 return self.refit()
         finally:
-            endpoint.ended(self.refit_id)
             endpoint.jobs.remove(self)
             self.release_resources()  # an error that is kept holds this frame, and with it the job
 
-    def supersede(self, why: str) -> None:
-        """Ends it, unless bytes are on their way: an engine would be torn for nothing."""
-        self.superseded = why
-        if self.session.phase in _BEFORE_TRANSFER:
-            self.endpoint.ended(self.refit_id)
-
     def cancel(self) -> None:
         """Ends it, unless bytes are on their way, because its other side failed."""
-        self.supersede(_FAILED_THERE)
+        self.superseded = _FAILED_THERE
 
     @property
     def given_up(self) -> str | None:

@@ -39,6 +39,7 @@ _BOUNDS = {
     "receivers": (1, 1 << 16),
     "version": (1, (1 << 63) - 1),
     "bucket_bytes": (ALIGN, (1 << 63) - 1),
+    "number": (1, (1 << 63) - 1),
 }
 DEFAULT_DEADLINE_S = 120.0
 MAX_DEADLINE_S = 7 * 24 * 3600.0
@@ -71,8 +72,8 @@ class SendOptions:
         bucket_bytes: Size of each buffer at most, and of what is announced at once; what suits the
             data mode and the device if None.
         deadline_s: Seconds for the whole refit, at most a week.
-        refit_id: What both sides call this refit, so that calls that belong together find each
-            other; ``refit`` makes one. Empty on both sides: the calls are matched as they come.
+        number: Of this refit, the same on both sides: the one in ``prepare_refit_info``, or, if
+            None, the one after the last that was requested. ``refit`` gives it.
 
     Raises:
         ConfigError: A value is not legal.
@@ -88,7 +89,7 @@ class SendOptions:
     kv_scales: Mapping[str, float] = field(default_factory=dict)
     bucket_bytes: int | None = None
     deadline_s: float = DEFAULT_DEADLINE_S
-    refit_id: str = ""
+    number: int | None = None
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Self:
@@ -143,9 +144,8 @@ class SendOptions:
             if given and not (_is_number(value, int) and least <= value <= most):
                 raise _illegal(key, value, f"give a whole number from {least} to {most}")
         check_deadline(self.deadline_s)
-        for key in ("transport", "refit_id"):
-            if not _is_text(getattr(self, key)):
-                raise _illegal(key, getattr(self, key), "give a name")
+        if not _is_text(self.transport):
+            raise _illegal("transport", self.transport, "give a name")
         if not isinstance(self.delta, bool):
             raise _illegal("delta", self.delta, "use True or False")
         if self.verify == "none" and self.delta:

@@ -38,8 +38,8 @@ class SendsWeights:
     def send_weights(self, **options: Any) -> list[Future]:  # noqa: D102
         return [self._sender.send(**options)]
 
-    def cancel_refit(self, refit_id: str) -> None:  # noqa: D102
-        self._sender.cancel(refit_id)
+    def cancel_refit(self, number: int) -> None:  # noqa: D102
+        self._sender.cancel(number)
 
     def init_collective(  # noqa: D102
         self, ip: str, port: int, world_size: int, *, train_world_size: int = 1
@@ -96,7 +96,7 @@ class SendsWeights:
         if info is None:
             self.send_weights(**options)
             return {}
-        self.send_weights(**{**options, "refit_id": info["refit_id"]})
+        self.send_weights(**{**options, "number": info["number"]})
         return {**info, "receivers": chosen.receivers, "deadline_s": chosen.deadline_s}
 
 
@@ -123,11 +123,11 @@ class Receiver(Protocol):
         """Goes to where a sender listens on a transport."""
 
     def receive(
-        self, *, transport: str = ..., deadline_s: float = ..., refit_id: str = ...
+        self, *, transport: str = ..., deadline_s: float = ..., number: int | None = ...
     ) -> concurrent.futures.Future[dict[str, Any]]:
         """Starts to take one refit."""
 
-    def cancel(self, refit_id: str) -> None:
+    def cancel(self, number: int) -> object:
         """Ends a refit that failed on its other side."""
 
     def release_weights(self) -> None:
@@ -157,8 +157,8 @@ class TakesWeights:
         self._check_open("receive_weights")
         return [self._receiver.receive(**options)]
 
-    def cancel_refit(self, refit_id: str) -> None:  # noqa: D102
-        self._receiver.cancel(refit_id)
+    def cancel_refit(self, number: int) -> None:  # noqa: D102
+        self._receiver.cancel(number)
 
     def init_collective(  # noqa: D102
         self, ip: str, port: int, world_size: int, *, train_world_size: int = 1
@@ -205,9 +205,6 @@ class TakesWeights:
                 key="receivers",
             )
         deadline_s = ipc_handles.get("deadline_s", DEFAULT_DEADLINE_S)
-        refit_id = ipc_handles.get("refit_id", "")
-        wait(
-            self.receive_weights(refit_id=refit_id, deadline_s=deadline_s),
-            deadline_s + DRIVER_GRACE_S,
-        )
+        receiving = self.receive_weights(number=ipc_handles.get("number"), deadline_s=deadline_s)
+        wait(receiving, deadline_s + DRIVER_GRACE_S)
         return True

@@ -191,7 +191,6 @@ def take(world: World, choice: str) -> None:
             world.wrong_since = True
         case [party, "is", "silent"]:
             world.left.remove("silence")
-            world.unpaired = True
             world.cut_off(party)
         case ["pause", party, *_]:
             _happens(world, f"pause {party}")
@@ -240,7 +239,6 @@ def take(world: World, choice: str) -> None:
 def _happens(world: World, fault: str) -> None:
     world.left.remove(fault)
     world.most -= 1
-    world.unpaired |= fault.startswith(("crash", "quit"))
     # A stranger on a connection of his own is no reason for a refit to fail.
     world.wrong_since |= fault not in ("pose", "flood")
     # Who ends breaks its connections, which is noticed at once.

@@ -111,11 +111,14 @@ def _no_counter() -> Generator[None]:
         yield
 
 
+_on_hello = SenderSession._on_hello
+
+
 def _last_hello_wins(self: Any, key: str, hello: Any) -> list[Any]:
     if self.phase != "DISCOVER" or key in self._peers or key in self._offered:
         return []
-    if hello.refit_id != self._refit_id:
-        return list(self._turn_away(key, hello))
+    if hello.number != self._number:
+        return list(_on_hello(self, key, hello))
     for known in (self._peers, self._offered):
         for old in [k for k, p in known.items() if p.hello.receiver == hello.receiver]:
             del known[old]
@@ -125,24 +128,10 @@ def _last_hello_wins(self: Any, key: str, hello: Any) -> list[Any]:
 
 @contextmanager
 def _any_refit() -> Generator[None]:
-    on_hello = SenderSession._on_hello
-
     def takes(self: Any, key: str, hello: Any) -> list[Any]:
-        return on_hello(self, key, msgspec.structs.replace(hello, refit_id=self._refit_id))
+        return _on_hello(self, key, msgspec.structs.replace(hello, number=self._number))
 
     with patch.object(SenderSession, "_on_hello", takes):
-        yield
-
-
-@contextmanager
-def _asked_for_unseen() -> Generator[None]:
-    init = Endpoint.__init__
-
-    def makes(self: Any, *given: Any, **named: Any) -> None:
-        init(self, *given, **named)
-        self.asking = nullcontext()
-
-    with patch.object(Endpoint, "__init__", makes):
         yield
 
 
@@ -170,14 +159,6 @@ def _publishes_what_is_installed(self: ReceiverSession) -> list[Any]:
 
 
 _installed = ReceiverSession.installed
-
-
-def _starts_all_the_same(self: Endpoint[Any], job: Any) -> Any:
-    self._unwanted.clear()
-    return _start(self, job)
-
-
-_start = Endpoint.start
 
 
 def _closes_after_commit(self: SendJob) -> None:
@@ -217,14 +198,17 @@ MUTANTS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], str]] = {
     "frames are not counted": (_no_counter, "REPEATED"),
     "the last Hello takes the place of all others": (
         _with(SenderSession, _on_hello=_last_hello_wins),
-        "LATE_NAMELESS",
+        "POSED_ONCE",
     ),
     "a Hello for any refit is one for this": (_any_refit, "CRASHED"),
     "lanes of failed refits are used again": (
         _with(RefitSender, drop_lanes_after_failure=lambda self: None),
         "STALE_PACKED",
     ),
-    "two that ask at once do not see each other": (_asked_for_unseen, "TWO_INSIDE"),
+    "calls of refit for one pair do not take turns": (
+        _with(_driver, exclusively=lambda *given: nullcontext()),
+        "TWO_AT_ONCE",
+    ),
     "nobody cancels what failed on the other side": (
         _with(_driver, _cancel=lambda *given: None),
         "GIVEN_UP",
@@ -243,16 +227,16 @@ MUTANTS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], str]] = {
         "READER_BETWEEN",
     ),
     "a refit that is given up goes on": (
-        _with(Endpoint, cancel=lambda self, refit_id: None),
+        _with(Endpoint, cancel=lambda self, number: None),
         "GIVEN_UP_FROM_OUTSIDE",
     ),
     "a refit that is given up before it is asked for begins": (
-        _with(Endpoint, start=_starts_all_the_same),
+        _with(Endpoint, next_number=lambda self, given: given or self.number + 1),
         "GIVEN_UP_FROM_OUTSIDE",
     ),
     "refits of one side do not take turns": (
         _with(_job, exclusively=lambda *given: nullcontext()),
-        "TWO_STAGED",
+        "TWO_APART",
     ),
     "all engines commit once one has sealed": (
         _with(SenderSession, _all_did=_one_sealed_is_enough),
@@ -274,11 +258,11 @@ MUTANTS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], str]] = {
     "an engine has no deadline": (_with(ReceiverSession, tick=lambda self: []), "DRIVER_PAUSE"),
     "a trainer that is described again keeps the source": (
         _with(RefitSender, _drop_described=lambda self: None),
-        "TWO_AT_ONCE",
+        "TWO_APART",
     ),
     "a source is closed where its refit commits": (
         _with(SendJob, _close_source=_closes_after_commit),
-        "TWO_AND_CRASH",
+        "GIVEN_UP",
     ),
     "weights are exchanged while readers decode": (
         _with(ReceiveJob, _quiesce=lambda self: True),

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from refit_model.parties import Engine, Trainer
-    from refit_model.world import Refit, World
+    from refit_model.world import Refit, Request, World
 
 
 def overtaken(at: str, grain: int = 0) -> None:
@@ -61,30 +61,30 @@ class Policy:
     """What a driver needs of a trainer."""
 
     def __init__(self, trainer: Trainer) -> None:
-        self.refit_id = ""
+        self.request: Request = (0, 0)
         self._trainer = trainer
 
     def prepare_refit_info(self) -> dict[str, Any]:
         reach(self._trainer)
         info = self._trainer.sender.prepare()
-        self.refit_id = info["refit_id"]
-        world().drivers_ids.append(self.refit_id)
+        self.request = (self._trainer.number, info["number"])
+        world().drivers_requests.append(self.request)
         return info
 
     def send_weights(self, **options: Any) -> list[concurrent.futures.Future[Any]]:
         return ask("send", 1, [self._trainer], lambda trainer: self._send(trainer, options))
 
     def _send(self, trainer: Trainer, options: dict[str, Any]) -> concurrent.futures.Future[Any]:
-        here, refit_id = world(), options["refit_id"]
+        here = world()
         future = trainer.sender.send(**options)
-        [job] = [job for job in trainer.sender.jobs if job.refit_id == refit_id]
-        here.numbers[refit_id] = job.number = job.version
+        job = trainer.sender.jobs[-1]
+        here.newest = trainer.number, job.number
+        here.versions[here.newest] = job.wanted = job.version
         here.offered[job.version] = trainer.weights
-        here.newest = refit_id
         return future
 
-    def cancel_refit(self, refit_id: str) -> None:
-        ask("cancel", 2, [self._trainer], lambda trainer: trainer.sender.cancel(refit_id))
+    def cancel_refit(self, number: int) -> None:
+        ask("cancel", 2, [self._trainer], lambda trainer: trainer.sender.cancel(number))
 
 
 class Generation:
@@ -103,24 +103,25 @@ class Generation:
     def receive_weights(self, **options: Any) -> list[concurrent.futures.Future[Any]]:
         return ask("receive", 1, self._engines, lambda engine: engine.front.receive(**options))
 
-    def cancel_refit(self, refit_id: str) -> None:
-        ask("cancel", 2, self._engines, lambda engine: engine.front.cancel(refit_id))
+    def cancel_refit(self, number: int) -> None:
+        ask("cancel", 2, self._engines, lambda engine: engine.front.cancel(number))
 
 
 def drive(here: World, step: Refit) -> Any:
     """Asks for a refit as :func:`rl_core.weights.refit` does, which it calls."""
-    engines = [here.engines[name] for name in step.engines]
-    generation = Generation(engines)
     options = {"deadline_s": DEADLINE_S, "bucket_bytes": BUCKET_BYTES} | step.options
     trainer = here.trainer_of(step.trainer)
-    policy = Policy(trainer)
+    policy, generation = Policy(trainer), Generation([here.engines[n] for n in step.engines])
+    if not here.scenario.apart:
+        policy = here.policies.setdefault(trainer.number, policy)
+        generation = here.generations.setdefault(step.engines, generation)
     alone, left = not here.jobs and here.paused is None, len(here.left)
     try:
         return refit(policy, generation, **options)  # type: ignore[arg-type]
     except RLError as error:
         quiet = not here.wrong_since or (alone and len(here.left) == left)
-        hopeless = trainer.lost_rank or policy.refit_id in here.given_up
-        if quiet and policy.refit_id == here.newest and not hopeless:
+        hopeless = here.scenario.apart or trainer.lost_rank or policy.request in here.given_up
+        if quiet and policy.request == here.newest and not hopeless:
             here.fails(f"the newest refit, to which nothing happened, ends with {error!r}")
         raise
 
@@ -129,15 +130,15 @@ def give_up(here: World, number: int) -> None:
     """Gives the refit of a driver up on both sides, as that one does where one side failed."""
     task = running()
     assert task is not None
-    task.stop("give up", lambda: len(here.drivers_ids) > number)
-    refit_id = here.drivers_ids[number]
+    task.stop("give up", lambda: len(here.drivers_requests) > number)
+    request = here.drivers_requests[number]
     sender, engines = here.trainer.sender, list(here.engines.values())
-    sender.cancel(refit_id)
-    jobs = [job for job in sender.jobs if job.refit_id == refit_id]
-    waits = all(job in sender.waiting() for job in jobs) if jobs else refit_id not in here.numbers
+    sender.cancel(request[1])
+    jobs = [job for job in sender.jobs if job.number == request[1]]
+    waits = all(job in sender.waiting() for job in jobs) if jobs else request not in here.versions
     if waits:
-        here.given_up.add(refit_id)
-    ask("give up at", 0, engines, lambda engine: engine.front.cancel(refit_id))
+        here.given_up.add(request)
+    ask("give up at", 0, engines, lambda engine: engine.front.cancel(request[1]))
 
 
 def read(here: World, engine: Engine) -> None:

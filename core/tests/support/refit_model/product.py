@@ -60,7 +60,7 @@ def _may_be_overtaken(waiting: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def sees(endpoint: Any) -> Any:
         found = waiting(endpoint)
         where = sys._getframe(1).f_code.co_name
-        if where in ("send", "receive", "prepare"):
+        if where in ("send", "start", "prepare"):
             overtaken(f"waiting of {where}", 3 if where == "prepare" else 2)
         return found
 

@@ -41,13 +41,13 @@ def check_engines(world: World) -> None:
 def check_commit(world: World, engine: Engine, task: Task, connection: tuple[int, str]) -> None:
     """An engine commits what it was asked for, once the trainer decided so on its connection."""
     version, key = connection
-    if task.job.refit_id in world.given_up:
+    if world.request_of(task.job) in world.given_up:
         world.fails(f"{engine.name} commits version {version}, which was given up before")
     if connection not in world.decided:
         world.fails(f"{engine.name} commits version {version}, which nobody decided on {key}")
-    asked = task.job.number
-    if version != asked and task.job.refit_id:
-        world.fails(f"{engine.name} commits version {version} where {asked} was asked for")
+    wanted = task.job.wanted
+    if version != wanted:
+        world.fails(f"{engine.name} commits version {version} where {wanted} was requested")
 
 
 def check_frame(world: World, frame: bytes) -> None:
@@ -62,8 +62,8 @@ def check_write(world: World, lane: int, version: int) -> None:
     for task in world.jobs:
         if task.party in TRAINERS or task.over or task.job.session.phase is not Phase.TRANSFER:
             continue
-        if task.job.number < version and task.job._lane.ref == {"lane": lane}:
-            world.fails(f"T writes what {task.party} reads for version {task.job.number}")
+        if task.job.wanted < version and task.job._lane.ref == {"lane": lane}:
+            world.fails(f"T writes what {task.party} reads for version {task.job.wanted}")
 
 
 def check_end(world: World, task: Task) -> None:
@@ -84,10 +84,12 @@ def check_end(world: World, task: Task) -> None:
 
 
 def check_driver(world: World, task: Task) -> None:
-    """A driver gets its refit, or is refused because another one asked."""
+    """A driver gets its refit, unless it was given up; one of another process may be refused."""
     error = task.future.exception()
     world.served |= error is None
-    if not isinstance(error, RefitAborted | None) and not world.wrong_since:
+    may_be_refused = world.given_up or world.scenario.apart
+    fine = error is None or (isinstance(error, RefitAborted) and may_be_refused)
+    if not fine and not world.wrong_since:
         world.fails(f"{task.ident} ends with {type(error).__name__}: {error}")
 
 
@@ -131,11 +133,11 @@ def check_finish(world: World) -> None:
     check_last(world)
     if world.tasks:
         world.fails("somebody waits for ever")
-    excused = world.wrong_since or world.given_up
+    excused = world.wrong_since or world.given_up or world.scenario.apart
     if world.scenario.drivers and not world.served and not excused:
         world.fails("no driver gets its refit")
     for trainer in world.trainers:
-        described = [trainer.sender._described[1]] if trainer.sender._described else []
+        described = [trainer.sender._described] if trainer.sender._described else []
         if trainer.open != described or _is_kept_busy(trainer.sender):
             world.fails(f"{trainer.name} has something of a refit that is over")
     for name, engine in world.engines.items():

@@ -29,10 +29,10 @@ STAGED_CRASH = Scenario(
 )
 REPLAYED = Scenario((Refit(), Train(TWO), Refit()), ("play",))
 REPEATED = Scenario((Refit(),), ("replay",))
-POSED = Scenario((Refit(named=False), Refit(named=False)), ("pose",))
-POSED_ONCE = Scenario((Refit(named=False),), ("pose",))
+POSED = Scenario((Refit(given=False), Refit(given=False)), ("pose",))
+POSED_ONCE = Scenario((Refit(given=False),), ("pose",))
 LATE = Scenario((Refit(), Refit()), ("pause T",))
-LATE_NAMELESS = Scenario((Refit(named=False), Refit(named=False)), ("pause T",))
+LATE_COUNTED = Scenario((Refit(given=False), Refit(given=False)), ("pause T",))
 CRASHED = Scenario((Refit(), Refit()), ("crash E0", "crash T", "quit E0", "quit T"))
 #: Frames of a connection that is closed: of a stranger, and of an engine that nobody answered.
 FLOODED = Scenario((Refit(),), ("flood",))
@@ -41,6 +41,7 @@ BACKLOG = Scenario((Refit(), Refit(later=True)), ("quit T",), hellos=6)
 GIVEN_UP = Scenario(drivers=(Refit(),), faults=("quit T", "quit E0"))
 TWO_AT_ONCE = Scenario(drivers=(Refit(), Refit()), grain=1)
 TWO_INSIDE = Scenario(drivers=(Refit(), Refit()), grain=2)
+TWO_APART = replace(TWO_AT_ONCE, apart=True)
 READERS = Scenario(drivers=(Refit(),), readers=2, faults=("quit T", "quit E0"), grain=0)
 READERS_STAGED = Scenario(drivers=(Refit(options=STAGED),), readers=2, grain=0)
 READER_BETWEEN = Scenario(drivers=(Refit(),), readers=1, writers=1, grain=0)
@@ -92,9 +93,9 @@ def _full() -> dict[str, Scenario]:
         found[name] = Scenario(script, ONE_FAULT, in_place=in_place)
     installed = {"verify": "installed"}
     found["installed"] = Scenario((Refit(options=installed), Refit(options=installed)), ONE_FAULT)
-    found["nameless"] = Scenario((Refit(named=False), Refit(named=False)), ONE_FAULT)
+    found["counted"] = Scenario((Refit(given=False), Refit(given=False)), ONE_FAULT)
     found["replays"] = Scenario((Refit(), Refit()), ("replay",))
-    found["strangers"] = Scenario((Refit(named=False), Refit(named=False)), ("pose",))
+    found["strangers"] = Scenario((Refit(given=False), Refit(given=False)), ("pose",))
     found["stale buffers"] = STALE_PACKED
     for kind in ("pause", "crash", "quit"):
         for party in ("T", "E0"):

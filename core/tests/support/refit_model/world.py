@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from refit_model.canonical import Canon
 from refit_model.parties import BUCKET_BYTES, NAMES, Engine, Trainer, Weights
-from refit_model.people import drive, give_up, keep, read
+from refit_model.people import Generation, Policy, drive, give_up, keep, read
 from refit_model.promises import (
     check_commit,
     check_end,
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     import greenlet
 
 HELLO_S = 0.5
+#: A refit that was requested: number of the trainer's process, and that of the refit there.
+Request = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -44,14 +46,14 @@ class Refit:
     Attributes:
         engines: Who takes it.
         options: How.
-        named: Both sides are told an id.
+        given: Both sides are given its number; or else they count.
         trainer: Who sends; ``U`` is another one, with weights of its own.
         later: It is asked for when the one before has ended on all sides, not on one.
     """
 
     engines: tuple[str, ...] = ("E0",)
     options: dict[str, Any] = field(default_factory=dict)
-    named: bool = True
+    given: bool = True
     trainer: str = "T"
     later: bool = False
 
@@ -78,6 +80,7 @@ class Scenario:
         readers: How many generate at the first engine meanwhile.
         tokens: How many steps each of them decodes.
         writers: How many others keep that engine from generating, as one does that sleeps.
+        apart: Drivers are in processes of their own, so that they do not take turns.
         grain: Where others may go first while somebody asks for a refit: 0 nowhere, 1 between two
             calls, 2 also within ``send`` and ``receive``, 3 also while an engine is prepared.
         hellos: How often engines may say hello again before somebody must have answered.
@@ -94,6 +97,7 @@ class Scenario:
     readers: int = 0
     tokens: int = 1
     writers: int = 0
+    apart: bool = False
     grain: int = 2
     hellos: int = 1
     engine: Callable[..., Engine] = Engine
@@ -112,10 +116,11 @@ class World:
         broken: What is wrong, if something is.
         now: Seconds.
         offered: The trainer's weights when a version was offered.
-        numbers: The version of a refit that was asked for, by its id.
+        versions: Those of the refits that were requested.
         decided: Versions that the sender decided to commit, each with a connection that is to.
         committed: Those that were committed there.
-        drivers_ids: Of the refits that drivers have asked for.
+        drivers_requests: Those of the drivers.
+        policies, generations: What the drivers of one process have, by trainer and by engines.
         newest: The one that was sent last.
         given_up: Those that were given up before their bytes were on the way.
         known_way: This was seen before, and need not be looked at.
@@ -125,7 +130,6 @@ class World:
         stirred: Something happened since then that somebody who was paused would see.
         wrong_since: A fault happened in the refit that is going on.
         unheard: A side cannot say any more what became of it.
-        unpaired: A side gave a call up, which without ids leaves the other's for the next call.
     """
 
     def __init__(self, scenario: Scenario) -> None:
@@ -144,12 +148,14 @@ class World:
         self.lanes: list[bytearray] = []
         self.groups: dict[int, Group] = {}
         self.offered: dict[int, Weights] = {0: dict.fromkeys(NAMES, 0.0)}
-        self.numbers: dict[str, int] = {}
+        self.versions: dict[Request, int] = {}
         self.decided: set[tuple[int, str]] = set()
         self.committed: set[tuple[int, str]] = set()
-        self.drivers_ids: list[str] = []
-        self.newest = ""
-        self.given_up: set[str] = set()
+        self.drivers_requests: list[Request] = []
+        self.policies: dict[int, Policy] = {}
+        self.generations: dict[tuple[str, ...], Generation] = {}
+        self.newest: Request = (0, 0)
+        self.given_up: set[Request] = set()
         self.digested: dict[bytes, bytes] = {}
         self.read: set[bytes] = set()
         self.left = list(scenario.faults)
@@ -157,10 +163,10 @@ class World:
         self.paused: str | None = None
         self.wrong_since = False
         self.unheard = False
-        self.unpaired = False
         self.clean_start = True
         self.position = 0
         self.refit = 0
+        self.number: int | None = None
         self.asked: list[str] = []
         self.to_ask: list[str] = []
         self.asked_tasks: list[Task] = []
@@ -226,10 +232,16 @@ class World:
         task = Task(party, f"{party}-{number}", function)
         task.asks = asks
         if task.job is not None:
-            task.job.number = self.numbers.get(task.job.refit_id)
+            task.job.wanted = self.versions.get(self.request_of(task.job))
         self.tasks.append(task)
         self._of[task.greenlet] = task
         return task
+
+    def request_of(self, job: Any) -> Request:
+        """The refit that a job is for."""
+        token = job.trainer.token if hasattr(job, "trainer") else job.endpoint.token
+        found = [each.number for each in self.trainers if each.sender.token == token]
+        return (*found, 0)[0], job.number
 
     def task_of(self, current: greenlet.greenlet) -> Task | None:
         return self._of.get(current)
@@ -341,13 +353,14 @@ class World:
         check_last(self)
         self.position += 1
         self.refit += 1
-        self.wrong_since = self.paused is not None or (self.unpaired and not step.named)
+        self.wrong_since = self.paused is not None
         self.clean_start = not self.tasks
         self.hellos_left = self.scenario.hellos
         self.asked = list(step.engines)
         self.to_ask = ["T", *step.engines]
         self.asked_tasks = []
         info = self.trainer.sender.prepare()
+        self.number = info["number"] if step.given else None
         for name in step.engines:
             self.constructing = name
             self.engines[name].receiver.prepare(info)
@@ -357,23 +370,22 @@ class World:
         self.to_ask.remove(party)
         step = self.scenario.script[self.position - 1]
         assert isinstance(step, Refit)
-        refit_id = f"refit {self.refit}" if step.named else ""
         if party == "T":
             self.offered[self.refit] = self.trainer.weights
-            self.numbers[refit_id] = self.refit
+            self.versions[self.trainer.number, self.trainer.sender.number + 1] = self.refit
             options = {
                 "receivers": len(step.engines),
                 "deadline_s": DEADLINE_S,
                 "bucket_bytes": BUCKET_BYTES,
                 "version": self.refit,
-                "refit_id": refit_id,
+                "number": self.number,
             }
             self.trainer.sender.send(**options | step.options)
         else:
             receiver = self.engines[party].receiver
-            receiver.receive(deadline_s=DEADLINE_S, refit_id=refit_id)
+            receiver.receive(deadline_s=DEADLINE_S, number=self.number)
         task = self.tasks[-1]
-        task.job.number = self.refit
+        task.job.wanted = self.refit
         self.asked_tasks.append(task)
 
     def time_passes(self) -> None:
@@ -443,6 +455,6 @@ class World:
 #: What has no influence on what follows, or is written down by itself.
 _NOT_STATE = {
     "scenario", "names", "tasks", "_of", "recordings", "digested", "read", "wire",
-    "broken", "known_way",
+    "broken", "known_way", "policies", "generations",
 }  # fmt: skip
 Canon.stops_at(World)

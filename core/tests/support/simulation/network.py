@@ -223,6 +223,7 @@ class Network:
 
     def send(self, *, again: bool = False, **given: Any) -> Refit:
         """The trainer begins a refit, or sends what was committed again; none may be going on."""
+        self._introduce()
         options = {"receivers": len(self.engines), "deadline_s": DEADLINE_S} | given
         sender = self.trainer.sender
         options["version"] = sender.version if again else next(self.versions)

@@ -185,20 +185,6 @@ def test_what_a_transport_raises_ends_the_refit_on_both_sides(both):
 # -- calls that belong together --------------------------------------------------------------------
 
 
-def test_two_refits_at_once_end_soon_and_one_of_them_commits(both):
-    trainer, engine = both
-    for seed in range(3):
-        step(trainer, seed)
-        begun = time.monotonic()
-        refits = [spawn("refit", lambda: go(trainer, engine)) for _ in range(2)]
-        errors = [refit.exception(SOON) for refit in refits]
-        assert time.monotonic() - begun < SOON / 2
-        assert None in errors, errors
-        assert all(isinstance(e, RefitAborted) for e in errors if e), errors
-        assert same(trainer.source.tensor, engine.idle().sink.tensor)
-        assert not engine.receiver.jobs
-
-
 def test_of_two_refits_asked_for_at_once_one_sees_the_other(both, monkeypatch):
     """Or else each side may begin with another one, and wait for the other side's in vain."""
     trainer, _ = both
@@ -242,7 +228,7 @@ def test_descriptions_asked_for_at_once_name_one_end(both, monkeypatch):
 def test_an_engine_does_not_wait_for_a_refit_that_the_trainer_could_not_begin(both, monkeypatch):
     trainer, engine = both
 
-    def refuse(refit_id: str, deadline_s: float) -> None:
+    def refuse(number: int, deadline_s: float) -> None:
         raise LifecycleError("the ranks are out of step")
 
     monkeypatch.setattr(trainer.source, "open", refuse)
@@ -293,56 +279,66 @@ def test_a_refit_that_runs_keeps_its_end_where_the_next_one_has_no_room(both, mo
 def test_a_refit_may_be_cancelled_before_it_is_asked_for(both):
     """The two calls of a refit may travel on ways of their own."""
     trainer, engine = both
-    engine.prepare_refit_info(trainer.prepare_refit_info())
-    engine.receiver.cancel("lost")
-    with pytest.raises(RefitAborted, match="cancelled"):
-        engine.receiver.receive(refit_id="lost", deadline_s=600).result(SOON)
+    info = trainer.prepare_refit_info()
+    engine.prepare_refit_info(info)
+    for end, call in (
+        (engine.receiver, engine.receiver.receive),
+        (trainer.sender, trainer.sender.send),
+    ):
+        end.cancel(info["number"])
+        with pytest.raises(RefitAborted, match="refit 1 was requested, or cancelled, before"):
+            call(number=info["number"], deadline_s=600)
     assert go(trainer, engine).version == 1
 
 
-def test_calls_without_an_id_are_not_cancelled_by_one(both):
+def test_a_refit_that_is_over_is_not_cancelled(both):
     trainer, engine = both
+    go(trainer, engine)
     sending, receiving = begin(trainer, engine)
-    engine.receiver.cancel("")
-    trainer.sender.cancel("")
-    assert [each["version"] for each in wait([sending, receiving], SOON)] == [1, 1]
+    engine.receiver.cancel(1)
+    trainer.sender.cancel(1)
+    assert [each["version"] for each in wait([sending, receiving], SOON)] == [2, 2]
 
 
 def test_a_refit_that_waits_for_the_one_before_it_is_cancelled_at_once(both):
     trainer, engine = both
-    engine.prepare_refit_info(trainer.prepare_refit_info())
-    engine.receiver.receive(refit_id="first", deadline_s=600)
-    second = engine.receiver.receive(refit_id="second", deadline_s=600)
-    engine.receiver.cancel("second")
-    assert isinstance(second.exception(SOON), RefitAborted)
-    assert [job.refit_id for job in engine.receiver.jobs] == ["first"]
+    at_work, go_on = threading.Event(), threading.Event()
+    trainer.source.before = lambda _: (at_work.set(), go_on.wait(SOON))
+    running = begin(trainer, engine, mode="packed")
+    assert at_work.wait(SOON)
+    waiting = begin(trainer, engine)
+    for end in (trainer.sender, engine.receiver):
+        end.cancel(2)
+    for call in waiting:
+        assert "cancelled" in str(call.exception(SOON))
+    go_on.set()
+    assert [each["version"] for each in wait(running, SOON)] == [1, 1]
 
 
 def test_a_refit_whose_bytes_are_on_their_way_is_not_cancelled(both):
     trainer, engine = both
-    info = trainer.prepare_refit_info()
-    engine.prepare_refit_info(info)
+    engine.prepare_refit_info(trainer.prepare_refit_info())
 
     def cancel(_: str) -> None:
-        trainer.sender.cancel(info["refit_id"])
-        engine.receiver.cancel(info["refit_id"])
+        trainer.sender.cancel(1)
+        engine.receiver.cancel(1)
         receiving.cancel()
 
     trainer.source.before = cancel
-    receiving = engine.receiver.receive(refit_id=info["refit_id"], deadline_s=SOON)
-    sending = trainer.sender.send(refit_id=info["refit_id"], mode="packed", deadline_s=SOON)
+    receiving = engine.receiver.receive(number=1, deadline_s=SOON)
+    sending = trainer.sender.send(number=1, mode="packed", deadline_s=SOON)
     assert [each["version"] for each in wait([sending, receiving], SOON)] == [1, 1]
 
 
 def test_a_call_whose_refit_is_over_ends_at_once(both):
     trainer, engine = both
     engine.prepare_refit_info(trainer.prepare_refit_info())
-    lost = trainer.sender.send(refit_id="first", deadline_s=600)
-    trainer.sender.send(refit_id="second", deadline_s=SOON)
+    lost = trainer.sender.send(number=1, deadline_s=600)
+    trainer.sender.send(number=2, deadline_s=SOON)
     assert isinstance(lost.exception(SOON), RefitAborted)
-    with pytest.raises(RefitAborted, match="is over"):
-        engine.receiver.receive(refit_id="first", deadline_s=600).result(SOON)
-    assert engine.receiver.receive(refit_id="second", deadline_s=SOON).result(SOON)["version"] == 1
+    with pytest.raises(RefitAborted, match="at refit 1 and the trainer at refit 2"):
+        engine.receiver.receive(number=1, deadline_s=600).result(SOON)
+    assert engine.receiver.receive(number=2, deadline_s=SOON).result(SOON)["version"] == 1
 
 
 def test_a_refit_whose_bytes_are_on_their_way_is_not_given_up_for_a_newer_one(both):
@@ -356,19 +352,18 @@ def test_a_refit_whose_bytes_are_on_their_way_is_not_given_up_for_a_newer_one(bo
     trainer.source.before = wait_a_little
     sending_, receiving = begin(trainer, engine, mode="packed")
     assert at_work.wait(SOON)
-    trainer.sender.jobs[0].supersede("a newer refit was asked for")
+    trainer.sender.jobs[0].superseded = "a newer refit was requested"
     trainer.sender.jobs[0].look()
     go_on.set()
     assert wait([sending_, receiving], SOON)[0]["version"] == 1
 
 
-def test_a_refit_that_the_trainer_never_began_does_not_hold_up_the_next_for_long(both):
+def test_a_refit_that_the_trainer_never_began_gives_way_to_the_next(both):
     trainer, engine = both
     engine.prepare_refit_info(trainer.prepare_refit_info())
-    lost = engine.receiver.receive(refit_id="lost", deadline_s=600)
-    go(trainer, engine)
-    with pytest.raises(RefitAborted, match="never begun"):
-        lost.result(SOON)
+    lost = engine.receiver.receive(deadline_s=600)
+    assert go(trainer, engine).version == 1
+    assert isinstance(lost.exception(SOON), RefitAborted)
 
 
 # -- what is refused by name -----------------------------------------------------------------------
@@ -389,7 +384,7 @@ def test_another_version_of_rl_core_is_refused_by_name(both, theirs):
     [
         ("deadline_s", 1e10), ("deadline_s", True), ("deadline_s", float("nan")), ("version", True),
         ("receivers", True), ("bucket_bytes", True), ("delta", "yes"),
-        ("transport", None), ("refit_id", 7),
+        ("transport", None), ("number", "7"), ("number", 0), ("number", True),
     ],
 )  # fmt: skip
 def test_options_of_the_wrong_kind_are_refused(both, key, value):

@@ -40,14 +40,14 @@ class Counted(DictSource):
     def __init__(self, trainer: CountingTrainer, tensors: dict[str, torch.Tensor]) -> None:
         super().__init__(tensors)
         self.before = trainer.before
-        self.opened: list[str] = []
+        self.opened: list[int] = []
         self.reading = False
         self.closed = 0
 
-    def open(self, rank_call_id: str, deadline_s: float) -> None:
+    def open(self, number: int, deadline_s: float) -> None:
         assert not self.closed
         assert deadline_s > 0
-        self.opened.append(rank_call_id)
+        self.opened.append(number)
 
     def tensors(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
         assert self.opened
@@ -172,7 +172,7 @@ def test_a_refit_that_another_one_follows_closes_its_source(trainer, engine):
     second = trainer.sender.send(deadline_s=SOON)
     with pytest.raises(RefitAborted, match="newer"):
         first.result(SOON)
-    wait([second, engine.receiver.receive(deadline_s=SOON)], SOON)
+    wait([second, engine.receiver.receive(number=2, deadline_s=SOON)], SOON)
     assert counts(trainer) == [1, 1, 1]  # that of the description, too
 
 
@@ -199,7 +199,7 @@ def test_a_refit_of_its_own_name_has_a_source_of_its_own(trainer, engine):
     engine.receiver.receive(deadline_s=SOON).result(SOON)
     sending.result(SOON)
     assert counts(trainer) == [1, 1]
-    assert [source.opened for source in trainer.made] == [[], ["call 1"]]
+    assert [source.opened for source in trainer.made] == [[], [1]]
 
 
 @pytest.mark.parametrize("wrong", [{"verify": "no"}, {"delta": 1}], ids=str)

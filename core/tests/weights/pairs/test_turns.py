@@ -22,7 +22,7 @@ from simple_pair import (
     same,
 )
 
-from rl_core.errors import DeadlineError, RefitAborted, RefitError, RefitPeerError
+from rl_core.errors import DeadlineError, LoopWarning, RefitAborted, RefitError, RefitPeerError
 from rl_core.futures import spawn, wait
 from rl_core.weights.receiving import receiver as _receiver
 from rl_core.weights.receiving.receiver import ReceiveJob
@@ -44,13 +44,24 @@ def test_refits_asked_for_at_once_take_turns_and_have_versions_of_their_own(pair
     gate = engine.sink.on["write"] = Gate()
     first = spawn("first", lambda: go(trainer, engine))
     assert gate.reached.wait(SOON)
-    second = spawn("second", lambda: go(trainer, engine))
-    while min(len(trainer.sender.jobs), len(engine.receiver.jobs)) < 2:
-        assert not second.done(), second.exception()
-        gate.opened.wait(0.01)
+    others = [spawn("other", lambda: go(trainer, engine)) for _ in range(2)]
+    with pytest.raises(DeadlineError, match="another call of refit did not end"):
+        go(trainer, engine, deadline_s=0.1)
     gate.opened.set()
-    assert [report.version for report in wait([first, second], SOON)] == [1, 2]
-    assert engine.receiver.version == trainer.sender.version == 2
+    reports = wait([first, *others], SOON)
+    assert sorted(report.version for report in reports) == [1, 2, 3]
+    assert engine.receiver.version == trainer.sender.version == 3
+
+
+def test_calls_of_both_sides_take_turns_with_the_refit_that_runs(pair):
+    trainer, engine = pair
+    gate = engine.sink.on["write"] = Gate()
+    running = begin(trainer, engine)
+    assert gate.reached.wait(SOON)
+    waiting = begin(trainer, engine)
+    gate.opened.set()
+    for refit, version in ((running, 1), (waiting, 2)):
+        assert [each["version"] for each in wait(refit, SOON)] == [version, version]
 
 
 @pytest.mark.parametrize("side", ["trainer", "engine"])
@@ -77,7 +88,7 @@ def test_closing_ends_the_running_refit_and_those_that_wait_behind_it(pair, side
 def test_an_engine_prepared_for_another_trainer_finishes_the_running_refit_first(keep, pair):
     trainer, engine = pair
     gate = engine.sink.on["write"] = Gate()
-    running = spawn("running", lambda: go(trainer, engine))
+    running = begin(trainer, engine)
     assert gate.reached.wait(SOON)
     other = keep(Trainer(make_tensors(1)))
     taking_over = spawn("other", lambda: go(other, engine, version=9))
@@ -85,7 +96,7 @@ def test_an_engine_prepared_for_another_trainer_finishes_the_running_refit_first
         assert not taking_over.done(), taking_over.exception()
         gate.opened.wait(0.01)
     gate.opened.set()
-    assert running.result(SOON).version == 1
+    assert [each["version"] for each in wait(running, SOON)] == [1, 1]
     assert taking_over.result(SOON).version == 9
     assert same(other.source.tensor, engine.sink.tensor)
 
@@ -155,18 +166,18 @@ def test_a_refit_that_waits_in_vain_gives_way_to_the_next(pair):
     assert engine.receiver.version == 1
 
 
-def test_a_receiver_that_waits_already_takes_the_refit_of_the_next_call_too(pair):
-    """Where calls have no ids, they are matched as they come."""
+def test_a_receiver_that_waits_gives_way_to_the_next_call(pair):
     trainer, engine = pair
     engine.prepare_refit_info(trainer.prepare_refit_info())
     waiting = engine.receiver.receive(deadline_s=600)
-    sending, receiving = begin(trainer, engine)
-    for future in (sending, receiving, waiting):
-        assert future.result(SOON)["version"] == 1
-    assert engine.receiver.version == 1
+    newer = engine.receiver.receive(deadline_s=SOON)
+    assert "a newer refit" in str(waiting.exception(SOON))
+    trainer.sender.send(deadline_s=SOON)
+    assert trainer.sender.send(deadline_s=SOON).result(SOON)["version"] == 1
+    assert newer.result(SOON)["version"] == 1
 
 
-def test_a_receiver_that_waits_for_no_refit_in_particular_gives_way_to_one_that_does(pair):
+def test_a_receiver_that_waits_gives_way_once_it_is_prepared_again(pair):
     trainer, engine = pair
     engine.prepare_refit_info(trainer.prepare_refit_info())
     waiting = engine.receiver.receive(deadline_s=600)
@@ -183,17 +194,37 @@ def test_a_receiver_that_waits_for_another_trainer_gives_way(keep, pair):
     assert isinstance(waiting.exception(SOON), RefitAborted)
 
 
-def test_a_refit_is_taken_from_the_trainer_that_the_engine_was_prepared_for_by_its_id(keep, pair):
-    """Two drivers, each with a trainer, may prepare one engine before either goes on."""
+def test_two_drivers_with_a_trainer_each_take_turns_at_an_engine(keep, pair):
     trainer, engine = pair
     other = keep(Trainer(make_tensors(1)))
-    infos = [each.prepare_refit_info() for each in (trainer, other)]
-    for info in infos:
-        engine.prepare_refit_info(info)
-    for each, info in zip((trainer, other), infos, strict=True):
-        how = {"refit_id": info["refit_id"], "deadline_s": SOON}
-        wait([each.sender.send(**how), engine.receiver.receive(**how)], SOON)
-        assert same(each.source.tensor, engine.sink.tensor)
+    each = [spawn("refit", lambda t=t: go(t, engine)) for t in (trainer, other)]
+    with pytest.warns(LoopWarning, match="had version 1 of origin"):
+        assert [report.version for report in wait(each, SOON)] == [1, 1]
+
+
+def test_an_engine_that_counts_fewer_calls_is_refused_until_it_is_prepared_again(pair):
+    trainer, engine = pair
+    engine.prepare_refit_info(trainer.prepare_refit_info())
+    lost = trainer.sender.send(deadline_s=600)
+    sending = trainer.sender.send(deadline_s=600)
+    assert isinstance(lost.exception(SOON), RefitAborted)
+    with pytest.raises(RefitAborted, match="is at refit 1 and the trainer at refit 2") as error:
+        engine.receiver.receive(deadline_s=600).result(SOON)
+    assert "prepare_refit_info() to every engine again" in str(error.value)
+    engine.prepare_refit_info(trainer.prepare_refit_info())
+    assert not sending.done()
+    assert go(trainer, engine).version == 1
+
+
+def test_an_engine_that_counts_more_calls_waits_for_the_trainers_next(pair):
+    trainer, engine = pair
+    engine.prepare_refit_info(trainer.prepare_refit_info())
+    engine.receiver.receive(deadline_s=0.1).exception(SOON)
+    receiving = engine.receiver.receive(deadline_s=SOON)
+    error = trainer.sender.send(deadline_s=1).exception(SOON)
+    assert "is at refit 2 and the trainer at refit 1" in str(error)
+    sending = trainer.sender.send(deadline_s=SOON)
+    assert [each["version"] for each in wait([sending, receiving], SOON)] == [1, 1]
 
 
 @pytest.mark.parametrize("side", ["sender", "receiver"])
@@ -237,7 +268,8 @@ def test_a_refit_of_one_trainer_is_not_taken_for_that_of_another(keep, pair, mon
     assert gate.reached.wait(SOON)
     second = begin(trainer, engine)
     # As if its bytes were on their way by the time that it was told.
-    monkeypatch.setattr(ReceiveJob, "supersede", lambda job, why: None)
+    never = property(lambda job: None, lambda job, why: None)
+    monkeypatch.setattr(ReceiveJob, "superseded", never, raising=False)
     engine.prepare_refit_info(other.prepare_refit_info())
     third = other.sender.send(version=9, deadline_s=SOON), engine.receiver.receive(deadline_s=SOON)
     gate.opened.set()
@@ -285,7 +317,7 @@ def test_a_receiver_that_attaches_after_the_sender_gave_up_says_why_it_did(pair)
     sending, receiving = begin(trainer, engine)
     error = receiving.exception(SOON)
     assert isinstance(error, RefitAborted), error
-    assert "a newer refit was asked for" in str(error)
+    assert "a newer refit was requested" in str(error)
 
 
 def test_a_refit_runs_on_the_gpu_of_the_tensors(pair, monkeypatch):

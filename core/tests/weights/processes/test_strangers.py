@@ -73,7 +73,7 @@ class Stranger:
 
 def hello(trainer: TrainerParty, name: str, pid: int) -> bytes:
     """What a receiver says first that knows the token."""
-    return write_hello(Hello(name, name, pid, name.encode().ljust(16)), trainer.info()["token"])
+    return write_hello(Hello(name, name, pid, name.encode().ljust(16), 1), trainer.info()["token"])
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_bytes_that_are_no_protocol_do_no_harm(pair, noise):
         [b"\xff" * 100] * 1000,
         [bytes(MAX_FRAME_BYTES)],
         [bytes(MAX_FRAME_BYTES + 1)],
-        [write_hello(Hello("id", "stranger", 1, b"n" * 16), "guess")],
+        [write_hello(Hello("id", "stranger", 1, b"n" * 16, 1), "guess")],
     ],
     ids=["noise", "a thousand", "large", "too large", "another token"],
 )

@@ -126,37 +126,26 @@ def test_offers_that_nobody_answers_are_bounded():
     assert sender.phase is Phase.PREPARE
 
 
-@pytest.mark.parametrize(
-    ("ours", "theirs", "over", "said"),
-    [
-        ("now", "before", {"before"}, "is over"),
-        ("now", "", set(), "refit_id"),
-        ("", "now", set(), "refit_id"),
-        ("now", "later", set(), None),
-    ],
-)
-def test_a_receiver_that_was_asked_for_another_refit(ours, theirs, over, said):
-    clock = Clock()
-    sender = new_sender(refit_id=ours, is_over=over.__contains__, clock=clock)
-    effects = sender.receive("p0", msgspec.structs.replace(HELLOS[0], refit_id=theirs))
-    if said is None:
-        assert effects == []  # it will be its turn
-        clock.now = 3.0  # or not
-        [effect] = sender.receive("p1", msgspec.structs.replace(HELLOS[1], refit_id=theirs))
-        assert "never begun" in refusal_of(effect, "p1")
-    else:
-        [effect] = effects
-        assert said in refusal_of(effect, "p0")
-    assert (sender.connections, sender.error) == ([], None)
+@pytest.mark.parametrize("state", ["nobody", "p0 there", "p0 ready"])
+def test_a_hello_for_a_refit_that_is_over_is_refused(state):
+    sender = sender_at(state)
+    [effect] = sender.receive("late", msgspec.structs.replace(HELLOS[2], number=0))
+    refusal = refusal_of(effect, "late")
+    assert "is at refit 0 and the trainer at refit 1" in refusal
+    assert "prepare_refit_info() to every engine again" in refusal
+    assert ("late" in sender.connections, sender.error) == (False, None)
 
 
-def test_a_receiver_of_a_refit_that_is_queued_here_waits_for_it():
+def test_a_hello_for_a_later_refit_waits_for_it():
     clock = Clock()
-    sender = new_sender(refit_id="now", is_queued={"next"}.__contains__, clock=clock)
+    sender = new_sender(number=3, clock=clock)
     for now in (0.0, 3.0, 30.0):
         clock.now = now
-        key = f"p{now:g}"
-        assert sender.receive(key, msgspec.structs.replace(HELLOS[0], refit_id="next")) == []
+        assert sender.receive(f"p{now:g}", msgspec.structs.replace(HELLOS[0], number=4)) == []
+    assert (sender.connections, sender.error) == ([], None)
+    clock.now = 1e6
+    sender.tick()
+    assert "engine, pid 100, is at refit 4 and the trainer at refit 3" in str(sender.error)
 
 
 def test_a_frame_that_cannot_be_read_ends_the_refit_and_names_its_sender():
@@ -175,7 +164,7 @@ def test_who_answers_an_offer_with_what_cannot_be_read_does_not_take_part():
     assert (sender.connections, sender.error) == ([], None)
     clock.now = 1e6
     sender.tick()
-    assert "refused meanwhile: damaged" in str(sender.error)
+    assert "meanwhile: damaged" in str(sender.error)
 
 
 def test_a_stranger_whose_frames_cannot_be_read_is_sent_away():

@@ -25,7 +25,7 @@ from rl_core.weights.protocol.messages import (
 )
 
 TOKEN, NONCE = "secret", b"n" * 16
-HELLO = Hello("id", "engine", 2, NONCE)
+HELLO = Hello("id", "engine", 2, NONCE, 1)
 OFFER = Offer("session", "trainer", 1, "manifest", "wire", "quiesced", False, {})
 READY = Ready("session", {}, b"", ())
 
@@ -171,7 +171,7 @@ def test_an_oversized_frame_is_refused_unread():
 
 def test_an_oversized_message_is_not_sent():
     with pytest.raises(RefitProtocolError, match="Hello"):
-        write_hello(Hello("i", "x" * MAX_FRAME_BYTES, 2, NONCE), TOKEN)
+        write_hello(Hello("i", "x" * MAX_FRAME_BYTES, 2, NONCE, 1), TOKEN)
 
 
 @given(frame=st.binary(max_size=300))

@@ -144,7 +144,7 @@ def test_options_are_kept_as_they_were_given():
         "kv_scales": {"k": 1.0},
         "bucket_bytes": 128,
         "deadline_s": 1.5,
-        "refit_id": "this",
+        "number": 3,
     }
     assert dataclasses.asdict(SendOptions.of(given)) == given
 
@@ -177,7 +177,7 @@ def test_buckets_are_as_large_as_suits_the_device(device, mode, expected):
         {"receivers": 1 << 40},
         {"version": 1 << 63},
         {"bucket_bytes": 1 << 64},
-        {"refit_id": "\ud800"},
+        {"number": 1 << 63},
         {"transport": "\udfff"},
         {"kv_scales": {"layer\ud800": 1.0}},
         {"kv_scales": {"layer": 1 << 2000}},

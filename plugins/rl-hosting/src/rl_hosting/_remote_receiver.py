@@ -76,6 +76,7 @@ class RemoteReceiver:
         self._on_commit = on_commit
         self._wake = wake
         self._prepared = False
+        self._number = 0  # of the refit that was requested last, of all workers
         self._closed = threading.Event()
 
     def check(self) -> None:
@@ -91,14 +92,14 @@ class RemoteReceiver:
     def prepare(self, info: dict[str, Any]) -> None:
         """See :meth:`RefitReceiver.prepare`."""
         self._ask("prepare", DEFAULT_DEADLINE_S, info=msgspec.msgpack.encode(info))
-        self._prepared = True
+        self._number, self._prepared = info["number"] - 1, True
 
     def receive(
         self,
         *,
         transport: str = "ipc",
         deadline_s: float = DEFAULT_DEADLINE_S,
-        refit_id: str = "",
+        number: int | None = None,
     ) -> concurrent.futures.Future[dict[str, Any]]:
         """See :meth:`RefitReceiver.receive`."""
         if not self._prepared:
@@ -107,7 +108,9 @@ class RemoteReceiver:
                 fix="call prepare_refit_info(policy.prepare_refit_info()) first",
             )
         check_deadline(deadline_s)
-        how = {"transport": transport, "deadline_s": deadline_s, "refit_id": refit_id}
+        number = number or self._number + 1
+        self._number = max(self._number, number)
+        how = {"transport": transport, "deadline_s": deadline_s, "number": number}
         return spawn(f"refit-{self.name}", lambda: self._receive(how))
 
     def open(
@@ -154,9 +157,10 @@ class RemoteReceiver:
         """Notes that the engine freed its weights for good: it is torn until a refit."""
         self._adopt(self._ask("dropped"))
 
-    def cancel(self, refit_id: str) -> None:
+    def cancel(self, number: int) -> None:
         """See :meth:`RefitReceiver.cancel`."""
-        self._ask("cancel", REFIT_REPORT_S, refit_id=refit_id)
+        self._number = max(self._number, number)
+        self._ask("cancel", REFIT_REPORT_S, number=number)
 
     def close(self) -> None:
         """Ends a refit that waits. Idempotent."""
@@ -176,7 +180,7 @@ class RemoteReceiver:
                 self.torn = False
             except BaseException as error:
                 with suppress(RLError):  # workers that began wait for the others
-                    self.cancel(how["refit_id"])
+                    self.cancel(how["number"])
                 if self._lock.held_by_this_thread:  # or else it has written nothing
                     self.torn = True  # unless the engine answers otherwise
                     with suppress(WorkerDiedError, DeadlineError):

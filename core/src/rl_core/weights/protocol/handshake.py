@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
@@ -25,6 +25,7 @@ class _Info(msgspec.Struct, frozen=True):
     tensors: tuple[TensorSpec, ...]
     token: str
     addresses: dict[str, dict[str, Any]]
+    number: Annotated[int, msgspec.Meta(ge=1, le=1 << 62)]
 
 
 @dataclass(frozen=True, slots=True)

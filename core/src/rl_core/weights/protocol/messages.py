@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-PROTOCOL = 5
+PROTOCOL = 6
 """Version of all that crosses between the two sides, which refuse each other if it differs."""
 
 
@@ -21,15 +21,15 @@ class _InSession(_Message, frozen=True):
 class Hello(_Message, frozen=True):
     """Receiver: here I am. Repeated until an offer comes.
 
-    ``nonce`` has 16 bytes that this connection alone uses. ``refit_id`` names the refit that this
-    side is to take; empty if its call named none.
+    ``nonce`` has 16 bytes that this connection alone uses. ``number`` is that of the refit that
+    this side is to take.
     """
 
     receiver: str
     name: str
     pid: int
     nonce: bytes
-    refit_id: str = ""
+    number: int
 
 
 class Offer(_InSession, frozen=True):

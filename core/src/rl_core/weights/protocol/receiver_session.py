@@ -245,3 +245,6 @@ class ReceiverSession(Session):
 
     def _awaited(self) -> str:
         return f"sender ({self.offer.sender})" if self.offer else "the sender"
+
+    def _hint(self) -> str:
+        return "" if self.offer else f"; this engine is at refit {self._hello.number}"

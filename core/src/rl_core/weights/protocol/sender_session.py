@@ -14,6 +14,7 @@ from rl_core.errors import (
 )
 from rl_core.weights.protocol import messages
 from rl_core.weights.protocol.session import (
+    IN_STEP_AGAIN,
     Confirm,
     Effect,
     MakePlan,
@@ -24,7 +25,6 @@ from rl_core.weights.protocol.session import (
     describe,
     peer_error,
 )
-from rl_core.weights.protocol.timing import UNHEARD_OF_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -67,10 +67,8 @@ class SenderSession(Session):
 
     Args:
         offer: The first message to every receiver.
+        number: Of this refit. A Hello for an earlier one is refused; one for a later waits for it.
         receivers: How many must take part.
-        refit_id: Of the refit, as the receivers have it, too; empty if it has none.
-        is_over: Whether the refit of an id has ended, or never will begin.
-        is_queued: Whether it was requested here, and begins after this one.
         deadline_s: Seconds within which the session ends.
         clock: Monotonic seconds.
     """
@@ -89,23 +87,18 @@ class SenderSession(Session):
         self,
         offer: messages.Offer,
         *,
+        number: int,
         receivers: int,
         deadline_s: float,
-        refit_id: str = "",
-        is_over: Callable[[str], bool] = lambda _: False,
-        is_queued: Callable[[str], bool] = lambda _: False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(deadline_s, clock)
         self.offer = offer
+        self._number = number
         self._receivers = receivers
-        self._refit_id = refit_id
-        self._is_over = is_over
-        self._is_queued = is_queued
         self._offered: dict[str, _Peer] = {}
         self._peers: dict[str, _Peer] = {}
         self._noise = ""
-        self._asked_for: dict[str, float] = {}
         self._buckets: int | None = None  # once there is a plan
         self._window = 0
         self._packed = 0
@@ -220,30 +213,21 @@ class SenderSession(Session):
     def _on_hello(self, key: str, hello: messages.Hello) -> list[Effect]:
         if self.phase is not Phase.DISCOVER or key in self._peers or key in self._offered:
             return []
-        if hello.refit_id != self._refit_id:
-            return self._turn_away(key, hello)
+        if hello.number != self._number:
+            self._noise = (
+                f"{hello.name}, pid {hello.pid}, is at refit {hello.number} and the trainer at "
+                f"refit {self._number}"
+            )
+            if hello.number > self._number:
+                return []  # it waits for its turn
+            error = RefitAborted(f"{self.phase}: {self._noise}", fix=IN_STEP_AGAIN)
+            return [Send(self._abort(error), key)]
         if len(self._peers) == self._receivers:
             return self._dismiss(key, self._full)
         if len(self._offered) >= _OFFERS * self._receivers:
             del self._offered[next(iter(self._offered))]
         self._offered[key] = _Peer(hello)
         return [Send(self.offer, key)]
-
-    def _turn_away(self, key: str, hello: messages.Hello) -> list[Effect]:
-        """Refuses a Hello for a refit that is over or long unknown, or with an id on one side only.
-
-        One that is queued here begins after this one: its receivers wait for it.
-        """
-        if hello.refit_id and self._refit_id:
-            since = self._asked_for.setdefault(hello.refit_id, self._clock())
-            waits = self._is_queued(hello.refit_id) or self._clock() < since + UNHEARD_OF_S
-            if waits and not self._is_over(hello.refit_id):
-                return []
-            why = "the refit of this id is over, or was never begun here"
-        else:
-            why = "only one side has the refit's id: give refit_id to both, or to none"
-        error = RefitAborted(f"{self.phase}: {why}", fix="refit again")
-        return [Send(self._abort(error), key)]
 
     def _admit(self, key: str, peer: _Peer) -> list[Effect]:
         """Admits a ready receiver; this connection replaces an earlier one of that receiver."""
@@ -364,7 +348,7 @@ class SenderSession(Session):
         return ", ".join(who)
 
     def _hint(self) -> str:
-        return f"; refused meanwhile: {self._noise}" if self._noise else ""
+        return f"; meanwhile: {self._noise}" if self._noise else ""
 
     @property
     def _full(self) -> str:

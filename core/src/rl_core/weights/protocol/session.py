@@ -41,6 +41,8 @@ __all__ = [
 ]
 
 _MESSAGE_CHARS = 4000
+#: For two sides that do not count their refits alike any more.
+IN_STEP_AGAIN = "pass policy.prepare_refit_info() to every engine again, and refit again"
 #: What another side may have raised, and means the same on this one.
 _SAME_HERE = (RefitError, CapabilityError)
 
@@ -179,11 +181,12 @@ class Session(ABC):
             )
         if self.remaining_s:
             return []
-        who = self._awaited()
+        who, discover = self._awaited(), self.phase is Phase.DISCOVER
+        then = IN_STEP_AGAIN if discover else "raise deadline_s if the model is large"
         return self.fail(
             RefitPeerError(
                 f"{self.where}: {who} did not answer within {self._seconds:g} s{self._hint()}",
-                fix="look at the other side's log; raise deadline_s if the model is large",
+                fix=f"look at the other side's log; {then}",
                 peer=who,
             )
         )

@@ -23,8 +23,6 @@ CAUSE_S = 0.5
 
 #: Between two Hellos of a receiver, or two refusals where it cannot take part.
 HELLO_S = 0.5
-#: A refit that a receiver names may begin here up to so much later: the time of some Hellos.
-UNHEARD_OF_S = 4 * HELLO_S
 #: A refusal is repeated for so long, because the sender may be about to look for one.
 REFUSAL_S = 6 * HELLO_S
 

@@ -33,7 +33,7 @@ from rl_core.weights.protocol.frames import Channel, write_hello
 from rl_core.weights.protocol.handshake import trainer_of
 from rl_core.weights.protocol.messages import Hello
 from rl_core.weights.protocol.receiver_session import ReceiverSession
-from rl_core.weights.protocol.session import Attach, Effect, Install, Load, Phase, Publish, Send
+from rl_core.weights.protocol.session import Attach, Effect, Install, Load, Publish, Send
 from rl_core.weights.protocol.timing import TICK_S
 from rl_core.weights.receiving.loading import Loader, ReceiverBuckets, settle
 from rl_core.weights.receiving.staging import StagedSink
@@ -105,12 +105,10 @@ class RefitReceiver(Endpoint["ReceiveJob"]):
         self.connections: Connections[ReceiverEnd, ReceiverBuckets] = Connections()
         self._new_sink = sink
         self._on_commit = on_commit
-        self._prepared: tuple[str, int, WeightSink] | None = None  # refit, changes, its sink
+        self._prepared: tuple[int, WeightSink] | None = None  # changes before, its sink
         self._expected: WeightManifest | None = None
         self._trainer: SenderInfo | None = None
-        self._trainers: dict[str, SenderInfo] = {}  # of the last refits that it was prepared for
         self._looked = 0.0
-        self._earlier: ReceiveJob | None = None
 
     # -- what the engine has ----------------------------------------------------------------------
 
@@ -187,12 +185,12 @@ class RefitReceiver(Endpoint["ReceiveJob"]):
         match = partial(compare, expected=self.manifest_of(sink), casts=sink.casts)
         trainer = trainer_of(info, match, self._trainer)
         self.device = torch.device(sink.device)
-        self._prepared = str(info.get("refit_id")), changes, sink
-        for job in self.waiting():
-            if job.trainer != trainer:
-                job.supersede("the engine was prepared for other tensors or another trainer")
-        before, self._trainer = self._trainer, trainer
-        keep_two(self._trainers, str(info.get("refit_id")), trainer)
+        with self.asking:
+            for job in self.waiting():
+                job.superseded = "the engine was prepared again"
+            before, self._trainer = self._trainer, trainer
+            self.number = info["number"] - 1
+            self._prepared = changes, sink
         if before is not None and before.token != trainer.token:
             # The earlier trainer may have died after its last refit, so that nobody cleaned up.
             self.remove_leftovers(before)
@@ -200,7 +198,6 @@ class RefitReceiver(Endpoint["ReceiveJob"]):
                 for transport, kept in list(self.connections.items()):
                     if idle and kept.address == before.addresses.get(transport):
                         self.connections.close(transport)
-        self._earlier = self._last_waiting()
 
     def open(
         self, transport: str, deadline_s: float, address: dict[str, Any], **options: Any
@@ -213,7 +210,7 @@ class RefitReceiver(Endpoint["ReceiveJob"]):
         self.check_open()
         for job in self.waiting():
             if job.transport == transport:
-                job.supersede(f"the transport {transport} is opened anew")
+                job.superseded = f"the transport {transport} is opened anew"
         check_deadline(deadline_s)
         with exclusively(self.turn, deadline_s, f"{self.name}: a running refit"):
             connection = self._connect(transport, address, options)
@@ -224,15 +221,17 @@ class RefitReceiver(Endpoint["ReceiveJob"]):
         *,
         transport: str = "ipc",
         deadline_s: float = DEFAULT_DEADLINE_S,
-        refit_id: str = "",
+        number: int | None = None,
         lock: Lock | None = None,
     ) -> concurrent.futures.Future[dict[str, Any]]:
-        """Starts to take one refit from the sender that ``prepare`` was given for its id, or last.
+        """Starts to take one refit from the sender that ``prepare`` was given last.
+
+        Earlier ones that still wait end.
 
         Args:
             transport: Name of the transport that the sender uses.
             deadline_s: Seconds for the whole refit, the wait for the sender included.
-            refit_id: As the sender's call has it; empty if that names none.
+            number: Of the refit; that after the last one that was requested if None.
             lock: Held while this refit writes; the receiver's by default.
 
         Returns:
@@ -242,12 +241,15 @@ class RefitReceiver(Endpoint["ReceiveJob"]):
 
         Raises:
             LifecycleError: ``prepare`` was not called, or the sender does not offer the transport.
+            RefitAborted: The refit of this number was requested, or cancelled, before.
         """
         with self.asking:
             self.check_open()
             check_deadline(deadline_s)
-            trainer = self._trainers.get(refit_id, self._trainer)
-            if trainer is None:
+            if number is None:
+                self._prepared = None  # it may be from long ago
+            number = self.number = self.next_number(number)
+            if (trainer := self._trainer) is None:
                 raise LifecycleError(
                     f"{self.name}: no trainer is known",
                     fix="call prepare_refit_info(policy.prepare_refit_info()) first",
@@ -258,18 +260,7 @@ class RefitReceiver(Endpoint["ReceiveJob"]):
                 if transport in self.connections:  # the sender may wait for us there
                     self.connections[transport].end.refuse(str(error))
                 raise
-            job = ReceiveJob(self, transport, trainer, deadline_s, refit_id, lock)
-            if refit_id:
-                for older in self.waiting():
-                    if not older.refit_id:  # those with an id learn the outcome from the sender
-                        older.supersede("a newer refit was asked for")
-            else:
-                # Calls without ids are matched as they come: one that was waiting may
-                # take the refit that this one is meant for, and both then report it.
-                earlier, self._earlier = self._earlier or self._last_waiting(), None
-                if earlier is not None and earlier.trainer == trainer:
-                    job.earlier = earlier
-            return self.start(job)
+            return self.start(ReceiveJob(self, transport, trainer, deadline_s, number, lock))
 
     def awaits_generation(self, refit: concurrent.futures.Future[dict[str, Any]]) -> bool:
         """Whether a refit waits for the engine to stop generating.
@@ -279,16 +270,13 @@ class RefitReceiver(Endpoint["ReceiveJob"]):
         """
         return any(job.future is refit and job.session.held_up for job in list(self.jobs))
 
-    def _last_waiting(self) -> ReceiveJob | None:
-        return next((job for job in reversed(self.waiting()) if not job.cancelled), None)
-
     # -- what is kept -----------------------------------------------------------------------------
 
-    def sink_for(self, refit_id: str) -> WeightSink:
-        """The sink that was compared with the trainer of a refit, or a new one."""
+    def sink(self) -> WeightSink:
+        """The sink that was compared with the trainer's tensors for this refit, or a new one."""
         prepared, self._prepared = self._prepared, None
-        if prepared is not None and prepared[:2] == (refit_id, self.outside_changes):
-            return prepared[2]
+        if prepared is not None and prepared[0] == self.outside_changes:
+            return prepared[1]
         return self._new_sink()
 
     def manifest_of(self, sink: WeightSink) -> WeightManifest:
@@ -391,12 +379,8 @@ class ReceiveJob(Job[ReceiverSession]):
         transport: Name of the transport that the sender uses.
         trainer: Who sends, and what.
         deadline_s: Seconds that it may take.
-        refit_id: As the sender's call has it; empty if that names none.
+        number: Of the refit, the same on both sides.
         lock: Held while it writes; the endpoint's by default.
-
-    Attributes:
-        earlier: A refit that was waiting when this one was requested, and may take its place.
-        summary: What it did, once it is committed.
     """
 
     endpoint: RefitReceiver
@@ -407,12 +391,12 @@ class ReceiveJob(Job[ReceiverSession]):
         transport: str,
         trainer: SenderInfo,
         deadline_s: float,
-        refit_id: str,
+        number: int,
         lock: Lock | None = None,
     ) -> None:
         nonce = secrets.token_bytes(16)
         session = ReceiverSession(
-            Hello(endpoint.id, endpoint.name, os.getpid(), nonce, refit_id),
+            Hello(endpoint.id, endpoint.name, os.getpid(), nonce, number),
             manifest=trainer.manifest.digest,
             dtypes=trainer.dtypes,
             holds=self._holds,
@@ -420,11 +404,9 @@ class ReceiveJob(Job[ReceiverSession]):
             deadline_s=deadline_s,
             clock=endpoint.runtime.clock,
         )
-        super().__init__(session, endpoint, refit_id, endpoint.device)
+        super().__init__(session, endpoint, number, endpoint.device)
         self.transport = transport
         self.trainer = trainer
-        self.earlier: ReceiveJob | None = None
-        self.summary: dict[str, Any] = {}
         self._connection: Connection[ReceiverEnd]
         self._end: ReceiverEnd
         self._channel = Channel(trainer.token, nonce, "receiver")
@@ -442,9 +424,6 @@ class ReceiveJob(Job[ReceiverSession]):
 
     def refit(self) -> dict[str, Any]:  # noqa: D102
         session, receiver = self.session, self.endpoint
-        earlier, self.earlier = self.earlier, None
-        if earlier is not None and earlier.session.phase is Phase.COMMITTED:
-            return earlier.summary  # the earlier call took the refit that this one was for
         before = {"origin": receiver.origin, "version": receiver.version}
         self._connection = receiver.connection(self.transport, self.trainer)
         self._end = self._connection.end
@@ -468,7 +447,7 @@ class ReceiveJob(Job[ReceiverSession]):
             receiver.connections.close_lanes(lambda _, lane: not lane.reusable_after_failure)
             receiver.remove_leftovers(self.trainer)
             raise session.error
-        self.summary = {
+        return {
             "version": receiver.version,
             "origin": receiver.origin,
             "replaced": before if before["origin"] not in (0, receiver.origin) else None,
@@ -476,7 +455,6 @@ class ReceiveJob(Job[ReceiverSession]):
             "seconds": sum(session.phase_seconds.values()),
             "name": receiver.name,
         }
-        return self.summary
 
     def release_resources(self) -> None:  # noqa: D102
         self._lane = self._loader = self._sink = None
@@ -492,6 +470,8 @@ class ReceiveJob(Job[ReceiverSession]):
         """
         frame = self._end.receive(0.0 if self._loads else timeout_s)
         while frame is not None:
+            if self.superseded and self.given_up:
+                return  # or it would take part in a refit that is for the call after this one
             try:
                 effects = self.session.receive(self._channel.decode(frame))
             except RefitProtocolError as error:
@@ -585,7 +565,7 @@ class ReceiveJob(Job[ReceiverSession]):
             receiver.check_unchanged(self._changes_when_told)
         # Before the sink is made, which knows of these changes, or of later ones as well.
         self._changes = receiver.outside_changes
-        kept, sink = receiver.connections.buckets, receiver.sink_for(self.refit_id)
+        kept, sink = receiver.connections.buckets, receiver.sink()
         expected = receiver.manifest_of(sink)
         mode = DataMode.DIRECT if prepare.direct else DataMode.PACKED
         key = (

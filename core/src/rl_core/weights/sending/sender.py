@@ -61,7 +61,6 @@ class RefitSender(Endpoint["SendJob"]):
         runtime: What its refits take from outside, such as their clock.
 
     Attributes:
-        calls: How many refits were requested.
         token: The secret that messages are authenticated with.
         origin: Identifies this trainer, for as long as this object lives.
         version: Last committed version, 0 at first.
@@ -75,7 +74,6 @@ class RefitSender(Endpoint["SendJob"]):
         self, source: Callable[[], WeightSource], *, name: str, runtime: Runtime | None = None
     ) -> None:
         super().__init__(name, runtime)
-        self.calls = 0
         self.token = secrets.token_hex(32)
         self.origin = origin_of(self.token)
         self.version = 0
@@ -84,7 +82,7 @@ class RefitSender(Endpoint["SendJob"]):
         self.moved = SharedTensors()
         self.connections: Connections[SenderEnd, SenderBuckets] = Connections()
         self._source = source
-        self._described: tuple[str, WeightSource] | None = None
+        self._described: WeightSource | None = None
         self._manifest: WeightManifest | None = None
         self._wire: WeightManifest | None = None
 
@@ -93,19 +91,19 @@ class RefitSender(Endpoint["SendJob"]):
     def prepare(self) -> dict[str, Any]:
         """Describes every tensor and where to fetch them, for the engine's ``prepare``.
 
-        The refit that is given the ``refit_id`` in it sends from the source that was described.
+        The ``number`` in it is that of the next refit, which sends from the source that was
+        described if it is given a number.
         """
         with self.asking:  # or else two callers would each make an end
             self.check_open()
             self._drop_described()
-            refit_id, source = secrets.token_hex(8), self._source()
-            self._described = refit_id, source
-            manifest = self.manifest_of(source)
+            self._described = self._source()
+            manifest = self.manifest_of(self._described)
             with suppress(RefitError):  # who uses another transport does not need this one
                 self.connection(_LOCAL)
             return {
                 **introduction(manifest, self.token),
-                "refit_id": refit_id,
+                "number": self.number + 1,
                 "host": default_address(),
                 "port": free_port(),
                 "addresses": {name: dict(c.end.address) for name, c in self.connections.items()},
@@ -135,13 +133,10 @@ class RefitSender(Endpoint["SendJob"]):
             self.connections[transport] = Connection(end)
         return self.runtime.spawn(f"{transport}-{self.name}", lambda: end.rendezvous(deadline_s))
 
-    def send(
-        self, rank_call_id: str = "", /, **options: Any
-    ) -> concurrent.futures.Future[dict[str, Any]]:
+    def send(self, **options: Any) -> concurrent.futures.Future[dict[str, Any]]:
         """Starts one refit.
 
         Args:
-            rank_call_id: What every rank of the trainer calls it.
             **options: Those of :class:`~rl_core.weights.options.SendOptions`.
 
         Returns:
@@ -149,11 +144,12 @@ class RefitSender(Endpoint["SendJob"]):
 
         Raises:
             ConfigError: An option is unknown or not legal.
+            RefitAborted: The refit of this number was requested, or cancelled, before.
         """
         with self.asking:
-            self.calls += 1
             self.check_open()
             chosen = SendOptions.of(options)
+            number = self.number = self.next_number(chosen.number)
             try:
                 connection = self.connection(chosen.transport)
             except RefitError as error:
@@ -165,16 +161,12 @@ class RefitSender(Endpoint["SendJob"]):
             going = [j.version for j in begun if j.session.phase not in (Phase.ABORTED, Phase.TORN)]
             following = max([self.version, *going[-1:]]) + 1
             version = chosen.version or following
-            for job in self.waiting():
-                job.supersede("a newer refit was asked for")
-            if self._described is not None and self._described[0] == chosen.refit_id:
-                (_, source), self._described = self._described, None
-            else:
+            if chosen.number is None:  # the weights may have changed since
                 self._drop_described()
-                source = self._source()
+            described, self._described = self._described, None
+            source = self._source() if described is None else described
             try:
-                call_id = rank_call_id or f"call {self.calls}"
-                job = SendJob(self, connection, source, chosen, version, call_id)
+                job = SendJob(self, connection, source, chosen, version, number)
             except BaseException:
                 source.close()
                 raise
@@ -183,7 +175,7 @@ class RefitSender(Endpoint["SendJob"]):
     def _drop_described(self) -> None:
         described, self._described = self._described, None
         if described is not None:
-            described[1].close()
+            described.close()
 
     def connection(self, transport: str) -> Connection[SenderEnd]:
         """This side of a transport.
@@ -310,7 +302,7 @@ class SendJob(Job[SenderSession]):
         source: The tensors as they are now; closed once, here.
         options: What was chosen for this refit.
         version: The version that these weights become.
-        rank_call_id: What every rank of the trainer calls this refit.
+        number: Of this refit, the same on both sides.
     """
 
     endpoint: RefitSender
@@ -322,11 +314,10 @@ class SendJob(Job[SenderSession]):
         source: WeightSource,
         options: SendOptions,
         version: int,
-        rank_call_id: str = "",
+        number: int,
     ) -> None:
         self.options = options
         self.version = version
-        self._rank_call_id = rank_call_id
         self._connection = connection
         self._end = connection.end
         self._source = source
@@ -343,14 +334,12 @@ class SendJob(Job[SenderSession]):
         )
         session = SenderSession(
             offer,
+            number=number,
             receivers=options.receivers,
             deadline_s=options.deadline_s,
-            refit_id=options.refit_id,
-            is_over=endpoint.is_over,
-            is_queued=endpoint.is_queued,
             clock=endpoint.runtime.clock,
         )
-        super().__init__(session, endpoint, options.refit_id, torch.device(source.device))
+        super().__init__(session, endpoint, number, torch.device(source.device))
         self._channels: dict[str, Channel] = {}
         self._unreachable: list[str] = []
         self._table: DigestTable | None = None
@@ -372,7 +361,7 @@ class SendJob(Job[SenderSession]):
             try:
                 try:
                     self._check_version()
-                    self._source.open(self._rank_call_id, session.remaining_s)
+                    self._source.open(self.number, session.remaining_s)
                 except BaseException as error:
                     self.perform(session.fail(error))
                 self.endpoint.runtime.drive(self)

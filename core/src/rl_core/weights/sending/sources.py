@@ -67,9 +67,9 @@ class GuardedSource(WeightSource):
             self._specs.append(msgspec.structs.replace(spec, name=name, alias_of=alias_of))
         return self._specs
 
-    def open(self, rank_call_id: str, deadline_s: float) -> None:
+    def open(self, number: int, deadline_s: float) -> None:
         """See :meth:`WeightSource.open`."""
-        self._source.open(rank_call_id, deadline_s)
+        self._source.open(number, deadline_s)
 
     def check(self) -> None:
         """See :meth:`WeightSource.check`."""

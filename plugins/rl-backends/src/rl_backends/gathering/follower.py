@@ -41,14 +41,12 @@ class Follower:
         self._ended = threading.Event()
         self._threads: list[Future[None]] = []
 
-    def follow(
-        self, make: Callable[[], Part], rank_call_id: str, deadline_s: float
-    ) -> Future[None]:
+    def follow(self, make: Callable[[], Part], number: int, deadline_s: float) -> Future[None]:
         """Takes part in a refit.
 
         Args:
             make: Makes this rank's part of the source; it is closed once, however the refit ends.
-            rank_call_id: What all ranks call the refit.
+            number: Of the refit, the same on all ranks.
             deadline_s: Seconds for it.
 
         Returns:
@@ -57,7 +55,7 @@ class Follower:
         """
         client = ControlClient(self._leader.endpoint, self._leader.key)
         client.open()
-        hello = partial(messages.RankHello, rank_call_id, self._rank)
+        hello = partial(messages.RankHello, number, self._rank)
         part: Part | None = None
         try:
             part = make()
@@ -69,7 +67,7 @@ class Follower:
                 self._thread.finish(part.close_part)
             raise
         end = time.monotonic() + deadline_s + FOLLOWER_GRACE_S
-        future = spawn(f"follow-{rank_call_id}", lambda: self._follow(client, part, end))
+        future = spawn(f"follow-{number}", lambda: self._follow(client, part, end))
         self._threads = [thread for thread in self._threads if not thread.done()] + [future]
         return future
 

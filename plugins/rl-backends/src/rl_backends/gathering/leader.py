@@ -5,7 +5,6 @@ from __future__ import annotations
 import concurrent.futures
 import threading
 import time
-from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
@@ -30,9 +29,6 @@ if TYPE_CHECKING:
     from rl_backends.gathering.processes import RankProcess
     from rl_backends.gathering.thread import RefitThread
     from rl_core.weights.transports.control import ControlServer
-
-#: Refits that are over and of which followers that come late still get the end.
-_REMEMBERED = 64
 
 T = TypeVar("T")
 
@@ -65,6 +61,8 @@ class _Call:
         state: Of rank 0's weights.
         specs: Digest of rank 0's names, shapes and dtypes of the tensors.
         confirmed: Every rank has done its work, with weights of one state.
+        close: Once it is over, the message for followers, also those that come later.
+        absent: Ranks that have not got it yet.
     """
 
     members: dict[int, _Member] = field(default_factory=dict)
@@ -73,19 +71,8 @@ class _Call:
     state: int = 0
     specs: str = ""
     confirmed: bool = False
-
-
-@dataclass(slots=True)
-class _Over:
-    """A refit that has ended.
-
-    Attributes:
-        close: The message for followers.
-        absent: Ranks that have not got it yet.
-    """
-
-    close: messages.Close
-    absent: set[int]
+    close: messages.Close | None = None
+    absent: set[int] = field(default_factory=set)
 
 
 class Leader:
@@ -104,20 +91,22 @@ class Leader:
         self._thread = thread
         self._processes = processes
         self._turn = threading.RLock()
-        self._calls: dict[str, _Call] = {}
-        self._over: OrderedDict[str, _Over] = OrderedDict()
-        self._current = ""
+        self._calls: dict[int, _Call] = {}  # by number, from the last one that has begun
+        self._begun = 0  # the last that has begun
+        self._current = 0  # the one that goes on
         self._rank_of: dict[str, int] = {}  # by connection, also after its refit
-        self._number = 0
+        self._question = 0
         self._closed = False
 
     # -- one refit --------------------------------------------------------------------------------
 
-    def open(self, rank_call_id: str, deadline_s: float, state: int, specs: str) -> None:
-        """Begins a refit, of what rank 0 has (see :class:`_Call`), or gives it more time."""
+    def open(self, number: int, deadline_s: float, state: int, specs: str) -> None:
+        """Begins a refit, of what rank 0 has (see :class:`_Call`); none before it will begin."""
         with self._turn:
-            self._current = rank_call_id
-            call = self._calls.setdefault(rank_call_id, _Call())
+            for earlier in [n for n in self._calls if n < number]:
+                self._end(self._calls.pop(earlier), f"refit {number} has begun")
+            self._begun = self._current = number
+            call = self._calls.setdefault(number, _Call())
             call.seconds, call.deadline = deadline_s, time.monotonic() + deadline_s
             call.state, call.specs = state, specs
 
@@ -145,10 +134,10 @@ class Leader:
             self._wait(lambda: [] if self._thread.idle else [0])
         self._ask(lambda number: messages.Gather(number, tuple(names)))
         with self._turn:
-            self._number += 1
+            self._question += 1
             for member in self._calls[self._current].members.values():
-                self._send(member.key, messages.Go(self._number))
-            return self._number
+                self._send(member.key, messages.Go(self._question))
+            return self._question
 
     def confirm(self) -> None:
         """Has every follower confirm that its part is of one state.
@@ -181,27 +170,21 @@ class Leader:
             self._raise_if_lost(error)
         return future.result()
 
-    def dismiss(self, rank_call_id: str, reason: str = "") -> None:
+    def dismiss(self, number: int, reason: str = "") -> None:
         """Ends a refit, which may not have begun here, also for followers who come later."""
         with self._turn:
-            if self._closed or rank_call_id in self._over:
+            if self._closed or number < self._begun:
                 return
-            call = self._calls.pop(rank_call_id, None) or _Call()
-            early = "" if call.confirmed else reason or "it ended before all was read"
-            over = self._over[rank_call_id] = _Over(
-                messages.Close(early), set(range(1, len(self._processes)))
-            )
-            while len(self._over) > _REMEMBERED:
-                self._over.popitem(last=False)
-            for rank, member in call.members.items():
-                over.absent.discard(rank)
-                self._send(member.key, over.close)
-            if self._current == rank_call_id:
-                self._current = ""
-            if over.absent:
+            call = self._calls.setdefault(number, _Call())
+            if call.close is not None:
+                return
+            self._end(call, reason)
+            if self._current == number:
+                self._current = 0
+            if call.absent:
                 end = max(call.deadline, time.monotonic() + DEFAULT_DEADLINE_S)
                 threading.Thread(
-                    target=self._see_off, args=(over, end), name="refit-late", daemon=True
+                    target=self._see_off, args=(number, end), name="refit-late", daemon=True
                 ).start()
 
     def end(self) -> None:
@@ -216,13 +199,13 @@ class Leader:
         """Sends all followers a question; returns when each has answered."""
         with self._turn:
             call = self._calls[self._current]
-            self._number += 1
+            self._question += 1
             others = range(1, len(self._processes))
             self._wait(lambda: [rank for rank in others if rank not in call.members])
             self._compare(call)
             for member in call.members.values():
-                self._send(member.key, question(self._number))
-            self._wait(lambda: [r for r, m in call.members.items() if m.done < self._number])
+                self._send(member.key, question(self._question))
+            self._wait(lambda: [r for r, m in call.members.items() if m.done < self._question])
             self._compare(call)
 
     def _compare(self, call: _Call) -> None:
@@ -280,11 +263,15 @@ class Leader:
             if not 0 < message.rank < len(self._processes):
                 return
             self._rank_of[key] = message.rank
-            if (over := self._over.get(message.rank_call_id)) is not None:
-                over.absent.discard(message.rank)
-                self._send(key, over.close)
+            if message.number < self._begun:
+                over = f"refit {message.number} is over: this is refit {self._begun}"
+                self._send(key, messages.Close(over))
+                return
+            call = self._calls.setdefault(message.number, _Call())
+            if call.close is not None:
+                call.absent.discard(message.rank)
+                self._send(key, call.close)
             else:
-                call = self._calls.setdefault(message.rank_call_id, _Call())
                 call.members[message.rank] = _Member(
                     key, message.state, message.specs, message.failed
                 )
@@ -359,11 +346,21 @@ class Leader:
     def _send(self, key: str, message: messages.Message) -> None:
         self._server.send(key, messages.encode(message))  # a lost follower is found missing
 
-    def _see_off(self, over: _Over, end: float) -> None:
-        """Sends followers that come late the end of their refit."""
-        while over.absent and time.monotonic() < end:
+    def _end(self, call: _Call, reason: str) -> None:
+        """Sends the followers of a refit its end, unless they have it."""
+        if call.close is None:
+            early = "" if call.confirmed else reason or "it ended before all was read"
+            call.close = messages.Close(early)
+            call.absent = set(range(1, len(self._processes))) - set(call.members)
+            for member in call.members.values():
+                self._send(member.key, call.close)
+
+    def _see_off(self, number: int, end: float) -> None:
+        """Sends followers that come late the end of their refit, until the next one begins."""
+        while time.monotonic() < end:
             time.sleep(TICK_S)
             with self._turn:
-                if self._closed:
+                call = self._calls.get(number)
+                if self._closed or call is None or not call.absent:
                     return
                 self._take(0.0)

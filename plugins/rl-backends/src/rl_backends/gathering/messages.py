@@ -36,14 +36,14 @@ class RankHello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
     """A follower takes part, or could not make its part.
 
     Attributes:
-        rank_call_id: What all ranks call the refit.
+        number: Of the refit, the same on all ranks.
         rank: Of the follower.
         state: Of its weights; see :class:`~rl_backends.gathering.WeightChanges`.
         specs: Digest of its tensors' names, shapes and dtypes.
         failed: Why it could not.
     """
 
-    rank_call_id: str
+    number: int
     rank: int
     state: int = 0
     specs: str = ""

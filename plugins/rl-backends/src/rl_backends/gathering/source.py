@@ -102,7 +102,7 @@ class GatheredSource(WeightSource, Part):
     def __init__(self, ranks: RefitRanks | None, changes: WeightChanges | None = None) -> None:
         changes = changes or WeightChanges()
         self.ranks = ranks if ranks is not None and ranks.size > 1 else None
-        self._rank_call_id = ""
+        self._number = 0  # of the refit that reads it, once it has begun
         self._changes = changes
         self._unchanged = changes.watch()
         self._first_state = changes.state
@@ -117,11 +117,11 @@ class GatheredSource(WeightSource, Part):
         """See :attr:`Part.part_specs`."""
         return WeightManifest.of(self.specs()).digest
 
-    def open(self, rank_call_id: str, deadline_s: float) -> None:
+    def open(self, number: int, deadline_s: float) -> None:
         if self.ranks is not None:
             self.ranks.thread.check_in_sync()
-            self._rank_call_id = rank_call_id
-            self.ranks.leader.open(rank_call_id, deadline_s, self._first_state, self.part_specs)
+            self._number = number
+            self.ranks.leader.open(number, deadline_s, self._first_state, self.part_specs)
 
     def check(self) -> None:
         """See :meth:`WeightSource.check`.
@@ -169,8 +169,8 @@ class GatheredSource(WeightSource, Part):
         if self.ranks is None:
             self.close_part()
             return
-        if self._rank_call_id:
-            self.ranks.leader.dismiss(self._rank_call_id)
+        if self._number:
+            self.ranks.leader.dismiss(self._number)
         self.ranks.thread.finish(self.close_part)
 
     def _batches(self, names: Sequence[str]) -> Iterator[list[str]]:

@@ -52,7 +52,6 @@ class PolicyRefits(SendsWeights, ColocatablePolicyInterface):
     def __init__(self, worker: WorkerContext | None = None) -> None:
         self.worker = worker
         self.refit_ranks: RefitRanks | None = None
-        self._refits = 0  # of this rank, and in the same order of every rank
         self.changes = WeightChanges()
         self._sender = RefitSender(self.refit_source, name=type(self).__name__)
         self.loop_checks = LoopChecks(
@@ -95,8 +94,7 @@ class PolicyRefits(SendsWeights, ColocatablePolicyInterface):
 
     def send_weights(self, **options: Any) -> list[Future]:
         """Sends, or follows who does."""
-        self._refits += 1
-        call_id, ranks = f"call {self._refits}", self.refit_ranks
+        sender, ranks = self._sender, self.refit_ranks
 
         def part() -> GatheredSource:
             source = self.weight_source()
@@ -109,19 +107,29 @@ class PolicyRefits(SendsWeights, ColocatablePolicyInterface):
                 )
             return source
 
-        if not self._sends:
-            deadline_s = SendOptions.of(options).deadline_s
-            return [ranks.follower.follow(part, call_id, deadline_s)] if ranks else []
         if ranks is None:
-            return super().send_weights(**options)
-        leader = ranks.leader
-        try:
-            sending = self._sender.send(call_id, **options)
-        except BaseException as error:
-            leader.dismiss(call_id, str(error))
-            raise
-        sending.add_done_callback(lambda done: leader.dismiss(call_id, str(done.exception() or "")))
+            SendOptions.of(options)  # refused on all ranks alike
+            return super().send_weights(**options) if self._sends else []
+        with sender.asking:
+            # It counts where another option is not legal, too: that may be so on one rank alone.
+            number = sender.next_number(SendOptions(number=options.get("number")).number)
+            if not self._sends:
+                sender.number = number
+                return [ranks.follower.follow(part, number, SendOptions.of(options).deadline_s)]
+            leader = ranks.leader
+            try:
+                sending = sender.send(**options)
+            except BaseException as error:
+                sender.number = number
+                leader.dismiss(number, str(error))
+                raise
+        sending.add_done_callback(lambda done: leader.dismiss(number, str(done.exception() or "")))
         return [sending]
+
+    def cancel_refit(self, number: int) -> None:
+        """See :meth:`ColocatablePolicyInterface.cancel_refit`."""
+        if not self._sender.cancel(number) and self._sends and self.refit_ranks is not None:
+            self.refit_ranks.leader.dismiss(number, "it was cancelled")
 
     def close_refits(self) -> None:
         """Ends all refits, and closes sockets and shared memory; for ``shutdown``. Idempotent.

@@ -88,10 +88,10 @@ class RemoteBackend:
         self._group.require("collective")
         return self._refit(method, *args, **kwargs)
 
-    def cancel_refit(self, refit_id: str) -> None:
+    def cancel_refit(self, number: int) -> None:
         """Ends a refit in all workers that take part; see the interface."""
         for rank in self._group.ranks:
-            self._group.remote(rank, "control", "call", "cancel_refit", (refit_id,), {})
+            self._group.remote(rank, "control", "call", "cancel_refit", (number,), {})
 
     def shutdown(self) -> bool:
         """Ends the workers; see the interface."""

@@ -246,7 +246,7 @@ def a_stranger_on_the_socket_is_refused(ctx: Context, transport: str) -> None:
 
 def _hello() -> bytes:
     """What a receiver says first, under another token."""
-    hello = messages.Hello("stranger", "stranger", os.getpid(), os.urandom(16))
+    hello = messages.Hello("stranger", "stranger", os.getpid(), os.urandom(16), 1)
     return frames.write_hello(hello, _TOKEN)
 
 
