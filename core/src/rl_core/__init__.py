@@ -1,7 +1,7 @@
 """Contracts, batches, weight refits and plugin discovery for RL post-training.
 
-Every public name is here. All but the errors are imported when they are first used, so that
-``import rl_core`` costs next to nothing: no torch, no engine.
+Every public name is here. What needs torch is imported when it is first used, so that
+``import rl_core`` costs next to nothing.
 """
 
 from __future__ import annotations
@@ -9,8 +9,10 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from rl_core import errors
+from rl_core import errors, interfaces
 from rl_core.errors import *  # noqa: F403 - all of them are public here
+from rl_core.interfaces import *  # noqa: F403
+from rl_core.plugins.manifest import BackendManifest, Capability, EngineRequirement
 
 if TYPE_CHECKING:
     from rl_core.batch import (
@@ -21,32 +23,6 @@ if TYPE_CHECKING:
     )
     from rl_core.create import create_generation, create_policy
     from rl_core.futures import wait
-    from rl_core.interfaces import (
-        ColocatablePolicyInterface,
-        ColocationConfig,
-        Future,
-        GenerationConfig,
-        GenerationDatumSpec,
-        GenerationInterface,
-        GenerationOutputSpec,
-        LogprobOutputSpec,
-        LogprobsSpec,
-        LossFunction,
-        LossInputType,
-        LossType,
-        PolicyConfig,
-        PolicyInterface,
-        ReferenceLogprobOutputSpec,
-        ResourcesConfig,
-        ScoreOutputSpec,
-        TensorSpec,
-        TopkLogitsOutputSpec,
-        TrainingDatumSpec,
-        WeightSink,
-        WeightSource,
-        WorkerContext,
-    )
-    from rl_core.plugins.manifest import BackendManifest, Capability, EngineRequirement
     from rl_core.weights import refit
 
 __all__ = [
@@ -54,31 +30,8 @@ __all__ = [
     "BackendManifest",
     "BatchedDataDict",
     "Capability",
-    "ColocatablePolicyInterface",
-    "ColocationConfig",
     "EngineRequirement",
-    "Future",
-    "GenerationConfig",
-    "GenerationDatumSpec",
-    "GenerationInterface",
-    "GenerationOutputSpec",
-    "LogprobOutputSpec",
-    "LogprobsSpec",
-    "LossFunction",
-    "LossInputType",
-    "LossType",
-    "PolicyConfig",
-    "PolicyInterface",
-    "ReferenceLogprobOutputSpec",
-    "ResourcesConfig",
-    "ScoreOutputSpec",
     "SlicedDataDict",
-    "TensorSpec",
-    "TopkLogitsOutputSpec",
-    "TrainingDatumSpec",
-    "WeightSink",
-    "WeightSource",
-    "WorkerContext",
     "create_generation",
     "create_policy",
     "refit",
@@ -87,17 +40,15 @@ __all__ = [
     "wait",
 ]
 __all__ += errors.__all__
+__all__ += interfaces.__all__
 
-#: Where names are that are imported when they are first used; all others are in the interfaces.
+#: Where names are that are imported when they are first used.
 _HOME = {
     "BatchedDataDict": "rl_core.batch",
     "SlicedDataDict": "rl_core.batch",
     "training_batch": "rl_core.batch",
     "verify_right_padding": "rl_core.batch",
     "wait": "rl_core.futures",
-    "BackendManifest": "rl_core.plugins.manifest",
-    "Capability": "rl_core.plugins.manifest",
-    "EngineRequirement": "rl_core.plugins.manifest",
     "refit": "rl_core.weights",
     "create_generation": "rl_core.create",
     "create_policy": "rl_core.create",
@@ -113,10 +64,9 @@ def __getattr__(name: str) -> Any:
 
         globals()[name] = version("rl-core")
         return globals()[name]
-    if name not in __all__:
+    if name not in _HOME:
         raise AttributeError(f"module 'rl_core' has no attribute {name!r}")
-    module = importlib.import_module(_HOME.get(name, "rl_core.interfaces"))
-    globals()[name] = getattr(module, name)
+    globals()[name] = getattr(importlib.import_module(_HOME[name]), name)
     return globals()[name]
 
 
