@@ -26,12 +26,9 @@ class GenerationInterface(ABC):
 
     Attributes:
         cfg: The configuration, ``backend`` included, for loops that look something up in it.
-        weight_synchronizer: For loops that call one for their refits; None where a loop calls
-            :func:`rl_core.refit` itself.
     """
 
     cfg: dict[str, Any]
-    weight_synchronizer: Any = None
 
     @abstractmethod
     def generate(
@@ -90,29 +87,6 @@ class GenerationInterface(ABC):
         Raises:
             ConfigError: There is no such keyword or tag.
         """
-
-    def blocks_training(self) -> bool:
-        """Whether it must sleep before a training step, because it shares the trainer's devices.
-
-        So it is where ``colocated.enabled`` is True.
-        """
-        colocated = getattr(self, "cfg", {}).get("colocated") or {}
-        return colocated.get("enabled") is True
-
-    def wake_carries_weight_updates(self) -> bool:
-        """Whether waking it up brings the newest weights; only a refit does."""
-        return False
-
-    def get_inference_world_size(self) -> int | None:
-        """Engine ranks that join the process group of a refit."""
-        return getattr(self, "receiver_count", None)
-
-    def get_logger_metrics(self) -> dict[str, Any]:
-        """What the engine measured since :meth:`clear_logger_metrics`, by metric and worker."""
-        return {}
-
-    def clear_logger_metrics(self) -> None:
-        """Measures anew."""
 
     @abstractmethod
     def shutdown(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rl_core import refit
@@ -25,8 +26,10 @@ def connect(
 ) -> RefitSynchronizer:
     """Makes NeMo RL's loops refit this engine from this policy, in one call before they start.
 
-    Sets ``generation.weight_synchronizer``, which the loops call for every refit, and lets
-    ``generation.cfg`` say that rollouts may be asynchronous, which the loops ask of it by name.
+    Gives the engine what these loops call and no other does: ``weight_synchronizer``, for every
+    refit, ``blocks_training`` and ``wake_carries_weight_updates``, and metrics, of which there are
+    none. Lets ``generation.cfg`` declare that rollouts may be asynchronous, which the loops look up
+    by the backend's name.
 
     Args:
         policy: The trainer, embedded or on a cluster.
@@ -35,7 +38,13 @@ def connect(
         **options: Those of :func:`rl_core.refit`, such as ``verify`` and ``transport``.
     """
     synchronizer = RefitSynchronizer(policy, generation, **options)
-    generation.weight_synchronizer = synchronizer
+    engine: Any = generation
+    engine.weight_synchronizer = synchronizer
+    # An engine that shares the trainer's devices sleeps before a step; only a refit brings weights.
+    colocated = (generation.cfg.get("colocated") or {}).get("enabled") is True
+    engine.blocks_training = partial(bool, colocated)
+    engine.wake_carries_weight_updates = partial(bool, False)
+    engine.get_logger_metrics = engine.clear_logger_metrics = dict
     # The loops know engines by name; of this one they require no key that others do not have.
     generation.cfg = {**generation.cfg, "backend": "megatron"}
     return synchronizer
