@@ -162,9 +162,11 @@ def concatenate(key: str, parts: Sequence[Any], pad_value: float) -> Any:
                 fix="use the same kind in every batch",
                 key=key,
             )
-        if part.dtype != first.dtype or _trailing(part) != _trailing(first):
+        alike = part.dtype == first.dtype and part.dim() == first.dim()
+        if not alike or part.shape[2:] != first.shape[2:]:
             raise DataError(
-                f"{key!r} is {_describe(first)} in one batch and {_describe(part)} in another",
+                f"{key!r} is {first.dtype} {list(first.shape)} in one batch and "
+                f"{part.dtype} {list(part.shape)} in another",
                 fix="use one dtype, and one shape but for rows and dim 1",
                 key=key,
             )
@@ -200,11 +202,3 @@ def _stack_padded(tensors: Sequence[torch.Tensor], pad_value: float) -> torch.Te
         merged[start : start + part.shape[0], : part.shape[1]] = part
         start += part.shape[0]
     return merged
-
-
-def _trailing(tensor: torch.Tensor) -> tuple[int, ...]:
-    return (tensor.dim(), *tensor.shape[2:])
-
-
-def _describe(tensor: torch.Tensor) -> str:
-    return f"{tensor.dtype} {list(tensor.shape)}"

@@ -52,8 +52,9 @@ def _encode(data: Mapping[str, Any]) -> torch.Tensor:
     blocks: list[torch.Tensor] = []
     for key, value in data.items():
         if isinstance(value, torch.Tensor):
-            header.append((key, _dtype_name(value), list(value.shape)))
-            blocks.append(_as_bytes(value).cpu())
+            name, shape, block = _parts(value)
+            header.append((key, name, shape))
+            blocks.append(block)
         else:
             _check_plain(key, value)
             header.append((key, "", value))
@@ -83,25 +84,23 @@ def _decode(frame: torch.Tensor) -> dict[str, Any]:
     return batch
 
 
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-
-
-def _dtype_name(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+def _parts(tensor: torch.Tensor) -> tuple[str, list[int], torch.Tensor]:
+    """Name of the dtype, shape, and all bytes on the CPU."""
+    block = tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu()
+    return str(tensor.dtype).removeprefix("torch."), list(tensor.shape), block
 
 
 def _encode_tensor(value: Any) -> msgspec.msgpack.Ext:
-    raw = _as_bytes(value).cpu().numpy().tobytes()
-    described = (_dtype_name(value), list(value.shape), raw)
+    name, shape, block = _parts(value)
+    described = (name, shape, block.numpy().tobytes())
     return msgspec.msgpack.Ext(_TENSOR, msgspec.msgpack.encode(described))
 
 
 def _decode_tensor(_code: int, described: memoryview) -> torch.Tensor:
     name, shape, raw = msgspec.msgpack.decode(described, type=tuple[str, list[int], bytes])
-    flat = torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else torch.empty(0)
     dtype = getattr(torch, name)
-    return flat.view(dtype).reshape(shape) if raw else torch.empty(shape, dtype=dtype)
+    flat = torch.frombuffer(bytearray(raw), dtype=dtype) if raw else torch.empty(0, dtype=dtype)
+    return flat.reshape(shape)
 
 
 def _check_plain(key: str, value: Any) -> None:

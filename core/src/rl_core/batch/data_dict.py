@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeAlias, TypeVar, overload
 
 import torch
@@ -19,10 +20,10 @@ from rl_core.batch._columns import (
     take_rows,
 )
 from rl_core.batch._gather import gather_batches
-from rl_core.batch._sharding import plan_columns, plan_shards, planned_shards
+from rl_core.batch.microbatches import PlanScope, plan_shards, planner
 from rl_core.batch.provenance import Provenance
 from rl_core.config import as_int
-from rl_core.errors import DataError, LifecycleError, MissingKeyError
+from rl_core.errors import ConfigError, DataError, LifecycleError, MissingKeyError
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -129,7 +130,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         """
         if not 0 <= as_int("rank", rank) < as_int("chunks", chunks):
             raise DataError(f"there is no chunk {rank} of {chunks}", fix="count ranks from 0")
-        rows = plan_shards(self.size, chunks, None, uneven=False, group_size=1)[rank]
+        rows = plan_shards(self.size, chunks, self.size)[rank]
         return self._map(lambda value: take_rows(value, rows), SlicedDataDict())
 
     def repeat_interleave(self, num_repeats: int) -> Self:
@@ -293,29 +294,46 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
             ConfigError: Arguments are wrong or exclude each other.
             DataError: Numbers do not divide, or a row exceeds the bound of a microbatch.
         """
-        size = self.size
-        if dynamic_batching_args is None and sequence_packing_args is None:
-            parts = plan_shards(
-                size, shards, batch_size, uneven=allow_uneven_shards, group_size=group_size
+        size, shards = self.size, as_int("shards", shards, 1)
+        if batch_size is None:
+            batch_size = size
+        elif allow_uneven_shards:
+            raise ConfigError(
+                "batch_size and allow_uneven_shards exclude each other",
+                fix="leave batch_size out; the shards then cut the whole batch",
+                key="batch_size",
             )
+        elif size % as_int("batch_size", batch_size, 1):
+            raise DataError(
+                f"{size} rows are not whole batches of {batch_size}",
+                fix="use a batch_size that divides the number of rows",
+            )
+        if dynamic_batching_args is None and sequence_packing_args is None:
+            uneven = allow_uneven_shards
+            parts = plan_shards(size, shards, batch_size, uneven=uneven, group_size=group_size)
             return [self._shard(rows) for rows in parts]
-        input_key, lengths_key = plan_columns(dynamic_batching_args, sequence_packing_args)
-        layouts = planned_shards(
-            self._column(lengths_key),
-            shards,
-            batch_size,
-            dynamic_batching_args=dynamic_batching_args,
-            sequence_packing_args=sequence_packing_args,
-            width=self._column(input_key, 2).shape[1],
-            uneven=allow_uneven_shards,
-            group_size=group_size,
-        )
-        result = [self._shard(layout.rows) for layout in layouts]
-        for shard, layout in zip(result, layouts, strict=True):
-            shard.micro_batch_indices = layout.micro_batch_indices
-            shard.micro_batch_lengths = layout.micro_batch_lengths
-            shard.elem_counts_per_gb = layout.elem_counts_per_gb
-        return result, torch.cat([layout.rows for layout in layouts]).tolist()
+        plan, options = planner(dynamic_batching_args, sequence_packing_args)
+        lengths = self._column(options.get("input_lengths_key", "input_lengths"))
+        width = self._column(options.get("input_key", "input_ids"), 2).shape[1]
+        plans = [
+            plan(
+                lengths[start : start + batch_size],
+                options,
+                PlanScope(start, group_size, shards, width),
+            )
+            for start in range(0, size, max(batch_size, 1))
+        ]
+        result, order = [], []
+        for chunks in zip(*plans, strict=True) if plans else [()] * shards:
+            rows = [part.rows for chunk in chunks for part in chunk]
+            ends = [list(accumulate(len(part.rows) for part in chunk)) for chunk in chunks]
+            order.append(torch.cat(rows) if rows else torch.arange(0))
+            shard = self._shard(order[-1])
+            shard.micro_batch_indices = [[list(p) for p in pairwise([0, *to])] for to in ends]
+            shard.micro_batch_lengths = [[part.length for part in chunk] for chunk in chunks]
+            shard.elem_counts_per_gb = [to[-1] for to in ends]
+            result.append(shard)
+        return result, torch.cat(order).tolist()
 
     def get_batch(self, batch_idx: int, batch_size: int | None = None) -> SlicedDataDict:
         """This shard's rows of one global batch, with its planned microbatches.

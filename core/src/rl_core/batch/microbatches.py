@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import dataclass
-from typing import Annotated, Any, NotRequired, TypedDict
+from typing import TYPE_CHECKING, Annotated, Any, NotRequired, TypeAlias, TypedDict
 
 import numpy as np
 import torch
@@ -16,6 +16,9 @@ import torch
 from rl_core.batch.packing import bin_loads, pack
 from rl_core.config import Range, as_int, check_config
 from rl_core.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 __all__ = [
     "DynamicBatchingArgs",
@@ -25,6 +28,8 @@ __all__ = [
     "plan_dynamic",
     "plan_microbatches",
     "plan_packed",
+    "plan_shards",
+    "planner",
 ]
 
 
@@ -96,6 +101,64 @@ class PlanScope:
     width: int | None = None
 
 
+#: From ``[B]`` lengths, checked arguments and a scope to the microbatches of each shard.
+Planner: TypeAlias = "Callable[[torch.Tensor, dict[str, Any], PlanScope], list[list[Microbatch]]]"
+
+
+def planner(
+    dynamic_batching_args: DynamicBatchingArgs | None,
+    sequence_packing_args: SequencePackingArgs | None,
+) -> tuple[Planner, dict[str, Any]]:
+    """What plans microbatches that tokens bound, and its arguments, checked.
+
+    Raises:
+        ConfigError: The arguments exclude each other or are wrong.
+    """
+    if dynamic_batching_args is not None and sequence_packing_args is not None:
+        raise ConfigError(
+            "dynamic_batching_args and sequence_packing_args exclude each other",
+            fix="give one of them",
+            key="sequence_packing_args",
+        )
+    if sequence_packing_args is not None:
+        packing = check_config(
+            SequencePackingArgs, sequence_packing_args, what="sequence_packing_args"
+        )
+        return plan_packed, packing
+    given: Any = dynamic_batching_args
+    return plan_dynamic, check_config(DynamicBatchingArgs, given, what="dynamic_batching_args")
+
+
+def plan_shards(
+    size: int, shards: int, batch_size: int, *, uneven: bool = False, group_size: int = 1
+) -> list[torch.Tensor]:
+    """Rows of each shard when every global batch is cut into equal runs.
+
+    Args:
+        size: Rows in total, whole global batches.
+        shards: Number of shards.
+        batch_size: Rows of one global batch.
+        uneven: Let shards differ by one group; only for one global batch.
+        group_size: Neighbouring rows that stay in one shard.
+
+    Raises:
+        DataError: The counts do not divide.
+    """
+    check_groups(batch_size, group_size)
+    groups = torch.arange(size).reshape(size // group_size, group_size)
+    if uneven:
+        return [part.flatten() for part in groups.tensor_split(shards)]
+    if batch_size % (shards * group_size):
+        raise DataError(
+            f"a batch of {batch_size} rows does not divide into {shards} shards"
+            + (f" of whole groups of {group_size}" if group_size > 1 else ""),
+            fix="choose a multiple, or pass allow_uneven_shards=True",
+        )
+    chunks = size // batch_size if batch_size else 0
+    per_shard = groups.reshape(chunks, shards, batch_size // shards).transpose(0, 1)
+    return [rows.flatten() for rows in per_shard]
+
+
 def plan_microbatches(
     lengths: torch.Tensor,
     *,
@@ -138,11 +201,9 @@ def plan_microbatches(
         group_size=as_int("group_size", group_size, 1),
         width=None if width is None else as_int("width", width, 0),
     )
-    if sequence_packing_args is not None:
-        return [part.rows for part in plan_packed(lengths, sequence_packing_args, scope)[0]]
-    if dynamic_batching_args is not None:
-        return [part.rows for part in plan_dynamic(lengths, dynamic_batching_args, scope)[0]]
-    assert micro_batch_size is not None
+    if micro_batch_size is None:
+        plan, options = planner(dynamic_batching_args, sequence_packing_args)
+        return [part.rows for part in plan(lengths, options, scope)[0]]
     micro_batch_size = as_int("micro_batch_size", micro_batch_size, 1)
     rows = torch.arange(_row_lengths(lengths, scope).size)
     step = max(1, micro_batch_size // scope.group_size) * scope.group_size
@@ -150,7 +211,7 @@ def plan_microbatches(
 
 
 def plan_dynamic(
-    lengths: torch.Tensor, args: DynamicBatchingArgs, scope: PlanScope
+    lengths: torch.Tensor, options: dict[str, Any], scope: PlanScope
 ) -> list[list[Microbatch]]:
     """Dynamic batching of rows dealt to shards that work in step.
 
@@ -159,17 +220,15 @@ def plan_dynamic(
 
     Args:
         lengths: ``[B]`` integer tokens of each row.
-        args: The bound and the rounding.
+        options: The bound and the rounding, checked.
         scope: Its ``shards`` divide ``B / group_size``.
 
     Returns:
         For each shard its microbatches, shortest first.
 
     Raises:
-        ConfigError: ``args`` are wrong.
         DataError: A row (or group) alone exceeds the bound, or the counts do not divide.
     """
-    options = check_config(DynamicBatchingArgs, args, what="dynamic_batching_args")
     bound = options["max_tokens_per_microbatch"]
     groups = _row_lengths(lengths, scope).max(axis=1)
     shards = scope.shards
@@ -202,23 +261,22 @@ def plan_dynamic(
 
 
 def plan_packed(
-    lengths: torch.Tensor, args: SequencePackingArgs, scope: PlanScope
+    lengths: torch.Tensor, options: dict[str, Any], scope: PlanScope
 ) -> list[list[Microbatch]]:
     """Sequence packing with the same number of bins in every shard.
 
     Args:
         lengths: ``[B]`` integer tokens of each row.
-        args: The bound, the padding and the algorithm.
+        options: The bound, the padding and the algorithm, checked.
         scope: Group size and shards.
 
     Returns:
         For each shard its bins, by falling load.
 
     Raises:
-        ConfigError: ``args`` are wrong.
+        ConfigError: There is no such algorithm.
         DataError: A row (or group) alone exceeds the bound, or there are fewer rows than shards.
     """
-    options = check_config(SequencePackingArgs, args, what="sequence_packing_args")
     bound = options["max_tokens_per_microbatch"]
     multiple = options.get("sequence_length_pad_multiple", 1)
     groups = _round_up(_row_lengths(lengths, scope), multiple).sum(axis=1)

@@ -13,7 +13,6 @@ from rl_conformance.diagnostics.agreement import Agreement, LogprobConsistency
 from rl_core.batch import (
     BatchedDataDict,
     _columns,
-    _sharding,
     data_dict,
     microbatches,
     packing,
@@ -83,9 +82,11 @@ def three_dimensions_are_padded_with_zero() -> AbstractContextManager[Any]:
 @breaks("B4", checks="B4")
 def uneven_shards_are_dealt_by_turns() -> AbstractContextManager[Any]:
     """Only where shards differ in size do neighbours part."""
-    honest = _sharding.plan_shards
+    honest = microbatches.plan_shards
 
-    def plan(size: int, shards: int, batch_size: Any, *, uneven: bool, group_size: int) -> Any:
+    def plan(
+        size: int, shards: int, batch_size: int, *, uneven: bool = False, group_size: int = 1
+    ) -> Any:
         if uneven and size % shards:
             return [torch.arange(n, size, shards) for n in range(shards)]
         return honest(size, shards, batch_size, uneven=uneven, group_size=group_size)
