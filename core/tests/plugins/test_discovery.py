@@ -12,7 +12,6 @@ from installed import NO_ENGINE
 
 from rl_core.errors import (
     BrokenPluginError,
-    ConfigError,
     IncompatiblePluginError,
     MissingEngineError,
 )
@@ -25,7 +24,6 @@ from rl_core.plugins.discovery import (
     load_manifest,
     load_object,
     providers,
-    site_packages,
 )
 from rl_core.plugins.manifest import (
     POLICY_CAPABILITIES,
@@ -277,22 +275,6 @@ def test_distribution_without_metadata_is_still_listed(install: Install) -> None
     (listing,) = [item for item in list_backends() if item.provider.name == "bare"]
     assert listing.provider.distribution == "unknown"
     assert listing.status == "broken"
-
-
-def test_other_environment_is_read_by_metadata_alone(install: Install, tmp_path: Path) -> None:
-    root = install.toy().parent
-    elsewhere = tmp_path / "env" / "lib" / "python3.11" / "site-packages"
-    elsewhere.parent.mkdir(parents=True)
-    root.rename(elsewhere)
-    (listing,) = list_backends(site_packages(str(tmp_path / "env")))
-    assert listing.status == "not read"
-    assert listing.provider.qualified_name == "rl-toy:toy"
-    assert "toy" not in sys.modules
-
-
-def test_environment_that_does_not_exist_is_a_config_error() -> None:
-    with pytest.raises(ConfigError, match="no environment at 'nowhere'"):
-        site_packages("nowhere")
 
 
 def test_original_exception_is_the_cause_of_a_broken_plugin(install: Install) -> None:

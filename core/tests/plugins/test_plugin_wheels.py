@@ -284,13 +284,3 @@ def test_broken_command_raises_when_it_is_called(env: Environment) -> None:
     assert result.returncode == 1
     assert "rl-sulk 1.0: cannot load 'rl_sulk.cli:app': ZeroDivisionError" in result.stderr
     assert "Traceback" not in result.stderr
-
-
-def test_environment_can_be_read_from_outside(env: Environment) -> None:
-    command = [sys.executable, "-m", "rl_core.cli", "backends", "list", "--json"]
-    result = subprocess.run(
-        [*command, "--env", str(env.root)], capture_output=True, text=True, timeout=60
-    )
-    backends = {item["qualified_name"]: item for item in json.loads(result.stdout)["backends"]}
-    assert backends["rl-broken:broken"]["status"] == "not read"
-    assert result.returncode == 1  # the twins are seen without importing anything

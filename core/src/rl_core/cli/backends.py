@@ -13,7 +13,6 @@ from rl_core.plugins.discovery import (
     BackendListing,
     inspect_all,
     list_backends,
-    site_packages,
 )
 from rl_core.plugins.manifest import CONTRACT_VERSION
 from rl_core.plugins.registry import match_providers
@@ -31,12 +30,10 @@ _STYLES = {
     "ready": "green",
     "no engine": "yellow",
     "wrong engine": "yellow",
-    "not read": "dim",
     "incompatible": "red",
     "broken": "red",
 }
 _A_BACKEND = "pip install ./plugins/rl-backends ./plugins/rl-hf"
-_ELSEWHERE = "Nothing is imported from another environment: this is what its metadata says."
 
 
 def main(argv: list[str]) -> int:
@@ -61,19 +58,15 @@ def main(argv: list[str]) -> int:
     info.add_argument("name", help="NAME, or DISTRIBUTION:NAME")
     for command in (listing, info):
         command.add_argument("--json", action="store_true", help="print JSON")
-    text = "look into another environment, by its metadata only"
-    listing.add_argument("--env", metavar="PATH", help=text)
     options = parser.parse_args(argv)
-    env = options.env if options.command == "list" else None
     with chatter_to_stderr():
         if options.command == "list":
-            listings = list_backends(site_packages(env) if env else None)
+            listings = list_backends()
         else:
             listings = inspect_all(match_providers(options.name))
     if options.json:
         document = {
             "contract": CONTRACT_VERSION,
-            "environment": env,
             "backends": [
                 {
                     "name": item.provider.name,
@@ -99,7 +92,7 @@ def main(argv: list[str]) -> int:
         }
         print(json.dumps(document, indent=2, default=_plain))
     elif options.command == "list":
-        _print_table(listings, env)
+        _print_table(listings)
     else:
         for item in listings:
             _print_info(item)
@@ -137,7 +130,7 @@ def _columns(*headings: str) -> Table:
     return table
 
 
-def _print_table(listings: Sequence[BackendListing], env: str | None) -> None:
+def _print_table(listings: Sequence[BackendListing]) -> None:
     console = console_for_result()
     if not listings:
         console.print(_text(f"No backend is installed. Try: {_A_BACKEND}"))
@@ -161,8 +154,6 @@ def _print_table(listings: Sequence[BackendListing], env: str | None) -> None:
     console.print(table)
     for item in listings:
         _print_trouble(console, item)
-    if env:
-        console.print(_text((_ELSEWHERE, "dim")))
 
 
 def _print_trouble(console: Console, item: BackendListing) -> None:

@@ -11,14 +11,12 @@ import importlib
 import json
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import importlib_metadata
 
 from rl_core.errors import (
     BrokenPluginError,
-    ConfigError,
     IncompatiblePluginError,
     MissingEngineError,
     PluginError,
@@ -54,7 +52,6 @@ __all__ = [
     "load_manifest",
     "load_object",
     "providers",
-    "site_packages",
 ]
 
 BACKENDS = "rl_core.backends"
@@ -110,7 +107,7 @@ class BackendListing:
 
     Attributes:
         provider: Where it comes from.
-        manifest: None where it was not, or could not be, loaded.
+        manifest: None where it could not be loaded.
         engine: Installed ``"distribution version"`` of the engine, or "".
         error: What is wrong, with its cause and fix; None if it can be used here.
         duplicates: Other distributions that provide the same name.
@@ -124,39 +121,27 @@ class BackendListing:
 
     @property
     def status(self) -> str:
-        """``ready``, ``no engine``, ``wrong engine``, ``incompatible``, ``broken`` or ``not read``.
-
-        ``not read`` is a backend of another environment, of which only metadata is known.
-        """
+        """``ready``, ``no engine``, ``wrong engine``, ``incompatible`` or ``broken``."""
         if isinstance(self.error, MissingEngineError):
             return "wrong engine" if self.engine else "no engine"
         if isinstance(self.error, IncompatiblePluginError):
             return "incompatible"
-        if self.error is not None:
-            return "broken"
-        return "ready" if self.manifest else "not read"
+        return "broken" if self.error else "ready"
 
 
-def providers(group: str, path: Sequence[str] | None = None) -> list[Provider]:
+def providers(group: str) -> list[Provider]:
     """Lists the entry points of a group, sorted by name and distribution. Imports nothing.
-
-    Args:
-        group: The entry-point group.
-        path: Directories to search, such as the site-packages of another environment; this
-            environment's ``sys.path`` if None.
 
     Returns:
         Also entry points with malformed metadata, with ``problem`` set. Never raises for what a
         distribution contains.
     """
-    where = {} if path is None else {"path": list(path)}
     found = {  # a set, because a directory may be on the path twice
         provider
-        for dist in _distributions(**where)
+        for dist in _distributions()
         for provider in _entry_points(dist, group)
         # Another copy of a distribution may come first on the path, as imports see it.
-        if _location(next(iter(_distributions(name=_facts(dist)[0], **where)), dist))
-        == _location(dist)
+        if _location(next(iter(_distributions(name=_facts(dist)[0])), dist)) == _location(dist)
     }
     return sorted(found, key=lambda p: (p.name, p.distribution))
 
@@ -349,43 +334,17 @@ def inspect_backend(provider: Provider, duplicates: Sequence[str] = ()) -> Backe
     return BackendListing(provider, manifest, engine, problem, tuple(duplicates))
 
 
-def list_backends(path: Sequence[str] | None = None) -> list[BackendListing]:
-    """Lists every backend, whole or broken. Never raises for what a plugin does.
-
-    Args:
-        path: Directories of another environment. Nothing is imported from there, so listings have
-            no manifest and nothing about the engine.
-    """
-    return inspect_all(providers(BACKENDS, path), metadata_only=path is not None)
+def list_backends() -> list[BackendListing]:
+    """Lists every backend, whole or broken. Never raises for what a plugin does."""
+    return inspect_all(providers(BACKENDS))
 
 
-def inspect_all(found: Sequence[Provider], *, metadata_only: bool = False) -> list[BackendListing]:
+def inspect_all(found: Sequence[Provider]) -> list[BackendListing]:
     """Listings of these providers, each with its rivals among them."""
-    listings = []
-    for provider in found:
-        others = [p.distribution for p in found if p.name == provider.name and p is not provider]
-        if metadata_only and not provider.problem:
-            listings.append(BackendListing(provider, duplicates=tuple(others)))
-        else:
-            listings.append(inspect_backend(provider, others))
-    return listings
-
-
-def site_packages(environment: str) -> list[str]:
-    """The site-packages directories of an environment.
-
-    Args:
-        environment: The root of a virtual environment, or a directory of packages itself.
-
-    Raises:
-        ConfigError: There is no such directory.
-    """
-    root = Path(environment)
-    if not root.is_dir():
-        raise ConfigError(
-            f"there is no environment at {environment!r}",
-            fix="give the root of a virtual environment or its site-packages directory",
-            key="env",
+    return [
+        inspect_backend(
+            provider,
+            [p.distribution for p in found if p.name == provider.name and p is not provider],
         )
-    inside = [*root.glob("lib*/python3*/site-packages"), *root.glob("Lib/site-packages")]
-    return sorted({str(path.resolve()) for path in inside}) or [str(root)]
+        for provider in found
+    ]
