@@ -8,6 +8,9 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from rich.table import Table
+from rich.text import Text
+
 from rl_core.cli.output import chatter_to_stderr, console_for_result
 from rl_core.plugins.discovery import (
     BackendListing,
@@ -21,8 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
 
 __all__ = ["main"]
 
@@ -69,12 +70,8 @@ def main(argv: list[str]) -> int:
             "contract": CONTRACT_VERSION,
             "backends": [
                 {
-                    "name": item.provider.name,
+                    **_plain(item.provider),
                     "qualified_name": item.provider.qualified_name,
-                    "distribution": item.provider.distribution,
-                    "version": item.provider.version,
-                    "entry_point": item.provider.value,
-                    "location": item.provider.location,
                     "status": item.status,
                     "engine": item.engine or None,
                     "duplicates": item.duplicates,
@@ -108,16 +105,11 @@ def _plain(value: Any) -> Any:
     return dict(value) if isinstance(value, Mapping) else repr(value)
 
 
-def _text(*parts: str | tuple[str, str]) -> Text:
-    """Text, partly ``(text, style)``, without markup: the text of a plugin may contain brackets."""
-    from rich.text import Text
-
-    return Text.assemble(*parts)
+# Text has no markup: what a plugin declares may contain brackets.
+_text = Text.assemble
 
 
 def _columns(*headings: str) -> Table:
-    from rich.table import Table
-
     table = Table(
         box=None,
         header_style="bold",
@@ -157,19 +149,17 @@ def _print_table(listings: Sequence[BackendListing]) -> None:
 
 
 def _print_trouble(console: Console, item: BackendListing) -> None:
-    name, duplicates = item.provider.name, item.duplicates
+    name, troubles = item.provider.name, []
     if item.error is not None:
-        _print_item(console, name, _STYLES[item.status], item.error.message, item.error.fix or "")
-    if duplicates:
-        text = f"{', '.join(duplicates)} also provides '{name}'"
-        _print_item(console, name, "red", text, f"write '{item.provider.qualified_name}'")
-
-
-def _print_item(console: Console, name: str, style: str, text: str, fix: str) -> None:
-    console.print()
-    console.print(_text((f"{name}: ", f"bold {style}"), text))
-    if fix:
-        console.print(_text(("  Fix: ", "bold"), fix))
+        troubles.append((_STYLES[item.status], item.error.message, item.error.fix))
+    if item.duplicates:
+        text = f"{', '.join(item.duplicates)} also provides '{name}'"
+        troubles.append(("red", text, f"write '{item.provider.qualified_name}'"))
+    for style, text, fix in troubles:
+        console.print()
+        console.print(_text((f"{name}: ", f"bold {style}"), text))
+        if fix:
+            console.print(_text(("  Fix: ", "bold"), fix))
 
 
 def _print_info(listing: BackendListing) -> None:
