@@ -69,7 +69,7 @@ def check_config(spec: type, config: Mapping[str, Any], *, what: str) -> dict[st
 
 def config_keys(spec: type) -> dict[str, bool]:
     """The keys of a TypedDict, inherited ones included; True where a key is required."""
-    return {key: item.required for key, item in _items(spec).items()}
+    return {key: required for key, (_, required) in _items(spec).items()}
 
 
 def as_int(name: str, value: Any, least: int | None = None) -> int:
@@ -111,15 +111,8 @@ class _Problem:
     fix: str
 
 
-@dataclass(frozen=True, slots=True)
-class _Item:
-    """One key of a TypedDict with the qualifiers taken off its type."""
-
-    hint: Any
-    required: bool
-
-
-def _items(spec: type) -> dict[str, _Item]:
+def _items(spec: type) -> dict[str, tuple[Any, bool]]:
+    """For each key of a TypedDict its type, without qualifiers, and whether it is required."""
     items = {}
     required_keys: frozenset[str] = getattr(spec, "__required_keys__", frozenset())
     try:
@@ -138,7 +131,7 @@ def _items(spec: type) -> dict[str, _Item]:
         while get_origin(hint) in (Required, NotRequired):
             required = get_origin(hint) is Required
             (hint,) = get_args(hint)
-        items[key] = _Item(hint, required)
+        items[key] = hint, required
     return items
 
 
@@ -151,7 +144,7 @@ def _check_dict(
     for key, given in value.items():
         at = f"{path}{key}"
         if key in items:
-            checked[key] = _check(items[key].hint, given, at, problems)
+            checked[key] = _check(items[key][0], given, at, problems)
             continue
         text, fix = f"unknown key '{at}'", f"remove '{at}'"
         if match := nearest(str(key), items):
@@ -159,9 +152,9 @@ def _check_dict(
             problems.append(_Problem(at, f"{text} {allowed}", fix))
         else:
             problems.append(_Problem(at, f"{text}; {allowed}", fix))
-    for key, item in items.items():
-        if item.required and key not in value:
-            expected = _describe(item.hint)
+    for key, (hint, required) in items.items():
+        if required and key not in value:
+            expected = _describe(hint)
             problems.append(
                 _Problem(
                     f"{path}{key}",

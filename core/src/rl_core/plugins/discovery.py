@@ -153,18 +153,14 @@ def _distributions(**where: Any) -> Iterable[Distribution]:
 def _entry_points(dist: Distribution, group: str) -> Iterator[Provider]:
     try:
         text = dist.read_text("entry_points.txt") or ""
-    except (OSError, UnicodeDecodeError) as error:
-        text, problem = "", f"entry_points.txt cannot be read: {error}"
-        yield Provider("?", *_facts(dist), "", group, _location(dist), problem)
-    if f"[{group}]" not in text.replace(" ", ""):
-        return
-    facts = _facts(dist)
-    try:
+        if f"[{group}]" not in text.replace(" ", ""):
+            return
         entry_points = list(dist.entry_points.select(group=group))
     except Exception as error:
-        problem = f"entry_points.txt is malformed: {error}"
-        yield Provider("?", *facts, "", group, _location(dist), problem)
+        problem = f"entry_points.txt cannot be read, or is malformed: {error}"
+        yield Provider("?", *_facts(dist), "", group, _location(dist), problem)
         return
+    facts = _facts(dist)
     for entry_point in entry_points:
         value = entry_point.value
         problem = "" if is_importable(value) else f"its entry point {value!r} is no reference"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from rl_core.config import nearest
 from rl_core.errors import AmbiguousBackendError, BackendNotFoundError
 from rl_core.plugins.discovery import (
     BACKENDS,
@@ -45,8 +46,6 @@ def match_providers(name: str, group: str = BACKENDS) -> list[Provider]:
     ]
     if found:
         return found
-    from rl_core.config import nearest
-
     names = sorted({provider.name for provider in known})
     match = nearest(short, names)
     others = [provider.qualified_name for provider in known if provider.name == short]
@@ -69,11 +68,7 @@ def match_providers(name: str, group: str = BACKENDS) -> list[Provider]:
 
 
 def find_provider(name: str, group: str = BACKENDS) -> Provider:
-    """The one provider of a name, from metadata alone.
-
-    Args:
-        name: As ``rl backends list`` shows it, or ``dist:name``.
-        group: The entry-point group: that of backends, or of transports.
+    """The one provider of a name; for the arguments see :func:`match_providers`.
 
     Raises:
         BackendNotFoundError: Nothing installed provides it; names the nearest match.
