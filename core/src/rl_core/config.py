@@ -49,14 +49,13 @@ def check_config(spec: type, config: Mapping[str, Any], *, what: str) -> dict[st
         BrokenPluginError: The types of ``spec`` cannot be resolved.
     """
     problems: list[_Problem] = []
-    if isinstance(config, Mapping):
-        checked = _check_dict(spec, config, "", problems)
-    else:
+    if not isinstance(config, Mapping):
         raise ConfigError(
             f"{what}: the configuration is {_show(config)}, not a mapping",
             fix=f"pass a dict with the keys of {spec.__name__}",
             key="",
         )
+    checked = _check_dict(spec, config, "", problems)
     if not problems:
         return checked
     first = problems[0]

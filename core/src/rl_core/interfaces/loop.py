@@ -23,11 +23,7 @@ class Timer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AxisSizes:
-    """Into how many parts a trainer divides what.
-
-    Attributes:
-        sizes: By axis.
-    """
+    """Into how many parts a trainer divides what, by axis."""
 
     sizes: Mapping[str, int]
 
