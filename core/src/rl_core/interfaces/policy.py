@@ -269,13 +269,6 @@ class ColocatablePolicyInterface(PolicyInterface):
             keep_train_buffers: Leave gradients and optimizer where they are.
         """
 
-    def get_free_memory_bytes(self) -> int:
-        """Bytes that are free where buffers of a refit would be; of several workers, the least."""
-        raise CapabilityError(
-            f"{type(self).__name__} does not know its free memory",
-            fix="leave the size of buffers to the refit, or derive from PolicyBackend",
-        )
-
     # -- the older spelling --------------------------------------------------------------------
 
     @abstractmethod

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Self
 
@@ -412,13 +411,6 @@ class PolicyBackend(PolicyCheckpoints, PolicyRefits):
         """Frees the device memory of everything. Idempotent."""
         self._check_open("offload_after_refit")
         self.on_sleep(OPTIMIZER | MODEL)
-
-    def get_free_memory_bytes(self) -> int:
-        """See :meth:`ColocatablePolicyInterface.get_free_memory_bytes`."""
-        device = self._computes_on
-        if device.type == "cuda":
-            return int(torch.cuda.mem_get_info(device)[0])
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
 
     def shutdown(self) -> bool:
         """See :meth:`PolicyInterface.shutdown`."""
