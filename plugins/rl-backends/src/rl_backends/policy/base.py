@@ -101,7 +101,7 @@ class PolicyBackend(PolicyCheckpoints, PolicyRefits):
         self.microbatching = Microbatching(config)
         self.data_parallel = data_parallel
         self.steps = 0
-        self._computes_on = device = device or torch.device("cpu")
+        device = device or torch.device("cpu")
         self.ranks = RankGroup(worker, device) if ranks is None else ranks
         self.rows_rank = self.ranks.rank if data_parallel is None else data_parallel.rank
         self.random = RandomStream(config.get("seed", 0) + self.rows_rank, device)
