@@ -55,7 +55,10 @@ def list_checks(
 
     own = {c: [each for each in all_checks() if each.clause is c] for c in CLAUSES.values()}
     if json:
-        _print_json([{**c.as_dict(), "checks": [e.as_dict() for e in own[c]]} for c in own])
+        from json import dumps
+
+        clauses = [{**c.as_dict(), "checks": [e.as_dict() for e in own[c]]} for c in own]
+        print(dumps(clauses, indent=1))
         return
     from rich.console import Console
     from rich.markup import escape
@@ -156,12 +159,6 @@ def merge(
     if markdown:
         write_text(markdown, matrix_to_markdown(matrix))
     _print_matrix(matrix)
-
-
-def _print_json(value: object) -> None:
-    import json
-
-    print(json.dumps(value, indent=1))
 
 
 def _run_with_progress(

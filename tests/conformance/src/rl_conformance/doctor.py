@@ -17,7 +17,6 @@ from rl_core.errors import MissingEngineError, PluginError
 from rl_core.plugins.discovery import (
     BACKENDS,
     GROUPS,
-    BackendListing,
     Provider,
     inspect_backend,
     load_object,
@@ -126,7 +125,13 @@ def _examine(provider: Provider, *, strict: bool) -> Iterator[Finding]:
     before = set(sys.modules)
     listing = inspect_backend(provider)
     imported = [name for name in _HEAVY if name in sys.modules and name not in before]
-    yield _state(listing, strict=strict)
+    error = listing.error
+    if error is None:
+        yield Finding("ok", provider.name, f"{provider} is ready with {listing.engine}")
+    else:
+        tolerable = isinstance(error, MissingEngineError) and not strict
+        fix = error.fix or ""
+        yield Finding("warning" if tolerable else "error", provider.name, error.message, fix)
     if imported:
         yield Finding(
             "error",
@@ -136,15 +141,16 @@ def _examine(provider: Provider, *, strict: bool) -> Iterator[Finding]:
         )
     if listing.manifest is not None:
         yield from _references(provider, listing.manifest)
-        yield from _extra(provider, listing.manifest)
-
-
-def _state(listing: BackendListing, *, strict: bool) -> Finding:
-    error, name = listing.error, listing.provider.name
-    if error is None:
-        return Finding("ok", name, f"{listing.provider} is ready with {listing.engine}")
-    tolerable = isinstance(error, MissingEngineError) and not strict
-    return Finding("warning" if tolerable else "error", name, error.message, error.fix or "")
+        extra = listing.manifest.engine.extra
+        try:
+            metadata = importlib_metadata.metadata(provider.distribution)
+            offered = metadata.get_all("Provides-Extra") or []
+        except importlib_metadata.PackageNotFoundError:  # its metadata has no name
+            yield _authors(provider, "its metadata is incomplete")
+        else:
+            if extra and extra not in offered:
+                text = f"its manifest names the extra {extra!r}, which it does not have"
+                yield _authors(provider, text)
 
 
 def _references(provider: Provider, manifest: BackendManifest) -> Iterator[Finding]:
@@ -163,17 +169,6 @@ def _references(provider: Provider, manifest: BackendManifest) -> Iterator[Findi
             missing = True
         if missing:
             yield _authors(provider, f"its {kind} factory {reference} has no such module")
-
-
-def _extra(provider: Provider, manifest: BackendManifest) -> Iterator[Finding]:
-    extra = manifest.engine.extra
-    try:
-        metadata = importlib_metadata.metadata(provider.distribution)
-    except importlib_metadata.PackageNotFoundError:  # its metadata has no name
-        yield _authors(provider, "its metadata is incomplete")
-        return
-    if extra and extra not in (metadata.get_all("Provides-Extra") or []):
-        yield _authors(provider, f"its manifest names the extra {extra!r}, which it does not have")
 
 
 def _authors(provider: Provider, text: str) -> Finding:

@@ -119,7 +119,11 @@ class Harness:
             raise
         except BaseException:  # a backend may call sys.exit or pytest.skip: that is no verdict
             return self._discarding(Status.ERROR, traceback.format_exc(limit=-8))
-        return passed, self._reason(check) if passed is not Status.PASSED else "", False
+        if passed is Status.PASSED:
+            return passed, "", False
+        capability = self._capability(check)
+        declared = f": {capability.reason}" if capability and capability.reason else ""
+        return passed, f"declared, and refused before anything was touched{declared}", False
 
     def _discarding(self, status: Status, message: str) -> tuple[Status, str, bool]:
         """The result of a check after which no backend is used again."""
@@ -199,11 +203,6 @@ class Harness:
         return engine is not None and SpecifierSet(capability.engine).contains(
             engine[1], prereleases=True
         )
-
-    def _reason(self, check: Check) -> str:
-        capability = self._capability(check)
-        declared = f": {capability.reason}" if capability and capability.reason else ""
-        return f"declared, and refused before anything was touched{declared}"
 
 
 def _gpus() -> int:

@@ -40,8 +40,14 @@ class Leftovers:
     @classmethod
     def now(cls) -> Self:
         """The present state, after a garbage collection."""
+        import torch
+
         gc.collect()
-        _settle_device()
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            # Torch keeps for the next use cached blocks, workspaces, files of counts.
+            torch._C._cuda_clearCublasWorkspaces()
+            torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
+            torch.cuda.empty_cache()
         process = psutil.Process()
         children = process.children(recursive=True)
         return cls(
@@ -109,16 +115,6 @@ def _used_elsewhere(name: str) -> bool:
 def _listening(process: psutil.Process) -> list[str]:
     connections = process.net_connections(kind="all")
     return [str(c.laddr) for c in connections if c.laddr and not c.raddr]
-
-
-def _settle_device() -> None:
-    """Gives back what torch keeps for the next use: cached blocks, workspaces, files of counts."""
-    import torch
-
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch._C._cuda_clearCublasWorkspaces()
-        torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
-        torch.cuda.empty_cache()
 
 
 def _device_bytes() -> int:

@@ -31,8 +31,8 @@ class MemoryPeak:
     """
 
     def __init__(self, *, trim: bool = False) -> None:
-        if trim:
-            _give_back()
+        if trim and hasattr(library := ctypes.CDLL(None), "malloc_trim"):  # glibc has it
+            library.malloc_trim(0)
         self._device = _device_peak(anew=True)  # first: it may have to import torch
         processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
         self._resident: dict[psutil.Process, int] = {}
@@ -57,12 +57,6 @@ class MemoryPeak:
     def device(self) -> int:
         """Bytes of device memory that torch allocated in this process."""
         return _device_peak() - self._device
-
-
-def _give_back() -> None:
-    library = ctypes.CDLL(None)
-    if hasattr(library, "malloc_trim"):  # glibc has it
-        library.malloc_trim(0)
 
 
 def _begin_anew(process: psutil.Process) -> bool:

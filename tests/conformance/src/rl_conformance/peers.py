@@ -14,6 +14,7 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from typing import IO, TYPE_CHECKING, Any, Self
 from unittest import mock
 
@@ -235,7 +236,7 @@ def _wait(futures: list[Any], deadline_s: float) -> Any:
     return wait(futures, deadline_s + 10)[0]
 
 
-def _receive(backend: Any, options: dict[str, Any], method: str = "receive_weights") -> Any:
+def _transfer(backend: Any, options: dict[str, Any], method: str = "receive_weights") -> Any:
     futures = getattr(backend, method)(**options)
     return _wait(futures, float(options.get("deadline_s", _ANSWER_S)))
 
@@ -248,11 +249,6 @@ def _digests(backend: Any) -> dict[str, list[str]]:
     from rl_conformance.weights import digests, engine_weights
 
     return digests(engine_weights(backend))
-
-
-def _stream(backend: Any, options: dict[str, Any]) -> Any:
-    futures = backend.send_weights(**options)
-    return _wait(futures, float(options.get("deadline_s", _ANSWER_S)))
 
 
 def _die(backend: Any, method: str, count: int) -> None:
@@ -283,12 +279,12 @@ def _die(backend: Any, method: str, count: int) -> None:
 _ACTIONS: dict[str, Callable[..., Any]] = {
     "version": lambda backend: backend.weights_version,
     "prepare": lambda backend, info: backend.prepare_refit_info(info),
-    "receive": _receive,
+    "receive": _transfer,
     "join": _join,
     "digests": _digests,
     "generate": _generate,
     "info": lambda backend: backend.prepare_refit_info(),
-    "stream": _stream,
+    "stream": partial(_transfer, method="send_weights"),
     "die": _die,
     "kill_engine": kill_engine_at,
 }

@@ -73,7 +73,14 @@ def harness_for(config: pytest.Config, find: Any, name: str, **settings: Any) ->
     key = (name, Settings.of(**chosen))
     kept = config.stash.setdefault(_HARNESSES, {})
     if key not in kept:
-        _share_cores(config)
+        # More threads than cores wait for each other: each of xdist's processes gets its part.
+        workers = int(getattr(config, "workerinput", {}).get("workercount", 1))
+        if workers > 1 and "OMP_NUM_THREADS" not in os.environ:
+            import torch
+
+            threads = max(1, (os.cpu_count() or 1) // workers)
+            os.environ["OMP_NUM_THREADS"] = str(threads)
+            torch.set_num_threads(threads)
         kept[key] = Harness(find(name), key[1], known_failures(config))
         config.add_cleanup(kept[key].close)
     return kept[key]
@@ -90,17 +97,6 @@ def known_failures(config: pytest.Config) -> dict[str, str]:
         return read_ledger(ledger) if ledger else {}
     except ConfigError as error:
         raise pytest.UsageError(str(error)) from error
-
-
-def _share_cores(config: pytest.Config) -> None:
-    """Gives each of xdist's processes its part: more threads than cores wait for each other."""
-    workers = int(getattr(config, "workerinput", {}).get("workercount", 1))
-    if workers > 1 and "OMP_NUM_THREADS" not in os.environ:
-        import torch
-
-        threads = max(1, (os.cpu_count() or 1) // workers)
-        os.environ["OMP_NUM_THREADS"] = str(threads)
-        torch.set_num_threads(threads)
 
 
 def conduct(item: pytest.Item, harness: Harness, check: Check) -> None:
@@ -147,7 +143,11 @@ def finish_session(
             file = path.with_stem("-".join([path.stem, *run])) if len(runs) > 1 else path
             ReportFiles(json=file).write(report)
         if report.verdict is Verdict.INCOMPLETE and not session.exitstatus:
-            _say(config, f"{run[0]}: incomplete, without a result: {', '.join(report.missing)}")
+            terminal: Any = config.pluginmanager.get_plugin("terminalreporter")
+            if terminal is not None:
+                missing = ", ".join(report.missing)
+                terminal.ensure_newline()
+                terminal.write_line(f"{run[0]}: incomplete, without a result: {missing}", red=True)
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
@@ -164,7 +164,9 @@ def _report(
     checks = profile(run[0])
     complete = {o.check for o in outcomes} >= {check.id for check in checks}
     asked = run[0] == session.config.getoption("rl_backend")
-    whole = not selection and (asked or complete or _stopped(session))
+    broken = (pytest.ExitCode.INTERRUPTED, pytest.ExitCode.INTERNAL_ERROR)
+    stopped = session.shouldstop or session.shouldfail or session.exitstatus in broken
+    whole = not selection and bool(asked or complete or stopped)
     return RunReport(
         run[0],
         _in_order(outcomes, checks, fill=whole),
@@ -173,12 +175,6 @@ def _report(
         "" if whole else selection or "the classes that were collected",
         seconds,
     )
-
-
-def _stopped(session: pytest.Session) -> bool:
-    """Whether tests that were collected did not run."""
-    broken = (pytest.ExitCode.INTERRUPTED, pytest.ExitCode.INTERNAL_ERROR)
-    return bool(session.shouldstop or session.shouldfail or session.exitstatus in broken)
 
 
 def _in_order(
@@ -191,10 +187,3 @@ def _in_order(
         found.setdefault(check.id, Outcome(check.id, check.title, Status.NOT_RUN, message=lost))
     order = [check.id for check in checks]
     return tuple(sorted(found.values(), key=lambda outcome: order.index(outcome.check)))
-
-
-def _say(config: pytest.Config, text: str) -> None:
-    terminal: Any = config.pluginmanager.get_plugin("terminalreporter")
-    if terminal is not None:
-        terminal.ensure_newline()
-        terminal.write_line(text, red=True)

@@ -165,7 +165,13 @@ class Beside:
             sampling = {"max_new_tokens": 6, "temperature": self.config.get("temperature", 1.0)}
             self.config["generation"] = sampling
         self.one: Any = None
-        self.many = self._spread(ctx, layout, batching=_KINDS[kind][3])
+        plain = self.config
+        self.config = {**plain, **_KINDS[kind][3]}
+        try:
+            self.many = policy_on(ctx, layout.ranks, {**self.config, **layout.config}, dtype)
+        except ConfigError:  # a layout may refuse packing and dynamic batching
+            self.config = plain
+            self.many = policy_on(ctx, layout.ranks, {**plain, **layout.config}, dtype)
         try:
             # Copies have other rows, and so drop other things; the ranks of a copy do not.
             copies: int = self.many.data_parallel_size
@@ -180,16 +186,6 @@ class Beside:
         except BaseException:
             self.shutdown()
             raise
-
-    def _spread(self, ctx: Context, layout: Layout, batching: Mapping[str, Any]) -> Any:
-        """The policy of several ranks; without packing or dynamic batching if it refuses these."""
-        plain = dict(self.config)
-        self.config |= batching
-        try:
-            return policy_on(ctx, layout.ranks, {**self.config, **layout.config}, self.dtype)
-        except ConfigError:
-            self.config = plain
-            return policy_on(ctx, layout.ranks, {**plain, **layout.config}, self.dtype)
 
     def train(
         self, data: BatchedDataDict[Any], loss_fn: LossFunction, **sizes: Any
@@ -257,6 +253,7 @@ def beside(
 
 def same_step(ctx: Context, one: Mapping[str, Any], many: Mapping[str, Any]) -> None:
     """Fails unless two results of ``train`` are alike, each step of a call and each metric."""
+    mean, largest = ctx.tolerance_of("float32")
     history, other = one.get("step_metrics", {}), many.get("step_metrics", {})
     for key in history.keys() | one.keys() - {"step_metrics", "all_mb_metrics"}:
         require(key in many, f"the result has no {key}: {sorted(many)}")
@@ -266,36 +263,30 @@ def same_step(ctx: Context, one: Mapping[str, Any], many: Mapping[str, Any]) -> 
         )
         ours = [many[key], *other.get(key, [])]
         for got, expected in zip(ours, [one[key], *history.get(key, [])], strict=True):
-            _same_value(ctx, key, float(got), float(expected))
-
-
-def _same_value(ctx: Context, key: str, got: float, expected: float) -> None:
-    mean, largest = ctx.tolerance_of("float32")
-    if key == "grad_norm":
-        off = abs(got - expected) / max(expected, 1e-6)
-        ctx.measure("grad_norm_relative_error", off, max(mean, 1e-3))
-    elif key == "loss":
-        ctx.measure("loss_error", abs(got - expected), largest)
-    else:
-        allowed = largest * max(1.0, abs(expected))
-        require(abs(got - expected) <= allowed, f"{key} is {got}, one rank has {expected}")
+            off = abs(float(got) - float(expected))
+            if key == "grad_norm":
+                relative = off / max(float(expected), 1e-6)
+                ctx.measure("grad_norm_relative_error", relative, max(mean, 1e-3))
+            elif key == "loss":
+                ctx.measure("loss_error", off, largest)
+            else:
+                allowed = largest * max(1.0, abs(float(expected)))
+                require(off <= allowed, f"{key} is {got}, one rank has {expected}")
 
 
 def moved_alike(ctx: Context, pair: Beside) -> None:
     """Fails unless each tensor has gone the same way on several ranks and on one."""
     start = checkpoint_weights(pair.path)
-    one, many = (_refitted(ctx, pair, policy) for policy in (pair.one, pair.many))
+    config: dict[str, Any] = {"model_name": str(pair.path), "torch_dtype": pair.dtype}
+    config["temperature"] = pair.config.get("temperature", 1.0)
+    both = []
+    for policy in (pair.one, pair.many):
+        engine = ctx.closing(make_reference("generation", config))
+        run_refit(policy, engine)
+        both.append(engine_weights(engine))
+    one, many = both
     error, name = update_error(many, {key: one[key] for key in start}, start)
     ctx.measure(f"update_relative_error of {name}", error, OF_AN_UPDATE)
-
-
-def _refitted(ctx: Context, pair: Beside, policy: Any) -> dict[str, torch.Tensor]:
-    """The policy's tensors, as an engine gets them."""
-    config = {"model_name": str(pair.path), "torch_dtype": pair.dtype}
-    heat = {"temperature": pair.config.get("temperature", 1.0)}
-    engine = ctx.closing(make_reference("generation", config | heat))
-    run_refit(policy, engine)
-    return engine_weights(engine)
 
 
 def scores_fit(

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+from importlib.metadata import packages_distributions
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -49,7 +50,13 @@ def _require_installed(ctx: Context) -> str:
 def listed_without_its_engine(ctx: Context) -> None:
     """Its manifest loads where torch, ray and the engine cannot be imported."""
     name = _require_installed(ctx)
-    hidden = ["torch", "ray", *_engine_modules(ctx.manifest.engine)]
+    distributions = {distribution.lower() for distribution in ctx.manifest.engine.distributions}
+    modules = [
+        module
+        for module, owners in packages_distributions().items()
+        if distributions & {owner.lower() for owner in owners}
+    ]
+    hidden = ["torch", "ray", *modules]
     listing = subprocess.run(
         [sys.executable, "-c", _LISTING, json.dumps(hidden)],
         capture_output=True,
@@ -60,18 +67,6 @@ def listed_without_its_engine(ctx: Context) -> None:
     answer = json.loads(listing.stdout)
     require(answer["found"].get(name), f"{name} was not listed whole: {answer['found']}")
     require(not answer["loaded"], f"the listing imported {answer['loaded']}")
-
-
-def _engine_modules(engine: EngineRequirement) -> list[str]:
-    """Top-level modules that the engine's distributions install."""
-    from importlib.metadata import packages_distributions
-
-    wanted = {name.lower() for name in engine.distributions}
-    return [
-        module
-        for module, owners in packages_distributions().items()
-        if wanted & {owner.lower() for owner in owners}
-    ]
 
 
 @check("D2")

@@ -184,23 +184,19 @@ def a_mask_with_a_hole_is_refused(ctx: Context) -> None:
 _CONFIG: dict[str, Any] = {"max_new_tokens": 4, "temperature": 1.5, "eos_token_id": []}
 
 
-def _refused(ctx: Context) -> dict[str, BatchedDataDict[Any]]:
-    """Batches whose last row alone is wrong."""
+@check("G1", timeout_s=240.0)
+def a_refused_batch_changes_nothing(ctx: Context) -> None:
+    """After a batch with one wrong row, again and again, every call gives what it gave before."""
+    generation = ctx.generation(**_CONFIG)
+    witness = Witness(ctx, generation)
     left, empty, foreign, long = (ctx.prompts(6, 4, 6) for _ in range(4))
     left["input_ids"][2] = left["input_ids"][2].roll(3)
     left["input_lengths"][2] = 3
     empty["input_lengths"][2] = 0
     foreign["input_ids"][2, 0] = ctx.oracle().vocab_size
     long["input_lengths"][2] = 7
-    return {"left_padded": left, "empty": empty, "foreign": foreign, "beyond_its_width": long}
-
-
-@check("G1", timeout_s=240.0)
-def a_refused_batch_changes_nothing(ctx: Context) -> None:
-    """After a batch with one wrong row, again and again, every call gives what it gave before."""
-    generation = ctx.generation(**_CONFIG)
-    witness = Witness(ctx, generation)
-    for what, data in _refused(ctx).items():
+    wrong = {"left_padded": left, "empty": empty, "foreign": foreign, "beyond_its_width": long}
+    for what, data in wrong.items():
         for greedy in (True, False):
             with raises(ValueError, "row 2"):
                 generation.generate(data, greedy=greedy)

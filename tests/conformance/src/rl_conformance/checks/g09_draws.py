@@ -6,6 +6,7 @@ import asyncio
 import random
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from rl_conformance.batches import generated, generated_mask, random_rows
@@ -145,12 +146,12 @@ def first_tokens_follow_the_declared_distribution(ctx: Context, how: dict[str, A
     counts = drawn.bincount(minlength=len(of.probabilities))
     require(counts[~of.possible].sum() == 0, "a token outside the truncated set was drawn")
     # Which tokens stand at the edge is a matter of rounding, how many of them come is not.
-    p_value = chi_square_p_value(*(_pooled(x, of.edge) for x in (counts, of.probabilities)))
+    observed, expected = (
+        torch.cat([cells[~of.edge], cells[of.edge].sum()[None]])
+        for cells in (counts, of.probabilities)
+    )
+    p_value = chi_square_p_value(observed, expected)
     ctx.measure("1 - p_value", 1 - p_value, 1 - _ERROR_RATE)
-
-
-def _pooled(cells: torch.Tensor, together: torch.Tensor) -> torch.Tensor:
-    return torch.cat([cells[~together], cells[together].sum()[None]])
 
 
 @check("G17")
@@ -299,7 +300,9 @@ def a_configured_seed_of_any_size_is_one(ctx: Context, seed: int) -> None:
         calls.append([generated(data, generation.generate(data)) for _ in range(2)])
     for first, second in zip(*calls[:2], strict=True):
         same_draws(ctx, second, first)
-    _no_row_twice(calls[0][0], calls[2][0], "engines with different seeds")
+    pairs = zip(calls[0][0], calls[2][0], strict=True)
+    same = [row for row, (one, other) in enumerate(pairs) if one == other]
+    require(not same, f"engines with different seeds draw the same tokens in rows {same}")
 
 
 @check("G9")
@@ -386,11 +389,6 @@ def engines_without_a_seed_differ(ctx: Context) -> None:
     require(distinct == len(drawn), f"of {len(drawn)} unseeded rows {distinct} are different")
 
 
-def _no_row_twice(first: list[list[int]], second: list[list[int]], who: str) -> None:
-    same = [row for row, (a, b) in enumerate(zip(first, second, strict=True)) if a == b]
-    require(not same, f"{who} draw the same tokens in rows {same}")
-
-
 @check("G9")
 def the_program_s_own_random_numbers_stay_random(ctx: Context) -> None:
     """What the program draws after a call is not what it drew after an earlier one."""
@@ -405,25 +403,13 @@ def the_program_s_own_random_numbers_stay_random(ctx: Context) -> None:
     for what, (batch, argmax) in calls.items():
         numbers = []
         for seed in (101, 202):
-            _seed_everything(seed)
+            torch.manual_seed(seed)
+            random.seed(seed)
+            np.random.seed(seed)
             generation.generate(batch, greedy=argmax)
-            numbers.append((float(torch.rand(())), random.random(), _numpy_number()))
+            numbers.append((float(torch.rand(())), random.random(), float(np.random.random())))
         for library, one, two in zip(("torch", "random", "numpy"), *numbers, strict=True):
             require(one != two, f"a {what} call resets the random state of {library}")
-
-
-def _seed_everything(seed: int) -> None:
-    import numpy as np
-
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed)
-
-
-def _numpy_number() -> float:
-    import numpy as np
-
-    return float(np.random.random())
 
 
 _ROWS, _STEPS, _BINS = 512, 5, 32

@@ -86,12 +86,9 @@ def seeded_rows_are_streamed_as_they_are_drawn(ctx: Context) -> None:
     data["seed"] = torch.arange(16) * 1000
     drawn = generated(data, generation.generate(data))
     streamed = {i: row for i, row, _ in asyncio.run(_collect(generation, data, greedy=False))}
-    rows = [streamed[i]["output_ids"][0, length:].tolist() for i, length in _lengths(data)]
+    lengths = enumerate(data["input_lengths"].tolist())
+    rows = [streamed[i]["output_ids"][0, length:].tolist() for i, length in lengths]
     same_draws(ctx, rows, drawn, data["seed"])
-
-
-def _lengths(data: BatchedDataDict[Any]) -> list[tuple[int, int]]:
-    return list(enumerate(data["input_lengths"].tolist()))
 
 
 @check("G16")

@@ -24,13 +24,13 @@ from rl_conformance.training import (
     training_batch,
 )
 from rl_conformance.weights import policy_weights, same_weights
+from rl_core.batch import BatchedDataDict
 from rl_core.errors import DataError, TrainingError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from rl_conformance.context import Context
-    from rl_core.batch import BatchedDataDict
     from rl_core.interfaces import ColocatablePolicyInterface, LossFunction
 
 
@@ -111,20 +111,17 @@ def a_fully_masked_batch_changes_nothing(ctx: Context) -> None:
 _OTHER_LENGTHS = (12, 3, 30, 1, 17, 8, 2)
 
 
-def _all_but_one_token(data: BatchedDataDict[Any]) -> None:
-    data["token_mask"][:] = 0
-    data["token_mask"][4, 16] = 1
-
-
-def _only_the_last_tokens(data: BatchedDataDict[Any]) -> None:
-    rows, last = torch.arange(7), data["input_lengths"] - 1
-    data["token_mask"][:] = 0
-    data["token_mask"][rows, last] = 1
-
-
 def _mask(key: str, *rows: int) -> Callable[[Any], None]:
     def apply(data: Any) -> None:
         data[key][list(rows)] = 0
+
+    return apply
+
+
+def _only(rows: Any, tokens: Any) -> Callable[[Any], None]:
+    def apply(data: Any) -> None:
+        data["token_mask"][:] = 0
+        data["token_mask"][rows, tokens] = 1
 
     return apply
 
@@ -136,8 +133,8 @@ _MASKS: dict[str, Callable[[Any], None]] = {
     "the_longest_row": _mask("sample_mask", 2),
     "the_tokens_of_a_row": _mask("token_mask", 4),
     "the_tokens_of_a_microbatch": _mask("token_mask", 4, 5),
-    "all_but_one_token": _all_but_one_token,
-    "all_but_the_last_tokens": _only_the_last_tokens,
+    "all_but_one_token": _only(4, 16),
+    "all_but_the_last_tokens": _only(torch.arange(7), torch.tensor(_OTHER_LENGTHS) - 1),
 }
 
 
@@ -166,22 +163,16 @@ def _marked(data: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
     return data
 
 
-def _no_ids(data: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
-    del data["input_ids"]
-    return data
-
-
-def _none(data: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
-    return data.slice(0, 0)
-
-
 _REFUSED: dict[str, dict[str, Any]] = {
     "nan_in_a_later_microbatch": {"make": _marked, "loss": NanInARow},
     "nan_in_the_gradient_of_a_row": {"make": _marked, "loss": NanInTheGradientOfARow},
     "a_loss_that_raises": {"make": _marked, "loss": RaisesInARow},
     "a_token_outside_the_vocabulary": {"make": strange_token, "loss": NegativeLogLikelihood},
-    "no_ids": {"make": _no_ids, "loss": NegativeLogLikelihood},
-    "no_rows": {"make": _none, "loss": NegativeLogLikelihood},
+    "no_ids": {
+        "make": lambda data: BatchedDataDict({k: v for k, v in data.items() if k != "input_ids"}),
+        "loss": NegativeLogLikelihood,
+    },
+    "no_rows": {"make": lambda data: data.slice(0, 0), "loss": NegativeLogLikelihood},
 }
 
 

@@ -262,33 +262,12 @@ def every_pattern_of_bits_arrives(ctx: Context) -> None:
     exact(ctx, policy, engine, "finite weights after those", engine.weights_version)
 
 
-def _rows(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor[-1:]
-
-
-def _columns(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor[:, -1:] if tensor.dim() > 1 else tensor[-1:]
-
-
-def _inner(tensor: torch.Tensor) -> torch.Tensor:
-    half = len(tensor) // 2
-    return tensor[half : half + 1]
-
-
-def _vectors(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.dim() == 1 else tensor[:0]
-
-
-def _matrices(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.dim() > 1 else tensor[:0]
-
-
 _PARTS: dict[str, dict[str, Any]] = {
-    "last_rows": {"part": _rows},
-    "last_columns": {"part": _columns},
-    "rows_in_the_middle": {"part": _inner},
-    "vectors": {"part": _vectors},
-    "matrices": {"part": _matrices},
+    "last_rows": {"part": lambda tensor: tensor[-1:]},
+    "last_columns": {"part": lambda tensor: tensor[:, -1:] if tensor.dim() > 1 else tensor[-1:]},
+    "rows_in_the_middle": {"part": lambda tensor: tensor[len(tensor) // 2 :][:1]},
+    "vectors": {"part": lambda tensor: tensor if tensor.dim() == 1 else tensor[:0]},
+    "matrices": {"part": lambda tensor: tensor if tensor.dim() > 1 else tensor[:0]},
 }
 
 
@@ -348,25 +327,21 @@ def every_family_serves_what_arrived(ctx: Context, family: str) -> None:
         shuffle(policy, version, ["model.norm.weight", "lm_head.weight"] if version > 1 else None)
 
 
-def _adapted_module(path: Any, seed: int) -> Any:
-    """A model with adapters that are more than rounding."""
-    import peft
-    from transformers import AutoModelForCausalLM
-
-    with torch.random.fork_rng(devices=[]), no_progress_bars():
-        torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-        settings = peft.LoraConfig(
-            task_type="CAUSAL_LM", r=4, target_modules="all-linear", init_lora_weights=False
-        )
-        return peft.get_peft_model(model, settings)
-
-
 @check("R1", needs=("generation",))
 def adapters_of_a_module_arrive_merged_once(ctx: Context) -> None:
     """An engine has what peft's own merge gives, refit after refit, and the module is as it was."""
     needs_adapters("peft", "rl_hf")
-    model, generation = _adapted_module(ctx.model("qwen2", seed=1), 1), fresh_engine(ctx)
+    import peft
+    from transformers import AutoModelForCausalLM
+
+    with torch.random.fork_rng(devices=[]), no_progress_bars():
+        torch.manual_seed(1)
+        base = AutoModelForCausalLM.from_pretrained(ctx.model("qwen2", seed=1), dtype=torch.float32)
+        settings = peft.LoraConfig(  # adapters that are more than rounding
+            task_type="CAUSAL_LM", r=4, target_modules="all-linear", init_lora_weights=False
+        )
+        model: Any = peft.get_peft_model(base, settings)
+    generation = fresh_engine(ctx)
     data = certain_prompts(ctx, seed=0)
     generator = torch.Generator().manual_seed(1)
     for _ in range(2):

@@ -56,27 +56,22 @@ def _without_one(specs: list[TensorSpec]) -> tuple[list[TensorSpec], str]:
     return [s for s in specs if s is not gone], gone.name
 
 
-def _with_one_more(specs: list[TensorSpec]) -> tuple[list[TensorSpec], str]:
-    return [*specs, TensorSpec("stranger.weight", (2, 3), "float32")], "stranger.weight"
+def _changed(specs: list[TensorSpec], **how: Any) -> tuple[list[TensorSpec], str]:
+    return [specs[0], msgspec.structs.replace(specs[1], **how), *specs[2:]], specs[1].name
 
 
-def _misshaped(specs: list[TensorSpec]) -> tuple[list[TensorSpec], str]:
-    first = specs[1]
-    changed = msgspec.structs.replace(first, shape=(*first.shape, 2))
-    return [specs[0], changed, *specs[2:]], first.name
-
-
-def _mistyped(specs: list[TensorSpec]) -> tuple[list[TensorSpec], str]:
-    first = specs[1]
-    changed = msgspec.structs.replace(first, dtype="int8")
-    return [specs[0], changed, *specs[2:]], first.name
-
-
+_STRANGER = TensorSpec("stranger.weight", (2, 3), "float32")
 _MISMATCHES: dict[str, dict[str, Any]] = {
     "missing": {"kind": "missing", "change": _without_one},
-    "unexpected": {"kind": "unexpected", "change": _with_one_more},
-    "misshaped": {"kind": "misshaped", "change": _misshaped},
-    "mistyped": {"kind": "mistyped", "change": _mistyped},
+    "unexpected": {
+        "kind": "unexpected",
+        "change": lambda specs: ([*specs, _STRANGER], _STRANGER.name),
+    },
+    "misshaped": {
+        "kind": "misshaped",
+        "change": lambda specs: _changed(specs, shape=(*specs[1].shape, 2)),
+    },
+    "mistyped": {"kind": "mistyped", "change": lambda specs: _changed(specs, dtype="int8")},
 }
 
 

@@ -48,27 +48,6 @@ def _engine(ctx: Context, side: str) -> Any:
     return generation
 
 
-def _meet(policy: Any, engines: SeveralEngines, trainers: int) -> None:
-    """Both sides join, as ``trainers`` ranks of which the first one sends."""
-    meeting = (_HOST, free_port(), trainers + engines.receiver_count)
-    opening = [
-        *policy.init_collective(*meeting, train_world_size=trainers),
-        *engines.init_collective(*meeting, train_world_size=trainers),
-    ]
-    wait(opening, DEADLINE_S)
-
-
-def _broadcast(policy: Any, engines: SeveralEngines, *, older: bool, **options: Any) -> None:
-    """One refit by the methods of either spelling."""
-    info = policy.prepare_info_for_collective() if older else policy.prepare_refit_info()
-    if not older:
-        engines.prepare_refit_info(info)
-    sending = policy.broadcast_weights_for_collective(deadline_s=DEADLINE_S, **options)
-    given = {"info": info} if older else {}
-    receiving = engines.update_weights_from_collective(**given, deadline_s=DEADLINE_S)
-    wait([*sending, *receiving], DEADLINE_S + 10)
-
-
 _SIZES: dict[str, dict[str, Any]] = {
     "newer_one_engine": {"older": False, "count": 1, "trainers": 1},
     "newer_two_trainers": {"older": False, "count": 1, "trainers": 2},
@@ -79,9 +58,20 @@ _SIZES: dict[str, dict[str, Any]] = {
 def _exact_twice(ctx: Context, side: str, older: bool, count: int, trainers: int) -> None:
     policy = _policy(ctx, side)
     engines = SeveralEngines(*[_engine(ctx, side) for _ in range(count)])
-    _meet(policy, engines, trainers)
+    # As ``trainers`` ranks, of which the first one sends.
+    group = (_HOST, free_port(), trainers + engines.receiver_count)
+    opening = policy.init_collective(*group, train_world_size=trainers)
+    wait([*opening, *engines.init_collective(*group, train_world_size=trainers)], DEADLINE_S)
     for version in (1, 2):
-        _broadcast(policy, engines, older=older, bucket_bytes=1 << 16)
+        info = policy.prepare_info_for_collective() if older else policy.prepare_refit_info()
+        if not older:
+            engines.prepare_refit_info(info)
+        sending = policy.broadcast_weights_for_collective(
+            deadline_s=DEADLINE_S, bucket_bytes=1 << 16
+        )
+        given = {"info": info} if older else {}
+        receiving = engines.update_weights_from_collective(**given, deadline_s=DEADLINE_S)
+        wait([*sending, *receiving], DEADLINE_S + 10)
         for engine in engines.engines:
             require(engine.weights_version == version, f"version {engine.weights_version}")
             equal(policy, engine)

@@ -182,21 +182,17 @@ def what_a_delta_left_out_is_read_back_too(ctx: Context, mode: str) -> None:
     supports(ctx, policy, mode)
     options: dict[str, Any] = {"mode": mode, "delta": True, "verify": "installed"}
     run_refit(policy, generation, **options)
-    _overwrite(generation, _TENSOR)
+    engine: Any = generation
+    sink = engine.weight_sink()
+    [(_, installed)] = sink.read([_TENSOR])
+    spec = next(spec for spec in sink.specs() if spec.name == _TENSOR)
+    sink.write(_TENSOR, 7, installed.reshape(-1)[7:8] + 1, of=spec)  # the fault
     _is_corrupted(attempt(policy, generation, **options))
     require(generation.weights_version == 1, f"the version is {generation.weights_version}")
     report = run_refit(policy, generation, **options)
     require(report.skipped == 0, "the next refit still trusts what the engine holds")
     equal(policy, generation)
     agree(ctx, policy, generation)
-
-
-def _overwrite(generation: Any, tensor: str) -> None:
-    """Fault: one element of the engine's tensor is another one."""
-    sink = generation.weight_sink()
-    [(_, installed)] = sink.read([tensor])
-    of = next(spec for spec in sink.specs() if spec.name == tensor)
-    sink.write(tensor, 7, installed.reshape(-1)[7:8] + 1, of=of)
 
 
 def _is_corrupted(error: BaseException | None) -> None:

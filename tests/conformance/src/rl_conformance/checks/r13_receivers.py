@@ -79,7 +79,11 @@ def no_receiver_advances_alone(ctx: Context, mode: str) -> None:
     both = SeveralEngines(*engines)
     for fault in (broken_tensor(engines[1], "large"), _unwilling("write"), _unwilling("finish")):
         with fault:
-            error = _sent_to(policy, both, mode=mode)
+            both.prepare_refit_info(policy.prepare_refit_info() or {})
+            (sending,) = policy.send_weights(receivers=2, deadline_s=DEADLINE_S, mode=mode)
+            receiving = both.receive_weights(deadline_s=DEADLINE_S)
+            error = sending.exception(DEADLINE_S + 10)
+            concurrent.futures.wait(receiving, DEADLINE_S)
         require("engine-3" in str(error), f"the failed engine is not named: {error!r}")
         versions = [engine.weights_version for engine in engines]
         require(versions == [0, 0], f"after a failure the versions are {versions}")
@@ -95,16 +99,6 @@ def _unwilling(where: str) -> Generator[None]:
         yield
     finally:
         _Unwilling.broken.clear()
-
-
-def _sent_to(policy: TensorPolicy, engines: SeveralEngines, **options: Any) -> object:
-    """What the trainer's future ends with."""
-    engines.prepare_refit_info(policy.prepare_refit_info() or {})
-    (sending,) = policy.send_weights(receivers=2, deadline_s=DEADLINE_S, **options)
-    receiving = engines.receive_weights(deadline_s=DEADLINE_S)
-    error = sending.exception(DEADLINE_S + 10)
-    concurrent.futures.wait(receiving, DEADLINE_S)
-    return error
 
 
 #: Trainer, engine and how, in turn; versions are counted by trainer.

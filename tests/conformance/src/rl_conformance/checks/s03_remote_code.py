@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from rl_conformance.expect import raises, require
@@ -102,19 +103,13 @@ def code_of_one_part_does_not_run(ctx: Context, kind: str, file: str, own: dict[
     if file == "tokenizer_config.json":
         described["tokenizer_class"] = "RemoteTokenizer"
     (path / file).write_text(json.dumps(described))
-    _build_and_use(ctx, kind, path)
-    require(not marker.exists(), "the repository's code was run")
-
-
-def _build_and_use(ctx: Context, kind: str, path: Path) -> None:
-    """Builds a backend, which it may refuse, and asks it for something."""
-    try:
+    backend = None
+    with suppress(RLError, ValueError, OSError):  # a backend may refuse it
         backend = getattr(ctx, f"fresh_{kind}")(model_name=str(path))
-    except (RLError, ValueError, OSError):
-        return
-    if kind == "generation":
+    if backend is not None and kind == "generation":
         backend.prepare_for_generation()
         backend.generate(ctx.prompts(3), greedy=True)
-    else:
+    elif backend is not None:
         backend.get_logprobs(ctx.prompts(3))
         backend.get_reference_policy_logprobs(ctx.prompts(3))
+    require(not marker.exists(), "the repository's code was run")

@@ -153,7 +153,14 @@ def measure_log_probability_consistency(
     inference_backend.prepare_for_generation()
 
     def agreement(greedy: bool) -> Agreement:
-        return _agreement(training_backend, inference_backend.generate(test_data, greedy=greedy))
+        output = inference_backend.generate(test_data, greedy=greedy)
+        ids, ends = output["output_ids"], output["unpadded_sequence_lengths"]
+        rows = BatchedDataDict[Any]({"input_ids": ids, "input_lengths": ends})
+        positions = torch.arange(ids.shape[1])
+        starts = (ends - output["generation_lengths"])[:, None]
+        generated = (positions >= starts) & (positions < ends[:, None])
+        scores = training_backend.get_logprobs(rows)["logprobs"]
+        return Agreement.between(output["logprobs"], scores, generated)
 
     return LogprobConsistency(
         greedy=agreement(greedy=True) if temperature == 1.0 else None,
@@ -186,14 +193,3 @@ def _check_comparable(sampling: SamplingParams, temperature: float) -> None:
             "top_p=1.0 and repetition_penalty=1.0",
             key="temperature" if engine_temperature != temperature else "top_p",
         )
-
-
-def _agreement(policy: PolicyInterface, output: BatchedDataDict[Any]) -> Agreement:
-    ends = output["unpadded_sequence_lengths"]
-    rows: BatchedDataDict[Any] = BatchedDataDict(
-        {"input_ids": output["output_ids"], "input_lengths": ends}
-    )
-    positions = torch.arange(output["output_ids"].shape[1])
-    starts = (ends - output["generation_lengths"])[:, None]
-    generated = (positions >= starts) & (positions < ends[:, None])
-    return Agreement.between(output["logprobs"], policy.get_logprobs(rows)["logprobs"], generated)

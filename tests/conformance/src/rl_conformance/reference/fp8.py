@@ -7,24 +7,15 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterator, Mapping
-
-    from torch import nn
+    from collections.abc import Generator, Mapping
 
 __all__ = ["E4M3_MAX", "observed", "rounded"]
 
 #: Largest finite value of float8_e4m3fn.
 E4M3_MAX = 448.0
-
-
-def _projections(model: nn.Module, kinds: str) -> Iterator[tuple[int, str, nn.Module]]:
-    """Layer and kind (``"q"``, ``"k"`` or ``"v"``) of each projection of these kinds."""
-    for name, module in model.named_modules():
-        parts = name.split(".")
-        if parts[-1].endswith("_proj") and parts[-1][0] in kinds and "self_attn" in parts:
-            yield int(parts[-3]), parts[-1][0], module
 
 
 @contextmanager
@@ -38,7 +29,8 @@ def observed(model: nn.Module, kinds: str) -> Generator[dict[tuple[int, str], li
             made = getattr(attention, f"{kind}_proj")(hidden)
             heads = made.view(*hidden.shape[:-1], -1, attention.head_dim)
             if kind != "v":
-                heads = _rotated(getattr(attention, f"{kind}_norm", _as_it_is)(heads), *rotation)
+                normalized = getattr(attention, f"{kind}_norm", nn.Identity())(heads)
+                heads = _rotated(normalized, *rotation)
             seen[attention.layer_idx, kind].append(heads.abs().flatten().float())
 
     layers = [m for name, m in model.named_modules() if name.endswith(".self_attn")]
@@ -48,10 +40,6 @@ def observed(model: nn.Module, kinds: str) -> Generator[dict[tuple[int, str], li
     finally:
         for handle in hooks:
             handle.remove()
-
-
-def _as_it_is(heads: torch.Tensor) -> torch.Tensor:
-    return heads
 
 
 def _rotated(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -77,5 +65,8 @@ def rounded(model: nn.Module, scales: Mapping[str, float]) -> None:
 
         return hook
 
-    for layer, kind, module in _projections(model, "kv"):
-        module.register_forward_hook(through(f"layer_{layer}.{kind}_scale"))
+    for name, module in model.named_modules():
+        parts = name.split(".")
+        if parts[-1] in ("k_proj", "v_proj") and "self_attn" in parts:
+            kind = parts[-1][0]
+            module.register_forward_hook(through(f"layer_{parts[-3]}.{kind}_scale"))

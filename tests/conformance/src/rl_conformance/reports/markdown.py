@@ -62,8 +62,14 @@ def matrix_to_markdown(matrix: Matrix) -> str:
         cells = " | ".join(_cell(cell) for cell in row.cells)
         lines.append(f"| {row.clause.id} | {row.clause.title} | {cells} |")
     for column in matrix.columns:
-        if notes := _grouped_reasons(column.report):
-            lines += ["", f"## Not passed by {column.label}, and why", "", *notes]
+        clauses: dict[str, dict[str, None]] = {}  # many checks share a reason
+        for outcome in column.report.outcomes:
+            if outcome.message:
+                text = f"{outcome.status}: {reason(outcome)}"
+                clauses.setdefault(text, {})[outcome.clause] = None
+        if clauses:
+            lines += ["", f"## Not passed by {column.label}, and why", ""]
+            lines += [f"- {', '.join(ids)}: {text}" for text, ids in clauses.items()]
     return "\n".join(lines) + "\n"
 
 
@@ -73,16 +79,6 @@ def _cell(result: ClauseResult | None) -> str:
     text = f"{status_text(result)} {tally(result)}"
     worst = worst_measure(result)
     return f"{text}, {worst.name} {worst.value:.2g} ≤ {worst.tolerance:.2g}" if worst else text
-
-
-def _grouped_reasons(report: RunReport) -> list[str]:
-    """A line for each reason, with the clauses that have it: many checks share one."""
-    clauses: dict[str, dict[str, None]] = {}
-    for outcome in report.outcomes:
-        if outcome.message:
-            text = f"{outcome.status}: {reason(outcome)}"
-            clauses.setdefault(text, {})[outcome.clause] = None
-    return [f"- {', '.join(ids)}: {text}" for text, ids in clauses.items()]
 
 
 def _counts(report: RunReport) -> str:

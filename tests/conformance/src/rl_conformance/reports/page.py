@@ -14,7 +14,7 @@ from rl_conformance.reports.summary import reason, status_text, tally, worst_mea
 if TYPE_CHECKING:
     from jinja2 import Environment
 
-    from rl_conformance.outcome import ClauseResult, RunReport
+    from rl_conformance.outcome import ClauseResult
     from rl_conformance.reports.matrix import Matrix
 
 __all__ = ["to_html"]
@@ -38,11 +38,13 @@ _MARKS = {
 def to_html(matrix: Matrix) -> str:
     """The matrix of runs and clauses, with every figure."""
     template = _environment().get_template("report.html.j2")
+    seen = {status for row in matrix.rows for status in row.statuses}
+    looks = [Counter(map(_look, column.report.results())) for column in matrix.columns]
     return template.render(
         matrix=matrix,
         charts=charts(matrix),
-        statuses=_statuses(matrix),
-        shares=[_shares(column.report) for column in matrix.columns],
+        statuses=[status for status in [*map(str, Status), "incomplete"] if status in seen],
+        shares=[[(look, counts[look]) for look in _MARKS if counts[look]] for counts in looks],
         size={"width": WIDTH, "left": LEFT, "right": RIGHT},
     )
 
@@ -58,7 +60,12 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(number=_number, words=_words, seconds=_seconds, fact=_fact)
+    environment.filters.update(
+        number=_number,
+        words=lambda identifier: str(identifier).replace("_", " "),
+        seconds=_seconds,
+        fact=_fact,
+    )
     environment.globals.update(
         worst=worst_measure, tally=tally, look=_look, reason=reason, marks=_MARKS
     )
@@ -71,25 +78,9 @@ def _look(result: ClauseResult) -> str:
     return "part" if status == "passed" and result.ran < len(result.outcomes) else status
 
 
-def _statuses(matrix: Matrix) -> list[str]:
-    """Those that occur, in the order of their definition."""
-    seen = {status for row in matrix.rows for status in row.statuses}
-    return [status for status in [*map(str, Status), "incomplete"] if status in seen]
-
-
-def _shares(report: RunReport) -> list[tuple[str, int]]:
-    """How many clauses look how."""
-    counts = Counter(_look(result) for result in report.results())
-    return [(look, counts[look]) for look in _MARKS if counts[look]]
-
-
 def _number(value: float) -> str:
     text = f"{value:,.0f}" if 1e3 <= abs(value) < 1e15 else f"{value:.3g}"
     return text.translate({ord(","): "\N{NARROW NO-BREAK SPACE}", ord("-"): "\N{MINUS SIGN}"})
-
-
-def _words(identifier: Any) -> str:
-    return str(identifier).replace("_", " ")
 
 
 def _fact(value: Any) -> str:

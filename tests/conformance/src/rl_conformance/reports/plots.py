@@ -236,7 +236,9 @@ def _time_scale(figures: Sequence[Timeline]) -> _Scale:
     """From 0 to the longest."""
     longest = max(f.seconds for f in figures) or 1e-3
     unit, factor = _time_unit(longest)
-    step = _round_step(longest * factor / (_TICKS - 2))
+    least = longest * factor / (_TICKS - 2)
+    power = 10.0 ** math.floor(math.log10(least))
+    step = next(f * power for f in (1, 2, 5, 10) if f * power >= least * (1 - 1e-9))
     end = math.ceil(longest * factor / step) * step
 
     def place(seconds: float) -> float:
@@ -249,12 +251,6 @@ def _time_scale(figures: Sequence[Timeline]) -> _Scale:
 
 def _time_unit(seconds: float) -> tuple[str, float]:
     return ("s", 1.0) if seconds >= 1 else ("ms", 1e3)
-
-
-def _round_step(least: float) -> float:
-    """The next larger of 1, 2 and 5 times a power of ten."""
-    power = 10.0 ** math.floor(math.log10(least))
-    return next(f * power for f in (1, 2, 5, 10) if f * power >= least * (1 - 1e-9))
 
 
 def _timeline(figure: Timeline, top: float, scale: _Scale, legend: tuple[str, ...]) -> Strip:
@@ -273,10 +269,6 @@ def _duration(seconds: float) -> str:
     return f"{seconds * factor:.3g} {unit}"
 
 
-def _span_names(figures: Sequence[Timeline]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(span.name for figure in figures for span in figure.spans))
-
-
 @dataclass(frozen=True, slots=True)
 class _Drawer:
     """How one kind of figure is drawn."""
@@ -289,5 +281,9 @@ class _Drawer:
 
 _DRAWERS = {
     Histogram.kind: _Drawer(_log_scale, _histogram, limit=_limit),
-    Timeline.kind: _Drawer(_time_scale, _timeline, legend=_span_names),
+    Timeline.kind: _Drawer(
+        _time_scale,
+        _timeline,
+        legend=lambda figures: tuple(dict.fromkeys(span.name for f in figures for span in f.spans)),
+    ),
 }

@@ -49,8 +49,9 @@ class Project:
             ConfigError: The name cannot be that of a backend and of a distribution.
         """
         if problem := _problem(name):
-            suggestion = _suggestion(name)
-            fix = f"write {suggestion!r}" if suggestion else "choose another name, such as 'mine'"
+            words = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+            near = re.sub(r"^(rl-)+|^[^a-z]+", "", words)[:_LONGEST].rstrip("-")
+            fix = "choose another name, such as 'mine'" if _problem(near) else f"write {near!r}"
             raise ConfigError(f"no backend can be named {name!r}: {problem}", fix=fix, key="name")
         return cls(name)
 
@@ -72,22 +73,22 @@ class Project:
             undefined=StrictUndefined,
             keep_trailing_newline=True,
         )
+        # Semantic versioning, also before 1.0: the range in which nothing breaks.
+        major, minor = (*Version(version("rl-core")).release, 0)[:2]
+        following = f"{major + 1}" if major else f"0.{minor + 1}"
         values = {
             "name": self.name,
             "distribution": self.distribution,
             "package": self.package,
             "title": self.name.title().replace("-", ""),
-            "ours": _compatible_with(version("rl-core")),
+            "ours": f">={major}.{minor},<{following}",
             "transformers": TRANSFORMERS,
         }
-        return {
-            self._path(template): environment.get_template(template).render(values)
-            for template in environment.list_templates()
-        }
-
-    def _path(self, template: str) -> str:
-        path = template.removesuffix(".j2").replace("PACKAGE", self.package)
-        return path.replace("dot_", ".")
+        files = {}
+        for template in environment.list_templates():
+            path = template.removesuffix(".j2").replace("PACKAGE", self.package)
+            files[path.replace("dot_", ".")] = environment.get_template(template).render(values)
+        return files
 
     def write(self, parent: Path) -> Path:
         """Writes the project into a directory of its own.
@@ -139,17 +140,3 @@ def _problem(name: str) -> str:
     if len(name) > _LONGEST:
         return f"it has {len(name)} characters, and {_LONGEST} is the limit"
     return ""
-
-
-def _suggestion(name: str) -> str:
-    """The nearest name that can be used, or ""."""
-    words = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
-    nearest = re.sub(r"^(rl-)+|^[^a-z]+", "", words)[:_LONGEST].rstrip("-")
-    return "" if _problem(nearest) else nearest
-
-
-def _compatible_with(installed: str) -> str:
-    """The range of versions in which nothing breaks: semantic versioning, also before 1.0."""
-    major, minor = (*Version(installed).release, 0)[:2]
-    following = f"{major + 1}" if major else f"0.{minor + 1}"
-    return f">={major}.{minor},<{following}"
