@@ -47,7 +47,6 @@ __all__ = [
     "check_engine",
     "engine_version",
     "inspect_all",
-    "inspect_backend",
     "list_backends",
     "load_manifest",
     "load_object",
@@ -318,29 +317,22 @@ def _requirement(distribution: str, extra: str) -> str:
     return f"{name} @ {url}"
 
 
-def inspect_backend(provider: Provider, duplicates: Sequence[str] = ()) -> BackendListing:
-    """Loads the manifest and looks for the engine; what fails is part of the answer."""
-    manifest, engine, problem = None, "", None
-    try:
-        manifest = load_manifest(provider)
-        engine = " ".join(engine_version(manifest.engine) or ())
-        check_engine(provider, manifest)
-    except PluginError as error:
-        problem = error
-    return BackendListing(provider, manifest, engine, problem, tuple(duplicates))
-
-
 def list_backends() -> list[BackendListing]:
     """Lists every backend, whole or broken. Never raises for what a plugin does."""
     return inspect_all(providers(BACKENDS))
 
 
 def inspect_all(found: Sequence[Provider]) -> list[BackendListing]:
-    """Listings of these providers, each with its rivals among them."""
-    return [
-        inspect_backend(
-            provider,
-            [p.distribution for p in found if p.name == provider.name and p is not provider],
-        )
-        for provider in found
-    ]
+    """Loads manifests and looks for engines; what fails, and rivals among these, are listed."""
+    listings = []
+    for provider in found:
+        manifest, engine, problem = None, "", None
+        try:
+            manifest = load_manifest(provider)
+            engine = " ".join(engine_version(manifest.engine) or ())
+            check_engine(provider, manifest)
+        except PluginError as error:
+            problem = error
+        same = [p.distribution for p in found if p.name == provider.name and p is not provider]
+        listings.append(BackendListing(provider, manifest, engine, problem, tuple(same)))
+    return listings

@@ -18,7 +18,7 @@ from rl_core.plugins.discovery import (
     BACKENDS,
     GROUPS,
     Provider,
-    inspect_backend,
+    inspect_all,
     load_object,
     providers,
 )
@@ -123,7 +123,7 @@ def _collisions(group: str, found: Sequence[Provider]) -> Iterator[Finding]:
 
 def _examine(provider: Provider, *, strict: bool) -> Iterator[Finding]:
     before = set(sys.modules)
-    listing = inspect_backend(provider)
+    [listing] = inspect_all([provider])
     imported = [name for name in _HEAVY if name in sys.modules and name not in before]
     error = listing.error
     if error is None:
