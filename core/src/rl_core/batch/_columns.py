@@ -178,7 +178,14 @@ def concatenate(key: str, parts: Sequence[Any], pad_value: float) -> Any:
         )
     if first.dim() == 1 or len({part.shape[1] for part in tensors}) == 1:
         return torch.cat(list(tensors))
-    return _stack_padded(tensors, pad_value)
+    rows = sum(part.shape[0] for part in tensors)
+    width = max(part.shape[1] for part in tensors)
+    merged = first.new_full((rows, width, *first.shape[2:]), pad_value)
+    start = 0
+    for part in tensors:
+        merged[start : start + part.shape[0], : part.shape[1]] = part
+        start += part.shape[0]
+    return merged
 
 
 def _can_hold(dtype: torch.dtype, value: Any) -> bool:
@@ -191,14 +198,3 @@ def _can_hold(dtype: torch.dtype, value: Any) -> bool:
         return bool(not math.isfinite(value) or abs(value) <= torch.finfo(dtype).max)
     limits = torch.iinfo(dtype)
     return bool(limits.min <= value <= limits.max and value == int(value))
-
-
-def _stack_padded(tensors: Sequence[torch.Tensor], pad_value: float) -> torch.Tensor:
-    rows = sum(part.shape[0] for part in tensors)
-    width = max(part.shape[1] for part in tensors)
-    merged = tensors[0].new_full((rows, width, *tensors[0].shape[2:]), pad_value)
-    start = 0
-    for part in tensors:
-        merged[start : start + part.shape[0], : part.shape[1]] = part
-        start += part.shape[0]
-    return merged

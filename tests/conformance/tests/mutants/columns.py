@@ -71,12 +71,13 @@ def a_mask_is_taken_for_numbers() -> AbstractContextManager[Any]:
 @breaks("B2", checks="B2")
 def three_dimensions_are_padded_with_zero() -> AbstractContextManager[Any]:
     """The pad value is for matrices."""
-    honest = _columns._stack_padded
+    honest = _columns.concatenate
 
-    def stack(tensors: Any, pad_value: float) -> torch.Tensor:
-        return honest(tensors, pad_value if tensors[0].dim() == 2 else 0)
+    def concatenate(key: str, parts: Any, pad_value: float) -> Any:
+        deep = isinstance(parts[0], torch.Tensor) and parts[0].dim() > 2
+        return honest(key, parts, 0 if deep else pad_value)
 
-    return mock.patch.object(_columns, "_stack_padded", stack)
+    return mock.patch.object(data_dict, "concatenate", concatenate)
 
 
 @breaks("B4", checks="B4")
