@@ -38,7 +38,6 @@ def pack(
     *,
     seed: int = 0,
     bin_multiple: int = 1,
-    min_bin_count: int = 0,
 ) -> Bins:
     """Distributes sequences over bins, each sequence to exactly one bin.
 
@@ -49,7 +48,6 @@ def pack(
         seed: Of the shuffle in ``first_fit_shuffle``; the others do not use it.
         bin_multiple: The number of bins is a multiple of this; the heaviest bins are split until
             it is.
-        min_bin_count: At least so many bins, and then the next multiple; the heaviest are split.
 
     Returns:
         For each bin the indices of its sequences. No bin is empty.
@@ -68,7 +66,6 @@ def pack(
         )
     capacity, seed = as_int("capacity", capacity, 1), as_int("seed", seed, 0)
     bin_multiple = as_int("bin_multiple", bin_multiple, 1)
-    min_bin_count = as_int("min_bin_count", min_bin_count, 0)
     try:
         sizes = np.asarray(lengths)
     except (TypeError, ValueError, RuntimeError):  # ragged lists, tensors that are not on the CPU
@@ -89,8 +86,27 @@ def pack(
         )
     sizes = sizes.astype(np.int64)
     bins = ALGORITHMS[algorithm](sizes, capacity, seed) if len(sizes) else []
-    wanted = max(len(bins), min_bin_count)
-    return _split_heaviest(bins, sizes, wanted + -wanted % bin_multiple)
+    wanted = len(bins) + -len(bins) % bin_multiple
+    if wanted == len(bins):
+        return bins
+    if len(sizes) < wanted:
+        raise DataError(
+            f"{len(sizes)} sequences need {len(bins)} bins, and cannot fill the {wanted} that "
+            "are asked for",
+            fix="give at least one sequence for each bin; for shards, a larger batch or fewer",
+        )
+    loads = bin_loads(sizes, bins).tolist()
+    heap = [(-load, i) for i, load in enumerate(loads) if len(bins[i]) > 1]
+    heapify(heap)
+    while len(bins) < wanted:
+        _, source = heappop(heap)
+        members = bins[source]
+        bins[source] = members[::2]
+        bins.append(members[1::2])
+        for part in (source, len(bins) - 1):
+            if len(bins[part]) > 1:
+                heappush(heap, (-int(sizes[bins[part]].sum()), part))
+    return bins
 
 
 def bin_loads(lengths: Lengths, bins: Sequence[Sequence[int]]) -> Lengths:
@@ -245,31 +261,6 @@ def _modified_first_fit_decreasing(lengths: Lengths, capacity: int, _seed: int =
     if len(left):
         last = _first_fit_decreasing(lengths[left], capacity)
         bins += [left[members].tolist() for members in last]
-    return bins
-
-
-def _split_heaviest(bins: Bins, lengths: Lengths, wanted: int) -> Bins:
-    """``wanted`` bins, by halving the heaviest that hold two sequences or more."""
-    if wanted == len(bins):
-        return bins
-    if len(lengths) < wanted:
-        raise DataError(
-            f"{len(lengths)} sequences need {len(bins)} bins, and cannot fill the {wanted} that "
-            "are asked for",
-            fix="give at least one sequence for each bin; for shards, a larger batch or fewer",
-        )
-    bins = list(bins)
-    loads = bin_loads(lengths, bins).tolist()
-    heap = [(-load, i) for i, load in enumerate(loads) if len(bins[i]) > 1]
-    heapify(heap)
-    while len(bins) < wanted:
-        _, source = heappop(heap)
-        members = bins[source]
-        bins[source] = members[::2]
-        bins.append(members[1::2])
-        for part in (source, len(bins) - 1):
-            if len(bins[part]) > 1:
-                heappush(heap, (-int(lengths[bins[part]].sum()), part))
     return bins
 
 
