@@ -1,7 +1,7 @@
 """Moving weights from a trainer into engines: exact, verified, never torn.
 
 ``refit(policy, generation)`` is the whole of it for users. Backends hold a :class:`RefitSender` or
-a :class:`RefitReceiver`. ``docs/refit.md`` states the protocol.
+a :class:`RefitReceiver`. ``docs/protocol.md`` states the protocol.
 """
 
 from rl_core.weights.data.manifest import WeightManifest
