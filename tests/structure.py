@@ -27,8 +27,8 @@ ROOT = Path(__file__).parent.parent
 FILE_LINES = 700
 #: Lines that a folder may have.
 BARS = {
-    "core/src/rl_core": 12_864,
-    "core/src/rl_core/batch": 1_715,
+    "core/src/rl_core": 12_868,
+    "core/src/rl_core/batch": 1_719,
     "core/src/rl_core/cli": 388,
     "core/src/rl_core/interfaces": 1_283,
     "core/src/rl_core/plugins": 857,

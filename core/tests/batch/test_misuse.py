@@ -35,6 +35,7 @@ PARAMETERS = {
     "pack capacity": (lambda n: pack([1], n), 1),
     "pack seed": (lambda n: pack([1], 8, "first_fit_shuffle", seed=n), 0),
     "pack bin_multiple": (lambda n: pack([1], 8, bin_multiple=n), 1),
+    "pack min_bin_count": (lambda n: pack([1], 8, min_bin_count=n), 0),
     "plan micro_batch_size": (lambda n: plan_microbatches(LENGTHS, micro_batch_size=n), 1),
     "plan group_size": (
         lambda n: plan_microbatches(LENGTHS, micro_batch_size=2, group_size=n),

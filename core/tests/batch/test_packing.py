@@ -150,26 +150,31 @@ def test_modified_first_fit_decreasing_pairs_small_sequences_before_plain_first_
     data=st.data(),
     multiple=st.integers(1, 7),
     rows_per_shard=st.integers(1, 8),
+    least=st.integers(0, 56),
 )
-def test_bins_are_a_multiple_and_enough_and_within_capacity(data, multiple, rows_per_shard):
+def test_bins_are_a_multiple_and_enough_and_within_capacity(data, multiple, rows_per_shard, least):
     rows = multiple * rows_per_shard
     lengths = data.draw(st.lists(st.integers(1, CAPACITY), min_size=rows, max_size=rows))
+    least = min(least, rows)
     algorithm = data.draw(st.sampled_from(sorted(ALGORITHMS)))
-    bins = pack(lengths, CAPACITY, algorithm, bin_multiple=multiple)
+    bins = pack(lengths, CAPACITY, algorithm, bin_multiple=multiple, min_bin_count=least)
     plain = pack(lengths, CAPACITY, algorithm)
     assert len(bins) % multiple == 0
-    assert 0 <= len(bins) - len(plain) < multiple
+    assert 0 <= len(bins) - max(len(plain), least) < multiple
     assert sorted(row for members in bins for row in members) == list(range(rows))
     assert all(0 < sum(lengths[row] for row in members) <= CAPACITY for members in bins)
 
 
-def test_fewer_sequences_than_bins_is_an_error():
+@pytest.mark.parametrize("asked", [{"bin_multiple": 3}, {"min_bin_count": 3}])
+def test_fewer_sequences_than_bins_is_an_error(asked):
     with pytest.raises(DataError, match="2 sequences need 1 bins, and cannot fill the 3"):
-        pack([5, 5], 10, bin_multiple=3)
+        pack([5, 5], 10, **asked)
 
 
 def test_no_sequences_fill_no_bins():
     assert pack([], 10, bin_multiple=3) == []
+    with pytest.raises(DataError, match="0 sequences"):
+        pack([], 10, min_bin_count=1)
 
 
 @pytest.mark.parametrize(

@@ -80,6 +80,7 @@ def test_grpo_with_two_trainers_and_two_replicas(path: Path) -> None:
         )
         assert max(step["apart"] for step in history) < 1e-4
         assert policy.sharding_annotations.get_axis_size("data_parallel") == 2
+        assert policy.get_free_memory_bytes() > 0
         assert generation.weights_version == 2
         generation.shutdown()
         policy.shutdown()

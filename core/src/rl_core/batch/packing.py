@@ -38,6 +38,7 @@ def pack(
     *,
     seed: int = 0,
     bin_multiple: int = 1,
+    min_bin_count: int = 0,
 ) -> Bins:
     """Distributes sequences over bins, each sequence to exactly one bin.
 
@@ -48,6 +49,7 @@ def pack(
         seed: Of the shuffle in ``first_fit_shuffle``; the others do not use it.
         bin_multiple: The number of bins is a multiple of this; the heaviest bins are split until
             it is.
+        min_bin_count: At least so many bins, and then the next multiple.
 
     Returns:
         For each bin the indices of its sequences. No bin is empty.
@@ -66,6 +68,7 @@ def pack(
         )
     capacity, seed = as_int("capacity", capacity, 1), as_int("seed", seed, 0)
     bin_multiple = as_int("bin_multiple", bin_multiple, 1)
+    min_bin_count = as_int("min_bin_count", min_bin_count, 0)
     try:
         sizes = np.asarray(lengths)
     except (TypeError, ValueError, RuntimeError):  # ragged lists, tensors that are not on the CPU
@@ -86,7 +89,8 @@ def pack(
         )
     sizes = sizes.astype(np.int64)
     bins = ALGORITHMS[algorithm](sizes, capacity, seed) if len(sizes) else []
-    wanted = len(bins) + -len(bins) % bin_multiple
+    wanted = max(len(bins), min_bin_count)
+    wanted += -wanted % bin_multiple
     if wanted == len(bins):
         return bins
     if len(sizes) < wanted:

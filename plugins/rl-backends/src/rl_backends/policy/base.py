@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Self
 
@@ -101,7 +102,7 @@ class PolicyBackend(PolicyCheckpoints, PolicyRefits):
         self.microbatching = Microbatching(config)
         self.data_parallel = data_parallel
         self.steps = 0
-        device = device or torch.device("cpu")
+        self._computes_on = device = device or torch.device("cpu")
         self.ranks = RankGroup(worker, device) if ranks is None else ranks
         self.rows_rank = self.ranks.rank if data_parallel is None else data_parallel.rank
         self.random = RandomStream(config.get("seed", 0) + self.rows_rank, device)
@@ -411,6 +412,13 @@ class PolicyBackend(PolicyCheckpoints, PolicyRefits):
         """Frees the device memory of everything. Idempotent."""
         self._check_open("offload_after_refit")
         self.on_sleep(OPTIMIZER | MODEL)
+
+    def get_free_memory_bytes(self) -> int:
+        """Bytes that are free where buffers of a refit would be; some loops size them by it."""
+        device = self._computes_on
+        if device.type == "cuda":
+            return int(torch.cuda.mem_get_info(device)[0])
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
 
     def shutdown(self) -> bool:
         """See :meth:`PolicyInterface.shutdown`."""

@@ -147,6 +147,10 @@ class RemotePolicy(RemoteBackend, SendsWeights, Colocatable):
         """Continues on every worker where ``save_checkpoint`` was called."""
         self._on_all("load_checkpoint", path)
 
+    def get_free_memory_bytes(self) -> int:
+        """Of the workers, the least."""
+        return min(int(free) for free in self._group.call_all("get_free_memory_bytes"))
+
     prepare_for_training = through(RemoteBackend._on_all, PolicyInterface.prepare_for_training)
     finish_training = through(RemoteBackend._on_all, PolicyInterface.finish_training)
     prepare_for_lp_inference = through(RemoteBackend._on_all, Colocatable.prepare_for_lp_inference)
