@@ -89,7 +89,7 @@ class HostedEngine(Engine):
             wake=lambda: None,
         )
         receiver = self.worker._receiver
-        receiver.on_commit = self.commits
+        receiver._on_commit = self.commits
         return receiver
 
     @property
