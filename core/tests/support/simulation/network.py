@@ -98,7 +98,6 @@ class Refit:
         published: Receivers that serve it, or did before they died.
         succeeded: The trainer reported success.
         counts: Whether the trainer's version is that of this refit, now that it is over.
-        forged: One message was.
     """
 
     receivers: int
@@ -110,7 +109,6 @@ class Refit:
     published: set[str] = field(default_factory=set)
     succeeded: bool = False
     counts: bool | None = None
-    forged: bool = False
 
 
 def _unmet(job: SendJob) -> frames.Channel:

@@ -1,6 +1,6 @@
 """One thing goes wrong, at every step of a refit in turn: all commit the right bytes, or none.
 
-Where the state machine with its histories is a search, this is a list, and complete.
+Several things that go wrong in one refit, and every order of events, are for ``test_model``.
 """
 
 from __future__ import annotations
