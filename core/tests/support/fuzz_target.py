@@ -17,7 +17,6 @@ from unittest import mock
 import msgspec
 import torch
 from fuzz_choices import AWKWARD, Choices, bent, plain
-from simple_pair import DictSink, DictSource
 
 from rl_core.errors import RefitProtocolError, RLError
 from rl_core.interfaces import TensorSpec
@@ -43,7 +42,7 @@ from rl_core.weights.protocol.session import (
 from rl_core.weights.receiving.receiver import ReceiveJob
 from rl_core.weights.sending import sender as _sender
 from rl_core.weights.sending.sender import SendJob
-from rl_core.weights.tensors import tensor_specs
+from rl_core.weights.tensors import NamedTensorSink, NamedTensorSource, tensor_specs
 from rl_core.weights.transports.base import NoLane
 from rl_core.weights.transports.ipc import IPC
 from rl_core.weights.transports.memory import SharedRegion
@@ -286,7 +285,7 @@ def conversation(
 def engine(line: Any = None) -> RefitReceiver:
     """One that knows the trainer, and reaches it by this line."""
     tensors = {name: torch.zeros_like(tensor) for name, tensor in TENSORS.items()}
-    sink, line = DictSink(tensors), line or Line([])
+    sink, line = NamedTensorSink(tensors), line or Line([])
     receiver = RefitReceiver(lambda: sink, name="engine", lock=threading.RLock())
     receiver.prepare(info())
     found: concurrent.futures.Future[None] = concurrent.futures.Future()
@@ -320,11 +319,11 @@ def receiver_job(choices: Choices, seen: Counter[str]) -> None:
 
 
 def sender_job(choices: Choices, seen: Counter[str]) -> None:
-    sender = RefitSender(lambda: DictSource(TENSORS), name="trainer")
+    sender = RefitSender(lambda: NamedTensorSource(TENSORS), name="trainer")
     sender.token = TOKEN
     options = SendOptions(bucket_bytes=BUCKET, verify="none", mode="packed")
     line = Line([])
-    line.job = job = SendJob(sender, Connection(line), DictSource(TENSORS), options, 1, 1)
+    line.job = job = SendJob(sender, Connection(line), NamedTensorSource(TENSORS), options, 1, 1)
     right = [
         msgspec.structs.replace(message, session=job.session.offer.session)
         if hasattr(message, "session")

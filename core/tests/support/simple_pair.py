@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import msgspec
 import torch
 
+from rl_conformance import doubles
 from rl_core.interfaces import TensorSpec, WeightSink, WeightSource
-from rl_core.weights import RefitReceiver, RefitSender, refit
+from rl_core.weights import RefitReport, refit
 from rl_core.weights.job import Runtime
-from rl_core.weights.spellings import SendsWeights, TakesWeights
 from rl_core.weights.tensors import tensor_specs
-
-if TYPE_CHECKING:
-    import concurrent.futures
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-
-    from rl_core.weights import RefitReport
 
 Tensors = dict[str, torch.Tensor]
 
@@ -157,23 +153,17 @@ class Clock:
         return time.monotonic() + self.ahead_s
 
 
-class Trainer(SendsWeights):
+class Trainer(doubles.Trainer):
     def __init__(
         self, tensors: Tensors, ties: Mapping[str, str] | None = None, *, at_home: bool = False
     ) -> None:
         self.source = DictSource(tensors, ties, at_home=at_home)
+        super().__init__({}, source=lambda: self.source)
         self.clock = Clock()
-        self.sender = RefitSender(
-            lambda: self.source, name="trainer", runtime=Runtime(clock=self.clock)
-        )
-
-    _sender = property(lambda self: self.sender)
-
-    def close(self) -> None:
-        self.sender.close()
+        self.sender.runtime = Runtime(clock=self.clock)
 
 
-class Engine(TakesWeights):
+class Engine(doubles.Engine):
     def __init__(
         self,
         tensors: Tensors,
@@ -182,15 +172,10 @@ class Engine(TakesWeights):
         kind: type[DictSink] = DictSink,
     ) -> None:
         self.sink = kind(tensors, ties)
-        self.lock = threading.RLock()
+        super().__init__({}, sink=lambda: self.sink)
+        self.on["commit"] = lambda: self.sink._called("commit")
         self.clock = Clock()
-        self.receiver = RefitReceiver(
-            lambda: self.sink,
-            name="engine",
-            lock=self.lock,
-            on_commit=lambda version: self.sink._called("commit"),
-            runtime=Runtime(clock=self.clock),
-        )
+        self.receiver.runtime = Runtime(clock=self.clock)
 
     def snapshot(self) -> Tensors:
         """Copies of what is installed."""
@@ -219,25 +204,8 @@ class Engine(TakesWeights):
         thread.join(SOON)
         return result[0]
 
-    _receiver = property(lambda self: self.receiver)
 
-    def close(self) -> None:
-        self.receiver.close()
-
-
-class Replicas(TakesWeights):
-    """Engines that take one refit together."""
-
-    def __init__(self, *engines: Engine) -> None:
-        self.engines = engines
-        self.receiver_count = len(engines)
-
-    def prepare_refit_info(self, info: dict[str, Any]) -> None:
-        for engine in self.engines:
-            engine.prepare_refit_info(info)
-
-    def receive_weights(self, **options: Any) -> list[Any]:
-        return [f for e in self.engines for f in e.receive_weights(**options)]
+Replicas = doubles.Engines
 
 
 def go(trainer: Trainer, engine: Engine | Replicas, **options: Any) -> RefitReport:

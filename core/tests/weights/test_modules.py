@@ -15,11 +15,12 @@ from own_modules import Model, OwnEngine
 from remote import Remote
 from torch import nn
 
+from rl_conformance.doubles import Engine
 from rl_core import CapabilityError, ConfigError, LifecycleError, RefitCorrupted, RLError
 from rl_core.futures import wait
 from rl_core.interfaces import WeightSource
-from rl_core.weights import ModuleReceiver, ModuleSender, RefitReceiver, refit
-from rl_core.weights.tensors import NamedTensorSink, NamedTensorSource, module_tensors
+from rl_core.weights import ModuleReceiver, ModuleSender, refit
+from rl_core.weights.tensors import NamedTensorSource, module_tensors
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -151,32 +152,6 @@ def test_tensors_that_are_not_whole_are_refused() -> None:
     assert all(torch.equal(before[name], now) for name, now in engine.state_dict().items())
 
 
-class Stepping(NamedTensorSink):
-    """Lets the trainer take a step while its weights are on their way."""
-
-    step: Any = None
-
-    def write(self, *args: Any, **kwargs: Any) -> None:
-        super().write(*args, **kwargs)
-        type(self).step()
-
-    def targets(self) -> None:
-        return None
-
-
-class Engine:
-    """An engine over a sink of one's own."""
-
-    receiver_count = 1
-
-    def __init__(self, sink: Any) -> None:
-        self.receiver = RefitReceiver(sink, name="Engine", lock=threading.Lock())
-        self.prepare_refit_info = self.receiver.prepare
-
-    def receive_weights(self, **options: Any) -> list[Any]:
-        return [self.receiver.receive(**options)]
-
-
 def in_place(model: nn.Module) -> None:
     with torch.no_grad():
         model.norm.running_mean.add_(1)
@@ -196,16 +171,16 @@ def loaded(model: nn.Module) -> None:
 def test_a_change_meanwhile_is_noticed(change: Any, mode: str) -> None:
     trainer, model = Model(1), Model(2)
     trainer.odd = nn.Parameter(trainer.odd.detach().contiguous())
-    engine = Engine(lambda: Stepping(module_tensors(model)))
-    Stepping.step = lambda: change(trainer)
+    engine = Engine(module_tensors(model))
+    engine.on |= dict.fromkeys(engine.tensors, lambda: change(trainer))
     # An engine that reads the trainer's own memory may see first that it is another.
     with pytest.raises((LifecycleError, RefitCorrupted), match=r"changed during a refit|not those"):
         refit(trainer, engine, mode=mode)
-    assert engine.receiver.version == 0
-    Stepping.step = lambda: None
+    assert engine.weights_version == 0
+    engine.on.clear()
     refit(trainer, engine, mode=mode)
     same(trainer, model)
-    engine.receiver.close()
+    engine.close()
 
 
 def test_the_ends_close_when_their_modules_go() -> None:

@@ -9,19 +9,24 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NotRequired, Self
+from typing import Any, NotRequired, Self
 
 import psutil
-import simple_pair
 import torch
-from simple_pair import DictSink, DictSource
 
 from rl_backends import Completion, GenerationBackend, ModelFacts, PolicyRefits
 from rl_core.batch import BatchedDataDict
 from rl_core.errors import ConfigError, DataError
-from rl_core.interfaces import GenerationConfig, PolicyConfig, WeightSink, WeightSource
+from rl_core.interfaces import (
+    GenerationConfig,
+    PolicyConfig,
+    WeightSink,
+    WeightSource,
+    WorkerContext,
+)
 from rl_core.interfaces.loss import LossFunction
 from rl_core.plugins.manifest import (
     GENERATION_CAPABILITIES,
@@ -30,11 +35,7 @@ from rl_core.plugins.manifest import (
     Capability,
     EngineRequirement,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-    from rl_core.interfaces import WorkerContext
+from rl_core.weights.tensors import NamedTensorSink, NamedTensorSource
 
 VOCAB, PAD, EOS, CONTEXT = 1000, 0, 1, 64
 #: Tokens of a prompt that make the double fail.
@@ -122,7 +123,7 @@ class DoubleGeneration(GenerationBackend):
             os._exit(3)
 
     def weight_sink(self) -> WeightSink:
-        return DictSink({"weight": self.weight})
+        return NamedTensorSink({"weight": self.weight})
 
     def on_wake(self, tags: frozenset[str]) -> None:
         pass
@@ -147,7 +148,7 @@ class DoublePolicy(PolicyRefits):
         return cls(worker, config)
 
     def weight_source(self) -> WeightSource:
-        return DictSource({"weight": self.weight})
+        return NamedTensorSource({"weight": self.weight})
 
     def get_logprobs(
         self, data: Any, micro_batch_size: int | None = None, timer: Any = None
@@ -211,9 +212,8 @@ def manifest_in(folder: Path) -> Any:
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: rl-double\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[rl_core.backends]\ndouble=cluster_doubles:BACKEND\n")
     (engine / "only_in_workers.py").write_text(ENGINE_ERROR)
-    doubles = [Path(file or "").parent for file in (__file__, simple_pair.__file__)]
     given = filter(None, [os.environ.get("PYTHONPATH")])
-    path = os.pathsep.join(map(str, [*doubles, installed, engine, *given]))
+    path = os.pathsep.join(map(str, [Path(__file__).parent, installed, engine, *given]))
     return replace(BACKEND, environment={"PYTHONPATH": path, "DOUBLE_SETTING": "from manifest"})
 
 

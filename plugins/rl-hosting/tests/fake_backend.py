@@ -6,21 +6,17 @@ import multiprocessing
 import os
 import signal
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from fake_engine import ACTS, FakeEngine
 
+from rl_conformance.doubles import Sink
 from rl_core.batch import BatchedDataDict
-from rl_core.interfaces import TensorSpec, WeightSink, WeightSource
-from rl_core.weights import RefitSender
-from rl_core.weights.spellings import SendsWeights
 from rl_hosting.generation import HostedGeneration
 from rl_hosting.worker_refits import WorkerRefits
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
 
 SOON = 40.0
 HERE = str(Path(__file__).parent)
@@ -39,43 +35,18 @@ def until(condition: Callable[[], Any], what: str = "it") -> None:
         time.sleep(0.01)
 
 
-def specs() -> list[TensorSpec]:
-    return [TensorSpec(name, (size,), "float32") for name, size in SIZES.items()]
-
-
-class Sink(WeightSink):
-    """``act`` happens at a moment: ``begin``, ``write`` (of the last tensor) or ``finish``."""
-
-    def __init__(self, weights: dict[str, torch.Tensor], acts: Mapping[str, str]) -> None:
-        self.weights, self.acts = weights, acts
-
-    def act(self, moment: str) -> None:
-        if moment in self.acts:
-            ACTS[self.acts[moment]]()
-
-    def specs(self) -> Sequence[TensorSpec]:
-        return specs()
-
-    def begin(self, version: int) -> None:
-        self.act("begin")
-
-    def write(self, name: str, offset: int, data: torch.Tensor, *, of: TensorSpec) -> None:
-        if name == "c":
-            self.act("write")
-        self.weights[name][offset : offset + len(data)] = data
-
-    def finish(self, version: int) -> None:
-        self.act("finish")
-
-    def read(self, names: Any) -> Any:
-        return ((name, self.weights[name]) for name in names)
+def filled(value: float) -> dict[str, torch.Tensor]:
+    """Weights whose elements all have one value."""
+    return {name: torch.full((size,), value) for name, size in SIZES.items()}
 
 
 def work(rank: int, acts: Mapping[str, str], frames: Any) -> None:
-    """A worker's process."""
+    """A worker's process; the second one acts: at ``begin``, in the last tensor, at ``finish``."""
     torch.set_num_threads(1)
-    weights = {name: torch.zeros(size) for name, size in SIZES.items()}
-    refits = WorkerRefits(lambda: Sink(weights, acts if rank == 1 else {}), f"fake worker {rank}")
+    weights, on = filled(0.0), {}
+    if rank == 1:
+        on = {"c" if moment == "write" else moment: ACTS[act] for moment, act in acts.items()}
+    refits = WorkerRefits(lambda: Sink(weights, on), f"fake worker {rank}")
     while True:
         frames.send_bytes(refits.answer_frame(frames.recv_bytes()))
 
@@ -121,39 +92,6 @@ class FakeGeneration(HostedGeneration):
         config = {"max_new_tokens": 4, **config}
         super().__init__(config, engine=engine, name="the fake engine", **hosting)
         self.prepare_for_generation()
-
-
-class Source(WeightSource):
-    """Every element of every tensor has one value; ``before`` is called before each tensor."""
-
-    def __init__(self, value: float = 1.0) -> None:
-        self.weights = {name: torch.full((size,), value) for name, size in SIZES.items()}
-        self.before: Callable[[str], Any] = lambda name: None
-
-    def specs(self) -> Sequence[TensorSpec]:
-        return specs()
-
-    def tensors(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        for name in names:
-            self.before(name)
-            yield name, self.weights[name]
-
-    def persistent(self) -> Mapping[str, torch.Tensor] | None:
-        return None
-
-    def confirm(self) -> None:
-        pass
-
-
-class Trainer(SendsWeights):
-    """What ``rl_core.refit`` calls of a policy."""
-
-    def __init__(self, value: float = 1.0) -> None:
-        self.source = Source(value)
-        self.sender = self._sender = RefitSender(lambda: self.source, name="trainer")
-
-    def close(self) -> None:
-        self.sender.close()
 
 
 def values(sink: Callable[[], Sink]) -> list[float]:

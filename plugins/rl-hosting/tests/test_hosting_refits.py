@@ -6,13 +6,15 @@ import os
 import signal
 import threading
 import time
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
-import torch
-from fake_backend import SIZES, SOON, Sink, Trainer, prompts, until
+from fake_backend import SIZES, SOON, filled, prompts, until
+from fake_engine import on_fire
 
+from rl_conformance.doubles import Sink, Source, Trainer
 from rl_core import refit
 from rl_core.errors import (
     DeadlineError,
@@ -33,9 +35,8 @@ ENGINE = "fake_backend:WorkersEngine"
 
 @pytest.fixture
 def trainer() -> Iterator[Trainer]:
-    made = Trainer()
-    yield made
-    made.close()
+    with closing(Trainer(filled(1.0))) as made:
+        yield made
 
 
 @pytest.fixture
@@ -69,7 +70,7 @@ def installed(engine: Any) -> list[float]:
 def test_both_workers_take_a_refit(pair, trainer, options):
     engine = pair()
     for version in (1, 2):
-        trainer.source.weights["b"].fill_(float(version))
+        trainer.tensors["b"].fill_(float(version))
         report = refit(trainer, engine, deadline_s=SOON, **options)
         assert (report.version, engine.weights_version) == (version, version)
         assert installed(engine) == [1.0, float(version), 1.0] * 2
@@ -79,8 +80,8 @@ def test_both_workers_take_a_refit(pair, trainer, options):
 
 
 def test_both_workers_tell_of_a_trainer_that_took_over(pair, trainer):
-    engine, other = pair(), Trainer()
-    try:
+    engine = pair()
+    with closing(Trainer(filled(1.0))) as other:
         first = refit(trainer, engine, deadline_s=SOON)
         with pytest.warns(LoopWarning, match=f"had version 1 of origin {first.origin}"):
             report = refit(other, engine, deadline_s=SOON)
@@ -92,14 +93,12 @@ def test_both_workers_tell_of_a_trainer_that_took_over(pair, trainer):
         [keys] = trainer.prepare_weights_for_ipc()
         engine.update_weights(trainer.get_weights_ipc_handles(keys, receivers=2))
         assert (engine.weights_version, engine.weights_origin) == (2, first.origin)
-    finally:
-        other.close()
 
 
 def test_a_delta_sends_what_changed(pair, trainer):
     engine = pair()
     refit(trainer, engine, deadline_s=SOON)
-    trainer.source.weights["b"].fill_(2.0)
+    trainer.tensors["b"].fill_(2.0)
     report = refit(trainer, engine, deadline_s=SOON, delta=True)
     assert report.bytes == SIZES["b"] * 4
     assert installed(engine) == [1.0, 2.0, 1.0] * 2
@@ -118,7 +117,7 @@ def test_a_refit_waits_for_rows_and_rows_wait_for_it(pair, trainer):
 
 def test_the_lock_that_is_granted_to_one_refit_lets_no_other_one_write(trainer):
     """The driver may still wait for it on behalf of a refit that another has followed."""
-    weights = {name: torch.zeros(size) for name, size in SIZES.items()}
+    weights = filled(0.0)
     worker = WorkerRefits(lambda: Sink(weights, {}), "a worker")
 
     def begin(key: str) -> list[Any]:
@@ -156,10 +155,10 @@ def test_workers_do_not_wait_for_a_refit_that_the_trainer_could_not_begin(
 ):
     engine = pair()
 
-    def refuse(number: int, deadline_s: float) -> None:
+    def refuse(source: Source, number: int, deadline_s: float) -> None:
         raise OSError("the ranks are out of step")
 
-    monkeypatch.setattr(trainer.source, "open", refuse)
+    monkeypatch.setattr(Source, "open", refuse)
     with pytest.raises(RefitError, match="out of step"):
         refit(trainer, engine, deadline_s=600)
     monkeypatch.undo()
@@ -222,13 +221,10 @@ def test_a_refit_that_nobody_sends_ends_at_its_deadline_and_the_next_one_works(p
 def test_a_trainer_that_fails_aborts_and_the_next_refit_works(pair, trainer):
     engine = pair()
 
-    def fail(name: str) -> None:
-        raise OSError("out of tensors")
-
-    trainer.source.before = fail
-    with pytest.raises(RefitError, match="out of tensors"):
+    trainer.on["b"] = on_fire
+    with pytest.raises(RefitError, match="on fire"):
         refit(trainer, engine, deadline_s=SOON)
-    trainer.source.before = lambda name: None
+    trainer.on.clear()
     refit(trainer, engine, deadline_s=SOON)
     assert installed(engine) == [1.0] * 6
 

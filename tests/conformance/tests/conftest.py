@@ -1,5 +1,5 @@
-"""Distributions that are installed for one test."""
+"""Distributions that are installed for one test, and what is closed after it."""
 
-from installed import install
+from party_fixtures import install, keep
 
-__all__ = ["install"]
+__all__ = ["install", "keep"]

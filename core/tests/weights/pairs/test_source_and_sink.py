@@ -20,14 +20,9 @@ from simple_pair import (
     make_tensors,
 )
 
-from rl_core.errors import (
-    ConfigError,
-    RefitAborted,
-    RefitError,
-    RefitProtocolError,
-)
+from rl_conformance import doubles
+from rl_core.errors import ConfigError, RefitAborted, RefitError, RefitProtocolError
 from rl_core.futures import wait
-from rl_core.weights import RefitReceiver, RefitSender
 from rl_core.weights.receiving.loading import check_apart
 
 if TYPE_CHECKING:
@@ -62,12 +57,11 @@ class Counted(DictSource):
         self.closed += 1
 
 
-class CountingTrainer(Trainer):
+class CountingTrainer(doubles.Trainer):
     def __init__(self) -> None:
+        super().__init__(make_tensors(), source=self.make)
         self.before: Any = lambda name: None
         self.made: list[Counted] = []
-        self.tensors = make_tensors()
-        self.sender = RefitSender(self.make, name="trainer")
 
     def make(self) -> Counted:
         self.made.append(Counted(self, self.tensors))
@@ -82,14 +76,13 @@ class PartlyInPlace(DictSink):
 
 
 def test_every_sink_writes_what_it_is_given(keep):
-    trainer, engine = keep(Trainer(make_tensors())), keep(Engine(blank(make_tensors())))
-    sinks: list[PartlyInPlace] = []
+    trainer, sinks = keep(Trainer(make_tensors())), []
 
     def new_sink() -> PartlyInPlace:
-        sinks.append(PartlyInPlace(engine.sink.tensor))
+        sinks.append(PartlyInPlace(engine.tensors))
         return sinks[-1]
 
-    engine.receiver = keep(RefitReceiver(new_sink, name="engine", lock=engine.lock))
+    engine = keep(doubles.Engine(blank(make_tensors()), sink=new_sink))
     for number in (1, 2, 3):
         trainer.source.tensor["big"].add_(1)
         go(trainer, engine)
@@ -112,15 +105,14 @@ def test_a_receiver_verifies_in_one_buffer_whatever_the_sizes(keep, monkeypatch)
     assert 0 < sum(made) <= 1 << 20
 
 
-class CountingEngine(Engine):
+class CountingEngine(doubles.Engine):
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
-        super().__init__(tensors, kind=InPlaceSink)
+        super().__init__(tensors, sink=self.make)
         self.made = 0
-        self.receiver = RefitReceiver(self.make, name="engine", lock=self.lock)
 
     def make(self) -> InPlaceSink:
         self.made += 1
-        return InPlaceSink(self.sink.tensor)
+        return InPlaceSink(self.tensors)
 
 
 @pytest.fixture

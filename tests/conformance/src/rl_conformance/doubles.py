@@ -1,4 +1,11 @@
-"""Named test doubles: plain tensors as a trainer and an engine, and several engines as one."""
+"""A trainer and engines over named tensors: for tests of a driver, a loop or a transport.
+
+They take the place of backends. A hook makes something happen in the midst of a refit::
+
+    trainer, engine = Trainer({"w": torch.ones(3)}), Engine({"w": torch.zeros(3)})
+    engine.on["finish"] = lambda: 1 / 0
+    refit(trainer, engine)  # raises RefitError; the engine is torn until the next refit
+"""
 
 from __future__ import annotations
 
@@ -13,54 +20,148 @@ from rl_core.weights.spellings import SendsWeights, TakesWeights
 from rl_core.weights.tensors import NamedTensorSink, NamedTensorSource
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 
     import torch
 
-__all__ = ["SeveralEngines", "TensorEngine", "TensorPolicy", "broken_tensor"]
+    from rl_core.interfaces import TensorSpec, WeightSink, WeightSource
+
+__all__ = ["Engine", "Engines", "Sink", "Source", "Trainer", "broken_tensor"]
+
+Tensors = dict[str, "torch.Tensor"]
+Hooks = dict[str, "Callable[[], object]"]
 
 
-class TensorPolicy(SendsWeights):
-    """Named tensors as the trainer's side of a refit."""
+class Source(NamedTensorSource):
+    """Tensors, with a hook before each that is given, by its name, and ``"confirm"``."""
 
-    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+    def __init__(self, tensors: Tensors, on: Hooks) -> None:
+        super().__init__(tensors)
+        self.on = on
+
+    def tensors(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name in names:
+            _run(self.on, name)
+            yield from super().tensors([name])
+
+    def persistent(self) -> Mapping[str, torch.Tensor] | None:
+        """None while there are hooks: engines that read the tensors themselves run none."""
+        return None if self.on else super().persistent()
+
+    def confirm(self) -> None:
+        _run(self.on, "confirm")
+
+
+class Sink(NamedTensorSink):
+    """Tensors, with hooks: ``"begin"``, each tensor's name and ``"finish"``."""
+
+    def __init__(self, tensors: Tensors, on: Hooks) -> None:
+        super().__init__(tensors)
+        self.on = on
+
+    def begin(self, version: int) -> None:
+        _run(self.on, "begin")
+
+    def write(self, name: str, offset: int, data: torch.Tensor, *, of: TensorSpec) -> None:
+        _run(self.on, name)
+        super().write(name, offset, data, of=of)
+
+    def targets(self) -> Mapping[str, torch.Tensor] | None:
+        """None while there are hooks: what core writes itself runs none."""
+        return None if self.on else super().targets()
+
+    def finish(self, version: int) -> None:
+        _run(self.on, "finish")
+
+
+class Trainer(SendsWeights):
+    """The trainer's side of a refit.
+
+    Args:
+        tensors: What is sent.
+        source: Makes a source of another kind for each refit.
+
+    Attributes:
+        on: Hooks of :class:`Source`.
+    """
+
+    def __init__(self, tensors: Tensors, source: Callable[[], WeightSource] | None = None) -> None:
         self.tensors = tensors
-        self._sender = RefitSender(lambda: NamedTensorSource(self.tensors), name="tensors")
-        self.sender = self._sender
+        self.on: Hooks = {}
+        source = source or (lambda: Source(self.tensors, self.on))
+        self.sender = self._sender = RefitSender(source, name="trainer")
 
     def close(self) -> None:
-        """Removes sockets and shared memory."""
+        """Ends every refit, and removes sockets and shared memory."""
         self.sender.close()
 
 
-class TensorEngine(TakesWeights):
-    """Named tensors as the engine's side of a refit.
+class Engine(TakesWeights):
+    """An engine's side of a refit.
 
     Args:
         tensors: What is installed.
         name: How the trainer's errors call it.
-        sink: Writes into them.
+        sink: Makes a sink of another kind for each refit.
+
+    Attributes:
+        lock: Held by a refit while it writes, and by a test that generates.
+        on: Hooks of :class:`Sink`, and ``"commit"``.
     """
 
     def __init__(
         self,
-        tensors: dict[str, torch.Tensor],
-        name: str = "tensors",
-        sink: type[NamedTensorSink] = NamedTensorSink,
+        tensors: Tensors,
+        name: str = "engine",
+        sink: Callable[[], WeightSink] | None = None,
     ) -> None:
         self.tensors = tensors
-        self._receiver = RefitReceiver(
-            lambda: sink(self.tensors), name=name, lock=threading.RLock()
+        self.on: Hooks = {}
+        self.lock = threading.RLock()
+        self.receiver = self._receiver = RefitReceiver(
+            sink or (lambda: Sink(self.tensors, self.on)),
+            name=name,
+            lock=self.lock,
+            on_commit=lambda version: _run(self.on, "commit"),
         )
-        self.receiver = self._receiver
 
     def close(self) -> None:
-        """Lets go of sockets and shared memory."""
+        """Ends every refit, and lets go of sockets and shared memory."""
         self.receiver.close()
 
 
+class Engines(TakesWeights):
+    """Several engines, of any kind, that take one refit together."""
+
+    def __init__(self, *engines: Any) -> None:
+        self.engines = engines
+        self.receiver_count = len(engines)
+
+    def prepare_refit_info(self, info: dict[str, Any]) -> None:
+        for engine in self.engines:
+            engine.prepare_refit_info(info)
+
+    def receive_weights(self, **options: Any) -> list[Any]:
+        return [f for engine in self.engines for f in engine.receive_weights(**options)]
+
+    def cancel_refit(self, refit_id: str) -> None:
+        for engine in self.engines:
+            engine.cancel_refit(refit_id)
+
+    def init_collective(self, *meeting: Any, **options: Any) -> list[Any]:
+        return [f for e in self.engines for f in e.init_collective(*meeting, **options)]
+
+    def update_weights_from_collective(self, *info: Any, **options: Any) -> list[Any]:
+        # Their own method, which a test may be about.
+        return [f for e in self.engines for f in e.update_weights_from_collective(*info, **options)]
+
+
+def _run(on: Hooks, moment: str) -> None:
+    on.get(moment, lambda: None)()
+
+
 @contextmanager
-def broken_tensor(engine: TensorEngine, name: str) -> Generator[None]:
+def broken_tensor(engine: Engine, name: str) -> Generator[None]:
     """Fault: once the manifest is agreed, one tensor can no longer hold what comes."""
     receive = engine.receive_weights
     whole, pending = engine.tensors, []
@@ -76,28 +177,3 @@ def broken_tensor(engine: TensorEngine, name: str) -> Generator[None]:
         finally:
             concurrent.futures.wait(pending, timeout=60)
             engine.tensors = whole
-
-
-class SeveralEngines(TakesWeights):
-    """Several engines that take one refit together."""
-
-    def __init__(self, *engines: Any) -> None:
-        self.engines = engines
-        self.receiver_count = len(engines)
-
-    def prepare_refit_info(self, info: dict[str, Any]) -> None:
-        """Prepares each of them."""
-        for engine in self.engines:
-            engine.prepare_refit_info(info)
-
-    def init_collective(self, *meeting: Any, **options: Any) -> list[Any]:
-        """Their futures, one after another."""
-        return [f for e in self.engines for f in e.init_collective(*meeting, **options)]
-
-    def receive_weights(self, **options: Any) -> list[Any]:
-        """Their futures, one after another."""
-        return [f for e in self.engines for f in e.receive_weights(**options)]
-
-    def update_weights_from_collective(self, *info: Any, **options: Any) -> list[Any]:
-        """Their futures, one after another; it is their method that is under test."""
-        return [f for e in self.engines for f in e.update_weights_from_collective(*info, **options)]

@@ -14,7 +14,7 @@ import torch
 
 from rl_conformance.batches import generated, generated_mask, random_prompts
 from rl_conformance.continuations import Continuation, find_row, is_text
-from rl_conformance.doubles import TensorEngine, TensorPolicy
+from rl_conformance.doubles import Engine, Trainer
 from rl_conformance.draws import declared_logprobs, same_draws
 from rl_conformance.expect import NotRun, fail, raises, require, same_tensor
 from rl_conformance.losses import FailsInTheStep
@@ -28,7 +28,6 @@ from rl_core.config import config_keys
 from rl_core.errors import CapabilityError, ConfigError, LifecycleError, RLError
 from rl_core.plugins.discovery import load_object
 from rl_core.weights.protocol.frames import Channel
-from rl_core.weights.tensors import NamedTensorSink
 from rl_core.weights.transports.control import ControlClient, ControlServer
 
 if TYPE_CHECKING:
@@ -493,14 +492,11 @@ def change_nothing(
     exact(ctx, policy, engine, "a delta after refused calls", 3)
 
 
-def fresh_doubles(
-    ctx: Context, sink: type[NamedTensorSink] = NamedTensorSink
-) -> tuple[TensorPolicy, TensorEngine]:
-    policy = ctx.closing(TensorPolicy(whole_tensors(1)))
-    return policy, ctx.closing(TensorEngine(whole_tensors(2), sink=sink))
+def fresh_doubles(ctx: Context) -> tuple[Trainer, Engine]:
+    return ctx.closing(Trainer(whole_tensors(1))), ctx.closing(Engine(whole_tensors(2)))
 
 
-def renew_tensors(policy: TensorPolicy, seed: int) -> None:
+def renew_tensors(policy: Trainer, seed: int) -> None:
     for name, tensor in whole_tensors(seed).items():
         policy.tensors[name].copy_(tensor)
 

@@ -9,7 +9,7 @@ import torch
 
 from rl_conformance.batches import generated_mask
 from rl_conformance.checks.common import WAKINGS, adapted_policy, needs_adapters, train_adapters
-from rl_conformance.doubles import SeveralEngines, TensorEngine, TensorPolicy
+from rl_conformance.doubles import Engine, Engines, Trainer
 from rl_conformance.expect import raises, require, same_tensor
 from rl_conformance.figures import Timeline
 from rl_conformance.peers import RemoteGeneration
@@ -173,8 +173,8 @@ _BUCKETS = (64, 4096, 1 << 20)
 @check("R7", cases={f"buckets_of_{n}": {"bucket_bytes": n} for n in _BUCKETS})
 def odd_tensors_arrive(ctx: Context, bucket_bytes: int) -> None:
     """Tied, strided, transposed, 0-d, empty, and many dtypes and sizes, bit for bit."""
-    policy = ctx.closing(TensorPolicy(odd_tensors(1, ctx.settings.device)))
-    engine = ctx.closing(TensorEngine(odd_tensors(2, ctx.settings.device)))
+    policy = ctx.closing(Trainer(odd_tensors(1, ctx.settings.device)))
+    engine = ctx.closing(Engine(odd_tensors(2, ctx.settings.device)))
     report = run_refit(policy, engine, bucket_bytes=bucket_bytes, verify="installed")
     require(report.mode == "packed", f"strided tensors were sent {report.mode}")
     same_weights(engine.tensors, policy.tensors, "engine")
@@ -183,13 +183,12 @@ def odd_tensors_arrive(ctx: Context, bucket_bytes: int) -> None:
 @check("R7", cases={f"buckets_of_{n}": {"bucket_bytes": n} for n in _BUCKETS})
 def odd_tensors_are_read_in_place(ctx: Context, bucket_bytes: int) -> None:
     """The same where the engine reads the trainer's own memory, into strided tensors or not."""
-    policy = ctx.closing(TensorPolicy(whole_tensors(1, ctx.settings.device)))
+    policy = ctx.closing(Trainer(whole_tensors(1, ctx.settings.device)))
     engines = [
-        ctx.closing(TensorEngine(make(2, ctx.settings.device)))
-        for make in (odd_tensors, whole_tensors)
+        ctx.closing(Engine(make(2, ctx.settings.device))) for make in (odd_tensors, whole_tensors)
     ]
     options: dict[str, Any] = {"mode": "direct", "bucket_bytes": bucket_bytes}
-    run_refit(policy, SeveralEngines(*engines), verify="installed", **options)
+    run_refit(policy, Engines(*engines), verify="installed", **options)
     for engine in engines:
         same_weights(engine.tensors, policy.tensors, "engine")
 

@@ -9,7 +9,7 @@ import torch
 from torch import distributed as dist
 
 from rl_conformance.checks.common import refit_in_sequence
-from rl_conformance.doubles import SeveralEngines
+from rl_conformance.doubles import Engines
 from rl_conformance.expect import raises, require
 from rl_conformance.peers import RemoteGeneration
 from rl_conformance.reference import make_reference
@@ -57,7 +57,7 @@ _SIZES: dict[str, dict[str, Any]] = {
 
 def _exact_twice(ctx: Context, side: str, older: bool, count: int, trainers: int) -> None:
     policy = _policy(ctx, side)
-    engines = SeveralEngines(*[_engine(ctx, side) for _ in range(count)])
+    engines = Engines(*[_engine(ctx, side) for _ in range(count)])
     # As ``trainers`` ranks, of which the first one sends.
     group = (_HOST, free_port(), trainers + engines.receiver_count)
     opening = policy.init_collective(*group, train_world_size=trainers)
@@ -135,7 +135,7 @@ def a_group_crosses_processes_and_survives_a_kill(ctx: Context) -> None:
     """Exact in an engine elsewhere; when it is killed it is named, and another takes over."""
     policy = _policy(ctx, "engine")
     with RemoteGeneration(ctx, model_name=str(ctx.model("qwen2", seed=0))) as generation:
-        both = SeveralEngines(generation, _engine(ctx, "engine"))
+        both = Engines(generation, _engine(ctx, "engine"))
         run_refit(policy, both, transport="collective")
         equal(policy, both.engines[1])
         agree(ctx, policy, generation)  # type: ignore[arg-type]
@@ -152,7 +152,7 @@ def a_group_crosses_processes_and_survives_a_kill(ctx: Context) -> None:
         require(took < DEADLINE_S, f"it took {took:.1f} s, the deadline is {DEADLINE_S:g} s")
         named = any(str(pid) in str(error) for pid in pids)
         require(named, f"the peer {pids} is not named: {error}")
-    recovered = SeveralEngines(both.engines[1], _engine(ctx, "engine"))
+    recovered = Engines(both.engines[1], _engine(ctx, "engine"))
     run_refit(policy, recovered, transport="collective")
     for engine in recovered.engines:
         equal(policy, engine)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from rl_conformance.checks.common import frames_of, fresh_doubles, messages_of, renew_tensors
-from rl_conformance.doubles import TensorEngine, TensorPolicy
+from rl_conformance.doubles import Engine, Trainer
 from rl_conformance.expect import require
 from rl_conformance.faults import at_the_first_bucket
 from rl_conformance.refits import (
@@ -27,12 +27,9 @@ from rl_conformance.weights import same_weights
 from rl_core.errors import LifecycleError, RefitCorrupted, RefitError, RLError
 from rl_core.weights.protocol.messages import BucketReady
 from rl_core.weights.sending.sender import RefitSender
-from rl_core.weights.tensors import NamedTensorSink
 from rl_core.weights.transports.control import ControlClient, ControlServer
 
 if TYPE_CHECKING:
-    import torch
-
     from rl_conformance.context import Context
 
 
@@ -144,17 +141,17 @@ def a_disturbed_message_never_commits(ctx: Context, line: type[_Line], way: Any)
     _recovers(policy, engine, way)
 
 
-def _doubles(ctx: Context, way: dict[str, Any]) -> tuple[TensorPolicy, TensorEngine]:
+def _doubles(ctx: Context, way: dict[str, Any]) -> tuple[Trainer, Engine]:
     """Tensors as a trainer and an engine that have done a refit on that way, and differ again."""
-    policy = ctx.closing(TensorPolicy(whole_tensors(1, ctx.settings.device)))
-    engine = ctx.closing(TensorEngine(whole_tensors(2, ctx.settings.device)))
+    policy = ctx.closing(Trainer(whole_tensors(1, ctx.settings.device)))
+    engine = ctx.closing(Engine(whole_tensors(2, ctx.settings.device)))
     run_refit(policy, engine, bucket_bytes=4096, **way)
     for name, tensor in whole_tensors(3, ctx.settings.device).items():
         policy.tensors[name].copy_(tensor)
     return policy, engine
 
 
-def _recovers(policy: TensorPolicy, engine: TensorEngine, way: dict[str, Any]) -> None:
+def _recovers(policy: Trainer, engine: Engine, way: dict[str, Any]) -> None:
     run_refit(policy, engine, **way)
     same_weights(engine.tensors, policy.tensors, "engine after the next refit")
 
@@ -229,41 +226,32 @@ def the_reference_may_be_asked_meanwhile(ctx: Context) -> None:
 _BUCKET = 4096
 
 
-class _Disturbed(NamedTensorSink):
-    """Fault: the sender's memory changes while the engine takes what lies there."""
-
-    lane: Any = None
-
-    def targets(self) -> None:
-        """Everything is written through :meth:`write`."""
-
-    def write(self, name: str, offset: int, data: torch.Tensor, **of: Any) -> None:
-        """Scribbles over the lane, once, before it copies."""
-        if name == "last" and type(self).lane is not None:  # all else was looked at and copied
-            lane, type(self).lane = type(self).lane, None
-            lane.bitwise_xor_(1)
-        super().write(name, offset, data, **of)
-
-
 @check("R9", needs=(CORE,))
 def what_is_held_is_what_was_written(ctx: Context) -> None:
     """Memory that changes between the look at it and the copy: what commits is the trainer's."""
-    policy, engine = fresh_doubles(ctx, _Disturbed)
+    policy, engine = fresh_doubles(ctx)
+    honest, lanes = RefitSender.buckets, []
+    ready: list[Any] = []
+
+    def scribble() -> None:
+        if ready:
+            ready.pop().bitwise_xor_(1)
+
+    engine.on["last"] = scribble  # all else was looked at and copied by then
     run_refit(policy, engine, mode="packed")
     renew_tensors(policy, 3)
-    honest, lanes = RefitSender.buckets, []
 
     def remember(*args: Any, **options: Any) -> Any:
         layout = honest(*args, **options)
         lanes.append(layout.lane)
         return layout
 
-    def disturb() -> None:
-        _Disturbed.lane = lanes[-1].data
-
-    with mock.patch.object(RefitSender, "buckets", remember), at_the_first_bucket(disturb):
+    with (
+        mock.patch.object(RefitSender, "buckets", remember),
+        at_the_first_bucket(lambda: ready.append(lanes[-1].data)),
+    ):
         error = attempt(policy, engine, mode="packed")
-    require(_Disturbed.lane is None, "the memory was not disturbed")
+    require(not ready, "the memory was not disturbed")
     if error is None:
         same_weights(engine.tensors, policy.tensors, "engine")
     else:

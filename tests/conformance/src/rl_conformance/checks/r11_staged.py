@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rl_conformance.doubles import SeveralEngines
+from rl_conformance.doubles import Engines
 from rl_conformance.expect import require
 from rl_conformance.faults import (
     between_tensors,
@@ -58,7 +58,7 @@ def another_engines_failure_is_survived(ctx: Context) -> None:
     policy, generation = unequal_pair(ctx)
     other = fresh_engine(ctx)
     before, weights = greedy(ctx, generation, seed=0), engine_weights(generation)
-    both = SeveralEngines(generation, other)
+    both = Engines(generation, other)
     with in_the_engine(generation, failing_finish):  # of whichever comes first, in one process
         error = attempt(policy, both, isolation="staged")
     require(isinstance(error, RLError), f"not an error of ours but {error!r}")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import concurrent.futures
 import warnings
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
-from rl_conformance.doubles import SeveralEngines, TensorEngine, TensorPolicy, broken_tensor
+from rl_conformance.doubles import Engine, Engines, Trainer, broken_tensor
 from rl_conformance.expect import require
 from rl_conformance.faults import InjectedFault
 from rl_conformance.refits import (
@@ -25,12 +25,9 @@ from rl_conformance.training import NegativeLogLikelihood, training_batch
 from rl_conformance.ways import by_ticket, engine_for, exact, settable_trainer, shuffle
 from rl_conformance.weights import same_weights
 from rl_core.errors import LoopWarning
-from rl_core.weights.tensors import NamedTensorSink
 
 if TYPE_CHECKING:
     from collections.abc import Generator
-
-    import torch
 
     from rl_conformance.context import Context
 
@@ -40,44 +37,22 @@ def all_receivers_advance(ctx: Context) -> None:
     """Two engines take one refit and both serve it."""
     policy, first = unequal_pair(ctx)
     second = fresh_engine(ctx)
-    report = run_refit(policy, SeveralEngines(first, second))
+    report = run_refit(policy, Engines(first, second))
     require(report.receivers == 2, f"{report.receivers} receivers took part")
     for engine in (first, second):
         require(engine.weights_version == 1, f"an engine is at {engine.weights_version}")
         equal(policy, engine)
 
 
-class _Unwilling(NamedTensorSink):
-    """Fault: raises in the midst of the tensors or behind the last, as ``broken`` says."""
-
-    broken: ClassVar[list[str]] = []
-
-    def targets(self) -> None:
-        """Everything is written through :meth:`write`."""
-
-    def write(self, name: str, offset: int, data: torch.Tensor, **of: Any) -> None:
-        """Raises at one of the tensors."""
-        if "write" in self.broken and name == "half":
-            raise InjectedFault("the loader gave up")
-        super().write(name, offset, data, **of)
-
-    def finish(self, version: int) -> None:
-        """Raises when the other engine may have everything."""
-        if "finish" in self.broken:
-            raise InjectedFault("the engine gave up")
-        super().finish(version)
-
-
 @check("R13", cases=MODES)
 def no_receiver_advances_alone(ctx: Context, mode: str) -> None:
     """If one engine fails, it is named and no engine advances; the next refit brings all on."""
-    policy = ctx.closing(TensorPolicy(whole_tensors(1, ctx.settings.device)))
+    policy = ctx.closing(Trainer(whole_tensors(1, ctx.settings.device)))
     engines = [
-        ctx.closing(TensorEngine(odd_tensors(n, ctx.settings.device), f"engine-{n}", sink))
-        for n, sink in ((2, NamedTensorSink), (3, _Unwilling))
+        ctx.closing(Engine(odd_tensors(n, ctx.settings.device), f"engine-{n}")) for n in (2, 3)
     ]
-    both = SeveralEngines(*engines)
-    for fault in (broken_tensor(engines[1], "large"), _unwilling("write"), _unwilling("finish")):
+    both, bad = Engines(*engines), engines[1]
+    for fault in (broken_tensor(bad, "large"), _unwilling(bad, "half"), _unwilling(bad, "finish")):
         with fault:
             both.prepare_refit_info(policy.prepare_refit_info() or {})
             (sending,) = policy.send_weights(receivers=2, deadline_s=DEADLINE_S, mode=mode)
@@ -93,12 +68,17 @@ def no_receiver_advances_alone(ctx: Context, mode: str) -> None:
 
 
 @contextmanager
-def _unwilling(where: str) -> Generator[None]:
-    _Unwilling.broken.append(where)
+def _unwilling(engine: Engine, moment: str) -> Generator[None]:
+    """Fault: it raises in the midst of the tensors, or when the other one may have them all."""
+
+    def give_up() -> None:
+        raise InjectedFault("the engine gave up")
+
+    engine.on[moment] = give_up
     try:
         yield
     finally:
-        _Unwilling.broken.clear()
+        engine.on.clear()
 
 
 #: Trainer, engine and how, in turn; versions are counted by trainer.

@@ -15,7 +15,7 @@ import torch
 import zmq
 
 from rl_conformance.checks.common import frames_of, fresh_doubles, messages_of, renew_tensors
-from rl_conformance.doubles import TensorEngine, TensorPolicy
+from rl_conformance.doubles import Engine, Trainer
 from rl_conformance.expect import fail, raises, require
 from rl_conformance.faults import at_the_first_bucket
 from rl_conformance.peers import RemotePolicy
@@ -152,7 +152,7 @@ def nothing_is_unpickled(ctx: Context) -> None:
     bomb = pickle.dumps(_Bomb(path))
     with raises(RefitProtocolError):
         frames.Channel(_TOKEN, b"", "receiver").decode(_authentic(bomb))
-    engine = ctx.closing(TensorEngine(odd_tensors(2)))
+    engine = ctx.closing(Engine(odd_tensors(2)))
     with raises(RefitProtocolError):
         engine.update_weights(bomb)
     require(not path.exists(), "the pickle was loaded")
@@ -180,7 +180,7 @@ def a_malformed_reference_is_refused(ctx: Context, name: str) -> None:
     for address in ({}, {"endpoint": 7}, {"endpoint": "tcp://1.2.3.4:5"}, {"ip": [], "port": -1}):
         with raises(RefitProtocolError):
             transport.receiver(address)
-    policy = ctx.closing(TensorPolicy(odd_tensors(1)))
+    policy = ctx.closing(Trainer(odd_tensors(1)))
     policy.init_collective("127.0.0.1", free_port(), 2)
     sound = policy.prepare_refit_info()["addresses"][name]
     receiver = ctx.closing(transport.receiver(sound))
@@ -219,8 +219,8 @@ _TRANSPORTS = {name: {"transport": name} for name in ("ipc", "collective")}
 @check("S2", needs=(CORE,), cases=_TRANSPORTS)
 def a_stranger_on_the_socket_is_refused(ctx: Context, transport: str) -> None:
     """Frames from someone without the token neither join nor disturb a refit."""
-    policy = ctx.closing(TensorPolicy(odd_tensors(1)))
-    engine = ctx.closing(TensorEngine(odd_tensors(2)))
+    policy = ctx.closing(Trainer(odd_tensors(1)))
+    engine = ctx.closing(Engine(odd_tensors(2)))
     run_refit(policy, engine, transport=transport)
     for name, tensor in odd_tensors(3).items():
         policy.tensors[name].copy_(tensor)
@@ -251,7 +251,7 @@ def a_stranger_on_the_socket_is_refused(ctx: Context, transport: str) -> None:
 @check("S2", needs=(CORE,))
 def a_group_listens_on_one_interface(ctx: Context) -> None:
     """What the collective transport opens is reachable at the address that was given alone."""
-    policy = ctx.closing(TensorPolicy(odd_tensors(1)))
+    policy = ctx.closing(Trainer(odd_tensors(1)))
     before = _listening()
     policy.init_collective("127.0.0.1", free_port(), 2)
     opened = _listening() - before
@@ -270,7 +270,7 @@ def _listening() -> set[tuple[str, int]]:
 @check("S2", needs=(CORE,))
 def the_socket_is_in_a_private_directory(ctx: Context) -> None:
     """Mode 0700, this user's, an unguessable name, and gone after close."""
-    policies = [ctx.closing(TensorPolicy(odd_tensors(1))) for _ in range(2)]
+    policies = [ctx.closing(Trainer(odd_tensors(1))) for _ in range(2)]
     directories = [_directory(policy.prepare_refit_info()) for policy in policies]
     for policy, directory in zip(policies, directories, strict=True):
         found = directory.stat()
@@ -290,7 +290,7 @@ def tokens_are_unguessable(ctx: Context) -> None:
     """At least 128 bits that are new for every sender."""
     tokens = set()
     for _ in range(3):
-        policy = ctx.closing(TensorPolicy(odd_tensors(1)))
+        policy = ctx.closing(Trainer(odd_tensors(1)))
         tokens.add(policy.prepare_refit_info()["token"])
     require(len(tokens) == 3, "senders share a token")
     require(min(map(len, tokens)) >= 32, f"a token of {min(map(len, tokens))} characters")
@@ -352,8 +352,8 @@ _REFITS: tuple[dict[str, Any], ...] = (
 @check("S1", needs=(CORE,))
 def no_refit_unpickles(ctx: Context) -> None:
     """Over shared memory, a group, and by ticket: nothing is given to pickle or torch.load."""
-    policy = ctx.closing(TensorPolicy(odd_tensors(1)))
-    engine = ctx.closing(TensorEngine(odd_tensors(2)))
+    policy = ctx.closing(Trainer(odd_tensors(1)))
+    engine = ctx.closing(Engine(odd_tensors(2)))
     run_refit(policy, engine, transport="collective")  # opens the group
 
     def refused(*_: Any, **__: Any) -> Any:
