@@ -8,11 +8,21 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from decoding_rows import (
+    GREEDY,
+    LENGTHS,
+    SOME,
+    assert_same,
+    check_that_a_short_call_does_not_wait,
+    check_that_it_trains_on,
+    check_that_rows_come_and_go,
+    prompts,
+    run,
+)
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rl_backends import Completion, FailedRow, PromptBatch, SamplingParams
-from rl_backends.generation.serving import ServedCall
+from rl_backends import SamplingParams
 from rl_backends.torch.decoding import DecodingEngine
 from rl_conformance.models import FAMILIES
 from rl_conformance.oracle import Oracle
@@ -20,34 +30,13 @@ from rl_hf.decoders import GroupDecoder, decoding_engine, fits_slots
 from rl_hf.modeling import load_model
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable
     from pathlib import Path
 
     from transformers import PreTrainedModel
 
-    from rl_backends import Row
 
-LENGTHS = (1, 3, 40, 17, 17, 9, 120, 2, 64, 33)
-GREEDY = SamplingParams(greedy=True)
-
-
-def prompts(
-    lengths: Sequence[int] = LENGTHS,
-    budgets: Sequence[int] | int = 12,
-    stops: Sequence[tuple[str, ...]] | None = None,
-    seed: int = 0,
-) -> PromptBatch:
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(3, 269, (len(lengths), max(lengths)), generator=generator)
-    sizes = torch.tensor(lengths)
-    ids[torch.arange(max(lengths)) >= sizes[:, None]] = 0
-    return PromptBatch(
-        ids,
-        sizes,
-        torch.tensor(budgets).expand(len(lengths)).clone(),
-        stops or [()] * len(lengths),
-        torch.arange(len(lengths)) * 1000 + 17,
-    )
+same = partial(assert_same, rounded=True)
 
 
 def load(path: Path, **config: Any) -> PreTrainedModel:
@@ -57,45 +46,6 @@ def load(path: Path, **config: Any) -> PreTrainedModel:
 def in_groups(model: PreTrainedModel, **options: Any) -> DecodingEngine:
     decoder, device = partial(GroupDecoder, model), torch.device("cpu")
     return DecodingEngine(model, decoder, vocab_size=272, device=device, in_groups=True, **options)
-
-
-def rows_of(batch: PromptBatch, sampling: SamplingParams, first_key: int = 0) -> list[Row]:
-    call = ServedCall("generate", batch, sampling, print)
-    return [call.next_row(first_key + row) for row in range(len(batch))]
-
-
-def complete(
-    engine: DecodingEngine, batch: PromptBatch, sampling: SamplingParams
-) -> Iterator[Completion]:
-    engine.submit(rows_of(batch, sampling))
-    missing = len(batch)
-    while missing:
-        for done in engine.collect():
-            missing -= 1
-            if isinstance(done, FailedRow):
-                raise done.error
-            yield done
-    assert not engine._batches
-
-
-def run(engine: DecodingEngine, batch: PromptBatch, sampling: SamplingParams) -> list[Completion]:
-    done = sorted(complete(engine, batch, sampling), key=lambda completion: completion.row)
-    assert [completion.row for completion in done] == list(range(len(batch)))
-    return done
-
-
-def assert_same(left: Sequence[Completion], right: Sequence[Completion]) -> None:
-    for ours, theirs in zip(left, right, strict=True):
-        pairs = zip(ours.token_ids, theirs.token_ids, strict=False)
-        apart = next((at for at, (a, b) in enumerate(pairs) if a != b), None)
-        if apart is None:
-            assert len(ours.token_ids) == len(theirs.token_ids)
-            assert ours.truncated == theirs.truncated
-        # Where the best two are as good as equal, rounding decides, and all after it is another.
-        few = slice(None if apart is None else apart + 1)
-        near = 1e-4 if apart is None else 1e-5
-        found, expected = (torch.tensor(done.logprobs[few]) for done in (ours, theirs))
-        torch.testing.assert_close(found, expected, atol=near, rtol=0)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -160,7 +110,7 @@ def test_groups_and_slots_agree(tiny: Callable[..., Path]):
     sampling = SamplingParams(temperature=1.5, stop_token_ids=tuple(range(3, 40)))
     slots = run(decoding_engine(model), batch, sampling)
     assert len({len(done.token_ids) for done in slots}) > 2
-    assert_same(run(in_groups(model), batch, sampling), slots)
+    same(run(in_groups(model), batch, sampling), slots)
 
 
 @pytest.mark.parametrize(
@@ -187,7 +137,7 @@ def test_rows_do_not_depend_on_order_or_company(
         batch.select(torch.tensor(rows)),
         sampling,
     )
-    assert_same(apart, [together[row] for row in rows])
+    same(apart, [together[row] for row in rows])
 
 
 def test_bfloat16_scores_are_those_of_bfloat16_logits(tiny: Callable[..., Path]):
@@ -211,7 +161,7 @@ def test_a_group_is_admitted_when_the_one_before_is_done(tiny: Callable[..., Pat
 
 @pytest.mark.parametrize("make", [decoding_engine, in_groups], ids=["slots", "groups"])
 @pytest.mark.parametrize("penalty", [1.0, 1.4])
-@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+@SOME
 @given(data=st.data())
 def test_rows_come_and_go_and_each_is_what_it_is_alone(
     tiny: Callable[..., Path],
@@ -221,58 +171,16 @@ def test_rows_come_and_go_and_each_is_what_it_is_alone(
 ):
     model = load(tiny())
     engine = make(model, max_batch_size=data.draw(st.integers(1, 6)))
-    sampled = SamplingParams(temperature=1.3, repetition_penalty=penalty)
-    greedy = SamplingParams(greedy=True, repetition_penalty=penalty)
-    wanted: dict[int, Row] = {}
-    found: dict[int, Completion] = {}
-    key = 0
-    for _ in range(data.draw(st.integers(1, 6))):
-        lengths = data.draw(st.lists(st.integers(1, 30), min_size=1, max_size=4))
-        budgets = data.draw(st.lists(st.integers(1, 12), min_size=len(lengths), max_size=8))
-        batch = prompts(lengths, budgets[: len(lengths)], seed=data.draw(st.integers(0, 3)))
-        rows = rows_of(batch, data.draw(st.sampled_from((sampled, greedy))), key)
-        key += len(rows)
-        engine.submit(rows)
-        wanted |= {row.key: row for row in rows}
-        for _ in range(data.draw(st.integers(0, 8))):
-            found |= {done.row: done for done in engine.collect()}
-        gone = data.draw(st.sets(st.sampled_from(range(key)), max_size=2))
-        engine.cancel(gone)
-        wanted = {k: row for k, row in wanted.items() if k in found or k not in gone}
-    for _ in range(500):
-        found |= {done.row: done for done in engine.collect()}
-    assert found.keys() == wanted.keys()
-    assert not engine._batches
-    alone = decoding_engine(model)
-    for k, done in found.items():
-        alone.submit([wanted[k]])
-        expected: list[Any] = []
-        while not expected:
-            expected += alone.collect()
-        assert_same([done], expected)
+    check_that_rows_come_and_go(engine, decoding_engine(model), penalty, data, rounded=True)
 
 
 @pytest.mark.parametrize("make", [decoding_engine, in_groups], ids=["slots", "groups"])
 def test_a_short_call_does_not_wait_for_a_long_one(
     tiny: Callable[..., Path], make: Callable[..., DecodingEngine]
 ):
-    engine = make(load(tiny()))
-    engine.submit(rows_of(prompts((9,), budgets=(60,)), GREEDY))
-    for _ in range(5):
-        assert not engine.collect()
-    engine.submit(rows_of(prompts((4,), budgets=(3,)), GREEDY, 1))
-    done = [one.row for _ in range(5) for one in engine.collect()]
-    assert done == [1]
+    check_that_a_short_call_does_not_wait(make(load(tiny())))
 
 
 def test_the_model_trains_on_where_it_was_training(tiny: Callable[..., Path]):
-    model = load(tiny(attention_dropout=0.5)).train()
-    engine = decoding_engine(model)
-    assert model.training
-    rows = complete(engine, prompts((5, 5), budgets=(1, 5)), GREEDY)
-    next(rows)
-    assert model.training
-    assert torch.is_grad_enabled()
-    dropped = [*rows]
-    model.eval()
-    assert_same(dropped, run(engine, prompts((5, 5), budgets=(1, 5)), GREEDY)[1:])
+    model = load(tiny(attention_dropout=0.5))
+    check_that_it_trains_on(model, decoding_engine(model), rounded=True)

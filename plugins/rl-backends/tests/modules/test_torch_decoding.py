@@ -7,26 +7,33 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from decoding_rows import (
+    GREEDY,
+    LENGTHS,
+    SOME,
+    assert_same,
+    check_that_a_short_call_does_not_wait,
+    check_that_it_trains_on,
+    check_that_rows_come_and_go,
+    complete,
+    prompts,
+    rows_of,
+    run,
+)
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from rl_backends import Completion, FailedRow, PromptBatch, SamplingParams
-from rl_backends.generation.serving import ServedCall
 from rl_backends.torch.decoding import DecodingEngine
 from rl_backends.torch.slots import SlotDecoder, segment_mask
 from rl_conformance.models import make_tokenizer
 from rl_core.errors import ConfigError, RLError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from rl_backends import Row
     from rl_backends.torch.slot_cache import SlotCache
 
-LENGTHS = (1, 3, 40, 17, 17, 9, 120, 2, 64, 33)
-GREEDY = SamplingParams(greedy=True)
 VOCABULARY, HEADS, SHARED, WIDTH = 272, 4, 2, 8
 CPU = torch.device("cpu")
 
@@ -102,59 +109,6 @@ class Tiny(nn.Module):
 def engine_of(model: Tiny, **options: Any) -> DecodingEngine:
     decoder = partial(SlotDecoder, model, CPU)
     return DecodingEngine(model, decoder, vocab_size=VOCABULARY, device=CPU, **options)
-
-
-def prompts(
-    lengths: Sequence[int] = LENGTHS,
-    budgets: Sequence[int] | int = 12,
-    stops: Sequence[tuple[str, ...]] | None = None,
-    seed: int = 0,
-) -> PromptBatch:
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(3, 269, (len(lengths), max(lengths)), generator=generator)
-    sizes = torch.tensor(lengths)
-    ids[torch.arange(max(lengths)) >= sizes[:, None]] = 0
-    return PromptBatch(
-        ids,
-        sizes,
-        torch.tensor(budgets).expand(len(lengths)).clone(),
-        stops or [()] * len(lengths),
-        torch.arange(len(lengths)) * 1000 + 17,
-    )
-
-
-def rows_of(batch: PromptBatch, sampling: SamplingParams, first_key: int = 0) -> list[Row]:
-    call = ServedCall("generate", batch, sampling, print)
-    return [call.next_row(first_key + row) for row in range(len(batch))]
-
-
-def complete(
-    engine: DecodingEngine, batch: PromptBatch, sampling: SamplingParams
-) -> Iterator[Completion]:
-    engine.submit(rows_of(batch, sampling))
-    missing = len(batch)
-    while missing:
-        for done in engine.collect():
-            missing -= 1
-            if isinstance(done, FailedRow):
-                raise done.error
-            yield done
-    assert not engine._batches
-
-
-def run(engine: DecodingEngine, batch: PromptBatch, sampling: SamplingParams) -> list[Completion]:
-    done = sorted(complete(engine, batch, sampling), key=lambda completion: completion.row)
-    assert [completion.row for completion in done] == list(range(len(batch)))
-    return done
-
-
-def assert_same(left: Sequence[Completion], right: Sequence[Completion]) -> None:
-    for ours, theirs in zip(left, right, strict=True):
-        assert list(ours.token_ids) == list(theirs.token_ids)
-        assert ours.truncated == theirs.truncated
-        torch.testing.assert_close(
-            torch.tensor(ours.logprobs), torch.tensor(theirs.logprobs), atol=1e-4, rtol=0
-        )
 
 
 @pytest.mark.parametrize("max_batch_size", [1, 3, 256])
@@ -266,18 +220,6 @@ def test_logits_that_are_not_finite_name_the_row():
         list(complete(engine_of(model), prompts((4,)), SamplingParams()))
 
 
-def test_the_model_trains_on_where_it_was_training():
-    model = Tiny(dropout=0.5).train()
-    engine = engine_of(model)
-    rows = complete(engine, prompts((5, 5), budgets=(1, 5)), GREEDY)
-    next(rows)
-    assert model.training
-    assert torch.is_grad_enabled()
-    dropped = [*rows]
-    model.eval()
-    assert_same(dropped, run(engine, prompts((5, 5), budgets=(1, 5)), GREEDY)[1:])
-
-
 def test_a_decoder_declares_what_it_admits():
     slots = SlotDecoder(Tiny(), CPU, 32)
     assert slots.room([5] * 10, 22, last=False) == 10
@@ -286,49 +228,20 @@ def test_a_decoder_declares_what_it_admits():
 
 
 @pytest.mark.parametrize("penalty", [1.0, 1.4])
-@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+@SOME
 @given(data=st.data())
 def test_rows_come_and_go_and_each_is_what_it_is_alone(penalty: float, data: st.DataObject):
     engine = engine_of(Tiny(), max_batch_size=data.draw(st.integers(1, 6)))
-    sampled = SamplingParams(temperature=1.3, repetition_penalty=penalty)
-    greedy = SamplingParams(greedy=True, repetition_penalty=penalty)
-    wanted: dict[int, Row] = {}
-    found: dict[int, Completion] = {}
-    key = 0
-    for _ in range(data.draw(st.integers(1, 6))):
-        lengths = data.draw(st.lists(st.integers(1, 30), min_size=1, max_size=4))
-        budgets = data.draw(st.lists(st.integers(1, 12), min_size=len(lengths), max_size=8))
-        batch = prompts(lengths, budgets[: len(lengths)], seed=data.draw(st.integers(0, 3)))
-        rows = rows_of(batch, data.draw(st.sampled_from((sampled, greedy))), key)
-        key += len(rows)
-        engine.submit(rows)
-        wanted |= {row.key: row for row in rows}
-        for _ in range(data.draw(st.integers(0, 8))):
-            found |= {done.row: done for done in engine.collect()}
-        gone = data.draw(st.sets(st.sampled_from(range(key)), max_size=2))
-        engine.cancel(gone)
-        wanted = {k: row for k, row in wanted.items() if k in found or k not in gone}
-    for _ in range(500):
-        found |= {done.row: done for done in engine.collect()}
-    assert found.keys() == wanted.keys()
-    assert not engine._batches
-    alone = engine_of(Tiny())
-    for k, done in found.items():
-        alone.submit([wanted[k]])
-        expected: list[Any] = []
-        while not expected:
-            expected += alone.collect()
-        assert_same([done], expected)
+    check_that_rows_come_and_go(engine, engine_of(Tiny()), penalty, data)
 
 
 def test_a_short_call_does_not_wait_for_a_long_one():
-    engine = engine_of(Tiny())
-    engine.submit(rows_of(prompts((9,), budgets=(60,)), GREEDY))
-    for _ in range(5):
-        assert not engine.collect()
-    engine.submit(rows_of(prompts((4,), budgets=(3,)), GREEDY, 1))
-    done = [one.row for _ in range(5) for one in engine.collect()]
-    assert done == [1]
+    check_that_a_short_call_does_not_wait(engine_of(Tiny()))
+
+
+def test_the_model_trains_on_where_it_was_training():
+    model = Tiny(dropout=0.5)
+    check_that_it_trains_on(model, engine_of(model))
 
 
 @pytest.mark.parametrize("most", [0, 1, 2, 5])
