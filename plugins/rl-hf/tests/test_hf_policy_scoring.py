@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,9 +17,6 @@ from rl_core.errors import CapabilityError, ConfigError, DataError, DeadlineErro
 from rl_hf.policy import HuggingFacePolicy
 from rl_losses import NLLLossFn
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
 LENGTHS = (20, 3, 1, 7, 16, 5)
 PACKED = {"enabled": True, "train_mb_tokens": 30}
 
@@ -30,35 +28,21 @@ def batch(lengths: tuple[int, ...] = LENGTHS, width: int = 24) -> BatchedDataDic
     return BatchedDataDict({"input_ids": ids, "input_lengths": rows})
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+WINDOW = {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}
+
+
 @pytest.mark.parametrize(
-    "config",
-    [
-        {},
-        {"sequence_packing": PACKED},
-        {"sequence_packing": PACKED, "attn_implementation": "eager"},
-        {"dynamic_batching": {"enabled": True, "train_mb_tokens": 64, "sequence_length_round": 4}},
-    ],
-    ids=["padded", "packed", "packed-eager", "dynamic"],
+    ("family", "of_model", "config"),
+    [(family, {}, {"attn_implementation": "eager"}) for family in FAMILIES]
+    + [("qwen2", WINDOW, {})],
 )
-def test_logprobs_equal_the_plain_forward_pass(tiny, family, config):
-    path, data = tiny(family), batch()
-    policy = HuggingFacePolicy(str(path), temperature=0.7, **config)
+def test_packed_rows_equal_the_plain_forward_pass(tiny, family, of_model, config):
+    path, data = tiny(family, **of_model), batch()
+    policy = HuggingFacePolicy(str(path), temperature=0.7, sequence_packing=PACKED, **config)
     expected = Oracle(path).batch_logprobs(data["input_ids"], data["input_lengths"], 0.7)
     for size in (None, 1, 4):
         scores = policy.get_logprobs(data, size)["logprobs"]
-        assert scores.dtype == torch.float32
-        assert torch.equal(scores == 0, expected == 0)
         torch.testing.assert_close(scores, expected, atol=1e-4, rtol=0)
-
-
-def test_packed_rows_with_a_window_equal_the_plain_forward_pass(tiny):
-    path = tiny("qwen2", use_sliding_window=True, sliding_window=6, max_window_layers=1)
-    data = batch()
-    policy = HuggingFacePolicy(str(path), sequence_packing=PACKED)
-    expected = Oracle(path).batch_logprobs(data["input_ids"], data["input_lengths"])
-    scores = policy.get_logprobs(data)["logprobs"]
-    torch.testing.assert_close(scores, expected, atol=1e-4, rtol=0)
 
 
 def test_a_model_that_lets_packed_rows_see_each_other_packs_only_if_asked_and_is_refused(
@@ -139,21 +123,6 @@ def test_an_empty_batch_gives_an_empty_result(tiny):
 
 
 @pytest.mark.parametrize("reference", ["swap", "copy"])
-def test_training_leaves_the_reference_bit_for_bit(tiny, reference):
-    config = {"optimizer": {"lr": 1e-2}, "temperature": 0.7}
-    policy = HuggingFacePolicy(str(tiny()), reference=reference, **config)
-    data = batch()
-    before = policy.get_reference_policy_logprobs(data)["reference_logprobs"]
-    own = policy.get_logprobs(data)["logprobs"]
-    assert torch.equal(before, own)
-    policy.train(data, NLLLossFn())
-    trained = policy.get_logprobs(data)["logprobs"]
-    assert torch.equal(policy.get_reference_logprobs(data)["reference_logprobs"], before)
-    assert torch.equal(policy.get_logprobs(data)["logprobs"], trained)
-    assert not torch.equal(trained, own)
-
-
-@pytest.mark.parametrize("reference", ["swap", "copy"])
 def test_a_failing_reference_call_leaves_weights_and_modes(tiny, reference, monkeypatch):
     policy = HuggingFacePolicy(str(tiny()), reference=reference, optimizer={"lr": 1e-2})
     data = batch()
@@ -177,43 +146,9 @@ def test_without_a_reference_asking_for_it_is_refused(tiny):
         policy.get_reference_policy_logprobs(batch())
 
 
-def test_topk_logits_are_the_largest_of_the_plain_forward_pass(tiny):
-    path, data = tiny(), batch()
-    out = HuggingFacePolicy(str(path), sequence_packing=PACKED).get_topk_logits(data, 5)
-    oracle = Oracle(path)
-    assert out["topk_logits"].shape == (6, 23, 5)
-    for row, length in enumerate(LENGTHS):
-        ids = data["input_ids"][row, :length].tolist()
-        expected = oracle.logits(ids)[:-1].topk(5)
-        found = out["topk_logits"][row, : length - 1]
-        torch.testing.assert_close(found, expected.values, atol=1e-4, rtol=0)
-        assert torch.equal(out["topk_indices"][row, : length - 1], expected.indices)
-        assert not out["topk_logits"][row, length - 1 :].any()
-
-
 def test_more_than_the_vocabulary_is_no_topk(tiny):
     with pytest.raises(DataError, match="272 tokens"):
         HuggingFacePolicy(str(tiny())).get_topk_logits(batch(), 273)
-
-
-def test_fp8_scales_cover_the_cached_keys_and_values(tiny):
-    path, data = tiny("qwen3"), batch()
-    policy = HuggingFacePolicy(str(path))
-    scales = policy.calibrate_qkv_fp8_scales(data, percentile=100, margin=1.0)
-    largest: dict[str, float] = {}
-    model = transformers.AutoModelForCausalLM.from_pretrained(path)
-    for row, length in enumerate(LENGTHS):
-        output = model(data["input_ids"][row : row + 1, :length], use_cache=True)
-        cache = getattr(output, "cache", None) or output.past_key_values
-        for layer, cached in enumerate(cache.layers):
-            for kind, tensor in (("k", cached.keys), ("v", cached.values)):
-                name = f"{layer} {kind}"
-                largest[name] = max(largest.get(name, 0.0), float(tensor.detach().abs().max()))
-    for layer in (0, 1):
-        for kind in ("k", "v"):
-            seen = scales["layers"][f"layer_{layer}"][f"{kind}_scale"] * 448
-            assert largest[f"{layer} {kind}"] * 0.9999 <= seen <= largest[f"{layer} {kind}"] * 1.003
-    assert "q_scale" not in scales["layers"]["layer_0"]
 
 
 def test_fp8_scales_do_not_depend_on_microbatches_and_fall_with_the_percentile(tiny):
@@ -254,17 +189,6 @@ def test_rewards_come_from_each_rows_last_token(tmp_path: Path):
 def test_a_language_model_does_not_score(tiny):
     with pytest.raises(CapabilityError, match="one label"):
         HuggingFacePolicy(str(tiny())).score(batch())
-
-
-def test_generated_logprobs_are_the_policys_own(tiny):
-    policy = HuggingFacePolicy(
-        str(tiny()), temperature=0.8, generation={"max_new_tokens": 6, "seed": 3}
-    )
-    out = policy.generate(batch(), greedy=False)
-    scores = policy.get_logprobs(out)["logprobs"]
-    made = out["logprobs"] != 0
-    assert made.any()
-    torch.testing.assert_close(scores[made], out["logprobs"][made], atol=1e-4, rtol=0)
 
 
 def test_after_a_call_that_took_too_long_the_model_is_the_policys_again(tiny):

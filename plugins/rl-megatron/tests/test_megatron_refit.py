@@ -8,8 +8,6 @@ import pytest
 import torch
 
 from rl_conformance.training import NegativeLogLikelihood, training_batch
-from rl_core.errors import LifecycleError
-from rl_core.futures import wait
 from rl_core.weights import refit
 from rl_hf.generation import HuggingFaceGeneration
 from rl_megatron.policy import MegatronPolicy
@@ -65,18 +63,6 @@ def test_every_way_to_refit_is_bit_for_bit(tiny, built, family, options):
         assert policy.get_logprobs(training_batch((5,)))["logprobs"].isfinite().all()
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
-def test_a_delta_sends_what_changed(tiny, built, family):
-    policy = built(MegatronPolicy(str(tiny(family)), **OPTIONS))
-    engine = built(engine_of(tiny(family)))
-    first = refit(policy, engine, transport="ipc", deadline_s=SOON)
-    again = refit(policy, engine, delta=True, transport="ipc", deadline_s=SOON)
-    assert (again.tensors, again.skipped) == (0, first.tensors)
-    step(policy)
-    refit(policy, engine, delta=True, transport="ipc", verify="installed", deadline_s=SOON)
-    assert same(engine, weights(policy))
-
-
 def test_bfloat16_is_sent_as_such(tiny, built):
     policy = built(MegatronPolicy(str(tiny()), torch_dtype="bfloat16", **OPTIONS))
     engine = built(engine_of(tiny(), torch_dtype="bfloat16"))
@@ -108,28 +94,3 @@ def test_the_norm_of_gradients_does_not_depend_on_names_of_experts(tiny, built):
         for kind in ("stacked", "separate")
     ]
     assert norms[0] == norms[1]
-
-
-def test_a_step_in_the_midst_of_a_refit_ends_it(tiny, built):
-    policy = built(MegatronPolicy(str(tiny()), **OPTIONS))
-    engine = built(engine_of(tiny()))
-    engine.prepare_refit_info(policy.prepare_refit_info())
-    sending = policy.send_weights(deadline_s=SOON)
-    step(policy)
-    receiving = engine.receive_weights(deadline_s=SOON)
-    with pytest.raises(LifecycleError, match="weights changed"):
-        wait(sending, SOON)
-    with pytest.raises(Exception, match="weights changed"):
-        wait(receiving, SOON)
-    refit(policy, engine, verify="installed", deadline_s=SOON)
-    assert same(engine, weights(policy))
-
-
-def test_a_reference_that_scores_in_the_midst_of_a_refit_ends_it_or_changes_nothing(tiny, built):
-    policy = built(MegatronPolicy(str(tiny()), **OPTIONS))
-    engine = built(engine_of(tiny()))
-    step(policy)
-    expected = weights(policy)
-    policy.get_reference_policy_logprobs(training_batch((5,)))
-    refit(policy, engine, verify="installed", deadline_s=SOON)
-    assert same(engine, expected)
