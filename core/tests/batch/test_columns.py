@@ -39,11 +39,6 @@ def assert_same(left: BatchedDataDict, right: BatchedDataDict) -> None:
             assert [type(item) for item in value] == [type(item) for item in right[key]]
 
 
-def test_size_is_the_number_of_rows():
-    assert make_batch(5).size == 5
-    assert BatchedDataDict().size == 0
-
-
 def test_a_column_of_none_has_no_say_in_the_size_and_is_carried_along():
     batch = BatchedDataDict({"stop_strings": None, "x": torch.zeros(3)})
     assert batch.size == 3
@@ -75,23 +70,10 @@ def test_a_value_without_rows_is_named(value):
         _ = BatchedDataDict({"bad": value}).size
 
 
-def test_slice_takes_rows():
-    part = make_batch().slice(2, 4)
-    assert isinstance(part, SlicedDataDict)
-    assert part["names"] == ["row 2", "row 3"]
-    assert part["features"].shape == (2, 4, 2)
-
-
 @pytest.mark.parametrize(("start", "end"), [(0, 7), (-1, 3), (4, 3), (7, 7)])
 def test_a_slice_outside_the_batch_is_an_error(start, end):
     with pytest.raises(DataError, match="not within the batch of 6 rows"):
         make_batch().slice(start, end)
-
-
-def test_select_takes_rows_in_order_and_repeats_them():
-    part = make_batch().select_indices([4, 0, 4])
-    assert part["names"] == ["row 4", "row 0", "row 4"]
-    assert part["input_ids"][:, 0].tolist() == [16, 0, 16]
 
 
 def test_select_takes_a_tensor_or_a_mask():
@@ -118,13 +100,6 @@ def test_select_refuses_rows_outside_the_batch(indices, message):
         make_batch().select_indices(indices)
 
 
-def test_reorder_sends_row_i_to_its_place():
-    batch = make_batch(3)
-    batch.reorder_data([2, 0, 1])
-    assert batch["names"] == ["row 1", "row 2", "row 0"]
-    assert batch["input_ids"][:, 0].tolist() == [4, 8, 0]
-
-
 @given(order=st.permutations(range(6)))
 def test_select_undoes_reorder(order):
     batch = make_batch()
@@ -140,44 +115,15 @@ def test_reorder_refuses_what_is_no_permutation_and_changes_nothing(order):
     assert_same(batch, make_batch())
 
 
-def test_chunks_are_equal_runs_that_share_no_memory():
-    batch = make_batch()
-    parts = [batch.chunk(rank, 3) for rank in range(3)]
-    assert [part["names"] for part in parts] == [
-        ["row 0", "row 1"],
-        ["row 2", "row 3"],
-        ["row 4", "row 5"],
-    ]
-    parts[0]["input_ids"].zero_()
-    assert_same(batch, make_batch())
-
-
 @pytest.mark.parametrize(("rank", "chunks"), [(0, 4), (3, 3), (-1, 3)])
 def test_a_chunk_that_does_not_exist_is_an_error(rank, chunks):
     with pytest.raises(DataError):
         make_batch().chunk(rank, chunks)
 
 
-def test_repeat_interleave_copies_list_items():
-    batch = BatchedDataDict({"x": torch.tensor([1, 2]), "notes": [["a"], ["b"]]})
-    repeated = batch.repeat_interleave(2)
-    repeated["notes"][0].append("changed")
-    assert repeated["x"].tolist() == [1, 1, 2, 2]
-    assert repeated["notes"] == [["a", "changed"], ["a"], ["b"], ["b"]]
-    assert batch["notes"] == [["a"], ["b"]]
-
-
 def test_repeat_refuses_a_negative_number():
     with pytest.raises(DataError, match="-1 times"):
         make_batch().repeat_interleave(-1)
-
-
-def test_truncate_narrows_tensors_that_have_the_dim():
-    batch = make_batch()
-    batch.truncate_tensors(1, 2)
-    assert batch["input_ids"].shape == (6, 2)
-    assert batch["features"].shape == (6, 2, 2)
-    assert batch["input_lengths"].shape == (6,)
 
 
 @pytest.mark.parametrize(("dim", "length"), [(0, 2), (1, -1)])
@@ -191,40 +137,6 @@ def test_to_moves_tensors_in_place_and_leaves_lists():
     assert batch.to("meta") is batch
     assert batch["input_ids"].device.type == "meta"
     assert batch["names"][0] == "row 0"
-
-
-def test_get_dict_is_the_dict_behind():
-    batch = make_batch()
-    batch.get_dict()["new"] = [0] * 6
-    assert "new" in batch
-
-
-def test_from_batches_pads_the_sequence_and_concatenates_the_rest():
-    merged = BatchedDataDict.from_batches(
-        [
-            {
-                "ids": torch.tensor([[1, 2]]),
-                "f": torch.ones(1, 1, 2),
-                "n": torch.tensor([2]),
-                "t": [1],
-            },
-            {
-                "ids": torch.tensor([[3]]),
-                "f": torch.ones(1, 2, 2),
-                "n": torch.tensor([1]),
-                "t": ["b"],
-            },
-        ],
-        pad_value_dict={"ids": 9},
-    )
-    assert merged["ids"].tolist() == [[1, 2], [3, 9]]
-    assert merged["f"].tolist() == [[[1, 1], [0, 0]], [[1, 1], [1, 1]]]
-    assert merged["n"].tolist() == [2, 1]
-    assert merged["t"] == [1, "b"]
-
-
-def test_from_no_batches_is_empty():
-    assert dict(BatchedDataDict.from_batches([])) == {}
 
 
 def test_a_missing_key_is_named_with_its_batch():
@@ -260,24 +172,6 @@ def test_batches_that_do_not_fit_name_the_key(other):
 def test_batches_of_another_kind_than_the_first_name_the_key():
     with pytest.raises(DataError, match="'a' is a list in one batch and a tensor in another"):
         BatchedDataDict.from_batches([{"a": [1]}, {"a": torch.tensor([1])}])
-
-
-@given(widths=st.lists(st.integers(0, 5), min_size=1, max_size=6), rows=st.integers(1, 3))
-def test_from_batches_keeps_every_row_and_pads_only_on_the_right(widths, rows):
-    batches = [
-        {"x": torch.full((rows, width), number + 1), "w": [width] * rows}
-        for number, width in enumerate(widths)
-    ]
-    merged = BatchedDataDict.from_batches(batches, pad_value_dict={"x": -1})
-    assert merged["x"].shape == (rows * len(widths), max(widths))
-    for row, width in enumerate(merged["w"]):
-        assert merged["x"][row].tolist() == [row // rows + 1] * width + [-1] * (max(widths) - width)
-
-
-def test_microbatches_of_fixed_size():
-    parts = list(make_batch().make_microbatch_iterator(2))
-    assert [part["names"][0] for part in parts] == ["row 0", "row 2", "row 4"]
-    assert make_batch().get_microbatch_iterator_len(2) == 3
 
 
 @pytest.mark.parametrize("size", [0, 4])
@@ -330,12 +224,6 @@ def test_a_shard_survives_bit_for_bit_with_its_plan(passed_through):
     assert received.micro_batch_indices == shard.micro_batch_indices
     assert received.micro_batch_lengths == shard.micro_batch_lengths
     assert received.elem_counts_per_gb == shard.elem_counts_per_gb
-
-
-def test_a_slice_travels_without_the_rest_of_the_batch():
-    batch = BatchedDataDict({"x": torch.zeros(1000, 100)})
-    assert len(pickle.dumps(batch.slice(3, 5))) < 10_000
-    assert pickle.loads(pickle.dumps(batch.slice(3, 5)))["x"].shape == (2, 100)
 
 
 def test_the_type_argument_does_not_travel():

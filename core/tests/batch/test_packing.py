@@ -244,40 +244,24 @@ def test_fixed_plan_covers_all_rows_in_order_in_whole_groups(groups, group_size,
     assert in_whole_groups(parts, group_size)
 
 
-@given(
-    data=st.data(),
-    group_size=st.integers(1, 3),
-    rounding=st.integers(1, 5),
-    algorithm=st.sampled_from(sorted(ALGORITHMS)),
-)
-def test_packed_plan_keeps_groups_together_under_the_bound(data, group_size, rounding, algorithm):
-    count = data.draw(st.integers(0, 12)) * group_size
-    values = data.draw(st.lists(st.integers(0, 12), min_size=count, max_size=count))
-    lengths = torch.tensor(values, dtype=torch.int64)
-    args = {
-        "max_tokens_per_microbatch": 48,
-        "sequence_length_pad_multiple": rounding,
-        "algorithm": algorithm,
-    }
-    parts = plan_microbatches(lengths, sequence_packing_args=args, group_size=group_size)
-    assert covered(parts) == list(range(count))
-    assert in_whole_groups(parts, group_size)
-    padded = [-(-max(value, 1) // rounding) * rounding for value in values]
-    assert all(sum(padded[row] for row in part.tolist()) <= 48 for part in parts)
-
-
+@pytest.mark.parametrize("way", ["dynamic", *sorted(ALGORITHMS)])
 @given(data=st.data(), group_size=st.integers(1, 3), rounding=st.integers(1, 5))
-def test_dynamic_plan_keeps_groups_together_under_the_bound(data, group_size, rounding):
+def test_planned_groups_stay_together_under_the_bound(way, data, group_size, rounding):
     count = data.draw(st.integers(0, 12)) * group_size
     values = data.draw(st.lists(st.integers(0, 12), min_size=count, max_size=count))
+    args = {"max_tokens_per_microbatch": 48}
+    if way == "dynamic":
+        how = {"dynamic_batching_args": args | {"sequence_length_round": rounding}}
+    else:
+        args |= {"sequence_length_pad_multiple": rounding, "algorithm": way}
+        how = {"sequence_packing_args": args}
     lengths = torch.tensor(values, dtype=torch.int64)
-    args = {"max_tokens_per_microbatch": 48, "sequence_length_round": rounding}
-    parts = plan_microbatches(lengths, dynamic_batching_args=args, group_size=group_size)
+    parts = plan_microbatches(lengths, **how, group_size=group_size)
     assert covered(parts) == list(range(count))
     assert in_whole_groups(parts, group_size)
     for part in parts:
-        width = -(-max(*(values[row] for row in part.tolist()), 1) // rounding) * rounding
-        assert len(part) * width <= 48
+        padded = [-(-max(values[row], 1) // rounding) * rounding for row in part.tolist()]
+        assert (len(part) * max(padded) if way == "dynamic" else sum(padded)) <= 48
 
 
 def test_dynamic_plan_puts_as_many_rows_together_as_fit():

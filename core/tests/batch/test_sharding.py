@@ -35,21 +35,6 @@ def in_whole_groups(rows: list[int], group: int) -> bool:
     return rows == [first + step for first in rows[::group] for step in range(group)]
 
 
-def test_shards_are_runs_of_the_batch():
-    assert rows_of(make_batch([1] * 8).shard_by_batch_size(2)) == [[0, 1, 2, 3], [4, 5, 6, 7]]
-
-
-def test_shards_take_their_part_of_every_global_batch_in_turn():
-    shards = make_batch([1] * 8).shard_by_batch_size(2, batch_size=4)
-    assert rows_of(shards) == [[0, 1, 4, 5], [2, 3, 6, 7]]
-    assert shards[1].get_batch(1, 2)["row"] == [6, 7]
-
-
-def test_uneven_shards_differ_by_one_row_at_most():
-    shards = make_batch([1] * 7).shard_by_batch_size(3, allow_uneven_shards=True)
-    assert rows_of(shards) == [[0, 1, 2], [3, 4], [5, 6]]
-
-
 def test_more_shards_than_rows_leaves_empty_shards_with_all_keys():
     shards = make_batch([1]).shard_by_batch_size(2, allow_uneven_shards=True)
     assert shards[1].size == 0
@@ -61,99 +46,61 @@ def test_groups_are_not_torn_between_shards():
     assert rows_of(shards) == [[0, 1, 2, 3], [4, 5]]
 
 
-@given(shards=st.integers(1, 4), per_shard=st.integers(1, 3), chunks=st.integers(1, 3))
-def test_every_row_is_in_exactly_one_fixed_shard(shards, per_shard, chunks):
-    size = shards * per_shard * chunks
-    parts = make_batch([1] * size).shard_by_batch_size(shards, batch_size=shards * per_shard)
-    assert sorted(row for part in rows_of(parts) for row in part) == list(range(size))
-    assert {part.size for part in parts} == {per_shard * chunks}
-    for index in range(chunks):
-        rows = {row for part in parts for row in part.get_batch(index, per_shard)["row"]}
-        assert rows == set(range(index * shards * per_shard, (index + 1) * shards * per_shard))
-
-
-@given(data=st.data(), shards=st.integers(1, 3), chunks=st.integers(1, 3), group=st.integers(1, 2))
-def test_dynamic_shards_keep_every_clause(data, shards, chunks, group):
-    per_chunk = shards * group * data.draw(st.integers(1, 4))
-    size = per_chunk * chunks
+@pytest.mark.parametrize("way", ["dynamic", *sorted(ALGORITHMS)])
+@given(
+    data=st.data(),
+    shards=st.integers(1, 3),
+    chunks=st.integers(1, 3),
+    group=st.integers(1, 2),
+    rounding=st.sampled_from([1, 4, 5]),
+)
+def test_planned_shards_keep_groups_bounds_and_global_batches(
+    way, data, shards, chunks, group, rounding
+):
+    per_chunk = shards * group * data.draw(st.integers(1, 5))
+    size, bound = per_chunk * chunks, 30
     lengths = data.draw(st.lists(st.integers(1, WIDTH), min_size=size, max_size=size))
-    rounding = data.draw(st.sampled_from([1, 4, 5]))
     args = {
-        "max_tokens_per_microbatch": 24,
-        "sequence_length_round": rounding,
+        "max_tokens_per_microbatch": bound,
         "input_key": "input_ids",
         "input_lengths_key": "input_lengths",
     }
+    if way == "dynamic":
+        args = {"dynamic_batching_args": {**args, "sequence_length_round": rounding}}
+    else:
+        args |= {"sequence_length_pad_multiple": rounding, "algorithm": way}
+        args = {"sequence_packing_args": args}
     batch = make_batch(lengths)
-    parts, order = batch.shard_by_batch_size(
-        shards, per_chunk, dynamic_batching_args=args, group_size=group
-    )
+    parts, order = batch.shard_by_batch_size(shards, per_chunk, **args, group_size=group)
     assert list(chain(*rows_of(parts))) == order
     assert sorted(order) == list(range(size))
     for index in range(chunks):
         batches = [part.get_batch(index) for part in parts]
-        assert len({part.get_microbatch_iterator_dynamic_shapes_len() for part in batches}) == 1
+        counts = set()
         for part in batches:
-            micro = list(part.make_microbatch_iterator_with_dynamic_shapes())
+            if way == "dynamic":
+                counts.add(part.get_microbatch_iterator_dynamic_shapes_len())
+                micro = list(part.make_microbatch_iterator_with_dynamic_shapes())
+                for one in micro:
+                    width = one["input_ids"].shape[1]
+                    assert one.size * width <= bound
+                    assert int(one["input_lengths"].max()) <= width
+                    assert width % rounding == 0 or width == WIDTH
+            else:
+                count, longest = part.get_microbatch_iterator_for_packable_sequences_len()
+                counts.add(count)
+                micro = list(part.make_microbatch_iterator_for_packable_sequences())
+                loads = [int((-(-m["input_lengths"] // rounding) * rounding).sum()) for m in micro]
+                assert loads == part.micro_batch_lengths[0] == sorted(loads, reverse=True)
+                assert 0 < max(loads) == longest <= bound
             assert list(chain(*rows_of(micro))) == part["row"]
-            for one in micro:
-                width = one["input_ids"].shape[1]
-                assert one.size * width <= 24
-                assert int(one["input_lengths"].max()) <= width
-                assert width % rounding == 0 or width == WIDTH
-                assert in_whole_groups(one["row"], group)
+            assert all(in_whole_groups(rows, group) for rows in rows_of(micro))
+        assert len(counts) == 1
         assert {row // per_chunk for part in batches for row in part["row"]} == {index}
     restored = BatchedDataDict.from_batches(parts)
     restored.reorder_data(order)
     assert restored["row"] == batch["row"]
     assert torch.equal(restored["input_ids"], batch["input_ids"])
-
-
-@given(
-    data=st.data(),
-    shards=st.integers(1, 3),
-    chunks=st.integers(1, 3),
-    algorithm=st.sampled_from(sorted(ALGORITHMS)),
-)
-def test_packed_shards_keep_every_clause(data, shards, chunks, algorithm):
-    group = data.draw(st.sampled_from([1, 2]))
-    per_chunk = shards * group * data.draw(st.integers(1, 5))
-    size = per_chunk * chunks
-    lengths = data.draw(st.lists(st.integers(1, WIDTH), min_size=size, max_size=size))
-    multiple = data.draw(st.sampled_from([1, 4, 5]))
-    args = {
-        "max_tokens_per_microbatch": 30,
-        "sequence_length_pad_multiple": multiple,
-        "input_key": "input_ids",
-        "input_lengths_key": "input_lengths",
-        "algorithm": algorithm,
-    }
-    batch = make_batch(lengths)
-    parts, order = batch.shard_by_batch_size(
-        shards, per_chunk, sequence_packing_args=args, group_size=group
-    )
-    assert list(chain(*rows_of(parts))) == order
-    assert sorted(order) == list(range(size))
-    for index in range(chunks):
-        batches = [part.get_batch(index) for part in parts]
-        counts = {part.get_microbatch_iterator_for_packable_sequences_len()[0] for part in batches}
-        assert len(counts) == 1
-        for part in batches:
-            bins = list(part.make_microbatch_iterator_for_packable_sequences())
-            loads = [
-                sum(-(-length // multiple) * multiple for length in one["input_lengths"].tolist())
-                for one in bins
-            ]
-            assert loads == part.micro_batch_lengths[0]
-            assert 0 < max(loads) <= 30
-            assert all(in_whole_groups(rows, group) for rows in rows_of(bins))
-            assert part.get_microbatch_iterator_for_packable_sequences_len()[1] == max(loads)
-            assert list(chain(*rows_of(bins))) == part["row"]
-            assert loads == sorted(loads, reverse=True)
-        assert {row // per_chunk for part in batches for row in part["row"]} == {index}
-    restored = BatchedDataDict.from_batches(parts)
-    restored.reorder_data(order)
-    assert restored["row"] == batch["row"]
 
 
 def test_microbatches_in_step_have_one_width_in_all_shards():
@@ -169,12 +116,6 @@ def test_uneven_rows_can_be_packed():
         2, allow_uneven_shards=True, sequence_packing_args={"max_tokens_per_microbatch": 12}
     )
     assert [len(shard.micro_batch_indices[0]) for shard in shards] == [1, 1]
-
-
-def test_shards_share_no_memory_with_the_batch():
-    batch = make_batch([1] * 4)
-    batch.shard_by_batch_size(2)[0]["input_ids"].zero_()
-    assert int(batch["input_ids"].sum()) == sum(range(4 * WIDTH))
 
 
 def test_a_plan_does_not_outlive_a_new_order():

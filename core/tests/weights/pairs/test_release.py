@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import weakref
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -25,9 +26,6 @@ from rl_core.weights.protocol.frames import Channel
 from rl_core.weights.protocol.messages import Done
 from rl_core.weights.receiving.loading import ReceiverBuckets
 from rl_core.weights.transports.memory import SharedRegion
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
 
 
 @pytest.fixture
@@ -161,17 +159,3 @@ def test_scales_for_an_engine_without_are_refused_before_anything_is_written(tra
         assert isinstance(error, CapabilityError)
     assert engine.idle().sink.calls == []
     assert not engine.receiver.torn
-
-
-class _Scaled(DictSink):
-    """Has a cache with scales."""
-
-    def scale_kv(self, scales: Mapping[str, float]) -> None:
-        self._called(f"scale {dict(scales)}")
-
-
-def test_scales_are_given_before_the_refit_is_finished(keep, trainer):
-    engine = keep(Engine(blank(trainer.source.tensor), kind=_Scaled))
-    go(trainer, engine, kv_scales={"layers.0.k": 0.5})
-    calls = engine.sink.calls
-    assert calls.index("scale {'layers.0.k': 0.5}") == calls.index("finish") - 1

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -25,9 +26,6 @@ from simple_pair import (
 
 from rl_core.errors import CapabilityError, LifecycleError, RefitError, WeightsTornError
 from rl_core.weights.receiving.staging import StagedSink
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 pytestmark = pytest.mark.usefixtures("either_device")
 
@@ -318,12 +316,3 @@ def test_a_staged_refit_rounds_for_an_engine_that_casts(keep):
     engine.sink.casts = True
     go(trainer, engine, verify="installed", **STAGED)
     assert torch.equal(engine.sink.tensor["w"], trainer.source.tensor["w"].bfloat16())
-
-
-def test_a_staged_refit_reaches_every_storage_of_a_tied_tensor(keep):
-    weight = torch.randn(30, 20)
-    trainer = keep(Trainer({"embed": weight, "head": weight}, {"head": "embed"}))
-    engine = keep(Engine({"embed": torch.zeros(30, 20), "head": torch.zeros(30, 20)}))
-    go(trainer, engine, verify="installed", **STAGED)
-    assert torch.equal(engine.sink.tensor["embed"], weight)
-    assert torch.equal(engine.sink.tensor["head"], weight)
