@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from simple_pair import SOON, until
 
 from rl_backends import (
     Completion,
@@ -35,8 +36,6 @@ from rl_core.weights.engine_lock import EngineLock
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
-
-SOON = 20.0
 
 
 class SteppedEngine(RowEngine):
@@ -89,9 +88,10 @@ class SteppedEngine(RowEngine):
 class Engine(GenerationBackend):
     """A backend over a :class:`SteppedEngine`."""
 
-    def __init__(self, room: int = 8, **config: Any) -> None:
+    def __init__(self, room: int = 8, *, stepped: bool = False, **config: Any) -> None:
         super().__init__({"max_new_tokens": 3} | config, ModelFacts(0, (1,), 10_000, 64))
         self.rows = SteppedEngine(room)
+        self.rows.stepped = stepped
         self.version = 0
         self.prepare_for_generation()
 
@@ -101,6 +101,12 @@ class Engine(GenerationBackend):
 
     def row_engine(self) -> RowEngine:
         return self.rows
+
+    def call(
+        self, deliver: Callable[[Any], object], *tokens: int, method: str = "generate_async"
+    ) -> ServedCall:
+        prompts = PromptBatch.from_data(prompt(*tokens), self.sampling, self.facts)
+        return ServedCall(method, prompts, self.sampling, deliver)
 
     def weight_sink(self) -> Any:
         raise NotImplementedError
@@ -115,13 +121,6 @@ def prompt(*tokens: int) -> BatchedDataDict[Any]:
     return BatchedDataDict({"input_ids": ids, "input_lengths": torch.ones(len(tokens)).long()})
 
 
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + SOON
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.001)
-
-
 @pytest.fixture
 def pool() -> Iterator[concurrent.futures.ThreadPoolExecutor]:
     with concurrent.futures.ThreadPoolExecutor(64) as threads:
@@ -130,13 +129,8 @@ def pool() -> Iterator[concurrent.futures.ThreadPoolExecutor]:
 
 def test_who_waits_for_rows_leaves_the_processors_to_who_decodes_them():
     engine = Engine()
-
-    async def stream() -> None:
-        async for _ in engine.generate_async(prompt(3)):
-            pass
-
     engine.generate(prompt(2))
-    asyncio.run(stream())
+    asyncio.run(rows_of(engine, prompt(3)))
     assert engine.rows.left == [threading.get_ident()] * 2
     assert threading.get_ident() not in engine.rows.worked
 
@@ -165,8 +159,7 @@ def test_calls_of_many_threads_and_tasks_get_their_own_rows(pool):
 
 
 def test_rows_of_calls_go_in_by_turns(pool):
-    engine = Engine(room=2)
-    engine.rows.stepped = True
+    engine = Engine(room=2, stepped=True)
     long = pool.submit(engine.generate, prompt(*range(20, 30)))
     until(lambda: len(engine.rows.admitted) == 2)
     short = pool.submit(engine.generate, prompt(50, 60))
@@ -190,8 +183,7 @@ def test_the_thread_ends_with_the_calls_and_keeps_nobody_alive():
 
 
 def test_a_writer_waits_for_calls_that_have_begun_and_no_other_begins(pool):
-    engine = Engine(room=1)
-    engine.rows.stepped = True
+    engine = Engine(room=1, stepped=True)
     begun = pool.submit(engine.generate, prompt(5, 6))
     until(lambda: bool(engine.rows.rows))
     order: list[str] = []
@@ -268,8 +260,7 @@ def test_no_call_sees_two_versions_and_nobody_starves(pool, seed):
 
 
 def test_a_row_that_fails_fails_its_call_alone(pool):
-    engine = Engine()
-    engine.rows.stepped = True
+    engine = Engine(stepped=True)
     good = pool.submit(engine.generate, prompt(20, 30))
     bad = pool.submit(engine.generate, prompt(40, 13, 50))
     until(lambda: len(engine.rows.rows) == 5)
@@ -281,8 +272,7 @@ def test_a_row_that_fails_fails_its_call_alone(pool):
 
 
 def test_an_engine_that_fails_fails_the_calls_in_it_and_serves_those_after(pool):
-    engine = Engine(room=3)
-    engine.rows.stepped = True
+    engine = Engine(room=3, stepped=True)
     inside = [pool.submit(engine.generate, prompt(20 + i)) for i in range(3)]
     until(lambda: len(engine.rows.rows) == 3)
     outside = pool.submit(engine.generate, prompt(90))
@@ -302,30 +292,23 @@ def test_an_engine_that_fails_fails_the_calls_in_it_and_serves_those_after(pool)
 
 
 def test_a_call_has_a_deadline_and_gives_its_rows_up():
-    engine = Engine(room=2, call_deadline_s=2.0)
-    engine.rows.stepped = True
+    engine = Engine(room=2, call_deadline_s=2.0, stepped=True)
     with pytest.raises(DeadlineError, match=r"2 rows in the engine, 1 waiting") as caught:
         engine.generate(prompt(5, 6, 7))
     assert "call_deadline_s" in str(caught.value)
     until(lambda: not engine.rows.rows)
 
-    hurried = Engine(call_deadline_s=0.2)
-    hurried.rows.stepped = True
+    hurried = Engine(call_deadline_s=0.2, stepped=True)
     with pytest.raises(DeadlineError):
         asyncio.run(rows_of(hurried, prompt(5)))
     until(lambda: not hurried.rows.rows)
 
 
 def test_a_task_that_is_cancelled_frees_its_rows_at_once():
-    engine = Engine()
-    engine.rows.stepped = True
-
-    async def read() -> None:
-        async for _ in engine.generate_async(prompt(5, 6)):
-            pass
+    engine = Engine(stepped=True)
 
     async def cancel() -> None:
-        task = asyncio.create_task(read())
+        task = asyncio.create_task(rows_of(engine, prompt(5, 6)))
         await asyncio.to_thread(until, lambda: len(engine.rows.rows) == 2)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -338,16 +321,12 @@ def test_a_task_that_is_cancelled_frees_its_rows_at_once():
 
 
 def test_a_reader_whose_loop_is_gone_keeps_nobody_waiting():
-    engine = Engine()
-    engine.rows.stepped = True
+    engine = Engine(stepped=True)
 
     def deliver(_: Any) -> None:
         raise RuntimeError("Event loop is closed")
 
-    prompts = PromptBatch.from_data(prompt(5, 6), engine.sampling, engine.facts)
-    engine._serving("generate").submit(
-        ServedCall("generate_async", prompts, engine.sampling, deliver)
-    )
+    engine._serving("generate").submit(engine.call(deliver, 5, 6))
     until(lambda: len(engine.rows.rows) == 2)
     engine.rows.step.release(9)
     until(lambda: not engine.rows.rows)
@@ -363,18 +342,13 @@ def test_who_changes_the_engine_cannot_generate_meanwhile():
 
 
 def test_calls_that_wait_when_the_engine_ends_are_refused(pool):
-    engine = Engine(room=1)
-    engine.rows.stepped = True
+    engine = Engine(room=1, stepped=True)
     begun = pool.submit(engine.generate, prompt(5))
     until(lambda: bool(engine.rows.rows))
     service = engine._serving("generate")
     ending = pool.submit(engine.shutdown)
     until(lambda: engine._lock.refit_waiting)
-    waiting = ServedCall(
-        "generate", PromptBatch.from_data(prompt(6), engine.sampling, engine.facts),
-        engine.sampling, (told := []).append,
-    )  # fmt: skip
-    service.submit(waiting)
+    service.submit(engine.call((told := []).append, 6, method="generate"))
     engine.rows.step.release(9)
     begun.result(SOON)
     assert ending.result(SOON) is True
@@ -404,8 +378,7 @@ def test_a_version_that_cannot_be_read_is_the_calls_error(pool):
         engine.rows, EngineLock(), name="Engine", check=lambda method: None, weights=lambda: 1 // 0
     )
     told: list[Any] = []
-    prompts = PromptBatch.from_data(prompt(6), engine.sampling, engine.facts)
-    service.submit(ServedCall("generate", prompts, engine.sampling, told.append))
+    service.submit(engine.call(told.append, 6, method="generate"))
     until(lambda: bool(told))
     assert isinstance(told[0], ZeroDivisionError)
 
@@ -439,8 +412,7 @@ async def rows_of(engine: Engine, data: BatchedDataDict[Any]) -> list[int]:
 
 
 def test_rows_that_are_done_come_to_a_slow_reader_too():
-    engine = Engine(room=1, call_deadline_s=3.0)
-    engine.rows.stepped = True
+    engine = Engine(room=1, call_deadline_s=3.0, stepped=True)
     engine.rows.step.release(3)
 
     async def read_slowly() -> list[int]:
@@ -463,8 +435,7 @@ def test_no_cancellation_is_lost(deadline):
     async def cancel_once(yields: int) -> None:
         async def read() -> None:
             while True:
-                async for _ in engine.generate_async(prompt(5)):
-                    pass
+                await rows_of(engine, prompt(5))
 
         task = asyncio.create_task(read())
         for _ in range(yields):
@@ -627,10 +598,7 @@ def test_streams_that_come_one_by_one_begin_together(monkeypatch):
     service = engine._serving("generate_async")
 
     def ask(*tokens: int, method: str = "generate_async") -> None:
-        prompts = PromptBatch.from_data(prompt(*tokens), engine.sampling, engine.facts)
-        service.submit(
-            ServedCall(method, prompts, engine.sampling, lambda item: ended.append(item is None))
-        )
+        service.submit(engine.call(lambda item: ended.append(item is None), *tokens, method=method))
 
     def another_comes(_: float) -> None:
         if (token := next(arriving, None)) is not None:
@@ -653,17 +621,16 @@ def test_streams_that_come_one_by_one_begin_together(monkeypatch):
 def test_a_steady_stream_of_calls_does_not_keep_the_first_one_waiting(monkeypatch):
     engine = Engine(room=10**6)
     service = engine._serving("generate_async")
-    prompts = PromptBatch.from_data(prompt(20), engine.sampling, engine.facts)
     done = threading.Event()
 
     def another_comes(_: float) -> None:
         assert not done.wait(0.001)
         with service._guard:
-            service._arrived.append(ServedCall("generate_async", prompts, engine.sampling, repr))
+            service._arrived.append(engine.call(repr, 20))
 
     passing = itertools.count(0, 0.001).__next__
     monkeypatch.setattr(_serving, "time", clock(another_comes, passing))
-    service.submit(ServedCall("generate_async", prompts, engine.sampling, lambda _: done.set()))
+    service.submit(engine.call(lambda _: done.set(), 20))
     assert done.wait(SOON)
     service.end(SOON)
 
@@ -671,8 +638,7 @@ def test_a_steady_stream_of_calls_does_not_keep_the_first_one_waiting(monkeypatc
 def test_a_stream_that_is_cancelled_while_others_gather_is_gone(monkeypatch):
     engine = Engine()
     service = engine._serving("generate_async")
-    prompts = PromptBatch.from_data(prompt(20), engine.sampling, engine.facts)
-    call = ServedCall("generate_async", prompts, engine.sampling, repr)
+    call = engine.call(repr, 20)
     monkeypatch.setattr(_serving, "time", clock(lambda _: service.cancel(call)))
     service.submit(call)
     until(lambda: service._thread is None)
@@ -683,17 +649,11 @@ def test_a_stream_that_is_cancelled_while_others_gather_is_gone(monkeypatch):
 def test_streams_that_come_after_a_writer_wait_for_it(monkeypatch, pool):
     engine = Engine()
     service = engine._serving("generate_async")
-    prompts = PromptBatch.from_data(prompt(20), engine.sampling, engine.facts)
     ended: list[int] = []
     writing: list[concurrent.futures.Future[None]] = []
 
     def ask() -> ServedCall:
-        call = ServedCall(
-            "generate_async",
-            prompts,
-            engine.sampling,
-            lambda item: ended.append(call.weights[0]) if item is None else None,
-        )
+        call = engine.call(lambda item: item is None and ended.append(call.weights[0]), 20)
         service.submit(call)
         return call
 
@@ -717,15 +677,11 @@ def test_streams_that_come_after_a_writer_wait_for_it(monkeypatch, pool):
 
 
 def test_a_loop_that_is_closed_before_it_wakes_keeps_nobody_waiting():
-    engine = Engine(room=1, max_new_tokens=1)
-    engine.rows.stepped = True
+    engine = Engine(room=1, max_new_tokens=1, stepped=True)
     loop = asyncio.new_event_loop()
     mailbox = Mailbox(loop)
-    prompts = PromptBatch.from_data(prompt(*range(20, 40)), engine.sampling, engine.facts)
     deliver = partial(mailbox.post, asyncio.Queue())
-    engine._serving("generate_async").submit(
-        ServedCall("generate_async", prompts, engine.sampling, deliver)
-    )
+    engine._serving("generate_async").submit(engine.call(deliver, *range(20, 40)))
     engine.rows.step.release(1)  # a row ends, of which the loop is told while it does not run
     until(lambda: len(engine.rows.admitted) == 2)
     loop.close()

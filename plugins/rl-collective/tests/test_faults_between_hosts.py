@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import tempfile
-from contextlib import ExitStack
+from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 from killable import (
@@ -14,7 +13,6 @@ from killable import (
     Cast,
     EngineParty,
     TrainerParty,
-    as_it_was,
     assert_names,
     assert_names_the_sender,
     begin,
@@ -27,25 +25,9 @@ from simple_pair import until
 
 from rl_core.errors import RefitAborted, RefitPeerError, WeightsTornError
 
-if TYPE_CHECKING:
-    from collections import Counter
-    from collections.abc import Iterator
-
-pytestmark = pytest.mark.concerns("core/")
+pytestmark = [pytest.mark.concerns("core/"), pytest.mark.usefixtures("nothing_is_left")]
 
 OLD, NEXT = 0, 2
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with as_it_was(monkeypatch):
-        yield
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
 
 
 @pytest.mark.parametrize(

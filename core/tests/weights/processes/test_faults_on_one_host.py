@@ -6,8 +6,7 @@ keeps nothing, and takes the next refit as it is.
 
 from __future__ import annotations
 
-from contextlib import ExitStack
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import pytest
 from killable import (
@@ -16,7 +15,6 @@ from killable import (
     Cast,
     EngineParty,
     TrainerParty,
-    as_it_was,
     assert_names,
     assert_names_the_sender,
     assert_whole_unless,
@@ -28,26 +26,11 @@ from simple_pair import until
 
 from rl_core.errors import RefitAborted, RefitPeerError, WeightsTornError
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-pytestmark = pytest.mark.concerns("core/")
+pytestmark = [pytest.mark.concerns("core/"), pytest.mark.usefixtures("nothing_is_left")]
 
 
 ISOLATIONS = ["quiesced", "staged"]
 OLD, NEW, NEXT = 0, 1, 2
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with as_it_was(monkeypatch):
-        yield
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
 
 
 # -- the sender dies -------------------------------------------------------------------------------

@@ -8,37 +8,21 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import ExitStack, closing
+from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from killable import LATER, EngineParty, TrainerParty, as_it_was, begin
+from killable import LATER, EngineParty, TrainerParty, begin
 from remote import Remote
 from simple_pair import SOON, Engine, Trainer, blank, same, until
 
 from rl_core.errors import RefitAborted, RefitError, RefitPeerError, RefitProtocolError
 from rl_core.futures import wait
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-pytestmark = pytest.mark.concerns("core/")
+pytestmark = [pytest.mark.concerns("core/"), pytest.mark.usefixtures("nothing_is_left")]
 
 MEGABYTE = 1 << 20
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with as_it_was(monkeypatch):
-        yield
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
 
 
 # -- memory ----------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from killable import LATER, EngineParty, TrainerParty, as_it_was
+from killable import LATER, EngineParty, TrainerParty
 from simple_pair import SOON, until
 
 from rl_core.errors import RefitError, RefitPeerError, RefitProtocolError
@@ -19,7 +19,7 @@ from rl_core.weights.transports.control import ControlClient, ControlServer
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-pytestmark = pytest.mark.concerns("core/")
+pytestmark = [pytest.mark.concerns("core/"), pytest.mark.usefixtures("nothing_is_left")]
 
 #: What a ZMTP 3.1 client begins with: signature, version, mechanism, padding; then its READY.
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)
@@ -28,12 +28,6 @@ READY = b"\x04\x1c\x05READY\x0bSocket-Type\0\0\0\x06DEALER"
 TRUNCATED = b"\x02" + (1000).to_bytes(8, "big") + b"abc"
 #: The head of a frame that no memory holds.
 ENDLESS = b"\x02" + b"\x7f" * 8 + b"abc"
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with as_it_was(monkeypatch):
-        yield
 
 
 @pytest.fixture

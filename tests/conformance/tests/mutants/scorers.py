@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from collections.abc import Generator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 import torch
@@ -15,15 +16,10 @@ from rl_backends.inputs import input_lengths
 from rl_conformance.quiet import no_progress_bars
 from rl_conformance.reference import MANIFEST, fp8, reference_target
 from rl_conformance.reference.policy import ReferencePolicy
+from rl_conformance.target import Target
 from rl_core.batch import BatchedDataDict
 from rl_core.plugins.manifest import Capability
 from rl_core.weights.tensors import NamedTensorSource
-
-if TYPE_CHECKING:
-    from collections.abc import Generator
-    from contextlib import AbstractContextManager
-
-    from rl_conformance.target import Target
 
 _P1 = "P1 and (ends or special or any_batch or now or layout)"
 
@@ -32,14 +28,29 @@ _P1 = "P1 and (ends or special or any_batch or now or layout)"
 class ScoresAreRemembered(ReferencePolicy):
     """Log-probs of a batch are computed once."""
 
-    def get_logprobs(
-        self, data: Any, micro_batch_size: int | None = None, timer: Any = None
-    ) -> Any:
+    def get_logprobs(self, data: Any, *args: Any, **options: Any) -> Any:
         seen = self.__dict__.setdefault("seen", {})
         key = data["input_ids"].numpy().tobytes()
         if key not in seen:
-            seen[key] = super().get_logprobs(data, micro_batch_size)
+            seen[key] = super().get_logprobs(data, *args, **options)
         return seen[key]
+
+
+class _Spoiled(ReferencePolicy):
+    """Some scores are 0."""
+
+    def get_logprobs(self, data: Any, *args: Any, **options: Any) -> Any:
+        scores = super().get_logprobs(data, *args, **options)
+        self.spoil(scores["logprobs"], data)
+        return scores
+
+    def get_topk_logits(self, data: Any, *args: Any, **options: Any) -> Any:
+        top = super().get_topk_logits(data, *args, **options)
+        self.spoil_topk(top["topk_logits"])
+        return top
+
+    def spoil(self, scores: torch.Tensor, data: Any) -> None: ...
+    def spoil_topk(self, logits: torch.Tensor) -> None: ...
 
 
 class _Switched(ReferencePolicy):
@@ -80,52 +91,36 @@ class PositionsAreOfTheLongestRow(ReferencePolicy):
 
 
 @breaks("P1", checks=_P1)
-class LongRowsAreCutAt128(ReferencePolicy):
+class LongRowsAreCutAt128(_Spoiled):
     """Tokens from the 129th on are not scored."""
 
-    def get_logprobs(
-        self, data: Any, micro_batch_size: int | None = None, timer: Any = None
-    ) -> Any:
-        scores = super().get_logprobs(data, micro_batch_size)
-        scores["logprobs"][:, 128:] = 0
-        return scores
+    def spoil(self, scores: torch.Tensor, data: Any) -> None:
+        scores[:, 128:] = 0
 
 
 @breaks("P1", checks=_P1)
-class APadTokenIsNoToken(ReferencePolicy):
+class APadTokenIsNoToken(_Spoiled):
     """A pad token inside a row is taken for padding."""
 
-    def get_logprobs(
-        self, data: Any, micro_batch_size: int | None = None, timer: Any = None
-    ) -> Any:
-        scores = super().get_logprobs(data, micro_batch_size)
-        scores["logprobs"][data["input_ids"] == 0] = 0
-        return scores
+    def spoil(self, scores: torch.Tensor, data: Any) -> None:
+        scores[data["input_ids"] == 0] = 0
 
 
 @breaks("P1", checks=_P1)
-class ARowEndsAtItsFirstEnd(ReferencePolicy):
+class ARowEndsAtItsFirstEnd(_Spoiled):
     """What stands behind an end-of-text token is not scored."""
 
-    def get_logprobs(
-        self, data: Any, micro_batch_size: int | None = None, timer: Any = None
-    ) -> Any:
-        scores = super().get_logprobs(data, micro_batch_size)
+    def spoil(self, scores: torch.Tensor, data: Any) -> None:
         ends = (data["input_ids"] == 1).int()
-        scores["logprobs"][(ends.cumsum(1) - ends) > 0] = 0
-        return scores
+        scores[(ends.cumsum(1) - ends) > 0] = 0
 
 
 @breaks("P1", checks=_P1)
-class TheLastTokenOfTheLongestRowIsLost(ReferencePolicy):
+class TheLastTokenOfTheLongestRowIsLost(_Spoiled):
     """In a row as wide as the batch the last token has no log-prob."""
 
-    def get_logprobs(
-        self, data: Any, micro_batch_size: int | None = None, timer: Any = None
-    ) -> Any:
-        scores = super().get_logprobs(data, micro_batch_size)
-        scores["logprobs"][:, -1] = 0
-        return scores
+    def spoil(self, scores: torch.Tensor, data: Any) -> None:
+        scores[:, -1] = 0
 
 
 @breaks("P1", "P3", checks="P1 and now or P3 and started")
@@ -145,12 +140,10 @@ class ScoresAreDropped(ReferencePolicy):
 class TheReferenceIsAtATemperatureOfOne(ReferencePolicy):
     """Only the policy's own log-probs have the temperature."""
 
-    def get_reference_policy_logprobs(
-        self, data: Any, micro_batch_size: int | None = None, timer: Any = None
-    ) -> Any:
+    def get_reference_policy_logprobs(self, *args: Any, **options: Any) -> Any:
         temperature, self.temperature = self.temperature, 1.0
         try:
-            return super().get_reference_policy_logprobs(data, micro_batch_size)
+            return super().get_reference_policy_logprobs(*args, **options)
         finally:
             self.temperature = temperature
 
@@ -161,13 +154,11 @@ class TheReferenceIsRefreshedByEvaluating(ReferencePolicy):
 
     calls = 0
 
-    def get_reference_policy_logprobs(
-        self, data: Any, micro_batch_size: int | None = None, timer: Any = None
-    ) -> Any:
+    def get_reference_policy_logprobs(self, *args: Any, **options: Any) -> Any:
         self.calls += 1
         if self.calls == 3:
             self.reference_model.load_state_dict(self.model.state_dict())
-        return super().get_reference_policy_logprobs(data, micro_batch_size)
+        return super().get_reference_policy_logprobs(*args, **options)
 
 
 @breaks("P3", checks="P3")
@@ -191,13 +182,11 @@ class RowsComeBackByLength(ReferencePolicy):
         super().__init__(*args, **config)
         self.sorts = bool(dynamic_batching)
 
-    def get_logprobs(
-        self, data: Any, micro_batch_size: int | None = None, timer: Any = None
-    ) -> Any:
+    def get_logprobs(self, data: Any, *args: Any, **options: Any) -> Any:
         if self.sorts and data.size > 8:
             order = input_lengths(data).argsort(stable=True)
             data = data.select_indices(order)
-        return super().get_logprobs(data, micro_batch_size)
+        return super().get_logprobs(data, *args, **options)
 
 
 @breaks("P2", checks="P2")
@@ -217,38 +206,28 @@ class AShortLastMicrobatchIsDropped(ReferencePolicy):
 class TopKIsOfTheStart(ReferencePolicy):
     """Top-k logits are those of the weights that were loaded."""
 
-    def get_topk_logits(
-        self, data: Any, k: int, micro_batch_size: int | None = None, timer: Any = None
-    ) -> Any:
+    def get_topk_logits(self, *args: Any, **options: Any) -> Any:
         model, self.model = self.model, self.reference_model
         try:
-            return super().get_topk_logits(data, k, micro_batch_size)
+            return super().get_topk_logits(*args, **options)
         finally:
             self.model = model
 
 
 @breaks("P4", checks="P4")
-class TheLastPositionHasNoTopK(ReferencePolicy):
+class TheLastPositionHasNoTopK(_Spoiled):
     """Where the last token of the widest row is predicted stands nothing."""
 
-    def get_topk_logits(
-        self, data: Any, k: int, micro_batch_size: int | None = None, timer: Any = None
-    ) -> Any:
-        top = super().get_topk_logits(data, k, micro_batch_size)
-        top["topk_logits"][:, -1:] = 0
-        return top
+    def spoil_topk(self, logits: torch.Tensor) -> None:
+        logits[:, -1:] = 0
 
 
 @breaks("P4", checks="P4")
-class TopKIsWithoutTheTemperature(ReferencePolicy):
+class TopKIsWithoutTheTemperature(_Spoiled):
     """Top-k logits are the model's own, whatever the log-probs are divided by."""
 
-    def get_topk_logits(
-        self, data: Any, k: int, micro_batch_size: int | None = None, timer: Any = None
-    ) -> Any:
-        top = super().get_topk_logits(data, k, micro_batch_size)
-        top["topk_logits"] *= self.temperature
-        return top
+    def spoil_topk(self, logits: torch.Tensor) -> None:
+        logits *= self.temperature
 
 
 @breaks("P3", checks="P3")
@@ -269,10 +248,8 @@ class ATrainedPolicysReferenceIsPlain(ReferencePolicy):
 class KIsBounded(ReferencePolicy):
     """More than 64 are never returned."""
 
-    def get_topk_logits(
-        self, data: Any, k: int, micro_batch_size: int | None = None, timer: Any = None
-    ) -> Any:
-        return super().get_topk_logits(data, min(k, 64), micro_batch_size)
+    def get_topk_logits(self, data: Any, k: int, *args: Any, **options: Any) -> Any:
+        return super().get_topk_logits(data, min(k, 64), *args, **options)
 
 
 @breaks("P12", checks="P12")
