@@ -20,7 +20,7 @@ import grimp
 from rich.console import Console
 from rich.table import Table
 
-__all__ = ["Measured", "circles", "main", "measure"]
+__all__ = ["Measured", "circles", "main", "measure", "test_lines"]
 
 ROOT = Path(__file__).parent.parent
 #: Lines that a source file may have.
@@ -34,6 +34,8 @@ BARS = {
     "core/src/rl_core/plugins": 857,
     "core/src/rl_core/weights": 7_763,
 }
+#: Lines of all tests and of what they are run with, the suite's sources left out.
+TEST_LINES = 99_999
 #: Share of a distribution's functions that may be private and have one caller, in percent.
 SINGLE = {
     "rl_core": 6.1,
@@ -179,6 +181,17 @@ def circles(package: str) -> list[list[str]]:
     return sorted(sorted(knot) for knot in knots if len(knot) > 1)
 
 
+def test_lines() -> int:
+    """Lines of Python in all folders of tests, the sources of the suite left out."""
+    suite = ROOT / "tests/conformance/src"
+    return sum(
+        len(path.read_text(encoding="utf-8").splitlines())
+        for folder in (ROOT / "core/tests", *ROOT.glob("plugins/*/tests"), ROOT / "tests")
+        for path in folder.rglob("*.py")
+        if not path.is_relative_to(suite)
+    )
+
+
 def main() -> int:
     """Prints the figures.
 
@@ -233,6 +246,10 @@ def main() -> int:
                 ]
         bad += ["in circles of imports: " + ", ".join(circle) for circle in circles(package.name)]
     console.print(table)
+    tests = test_lines()
+    console.print(f"tests: {tests:,} lines (bar {TEST_LINES:,})", markup=False)
+    if tests > TEST_LINES:
+        bad.append(f"the tests: {tests:,} lines, {TEST_LINES:,} at most")
     for line in bad:
         console.print(line, markup=False)
     return bool(bad)
