@@ -8,15 +8,11 @@ import json
 import os
 import subprocess
 import sys
-from typing import TYPE_CHECKING
 
 import pytest
-from installed import NO_ENGINE
+from installed import NO_ENGINE, Install
 
 from rl_core.cli import main
-
-if TYPE_CHECKING:
-    from installed import Install
 
 
 def rl(*arguments: str) -> tuple[int, str, str]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -13,13 +15,7 @@ from rl_conformance.reference import SHARDED
 from rl_conformance.reference.generation import ReferenceGeneration
 from rl_conformance.reference.policy import ReferencePolicy
 from rl_core.batch import BatchedDataDict
-from rl_hosting.cluster import RemotePolicy
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from rl_hosting.cluster import Cluster
+from rl_hosting.cluster import Cluster, RemotePolicy
 
 ENTRY = "[rl_core.backends]\nreference-sharded=rl_conformance.reference:SHARDED\n"
 TRAINING = {"optimizer": {"lr": 1e-2}, "torch_dtype": "float32"}

@@ -6,15 +6,18 @@ import json
 import subprocess
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+import torch
 import typer
 from architectures.outcome import Difference, Run, Status, Trial
 from architectures.report import merge_runs, read_runs, to_json, to_markdown
 from architectures.table import ARCHITECTURES, choose
 from architectures.trial import try_architectures
+from click.testing import Result
 from try_architectures import main
 from typer.testing import CliRunner
 
@@ -22,12 +25,6 @@ from rl_conformance.reference import reference_target
 from rl_conformance.reference.generation import ReferenceGeneration
 from rl_core.errors import CapabilityError, ConfigError
 from rl_core.weights.tensors import NamedTensorSink
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    import torch
-    from click.testing import Result
 
 
 def tried(engine: type[ReferenceGeneration], name: str = "llama", **options: Any) -> Trial:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,10 +18,6 @@ from rl_conformance.diagnostics.engine import (
 from rl_conformance.models import make_tiny_model
 from rl_core import create_generation, create_policy
 from rl_core.cli import main
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 PROMPTS = random_prompts(269, [1, 5, 12, 30], seed=2)
 

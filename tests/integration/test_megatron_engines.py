@@ -9,7 +9,9 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 from real_engines import (
@@ -24,10 +26,6 @@ from rl_conformance.models import make_tiny_model
 from rl_core import create_generation
 from rl_core.errors import CapabilityError, ManifestMismatchError
 from rl_core.weights import refit
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 PYTHONS = dict(one.split("=", 1) for one in os.environ.get("RL_ENGINES", "").split())
 

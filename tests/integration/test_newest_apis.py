@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import zipfile
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from newest_apis import ENGINES, ROOT, Engine, differences
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 PLUGIN = """
 import engine.here

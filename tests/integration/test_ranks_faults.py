@@ -7,8 +7,10 @@ import os
 import re
 import signal
 import time
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import sharded
@@ -16,17 +18,12 @@ from cluster_doubles import pids, wait_until_gone
 from sharded import engine_of, same, weights
 
 from rl_conformance.models import make_tiny_model
+from rl_conformance.reference.generation import ReferenceGeneration
 from rl_core.errors import LoopWarning, RLError, WeightsTornError, WorkerDiedError
+from rl_core.interfaces import WeightSink
 from rl_core.weights import refit
 from rl_hosting import LocalCluster
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from rl_conformance.reference.generation import ReferenceGeneration
-    from rl_core.interfaces import WeightSink
-    from rl_hosting.cluster import RemotePolicy
+from rl_hosting.cluster import RemotePolicy
 
 #: Seconds for a refit, and by when its failure must be known.
 DEADLINE_S, SOON_S = 30.0, 12.0

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import sharded
@@ -15,9 +16,6 @@ from rl_conformance.models import make_tiny_model
 from rl_core.errors import RLError
 from rl_core.weights import refit
 from rl_losses import NLLLossFn
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 RayVirtualCluster: Any = pytest.importorskip("rl_ray").RayVirtualCluster
 pytestmark = pytest.mark.ray

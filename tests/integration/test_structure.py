@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 import structure
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 CUT = '''__all__ = ["shown"]
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
-from installed import NO_ENGINE
+from installed import NO_ENGINE, Install
 
 from rl_core.errors import (
     BrokenPluginError,
@@ -32,11 +33,6 @@ from rl_core.plugins.manifest import (
     EngineRequirement,
     manifest_problems,
 )
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from installed import Install
 
 
 def toys() -> list[BackendListing]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import types
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
-from installed import NO_ENGINE
+from installed import NO_ENGINE, Install
 
 from rl_core.create import create_generation, create_policy
 from rl_core.errors import (
@@ -30,9 +30,6 @@ from rl_core.plugins.hookspecs import (
 )
 from rl_core.plugins.registry import find_provider, resolve
 from rl_core.weights.transports import find_transport
-
-if TYPE_CHECKING:
-    from installed import Install
 
 CONFIG = {"backend": "toy", "model_name": "m"}
 HOOK = "from rl_core.plugins.hookspecs import hookimpl\n\n@hookimpl\n"

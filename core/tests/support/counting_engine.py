@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from simple_pair import DictSink
 
-from rl_backends import Completion, GenerationBackend, ModelFacts
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from rl_backends import PromptBatch, SamplingParams
-    from rl_core.batch import BatchedDataDict
+from rl_backends import Completion, GenerationBackend, ModelFacts, PromptBatch, SamplingParams
+from rl_core.batch import BatchedDataDict
 
 PAD, EOS, VOCAB, CONTEXT = 0, 1, 50, 12
 

@@ -9,20 +9,16 @@ whatever CUDA itself does: streams, contexts, mappings of another process's memo
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from rl_core.weights.data.digests import BlockHash
 from rl_core.weights.receiving import receiver as _receiver
 from rl_core.weights.transports import cuda, ipc
-from rl_core.weights.transports.base import CPU
-
-if TYPE_CHECKING:
-    import pytest
-
-    from rl_core.weights.transports.base import Lane
+from rl_core.weights.transports.base import CPU, Lane
 
 UUID = "GPU-emulated"
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Protocol
 
 import pytest
 
 from rl_core.plugins import hookspecs
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-    from pathlib import Path
 
 NO_ENGINE = "EngineRequirement(('no-such-engine',), '>=2', extra='engine')"
 

@@ -6,6 +6,7 @@ sink that does not finish), and knows that it is there before it kills it: nothi
 
 from __future__ import annotations
 
+import concurrent.futures
 import gc
 import multiprocessing
 import os
@@ -14,8 +15,9 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +26,7 @@ from simple_pair import (
     BUCKET,
     SOON,
     Engine,
+    Tensors,
     Trainer,
     blank,
     make_tensors,
@@ -31,14 +34,7 @@ from simple_pair import (
 )
 
 from rl_core.errors import RefitPeerError, WeightsTornError
-
-if TYPE_CHECKING:
-    import concurrent.futures
-    from collections.abc import Iterator
-
-    from simple_pair import Tensors
-
-    from rl_core.weights.protocol.session import Phase
+from rl_core.weights.protocol.session import Phase
 
 #: The deadline of refits that are to fail earlier, for another reason.
 LATER = 60.0

@@ -8,14 +8,12 @@ import multiprocessing.resource_tracker
 import os
 import signal
 import tempfile
+from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 from torch._C import _distributed_c10d as c10d
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 #: Seconds in which a process answers, unless something is wrong.
 ANSWERS_S = 60.0

@@ -5,16 +5,14 @@ from __future__ import annotations
 import gc
 import os
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from simple_pair import SOON
 
 from rl_collective.collective import COLLECTIVE
 from rl_core.weights.transports.ipc import IPC
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 TRANSPORTS = {"ipc": IPC, "collective": COLLECTIVE}
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -23,10 +24,6 @@ from rl_core.errors import (
 )
 from rl_core.futures import wait
 from rl_core.weights import refit
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
 
 SOON = 20.0
 KEYS = {

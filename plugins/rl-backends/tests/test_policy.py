@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,10 +20,6 @@ from rl_core.batch import BatchedDataDict
 from rl_core.errors import CapabilityError, CheckpointError, LifecycleError, TrainingError
 from rl_core.interfaces import DataParallelRank, LossFunction, LossInputType
 from rl_core.weights.tensors import NamedTensorSource, module_tensors
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 VOCABULARY, LR = 11, 0.5
 CONFIG = {"optimizer": {"lr": LR}, "max_grad_norm": None}

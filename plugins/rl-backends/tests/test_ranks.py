@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -18,9 +19,6 @@ from rl_core.errors import ConfigError, DeadlineError, WorkerDiedError
 from rl_core.futures import spawn
 from rl_core.interfaces import WorkerContext
 from rl_core.ports import free_port
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 #: Seconds for a peer, in these tests.
 PATIENCE_S = 2.0

@@ -7,8 +7,9 @@ import socket
 import threading
 import time
 import weakref
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -25,9 +26,6 @@ from rl_core.errors import (
     RefitPeerError,
     RefitProtocolError,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 pytestmark = pytest.mark.concerns("core/")
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import closing
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from simple_pair import SOON, Engine, InPlaceSink, Trainer, blank, make_persistent, same
@@ -13,9 +14,6 @@ from rl_core.errors import LifecycleError, RefitAborted
 from rl_core.futures import wait
 from rl_core.weights.protocol.frames import MAX_FRAME_BYTES
 from rl_core.weights.transports.control import ControlClient, ControlServer
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 @pytest.fixture

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -10,9 +11,6 @@ from architectures.table import make_architecture
 
 from rl_hf.forward import Forward, Sequences
 from rl_hf.hidden import find_body
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 VOCABULARY = 272
 #: A row of one token, a long one, one that fills a chunk.

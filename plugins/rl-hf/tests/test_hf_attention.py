@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,10 +21,6 @@ from rl_hf.attention import SEGMENTS, segment_attention
 from rl_hf.generation import HuggingFaceGeneration
 from rl_hf.own_attention import TOKENS, compare_attention
 from rl_hf.policy import HuggingFacePolicy
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 LENGTHS = (20, 3, 1, 37, 16, 5)
 GEMMA2 = {"model_type": "gemma2", "head_dim": 32, "tie_word_embeddings": True}

@@ -6,7 +6,8 @@ import importlib.metadata
 import importlib.util
 import os
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -20,9 +21,6 @@ from rl_hf.forward import Forward
 from rl_hf.fused import fused_head, fused_kernel
 from rl_hf.hidden import find_body
 from rl_hf.lora import add_adapters
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 PLAIN = {"llama", "qwen2", "gpt2", "opt", "mamba", "qwen2_moe"}
 

@@ -7,8 +7,9 @@ import os
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -16,9 +17,6 @@ from rl_backends.policy.ranks import RankGroup
 from rl_core.errors import ConfigError
 from rl_core.interfaces import WorkerContext
 from rl_core.ports import free_port
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 WORKER = """
     import json, sys, torch

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,9 +16,6 @@ from rl_hf.generation import HuggingFaceGeneration
 from rl_hf.policy import HuggingFacePolicy
 from rl_hf.positions import sharing_limit
 from rl_losses import NLLLossFn
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 BOUNDARY = 32
 LONGROPE = {

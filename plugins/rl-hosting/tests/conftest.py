@@ -8,17 +8,15 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 import pytest
 from fake_backend import FakeGeneration, environment, until
 
 from rl_hosting._fork_client import ForkServer
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 #: Seconds for what is killed to be gone.
 GONE_S = 15.0

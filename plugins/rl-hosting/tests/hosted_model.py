@@ -6,9 +6,11 @@ process answers one after the other.
 
 from __future__ import annotations
 
+import concurrent.futures
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest.mock import patch
 
 from refit_model.parties import Engine, Sink
@@ -21,10 +23,6 @@ from rl_hosting import _remote_receiver, worker_refits
 from rl_hosting._messages import Request, decode, encode
 from rl_hosting._remote_receiver import RemoteReceiver
 from rl_hosting.worker_refits import WorkerRefits
-
-if TYPE_CHECKING:
-    import concurrent.futures
-    from collections.abc import Callable, Iterator
 
 #: Calls right after a stop at which others may have gone first, by what looks as closely as this.
 _GRAIN = {"prepare": 3, "receive": 1}

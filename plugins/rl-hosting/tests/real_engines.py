@@ -6,9 +6,10 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -17,9 +18,6 @@ from rl_core.batch import BatchedDataDict
 from rl_core.weights import refit
 from rl_hosting import LocalCluster
 from rl_losses import NLLLossFn
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 __all__ = [
     "EVERY_WAY",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import concurrent.futures
 import itertools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -17,9 +18,6 @@ from rl_core.batch import BatchedDataDict
 from rl_core.errors import DataError, WeightsTornError
 from rl_hosting.cluster.generation import RemoteGeneration
 from rl_hosting.cluster.sharding import Loads
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 class Replicas:

@@ -8,18 +8,15 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import psutil
 import pytest
 from fake_backend import HERE, until
 
 from rl_hosting._leftovers import kill
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 def is_alive(process: psutil.Process) -> bool:

@@ -7,8 +7,9 @@ import os
 import resource
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 import pytest
@@ -21,9 +22,6 @@ from rl_core.errors import (
     WorkerError,
 )
 from rl_hosting._fork_client import ForkedProcess
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 NAME = "fake engine"
 

@@ -6,7 +6,8 @@ Driver and worker run the product's code, which ``refit_model`` of the core's te
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -17,9 +18,6 @@ from refit_model.world import Refit, Scenario
 from rl_core.weights.engine_lock import EngineLock
 from rl_hosting import worker_refits
 from rl_hosting._remote_receiver import RemoteReceiver
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 pytestmark = pytest.mark.concerns("core/", "plugins/rl-hosting/")
 

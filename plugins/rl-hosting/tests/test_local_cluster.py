@@ -7,8 +7,9 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 import pytest
@@ -19,11 +20,7 @@ from rl_core.errors import ConfigError, DeadlineError, WorkerDiedError
 from rl_core.futures import spawn, within
 from rl_hosting import LocalCluster, local_cluster
 from rl_hosting.cluster import RemoteGeneration
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from rl_hosting.local_cluster import LocalWorkers
+from rl_hosting.local_cluster import LocalWorkers
 
 
 @pytest.fixture(scope="module")

@@ -1,16 +1,13 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
 from rl_core.batch import BatchedDataDict
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from rl_core.interfaces import LossFunction
+from rl_core.interfaces import LossFunction
 
 Result = tuple[torch.Tensor, dict[str, float]]
 

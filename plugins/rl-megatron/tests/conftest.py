@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,9 +16,6 @@ with warnings.catch_warnings():  # megatron-core says at import what it does not
     warnings.simplefilter("ignore")
     import rl_megatron.policy  # noqa: F401
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 #: Qwen3 with experts, on top of the suite's families.
 EXPERTS = {

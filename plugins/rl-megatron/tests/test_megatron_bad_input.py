@@ -5,9 +5,10 @@ from __future__ import annotations
 import gc
 import json
 import shutil
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -31,9 +32,6 @@ from rl_megatron.parallel import ParallelState
 from rl_megatron.policy import MegatronPolicy
 from rl_megatron.sizes import Sizes
 from rl_megatron.weights import owned_pieces
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",

@@ -7,9 +7,10 @@ import resource
 import signal
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from cluster_doubles import pids, wait_until_gone
 from rl_conformance.losses import FailsInTheStep, NanInARow, NanInTheGradientOfARow
 from rl_conformance.training import NegativeLogLikelihood, training_batch
 from rl_core import create_generation, create_policy
+from rl_core.batch import BatchedDataDict
 from rl_core.errors import LifecycleError, RLError, WorkerDiedError
 from rl_core.futures import spawn
 from rl_core.weights import refit
@@ -25,11 +27,6 @@ from rl_hosting import LocalCluster
 from rl_hosting.cluster import RemotePolicy
 from rl_megatron.manifest import BACKEND
 from rl_megatron.weights import CheckpointFiles
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from rl_core.batch import BatchedDataDict
 
 TENSOR, PIPELINE = "tensor_model_parallel_size", "pipeline_model_parallel_size"
 EXPERT = "expert_model_parallel_size"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,10 +18,6 @@ from rl_core import create_generation, create_policy
 from rl_core.batch import BatchedDataDict
 from rl_core.weights import refit
 from rl_hosting import LocalCluster
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 SOON = 60.0
 TENSOR, PIPELINE = "tensor_model_parallel_size", "pipeline_model_parallel_size"

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 import shutil
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rl_conformance.training import NegativeLogLikelihood, training_batch
 from rl_core.errors import ConfigError
 from rl_megatron.policy import MegatronPolicy
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 OPTIONS: dict[str, Any] = {"optimizer": {"lr": 1e-3, "eps": 1e-3}}
 

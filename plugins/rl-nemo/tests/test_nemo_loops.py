@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+from collections.abc import Iterator
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import cloudpickle
 import nemo_loops
@@ -22,10 +24,6 @@ from rl_core.futures import wait
 from rl_hosting import LocalCluster
 from rl_losses import DPOLossFn, GRPOLossFn, NLLLossFn
 from rl_ray import RayVirtualCluster
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 SAMPLES = 4
 PROMPTS = torch.randint(3, 200, (8, 5), generator=torch.Generator().manual_seed(0))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import ray
@@ -17,9 +18,6 @@ from rl_core.errors import ConfigError, LifecycleError, WorkerDiedError
 from rl_core.futures import spawn, wait
 from rl_hosting.cluster import RemoteGeneration, RemotePolicy
 from rl_ray import RayVirtualCluster
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 pytestmark = pytest.mark.ray
 

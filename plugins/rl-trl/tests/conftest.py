@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rl_conformance.models import make_tiny_model, make_tokenizer
 from rl_core import create_generation
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 # TRL says with a warning that its hook is experimental; warnings are errors here.
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"

@@ -6,19 +6,15 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path  # noqa: TC003 - typer resolves it
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import typer
-from mutants import all_mutants, examine
+from mutants import Autopsy, all_mutants, examine
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from mutants import Autopsy
 
 _EXPLAINED = """\
 A mutant is a backend, or a core, with one bug. It is killed if the suite fails in the clauses that

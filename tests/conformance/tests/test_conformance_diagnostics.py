@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 from cluster_doubles import DoubleGeneration
+from installed import Install
 
 from rl_conformance.diagnostics import engine
 from rl_conformance.diagnostics.agreement import (
@@ -24,9 +25,6 @@ from rl_conformance.diagnostics.engine import (
 from rl_core.batch import BatchedDataDict
 from rl_core.cli import main
 from rl_core.errors import ConfigError, DataError, PluginError
-
-if TYPE_CHECKING:
-    from installed import Install
 
 
 class ShiftedScores:

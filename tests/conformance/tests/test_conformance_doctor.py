@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
 
 import pytest
-from installed import NO_ENGINE
+from installed import NO_ENGINE, Install
 
 from rl_conformance.doctor import diagnose
 from rl_core.cli import main
 from rl_core.errors import BackendNotFoundError
-
-if TYPE_CHECKING:
-    from installed import Install
 
 
 def texts(name: str | None, level: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from mutants import all_mutants
@@ -15,9 +15,6 @@ from rl_conformance.reference import reference_target
 from rl_conformance.run import run, select
 from rl_conformance.settings import Settings
 from rl_core.errors import ConfigError
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 _CHECK = "G7/stop_token_ends_the_row_and_is_kept"
 _TODAY = dt.date(2029, 1, 1)

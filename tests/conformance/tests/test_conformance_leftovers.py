@@ -6,18 +6,15 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
 from rl_conformance import leftovers
 from rl_conformance.leftovers import Leftovers
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 HOLDER = """
 import mmap, sys

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import math
 import sys
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 
 from rl_conformance import GenerationConformance
 from rl_conformance.checks import d01_discovery as d_checks
+from rl_conformance.context import Context
 from rl_conformance.expect import CheckFailed
 from rl_conformance.faults import dropping, in_the_engine
 from rl_conformance.harness import Harness
@@ -30,11 +32,6 @@ from rl_conformance.training import without_finite_gradient
 from rl_core.errors import BrokenPluginError
 from rl_core.plugins import discovery
 from rl_core.plugins.manifest import Capability
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from rl_conformance.context import Context
 
 
 def _outcome_of(function: Callable[[Context], None]) -> Outcome:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import mmap
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from rl_conformance.memory import MemoryPeak
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 KEPT, FILE = 20 << 20, 64 << 20
 pytestmark = pytest.mark.skipif(

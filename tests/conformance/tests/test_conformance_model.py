@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from mutants import target
@@ -12,9 +12,6 @@ from rl_conformance.outcome import Verdict
 from rl_conformance.run import run, select
 from rl_conformance.settings import Settings
 from rl_core.errors import ConfigError
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytest_plugins = ["pytester"]
 _CHECKS = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import kill_table
 import pytest
@@ -17,9 +17,6 @@ from rl_conformance.catalogue import CLAUSES
 from rl_conformance.outcome import Status
 from rl_conformance.run import run, select
 from rl_conformance.settings import Settings
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.mark.parametrize("chapter", ["generation", "policy", "refit", "agreement"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,9 +17,6 @@ from rl_conformance.oracle import Oracle, Truncated, truncated_distribution
 from rl_conformance.outcome import Verdict
 from rl_conformance.run import run, select
 from rl_conformance.settings import Settings
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 _TOKENS = "G4 or G7 or G8 or G10 and (top_p or all_three) or G11 or G12 and not many or G17"
 

@@ -8,10 +8,11 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator, Mapping
 from importlib.metadata import requires
 from pathlib import Path
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -29,10 +30,6 @@ from rl_core.config import check_config, config_keys
 from rl_core.errors import ConfigError
 from rl_core.plugins.discovery import BACKENDS, Provider, load_object
 from rl_core.plugins.manifest import manifest_problems
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-    from types import ModuleType
 
 ROOT = Path(__file__).parents[3]
 TUTORIAL = ROOT / "docs" / "write-a-backend.md"

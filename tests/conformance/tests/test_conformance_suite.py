@@ -11,7 +11,7 @@ import time
 from dataclasses import replace
 from importlib.metadata import distribution
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import mutants
 import pytest
@@ -19,6 +19,7 @@ import torch
 
 from rl_conformance import GenerationConformance, harness
 from rl_conformance.catalogue import CLAUSES
+from rl_conformance.context import Context
 from rl_conformance.expect import CheckFailed, fail, raises, require, same_tensor
 from rl_conformance.harness import Harness
 from rl_conformance.outcome import Measure, Outcome, RunReport, Status, Verdict
@@ -33,9 +34,6 @@ from rl_core.cli import main
 from rl_core.errors import ConfigError
 from rl_core.plugins.manifest import GENERATION_CAPABILITIES, POLICY_CAPABILITIES
 from rl_core.weights.tensors import NamedTensorSink, NamedTensorSource
-
-if TYPE_CHECKING:
-    from rl_conformance.context import Context
 
 pytest_plugins = ["pytester"]
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -26,9 +27,6 @@ from simple_pair import (
 
 from rl_core.errors import LoopWarning, RefitCorrupted, WeightsTornError
 from rl_core.futures import wait
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 pytestmark = pytest.mark.usefixtures("either_device")
 

@@ -7,7 +7,8 @@ import gc
 import io
 import os
 import weakref
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -27,9 +28,6 @@ from simple_pair import (
 )
 
 from rl_core.errors import ConfigError, RefitError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 pytestmark = pytest.mark.usefixtures("either_device")
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
+from installed import Install
 from simple_pair import BUCKET, SOON, Engine, Replicas, blank, go, same
 
 import rl_core
@@ -26,9 +27,6 @@ from rl_core.plugins import hookspecs
 from rl_core.plugins.discovery import TRANSPORTS
 from rl_core.weights.transports import find_transport
 from rl_core.weights.transports.base import Transport
-
-if TYPE_CHECKING:
-    from installed import Install
 
 Events = list[tuple[str, dict[str, Any]]]
 

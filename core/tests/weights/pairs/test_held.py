@@ -5,8 +5,9 @@ A sender that gave up uses its slots again, or trains on, while a receiver may s
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from simple_pair import (
     DictSink,
     Engine,
     InPlaceSink,
+    Tensors,
     Trainer,
     blank,
     describe,
@@ -35,11 +37,6 @@ from rl_core.weights.receiving.loading import Loader, ReceiverBuckets
 from rl_core.weights.receiving.staging import StagedSink
 from rl_core.weights.sending.packing import Packer, SenderBuckets, checked_tensors
 from rl_core.weights.transports.base import NoLane
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from simple_pair import Tensors
 
 DTYPES = ["float32", "bfloat16", "float8_e4m3fn", "bool", "int64", "complex64", "uint8"]
 SIZES = [0, 1, 11, 130, 900]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from simple_pair import (
@@ -20,9 +21,6 @@ from simple_pair import (
 
 from rl_core.errors import LifecycleError, LoopWarning, RefitAborted
 from rl_core.weights.transports import ipc
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 #: What the others have been given.
 SAME = {"version": 5}

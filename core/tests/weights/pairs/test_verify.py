@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -35,9 +36,6 @@ from rl_core.errors import (
     WeightsTornError,
 )
 from rl_core.futures import wait
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
 
 FAULTS = ["drop", "misplace", "convert"]
 

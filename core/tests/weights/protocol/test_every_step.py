@@ -5,9 +5,10 @@ Several things that go wrong in one refit, and every order of events, are for ``
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from contextlib import closing
 from itertools import count, product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from forgeries import forgeries, out_of_turn_to_engine, out_of_turn_to_trainer
@@ -15,9 +16,6 @@ from simulation.network import Network
 from simulation.parties import DEADLINE_S, NAMES, Kind
 
 from rl_core.errors import RefitPeerError, WeightsTornError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
 
 pytestmark = pytest.mark.concerns("core/")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import pytest
@@ -46,10 +46,8 @@ from rl_core.weights.protocol.messages import (
     Seal,
     Sealed,
 )
+from rl_core.weights.protocol.sender_session import SenderSession
 from rl_core.weights.protocol.session import Attach, Confirm, Effect, Install, Phase, Publish, Send
-
-if TYPE_CHECKING:
-    from rl_core.weights.protocol.sender_session import SenderSession
 
 
 def test_a_receiver_takes_every_step_of_a_refit_without_an_error():

@@ -8,8 +8,9 @@ import socket
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -24,9 +25,6 @@ from rl_core.weights.transports import ipc
 from rl_core.weights.transports.control import ControlClient, ControlServer
 from rl_core.weights.transports.ipc import IPC
 from rl_core.weights.transports.memory import SharedRegion
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 CPU = torch.device("cpu")
 #: What a ZMTP 3.1 client says: signature, version, mechanism, padding; then what it is.

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import pytest
@@ -22,9 +23,6 @@ from rl_core.weights.transports import cuda, ipc
 from rl_core.weights.transports.base import CPU, NoLane
 from rl_core.weights.transports.cuda import CudaRegion, uuid_of, visible_gpus
 from rl_core.weights.transports.ipc import IPC
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 REF = {
     "kind": "cuda",

@@ -8,12 +8,9 @@ others cannot hold either. It *survives* if nothing fails, and *strays* if somet
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from mutants.mutant import QUICK, Autopsy, Mutant, breaks, examine, quick, target
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 __all__ = ["QUICK", "Autopsy", "Mutant", "all_mutants", "breaks", "examine", "quick", "target"]
 

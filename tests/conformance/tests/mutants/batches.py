@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any
 from unittest import mock
 
 import torch
@@ -10,10 +12,6 @@ import torch
 from mutants.mutant import breaks
 from rl_conformance.checks import b04_shards as checks
 from rl_core.batch import BatchedDataDict, verify_right_padding
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from contextlib import AbstractContextManager
 
 
 def _replaced(name: str, value: Any) -> AbstractContextManager[Any]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -10,12 +11,8 @@ from mutants.mutant import breaks
 from rl_conformance.faults import rounded
 from rl_conformance.reference.generation import ReferenceGeneration
 from rl_conformance.reference.policy import ReferencePolicy
+from rl_core.interfaces import TensorSpec, WeightSink, WeightSource
 from rl_core.weights.tensors import NamedTensorSink, NamedTensorSource
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
-    from rl_core.interfaces import TensorSpec, WeightSink, WeightSource
 
 #: Where an engine does not have what arrived, no clause after these can hold.
 _FIRST = "(R1 or R2 and not (keeps_its_word or change_nothing)) and not (enough or left_behind)"

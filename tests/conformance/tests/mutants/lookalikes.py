@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
 
 from mutants.mutant import breaks
+from rl_backends import Row, RowEngine
 from rl_backends.policy.base import PolicyBackend
 from rl_conformance.reference.generation import ReferenceGeneration, ReferenceRows
 from rl_conformance.reference.policy import ReferencePolicy
 from rl_core.batch import BatchedDataDict
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Sequence
-    from contextlib import AbstractContextManager
-    from pathlib import Path
-
-    from rl_backends import Row, RowEngine
-    from rl_core.interfaces import LossInputType
+from rl_core.interfaces import LossInputType
 
 #: Tokens after which a prompt has a whole block in a cache.
 _BLOCK = 16

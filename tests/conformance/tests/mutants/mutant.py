@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import inspect
 import time
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from rl_conformance.catalogue import CLAUSES
+from rl_conformance.outcome import RunReport
 from rl_conformance.reference import reference_target
 from rl_conformance.reference.generation import ReferenceGeneration
 from rl_conformance.reference.policy import ReferencePolicy
+from rl_conformance.registry import Check
 from rl_conformance.run import run, select
 from rl_conformance.settings import Settings
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from contextlib import AbstractContextManager
-
-    from rl_conformance.outcome import RunReport
-    from rl_conformance.registry import Check
-    from rl_conformance.target import Target
+from rl_conformance.target import Target
 
 __all__ = ["QUICK", "Autopsy", "Mutant", "breaks", "examine", "quick", "registered", "target"]
 

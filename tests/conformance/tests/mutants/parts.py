@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
 from mutants.mutant import breaks
 from rl_conformance.reference.generation import ReferenceGeneration
 from rl_conformance.reference.policy import ReferencePolicy
+from rl_core.interfaces import TensorSpec, WeightSink, WeightSource
 from rl_core.weights.tensors import NamedTensorSink, NamedTensorSource
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
-
-    from rl_core.interfaces import TensorSpec, WeightSink, WeightSource
 
 #: What looks at parts of tensors, and at bits.
 _PARTS = "R1 and (left_behind or pattern_of_bits)"

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import os
 import sys
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 from mutants.mutant import breaks
 from rl_conformance.reference.generation import ReferenceGeneration
 from rl_conformance.target import Target
 from rl_core.errors import WorkerError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from contextlib import AbstractContextManager
-
 
 _METADATA = "Metadata-Version: 2.1\nName: rl-heavy\nVersion: 1\n"
 _ENTRY_POINT = "[rl_core.backends]\nheavy = rl_heavy_manifest:BACKEND\n"

@@ -9,8 +9,9 @@ import runpy
 import secrets
 import threading
 import time
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 import torch
@@ -24,10 +25,6 @@ from rl_core.weights.protocol.sender_session import SenderSession
 from rl_core.weights.receiving import loading as _loading
 from rl_core.weights.receiving.receiver import RefitReceiver
 from rl_core.weights.spellings import TakesWeights
-
-if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
 
 _SESSION_BYTES = 16
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import os
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any
 from unittest import mock
 
 import torch
@@ -12,17 +14,12 @@ import torch
 from mutants.mutant import breaks
 from rl_conformance.reference.generation import ReferenceGeneration, ScaledSink
 from rl_conformance.reference.policy import ReferencePolicy
+from rl_core.interfaces import TensorSpec, WeightSink, WeightSource
 from rl_core.weights.data.digests import DIGEST_BYTES
 from rl_core.weights.receiving.loading import Loader
 from rl_core.weights.receiving.receiver import ReceiveJob
 from rl_core.weights.tensors import NamedTensorSource
 from rl_core.weights.transports.memory import SharedRegion
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from contextlib import AbstractContextManager
-
-    from rl_core.interfaces import TensorSpec, WeightSink, WeightSource
 
 
 @breaks("R10", "R9", "R11", "R15")

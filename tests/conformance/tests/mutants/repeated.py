@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import concurrent.futures
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import AsyncIterator
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar
 from unittest import mock
 
 import torch
@@ -12,14 +14,9 @@ from mutants.mutant import breaks
 from rl_conformance.reference.generation import ReferenceGeneration
 from rl_conformance.reference.policy import ReferencePolicy
 from rl_core.errors import RLError
+from rl_core.interfaces import TensorSpec, WeightSink, WeightSource
 from rl_core.weights.data.digests import DigestTable
 from rl_core.weights.tensors import NamedTensorSink
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from contextlib import AbstractContextManager
-
-    from rl_core.interfaces import TensorSpec, WeightSink, WeightSource
 
 _SEQUENCES = "an_engine_takes"
 

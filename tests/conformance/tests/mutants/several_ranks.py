@@ -11,11 +11,12 @@ import math
 import os
 import sys
 import tempfile
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 import torch
@@ -28,11 +29,7 @@ from rl_conformance.reference.sharded import ShardedReferencePolicy
 from rl_conformance.reference.vocabulary import Vocabulary
 from rl_conformance.target import Target
 from rl_core.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Sequence
-
-    from rl_core.interfaces import DataParallelRank, WorkerContext
+from rl_core.interfaces import DataParallelRank, WorkerContext
 
 
 def spread(layout: str, checks: str) -> Callable[[Any], Any]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 import torch
@@ -13,14 +14,9 @@ from mutants.mutant import breaks
 from rl_backends.policy import base as policy
 from rl_backends.policy import steps
 from rl_backends.policy.randomness import RandomStream
-from rl_backends.policy.steps import learning_rate
+from rl_backends.policy.steps import LossSum, StepResult, learning_rate
 from rl_conformance.reference.policy import ReferencePolicy
 from rl_core.errors import TrainingError
-
-if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
-    from rl_backends.policy.steps import LossSum, StepResult
 
 _ADAM = "P5 and (plain or blunt or betas or no_clipping) or P8"
 _RATES = "P5 and rate or P8"
