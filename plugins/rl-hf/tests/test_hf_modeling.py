@@ -53,22 +53,6 @@ def test_facts_come_from_model_and_tokenizer(tiny: Callable[..., Path]):
     assert (facts.vocab_size, facts.max_model_len) == (272, 256)
 
 
-def test_a_missing_directory_is_named():
-    with pytest.raises(ConfigError, match="model directory /no/such/model does not exist"):
-        load("/no/such/model")
-
-
-def test_a_name_that_the_hub_does_not_give_is_named(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(ConfigError, match="nobody/nothing is neither a directory nor a model"):
-        load("nobody/nothing")
-
-
-def test_a_directory_without_a_model_is_named(tmp_path: Path):
-    with pytest.raises(ConfigError, match=r"it has no config\.json"):
-        load(tmp_path)
-
-
 def test_damaged_weights_are_named(broken: Path):
     (broken / "model.safetensors").write_bytes(b"not a tensor")
     with pytest.raises(ConfigError, match="cannot be loaded"):

@@ -63,19 +63,6 @@ def test_code_in_the_tokenizer_runs_only_if_trusted(broken: Path):
         load_tokenizer(str(broken))
 
 
-def test_loading_is_quiet_and_leaves_the_logs_as_they_were(
-    tiny: Callable[..., Path], capfd: pytest.CaptureFixture[str]
-):
-    from transformers.utils import logging
-
-    before = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    path = tiny()
-    capfd.readouterr()
-    load_tokenizer(str(path))
-    assert capfd.readouterr() == ("", "")
-    assert (logging.get_verbosity(), logging.is_progress_bar_enabled()) == before
-
-
 def test_facts_come_from_configuration_and_tokenizer(tiny: Callable[..., Path]):
     path = tiny()
     facts = facts_of(path, load_tokenizer(str(path)), {})
