@@ -20,7 +20,6 @@ from rl_core.ports import free_port
 
 WORKER = """
     import json, sys, torch
-    from torch.optim.optimizer import register_optimizer_step_post_hook
     from rl_core.batch import BatchedDataDict
     from rl_core.errors import RLError
     from rl_core.interfaces import WorkerContext
@@ -63,38 +62,7 @@ WORKER = """
         ) if rank else None,
         "info": policy.prepare_refit_info() is not None,
     }
-    def fail(*_):
-        hook.remove()
-        raise MemoryError("no memory for half of the moments")
-
-    if rank == size - 1:  # a step of the last rank fails once it has written
-        hook = register_optimizer_step_post_hook(fail)
-    result["failed"], path = [], f"{directory}/checkpoint"
-    for call in (
-        lambda: policy.train(mine, NLLLossFn()),
-        lambda: policy.train(mine, NLLLossFn()),
-        lambda: policy.get_logprobs(mine),
-        lambda: policy.save_checkpoint(path),
-        lambda: policy.refit_source(),
-    ):
-        try:
-            call()
-        except Exception as error:
-            result["failed"].append([type(error).__name__, str(error)])
-    policy.load_checkpoint(path)
-    result["resumed"].append(policy.train(mine, NLLLossFn())["loss"])
-    if size > 1 and rank:  # a change that the others did not make
-        with policy.changes.declared():
-            pass
     if size > 1:
-        result["apart"] = []
-        for call in (lambda: policy.train(mine, NLLLossFn()), lambda: policy.save_checkpoint(path)):
-            try:
-                call()
-            except RLError as error:
-                result["apart"].append([type(error).__name__, str(error)])
-        policy.load_checkpoint(path)
-        result["resumed"].append(policy.train(mine, NLLLossFn())["loss"])
         mine["input_lengths"][0] = 99 if rank else 1
         try:
             policy.train(mine, NLLLossFn())
@@ -151,22 +119,6 @@ def test_both_workers_hold_the_same_weights_and_results(results):
 def test_both_workers_resume_from_one_checkpoint_and_after_a_refit_of_rank_0(results):
     for result in (results[0], *results[1]):
         assert len(set(result["resumed"])) == 1
-
-
-def test_a_step_that_fails_on_one_worker_leaves_all_refusing_until_they_load(results):
-    alone, pair = results
-    for result in (alone, *pair):
-        (first, text), *others = result["failed"]
-        assert first == ("TrainingError" if result is pair[0] else "MemoryError")
-        assert "no memory for half" in text
-        assert [kind for kind, _ in others] == ["LifecycleError"] * 4
-        assert all("half of one state" in text for _, text in others)
-
-
-def test_workers_of_other_weights_refuse_until_they_load(results):
-    for result in results[1]:
-        assert [kind for kind, _ in result["apart"]] == ["LifecycleError"] * 2
-        assert all("rank 1 of 2" in text and "of state" in text for _, text in result["apart"])
 
 
 def test_only_rank_0_sends_a_refit(results):
