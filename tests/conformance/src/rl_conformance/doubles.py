@@ -144,9 +144,9 @@ class Engines(TakesWeights):
     def receive_weights(self, **options: Any) -> list[Any]:
         return [f for engine in self.engines for f in engine.receive_weights(**options)]
 
-    def cancel_refit(self, refit_id: str) -> None:
+    def cancel_refit(self, number: int) -> None:
         for engine in self.engines:
-            engine.cancel_refit(refit_id)
+            engine.cancel_refit(number)
 
     def init_collective(self, *meeting: Any, **options: Any) -> list[Any]:
         return [f for e in self.engines for f in e.init_collective(*meeting, **options)]
