@@ -132,6 +132,14 @@ def test_truncate_refuses_rows_and_negative_lengths(dim, length):
         make_batch().truncate_tensors(dim, length)
 
 
+def test_rows_are_taken_whole():
+    assert (batch := make_batch()).get_dict() is batch.data
+    assert batch.chunk(1, 3)["names"] == ["row 2", "row 3"]
+    assert batch.repeat_interleave(2)["names"][:3] == ["row 0", "row 0", "row 1"]
+    assert len([*batch.make_microbatch_iterator(3)]) == batch.get_microbatch_iterator_len(3) == 2
+    assert len(pickle.dumps(batch.slice(3, 4))) < len(pickle.dumps(batch))
+
+
 def test_to_moves_tensors_in_place_and_leaves_lists():
     batch = make_batch()
     assert batch.to("meta") is batch

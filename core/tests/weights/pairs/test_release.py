@@ -21,7 +21,6 @@ from simple_pair import (
     same,
 )
 
-from rl_core.errors import CapabilityError
 from rl_core.weights.protocol.frames import Channel
 from rl_core.weights.protocol.messages import Done
 from rl_core.weights.receiving.loading import ReceiverBuckets
@@ -152,10 +151,3 @@ def test_memory_is_given_back_after_a_failure(monkeypatch, trainer, engine):
     engine.sink.on["finish"] = refuse
     fails(trainer, engine)
     assert engine.idle().receiver.connections["ipc"].lanes == {}
-
-
-def test_scales_for_an_engine_without_are_refused_before_anything_is_written(trainer, engine):
-    for error in fails(trainer, engine, kv_scales={"layers.0.k": 0.5}):
-        assert isinstance(error, CapabilityError)
-    assert engine.idle().sink.calls == []
-    assert not engine.receiver.torn
