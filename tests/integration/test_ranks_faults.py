@@ -101,7 +101,7 @@ def at(phase: str, engine: ReferenceGeneration, happens: Callable[[], None]) -> 
         answer = engine.receive_weights
         engine.receive_weights = lambda *a, **k: (once(), answer(*a, **k))[1]
     elif phase == "commit":
-        engine._receiver.on_commit = lambda version: once()
+        engine._receiver._on_commit = lambda version: once()
     else:
         make = engine.weight_sink
         names = [spec.name for spec in make().specs() if spec.alias_of is None]
@@ -126,14 +126,14 @@ def at(phase: str, engine: ReferenceGeneration, happens: Callable[[], None]) -> 
                 made.write = writing
             return made
 
-        engine._receiver.new_sink = sink
+        engine._receiver._new_sink = sink
     return moments
 
 
 def restored(engine: ReferenceGeneration) -> None:
     engine.__dict__.pop("receive_weights", None)
-    engine._receiver.new_sink = engine.weight_sink
-    engine._receiver.on_commit = engine._on_commit
+    engine._receiver._new_sink = engine.weight_sink
+    engine._receiver._on_commit = engine._on_commit
 
 
 def all_closed(policy: RemotePolicy, ranks: set[int]) -> None:

@@ -256,6 +256,7 @@ def test_a_receiver_that_says_hello_and_no_more_is_named_at_the_deadline(pair):
         error = trainer.failure()
     assert isinstance(error, RefitPeerError)
     assert "mute, pid 7" in error.peer
+    engine.meet(trainer.info())  # it made no call for the refit that failed
     assert_refit(trainer, engine)
 
 
