@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_backends import ModelFacts, PromptBatch, SamplingParams
-from rl_backends.generation.prompts import Completion, assemble_output, assemble_row, greedy_params
+from rl_backends import Completion, ModelFacts, PromptBatch, SamplingParams
+from rl_backends.generation.prompts import assemble_output, assemble_row, greedy_params
 from rl_core.batch import BatchedDataDict
 from rl_core.errors import DataError
 
@@ -111,9 +111,9 @@ def test_seeds_of_the_rows_win_over_the_configs():
         SamplingParams(seed=3),
         input_ids=IDS,
         input_lengths=LENGTHS,
-        seed=torch.tensor([8, 9], dtype=torch.int32),
+        seed=torch.tensor([8, -1], dtype=torch.int32),
     )
-    assert made.seeds.tolist() == [8, 9]
+    assert made.seeds.tolist() == [8, 2**63 - 1]
     assert made.seeds.dtype == torch.int64
 
 

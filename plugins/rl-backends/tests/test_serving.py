@@ -28,7 +28,7 @@ from rl_backends import (
     SamplingParams,
 )
 from rl_backends.generation import serving as _serving
-from rl_backends.generation.rows import BatchEngine
+from rl_backends.generation.batch_engine import BatchEngine
 from rl_backends.generation.serving import Mailbox, RowService, ServedCall
 from rl_core.batch import BatchedDataDict
 from rl_core.errors import DataError, DeadlineError, LifecycleError, PluginError
@@ -76,7 +76,7 @@ class SteppedEngine(RowEngine):
                 tokens = [row.token_ids[-1] + 1 + i for i in range(row.budget)]
                 ended.append(Completion(key, tokens, [-1.0] * row.budget, True))
         for one in ended:
-            del self.rows[one.key if isinstance(one, FailedRow) else one.row]
+            del self.rows[one.row]
         return ended
 
     def cancel(self, keys: Collection[int]) -> None:
@@ -525,7 +525,7 @@ def test_a_batch_that_fails_is_tried_again_call_by_call():
     rows_for(engine, 2, 6, 13, 7)
     rows_for(engine, 3, 8)
     found = collected(engine, 5)
-    failed = {one.key for one in found if isinstance(one, FailedRow)}
+    failed = {one.row for one in found if isinstance(one, FailedRow)}
     assert {one.row for one in found if isinstance(one, Completion)} == {100, 200, 300}
     assert failed == {201, 202}
     rows_for(engine, 4, 5)

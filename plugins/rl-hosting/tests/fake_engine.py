@@ -15,18 +15,18 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from rl_backends import Completion, FailedRow
 from rl_core.errors import DataError
 from rl_hosting._messages import Channel, Reply, encode
-from rl_hosting.cluster.remote_error import encode_error
 from rl_hosting.engine import Engine
-from rl_hosting.rows import Done
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
-    from rl_hosting.rows import Prompt
+    from rl_backends import Row
 
 #: First tokens: the engine raises, the row fails, the process exits, it never ends.
 RAISES, FAILS, EXITS, ENDLESS = range(900, 904)
@@ -111,7 +111,7 @@ class FakeEngine(Engine):
         map_memory(self.fake.get("maps", ()))
         if self.fake.get("refuses"):
             raise DataError("it does not like you", fix="be nicer")
-        self.rows: dict[int, tuple[Prompt, int]] = {}
+        self.rows: dict[int, tuple[Row, int]] = {}
         self.cancelled: list[int] = []
         facts = {"pad_token_id": 0, "eos_token_ids": [1], "vocab_size": 1000}
         self.facts = {**facts, "max_model_len": 10_000, "pid": os.getpid()}
@@ -133,9 +133,9 @@ class FakeEngine(Engine):
         elif act:
             ACTS[act]()
 
-    def submit(self, prompts: Sequence[Prompt]) -> None:
+    def submit(self, rows: Sequence[Row]) -> None:
         self.act("submit")
-        self.rows |= {prompt.key: (prompt, 0) for prompt in prompts}
+        self.rows |= {row.key: (row, 0) for row in rows}
 
     def step(self) -> list[Any]:
         self.act("step")
@@ -144,41 +144,40 @@ class FakeEngine(Engine):
         time.sleep(self.fake.get("pause", 0.0))
         ended = [done for key in list(self.rows) if (done := self.advance(key))]
         for done in ended:
-            del self.rows[done.key]
-            self.cancelled.append(done.key)
+            del self.rows[done.row]
+            self.cancelled.append(done.row)
         wrong = self.fake.get("wrong")
         if not wrong or not ended:
             return ended
         [done, *_] = ended
+        assert isinstance(done, Completion)
         return {
             "twice": [done, done],
-            "gone": [*(Done(key) for key in self.cancelled[: -len(ended)]), done],
-            "unknown": [Done(1 << 40)],
-            "negative": [Done(-1)],
+            "gone": [*(replace(done, row=key) for key in self.cancelled[: -len(ended)]), done],
+            "unknown": [replace(done, row=1 << 40)],
+            "negative": [replace(done, row=-1)],
             "text": ["done"],
             "none": None,
-            "object": [Done(done.key, [object()])],  # type: ignore[list-item]
-            "words": [Done(done.key, ["a"], [-1.0])],  # type: ignore[list-item]
-            "short": [Done(done.key, done.token_ids, [])],
-            "long": [Done(done.key, done.token_ids * 9, done.logprobs * 9)],
-            "broken": [Done(done.key, error=["?"])],
+            "object": [replace(done, token_ids=[object()])],
+            "words": [replace(done, token_ids=["a"])],
+            "short": [replace(done, logprobs=[])],
+            "long": [replace(done, token_ids=[5] * 36, logprobs=[-1.0] * 36)],
         }[wrong]
 
-    def advance(self, key: int) -> Done | None:
-        prompt, count = self.rows[key]
-        first = prompt.token_ids[0]
-        self.rows[key] = prompt, count + 1
+    def advance(self, key: int) -> Completion | FailedRow | None:
+        row, count = self.rows[key]
+        first = row.token_ids[0]
+        self.rows[key] = row, count + 1
         if first == RAISES:
             on_fire()
         elif first == FAILS:
-            error = DataError(f"row {prompt.index} is bad", row=prompt.index)
-            return Done(key, error=encode_error(error, "fake"))
+            return FailedRow(key, DataError(f"row {row.index} is bad", row=row.index))
         elif first == EXITS:
             print("last words")
             os._exit(7)
-        elif first != ENDLESS and count + 1 == prompt.budget:
-            new = [(prompt.token_ids[-1] + i) % 1000 for i in range(1, prompt.budget + 1)]
-            return Done(key, new, [self.logprob()] * len(new), True)
+        elif first != ENDLESS and count + 1 == row.budget:
+            new = [(row.token_ids[-1] + i) % 1000 for i in range(1, row.budget + 1)]
+            return Completion(key, new, [self.logprob()] * len(new), True)
         return None
 
     def logprob(self) -> float:

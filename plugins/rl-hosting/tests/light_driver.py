@@ -14,17 +14,18 @@ import threading
 import time
 from pathlib import Path
 
+from rl_backends import Row, SamplingParams
 from rl_hosting._process import HostedProcess
-from rl_hosting.rows import Prompt, Sampling
 
 ENDLESS = 904
 
 
-def prompt(key: int, token: int) -> Prompt:
-    return Prompt(key, 0, [token], 4, None, [], Sampling(True, 1.0, 0, 1.0, 1.0, []))
+def row(key: int, tokens: list[int]) -> Row:
+    return Row(key, 0, 0, tokens, 4, 0, False, (), SamplingParams(greedy=True))
 
 
 def main() -> None:
+    assert "torch" not in sys.modules  # nor has the fork server, which imports the same
     # They are ignored where the tests run in the background of a shell, or under nohup.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -43,15 +44,13 @@ def main() -> None:
     else:
         engine.start(config, 30)
     if moment in ("submit", "step", "decoding"):
-        engine.submit([prompt(key, ENDLESS) for key in range(3)])
+        engine.submit([row(key, [ENDLESS]) for key in range(3)])
     if moment in ("sleep", "reset_caches", "call_workers"):
         name = {"call_workers": "refit"}.get(moment, moment)
         arguments = {"sleep": {"tags": [], "level": 1}, "call_workers": {"call": b""}}
         engine.tell(name, **arguments.get(moment, {}))
     if moment == "large":
-        engine.submit(
-            [Prompt(key, 0, [7] * 100_000, 4, None, [], prompt(0, 0).sampling) for key in range(50)]
-        )
+        engine.submit([row(key, [7] * 100_000) for key in range(50)])
     if moment == "forked" and not os.fork():
         time.sleep(600)
     if moment == "child":

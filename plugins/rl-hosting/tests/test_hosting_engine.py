@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from rl_backends import Completion, FailedRow
 from rl_core.errors import ConfigError, PluginError
-from rl_hosting import Done, Engine
+from rl_hosting import Engine
 
 
 class Computing(Engine):
@@ -16,15 +17,15 @@ class Computing(Engine):
     def __init__(self, outcome: Exception | None, *, raises: bool = False) -> None:
         self._outcome, self._raises, self.reset = outcome, raises, False
 
-    def submit(self, prompts: Any) -> None:
-        [self._row] = prompts
+    def submit(self, rows: Any) -> None:
+        [self._row] = rows
 
-    def step(self) -> list[Done]:
+    def step(self) -> list[Completion | FailedRow]:
         if self._outcome is not None and self._raises:
             raise self._outcome
         if self._outcome is not None:
-            return [Done.failed(self._row.key, self._outcome, "the double")]
-        return [Done(self._row.key, [1, 2], [-1.0, -1.0], True)]
+            return [FailedRow(self._row.key, self._outcome)]
+        return [Completion(self._row.key, [1, 2], [-1.0, -1.0], True)]
 
     def reset_caches(self) -> bool:
         self.reset = True

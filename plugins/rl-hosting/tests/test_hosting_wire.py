@@ -17,8 +17,9 @@ import pytest
 from fake_backend import SOON, prompts, until
 from fake_engine import ENDLESS
 
+from rl_backends import Completion
 from rl_core.errors import DeadlineError, IncompatiblePluginError, PluginError, RLError, WorkerError
-from rl_hosting import Done, _messages
+from rl_hosting import _messages
 from rl_hosting._messages import PROTOCOL, Channel, Hello, Progress, Reply, Request, encode
 from rl_hosting.cluster.remote_error import decode_error, encode_error
 
@@ -44,15 +45,17 @@ NONSENSE = {
     "tag": (framed(["goodbye"]), "no message"),
     "types": (framed(["reply", "one", 2, 3]), "no message"),
     "rows": (framed(["progress", [["x"]]]), "no message"),
+    "row without tokens": (framed(["progress", [{"row": 0}]]), "no message"),
+    "error": (framed(["progress", [], {0: "torn"}]), "no message"),
     "second hello": (framed(Hello("0", "0", "?")), "no message"),
     "request": (framed(Request("start")), "no message"),
-    "unknown row": (framed(Progress([Done(1 << 40)])), "was never given"),
+    "unknown row": (framed(Progress([Completion(1 << 40, [], [], True)])), "was never given"),
 }
 #: What does no harm: what is about nothing that anybody waits for.
 HARMLESS = {
     "old reply": framed(Reply(1, "again")),
     "reply to nobody": framed(Reply(1 << 30, 5)),
-    "row that was taken back": framed(Progress([Done(0)])),
+    "row that was taken back": framed(Progress([Completion(0, [], [], True)])),
     "sign of life": framed(Progress()),
 }
 
@@ -107,7 +110,6 @@ WRONG = {
     "words": "the fake engine",
     "short": "4 tokens and 0 log-probs",
     "long": "36 tokens of 4",
-    "broken": "an error that cannot be read",
 }
 
 

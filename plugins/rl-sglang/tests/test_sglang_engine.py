@@ -29,6 +29,7 @@ from real_engines import (
 )
 from safetensors.torch import load_file, save_file
 
+from rl_backends import Row, SamplingParams
 from rl_conformance.weights import engine_weights, policy_weights
 from rl_core.batch import BatchedDataDict
 from rl_core.errors import (
@@ -39,7 +40,6 @@ from rl_core.errors import (
     WorkerDiedError,
 )
 from rl_core.weights import refit
-from rl_hosting.rows import Prompt, Sampling
 from rl_sglang import SglangGeneration
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -227,16 +227,16 @@ def test_an_engine_that_is_refused_leaves_no_shared_memory(start):
 def test_rows_are_aborted_by_their_whole_names(start):
     """SGLang aborts all requests whose names begin with the given one."""
     engine = start("qwen2", torch_dtype="float32", max_new_tokens=200)
-    how = Sampling(True, 1.0, 0, 1.0, 1.0, [])
+    how = SamplingParams(greedy=True)
     first = (1 << 40) + 1
-    rows = [Prompt(first, 0, [5, 6], 150, None, [], how)]
-    rows += [Prompt(first * 10 + k, 1 + k, [5, 6], 20, None, [], how) for k in range(3)]
+    rows = [Row(first, 0, 0, [5, 6], 150, 0, False, (), how)]
+    rows += [Row(first * 10 + k, 0, 1 + k, [5, 6], 20, 0, False, (), how) for k in range(3)]
     engine._process.submit(rows)
     engine._process.cancel([first])
     found = {}
     while len(found) < 3:
         progress = engine._process.progress(20.0)
-        found |= {done.key: done for done in (progress.rows if progress else [])}
+        found |= {done.row: done for done in (progress.rows if progress else [])}
     assert all(len(done.token_ids) == 20 for done in found.values())
     assert first not in found
     assert engine.generate(prompts(), greedy=True).size == 4
@@ -245,17 +245,17 @@ def test_rows_are_aborted_by_their_whole_names(start):
 def test_a_row_that_sglang_refuses_fails_alone(start):
     engine = start("qwen2", torch_dtype="float32")
     whole = engine.generate(prompts(), greedy=True)
-    how = Sampling(True, 1.0, 0, 1.0, 1.0, [])
-    sound = Prompt(1 << 40, 0, [5, 6, 7], 9, None, [], how)
-    beyond = Prompt((1 << 40) + 1, 1, [5] * 5000, 9, None, [], how)  # no context is that long
+    how = SamplingParams(greedy=True)
+    sound = Row(1 << 40, 0, 0, [5, 6, 7], 9, 0, False, (), how)
+    beyond = Row((1 << 40) + 1, 0, 1, [5] * 5000, 9, 0, False, (), how)  # no context is that long
     engine._process.submit([sound, beyond])
-    found = {}
-    while len(found) < 2:
-        progress = engine._process.progress(20.0)
-        found |= {done.key: done for done in (progress.rows if progress else [])}
-    assert found[sound.key].error is None
-    assert len(found[sound.key].token_ids) == 9
-    assert "context length" in str(found[beyond.key].error)
+    done, failed = [], {}
+    while not (done and failed):
+        if (progress := engine._process.progress(20.0)) is not None:
+            done += progress.rows
+            failed |= progress.failed
+    assert [(one.row, len(one.token_ids)) for one in done] == [(sound.key, 9)]
+    assert "context length" in str(failed[beyond.key])
     assert torch.equal(engine.generate(prompts(), greedy=True)["output_ids"], whole["output_ids"])
 
 

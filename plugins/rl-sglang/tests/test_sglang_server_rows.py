@@ -19,11 +19,11 @@ def test_a_row_that_was_given_up_ends_no_more() -> None:
     rows._tasks = dict.fromkeys((1, 2, 3), Any)  # type: ignore[arg-type] # nothing is decoded
     error = WorkerDiedError("the server is gone")
     rows._end(FailedRow(1, error))
-    assert [done.key for done in rows.collect()] == [1]  # type: ignore[union-attr]
+    assert [done.row for done in rows.collect()] == [1]
     rows.cancel([2])
     rows._end(FailedRow(2, error))
     rows._end(Completion(3, (5,), (-1.0,), False))
-    assert [done.row for done in rows.collect()] == [3]  # type: ignore[union-attr]
+    assert [done.row for done in rows.collect()] == [3]
     for call, *arguments in later:
         call(*arguments)
     assert rows.collect() == []

@@ -29,6 +29,7 @@ from real_engines import (
     sockets_in,
 )
 
+from rl_backends import Row, SamplingParams
 from rl_conformance.batches import generated, pad_rows
 from rl_conformance.models import make_reciting_model, make_tokenizer
 from rl_conformance.weights import engine_weights, policy_weights
@@ -42,7 +43,6 @@ from rl_core.errors import (
     WorkerDiedError,
 )
 from rl_core.weights import refit
-from rl_hosting.rows import Prompt, Sampling
 from rl_vllm import VllmGeneration, VllmGenerationWorker
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -292,17 +292,17 @@ def test_a_refit_that_waits_for_a_long_generation_leaves_the_engine_whole(start,
 def test_a_row_that_vllm_refuses_fails_alone(start):
     engine = start("qwen2", torch_dtype="float32")
     whole = engine.generate(prompts(), greedy=True)
-    how = Sampling(True, 1.0, 0, 1.0, 1.0, [])
-    sound = Prompt(1 << 40, 0, [5, 6, 7], 9, None, [], how)
-    beyond = Prompt((1 << 40) + 1, 1, [10**6], 9, None, [], how)  # no token of the model
+    how = SamplingParams(greedy=True)
+    sound = Row(1 << 40, 0, 0, [5, 6, 7], 9, 0, False, (), how)
+    beyond = Row((1 << 40) + 1, 0, 1, [10**6], 9, 0, False, (), how)  # no token of the model
     engine._process.submit([sound, beyond])
-    found = {}
-    while len(found) < 2:
-        progress = engine._process.progress(20.0)
-        found |= {done.key: done for done in (progress.rows if progress else [])}
-    assert found[sound.key].error is None
-    assert len(found[sound.key].token_ids) == 9
-    assert "vocabulary" in str(found[beyond.key].error)
+    done, failed = [], {}
+    while not (done and failed):
+        if (progress := engine._process.progress(20.0)) is not None:
+            done += progress.rows
+            failed |= progress.failed
+    assert [(one.row, len(one.token_ids)) for one in done] == [(sound.key, 9)]
+    assert "vocabulary" in str(failed[beyond.key])
     assert torch.equal(engine.generate(prompts(), greedy=True)["output_ids"], whole["output_ids"])
 
 

@@ -11,7 +11,7 @@ import zipfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rl_backends.generation.prompts import ModelFacts
+from rl_backends.generation.rows import ModelFacts
 from rl_core.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -263,7 +263,7 @@ def test_rows_that_memory_has_no_room_for_wait_and_those_it_never_has_fail_alone
     found = []
     while len(found) < len(batch):
         found += engine.collect()
-    failed = {one.key for one in found if isinstance(one, FailedRow)}
+    failed = {one.row for one in found if isinstance(one, FailedRow)}
     too_long = {row for row, length in enumerate(LENGTHS) if length + 12 > 100}
     assert failed == (too_long if most else set(range(len(batch))))
     done = sorted((one for one in found if isinstance(one, Completion)), key=lambda one: one.row)

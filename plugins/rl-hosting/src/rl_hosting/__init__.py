@@ -18,11 +18,9 @@ if TYPE_CHECKING:
     from rl_hosting.engine_backend import EngineBackend
     from rl_hosting.generation import HostedGeneration
     from rl_hosting.local_cluster import LocalCluster
-    from rl_hosting.rows import Done, Prompt, Sampling
     from rl_hosting.worker_refits import WorkerRefits
 
 __all__ = [
-    "Done",
     "Engine",
     "EngineBackend",
     "HostedGeneration",
@@ -30,13 +28,10 @@ __all__ = [
     "LoadedSink",
     "LoadedWeights",
     "LocalCluster",
-    "Prompt",
-    "Sampling",
     "WorkerRefits",
 ]
 
 _HOME = {
-    "Done": "rl_hosting.rows",
     "Engine": "rl_hosting.engine",
     "EngineBackend": "rl_hosting.engine_backend",
     "HostedGeneration": "rl_hosting.generation",
@@ -44,8 +39,6 @@ _HOME = {
     "LoadedSink": "rl_backends.engine.weights",
     "LoadedWeights": "rl_backends.engine.weights",
     "LocalCluster": "rl_hosting.local_cluster",
-    "Prompt": "rl_hosting.rows",
-    "Sampling": "rl_hosting.rows",
     "WorkerRefits": "rl_hosting.worker_refits",
 }
 

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import psutil
 
+from rl_backends import Completion, FailedRow, Row
 from rl_core.errors import DataError, LifecycleError, PluginError
 from rl_core.plugins.discovery import load_object
 from rl_hosting._leftovers import end_session, lock_directory
@@ -37,7 +38,6 @@ from rl_hosting._timing import (
 )
 from rl_hosting.cluster.remote_error import encode_error
 from rl_hosting.engine import Engine
-from rl_hosting.rows import Done, Prompt
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -149,27 +149,27 @@ class EngineHost:
 
     def submit(self, rows: list[Any]) -> None:
         """Gives rows to the engine."""
-        prompts = msgspec.convert(rows, list[Prompt])
+        taken = msgspec.convert(rows, list[Row])
         if not self.engine.facts.get("has_tokenizer", True):
-            refused = []
-            for prompt in [prompt for prompt in prompts if prompt.stop_strings]:
+            failed = {}
+            for row in [row for row in taken if row.stop_strings]:
                 error = DataError(
-                    f"row {prompt.index} has stop strings, and the model has no tokenizer",
+                    f"row {row.index} has stop strings, and the model has no tokenizer",
                     fix="save the tokenizer beside the model, or use stop_token_ids",
-                    row=prompt.index,
+                    row=row.index,
                     key="stop_strings",
                 )
-                refused.append(Done.failed(prompt.key, error, self.name))
-                prompts.remove(prompt)
-            if refused:
-                self._channel.send(encode(Progress(refused)), ENGINE_SEND_S)
-        if not prompts:
+                failed[row.key] = encode_error(error, self.name)
+                taken.remove(row)
+            if failed:
+                self._channel.send(encode(Progress(failed=failed)), ENGINE_SEND_S)
+        if not taken:
             return
         if not self._rows:
             self._sent_at, self._tokens = time.monotonic(), -1
-        self._rows |= {prompt.key for prompt in prompts}
+        self._rows |= {row.key for row in taken}
         self._newest = max({self._newest} | self._rows)
-        self.engine.submit(prompts)
+        self.engine.submit(taken)
 
     def cancel(self, keys: list[int]) -> None:
         """Takes rows back from the engine."""
@@ -183,24 +183,31 @@ class EngineHost:
         try:
             ended: list[Any] = list(self.engine.step())
             for one in ended:
-                if not isinstance(one, Done) or one.key not in range(self._newest + 1):
+                known = isinstance(one, Completion | FailedRow)
+                if not known or one.row not in range(self._newest + 1):
                     raise PluginError(
                         f"{self.name}: step ended {one!r:.200}, which is of no row that it was "
                         "given",
-                        fix="report it to the backend's author: a Done's key is the row's",
+                        fix="report it to the backend's author: row is the row's key",
                     )
-            done = [one for one in ended if one.key in self._rows]  # others were taken back
+            done = [one for one in ended if one.row in self._rows]  # others were taken back
             if not done:
                 if now - self._sent_at < HEARTBEAT_S:
                     return
                 before, self._tokens = self._tokens, self.engine.tokens_made()
                 if before == self._tokens:
                     return
-            frame = encode(Progress(done))
+            failed = [one for one in done if isinstance(one, FailedRow)]
+            frame = encode(
+                Progress(
+                    [one for one in done if isinstance(one, Completion)],
+                    {one.row: encode_error(one.error, self.name) for one in failed},
+                )
+            )
         except Exception as error:
             self._fail(encode_error(error, self.name))
             return
-        self._rows -= {one.key for one in done}
+        self._rows -= {one.row for one in done}
         self._channel.send(frame, ENGINE_SEND_S)
         self._sent_at = now
 

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 
 from rl_backends import Completion, FailedRow, RowEngine
 from rl_core.errors import WorkerDiedError
-from rl_hosting._messages import error_of
 from rl_hosting._timing import COLLECT_S
-from rl_hosting.rows import Prompt, Sampling
+from rl_hosting.cluster.remote_error import decode_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -19,9 +18,6 @@ if TYPE_CHECKING:
     from rl_hosting._process import HostedProcess
 
 __all__ = ["HostedRows"]
-
-#: Engines take seeds of 63 bits.
-_SEEDS = (1 << 63) - 1
 
 
 class HostedRows(RowEngine):
@@ -50,27 +46,7 @@ class HostedRows(RowEngine):
             self._silent = time.monotonic()
         self._rows |= {row.key for row in rows}
         self._newest = max({self._newest} | self._rows)
-        self._process.submit(
-            [
-                Prompt(
-                    key=row.key,
-                    index=row.index,
-                    token_ids=list(row.token_ids),
-                    budget=row.budget,
-                    seed=row.seed & _SEEDS if row.seeded else None,
-                    stop_strings=list(row.stop_strings),
-                    sampling=Sampling(
-                        row.sampling.greedy,
-                        row.sampling.temperature,
-                        row.sampling.top_k,
-                        row.sampling.top_p,
-                        row.sampling.repetition_penalty,
-                        list(row.sampling.stop_token_ids),
-                    ),
-                )
-                for row in rows
-            ]
-        )
+        self._process.submit(rows)
 
     def collect(self) -> list[Completion | FailedRow]:
         """Waits for rows that ended.
@@ -88,17 +64,16 @@ class HostedRows(RowEngine):
                     f"decodes and gave no sign of life for {now - self._silent:.0f} s"
                 )
             return []
-        ended: list[Completion | FailedRow] = []
-        for done in progress.rows:
-            if done.key > self._newest:
-                raise self._process.give_up(f"ended row {done.key}, which it was never given")
-            if done.key not in self._rows:  # it was taken back
-                continue
-            self._rows.discard(done.key)
-            if (error := error_of(done)) is not None:
-                ended.append(FailedRow(done.key, self._process.with_log(error)))
-            else:
-                ended.append(Completion(done.key, done.token_ids, done.logprobs, done.truncated))
+        found: list[Completion | FailedRow] = [*progress.rows]
+        for key, error in progress.failed.items():
+            found.append(FailedRow(key, self._process.with_log(decode_error(error))))
+        ended = []
+        for done in found:
+            if done.row > self._newest:
+                raise self._process.give_up(f"ended row {done.row}, which it was never given")
+            if done.row in self._rows:  # otherwise it was taken back
+                self._rows.discard(done.row)
+                ended.append(done)
         self._silent = now if self._rows else None
         return ended
 

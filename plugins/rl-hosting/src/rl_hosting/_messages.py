@@ -15,10 +15,10 @@ from typing import Any
 
 import msgspec
 
+from rl_backends import Completion  # noqa: TC001 - msgspec looks the types of fields up
 from rl_core.errors import DeadlineError, IncompatiblePluginError, WorkerError
 from rl_hosting._timing import FRAME_STALL_S
 from rl_hosting.cluster.remote_error import decode_error, encode_error
-from rl_hosting.rows import Done  # noqa: TC001 - msgspec looks the types of fields up
 
 __all__ = [
     "PROTOCOL",
@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 #: Version of the frames; every frame begins with it.
-PROTOCOL = 1
+PROTOCOL = 2
 
 _HEAD = struct.Struct("!BQ")
 _TIMEVAL = struct.Struct("@ll")
@@ -76,11 +76,13 @@ class Progress(msgspec.Struct, array_like=True, tag="progress"):
     """Rows that ended, or none: a sign of life.
 
     Attributes:
-        rows: That ended since the one before.
+        rows: That are complete since the one before.
+        failed: Errors of rows that failed, by their keys.
         error: The engine failed; all rows in it are gone.
     """
 
-    rows: list[Done] = []
+    rows: list[Completion] = []
+    failed: dict[int, list[Any]] = {}
     error: list[Any] | None = None
 
 
@@ -110,7 +112,7 @@ def error_reply(error: BaseException, name: str, number: int = 0) -> Reply:
     return Reply(number=number, error=encode_error(error, name))
 
 
-def error_of(reply: Reply | Done | Progress) -> WorkerError | None:
+def error_of(reply: Reply | Progress) -> WorkerError | None:
     """The error that a message carries."""
     return None if reply.error is None else decode_error(reply.error)
 

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     import concurrent.futures
     from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 
-    from rl_hosting.rows import Prompt
+    from rl_backends import Row
 
 __all__ = ["HostedProcess"]
 
@@ -225,9 +225,9 @@ class HostedProcess:
         """
         self._send(Request(method, arguments), DRIVER_SEND_S)
 
-    def submit(self, prompts: Sequence[Prompt]) -> None:
+    def submit(self, rows: Sequence[Row]) -> None:
         """Gives rows to the engine; :meth:`progress` returns them when they ended."""
-        self.tell("submit", rows=prompts)
+        self.tell("submit", rows=rows)
 
     def cancel(self, keys: Collection[int]) -> None:
         """Takes rows back; they need not end."""

@@ -6,14 +6,14 @@ import time
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, Self
 
+from rl_backends import FailedRow, Row, SamplingParams
 from rl_core.errors import ConfigError, PluginError
 from rl_hosting._messages import Reply, Request, decode, encode, error_of
-from rl_hosting.rows import Prompt, Sampling
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
-    from rl_hosting.rows import Done
+    from rl_backends import Completion
 
 __all__ = ["Engine"]
 
@@ -44,18 +44,18 @@ class Engine(ABC):
         """
 
     @abstractmethod
-    def submit(self, prompts: Sequence[Prompt]) -> None:
+    def submit(self, rows: Sequence[Row]) -> None:
         """Takes rows; they are decoded from the next :meth:`step` on.
 
-        A row that cannot be taken comes back from :meth:`step` as :meth:`Done.failed`.
+        A row that cannot be taken comes back from :meth:`step` as a :class:`FailedRow`.
         """
 
     @abstractmethod
-    def step(self) -> Sequence[Done]:
+    def step(self) -> Sequence[Completion | FailedRow]:
         """Decodes all rows a little, such as by one token.
 
         Returns:
-            The rows that ended meanwhile.
+            The rows that ended meanwhile, by their keys.
         """
 
     @abstractmethod
@@ -99,13 +99,12 @@ class Engine(ABC):
         Raises:
             ConfigError: It cannot.
         """
-        sampling = Sampling(True, 1.0, 0, 1.0, 1.0, [])
-        self.submit([Prompt(0, 0, [0] * 7, 2, None, [], sampling)])
-        error: Exception | None = None
+        self.submit([Row(0, 0, 0, [0] * 7, 2, 0, False, (), SamplingParams(greedy=True))])
+        error: BaseException | None = None
         try:
             while not (done := self.step()):
                 pass
-            error = error_of(done[0])
+            error = done[0].error if isinstance(done[0], FailedRow) else None
         except Exception as raised:  # whatever engines raise
             error = raised
         # It computed, and what it found is no number; or the row does not fit into its context.

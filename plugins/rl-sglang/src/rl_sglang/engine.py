@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import math
-import secrets
 import signal
 import tempfile
 from contextlib import suppress
@@ -14,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rl_backends import Completion, FailedRow
 from rl_backends.engine.checkpoint import check_shapes, load_tokenizer
 from rl_backends.engine.weights import CheckpointModel
 from rl_backends.model_files import model_facts
 from rl_core.errors import ConfigError, PluginError, RLError
-from rl_hosting import Done, Engine
+from rl_hosting import Engine
 from rl_sglang import launch  # stands in for what is missing on a CPU, before SGLang is imported
 from rl_sglang.private import check_version, engine_version
 from rl_sglang.scheduler import GREEDY, STOP_STRINGS, SchedulerOptions
@@ -27,7 +27,7 @@ from rl_sglang.workers import Workers
 if TYPE_CHECKING:
     from collections.abc import Collection, Coroutine, Mapping, Sequence
 
-    from rl_hosting import Prompt
+    from rl_backends import Row
 
 from sglang.srt.managers.io_struct import (
     ReleaseMemoryOccupationReqInput,
@@ -58,7 +58,7 @@ class SglangEngine(Engine):
         self._loop = loop
         self._tasks: dict[int, asyncio.Task[None]] = {}  # by the keys of rows
         self._dropped: set[asyncio.Task[None]] = set()
-        self._ended: list[Done] = []
+        self._ended: list[Completion | FailedRow] = []
         self._news = asyncio.Event()
         self._asleep: frozenset[str] = frozenset()
 
@@ -141,38 +141,37 @@ class SglangEngine(Engine):
 
     # -- rows -------------------------------------------------------------------------------------
 
-    def submit(self, prompts: Sequence[Prompt]) -> None:
+    def submit(self, rows: Sequence[Row]) -> None:
         """See :meth:`Engine.submit`."""
-        for prompt in prompts:
-            self._tasks[prompt.key] = self._loop.create_task(self._complete(prompt))
+        for row in rows:
+            self._tasks[row.key] = self._loop.create_task(self._complete(row))
 
-    async def _complete(self, prompt: Prompt) -> None:
-        sampling, greedy = prompt.sampling, prompt.sampling.greedy
-        seed = secrets.randbits(62) if prompt.seed is None else prompt.seed
+    async def _complete(self, row: Row) -> None:
+        sampling, greedy = row.sampling, row.sampling.greedy
         how = {
             "temperature": 0.0 if greedy else sampling.temperature,
             "top_k": -1 if greedy or not sampling.top_k else sampling.top_k,
             "top_p": 1.0 if greedy else sampling.top_p,
-            "stop_token_ids": sampling.stop_token_ids,
-            "max_new_tokens": prompt.budget,
-            "sampling_seed": GREEDY if greedy else seed,
-            "custom_params": {STOP_STRINGS: prompt.stop_strings} if prompt.stop_strings else None,
+            "stop_token_ids": list(sampling.stop_token_ids),
+            "max_new_tokens": row.budget,
+            "sampling_seed": GREEDY if greedy else row.seed,
+            "custom_params": {STOP_STRINGS: row.stop_strings} if row.stop_strings else None,
         }
         try:
             output = await self._llm.async_generate(
-                input_ids=prompt.token_ids,
+                input_ids=row.token_ids,
                 sampling_params=how,
                 return_logprob=True,
-                rid=_name(prompt.key),
+                rid=_name(row.key),
             )
-            done = _done(prompt.key, output)
+            done = _done(row.key, output)
         except Exception as error:  # of this row alone
-            done = Done.failed(prompt.key, error, "SGLang")
-        if self._tasks.pop(prompt.key, None) is not None:  # nobody took it back
+            done = FailedRow(row.key, error)
+        if self._tasks.pop(row.key, None) is not None:  # nobody took it back
             self._ended.append(done)
             self._news.set()
 
-    def step(self) -> Sequence[Done]:
+    def step(self) -> Sequence[Completion | FailedRow]:
         """See :meth:`Engine.step`; the schedulers decode meanwhile."""
         if not self._ended:
             self._news.clear()
@@ -282,7 +281,7 @@ def _name(key: int) -> str:
     return f"row-{key:020d}"
 
 
-def _done(key: int, output: dict[str, Any]) -> Done:
+def _done(key: int, output: dict[str, Any]) -> Completion | FailedRow:
     meta = output["meta_info"]
     reason = meta["finish_reason"]
     if reason["type"] == "abort":
@@ -290,7 +289,7 @@ def _done(key: int, output: dict[str, Any]) -> Done:
             f"SGLang gave a row up: {reason.get('message')}",
             fix="look at the end of the engine's log",
         )
-        return Done.failed(key, error, "SGLang")
+        return FailedRow(key, error)
     ids = list(output["output_ids"])
     logprobs = [found[0] for found in meta["output_token_logprobs"]]
     if not all(one is not None and math.isfinite(one) for one in logprobs):
@@ -298,6 +297,6 @@ def _done(key: int, output: dict[str, Any]) -> Done:
             "SGLang gave a row a log-prob that is not finite",
             fix="look at the weights: float16 overflows where bfloat16 and float32 do not",
         )
-        return Done.failed(key, error, "SGLang")
+        return FailedRow(key, error)
     # A log-prob of more than 0 is a rounding error.
-    return Done(key, ids, [min(0.0, one) for one in logprobs], reason["type"] == "length")
+    return Completion(key, ids, [min(0.0, one) for one in logprobs], reason["type"] == "length")

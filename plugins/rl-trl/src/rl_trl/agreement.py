@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 from rl_core.errors import RLError
 
 if TYPE_CHECKING:
-    from rl_backends.generation.prompts import SamplingParams
+    from rl_backends import SamplingParams
 
 __all__ = ["DisagreementError", "check_agreement", "score_tokens", "trainer_logprobs"]
 

@@ -23,10 +23,11 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.llm_engine import LLMEngine
 
+from rl_backends import Completion, FailedRow
 from rl_backends.engine.checkpoint import cannot_load, load_tokenizer
 from rl_backends.model_files import model_facts
 from rl_core.errors import ConfigError, PluginError, RLError
-from rl_hosting import Done, Engine
+from rl_hosting import Engine
 from rl_vllm.private import check_version, engine_version
 from rl_vllm.stop_strings import STOP_STRINGS, watch_stop_strings
 
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
     from vllm.outputs import RequestOutput
 
-    from rl_hosting import Prompt
+    from rl_backends import Row
 
 __all__ = ["VllmEngine"]
 
@@ -194,30 +195,31 @@ class _SyncEngine(VllmEngine):
     def __init__(self, arguments: dict[str, Any]) -> None:
         self._llm = LLMEngine.from_engine_args(EngineArgs(**arguments), usage_context=_USE)
         self._names: dict[int, str] = {}  # vLLM's own, by the keys of rows
-        self._refused: list[Done] = []
+        self._refused: list[FailedRow] = []
 
     def wait_for(self, found: Any) -> Any:
         """See :meth:`VllmEngine.wait_for`: nothing is awaited here."""
         return found
 
-    def submit(self, prompts: Sequence[Prompt]) -> None:
+    def submit(self, rows: Sequence[Row]) -> None:
         """See :meth:`Engine.submit`."""
-        for prompt in prompts:
-            name, request = str(prompt.key), {"prompt_token_ids": prompt.token_ids}
+        for row in rows:
+            name, request = str(row.key), {"prompt_token_ids": row.token_ids}
             try:
-                given = self._llm.add_request(name, request, _params(prompt))
+                given = self._llm.add_request(name, request, _params(row))
             except Exception as error:  # of this row alone
-                self._refused.append(Done.failed(prompt.key, error, "vLLM"))
+                self._refused.append(FailedRow(row.key, error))
             else:
-                self._names[prompt.key] = given or name
+                self._names[row.key] = given or name
 
-    def step(self) -> list[Done]:
+    def step(self) -> list[Completion | FailedRow]:
         """See :meth:`Engine.step`."""
-        done, self._refused = self._refused, []
+        done: list[Completion | FailedRow] = [*self._refused]
+        self._refused.clear()
         if self._llm.has_unfinished_requests():
             done += [_done(output) for output in self._llm.step() if output.finished]
         for one in done:
-            self._names.pop(one.key, None)
+            self._names.pop(one.row, None)
         return done
 
     def cancel(self, keys: Collection[int]) -> None:
@@ -245,7 +247,7 @@ class _AsyncEngine(VllmEngine):
             return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), usage_context=_USE)
 
         self._llm: AsyncLLM = self.wait_for(make())
-        self._ended: queue.SimpleQueue[Done] = queue.SimpleQueue()
+        self._ended: queue.SimpleQueue[Completion | FailedRow] = queue.SimpleQueue()
         self._tasks: dict[int, Any] = {}  # by the keys of rows
 
     def wait_for(self, found: Awaitable[Any]) -> Any:
@@ -256,29 +258,28 @@ class _AsyncEngine(VllmEngine):
 
         return asyncio.run_coroutine_threadsafe(awaited(), self._loop).result()
 
-    def submit(self, prompts: Sequence[Prompt]) -> None:
+    def submit(self, rows: Sequence[Row]) -> None:
         """See :meth:`Engine.submit`."""
-        for prompt in prompts:
-            self._tasks[prompt.key] = asyncio.run_coroutine_threadsafe(
-                self._complete(prompt), self._loop
-            )
+        for row in rows:
+            task = asyncio.run_coroutine_threadsafe(self._complete(row), self._loop)
+            self._tasks[row.key] = task
 
-    async def _complete(self, prompt: Prompt) -> None:
-        request = {"prompt_token_ids": prompt.token_ids}
+    async def _complete(self, row: Row) -> None:
+        request = {"prompt_token_ids": row.token_ids}
         try:
-            async for output in self._llm.generate(request, _params(prompt), str(prompt.key)):
+            async for output in self._llm.generate(request, _params(row), str(row.key)):
                 if output.finished:
                     self._ended.put(_done(output))
         except Exception as error:
-            self._ended.put(Done.failed(prompt.key, error, "vLLM"))
+            self._ended.put(FailedRow(row.key, error))
 
-    def step(self) -> list[Done]:
+    def step(self) -> list[Completion | FailedRow]:
         """See :meth:`Engine.step`."""
-        found: list[Done] = []
+        found: list[Completion | FailedRow] = []
         try:
             while True:
                 one = self._ended.get(timeout=0.0 if found else _WAIT_S)
-                self._tasks.pop(one.key, None)
+                self._tasks.pop(one.row, None)
                 found.append(one)
         except queue.Empty:
             return found
@@ -358,27 +359,26 @@ def _refusal(error: Exception, config: Mapping[str, Any]) -> RLError:
     )
 
 
-def _params(prompt: Prompt) -> SamplingParams:
-    sampling = prompt.sampling
-    greedy = sampling.greedy
+def _params(row: Row) -> SamplingParams:
+    sampling, greedy = row.sampling, row.sampling.greedy
     return SamplingParams(
         temperature=0.0 if greedy else sampling.temperature,
         top_k=0 if greedy else sampling.top_k,
         top_p=1.0 if greedy else sampling.top_p,
         repetition_penalty=sampling.repetition_penalty,
-        stop_token_ids=sampling.stop_token_ids,
+        stop_token_ids=list(sampling.stop_token_ids),
         # The end-of-sequence tokens are among the stop tokens.
         ignore_eos=True,
-        extra_args={STOP_STRINGS: prompt.stop_strings} if prompt.stop_strings else None,
+        extra_args={STOP_STRINGS: row.stop_strings} if row.stop_strings else None,
         detokenize=False,
-        max_tokens=prompt.budget,
-        seed=None if greedy else prompt.seed,
+        max_tokens=row.budget,
+        seed=row.seed if row.seeded and not greedy else None,
         logprobs=0,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
 
 
-def _done(output: RequestOutput) -> Done:
+def _done(output: RequestOutput) -> Completion | FailedRow:
     done, key = output.outputs[0], int(output.request_id.partition("-")[0])
     ids = list(done.token_ids)
     found = done.logprobs or []
@@ -388,9 +388,9 @@ def _done(output: RequestOutput) -> Done:
             "vLLM gave a row a log-prob that is not finite",
             fix="look at the weights: float16 overflows where bfloat16 and float32 do not",
         )
-        return Done.failed(key, error, "vLLM")
+        return FailedRow(key, error)
     # A log-prob of more than 0 is a rounding error.
-    return Done(key, ids, [min(0.0, one) for one in logprobs], done.finish_reason == "length")
+    return Completion(key, ids, [min(0.0, x) for x in logprobs], done.finish_reason == "length")
 
 
 def _nothing(generation: int = 2) -> int:

@@ -10,19 +10,17 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
+from rl_backends.generation.batch_engine import BatchEngine
 from rl_backends.generation.prompts import (
-    Completion,
-    ModelFacts,
     PromptBatch,
     RowStreams,
-    SamplingParams,
     assemble_output,
     assemble_row,
     greedy_params,
     provenance_of,
     repeat_for_samples,
 )
-from rl_backends.generation.rows import BatchEngine
+from rl_backends.generation.rows import Completion, ModelFacts, SamplingParams
 from rl_backends.generation.serving import CallDeadline, Mailbox, RowService, ServedCall
 from rl_backends.inputs import TAGS, as_batch, tags_of
 from rl_core.errors import ConfigError, LifecycleError

@@ -21,14 +21,13 @@ from rl_core.errors import DataError
 from rl_core.interfaces import GenerationOutputSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Sequence
+
+    from rl_backends.generation.rows import Completion, ModelFacts, SamplingParams
 
 __all__ = [
-    "Completion",
-    "ModelFacts",
     "PromptBatch",
     "RowStreams",
-    "SamplingParams",
     "assemble_output",
     "assemble_row",
     "passthrough_columns",
@@ -43,79 +42,6 @@ OUTPUT_KEYS = frozenset(GenerationOutputSpec.__annotations__) - {"__extra__"}
 
 
 @dataclass(frozen=True, slots=True)
-class ModelFacts:
-    """What the frontend must know of the loaded model.
-
-    Attributes:
-        pad_token_id: Fills the output on the right.
-        eos_token_ids: The model's own end-of-sequence tokens.
-        vocab_size: Token ids are in ``[0, vocab_size)``.
-        max_model_len: Upper bound on prompt plus generated tokens.
-    """
-
-    pad_token_id: int
-    eos_token_ids: tuple[int, ...]
-    vocab_size: int
-    max_model_len: int
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """How every row of one call is sampled.
-
-    Attributes:
-        greedy: Take the argmax; the log-prob is then of the untruncated distribution at
-            temperature 1.
-        temperature: Divides the logits, > 0.
-        top_k: Candidates kept; 0 is off.
-        top_p: Nucleus mass; 1 is off.
-        repetition_penalty: 1 is off.
-        stop_token_ids: Tokens that end a row and are kept.
-        logprobs_mode: ``"processed"`` or ``"raw"``.
-        max_new_tokens: Upper bound on generated tokens per row.
-        num_samples: Completions per prompt.
-        seed: Base seed, or None for a fresh one per call.
-    """
-
-    greedy: bool = False
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    repetition_penalty: float = 1.0
-    stop_token_ids: tuple[int, ...] = ()
-    logprobs_mode: str = "processed"
-    max_new_tokens: int = 128
-    num_samples: int = 1
-    seed: int | None = None
-
-    @property
-    def distribution(self) -> str | None:
-        """The options that shape the distribution sampled from; None if nothing is drawn."""
-        off = {"temperature": None, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}
-        set_ = [f"{k} {getattr(self, k):g}" for k, v in off.items() if getattr(self, k) != v]
-        return None if self.greedy else ", ".join(set_)
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any], facts: ModelFacts) -> SamplingParams:
-        """Reads the sampling keys of a :class:`GenerationConfig`."""
-        eos = config.get("eos_token_id")
-        eos_ids = facts.eos_token_ids if eos is None else (eos if isinstance(eos, list) else [eos])
-        stops = dict.fromkeys([*(config.get("stop_token_ids") or ()), *eos_ids])
-        return cls(
-            greedy=not config.get("do_sample", True),
-            temperature=float(config.get("temperature", 1.0)),
-            top_k=max(0, config.get("top_k") or 0),
-            top_p=float(config.get("top_p", 1.0)),
-            repetition_penalty=float(config.get("repetition_penalty", 1.0)),
-            stop_token_ids=tuple(stops),
-            logprobs_mode=config.get("logprobs_mode", "processed"),
-            max_new_tokens=config.get("max_new_tokens", 128),
-            num_samples=config.get("num_samples", 1),
-            seed=config.get("seed"),
-        )
-
-
-@dataclass(frozen=True, slots=True)
 class PromptBatch:
     """Prompts that passed the checks, at least one row, each with room for a token.
 
@@ -124,7 +50,7 @@ class PromptBatch:
         lengths: ``[B]`` int64, at least 1.
         budgets: ``[B]`` int64 tokens that each row may generate, at least 1.
         stop_strings: For each row, config and row merged.
-        seeds: ``[B]`` int64, one independent stream per row.
+        seeds: ``[B]`` int64 of 63 bits, one independent stream per row.
         seeded: The seeds were asked for; otherwise they are fresh, and an engine may as well draw
             from a stream of its own.
     """
@@ -187,24 +113,8 @@ class PromptBatch:
         seeded = seeds is not None or sampling.seed is not None
         if seeds is None:
             seeds = row_seeds(sampling.seed, rows, first_stream)
+        seeds = seeds & (1 << 63) - 1  # engines take no negative ones
         return cls(ids, lengths, budgets, _merge_stops(data, stop_strings, rows), seeds, seeded)
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """What an engine made of one prompt.
-
-    Attributes:
-        row: Index of the prompt in its :class:`PromptBatch`.
-        token_ids: Generated tokens, stop token included.
-        logprobs: One float for each.
-        truncated: True if the row ended by length.
-    """
-
-    row: int
-    token_ids: Sequence[int]
-    logprobs: Sequence[float]
-    truncated: bool
 
 
 #: More rows than a copy can be asked for.

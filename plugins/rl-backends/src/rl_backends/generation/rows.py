@@ -1,22 +1,93 @@
-"""Rows, as an engine that serves many calls at once sees them: they come, are decoded, and go."""
+"""Rows as engines see them, how they are sampled, and what becomes of them.
+
+Rows and completions go to engines in other processes as they are, and this module imports no torch:
+such a process is forked from one that has not imported it.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
-
-import torch
-
-from rl_backends.generation.prompts import Completion, PromptBatch
-from rl_core.errors import PluginError
+from collections.abc import Sequence  # noqa: TC003 - msgspec looks the types of fields up
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Sequence
+    from collections.abc import Collection, Mapping
 
-    from rl_backends.generation.prompts import SamplingParams
+__all__ = ["Completion", "FailedRow", "ModelFacts", "Row", "RowEngine", "SamplingParams"]
 
-__all__ = ["BatchEngine", "FailedRow", "Row", "RowEngine"]
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What the frontend must know of the loaded model.
+
+    Attributes:
+        pad_token_id: Fills the output on the right.
+        eos_token_ids: The model's own end-of-sequence tokens.
+        vocab_size: Token ids are in ``[0, vocab_size)``.
+        max_model_len: Upper bound on prompt plus generated tokens.
+    """
+
+    pad_token_id: int
+    eos_token_ids: tuple[int, ...]
+    vocab_size: int
+    max_model_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How every row of one call is sampled.
+
+    Attributes:
+        greedy: Take the argmax; the log-prob is then of the untruncated distribution at
+            temperature 1.
+        temperature: Divides the logits, > 0.
+        top_k: Candidates kept; 0 is off.
+        top_p: Nucleus mass; 1 is off.
+        repetition_penalty: 1 is off.
+        stop_token_ids: Tokens that end a row and are kept.
+        logprobs_mode: ``"processed"`` or ``"raw"``.
+        max_new_tokens: Upper bound on generated tokens per row.
+        num_samples: Completions per prompt.
+        seed: Base seed, or None for a fresh one per call.
+    """
+
+    greedy: bool = False
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    repetition_penalty: float = 1.0
+    stop_token_ids: tuple[int, ...] = ()
+    logprobs_mode: str = "processed"
+    max_new_tokens: int = 128
+    num_samples: int = 1
+    seed: int | None = None
+
+    @property
+    def distribution(self) -> str | None:
+        """The options that shape the distribution sampled from; None if nothing is drawn."""
+        off = {"temperature": None, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}
+        set_ = [f"{k} {getattr(self, k):g}" for k, v in off.items() if getattr(self, k) != v]
+        return None if self.greedy else ", ".join(set_)
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], facts: ModelFacts) -> SamplingParams:
+        """Reads the sampling keys of a :class:`GenerationConfig`."""
+        eos = config.get("eos_token_id")
+        eos_ids = facts.eos_token_ids if eos is None else (eos if isinstance(eos, list) else [eos])
+        stops = dict.fromkeys([*(config.get("stop_token_ids") or ()), *eos_ids])
+        return cls(
+            greedy=not config.get("do_sample", True),
+            temperature=float(config.get("temperature", 1.0)),
+            top_k=max(0, config.get("top_k") or 0),
+            top_p=float(config.get("top_p", 1.0)),
+            repetition_penalty=float(config.get("repetition_penalty", 1.0)),
+            stop_token_ids=tuple(stops),
+            logprobs_mode=config.get("logprobs_mode", "processed"),
+            max_new_tokens=config.get("max_new_tokens", 128),
+            num_samples=config.get("num_samples", 1),
+            seed=config.get("seed"),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +100,7 @@ class Row:
         index: Of the row in its call, for messages.
         token_ids: The prompt, at least one token.
         budget: Tokens that it may generate, at least 1.
-        seed: Of its own random stream.
+        seed: Of its own random stream, 63 bits.
         seeded: The seed was asked for; otherwise an engine may as well draw from a stream of its
             own.
         stop_strings: Each of them ends it.
@@ -49,15 +120,32 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
+class Completion:
+    """What an engine made of one prompt.
+
+    Attributes:
+        row: The row's key, or, of ``complete``, the prompt's index in its :class:`PromptBatch`.
+        token_ids: Generated tokens, stop token included.
+        logprobs: One float for each.
+        truncated: True if the row ended by length.
+    """
+
+    row: int
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    truncated: bool
+
+
+@dataclass(frozen=True, slots=True)
 class FailedRow:
     """A row that cannot be completed; its call fails with it, and no other call does.
 
     Attributes:
-        key: Of the row.
+        row: The row's key.
         error: What to raise where the call was made.
     """
 
-    key: int
+    row: int
     error: BaseException
 
 
@@ -93,122 +181,3 @@ class RowEngine(ABC):
 
     def release_threads(self) -> None:
         """Releases the calling thread's helper threads: from here on it waits for rows."""
-
-
-class BatchEngine(RowEngine):
-    """Serves rows by an author's ``complete``, which takes one batch after the other.
-
-    All rows that wait when a batch begins are in it, whatever calls they are of. If it fails with
-    rows of several calls, their rows are completed again, call by call, so that only the call fails
-    that is to blame.
-
-    Args:
-        complete: See :meth:`rl_backends.GenerationBackend.complete`.
-        pad_token_id: Fills prompts on the right.
-        name: How errors call the backend.
-    """
-
-    room = 1 << 30
-
-    def __init__(
-        self,
-        complete: Callable[[PromptBatch, SamplingParams], Iterator[Completion]],
-        *,
-        pad_token_id: int,
-        name: str,
-    ) -> None:
-        self._complete = complete
-        self._pad = pad_token_id
-        self._name = name
-        self._waiting: list[Row] = []
-        self._alone: set[int] = set()  # calls that get a batch of their own
-        self._batch: dict[int, Row] = {}  # by place, those that are not done
-        self._iterator: Iterator[Completion] | None = None
-        self._dropped: set[int] = set()  # keys of rows of the batch that nobody wants any more
-
-    def submit(self, rows: Sequence[Row]) -> None:
-        """See :meth:`RowEngine.submit`."""
-        self._waiting += rows
-
-    def collect(self) -> Sequence[Completion | FailedRow]:
-        """Completes one row; before the last one of a batch is told, its iterator has ended."""
-        try:
-            if self._iterator is None:
-                if not self._waiting:
-                    return []
-                self._begin()
-            assert self._iterator is not None
-            done = next(self._iterator, None)
-            if done is None:
-                raise self._fault(f"did not complete rows {sorted(self._batch)[:5]}")
-            if done.row not in self._batch:
-                raise self._fault(f"gave row {done.row}, which it has not, or twice")
-            if len(self._batch) == 1 and (more := next(self._iterator, None)) is not None:
-                raise self._fault(f"gave row {more.row}, which it has not, or twice")
-        except Exception as error:
-            left = [row for row in self._batch.values() if row.key not in self._dropped]
-            calls = {row.call for row in left}
-            self._end()
-            if len(calls) == 1:
-                return [FailedRow(row.key, error) for row in left]
-            # Whose fault it is shows when each call is completed alone.
-            self._alone |= calls
-            self._waiting = left + self._waiting
-            return []
-        row = self._batch.pop(done.row)
-        wanted = row.key not in self._dropped
-        if not self._batch:
-            self._end()
-        return [replace(done, row=row.key)] if wanted else []
-
-    def cancel(self, keys: Collection[int]) -> None:
-        """Drops rows; those of a batch that is being completed run on if others of it do."""
-        self._waiting = [row for row in self._waiting if row.key not in keys]
-        running = {row.key for row in self._batch.values()}
-        self._dropped |= running & set(keys)
-        if self._iterator is not None and running <= self._dropped:
-            self._end()
-
-    def _begin(self) -> None:
-        first = self._waiting[0]
-        if first.call in self._alone:
-            taken = [row for row in self._waiting if row.call == first.call]
-            self._alone.discard(first.call)
-        else:
-            taken = [
-                row
-                for row in self._waiting
-                if row.sampling == first.sampling
-                and row.seeded == first.seeded
-                and row.call not in self._alone
-            ]
-        keys = {row.key for row in taken}
-        self._waiting = [row for row in self._waiting if row.key not in keys]
-        self._batch = dict(enumerate(taken))
-        self._iterator = iter(self._complete(_batch_of(taken, self._pad), first.sampling))
-
-    def _end(self) -> None:
-        close = getattr(self._iterator, "close", None)
-        self._iterator = None
-        self._batch, self._dropped = {}, set()
-        if close is not None:
-            close()
-
-    def _fault(self, what: str) -> PluginError:
-        return PluginError(f"{self._name}.complete {what}", fix="report it to the backend's author")
-
-
-def _batch_of(rows: Sequence[Row], pad_token_id: int) -> PromptBatch:
-    lengths = torch.tensor([len(row.token_ids) for row in rows])
-    ids = torch.full((len(rows), int(lengths.max())), pad_token_id)
-    ids[torch.arange(ids.shape[1]) < lengths[:, None]] = torch.tensor(
-        [token for row in rows for token in row.token_ids]
-    )
-    return PromptBatch(
-        ids,
-        lengths,
-        torch.tensor([row.budget for row in rows]),
-        [row.stop_strings for row in rows],
-        torch.tensor([row.seed for row in rows]),
-        all(row.seeded for row in rows),
-    )

@@ -13,16 +13,15 @@ from contextlib import suppress
 from copy import copy
 from typing import TYPE_CHECKING, Any
 
-from rl_backends.generation.prompts import Completion
-from rl_backends.generation.rows import FailedRow, Row
+from rl_backends.generation.rows import Completion, FailedRow, Row
 from rl_core.errors import DeadlineError, LifecycleError, PluginError
 
 if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable
 
-    from rl_backends.generation.prompts import PromptBatch, SamplingParams
-    from rl_backends.generation.rows import RowEngine
+    from rl_backends.generation.prompts import PromptBatch
+    from rl_backends.generation.rows import RowEngine, SamplingParams
     from rl_core.weights.engine_lock import EngineLock
 
 _log = logging.getLogger(__name__)
@@ -279,17 +278,16 @@ class RowService:
         return kept_waiting
 
     def _end_row(self, done: Completion | FailedRow) -> None:
-        key = done.key if isinstance(done, FailedRow) else done.row
         with self._guard:
-            call = self._running.pop(key, None)
+            call = self._running.pop(done.row, None)
             if call is None:
-                if key in self._cancelled:  # while the engine worked
+                if done.row in self._cancelled:  # while the engine worked
                     return
                 raise PluginError(
-                    f"{self._name}.row_engine ended row {key}, which it has not, or twice",
+                    f"{self._name}.row_engine ended row {done.row}, which it has not, or twice",
                     fix="report it to the backend's author: a completion's row is the row's key",
                 )
-            index = call.running.pop(key)
+            index = call.running.pop(done.row)
             if isinstance(done, FailedRow):
                 error: BaseException | None = done.error
             elif wrong := call.check(done, index):

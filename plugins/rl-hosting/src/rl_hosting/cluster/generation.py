@@ -15,12 +15,12 @@ from rl_backends.generation.prompts import (
     CONSUMED_KEYS,
     PromptBatch,
     RowStreams,
-    SamplingParams,
     greedy_params,
     passthrough_columns,
     provenance_of,
     repeat_for_samples,
 )
+from rl_backends.generation.rows import SamplingParams
 from rl_backends.inputs import as_batch
 from rl_core.batch import BatchedDataDict
 from rl_core.errors import DeadlineError, WeightsTornError
@@ -33,7 +33,7 @@ from rl_hosting.cluster.sharding import Loads, collect
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from rl_backends.generation.prompts import ModelFacts
+    from rl_backends.generation.rows import ModelFacts
     from rl_core.batch.provenance import Provenance
     from rl_core.interfaces import GenerationOutputSpec
 

@@ -75,7 +75,7 @@ class ServerRows(RowEngine):
         for one in news:
             if isinstance(one, frozenset):
                 self._given_up -= one
-            elif one is not None and _key(one) not in self._given_up:
+            elif one is not None and one.row not in self._given_up:
                 ended.append(one)
         return ended
 
@@ -166,7 +166,7 @@ class ServerRows(RowEngine):
             raise self._client.gone(None)
 
     def _end(self, done: Completion | FailedRow) -> None:
-        if self._tasks.pop(_key(done), None) is not None:
+        if self._tasks.pop(done.row, None) is not None:
             self._news.put(done)
 
     def _let_go(self, key: int, task: asyncio.Task[None]) -> None:
@@ -213,7 +213,3 @@ class ServerRows(RowEngine):
 
     def _name(self, key: int) -> str:
         return f"{self._names}-{key:020d}"
-
-
-def _key(done: Completion | FailedRow) -> int:
-    return done.key if isinstance(done, FailedRow) else done.row
