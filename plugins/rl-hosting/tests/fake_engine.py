@@ -15,8 +15,9 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import replace
 
 from rl_backends import Completion, FailedRow
 from rl_core.errors import DataError

@@ -17,6 +17,7 @@ import psutil
 import pytest
 from fake_backend import FakeGeneration, environment, prompts
 
+import rl_backends
 import rl_core
 import rl_hosting
 from rl_core.errors import (
@@ -34,7 +35,9 @@ if TYPE_CHECKING:
 
 README = Path(__file__).parents[1] / "README.md"
 OURS = [
-    str(Path(module.__file__).parents[1]) for module in (rl_core, rl_hosting) if module.__file__
+    str(Path(module.__file__).parents[1])
+    for module in (rl_core, rl_backends, rl_hosting)
+    if module.__file__
 ]
 
 
@@ -81,7 +84,7 @@ def test_an_engine_of_another_environment(make_environment, tmp_path):
         engine.shutdown()
 
 
-@pytest.mark.parametrize("name", ["rl-core", "rl-hosting"])
+@pytest.mark.parametrize("name", ["rl-core", "rl-backends", "rl-hosting"])
 def test_another_release_there_is_refused(make_environment, tmp_path, name):
     python = make_environment(pretend(tmp_path, name, "9.9"), *OURS, *distributions())
     with pytest.raises(IncompatiblePluginError, match=rf"{python} has {name} 9\.9, this process"):

@@ -47,7 +47,7 @@ NONSENSE = {
     "rows": (framed(["progress", [["x"]]]), "no message"),
     "row without tokens": (framed(["progress", [{"row": 0}]]), "no message"),
     "error": (framed(["progress", [], {0: "torn"}]), "no message"),
-    "second hello": (framed(Hello("0", "0", "?")), "no message"),
+    "second hello": (framed(Hello({}, "?")), "no message"),
     "request": (framed(Request("start")), "no message"),
     "unknown row": (framed(Progress([Completion(1 << 40, [], [], True)])), "was never given"),
 }

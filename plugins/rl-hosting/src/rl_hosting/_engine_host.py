@@ -17,7 +17,6 @@ import threading
 import time
 import traceback
 from contextlib import suppress
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -71,8 +70,7 @@ class EngineHost:
 
     def serve(self) -> None:
         """Answers until the socket is closed."""
-        hello = Hello(version("rl-core"), version("rl-hosting"), sys.executable)
-        self._channel.send(encode(hello), ENGINE_SEND_S)
+        self._channel.send(encode(Hello.here()), ENGINE_SEND_S)
         threading.Thread(target=self._read, name="requests", daemon=True).start()
         try:
             while True:

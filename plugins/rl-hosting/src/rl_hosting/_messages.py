@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import socket
 import struct
+import sys
 import threading
 from contextlib import suppress
-from typing import Any
+from importlib.metadata import version
+from typing import Any, Self
 
 import msgspec
 
@@ -48,14 +50,18 @@ class Hello(msgspec.Struct, array_like=True, tag="hello"):
     """What the engine's process says first.
 
     Attributes:
-        core: Version of rl-core there.
-        hosting: Version of rl-hosting there.
+        releases: Of rl-core, rl-backends and rl-hosting there.
         python: Its interpreter.
     """
 
-    core: str
-    hosting: str
+    releases: dict[str, str]
     python: str
+
+    @classmethod
+    def here(cls) -> Self:
+        """The hello of this process."""
+        names = ("rl-core", "rl-backends", "rl-hosting")
+        return cls({name: version(name) for name in names}, sys.executable)
 
 
 class Request(msgspec.Struct, array_like=True, tag="request"):

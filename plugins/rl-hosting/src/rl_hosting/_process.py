@@ -159,7 +159,7 @@ class HostedProcess:
             self._process.wait_for_fork(timeout_s)
             hello: Hello = self._wait(self._inbox.hello, "start", end, timeout_s)
             # One release may read otherwise what another writes.
-            for name, theirs in (("rl-hosting", hello.hosting), ("rl-core", hello.core)):
+            for name, theirs in hello.releases.items():
                 if theirs != (ours := version(name)):
                     raise IncompatiblePluginError(
                         f"{self.name}: {hello.python} has {name} {theirs}, this process {ours}",

@@ -7,11 +7,9 @@ by separate threads, so that the worker answers questions while it works.
 from __future__ import annotations
 
 import queue
-import sys
 import threading
 import traceback
 from concurrent.futures import ThreadPoolExecutor
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from rl_hosting._messages import Hello, Reply, Request, encode, error_reply
@@ -71,8 +69,7 @@ class WorkerHost:
 
     def serve(self) -> None:
         """Answers until the socket is closed."""
-        hello = Hello(version("rl-core"), version("rl-hosting"), sys.executable)
-        self._channel.send(encode(hello), ENGINE_SEND_S)
+        self._channel.send(encode(Hello.here()), ENGINE_SEND_S)
         threading.Thread(target=self._read, name="requests", daemon=True).start()
         while (request := self._work.get()) is not None:
             self._answer(request)

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+from msgspec import structs
 
 from mutants.mutant import breaks
 from rl_conformance.reference.generation import ReferenceGeneration
@@ -34,7 +35,7 @@ class GreedySticks(ReferenceGeneration):
     """After a greedy call every call is greedy."""
 
     def generate(self, data: Any, greedy: bool = False) -> Any:
-        self.sampling = replace(self.sampling, greedy=self.sampling.greedy or greedy)
+        self.sampling = structs.replace(self.sampling, greedy=self.sampling.greedy or greedy)
         return super().generate(data, greedy)
 
 
@@ -72,7 +73,7 @@ class ShortBudgetsStick(ReferenceGeneration):
 
     def complete(self, prompts: PromptBatch, sampling: SamplingParams) -> Iterator[Completion]:
         least = int(prompts.budgets.min())
-        self.sampling = replace(self.sampling, max_new_tokens=least)
+        self.sampling = structs.replace(self.sampling, max_new_tokens=least)
         return super().complete(prompts, sampling)
 
 
@@ -143,7 +144,7 @@ class ARefusedBatchIsGreedy(ReferenceGeneration):
 
     def generate(self, data: Any, greedy: bool = False) -> Any:
         kept, flag = self.sampling, self.sampling.greedy or greedy
-        self.sampling = replace(self.sampling, greedy=flag)
+        self.sampling = structs.replace(self.sampling, greedy=flag)
         output = super().generate(data, greedy)
         self.sampling = kept
         return output
@@ -201,7 +202,7 @@ class TheLastSeedIsEverybodys(ReferenceGeneration):
         type(self).seed = config.get("seed")
 
     def generate(self, data: Any, greedy: bool = False) -> Any:
-        self.sampling = replace(self.sampling, seed=self.seed)
+        self.sampling = structs.replace(self.sampling, seed=self.seed)
         return super().generate(data, greedy)
 
 
@@ -299,7 +300,7 @@ class UnreadRowsAreFinishedLater(ReferenceGeneration):
         late, self.begun = self.begun, prompts
         if late is not None and len(late) >= len(prompts):
             prompts = replace(prompts, seeds=late.seeds[: len(prompts)])
-            sampling = replace(sampling, greedy=False)
+            sampling = structs.replace(sampling, greedy=False)
         yield from super().complete(prompts, sampling)
         self.begun = None
 

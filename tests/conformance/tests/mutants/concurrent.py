@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 from unittest import mock
+
+from msgspec.structs import replace
 
 from mutants.mutant import breaks
 from rl_backends.generation.serving import RowService

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from msgspec import structs
 
 from mutants.mutant import breaks
 from rl_conformance.faults import rounded
@@ -46,7 +47,7 @@ class TruncatedIsNeverSaid(ReferenceGeneration):
 
     def complete(self, prompts: PromptBatch, sampling: SamplingParams) -> Iterator[Completion]:
         for done in super().complete(prompts, sampling):
-            yield replace(done, truncated=False)
+            yield structs.replace(done, truncated=False)
 
 
 @breaks("G6")
@@ -70,7 +71,7 @@ class LogprobsOffByOne(ReferenceGeneration):
 
     def complete(self, prompts: PromptBatch, sampling: SamplingParams) -> Iterator[Completion]:
         for done in super().complete(prompts, sampling):
-            yield replace(done, logprobs=[done.logprobs[-1], *done.logprobs[:-1]])
+            yield structs.replace(done, logprobs=[done.logprobs[-1], *done.logprobs[:-1]])
 
 
 @breaks("G4")
@@ -83,7 +84,7 @@ class LogprobsOfAnotherTemperature(ReferenceGeneration):
         token, logprob = super().choose(logits, sampling, generator, seen)
         if sampling.greedy or sampling.logprobs_mode == "raw" or sampling.temperature == 1.0:
             return token, logprob
-        plain = replace(sampling, temperature=1.0, top_k=0, top_p=1.0)
+        plain = structs.replace(sampling, temperature=1.0, top_k=0, top_p=1.0)
         return token, float((logits / plain.temperature).log_softmax(-1)[token])
 
 
@@ -93,7 +94,7 @@ class LostLogprobsAreZero(ReferenceGeneration):
 
     def complete(self, prompts: PromptBatch, sampling: SamplingParams) -> Iterator[Completion]:
         for done in super().complete(prompts, sampling):
-            yield replace(done, logprobs=[0.0] * len(done.logprobs))
+            yield structs.replace(done, logprobs=[0.0] * len(done.logprobs))
 
 
 @breaks("G9", "G17")
@@ -122,7 +123,7 @@ class PaddingShows(ReferenceGeneration):
         padding = int(prompts.lengths.max()) - prompts.lengths
         for done in super().complete(prompts, sampling):
             shift = 0.01 * int(padding[done.row])
-            yield replace(done, logprobs=[value - shift for value in done.logprobs])
+            yield structs.replace(done, logprobs=[value - shift for value in done.logprobs])
 
 
 @breaks("G7")
@@ -142,7 +143,7 @@ class TopKIsOffByOne(ReferenceGeneration):
         self, logits: Any, sampling: SamplingParams, generator: Any, seen: list[int]
     ) -> tuple[int, float]:
         if sampling.top_k:
-            sampling = replace(sampling, top_k=sampling.top_k + 1)
+            sampling = structs.replace(sampling, top_k=sampling.top_k + 1)
         return super().choose(logits, sampling, generator, seen)
 
 
@@ -153,7 +154,9 @@ class StopTokenIsDropped(ReferenceGeneration):
     def complete(self, prompts: PromptBatch, sampling: SamplingParams) -> Iterator[Completion]:
         for done in super().complete(prompts, sampling):
             keep = len(done.token_ids) - (done.token_ids[-1] in sampling.stop_token_ids)
-            yield replace(done, token_ids=done.token_ids[:keep], logprobs=done.logprobs[:keep])
+            yield structs.replace(
+                done, token_ids=done.token_ids[:keep], logprobs=done.logprobs[:keep]
+            )
 
 
 @breaks("G11", "G4")

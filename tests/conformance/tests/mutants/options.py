@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from msgspec import structs
 
 from mutants.mutant import breaks
 from rl_conformance.reference.generation import ReferenceGeneration
@@ -56,7 +57,7 @@ class TheLastTokenIsNeverAStop(ReferenceGeneration):
     def complete(self, prompts: PromptBatch, sampling: SamplingParams) -> Iterator[Completion]:
         for done in super().complete(prompts, sampling):
             full = len(done.token_ids) == int(prompts.budgets[done.row])
-            yield replace(done, truncated=full or done.truncated)
+            yield structs.replace(done, truncated=full or done.truncated)
 
 
 @breaks("G7", "G5", checks="G5 or G7")
@@ -64,7 +65,7 @@ class OnlyTheFirstStopTokenStops(ReferenceGeneration):
     """The rest of the list is not read."""
 
     def complete(self, prompts: PromptBatch, sampling: SamplingParams) -> Iterator[Completion]:
-        sampling = replace(sampling, stop_token_ids=sampling.stop_token_ids[:1])
+        sampling = structs.replace(sampling, stop_token_ids=sampling.stop_token_ids[:1])
         return super().complete(prompts, sampling)
 
 
@@ -76,7 +77,7 @@ class OnlyOneTokenEndsASequence(ReferenceGeneration):
         super().__init__(*args, **config)
         own = self.facts.eos_token_ids[1:]
         stops = tuple(one for one in self.sampling.stop_token_ids if one not in own)
-        self.sampling = replace(self.sampling, stop_token_ids=stops)
+        self.sampling = structs.replace(self.sampling, stop_token_ids=stops)
 
 
 @breaks("G7", checks="G7")
@@ -86,7 +87,7 @@ class EndOfSequenceAlwaysEnds(ReferenceGeneration):
     def __init__(self, *args: Any, **config: Any) -> None:
         super().__init__(*args, **config)
         stops = (*self.sampling.stop_token_ids, *self.facts.eos_token_ids)
-        self.sampling = replace(self.sampling, stop_token_ids=stops)
+        self.sampling = structs.replace(self.sampling, stop_token_ids=stops)
 
 
 class _Matching(ReferenceGeneration):
@@ -218,7 +219,7 @@ class LogprobsHaveAFloor(ReferenceGeneration):
 
     def complete(self, prompts: PromptBatch, sampling: SamplingParams) -> Iterator[Completion]:
         for done in super().complete(prompts, sampling):
-            yield replace(done, logprobs=[max(one, -20.0) for one in done.logprobs])
+            yield structs.replace(done, logprobs=[max(one, -20.0) for one in done.logprobs])
 
 
 class _Choosing(ReferenceGeneration):
@@ -238,7 +239,7 @@ class TinyMassesAreOff(_Choosing):
     """A top_p next to 0 is taken for none."""
 
     def other(self, sampling: SamplingParams) -> SamplingParams:
-        return replace(sampling, top_p=1.0) if sampling.top_p < 1e-3 else sampling
+        return structs.replace(sampling, top_p=1.0) if sampling.top_p < 1e-3 else sampling
 
 
 @breaks("G10", checks=_CHOICES)
@@ -246,7 +247,9 @@ class OneCandidateIsTwo(_Choosing):
     """top_k has a least value."""
 
     def other(self, sampling: SamplingParams) -> SamplingParams:
-        return replace(sampling, top_k=max(2, sampling.top_k)) if sampling.top_k else sampling
+        return (
+            structs.replace(sampling, top_k=max(2, sampling.top_k)) if sampling.top_k else sampling
+        )
 
 
 @breaks("G4", checks=_CHOICES)
@@ -254,7 +257,7 @@ class HeatIsCapped(_Choosing):
     """Temperatures above 2 are 2."""
 
     def other(self, sampling: SamplingParams) -> SamplingParams:
-        return replace(sampling, temperature=min(2.0, sampling.temperature))
+        return structs.replace(sampling, temperature=min(2.0, sampling.temperature))
 
 
 @breaks("G10", checks=_CHOICES)
@@ -262,7 +265,7 @@ class ColdIsCapped(_Choosing):
     """Temperatures below 0.3 are 0.3."""
 
     def other(self, sampling: SamplingParams) -> SamplingParams:
-        return replace(sampling, temperature=max(0.3, sampling.temperature))
+        return structs.replace(sampling, temperature=max(0.3, sampling.temperature))
 
 
 @breaks("G4", checks="G4")
@@ -270,7 +273,7 @@ class RawIsAlwaysProcessed(_Choosing):
     """logprobs_mode is accepted."""
 
     def other(self, sampling: SamplingParams) -> SamplingParams:
-        return replace(sampling, logprobs_mode="processed")
+        return structs.replace(sampling, logprobs_mode="processed")
 
 
 @breaks("G4", checks="G4")
@@ -284,7 +287,7 @@ class TopPComesBeforeTopK(_Choosing):
             scores = logits / sampling.temperature
             likely = scores.softmax(-1).sort(descending=True).values
             count = int((likely.cumsum(0) - likely < sampling.top_p).sum())
-            sampling = replace(sampling, top_k=min(count, sampling.top_k), top_p=1.0)
+            sampling = structs.replace(sampling, top_k=min(count, sampling.top_k), top_p=1.0)
         return ReferenceGeneration.choose(self, logits, sampling, generator, seen)
 
 
@@ -293,7 +296,7 @@ class RepetitionPenaltyIsAccepted(_Choosing):
     """And that is all."""
 
     def other(self, sampling: SamplingParams) -> SamplingParams:
-        return replace(sampling, repetition_penalty=1.0)
+        return structs.replace(sampling, repetition_penalty=1.0)
 
 
 @breaks("G4", "G10", checks=_CHOICES)
@@ -315,7 +318,7 @@ class PenaltiesAreOnlyForTheArgmax(_Choosing):
     """Sampling goes without."""
 
     def other(self, sampling: SamplingParams) -> SamplingParams:
-        return sampling if sampling.greedy else replace(sampling, repetition_penalty=1.0)
+        return sampling if sampling.greedy else structs.replace(sampling, repetition_penalty=1.0)
 
 
 @breaks("G8", checks="G8 and (do_sample or deterministic)")
@@ -324,4 +327,4 @@ class DoSampleIsAccepted(ReferenceGeneration):
 
     def __init__(self, *args: Any, **config: Any) -> None:
         super().__init__(*args, **config)
-        self.sampling = replace(self.sampling, greedy=False)
+        self.sampling = structs.replace(self.sampling, greedy=False)

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
+from msgspec import structs
+
 from mutants.engines import SamplesAreDealtInRounds
 from mutants.mutant import Mutant, breaks, registered, target
 from rl_conformance.checks import a01_agreement as agreement
@@ -103,7 +105,7 @@ class LogprobsAreOff(ReferenceGeneration):
 
     def complete(self, prompts: PromptBatch, sampling: SamplingParams) -> Iterator[Completion]:
         for done in super().complete(prompts, sampling):
-            yield replace(done, logprobs=[value - 0.3 for value in done.logprobs])
+            yield structs.replace(done, logprobs=[value - 0.3 for value in done.logprobs])
 
 
 @breaks("R2")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
+from msgspec import structs
 
 from mutants.mutant import breaks
 from rl_backends.generation import base as frontend
@@ -235,7 +236,7 @@ class LaterTokensAreColder(ReferenceGeneration):
     def step(self, row: Any, logits: torch.Tensor, sampling: SamplingParams) -> None:
         if row.new and not sampling.greedy:
             token, _ = self.choose(
-                logits, replace(sampling, temperature=0.8), row.generator, row.ids
+                logits, structs.replace(sampling, temperature=0.8), row.generator, row.ids
             )
             logits = logits.clone()
             self.forced: int | None = token
@@ -256,7 +257,7 @@ class SomeRowsAreColder(ReferenceGeneration):
 
     def step(self, row: Any, logits: torch.Tensor, sampling: SamplingParams) -> None:
         cold = row.index % 4 == 3 and sampling.temperature > 1
-        super().step(row, logits, replace(sampling, temperature=1.0) if cold else sampling)
+        super().step(row, logits, structs.replace(sampling, temperature=1.0) if cold else sampling)
 
 
 def _samples(step: Any) -> AbstractContextManager[Any]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
+from msgspec.structs import replace
 
 from rl_backends.generation.prompts import PromptBatch
 from rl_backends.generation.rows import FailedRow, RowEngine
@@ -55,7 +55,7 @@ class BatchEngine(RowEngine):
         self._waiting += rows
 
     def collect(self) -> Sequence[Completion | FailedRow]:
-        """Completes one row; before the last one of a batch is told, its iterator has ended."""
+        """Completes one row; before it returns the last one of a batch, its iterator has ended."""
         try:
             if self._iterator is None:
                 if not self._waiting:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import hashlib
 import secrets
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from msgspec.structs import replace
 
 from rl_backends.inputs import check_limits, input_lengths, row_integers
 from rl_core.batch import BatchedDataDict

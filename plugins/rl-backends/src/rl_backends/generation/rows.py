@@ -11,6 +11,8 @@ from collections.abc import Sequence  # noqa: TC003 - msgspec looks the types of
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
@@ -34,8 +36,7 @@ class ModelFacts:
     max_model_len: int
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
+class SamplingParams(msgspec.Struct, array_like=True, frozen=True):
     """How every row of one call is sampled.
 
     Attributes:
@@ -90,8 +91,7 @@ class SamplingParams:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(msgspec.Struct, array_like=True, frozen=True):
     """One prompt to complete.
 
     Attributes:
@@ -101,7 +101,7 @@ class Row:
         token_ids: The prompt, at least one token.
         budget: Tokens that it may generate, at least 1.
         seed: Of its own random stream, 63 bits.
-        seeded: The seed was asked for; otherwise an engine may as well draw from a stream of its
+        seeded: The seed was requested; otherwise an engine may as well draw from a stream of its
             own.
         stop_strings: Each of them ends it.
         sampling: How it is sampled; all rows of an engine share everything but ``greedy`` and
@@ -119,8 +119,7 @@ class Row:
     sampling: SamplingParams
 
 
-@dataclass(frozen=True, slots=True)
-class Completion:
+class Completion(msgspec.Struct, array_like=True, frozen=True):
     """What an engine made of one prompt.
 
     Attributes:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import torch
+from msgspec.structs import replace
 
 from rl_backends import Completion, FailedRow, RowEngine
 from rl_backends.generation.stop_strings import StopStrings
