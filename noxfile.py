@@ -78,6 +78,8 @@ CORE, LOSSES, CONFORMANCE = "core", "plugins/rl-losses", "tests/conformance"
 PLUGINS = {name: f"plugins/rl-{name}" for name in ("hf", "megatron", "vllm", "sglang")}
 #: Engines that get an environment of their own, and what is installed there on a CPU.
 ENGINES = {name: PLUGINS[name] for name in ("vllm", "sglang")}
+#: Tests of what every engine does; those that start one are skipped where it is not installed.
+OF_ENGINES = "tests/engines"
 #: What backends and launchers are made of.
 SHARED = [f"plugins/rl-{name}" for name in ("backends", "collective", "hosting", "ray")]
 #: What brings backends into the loops of other libraries.
@@ -236,7 +238,7 @@ def rest(session: nox.Session) -> None:
     run(session, "pytest", "pytest", "-m", "full", *IN_TWO, *session.posargs)
     for engine in ENGINES:
         environment(session, engine)
-        how = ["-m", "full", *IN_TWO, f"{PLUGINS[engine]}/tests", *session.posargs]
+        how = ["-m", "full", *IN_TWO, f"{PLUGINS[engine]}/tests", OF_ENGINES, *session.posargs]
         run(session, f"pytest {engine}", "pytest", *how)
 
 
@@ -264,7 +266,7 @@ def conformance(session: nox.Session, plugin: str) -> None:
     """
     environment(session, plugin if plugin in ENGINES else "")
     if plugin in ENGINES:
-        run(session, "pytest", "pytest", *IN_TWO, f"{PLUGINS[plugin]}/tests")
+        run(session, "pytest", "pytest", *IN_TWO, f"{PLUGINS[plugin]}/tests", OF_ENGINES)
     # In two processes, unless a part is asked for.
     how = session.posargs or ["-n", "2"]
     run(session, "suite", "rl", "conformance", "run", plugin, *reports(plugin), *how)
@@ -284,8 +286,9 @@ def precision(session: nox.Session, plugin: str) -> None:
 def oldest(session: nox.Session, plugin: str) -> None:
     """A plugin's tests with the oldest engine that it supports."""
     environment(session, plugin, "cpu-engine-oldest")
+    folders = [f"{PLUGINS[plugin]}/tests", *([OF_ENGINES] if plugin in ENGINES else [])]
     how = session.posargs or [*IN_TWO, "-k", WITH_THE_OLDEST]
-    run(session, "pytest", "pytest", f"{PLUGINS[plugin]}/tests", *how)
+    run(session, "pytest", "pytest", *folders, *how)
 
 
 @nox.session(venv_backend="none")

@@ -18,7 +18,14 @@ from fake_backend import SOON, prompts, until
 from fake_engine import ENDLESS
 
 from rl_backends import Completion
-from rl_core.errors import DeadlineError, IncompatiblePluginError, PluginError, RLError, WorkerError
+from rl_core.errors import (
+    DeadlineError,
+    IncompatiblePluginError,
+    ManifestMismatchError,
+    PluginError,
+    RLError,
+    WorkerError,
+)
 from rl_hosting import _messages
 from rl_hosting._messages import PROTOCOL, Channel, Hello, Progress, Reply, Request, encode
 from rl_hosting.cluster.remote_error import decode_error, encode_error
@@ -249,3 +256,15 @@ def test_no_error_of_an_engine_ends_the_driver(name):
 @pytest.mark.parametrize("plain", [[], "torn", 3, ["ValueError", "no", None, 7]])
 def test_an_error_that_cannot_be_read_is_an_error_that_says_so(plain):
     assert "an error that cannot be read" in decode_error(plain).message
+
+
+def test_errors_cross_processes_as_text():
+    error = ManifestMismatchError("two differ", fix="load the same", missing=["a"], extra=object())
+    plain = encode_error(error, "worker 1")
+    again = decode_error(plain)
+    assert isinstance(again, ManifestMismatchError)
+    assert again.details["missing"] == ["a"]
+    assert again.fix == "load the same"
+    assert "worker 1" in str(again)
+    assert encode_error(again, "driver") == plain
+    assert isinstance(decode_error(encode_error(ZeroDivisionError("x"), "w")), ZeroDivisionError)

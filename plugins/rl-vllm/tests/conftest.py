@@ -2,69 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
-import subprocess
-import sys
-from functools import cache
-from typing import TYPE_CHECKING, Any
-
 import pytest
+from engines.kinds import KINDS, Kind, imported, skip_without_engine, start, tiny
 
-from rl_conformance.models import make_tiny_model
-from rl_hosting._fork_client import ForkServer
-from rl_vllm.environment import PRELOAD, engine_environment
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from rl_vllm.generation import VllmGeneration
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if importlib.util.find_spec("vllm") is None:
-        for item in items:
-            if item.get_closest_marker("engine"):
-                item.add_marker(pytest.mark.skip(reason="vLLM is not installed here"))
+__all__ = ["imported", "start", "tiny"]
 
 
 @pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """``tiny(family="qwen2", **overrides)`` is the directory of such a model."""
-
-    @cache
-    def make(family: str = "qwen2", **overrides: Any) -> Path:
-        return make_tiny_model(tmp_path_factory.mktemp("models") / family, family, **overrides)
-
-    return make
+def kind() -> Kind:
+    """The engine."""
+    return KINDS["vllm"]
 
 
-@pytest.fixture(scope="session")
-def imported() -> Iterator[int]:
-    """The process that has vLLM imported, kept from test to test."""
-    environment = engine_environment("cpu")
-    server = ForkServer.obtain(environment, subprocess.DEVNULL, sys.executable, PRELOAD)
-    yield server._process.pid
-    server.release()
-
-
-@pytest.fixture
-def start(imported: int, tiny: Callable[..., Path]) -> Iterator[Callable[..., VllmGeneration]]:
-    """``start(family, vllm_cfg, **config)`` is an engine that is awake; all end with the test."""
-    from rl_vllm import VllmGeneration
-
-    started = []
-
-    def make(
-        family: str = "qwen2", vllm_cfg: dict[str, Any] | None = None, **config: Any
-    ) -> VllmGeneration:
-        engine = {"max_num_seqs": 16, "kv_cache_memory_bytes": 64 << 20, **(vllm_cfg or {})}
-        given = {"model_name": str(tiny(family)), "max_new_tokens": 12, **config}
-        backend = VllmGeneration(None, {**given, "vllm_cfg": engine})
-        started.append(backend)
-        backend.prepare_for_generation()
-        return backend
-
-    yield make
-    for backend in started:
-        backend.shutdown()
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    skip_without_engine(item, KINDS["vllm"])

@@ -1,0 +1,213 @@
+"""Real engines: what they generate, and what refits bring them to."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from real_engines import (
+    difference,
+    grpo,
+    hf_policy,
+    policy_of_ranks,
+    prompts,
+    refit_every_way,
+    shake,
+)
+
+from rl_backends import Row, SamplingParams
+from rl_conformance.weights import engine_weights, policy_weights
+from rl_core.errors import ManifestMismatchError, RefitError
+from rl_core.weights import refit
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+EXPERTS = {
+    "model_type": "qwen3_moe",
+    "tie_word_embeddings": False,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+}
+#: For each engine what is special about a case: the model's family and sizes, the engine's section.
+CASES: dict[str, dict[str, tuple[str, dict[str, Any], dict[str, Any]]]] = {
+    "vllm": {
+        "tied, fused bias": ("qwen2", {}, {}),
+        "untied": ("llama", {}, {}),
+        "two workers": ("qwen3", {}, {"tensor_parallel_size": 2}),
+        "asynchronous, dummy weights": (
+            "qwen2",
+            {},
+            {"async_engine": True, "load_format": "dummy"},
+        ),
+    },
+    "sglang": {
+        "tied, fused bias": ("qwen2", {}, {}),
+        "untied": ("llama", {}, {}),
+        "two schedulers": ("qwen3", {}, {"tp_size": 2}),
+        "dummy weights": ("qwen2", {}, {"load_format": "dummy"}),
+        "experts": ("qwen3", EXPERTS, {"tp_size": 2}),
+    },
+}
+#: How far the log-probs of an engine in bfloat16 may be from the policy's.
+IN_BFLOAT16 = {"vllm": 0.2, "sglang": 0.3}
+#: A prompt that an engine refuses, and what it calls it.
+REFUSED_PROMPTS = {"vllm": ([10**6], "vocabulary"), "sglang": ([5] * 5000, "context length")}
+
+
+@pytest.mark.parametrize(
+    ("kind", "case"),
+    [(name, case) for name, cases in CASES.items() for case in cases],
+    indirect=["kind"],
+)
+def test_refits_bring_the_engine_to_the_policy(kind, case, start, tiny):
+    family, sizes, engine_config = CASES[kind.name][case]
+    path = tiny(family, **sizes)
+    engine = start(family, engine_config, torch_dtype="float32", model_name=str(path))
+    policy = hf_policy(path)
+    if engine_config.get("load_format") != "dummy":
+        assert difference(policy, engine.generate(prompts(), greedy=True)) < 1e-4
+    for seed, options in enumerate(
+        ({"verify": "installed"}, {"mode": "packed", "bucket_bytes": 20_000}, {"delta": True}), 1
+    ):
+        shake(policy, seed)
+        refit(policy, engine, deadline_s=60.0, **options)
+        assert (engine.weights_version, engine.weights_origin) == (seed, policy.weights_origin)
+        for greedy in (True, False):
+            assert difference(policy, engine.generate(prompts(), greedy=greedy)) < 1e-4
+    policy.shutdown()
+
+
+def test_an_engine_in_bfloat16_has_what_was_sent(kind, start, tiny):
+    engine = start("qwen2", torch_dtype="bfloat16")
+    policy = hf_policy(tiny("qwen2"), torch_dtype="bfloat16")
+    for seed, options in enumerate(({"verify": "installed"}, {"isolation": "staged"}), 1):
+        shake(policy, seed)
+        refit(policy, engine, deadline_s=60.0, **options)
+        installed = engine_weights(engine)
+        for name, weight in policy_weights(policy).items():
+            assert torch.equal(installed[name], weight), name
+        output = engine.generate(prompts(), greedy=True)
+        assert difference(policy, output) < IN_BFLOAT16[kind.name]
+    policy.shutdown()
+
+
+def test_every_way_of_the_bytes_reaches_every_worker(kind, start, tiny):
+    engine = start("qwen2", {kind.backend.workers_key: 2}, torch_dtype="float32")
+    policy = hf_policy(tiny("qwen2"))
+    shake(policy, 1)
+    report = refit(policy, engine, transport="collective", verify="installed", deadline_s=60.0)
+    assert report.receivers == engine.receiver_count == 2
+    assert difference(policy, engine.generate(prompts(), greedy=True)) < 1e-4
+    shake(policy, 2)
+    [keys] = policy.prepare_weights_for_ipc()
+    assert engine.update_weights(policy.get_weights_ipc_handles(keys, receivers=2)) is True
+    assert engine.weights_version == 2
+    assert difference(policy, engine.generate(prompts(), greedy=True)) < 1e-4
+    shake(policy, 3)
+    refit(policy, engine, isolation="staged", deadline_s=60.0)
+    assert difference(policy, engine.generate(prompts())) < 1e-4
+    policy.shutdown()
+
+
+@pytest.fixture
+def same_environment():
+    """Takes back what a test exports, as Ray does: engines of another environment share nothing."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
+def ray_cluster() -> Any:
+    from rl_ray import RayVirtualCluster
+
+    return RayVirtualCluster([2], name="replicas")
+
+
+def local_cluster() -> Any:
+    from rl_hosting import LocalCluster
+
+    return LocalCluster(2)
+
+
+CLUSTERS: dict[str, Callable[[], Any]] = {"vllm": ray_cluster, "sglang": local_cluster}
+
+
+def test_replicas_on_a_cluster_share_the_rows_and_a_refit(kind, tiny, same_environment):
+    config = {"model_name": str(tiny("qwen2")), "torch_dtype": "float32", "max_new_tokens": 6}
+    policy = hf_policy(tiny("qwen2"))
+    shake(policy)
+    with CLUSTERS[kind.name]() as cluster:
+        engine = kind.build({**config, "num_samples": 2}, cluster=cluster)
+        engine.prepare_for_generation()
+        refit(policy, engine, deadline_s=60.0)
+        output = engine.generate(prompts(5))
+        assert output.size == 10
+        assert difference(policy, output) < 1e-4
+        engine.shutdown()
+    policy.shutdown()
+
+
+def test_another_model_is_refused_and_the_old_one_serves(start, tiny):
+    engine = start("qwen2", torch_dtype="float32")
+    other = hf_policy(tiny("llama"))
+    before = engine.generate(prompts(), greedy=True)
+    with pytest.raises(ManifestMismatchError, match="nothing was written"):
+        engine.prepare_refit_info(other.prepare_refit_info())  # before any training step
+    with pytest.raises(ManifestMismatchError) as caught:
+        refit(other, engine, deadline_s=30.0)
+    assert "model.layers.0.self_attn.q_proj.bias" in caught.value.details["missing"]
+    assert torch.equal(engine.generate(prompts(), greedy=True)["output_ids"], before["output_ids"])
+    other.shutdown()
+
+
+def test_a_refit_that_waits_for_a_long_generation_leaves_the_engine_whole(start, tiny):
+    engine, policy = start("qwen2", torch_dtype="float32"), hf_policy(tiny("qwen2"))
+    refit(policy, engine, deadline_s=60.0)
+    with engine._lock, pytest.raises(RefitError):  # something holds generation up
+        refit(policy, engine, deadline_s=1.0)
+    assert difference(policy, engine.generate(prompts(), greedy=True)) < 1e-4
+    refit(policy, engine, deadline_s=60.0)
+    policy.shutdown()
+
+
+def test_a_row_that_the_engine_refuses_fails_alone(kind, start):
+    engine = start("qwen2", torch_dtype="float32")
+    whole = engine.generate(prompts(), greedy=True)
+    tokens, words = REFUSED_PROMPTS[kind.name]
+    how = SamplingParams(greedy=True)
+    sound = Row(1 << 40, 0, 0, [5, 6, 7], 9, 0, False, (), how)
+    refused = Row((1 << 40) + 1, 0, 1, tokens, 9, 0, False, (), how)
+    engine._process.submit([sound, refused])
+    done, failed = [], {}
+    while not (done and failed):
+        if (progress := engine._process.progress(20.0)) is not None:
+            done += progress.rows
+            failed |= progress.failed
+    assert [(one.row, len(one.token_ids)) for one in done] == [(sound.key, 9)]
+    assert words in str(failed[refused.key])
+    assert torch.equal(engine.generate(prompts(), greedy=True)["output_ids"], whole["output_ids"])
+
+
+beside_megatron = pytest.mark.skipif(
+    importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed here"
+)
+
+
+@beside_megatron
+def test_ranks_refit_an_engine_of_two_workers(kind, start, tiny):
+    engine = start("qwen3", {kind.backend.workers_key: 2}, torch_dtype="float32")
+    with policy_of_ranks(tiny("qwen3"), "tp2") as policy:
+        refit_every_way(policy, engine)
+
+
+@beside_megatron
+def test_grpo_agrees_at_every_step(kind, tmp_path):
+    grpo(tmp_path, "--policy", "megatron", "--generation", kind.name)
