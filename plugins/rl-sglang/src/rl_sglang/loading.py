@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import functools
-import weakref
 from typing import TYPE_CHECKING, Any
 
-from rl_backends.engine.derived_weights import LoadWatch
-from rl_core.errors import CapabilityError
+from rl_backends.engine.derived_weights import LoadWatch, find_watch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import nn
 
-__all__ = ["WITHOUT_REFITS", "check_derived", "watch_loading"]
+__all__ = ["watch_loading"]
 
 #: Scales that travel with a refit, and what is made of weights again after one (``ModelSink``).
 _MADE_ANEW = {"k_scale", "v_scale", "k_scale_float", "v_scale_float", "gemma_weight"}
-#: How to build an engine that takes no refits.
-WITHOUT_REFITS = "set sglang_cfg.refit to False"
-
-_watched: weakref.WeakKeyDictionary[nn.Module, LoadWatch] = weakref.WeakKeyDictionary()
 
 
 def watch_loading() -> None:
@@ -34,15 +28,15 @@ def watch_loading() -> None:
     @functools.wraps(make)
     def watched_make(*args: Any, **kwargs: Any) -> nn.Module:
         model: nn.Module = make(*args, **kwargs)
-        _watched[model] = LoadWatch(model, "SGLang", _MADE_ANEW)
+        LoadWatch(model, "SGLang", _MADE_ANEW)
         return model
 
     def noted(load: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(load)
         def watched_load(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
             found = load(model, *args, **kwargs)
-            if model in _watched:
-                _watched[model].weights_loaded(model)
+            if (watch := find_watch(model)) is not None:
+                watch.weights_loaded(model)
             return found
 
         return watched_load
@@ -51,8 +45,8 @@ def watch_loading() -> None:
         @functools.wraps(load)
         def watched_load(*args: Any, **kwargs: Any) -> nn.Module:
             model: nn.Module = load(*args, **kwargs)
-            if model in _watched:
-                _watched[model].hooks_finished(model)
+            if (watch := find_watch(model)) is not None:
+                watch.hooks_finished(model)
             return model
 
         return watched_load
@@ -62,21 +56,3 @@ def watch_loading() -> None:
     loader.DefaultModelLoader.load_weights_only = staticmethod(noted(load_weights))
     for kind in (loader.DefaultModelLoader, loader.DummyModelLoader):
         kind.load_model = finished(kind.load_model)
-
-
-def check_derived(model: nn.Module) -> None:
-    """Makes sure that SGLang computes with what its loader wrote, where it wrote it.
-
-    Raises:
-        CapabilityError: It does not, or its loading was not watched.
-    """
-    loading = _watched.get(model)
-    if loading is None:
-        raise CapabilityError(
-            f"nobody saw how SGLang loaded its {type(model).__name__}, so that what it made of the "
-            "weights is not known",
-            fix="report it to rl-sglang, with the name of the model and its configuration; "
-            f"without refits {WITHOUT_REFITS}",
-            capability="refit",
-        )
-    loading.check(model, fix=f"use a model without such layers; without refits {WITHOUT_REFITS}")

@@ -6,9 +6,9 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rl_backends.engine.derived_weights import check_derived
 from rl_backends.engine.weights import CheckpointModel, LoadedSink, LoadedWeights
 from rl_core.errors import CapabilityError, ConfigError
-from rl_sglang.loading import WITHOUT_REFITS, check_derived
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from rl_core.interfaces import TensorSpec
 
 __all__ = ["EngineWeights", "ModelSink"]
+
+#: How to build an engine that takes no refits.
+WITHOUT_REFITS = "set sglang_cfg.refit to False"
 
 
 class EngineWeights(LoadedWeights):
@@ -72,7 +75,8 @@ class EngineWeights(LoadedWeights):
 
     def check(self) -> None:
         """See :meth:`LoadedWeights.check`."""
-        check_derived(self.model)
+        fix = "use a model without such layers"
+        check_derived(self.model, "SGLang", fix=fix, without_refits=WITHOUT_REFITS)
 
     def is_padded(self, module: nn.Module) -> bool:
         """See :meth:`LoadedWeights.is_padded`."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from rl_backends.engine.derived_weights import check_derived
 from rl_backends.engine.weights import CheckpointModel, LoadedSink, LoadedWeights
 from rl_core.errors import CapabilityError, ConfigError
 from rl_vllm.cpu_weights import check_packed, pack_again
-from rl_vllm.loading import WITHOUT_REFITS, check_derived
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from rl_core.interfaces import TensorSpec
 
 __all__ = ["EngineWeights", "ModelSink"]
+
+#: How to build an engine that takes no refits.
+WITHOUT_REFITS = "set vllm_cfg.refit to False"
 
 
 class EngineWeights(LoadedWeights):
@@ -68,7 +71,13 @@ class EngineWeights(LoadedWeights):
 
     def check(self) -> None:
         """See :meth:`LoadedWeights.check`."""
-        check_derived(self.model)
+        check_derived(
+            self.model,
+            "vLLM",
+            fix="use a model without such layers; on CUDA, experts that run in Triton "
+            '(vllm_cfg.engine_args["moe_backend"]="triton") are left as they are',
+            without_refits=WITHOUT_REFITS,
+        )
 
     def loading(self) -> AbstractContextManager[None]:
         """The configuration of the engine is set, which vLLM's code asks for."""

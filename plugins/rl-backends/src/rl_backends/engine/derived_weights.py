@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import types
+import weakref
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
@@ -28,7 +29,7 @@ from rl_core.weights.data.digests import BlockHash, Hasher, tensor_digest
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
-__all__ = ["LoadWatch"]
+__all__ = ["LoadWatch", "check_derived", "find_watch"]
 
 #: Attributes of a module that are looked at one by one.
 _LISTED = {"_modules", "_parameters", "_buffers"}
@@ -74,6 +75,7 @@ class LoadWatch:
         self.derived: list[str] = []
         self.rearranged: list[str] = []
         self._known: set[str] = set()
+        _watches[model] = self
 
     def weights_loaded(self, model: nn.Module) -> None:
         """Records the weights; to be called before any hook."""
@@ -166,6 +168,37 @@ class LoadWatch:
             else:
                 found[path] = _Number(float.__repr__(value), isinstance(value, _Setting))
         return found
+
+
+_watches: weakref.WeakKeyDictionary[nn.Module, LoadWatch] = weakref.WeakKeyDictionary()
+
+
+def find_watch(model: nn.Module) -> LoadWatch | None:
+    """What watched the loading of a model, if anything did."""
+    return _watches.get(model)
+
+
+def check_derived(model: nn.Module, engine: str, *, fix: str, without_refits: str) -> None:
+    """Makes sure that an engine computes with what its loader wrote, where it wrote it.
+
+    Args:
+        model: The engine's.
+        engine: Its name; that of its plugin is ``rl-`` and the same in small letters.
+        fix: What to do about what was derived.
+        without_refits: How to build an engine that takes no refits.
+
+    Raises:
+        CapabilityError: See :meth:`LoadWatch.check`; or its loading was not watched.
+    """
+    if (watch := find_watch(model)) is None:
+        raise CapabilityError(
+            f"nobody saw how {engine} loaded its {type(model).__name__}, so that what it made of "
+            "the weights is not known",
+            fix=f"report it to rl-{engine.lower()}, with the name of the model; without refits "
+            f"{without_refits}",
+            capability="refit",
+        )
+    watch.check(model, fix=f"{fix}; without refits {without_refits}")
 
 
 def _parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
