@@ -144,7 +144,12 @@ def segment_attention(
             tensor[0, :, start:end].reshape(tensor.shape[1], rows, length, -1).transpose(0, 1)
             for tensor in (query, key, value)
         )
-        part, _ = sdpa_attention_forward(module, q, k, v, _window_mask(q, window), **options)
+        mask = None  # the fused kernel does causal attention alone without one
+        if window is not None and length > window:
+            positions = torch.arange(length, device=q.device)
+            distance = positions[:, None] - positions
+            mask = ((distance >= 0) & (distance < window))[None, None]
+        part, _ = sdpa_attention_forward(module, q, k, v, mask, **options)
         parts.append(part.flatten(0, 1))
         start = end
     return torch.cat(parts)[None], None
@@ -168,16 +173,6 @@ def _one_token_each(
         query.reshape(rows, shared, heads // shared, -1), key, value, attn_mask=mask, scale=scaling
     )
     return output.reshape(rows, 1, heads, -1)
-
-
-def _window_mask(query: torch.Tensor, window: int | None) -> torch.Tensor | None:
-    """None where causal attention alone is right, which the fused kernel does without a mask."""
-    tokens = query.shape[2]
-    if window is None or tokens <= window:
-        return None
-    positions = torch.arange(tokens, device=query.device)
-    distance = positions[:, None] - positions
-    return ((distance >= 0) & (distance < window))[None, None]
 
 
 AttentionInterface.register(SEGMENTS, segment_attention)

@@ -7,13 +7,12 @@ softmax again.
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
+    from collections.abc import Callable
 
     Head = Callable[[torch.Tensor], torch.Tensor]
 
@@ -128,7 +127,7 @@ class _HiddenLogprobs(torch.autograd.Function):
         parts: list[slice],
     ) -> torch.Tensor:
         ctx.cuda = [hidden.device] if hidden.is_cuda else []
-        ctx.random = _random_states(ctx.cuda)
+        ctx.random = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, ctx.cuda)]
         chosen = torch.empty(targets.shape, dtype=torch.float32, device=targets.device)
         normaliser = torch.empty_like(chosen)
         for part in parts:
@@ -143,8 +142,11 @@ class _HiddenLogprobs(torch.autograd.Function):
         hidden, targets, normaliser = ctx.saved_tensors
         scale = gradients[0] / ctx.temperature
         result = torch.empty_like(hidden)
-        # What the head drops is dropped again.
-        with _drawing_from(ctx.random, ctx.cuda), torch.enable_grad():
+        # What the head drops is dropped again, and the random numbers stay where they are.
+        with torch.random.fork_rng(ctx.cuda), torch.enable_grad():
+            torch.set_rng_state(ctx.random[0])
+            for device, state in zip(ctx.cuda, ctx.random[1:], strict=True):
+                torch.cuda.set_rng_state(state, device)
             for part in ctx.parts:
                 states = hidden[part].detach().requires_grad_()
                 logits = ctx.head(states)
@@ -175,17 +177,3 @@ def _scaled(logits: torch.Tensor, temperature: float) -> torch.Tensor:
     """Float32 logits with the temperature; perhaps the same tensor."""
     logits = logits.float()
     return logits if temperature == 1 else logits / temperature
-
-
-def _random_states(cuda: list[torch.device]) -> list[torch.Tensor]:
-    return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, cuda)]
-
-
-@contextmanager
-def _drawing_from(states: list[torch.Tensor], cuda: list[torch.device]) -> Generator[None]:
-    """Draws from earlier states, and leaves the random numbers where they are."""
-    with torch.random.fork_rng(cuda):
-        torch.set_rng_state(states[0])
-        for device, state in zip(cuda, states[1:], strict=True):
-            torch.cuda.set_rng_state(state, device)
-        yield

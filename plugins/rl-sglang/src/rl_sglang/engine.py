@@ -148,6 +148,7 @@ class SglangEngine(Engine):
 
     async def _complete(self, row: Row) -> None:
         sampling, greedy = row.sampling, row.sampling.greedy
+        done: Completion | FailedRow
         how = {
             "temperature": 0.0 if greedy else sampling.temperature,
             "top_k": -1 if greedy or not sampling.top_k else sampling.top_k,
@@ -164,7 +165,23 @@ class SglangEngine(Engine):
                 return_logprob=True,
                 rid=_name(row.key),
             )
-            done = _done(row.key, output)
+            meta = output["meta_info"]
+            reason = meta["finish_reason"]
+            if reason["type"] == "abort":
+                raise PluginError(
+                    f"SGLang gave a row up: {reason.get('message')}",
+                    fix="look at the end of the engine's log",
+                )
+            logprobs = [found[0] for found in meta["output_token_logprobs"]]
+            if not all(one is not None and math.isfinite(one) for one in logprobs):
+                raise PluginError(
+                    "SGLang gave a row a log-prob that is not finite",
+                    fix="look at the weights: float16 overflows where bfloat16 and float32 do not",
+                )
+            # A log-prob of more than 0 is a rounding error.
+            logprobs = [min(0.0, one) for one in logprobs]
+            ids = list(output["output_ids"])
+            done = Completion(row.key, ids, logprobs, reason["type"] == "length")
         except Exception as error:  # of this row alone
             done = FailedRow(row.key, error)
         if self._tasks.pop(row.key, None) is not None:  # nobody took it back
@@ -279,24 +296,3 @@ class SglangEngine(Engine):
 def _name(key: int) -> str:
     """A row's name: SGLang aborts all requests whose names begin with the one that is given."""
     return f"row-{key:020d}"
-
-
-def _done(key: int, output: dict[str, Any]) -> Completion | FailedRow:
-    meta = output["meta_info"]
-    reason = meta["finish_reason"]
-    if reason["type"] == "abort":
-        error = PluginError(
-            f"SGLang gave a row up: {reason.get('message')}",
-            fix="look at the end of the engine's log",
-        )
-        return FailedRow(key, error)
-    ids = list(output["output_ids"])
-    logprobs = [found[0] for found in meta["output_token_logprobs"]]
-    if not all(one is not None and math.isfinite(one) for one in logprobs):
-        error = PluginError(
-            "SGLang gave a row a log-prob that is not finite",
-            fix="look at the weights: float16 overflows where bfloat16 and float32 do not",
-        )
-        return FailedRow(key, error)
-    # A log-prob of more than 0 is a rounding error.
-    return Completion(key, ids, [min(0.0, one) for one in logprobs], reason["type"] == "length")

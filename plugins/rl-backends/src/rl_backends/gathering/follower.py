@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from concurrent.futures import Future, wait
-from contextlib import closing
+from contextlib import ExitStack, closing
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
@@ -77,60 +77,56 @@ class Follower:
         wait(self._threads, 2 * FOLLOWER_GRACE_S)
 
     def _follow(self, client: ControlClient, part: Part, end: float) -> None:
-        try:
-            with closing(client):
-                self._obey(client, part, end)
-        finally:
-            self._thread.finish(part.close_part)
-
-    def _obey(self, client: ControlClient, part: Part, end: float) -> None:
-        # Rank 0's message, until everything that an earlier refit began on this rank has ended.
-        waiting: messages.Message | None = None
-        promised: tuple[str, ...] = ()  # to be gathered, once all ranks are ready
-        working: tuple[int, Future[None]] | None = None
-        while True:
-            frame = client.receive(_REPORT_S if waiting or working else TICK_S)
-            if frame is not None:
-                waiting = messages.decode(frame)
-            match waiting:
-                case messages.Close(reason):
-                    if reason:
-                        raise RefitAborted(
-                            f"{self._leader} ended the refit: {reason}",
-                            fix="look at what rank 0 raised",
-                            peer="rank 0",
-                            cause=reason,
-                        )
-                    return
-                case messages.Gather(number, names) if self._thread.idle:
-                    try:
-                        self._thread.check_in_sync()
-                    except RefitError as error:  # rank 0 may not know, and would gather alone
-                        self._fail(client, error)
+        with ExitStack() as last:
+            last.callback(self._thread.finish, part.close_part)
+            last.enter_context(closing(client))
+            # Rank 0's message, until everything that an earlier refit began on this rank has ended.
+            waiting: messages.Message | None = None
+            promised: tuple[str, ...] = ()  # to be gathered, once all ranks are ready
+            working: tuple[int, Future[None]] | None = None
+            while True:
+                frame = client.receive(_REPORT_S if waiting or working else TICK_S)
+                if frame is not None:
+                    waiting = messages.decode(frame)
+                match waiting:
+                    case messages.Close(reason):
+                        if reason:
+                            raise RefitAborted(
+                                f"{self._leader} ended the refit: {reason}",
+                                fix="look at what rank 0 raised",
+                                peer="rank 0",
+                                cause=reason,
+                            )
+                        return
+                    case messages.Gather(number, names) if self._thread.idle:
+                        try:
+                            self._thread.check_in_sync()
+                        except RefitError as error:  # rank 0 may not know, and would gather alone
+                            self._fail(client, error)
+                        _send(client, messages.RankDone(number, part.part_state))
+                        waiting, promised = None, names
+                    case messages.Go(number):
+                        gather = partial(self._thread.gather_all, part, promised)
+                        waiting, working = None, (number, self._thread.submit(gather))
+                    case messages.ConfirmPart(number) if self._thread.idle:
+                        waiting, working = None, (number, self._thread.submit(part.confirm_part))
+                if working is not None and working[1].done():
+                    number, done = working
+                    working = None
+                    if (failure := done.exception()) is not None:
+                        self._fail(client, failure)
                     _send(client, messages.RankDone(number, part.part_state))
-                    waiting, promised = None, names
-                case messages.Go(number):
-                    gather = partial(self._thread.gather_all, part, promised)
-                    waiting, working = None, (number, self._thread.submit(gather))
-                case messages.ConfirmPart(number) if self._thread.idle:
-                    waiting, working = None, (number, self._thread.submit(part.confirm_part))
-            if working is not None and working[1].done():
-                number, done = working
-                working = None
-                if (failure := done.exception()) is not None:
-                    self._fail(client, failure)
-                _send(client, messages.RankDone(number, part.part_state))
-            if self._ended.is_set():
-                raise RefitAborted("this rank was shut down", fix="refit with all ranks")
-            if frame is None and client.lost():
-                raise self._leader.lost()
-            if frame is None and time.monotonic() > end:
-                raise RefitPeerError(
-                    f"{self._leader} did not end the refit by its deadline",
-                    fix="look at what that worker does (its log, py-spy)",
-                    peer="rank 0",
-                    rank=0,
-                )
+                if self._ended.is_set():
+                    raise RefitAborted("this rank was shut down", fix="refit with all ranks")
+                if frame is None and client.lost():
+                    raise self._leader.lost()
+                if frame is None and time.monotonic() > end:
+                    raise RefitPeerError(
+                        f"{self._leader} did not end the refit by its deadline",
+                        fix="look at what that worker does (its log, py-spy)",
+                        peer="rank 0",
+                        rank=0,
+                    )
 
     def _fail(self, client: ControlClient, error: BaseException) -> NoReturn:
         """Sends rank 0 a failure; raises it, or rank 0's end if a collective failed for that."""

@@ -109,7 +109,20 @@ class BatchEngine(RowEngine):
         keys = {row.key for row in taken}
         self._waiting = [row for row in self._waiting if row.key not in keys]
         self._batch = dict(enumerate(taken))
-        self._iterator = iter(self._complete(_batch_of(taken, self._pad), first.sampling))
+        lengths = torch.tensor([len(row.token_ids) for row in taken])
+        ids = torch.full((len(taken), int(lengths.max())), self._pad)
+        ids[torch.arange(ids.shape[1]) < lengths[:, None]] = torch.tensor(
+            [token for row in taken for token in row.token_ids]
+        )
+        prompts = PromptBatch(
+            ids,
+            lengths,
+            torch.tensor([row.budget for row in taken]),
+            [row.stop_strings for row in taken],
+            torch.tensor([row.seed for row in taken]),
+            all(row.seeded for row in taken),
+        )
+        self._iterator = iter(self._complete(prompts, first.sampling))
 
     def _end(self) -> None:
         close = getattr(self._iterator, "close", None)
@@ -120,19 +133,3 @@ class BatchEngine(RowEngine):
 
     def _fault(self, what: str) -> PluginError:
         return PluginError(f"{self._name}.complete {what}", fix="report it to the backend's author")
-
-
-def _batch_of(rows: Sequence[Row], pad_token_id: int) -> PromptBatch:
-    lengths = torch.tensor([len(row.token_ids) for row in rows])
-    ids = torch.full((len(rows), int(lengths.max())), pad_token_id)
-    ids[torch.arange(ids.shape[1]) < lengths[:, None]] = torch.tensor(
-        [token for row in rows for token in row.token_ids]
-    )
-    return PromptBatch(
-        ids,
-        lengths,
-        torch.tensor([row.budget for row in rows]),
-        [row.stop_strings for row in rows],
-        torch.tensor([row.seed for row in rows]),
-        all(row.seeded for row in rows),
-    )

@@ -60,7 +60,7 @@ class ServerClient:
         Raises:
             DeadlineError: It took longer.
         """
-        found = asyncio.run_coroutine_threadsafe(_bounded(asked, timeout_s), self.loop)
+        found = asyncio.run_coroutine_threadsafe(asyncio.wait_for(asked, timeout_s), self.loop)
         try:
             return found.result(timeout_s + _GRACE_S)
         except (TimeoutError, concurrent.futures.CancelledError) as error:
@@ -244,11 +244,6 @@ class ServerClient:
             url=self.url,
             seconds=seconds,
         )
-
-
-async def _bounded(asked: Coroutine[Any, Any, _T], timeout_s: float) -> _T:
-    async with asyncio.timeout(timeout_s):
-        return await asked
 
 
 def _short(found: bytes) -> str:

@@ -125,7 +125,32 @@ class ServerRows(RowEngine):
         """Completes a row or fails it, and sees to it that the server lets go of it."""
         try:
             await asyncio.shield(confirmed)
-            await self._decode(row)
+            facts = self._server.facts
+            if len(row.token_ids) > facts.longest_prompt:  # SGLang keeps the last tokens to itself
+                self._end(Completion(row.key, (), (), True))
+                return
+            decoded = RowStream(
+                row, self._server.checkpoint, self._client.url, incremental=facts.incremental
+            )
+            if row.key not in self._tasks:  # it was given up while the server was looked at
+                return
+            request = decoded.request(self._name(row.key), seeded=facts.deterministic)
+            async with aclosing(self._client.events("/generate", request)) as events:
+                async for event in events:
+                    self._heard = time.monotonic()
+                    if row.key not in self._tasks:
+                        continue  # until the server lets go
+                    done, versions = decoded.take(event)
+                    if others := versions - {self._server.counted_on.version}:
+                        raise self._server.lost(min(others))
+                    if done is None:
+                        continue
+                    task = self._tasks[row.key]
+                    self._end(done)
+                    if not decoded.ended:
+                        self._let_go(row.key, task)
+            if row.key in self._tasks:
+                raise self._client.gone(None)
         except RLError as error:
             self._end(FailedRow(row.key, error))
         except Exception as error:
@@ -136,34 +161,6 @@ class ServerRows(RowEngine):
             )
             failure.__cause__ = error
             self._end(FailedRow(row.key, failure))
-
-    async def _decode(self, row: Row) -> None:
-        facts = self._server.facts
-        if len(row.token_ids) > facts.longest_prompt:  # SGLang keeps the last tokens to itself
-            self._end(Completion(row.key, (), (), True))
-            return
-        decoded = RowStream(
-            row, self._server.checkpoint, self._client.url, incremental=facts.incremental
-        )
-        if row.key not in self._tasks:  # it was given up while the server was looked at
-            return
-        request = decoded.request(self._name(row.key), seeded=facts.deterministic)
-        async with aclosing(self._client.events("/generate", request)) as events:
-            async for event in events:
-                self._heard = time.monotonic()
-                if row.key not in self._tasks:
-                    continue  # until the server lets go
-                done, versions = decoded.take(event)
-                if others := versions - {self._server.counted_on.version}:
-                    raise self._server.lost(min(others))
-                if done is None:
-                    continue
-                task = self._tasks[row.key]
-                self._end(done)
-                if not decoded.ended:
-                    self._let_go(row.key, task)
-        if row.key in self._tasks:
-            raise self._client.gone(None)
 
     def _end(self, done: Completion | FailedRow) -> None:
         if self._tasks.pop(done.row, None) is not None:
