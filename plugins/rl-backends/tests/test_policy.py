@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -212,9 +213,16 @@ def on_ranks(
 ) -> list[Any]:
     """Runs ``count`` ranks in threads, neighbours of which share rows; the last one reports."""
     store, each = dist.HashStore(), count // parts
+    # torch releases the GIL while it frees a group. If garbage collection in one rank's thread
+    # frees one amid get_rng_state, that thread keeps torch's lock of random numbers, and a thread
+    # that has the GIL and wants the lock waits for ever. So groups of earlier tests are freed now,
+    # and those of this one after all ranks have ended.
+    gc.collect()
+    groups = []
 
     def run(rank: int) -> Any:
         group = dist.ProcessGroupGloo(store, rank, count, timedelta(seconds=20))
+        groups.append(group)
         shared = DataParallelRank(rank // each, parts, rank % each == each - 1)
         policy = kind(ranks=RankGroup.of(group), data_parallel=shared, **config)
         try:
