@@ -153,7 +153,7 @@ class RowEngine(ABC):
 
     One thread at a time, of the service that all calls share, calls its methods; others call
     :meth:`interrupt` and :meth:`release_threads`. Whatever one of them raises fails every call
-    with rows in the engine, which is told to :meth:`cancel` them all.
+    with rows in the engine, and the service calls :meth:`cancel` with them all.
     """
 
     #: Rows that it takes at a time, those that wait inside it included; others wait outside.
