@@ -27,7 +27,7 @@ ROOT = Path(__file__).parent.parent
 FILE_LINES = 700
 #: Lines that a folder may have.
 BARS = {
-    "core/src/rl_core": 12_868,
+    "core/src/rl_core": 12_999,
     "core/src/rl_core/batch": 1_719,
     "core/src/rl_core/cli": 388,
     "core/src/rl_core/interfaces": 1_283,
@@ -38,7 +38,7 @@ BARS = {
 TEST_LINES = 49_407
 #: Share of a distribution's functions that may be private and have one caller, in percent.
 SINGLE = {
-    "rl_core": 6.1,
+    "rl_core": 6.0,
     "rl_collective": 6.4,
     "rl_hf": 7.5,
     "rl_hosting": 5.4,

@@ -11,7 +11,8 @@ from typing import Any
 import msgspec
 import torch
 
-from rl_conformance import doubles
+from rl_conformance.doubles import Engines as Replicas
+from rl_core import testing
 from rl_core.interfaces import TensorSpec, WeightSink, WeightSource
 from rl_core.weights import RefitReport, refit
 from rl_core.weights.job import Runtime
@@ -153,7 +154,7 @@ class Clock:
         return time.monotonic() + self.ahead_s
 
 
-class Trainer(doubles.Trainer):
+class Trainer(testing.Trainer):
     def __init__(
         self, tensors: Tensors, ties: Mapping[str, str] | None = None, *, at_home: bool = False
     ) -> None:
@@ -163,7 +164,7 @@ class Trainer(doubles.Trainer):
         self.sender.runtime = Runtime(clock=self.clock)
 
 
-class Engine(doubles.Engine):
+class Engine(testing.Engine):
     def __init__(
         self,
         tensors: Tensors,
@@ -203,9 +204,6 @@ class Engine(doubles.Engine):
         thread.start()
         thread.join(SOON)
         return result[0]
-
-
-Replicas = doubles.Engines
 
 
 def go(trainer: Trainer, engine: Engine | Replicas, **options: Any) -> RefitReport:

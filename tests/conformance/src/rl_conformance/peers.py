@@ -206,11 +206,11 @@ def _serve(commands: IO[str], answers: IO[str]) -> None:
                 answer = {"value": _ACTIONS[command.pop("do")](backend, **command)}
         except Exception as error:
             answer = {"error": type(error).__name__, "message": str(error)}
-        print(json.dumps(answer, default=_plain), file=answers, flush=True)
 
+        def plain(value: Any) -> str:
+            return base64.b64encode(value).decode() if isinstance(value, bytes) else str(value)
 
-def _plain(value: Any) -> Any:
-    return base64.b64encode(value).decode() if isinstance(value, bytes) else str(value)
+        print(json.dumps(answer, default=plain), file=answers, flush=True)
 
 
 def _build(spec: dict[str, Any]) -> Any:
