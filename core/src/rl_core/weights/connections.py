@@ -10,14 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from rl_core.weights.data.plan import DataMode
-    from rl_core.weights.transports.base import Lane
-
-
-class Closes(Protocol):
-    """An end of a transport."""
-
-    def close(self) -> None:
-        """Ends everything and leaves nothing behind. Idempotent."""
+    from rl_core.weights.transports.base import Lane, ReceiverEnd, SenderEnd
 
 
 class Views(Protocol):
@@ -27,7 +20,7 @@ class Views(Protocol):
         """Drops all views of the lane, so that its memory is unmapped."""
 
 
-E = TypeVar("E", bound=Closes)
+E = TypeVar("E", bound="SenderEnd | ReceiverEnd")
 B = TypeVar("B", bound=Views)
 K = TypeVar("K")
 V = TypeVar("V")

@@ -25,6 +25,9 @@ from simple_pair import (
 )
 
 from rl_core.errors import CapabilityError, LifecycleError, RefitError, WeightsTornError
+from rl_core.interfaces import TensorSpec
+from rl_core.weights.data.manifest import dtype_of
+from rl_core.weights.receiving import staging
 from rl_core.weights.receiving.staging import StagedSink
 
 pytestmark = pytest.mark.usefixtures("either_device")
@@ -67,6 +70,24 @@ def test_a_second_copy_is_where_the_engines_tensors_are():
     sink = DictSink(make_tensors(0))
     sink.device = "cuda:3"
     assert StagedSink(sink, [], 0, {}, lambda: None).device == "cuda:3"
+
+
+def test_a_second_copy_that_does_not_fit_leaves_no_part_of_it(pair, monkeypatch):
+    trainer, engine = pair
+    left = iter(range(5))  # two of them for every tensor
+
+    def scarce(spec: TensorSpec) -> torch.dtype:
+        if next(left, None) is None:
+            raise RuntimeError("not enough memory")
+        return dtype_of(spec)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(staging, "dtype_of", scarce)
+        _, error = fails(trainer, engine, **STAGED)
+    assert "not enough memory" in str(error)
+    assert engine.receiver.second_copy == {}
+    go(trainer, engine, **STAGED)
+    assert_serves(engine, seed=1, version=2)
 
 
 def test_refits_may_alternate_between_staged_and_in_place(pair):

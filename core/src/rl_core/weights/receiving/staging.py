@@ -73,15 +73,23 @@ class StagedSink(WeightSink):
         return self._sink.specs()
 
     def begin(self, version: int) -> None:
-        """Takes the memory of the second copy; the engine goes on."""
+        """Takes the memory of the second copy; the engine goes on.
+
+        Where there is not enough, what there was of it is freed: a part is of no use.
+        """
         device = next((target.device for target in self._targets.values()), torch.device("cpu"))
-        for spec in self._specs:
-            kept = self._memory.get(spec.name)
-            wanted = (spec.shape, dtype_of(spec), device)
-            if kept is None or (tuple(kept.shape), kept.dtype, kept.device) != wanted:
-                kept = torch.empty(spec.shape, dtype=dtype_of(spec), device=device)
-                self._memory[spec.name] = kept
-            self._staged[spec.name] = kept
+        try:
+            for spec in self._specs:
+                kept = self._memory.get(spec.name)
+                wanted = (spec.shape, dtype_of(spec), device)
+                if kept is None or (tuple(kept.shape), kept.dtype, kept.device) != wanted:
+                    kept = torch.empty(spec.shape, dtype=dtype_of(spec), device=device)
+                    self._memory[spec.name] = kept
+                self._staged[spec.name] = kept
+        except BaseException:
+            self._memory.clear()
+            self._staged.clear()
+            raise
 
     def targets(self) -> Mapping[str, torch.Tensor]:
         """The second copy."""

@@ -37,17 +37,14 @@ _ENCRYPTION_BYTES = 64
 #: What tells a client that it lost its server. A refused connection is as good as a broken one,
 #: because a server's endpoint is known only once it listens.
 _LOST = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_CONNECT_RETRIED
-
 #: Seconds for which a loss may be known before the socket knows its connection, and the pause
 #: between two looks.
 _IDENTIFY_S = 1.0
 _LOOK_S = 0.005
-
-_Socket = zmq.Socket[bytes]
-
-
 #: File descriptors that an end and its next connections take.
 _SPARE = 16
+
+_Socket = zmq.Socket[bytes]
 
 
 def require_room(*, first: bool = False) -> None:
@@ -66,7 +63,8 @@ def require_room(*, first: bool = False) -> None:
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         if soft != hard:
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-        taken += (os.open(os.devnull, os.O_RDONLY) for _ in range(_SPARE))
+        while len(taken) < _SPARE:
+            taken.append(os.open(os.devnull, os.O_RDONLY))
         if first:
             thread = threading.Thread(target=bool, name="rl-refit-room")
             thread.start()
