@@ -172,7 +172,7 @@ class Bench:
         return self._row("two copies", min(times, key=min))
 
     def _lane(self, nbytes: int) -> Lane:
-        return self._sender.end("ipc").lane(nbytes, self._device, [])
+        return self._sender.connection("ipc").end.lane(nbytes, self._device, [])
 
     def _timed(self, run: Callable[[], list[tuple[float, float]]]) -> list[float]:
         """Seconds from the first process's start to the last one's end, run by run."""

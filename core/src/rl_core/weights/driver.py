@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import threading
 import time
 import warnings
 import weakref
@@ -37,8 +38,9 @@ if TYPE_CHECKING:
     from rl_core.interfaces import ColocatablePolicyInterface, Future
 
 
-#: By policy and by engine, the lock that the call of ``refit`` holds whose turn it is.
-_turns: weakref.WeakKeyDictionary[Any, EngineLock] = weakref.WeakKeyDictionary()
+#: By ``id`` of a policy or an engine, the lock of the calls of ``refit`` that are at it.
+_turns: weakref.WeakValueDictionary[int, EngineLock] = weakref.WeakValueDictionary()
+_finding_turns = threading.Lock()
 #: Engines that ``refit`` warned about: of their distribution, and of another trainer's weights.
 _told: weakref.WeakSet[Any] = weakref.WeakSet()
 _told_of_trainer: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -142,7 +144,9 @@ def refit(
 
 def _turn(side: Any, end: float) -> AbstractContextManager[None]:
     """The turn of a call of ``refit`` at a policy or engine: two at once would share a number."""
-    lock, left = _turns.setdefault(side, EngineLock()), max(0.0, end - time.monotonic())
+    with _finding_turns:
+        lock = _turns.setdefault(id(side), EngineLock())
+    left = max(0.0, end - time.monotonic())
     return exclusively(lock, left, f"{type(side).__name__}: another call of refit")
 
 

@@ -73,10 +73,7 @@ class StagedSink(WeightSink):
         return self._sink.specs()
 
     def begin(self, version: int) -> None:
-        """Takes the memory of the second copy; the engine goes on.
-
-        Where there is not enough, what there was of it is freed: a part is of no use.
-        """
+        """Takes the memory of the second copy, all or none of it; the engine goes on."""
         device = next((target.device for target in self._targets.values()), torch.device("cpu"))
         try:
             for spec in self._specs:
