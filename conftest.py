@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from mutant_sample import SAMPLES, changed_files, number_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
 
 _LEFT = pytest.StashKey[Counter[str]]()
 _CHANGED = pytest.StashKey[list[str]]()
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """``tiny(family="qwen2", **overrides)`` is the directory of such a model, made once."""
+    from rl_conformance.models import make_tiny_model
+
+    @cache
+    def make(family: str = "qwen2", **overrides: Any) -> Path:
+        return make_tiny_model(tmp_path_factory.mktemp("models") / family, family, **overrides)
+
+    return make
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -27,7 +27,7 @@ ROOT = Path(__file__).parent.parent
 FILE_LINES = 700
 #: Lines that a folder may have.
 BARS = {
-    "core/src/rl_core": 12_999,
+    "core/src/rl_core": 12_998,
     "core/src/rl_core/batch": 1_719,
     "core/src/rl_core/cli": 388,
     "core/src/rl_core/interfaces": 1_283,
@@ -35,7 +35,7 @@ BARS = {
     "core/src/rl_core/weights": 7_763,
 }
 #: Lines of all tests and of what they are run with, the suite's sources left out.
-TEST_LINES = 49_236
+TEST_LINES = 49_184
 #: Share of a distribution's functions that may be private and have one caller, in percent.
 SINGLE = {
     "rl_core": 6.0,

@@ -7,12 +7,10 @@ import importlib.util
 import subprocess
 import sys
 from dataclasses import dataclass
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from rl_conformance.models import make_tiny_model
 from rl_hosting._fork_client import ForkServer
 
 if TYPE_CHECKING:
@@ -21,7 +19,7 @@ if TYPE_CHECKING:
 
     from rl_hosting import EngineBackend
 
-__all__ = ["KINDS", "Kind", "imported", "skip_without_engine", "start", "tiny"]
+__all__ = ["KINDS", "Kind", "imported", "skip_without_engine", "start"]
 
 
 @dataclass(frozen=True)
@@ -73,17 +71,6 @@ def skip_without_engine(item: pytest.Item, kind: Kind) -> None:
     """Skips a test that starts an engine where that is not installed."""
     if item.get_closest_marker("engine") and importlib.util.find_spec(kind.name) is None:
         pytest.skip(f"{kind.backend.engine_title} is not installed here")
-
-
-@pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """``tiny(family="qwen2", **overrides)`` is the directory of such a model."""
-
-    @cache
-    def make(family: str = "qwen2", **overrides: Any) -> Path:
-        return make_tiny_model(tmp_path_factory.mktemp("models") / family, family, **overrides)
-
-    return make
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,6 @@
 """Contracts, batches, weight refits and plugin discovery for RL post-training.
 
-Every public name is here. What needs torch is imported when it is first used, so that
-``import rl_core`` costs next to nothing.
+Every public name is here. What needs torch is imported when it is first used.
 """
 
 from __future__ import annotations

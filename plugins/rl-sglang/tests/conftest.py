@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from engines.kinds import KINDS, Kind, imported, skip_without_engine, start, tiny
+from engines.kinds import KINDS, Kind, imported, skip_without_engine, start
 
 from rl_core import create_generation
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from rl_sglang import SglangServerGeneration
 
-__all__ = ["imported", "start", "tiny"]
+__all__ = ["imported", "start"]
 
 
 @pytest.fixture(scope="session")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from engines.kinds import KINDS, Kind, imported, skip_without_engine, start, tiny
+from engines.kinds import KINDS, Kind, imported, skip_without_engine, start
 
-__all__ = ["imported", "start", "tiny"]
+__all__ = ["imported", "start"]
 
 
 @pytest.fixture(scope="session")
