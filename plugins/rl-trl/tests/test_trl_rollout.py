@@ -98,7 +98,7 @@ def test_the_engine_is_refit_once_for_each_step_that_generates(engine, trainer, 
     run = trainer(rl_trl.rollout(engine()), reward, **{"max_steps": 3, **how})
     run.train()
     assert seen == [[version] * 8 for version in versions]
-    assert origins == {sending_end(run.model, None).weights_origin}
+    assert origins == {sending_end(run.model).weights_origin}
     assert max(logged(run, APART)) < 1e-4
 
 

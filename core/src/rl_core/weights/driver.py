@@ -95,7 +95,13 @@ def refit(
             f"a {type(generation).__name__} that is to take them",
             fix="call refit(policy, generation): the trainer, or its module, comes first",
         )
-    sender, receiver = sending_end(policy, rename), receiving_end(generation)
+    sender, receiver = sending_end(policy), receiving_end(generation)
+    if rename is not None and sender is policy:
+        raise ConfigError(
+            f"refit got rename with a {type(policy).__name__}, which names its weights itself",
+            fix="leave rename out",
+            key="rename",
+        )
     warn_of_sampling(sender, receiver)
     options.setdefault("receivers", getattr(generation, "receiver_count", 1))
     chosen = SendOptions.of(options)
@@ -105,6 +111,8 @@ def refit(
     while True:
         try:
             with _turn(sender, end), _turn(receiver, end):
+                if sender is not policy:
+                    sender.rename = rename
                 if (left := end - time.monotonic()) < chosen.deadline_s - TICK_S:
                     options["deadline_s"] = max(left, TICK_S)
                     chosen = SendOptions.of(options)

@@ -18,7 +18,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from rl_core.errors import CapabilityError, ConfigError, LifecycleError
+from rl_core.errors import CapabilityError, LifecycleError
 from rl_core.interfaces import WeightSource
 from rl_core.plugins.hookspecs import weight_source_of
 from rl_core.weights.receiving.receiver import RefitReceiver
@@ -127,40 +127,28 @@ class ModuleReceiver(TakesWeights):
         return True
 
 
-_senders: weakref.WeakKeyDictionary[Any, ModuleSender] = weakref.WeakKeyDictionary()
-_receivers: weakref.WeakKeyDictionary[Any, ModuleReceiver] = weakref.WeakKeyDictionary()
+#: What sends for a module, and what receives for it.
+_ends: weakref.WeakKeyDictionary[Any, dict[type, Any]] = weakref.WeakKeyDictionary()
+_making_ends = threading.Lock()
 
 
-def sending_end(trainer: Any, rename: Rename | None) -> Any:
-    """What sends for a module or a source: one for as long as it lives; a policy is its own.
-
-    Raises:
-        ConfigError: Names of a policy are to be changed.
-    """
-    if isinstance(trainer, nn.Module | WeightSource):
-        model = unwrapped(trainer)
-        if model not in _senders:
-            _senders[model] = ModuleSender(model)
-        _senders[model].rename = rename
-        return _senders[model]
-    if rename is not None:
-        raise ConfigError(
-            f"refit: rename was given with a {type(trainer).__name__}, which names its weights "
-            "itself",
-            fix="leave rename out",
-            key="rename",
-        )
-    return trainer
+def sending_end(trainer: Any) -> Any:
+    """What sends for a module or a source: one for as long as it lives; a policy is its own."""
+    return _end(trainer, ModuleSender) if isinstance(trainer, nn.Module | WeightSource) else trainer
 
 
 def receiving_end(engine: Any) -> Any:
     """What receives for a module: one for as long as it lives; an engine is its own."""
-    if not isinstance(engine, nn.Module):
-        return engine
-    model = unwrapped(engine)
-    if model not in _receivers:
-        _receivers[model] = ModuleReceiver(model)
-    return _receivers[model]
+    return _end(engine, ModuleReceiver) if isinstance(engine, nn.Module) else engine
+
+
+def _end(model: Any, kind: type[ModuleSender | ModuleReceiver]) -> Any:
+    model = unwrapped(model)
+    with _making_ends:  # two threads that refit a new module at once get the same end
+        ends = _ends.setdefault(model, {})
+        if kind not in ends:
+            ends[kind] = kind(model)
+        return ends[kind]
 
 
 def unwrapped(model: Any) -> Any:

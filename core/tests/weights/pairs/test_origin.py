@@ -131,7 +131,7 @@ def test_a_module_has_one_origin_as_long_as_it_lives():
 
     trained, other, engine = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)
     report = refit(trained, engine, deadline_s=SOON)
-    assert report.origin == sending_end(trained, None).weights_origin
+    assert report.origin == sending_end(trained).weights_origin
     assert receiving_end(engine).weights_origin == report.origin
     trained.load_state_dict(other.state_dict())  # as a checkpoint is loaded
     assert refit(trained, engine, deadline_s=SOON).origin == report.origin
