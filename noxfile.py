@@ -84,7 +84,8 @@ OF_ENGINES = "tests/engines"
 SHARED = [f"plugins/rl-{name}" for name in ("backends", "collective", "hosting", "ray")]
 #: What brings backends into the loops of other libraries.
 BRIDGES = ["plugins/rl-nemo", "plugins/rl-trl"]
-DISTRIBUTIONS = [CORE, LOSSES, *SHARED, *PLUGINS.values(), *BRIDGES, CONFORMANCE]
+TRAIN = "plugins/rl-train"
+DISTRIBUTIONS = [CORE, LOSSES, *SHARED, *PLUGINS.values(), *BRIDGES, TRAIN, CONFORMANCE]
 #: Checks that look different in the dtype of the CUDA profile; all of them pass in it.
 IN_LOWER_PRECISION = "G4 or G7 or G8 or G10 or G11 or P1 or P4 or P5 or P13 or R1 or R15"
 #: All but processes that die, which takes long and is the same in every release of an engine.
@@ -105,6 +106,7 @@ TOOLS = [
     "pytest-timeout",
     "pytest-xdist",
     "ruff",
+    "tensorboard",
     "typer",
 ]
 #: What NeMo RL's algorithms need, besides the workspace; what they only import has test doubles.
