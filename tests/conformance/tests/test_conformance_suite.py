@@ -21,18 +21,24 @@ from rl_conformance import GenerationConformance, harness
 from rl_conformance.catalogue import CLAUSES
 from rl_conformance.context import Context
 from rl_conformance.expect import CheckFailed, fail, raises, require, same_tensor
+from rl_conformance.fast import FAST
 from rl_conformance.harness import Harness
 from rl_conformance.outcome import Measure, Outcome, RunReport, Status, Verdict
 from rl_conformance.reference import MANIFEST, reference_target
 from rl_conformance.refits import odd_tensors, whole_tensors
 from rl_conformance.registry import Check, all_checks, clauses_of, profile, refusal_for
 from rl_conformance.reports import from_json
-from rl_conformance.run import run, select
+from rl_conformance.run import find_target, run, select
 from rl_conformance.settings import Settings
 from rl_conformance.statistics import chi_square_p_value
+from rl_conformance.target import Target
 from rl_core.cli import main
-from rl_core.errors import ConfigError
-from rl_core.plugins.manifest import GENERATION_CAPABILITIES, POLICY_CAPABILITIES
+from rl_core.errors import ConfigError, MissingEngineError
+from rl_core.plugins.manifest import (
+    GENERATION_CAPABILITIES,
+    POLICY_CAPABILITIES,
+    EngineRequirement,
+)
 from rl_core.weights.tensors import NamedTensorSink, NamedTensorSource
 
 pytest_plugins = ["pytester"]
@@ -139,7 +145,13 @@ def test_a_failure_tells_where_its_check_is_and_the_command_that_runs_it_alone()
     assert "@check" in source[int(line) - 1]
     outcome = _outcome(fails)
     assert outcome.command == "rl conformance run reference -k B1/fails"
-    assert outcome.story == f"the contract is broken\n{outcome.where}; alone: {outcome.command}"
+    assert outcome.story.splitlines() == [
+        "checked:   A check of the tests",
+        "result:    the contract is broken",
+        f"clause:    {CLAUSES['B1'].title} (rl explain B1)",
+        f"run alone: {outcome.command}",
+        f"source:    {outcome.where}",
+    ]
     read = Outcome.from_dict(outcome.as_dict())
     assert (read.where, read.command) == (outcome.where, outcome.command)
 
@@ -150,13 +162,22 @@ def test_an_unexpected_exception_is_an_error_with_its_traceback() -> None:
     assert "not a verdict" in outcome.message
 
 
-def test_a_check_that_hangs_fails() -> None:
+def test_a_check_that_is_too_slow_is_an_error_and_names_the_option_for_slow_hosts() -> None:
     def hangs(ctx: Context) -> None:
         time.sleep(60)
 
-    outcome = _outcome(hangs, timeout_s=0.2)
-    assert outcome.status is Status.FAILED
-    assert "did not end" in outcome.message
+    settings = Settings.of("cpu", timeout_s=0.2)
+    with Harness(reference_target(), settings) as harness:
+        outcome = harness.outcome(_check(hangs))
+    assert outcome.status is Status.ERROR
+    assert outcome.message.startswith("timed out after 0.2 s, in hangs")
+    assert "this host is slow" in outcome.message
+    assert "--timeout SECONDS" in outcome.message
+    assert "--timeout 0.2" in outcome.command
+
+
+def test_every_clause_of_a_backend_says_where_its_author_looks() -> None:
+    assert {id_ for id_, clause in CLAUSES.items() if not clause.look and not clause.core} == {"S2"}
 
 
 def test_a_known_failure_is_no_failure() -> None:
@@ -301,6 +322,13 @@ def test_a_needed_check_that_did_not_run_takes_the_pass_away() -> None:
     assert result.status is Status.NOT_RUN
 
 
+def test_a_part_of_the_suite_is_never_conformant() -> None:
+    part = replace(_report(GOOD, replace(SKIPPED, excused=True)), selection="B1", total=240)
+    assert (part.verdict, part.headline) == (Verdict.PASSED, "passed (part: 1 of 240 checks)")
+    assert replace(part, outcomes=(GOOD, BAD)).headline == "failed (part: 2 of 240 checks)"
+    assert replace(part, outcomes=(GOOD, SKIPPED)).verdict is Verdict.INCOMPLETE
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_cuda_without_a_gpu_is_not_run_and_not_conformant() -> None:
     report = run(mutants.target(), Settings(device="cuda"))
@@ -320,6 +348,12 @@ def test_words_select_by_name() -> None:
     assert [c.name for c in select([], "G8 and deterministic and not order")] == [
         "greedy_is_deterministic"
     ]
+
+
+def test_the_fast_checks_are_checks_of_a_backend_and_of_most_clauses() -> None:
+    ids = {check.id for check in profile("mine")}
+    assert ids >= FAST
+    assert len({id_.partition("/")[0] for id_ in FAST}) > 40
 
 
 @pytest.mark.parametrize("expression", ["G1 +", "G1 + G2", "f()", "nothing_is_called_so"])
@@ -424,7 +458,7 @@ def test_a_derived_class_runs_the_checks(pytester: pytest.Pytester) -> None:
     result.assert_outcomes(passed=4, deselected=len(_methods()) - 4)
     report = from_json((pytester.path / "out" / "report.json").read_text())
     assert (report.backend, report.clauses) == ("mine", ("G7",))
-    assert report.verdict is Verdict.CONFORMANT
+    assert report.headline == f"passed (part: 4 of {len(profile('mine'))} checks)"
 
 
 def test_a_derived_class_fails_where_the_backend_does(pytester: pytest.Pytester) -> None:
@@ -507,7 +541,7 @@ def test_the_command_writes_every_report(tmp_path: Path) -> None:
     options = [part for name, file in files.items() for part in (f"--{name}", str(file))]
     done = _rl("run", "core", "-k", "B7 or impossible_length", *options)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "core: conformant" in done.stdout
+    assert f"core: passed (part: 4 of {len(profile('core'))} checks)" in done.stdout
     assert re.search(r"B7 +passed +(\d+)/\1\b", done.stdout)
     assert "Only a part" in done.stdout
     assert all(file.stat().st_size for file in files.values())
@@ -525,6 +559,14 @@ def test_a_part_is_not_run_in_several_processes() -> None:
     done = _rl("run", "core", "-n", "2", "-k", "B7")
     assert done.returncode == 1
     assert "-n runs everything" in done.stderr
+
+
+def test_a_backend_without_its_engine_is_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = EngineRequirement(("no-such-engine",), ">=1", extra="engine")
+    target = reference_target(manifest=replace(MANIFEST, engine=engine))
+    monkeypatch.setattr(Target, "find", lambda name: target)
+    with pytest.raises(MissingEngineError, match="no-such-engine >=1, which is not installed"):
+        find_target("reference")
 
 
 def test_the_command_names_a_backend_that_is_not_there() -> None:

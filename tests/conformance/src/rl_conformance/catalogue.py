@@ -46,6 +46,69 @@ _KIND_OF_LETTER: dict[str, Kind] = {
     "S": "security",
 }
 
+#: By clause, the methods and fields of a backend that decide it. What is in brackets is the name in
+#: ``rl_backends``, for backends that are built on it.
+_LOOK = {
+    "D1": "the imports of the module that holds the manifest",
+    "D2": "the manifest: capabilities, tolerances, factories, configs, engine",
+    "D3": "the manifest's capabilities, and the call that each of them is about",
+    "D4": "the TypedDict under the manifest's configs; the constructor, before it loads the model",
+    "G1": "generate: the checks of input_ids, input_lengths and attention_mask (PromptBatch)",
+    "G2": "generate: output_ids, unpadded_sequence_lengths, generation_lengths "
+    "(Completion.token_ids)",
+    "G3": "generate: logprobs (Completion.logprobs)",
+    "G4": "generate: logprobs under logprobs_mode (Completion.logprobs, SamplingParams)",
+    "G5": "generate: truncated (Completion.truncated)",
+    "G6": "generate: max_new_tokens and the context length (PromptBatch.budgets, "
+    "ModelFacts.max_model_len)",
+    "G7": "generate: where a row ends (SamplingParams.stop_token_ids, PromptBatch.stop_strings)",
+    "G8": "generate(greedy=True): state that one row or call leaves for another, such as a cache",
+    "G9": "generate: the random generator of each row (PromptBatch.seeds)",
+    "G10": "generate: temperature, top_k, top_p, repetition_penalty (SamplingParams)",
+    "G11": "the model's forward pass: attention mask, positions, dtype (Completion.logprobs)",
+    "G12": "generate: batches of unusual shapes, extra columns (complete)",
+    "G13": "prepare_for_generation, finish_generation (on_wake, on_sleep)",
+    "G14": "the state that generate checks first; shutdown (on_shutdown)",
+    "G15": "generate: weights_version, weights_origin",
+    "G16": "generate_async: what it yields and when (complete, row_engine)",
+    "G17": "generate(num_samples=n)",
+    "G18": "generate from several threads (row_engine, call_deadline_s)",
+    "P1": "get_logprobs: the shift by one token, temperature, dtype of the softmax",
+    "P2": "get_logprobs(micro_batch_size=...): padding, packing, the order of the rows",
+    "P3": "get_reference_policy_logprobs: the copy of the first weights",
+    "P4": "get_topk_logits",
+    "P5": "train(gbs=..., mbs=...): normalisation of the loss, gradient, optimizer step",
+    "P6": "train(eval_mode=True)",
+    "P7": "train: checks of loss and gradient before the step; sample_mask and token_mask",
+    "P8": "train: the sign of the gradient, the learning rate",
+    "P9": "save_checkpoint and the key resume_from: weights, optimizer, scheduler, random state",
+    "P10": "prepare_for_training, finish_training, offload_before_refit, offload_after_refit",
+    "P11": "the policy's generate",
+    "P12": "calibrate_qkv_fp8_scales",
+    "P13": "score",
+    "P14": "the layout of the weights over ranks, and the collective calls of each method",
+    "R1": "weight_source of the policy, weight_sink of the engine: which tensors, which names",
+    "R2": "prepare_refit_info; specs of WeightSource and WeightSink: names, shapes, dtypes",
+    "R3": "weight_source, weight_sink: tensors that another process reads or writes",
+    "R4": "the group that the engine joins for transport='collective'",
+    "R5": "prepare_weights_for_ipc, get_weights_ipc_handles, update_weights",
+    "R6": "what weight_source and weight_sink keep after a refit: tensors, files, threads",
+    "R7": "WeightSink.write, targets: tensors of unusual shapes and strides",
+    "R8": "WeightSink.write and finish when an error interrupts them",
+    "R9": "tensors that change while they are sent; copies that the sink keeps",
+    "R10": "weights_version, and the caches that WeightSink.finish must empty",
+    "R11": "WeightSink under isolation='staged': what it changes before finish",
+    "R12": "copies of tensors that weight_source or weight_sink makes",
+    "R13": "state that two engines or two trainers of one process share",
+    "R14": "WeightSink.scale_kv",
+    "R15": "WeightSink.read, and whether WeightSink.write reaches the weights in use",
+    "A1": "logprobs of generate, get_logprobs",
+    "A2": "generate with long outputs: decoding with a cache against a forward pass",
+    "A3": "logprobs of generate and get_logprobs before and after training and a refit",
+    "S1": "what is unpickled or parsed from another process",
+    "S3": "trust_remote_code at every call that loads a part of the checkpoint",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Clause:
@@ -72,6 +135,11 @@ class Clause:
     def as_dict(self) -> dict[str, str | bool | None]:
         """For JSON."""
         return {**asdict(self), "kind": self.kind, "level": self.level}
+
+    @property
+    def look(self) -> str:
+        """Where an author looks first if it is broken: methods and fields of the backend."""
+        return _LOOK.get(self.id, "")
 
     @property
     def level(self) -> Level:

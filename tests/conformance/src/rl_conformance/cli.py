@@ -30,7 +30,7 @@ _COLOURS = {
     "not_implemented": "blue",
     "not_run": "bright_black",
 }
-_EXIT_CODES = {"conformant": 0, "failed": 1, "incomplete": 3}
+_EXIT_CODES = {"conformant": 0, "passed": 0, "failed": 1, "incomplete": 3}
 
 
 class Device(StrEnum):
@@ -95,6 +95,13 @@ def run(
             "-k", help='Only this check, by its id, or matching ones: "G3 or (G8 and order)".'
         ),
     ] = "",
+    fast: Annotated[
+        bool, typer.Option(help="Only the quickest checks that find most mistakes; no report.")
+    ] = False,
+    timeout: Annotated[
+        float | None,
+        typer.Option(min=1, help="Seconds for each check.", show_default="120 for most"),
+    ] = None,
     processes: Annotated[
         int, typer.Option("-n", min=1, help="Run everything in so many processes.")
     ] = 1,
@@ -110,6 +117,7 @@ def run(
     ] = None,
 ) -> None:
     """Runs the suite; exit code 0 only if it is complete and nothing failed."""
+    from rl_conformance.fast import FAST
     from rl_conformance.ledger import read_ledger
     from rl_conformance.parallel import run_in_processes
     from rl_conformance.registry import profile
@@ -120,7 +128,7 @@ def run(
 
     files = ReportFiles(json, junit, markdown, html, badge)
     target = find_target(name)
-    settings = Settings.of(device.value, dtype, str(model) if model else None)
+    settings = Settings.of(device.value, dtype, str(model) if model else None, timeout)
     if settings.dtype not in target.manifest.tolerances:
         raise ConfigError(
             f"{name} declares no tolerance for {settings.dtype!r}",
@@ -128,12 +136,15 @@ def run(
             key="dtype",
         )
     known = read_ledger(known_failures) if known_failures else {}
-    checks = select(kind or [], k, profile(target.name))
-    selection = " and ".join([*(kind or []), *([k] if k else [])])
+    among = [each for each in profile(target.name) if not fast or each.id in FAST]
+    checks = select(kind or [], k, among)
+    selection = " and ".join([*(["--fast"] if fast else []), *(kind or []), *([k] if k else [])])
     if processes > 1:
         if selection or device is Device.CUDA:
             raise ConfigError(
-                "-n runs everything, on a CPU", fix="leave out -n, or --kind and -k", key="-n"
+                "-n runs everything, on a CPU",
+                fix="leave out -n, or --fast, --kind and -k",
+                key="-n",
             )
         report = run_in_processes(name, settings, known_failures, processes)
     else:
@@ -216,7 +227,7 @@ def _print_matrix(matrix: Matrix) -> None:
     console = Console()
     console.print(table)
     for column in matrix.columns:
-        console.print(f"{column.label}: {column.report.verdict}", markup=False)
+        console.print(f"{column.label}: {column.report.headline}", markup=False)
     for fact in matrix.disagreements:
         console.print(f"[yellow]The runs differ:[/] {escape(fact)}")
 
@@ -254,4 +265,5 @@ def _print_summary(report: RunReport) -> None:
         console.print(report.cites, markup=False)
     if report.missing:
         console.print(f"Without a result: {', '.join(report.missing)}")
-    console.print(f"{report.backend}: {report.verdict} ({counts}; {report.seconds:.0f} s)")
+    console.print(f"{counts}; {report.seconds:.0f} s", markup=False)
+    console.print(f"{report.backend}: {report.headline}", markup=False)

@@ -8,8 +8,6 @@ import traceback
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from rl_conformance.expect import CheckFailed
-
 if TYPE_CHECKING:
     from collections.abc import Generator
     from types import FrameType
@@ -17,13 +15,13 @@ if TYPE_CHECKING:
 __all__ = ["TookTooLong", "deadline"]
 
 
-class TookTooLong(CheckFailed):
-    """It did not end in time."""
+class TookTooLong(AssertionError):
+    """It did not end in time. No verdict about the backend: the host may be slow."""
 
 
 @contextmanager
 def deadline(seconds: float) -> Generator[None]:
-    """Fails what hangs. Only the main thread can be interrupted.
+    """Ends what takes longer. Only the main thread can be interrupted.
 
     Raises:
         TookTooLong: In what runs within; says where that was.
@@ -35,7 +33,7 @@ def deadline(seconds: float) -> Generator[None]:
     def expire(_: int, frame: FrameType | None) -> None:
         innermost = traceback.extract_stack(frame)[-3:]
         where = " < ".join(f"{at.name} ({at.filename}:{at.lineno})" for at in reversed(innermost))
-        raise TookTooLong(f"it did not end within {seconds:g} s; it was in {where}")
+        raise TookTooLong(f"timed out after {seconds:g} s, in {where}")
 
     before = signal.signal(signal.SIGALRM, expire)
     left, interval = signal.setitimer(signal.ITIMER_REAL, seconds)

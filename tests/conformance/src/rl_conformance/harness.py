@@ -9,9 +9,10 @@ import traceback
 from typing import TYPE_CHECKING, Self
 
 from rl_conformance.context import Context, Workshop
-from rl_conformance.deadline import deadline
+from rl_conformance.deadline import TookTooLong, deadline
 from rl_conformance.expect import CheckFailed, NotRun
 from rl_conformance.outcome import Outcome, Status
+from rl_conformance.quiet import no_progress_bars
 from rl_conformance.registry import refusal_for
 from rl_conformance.settings import Settings
 
@@ -106,7 +107,8 @@ class Harness:
     ) -> tuple[Status, str, bool]:
         """Status, message, and whether a check that did not run is excused."""
         try:
-            with deadline(check.timeout_s * _PATIENCE[self.settings.device]):
+            usual = check.timeout_s * _PATIENCE[self.settings.device]
+            with deadline(self.settings.timeout_s or usual), no_progress_bars():
                 try:
                     check(context) if function is check.function else function(context)
                 finally:
@@ -115,6 +117,11 @@ class Harness:
             return Status.NOT_RUN, str(skipped), skipped.excused
         except CheckFailed as failure:
             return self._discarding(Status.FAILED, str(failure))
+        except TookTooLong as late:
+            advice = (
+                "the backend hangs there, or this host is slow; --timeout SECONDS sets the limit"
+            )
+            return self._discarding(Status.ERROR, f"{late}\n{advice}")
         except KeyboardInterrupt:
             raise
         except BaseException:  # a backend may call sys.exit or pytest.skip: that is no verdict

@@ -50,9 +50,10 @@ _PRECEDENCE = (
 
 
 class Verdict(enum.StrEnum):
-    """What came of a run."""
+    """The result of a run. Only a run of the whole suite is conformant; a part of it is passed."""
 
     CONFORMANT = "conformant"
+    PASSED = "passed"
     FAILED = "failed"
     INCOMPLETE = "incomplete"
 
@@ -115,10 +116,18 @@ class Outcome:
 
     @property
     def story(self) -> str:
-        """Why it did not pass; of a failure also where the check is and how it is run alone."""
+        """Why it did not pass; for a failure also what to read, where to look and what to run."""
         if not self.status.bad or not self.where:
             return self.message
-        return f"{self.message.rstrip()}\n{self.where}; alone: {self.command}"
+        lines = {
+            "checked": self.title,
+            "result": self.message.strip().replace("\n", "\n           "),
+            "look at": CLAUSES[self.clause].look,
+            "clause": f"{CLAUSES[self.clause].title} (rl explain {self.clause})",
+            "run alone": self.command,
+            "source": self.where,
+        }
+        return "\n".join(f"{f'{name}:':<11}{text}" for name, text in lines.items() if text)
 
     @property
     def clause(self) -> str:
@@ -201,8 +210,10 @@ class RunReport:
         outcomes: Of every check that was reached.
         environment: Versions, device, model and time.
         clauses: The clauses the run was asked for; all of the catalogue by default.
-        selection: How checks were left out on request, "" if none were.
+        selection: Which part of the suite the user chose, "" if the run is of all of it.
         seconds: Wall time.
+        total: How many checks the whole suite has for this backend; 0 if the report, written by an
+            older suite, does not have the number.
     """
 
     backend: str
@@ -211,6 +222,7 @@ class RunReport:
     clauses: tuple[str, ...] = tuple(CLAUSES)
     selection: str = ""
     seconds: float = 0.0
+    total: int = 0
 
     def results(self) -> list[ClauseResult]:
         """One entry for each clause of the run, in the order of the catalogue."""
@@ -229,8 +241,18 @@ class RunReport:
         """Failed if any check is bad; incomplete if anything is missing or nothing passed."""
         if any(o.status.bad for o in self.outcomes):
             return Verdict.FAILED
-        passed = any(o.status is Status.PASSED for o in self.outcomes)
-        return Verdict.CONFORMANT if passed and not self.missing else Verdict.INCOMPLETE
+        if self.missing or not any(o.status is Status.PASSED for o in self.outcomes):
+            return Verdict.INCOMPLETE
+        return Verdict.PASSED if self.selection else Verdict.CONFORMANT
+
+    @property
+    def headline(self) -> str:
+        """The verdict; for a part of the suite also how large the part is."""
+        if not self.selection:
+            return str(self.verdict)
+        ran = sum(result.ran for result in self.results())
+        size = f"{ran} of {self.total}" if self.total else f"{ran}"
+        return f"{self.verdict} (part: {size} checks)"
 
     @property
     def cites(self) -> str:

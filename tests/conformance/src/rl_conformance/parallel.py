@@ -49,6 +49,7 @@ def run_in_processes(
         "--rl-device": settings.device,
         "--rl-dtype": settings.dtype,
         "--rl-model": settings.model and os.path.abspath(settings.model),
+        "--rl-timeout": settings.timeout_s,
         "--rl-known-failures": known_failures and os.path.abspath(known_failures),
         "-n": processes,
     }
@@ -61,7 +62,7 @@ def run_in_processes(
         command += [f"{part}" for option in options.items() if option[1] for part in option]
         # Nor what its user has set for pytest elsewhere.
         environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
-        deadline_s = sum(check.timeout_s for check in profile(backend))
+        deadline_s = sum(settings.timeout_s or check.timeout_s for check in profile(backend))
         try:
             done = subprocess.run(command, cwd=folder, env=environment, timeout=deadline_s)
         except subprocess.TimeoutExpired as error:

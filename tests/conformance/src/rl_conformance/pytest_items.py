@@ -15,7 +15,7 @@ from rl_conformance.registry import clauses_of, profile
 from rl_conformance.reports import ReportFiles
 from rl_conformance.run import find_target
 from rl_conformance.settings import Settings
-from rl_core.errors import ConfigError
+from rl_core.errors import ConfigError, PluginError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -30,8 +30,16 @@ _HARNESSES = pytest.StashKey[dict[tuple[str, Settings], Harness]]()
 
 
 def suite_items(session: pytest.Session, backend: str) -> list[pytest.Item]:
-    """One item for each check of a run against a backend, or of core's profile."""
+    """One item for each check of a run against a backend, or of core's profile.
+
+    Raises:
+        pytest.UsageError: There is no such backend, or its engine is not installed.
+    """
     items: list[pytest.Item] = []
+    try:
+        find_target(backend)
+    except PluginError as error:
+        raise pytest.UsageError(str(error)) from error
     for check in profile(backend):
         name = f"{backend}::{check.id}"
         item = ConformanceItem.from_parent(session, name=name, check=check)
@@ -68,6 +76,7 @@ def harness_for(config: pytest.Config, find: Any, name: str, **settings: Any) ->
         "device": config.getoption("rl_device"),
         "dtype": config.getoption("rl_dtype"),
         "model": config.getoption("rl_model"),
+        "timeout_s": config.getoption("rl_timeout"),
         **{key: value for key, value in settings.items() if value is not None},
     }
     key = (name, Settings.of(**chosen))
@@ -174,6 +183,7 @@ def _report(
         clauses_of(c for c in checks if whole or c.clause.id in seen),
         "" if whole else selection or "the classes that were collected",
         seconds,
+        len(checks),
     )
 
 

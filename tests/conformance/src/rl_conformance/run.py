@@ -14,6 +14,8 @@ from rl_conformance.reference import core_target
 from rl_conformance.registry import CORE, all_checks, clauses_of, profile
 from rl_conformance.target import Target
 from rl_core.errors import ConfigError
+from rl_core.plugins.discovery import check_engine
+from rl_core.plugins.registry import find_provider
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -30,8 +32,13 @@ def find_target(name: str) -> Target:
 
     Raises:
         PluginError: It is missing, ambiguous, broken or incompatible.
+        MissingEngineError: Its engine is not installed here, so that no check of it can run.
     """
-    return core_target() if name == CORE else Target.find(name)
+    if name == CORE:
+        return core_target()
+    target = Target.find(name)
+    check_engine(find_provider(name), target.manifest)
+    return target
 
 
 def run(
@@ -57,7 +64,8 @@ def run(
         on_outcome: Told of each outcome as it comes.
     """
     started = time.perf_counter()
-    chosen = profile(target.name) if checks is None else checks
+    whole = profile(target.name)
+    chosen = whole if checks is None else checks
     outcomes = []
     with Harness(target, settings, known) as harness:
         for check in chosen:
@@ -71,6 +79,7 @@ def run(
         clauses_of(chosen),
         selection,
         time.perf_counter() - started,
+        len(whole),
     )
 
 

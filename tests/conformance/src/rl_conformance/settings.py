@@ -22,15 +22,21 @@ class Settings:
         device: ``"cpu"`` or ``"cuda"``.
         dtype: Of the weights of the backend under test.
         model: A checkpoint to use instead of the suite's own tiny models.
+        timeout_s: Seconds that each check may take, in place of its own limit.
     """
 
     device: Literal["cpu", "cuda"] = "cpu"
     dtype: str = "float32"
     model: str | None = None
+    timeout_s: float | None = None
 
     @classmethod
     def of(
-        cls, device: Literal["cpu", "cuda"], dtype: str | None = None, model: str | None = None
+        cls,
+        device: Literal["cpu", "cuda"],
+        dtype: str | None = None,
+        model: str | None = None,
+        timeout_s: float | None = None,
     ) -> Settings:
         """Settings whose dtype is the device's usual one where none is given.
 
@@ -43,15 +49,20 @@ class Settings:
                 fix="give the directory of a Hugging Face checkpoint",
                 key="model",
             )
-        return cls(device, dtype or _DTYPES[device], model)
+        return cls(device, dtype or _DTYPES[device], model, timeout_s)
 
     def options(self) -> list[str]:
         """Of `rl conformance run`, where these are not what it does without."""
-        given = {"device": self.device, "dtype": self.dtype, "model": self.model}
-        usual = {"device": "cpu", "dtype": _DTYPES[self.device], "model": None}
+        given = {
+            "device": self.device,
+            "dtype": self.dtype,
+            "model": self.model,
+            "timeout": self.timeout_s and f"{self.timeout_s:g}",
+        }
+        usual = {"device": "cpu", "dtype": _DTYPES[self.device]}
         return [
             part
             for key, value in given.items()
-            if value is not None and value != usual[key]
+            if value is not None and value != usual.get(key)
             for part in (f"--{key}", value)
         ]

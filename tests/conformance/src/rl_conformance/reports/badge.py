@@ -15,10 +15,10 @@ __all__ = ["to_badge", "to_endpoint"]
 
 _COLOURS = {
     Verdict.CONFORMANT: "#1a7f37",
+    Verdict.PASSED: "#4a5a78",
     Verdict.FAILED: "#c62828",
     Verdict.INCOMPLETE: "#6e5a00",
 }
-_PARTIAL = "#4a5a78"
 _NARROW, _WIDE = set("fijltrI.,:;|!'()- 1"), set("mwMW")
 
 _SVG = """\
@@ -67,12 +67,10 @@ def _texts(report: RunReport) -> tuple[str, str, str]:
     label = f"{report.backend}: RL contract {contract}".rstrip()
     known = sum(o.status is Status.KNOWN_FAILURE for o in report.outcomes)
     parts = [
-        " on ".join(filter(None, [str(report.verdict), report.environment.get("device", "")])),
+        " on ".join(filter(None, [report.headline, report.environment.get("device", "")])),
         f"{known} known failure{'s' * (known > 1)}" if known else "",
-        "a part only" if report.selection else "",
     ]
-    partial = report.selection and report.verdict is Verdict.CONFORMANT
-    return label, ", ".join(filter(None, parts)), _PARTIAL if partial else _COLOURS[report.verdict]
+    return label, ", ".join(filter(None, parts)), _COLOURS[report.verdict]
 
 
 def _width(text: str) -> int:

@@ -50,6 +50,7 @@ class _Report(TypedDict):
     backend: str
     selection: str
     seconds: float
+    total_checks: NotRequired[int]
     environment: dict[str, str | int | float | bool | None]
     clauses: list[_Clause]
 
@@ -72,6 +73,7 @@ def to_json(report: RunReport) -> str:
         "selection": report.selection,
         "cites": report.cites,
         "seconds": round(report.seconds, 3),
+        "total_checks": report.total,
         "environment": dict(report.environment),
         "counts": {str(k): v for k, v in report.counts().items()},
         "clauses": clauses,
@@ -106,6 +108,7 @@ def _report(data: _Report) -> RunReport:
         clauses=tuple(c["id"] for c in data["clauses"]),
         selection=data["selection"],
         seconds=data["seconds"],
+        total=data.get("total_checks", 0),
     )
 
 

@@ -17,7 +17,7 @@ def to_markdown(report: RunReport) -> str:
     """One table, a row for each clause, and the reasons of what did not pass."""
     scale = f"of {len(report.clauses)} clauses in {report.seconds:.0f} s"
     lines = [
-        f"# Conformance of `{report.backend}`: {report.verdict}",
+        f"# Conformance of `{report.backend}`: {report.headline}",
         "",
         f"{_counts(report)} {scale}. {_facts(report)}.",
         *([f"Only a part of the suite: {report.selection}."] if report.selection else []),
@@ -52,7 +52,7 @@ def matrix_to_markdown(matrix: Matrix) -> str:
         report = column.report
         part = f" Only a part of the suite: {report.selection}." if report.selection else ""
         lines.append(
-            f"- **{column.label}**: {report.verdict}. {_counts(report)}.{part} {_facts(report)}."
+            f"- **{column.label}**: {report.headline}. {_counts(report)}.{part} {_facts(report)}."
         )
     if matrix.disagreements:
         lines += ["", "> **These runs cannot be compared in full.** They differ in:"]
