@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -12,7 +13,16 @@ from typing import Any
 
 from rl_core.errors import RLError
 
-__all__ = ["LogError", "append", "as_json", "as_number", "cut", "read_metrics", "replace"]
+__all__ = [
+    "LogError",
+    "append",
+    "as_json",
+    "as_number",
+    "cut",
+    "put_aside",
+    "read_metrics",
+    "replace",
+]
 
 
 class LogError(RLError, OSError):
@@ -75,6 +85,22 @@ def replace(path: Path, data: bytes) -> None:
     except OSError as error:
         with suppress(OSError):
             new.unlink(missing_ok=True)
+        raise failed(path, error) from error
+
+
+def put_aside(path: Path) -> None:
+    """Renames a file or folder, if it is there, to ``NAME.before``; an older one of these goes.
+
+    Raises:
+        LogError: It cannot be renamed.
+    """
+    before = path.with_name(f"{path.name}.before")
+    try:
+        if path.exists():
+            if before.is_dir():
+                shutil.rmtree(before)
+            path.replace(before)
+    except OSError as error:
         raise failed(path, error) from error
 
 

@@ -5,12 +5,11 @@
 
 from __future__ import annotations
 
-import math
 import sys
 import time
 from collections import deque
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypedDict
 
 from rich.console import Console
@@ -21,8 +20,18 @@ from rich.text import Text
 from rl_core.config import check_config
 from rl_core.interfaces.constraints import Range
 from rl_train.curves import plot
-from rl_train.lines import LogError, append, as_json, as_number, cut, failed, read_metrics
+from rl_train.lines import (
+    LogError,
+    append,
+    as_json,
+    as_number,
+    cut,
+    failed,
+    put_aside,
+    read_metrics,
+)
 from rl_train.metrics import generation_metrics
+from rl_train.summary import print_summary
 from rl_train.trackers import Trackers
 
 if TYPE_CHECKING:
@@ -67,15 +76,17 @@ _SHOWN = {
 class RunLog:
     """The log of one run, as a context manager.
 
-    Entering it opens the trackers, and repairs what a killed process left half-written. On a
-    terminal a progress bar is shown; elsewhere each step is a line on stderr.
+    Entering it opens the trackers, and repairs what a killed process left half-written; a run that
+    is not resumed first renames what another left in the folder to ``NAME.before``. On a terminal
+    a progress bar is shown; elsewhere each step is a line on stderr.
 
     Args:
-        folder: Of the run; made if it is not there. What a run logged there before stays.
+        folder: Of the run; made if it is not there.
         config: See :class:`LogConfig`.
         total_steps: Steps of the whole run.
         phase: What the bar is labelled with.
         settings: Configuration of the run, for the trackers.
+        resume: Whether the run goes on with what the folder has; see :meth:`rewind`.
         tolerance: How large ``logprob_error/max`` may be, for the summary and the plot.
         console: Where a person sees progress. Default: stderr.
 
@@ -92,11 +103,12 @@ class RunLog:
         total_steps: int,
         phase: str = "GRPO",
         settings: Mapping[str, Any] | None = None,
+        resume: bool = True,
         tolerance: float | None = None,
         console: Console | None = None,
     ) -> None:
         checked = check_config(LogConfig, config, what="log")
-        self._folder, self._tolerance = Path(folder), tolerance
+        self._folder, self._tolerance, self._resume = Path(folder), tolerance, resume
         self._total_steps = total_steps
         self._console = console or Console(stderr=True)
         self._kept, self._every = (
@@ -134,6 +146,9 @@ class RunLog:
             self._folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise failed(self._folder, error) from error
+        if not self._resume:
+            for name in ("metrics.jsonl", "completions.jsonl", "trackers.json", "tensorboard"):
+                put_aside(self._folder / name)
         for path in (self._metrics, self._completions):
             cut(path)
         self._trackers.open()
@@ -236,46 +251,12 @@ class RunLog:
 
     def summary(self) -> None:
         """Shows what the run came to, those of its steps included that other processes made."""
+        places = {"figures": self._metrics, "completions": self._completions, "curves": self._plot}
+        there = {
+            name: str(p) for name, p in places.items() if p and (p == self._plot or p.exists())
+        }
         rows = read_metrics(self._folder)
-        steps = [row for row in rows if not any(name.startswith("eval_") for name in row)]
-        table = Table("", "first", "last", "best", title=f"{len(steps)} steps")
-        for name in ("reward", "loss", "rewards/margins", "eval_reward", "eval_loss"):
-            of_name = [(row[name], int(row["step"])) for row in rows if name in row]
-            numbers = [pair for pair in of_name if math.isfinite(pair[0])]
-            if numbers:
-                best, at = (min if name.endswith("loss") else max)(
-                    numbers, key=lambda pair: pair[0]
-                )
-                ends = (f"{of_name[0][0]:.4g}", f"{of_name[-1][0]:.4g}")
-                table.add_row(name, *ends, f"{best:.4g} (step {at})")
-        facts = Table.grid(padding=(0, 2))
-        errors = [row["logprob_error/max"] for row in steps if "logprob_error/max" in row]
-        if errors:
-            worst = max(errors, key=lambda error: math.inf if math.isnan(error) else error)
-            text = f"{worst:.1e}"
-            if self._tolerance is not None:
-                held = "within" if worst <= self._tolerance else "ABOVE"
-                text += f", {held} the tolerance of {self._tolerance:.1e}"
-            facts.add_row("largest log-prob error", text)
-        seconds_of: dict[str, list[float]] = {}
-        for row in steps:
-            for name in row:
-                if name.startswith("time/") or name in ("refit/seconds", "step_time"):
-                    short = name.removeprefix("time/").removesuffix("/seconds")
-                    seconds_of.setdefault(short, []).append(row[name])
-        if seconds_of:
-            medians = (f"{name} {median(of_name):.3g}" for name, of_name in seconds_of.items())
-            facts.add_row("median seconds", ", ".join(medians))
-        seconds = sum(row.get("step_time", 0.0) for row in steps)
-        if seconds and "num_tokens" in steps[-1]:
-            facts.add_row("tokens per second", f"{steps[-1]['num_tokens'] / seconds:,.0f}")
-        facts.add_row("figures", str(self._metrics))
-        places = {"completions": self._completions, "curves": self._plot, **self._trackers.places()}
-        for name, place in places.items():
-            if place is not None and (name != "completions" or self._completions.exists()):
-                facts.add_row(name, str(place))
-        self._console.print(table)
-        self._console.print(facts, soft_wrap=True, highlight=False)
+        print_summary(self._console, rows, self._tolerance, there | self._trackers.places())
 
     def _write(self, step: int, metrics: Mapping[str, float]) -> dict[str, Any]:
         """Appends a line, then sends its figures on; returns them as they were written."""
