@@ -223,6 +223,112 @@ def test_a_reference_without_a_penalty_only_feeds_the_metric(call: Call) -> None
     assert metrics["kl"] == pytest.approx(math.exp(-1.0))
 
 
+@pytest.mark.parametrize("weight", ["sampling", "generation"])
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_kl_gradient_is_that_of_nemo_rl(call: Call, estimator: Any, weight: Any) -> None:
+    def their_kl(logprobs: torch.Tensor) -> torch.Tensor:
+        weights = (logprobs - (logprobs.detach() if weight == "sampling" else generated)).exp()
+        difference = reference - logprobs
+        clamped = difference.clamp(-1.0, 1.0)
+        weights = torch.where(difference == clamped, weights, weights.detach())
+        k3 = clamped.exp() - 1 - clamped
+        kl = {"k1": -clamped, "k2": clamped.square() / 2, "k3": k3}[estimator]
+        return (weights * kl).clamp(-0.4, 0.4).mean()
+
+    reference = tensor([-1.2, -1.9, -4.0, -0.5, -1.0], dtype=torch.float64)
+    inputs = tensor([-1.0, -1.0, -2.0, -2.0, -1.5], dtype=torch.float64, requires_grad=True)
+    generated = inputs.detach() + tensor([0.1, -0.1, 0.2, 0.0, 0.3])
+    loss_fn = GRPOLossFn(
+        reference_policy_kl_penalty=0.5,
+        kl_estimator=estimator,
+        kl_gradient=weight,
+        kl_input_clamp=1.0,
+        kl_output_clamp=0.4,
+    )
+    pad = torch.nn.functional.pad
+    loss, _ = call(
+        loss_fn,
+        pad(inputs, (1, 0))[None],
+        prev_logprobs=pad(inputs.detach(), (1, 0))[None],
+        generation_logprobs=pad(generated, (1, 0))[None],
+        reference_policy_logprobs=pad(reference, (1, 0))[None],
+        advantages=tensor([0.0]),
+    )
+    expected = 0.5 * their_kl(inputs)
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(
+        torch.autograd.grad(loss, inputs), torch.autograd.grad(expected, inputs)
+    )
+
+
+# -- other surrogates, masks and terms ---------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("advantage", "ratios", "expected"),
+    [
+        (2.0, [1.1, 0.5], [math.log(1.1), math.log(0.5)]),
+        (2.0, [2.0, 1.0], [0.4, 0.0]),  # a gain is clipped
+        (-2.0, [2.0, 0.1], [math.log(2.0), -0.4]),
+    ],
+)
+def test_gmpo_is_the_geometric_mean_of_clipped_ratios(
+    call: Call, advantage: float, ratios: list[float], expected: list[float]
+) -> None:
+    loss_fn = no_kl(surrogate="gmpo", ratio_clip_min=0.4, ratio_clip_max=0.4)
+    rows = rows_with_ratios([ratios], advantages=tensor([advantage]))
+    inputs = rows.pop("inputs").requires_grad_()
+    loss, metrics = call(loss_fn, inputs, **rows)
+    assert loss.item() == pytest.approx(-advantage * math.exp(sum(expected) / 2))
+    clipped = [abs(math.log(r) - e) > 1e-9 for r, e in zip(ratios, expected, strict=True)]
+    assert metrics["clip_fraction"] == sum(clipped) / 2
+    (gradient,) = torch.autograd.grad(loss, inputs)
+    share = [0.0 if stopped else loss.item() / 2 for stopped in clipped]
+    assert gradient[0, 1:].tolist() == pytest.approx(share)
+
+
+def test_cispo_clips_the_weight_and_keeps_the_gradient(call: Call) -> None:
+    rows = rows_with_ratios([[0.5, 1.0, 3.0]], advantages=tensor([2.0]))
+    inputs = rows.pop("inputs").requires_grad_()
+    loss, _ = call(no_kl(surrogate="cispo", ratio_clip_max=0.5), inputs, **rows)
+    (gradient,) = torch.autograd.grad(loss, inputs)
+    assert gradient[0, 1:].tolist() == pytest.approx([-2 * w / 3 for w in (0.8, 1.0, 1.5)])
+
+
+def test_dppo_drops_tokens_whose_probability_moved_too_far(call: Call) -> None:
+    rows = rows_with_ratios([[1.2, 3.0, 0.5], [1.2, 3.0, 0.5]], advantages=tensor([1.0, -1.0]))
+    inputs = rows.pop("inputs").requires_grad_()
+    bounds = {"ratio_clip_min": 0.04, "ratio_clip_max": 0.04, "ratio_clip_c": 2.0}
+    loss, metrics = call(no_kl(surrogate="dppo", **bounds), inputs, **rows)
+    (gradient,) = torch.autograd.grad(loss, inputs)
+    # From 0.1 probabilities went to 0.12, 0.3 and 0.05.
+    assert gradient[:, 1:].flatten().tolist() == pytest.approx(
+        [-1.2 / 6, 0, -0.5 / 6, 1.2 / 6, 2.0 / 6, 0]
+    )
+    assert metrics["clip_fraction"] == pytest.approx(2 / 6)
+
+
+def test_rows_outside_of_the_bounds_are_dropped_and_others_keep_their_weights(call: Call) -> None:
+    rows = rows_with_ratios([[1.0, 1.0], [1.0, 1.0]], advantages=tensor([1.0, 1.0]))
+    apart = tensor([[0.0, math.log(0.5), math.log(2.0)], [0.0, math.log(3.0), 0.0]])
+    loss_fn = no_kl(
+        importance_sampling_cap=1.1,
+        importance_sampling_floor=0.9,
+        importance_sampling_outside="mask_rows",
+    )
+    generated = rows["prev_logprobs"] - apart
+    loss, metrics = call(loss_fn, generation_logprobs=generated, **rows)
+    assert loss.item() == pytest.approx(-(0.5 + 2.0) / 4)
+    assert metrics["importance_capped_fraction"] == 0.5
+
+
+def test_the_likelihood_of_rewarded_rows_is_added(call: Call) -> None:
+    rows = rows_with_ratios([[1.0, 1.0], [1.0, 1.0]], advantages=tensor([0.0, 0.0]))
+    loss, metrics = call(no_kl(positive_nll_weight=0.1), rewards=tensor([1.0, 0.0]), **rows)
+    assert metrics["positive_nll"] == pytest.approx(-math.log(0.1) / 2)
+    assert loss.item() == pytest.approx(0.1 * metrics["positive_nll"])
+
+
 # -- metrics -----------------------------------------------------------------------------------
 
 

@@ -25,6 +25,25 @@ LOSSES: dict[str, LossFunction] = {
         loss_type=SEQUENCE, importance_ratio="sequence", importance_sampling_cap=2.0
     ),
     "grpo-on-policy": GRPOLossFn(on_policy=True, kl_estimator="k1"),
+    "dr-grpo": GRPOLossFn(loss_type=SEQUENCE, length_norm=7.0, kl_gradient="ratio"),
+    "cispo": GRPOLossFn(surrogate="cispo", ratio_clip_max=4.0, kl_gradient="sampling"),
+    "sapo": GRPOLossFn(surrogate="sapo", loss_type=SEQUENCE, kl_gradient="generation"),
+    "gmpo": GRPOLossFn(surrogate="gmpo", loss_type=SEQUENCE, kl_output_clamp=0.05),
+    "dppo": GRPOLossFn(surrogate="dppo", ratio_clip_c=20.0, kl_input_clamp=0.3),
+    "icepop": GRPOLossFn(
+        importance_sampling_cap=1.2,
+        importance_sampling_floor=0.8,
+        importance_sampling_outside="mask",
+        off_policy_mask_threshold=0.1,
+        positive_nll_weight=0.2,
+    ),
+    "mask-rows": GRPOLossFn(
+        importance_sampling_cap=1.1,
+        importance_sampling_floor=0.9,
+        importance_sampling_outside="mask_rows",
+        importance_sampling_weight="sequence",
+    ),
+    "entropy": GRPOLossFn(entropy_bonus=0.1, entropy_min=1.2),
     "dpo": DPOLossFn(label_smoothing=0.1, sft_loss_weight=0.5),
     "dpo-average": DPOLossFn(
         preference_average_log_probs=True, sft_loss_weight=0.5, sft_average_log_probs=True
@@ -51,10 +70,13 @@ def make_rows(seed: int, pairs: int, width: int) -> BatchedDataDict[Any]:
     inputs = -normal(rows, width).abs()
     scored = torch.arange(width) > 0  # nothing predicts position 0
     logits = normal(rows, width, VOCABULARY)
+    tokens = torch.randint(VOCABULARY, (rows, width), generator=generator)
     teacher = normal(rows, width - 1, VOCABULARY).topk(TOP_K)
     return BatchedDataDict(
         inputs=inputs,
         logits=logits,
+        input_ids=tokens,
+        rewards=normal(rows),
         token_mask=coin(rows, width),
         sample_mask=coin(pairs).repeat_interleave(2),
         advantages=normal(rows),
@@ -143,7 +165,8 @@ def poison(rows: BatchedDataDict[Any], value: float) -> BatchedDataDict[Any]:
     spoiled["teacher_topk_logits"] = torch.where(
         predicts[:, :-1], rows["teacher_topk_logits"], value
     )
-    spoiled["advantages"] = torch.where(valid.any(dim=1), rows["advantages"], value)
+    for name in ("advantages", "rewards"):
+        spoiled[name] = torch.where(valid.any(dim=1), rows[name], value)
     return spoiled
 
 
@@ -177,8 +200,11 @@ def test_a_batch_without_anything_valid_has_loss_zero_and_gradient_zero(
     assert not any(math.isnan(value) for value in metrics.values())
 
 
-# On policy the value is constant by design; its gradient has a test of its own.
-@pytest.mark.parametrize("name", sorted(LOSSES.keys() - {"grpo-on-policy"}))
+# These have gradients that are not their values' by design, and tests of their own.
+SURROGATE = {"grpo-on-policy", "cispo", "sapo", "dppo"}
+
+
+@pytest.mark.parametrize("name", sorted(LOSSES.keys() - SURROGATE))
 def test_the_gradient_is_that_of_the_value(name: str) -> None:
     loss_fn = LOSSES[name]
     rows = make_rows(1, pairs=2, width=4)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from rl_core.errors import ConfigError, DataError
-from rl_core.interfaces import LossFunction, LossType
+from rl_core.interfaces import LossFunction, LossInputType, LossType
 from rl_losses import DPOLossFn, GRPOLossFn, NLLLossFn, TopkKLLossFn
 
 Call = Callable[..., tuple[torch.Tensor, dict[str, float]]]
@@ -57,6 +57,35 @@ def test_an_option_out_of_bounds_is_named(cls: Any, option: str, value: object) 
     with pytest.raises(ConfigError, match=f"{cls.__name__}: '{option}' must be") as caught:
         cls(**{option: value})
     assert caught.value.details["key"] == option
+
+
+@pytest.mark.parametrize(
+    ("options", "option"),
+    [
+        ({"length_norm": 512}, "length_norm"),
+        ({"surrogate": "cispo", "ratio_clip_c": 3.0}, "ratio_clip_c"),
+        ({"sapo_temperature_pos": 2.0}, "sapo_temperature_pos"),
+        ({"importance_sampling_floor": 0.5}, "importance_sampling_floor"),
+        ({"importance_sampling_outside": "mask"}, "importance_sampling_outside"),
+        ({"importance_sampling_weight": "token"}, "importance_sampling_weight"),
+        ({"surrogate": "gmpo", "importance_ratio": "sequence"}, "importance_ratio"),
+        (
+            {"importance_sampling_cap": 0.5, "importance_sampling_floor": 0.5},
+            "importance_sampling_floor",
+        ),
+    ],
+)
+def test_an_option_without_effect_is_refused(options: Any, option: str) -> None:
+    with pytest.raises(ConfigError, match=f"GRPOLossFn: '{option}'") as caught:
+        GRPOLossFn(**options)
+    assert caught.value.details["key"] == option
+
+
+def test_only_options_of_the_entropy_ask_for_logits() -> None:
+    assert GRPOLossFn().input_type is LossInputType.LOGPROB
+    loss = GRPOLossFn(entropy_bonus=0.01)
+    assert pickle.loads(pickle.dumps(loss)).input_type is LossInputType.LOGIT
+    assert dataclasses.replace(loss, entropy_bonus=0.0).input_type is LossInputType.LOGPROB
 
 
 def test_a_config_builds_the_loss_that_keywords_build() -> None:
@@ -141,6 +170,9 @@ def test_a_mask_that_is_a_weight_is_refused_at_its_place(call: Call) -> None:
     [
         (GRPOLossFn, "beta", "reference_policy_kl_penalty"),
         (GRPOLossFn, "epsilon_high", "ratio_clip_max"),
+        (GRPOLossFn, "use_bias_correction_kl", "kl_gradient"),
+        (GRPOLossFn, "truncated_importance_sampling_ratio_min", "importance_sampling_floor"),
+        (GRPOLossFn, "use_cispo", "surrogate"),
         (GRPOLossFn, "importance_sampling_caps", "importance_sampling_cap"),
         (TopkKLLossFn, "temperature", "teacher_temperature"),
         (DPOLossFn, "label_smooth", "label_smoothing"),

@@ -7,7 +7,8 @@ checked there, and it works with any policy backend.
 from rl_losses.advantages import grpo_advantages
 from rl_losses.distillation import TopkKLLossFn
 from rl_losses.dpo import DPOLossFn
-from rl_losses.grpo import GRPOLossFn, kl_penalty
+from rl_losses.grpo import GRPOLossFn
+from rl_losses.kl import kl_penalty
 from rl_losses.nll import NLLLossFn
 
 __all__ = [

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Self, get_type_hints
 
 from rl_core.config import check_config, nearest
 from rl_core.errors import ConfigError, DataError
-from rl_core.interfaces import LossFunction, LossType
+from rl_core.interfaces import LossFunction, LossInputType, LossType
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -20,6 +20,35 @@ __all__ = ["ConfiguredLoss", "check_logprobs", "read_tensor"]
 #: What other libraries call options of losses here.
 _ELSEWHERE = {
     "beta": "reference_policy_kl_penalty",
+    "entropy_coef": "entropy_bonus",
+    "entropy_coeff": "entropy_bonus",
+    "f_divergence_type": "direction",
+    "force_on_policy_ratio": "on_policy",
+    "disable_ppo_ratio": "on_policy",
+    "importance_sampling_level": "importance_ratio",
+    "kl_input_clamp_value": "kl_input_clamp",
+    "kl_output_clamp_value": "kl_output_clamp",
+    "kl_loss_coef": "reference_policy_kl_penalty",
+    "kl_loss_type": "kl_estimator",
+    "loss_agg_mode": "loss_type",
+    "mixed_kl_weight": "mixing",
+    "positive_example_nll_weight": "positive_nll_weight",
+    "reference_policy_kl_type": "kl_estimator",
+    "sequence_level_importance_ratios": "importance_ratio",
+    "tau_neg": "sapo_temperature_neg",
+    "tau_pos": "sapo_temperature_pos",
+    "token_level_loss": "loss_type",
+    "top_entropy_quantile": "entropy_min",
+    "truncated_importance_sampling_ratio": "importance_sampling_cap",
+    "truncated_importance_sampling_ratio_min": "importance_sampling_floor",
+    "truncated_importance_sampling_type": "importance_sampling_outside",
+    "use_bias_correction_kl": "kl_gradient",
+    "use_cispo": "surrogate",
+    "use_importance_sampling_correction": "importance_sampling_cap",
+    "use_on_policy_kl_approximation": "kl_gradient",
+    "vllm_importance_sampling_clip_max": "importance_sampling_cap",
+    "vllm_importance_sampling_clip_min": "importance_sampling_floor",
+    "vllm_importance_sampling_mode": "importance_sampling_outside",
     "kl_coef": "reference_policy_kl_penalty",
     "kl_penalty": "reference_policy_kl_penalty",
     "epsilon": "ratio_clip_min",
@@ -36,6 +65,8 @@ _ELSEWHERE = {
 }
 
 _SOURCES = {
+    "input_ids": 'keep data["input_ids"], the tokens that the log-probs are of',
+    "rewards": 'set data["rewards"] to one number for each row; training_batch(...) does',
     "token_mask": 'set data["token_mask"] to 1 where a token counts, else 0',
     "sample_mask": 'set data["sample_mask"] to 1 for each row that counts, else 0',
     "advantages": 'set data["advantages"] = rl_losses.grpo_advantages(rewards, group_size=n)',
@@ -90,6 +121,24 @@ class ConfiguredLoss(LossFunction):
     def __post_init__(self) -> None:
         options = {field.name: getattr(self, field.name) for field in fields(self)}
         check_config(_options_of(type(self)), options, what=type(self).__name__)
+
+    def _needs(self, needed: str, fits: bool, *options: str) -> None:
+        """Refuses options that are set to other than their defaults, unless ``needed`` fits.
+
+        Raises:
+            ConfigError: Such an option would have no effect.
+        """
+        for field in fields(self):
+            if field.name in options and not fits and getattr(self, field.name) != field.default:
+                raise ConfigError(
+                    f"{type(self).__name__}: '{field.name}' has no effect without {needed}",
+                    fix=f"set {needed}, or leave '{field.name}' out",
+                    key=field.name,
+                )
+
+    def _take_logits(self) -> None:
+        """Asks the policy for full logits instead of log-probs."""
+        object.__setattr__(self, "input_type", LossInputType.LOGIT)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:

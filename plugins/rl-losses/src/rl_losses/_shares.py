@@ -23,7 +23,7 @@ from rl_losses._base import read_tensor
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["Shares", "to_floats"]
+__all__ = ["Shares", "score", "to_floats"]
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,10 @@ class Shares:
         """``[b, s]`` values where the mask is 1, and 0 elsewhere."""
         return torch.where(self.tokens, values, 0.0)
 
+    def scatter(self, values: torch.Tensor) -> torch.Tensor:
+        """``[b, s]`` with these ``[n]`` values at the tokens that count, 0 elsewhere."""
+        return values.new_zeros(self.tokens.shape).masked_scatter(self.tokens, values)
+
     def row_sum(self, values: torch.Tensor) -> torch.Tensor:
         """Sum of ``[b, s]`` values over the tokens of each row that count: ``[b]``."""
         return self.keep(values).sum(dim=1)
@@ -102,14 +106,19 @@ class Shares:
         """
         return _share(torch.where(rows, values, 0.0).sum(), self.valid_seqs / size)
 
-    def mean(self, values: torch.Tensor, loss_type: LossType) -> torch.Tensor:
+    def mean(
+        self, values: torch.Tensor, loss_type: LossType, length: float | None = None
+    ) -> torch.Tensor:
         """Share of the mean of ``[b, s]`` values, token by token or row by row.
 
         Token-level: ``sum_i sum_t x_it / valid_toks``: long rows weigh more. Sequence-level:
-        ``sum_i (sum_t x_it / n_i) / valid_seqs``: every row weighs the same.
+        ``sum_i (sum_t x_it / n_i) / valid_seqs``: every row weighs the same, unless ``length``
+        stands in for every n_i.
         """
         if loss_type is LossType.TOKEN_LEVEL:
             return self.token_mean(values)
+        if length is not None:
+            return self.row_share(self.row_sum(values) / length, self.rows)
         return self.row_share(self.row_mean(values), self.rows)
 
     def token_min(self, values: torch.Tensor) -> torch.Tensor:
@@ -120,6 +129,28 @@ class Shares:
     def token_max(self, values: torch.Tensor) -> torch.Tensor:
         """Greatest of ``[b, s]`` values over the tokens that count; ``-inf`` without any."""
         return -self.token_min(-values)
+
+
+def score(
+    inputs: torch.Tensor, data: Mapping[str, Any], shares: Shares, *, needed_by: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-softmax of full logits where tokens count, and where they stand.
+
+    Args:
+        inputs: ``[b, s, V]`` logits; position t predicts token t+1.
+        data: ``input_ids`` ``[b, s]``.
+        shares: The masks.
+        needed_by: The loss and the option that ask for logits, for messages.
+
+    Returns:
+        ``[n, V]`` log-probs of the n tokens that count, and ``[b, s]`` those of the tokens
+        themselves, 0 where masked.
+    """
+    chosen = shares.tokens[:, 1:]
+    scores = inputs[:, :-1][chosen].log_softmax(dim=-1)
+    ids = read_tensor(data, "input_ids", [tuple(shares.tokens.shape)], needed_by=needed_by)
+    taken = ids.to(inputs.device)[:, 1:][chosen].long()
+    return scores, shares.scatter(scores.gather(1, taken[:, None])[:, 0])
 
 
 def to_floats(metrics: Mapping[str, torch.Tensor]) -> dict[str, float]:

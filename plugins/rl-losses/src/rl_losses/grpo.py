@@ -9,26 +9,25 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
 
-from rl_core.errors import LoopWarning
-from rl_core.interfaces import LossType
+from rl_core.errors import ConfigError, LoopWarning
+from rl_core.interfaces import LossInputType, LossType
 from rl_core.interfaces.constraints import Range
 from rl_losses._base import ConfiguredLoss, check_logprobs, read_tensor
-from rl_losses._shares import Shares, to_floats
+from rl_losses._shares import Shares, score, to_floats
+from rl_losses.kl import kl_penalty
+from rl_losses.surrogates import SURROGATES, Step, exp
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from rl_core.batch import BatchedDataDict
 
-__all__ = ["GRPOLossFn", "kl_penalty"]
-
-#: Log-ratios beyond this are cut off, so that their exponential stays finite.
-_MAX_LOG_RATIO = 20.0
+__all__ = ["GRPOLossFn"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class GRPOLossFn(ConfiguredLoss):
-    r"""Clipped surrogate with a KL penalty to the reference policy.
+    r"""Policy gradient with a surrogate for the ratio, and a KL penalty to the reference policy.
 
     With the ratio :math:`\rho_t = \pi(y_t) / \pi_{prev}(y_t)` and the advantage A, a token costs
 
@@ -36,56 +35,139 @@ class GRPOLossFn(ConfiguredLoss):
         \mathrm{clip}(\rho_t, 1 - \epsilon_{min}, 1 + \epsilon_{max}) A\bigr)
         + \lambda\, \mathrm{KL}_t
 
+    or what another ``surrogate`` has in place of the minimum:
+
+    - ``"cispo"``: :math:`-\mathrm{sg}(\mathrm{clip}(\rho_t)) A \log \pi(y_t)`. No token loses
+      its gradient. MiniMax 2025, "MiniMax-M1", eq. 4.
+    - ``"sapo"``: :math:`-\frac{4}{\tau} \sigma(\tau (\rho_t - 1)) A`, with a temperature for A > 0
+      and one for the others. Gao et al. 2025, "Soft Adaptive Policy Optimization".
+    - ``"gmpo"``: :math:`-A \exp(\frac{1}{|y|} \sum_t \log \rho_t)`, where each log-ratio is
+      clipped to :math:`[-\epsilon_{min}, \epsilon_{max}]` on the side it gains on. Zhao et al.
+      2025, "Geometric-Mean Policy Optimization", eq. 4.
+    - ``"dppo"``: :math:`-\mathrm{sg}(\min(\rho_t, c)) A \log \pi(y_t)` for tokens whose probability
+      rose by at most :math:`\epsilon_{max}` (A > 0) or fell by at most :math:`\epsilon_{min}`; the
+      others cost 0. 2026, arXiv 2602.04879 (binary total variation).
+
     Sources: the surrogate and its clip, Schulman et al. 2017, "Proximal Policy Optimization
     Algorithms", eq. 7; the group's advantages and the KL inside the loss, Shao et al. 2024,
     "DeepSeekMath", eq. 3; the asymmetric clip and the token-level mean, Yu et al. 2025, "DAPO",
-    eq. 8; the dual clip, Ye et al. 2020, "Mastering Complex Control in MOBA Games with Deep
-    Reinforcement Learning" (dual-clip PPO); the sequence's ratio
+    eq. 8; the constant length, Liu et al. 2025, "Understanding R1-Zero-Like Training"; the dual
+    clip, Ye et al. 2020, "Mastering Complex Control in MOBA Games with Deep Reinforcement
+    Learning" (dual-clip PPO); the sequence's ratio
     :math:`\rho = \exp(\frac{1}{|y|} \sum_t \log \rho_t)`, Zheng et al. 2025, "Group Sequence Policy
     Optimization", eq. 7; the truncated weight :math:`w_t = \min(\pi_{prev} / \pi_{gen}, C)` for an
     engine that disagrees with the trainer, Yao et al. 2025, "Your Efficient RL Framework Secretly
-    Brings You Off-Policy RL Training". Log-ratios are cut off at +-20.
+    Brings You Off-Policy RL Training"; a weight of 0 outside the bounds, 2025, "IcePop"; the
+    off-policy mask, DeepSeek-AI 2025, "DeepSeek-V3.2"; the likelihood of correct rows, Yue et al.
+    2025, "VAPO", eq. 10. Log-ratios are cut off at +-20.
 
     Reads ``token_mask``, ``sample_mask`` and ``advantages`` (``[b]`` or ``[b, s]``), and, all
     ``[b, s]``: ``prev_logprobs`` unless ``on_policy``; ``reference_policy_logprobs`` if
     ``reference_policy_kl_penalty`` is not 0; ``generation_logprobs`` if
-    ``importance_sampling_cap`` is set. The last two also feed metrics when they are there.
+    ``importance_sampling_cap`` is set, or ``kl_gradient="generation"``. The last two also feed
+    metrics when they are there. ``rewards`` ``[b]`` if ``positive_nll_weight`` is not 0, and
+    ``input_ids`` ``[b, s]`` with the options of the entropy.
 
     Metrics, averaged over valid tokens: ``probs_ratio`` and its ``_min`` and ``_max``;
-    ``clip_fraction`` (tokens that a clip silences); ``approx_entropy`` (minus the mean log-prob of
-    the sampled tokens); with a reference, ``kl`` (before weighting); with ``generation_logprobs``,
-    ``token_mult_prob_error`` (mean of ``exp(|generation - prev|)``, 1 for perfect agreement) and
-    its ``_max``, and ``gen_kl_error`` (the engine's KL from the trainer, as ``kl_estimator`` has
-    it); with the correction, ``importance_weight`` (after the cap) and
-    ``importance_capped_fraction``; and ``impossible_fraction``, of tokens whose
-    ``generation_logprobs`` is -inf: they are left out of the loss and of all else, with a
-    :class:`~rl_core.errors.LoopWarning`. Without a valid token a ``_min`` is inf and a ``_max``
-    -inf.
+    ``clip_fraction`` (tokens that the surrogate's bounds change); ``approx_entropy`` (minus the
+    mean log-prob of the sampled tokens); with a reference, ``kl`` (before any weighting); with
+    ``generation_logprobs``, ``token_mult_prob_error`` (mean of ``exp(|generation - prev|)``, 1 for
+    perfect agreement) and its ``_max``, and ``gen_kl_error`` (the engine's KL from the trainer, as
+    ``kl_estimator`` has it); with the correction, ``importance_weight`` (as applied) and
+    ``importance_capped_fraction`` (of weights outside the bounds); ``off_policy_fraction``,
+    ``entropy``, ``low_entropy_fraction`` and ``positive_nll`` with their options; and
+    ``impossible_fraction``, of tokens whose ``generation_logprobs`` is -inf: they are left out of
+    the loss and of all else, with a :class:`~rl_core.errors.LoopWarning`. Without a valid token a
+    ``_min`` is inf and a ``_max`` -inf.
 
     Attributes:
         loss_type: Token-level (DAPO) or the mean of each row's mean (GRPO, GSPO).
+        length_norm: Rows are sums divided by this, such as ``max_new_tokens`` (Dr.GRPO), and not by
+            their own length; 1 is LUSPO. Sequence-level only. None is off.
+        surrogate: What stands for the clipped ratio, see above.
         ratio_clip_min: The ratio is clipped below 1 minus this.
         ratio_clip_max: The ratio is clipped above 1 plus this; inf is off.
-        ratio_clip_c: Dual clip, > 1: where A < 0 a token costs at most ``c |A|``. None is off.
+        ratio_clip_c: Dual clip, > 1: where A < 0 a token costs at most ``c |A|``. With ``"dppo"``
+            the largest weight. None is off.
+        sapo_temperature_pos: How sharply ``"sapo"`` gates tokens with A > 0.
+        sapo_temperature_neg: The same for the others.
         reference_policy_kl_penalty: Factor on the KL; 0 is off.
         kl_estimator: See :func:`kl_penalty`.
+        kl_gradient: What the estimate is weighted by: ``"estimate"`` 1; ``"ratio"`` the ratio, so
+            that samples of the previous policy estimate the KL of this one; ``"sampling"`` a
+            factor of value 1 with the gradient of the log-prob (Tang and Munos 2025, arXiv
+            2506.09477); ``"generation"`` the policy's probability over the engine's.
+        kl_input_clamp: Log-ratios to the reference are cut off here. None is off (k3: 20).
+        kl_output_clamp: Estimates are cut off here. None is off.
         importance_ratio: One ratio for each token, or one for the whole sequence.
-        importance_sampling_cap: Weighs tokens by ``prev / generation`` probability, at most this;
-            with sequence ratios it is one weight per row, the product over its tokens. inf does not
-            cap, None is off.
+        importance_sampling_cap: Weighs tokens by ``prev / generation`` probability, at most this.
+            inf does not cap, None is off.
+        importance_sampling_floor: The least of these weights.
+        importance_sampling_outside: What becomes of a weight outside of cap and floor:
+            ``"truncate"`` sets it to the bound, ``"mask"`` to 0 (IcePop); ``"mask_rows"`` leaves
+            weights as they are, and drops rows whose geometric mean of them is outside.
+        importance_sampling_weight: One weight for each token, or for each row the product over its
+            tokens. None is as ``importance_ratio``.
+        off_policy_mask_threshold: Rows with A < 0 cost nothing where the mean over tokens of
+            ``generation - policy`` log-probs (without ``generation_logprobs``, of
+            ``prev - policy``) is above this. None is off.
+        entropy_bonus: Factor on the mean entropy of tokens, which is subtracted. This and the
+            next option take the policy's full logits.
+        entropy_min: Tokens of less entropy, in nats, do not count towards surrogate and bonus. (A
+            quantile of the batch would depend on how it is split.)
+        positive_nll_weight: Factor on the negative log-likelihood of rows with a reward above 0,
+            averaged as the loss is.
         on_policy: The policy has not moved since generation: ratios are 1, gradients flow, and the
             policy's own log-probs stand in for ``prev_logprobs``.
     """
 
     loss_type: LossType = LossType.TOKEN_LEVEL
+    length_norm: Annotated[float | None, Range(gt=0, lt=math.inf)] = None
+    surrogate: Literal["clip", "cispo", "sapo", "gmpo", "dppo"] = "clip"
     ratio_clip_min: Annotated[float, Range(ge=0, le=1)] = 0.2
     ratio_clip_max: Annotated[float, Range(ge=0)] = 0.2
     ratio_clip_c: Annotated[float | None, Range(gt=1)] = None
+    sapo_temperature_pos: Annotated[float, Range(gt=0, lt=math.inf)] = 1.0
+    sapo_temperature_neg: Annotated[float, Range(gt=0, lt=math.inf)] = 1.05
     reference_policy_kl_penalty: Annotated[float, Range(ge=0, lt=math.inf)] = 0.01
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    kl_gradient: Literal["estimate", "ratio", "sampling", "generation"] = "estimate"
+    kl_input_clamp: Annotated[float | None, Range(gt=0)] = None
+    kl_output_clamp: Annotated[float | None, Range(gt=0)] = None
     importance_ratio: Literal["token", "sequence"] = "token"
     importance_sampling_cap: Annotated[float | None, Range(gt=0)] = None
+    importance_sampling_floor: Annotated[float, Range(ge=0, lt=math.inf)] = 0.0
+    importance_sampling_outside: Literal["truncate", "mask", "mask_rows"] = "truncate"
+    importance_sampling_weight: Literal["token", "sequence"] | None = None
+    off_policy_mask_threshold: float | None = None
+    entropy_bonus: Annotated[float, Range(ge=0, lt=math.inf)] = 0.0
+    entropy_min: Annotated[float, Range(ge=0, lt=math.inf)] = 0.0
+    positive_nll_weight: Annotated[float, Range(ge=0, lt=math.inf)] = 0.0
     on_policy: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        sequences = self.loss_type is LossType.SEQUENCE_LEVEL
+        corrects = self.importance_sampling_cap is not None
+        self._needs("loss_type=LossType.SEQUENCE_LEVEL", sequences, "length_norm")
+        bounded = self.surrogate in ("clip", "dppo")
+        self._needs("surrogate='clip' or 'dppo'", bounded, "ratio_clip_c")
+        gates = ("sapo_temperature_pos", "sapo_temperature_neg")
+        self._needs("surrogate='sapo'", self.surrogate == "sapo", *gates)
+        weights = ("floor", "outside", "weight")
+        names = [f"importance_sampling_{name}" for name in weights]
+        self._needs("importance_sampling_cap", corrects, *names)
+        needed = "importance_ratio='token' with surrogate='gmpo'"
+        self._needs(needed, self.surrogate != "gmpo", "importance_ratio")
+        if corrects and self.importance_sampling_floor >= (self.importance_sampling_cap or 0):
+            raise ConfigError(
+                f"GRPOLossFn: 'importance_sampling_floor' is {self.importance_sampling_floor:g}, "
+                f"'importance_sampling_cap' {self.importance_sampling_cap:g}",
+                fix="set a floor below the cap",
+                key="importance_sampling_floor",
+            )
+        if self.entropy_bonus or self.entropy_min:
+            self._take_logits()
 
     def __call__(
         self,
@@ -98,7 +180,7 @@ class GRPOLossFn(ConfiguredLoss):
         """See :class:`rl_core.interfaces.LossFunction`; ``inputs`` are log-probs ``[b, s]``.
 
         Args:
-            inputs: ``[b, s]`` log-probs.
+            inputs: ``[b, s]`` log-probs; with the options of the entropy ``[b, s, V]`` logits.
             data: The keys named above.
             global_valid_seqs: 0-d count of valid rows.
             global_valid_toks: 0-d count of valid tokens.
@@ -115,31 +197,31 @@ class GRPOLossFn(ConfiguredLoss):
             needed_by="GRPOLossFn",
         )
         every, shares = shares, _without_impossible(shares, data)
+        metrics: dict[str, torch.Tensor] = {}
+        entropy = None
+        if self.input_type is LossInputType.LOGIT:
+            scores, inputs = score(inputs, data, shares, needed_by="GRPOLossFn(entropy)")
+            # A log-prob of -inf adds nothing: its probability of 0 is exact.
+            entropy = shares.scatter(-(scores.exp() * scores.clamp(min=-1e4)).sum(dim=-1))
         batch = _Batch(data, shares, shares.keep(inputs))
-        advantages = batch.advantages()
-        previous = (
-            batch.logprobs.detach()
-            if self.on_policy
-            else batch.values("prev_logprobs", "on_policy=False")
-        )
-        ratio = _exp(self._over_row(batch.logprobs - previous, shares.row_mean))
-        plain = -advantages * ratio
-        clipped = ratio.clamp(1 - self.ratio_clip_min, 1 + self.ratio_clip_max)
-        cost = torch.maximum(plain, -advantages * clipped)
-        if self.ratio_clip_c is not None:
-            bounded = torch.minimum(cost, -self.ratio_clip_c * advantages)
-            cost = torch.where(advantages < 0, bounded, cost)
-        metrics = {
+        step = self._step(batch)
+        previous, ratio = step.previous, step.ratio
+        cost, changed = SURROGATES[self.surrogate](step)
+        metrics |= {
             "probs_ratio": shares.token_mean(ratio),
             "probs_ratio_min": shares.token_min(ratio),
             "probs_ratio_max": shares.token_max(ratio),
-            "clip_fraction": shares.token_mean((cost != plain).to(ratio.dtype)),
+            "clip_fraction": shares.token_mean(changed.to(ratio.dtype)),
             "approx_entropy": shares.token_mean(-batch.logprobs),
         }
         cap = self.importance_sampling_cap
-        if cap is not None or "generation_logprobs" in data:
-            generated = batch.values("generation_logprobs", f"importance_sampling_cap={cap}")
-            error = _exp((generated - previous).abs())
+        generated = None
+        if cap is not None or self.kl_gradient == "generation" or "generation_logprobs" in data:
+            option = f"kl_gradient={self.kl_gradient!r}"
+            if cap is not None:
+                option = f"importance_sampling_cap={cap}"
+            generated = batch.values("generation_logprobs", option)
+            error = exp((generated - previous).abs())
             metrics["token_mult_prob_error"] = shares.token_mean(error)
             metrics["token_mult_prob_error_max"] = shares.token_max(error)
             apart = kl_penalty(generated, previous, self.kl_estimator)
@@ -147,12 +229,21 @@ class GRPOLossFn(ConfiguredLoss):
             dropped = (every.tokens & ~shares.tokens).to(ratio.dtype)
             metrics["impossible_fraction"] = every.token_mean(dropped)
             if cap is not None:
-                raw = _exp(self._over_row(previous - generated, shares.row_sum))
-                weights = raw.clamp(max=cap)
+                weights, outside = self._importance_weights(shares, previous - generated, cap)
                 cost = cost * weights
-                capped = (raw > cap).to(raw.dtype)
                 metrics["importance_weight"] = shares.token_mean(weights)
-                metrics["importance_capped_fraction"] = shares.token_mean(capped)
+                metrics["importance_capped_fraction"] = shares.token_mean(outside)
+        if self.off_policy_mask_threshold is not None:
+            start = previous if generated is None else generated
+            drift = shares.row_mean(start - batch.logprobs.detach())[:, None]
+            off = (step.advantages < 0) & (drift > self.off_policy_mask_threshold)
+            cost = torch.where(off, 0.0, cost)
+            metrics["off_policy_fraction"] = shares.token_mean(off.to(cost.dtype))
+        if entropy is not None:
+            low = entropy.detach() < self.entropy_min
+            cost = torch.where(low, 0.0, cost)
+            metrics["entropy"] = shares.token_mean(entropy)
+            metrics["low_entropy_fraction"] = shares.token_mean(low.to(cost.dtype))
         penalty = self.reference_policy_kl_penalty
         if penalty or "reference_policy_logprobs" in data:
             option = f"reference_policy_kl_penalty={penalty:g}"
@@ -160,16 +251,82 @@ class GRPOLossFn(ConfiguredLoss):
             kl = kl_penalty(batch.logprobs, reference, self.kl_estimator)
             metrics["kl"] = shares.token_mean(kl)
             if penalty:
-                cost = cost + penalty * kl
-        return shares.mean(cost, self.loss_type), to_floats(metrics)
+                cost = cost + penalty * self._weighted_kl(step, reference, generated)
+        if self.positive_nll_weight:
+            positive = batch.rewards() > 0
+            nll = torch.where(positive[:, None], -batch.logprobs, 0.0)
+            metrics["positive_nll"] = shares.token_mean(nll)
+            cost = cost + self.positive_nll_weight * nll
+        loss = shares.mean(cost, self.loss_type, self.length_norm)
+        if entropy is not None and self.entropy_bonus:
+            counted = torch.where(low, 0.0, entropy)
+            loss = loss - self.entropy_bonus * shares.token_mean(counted)
+        return loss, to_floats(metrics)
 
-    def _over_row(
-        self, values: torch.Tensor, reduce: Callable[[torch.Tensor], torch.Tensor]
+    def _step(self, batch: _Batch) -> Step:
+        """The ratios and advantages of a call, with the bounds of the surrogate."""
+        shares = batch.shares
+        previous = (
+            batch.logprobs.detach()
+            if self.on_policy
+            else batch.values("prev_logprobs", "on_policy=False")
+        )
+        log_ratio = _over_row(batch.logprobs - previous, self.importance_ratio, shares.row_mean)
+        return Step(
+            shares=shares,
+            logprobs=batch.logprobs,
+            previous=previous,
+            log_ratio=log_ratio,
+            ratio=exp(log_ratio),
+            advantages=batch.advantages(),
+            low=self.ratio_clip_min,
+            high=self.ratio_clip_max,
+            most=self.ratio_clip_c,
+            temperatures=(self.sapo_temperature_pos, self.sapo_temperature_neg),
+        )
+
+    def _importance_weights(
+        self, shares: Shares, log_ratio: torch.Tensor, cap: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """``[b, s]`` weights for an engine that disagrees, and 1 where they leave their bounds."""
+        level = self.importance_sampling_weight or self.importance_ratio
+        weights = exp(_over_row(log_ratio, level, shares.row_sum))
+        judged, floor = weights, self.importance_sampling_floor
+        if self.importance_sampling_outside == "mask_rows":
+            judged = exp(_over_row(log_ratio, "sequence", shares.row_mean))
+        outside = (judged < floor) | (judged > cap)
+        if self.importance_sampling_outside == "truncate":
+            weights = weights.clamp(floor, cap)
+        else:
+            weights = torch.where(outside, 0.0, weights)
+        return weights, outside.to(weights.dtype)
+
+    def _weighted_kl(
+        self, step: Step, reference: torch.Tensor, generated: torch.Tensor | None
     ) -> torch.Tensor:
-        """``[b, s]`` values as they are, or each row's one value where ratios are sequences'."""
-        if self.importance_ratio == "token":
-            return values
-        return reduce(values)[:, None].expand_as(values)
+        """``[b, s]`` estimates of the KL as they enter the loss."""
+        logprobs = step.logprobs
+        weights: dict[str, Callable[[], torch.Tensor | None]] = {
+            "estimate": lambda: None,
+            "ratio": lambda: step.ratio,
+            "sampling": lambda: exp(logprobs - logprobs.detach()),
+            "generation": lambda: None if generated is None else exp(logprobs - generated),
+        }
+        return kl_penalty(
+            logprobs,
+            reference,
+            self.kl_estimator,
+            input_clamp=self.kl_input_clamp,
+            output_clamp=self.kl_output_clamp,
+            weight=weights[self.kl_gradient](),
+        )
+
+
+def _over_row(
+    values: torch.Tensor, level: str, reduce: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """``[b, s]`` values as they are, or each row's one value where the level is the sequence."""
+    return values if level == "token" else reduce(values)[:, None].expand_as(values)
 
 
 @dataclass(frozen=True)
@@ -202,6 +359,13 @@ class _Batch:
         values = values.to(self.logprobs)
         return self.shares.keep(values if values.dim() == 2 else values[:, None])
 
+    def rewards(self) -> torch.Tensor:
+        """``[b]`` rewards."""
+        needed_by = "GRPOLossFn(positive_nll_weight)"
+        return read_tensor(self.data, "rewards", [(len(self.logprobs),)], needed_by=needed_by).to(
+            self.logprobs
+        )
+
 
 def _without_impossible(shares: Shares, data: BatchedDataDict[Any]) -> Shares:
     """The masks without tokens that the engine says it cannot have sampled."""
@@ -219,37 +383,3 @@ def _without_impossible(shares: Shares, data: BatchedDataDict[Any]) -> Shares:
         stacklevel=3,
     )
     return replace(shares, tokens=shares.tokens & ~impossible)
-
-
-def _exp(log_ratio: torch.Tensor) -> torch.Tensor:
-    return log_ratio.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
-
-
-def kl_penalty(
-    logprobs: torch.Tensor,
-    reference_logprobs: torch.Tensor,
-    estimator: Literal["k1", "k2", "k3"] = "k3",
-) -> torch.Tensor:
-    """Estimates ``KL(policy || reference)`` from the log-probs of sampled tokens.
-
-    With ``d = reference - policy``: k1 is ``-d`` (unbiased, may be negative; as a penalty its
-    gradient has mean zero on samples of the policy itself, so it is for measuring), k2 is
-    ``d^2 / 2`` (biased; its gradient is that of the KL on samples of the policy itself), k3 is
-    ``exp(d) - 1 - d`` (unbiased, never negative; d is cut off at +-20). Source: Schulman 2020,
-    "Approximating KL Divergence".
-
-    Args:
-        logprobs: Of the policy, any shape.
-        reference_logprobs: Of the reference, same shape.
-        estimator: Which of the three.
-
-    Returns:
-        Estimates of the same shape.
-    """
-    difference = reference_logprobs - logprobs
-    if estimator == "k1":
-        return -difference
-    if estimator == "k2":
-        return 0.5 * difference.square()
-    difference = difference.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
-    return torch.expm1(difference) - difference
