@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 from torch import tensor
 
 from rl_core.errors import ConfigError, DataError
-from rl_losses import grpo_advantages
+from rl_losses import (
+    gdpo_advantages,
+    groups_without_spread,
+    grpo_advantages,
+    opo_advantages,
+    overlong_penalty,
+    pass_at_k_advantages,
+    reinforce_plus_plus_advantages,
+)
 
 REWARDS = tensor([1.0, 0.0, 0.0, 3.0, 7.0, 2.0])
 
@@ -120,3 +128,95 @@ def test_rewards_may_be_a_list_or_an_array():
     assert grpo_advantages([1, 0], group_size=2, sample_mask=[1, 0]).tolist() == [0, 0]
     with pytest.raises(DataError, match="cannot be read as numbers"):
         grpo_advantages(["good", "bad"], group_size=2)  # type: ignore[list-item]
+
+
+LENGTHS = tensor([1.0, 2.0, 3.0, 4.0, 1.0, 5.0])
+
+
+def test_the_deviation_may_be_the_batchs() -> None:
+    advantages = grpo_advantages(REWARDS, group_size=3, std_over="batch", eps=1e-4)
+    centred = grpo_advantages(REWARDS, group_size=3, normalize_std=False)
+    torch.testing.assert_close(advantages, centred / (REWARDS.std() + 1e-4))
+
+
+def test_rows_of_nan_are_left_out_as_in_trl() -> None:
+    nanstd = pytest.importorskip("trl.trainer.utils").nanstd
+    rewards = tensor([[1.0, math.nan, 3.0], [math.nan, 2.0, 5.0], [math.nan, math.nan, 4.0]])
+    expected = rewards - rewards.nanmean(dim=1, keepdim=True)
+    expected = (expected / (nanstd(rewards, dim=1, keepdim=True) + 1e-4)).nan_to_num(nan=0.0)
+    expected[2] = 0.0  # one row has no baseline
+    advantages = grpo_advantages(rewards.flatten(), group_size=3, ignore_nan=True, eps=1e-4)
+    torch.testing.assert_close(advantages, expected.flatten())
+
+
+def test_opo_weighs_the_baseline_by_length() -> None:
+    advantages = opo_advantages(REWARDS, LENGTHS, group_size=3)
+    baselines = [1 / 6] * 3 + [(4 * 3 + 7 + 5 * 2) / 10] * 3
+    torch.testing.assert_close(advantages, REWARDS - tensor(baselines))
+
+
+def test_pass_at_k_rewards_the_lead_of_the_best() -> None:
+    plain = pass_at_k_advantages(REWARDS, group_size=3, normalize_std=False)
+    assert plain.tolist() == [1.0, 0, 0, 0, 4.0, 0]
+    scaled = pass_at_k_advantages(REWARDS, group_size=3)
+    assert scaled[4].item() == pytest.approx(4 / (REWARDS[3:].std().item() + 1e-6))
+    assert pass_at_k_advantages([2.0, 2.0], group_size=2).tolist() == [0, 0]
+    assert pass_at_k_advantages([2.0, 5.0], group_size=1).tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("lengths", [None, LENGTHS])
+def test_reinforce_plus_plus_is_whitened_over_the_tokens(lengths: torch.Tensor | None) -> None:
+    repeats = torch.ones(6, dtype=torch.int64) if lengths is None else lengths.long()
+    centred = grpo_advantages(REWARDS, group_size=3, normalize_std=False)
+    tokens = centred.repeat_interleave(repeats)
+    expected = (centred - tokens.mean()) / tokens.std(correction=0)
+    advantages = reinforce_plus_plus_advantages(REWARDS, group_size=3, lengths=lengths)
+    torch.testing.assert_close(advantages, expected)
+
+
+def test_gdpo_normalises_each_reward_before_the_sum() -> None:
+    other = tensor([100.0, 0, 0, 0, 100, 100])
+    parts = [grpo_advantages(r, group_size=3, eps=1e-4) for r in (REWARDS, other)]
+    summed = 0.5 * parts[0] + 2.0 * parts[1]
+    expected = (summed - summed.mean()) / (summed.std() + 1e-4)
+    rewards = torch.stack([REWARDS, other], dim=1)
+    advantages = gdpo_advantages(rewards, weights=[0.5, 2.0], group_size=3, eps=1e-4)
+    torch.testing.assert_close(advantages, expected)
+    with pytest.raises(DataError, match="1 weights for 2 rewards"):
+        gdpo_advantages(rewards, weights=[1.0], group_size=3)
+
+
+def test_groups_without_spread_are_marked() -> None:
+    rewards = tensor([0.1, 0.1, 1.0, 0.0, 5.0, math.nan, math.nan, math.nan])
+    marked = groups_without_spread(rewards, group_size=2, ignore_nan=True)
+    assert marked.tolist() == [True, True, False, False, True, True, True, True]
+    mask = tensor([1, 1, 1, 0])
+    assert groups_without_spread(rewards[:4], group_size=2, sample_mask=mask).all()
+    assert groups_without_spread([], group_size=2).shape == (0,)
+
+
+def test_overlong_answers_are_punished_softly() -> None:
+    penalty = overlong_penalty([10, 80, 90, 100, 120], max_length=100, buffer=20, penalty=0.5)
+    assert penalty.tolist() == pytest.approx([0, 0, -0.25, -0.5, -0.5])
+
+
+GROUPED = [
+    grpo_advantages,
+    lambda rewards, **how: opo_advantages(rewards, torch.arange(1, len(rewards) + 1), **how),
+    pass_at_k_advantages,
+    reinforce_plus_plus_advantages,
+    lambda rewards, **how: gdpo_advantages(rewards[:, None], **how),
+]
+
+
+@pytest.mark.parametrize("advantages", GROUPED)
+def test_masked_rows_have_no_influence_on_any_advantage(advantages: Any) -> None:
+    rewards = tensor([1.0, math.nan, 3.0, 4.0, 0.0, math.inf])
+    mask = tensor([1, 0, 1, 1, 1, 0])
+    found = advantages(rewards, group_size=3, sample_mask=mask)
+    other = advantages(torch.where(mask == 1, rewards, 7.0), group_size=3, sample_mask=mask)
+    assert torch.equal(found, other)
+    assert found.dtype == torch.float32
+    assert found.isfinite().all()
+    assert (found[mask == 0] == 0).all()
+    assert advantages(torch.zeros(0), group_size=3).shape == (0,)

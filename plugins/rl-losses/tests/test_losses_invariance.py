@@ -14,11 +14,13 @@ from hypothesis import strategies as st
 from rl_core.batch import BatchedDataDict
 from rl_core.interfaces import LossFunction, LossInputType, LossType
 from rl_losses import DPOLossFn, GRPOLossFn, NLLLossFn, TopkKLLossFn
+from rl_losses.preferences import PREFERENCES, SMOOTHED
 
 SEQUENCE = LossType.SEQUENCE_LEVEL
 LOSSES: dict[str, LossFunction] = {
     "nll": NLLLossFn(),
     "nll-sequence": NLLLossFn(loss_type=SEQUENCE),
+    "nll-smooth": NLLLossFn(label_smoothing=0.1),
     "grpo": GRPOLossFn(reference_policy_kl_penalty=0.1, importance_sampling_cap=1.5),
     "grpo-sequence": GRPOLossFn(loss_type=SEQUENCE, ratio_clip_c=3.0, kl_estimator="k2"),
     "gspo": GRPOLossFn(
@@ -48,6 +50,14 @@ LOSSES: dict[str, LossFunction] = {
     "dpo-average": DPOLossFn(
         preference_average_log_probs=True, sft_loss_weight=0.5, sft_average_log_probs=True
     ),
+    **{
+        f"dpo-{name}": DPOLossFn(preference_loss=name)
+        for name in sorted(set(PREFERENCES) - set(SMOOTHED))
+    },
+    "dpo-robust": DPOLossFn(preference_loss="robust", label_smoothing=0.2),
+    "dpo-exo": DPOLossFn(preference_loss="exo_pair", label_smoothing=0.2),
+    "topk-mixed": TopkKLLossFn(direction="mixed", mixing=0.3),
+    "topk-jsd": TopkKLLossFn(direction="jsd", mixing=0.3),
     "topk-kl": TopkKLLossFn(),
     "topk-kl-reverse": TopkKLLossFn(direction="reverse", loss_type=SEQUENCE),
 }

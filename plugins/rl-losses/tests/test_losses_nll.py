@@ -60,3 +60,17 @@ def test_the_loss_tells_the_policy_what_it_wants() -> None:
         LossInputType.LOGPROB,
         1,
     )
+
+
+def test_label_smoothing_is_that_of_the_cross_entropy(call: Call) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(2, 5, 7, dtype=torch.float64, generator=generator, requires_grad=True)
+    tokens = torch.randint(7, (2, 5), generator=generator)
+    loss, metrics = call(NLLLossFn(label_smoothing=0.1), logits, input_ids=tokens)
+    flat = logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()
+    expected = torch.nn.functional.cross_entropy(*flat, label_smoothing=0.1)
+    torch.testing.assert_close(loss, expected)
+    assert metrics["nll"] == pytest.approx(torch.nn.functional.cross_entropy(*flat).item())
+    torch.testing.assert_close(
+        torch.autograd.grad(loss, logits), torch.autograd.grad(expected, logits)
+    )

@@ -81,6 +81,19 @@ def test_an_option_without_effect_is_refused(options: Any, option: str) -> None:
     assert caught.value.details["key"] == option
 
 
+@pytest.mark.parametrize(
+    ("cls", "options", "message"),
+    [
+        (DPOLossFn, {"preference_loss": "hinge", "label_smoothing": 0.1}, "has no effect"),
+        (DPOLossFn, {"preference_loss": "exo_pair"}, "needs a 'label_smoothing'"),
+        (TopkKLLossFn, {"mixing": 0.3}, "has no effect"),
+    ],
+)
+def test_options_that_contradict_are_refused(cls: Any, options: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        cls(**options)
+
+
 def test_only_options_of_the_entropy_ask_for_logits() -> None:
     assert GRPOLossFn().input_type is LossInputType.LOGPROB
     loss = GRPOLossFn(entropy_bonus=0.01)
@@ -186,7 +199,9 @@ def test_an_option_of_another_name_is_refused_with_ours(loss, option, meant):
 def test_options_are_keywords():
     with pytest.raises(ConfigError, match="from_config"):
         GRPOLossFn({"ratio_clip_min": 0.1})
-    with pytest.raises(ConfigError, match="unknown option 'beta'; options: loss_type"):
+    with pytest.raises(
+        ConfigError, match="unknown option 'beta'; options: label_smoothing, loss_type"
+    ):
         NLLLossFn(beta=0.1)
 
 

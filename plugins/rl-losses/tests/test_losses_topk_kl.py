@@ -57,7 +57,7 @@ def test_the_teachers_temperature_flattens_it(call: Call) -> None:
     )
 
 
-@pytest.mark.parametrize("direction", ["forward", "reverse"])
+@pytest.mark.parametrize("direction", ["forward", "reverse", "mixed", "jsd"])
 def test_a_policy_equal_to_its_teacher_costs_nothing(call: Call, direction: str) -> None:
     logits = torch.randn(3, 5, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     top = logits[:, :-1].topk(7)
@@ -178,3 +178,22 @@ def test_indices_may_be_of_any_integer_width(call: Call) -> None:
     narrow = wide | {"teacher_topk_indices": wide["teacher_topk_indices"].short()}
     logits = torch.randn(2, 4, 7)
     assert call(TopkKLLossFn(), logits, **narrow) == call(TopkKLLossFn(), logits, **wide)
+
+
+def test_mixed_is_both_directions(call: Call) -> None:
+    logits, teacher = logits_of(0.5, 0.3, 0.2), teacher_of([2, 0], [0.75, 0.25])
+    forward, reverse = (
+        call(TopkKLLossFn(direction=direction), logits, **teacher)[0].item()
+        for direction in ("forward", "reverse")
+    )
+    loss, _ = call(TopkKLLossFn(direction="mixed", mixing=0.3), logits, **teacher)
+    assert loss.item() == pytest.approx(0.3 * forward + 0.7 * reverse)
+
+
+def test_jsd_is_that_of_gkd_over_the_topk(call: Call) -> None:
+    logits, teacher = logits_of(0.6, 0.2, 0.2), teacher_of([2, 0], [0.5, 0.5])
+    loss, _ = call(TopkKLLossFn(direction="jsd", mixing=0.3), logits, **teacher)
+    p, q = tensor([0.5, 0.5]).double(), tensor([0.25, 0.75]).double()
+    m = 0.3 * p + 0.7 * q
+    expected = 0.3 * (p * (p / m).log()).sum() + 0.7 * (q * (q / m).log()).sum()
+    assert loss.item() == pytest.approx(expected.item())

@@ -11,9 +11,11 @@ import torch
 
 from rl_core.batch import BatchedDataDict
 from rl_core.interfaces import LossInputType, LossType
-from rl_losses import GRPOLossFn
+from rl_losses import DPOLossFn, GRPOLossFn
+from rl_losses.preferences import PREFERENCES, SMOOTHED
 
-GRPOTrainer = pytest.importorskip("trl").GRPOTrainer
+trl = pytest.importorskip("trl")
+GRPOTrainer = trl.GRPOTrainer
 
 ROWS, WIDTH, VOCABULARY = 6, 5, 7
 SEQUENCE = {"loss_type": LossType.SEQUENCE_LEVEL}
@@ -224,3 +226,85 @@ def test_the_top_entropy_mask_is_trls_at_its_threshold() -> None:
     loss, own = our_loss(rows, {"entropy_min": threshold})
     torch.testing.assert_close(loss, value)
     torch.testing.assert_close(own, gradient)
+
+
+def trl_dpo(rows: dict[str, torch.Tensor], name: str, beta: float, smoothing: float) -> Any:
+    """Value, and gradient to the log-probs, of TRL's DPO; the first half of the rows is chosen."""
+    logps = rows["old"].clone().requires_grad_()
+    mask = torch.nn.functional.pad(rows["mask"], (1, 0))
+    output = SimpleNamespace(
+        log_probs=logps * rows["mask"],
+        entropy=rows["old"],
+        mean_logits=rows["old"],
+        is_top1=rows["mask"].bool(),
+    )
+    reference = (rows["reference"] * rows["mask"]).sum(-1)
+    me = SimpleNamespace(
+        model=SimpleNamespace(training=False),
+        accelerator=SimpleNamespace(
+            device=torch.device("cpu"), gather=lambda x: x, gather_for_metrics=lambda x: x
+        ),
+        aux_loss_enabled=False,
+        ld_alpha=None,
+        precompute_ref_logps=True,
+        f_divergence_type="reverse_kl",
+        loss_types=[name],
+        loss_weights=[1.0],
+        beta=beta,
+        label_smoothing=smoothing,
+        args=SimpleNamespace(discopop_tau=0.05),
+        use_weighting=False,
+        _total_train_tokens=0,
+        _metrics=defaultdict(lambda: defaultdict(list)),
+    )
+    loss = trl.DPOTrainer._compute_loss(
+        me,
+        lambda **_: output,
+        {
+            "input_ids": torch.nn.functional.pad(rows["tokens"], (1, 0)),
+            "completion_mask": mask.long(),
+            "ref_chosen_logps": reference[: ROWS // 2],
+            "ref_rejected_logps": reference[ROWS // 2 :],
+        },
+        False,
+    )
+    return loss, torch.autograd.grad(loss, logps)[0]
+
+
+DPO_CASES = [
+    *(
+        (name, 0.2 if name in SMOOTHED else 0.0, name, {})
+        for name in PREFERENCES
+        if name not in ("sigmoid", "ipo")
+    ),
+    ("sigmoid", 0.0, "sigmoid", {}),
+    ("ipo", 0.0, "ipo", {"preference_average_log_probs": True}),
+    ("sigmoid_norm", 0.0, "sigmoid", {"preference_average_log_probs": True}),
+]
+
+
+@pytest.mark.parametrize(("theirs", "smoothing", "ours", "options"), DPO_CASES)
+def test_preferences_are_trls(
+    theirs: str, smoothing: float, ours: Any, options: dict[str, Any]
+) -> None:
+    rows = make_rows(7)
+    value, gradient = trl_dpo(rows, theirs, 0.3, smoothing)
+    pairs = torch.arange(ROWS).reshape(2, -1).T.flatten()  # TRL has the chosen rows first
+    loss_fn = DPOLossFn(beta=0.3, preference_loss=ours, label_smoothing=smoothing, **options)
+    logps = rows["old"].clone().requires_grad_()
+
+    def padded(values: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.pad(values[pairs], (1, 0))
+
+    loss, _ = loss_fn(
+        padded(logps),
+        BatchedDataDict(
+            token_mask=padded(rows["mask"]),
+            sample_mask=torch.ones(ROWS),
+            reference_policy_logprobs=padded(rows["reference"]),
+        ),
+        global_valid_seqs=torch.tensor(ROWS),
+        global_valid_toks=rows["mask"].sum(),
+    )
+    torch.testing.assert_close(loss, value)
+    torch.testing.assert_close(torch.autograd.grad(loss, logps)[0], gradient)

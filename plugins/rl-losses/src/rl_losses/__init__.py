@@ -4,7 +4,15 @@ Each is a :class:`rl_core.interfaces.LossFunction`: its options are keywords of 
 checked there, and it works with any policy backend.
 """
 
-from rl_losses.advantages import grpo_advantages
+from rl_losses.advantages import (
+    gdpo_advantages,
+    groups_without_spread,
+    grpo_advantages,
+    opo_advantages,
+    overlong_penalty,
+    pass_at_k_advantages,
+    reinforce_plus_plus_advantages,
+)
 from rl_losses.distillation import TopkKLLossFn
 from rl_losses.dpo import DPOLossFn
 from rl_losses.grpo import GRPOLossFn
@@ -16,6 +24,12 @@ __all__ = [
     "GRPOLossFn",
     "NLLLossFn",
     "TopkKLLossFn",
+    "gdpo_advantages",
+    "groups_without_spread",
     "grpo_advantages",
     "kl_penalty",
+    "opo_advantages",
+    "overlong_penalty",
+    "pass_at_k_advantages",
+    "reinforce_plus_plus_advantages",
 ]

@@ -1,48 +1,88 @@
-"""Advantages relative to a group: how much better than the other answers to the same prompt."""
+"""Advantages relative to a group: how much better than the other answers to the same prompt.
+
+All take rewards ``[B]`` as a tensor, list or array, and the groups in one of two ways:
+``group_size``, when groups are neighbours of equal size (as ``repeat_interleave`` lays them out),
+or ``prompt_ids``, ``[B]`` integers that are equal within a group, or ``[B, S]`` prompts of which
+equal rows are a group. Rows whose ``sample_mask`` ``[B]`` is 0 are left out of their group and get
+0, and with ``ignore_nan=True`` so are rows whose reward is NaN. All return ``[B]`` float32; a group
+with one valid row has no baseline and gets 0. All raise ``ConfigError`` where both or none of
+``group_size`` and ``prompt_ids`` are given, and ``DataError`` where shapes disagree, groups do not
+fill the batch, or a valid reward is not finite. To bound advantages, clamp what is returned.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, TypedDict, Unpack
 
 import torch
 
-from rl_core.errors import ConfigError, DataError
+from rl_core.errors import DataError
+from rl_losses._groups import Groups, read_rows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["grpo_advantages"]
+    from rl_losses._groups import Numbers
+
+__all__ = [
+    "Grouping",
+    "gdpo_advantages",
+    "groups_without_spread",
+    "grpo_advantages",
+    "opo_advantages",
+    "overlong_penalty",
+    "pass_at_k_advantages",
+    "reinforce_plus_plus_advantages",
+]
+
+
+class Grouping(TypedDict, total=False):
+    """Which rows are a group, and which count.
+
+    Attributes:
+        group_size: Rows of a group. Give this or ``prompt_ids``.
+        prompt_ids: ``[B]`` or ``[B, S]``.
+        sample_mask: ``[B]`` rows that count.
+        ignore_nan: Rows of which a reward is NaN do not count.
+    """
+
+    group_size: int | None
+    prompt_ids: Numbers | None
+    sample_mask: Numbers | None
+    ignore_nan: bool
 
 
 def grpo_advantages(
-    rewards: torch.Tensor | Sequence[float],
+    rewards: Numbers,
     *,
     group_size: int | None = None,
-    prompt_ids: torch.Tensor | Sequence[int] | None = None,
+    prompt_ids: Numbers | None = None,
     normalize_std: bool = True,
+    std_over: Literal["group", "batch"] = "group",
     leave_one_out_baseline: bool = False,
-    sample_mask: torch.Tensor | Sequence[float] | None = None,
+    sample_mask: Numbers | None = None,
+    ignore_nan: bool = False,
     eps: float = 1e-6,
 ) -> torch.Tensor:
-    """Rewards less their group's baseline, optionally over the group's standard deviation.
+    """Rewards less their group's baseline, optionally over a standard deviation.
 
     ``A_i = (r_i - b_i) / (std + eps)``. The baseline is the group's mean (Shao et al. 2024,
-    "DeepSeekMath", section 4.1.2), or the mean of the others in the group (Kool et al. 2019, "Buy
-    4 REINFORCE Samples, Get a Baseline for Free!"), which does not depend on the row itself. The
-    standard deviation is the sample's (divided by n - 1). Dividing by it favours prompts that are
-    nearly always or nearly never solved; ``normalize_std=False`` does not (Liu et al. 2025,
-    "Understanding R1-Zero-Like Training").
+    "DeepSeekMath", section 4.1.2), or the mean of the others in the group (RLOO; Kool et al. 2019,
+    "Buy 4 REINFORCE Samples, Get a Baseline for Free!"), which does not depend on the row itself.
+    The standard deviation is the sample's (divided by n - 1). Dividing by it favours prompts that
+    are nearly always or nearly never solved; ``normalize_std=False`` does not (Dr.GRPO; Liu et al.
+    2025, "Understanding R1-Zero-Like Training").
 
     Args:
-        rewards: ``[B]`` one for each row; a list or an array will do, here and below.
-        group_size: Rows of a group, when groups are neighbours of equal size (as
-            ``repeat_interleave`` lays them out). Give this or ``prompt_ids``.
-        prompt_ids: ``[B]`` any integer that is equal within a group, or ``[B, S]`` prompts: equal
-            rows are a group.
+        rewards: ``[B]`` one for each row.
+        group_size: Rows of a group. Give this or ``prompt_ids``.
+        prompt_ids: ``[B]`` or ``[B, S]``.
         normalize_std: Divide by the standard deviation.
+        std_over: Of the rewards of the group, or of the whole batch.
         leave_one_out_baseline: The baseline leaves the row itself out.
-        sample_mask: ``[B]`` rows with 0 are left out of their group and get 0.
-        eps: Keeps groups whose rewards are all equal at 0.
+        sample_mask: ``[B]`` rows that count.
+        ignore_nan: Rows whose reward is NaN do not count.
+        eps: Keeps groups whose rewards are all equal at 0. TRL has 1e-4.
 
     Returns:
         ``[B]`` float32. A group with one valid row has no baseline and gets 0.
@@ -51,90 +91,222 @@ def grpo_advantages(
         ConfigError: Both or none of ``group_size`` and ``prompt_ids`` are given.
         DataError: Shapes disagree, groups do not fill the batch, or a valid reward is not finite.
     """
-    rewards = _tensor("rewards", rewards)
-    prompt_ids = None if prompt_ids is None else _tensor("prompt_ids", prompt_ids)
-    sample_mask = None if sample_mask is None else _tensor("sample_mask", sample_mask)
-    if rewards.dim() != 1:
-        raise DataError(
-            f"grpo_advantages: 'rewards' has shape {list(rewards.shape)}, expected [B]",
-            fix="give one reward for each row",
-            key="rewards",
-        )
-    groups = _group_numbers(rewards, group_size, prompt_ids)
-    valid = torch.ones_like(rewards, dtype=torch.bool)
-    if sample_mask is not None:
-        if sample_mask.shape != rewards.shape:
-            raise DataError(
-                f"grpo_advantages: 'sample_mask' has shape {list(sample_mask.shape)}, "
-                f"'rewards' {list(rewards.shape)}",
-                fix="give one mask entry for each reward",
-                key="sample_mask",
-            )
-        valid = sample_mask.to(rewards.device) != 0
-    wrong = valid & ~rewards.isfinite()
-    if wrong.any():
-        row = int(wrong.nonzero()[0, 0])
-        raise DataError(
-            f"grpo_advantages: the reward of row {row} is {rewards[row].item()}",
-            fix="mask the row with 'sample_mask', or correct the reward function",
-            key="rewards",
-            row=row,
-        )
-    values = torch.where(valid, rewards.double(), 0.0)
-    size = _group_sum(valid.double(), groups)
-    mean = _group_sum(values, groups) / size.clamp(min=1)
-    centred = torch.where(valid, values - mean, 0.0)
-    # r_i less the mean of the others is (r_i - mean) n / (n - 1).
-    advantages = centred * size / (size - 1).clamp(min=1) if leave_one_out_baseline else centred
+    groups = Groups.read(
+        rewards,
+        group_size=group_size,
+        prompt_ids=prompt_ids,
+        sample_mask=sample_mask,
+        ignore_nan=ignore_nan,
+        caller="grpo_advantages",
+    )
+    advantages = groups.centred(groups.rewards)
+    if leave_one_out_baseline:
+        # r_i less the mean of the others is (r_i - mean) n / (n - 1).
+        advantages = advantages * groups.size / (groups.size - 1).clamp(min=1)
     if normalize_std:
-        variance = _group_sum(centred.square(), groups) / (size - 1).clamp(min=1)
-        advantages = advantages / (variance.sqrt() + eps)
+        whole = Groups(
+            rewards=groups.rewards,
+            numbers=torch.zeros_like(groups.numbers),
+            valid=groups.valid,
+        )
+        deviation = {"group": groups, "batch": whole}[std_over].std(groups.rewards)
+        advantages = advantages / (deviation + eps)
     return advantages.float()
 
 
-def _tensor(key: str, given: object) -> torch.Tensor:
-    try:
-        return torch.as_tensor(given)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise DataError(
-            f"grpo_advantages: '{key}' cannot be read as numbers: {error}",
-            fix="give a number for each row, in a list, a tensor or an array",
-            key=key,
-        ) from None
-
-
-def _group_sum(values: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
-    """``[B]`` the sum over each row's group."""
-    return torch.zeros_like(values).index_add(0, groups, values)[groups]
-
-
-def _group_numbers(
-    rewards: torch.Tensor, group_size: int | None, prompt_ids: torch.Tensor | None
+def opo_advantages(
+    rewards: Numbers,
+    lengths: Numbers,
+    **grouping: Unpack[Grouping],
 ) -> torch.Tensor:
-    """``[B]`` numbers from 0, equal within a group."""
-    if (group_size is None) == (prompt_ids is None):
-        raise ConfigError(
-            "grpo_advantages needs one of 'group_size' and 'prompt_ids'",
-            fix="give 'group_size' for neighbouring groups of equal size, else 'prompt_ids'",
-            key="group_size",
-        )
-    rows = rewards.shape[0]
-    if prompt_ids is not None:
-        if prompt_ids.dim() == 0 or prompt_ids.shape[0] != rows:
-            raise DataError(
-                f"grpo_advantages: 'prompt_ids' has shape {list(prompt_ids.shape)}, {rows} rewards",
-                fix="give one prompt for each reward",
-                key="prompt_ids",
-            )
-        if rows == 0:
-            return torch.zeros(0, dtype=torch.int64, device=rewards.device)
-        numbers: torch.Tensor = torch.unique(prompt_ids, dim=0, return_inverse=True)[1]
-        return numbers.to(rewards.device)
-    assert group_size is not None
-    if group_size < 1 or rows % group_size:
+    """Rewards less the group's mean weighted by length, the baseline of least variance.
+
+    ``A_i = r_i - sum_j l_j r_j / sum_j l_j``. Source: Hao et al. 2025, "On-Policy RL with Optimal
+    Reward Baseline", eq. 7.
+
+    Args:
+        rewards: ``[B]``.
+        lengths: ``[B]`` tokens of each answer.
+        **grouping: See :class:`Grouping`.
+
+    Returns:
+        ``[B]`` float32.
+    """
+    groups = Groups.read(
+        rewards,
+        **grouping,
+        caller="opo_advantages",
+    )
+    tokens = read_rows("lengths", lengths, groups.rewards, "opo_advantages").double()
+    return groups.centred(groups.rewards, groups.keep(tokens)).float()
+
+
+def pass_at_k_advantages(
+    rewards: Numbers,
+    *,
+    normalize_std: bool = True,
+    eps: float = 1e-6,
+    **grouping: Unpack[Grouping],
+) -> torch.Tensor:
+    """The best row of a group gets its lead over the second best, all others 0.
+
+    What is maximised is the best of k answers. Where several rows are best, the lead is 0. Source:
+    Tang et al. 2025, arXiv 2503.19595.
+
+    Args:
+        rewards: ``[B]``.
+        normalize_std: Divide by the group's standard deviation.
+        eps: Is added to the standard deviation.
+        **grouping: See :class:`Grouping`.
+
+    Returns:
+        ``[B]`` float32.
+    """
+    groups = Groups.read(
+        rewards,
+        **grouping,
+        caller="pass_at_k_advantages",
+    )
+    same = groups.numbers[:, None] == groups.numbers
+    others = same & groups.valid & ~torch.eye(len(same), dtype=torch.bool, device=same.device)
+    second = torch.where(others, groups.rewards, -torch.inf)
+    lead = torch.zeros_like(groups.rewards)
+    if len(same):
+        lead = groups.rewards - second.amax(dim=1)
+    lead = torch.where(lead.isfinite() & (groups.size > 1), groups.keep(lead).clamp(min=0), 0.0)
+    if normalize_std:
+        lead = lead / (groups.std(groups.rewards) + eps)
+    return lead.float()
+
+
+def reinforce_plus_plus_advantages(
+    rewards: Numbers,
+    *,
+    lengths: Numbers | None = None,
+    **grouping: Unpack[Grouping],
+) -> torch.Tensor:
+    """Rewards less their group's mean, then whitened over the batch.
+
+    ``A_i = (c_i - mean(c)) / std(c)`` with ``c_i = r_i - mean_group(r)``, mean and variance over
+    all tokens of the batch. With one group it is without a baseline. Source: Hu et al. 2025,
+    "REINFORCE++".
+
+    Args:
+        rewards: ``[B]``.
+        lengths: ``[B]`` tokens of each answer; without them all rows weigh the same.
+        **grouping: See :class:`Grouping`.
+
+    Returns:
+        ``[B]`` float32.
+    """
+    caller = "reinforce_plus_plus_advantages"
+    groups = Groups.read(
+        rewards,
+        **grouping,
+        caller=caller,
+    )
+    weights = groups.valid.double()
+    if lengths is not None:
+        weights = groups.keep(read_rows("lengths", lengths, groups.rewards, caller).double())
+    total = weights.sum().clamp(min=1)
+    centred = groups.centred(groups.rewards)
+    centred = groups.keep(centred - (centred * weights).sum() / total)
+    variance = (centred.square() * weights).sum() / total
+    return (centred * variance.clamp(min=1e-8).rsqrt()).float()
+
+
+def gdpo_advantages(
+    rewards: torch.Tensor | Sequence[Sequence[float]],
+    *,
+    weights: Sequence[float] | None = None,
+    eps: float = 1e-6,
+    **grouping: Unpack[Grouping],
+) -> torch.Tensor:
+    """Several rewards, each normalised within its group before they are added up.
+
+    ``S_i = sum_k w_k (r_ik - mean_group(r_k)) / (std_group(r_k) + eps)``, and
+    ``A_i = (S_i - mean(S)) / (std(S) + eps)`` over the batch: no component drowns out the others.
+    Source: 2026, "GDPO", arXiv 2601.05242. It is TRL's ``normalize_then_sum``.
+
+    Args:
+        rewards: ``[B, K]`` one for each row and component.
+        weights: K factors; 1 each by default.
+        eps: Is added to standard deviations. TRL has 1e-4.
+        **grouping: See :class:`Grouping`.
+
+    Returns:
+        ``[B]`` float32.
+
+    Raises:
+        DataError: There are not K weights.
+    """
+    groups = Groups.read(
+        rewards,
+        **grouping,
+        caller="gdpo_advantages",
+        dims=2,
+    )
+    components = groups.rewards.unbind(dim=1)
+    factors = [1.0] * len(components) if weights is None else list(weights)
+    if len(factors) != len(components):
         raise DataError(
-            f"grpo_advantages: {rows} rewards do not fill groups of {group_size}",
-            fix="give 'prompt_ids' if groups differ in size",
-            key="rewards",
+            f"gdpo_advantages: {len(factors)} weights for {len(components)} rewards of a row",
+            fix="give one weight for each component",
+            key="weights",
         )
-    return torch.arange(rows, device=rewards.device) // group_size
+    summed = torch.zeros_like(groups.rewards[:, 0])
+    for factor, one in zip(factors, components, strict=True):
+        summed = summed + factor * groups.centred(one) / (groups.std(one) + eps)
+    whole = Groups(rewards=summed, numbers=torch.zeros_like(groups.numbers), valid=groups.valid)
+    return (whole.centred(summed) / (whole.std(summed) + eps)).float()
+
+
+def groups_without_spread(
+    rewards: Numbers,
+    **grouping: Unpack[Grouping],
+) -> torch.Tensor:
+    """Marks rows of groups whose rewards are all equal: they teach a policy nothing.
+
+    Dynamic sampling (Yu et al. 2025, "DAPO", section 3.2) leaves them out and asks for other
+    prompts: ``rows = (~groups_without_spread(rewards, group_size=n)).nonzero()[:, 0]``.
+
+    Args:
+        rewards: ``[B]``, before any shaping by length.
+        **grouping: See :class:`Grouping`.
+
+    Returns:
+        ``[B]`` bool; True for all rows of a group with one reward, with one valid row or without.
+    """
+    groups = Groups.read(
+        rewards,
+        **grouping,
+        caller="groups_without_spread",
+    )
+    _, first = torch.unique(groups.rewards, return_inverse=True)
+    count = int(groups.numbers.max()) + 1 if len(first) else 0
+    least = torch.full((count,), len(first), device=first.device)
+    most = torch.full((count,), -1, device=first.device)
+    least.scatter_reduce_(0, groups.numbers[groups.valid], first[groups.valid], "amin")
+    most.scatter_reduce_(0, groups.numbers[groups.valid], first[groups.valid], "amax")
+    return (least >= most)[groups.numbers]
+
+
+def overlong_penalty(
+    lengths: Numbers, *, max_length: int, buffer: int, penalty: float = 1.0
+) -> torch.Tensor:
+    """What DAPO adds to the rewards of answers that get too long.
+
+    0 up to ``max_length - buffer`` tokens, from there down to ``-penalty`` at ``max_length``, and
+    no further. Source: Yu et al. 2025, "DAPO", eq. 13.
+
+    Args:
+        lengths: ``[B]`` tokens of each answer.
+        max_length: Tokens an answer may have.
+        buffer: Tokens over which the penalty grows, at least 1.
+        penalty: The greatest penalty.
+
+    Returns:
+        ``[B]`` float32, at most 0.
+    """
+    excess = torch.as_tensor(lengths).double() - (max_length - buffer)
+    return (-penalty * (excess / buffer).clamp(0, 1)).float()

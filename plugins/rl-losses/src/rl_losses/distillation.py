@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -14,6 +15,8 @@ from rl_losses._base import ConfiguredLoss, read_tensor
 from rl_losses._shares import Shares, to_floats
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from rl_core.batch import BatchedDataDict
 
 __all__ = ["TopkKLLossFn"]
@@ -27,15 +30,19 @@ class TopkKLLossFn(ConfiguredLoss):
     \frac{p_v}{q_v}` with the policy's q over the whole vocabulary, so that mass outside the top-k
     costs too (with k = 1 it is the negative log-likelihood of the teacher's best token). Reverse:
     :math:`\sum_{v \in top_k} q_v \log \frac{q_v}{p_v}` with q renormalised over the top-k, since p
-    is unknown elsewhere. Sources: Hinton et al. 2015, "Distilling the Knowledge in a Neural
-    Network"; Gu et al. 2024, "MiniLLM", eq. 1, for the reverse direction.
+    is unknown elsewhere. Mixed: ``mixing`` times the forward plus ``1 - mixing`` times the reverse
+    divergence. JSD: :math:`\beta\, \mathrm{KL}(p, m) + (1 - \beta)\, \mathrm{KL}(q, m)` with
+    :math:`m = \beta p + (1 - \beta) q`, q renormalised and :math:`\beta` the ``mixing``. Sources:
+    Hinton et al. 2015, "Distilling the Knowledge in a Neural Network"; Gu et al. 2024, "MiniLLM",
+    eq. 1, for the reverse direction; Agarwal et al. 2024, "GKD", eq. 1, for the JSD.
 
     Metrics, averaged over valid tokens: ``kl``, and ``teacher_mass``, the policy's probability of
     the teacher's top-k.
 
     Attributes:
         loss_type: Whether tokens or rows weigh the same.
-        direction: Which of the two comes first in the divergence.
+        direction: Which of the two comes first in the divergence, or both.
+        mixing: The share of the forward direction in ``"mixed"``; of the teacher in ``"jsd"``.
         teacher_temperature: Divides the teacher's logits once more. As the policy's do, those of
             ``get_topk_logits`` have the temperature that their own configuration says: leave it at
             1 where both say the same.
@@ -44,8 +51,14 @@ class TopkKLLossFn(ConfiguredLoss):
     input_type: ClassVar[LossInputType] = LossInputType.LOGIT
 
     loss_type: LossType = LossType.TOKEN_LEVEL
-    direction: Literal["forward", "reverse"] = "forward"
+    direction: Literal["forward", "reverse", "mixed", "jsd"] = "forward"
+    mixing: Annotated[float, Range(gt=0, lt=1)] = 0.5
     teacher_temperature: Annotated[float, Range(gt=0)] = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        both = self.direction in ("mixed", "jsd")
+        self._needs("direction='mixed' or 'jsd'", both, "mixing")
 
     def __call__(
         self,
@@ -85,17 +98,28 @@ class TopkKLLossFn(ConfiguredLoss):
         teacher = (logits / self.teacher_temperature).log_softmax(dim=-1)
         topk = student.gather(-1, indices.long())
         zeros = inputs.new_zeros(shares.tokens.shape)
-        if self.direction == "reverse":
-            log_q = topk.log_softmax(dim=-1)
-            divergence = (log_q.exp() * (log_q - teacher)).sum(dim=-1)
-        else:
-            p = teacher.exp()
-            # A teacher's logit of -inf is a probability of 0, which adds nothing.
-            divergence = torch.where(p > 0, p * (teacher - topk), 0.0).sum(dim=-1)
+        divergence = self._divergence(teacher, topk)
         kl = zeros.masked_scatter(shares.tokens, divergence)
         mass = zeros.masked_scatter(shares.tokens, topk.detach().exp().sum(dim=-1))
         metrics = {"kl": shares.token_mean(kl), "teacher_mass": shares.token_mean(mass)}
         return shares.mean(kl, self.loss_type), to_floats(metrics)
+
+    def _divergence(self, teacher: torch.Tensor, topk: torch.Tensor) -> torch.Tensor:
+        """``[n]`` of ``[n, K]`` log-probs of the teacher, and of the policy over all tokens."""
+        renormalised = topk.log_softmax(dim=-1)
+        share = math.log(self.mixing)
+        mixture = torch.logaddexp(teacher + share, renormalised + math.log1p(-self.mixing))
+        divergences: dict[str, Callable[[], torch.Tensor]] = {
+            "forward": lambda: _kl(teacher, topk),
+            "reverse": lambda: _kl(renormalised, teacher),
+            "mixed": lambda: (
+                self.mixing * _kl(teacher, topk) + (1 - self.mixing) * _kl(renormalised, teacher)
+            ),
+            "jsd": lambda: (
+                self.mixing * _kl(teacher, mixture) + (1 - self.mixing) * _kl(renormalised, mixture)
+            ),
+        }
+        return divergences[self.direction]()
 
     def _check_teacher(
         self, logits: torch.Tensor, indices: torch.Tensor, chosen: torch.Tensor, *, vocabulary: int
@@ -126,7 +150,8 @@ class TopkKLLossFn(ConfiguredLoss):
             )
         # A token of probability 0 is fine for p log p, and infinitely far for q log(q / 0).
         absent = logits.isneginf()
-        none = absent.any(dim=1) if self.direction == "reverse" else absent.all(dim=1)
+        reverse = self.direction in ("reverse", "mixed")
+        none = absent.any(dim=1) if reverse else absent.all(dim=1)
         wrong = none | logits.isnan().any(dim=1) | logits.isposinf().any(dim=1)
         if wrong.any():
             row, position = chosen.nonzero()[wrong][0].tolist()
@@ -138,6 +163,12 @@ class TopkKLLossFn(ConfiguredLoss):
                 key="teacher_topk_logits",
                 row=row,
             )
+
+
+def _kl(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """``[n]`` KL of ``[n, K]`` log-probs; what is impossible in the first adds nothing."""
+    p = first.exp()
+    return torch.where(p > 0, p * (first - second), 0.0).sum(dim=-1)
 
 
 def _read_teacher(data: BatchedDataDict[Any], key: str, chosen: torch.Tensor) -> torch.Tensor:

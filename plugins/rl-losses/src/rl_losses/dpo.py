@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from torch.nn import functional
-
-from rl_core.errors import DataError
+from rl_core.errors import ConfigError, DataError
 from rl_core.interfaces import LossType
 from rl_core.interfaces.constraints import Range
 from rl_losses._base import ConfiguredLoss, check_logprobs, read_tensor
 from rl_losses._shares import Shares, to_floats
+from rl_losses.preferences import PREFERENCES, SMOOTHED
 
 if TYPE_CHECKING:
     import torch
@@ -33,10 +32,11 @@ class DPOLossFn(ConfiguredLoss):
     .. math:: -(1 - \epsilon) \log \sigma(m) - \epsilon \log \sigma(-m)
 
     (Rafailov et al. 2023, "Direct Preference Optimization", eq. 7; the label smoothing
-    :math:`\epsilon` is conservative DPO, Mitchell 2023), to which ``sft_loss_weight`` times the
-    chosen answer's negative log-likelihood is added (Pang et al. 2024, "Iterative Reasoning
-    Preference Optimization", eq. 1). Everything is averaged over pairs: there are
-    ``global_valid_seqs / 2`` of them.
+    :math:`\epsilon` is conservative DPO, Mitchell 2023), or what another ``preference_loss`` makes
+    of the rewards (formulas and sources are in :mod:`rl_losses.preferences`). To it
+    ``sft_loss_weight`` times the chosen answer's negative log-likelihood is added (Pang et al.
+    2024, "Iterative Reasoning Preference Optimization", eq. 1). Everything is averaged over pairs:
+    there are ``global_valid_seqs / 2`` of them.
 
     Metrics, averaged over pairs: ``preference_loss``, ``sft_loss`` (both before weighting),
     ``accuracy`` (share of pairs with a positive margin), ``rewards_chosen``, ``rewards_rejected``
@@ -44,10 +44,13 @@ class DPOLossFn(ConfiguredLoss):
 
     Attributes:
         beta: How strongly the reference holds the policy back, > 0.
+        preference_loss: What a pair costs; the names are TRL's. ``"ipo"`` as TRL computes it takes
+            ``preference_average_log_probs``, with which ``"sigmoid"`` is TRL's ``sigmoid_norm``.
         preference_loss_weight: Factor on the preference term.
         preference_average_log_probs: Rewards are means over tokens, not sums, so that length does
             not count.
-        label_smoothing: Probability in [0, 0.5) that a preference is the wrong way round.
+        label_smoothing: Probability in [0, 0.5) that a preference is the wrong way round; for
+            ``"sigmoid"``, ``"robust"``, and ``"exo_pair"``, which needs one above 0.
         sft_loss_weight: Factor on the chosen answer's negative log-likelihood.
         sft_average_log_probs: That term is a mean over tokens, not a sum.
     """
@@ -56,11 +59,37 @@ class DPOLossFn(ConfiguredLoss):
     group_size: ClassVar[int] = 2
 
     beta: Annotated[float, Range(gt=0, lt=math.inf)] = 0.1
+    preference_loss: Literal[
+        "sigmoid",
+        "robust",
+        "exo_pair",
+        "hinge",
+        "ipo",
+        "nca_pair",
+        "bco_pair",
+        "sppo_hard",
+        "apo_zero",
+        "apo_down",
+        "discopop",
+    ] = "sigmoid"
     preference_loss_weight: Annotated[float, Range(ge=0, lt=math.inf)] = 1.0
     preference_average_log_probs: bool = False
     label_smoothing: Annotated[float, Range(ge=0, lt=0.5)] = 0.0
     sft_loss_weight: Annotated[float, Range(ge=0, lt=math.inf)] = 0.0
     sft_average_log_probs: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        smoothed = self.preference_loss in SMOOTHED
+        self._needs(
+            "preference_loss='sigmoid', 'robust' or 'exo_pair'", smoothed, "label_smoothing"
+        )
+        if self.preference_loss == "exo_pair" and not self.label_smoothing:
+            raise ConfigError(
+                "DPOLossFn: preference_loss='exo_pair' needs a 'label_smoothing' above 0",
+                fix="set label_smoothing=1e-3, as its authors do",
+                key="label_smoothing",
+            )
 
     def __call__(
         self,
@@ -111,13 +140,11 @@ class DPOLossFn(ConfiguredLoss):
         reference = read_tensor(data, key, [tuple(inputs.shape)], needed_by="DPOLossFn").to(inputs)
         check_logprobs(reference, shares.tokens, key, needed_by="DPOLossFn", strict=True)
         reduce = shares.row_mean if self.preference_average_log_probs else shares.row_sum
-        rewards = self.beta * reduce(inputs - reference)
-        chosen, rejected = rewards[0::2], rewards[1::2]
+        ratios = reduce(inputs - reference)
+        chosen, rejected = self.beta * ratios[0::2], self.beta * ratios[1::2]
         margin = chosen - rejected
-        preference = -(
-            (1 - self.label_smoothing) * functional.logsigmoid(margin)
-            + self.label_smoothing * functional.logsigmoid(-margin)
-        )
+        cost = PREFERENCES[self.preference_loss]
+        preference = cost(ratios[0::2], ratios[1::2], self.beta, self.label_smoothing)
         nll = shares.row_mean if self.sft_average_log_probs else shares.row_sum
         sft = -nll(inputs)[0::2]
         loss = self.preference_loss_weight * preference + self.sft_loss_weight * sft

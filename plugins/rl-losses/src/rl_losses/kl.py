@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 __all__ = ["MAX_LOG_RATIO", "kl_penalty"]
 
@@ -58,7 +61,7 @@ def kl_penalty(
     return estimate
 
 
-_ESTIMATORS = {
+_ESTIMATORS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "k1": lambda d: -d,
     "k2": lambda d: 0.5 * d.square(),
     "k3": lambda d: torch.expm1(d) - d,
