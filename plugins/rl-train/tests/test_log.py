@@ -269,6 +269,19 @@ def test_a_tracker_that_is_not_installed_is_known_before_the_run(
         log({"to": ["wandb"]})
 
 
+def test_a_tracker_that_does_not_start_is_named_with_what_to_do(
+    log: Callable[..., RunLog], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch.utils.tensorboard import SummaryWriter
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("no route to host")
+
+    monkeypatch.setattr(SummaryWriter, "__init__", fail)
+    with pytest.raises(ConfigError, match="'tensorboard', which does not start: no route"):
+        log({"to": ["tensorboard"]}).__enter__()
+
+
 def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

@@ -71,11 +71,12 @@ def plot(
     for (title, drawn), axes in zip(panels, grid.flat, strict=False):
         axes.set(title=title, xlabel="step")
         axes.grid(alpha=0.3)
-        worst = 0.0
+        worst, lost = 0.0, False
         for i, rows in enumerate(rows_of):
             for name, words in drawn.items():
                 points = [(row["step"], row[name]) for row in rows if name in row]
                 if name == "logprob_error/max":
+                    lost = lost or any(math.isnan(y) for _, y in points)  # infinite, or NaN
                     worst = max([worst, *(y for _, y in points if not math.isnan(y))])
                     points = [(x, max(y, _EXACT)) for x, y in points]
                 label = [runs[i].resolve().name] * (len(runs) > 1) + [words] * bool(words)
@@ -91,7 +92,7 @@ def plot(
             axes.set_yscale("log")
             if tolerance is not None:
                 times = tolerance / max(worst, _EXACT)
-                apart = f"{times:,.0f} times the largest" if times >= 1 else "EXCEEDED"
+                apart = f"{times:,.0f} times the largest" if times >= 1 and not lost else "EXCEEDED"
                 words = f"tolerance {tolerance:.1e}: {apart}"
                 axes.axhline(tolerance, color="red", linestyle="--", label=words)
                 axes.set_ylim(top=max(tolerance, worst) * 4)

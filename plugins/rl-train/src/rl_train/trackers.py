@@ -177,6 +177,7 @@ class Trackers:
             try:
                 tracker = _KNOWN[name][0](self, self._kept.get(name))
             except Exception as error:
+                self.close(failed=True)
                 raise ConfigError(
                     f"log.to has {name!r}, which does not start: {error}",
                     fix=f"correct what it needs, or take it out of log.to; if it does not know the "
