@@ -345,6 +345,15 @@ def test_everything_in_a_plot_is_inside_its_card(show: Callable[..., Page], widt
     assert outside == []
 
 
+def test_plots_follow_the_filters(show: Callable[..., Page]) -> None:
+    page = show(GOOD)
+    assert page.locator("figure:visible").count() == 2
+    page.get_by_label("Text").fill("G11")
+    assert page.locator("figure:visible").get_attribute("data-clause") == "G11"
+    page.get_by_label("Text").fill("G12")
+    assert page.get_by_text("have no figures").is_visible()
+
+
 def test_numbers_of_a_plot_can_be_read(show: Callable[..., Page]) -> None:
     page = show(GOOD)
     figure = page.locator("figure").filter(has_text="Phases of a refit")

@@ -272,6 +272,23 @@ def test_html_is_one_page_without_references() -> None:
     assert not any(word in page for word in ("http:", "https:", "src=", "<link", "url(", "@import"))
 
 
+def test_the_page_begins_with_the_result_its_scope_and_the_command() -> None:
+    here = {"command": "rl conformance run mine -k B1", "revision": "abc123", "plugin": "rl-mine 1"}
+    tiny = {"settings": '{"generation": {"vllm_cfg": {"kv_cache_memory_bytes": 64}}}'}
+    excused = replace(SKIPPED, excused=True)
+    run = replace(_report(GOOD, excused, **here, **tiny), selection="B1", total=9)
+    page = re.sub(r"\s+", " ", re.sub("<[^>]+>", "", to_html(Matrix.of([run]))))
+    assert (
+        "mine: passed (part: 1 of 9 checks). 1 of the 1 checks that ran passed, 1 not run" in page
+    )
+    assert "Revision abc123. Command: rl conformance run mine -k B1" in page
+    assert "nothing here was tried on a GPU" in page
+    assert "generation: vllm_cfg.kv_cache_memory_bytes = 64" in page
+    assert "Why 1 checks did not run 1: no GPU" in page
+    assert "not run No check of the clause ran" in page
+    assert "GPU." not in to_html(Matrix.of([_report(GOOD, device="cuda", model="/m")]))
+
+
 @given(st.lists(reports(), min_size=1, max_size=3))
 def test_html_can_be_made_of_any_runs(runs: list[RunReport]) -> None:
     matrix = Matrix.of(runs)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path  # noqa: TC003 - typer resolves it
 from typing import TYPE_CHECKING, Annotated
@@ -149,6 +151,12 @@ def run(
         report = run_in_processes(name, settings, known_failures, processes)
     else:
         report = _run_with_progress(target, settings, checks, selection, known)
+    parts = ["rl", "conformance", "run", name, *settings.options(), *["--fast"] * fast]
+    parts += [part for each in kind or [] for part in ("--kind", each)]
+    parts += ["-k", k] if k else []
+    parts += ["-n", str(processes)] if processes > 1 else []
+    environment = {**report.environment, "command": shlex.join(parts)}
+    report = replace(report, environment=environment)
     files.write(report)
     _print_summary(report)
     raise typer.Exit(_EXIT_CODES[report.verdict])

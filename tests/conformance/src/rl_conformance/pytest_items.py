@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -179,7 +180,7 @@ def _report(
     return RunReport(
         run[0],
         _in_order(outcomes, checks, fill=whole),
-        environment,
+        {**environment, "command": shlex.join(["pytest", *session.config.invocation_params.args])},
         clauses_of(c for c in checks if whole or c.clause.id in seen),
         "" if whole else selection or "the classes that were collected",
         seconds,

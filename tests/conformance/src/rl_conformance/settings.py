@@ -57,7 +57,7 @@ class Settings:
             "device": self.device,
             "dtype": self.dtype,
             "model": self.model,
-            "timeout": self.timeout_s and f"{self.timeout_s:g}",
+            "timeout": f"{self.timeout_s:g}" if self.timeout_s else None,
         }
         usual = {"device": "cpu", "dtype": _DTYPES[self.device]}
         return [

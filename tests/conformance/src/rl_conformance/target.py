@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from rl_conformance.environment import revision
 from rl_core.errors import BrokenPluginError
 
 if TYPE_CHECKING:
@@ -82,7 +83,11 @@ class Target:
             make_policy=create_policy,
             config_keys=keys,
             tiny=tiny,
-            versions={"plugin": str(provider), "engine": " ".join(engine or ("not installed",))},
+            versions={
+                "plugin": str(provider),
+                "engine": " ".join(engine or ("not installed",)),
+                **revision(next(iter(manifest.factories.values())).partition(".")[0]),
+            },
         )
 
     def own_settings(self, settings: Settings) -> Mapping[str, Mapping[str, Any]]:

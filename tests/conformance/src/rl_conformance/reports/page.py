@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from functools import cache
@@ -9,7 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from rl_conformance.outcome import Status
 from rl_conformance.reports.plots import LEFT, RIGHT, WIDTH, charts
-from rl_conformance.reports.summary import reason, status_text, tally, worst_measure
+from rl_conformance.reports.summary import (
+    checks_passed,
+    not_run_because,
+    reason,
+    status_text,
+    tally,
+    worst_measure,
+)
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -33,6 +41,21 @@ _MARKS = {
     "not_implemented": "-",
     "not_run": "○",
 }
+#: What a mark of a clause means, for readers who see such a page for the first time.
+_MEANINGS = {
+    "passed": "Every check of the clause ran and passed.",
+    "part": "The checks that ran passed. Others did not run: open the clause for the reasons.",
+    "failed": "The backend breaks the clause: a check found something else than the contract asks "
+    "for.",
+    "error": "An exception stopped a check, or it timed out. This is no verdict about the clause.",
+    "unexpected_pass": "A check is in the list of known failures, but passes. The entry must go.",
+    "incomplete": "The run has no result for the clause.",
+    "known_failure": "A check fails, and the author listed it, with a reason and a date.",
+    "unsupported": "The backend declares that it does not offer this, and refuses it cleanly.",
+    "not_implemented": "As unsupported, but the author plans to offer it.",
+    "not_run": "No check of the clause ran: it does not apply to this backend or device, or this "
+    "machine lacks something. The reasons are listed with the run.",
+}
 
 
 def to_html(matrix: Matrix) -> str:
@@ -46,7 +69,23 @@ def to_html(matrix: Matrix) -> str:
         statuses=[status for status in [*map(str, Status), "incomplete"] if status in seen],
         shares=[[(look, counts[look]) for look in _MARKS if counts[look]] for counts in looks],
         size={"width": WIDTH, "left": LEFT, "right": RIGHT},
+        scope=_scope(matrix),
+        legend={look: text for look, text in _MEANINGS.items() if any(n[look] for n in looks)},
     )
+
+
+def _scope(matrix: Matrix) -> str:
+    """What runs such as these cannot show."""
+    environments = [column.report.environment for column in matrix.columns]
+    notes = []
+    if not any(here.get("device") == "cuda" for here in environments):
+        notes.append("Everything ran on a CPU; nothing here was tried on a GPU.")
+    if all("tiny" in str(here.get("model", "tiny")) for here in environments):
+        notes.append(
+            "The models are tiny and have random weights: the page shows whether a backend keeps "
+            "the contract, not how fast it is or how it behaves with a large model."
+        )
+    return " ".join(notes)
 
 
 @cache
@@ -65,9 +104,16 @@ def _environment() -> Environment:
         words=lambda identifier: str(identifier).replace("_", " "),
         seconds=_seconds,
         fact=_fact,
+        settings=_settings,
     )
     environment.globals.update(
-        worst=worst_measure, tally=tally, look=_look, reason=reason, marks=_MARKS
+        worst=worst_measure,
+        tally=tally,
+        look=_look,
+        reason=reason,
+        marks=_MARKS,
+        checks_passed=checks_passed,
+        not_run_because=not_run_because,
     )
     return environment
 
@@ -86,6 +132,19 @@ def _number(value: float) -> str:
 def _fact(value: Any) -> str:
     """As people write it: of a time, no letters in the midst."""
     return re.sub(r"^([\d-]+)T([\d:]+)\+00:00$", r"\1 \2 UTC", str(value))
+
+
+def _settings(text: str) -> list[str]:
+    """What a plugin sets for the suite, a line for each kind of backend."""
+    kinds: dict[str, Any] = json.loads(text)
+    return [f"{kind}: {', '.join(_flat(each))}" for kind, each in kinds.items()]
+
+
+def _flat(value: Any, key: str = "") -> list[str]:
+    """A nested configuration as ``a.b = 1``."""
+    if not isinstance(value, dict):
+        return [f"{key} = {value}"]
+    return [line for k, each in value.items() for line in _flat(each, f"{key}.{k}" if key else k)]
 
 
 def _seconds(value: float) -> str:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from rl_conformance.outcome import Status
 
 if TYPE_CHECKING:
-    from rl_conformance.outcome import ClauseResult, Measure, Outcome
+    from rl_conformance.outcome import ClauseResult, Measure, Outcome, RunReport
 
-__all__ = ["reason", "status_text", "tally", "worst_measure"]
+__all__ = ["checks_passed", "not_run_because", "reason", "status_text", "tally", "worst_measure"]
 
 
 def status_text(result: ClauseResult) -> str:
@@ -34,3 +35,25 @@ def reason(outcome: Outcome) -> str:
     """The line of a message that says most: of a traceback, the last."""
     lines = outcome.message.strip().splitlines() or [""]
     return lines[-1] if outcome.status is Status.ERROR else lines[0]
+
+
+def checks_passed(report: RunReport) -> str:
+    """How many checks passed, how many have another status, and where they ran, in a sentence."""
+    counts = Counter(o.status for o in report.outcomes)
+    ran = len(report.outcomes) - counts[Status.NOT_RUN]
+    others = [
+        f"{counts[status]} {status.replace('_', ' ')}"
+        for status in Status
+        if status is not Status.PASSED and counts[status]
+    ]
+    facts = {key: report.environment.get(key) for key in ("device", "dtype", "plugin", "engine")}
+    where = f"on {facts['device']} in {facts['dtype']}" if facts["device"] else ""
+    what = ", ".join(str(facts[key]) for key in ("plugin", "engine") if facts[key])
+    of = f"{counts[Status.PASSED]} of the {ran} checks that ran passed"
+    return "; ".join(filter(None, [", ".join([of, *others]), where, what])) + "."
+
+
+def not_run_because(report: RunReport) -> list[tuple[str, int]]:
+    """The reasons of checks that did not run, the most frequent first, with their numbers."""
+    left_out = (o.message for o in report.outcomes if o.status is Status.NOT_RUN)
+    return Counter(left_out).most_common()

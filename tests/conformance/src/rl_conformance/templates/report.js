@@ -5,6 +5,8 @@
   const form = document.getElementById("filters");
   const shown = document.getElementById("shown");
   const nothing = document.getElementById("nothing");
+  const figures = [...document.querySelectorAll("figure[data-clause]")];
+  const noFigure = document.getElementById("no-figure");
   const openAll = document.getElementById("open-all");
   const texts = new Map(clauses.map((c) => [c, c.textContent.toLowerCase()]));
 
@@ -40,6 +42,9 @@
     const kinds = new Set(left.map((clause) => clause.dataset.chapter));
     for (const chapter of chapters) chapter.hidden = !kinds.has(chapter.dataset.chapter);
     nothing.hidden = left.length > 0;
+    const ids = new Set(left.map((clause) => clause.id));
+    for (const figure of figures) figure.hidden = !ids.has(figure.dataset.clause);
+    noFigure.hidden = !figures.length || figures.some((figure) => !figure.hidden);
     shown.textContent = `${left.length} of ${clauses.length} clauses`;
   };
 
@@ -52,7 +57,7 @@
     toggleOf(clause).disabled = false;
     open(clause, false);
     clause.querySelector("tr.summary").addEventListener("click", (event) => {
-      // Whoever selects text in the row with the mouse does not want it to move.
+      // A click that ends a selection of text in the row leaves the row as it is.
       if (event.target.closest("button") || !String(getSelection())) open(clause, !clause.classList.contains("open"));
     });
   }
