@@ -209,6 +209,7 @@ def lint(session: nox.Session) -> None:
     run(session, "ruff format", "ruff", "format", "--check", ".")
     run(session, "import-linter", "lint-imports", "--config", "pyproject.toml")
     run(session, "structure", "python", "tests/structure.py")
+    run(session, "configuration keys", "python", "docs/hooks/keys.py", "--check")
     run(session, "codespell", "codespell", *session.posargs)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGES = [path.read_text(encoding="utf-8") for path in sorted(DOCS.glob("*.md"))]
+PAGES = [path.read_text(encoding="utf-8") for path in sorted(DOCS.rglob("*.md"))]
 LISTED = re.findall(r"(?m)^::: (\S+)$", "\n".join(PAGES))
 
 
