@@ -42,7 +42,7 @@ SINGLE = {
     "rl_collective": 6.4,
     "rl_hf": 7.5,
     "rl_hosting": 5.4,
-    "rl_losses": 8.9,
+    "rl_losses": 6.6,
     "rl_megatron": 5.5,
     "rl_nemo": 10.4,
     "rl_ray": 4.6,

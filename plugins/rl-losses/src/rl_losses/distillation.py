@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from rl_core.batch import BatchedDataDict
 
-__all__ = ["TopkKLLossFn"]
+__all__ = ["TopkKLLossFn", "jsd"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,28 +98,11 @@ class TopkKLLossFn(ConfiguredLoss):
         teacher = (logits / self.teacher_temperature).log_softmax(dim=-1)
         topk = student.gather(-1, indices.long())
         zeros = inputs.new_zeros(shares.tokens.shape)
-        divergence = self._divergence(teacher, topk)
+        divergence = _DIVERGENCES[self.direction](teacher, topk, self.mixing)
         kl = zeros.masked_scatter(shares.tokens, divergence)
         mass = zeros.masked_scatter(shares.tokens, topk.detach().exp().sum(dim=-1))
         metrics = {"kl": shares.token_mean(kl), "teacher_mass": shares.token_mean(mass)}
         return shares.mean(kl, self.loss_type), to_floats(metrics)
-
-    def _divergence(self, teacher: torch.Tensor, topk: torch.Tensor) -> torch.Tensor:
-        """``[n]`` of ``[n, K]`` log-probs of the teacher, and of the policy over all tokens."""
-        renormalised = topk.log_softmax(dim=-1)
-        share = math.log(self.mixing)
-        mixture = torch.logaddexp(teacher + share, renormalised + math.log1p(-self.mixing))
-        divergences: dict[str, Callable[[], torch.Tensor]] = {
-            "forward": lambda: _kl(teacher, topk),
-            "reverse": lambda: _kl(renormalised, teacher),
-            "mixed": lambda: (
-                self.mixing * _kl(teacher, topk) + (1 - self.mixing) * _kl(renormalised, teacher)
-            ),
-            "jsd": lambda: (
-                self.mixing * _kl(teacher, mixture) + (1 - self.mixing) * _kl(renormalised, mixture)
-            ),
-        }
-        return divergences[self.direction]()
 
     def _check_teacher(
         self, logits: torch.Tensor, indices: torch.Tensor, chosen: torch.Tensor, *, vocabulary: int
@@ -169,6 +152,24 @@ def _kl(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     """``[n]`` KL of ``[n, K]`` log-probs; what is impossible in the first adds nothing."""
     p = first.exp()
     return torch.where(p > 0, p * (first - second), 0.0).sum(dim=-1)
+
+
+def jsd(teacher: torch.Tensor, topk: torch.Tensor, mixing: float) -> torch.Tensor:
+    """``[n]`` divergences from the mixture of the two, the policy's renormalised over the top-k."""
+    policy = topk.log_softmax(dim=-1)
+    mixture = torch.logaddexp(teacher + math.log(mixing), policy + math.log1p(-mixing))
+    return mixing * _kl(teacher, mixture) + (1 - mixing) * _kl(policy, mixture)
+
+
+#: ``[n]`` of ``[n, K]`` log-probs of the teacher and of the policy over all tokens, and ``mixing``.
+_DIVERGENCES: dict[str, Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]] = {
+    "forward": lambda teacher, topk, _: _kl(teacher, topk),
+    "reverse": lambda teacher, topk, _: _kl(topk.log_softmax(dim=-1), teacher),
+    "mixed": lambda teacher, topk, mixing: (
+        mixing * _kl(teacher, topk) + (1 - mixing) * _kl(topk.log_softmax(dim=-1), teacher)
+    ),
+    "jsd": jsd,
+}
 
 
 def _read_teacher(data: BatchedDataDict[Any], key: str, chosen: torch.Tensor) -> torch.Tensor:

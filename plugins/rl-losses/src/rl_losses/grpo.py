@@ -14,6 +14,7 @@ from rl_core.interfaces import LossInputType, LossType
 from rl_core.interfaces.constraints import Range
 from rl_losses._base import ConfiguredLoss, check_logprobs, read_tensor
 from rl_losses._shares import Shares, score, to_floats
+from rl_losses.importance import importance_weights, over_row
 from rl_losses.kl import kl_penalty
 from rl_losses.surrogates import SURROGATES, Step, exp
 
@@ -229,7 +230,14 @@ class GRPOLossFn(ConfiguredLoss):
             dropped = (every.tokens & ~shares.tokens).to(ratio.dtype)
             metrics["impossible_fraction"] = every.token_mean(dropped)
             if cap is not None:
-                weights, outside = self._importance_weights(shares, previous - generated, cap)
+                weights, outside = importance_weights(
+                    shares,
+                    previous - generated,
+                    cap=cap,
+                    floor=self.importance_sampling_floor,
+                    outside=self.importance_sampling_outside,
+                    level=self.importance_sampling_weight or self.importance_ratio,
+                )
                 cost = cost * weights
                 metrics["importance_weight"] = shares.token_mean(weights)
                 metrics["importance_capped_fraction"] = shares.token_mean(outside)
@@ -271,7 +279,7 @@ class GRPOLossFn(ConfiguredLoss):
             if self.on_policy
             else batch.values("prev_logprobs", "on_policy=False")
         )
-        log_ratio = _over_row(batch.logprobs - previous, self.importance_ratio, shares.row_mean)
+        log_ratio = over_row(batch.logprobs - previous, self.importance_ratio, shares.row_mean)
         return Step(
             shares=shares,
             logprobs=batch.logprobs,
@@ -284,22 +292,6 @@ class GRPOLossFn(ConfiguredLoss):
             most=self.ratio_clip_c,
             temperatures=(self.sapo_temperature_pos, self.sapo_temperature_neg),
         )
-
-    def _importance_weights(
-        self, shares: Shares, log_ratio: torch.Tensor, cap: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``[b, s]`` weights for an engine that disagrees, and 1 where they leave their bounds."""
-        level = self.importance_sampling_weight or self.importance_ratio
-        weights = exp(_over_row(log_ratio, level, shares.row_sum))
-        judged, floor = weights, self.importance_sampling_floor
-        if self.importance_sampling_outside == "mask_rows":
-            judged = exp(_over_row(log_ratio, "sequence", shares.row_mean))
-        outside = (judged < floor) | (judged > cap)
-        if self.importance_sampling_outside == "truncate":
-            weights = weights.clamp(floor, cap)
-        else:
-            weights = torch.where(outside, 0.0, weights)
-        return weights, outside.to(weights.dtype)
 
     def _weighted_kl(
         self, step: Step, reference: torch.Tensor, generated: torch.Tensor | None
@@ -320,13 +312,6 @@ class GRPOLossFn(ConfiguredLoss):
             output_clamp=self.kl_output_clamp,
             weight=weights[self.kl_gradient](),
         )
-
-
-def _over_row(
-    values: torch.Tensor, level: str, reduce: Callable[[torch.Tensor], torch.Tensor]
-) -> torch.Tensor:
-    """``[b, s]`` values as they are, or each row's one value where the level is the sequence."""
-    return values if level == "token" else reduce(values)[:, None].expand_as(values)
 
 
 @dataclass(frozen=True)
