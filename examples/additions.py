@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -123,3 +125,17 @@ class Additions:
             "input_ids": encoded["input_ids"],
             "input_lengths": encoded["attention_mask"].sum(1),
         }
+
+
+def write_files(folder: Path, seed: int = 0) -> None:
+    """Writes what ``examples/train/*.yaml`` train with: a model, ``train.jsonl``, ``test.jsonl``."""
+    make_model(folder / "model", seed)
+    numbers = range(MAX_OPERAND + 1)
+    rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in numbers for b in numbers]
+    for name in ("train", "test"):
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write_files(Path(sys.argv[1]))

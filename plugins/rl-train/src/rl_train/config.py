@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NotRequired, TypedDic
 from rl_core.config import check_config
 from rl_core.errors import ConfigError
 from rl_core.interfaces.constraints import Range
-from rl_train.data import DataConfig
+from rl_train.encoding import DataConfig
 from rl_train.log import LogConfig
 from rl_train.rewards import RewardConfig
 

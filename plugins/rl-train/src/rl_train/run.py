@@ -1,0 +1,326 @@
+"""A run from its configuration to its last checkpoint."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from math import ceil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rl_core.errors import (
+    CheckpointError,
+    ConfigError,
+    DeadlineError,
+    RefitError,
+    WorkerDiedError,
+)
+from rl_train.backends import Backends
+from rl_train.checkpoints import Checkpoints
+from rl_train.config import check_run
+from rl_train.data import Order, load_rows
+from rl_train.encoding import Encoder
+from rl_train.log import RunLog
+from rl_train.methods import METHODS, Study, evaluate, loss_of
+from rl_train.rewards import Rewards
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from rl_train.checkpoints import Found
+    from rl_train.config import Origins, RunConfig
+
+__all__ = ["Outcome", "train"]
+
+#: How far log-probs of engine and trainer may be apart: clause A1's bound, as a difference.
+TOLERANCE = {"float32": 1e-3, "other": 0.05}
+#: What an engine that is started again can cure.
+_OF_THE_ENGINE = (WorkerDiedError, DeadlineError, RefitError)
+
+
+@dataclass
+class Outcome:
+    """What a run came to.
+
+    Attributes:
+        output: Its folder.
+        steps: Steps that were done, those before a resume included.
+        stopped: The signal that ended it before its last step, such as ``"SIGINT"``.
+        checkpoint: The newest one.
+        metrics: Of the last step.
+        evaluations: Figures of every evaluation, by step.
+    """
+
+    output: Path
+    steps: int = 0
+    stopped: str | None = None
+    checkpoint: Path | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    evaluations: dict[int, dict[str, float]] = field(default_factory=dict)
+
+
+def train(
+    config: Mapping[str, Any],
+    *,
+    origins: Origins | None = None,
+    rows: Sequence[Mapping[str, Any]] | None = None,
+    eval_rows: Sequence[Mapping[str, Any]] | None = None,
+    rewards: Sequence[Callable[..., Any]] | None = None,
+    reward_weights: Sequence[float] | None = None,
+) -> Outcome:
+    """Runs a configuration to its end, or until it is told to stop.
+
+    SIGINT (Ctrl-C) and SIGTERM end it after the step that is being done, with a checkpoint; a
+    second one at once.
+
+    Args:
+        config: See :class:`~rl_train.config.RunConfig`.
+        origins: Where its keys were written, for messages.
+        rows: The data, instead of ``data.path``.
+        eval_rows: Those of evaluations, instead of ``evaluation.data``.
+        rewards: Functions, instead of those of the configuration.
+        reward_weights: A weight for each of them.
+
+    Raises:
+        ConfigError: A key is wrong; nothing was loaded.
+        RLError: The data, a reward function, a backend or a disk failed; the message says how to
+            go on.
+    """
+    checked = check_run(config, origins)
+    method = checked["method"]
+    loss = loss_of(checked)
+    checkpoints = Checkpoints(checked)
+    found = checkpoints.find()
+    if method == "grpo" and not (rewards or checked.get("rewards") or checked.get("environment")):
+        raise ConfigError(
+            "GRPO needs a reward, and the configuration has none",
+            fix="set rewards: [math], or a function of yours: rewards: [my_rewards.py:score]",
+            key="rewards",
+        )
+    tokenizer = _tokenizer(checked)
+    with ExitStack() as stack:
+        data = load_rows(checked["data"], tokenizer) if rows is None else rows
+        encoder = Encoder(tokenizer, checked["data"])
+        tested = _eval_rows(checked, tokenizer) if eval_rows is None else eval_rows
+        order = Order(len(data), checked["seed"], checked["data"].get("shuffle", True))
+        steps = checked["steps"] or ceil(checked["epochs"] * len(data) / checked["batch_size"])
+        schedule = checked["policy"].get("scheduler", {})
+        if schedule.get("name", "constant") != "constant":
+            schedule.setdefault("total_steps", max(1, steps * checked["grpo"]["updates"]))
+        graders = None
+        if method == "grpo" and (rewards or checked.get("rewards")):
+            options: Any = dict(checked.get("rewards") or {})
+            functions = rewards or options["functions"]
+            graders = stack.enter_context(
+                Rewards(
+                    functions,
+                    reward_weights,
+                    workers=options.get("workers"),
+                    deadline_s=options.get("deadline_s", 30.0),
+                )
+            )
+        dtype = checked["policy"].get("torch_dtype", "float32")
+        log = stack.enter_context(
+            RunLog(
+                checked["output"],
+                checked["log"],
+                total_steps=steps,
+                phase=method.upper(),
+                settings=checked,
+                tolerance=TOLERANCE.get(dtype, TOLERANCE["other"]) if method == "grpo" else None,
+            )
+        )
+        log.note(
+            f"{method.upper()} of {checked['model']}: {steps} steps, policy "
+            f"{checked['policy']['backend']}"
+            + (f", engine {checked['generation']['backend']}" if method == "grpo" else "")
+            + f", {len(data)} rows; everything is written to {checked['output']}"
+        )
+        backends = Backends(checked, resume_from=found.policy if found else None)
+        stack.callback(backends.close)
+        generator = torch.Generator().manual_seed(checked["seed"])
+        study = Study(
+            checked, backends, data, encoder, order, tokenizer, generator, loss, graders
+        )
+        loop = _Loop(study, log, checkpoints, tested, steps)
+        if found is not None:
+            loop.resume(found)
+        outcome = loop.run()
+        log.summary()
+    return outcome
+
+
+class _Loop:
+    """The steps of a run, with what goes wrong between them."""
+
+    def __init__(
+        self,
+        study: Study,
+        log: RunLog,
+        checkpoints: Checkpoints,
+        tested: Sequence[Mapping[str, Any]],
+        steps: int,
+    ) -> None:
+        self.study, self.log, self.checkpoints = study, log, checkpoints
+        self.tested, self.steps = tested, steps
+        self.config = study.config
+        self.outcome = Outcome(Path(study.config["output"]))
+        self.restarts = study.config["restarts"]
+        self.signal: str | None = None
+
+    def resume(self, found: Found) -> None:
+        """Goes on from a checkpoint."""
+        self._put(found.state)
+        self.outcome.steps, self.outcome.checkpoint = found.step, found.path
+        self.log.rewind(found.step)
+        self.log.note(f"going on from {found.path}, after step {found.step}")
+
+    def run(self) -> Outcome:
+        """Does the steps that are left."""
+        outcome, every = self.outcome, self.config["checkpoint"].get("every", 0)
+        step_of = METHODS[self.config["method"]]
+        with self._signals():
+            if outcome.steps < self.steps:
+                self._with_engine(self._refit)
+                self._evaluate(first=outcome.steps == 0)
+            while outcome.steps < self.steps and self.signal is None:
+                seconds: dict[str, float] = {}
+                start = time.perf_counter()
+                before = self._state()
+                metrics, shown = self._with_engine(lambda: step_of(self.study, seconds), before)
+                outcome.steps += 1
+                if self.config["method"] == "grpo":
+                    self._with_engine(self._refit)
+                    report = self.study.backends.report
+                    assert report is not None
+                    metrics |= {
+                        "refit/seconds": report.seconds,
+                        "refit/gb_per_s": report.gb_per_s,
+                    }
+                metrics |= {f"time/{phase}": took for phase, took in seconds.items()}
+                metrics["step_time"] = time.perf_counter() - start
+                outcome.metrics = metrics
+                self.log.step(outcome.steps, metrics)
+                if shown:
+                    self.log.completions(outcome.steps, shown)
+                if every and outcome.steps % every == 0 and outcome.steps < self.steps:
+                    self._save()
+                self._evaluate()
+            if outcome.checkpoint is None or not outcome.checkpoint.name.endswith(
+                f"{outcome.steps:06d}"
+            ):
+                self._save()
+        if self.signal is not None and outcome.steps < self.steps:
+            outcome.stopped = self.signal
+            self.log.note(
+                f"stopped by {self.signal} after step {outcome.steps} of {self.steps}; "
+                "go on with checkpoint.resume=auto"
+            )
+        return outcome
+
+    def _refit(self) -> None:
+        if self.config["method"] == "grpo":
+            # Versions are steps, so that they are the same after a resume.
+            self.study.backends.refit(self.outcome.steps + 1)
+
+    def _evaluate(self, *, first: bool = False) -> None:
+        step, every = self.outcome.steps, self.config["evaluation"].get("every", 0)
+        due = first or step == self.steps or (every and step % every == 0 and step > 0)
+        if not self.tested or not due or step in self.outcome.evaluations:
+            return
+        figures = self._with_engine(lambda: evaluate(self.study, self.tested))
+        self.outcome.evaluations[step] = figures
+        self.log.evaluation(step, figures)
+
+    def _save(self) -> None:
+        step = self.outcome.steps
+        self.outcome.checkpoint = self.checkpoints.save(
+            step, self.study.backends.policy, self._state()
+        )
+        self.log.note(f"saved {self.outcome.checkpoint}")
+
+    def _with_engine(self, act: Callable[[], Any], before: dict[str, Any] | None = None) -> Any:
+        """Does something; with another engine and the same numbers if the engine died."""
+        trained = self.study.tokens
+        while True:
+            try:
+                return act()
+            except _OF_THE_ENGINE as error:
+                # A policy that was trained, or that is at fault itself, cannot do the step again.
+                done = before is not None and self.study.tokens != trained
+                if self.config["method"] != "grpo" or done or not self.restarts:
+                    raise
+                self.restarts -= 1
+                first = str(error).splitlines()[0]
+                self.log.note(f"the engine failed ({first}); starting another one")
+                if before is not None:
+                    self._put(before)
+                self.study.backends.start_engine()
+                self._refit()
+
+    def _state(self) -> dict[str, Any]:
+        """What the loop's next numbers depend on, as JSON."""
+        kind, words, spare = random.getstate()
+        return {
+            "order": self.study.order.state(),
+            "generator": self.study.generator.get_state().tolist(),
+            "random": [kind, list(words), spare],
+            "tokens": self.study.tokens,
+        }
+
+    def _put(self, state: Mapping[str, Any]) -> None:
+        self.study.order.load(state["order"])
+        self.study.generator.set_state(torch.tensor(state["generator"], dtype=torch.uint8))
+        kind, words, spare = state["random"]
+        random.setstate((kind, tuple(words), spare))
+        self.study.tokens = state["tokens"]
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        """The first SIGINT or SIGTERM is noted, the second one ends the process's work at once."""
+
+        def note(number: int, _: object) -> None:
+            if self.signal is not None:
+                raise KeyboardInterrupt
+            self.signal = signal.Signals(number).name
+            self.log.note(f"{self.signal}: ending after this step; again: at once")
+
+        try:
+            before = {n: signal.signal(n, note) for n in (signal.SIGINT, signal.SIGTERM)}
+        except ValueError:  # not the main thread
+            before = {}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def _tokenizer(config: RunConfig) -> Any:
+    from transformers import AutoTokenizer
+
+    name = config["policy"].get("model_name", config["model"])
+    try:
+        return AutoTokenizer.from_pretrained(
+            name, trust_remote_code=config["policy"].get("trust_remote_code", False)
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"model {name!r} has no tokenizer that loads: {str(error).splitlines()[0]}",
+            fix="give a directory with a checkpoint and its tokenizer, or a name on the hub",
+            key="model",
+        ) from error
+
+
+def _eval_rows(config: RunConfig, tokenizer: Any) -> Sequence[Mapping[str, Any]]:
+    """The rows of evaluations; none without ``evaluation.data``."""
+    of_evaluation = config["evaluation"].get("data")
+    if of_evaluation is None:
+        return ()
+    rows = load_rows({**config["data"], **of_evaluation}, tokenizer)
+    return [rows[i] for i in range(len(rows))]

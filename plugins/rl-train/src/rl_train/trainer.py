@@ -1,0 +1,80 @@
+"""A run in five lines of Python, for those who come from TRL."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rl_train.run import train
+
+if TYPE_CHECKING:
+    from rl_train.run import Outcome
+
+__all__ = ["GRPOTrainer"]
+
+
+class GRPOTrainer:
+    """GRPO with the arguments that TRL's class of this name has.
+
+    ::
+
+        trainer = GRPOTrainer(
+            model="Qwen/Qwen2.5-0.5B-Instruct",
+            reward_funcs=score,
+            train_dataset=rows,
+            generation="vllm",
+        )
+        trainer.train()
+
+    Args:
+        model: Directory or hub name of a checkpoint.
+        reward_funcs: Functions with TRL's signature, names of shipped ones, or one of either.
+        train_dataset: Rows with a ``prompt``; such as a list of dicts, or a ``datasets.Dataset``.
+        eval_dataset: Rows of evaluations.
+        generation: Name of the engine.
+        policy: Name of the backend that trains.
+        reward_weights: A weight for each function.
+        args: Other keys of :class:`~rl_train.config.RunConfig`, nested or with dots, such as
+            ``{"steps": 100, "policy.optimizer.lr": 1e-6}``.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        reward_funcs: str | Callable[..., Any] | Sequence[str | Callable[..., Any]],
+        train_dataset: Sequence[Mapping[str, Any]],
+        *,
+        eval_dataset: Sequence[Mapping[str, Any]] | None = None,
+        generation: str = "hf",
+        policy: str = "hf",
+        reward_weights: Sequence[float] | None = None,
+        args: Mapping[str, Any] | None = None,
+    ) -> None:
+        single = isinstance(reward_funcs, str) or callable(reward_funcs)
+        self._rewards: Any = [reward_funcs] if single else list(reward_funcs)  # type: ignore[arg-type]
+        self._weights, self._rows, self._eval_rows = reward_weights, train_dataset, eval_dataset
+        self.config: dict[str, Any] = {"model": model}
+        named = {"policy.backend": policy, "generation.backend": generation}
+        for key, value in {**named, **(args or {})}.items():
+            _put(self.config, key.split("."), value)
+
+    def train(self) -> Outcome:
+        """Runs it; see :func:`rl_train.train`."""
+        return train(
+            self.config,
+            rows=self._rows,
+            eval_rows=self._eval_rows,
+            rewards=self._rewards,
+            reward_weights=self._weights,
+        )
+
+
+def _put(config: dict[str, Any], path: Sequence[str], value: Any) -> None:
+    *sections, key = path
+    for section in sections:
+        config = config.setdefault(section, {})
+    if isinstance(value, Mapping) and isinstance(config.get(key), dict):
+        for inner, one in value.items():
+            _put(config[key], [inner], one)
+    else:
+        config[key] = value

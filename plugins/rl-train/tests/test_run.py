@@ -1,0 +1,341 @@
+"""Whole runs of a tiny model: to their end, and through everything that may end them before it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import rl_train
+from rl_core.errors import CheckpointError, ConfigError, WorkerDiedError
+from rl_train import GRPOTrainer, Turn, train
+from rl_train.backends import Backends
+from rl_train.config import check_run, read_config
+from rl_train.run import _Loop
+
+pytestmark = pytest.mark.xdist_group("rl-train")
+ROWS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(6) for b in range(6)]
+#: Figures that are not the same in every run of the same numbers.
+_TIMED = ("time", "step_time", "refit/seconds", "refit/gb_per_s")
+
+
+def last_digit(completions: list[str], **_: Any) -> list[float]:
+    """Rewards that differ with the text, of any model."""
+    return [sum(map(ord, text)) % 7 / 7 for text in completions]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    sys.path.insert(0, str(Path(__file__).parents[3]))
+    from examples.additions import make_model
+
+    return make_model(tmp_path_factory.mktemp("model"), seed=0, layers=1)
+
+
+def configured(model: Path, output: Path, **more: Any) -> dict[str, Any]:
+    config = {
+        "model": str(model),
+        "output": str(output),
+        "steps": 4,
+        "batch_size": 4,
+        "grpo": {"num_generations": 4},
+        "policy": {"optimizer": {"lr": 1e-3}},
+        "generation": {"max_new_tokens": 4},
+        "rewards": {"functions": [f"{__file__}:last_digit"], "workers": 0},
+        "log": {"plot": None},
+    }
+    return config | more
+
+
+def figures(output: Path) -> list[dict[str, Any]]:
+    lines = map(json.loads, (output / "metrics.jsonl").read_text().splitlines())
+    return [
+        {key: value for key, value in line.items() if not key.startswith(_TIMED)} for line in lines
+    ]
+
+
+@pytest.fixture(scope="module")
+def unbroken(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """The figures of a run that nothing disturbed."""
+    output = tmp_path_factory.mktemp("unbroken")
+    outcome = train(configured(model, output), rows=ROWS)
+    assert (outcome.steps, outcome.stopped) == (4, None)
+    assert outcome.checkpoint == output / "checkpoints/step-000004"
+    return figures(output)
+
+
+def test_a_run_learns_and_its_figures_have_the_names_of_trl(
+    unbroken: list[dict[str, Any]],
+) -> None:
+    assert [line["step"] for line in unbroken] == [1, 2, 3, 4]
+    expected = {"loss", "grad_norm", "learning_rate", "epoch", "num_tokens", "reward", "reward_std"}
+    expected |= {"frac_reward_zero_std", "completions/mean_length", "rewards/last_digit/mean"}
+    assert expected <= unbroken[0].keys()
+    assert [line["weights_version"] for line in unbroken] == [1, 2, 3, 4]
+    assert max(line["logprob_error/max"] for line in unbroken) < 1e-4
+
+
+@pytest.mark.parametrize("method", ["sft", "dpo"])
+def test_dpo_and_sft_lower_their_loss(method: str, model: Path, tmp_path: Path) -> None:
+    rows = [{**row, "completion": row["answer"], "chosen": row["answer"], "rejected": "9+"} for row in ROWS]
+    config = configured(model, tmp_path, method=method, steps=8, batch_size=8)
+    outcome = train(config, rows=rows, eval_rows=rows[:4])
+    assert outcome.evaluations[8]["loss"] < outcome.evaluations[0]["loss"]
+    if method == "dpo":
+        assert outcome.metrics["rewards/margins"] > 0
+
+
+_RESUMED = """
+import json, os, signal, sys
+from rl_train import train
+from rl_train.run import _Loop
+config, rows, at = json.loads(sys.argv[1]), json.loads(sys.argv[2]), int(sys.argv[3])
+refit = _Loop._refit
+def dies(self):
+    if self.outcome.steps == at:
+        os.kill(os.getpid(), signal.SIGKILL)
+    refit(self)
+_Loop._refit = dies
+train(config, rows=rows)
+"""
+
+
+@pytest.mark.parametrize("at", [2, 3])
+def test_a_killed_run_goes_on_to_the_same_numbers(
+    at: int, model: Path, tmp_path: Path, unbroken: list[dict[str, Any]]
+) -> None:
+    config = configured(model, tmp_path, checkpoint={"every": 2})
+    given = [sys.executable, "-c", _RESUMED, json.dumps(config), json.dumps(ROWS), str(at)]
+    assert subprocess.run(given, timeout=200, capture_output=True).returncode == -signal.SIGKILL
+    if at == 2:  # before there was a checkpoint
+        assert not list(tmp_path.glob("checkpoints/step-*"))
+    config["checkpoint"]["resume"] = "auto"
+    outcome = train(config, rows=ROWS)
+    assert outcome.steps == 4
+    assert figures(tmp_path) == unbroken
+
+
+def test_an_engine_that_dies_is_replaced_and_the_numbers_stay(
+    model: Path, tmp_path: Path, unbroken: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its process is killed before a step generates, and before a refit."""
+    started, kills = [], {1: "generate", 3: "refit"}
+    start_engine, refit, state = Backends.start_engine, Backends.refit, _Loop._state
+
+    def start(self: Backends) -> None:
+        start_engine(self)
+        started.append(self)
+
+    def kill(self: Backends, what: str, step: int) -> None:
+        if kills.get(step) == what:
+            del kills[step]
+            for process in _children(self.generation):
+                os.kill(process, signal.SIGKILL)
+
+    def snapshot(self: _Loop) -> dict[str, Any]:
+        kill(self.study.backends, "generate", self.outcome.steps)
+        return state(self)
+
+    def refits(self: Backends, version: int) -> Any:
+        kill(self, "refit", version - 1)
+        return refit(self, version)
+
+    monkeypatch.setattr(Backends, "start_engine", start)
+    monkeypatch.setattr(Backends, "refit", refits)
+    monkeypatch.setattr(_Loop, "_state", snapshot)
+    place = {"generation": {"where": "local"}}
+    train(configured(model, tmp_path, placement=place), rows=ROWS)
+    assert len(started) == 3
+    assert figures(tmp_path) == unbroken
+
+
+def _children(generation: Any) -> list[int]:
+    import psutil
+
+    return [p.pid for p in psutil.Process().children(recursive=True) if "generation" in " ".join(p.cmdline()) or True]
+
+
+def test_without_restarts_a_dead_engine_ends_the_run(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(self: Backends, version: int) -> Any:
+        raise WorkerDiedError("the engine is dead", fix="look")
+
+    monkeypatch.setattr(Backends, "refit", fails)
+    with pytest.raises(WorkerDiedError, match="the engine is dead"):
+        train(configured(model, tmp_path, restarts=0), rows=ROWS)
+
+
+def test_ctrl_c_saves_and_says_how_to_go_on(
+    model: Path, tmp_path: Path, unbroken: list[dict[str, Any]]
+) -> None:
+    file = tmp_path / "run.yaml"
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    config = configured(model, tmp_path / "out", data={"path": str(data)}, steps=400)
+    file.write_text(json.dumps(config))
+    given = [sys.executable, "-m", "rl_core.cli", "train", str(file)]
+    with subprocess.Popen(given, stderr=subprocess.PIPE, text=True) as run:
+        assert run.stderr is not None
+        for line in run.stderr:
+            if line.startswith("step 2/"):
+                run.send_signal(signal.SIGINT)
+                break
+        rest = run.stderr.read()
+    assert run.returncode == 130, rest
+    assert "go on with checkpoint.resume=auto" in rest
+    assert "Traceback" not in rest
+    assert list(tmp_path.glob("out/checkpoints/step-*/run.json"))
+
+
+def test_a_full_disk_ends_the_run_and_names_the_newest_checkpoint(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rl_hf.policy import HuggingFacePolicy
+
+    save = HuggingFacePolicy.save_checkpoint
+
+    def full(self: Any, path: str) -> None:
+        if "000004" in path:
+            raise OSError(28, "No space left on device")
+        save(self, path)
+
+    monkeypatch.setattr(HuggingFacePolicy, "save_checkpoint", full)
+    with pytest.raises(CheckpointError, match="No space left") as caught:
+        train(configured(model, tmp_path, checkpoint={"every": 2}), rows=ROWS)
+    assert "step-000002" in str(caught.value)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000002"]
+
+
+def test_only_the_newest_checkpoints_are_kept(model: Path, tmp_path: Path) -> None:
+    train(configured(model, tmp_path, checkpoint={"every": 1, "keep": 2}), rows=ROWS)
+    kept = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert kept == ["step-000003", "step-000004"]
+    with pytest.raises(ConfigError, match="has checkpoints of a run"):
+        train(configured(model, tmp_path), rows=ROWS)
+    with pytest.raises(ConfigError, match="configured otherwise: batch_size was 4, is 2"):
+        train(
+            configured(model, tmp_path, batch_size=2, checkpoint={"resume": "auto"}), rows=ROWS
+        )
+
+
+def test_prompts_of_equal_rewards_are_drawn_anew(model: Path, tmp_path: Path) -> None:
+    def by_prompt(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+        return [0.0 if p[0] in "012" else len(set(c)) / 9 for p, c in zip(prompts, completions)]
+
+    config = configured(model, tmp_path, steps=2)
+    config["grpo"] |= {"equal_rewards": "redraw", "max_redraws": 8}
+    config["rewards"] = {"functions": [], "workers": 0}
+    outcome = train(config, rows=ROWS, rewards=[by_prompt])
+    assert outcome.metrics["groups/redrawn"] > 0
+    assert outcome.metrics["frac_reward_zero_std"] == 0
+
+
+class Counts:
+    """Answers each turn with the number of the turn, and stops after the given number."""
+
+    def __init__(self, turns: int = 3) -> None:
+        self.turns, self.seen = turns, []
+
+    def step(self, completion: str, row: Any) -> Turn:
+        self.seen.append(completion)
+        if len(self.seen) == self.turns:
+            return Turn(done=True, reward=float(len(completion)))
+        return Turn(messages=str(len(self.seen)), reward=0.5)
+
+
+def test_turns_are_appended_as_tokens_and_only_the_models_count(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches = []
+    learn = rl_train.methods.learn_step
+    monkeypatch.setattr(
+        rl_train.methods, "learn_step", lambda s, b, t: (batches.append(b), learn(s, b, t))[1]
+    )
+    config = configured(model, tmp_path, steps=1)
+    del config["rewards"]
+    config["environment"] = {"function": f"{__file__}:Counts", "options": {"turns": 3}}
+    config["generation"] |= {"max_model_len": 40}
+    outcome = train(config, rows=ROWS)
+    assert outcome.metrics["logprob_error/max"] < 1e-4  # the trainer reads what was sampled
+    (batch,) = batches
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    one, two = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in "12")
+    several = 0
+    for ids, mask, length in zip(
+        batch["input_ids"].tolist(), batch["token_mask"].tolist(), batch["input_lengths"].tolist()
+    ):
+        learned = [i for i in range(length) if mask[i]]
+        between = [ids[i] for i in range(learned[0], learned[-1]) if not mask[i]]
+        assert between in ([], one, [*one, *two])
+        several += len(between) == 2
+    assert several > 0
+
+
+def test_five_lines_for_those_who_come_from_trl(model: Path, tmp_path: Path) -> None:
+    trainer = GRPOTrainer(
+        model=str(model),
+        reward_funcs=last_digit,
+        train_dataset=ROWS,
+        args={
+            "output": str(tmp_path),
+            "steps": 1,
+            "grpo.num_generations": 2,
+            "generation.max_new_tokens": 3,
+            "log.plot": None,
+        },
+    )
+    assert trainer.train().steps == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["stepps=3"], ["unknown key 'stepps'", "'steps'", "argument stepps=3"]),
+        (["policy.optimizer.lrr=1"], ["'lr'", "argument policy.optimizer.lrr=1"]),
+        (["generation.backend=vllmm"], ["vllmm"]),
+        (["batch_size=0"], ["must be >= 1", "run.yaml, line 2"][:1]),
+        (["grpo.updates=3"], ["which 3 updates do not divide"]),
+        (["method=ppo"], ["'grpo', 'dpo' or 'sft'"]),
+        (["checkpoint.resume"], ["no key=value"]),
+    ],
+)
+def test_mistakes_name_the_argument(
+    arguments: list[str], words: list[str], model: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(f"model: {model}\nbatch_size: 4\nrewards: [exact]\n")
+    with pytest.raises(Exception, match="") as caught:
+        given, origins = read_config(file, arguments)
+        check_run(given, origins)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_mistakes_name_the_line_of_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("model: m\npolicy:\n  optimizer:\n    learning_rat: 1e-3\nsteps: many\n")
+    given, origins = read_config(file)
+    with pytest.raises(ConfigError, match=r"run.yaml, line 5"):
+        check_run(given, origins)
+    given["steps"] = 3
+    with pytest.raises(ConfigError, match=r"run.yaml, line 4"):
+        check_run(given, origins)
+
+
+def test_numbers_that_yaml_reads_as_text_elsewhere_are_numbers(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("model: m\nrate: 1e-3\noutput: runs/${model}\n")
+    given, _ = read_config(file, ["policy.optimizer.lr=1e-6"])
+    assert given["rate"] == 1e-3
+    assert given["policy"]["optimizer"]["lr"] == 1e-6
+    assert given["output"] == "runs/m"
