@@ -128,7 +128,7 @@ class Additions:
 
 
 def write_files(folder: Path, seed: int = 0) -> None:
-    """Writes what ``examples/train/*.yaml`` train with: a model, ``train.jsonl``, ``test.jsonl``."""
+    """Writes what ``examples/train`` trains with: a model, ``train.jsonl`` and ``test.jsonl``."""
     make_model(folder / "model", seed)
     numbers = range(MAX_OPERAND + 1)
     rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in numbers for b in numbers]

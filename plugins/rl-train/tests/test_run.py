@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 import rl_train
-from rl_core.errors import CheckpointError, ConfigError, WorkerDiedError
+from rl_core.errors import CheckpointError, ConfigError, RLError, WorkerDiedError
 from rl_train import GRPOTrainer, Turn, train
 from rl_train.backends import Backends
 from rl_train.config import check_run, read_config
+from rl_train.methods import loss_of
 from rl_train.run import _Loop
 
 pytestmark = pytest.mark.xdist_group("rl-train")
@@ -84,7 +84,10 @@ def test_a_run_learns_and_its_figures_have_the_names_of_trl(
 
 @pytest.mark.parametrize("method", ["sft", "dpo"])
 def test_dpo_and_sft_lower_their_loss(method: str, model: Path, tmp_path: Path) -> None:
-    rows = [{**row, "completion": row["answer"], "chosen": row["answer"], "rejected": "9+"} for row in ROWS]
+    rows = [
+        {**row, "completion": row["answer"], "chosen": row["answer"], "rejected": "9+"}
+        for row in ROWS
+    ]
     config = configured(model, tmp_path, method=method, steps=8, batch_size=8)
     outcome = train(config, rows=rows, eval_rows=rows[:4])
     assert outcome.evaluations[8]["loss"] < outcome.evaluations[0]["loss"]
@@ -95,6 +98,7 @@ def test_dpo_and_sft_lower_their_loss(method: str, model: Path, tmp_path: Path) 
 _RESUMED = """
 import json, os, signal, sys
 from rl_train import train
+from rl_train.methods import loss_of
 from rl_train.run import _Loop
 config, rows, at = json.loads(sys.argv[1]), json.loads(sys.argv[2]), int(sys.argv[3])
 refit = _Loop._refit
@@ -136,8 +140,8 @@ def test_an_engine_that_dies_is_replaced_and_the_numbers_stay(
     def kill(self: Backends, what: str, step: int) -> None:
         if kills.get(step) == what:
             del kills[step]
-            for process in _children(self.generation):
-                os.kill(process, signal.SIGKILL)
+            for child in psutil.Process().children(recursive=True):  # the engine's, and no other
+                child.kill()
 
     def snapshot(self: _Loop) -> dict[str, Any]:
         kill(self.study.backends, "generate", self.outcome.steps)
@@ -154,12 +158,6 @@ def test_an_engine_that_dies_is_replaced_and_the_numbers_stay(
     train(configured(model, tmp_path, placement=place), rows=ROWS)
     assert len(started) == 3
     assert figures(tmp_path) == unbroken
-
-
-def _children(generation: Any) -> list[int]:
-    import psutil
-
-    return [p.pid for p in psutil.Process().children(recursive=True) if "generation" in " ".join(p.cmdline()) or True]
 
 
 def test_without_restarts_a_dead_engine_ends_the_run(
@@ -221,14 +219,15 @@ def test_only_the_newest_checkpoints_are_kept(model: Path, tmp_path: Path) -> No
     with pytest.raises(ConfigError, match="has checkpoints of a run"):
         train(configured(model, tmp_path), rows=ROWS)
     with pytest.raises(ConfigError, match="configured otherwise: batch_size was 4, is 2"):
-        train(
-            configured(model, tmp_path, batch_size=2, checkpoint={"resume": "auto"}), rows=ROWS
-        )
+        train(configured(model, tmp_path, batch_size=2, checkpoint={"resume": "auto"}), rows=ROWS)
 
 
 def test_prompts_of_equal_rewards_are_drawn_anew(model: Path, tmp_path: Path) -> None:
     def by_prompt(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
-        return [0.0 if p[0] in "012" else len(set(c)) / 9 for p, c in zip(prompts, completions)]
+        return [
+            0.0 if p[0] in "012" else sum(map(ord, c)) % 7
+            for p, c in zip(prompts, completions, strict=True)
+        ]
 
     config = configured(model, tmp_path, steps=2)
     config["grpo"] |= {"equal_rewards": "redraw", "max_redraws": 8}
@@ -272,7 +271,10 @@ def test_turns_are_appended_as_tokens_and_only_the_models_count(
     one, two = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in "12")
     several = 0
     for ids, mask, length in zip(
-        batch["input_ids"].tolist(), batch["token_mask"].tolist(), batch["input_lengths"].tolist()
+        batch["input_ids"].tolist(),
+        batch["token_mask"].tolist(),
+        batch["input_lengths"].tolist(),
+        strict=True,
     ):
         learned = [i for i in range(length) if mask[i]]
         between = [ids[i] for i in range(learned[0], learned[-1]) if not mask[i]]
@@ -303,7 +305,7 @@ def test_five_lines_for_those_who_come_from_trl(model: Path, tmp_path: Path) -> 
         (["stepps=3"], ["unknown key 'stepps'", "'steps'", "argument stepps=3"]),
         (["policy.optimizer.lrr=1"], ["'lr'", "argument policy.optimizer.lrr=1"]),
         (["generation.backend=vllmm"], ["vllmm"]),
-        (["batch_size=0"], ["must be >= 1", "run.yaml, line 2"][:1]),
+        (["batch_size=0"], ["must be >= 1", "argument batch_size=0"]),
         (["grpo.updates=3"], ["which 3 updates do not divide"]),
         (["method=ppo"], ["'grpo', 'dpo' or 'sft'"]),
         (["checkpoint.resume"], ["no key=value"]),
@@ -314,9 +316,8 @@ def test_mistakes_name_the_argument(
 ) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(f"model: {model}\nbatch_size: 4\nrewards: [exact]\n")
-    with pytest.raises(Exception, match="") as caught:
-        given, origins = read_config(file, arguments)
-        check_run(given, origins)
+    with pytest.raises(RLError) as caught:
+        check_run(*read_config(file, arguments))
     for word in words:
         assert word in str(caught.value)
 
@@ -339,3 +340,12 @@ def test_numbers_that_yaml_reads_as_text_elsewhere_are_numbers(tmp_path: Path) -
     assert given["rate"] == 1e-3
     assert given["policy"]["optimizer"]["lr"] == 1e-6
     assert given["output"] == "runs/m"
+
+
+@pytest.mark.parametrize(
+    "file",
+    sorted((Path(__file__).parents[3] / "examples/train").glob("*.yaml")),
+    ids=lambda f: f.stem,
+)
+def test_the_examples_are_configured_rightly(file: Path) -> None:
+    loss_of(check_run(*read_config(file)))

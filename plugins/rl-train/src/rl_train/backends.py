@@ -90,7 +90,8 @@ class Backends:
             self._engine.close()
 
     def _cluster(self, kind: str, stack: ExitStack) -> Cluster | None:
-        place: Mapping[str, Any] = self._config["placement"].get(kind, {})
+        placement: Mapping[str, Any] = self._config["placement"]
+        place: Mapping[str, Any] = placement.get(kind, {})
         where = place.get("where", "here")
         if where == "here":
             return None

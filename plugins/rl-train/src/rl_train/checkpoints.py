@@ -72,7 +72,7 @@ class Checkpoints:
         if resume == "never":
             if there:
                 raise ConfigError(
-                    f"{self._config['output']} has checkpoints of a run, the newest {there[-1].name}",
+                    f"{self._config['output']} has checkpoints of a run, up to {there[-1].name}",
                     fix="go on with it by checkpoint.resume=auto, or choose another output",
                     key="checkpoint.resume",
                 )
@@ -88,7 +88,9 @@ class Checkpoints:
                 fix="give the folder of one, such as runs/grpo/checkpoints/step-000100",
             ) from None
         before, now = written["config"], _comparable(self._config)
-        changed = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
+        changed = sorted(
+            key for key in before.keys() | now.keys() if before.get(key) != now.get(key)
+        )
         if changed:
             raise ConfigError(
                 f"{path} is of a run that was configured otherwise: "

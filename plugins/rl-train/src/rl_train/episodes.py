@@ -183,7 +183,7 @@ def play(
         found.mask, found.logprobs = [0] * found.prompt_length, [0.0] * found.prompt_length
         environment = make()
         while True:
-            batch = BatchedDataDict(
+            batch: BatchedDataDict[Any] = BatchedDataDict(
                 {
                     "input_ids": torch.tensor([found.ids]),
                     "input_lengths": torch.tensor([len(found.ids)]),

@@ -35,6 +35,9 @@ __all__ = ["METHODS", "Generated", "Step", "Study", "evaluate", "loss_of", "lear
 Step: TypeAlias = Callable[["Study", "dict[str, float]"], "tuple[dict[str, float], list[Any]]"]
 
 
+_LOSSES: dict[str, Any] = {"dpo": DPOLossFn, "sft": NLLLossFn}
+
+
 @dataclass
 class Study:
     """All that a step needs.
@@ -114,7 +117,7 @@ def loss_of(config: RunConfig) -> Any:
             options.setdefault("reference_policy_kl_penalty", 0.0)
             options.setdefault("on_policy", config["grpo"]["updates"] == 1)
             return GRPOLossFn.from_config(options)
-        return {"dpo": DPOLossFn, "sft": NLLLossFn}[config["method"]].from_config(options)
+        return _LOSSES[config["method"]].from_config(options)
     except ConfigError as error:
         error.details["key"] = f"loss.{error.details.get('key', '')}"
         raise
@@ -162,7 +165,9 @@ def generate(
             texts = ["\n".join(one.text) for one in episodes]
         else:
             prompts = pad(ids, study.pad_id).get_dict()
-            given = BatchedDataDict({k: prompts[k] for k in ("input_ids", "input_lengths")})
+            given: BatchedDataDict[Any] = BatchedDataDict(
+                {k: prompts[k] for k in ("input_ids", "input_lengths")}
+            )
             given = given.repeat_interleave(samples)
             given["seed"] = seeds
             output = generation.generate(given, greedy)
@@ -267,9 +272,7 @@ def grpo_step(study: Study, seconds: dict[str, float]) -> tuple[dict[str, float]
         batch = batch.select_indices(torch.randperm(batch.size, generator=study.generator))
     trained, figures = learn_step(study, batch, seconds)
     metrics |= figures
-    for ours, theirs in (("kl", "kl"), ("approx_entropy", "entropy"), ("clip_fraction", "clip_ratio/region_mean")):
-        if ours in trained:
-            metrics[theirs] = trained[ours]
+    metrics |= {theirs: trained[ours] for ours, theirs in _OF_TRL.items() if ours in trained}
     # The ratio of the engine's and the trainer's probability before the steps, over all of them.
     if worst := trained["all_mb_metrics"].get("token_mult_prob_error_max"):
         metrics["logprob_error/max"] = math.log(max(worst))
@@ -301,7 +304,7 @@ def _joined(parts: Sequence[Generated]) -> Generated:
         late,
         sum(part.grades.seconds for part in some),
     )
-    batch = BatchedDataDict.from_batches([part.batch for part in some])
+    batch: BatchedDataDict[Any] = BatchedDataDict.from_batches([part.batch for part in some])
     shown = [row for part in some for row in part.shown]
     return Generated(batch, grades, shown, [n for part in some for n in part.lengths])
 
@@ -361,6 +364,8 @@ def pairs(study: Study, rows: Sequence[Mapping[str, Any]]) -> BatchedDataDict[An
     return pad([one for row in rows for one in study.encoder.pair(row)], study.pad_id)
 
 
+#: Metrics of the loss, and what TRL calls them.
+_OF_TRL = {"kl": "kl", "approx_entropy": "entropy", "clip_fraction": "clip_ratio/region_mean"}
 METHODS: dict[str, Step] = {"grpo": grpo_step, "dpo": dpo_step, "sft": sft_step}
 
 
@@ -386,8 +391,8 @@ def evaluate(study: Study, rows: Sequence[Mapping[str, Any]]) -> dict[str, float
             metrics[f"pass@{k}"] = float(
                 torch.tensor([_pass_at(samples, int(n), k) for n in right]).mean()
             )
-        metrics["mean_length"] = sum(made.lengths) / len(made.lengths)
-        metrics["clipped_ratio"] = float(made.batch["truncated"].float().mean())
+        metrics["completions/mean_length"] = sum(made.lengths) / len(made.lengths)
+        metrics["completions/clipped_ratio"] = float(made.batch["truncated"].float().mean())
         return metrics
     finally:
         study.generator.set_state(drawn)

@@ -7,6 +7,7 @@ import signal
 import time
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rl_core.errors import (
-    CheckpointError,
     ConfigError,
     DeadlineError,
     RefitError,
@@ -114,7 +114,8 @@ def train(
             schedule.setdefault("total_steps", max(1, steps * checked["grpo"]["updates"]))
         graders = None
         if method == "grpo" and (rewards or checked.get("rewards")):
-            options: Any = dict(checked.get("rewards") or {})
+            given: Any = checked.get("rewards") or {}
+            options = dict(given)
             functions = rewards or options["functions"]
             graders = stack.enter_context(
                 Rewards(
@@ -132,6 +133,7 @@ def train(
                 total_steps=steps,
                 phase=method.upper(),
                 settings=checked,
+                resume=found is not None,
                 tolerance=TOLERANCE.get(dtype, TOLERANCE["other"]) if method == "grpo" else None,
             )
         )
@@ -144,9 +146,7 @@ def train(
         backends = Backends(checked, resume_from=found.policy if found else None)
         stack.callback(backends.close)
         generator = torch.Generator().manual_seed(checked["seed"])
-        study = Study(
-            checked, backends, data, encoder, order, tokenizer, generator, loss, graders
-        )
+        study = Study(checked, backends, data, encoder, order, tokenizer, generator, loss, graders)
         loop = _Loop(study, log, checkpoints, tested, steps)
         if found is not None:
             loop.resume(found)
@@ -192,7 +192,7 @@ class _Loop:
                 seconds: dict[str, float] = {}
                 start = time.perf_counter()
                 before = self._state()
-                metrics, shown = self._with_engine(lambda: step_of(self.study, seconds), before)
+                metrics, shown = self._with_engine(partial(step_of, self.study, seconds), before)
                 outcome.steps += 1
                 if self.config["method"] == "grpo":
                     self._with_engine(self._refit)
