@@ -386,10 +386,17 @@ def reports(plugin: str) -> list[str]:
 
 @nox.session(venv_backend="none")
 def quickstart(session: nox.Session) -> None:
-    """A GRPO run that learns to add, with generation in a process of its own."""
-    engines = [engine for engine in ENGINES if engine in session.posargs]  # --generation vllm
+    """``rl train``: a tiny model learns to add, by example and then by reward.
+
+    Arguments are those of ``examples/train/grpo.yaml``, such as ``generation.backend=vllm``.
+    """
+    engines = [name for name in ENGINES if f"generation.backend={name}" in session.posargs]
     environment(session, *engines[:1])
-    run(session, "GRPO", "python", "-m", "examples.grpo", *session.posargs)
+    made = OUT / "quickstart"
+    shutil.rmtree(made, ignore_errors=True)
+    run(session, "model and data", "python", "-m", "examples.additions", str(made))
+    run(session, "SFT", "rl", "train", "examples/train/sft.yaml")
+    run(session, "GRPO", "rl", "train", "examples/train/grpo.yaml", *session.posargs)
 
 
 @nox.session
