@@ -1,0 +1,335 @@
+"""Rows of data: where they come from, and in which order they are taken."""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import importlib
+import importlib.util
+import json
+import os
+import random
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from rl_core.config import check_config, nearest
+from rl_core.errors import ConfigError, DataError
+from rl_train.encoding import FOUND, DataConfig, Encoder, pad, problem_of
+
+__all__ = ["DataConfig", "Encoder", "Order", "Rows", "import_function", "load_rows", "pad"]
+
+_FORMATS = {".json": "", ".jsonl": "", ".ndjson": "", ".parquet": "parquet", ".csv": "csv"}
+_FUNCTION = re.compile(r"[^:]+\.py:\w+|[\w.]+:\w+")
+
+
+class Rows(Sequence[dict[str, Any]]):
+    """Rows by number, without those that were left out.
+
+    Attributes:
+        columns: Names of all columns, in the order in which they appear.
+        dropped: How many rows were left out because their prompts are too long.
+    """
+
+    def __init__(self, rows: Sequence[Any], places: Sequence[str], answer: str | None) -> None:
+        self._rows, self._places, self._answer = rows, places, answer
+        self._kept: Sequence[int] = range(len(rows))
+        named = getattr(rows, "column_names", None)
+        self.columns = list(named or dict.fromkeys(key for row in rows for key in row))
+        self.dropped = 0
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(len(self))[index]]
+        row = dict(self._rows[self._kept[index]])
+        return {**row, "answer": row.get(self._answer)} if self._answer else row
+
+    def place(self, index: int) -> str:
+        """Where a row comes from, for messages: its file and line where they are known."""
+        number = self._kept[index]
+        return self._places[number] if self._places else f"row {number}"
+
+    def keep(self, indices: Sequence[int]) -> None:
+        """Leaves out all rows but these."""
+        self.dropped += len(self) - len(indices)
+        self._kept = [self._kept[index] for index in indices]
+
+
+def import_function(path: str, *, key: str) -> Callable[..., Any]:
+    """The function that ``module:name`` or ``file.py:name`` is; modules may lie in the directory.
+
+    Raises:
+        ConfigError: There is no such module or function, or the module fails; names ``key``.
+    """
+    source, _, name = path.rpartition(":")
+    here = os.getcwd()
+    if here not in sys.path:  # the command rl has its own directory there
+        sys.path.insert(0, here)
+    try:
+        if source.endswith(".py"):
+            file = Path(source).resolve(strict=True)
+            source = f"_file_{file.stem}_{abs(hash(str(file)))}"
+            if source not in sys.modules:
+                spec = importlib.util.spec_from_file_location(source, file)
+                assert spec is not None
+                assert spec.loader is not None
+                sys.modules[source] = importlib.util.module_from_spec(spec)
+                try:
+                    spec.loader.exec_module(sys.modules[source])
+                except BaseException:
+                    del sys.modules[source]
+                    raise
+        module = sys.modules.get(source) or importlib.import_module(source)
+    except Exception as error:
+        raise ConfigError(
+            f"{key}: {path!r} cannot be imported: {type(error).__name__}: {error}",
+            fix="write module:function, with a module that Python finds, or file.py:function",
+            key=key,
+        ) from error
+    found = getattr(module, name, None)
+    if not callable(found):
+        match = nearest(name, [n for n, v in vars(module).items() if callable(v)])
+        raise ConfigError(
+            f"{key}: {path!r}: there is no function {name!r}",
+            fix=f"write {match!r}" if match else "name a function of that module",
+            key=key,
+        )
+    function: Callable[..., Any] = found
+    return function
+
+
+def load_rows(config: Mapping[str, Any], tokenizer: Any = None) -> Rows:
+    """All rows, checked one by one.
+
+    JSON is read here, so that rows stay as they are written; ``datasets`` reads the rest. What it
+    derives from local files is not kept: a changed file is read anew.
+
+    Args:
+        config: See :class:`DataConfig`.
+        tokenizer: Counts the tokens of prompts; needed for ``max_prompt_tokens`` to apply here.
+
+    Raises:
+        ConfigError: The path, a name or a column is wrong; says which there are.
+        DataError: A file or a row is broken; says where.
+    """
+    checked = check_config(DataConfig, config, what="data")
+    if not checked.get("path"):
+        raise ConfigError("data: 'path' is missing", fix="set data.path", key="path")
+    source, places = _read(checked)
+    rows = Rows(source, places, checked.get("answer"))
+    if not rows:
+        raise DataError(f"data: {checked['path']} has no rows", fix="give a file with rows")
+    columns = {key: checked.get(key) for key in FOUND}
+    tools = checked.get("tools")
+    if isinstance(tools, str) and not tools.endswith(".json"):
+        columns["tools"] = tools
+    there = f"the columns are {', '.join(rows.columns)}"
+    for key, column in columns.items():
+        if column is not None and column not in rows.columns:
+            match = nearest(column, rows.columns)
+            raise ConfigError(
+                f"data.{key}: {checked['path']} has no column {column!r}; {there}",
+                fix=f"write {match!r}" if match else f"set data.{key} to one of these",
+                key=key,
+            )
+        columns[key] = column or next((c for c in FOUND[key] if c in rows.columns), None)
+    if not (columns["prompt"] or columns["chosen"] or checked.get("completion")):
+        raise ConfigError(
+            f"data: {checked['path']} has no column of prompts; {there}",
+            fix="set data.prompt to one of these",
+            key="prompt",
+        )
+    texts = {columns["prompt"], columns["chosen"], columns["rejected"], checked.get("completion")}
+    for index, row in enumerate(rows):
+        for column in filter(None, texts):
+            if problem := problem_of(row.get(column)):
+                text = f"data: {rows.place(index)}: {column!r} {problem}"
+                raise DataError(text, fix="correct or remove the row", key=column, row=index)
+    most, long = checked.get("max_prompt_tokens"), checked.get("long_prompts", "drop")
+    if tokenizer is not None and most is not None and columns["prompt"] and long != "cut":
+        encoder = Encoder(tokenizer, {**checked, "max_prompt_tokens": None})
+        lengths = [len(encoder.prompt(row)) for row in rows]
+        kept = [index for index, length in enumerate(lengths) if length <= most]
+        if not kept or (long == "error" and len(kept) < len(rows)):
+            index = next(i for i, length in enumerate(lengths) if length > most)
+            raise DataError(
+                f"data: {rows.place(index)}: the prompt has {lengths[index]} tokens, {most} at "
+                f"most; {len(rows) - len(kept)} of {len(rows)} rows have such prompts",
+                fix="raise data.max_prompt_tokens, or set data.long_prompts to drop or cut",
+                row=index,
+            )
+        rows.keep(kept)
+    return rows
+
+
+def _read(config: Mapping[str, Any]) -> tuple[Sequence[Any], list[str]]:
+    """Rows, and for each its place; places are empty where rows have only numbers."""
+    path, limit = config["path"], config.get("limit")
+    if isinstance(path, str) and _FUNCTION.fullmatch(path):
+        made = import_function(path, key="data.path")(**config.get("options", {}))
+        if isinstance(made, str | Mapping) or not isinstance(made, Iterable):
+            text = f"data: {path} returned {type(made).__name__}, not rows"
+            raise ConfigError(text, fix="return a list of dicts", key="path")
+        rows = list(islice(made, limit))
+        for number, row in enumerate(rows):
+            if not isinstance(row, dict):
+                text = f"data: {path}: row {number} is {row!r:.80}, not a dict"
+                raise DataError(text, fix="return a list of dicts", row=number)
+        return rows, [f"{path}, row {number}" for number in range(len(rows))]
+    patterns = [path] if isinstance(path, str) else path
+    files = [name for each in patterns for name in sorted(glob.glob(each)) or [each]]
+    is_file = [Path(name).suffix in _FORMATS or os.path.isfile(name) for name in files]
+    if not all(is_file) and len(files) == 1:
+        return _load(files[0], config), []
+    missing = [name for name in files if not os.path.isfile(name)]
+    formats = {_FORMATS.get(Path(name).suffix, name) for name in files}
+    if missing:
+        beside = Path(missing[0]).parent
+        there = sorted(str(p) for p in beside.glob("*")) if beside.is_dir() else []
+        match = nearest(missing[0], there)
+        raise ConfigError(
+            f"data: there is no file {missing[0]!r} in {os.getcwd()}",
+            fix=f"write {match!r}" if match else "correct data.path",
+            key="path",
+        )
+    if len(formats) != 1 or not formats <= set(_FORMATS.values()):
+        raise ConfigError(
+            f"data: {', '.join(files)} are not of one known format",
+            fix=f"give files of one kind: {', '.join(_FORMATS)}",
+            key="path",
+        )
+    if kind := formats.pop():
+        return _load(kind, {**config, "data_files": files}), []
+    read = list(islice((found for name in files for found in _read_json(name)), limit))
+    return [row for row, _ in read], [place for _, place in read]
+
+
+def _read_json(name: str) -> Iterator[tuple[dict[str, Any], str]]:
+    """Objects with their places: one in each line, or those of one list."""
+    with open(name, encoding="utf-8-sig") as file:
+        whole = file.read(1) == "["
+        file.seek(0)
+        line = 0
+        try:
+            found: Iterable[tuple[int, Any]]
+            if whole:
+                found = enumerate(json.load(file))
+            else:
+                found = ((n, text) for n, text in enumerate(file, 1) if text.strip())
+            for line, value in found:
+                row = value if whole else json.loads(value)
+                place = f"{name}, {'entry' if whole else 'line'} {line}"
+                if not isinstance(row, dict):
+                    text = f"data: {place}: {row!r:.80} is not an object"
+                    raise DataError(text, fix="write objects with a key for each column", row=line)
+                yield row, place
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            at = error.lineno if whole and isinstance(error, json.JSONDecodeError) else line
+            raise DataError(
+                f"data: {name}, line {at}: broken JSON: {error}",
+                fix="correct that line; of JSONL, each line is one object",
+                line=at,
+            ) from error
+
+
+def _load(path: str, config: Mapping[str, Any]) -> Any:
+    """What ``datasets.load_dataset`` reads: a format with files, a directory, or the hub."""
+    import datasets
+    from datasets.utils.logging import get_verbosity, set_verbosity
+
+    files, split = config.get("data_files"), config.get("split", "train")
+    how: dict[str, Any] = {"split": "train", "data_files": files} if files else {"split": split}
+    shown, bars = get_verbosity(), not datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
+    set_verbosity(datasets.logging.CRITICAL)
+    try:
+        with contextlib.ExitStack() as stack:
+            if files or os.path.isdir(path):
+                # The library's own cache would keep a copy of each version of a file.
+                how["cache_dir"] = stack.enter_context(tempfile.TemporaryDirectory())
+                how["keep_in_memory"] = True
+            rows = datasets.load_dataset(path, config.get("name"), **how)
+    except Exception as error:
+        where = ", ".join(files) if files else repr(path)
+        reason = f"{type(error).__name__}: {error.__cause__ or error}"
+        if files:
+            raise DataError(f"data: {where}: {reason}", fix="correct the file") from error
+        raise ConfigError(
+            f"data: {where} (split {split!r}) is neither a file, nor can it be loaded from the "
+            f"Hugging Face hub: {reason}",
+            fix="correct the name, or the network; or download the files elsewhere (hf download "
+            "--repo-type dataset NAME) and set data.path to them",
+            key="path",
+        ) from error
+    finally:
+        set_verbosity(shown)
+        if bars:
+            datasets.enable_progress_bars()
+    limit = config.get("limit")
+    return rows if limit is None else rows.select(range(min(limit, len(rows))))
+
+
+class Order:
+    """Numbers of rows, epoch after epoch; within an epoch none twice.
+
+    Args:
+        size: How many rows there are.
+        seed: Of the orders; each epoch has another.
+        shuffle: False goes through the rows as they are.
+    """
+
+    def __init__(self, size: int, seed: int, shuffle: bool = True) -> None:
+        if size < 1:
+            raise ConfigError("there are no rows to order", fix="give some data", key="size")
+        self._size, self._seed, self._shuffle = size, seed, shuffle
+        self._taken = 0
+
+    @property
+    def epoch(self) -> float:
+        """How often the rows were gone through: 1.5 is the middle of the second epoch."""
+        return self._taken / self._size
+
+    def take(self, n: int) -> list[int]:
+        """The next numbers; more than an epoch has are of several."""
+        taken: list[int] = []
+        while len(taken) < n:
+            epoch, begin = divmod(self._taken, self._size)
+            order = list(range(self._size))
+            if self._shuffle:
+                random.Random(f"{self._seed} {epoch}").shuffle(order)
+            part = order[begin : begin + n - len(taken)]
+            taken += part
+            self._taken += len(part)
+        return taken
+
+    def state(self) -> dict[str, int]:
+        """What :meth:`load` goes on from."""
+        return {
+            "size": self._size,
+            "seed": self._seed,
+            "shuffle": int(self._shuffle),
+            "taken": self._taken,
+        }
+
+    def load(self, state: Mapping[str, int]) -> None:
+        """Goes on where another order was, with its seed.
+
+        Raises:
+            ConfigError: It had another number of rows.
+        """
+        if state["size"] != self._size:
+            raise ConfigError(
+                f"the checkpoint was made with {state['size']} rows of data, now there are "
+                f"{self._size}",
+                fix="go on with the same data, or begin a new run",
+                key="size",
+            )
+        self._seed, self._shuffle = state["seed"], bool(state["shuffle"])
+        self._taken = state["taken"]
