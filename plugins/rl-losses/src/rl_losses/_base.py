@@ -137,7 +137,7 @@ class ConfiguredLoss(LossFunction):
                 )
 
     def _take_logits(self) -> None:
-        """Asks the policy for full logits instead of log-probs."""
+        """Makes policies hand full logits to this loss instead of log-probs."""
         object.__setattr__(self, "input_type", LossInputType.LOGIT)
 
     @classmethod

@@ -267,7 +267,7 @@ def groups_without_spread(
 ) -> torch.Tensor:
     """Marks rows of groups whose rewards are all equal: they teach a policy nothing.
 
-    Dynamic sampling (Yu et al. 2025, "DAPO", section 3.2) leaves them out and asks for other
+    Dynamic sampling (Yu et al. 2025, "DAPO", section 3.2) leaves them out and samples other
     prompts: ``rows = (~groups_without_spread(rewards, group_size=n)).nonzero()[:, 0]``.
 
     Args:

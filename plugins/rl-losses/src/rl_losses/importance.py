@@ -25,7 +25,7 @@ def importance_weights(
     outside: Literal["truncate", "mask", "mask_rows"],
     level: Literal["token", "sequence"],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The ratio of trainer to engine, within bounds. ``GRPOLossFn`` says what the options are.
+    """The ratio of trainer to engine, within bounds. ``GRPOLossFn`` explains the options.
 
     Args:
         shares: The masks.
