@@ -13,7 +13,7 @@ from typing import Any
 __all__ = ["clauses", "diagram", "on_page_markdown"]
 
 _CLAUSE = re.compile(r"(?m)^- ([A-Z]\d+) ")
-_WHY = re.compile(r"(?m)^  \*(Why|Example):\* ")
+_WHY = re.compile(r" *\*(Why|Example):\* ")
 _MERMAID = re.compile(r"(?ms)^```mermaid\nsequenceDiagram\n(.*?)^```$")
 _STEP = re.compile(r"^(\w+)\s*(--?>>)\s*(\w+)\s*:\s*(.*)$")
 _NOTE = re.compile(r"^Note over ([\w, ]+):\s*(.*)$")
@@ -32,7 +32,7 @@ def clauses(markdown: str) -> str:
     """Adds an anchor before each clause, and sets its reason apart from what it demands."""
     anchor = r'- <a id="{0}" href="#{0}" class="clause">{1}</a> '
     text = _CLAUSE.sub(lambda found: anchor.format(found[1].lower(), found[1]), markdown)
-    return _WHY.sub(r'  <br><span class="why">\1.</span> ', text)
+    return _WHY.sub(r'<br><span class="why">\1.</span> ', text)
 
 
 def diagram(source: str) -> str:
