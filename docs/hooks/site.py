@@ -8,16 +8,36 @@ from __future__ import annotations
 
 import re
 from html import escape
+from pathlib import Path
 from typing import Any
 
-__all__ = ["clauses", "diagram", "on_page_markdown"]
+from mkdocs.structure.files import File, Files
+
+__all__ = ["clauses", "diagram", "on_files", "on_page_markdown"]
+
+ROOT = Path(__file__).parents[2]
 
 _CLAUSE = re.compile(r"(?m)^- ([A-Z]\d+) ")
 _WHY = re.compile(r" *\*(Why|Example):\* ")
 _MERMAID = re.compile(r"(?ms)^```mermaid\nsequenceDiagram\n(.*?)^```$")
 _STEP = re.compile(r"^(\w+)\s*(--?>>)\s*(\w+)\s*:\s*(.*)$")
 _NOTE = re.compile(r"^Note over ([\w, ]+):\s*(.*)$")
+#: Links between READMEs, from one to the pages, and to what is not on the site.
+_README = re.compile(r"\]\((?:\.\./)+(?:plugins/)?(rl-\w+)(?:/README\.md)?(#[^)]*)?\)")
+_PAGE = re.compile(r"\]\(\.\./\.\./docs/([^)]*)\)")
+_ELSEWHERE = re.compile(r"\[([^\]]*)\]\(\.\./[^)]*\)")
 _COLUMN, _ROW, _MARGIN = 230, 34, 24
+
+
+def on_files(files: Files, *, config: Any) -> Files:
+    """Puts the README of each plugin on the site, as ``packages/NAME.md``."""
+    for readme in sorted(ROOT.glob("plugins/*/README.md")):
+        text = _README.sub(r"](\1.md\2)", readme.read_text(encoding="utf-8"))
+        kept = _PAGE.sub(r"](<PAGES>/\1)", text)
+        text = _ELSEWHERE.sub(r"\1", kept).replace("](<PAGES>/", "](../")
+        name = f"packages/{readme.parent.name}.md"
+        files.append(File.generated(config, name, content=text))
+    return files
 
 
 def on_page_markdown(markdown: str, *, page: Any, **kwargs: Any) -> str:
@@ -25,6 +45,9 @@ def on_page_markdown(markdown: str, *, page: Any, **kwargs: Any) -> str:
     del kwargs
     if page.file.src_uri == "contract.md":
         markdown = clauses(markdown)
+    if not page.file.src_uri.startswith("packages/"):
+        up = "../" * page.file.src_uri.count("/")
+        markdown = _README.sub(rf"]({up}packages/\1.md\2)", markdown)
     return _MERMAID.sub(lambda found: diagram(found[1]), markdown)
 
 
