@@ -48,6 +48,7 @@ SINGLE = {
     "rl_ray": 4.6,
     "rl_sglang": 8.5,
     "rl_backends": 7.1,
+    "rl_train": 8.3,
     "rl_trl": 10.0,
     "rl_vllm": 5.8,
     "rl_conformance": 6.0,

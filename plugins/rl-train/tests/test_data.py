@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rl_core.errors import ConfigError, DataError
 from rl_train.data import Encoder, Order, load_rows, pad
+from rl_train.episodes import TurnEncoder
 
 CHATML = (
     "{% if tools %}<|im_start|>system\nTools: {{ tools | tojson }}<|im_end|>\n{% endif %}"
@@ -303,3 +304,19 @@ def test_rows_are_padded_on_the_right() -> None:
     assert batch["token_mask"].tolist() == [[0, 1, 1], [0, 0, 0]]
     assert batch["sample_mask"].tolist() == [1, 1]
     assert set(pad([[1], [2, 3]], 0)) == {"input_ids", "input_lengths"}
+
+
+@pytest.mark.parametrize("template", [CHATML, REWRITES])
+def test_turns_of_an_environment_are_what_the_template_puts_between(
+    tokenizer: Any, template: str
+) -> None:
+    """A turn that ended with its end token goes on after it; one that was cut has none."""
+    chat = tokenizer(template)
+    encode = TurnEncoder(chat, chat=True, template={})
+    end = chat.eos_token_id
+    between = encode([{"role": "tool", "content": "42"}], end)
+    assert chat.decode(between) == "\n<|im_start|>tool\n42<|im_end|>\n<|im_start|>assistant\n"
+    assert encode([{"role": "tool", "content": "42"}], end + 1) == [end, *between]
+    assert chat.decode(encode("=42", end)) == "=42"
+    with pytest.raises(ConfigError, match="no chat template"):
+        TurnEncoder(chat, chat=False, template={})([{"role": "tool", "content": "42"}], end)

@@ -107,6 +107,7 @@ class Encoder:
 
     Attributes:
         chat: Whether prompts are rendered by a chat template.
+        template: The chat template; None if there is none.
 
     Raises:
         ConfigError: There is no template, or a file of the configuration cannot be read.
@@ -125,10 +126,10 @@ class Encoder:
             key = "tools" if template and "{" in template else "chat_template"
             text = f"data: a file of 'chat_template' or 'tools' cannot be read: {error}"
             raise ConfigError(text, fix="correct its path", key=key) from error
-        self._template = template or getattr(tokenizer, "chat_template", None)
+        self.template = template or getattr(tokenizer, "chat_template", None)
         chat = config.get("chat")
-        self.chat = bool(self._template) if chat is None else chat
-        if self.chat and not self._template:
+        self.chat = bool(self.template) if chat is None else chat
+        if self.chat and not self.template:
             raise ConfigError(
                 "data.chat is true, but the tokenizer has no chat template",
                 fix="set data.chat_template, or data.chat: false",
@@ -146,6 +147,11 @@ class Encoder:
             value = value[:-1]
         ids = self._prompt_ids(value, row)
         return self._fit(ids, len(ids))[0]
+
+    def shown(self, row: Mapping[str, Any]) -> Any:
+        """The prompt as reward functions and logs get it: a text, or a conversation."""
+        value = self._value(row, "prompt")
+        return self._conversation(value) if self.chat else value
 
     def answered(self, row: Mapping[str, Any]) -> Answered:
         """Tokens of prompt and answer, and 1 on what is learned: answers with their end tokens.
@@ -249,7 +255,7 @@ class Encoder:
             tools = json.loads(tools) if isinstance(tools, str) else _without_none(tools)
             options = {"tokenize": False, **self._config.get("chat_template_kwargs", {}), **how}
             return self.tokenizer.apply_chat_template(
-                messages, tools=tools or None, chat_template=self._template, **options
+                messages, tools=tools or None, chat_template=self.template, **options
             )
         except Exception as error:
             raise DataError(
@@ -285,7 +291,7 @@ class Encoder:
     ) -> Answered:
         """A rendered conversation, of which the assistant's turns from ``first`` on are learned."""
         turns = [i for i, m in enumerate(messages) if i >= first and m["role"] == "assistant"]
-        if re.search(r"{%-?\s*generation", str(self._template)):
+        if re.search(r"{%-?\s*generation", str(self.template)):
             how = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
             out = self._render(messages, row, **how)
             begin = len(self._ids(self._render(messages[:first], row))) if first else 0

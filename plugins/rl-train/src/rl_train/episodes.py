@@ -88,8 +88,8 @@ class TurnEncoder:
     """Turns an environment's answer into the tokens between two turns of the model.
 
     With a chat template, these are what the template puts between a turn that the model ended and
-    the next one that it begins: it is rendered around a fixed conversation, with and without the
-    answer, and the difference is encoded.
+    the next one that it begins: a short conversation with the answer is rendered, and what follows
+    the model's turn in it is encoded.
 
     Args:
         tokenizer: The model's.
@@ -97,11 +97,11 @@ class TurnEncoder:
         template: Keywords of ``apply_chat_template``.
 
     Raises:
-        ConfigError: The template changes earlier turns when another is appended, so that there is
-            no such difference.
+        ConfigError: The environment answers with messages, and there is no template; or the
+            template does not show the model's turn.
     """
 
-    _BEFORE = ({"role": "user", "content": "x"}, {"role": "assistant", "content": "y"})
+    _TURN = "what the model wrote"
 
     def __init__(self, tokenizer: Any, *, chat: bool, template: Mapping[str, Any]) -> None:
         self._tokenizer, self._chat, self._template = tokenizer, chat, dict(template)
@@ -113,38 +113,31 @@ class TurnEncoder:
             messages: As :attr:`Turn.messages`.
             last: The token with which the model's turn ended.
         """
-        if not self._chat or isinstance(messages, str):
-            if not isinstance(messages, str):
+        text = messages
+        if not isinstance(text, str):
+            before = [
+                {"role": "user", "content": "question"},
+                {"role": "assistant", "content": self._TURN},
+            ]
+            rendered = ""
+            if self._chat:
+                rendered = self._tokenizer.apply_chat_template(
+                    [*before, *messages],
+                    tokenize=False,
+                    add_generation_prompt=True,
+                    **self._template,
+                )
+            _, found, text = rendered.rpartition(self._TURN)
+            if not found:
                 raise ConfigError(
-                    "the environment answers with messages, and the tokenizer has no chat template",
+                    "the environment answers with messages, and there is no chat template that "
+                    "puts them behind the model's turn",
                     fix="answer with a text, or set data.chat_template",
                     key="environment.function",
                 )
-            return self._encode(messages)
-        before = self._render(self._BEFORE, generate=False)
-        after = self._render([*self._BEFORE, *messages], generate=True)
-        if not after.startswith(before):
-            raise ConfigError(
-                "the chat template changes earlier turns when a turn is appended, so that what the "
-                "model generated cannot be kept token by token",
-                fix="use a template that only appends (data.chat_template)",
-                key="data.chat_template",
-            )
-        # The template ends a turn with its end token, and often with a line break after it; the
-        # model has generated the former already.
-        ended = before[before.rindex("y") + 1 :]
-        tokens = self._encode(ended + after[len(before) :])
+        tokens: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        # The model has generated the end of its turn already.
         return tokens[1:] if tokens and tokens[0] == last else tokens
-
-    def _render(self, messages: Sequence[Mapping[str, Any]], *, generate: bool) -> str:
-        text: str = self._tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=generate, **self._template
-        )
-        return text
-
-    def _encode(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
-        return ids
 
 
 def play(

@@ -14,7 +14,7 @@ import torch
 
 from rl_core import BatchedDataDict, training_batch
 from rl_core.errors import ConfigError
-from rl_losses import DPOLossFn, GRPOLossFn, NLLLossFn, grpo_advantages
+from rl_losses import DPOLossFn, GRPOLossFn, NLLLossFn, groups_without_spread, grpo_advantages
 from rl_train.data import import_function
 from rl_train.encoding import pad
 from rl_train.episodes import TurnEncoder, play, training_rows
@@ -153,7 +153,10 @@ def generate(
                 encode=TurnEncoder(
                     study.tokenizer,
                     chat=study.encoder.chat,
-                    template=study.config["data"].get("chat_template_kwargs", {}),
+                    template={
+                        "chat_template": study.encoder.template,
+                        **study.config["data"].get("chat_template_kwargs", {}),
+                    },
                 ),
                 decode=study.decode,
                 room=study.config["generation"].get("max_model_len") or 2**31,
@@ -210,12 +213,6 @@ def _grade(
     return Grades(grades.total + extra, grades.each, grades.timed_out, grades.seconds)
 
 
-def _has_spread(total: torch.Tensor, size: int) -> torch.Tensor:
-    """``[groups]`` bool: whether the rewards of a prompt differ."""
-    groups = total.view(-1, size)
-    return groups.max(1).values - groups.min(1).values > 1e-8
-
-
 def grpo_step(study: Study, seconds: dict[str, float]) -> tuple[dict[str, float], list[Any]]:
     """Generates, grades, scores what the loss needs, and trains."""
     config, policy = study.config, study.backends.policy
@@ -231,7 +228,8 @@ def grpo_step(study: Study, seconds: dict[str, float]) -> tuple[dict[str, float]
         if grpo.get("equal_rewards", "keep") == "keep":
             parts.append(part)
             break
-        spread = _has_spread(part.grades.total, size)
+        flat = groups_without_spread(part.grades.total, group_size=size)
+        spread = ~flat.view(-1, size)[:, 0]
         parts.append(_groups(part, spread, size))
         equal.append(_groups(part, ~spread, size))
         missing = int((~spread).sum())
