@@ -94,6 +94,11 @@ def test_rewards_are_added_up_row_by_row(several: Rewards) -> None:
     assert len(several.grade([], [], [], {"solution": []}).total) == 0
 
 
+def test_a_process_that_calls_functions_starts_without_torch() -> None:
+    script = "import sys, rl_train.rewards; print('torch' in sys.modules)"
+    assert subprocess.check_output([sys.executable, "-c", script], text=True) == "False\n"
+
+
 def test_a_column_that_is_missing_is_named(several: Rewards) -> None:
     with pytest.raises(ConfigError, match=r"'right' needs 'solution'.*\n.*perhaps 'solutions'"):
         several.grade(["p"], ["a"], [[1]], {"solutions": ["a"]})
