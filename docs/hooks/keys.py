@@ -34,6 +34,7 @@ from rl_losses import DPOLossFn, GRPOLossFn, NLLLossFn, TopkKLLossFn
 from rl_megatron.config import MegatronPolicyConfig
 from rl_sglang.config import SglangConfig, SglangEngineConfig
 from rl_sglang.server.config import SglangServerConfig
+from rl_train import config as train
 from rl_vllm.config import VllmConfig, VllmEngineConfig
 
 PAGE = Path(__file__).parents[1] / "reference" / "configuration.md"
@@ -41,9 +42,10 @@ HEAD = """# Configuration keys
 
 <!-- Written by docs/hooks/keys.py. Change the docstrings of the TypedDicts, then run it. -->
 
-`create_policy` and `create_generation` take a mapping with these keys. A key that is not listed, or a value of the wrong
-type or out of range, raises `ConfigError` before a model is loaded. A key without a default may be left out unless it
-says **required**. `section.key` stands for a mapping inside the mapping.
+The first sections are the keys of a file for `rl train`. Its sections `policy` and `generation`, and `create_policy` and
+`create_generation` in Python, take the keys of the other sections. A key that is not listed, or a value of the wrong type or
+out of range, raises `ConfigError` before a model is loaded. Only keys marked **required** must be there. `section.key` stands
+for a mapping inside the mapping.
 
 ```python
 from rl_core import create_policy
@@ -65,6 +67,17 @@ _DEFAULT = re.compile(r"(?:^|(?<=\. )|(?<=\) ))Default:? ((?:[^.]|\.(?=\w))+)\."
 MODEL = (hf.HuggingFaceModelConfig,)
 #: Title, backends, prefix of the keys, and the TypedDicts or dataclasses that declare them.
 SECTIONS: list[tuple[str, str, str, tuple[type, ...]]] = [
+    ("rl train", "all", "", (train.RunConfig,)),
+    ("rl train: data", "all", "data.", (train.DataConfig,)),
+    ("rl train: rewards", "all", "rewards.", (train.RewardsConfig,)),
+    ("rl train: one reward", "all", "rewards.functions[].", (train.RewardConfig,)),
+    ("rl train: GRPO", "all", "grpo.", (train.GrpoConfig,)),
+    ("rl train: several turns", "all", "environment.", (train.EnvironmentConfig,)),
+    ("rl train: where backends run", "all", "placement.", (train.PlacementConfig,)),
+    ("rl train: one place", "all", "placement.policy.", (train.PlaceConfig,)),
+    ("rl train: evaluation", "all", "evaluation.", (train.EvaluationConfig,)),
+    ("rl train: checkpoints", "all", "checkpoint.", (train.CheckpointConfig,)),
+    ("rl train: log", "all", "log.", (train.LogConfig,)),
     ("Policy", "hf, megatron", "", (specs.PolicyConfig,)),
     ("Optimizer", "hf, megatron", "optimizer.", (specs.OptimizerConfig,)),
     ("Learning rate", "hf, megatron", "scheduler.", (specs.SchedulerConfig,)),
