@@ -14,12 +14,7 @@ from rl_core.interfaces import *  # noqa: F403
 from rl_core.plugins.manifest import BackendManifest, Capability, EngineRequirement
 
 if TYPE_CHECKING:
-    from rl_core.batch import (
-        BatchedDataDict,
-        SlicedDataDict,
-        training_batch,
-        verify_right_padding,
-    )
+    from rl_core.batch import BatchedDataDict, SlicedDataDict, training_batch, verify_right_padding
     from rl_core.create import create_generation, create_policy
     from rl_core.futures import wait
     from rl_core.weights import refit

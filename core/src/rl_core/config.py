@@ -210,9 +210,7 @@ def _check_bounds(hint: Any, value: Any, at: str, problems: list[_Problem]) -> A
     if len(problems) == before and isinstance(checked, int | float):
         problems.extend(
             _Problem(
-                at,
-                f"'{at}' must be {bound}, got {_show(value)}",
-                f"set '{at}' to a value {bound}",
+                at, f"'{at}' must be {bound}, got {_show(value)}", f"set '{at}' to a value {bound}"
             )
             for bound in bounds
             if isinstance(bound, Range) and checked not in bound

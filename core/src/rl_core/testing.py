@@ -107,10 +107,7 @@ class Engine(TakesWeights):
     """
 
     def __init__(
-        self,
-        tensors: Tensors,
-        name: str = "engine",
-        sink: Callable[[], WeightSink] | None = None,
+        self, tensors: Tensors, name: str = "engine", sink: Callable[[], WeightSink] | None = None
     ) -> None:
         self.tensors = tensors
         self.on: Hooks = {}

@@ -59,6 +59,7 @@ COMMAND = """
 import sys
 
 def app(argv):
+    'Greets.'
     print(sys.argv[0], *argv)
 """
 
@@ -275,7 +276,7 @@ def test_plugin_command_runs_beside_a_broken_one(env: Environment) -> None:
     assert env.run("rl", "greet", "--world").stdout == "rl greet --world\n"
     listed = env.run("rl", "--help")
     assert listed.returncode == 0
-    assert "greet     from rl-greet 1.0" in listed.stdout
+    assert "\n  greet     Greets.\n" in listed.stdout
     assert "sulk      (broken) rl-sulk 1.0: cannot load" in listed.stdout
 
 

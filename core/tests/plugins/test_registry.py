@@ -243,4 +243,4 @@ def test_a_transport_of_another_distribution_is_named_with_how_to_install_it(
     monkeypatch.setattr(registry, "providers", lambda group: alone)
     with pytest.raises(BackendNotFoundError, match="installed are: ipc") as caught:
         find_transport("collective")
-    assert caught.value.fix == "pip install rl-collective"
+    assert caught.value.fix == "pip install ./plugins/rl-collective"

@@ -7,8 +7,8 @@ import json
 import pytest
 from installed import NO_ENGINE, Install
 
-from rl_conformance.doctor import diagnose
 from rl_core.cli import main
+from rl_core.doctor import diagnose
 from rl_core.errors import BackendNotFoundError
 
 
@@ -68,7 +68,7 @@ def test_doctor_finds_two_plugins_with_one_command(install: Install) -> None:
 
 def test_doctor_refuses_a_name_that_nothing_provides() -> None:
     with pytest.raises(BackendNotFoundError):
-        diagnose("qqqqqq")
+        list(diagnose("qqqqqq"))
 
 
 def test_doctor_examines_a_backend_whose_metadata_has_no_name(install: Install) -> None:

@@ -15,7 +15,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
 from rl_conformance.catalogue import CLAUSES
 from rl_conformance.cli import app
@@ -379,14 +378,13 @@ def _write(path: Path, report: RunReport) -> Path:
     return path
 
 
-def test_the_command_merges(tmp_path: Path) -> None:
+def test_the_command_merges(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     mine = _write(tmp_path / "mine.json", _report(GOOD, BAD))
     theirs = _write(tmp_path / "theirs.json", replace(_report(GOOD), backend="theirs"))
     html, markdown = tmp_path / "out" / "m.html", tmp_path / "out" / "m.md"
     options = [str(mine), str(theirs), "--html", str(html), "--markdown", str(markdown)]
-    done = CliRunner().invoke(app, ["merge", *options])
-    assert done.exit_code == 0, done.output
-    assert "theirs (cpu, float32, 2026-11-21): incomplete" in done.output
+    assert app(["merge", *options]) == 0
+    assert "theirs (cpu, float32, 2026-11-21): incomplete" in capsys.readouterr().out
     assert html.read_text().startswith("<!doctype html>")
     row = "| clause | | mine (cpu, float32, 2026-11-21) | theirs (cpu, float32, 2026-11-21) |"
     assert row in markdown.read_text()

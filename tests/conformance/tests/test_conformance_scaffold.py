@@ -15,7 +15,6 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from rl_conformance.outcome import Outcome, Status, Verdict
 from rl_conformance.pytest_items import finish_session
@@ -40,8 +39,8 @@ def _python(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 
-def rl_new(*arguments: str) -> Any:
-    return CliRunner().invoke(app, ["backend", *arguments])
+def rl_new(*arguments: str) -> int:
+    return app(["backend", *arguments])
 
 
 # -- names -----------------------------------------------------------------------------------------
@@ -82,20 +81,19 @@ def test_a_name_that_cannot_be_is_refused_with_a_nearer_one(name: str, fix: str)
 # -- the command -----------------------------------------------------------------------------------
 
 
-def test_the_next_steps_are_printed(tmp_path: Path) -> None:
-    result = rl_new("mine", "--directory", str(tmp_path))
-    assert result.exit_code == 0
-    assert f"cd {tmp_path / 'rl-mine'}" in result.stdout
-    assert "rl conformance run mine" in result.stdout
+def test_the_next_steps_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert rl_new("mine", "--directory", str(tmp_path)) == 0
+    out = capsys.readouterr().out
+    assert f"cd {tmp_path / 'rl-mine'}" in out
+    assert "rl conformance run mine" in out
 
 
 def test_nothing_is_overwritten(tmp_path: Path) -> None:
     kept = tmp_path / "rl-mine" / "notes.txt"
     kept.parent.mkdir()
     kept.write_text("kept")
-    result = rl_new("mine", "--directory", str(tmp_path))
-    assert isinstance(result.exception, ConfigError)
-    assert "there already" in str(result.exception)
+    with pytest.raises(ConfigError, match="there already"):
+        rl_new("mine", "--directory", str(tmp_path))
     assert [path.name for path in kept.parent.iterdir()] == ["notes.txt"]
 
 
@@ -115,14 +113,18 @@ def test_an_empty_directory_is_used(tmp_path: Path) -> None:
     [("rl-mine", "takes its place"), ("rl-other", "users must write rl-mine:mine")],
 )
 def test_the_name_of_an_installed_backend_is_a_note(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, distribution: str, consequence: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    distribution: str,
+    consequence: str,
 ) -> None:
     installed = Provider("mine", distribution, "1.0", "m:B", BACKENDS, "")
     monkeypatch.setattr(scaffold, "providers", lambda group: [installed])
-    result = rl_new("mine", "--directory", str(tmp_path))
-    assert result.exit_code == 0
-    assert f"{distribution} 1.0 is installed" in result.stderr
-    assert consequence in result.stderr
+    assert rl_new("mine", "--directory", str(tmp_path)) == 0
+    err = capsys.readouterr().err
+    assert f"{distribution} 1.0 is installed" in err
+    assert consequence in err
 
 
 def test_the_command_is_found_and_helps() -> None:

@@ -21,6 +21,7 @@ from rl_conformance import GenerationConformance, harness
 from rl_conformance.catalogue import CLAUSES
 from rl_conformance.context import Context
 from rl_conformance.expect import CheckFailed, fail, raises, require, same_tensor
+from rl_conformance.explain import explain
 from rl_conformance.fast import FAST
 from rl_conformance.harness import Harness
 from rl_conformance.outcome import Measure, Outcome, RunReport, Status, Verdict
@@ -575,10 +576,30 @@ def test_the_command_names_a_backend_that_is_not_there() -> None:
     assert "no-such-backend" in done.stderr
 
 
-def test_core_names_the_commands_of_this_distribution(capsys):
+def test_core_names_the_commands_of_this_distribution(capsys, monkeypatch):
     points = distribution("rl-conformance").entry_points.select(group="rl_core.commands")
-    # A command of two words is listed below the first, which core has.
-    *others, last = sorted(point.name for point in points if "." not in point.name)
-    with pytest.raises(SystemExit):
-        main(["frob"])
-    assert f"{', '.join(others)} and {last} come with: pip install" in capsys.readouterr().err
+    monkeypatch.setattr("rl_core.cli.providers", lambda _: [])
+    for point in points:
+        assert main([point.name]) == 1
+        assert f"'rl {point.name}' is a command of rl-conformance" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("g7", "G7 `stop_token_ids` end a row"),
+        ("D5/a_workers_exception", "It binds rl-core alone."),
+        ("RefitCorrupted", "RefitCorrupted (RefitError, RLError, Exception)"),
+        *((clause, f"{clause} ") for clause in CLAUSES),
+    ],
+)
+def test_a_clause_is_explained(name: str, shown: str) -> None:
+    text = explain(name)
+    assert shown in text
+    assert len(text) > len(name) + 30
+
+
+def test_an_unknown_clause_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="no clause or error 'RefitCorupted'") as caught:
+        explain("RefitCorupted")
+    assert caught.value.fix == "write RefitCorrupted"

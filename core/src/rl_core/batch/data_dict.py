@@ -174,9 +174,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
 
     @classmethod
     def from_batches(
-        cls,
-        batches: Iterable[Mapping[str, Any]],
-        pad_value_dict: Mapping[str, float] | None = None,
+        cls, batches: Iterable[Mapping[str, Any]], pad_value_dict: Mapping[str, float] | None = None
     ) -> Self:
         """Puts batches below one another.
 

@@ -1,19 +1,18 @@
-"""The command ``rl``. Exit codes: 0 fine, 1 problems were found, 2 wrong usage.
+"""The command ``rl``. Exit codes: 0 fine, 1 problems were found, 2 wrong usage, 130 interrupted.
 
-A sub-command is a callable that takes its arguments as a list of strings and returns an exit code
-or None, such as a :class:`typer.Typer` or a ``main(argv)`` on argparse; its program's name is in
-``sys.argv[0]``. Plugins add their own through the entry-point group ``rl_core.commands``;
-``backends.doctor`` there is ``rl backends doctor``. Each is imported when it is called (and for
-``rl --help``); one that is broken is shown as broken and leaves the others alone. The command
-itself is built on argparse, because it must start quickly.
+Plugins add commands through the entry-point group ``rl_core.commands``: a
+:class:`~rl_core.commands.Command`, or any callable that takes the arguments as a list of strings
+and returns an exit code or None. Each is imported when it is called, and for ``rl --help``; one
+that is broken is shown as broken and leaves the others alone.
 """
 
 from __future__ import annotations
 
-import argparse
+import os
 import sys
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+from rl_core.commands import Command
 from rl_core.config import nearest
 from rl_core.errors import (
     AmbiguousBackendError,
@@ -22,106 +21,92 @@ from rl_core.errors import (
     PluginError,
     RLError,
 )
+from rl_core.install import install_command
 from rl_core.plugins.discovery import COMMANDS, load_object, providers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    Command: TypeAlias = Callable[[list[str]], int | None]
+    AnyCommand: TypeAlias = Callable[[list[str]], int | None]
 
 __all__ = ["main"]
 
-_OWN = {"backends": ("rl_core.cli.backends:main", "list and describe the installed backends")}
-#: Commands of rl-conformance, so that users without it learn where they are.
-_CONFORMANCE = ("backends.doctor", "check", "conformance", "new")
-_FIX = "pip install ./plugins/rl-backends ./plugins/rl-collective ./tests/conformance"
-
-
-class _Parser(argparse.ArgumentParser):
-    """Lists the sub-commands in its help, the broken ones as broken."""
-
-    def format_help(self) -> str:
-        lines = {}
-        for provider in providers(COMMANDS):
-            words = provider.name.replace(".", " ")
-            try:
-                _load(provider.name)
-                lines[words] = f"from {provider}"
-            except PluginError as error:
-                lines[words] = f"(broken) {error.message}"
-        lines |= {name: summary for name, (_, summary) in _OWN.items()}
-        width = max(map(len, lines))
-        commands = (f"  {name:{width}}  {text}\n" for name, text in sorted(lines.items()))
-        return f"{super().format_help()}\ncommands:\n{''.join(commands)}"
+_OWN = {"backends": "rl_core.cli.backends:app"}
+#: Commands of other distributions, so that users without these learn where they are.
+_ELSEWHERE = {
+    **dict.fromkeys(("check", "conformance", "explain", "new"), "rl-conformance"),
+    **dict.fromkeys(("config", "train"), "rl-train"),
+    "env": "rl-backends",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command.
-
-    Args:
-        argv: The arguments after the program's name; those of the process if None.
-
-    Returns:
-        The exit code. Wrong usage and ``--help`` raise SystemExit, as argparse does.
-    """
-    parser = _Parser(
-        prog="rl",
-        usage="rl [--version] [--debug] COMMAND ...",
-        description="Any trainer, any engine, proven to agree.",
-    )
+    """Runs the command that ``argv`` (else the process) names. Wrong usage raises SystemExit."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    at = next((i for i, word in enumerate(given) if not word.startswith("-")), len(given))
+    parser = Command("rl", "Any trainer, any engine, proven to agree", "rl backends list")
     parser.add_argument("--version", action="store_true", help="print the version")
     parser.add_argument("--debug", action="store_true", help="show tracebacks of errors")
-    parser.add_argument("command", nargs="?", help=argparse.SUPPRESS)
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    options = parser.parse_args(argv)
-    if options.version:
-        import rl_core
-
-        print(f"rl-core {rl_core.__version__}")
-        return 0
-    if options.command is None:
-        parser.print_help(sys.stderr)
-        return 2
-    given = [options.command, *options.arguments]
-    installed = {*_OWN, *(provider.name for provider in providers(COMMANDS))}
-    names = installed | set(_CONFORMANCE)
-    name = next((name for name in (".".join(given[:2]), given[0]) if name in names), None)
-    if name is None:
-        hint = (
-            f"those that are installed: {', '.join(sorted(installed))}; packages add others "
-            f"through the entry-point group {COMMANDS}; check, conformance and new come "
-            f"with: {_FIX}"
-        )
-        if close := nearest(given[0], names):
-            hint = f"did you mean {close.replace('.', ' ')!r}?"
-        parser.error(f"there is no command {given[0]!r}; {hint}")
-    words = name.split(".")
-    sys.argv[0] = f"rl {' '.join(words)}"
     try:
-        if name not in installed:
-            raise MissingEngineError(
-                f"'{sys.argv[0]}' is a command of rl-conformance, which is not installed", fix=_FIX
-            )
-        return _load(name)(given[len(words) :]) or 0
+        try:
+            return _run(parser, given[:at], given[at:])
+        finally:
+            sys.stdout.flush()
     except RLError as error:
-        if options.debug:
+        if "--debug" in given[:at]:
             raise
         print(f"Error: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("Interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the interpreter flushes once more at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 1
 
 
-def _load(name: str) -> Command:
+def _run(parser: Command, options: list[str], words: list[str]) -> int:
+    installed = {*_OWN, *(provider.name for provider in providers(COMMANDS))}
+    if not words and "--version" not in options:
+        for name in sorted(installed):
+            try:
+                shown: Any = _load(name)
+                text = getattr(shown, "summary", "") or (shown.__doc__ or "").partition("\n")[0]
+            except PluginError as error:
+                text = f"(broken) {error.message}"
+            parser.command(name, text)
+    if parser.parse_args(options).version:
+        from rl_core import __version__
+
+        print(f"rl-core {__version__}")
+        return 0
+    if not words:
+        return parser([])
+    name, names = words[0], installed | set(_ELSEWHERE)
+    if name not in names:
+        close = nearest(name, names)
+        hint = f"did you mean {close!r}?" if close else f"there are: {', '.join(sorted(installed))}"
+        parser.error(f"there is no command {name!r}; {hint}")
+    if name not in installed:
+        raise MissingEngineError(
+            f"'rl {name}' is a command of {_ELSEWHERE[name]}, which is not installed",
+            fix=install_command(_ELSEWHERE[name]),
+        )
+    sys.argv[0] = f"rl {name}"
+    return _load(name)(words[1:]) or 0
+
+
+def _load(name: str) -> AnyCommand:
     if name in _OWN:
-        own: Command = load_object(_OWN[name][0])
+        own: AnyCommand = load_object(_OWN[name])
         return own
-    found = [provider for provider in providers(COMMANDS) if provider.name == name]
-    provider = found[0]
-    if len(found) > 1:
+    provider, *others = (each for each in providers(COMMANDS) if each.name == name)
+    if others:
         raise AmbiguousBackendError(
-            f"several plugins provide 'rl {provider.name}': {', '.join(map(str, found))}",
+            f"several plugins provide 'rl {name}': {', '.join(map(str, (provider, *others)))}",
             fix="uninstall all but one",
         )
-    command: Command = load_object(provider.value, provider)
+    command: AnyCommand = load_object(provider.value, provider)
     if callable(command):
         return command
     raise provider.error(

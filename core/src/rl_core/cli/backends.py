@@ -1,10 +1,10 @@
-"""``rl backends list|info``: what is installed, and what it can do."""
+"""``rl backends``: what is installed, what it can do, and what is wrong with it."""
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
+from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -12,59 +12,34 @@ from rich.table import Table
 from rich.text import Text
 
 from rl_core.cli.output import chatter_to_stderr, console_for_result
-from rl_core.plugins.discovery import (
-    BackendListing,
-    inspect_all,
-    list_backends,
-)
+from rl_core.commands import Command
+from rl_core.install import install_command
+from rl_core.plugins.discovery import BackendListing, inspect_all, list_backends
 from rl_core.plugins.manifest import CONTRACT_VERSION
 from rl_core.plugins.registry import match_providers
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Sequence
 
     from rich.console import Console
 
-__all__ = ["main"]
+__all__ = ["app"]
 
+_YELLOW = ("no engine", "wrong engine")
 _STYLES = {
     "ready": "green",
-    "no engine": "yellow",
-    "wrong engine": "yellow",
+    **dict.fromkeys(_YELLOW, "yellow"),
     "incompatible": "red",
     "broken": "red",
 }
-_A_BACKEND = "pip install ./plugins/rl-backends ./plugins/rl-hf"
 
 
-def main(argv: list[str]) -> int:
-    """Runs ``rl backends`` with the arguments after these words; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="rl backends", description="List and describe the installed backends."
-    )
-    commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
-    listing = commands.add_parser(
-        "list",
-        help="list the backends, whole and broken",
-        description="Exits with 1 if a backend is broken, incompatible or ambiguous. A missing "
-        "engine is no problem here, because a driver needs none.",
-    )
-    info = commands.add_parser(
-        "info",
-        help="show everything that a backend declares",
-        description="Exits with 1 if the backend is broken, incompatible or ambiguous.",
-    )
-    # For the help alone: rl-conformance runs it.
-    commands.add_parser("doctor", help="look for faults and how to repair them (rl-conformance)")
-    info.add_argument("name", help="NAME, or DISTRIBUTION:NAME")
-    for command in (listing, info):
-        command.add_argument("--json", action="store_true", help="print JSON")
-    options = parser.parse_args(argv)
+def show(options: argparse.Namespace) -> int:
+    """Runs list and info."""
+    named = hasattr(options, "name")
     with chatter_to_stderr():
-        if options.command == "list":
-            listings = list_backends()
-        else:
-            listings = inspect_all(match_providers(options.name))
+        listings = inspect_all(match_providers(options.name)) if named else list_backends()
     if options.json:
         document = {
             "contract": CONTRACT_VERSION,
@@ -75,12 +50,8 @@ def main(argv: list[str]) -> int:
                     "status": item.status,
                     "engine": item.engine or None,
                     "duplicates": item.duplicates,
-                    "error": item.error
-                    and {
-                        "type": type(item.error).__name__,
-                        "message": item.error.message,
-                        "fix": item.error.fix,
-                    },
+                    "error": (error := item.error)
+                    and {"type": type(error).__name__, "message": error.message, "fix": error.fix},
                     "manifest": item.manifest
                     and {"kinds": item.manifest.kinds, **_plain(item.manifest)},
                 }
@@ -88,14 +59,12 @@ def main(argv: list[str]) -> int:
             ],
         }
         print(json.dumps(document, indent=2, default=_plain))
-    elif options.command == "list":
-        _print_table(listings)
-    else:
+    elif named:
         for item in listings:
             _print_info(item)
-    return int(
-        any(item.status in ("broken", "incompatible") or item.duplicates for item in listings)
-    )
+    else:
+        _print_table(listings)
+    return int(any(_STYLES[item.status] == "red" or item.duplicates for item in listings))
 
 
 def _plain(value: Any) -> Any:
@@ -110,13 +79,8 @@ _text = Text.assemble
 
 
 def _columns(*headings: str) -> Table:
-    table = Table(
-        box=None,
-        header_style="bold",
-        pad_edge=False,
-        padding=(0, 2, 0, 0),
-        show_header=any(headings),
-    )
+    table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
+    table.show_header = any(headings)
     for heading in headings:
         table.add_column(heading, overflow="fold")
     return table
@@ -125,7 +89,7 @@ def _columns(*headings: str) -> Table:
 def _print_table(listings: Sequence[BackendListing]) -> None:
     console = console_for_result()
     if not listings:
-        console.print(_text(f"No backend is installed. Try: {_A_BACKEND}"))
+        console.print(_text(f"No backend is installed. Fix: {install_command('rl-hf')}"))
         return
     table = _columns("Backend", "Offers", "Plugin", "Engine", "Status")
     for item in listings:
@@ -164,12 +128,8 @@ def _print_trouble(console: Console, item: BackendListing) -> None:
 
 def _print_info(listing: BackendListing) -> None:
     console, manifest, provider = console_for_result(), listing.manifest, listing.provider
-    facts = {
-        "plugin": str(provider),
-        "entry point": provider.value,
-        "location": provider.location,
-        "status": listing.status,
-    }
+    facts = {"plugin": str(provider), "entry point": provider.value}
+    facts |= {"location": provider.location, "status": listing.status}
     if manifest is not None:
         engine = manifest.engine
         source = provider.distribution + (f"[{engine.extra}]" if engine.extra else "")
@@ -179,9 +139,9 @@ def _print_info(listing: BackendListing) -> None:
             "installed": listing.engine or "no",
             "devices": ", ".join(manifest.devices),
             "environment": ", ".join(f"{k}={v}" for k, v in manifest.environment.items()) or "-",
+            **{f"{kind} factory": where for kind, where in manifest.factories.items()},
+            **{f"{kind} config": where for kind, where in manifest.configs.items()},
         }
-        facts |= {f"{kind} factory": where for kind, where in manifest.factories.items()}
-        facts |= {f"{kind} config": where for kind, where in manifest.configs.items()}
     table = _columns("", "")
     for key, value in facts.items():
         table.add_row(_text((key, "dim")), _text(value))
@@ -193,16 +153,60 @@ def _print_info(listing: BackendListing) -> None:
         table = _columns("Capability", "Of", "Level", "Devices", "Remark")
         for kind, capabilities in manifest.capabilities.items():
             for name, capability in capabilities.items():
-                offered = capability.level in ("full", "versioned")
-                table.add_row(
-                    name,
-                    kind,
-                    _text(
-                        (capability.level.replace("_", " "), styles.get(capability.level, "dim"))
-                    ),
-                    ", ".join(capability.devices) if offered else "-",
-                    _text(" ".join(filter(None, (capability.engine, capability.reason)))),
-                )
+                level = capability.level
+                shown = _text((level.replace("_", " "), styles.get(level, "dim")))
+                devices = ", ".join(capability.devices) if styles.get(level) == "green" else "-"
+                remark = _text(f"{capability.engine} {capability.reason}".strip())
+                table.add_row(name, kind, shown, devices, remark)
         console.print()
         console.print(table)
     _print_trouble(console, listing)
+
+
+def examine(options: argparse.Namespace) -> int:
+    """Runs doctor."""
+    from rl_core.doctor import diagnose
+
+    with chatter_to_stderr():
+        findings = list(diagnose(options.name))
+    counts = Counter[str](finding.level for finding in findings)
+    if options.json:
+        print(json.dumps([finding._asdict() for finding in findings], indent=2))
+        return int(counts["error"] > 0)
+    table = _columns("", "", "")
+    for level, subject, text, fix in findings:
+        mark = {"ok": "green", "warning": "yellow", "error": "red"}[level]
+        rest = (("\nFix: ", "bold"), fix) if fix else ()
+        table.add_row(_text((level, f"bold {mark}")), _text((subject, "bold")), _text(text, *rest))
+    console = console_for_result()
+    console.print(table)
+    total = (f"{counts[n]} {n}{'' if counts[n] == 1 else 's'}" for n in ("error", "warning"))
+    console.print(_text((", ".join(total), "bold")))
+    return int(counts["error"] > 0)
+
+
+app = Command("rl backends", "List the installed backends, describe one, find what is wrong")
+_list = app.command(
+    "list",
+    "List all backends, with the fix of each that cannot be used",
+    "rl backends list\nrl backends list --json",
+    details="Exits with 1 if one is broken, incompatible or ambiguous.",
+    run=show,
+)
+_info = app.command(
+    "info",
+    "Show the engine, devices and capabilities of one backend",
+    "rl backends info vllm\nrl backends info rl-vllm:vllm --json",
+    run=show,
+)
+_doctor = app.command(
+    "doctor",
+    "Find faults of the installed plugins, and how to repair them",
+    "rl backends doctor\nrl backends doctor vllm",
+    details="Exits with 1 if there is an error; a missing engine is one only with NAME.",
+    run=examine,
+)
+_info.add_argument("name", metavar="NAME", help="such as vllm, or DISTRIBUTION:NAME")
+_doctor.add_argument("name", nargs="?", metavar="NAME", help="one backend; all plugins if left out")
+for _command in (_list, _info, _doctor):
+    _command.add_argument("--json", action="store_true", help="print JSON")

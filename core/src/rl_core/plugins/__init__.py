@@ -1,1 +1,1 @@
-"""Plugins: the manifest, discovery, the registry, hooks and the doctor."""
+"""Plugins: the manifest, discovery, the registry and hooks."""

@@ -8,8 +8,6 @@ plugin (:func:`providers`). L1 imports the small module that holds a manifest
 from __future__ import annotations
 
 import importlib
-import json
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -21,6 +19,7 @@ from rl_core.errors import (
     MissingEngineError,
     PluginError,
 )
+from rl_core.install import engine_extra, install_command
 from rl_core.plugins.manifest import (
     CONTRACT_VERSION,
     BackendManifest,
@@ -270,14 +269,14 @@ def check_engine(provider: Provider, manifest: BackendManifest) -> None:
     from packaging.specifiers import SpecifierSet
     from packaging.version import InvalidVersion, Version
 
-    engine = manifest.engine
+    engine, name = manifest.engine, provider.distribution
     wanted = f"{engine.distributions[0]} {engine.versions}".strip()
     installed = engine_version(engine)
     if installed is None:
         raise provider.error(
             MissingEngineError,
             f"the backend '{manifest.name}' ({provider}) needs {wanted}, which is not installed",
-            fix=f'pip install "{_requirement(provider.distribution, engine.extra)}"',
+            fix=install_command(name, extra=engine_extra(name, engine.extra)),
             engine=engine.distributions[0],
         )
     name, version = installed
@@ -293,28 +292,6 @@ def check_engine(provider: Provider, manifest: BackendManifest) -> None:
             engine=name,
             engine_version=version,
         )
-
-
-def _requirement(distribution: str, extra: str) -> str:
-    """What pip must be given to install a distribution again, with an extra.
-
-    One that did not come from an index is named with where it came from (PEP 610): pip would look
-    for its bare name on an index, where anybody may have taken it.
-    """
-    name = f"{distribution}[{extra}]" if extra else distribution
-    origin: dict[str, Any] = {}
-    with suppress(StopIteration, ValueError):  # such as what a half-removed distribution leaves
-        dist = next(iter(_distributions(name=distribution)))
-        origin = json.loads(dist.read_text("direct_url.json") or "{}")
-    if not origin:
-        return name
-    url = origin["url"]
-    if "vcs_info" in origin:
-        vcs = origin["vcs_info"]
-        url = f"{vcs['vcs']}+{url}@{vcs['commit_id']}"
-    if "subdirectory" in origin:
-        url += f"#subdirectory={origin['subdirectory']}"
-    return f"{name} @ {url}"
 
 
 def list_backends() -> list[BackendListing]:

@@ -33,15 +33,7 @@ if TYPE_CHECKING:
 
     from rl_core.interfaces import WeightSource
 
-__all__ = [
-    "Event",
-    "HookSpecs",
-    "broken_hooks",
-    "emit",
-    "hookimpl",
-    "hookspec",
-    "weight_source_of",
-]
+__all__ = ["Event", "HookSpecs", "broken_hooks", "emit", "hookimpl", "hookspec", "weight_source_of"]
 
 _PROJECT = "rl_core"
 hookspec = pluggy.HookspecMarker(_PROJECT)

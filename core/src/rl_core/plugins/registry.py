@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl_core.config import nearest
 from rl_core.errors import AmbiguousBackendError, BackendNotFoundError
+from rl_core.install import PROJECT, install_command
 from rl_core.plugins.discovery import (
     BACKENDS,
     TRANSPORTS,
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 
 __all__ = ["find_provider", "match_providers", "resolve"]
 
-_INSTALL = {"collective": "pip install rl-collective"}
 _KINDS = {BACKENDS: "backend", TRANSPORTS: "refit transport"}
 
 
@@ -54,7 +54,8 @@ def match_providers(name: str, group: str = BACKENDS) -> list[Provider]:
     elif match:
         fix = f"write {match!r}"
     else:
-        fix = _INSTALL.get(short, "install the plugin that provides it")
+        ours = f"rl-{short.removesuffix('-server')}"
+        fix = install_command(ours) if ours in PROJECT else "install the plugin that provides it"
         if group == BACKENDS:
             fix += "; `rl backends list` shows what is installed"
     raise BackendNotFoundError(

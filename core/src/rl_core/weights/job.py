@@ -60,11 +60,7 @@ class Endpoint(ABC, Generic[J]):
         _endpoints.add(self)
 
     def next_number(self, given: int | None) -> int:
-        """The number of the refit that is requested now: the one given, or else the next.
-
-        Raises:
-            RefitAborted: The number given is over.
-        """
+        """The number of the refit that is requested now: the one given, or else the next."""
         if given is not None and given <= self.number:
             raise RefitAborted(
                 f"{self.name}: refit {given} was requested, or cancelled, before: the last one "
@@ -115,11 +111,7 @@ class Endpoint(ABC, Generic[J]):
         return [job for job in list(self.jobs) if job.session.phase in _BEFORE_TRANSFER]
 
     def close(self) -> None:
-        """Ends every refit and closes sockets and shared memory. Idempotent.
-
-        Raises:
-            DeadlineError: A refit hangs in the backend's code.
-        """
+        """Ends every refit and closes sockets and shared memory. Idempotent."""
         self.closed = True
         for job in list(self.jobs):
             job.cancelled = "closed"

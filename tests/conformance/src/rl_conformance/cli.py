@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import replace
-from enum import StrEnum
-from pathlib import Path  # noqa: TC003 - typer resolves it
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-import typer
+from rl_conformance.catalogue import KINDS
+from rl_core.commands import Command
 
 if TYPE_CHECKING:
+    import argparse
+
     from rl_conformance.outcome import Outcome, RunReport
     from rl_conformance.registry import Check
     from rl_conformance.reports import Matrix
@@ -18,8 +20,6 @@ if TYPE_CHECKING:
     from rl_conformance.target import Target
 
 __all__ = ["app"]
-
-app = typer.Typer(no_args_is_help=True, help="Prove that a backend keeps the contract.")
 
 _COLOURS = {
     "passed": "green",
@@ -35,89 +35,26 @@ _COLOURS = {
 _EXIT_CODES = {"conformant": 0, "passed": 0, "failed": 1, "incomplete": 3}
 
 
-class Device(StrEnum):
-    """Where the backend under test runs."""
-
-    CPU = "cpu"
-    CUDA = "cuda"
-
-
-@app.callback()
-def main() -> None:
-    """Prove that a backend keeps the contract."""
-
-
-@app.command("list")
-def list_checks(
-    json: Annotated[bool, typer.Option("--json", help="Everything, as JSON.")] = False,
-) -> None:
+def list_checks(options: argparse.Namespace) -> None:
     """Lists every clause with its checks: the catalogue."""
     from rl_conformance.catalogue import CLAUSES
     from rl_conformance.registry import all_checks
 
     own = {c: [each for each in all_checks() if each.clause is c] for c in CLAUSES.values()}
-    if json:
+    if options.json:
         from json import dumps
 
         clauses = [{**c.as_dict(), "checks": [e.as_dict() for e in own[c]]} for c in own]
         print(dumps(clauses, indent=1))
         return
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
-    table = Table("clause", "binds", "asks for", "checks", box=None)
     for clause, checks in own.items():
-        binds = "everyone" if clause.level == "must" else f"with {clause.capability}"
-        binds = "core" if clause.core else binds
-        names = escape("\n".join(check.id for check in checks))
-        table.add_row(clause.id, binds, clause.title, names)
-    Console().print(table)
+        binds = "every backend" if clause.level == "must" else f"backends with {clause.capability}"
+        print(f"{clause.id}: {clause.title} ({'rl-core' if clause.core else binds})")
+        for check in checks:
+            print(f"  {check.id}")
 
 
-@app.command()
-def run(
-    name: Annotated[
-        str, typer.Argument(help="The backend, as `rl backends list` shows it; or core.")
-    ],
-    device: Annotated[Device, typer.Option(help="Where it runs.")] = Device.CPU,
-    dtype: Annotated[
-        str | None,
-        typer.Option(help="Of its weights.", show_default="float32; bfloat16 on cuda"),
-    ] = None,
-    model: Annotated[
-        Path | None, typer.Option(help="A checkpoint in place of the suite's main tiny model.")
-    ] = None,
-    kind: Annotated[
-        list[str] | None, typer.Option(help="Only this chapter; may be given several times.")
-    ] = None,
-    k: Annotated[
-        str,
-        typer.Option(
-            "-k", help='Only this check, by its id, or matching ones: "G3 or (G8 and order)".'
-        ),
-    ] = "",
-    fast: Annotated[
-        bool, typer.Option(help="Only the quickest checks that find most mistakes; no report.")
-    ] = False,
-    timeout: Annotated[
-        float | None,
-        typer.Option(min=1, help="Seconds for each check.", show_default="120 for most"),
-    ] = None,
-    processes: Annotated[
-        int, typer.Option("-n", min=1, help="Run everything in so many processes.")
-    ] = 1,
-    known_failures: Annotated[
-        Path | None, typer.Option(help="The ledger of known failures (TOML).")
-    ] = None,
-    json: Annotated[Path | None, typer.Option(help="Write the report as JSON.")] = None,
-    junit: Annotated[Path | None, typer.Option(help="Write it as JUnit XML.")] = None,
-    markdown: Annotated[Path | None, typer.Option(help="Write it as Markdown.")] = None,
-    html: Annotated[Path | None, typer.Option(help="Write it as one HTML page.")] = None,
-    badge: Annotated[
-        Path | None, typer.Option(help="Write a badge: .svg, or .json for shields.io.")
-    ] = None,
-) -> None:
+def run(options: argparse.Namespace) -> int:
     """Runs the suite; exit code 0 only if it is complete and nothing failed."""
     from rl_conformance.fast import FAST
     from rl_conformance.ledger import read_ledger
@@ -128,55 +65,53 @@ def run(
     from rl_conformance.settings import Settings
     from rl_core.errors import ConfigError
 
-    files = ReportFiles(json, junit, markdown, html, badge)
+    names = ("json", "junit", "markdown", "html", "badge")
+    files = ReportFiles(*(getattr(options, name) for name in names))
+    name, kind, k, processes = options.name, options.kind, options.k, options.processes
     target = find_target(name)
-    settings = Settings.of(device.value, dtype, str(model) if model else None, timeout)
+    settings = Settings.of(options.device, options.dtype, options.model, options.timeout)
     if settings.dtype not in target.manifest.tolerances:
         raise ConfigError(
             f"{name} declares no tolerance for {settings.dtype!r}",
             fix=f"use one of {', '.join(target.manifest.tolerances)}",
             key="dtype",
         )
-    known = read_ledger(known_failures) if known_failures else {}
-    among = [each for each in profile(target.name) if not fast or each.id in FAST]
-    checks = select(kind or [], k, among)
-    selection = " and ".join([*(["--fast"] if fast else []), *(kind or []), *([k] if k else [])])
+    known = read_ledger(options.known_failures) if options.known_failures else {}
+    among = [each for each in profile(target.name) if not options.fast or each.id in FAST]
+    checks = select(kind, k, among)
+    fast = ["--fast"] if options.fast else []
+    selection = " and ".join([*fast, *kind, *([k] if k else [])])
     if processes > 1:
-        if selection or device is Device.CUDA:
+        if selection or options.device == "cuda":
             raise ConfigError(
                 "-n runs everything, on a CPU",
                 fix="leave out -n, or --fast, --kind and -k",
                 key="-n",
             )
-        report = run_in_processes(name, settings, known_failures, processes)
+        report = run_in_processes(name, settings, options.known_failures, processes)
     else:
         report = _run_with_progress(target, settings, checks, selection, known)
-    parts = ["rl", "conformance", "run", name, *settings.options(), *["--fast"] * fast]
-    parts += [part for each in kind or [] for part in ("--kind", each)]
+    parts = ["rl", "conformance", "run", name, *settings.options(), *fast]
+    parts += [part for each in kind for part in ("--kind", each)]
     parts += ["-k", k] if k else []
     parts += ["-n", str(processes)] if processes > 1 else []
     environment = {**report.environment, "command": shlex.join(parts)}
     report = replace(report, environment=environment)
     files.write(report)
     _print_summary(report)
-    raise typer.Exit(_EXIT_CODES[report.verdict])
+    return _EXIT_CODES[report.verdict]
 
 
-@app.command()
-def merge(
-    reports: Annotated[list[Path], typer.Argument(help="Files that `run --json` wrote.")],
-    html: Annotated[Path | None, typer.Option(help="Write the matrix as one HTML page.")] = None,
-    markdown: Annotated[Path | None, typer.Option(help="Write it as Markdown.")] = None,
-) -> None:
+def merge(options: argparse.Namespace) -> None:
     """Makes one matrix of several runs, of one backend or of many."""
     from rl_conformance.reports import Matrix, matrix_to_markdown, to_html
     from rl_conformance.reports.files import write_text
 
-    matrix = Matrix.read(reports)
-    if html:
-        write_text(html, to_html(matrix))
-    if markdown:
-        write_text(markdown, matrix_to_markdown(matrix))
+    matrix = Matrix.read(options.reports)
+    if options.html:
+        write_text(options.html, to_html(matrix))
+    if options.markdown:
+        write_text(options.markdown, matrix_to_markdown(matrix))
     _print_matrix(matrix)
 
 
@@ -275,3 +210,68 @@ def _print_summary(report: RunReport) -> None:
         console.print(f"Without a result: {', '.join(report.missing)}")
     console.print(f"{counts}; {report.seconds:.0f} s", markup=False)
     console.print(f"{report.backend}: {report.headline}", markup=False)
+
+
+app = Command("rl conformance", "Test a backend against the contract, clause by clause")
+_listing = app.command(
+    "list",
+    "List all clauses of the contract with their checks",
+    "rl conformance list\nrl conformance list --json",
+    run=list_checks,
+)
+_listing.add_argument("--json", action="store_true", help="print JSON")
+_running = app.command(
+    "run",
+    "Run the checks against one backend",
+    'rl conformance run hf\nrl conformance run hf -k "G3 or (G8 and order)" --html report.html',
+    details="Exits with 0 if the run is complete and nothing failed, with 1 if a check failed, and "
+    "with 3 if the run is incomplete.",
+    run=run,
+)
+_running.add_argument("name", metavar="NAME", help="as `rl backends list` shows it; or core")
+_running.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where it runs")
+_running.add_argument(
+    "--dtype", help="dtype of its weights; by default float32, and bfloat16 on cuda"
+)
+_running.add_argument(
+    "--model", metavar="PATH", help="a checkpoint in place of the suite's main tiny model"
+)
+_running.add_argument(
+    "--kind",
+    action="append",
+    default=[],
+    choices=KINDS,
+    help="only this chapter; may be given several times",
+)
+_running.add_argument(
+    "-k", default="", metavar="CHECKS", help="only this check by its id, or those that match"
+)
+_running.add_argument(
+    "--fast",
+    action="store_true",
+    help="only the quickest checks that find most mistakes; no report",
+)
+_running.add_argument(
+    "--timeout", type=float, metavar="SECONDS", help="for each check; by default 120 for most"
+)
+_running.add_argument(
+    "-n", dest="processes", type=int, default=1, metavar="N", help="run everything in N processes"
+)
+_running.add_argument(
+    "--known-failures", type=Path, metavar="FILE", help="the ledger of known failures (TOML)"
+)
+_merging = app.command(
+    "merge",
+    "Make one matrix of the reports of several runs",
+    "rl conformance merge hf.json vllm.json --html matrix.html",
+    run=merge,
+)
+_merging.add_argument(
+    "reports", type=Path, nargs="+", metavar="REPORT", help="files that `run --json` wrote"
+)
+for _command, _formats in (
+    (_running, {"json": "JSON", "junit": "JUnit XML", "badge": "a badge (.svg, or .json)"}),
+    (_merging, {}),
+):
+    for _name, _what in (_formats | {"markdown": "Markdown", "html": "one HTML page"}).items():
+        _command.add_argument(f"--{_name}", type=Path, metavar="FILE", help=f"write {_what}")

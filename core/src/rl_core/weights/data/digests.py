@@ -84,12 +84,7 @@ class BlockHash:
 
     @classmethod
     def named(cls, kind: str, *, private: bool, token: str) -> Self:
-        """The hash that a sender names.
-
-        Raises:
-            RefitProtocolError: There is none of this kind, or it does not protect the bytes on a
-                transport that is not private.
-        """
+        """The hash that a sender names."""
         if kind not in get_args(_Kind):
             raise RefitProtocolError(
                 f"the sender hashes with {kind!r}, which is not known here",
@@ -121,11 +116,7 @@ class BlockHash:
 
     @property
     def of_view(self) -> Callable[[memoryview], bytes]:
-        """The function that digests a block in the CPU's memory.
-
-        Raises:
-            ValueError: The kind is ``"fold"``, which takes tensors.
-        """
+        """The function that digests a block in the CPU's memory."""
         if self.kind == "xxh3":
             return xxhash.xxh3_128_digest
         if self.kind == "fold":
@@ -170,10 +161,6 @@ class Hasher:
 
         A device does so meanwhile, and before any later work of its current stream
         on the bytes.
-
-        Returns:
-            A function that waits for the device and gives the result: 16 bytes for each block or
-            part of one, in order. It holds none of the runs.
         """
         if self._fold is not None:
             return self._fold()
@@ -211,9 +198,7 @@ class TensorHasher:
 
     @torch.no_grad()
     def digests(
-        self,
-        given: Iterable[tuple[TensorSpec, torch.Tensor]],
-        lasting: Mapping[str, torch.Tensor],
+        self, given: Iterable[tuple[TensorSpec, torch.Tensor]], lasting: Mapping[str, torch.Tensor]
     ) -> dict[str, bytes]:
         """The digest that each tensor gets when it travels as in its spec, by name.
 

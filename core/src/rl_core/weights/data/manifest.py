@@ -50,12 +50,7 @@ def dtype_of(spec: TensorSpec) -> torch.dtype:
 
 @dataclass(frozen=True)
 class WeightManifest:
-    """All tensors of a model, aliases included, in the order in which they are sent.
-
-    Raises:
-        ManifestMismatchError: A name occurs twice.
-        RefitProtocolError: A dtype, a size or an alias makes no sense.
-    """
+    """All tensors of a model, aliases included, in the order in which they are sent."""
 
     tensors: tuple[TensorSpec, ...]
 
@@ -139,11 +134,7 @@ class WeightManifest:
         return self.by_name[name].alias_of or name
 
     def cast(self, dtypes: Mapping[str, str], last: WeightManifest | None = None) -> WeightManifest:
-        """The manifest with other dtypes for some names; ``last`` itself if it is the same.
-
-        Raises:
-            RefitProtocolError: A cast is not between plain floating-point dtypes.
-        """
+        """The manifest with other dtypes for some names; ``last`` itself if it is the same."""
         if not dtypes:
             return self
         for name, dtype in dtypes.items():
@@ -168,13 +159,6 @@ def compare(
         theirs: The trainer's manifest.
         expected: The engine's.
         casts: The engine's floating-point dtypes may differ from the trainer's.
-
-    Returns:
-        The engine's dtype for each name where it differs: what the sender must cast to.
-
-    Raises:
-        ManifestMismatchError: Lists every name that is missing, unexpected, mis-shaped, mis-typed
-            or tied in the engine but not in the trainer.
     """
     ours, dtypes = expected.by_name, {}
     faults: dict[str, list[str]] = {

@@ -179,10 +179,6 @@ def make_plan(
         mode: How buckets share the lane.
         skip: A byte for each tensor, 0 for those that travel; empty if all do.
         block: Bytes under one digest, at most.
-
-    Raises:
-        ConfigError: ``bucket_bytes`` is smaller than the alignment, or so small that there would be
-            more than :data:`MAX_BUCKETS`.
     """
     size = bucket_bytes // ALIGN * ALIGN
     total = manifest.nbytes

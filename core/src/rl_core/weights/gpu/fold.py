@@ -65,10 +65,6 @@ def prepare(
         block: Bytes under one digest; a multiple of 4, :data:`BLOCK` at most.
         chunk: Bounds the memory that it takes besides, where that depends on the bytes. It has no
             influence on the digests.
-
-    Returns:
-        A function that begins to digest what the bytes are now. What it returns waits for the
-        device, and gives the digests in order.
     """
     counts = [-(-run.numel() // block) for run in runs]
     ends = np.cumsum(counts, dtype=np.int64).tolist()

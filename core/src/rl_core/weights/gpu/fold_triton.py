@@ -31,10 +31,6 @@ def prepare(
         runs: uint8, contiguous, on one device; each begins at a multiple of 4 bytes.
         factors: The multipliers, int64 ``[2, words of a block]``, on that device.
         block: Bytes in a block; a multiple of 4.
-
-    Returns:
-        A function that gives both sums of every block, int64 ``[blocks, 2]``, on the device; it
-        waits for nothing.
     """
     places = [
         (run.data_ptr() + start, min(block, run.numel() - start))

@@ -24,13 +24,7 @@ import msgspec
 from rl_core.errors import RefitProtocolError
 from rl_core.weights.protocol.messages import PROTOCOL, FromReceiver, FromSender, Hello, Offer
 
-__all__ = [
-    "MAX_FRAME_BYTES",
-    "Channel",
-    "origin_of",
-    "read_hello",
-    "write_hello",
-]
+__all__ = ["MAX_FRAME_BYTES", "Channel", "origin_of", "read_hello", "write_hello"]
 
 MAX_FRAME_BYTES = 8 << 20
 _CODE_BYTES = 16
@@ -130,11 +124,7 @@ def write_hello(hello: Hello, token: str) -> bytes:
 
 
 def read_hello(frame: bytes, token: str) -> Hello | None:
-    """The Hello in a frame; None if the frame is of another kind.
-
-    Raises:
-        RefitProtocolError: It is not authentic, or of another protocol.
-    """
+    """The Hello in a frame; None if the frame is of another kind."""
     if frame[_HEAD_BYTES - 1 : _HEAD_BYTES] != b"H" and frame.startswith(_MAGIC):
         return None
     return _hello.read(frame, _key(token, b"hello"))
@@ -160,11 +150,7 @@ class Channel:
         self._bind()
 
     def encode(self, message: object) -> bytes:
-        """A frame for a message of this side.
-
-        Raises:
-            RefitProtocolError: It is larger than a frame may be.
-        """
+        """A frame for a message of this side."""
         frame = _said_by[self._side].write(message, self._keys[self._side], self._sent)
         self._sent += 1
         if isinstance(message, Offer):
@@ -172,12 +158,7 @@ class Channel:
         return frame
 
     def decode(self, frame: bytes) -> Any:
-        """The message of the other side in a frame.
-
-        Raises:
-            RefitProtocolError: It is too large, too short, malformed, or not the frame that its
-                author wrote for here and now.
-        """
+        """The message of the other side in a frame."""
         message = _said_by[self._peer].read(frame, self._keys[self._peer], self._received)
         self._received += 1
         if isinstance(message, Offer):

@@ -52,11 +52,7 @@ class SenderInfo:
         return origin_of(self.token)
 
     def address_of(self, transport: str, name: str) -> dict[str, Any]:
-        """The address of its end of a transport; ``name`` is who asks.
-
-        Raises:
-            LifecycleError: It has none.
-        """
+        """The address of its end of a transport; ``name`` is who asks."""
         if transport not in self.addresses:
             offered = ", ".join(self.addresses) or "nothing"
             raise LifecycleError(
@@ -88,10 +84,6 @@ def trainer_of(
         info: What its ``prepare`` returned.
         compare_with: Compares its tensors with the engine's; gives the dtypes to cast to.
         last: The one that was met last.
-
-    Raises:
-        RefitProtocolError: It is not such a dict, or of another protocol version.
-        ManifestMismatchError: The tensors are not those of the engine.
     """
     fields = info if isinstance(info, Mapping) else {}
     spoken = fields.get("protocol", PROTOCOL)

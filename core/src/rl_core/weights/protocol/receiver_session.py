@@ -5,12 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, ClassVar
 
-from rl_core.errors import (
-    CapabilityError,
-    RefitAborted,
-    RefitPeerError,
-    WeightsTornError,
-)
+from rl_core.errors import CapabilityError, RefitAborted, RefitPeerError, WeightsTornError
 from rl_core.weights.protocol import messages
 from rl_core.weights.protocol.session import (
     Attach,

@@ -6,12 +6,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
-from rl_core.errors import (
-    ManifestMismatchError,
-    RefitAborted,
-    RefitPeerError,
-    RefitProtocolError,
-)
+from rl_core.errors import ManifestMismatchError, RefitAborted, RefitPeerError, RefitProtocolError
 from rl_core.weights.protocol import messages
 from rl_core.weights.protocol.session import (
     IN_STEP_AGAIN,

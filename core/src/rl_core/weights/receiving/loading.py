@@ -74,9 +74,6 @@ class ReceiverBuckets:
         plan: What lies where in the lane.
         data: The receiver's end of the lane, uint8.
         block_hash: The trainer's.
-
-    Raises:
-        RefitProtocolError: Targets overlap; nothing was written.
     """
 
     def __init__(
@@ -236,9 +233,6 @@ def check_apart(targets: Iterable[tuple[str, str, torch.Tensor]]) -> None:
 
     Args:
         targets: The owner of what is written there, a name, and where it is written.
-
-    Raises:
-        RefitProtocolError: Two overlap, and are not written the same bytes.
     """
     ranges = sorted(
         (target.data_ptr(), target.data_ptr() + target.nbytes, root, name)
@@ -305,9 +299,6 @@ class Loader:
         Args:
             index: Of the bucket.
             digests: Of its blocks, as the sender found them.
-
-        Raises:
-            RefitCorrupted: A block is not what the sender packed.
         """
         steps = self._buckets.steps(index, verified=self._verify != "none")
         if self._verify == "none":
@@ -346,11 +337,7 @@ class Loader:
         self.table.add(bucket, found, plan.block_bytes)
 
     def check_sealed(self, digest: str) -> None:
-        """Compares all that the engine has, sent now or held before, with the sender's.
-
-        Raises:
-            RefitCorrupted: They differ: the engine does not have what it is known to have.
-        """
+        """Compares all that the engine has, sent now or held before, with the sender's."""
         if self._verify != "none" and self.table.digest != digest:
             raise RefitCorrupted(
                 "the engine's tensors, with those it held before, are not the sender's",
@@ -359,11 +346,7 @@ class Loader:
 
     @torch.no_grad()
     def check_installed(self) -> None:
-        """Reads every tensor back and compares it with what it should be.
-
-        Raises:
-            RefitCorrupted: Names every tensor that is not what arrived.
-        """
+        """Reads every tensor back and compares it with what it should be."""
         buckets = self._buckets
         expected = buckets.expected
         right = set()

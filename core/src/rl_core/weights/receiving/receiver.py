@@ -116,9 +116,6 @@ class RefitReceiver(Endpoint["ReceiveJob"]):
         """Raises unless the weights are whole.
 
         Now and then it looks whether the trainer has ended, and then unmaps the trainer's memory.
-
-        Raises:
-            WeightsTornError: A refit failed.
         """
         with self.between_refits() as idle:
             if idle and (now := self.runtime.clock()) >= self._looked + _LOOK_S:
@@ -151,9 +148,6 @@ class RefitReceiver(Endpoint["ReceiveJob"]):
 
         Args:
             since: What :attr:`outside_changes` was.
-
-        Raises:
-            RefitAborted: Something else has.
         """
         if self.outside_changes != since:
             raise RefitAborted(
@@ -173,12 +167,7 @@ class RefitReceiver(Endpoint["ReceiveJob"]):
     # -- refits -----------------------------------------------------------------------------------
 
     def prepare(self, info: dict[str, Any]) -> None:
-        """Takes what the sender's ``prepare`` returned.
-
-        Raises:
-            RefitProtocolError: It is not such a dict, or of another protocol version.
-            ManifestMismatchError: The tensors are not those of the engine; nothing was touched.
-        """
+        """Takes what the sender's ``prepare`` returned."""
         self.check_open()
         changes = self.outside_changes
         sink = self._new_sink()
@@ -202,11 +191,7 @@ class RefitReceiver(Endpoint["ReceiveJob"]):
     def open(
         self, transport: str, deadline_s: float, address: dict[str, Any], **options: Any
     ) -> concurrent.futures.Future[None]:
-        """Goes to where a sender listens on a transport, anew if it did before.
-
-        Returns:
-            A future that is done when the sender was found.
-        """
+        """Goes to where a sender listens on a transport, anew if it did before."""
         self.check_open()
         for job in self.waiting():
             if job.transport == transport:
@@ -233,15 +218,6 @@ class RefitReceiver(Endpoint["ReceiveJob"]):
             deadline_s: Seconds for the whole refit, the wait for the sender included.
             number: Of the refit; that after the last one that was requested if None.
             lock: Held while this refit writes; the receiver's by default.
-
-        Returns:
-            A future of a dict with ``version``, ``origin``, ``bytes``, ``seconds`` and ``name``;
-            and ``replaced``, which is the version and origin of before if these were another
-            trainer's, else None.
-
-        Raises:
-            LifecycleError: ``prepare`` was not called, or the sender does not offer the transport.
-            RefitAborted: The refit of this number was requested, or cancelled, before.
         """
         with self.asking:
             self.check_open()
@@ -285,11 +261,7 @@ class RefitReceiver(Endpoint["ReceiveJob"]):
         return self._expected
 
     def connection(self, transport: str, trainer: SenderInfo) -> Connection[ReceiverEnd]:
-        """This side of a transport; it takes the place of one to another sender.
-
-        Raises:
-            LifecycleError: The trainer does not offer it.
-        """
+        """This side of a transport; it takes the place of one to another sender."""
         address = trainer.address_of(transport, self.name)
         kept = self.connections.get(transport)
         if kept is not None and kept.address.items() <= address.items():
@@ -331,11 +303,7 @@ class RefitReceiver(Endpoint["ReceiveJob"]):
         ref: Mapping[str, Any],
         device: torch.device,
     ) -> Lane:
-        """This side of the lane that a plan is for; attached once for as long as it stays the same.
-
-        Raises:
-            RefitProtocolError: It is not there, or too small.
-        """
+        """This side of the lane that a plan is for; attached once, while it stays the same."""
         if not plan.buckets:
             return NoLane()
         lane = connection.lanes.get(plan.mode)

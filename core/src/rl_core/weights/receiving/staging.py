@@ -34,9 +34,6 @@ class StagedSink(WeightSink):
         memory: The second copy's tensors by name, kept from refit to refit; those that are
             missing are made.
         mark_torn: Called before the engine's tensors are written.
-
-    Raises:
-        CapabilityError: The sink cannot read, so that there is no way back.
     """
 
     def __init__(

@@ -87,14 +87,7 @@ class Packer:
 
     @torch.no_grad()
     def put(self, index: int) -> bytes:
-        """Makes a bucket ready in the lane.
-
-        Returns:
-            The digests of its blocks, if they are hashed.
-
-        Raises:
-            ManifestMismatchError: The source yields a tensor that differs from its spec.
-        """
+        """Makes a bucket ready in the lane."""
         buckets = self.buckets
         bucket = buckets.plan.buckets[index]
         if self._tensors is not None:
@@ -121,11 +114,7 @@ class Packer:
 def checked_tensors(
     source: WeightSource, specs: Sequence[TensorSpec]
 ) -> Generator[tuple[TensorSpec, torch.Tensor]]:
-    """The source's tensors of these specs, in order. Closing it closes the source's iterator.
-
-    Raises:
-        ManifestMismatchError: The source yields a tensor that differs from its spec.
-    """
+    """The source's tensors of these specs, in order. Closing it closes the source's iterator."""
     tensors = iter(source.tensors([spec.name for spec in specs]))
     nothing = ("nothing", torch.empty(0))
     try:

@@ -118,11 +118,7 @@ class RefitSender(Endpoint["SendJob"]):
     def open(
         self, transport: str, deadline_s: float, **options: Any
     ) -> concurrent.futures.Future[None]:
-        """Opens a transport that needs an address to listen on; closes an earlier one first.
-
-        Returns:
-            A future that is done when the receivers are there.
-        """
+        """Opens a transport that needs an address to listen on; closes an earlier one first."""
         self.check_open()
         for job in self.waiting():
             if job.options.transport == transport:
@@ -138,13 +134,6 @@ class RefitSender(Endpoint["SendJob"]):
 
         Args:
             **options: Those of :class:`~rl_core.weights.options.SendOptions`.
-
-        Returns:
-            A future of :class:`RefitReport` as a dict.
-
-        Raises:
-            ConfigError: An option is unknown or not legal.
-            RefitAborted: The refit of this number was requested, or cancelled, before.
         """
         with self.asking:
             self.check_open()
@@ -178,12 +167,7 @@ class RefitSender(Endpoint["SendJob"]):
             described.close()
 
     def connection(self, transport: str) -> Connection[SenderEnd]:
-        """This side of a transport.
-
-        Raises:
-            RefitError: It cannot be made, or the process has no room for connections. It is then
-                closed, so that none comes, unless a refit uses it.
-        """
+        """This side of a transport."""
         if (kept := self.connections.get(transport)) is not None:
             try:
                 kept.end.check_room()
@@ -220,11 +204,7 @@ class RefitSender(Endpoint["SendJob"]):
         device: torch.device,
         receivers: Sequence[str],
     ) -> SenderBuckets:
-        """The buckets of a refit, and memory for them: those of the last refits, where they fit.
-
-        Raises:
-            RefitError: There is not enough memory.
-        """
+        """The buckets of a refit, and memory for them: those of the last refits, where they fit."""
         kept = self.connections.buckets
         key = (connection, wire.digest, bucket_bytes, mode, skip, block_hash)
         cached = kept.get(key)
@@ -274,9 +254,6 @@ class RefitSender(Endpoint["SendJob"]):
 
         To be called when the tensors have left it (a trainer that gives its device away); the
         next direct refit moves them again. Waits for a refit that is running.
-
-        Raises:
-            DeadlineError: That refit hangs.
         """
         with exclusively(self.turn, DEFAULT_DEADLINE_S, f"{self.name}: a running refit"):
             self.drop_moved_tensors()
@@ -515,12 +492,7 @@ class SendJob(Job[SenderSession]):
         return self._packer.buckets
 
     def _move_tensors(self) -> bool:
-        """Moves the source's tensors to memory that receivers read, if that is wanted and possible.
-
-        Raises:
-            ConfigError: It is not possible, and ``mode`` leaves no other way.
-            RefitError: There is no memory for that, and ``mode`` leaves no other way.
-        """
+        """Moves the source's tensors to memory that receivers read, if possible and wanted."""
         mode, moved = self.options.mode, self.endpoint.moved
         if mode == "packed":
             return False
@@ -579,11 +551,7 @@ class SendJob(Job[SenderSession]):
     # -- the end ----------------------------------------------------------------------------------
 
     def _close_source(self) -> None:
-        """Closes it once.
-
-        Raises:
-            RefitError: It cannot be closed, which a refit that failed only notes.
-        """
+        """Closes it once."""
         if self._closed:
             return
         self._closed = True
@@ -600,12 +568,7 @@ class SendJob(Job[SenderSession]):
             self.session.error.add_note(text)
 
     def _check_version(self) -> None:
-        """Decides whether the version is a committed one, for which the weights must be the same.
-
-        Raises:
-            LifecycleError: Another was committed since this refit was requested, or nothing
-                shows whether the weights are the same.
-        """
+        """Decides whether the version is a committed one, whose weights must be the same."""
         sender = self.endpoint
         if self._same and sender.version != self.version:
             raise LifecycleError(

@@ -94,9 +94,6 @@ class SharedTensors:
 
         One tensor is moved at a time. Where the lane's memory grows with them, memory for one more
         is enough. If it lacks, tensors that were moved are whole, and those that were not, too.
-
-        Raises:
-            RefitError: There is not enough memory.
         """
         if self._lane is lane and self._is_shared(manifest, tensors):
             return

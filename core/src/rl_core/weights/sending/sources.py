@@ -26,9 +26,6 @@ class GuardedSource(WeightSource):
             takes a text that names where the refit is (such as ``", at lm_head.weight"``).
         rename: Gives a tensor its new name, or None to leave it out. Of tensors that are tied to
             one that is left out, the first then stands for it.
-
-    Raises:
-        ConfigError: Two tensors would have one name.
     """
 
     def __init__(
@@ -76,11 +73,7 @@ class GuardedSource(WeightSource):
         self._source.check()
 
     def tensors(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """See :meth:`WeightSource.tensors`.
-
-        Raises:
-            LifecycleError: The weights changed since this source was made.
-        """
+        """See :meth:`WeightSource.tensors`."""
         self.specs()
         new = {self._owner[name]: name for name in names}
         for old, tensor in self._source.tensors(list(new)):

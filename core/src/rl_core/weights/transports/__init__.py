@@ -11,13 +11,7 @@ __all__ = ["find_transport"]
 
 
 def find_transport(name: str) -> Transport:
-    """The transport of that name.
-
-    Raises:
-        BackendNotFoundError: No installed plugin provides it.
-        AmbiguousBackendError: Several do.
-        BrokenPluginError: It cannot be imported, or is not a :class:`Transport`.
-    """
+    """The transport of that name."""
     provider = find_provider(name, TRANSPORTS)
     transport = load_object(provider.value, provider)
     if not isinstance(transport, Transport):

@@ -54,9 +54,6 @@ def require_room(*, first: bool = False) -> None:
 
     Args:
         first: Of a context, the first socket follows, with which ZeroMQ starts its threads.
-
-    Raises:
-        RefitError: The process has no file descriptors left, or can start no thread.
     """
     taken: list[int] = []
     try:
@@ -128,9 +125,6 @@ class ControlServer:
     Attributes:
         endpoint: Where clients connect.
         key: The server's public key, which clients need; empty if not encrypted.
-
-    Raises:
-        RefitError: It cannot be bound, encryption is not there, or the process has no room.
     """
 
     def __init__(self, bind: str, *, encrypted: bool = False) -> None:
@@ -247,11 +241,7 @@ class ControlClient:
         self._unused = True
 
     def open(self) -> None:
-        """Begins a refit: a new connection, on which nothing of earlier refits arrives.
-
-        Raises:
-            RefitError: The endpoint is none, or the process has no room for a connection.
-        """
+        """Begins a refit: a new connection, on which nothing of earlier refits arrives."""
         self.disconnect()
         require_room(first=self._unused)
         self._unused = False
@@ -317,11 +307,7 @@ class ControlClient:
 
 
 def _key_pair() -> tuple[bytes, bytes]:
-    """A public and a secret key.
-
-    Raises:
-        RefitError: This build of ZeroMQ does not encrypt.
-    """
+    """A public and a secret key."""
     if not zmq.has("curve"):
         raise RefitError(
             "this build of ZeroMQ cannot encrypt, and a refit between hosts needs that",

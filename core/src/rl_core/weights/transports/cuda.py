@@ -84,9 +84,6 @@ class CudaRegion(Lane):
         Args:
             nbytes: At least 1.
             device: A CUDA device; without an index, the current one.
-
-        Raises:
-            RefitError: The GPU has too little memory, or its allocator's memory cannot be shared.
         """
         try:
             data = torch.empty(nbytes, dtype=torch.uint8, device=device)
@@ -113,10 +110,6 @@ class CudaRegion(Lane):
         """Maps the memory of another process, or shares that of this one.
 
         The GPU is found by its UUID, as its index differs where CUDA_VISIBLE_DEVICES does.
-
-        Raises:
-            RefitProtocolError: ``ref`` is malformed, its GPU is not visible to this process, or
-                the memory cannot be mapped.
         """
         try:
             wanted = msgspec.convert(ref, _Ref)
@@ -176,12 +169,7 @@ _OWNED: WeakValueDictionary[tuple[int, str], CudaRegion] = WeakValueDictionary()
 
 
 def _export(data: torch.Tensor) -> tuple[bytes, int]:
-    """Shares a tensor's memory; its segment's handle and its place in the segment.
-
-    Raises:
-        RefitError: It is part of an expandable segment.
-        RuntimeError: CUDA or torch's allocator refuses.
-    """
+    """Shares a tensor's memory; its segment's handle and its place in the segment."""
     address, segments = data.data_ptr(), _CUDA.memory_snapshot()
     if any(
         segment["is_expandable"] and 0 <= address - segment["address"] < segment["total_size"]

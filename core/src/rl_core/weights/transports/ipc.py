@@ -47,11 +47,7 @@ class _Address(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class IpcSender(ControlServer, SenderEnd):
-    """The sender's end, in a directory that this user alone can enter.
-
-    Raises:
-        RefitError: The path of the temporary directory is too long for a socket.
-    """
+    """The sender's end, in a directory that this user alone can enter."""
 
     reads_memory = True
     private = True

@@ -76,9 +76,6 @@ class SharedRegion(Lane):
             directory: Private to this user; where a file is made if memory cannot go without one.
             grows: Memory is had as :meth:`allocate_view` asks for it, so that what is moved in can
                 be freed where it was before the next is moved. Nothing else may be written.
-
-        Raises:
-            RefitError: There is not enough memory.
         """
         fd, name = _open(directory)
         try:
@@ -106,11 +103,7 @@ class SharedRegion(Lane):
 
     @classmethod
     def attach(cls, ref: Mapping[str, Any]) -> Self:
-        """Maps the memory of another process.
-
-        Raises:
-            RefitProtocolError: It is not there, or is not what ``ref`` describes.
-        """
+        """Maps the memory of another process."""
         try:
             wanted = msgspec.convert(ref, _Ref)
             fd = os.open(wanted.path, os.O_RDONLY | os.O_CLOEXEC)

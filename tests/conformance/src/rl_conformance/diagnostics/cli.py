@@ -9,50 +9,17 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from rl_core.cli.output import chatter_to_stderr, console_for_result
+from rl_core.commands import Command
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["main"]
+__all__ = ["app"]
 
 
-def main(argv: list[str]) -> int:
-    """Runs ``rl check`` with the arguments after these words; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="rl check",
-        description="Run a diagnostic on a model. Exits with 1 if it fails.",
-    )
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    logprobs = commands.add_parser(
-        "logprobs", help="do trainer and engine give the same tokens the same log-probs"
-    )
-    logprobs.add_argument("--policy", default="hf", metavar="NAME", help="the trainer")
-    logprobs.add_argument("--policy-config", **_JSON, help="further keys of its configuration")
-    logprobs.add_argument("--rows", type=int, default=16, help="prompts of random tokens")
-    logprobs.add_argument("--max-new-tokens", type=int, default=64)
-    context = commands.add_parser("max-model-len", help="does the engine keep to its context")
-    context.add_argument("--max-model-len", type=int, default=32, help="the limit to set")
-    decoding = commands.add_parser(
-        "generation-consistency", help="does decoding agree with prefill over long outputs"
-    )
-    decoding.add_argument("--max-new-tokens", type=int, default=256)
-    for command, run in (
-        (logprobs, _logprobs),
-        (context, _max_model_len),
-        (decoding, _generation_consistency),
-    ):
-        command.add_argument("model", help="directory (or hub name) of the checkpoint")
-        command.add_argument("--generation", default="hf", metavar="NAME", help="the engine")
-        command.add_argument(
-            "--generation-config", **_JSON, help="further keys of its configuration"
-        )
-        command.add_argument("--json", action="store_true", help="print JSON")
-        command.set_defaults(run=run)
-    for command in (logprobs, decoding):
-        command.add_argument("--threshold", type=float, default=1.05, help="of mean exp(|error|)")
-    options = parser.parse_args(argv)
+def measure(options: argparse.Namespace) -> int:
     with chatter_to_stderr():
-        result, facts = options.run(options)
+        result, facts = options.measure(options)
     if options.json:
         import msgspec  # writes what is not a number as null, as JSON asks
 
@@ -71,9 +38,6 @@ def _object(text: str) -> dict[str, Any]:
     if isinstance(found, dict):
         return found
     raise argparse.ArgumentTypeError(f"not a JSON object: {text}")
-
-
-_JSON: dict[str, Any] = {"type": _object, "default": {}, "metavar": "JSON"}
 
 
 def _generation(options: argparse.Namespace) -> dict[str, Any]:
@@ -149,3 +113,50 @@ def _print(passed: bool, facts: Mapping[str, str]) -> None:
     console = console_for_result()
     console.print(table)
     console.print(Text("passed", "bold green") if passed else Text("failed", "bold red"))
+
+
+_JSON: dict[str, Any] = {"type": _object, "default": {}, "metavar": "JSON"}
+
+app = Command(
+    "rl check",
+    "Measure whether trainer and engine agree on a model",
+    details="Exits with 1 if a check fails.",
+)
+_agreement = app.command(
+    "logprobs",
+    "Compare the log-probs that trainer and engine give to the same tokens",
+    "rl check logprobs path/to/model --generation vllm",
+    run=measure,
+)
+_agreement.add_argument("--policy", default="hf", metavar="NAME", help="the trainer")
+_agreement.add_argument("--policy-config", **_JSON, help="further keys of its configuration")
+_agreement.add_argument("--rows", type=int, default=16, help="prompts of random tokens")
+_agreement.add_argument("--max-new-tokens", type=int, default=64)
+_context = app.command(
+    "max-model-len",
+    "Check that the engine never exceeds its context length",
+    "rl check max-model-len path/to/model --generation vllm",
+    run=measure,
+)
+_context.add_argument("--max-model-len", type=int, default=32, help="the limit to set")
+_decoding = app.command(
+    "generation-consistency",
+    "Compare decoding with prefill over long outputs",
+    "rl check generation-consistency path/to/model --generation vllm",
+    run=measure,
+)
+_decoding.add_argument("--max-new-tokens", type=int, default=256)
+for _command, _measure in (
+    (_agreement, _logprobs),
+    (_context, _max_model_len),
+    (_decoding, _generation_consistency),
+):
+    _command.add_argument(
+        "model", metavar="MODEL", help="directory (or hub name) of the checkpoint"
+    )
+    _command.add_argument("--generation", default="hf", metavar="NAME", help="the engine")
+    _command.add_argument("--generation-config", **_JSON, help="further keys of its configuration")
+    _command.add_argument("--json", action="store_true", help="print JSON")
+    _command.set_defaults(measure=_measure)
+for _command in (_agreement, _decoding):
+    _command.add_argument("--threshold", type=float, default=1.05, help="of mean exp(|error|)")
