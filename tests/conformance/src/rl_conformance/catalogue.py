@@ -258,7 +258,7 @@ _ENTRIES = (
         "what is not finite or masked never reaches the weights",
         tolerance=f"{_DECLARED}; loss, gradient norm: a tenth of the mean of them, 1e-5 at least",
     ),
-    Clause("P8", "training moves log-probs the way the loss says"),
+    Clause("P8", "training moves log-probs in the direction of the loss"),
     Clause(
         "P9",
         "a checkpoint resumes bit for bit, and an interrupted one never loads",

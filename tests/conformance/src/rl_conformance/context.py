@@ -319,12 +319,12 @@ class Context:
             value: The figure.
             tolerance: The most that it may be.
             unit: Of both.
-            where: What a failure says besides.
+            where: What is added to the message of a failure.
         """
         self.measures.append(Measure(name, float(value), float(tolerance), unit))
         if math.isnan(value) or value > tolerance:
-            said = f"{name} is {value:.6g} {unit}".rstrip() + f", above {tolerance:g}"
-            fail(f"{said}: {where}" if where else said)
+            found = f"expected {name} of at most {tolerance:g}, got {value:.6g} {unit}".rstrip()
+            fail(f"{found}: {where}" if where else found)
 
     def measure_error(
         self,

@@ -40,7 +40,7 @@ class Continuation:
     Attributes:
         prompt: Token ids.
         tokens: The continuation.
-        certain: How many of its tokens are above every other by the lead that was asked for, up to
+        certain: How many of its tokens are above every other by the requested lead, up to
             the first that is not or that ends the text.
     """
 
@@ -58,7 +58,7 @@ class Stop:
         tokens: The expected continuation, stop included.
         token: The stop token, the last of ``tokens``.
         text: The stop string.
-        other_prompt: A prompt whose continuation never meets the stop.
+        other_prompt: A prompt with a continuation that does not contain the stop.
         other_tokens: Its full continuation.
     """
 
@@ -151,7 +151,7 @@ def is_text(words: Sequence[str]) -> bool:
 
 
 def find_stop(oracle: Oracle, steps: int, lead: float) -> Stop:
-    """A prompt that meets a token midway, and another that never does."""
+    """A prompt that generates a token midway, and another that never does."""
     seen: list[Continuation] = []
     for new in continuations(oracle, 5, steps, lead, seed=11):
         if new.certain < steps:
@@ -171,7 +171,7 @@ def find_stop(oracle: Oracle, steps: int, lead: float) -> Stop:
 
 
 def find_stop_string(oracle: Oracle, steps: int, lead: float) -> Stop:
-    """A prompt whose continuation has a two-token string midway, met there for the first time."""
+    """A prompt whose continuation has a two-token string midway, and not before."""
     for each in continuations(oracle, 5, steps, lead, seed=12):
         path = each.tokens
         for end in range(2, min(each.certain, steps - 1)):

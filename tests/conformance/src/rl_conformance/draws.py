@@ -1,4 +1,4 @@
-"""What was drawn, against what the oracle says may be drawn."""
+"""Compares what was drawn with what may be drawn according to the oracle."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def same_draws(
         where = (
             f"row {first} drew {got[first][:length]}, expected {expected[first][:length]}; "
             f"changed are the rows {changed[:8]}{', ...' if changed[8:] else ''} of {len(expected)}"
-            + ("" if seeds is None else f", whose seeds are {own}")
+            + ("" if seeds is None else f"; their seeds are {own}")
         )
     ctx.measure("changed_draws", len(changed), allowed, where=where)
 

@@ -1,4 +1,4 @@
-"""How a check says that the contract is broken. Plain ``assert`` would vanish under ``-O``."""
+"""How a check reports that the contract is broken. Plain ``assert`` would vanish under ``-O``."""
 
 from __future__ import annotations
 
@@ -65,9 +65,9 @@ def raises(expected: type[E] | tuple[type[E], ...], *mentions: str) -> Generator
     except expected as error:
         caught.error = error
         missing = [word for word in mentions if word.lower() not in str(error).lower()]
-        require(not missing, f"the {type(error).__name__} does not name {missing}: {error}")
+        require(not missing, f"the {type(error).__name__} does not mention {missing}: {error}")
         return
-    fail(f"nothing was raised; expected {names}")
+    fail(f"expected {' or '.join(names)}, got no exception")
 
 
 def same_tensor(got: torch.Tensor, expected: torch.Tensor, what: str) -> None:

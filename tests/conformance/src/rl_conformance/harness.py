@@ -1,4 +1,4 @@
-"""Runs checks, once each, and says what came of them. All three entrances go through here."""
+"""Runs checks, once each, and returns their outcomes. All three entrances use it."""
 
 from __future__ import annotations
 
@@ -86,9 +86,9 @@ class Harness:
             if status in (Status.FAILED, Status.ERROR):
                 status, message = Status.KNOWN_FAILURE, f"{listed}: {message}"
             elif status is not Status.NOT_RUN:
-                said = "passes" if status is Status.PASSED else f"is {status}"
+                result = "passes" if status is Status.PASSED else f"is {status}"
                 status = Status.UNEXPECTED_PASS
-                message = f"it {said} and is listed as failing: {listed}; take the entry out"
+                message = f"it {result} and is listed as failing: {listed}; take the entry out"
         return Outcome(
             check.id,
             check.title,

@@ -73,7 +73,7 @@ class Leftovers:
     def wait_until_back(self, seconds: float = 5.0) -> list[str]:
         """What is left beyond this snapshot; threads get a moment to let go.
 
-        Shared memory has no owner. What nobody uses may be of another run's killed process, and
+        Shared memory has no owner. What no process uses may be of another run's killed process, and
         then it goes away in a while: it is waited for longer.
         """
         started = time.monotonic()
@@ -107,7 +107,7 @@ def _used_elsewhere(name: str) -> bool:
         try:
             if f"/{name}" in maps.read_text(errors="replace"):
                 return True
-        except OSError:  # the process is gone, or another user's
+        except OSError:  # the process ended, or is another user's
             continue
     return False
 

@@ -209,7 +209,7 @@ class RunReport:
         backend: Its name.
         outcomes: Of every check that was reached.
         environment: Versions, device, model and time.
-        clauses: The clauses the run was asked for; all of the catalogue by default.
+        clauses: The clauses of the run; all of the catalogue by default.
         selection: Which part of the suite the user chose, "" if the run is of all of it.
         seconds: Wall time.
         total: How many checks the whole suite has for this backend; 0 if the report, written by an
@@ -256,7 +256,7 @@ class RunReport:
 
     @property
     def cites(self) -> str:
-        """Whose report has the clauses that core alone keeps; "" if this one has them."""
+        """The run that has the clauses which core alone keeps; "" if it is this one."""
         kept = [id_ for id_, clause in CLAUSES.items() if clause.core]
         if self.selection or set(kept) & set(self.clauses):
             return ""

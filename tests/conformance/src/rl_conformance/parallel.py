@@ -25,7 +25,7 @@ __all__ = ["run_in_processes"]
 def run_in_processes(
     backend: str, settings: Settings, known_failures: Path | None, processes: int
 ) -> RunReport:
-    """Runs every check; what pytest says of its progress is printed.
+    """Runs every check; pytest prints the progress.
 
     Args:
         backend: Its name.

@@ -42,10 +42,10 @@ class PeerGoneError(Exception):
 
 
 class _Peer:
-    """A backend in a process of its own.
+    """A backend in another process.
 
     Args:
-        ctx: Says which backend.
+        ctx: Names the backend.
         kind: ``"generation"`` or ``"policy"``.
         config: Its configuration.
     """
@@ -91,7 +91,7 @@ class _Peer:
         try:
             print(json.dumps(command), file=self._out, flush=True)
         except BrokenPipeError as error:
-            raise PeerGoneError("the peer is gone") from error
+            raise PeerGoneError("the peer ended") from error
         line = self._in.readline()
         if not line:
             raise PeerGoneError("the peer ended without an answer")

@@ -67,7 +67,7 @@ class ConformanceItem(pytest.Item):
         return str(excinfo.value)
 
     def reportinfo(self) -> tuple[str, None, str]:
-        """Where pytest says the item is."""
+        """Where the item is, for pytest."""
         return "rl_conformance", None, f"{self.name}: {self.check.title}"
 
 
@@ -97,7 +97,7 @@ def harness_for(config: pytest.Config, find: Any, name: str, **settings: Any) ->
 
 
 def known_failures(config: pytest.Config) -> dict[str, str]:
-    """What the ledger says.
+    """The known failures of the ledger.
 
     Raises:
         pytest.UsageError: It is not whole, or stale.
@@ -110,7 +110,7 @@ def known_failures(config: pytest.Config) -> dict[str, str]:
 
 
 def conduct(item: pytest.Item, harness: Harness, check: Check) -> None:
-    """Runs a check and says in pytest's words what came of it."""
+    """Runs a check and turns its outcome into pytest's."""
     outcome = harness.outcome(check)
     properties = {
         "backend": harness.target.name,

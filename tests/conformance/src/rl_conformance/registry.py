@@ -162,7 +162,7 @@ def check(
         modules: Optional modules it imports.
         gpus: How many it needs where it runs on ``cuda``; a machine with fewer excuses it.
         timeout_s: Seconds after which it counts as hung.
-        cases: Keyword arguments by case name; each case is a check of its own.
+        cases: Keyword arguments by case name; each case is a separate check.
         summary: It asks what came of others, and so comes after them.
     """
     entry = CLAUSES[clause]

@@ -60,8 +60,8 @@ def run(
             status.
         selection: How ``checks`` were chosen, for the report.
         known: Reasons of known failures, by check id.
-        on_start: Told of each check that begins.
-        on_outcome: Told of each outcome as it comes.
+        on_start: Called with each check that begins.
+        on_outcome: Called with each outcome.
     """
     started = time.perf_counter()
     whole = profile(target.name)

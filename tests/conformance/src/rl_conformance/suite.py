@@ -98,4 +98,4 @@ class Conformance(
     _Suite,
     kinds=("discovery", "generation", "policy", "refit", "agreement", "security"),
 ):
-    """Everything that a backend is asked for."""
+    """All chapters that bind a backend."""

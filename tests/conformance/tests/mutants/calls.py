@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from rl_backends import Completion, PromptBatch, SamplingParams
 
 #: Checks in which calls of all kinds follow each other.
-_LEFT = "nothing_is_left_of"
+_LEFT = "earlier_calls_leave_no_trace"
 
 
-@breaks("G7", checks="G7 and (nothing_is_left_of or configured_lists)")
+@breaks("G7", checks="G7 and (earlier_calls_leave_no_trace or change_the_configuration)")
 class StopStringsOutliveTheirCall(ReferenceGeneration):
     """A row's stop strings are added to the configured ones."""
 
@@ -39,7 +39,7 @@ class GreedySticks(ReferenceGeneration):
         return super().generate(data, greedy)
 
 
-@breaks("G9", checks=f"{_LEFT} and G9 or own_seed")
+@breaks("G9", checks=f"{_LEFT} and G9 or with_a_seed_does")
 class SeedsOutliveTheirCall(ReferenceGeneration):
     """A call without seeds draws from those of the call before."""
 
@@ -55,7 +55,7 @@ class SeedsOutliveTheirCall(ReferenceGeneration):
         return super().complete(prompts, sampling)
 
 
-@breaks("G8", checks="G8 and (nothing_is_left_of or deterministic)")
+@breaks("G8", checks="G8 and (earlier_calls_leave_no_trace or deterministic)")
 class ColumnsOfALongerCallShow(ReferenceGeneration):
     """The cache of a longer call before is not cleared behind the shorter rows of this one."""
 
@@ -67,7 +67,7 @@ class ColumnsOfALongerCallShow(ReferenceGeneration):
         return {ids: logits.roll(1) if stale else logits for ids, logits in found.items()}
 
 
-@breaks("G6", checks=f"{_LEFT} and G6 or every_token_that_is_allowed")
+@breaks("G6", checks=f"{_LEFT} and G6 or all_of_max")
 class ShortBudgetsStick(ReferenceGeneration):
     """Rows without much room lower max_new_tokens for good."""
 
@@ -191,7 +191,7 @@ class TheFirstModelIsEverybodys(ReferenceGeneration):
         self.model = self.models.setdefault(str(self.model.config.hidden_size), self.model)
 
 
-@breaks("G9", checks="G9 and (engines or reproducible)")
+@breaks("G9", checks="G9 and (engines or sampling_reproducible)")
 class TheLastSeedIsEverybodys(ReferenceGeneration):
     """The seed is kept in the module."""
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 #: What needs no models.
-_MEASURED = "A1 and (exponentials or no_number or each_mode)"
+_MEASURED = "A1 and (exponentials or infinity or each_mode)"
 
 
 @breaks("B3", checks="B3")

@@ -33,7 +33,7 @@ class _Swapping(ReferenceRows):
         return done
 
 
-@breaks("G18", checks="G18 and keep_to")
+@breaks("G18", checks="G18 and do_not_mix")
 class RowsOfTwoCallsAreSwapped(ReferenceGeneration):
     """Rows of two calls that end with one step are each other's."""
 
@@ -62,7 +62,7 @@ class _Following(ReferenceRows):
             row.sampling = rows[-1].sampling
 
 
-@breaks("G18", checks="G18 and keep_to")
+@breaks("G18", checks="G18 and do_not_mix")
 class WhoComesLastSaysHow(ReferenceGeneration):
     """All rows are sampled as the call that came last wants its own to be."""
 
@@ -79,7 +79,7 @@ class _Numbering(ReferenceRows):
             row.stop_strings = own.get(numbers[key], row.stop_strings)
 
 
-@breaks("G18", checks="G18 and keep_to")
+@breaks("G18", checks="G18 and do_not_mix")
 class StopStringsAreKeptByTheNumberOfTheRow(ReferenceGeneration):
     """Row 0 of the call that came last says what ends row 0 of every call."""
 
@@ -98,7 +98,7 @@ class ACallSaysWhatServesNow(ReferenceGeneration):
         return output
 
 
-@breaks("G18", checks="G18 and starves")
+@breaks("G18", checks="G18 and waits_forever")
 def who_comes_last_is_served_first() -> AbstractContextManager[Any]:
     """A stack of calls, of which one is served at a time."""
     honest = RowService._begin_calls

@@ -15,7 +15,7 @@ from rl_core.interfaces import TensorSpec, WeightSink, WeightSource
 from rl_core.weights.tensors import NamedTensorSink, NamedTensorSource
 
 #: Where an engine does not have what arrived, no clause after these can hold.
-_FIRST = "(R1 or R2 and not (keeps_its_word or change_nothing)) and not (enough or left_behind)"
+_FIRST = "(R1 or R2 and not (its_description or change_nothing)) and not (enough or every_part)"
 
 
 class _OneByOne(NamedTensorSink):

@@ -50,7 +50,7 @@ class _Kept(ReferenceGeneration):
         return True
 
 
-@breaks("G8", checks="G8 and (alike or batch_order)")
+@breaks("G8", checks="G8 and (similar or batch_order)")
 class APrefixIsItsLengthAndItsEnd(_Kept):
     """A cache of prefixes looks at their length and their last 8 tokens."""
 
@@ -139,7 +139,7 @@ class AStreamedRowWithoutRoomHasStopped(ReferenceGeneration):
             yield index, row
 
 
-@breaks("R1", checks="R1 and sleeper or G13 and keeps")
+@breaks("R1", checks="R1 and during_sleep or G13 and keeps")
 class ASleeperForgetsARefit(ReferenceGeneration):
     """Waking brings back what was there when the weights fell asleep."""
 
@@ -154,7 +154,7 @@ class ASleeperForgetsARefit(ReferenceGeneration):
             self.model.load_state_dict(self.asleep)
 
 
-@breaks("P9", checks="P9 and (goes_on or narrow)")
+@breaks("P9", checks="P9 and (resumed_again or narrow)")
 class MasterWeightsAreNotSaved(ReferencePolicy):
     """A policy in bfloat16 learns in float32, and resumes from what it exports."""
 
@@ -175,7 +175,7 @@ class MasterWeightsAreNotSaved(ReferencePolicy):
         return rounded
 
 
-@breaks("P5", "P7", checks="P5 and told or P7 and as_if_not_there")
+@breaks("P5", "P7", checks="P5 and same_data or P7 and masked_data")
 def every_row_counts_as_a_sequence() -> AbstractContextManager[Any]:
     """Rows with sample_mask 0 are among those that losses of sequences divide by."""
     honest = PolicyBackend._loss

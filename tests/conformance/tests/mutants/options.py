@@ -41,7 +41,7 @@ class RowsAreNumberedWithoutTheFullOnes(ReferenceGeneration):
         return output
 
 
-@breaks("G6", "G7", checks="G6 and every_token or G7 and first_of_its")
+@breaks("G6", "G7", checks="G6 and all_of_max or G7 and first_of_its")
 class StopStringsAreNumberedWithTheFullRows(ReferenceGeneration):
     """Stop strings are looked up one row further on."""
 
@@ -117,7 +117,7 @@ class MatchesMustEndTheText(_Matching):
         return bool(stop_strings) and self.text(ids).endswith(tuple(stop_strings))
 
 
-@breaks("G7", "G5", "G6", checks="G5 or G7 or G6 and every_token")
+@breaks("G7", "G5", "G6", checks="G5 or G7 or G6 and all_of_max")
 class MatchesSpanTwoTokens(_Matching):
     """Only the text of the last two tokens is looked at, and single ones are not."""
 

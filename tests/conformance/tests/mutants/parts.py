@@ -14,7 +14,7 @@ from rl_core.interfaces import TensorSpec, WeightSink, WeightSource
 from rl_core.weights.tensors import NamedTensorSink, NamedTensorSource
 
 #: What looks at parts of tensors, and at bits.
-_PARTS = "R1 and (left_behind or pattern_of_bits)"
+_PARTS = "R1 and (every_part or pattern_of_bits)"
 
 
 class _Sink(NamedTensorSink):
@@ -93,7 +93,7 @@ class TheMiddleOfShardsOverlaps(_Loader):
         return data
 
 
-@breaks("R1", checks="R1 and (left_behind or enough)")
+@breaks("R1", checks="R1 and (every_part or enough)")
 class NormsStayAsTheyWere(_Loader):
     """Only what has two dimensions, or is a bias, is taken."""
 
@@ -101,7 +101,7 @@ class NormsStayAsTheyWere(_Loader):
         return None if name.endswith("norm.weight") else data
 
 
-@breaks("R1", checks="R1 and (left_behind or enough)")
+@breaks("R1", checks="R1 and (every_part or enough)")
 class BiasesStayAsTheyWere(_Loader):
     """A loader for models without."""
 
@@ -109,7 +109,7 @@ class BiasesStayAsTheyWere(_Loader):
         return None if name.endswith(".bias") else data
 
 
-@breaks("R1", checks="R1 and (left_behind or enough)")
+@breaks("R1", checks="R1 and (every_part or enough)")
 class TheLastLayerIsForgotten(_Loader):
     """Layers are counted from 0 to one less than there are."""
 
@@ -117,7 +117,7 @@ class TheLastLayerIsForgotten(_Loader):
         return None if "layers.1." in name and "mlp" in name else data
 
 
-@breaks("R1", checks="R1 and (left_behind or enough)")
+@breaks("R1", checks="R1 and (every_part or enough)")
 class SquareMatricesAreTurned(_Loader):
     """A matrix of as many rows as columns is stored the other way round, if it comes at once."""
 
@@ -127,7 +127,7 @@ class SquareMatricesAreTurned(_Loader):
         return data
 
 
-@breaks("R1", checks="R1 and (left_behind or enough)")
+@breaks("R1", checks="R1 and (every_part or enough)")
 class GateAndUpAreExchanged(_Loader):
     """Two tensors of one shape lie in each other's place."""
 
@@ -243,7 +243,7 @@ class _InItsOwnOrder(NamedTensorSource):
         yield from super().tensors(sorted(names))
 
 
-@breaks("R2", checks="R2 and its_word")
+@breaks("R2", checks="R2 and its_description")
 class NamesComeInAnotherOrder(ReferencePolicy):
     """The source gives what it is asked for in the order of the alphabet."""
 
@@ -256,7 +256,7 @@ class _AllOfThem(NamedTensorSource):
         yield from super().tensors([spec.name for spec in self.specs() if not spec.alias_of])
 
 
-@breaks("R2", checks="R2 and its_word")
+@breaks("R2", checks="R2 and its_description")
 class EverythingIsGivenAlways(ReferencePolicy):
     """Whatever is asked for, all tensors are given."""
 

@@ -29,7 +29,7 @@ from rl_core.weights.spellings import TakesWeights
 _SESSION_BYTES = 16
 
 
-@breaks("R9", checks="R9 and is_held")
+@breaks("R9", checks="R9 and committed_weights")
 def what_lies_ready_is_verified_and_copied_later() -> AbstractContextManager[Any]:
     """Digests are of the sender's memory, which is read again to be written."""
 
@@ -77,13 +77,13 @@ def digests_are_the_same_for_everybody() -> AbstractContextManager[Any]:
     )
 
 
-@breaks("S2", checks="S2 and like_another")
+@breaks("S2", checks="S2 and share_a_secret")
 def nonces_are_used_again() -> AbstractContextManager[Any]:
     """An engine says the same Hello each time."""
     return mock.patch.object(secrets, "token_bytes", return_value=b"n" * 16)
 
 
-@breaks("S2", checks="S2 and like_another")
+@breaks("S2", checks="S2 and share_a_secret")
 def sessions_are_numbered() -> AbstractContextManager[Any]:
     """Refits have short names that come again."""
     honest = secrets.token_hex
@@ -94,7 +94,7 @@ def sessions_are_numbered() -> AbstractContextManager[Any]:
     return mock.patch.object(secrets, "token_hex", short)
 
 
-@breaks("S2", checks="S2 and recorded")
+@breaks("S2", checks="S2 and replayed")
 def the_last_hello_counts() -> AbstractContextManager[Any]:
     """Who says an engine's Hello amid a refit takes its place."""
     honest = SenderSession._on_hello

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
     from rl_backends import Completion, PromptBatch, SamplingParams
 
-_OWN = "G9 and (own_seed or equal_seeds or engines_without)"
-_ALL_DRAWS = "every_draw and not unseeded and not truncated or own_seed"
+_OWN = "G9 and (with_a_seed_does or if_and_only_if or engines_without)"
+_ALL_DRAWS = "every_draw and not unseeded and not truncated or with_a_seed_does"
 
 
 class _Seeding(ReferenceGeneration):
@@ -89,7 +89,7 @@ class WithoutASeedItIsFortyTwo(_Seeding):
         return prompts.seeds if prompts.seeded else row_seeds(next(self.calls), len(prompts))
 
 
-_STREAMS = "G9 and stream or G17 and samples_draw"
+_STREAMS = "G9 and (stream or restart) or G17 and samples_draw"
 
 
 class _Counting(ReferenceGeneration):
@@ -192,7 +192,7 @@ class UnseededRowsComeInPairs(_Seeding):
         return prompts.seeds if prompts.seeded else prompts.seeds[pairs]
 
 
-@breaks("G9", checks="G9 and (another or own_random or differ)")
+@breaks("G9", checks="G9 and (another or global_random or differ)")
 class TheProgramIsSeeded(ReferenceGeneration):
     """A seed is set for the whole process."""
 

@@ -18,7 +18,7 @@ from rl_core.interfaces import TensorSpec, WeightSink, WeightSource
 from rl_core.weights.data.digests import DigestTable
 from rl_core.weights.tensors import NamedTensorSink
 
-_SEQUENCES = "an_engine_takes"
+_SEQUENCES = "an_engine_accepts"
 
 
 class _Remembering(NamedTensorSink):
@@ -51,7 +51,7 @@ class TheThirdRefitIsTakenForTheSecond(ReferenceGeneration):
         return _Remembering(self.model.state_dict(keep_vars=True), self.seen)
 
 
-@breaks("R5", "R6", checks="R5 or an_engine_takes")
+@breaks("R5", "R6", checks="R5 or an_engine_accepts")
 class TicketsAreTakenOnce(ReferenceGeneration):
     """The second ticket brings weights into tensors that nobody computes with."""
 
@@ -73,7 +73,7 @@ class TicketsAreTakenOnce(ReferenceGeneration):
         return NamedTensorSink(tensors)
 
 
-@breaks("G13", "R6", checks="G13 or an_engine_takes")
+@breaks("G13", "R6", checks="G13 or an_engine_accepts")
 class WakingLoadsTheCheckpoint(ReferenceGeneration):
     """What comes back from a sleep is what the engine began with."""
 
@@ -86,7 +86,7 @@ class WakingLoadsTheCheckpoint(ReferenceGeneration):
             self.model.load_state_dict(self.first)
 
 
-@breaks("G13", "R6", checks="G13 or an_engine_takes")
+@breaks("G13", "R6", checks="G13 or an_engine_accepts")
 class TheFirstSleepIsRemembered(ReferenceGeneration):
     """The copy that weights sleep in is made once."""
 
@@ -125,7 +125,7 @@ class _Cached(ReferenceGeneration):
         return True
 
 
-@breaks("R10", "R6", "R1", checks="R10 or an_engine_takes or R1 and enough")
+@breaks("R10", "R6", "R1", checks="R10 or an_engine_accepts or R1 and enough")
 class TheCacheIsDroppedOnce(_Cached):
     """The first refit drops the cache of prefixes, the second does not."""
 
@@ -146,7 +146,7 @@ class TheCacheIsDroppedBeforehand(_Cached):
         return super().receive_weights(*args, **kwargs)
 
 
-@breaks("R6", "R5", checks="R5 or an_engine_takes")
+@breaks("R6", "R5", checks="R5 or an_engine_accepts")
 class TicketsKeepTheCache(_Cached):
     """The older methods do not know of the cache."""
 
@@ -163,7 +163,7 @@ class TicketsKeepTheCache(_Cached):
             self.older = False
 
 
-@breaks("R1", "R10", "R6", checks="R10 or an_engine_takes or R1 and enough")
+@breaks("R1", "R10", "R6", checks="R10 or an_engine_accepts or R1 and enough")
 class SmallRefitsKeepTheCache(_Cached):
     """The cache is dropped where the embeddings changed."""
 
@@ -248,7 +248,7 @@ async def _until_it_moves(engine: ReferenceGeneration) -> None:
         await asyncio.sleep(0.01)
 
 
-@breaks("G14", checks="G14 and (ends_a_refit or shutting or generating)")
+@breaks("G14", checks="G14 and (ends_a_refit or shutting_down_is or generating)")
 class ShutdownLetsARefitGoOn(ReferenceGeneration):
     """A refit that is under way is not told, and commits into an engine that is gone."""
 

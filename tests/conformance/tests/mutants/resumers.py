@@ -15,7 +15,7 @@ from rl_conformance.reference.policy import ReferencePolicy
 from rl_core.errors import CheckpointError
 
 
-@breaks("P9", checks="P9 and (goes_on or missing)")
+@breaks("P9", checks="P9 and (resumed_again or missing)")
 class TheStepIsNotSaved(ReferencePolicy):
     """A resumed schedule begins anew."""
 
@@ -24,7 +24,7 @@ class TheStepIsNotSaved(ReferencePolicy):
         self.steps = 0
 
 
-@breaks("P9", checks="P9 and (goes_on or missing)")
+@breaks("P9", checks="P9 and (resumed_again or missing)")
 class DropoutDoesNotResume(ReferencePolicy):
     """The policy's random numbers start from the seed."""
 
@@ -35,7 +35,7 @@ class DropoutDoesNotResume(ReferencePolicy):
         self.random = own
 
 
-@breaks("P9", checks="P9 and (goes_on or missing)")
+@breaks("P9", checks="P9 and (resumed_again or missing)")
 class MomentsOfVectorsAreLost(ReferencePolicy):
     """Biases and norms begin without moments."""
 
@@ -45,7 +45,7 @@ class MomentsOfVectorsAreLost(ReferencePolicy):
             self.optimizer.state.pop(parameter, None)
 
 
-@breaks("P9", checks="P9 and (again or missing)")
+@breaks("P9", checks="P9 and (saving_again or missing)")
 class TheFirstSaveStays(ReferencePolicy):
     """A second save to a path writes the model and keeps the older training state."""
 
@@ -60,7 +60,7 @@ class TheFirstSaveStays(ReferencePolicy):
             shutil.copytree(older, directory / "rl_training", dirs_exist_ok=True)
 
 
-@breaks("P9", checks="P9 and (again or missing)")
+@breaks("P9", checks="P9 and (saving_again or missing)")
 class ANewSaveOverwritesTheOthers(ReferencePolicy):
     """Saving elsewhere makes the older checkpoint the newer one, too."""
 
@@ -74,7 +74,7 @@ class ANewSaveOverwritesTheOthers(ReferencePolicy):
         self.older = path
 
 
-@breaks("P9", checks="P9 and (fails or missing)")
+@breaks("P9", checks="P9 and (failed_save or missing)")
 class AFullDiskIsNoError(ReferencePolicy):
     """save_checkpoint returns as if it had written."""
 
@@ -92,7 +92,7 @@ class AResumedPolicyIsItsOwnReference(ReferencePolicy):
         self.reference_model.load_state_dict(self.model.state_dict())
 
 
-@breaks("P9", checks="P9 and (no_step or resum)")
+@breaks("P9", checks="P9 and (no_step or resum or refused_checkpoint)")
 class SavingForgetsTheDropout(ReferencePolicy):
     """Random numbers of the policy start anew with every save."""
 
@@ -101,7 +101,7 @@ class SavingForgetsTheDropout(ReferencePolicy):
         self.random = RandomStream(0, torch.device("cpu"))
 
 
-@breaks("P9", checks="P9 and (no_step or resum)")
+@breaks("P9", checks="P9 and (no_step or resum or refused_checkpoint)")
 class SavingMovesTheReference(ReferencePolicy):
     """The reference is what was saved last."""
 

@@ -21,7 +21,7 @@ from rl_core.batch import BatchedDataDict
 from rl_core.plugins.manifest import Capability
 from rl_core.weights.tensors import NamedTensorSource
 
-_P1 = "P1 and (ends or special or any_batch or now or layout)"
+_P1 = "P1 and (completely or special or any_batch or now or layout)"
 
 
 @breaks("P1", "P8", checks=f"{_P1} or P8")

@@ -182,7 +182,7 @@ def the_rate_rises_again() -> AbstractContextManager[Any]:
     )
 
 
-@breaks("P5", checks="P5 and (plain or temperature or told) or P1 and temperature")
+@breaks("P5", checks="P5 and (plain or temperature or same_data) or P1 and temperature")
 class TrainsAtATemperatureOfOne(ReferencePolicy):
     """Log-probs in the loss do not have the policy's temperature."""
 
@@ -236,7 +236,7 @@ class NothingIsDropped(ReferencePolicy):
 # -- several microbatches, several steps -------------------------------------------------------
 
 
-@breaks("P5", checks="P5 and (told or declared) or P7 and as_if")
+@breaks("P5", checks="P5 and (same_data or declared) or P7 and masked_data")
 class MetricsOfTheLastMicrobatch(ReferencePolicy):
     """Metrics are not added up."""
 
@@ -245,7 +245,7 @@ class MetricsOfTheLastMicrobatch(ReferencePolicy):
             return super()._step(*args)
 
 
-@breaks("P5", checks="P5 and (told or declared)")
+@breaks("P5", checks="P5 and (same_data or declared)")
 class ExtremesAreAddedUp(ReferencePolicy):
     """Metrics ending in _min and _max are sums, too."""
 
@@ -254,7 +254,7 @@ class ExtremesAreAddedUp(ReferencePolicy):
             return super()._step(*args)
 
 
-@breaks("P5", checks="P5 and (told or declared)")
+@breaks("P5", checks="P5 and (same_data or declared)")
 class MasksAreZeroedInPlace(ReferencePolicy):
     """Training zeroes the masks in the caller's own batch."""
 
@@ -282,7 +282,7 @@ class AllStepsShareTheCountsOfTheCall(ReferencePolicy):
         return super()._step(batch, diluted, *rest)  # type: ignore[arg-type]
 
 
-@breaks("P7", "P5", checks="P7 and as_if or P5 and plain")
+@breaks("P7", "P5", checks="P7 and masked_data or P5 and plain")
 class AMaskedMicrobatchIsNotANumber(ReferencePolicy):
     """What a masked row brings is divided by its own count of nothing."""
 
@@ -293,7 +293,7 @@ class AMaskedMicrobatchIsNotANumber(ReferencePolicy):
         return total
 
 
-@breaks("P7", checks="P7 and as_if or P5 and plain")
+@breaks("P7", checks="P7 and masked_data or P5 and plain")
 class TheLastRowIsAlwaysLearned(ReferencePolicy):
     """The mask of the last row of a batch is not looked at."""
 
@@ -304,7 +304,7 @@ class TheLastRowIsAlwaysLearned(ReferencePolicy):
         return super()._step(batch, *rest)
 
 
-@breaks("P7", checks="P7 and (as_if or no_step)")
+@breaks("P7", checks="P7 and (masked_data or no_step)")
 class AMaskedBatchIsAStep(ReferencePolicy):
     """Momentum and decay go on where nothing counts."""
 
@@ -321,7 +321,7 @@ class AMaskedBatchIsAStep(ReferencePolicy):
 # -- what is refused, and who shares -----------------------------------------------------------
 
 
-@breaks("P7", checks="P7 and (trace or spares) or P5 and plain")
+@breaks("P7", checks="P7 and (trace or keeps_the_step) or P5 and plain")
 class ARefusedStepCounts(ReferencePolicy):
     """The schedule moves on although the step was not taken."""
 
@@ -333,7 +333,7 @@ class ARefusedStepCounts(ReferencePolicy):
             raise
 
 
-@breaks("P7", checks="P7 and (trace or spares) or P5 and plain")
+@breaks("P7", checks="P7 and (trace or keeps_the_step) or P5 and plain")
 class ALaterNanIsNotSeen(ReferencePolicy):
     """What is not finite is left out of the gradient in silence."""
 
@@ -344,7 +344,7 @@ class ALaterNanIsNotSeen(ReferencePolicy):
         return super().gradient_norm()
 
 
-@breaks("P7", checks="P7 and (trace or spares) or P5 and plain")
+@breaks("P7", checks="P7 and (trace or keeps_the_step) or P5 and plain")
 class ALossThatRaisesLeavesHalfAStep(ReferencePolicy):
     """If the loss raises midway, the gradient so far is stepped with."""
 

@@ -93,7 +93,7 @@ def decoding_agrees_with_prefill(ctx: Context) -> None:
 
 @check("A2", needs=(CORE,), device="cpu", timeout_s=180.0)
 def the_diagnostics_are_commands(ctx: Context) -> None:
-    """rl check runs them, and says by its exit code what came of them."""
+    """rl check runs them, and its exit code is their result."""
     command = [sys.executable, "-m", "rl_core.cli", "check", "max-model-len", str(ctx.model())]
     done = subprocess.run(
         [*command, "--generation", "reference"],
@@ -210,7 +210,7 @@ def the_error_is_the_mean_of_the_exponentials(ctx: Context) -> None:
 
 
 @check("A1", needs=(CORE,))
-def what_is_no_number_does_not_agree(ctx: Context) -> None:
+def nan_and_infinity_do_not_agree(ctx: Context) -> None:
     """NaN and infinity on one token, greedy or sampled, give False."""
     for value in (math.nan, math.inf):
         for bad in (0, 1):

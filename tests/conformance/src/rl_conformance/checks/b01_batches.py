@@ -32,7 +32,7 @@ _LENGTHS = (7, 3, 30, 12, 5, 5, 18, 22, 9, 1, 14, 6)
 
 @check("B1")
 def size_is_the_number_of_rows(ctx: Context) -> None:
-    """A UserDict whose size is the batch size."""
+    """A UserDict; its size is the batch size."""
     data = seeded_batch()
     require(isinstance(data, UserDict), "BatchedDataDict is no UserDict")
     require(data.size == 12, f"the size of twelve rows is {data.size}")
@@ -79,7 +79,7 @@ def a_missing_key_is_named(ctx: Context) -> None:
 
 
 @check("B2")
-def no_batches_are_an_empty_batch(ctx: Context) -> None:
+def from_batches_of_nothing_is_empty(ctx: Context) -> None:
     """from_batches([]) has no keys."""
     require(not BatchedDataDict[Any].from_batches([]), "from_batches([]) is not empty")
 
@@ -141,7 +141,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.int32, torch.bool, torch.float64
 
 
 @check("B3")
-def rows_are_those_of_a_list(ctx: Context) -> None:
+def row_operations_match_a_list(ctx: Context) -> None:
     """slice, select_indices, chunk, get_batch, repeat_interleave and reorder_data, by seeds."""
     for seed in _SEEDS:
         rng = random.Random(seed)
@@ -193,8 +193,8 @@ def rows_are_those_of_a_list(ctx: Context) -> None:
 
 
 @check("B3")
-def copies_are_copies(ctx: Context) -> None:
-    """Who writes into a selection, a chunk, a shard or a repetition leaves the batch alone."""
+def selections_do_not_share_memory(ctx: Context) -> None:
+    """Writing into a selection, a chunk, a shard or a repetition does not change the batch."""
     data = random_batch(random.Random(1), 6, 8)
     kept = copy.deepcopy(plain_rows(data))
     args: Any = {"max_tokens_per_microbatch": 16}

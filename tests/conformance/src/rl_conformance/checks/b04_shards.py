@@ -398,7 +398,7 @@ def each_global_batch_has_its_own_plan(ctx: Context) -> None:
 
 
 @check("B6")
-def any_batch_survives_a_journey(ctx: Context) -> None:
+def unusual_batches_survive_serialization(ctx: Context) -> None:
     """Plans, odd strides, slices of a large one and no rows at all, by pickle and torch.save."""
     for seed in list(_SEEDS)[:12]:
         rng = random.Random(seed)

@@ -135,7 +135,7 @@ def leaves_alone(data: BatchedDataDict[Any], act: Callable[[], Any], what: str) 
     before, plans = copy.deepcopy(plain_rows(data)), copy.deepcopy(plans_in(data))
     found = act()
     must_equal(plain_rows(data), before, f"{what} changed its own batch")
-    require(plans_in(data) == plans, f"{what} changed the plans of its own batch")
+    require(plans_in(data) == plans, f"{what} changed the plans of the batch that it is a part of")
     return found
 
 
@@ -306,7 +306,7 @@ class Witness:
 
 
 def two_engines(ctx: Context) -> tuple[Callable[..., None], list[GenerationInterface]]:
-    """Two engines that have nothing in common, and what they must give, whenever asked."""
+    """Two engines that have nothing in common, and what they must give at any time."""
     row, word = text_row(ctx)
     other_path = ctx.model("qwen2", seed=1)
     other = ctx.certain(5, 7, path=other_path)

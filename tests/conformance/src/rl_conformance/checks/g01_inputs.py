@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @check("G1")
 def mask_replaces_lengths(ctx: Context) -> None:
-    """A right-padded attention_mask says the same as input_lengths."""
+    """A right-padded attention_mask has the effect of input_lengths."""
     data = ctx.batch([row.prompt for row in ctx.certain(3, 9, 5)])
     by_length = ctx.generation(max_new_tokens=4).generate(data, greedy=True)
     positions = torch.arange(data["input_ids"].shape[1])
@@ -137,7 +137,7 @@ def extra_keys_are_carried_through(ctx: Context) -> None:
 
 
 @check("G12")
-def input_is_left_alone(ctx: Context) -> None:
+def input_is_not_modified(ctx: Context) -> None:
     """generate does not write into its input."""
     data = ctx.prompts(3, 9, 5)
     ids, lengths = data["input_ids"].clone(), data["input_lengths"].clone()
@@ -213,7 +213,7 @@ def a_refused_batch_changes_nothing(ctx: Context) -> None:
 
 
 @check("G12")
-def every_column_is_left_alone(ctx: Context) -> None:
+def no_input_column_is_modified(ctx: Context) -> None:
     """generate writes into no column of its input, adds none and shares none of its output."""
     generation = ctx.generation(**_CONFIG)
     data = ctx.prompts(3, 9, 5, stop_strings=[["e"], None, []], label=["a", "b", "c"])
@@ -233,7 +233,7 @@ def every_column_is_left_alone(ctx: Context) -> None:
 
 
 @check("G12")
-def an_output_stays_what_it_was(ctx: Context) -> None:
+def later_calls_do_not_change_an_output(ctx: Context) -> None:
     """Later calls write into no earlier output."""
     generation = ctx.generation(**_CONFIG)
     first = generation.generate(ctx.prompts(3, 9, 5), greedy=True)
@@ -246,7 +246,7 @@ def an_output_stays_what_it_was(ctx: Context) -> None:
 
 
 @check("G12")
-def an_output_is_a_batch_of_prompts(ctx: Context) -> None:
+def an_output_can_be_the_next_prompts(ctx: Context) -> None:
     """Columns of an earlier turn that come along make room for those of this one."""
     row = ctx.certain(5)[0]
     generation = ctx.generation(**_CONFIG)

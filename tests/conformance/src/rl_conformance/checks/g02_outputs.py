@@ -77,7 +77,7 @@ def logprobs_are_zero_outside_and_negative_inside(ctx: Context, greedy: bool) ->
 
 @check("G5")
 def truncated_tells_length_from_stop(ctx: Context) -> None:
-    """A row that ran out of tokens is truncated, one that met a stop token is not."""
+    """A row that ran out of tokens is truncated, one that generated a stop token is not."""
     stop = find_stop(ctx.oracle(), 4, ctx.lead)
     data = ctx.batch([stop.prompt, stop.other_prompt])
     generation = ctx.generation(stop_token_ids=[stop.token], max_new_tokens=4)
@@ -163,7 +163,7 @@ def the_configured_padding_is_used(ctx: Context) -> None:
 
 @check("G5")
 def a_stop_on_the_last_token_is_a_stop(ctx: Context) -> None:
-    """A row that meets its stop with the last token it may generate is not truncated."""
+    """A row with its stop at the last token that it may generate is not truncated."""
     oracle = ctx.oracle()
 
     def ends_in_text(tokens: list[int], words: list[str]) -> bool:
@@ -193,8 +193,8 @@ def a_stop_on_the_last_token_is_a_stop(ctx: Context) -> None:
 
 
 @check("G6")
-def every_token_that_is_allowed_comes(ctx: Context) -> None:
-    """A row that meets no stop has exactly max_new_tokens, or what the context leaves it."""
+def rows_use_all_of_max_new_tokens(ctx: Context) -> None:
+    """A row without a stop has exactly max_new_tokens, or what the context leaves it."""
     rows = ctx.certain(15, 9, 12, 4)
     full = random_rows([16], seed=4)[0]
     stopped, word = text_row(ctx)
@@ -213,7 +213,7 @@ def every_token_that_is_allowed_comes(ctx: Context) -> None:
 
 
 @check("G6")
-def one_token_is_a_generation(ctx: Context) -> None:
+def max_new_tokens_may_be_1(ctx: Context) -> None:
     """max_new_tokens=1: one token for each row, and a stop counts all the same."""
     rows = ctx.certain(3, 9, 5)
     stop = rows[1].tokens[0]
@@ -224,7 +224,7 @@ def one_token_is_a_generation(ctx: Context) -> None:
 
 
 @check("G6")
-def the_model_s_own_context_is_the_limit(ctx: Context) -> None:
+def prompts_up_to_the_context_are_accepted(ctx: Context) -> None:
     """Prompts up to the context are taken and scored right, one token more is refused."""
     config, limit = with_limit(ctx)
     lengths = [limit - 1, limit - 5, limit, limit - 2, limit // 2 + 3]

@@ -144,7 +144,7 @@ def greedy_agrees_with_the_reference(ctx: Context, family: str) -> None:
 
 
 @check("G4", cases={"top_k": {"top_p": 1.0}, "top_k_and_top_p": {"top_p": 0.9}})
-def more_candidates_than_tokens_are_all_of_them(ctx: Context, top_p: float) -> None:
+def top_k_above_the_vocabulary_is_off(ctx: Context, top_p: float) -> None:
     """top_k above the vocabulary is off."""
     data = ctx.prompts(5, 5, 5, 5)
     how: dict[str, Any] = {"temperature": 1.5, "top_p": top_p}
@@ -155,7 +155,7 @@ def more_candidates_than_tokens_are_all_of_them(ctx: Context, top_p: float) -> N
 
 
 @check("G4", cases={"raw": {"mode": "raw"}, "processed": {"mode": "processed"}})
-def the_mode_is_that_of_the_configuration(ctx: Context, mode: str) -> None:
+def the_configured_logprobs_mode_applies(ctx: Context, mode: str) -> None:
     """Named or not, the mode decides between the logits and the distribution sampled from."""
     how: dict[str, Any] = {"temperature": 0.6, "top_k": 12}
     data = ctx.prompts(5, 7, 5, 3)

@@ -49,8 +49,8 @@ def row_stop_strings_stay_in_their_row(ctx: Context) -> None:
 
 
 @check("G7")
-def configured_and_row_stop_strings_add_up(ctx: Context) -> None:
-    """A row with a string of its own still ends at the configured ones."""
+def configured_and_row_stop_strings_are_merged(ctx: Context) -> None:
+    """A row that has a stop string still ends at the configured ones."""
     stop = find_stop_string(ctx.oracle(), 8, ctx.lead)
     generation = ctx.generation(stop_strings=[stop.text])
     data = ctx.batch([stop.prompt], stop_strings=[["no text has this in it"]])
@@ -144,7 +144,7 @@ def every_end_of_sequence_token_ends_a_row(ctx: Context, of_model: bool) -> None
 
 
 @check("G7")
-def no_stop_strings_are_no_stop_strings(ctx: Context) -> None:
+def empty_stop_strings_stop_nothing(ctx: Context) -> None:
     """Empty lists, None and no column mean the same."""
     rows = ctx.certain(3, 9, 5)
     expected = [row.tokens for row in rows]
@@ -156,7 +156,7 @@ def no_stop_strings_are_no_stop_strings(ctx: Context) -> None:
 
 @check("G7")
 def each_row_ends_at_the_first_of_its_strings(ctx: Context) -> None:
-    """Rows with lists of their own end where these say: by any entry, at the earliest match."""
+    """A row ends at the earliest match of any string in its list."""
     oracle = ctx.oracle()
 
     def all_text(tokens: list[int], words: list[str]) -> bool:
@@ -189,7 +189,7 @@ def each_row_ends_at_the_first_of_its_strings(ctx: Context) -> None:
 
 @check("G7")
 def a_match_within_a_token_ends_the_row(ctx: Context) -> None:
-    """A string that a token holds in its midst or at its start ends the row; the token is whole."""
+    """A string in the middle or at the start of a token ends the row; the token is kept whole."""
     oracle = ctx.oracle()
 
     def accept(_: list[int], words: list[str]) -> bool:
@@ -205,7 +205,7 @@ def a_match_within_a_token_ends_the_row(ctx: Context) -> None:
 
 
 @check("G7")
-def the_prompt_s_text_completes_no_match(ctx: Context) -> None:
+def stop_strings_ignore_the_prompt(ctx: Context) -> None:
     """A string of the prompt, or across its end, does not end a row."""
     oracle = ctx.oracle()
     decode = oracle.tokenizer.decode
@@ -234,7 +234,7 @@ def the_prompt_s_text_completes_no_match(ctx: Context) -> None:
 
 
 @check("G7")
-def configured_lists_are_left_alone(ctx: Context) -> None:
+def row_stop_strings_do_not_change_the_configuration(ctx: Context) -> None:
     """Stop strings of rows do not find their way into the configured ones."""
     row, word = text_row(ctx)
     strings, ids = ["no text has this in it"], [ctx.oracle().eos_token_id]

@@ -34,7 +34,7 @@ def _lookalikes(length: int) -> list[list[int]]:
 
 
 @check("G8", cases={f"of_{n}_tokens": {"length": n} for n in (20, 40, 150)})
-def prompts_that_are_alike_are_told_apart(ctx: Context, length: int) -> None:
+def similar_prompts_are_not_confused(ctx: Context, length: int) -> None:
     """In one call, and in calls one after another, each is continued with its own log-probs."""
     generation = ctx.generation(max_new_tokens=2)
     rows = _lookalikes(length)
@@ -46,7 +46,7 @@ def prompts_that_are_alike_are_told_apart(ctx: Context, length: int) -> None:
 
 
 @check("G8")
-def two_engines_do_not_mix(ctx: Context) -> None:
+def two_engines_are_independent(ctx: Context) -> None:
     """Engines with other models, limits and stop strings keep to their own, call by call."""
     ask, engines = two_engines(ctx)
     for engine in engines:

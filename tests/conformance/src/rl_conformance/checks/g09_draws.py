@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 @check("G9")
-def seeds_of_two_engines_do_not_mix(ctx: Context) -> None:
+def two_engines_keep_their_seeds(ctx: Context) -> None:
     """An engine draws from its own seed, also when one with another seed was made after it."""
     data = ctx.prompts(*[5, 7] * 8)
     drawn = []
@@ -79,7 +79,7 @@ def another_seed_draws_other_tokens(ctx: Context) -> None:
 
 
 @check("G9")
-def calls_with_one_seed_draw_anew(ctx: Context) -> None:
+def a_seeded_engine_draws_new_samples_in_each_call(ctx: Context) -> None:
     """One prompt, call after call: a seed makes a run reproducible, not its samples equal."""
     data, generation = ctx.prompts(5), ctx.generation(seed=7, temperature=1.5)
     rows = {tuple(generated(data, generation.generate(data))[0]) for _ in range(8)}
@@ -87,8 +87,8 @@ def calls_with_one_seed_draw_anew(ctx: Context) -> None:
 
 
 @check("G9")
-def a_row_with_a_seed_of_its_own_repeats_itself(ctx: Context) -> None:
-    """The seed of a row alone says what it draws, whatever was called before."""
+def a_row_with_a_seed_is_reproducible(ctx: Context) -> None:
+    """Only the seed of a row decides what it draws, whatever was called before."""
     generation = ctx.generation(seed=7, temperature=1.5)
     data = ctx.prompts(*[5, 7, 3, 6] * 8)
     data["seed"] = torch.arange(32) * 1000
@@ -209,7 +209,7 @@ def the_only_candidate_is_taken(ctx: Context, how: dict[str, Any]) -> None:
 
 
 @check("G10")
-def almost_no_temperature_is_the_argmax(ctx: Context) -> None:
+def a_tiny_temperature_is_greedy(ctx: Context) -> None:
     """At a temperature of 0.01 the likeliest token comes, and its raw log-prob is the logits'."""
     rows = ctx.certain(3, 9, 5)
     data = ctx.batch([row.prompt for row in rows])
@@ -255,8 +255,8 @@ _CONFIG: dict[str, Any] = {"temperature": 1.5, "max_new_tokens": 6, "eos_token_i
 
 
 @check("G9")
-def a_row_draws_from_its_own_seed(ctx: Context) -> None:
-    """Whatever its place, its company and the calls before, a row draws what its seed says."""
+def a_row_with_a_seed_does_not_depend_on_the_batch(ctx: Context) -> None:
+    """The place of a row, the other rows and earlier calls do not change what it draws."""
     generation = ctx.generation(**_CONFIG)
     rows = random_rows([5, 17, 3, 9, 5, 1, 12, 7], seed=8)
     stops = [None, list("aeiouAEIOU"), None, ["e"], None, list("stlnr"), None, None]
@@ -274,7 +274,7 @@ def a_row_draws_from_its_own_seed(ctx: Context) -> None:
 
 
 @check("G9")
-def equal_seeds_draw_alike_and_others_do_not(ctx: Context) -> None:
+def rows_agree_if_and_only_if_their_seeds_do(ctx: Context) -> None:
     """Of rows with one prompt, those with one seed are equal, also large ones and 0."""
     prompt = random_rows([5], seed=2)[0]
     seeds = [*_SEEDS, *_SEEDS, 2, 4, 6]
@@ -290,7 +290,7 @@ def equal_seeds_draw_alike_and_others_do_not(ctx: Context) -> None:
 
 
 @check("G9", cases={"zero": {"seed": 0}, "large": {"seed": 2**31 + 11}})
-def a_configured_seed_of_any_size_is_one(ctx: Context, seed: int) -> None:
+def a_configured_seed_may_have_any_size(ctx: Context, seed: int) -> None:
     """Engines with it repeat each other, call by call; unlike another seed's."""
     data = ctx.prompts(*[5, 7, 3, 6] * 4)
     calls = []
@@ -336,7 +336,7 @@ def the_ith_row_draws_from_the_ith_stream(ctx: Context) -> None:
 
 
 @check("G9")
-def no_stream_starts_over_for_a_sleep_or_a_refit(ctx: Context) -> None:
+def sleep_and_refit_do_not_restart_the_seed(ctx: Context) -> None:
     """The row after either draws from the stream after the last row's."""
     data = ctx.prompts(5, 7, 3, 6)
     config = {**_CONFIG, "temperature": 1.0, "model_name": str(ctx.model("qwen2", seed=0))}
@@ -354,7 +354,7 @@ def no_stream_starts_over_for_a_sleep_or_a_refit(ctx: Context) -> None:
 
 
 @check("G9", capability="async_generation")
-def streamed_rows_take_their_streams_as_they_are_asked_for(ctx: Context) -> None:
+def streamed_rows_draw_in_the_order_of_calls(ctx: Context) -> None:
     """One row per call, many at once, of one prompt: in the order of calls, a row given up too."""
     data = ctx.batch([random_rows([5], seed=2)[0]] * 6)
     whole, parts = (ctx.fresh_generation(seed=12, **_CONFIG) for _ in range(2))
@@ -390,7 +390,7 @@ def engines_without_a_seed_differ(ctx: Context) -> None:
 
 
 @check("G9")
-def the_program_s_own_random_numbers_stay_random(ctx: Context) -> None:
+def the_global_random_state_is_not_reset(ctx: Context) -> None:
     """What the program draws after a call is not what it drew after an earlier one."""
     data = ctx.prompts(5, 3, 4)
     data_seeded: BatchedDataDict[Any] = BatchedDataDict({**data, "seed": torch.tensor([1, 2, 3])})
@@ -483,7 +483,7 @@ def sample_k_draws_from_seed_plus_k(ctx: Context) -> None:
 
 
 @check("G17")
-def samples_draw_as_rows_of_their_own(ctx: Context) -> None:
+def samples_draw_as_repeated_rows_do(ctx: Context) -> None:
     """With a configured seed, sample k of row i is what row n * i + k is without samples."""
     data = ctx.prompts(5, 7)
     several = ctx.fresh_generation(seed=13, num_samples=3, **_CONFIG)

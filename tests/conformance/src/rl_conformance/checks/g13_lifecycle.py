@@ -32,8 +32,8 @@ _CONFIG: dict[str, Any] = {"max_new_tokens": 4, "temperature": 1.5, "eos_token_i
 
 
 @check("G13")
-def one_sleeps_while_another_serves(ctx: Context) -> None:
-    """Sleep is an engine's own affair."""
+def one_engine_sleeps_while_another_serves(ctx: Context) -> None:
+    """The sleep of one engine has no effect on another."""
     ask, (one, two) = two_engines(ctx)
     one.prepare_for_generation()
     with raises(LifecycleError):
@@ -48,8 +48,8 @@ def one_sleeps_while_another_serves(ctx: Context) -> None:
 
 
 @check("G14")
-def one_is_shut_down_while_another_serves(ctx: Context) -> None:
-    """Shutdown is an engine's own affair."""
+def shutting_one_engine_down_leaves_another_serving(ctx: Context) -> None:
+    """The shutdown of one engine has no effect on another."""
     ask, (one, two) = two_engines(ctx)
     for engine in (one, two):
         engine.prepare_for_generation()
@@ -59,7 +59,7 @@ def one_is_shut_down_while_another_serves(ctx: Context) -> None:
 
 
 @check("G14")
-def a_refused_call_wakes_nobody(ctx: Context) -> None:
+def a_refused_call_does_not_wake_the_engine(ctx: Context) -> None:
     """Asleep, awake in part or not yet awake: each call is refused, and then all is as before."""
     generation = ctx.fresh_generation(**_CONFIG)
     data = ctx.prompts(5, 3)
@@ -99,7 +99,7 @@ def all_rows_carry_the_version(ctx: Context) -> None:
 
 
 @check("G15", needs=("generation", "pair"))
-def a_refit_of_one_engine_is_not_the_other_s(ctx: Context) -> None:
+def a_refit_changes_only_its_own_engine(ctx: Context) -> None:
     """Versions and weights move in the engine that was refitted, and in no other."""
     from rl_conformance.refits import fresh_engine, run_refit, unequal_pair
     from rl_conformance.served import greedy, same_output
@@ -117,7 +117,7 @@ def a_refit_of_one_engine_is_not_the_other_s(ctx: Context) -> None:
 
 
 @check("G13")
-def waking_twice_is_waking_once(ctx: Context) -> None:
+def waking_is_idempotent(ctx: Context) -> None:
     """prepare_for_generation returns True each time and changes nothing."""
     generation = ctx.fresh_generation()
     require(generation.prepare_for_generation() is True, "prepare did not return True")
@@ -127,7 +127,7 @@ def waking_twice_is_waking_once(ctx: Context) -> None:
 
 
 @check("G13")
-def sleeping_twice_is_sleeping_once(ctx: Context) -> None:
+def sleeping_is_idempotent(ctx: Context) -> None:
     """finish_generation returns True each time, also before the first prepare."""
     generation = ctx.fresh_generation()
     require(generation.finish_generation() is True, "finish before prepare did not return True")
@@ -210,7 +210,7 @@ def generating_after_shutdown_is_refused(ctx: Context) -> None:
 
 
 @check("G14")
-def shutting_down_twice_is_shutting_down_once(ctx: Context) -> None:
+def shutting_down_is_idempotent(ctx: Context) -> None:
     """shutdown returns True each time."""
     generation = ctx.fresh_generation()
     require(generation.shutdown() is True, "shutdown did not return True")
@@ -239,7 +239,7 @@ def _use_once(ctx: Context) -> None:
 
 @check("G15")
 def rows_carry_version_zero_at_first(ctx: Context) -> None:
-    """Before any refit every row says version 0, as the backend does."""
+    """Before any refit every row has version 0, as the backend does."""
     generation = ctx.fresh_generation()
     generation.prepare_for_generation()
     made_by(generation.generate(ctx.prompts(5, 3), greedy=True), 0, 0)
@@ -248,7 +248,7 @@ def rows_carry_version_zero_at_first(ctx: Context) -> None:
 
 
 @check("G13", needs=("generation",))
-def a_sleep_keeps_what_a_refit_brought(ctx: Context) -> None:
+def a_sleep_keeps_the_refitted_weights(ctx: Context) -> None:
     """After sleeping and waking, twice and part by part, the last refit's weights serve."""
     policy, engine = settable_trainer(ctx), ctx.refit_generation()
     run_refit(policy, engine)
@@ -315,7 +315,7 @@ def rows_that_wait_for_their_reader_keep_their_version(ctx: Context) -> None:
 
 @check("G14", needs=("pair",), timeout_s=180.0)
 def a_shutdown_ends_a_refit(ctx: Context) -> None:
-    """An engine that is shut down amid a refit: both sides say so, and the trainer goes on."""
+    """An engine is shut down during a refit: both sides raise, and the trainer goes on."""
     policy = settable_trainer(ctx)
     engine = fresh_engine(ctx)
     run_refit(policy, engine)

@@ -105,7 +105,7 @@ def samples_are_streamed(ctx: Context) -> None:
 
 
 @check("G16")
-def streams_at_once_keep_to_their_rows(ctx: Context) -> None:
+def concurrent_streams_do_not_mix_their_rows(ctx: Context) -> None:
     """Two streams that are read in turns have each what generate returns for it."""
     generation = ctx.generation(**_CONFIG)
     batches = [ctx.batch([row.prompt for row in ctx.certain(*n)]) for n in ((3, 9, 5), (4, 60))]
@@ -119,7 +119,7 @@ def streams_at_once_keep_to_their_rows(ctx: Context) -> None:
 
 
 @check("G16")
-def streams_that_nobody_ends_leave_nothing(ctx: Context) -> None:
+def abandoned_streams_leave_nothing_behind(ctx: Context) -> None:
     """Streams that were closed, cancelled or dropped with most rows on their way are forgotten."""
     generation = ctx.generation(**_CONFIG)
     witness = Witness(ctx, generation)
@@ -187,8 +187,8 @@ def rows_are_yielded_as_they_finish(ctx: Context) -> None:
 
 
 @check("G16")
-def a_broken_off_stream_leaves_the_engine_usable(ctx: Context) -> None:
-    """Whoever stops reading midway can generate again."""
+def after_an_abandoned_stream_the_engine_works(ctx: Context) -> None:
+    """After a caller stops reading midway, generate works again."""
     generation, data = ctx.generation(), ctx.prompts(3, 9, 5)
     before = greedy(ctx, generation)
 

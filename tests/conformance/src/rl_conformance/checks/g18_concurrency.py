@@ -76,7 +76,7 @@ def _certain_rows(ctx: Context) -> list[Any]:
 
 
 @check("G18")
-def calls_of_threads_keep_to_their_rows(ctx: Context) -> None:
+def calls_from_threads_do_not_mix_their_rows(ctx: Context) -> None:
     """Greedy calls and calls with seeds, of one row and of several: each gives what is its."""
     generation, certain = ctx.generation(**_CONFIG), _certain_rows(ctx)
     drawn = ctx.prompts(*[6, 4, 9, 5] * 4)
@@ -102,8 +102,8 @@ def calls_of_threads_keep_to_their_rows(ctx: Context) -> None:
 
 
 @check("G18")
-def stop_strings_of_calls_keep_to_their_rows(ctx: Context) -> None:
-    """Many calls at once, in each of which every row has a stop string of its own."""
+def concurrent_calls_do_not_mix_their_stop_strings(ctx: Context) -> None:
+    """Many calls at once; every row has a different stop string."""
     recital = Recital(ctx)
     strings = [FACE, "op", "none of this", ACCENT, IDEOGRAPH, "st", "y", f"p{IDEOGRAPH}"]
     calls: list[Callable[[], Any]] = [
@@ -115,7 +115,7 @@ def stop_strings_of_calls_keep_to_their_rows(ctx: Context) -> None:
 
 
 @check("G18", capability="async_generation")
-def tasks_and_threads_keep_to_their_rows(ctx: Context) -> None:
+def tasks_and_threads_do_not_mix_their_rows(ctx: Context) -> None:
     """Streams of many tasks beside calls of threads, of which some are given up."""
     generation, certain = ctx.generation(**_CONFIG), _certain_rows(ctx)
 
@@ -173,8 +173,8 @@ def calls_draw_in_the_order_in_which_they_are_made(ctx: Context) -> None:
 
 
 @check("G18", needs=("generation",), timeout_s=180.0)
-def every_call_is_of_one_version(ctx: Context) -> None:
-    """Refits amid calls that never pause: each gets its turn, and each call has one's weights."""
+def every_call_uses_one_version(ctx: Context) -> None:
+    """Refits among calls that never pause: each refit gets its turn, each call one version."""
     policy, engine = settable_trainer(ctx), ctx.refit_generation()
     run_refit(policy, engine)
     data, expected = ctx.prompts(5, 9, 3, 40), {}
@@ -191,7 +191,10 @@ def every_call_is_of_one_version(ctx: Context) -> None:
             for version in range(begin, begin + 4):
                 expected[version] = engine.generate(data, greedy=True)
                 said = expected[version]["weights_version"].tolist()
-                require(said == [version] * 4, f"a call in version {version} says {said}")
+                require(
+                    said == [version] * 4,
+                    f"a call in version {version}: expected rows of that version, got {said}",
+                )
                 if version < begin + 3:
                     shuffle(policy, version)
                     run_refit(policy, engine)
@@ -214,7 +217,7 @@ def every_call_is_of_one_version(ctx: Context) -> None:
 
 
 @check("G18")
-def nobody_starves(ctx: Context) -> None:
+def no_call_waits_forever(ctx: Context) -> None:
     """Among callers that never pause, one that comes later is served while each has a few turns."""
     generation, stop = ctx.generation(**_CONFIG), threading.Event()
     data, turns = ctx.prompts(5, 9, 3), [0] * 6
@@ -246,7 +249,7 @@ def nobody_starves(ctx: Context) -> None:
 
 
 @check("G18")
-def a_long_call_gets_on_among_short_ones(ctx: Context) -> None:
+def a_long_call_makes_progress_among_short_ones(ctx: Context) -> None:
     """Callers of one token each, who never pause, do not keep a call of many tokens from ending."""
     generation, stop = ctx.generation(**_LONG_CONFIG), threading.Event()
     long, short, turns = ctx.prompts(_LONG), ctx.prompts(_CONTEXT - 1), [0] * 6
@@ -331,7 +334,7 @@ def a_short_call_does_not_wait_for_a_long_one(ctx: Context) -> None:
 
 @check("G18", capability="concurrent_calls", timeout_s=180.0)
 def rows_that_are_given_up_are_freed_at_once(ctx: Context) -> None:
-    """After a stream that nobody reads any more, a call does not wait for what was left of it."""
+    """After an abandoned stream, a call does not wait for the rest of that stream."""
     generation = ctx.generation(**_LONG_CONFIG)
     short, rows = ctx.prompts(_SHORT), random_rows([_SHORT] + [_LONG] * 1023)
 

@@ -58,7 +58,7 @@ _CALLS: dict[str, dict[str, dict[str, Any]]] = {
 }
 
 
-def nothing_is_left_of(
+def earlier_calls_leave_no_trace(
     ctx: Context, rows: Callable[[Context], BatchedDataDict[Any]], argmax: bool = True
 ) -> None:
     """After a call of another kind, greedy, seeded and stopped rows are what they were."""
@@ -71,4 +71,4 @@ def nothing_is_left_of(
 
 
 for _clause, _cases in _CALLS.items():
-    check(_clause, cases=_cases, timeout_s=240.0)(nothing_is_left_of)
+    check(_clause, cases=_cases, timeout_s=240.0)(earlier_calls_leave_no_trace)

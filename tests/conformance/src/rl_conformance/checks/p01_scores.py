@@ -124,7 +124,7 @@ def padding_width_does_not_show(ctx: Context) -> None:
 
 
 @check("P2")
-def filler_behind_a_row_does_not_show(ctx: Context) -> None:
+def tokens_in_the_padding_do_not_matter(ctx: Context) -> None:
     """What stands on padding positions has no influence."""
     data, policy = ctx.prompts(*_LENGTHS), ctx.policy()
     before = policy.get_logprobs(data)["logprobs"]
@@ -195,7 +195,7 @@ _TOKENS = {"enabled": True, "train_mb_tokens": 40}
 
 
 @check("P1")
-def long_rows_are_scored_to_their_ends(ctx: Context) -> None:
+def long_rows_are_scored_completely(ctx: Context) -> None:
     """Rows around powers of two and up to the whole context agree with the reference."""
     whole = min(ctx.oracle().context, 256)
     data = ctx.prompts(whole, 129, 1, 128, 127, 2, 65, whole - 1)
@@ -207,7 +207,7 @@ def long_rows_are_scored_to_their_ends(ctx: Context) -> None:
 
 
 @check("P1")
-def special_tokens_are_tokens(ctx: Context) -> None:
+def special_tokens_are_scored_like_others(ctx: Context) -> None:
     """Pad, end and begin tokens, and the vocabulary's last, wherever they stand in a row."""
     oracle = ctx.oracle()
     pad, end, last = oracle.pad_token_id, oracle.eos_token_id, oracle.vocab_size - 1
@@ -244,7 +244,7 @@ def any_batch_is_scored(ctx: Context) -> None:
 
 
 @check("P2")
-def many_rows_score_as_few(ctx: Context) -> None:
+def many_rows_are_scored_as_few_are(ctx: Context) -> None:
     """In one microbatch of 300 rows, each has the reference's log-probs."""
     few = ctx.prompts(*[4, 6, 3, 5, 2] * 10)
     expected = ctx.oracle().batch_logprobs(few["input_ids"], few["input_lengths"])
@@ -269,7 +269,7 @@ def temperature_applies_to_every_call(ctx: Context, temperature: float) -> None:
 
 
 @check("P2", cases=SPLITS)
-def rows_come_back_in_their_order(ctx: Context, config: dict[str, Any], size: int | None) -> None:
+def scored_rows_keep_their_order(ctx: Context, config: dict[str, Any], size: int | None) -> None:
     """However rows are dealt, each has its own log-probs, also under the reference."""
     data, policy = ctx.prompts(*_MIXED), ctx.policy(**config)
     expected = ctx.oracle().batch_logprobs(data["input_ids"], data["input_lengths"])
@@ -282,7 +282,7 @@ def rows_come_back_in_their_order(ctx: Context, config: dict[str, Any], size: in
 
 
 @check("P2")
-def splitting_goes_on_working(ctx: Context) -> None:
+def splitting_works_after_training(ctx: Context) -> None:
     """Packed policies score the trained weights, before and after a step, as plain ones do."""
     plain, packed = ctx.fresh_policy(), ctx.fresh_policy(sequence_packing=_TOKENS)
     data = training_batch(_MIXED, seed=9)

@@ -31,7 +31,7 @@ def reference_starts_as_the_policy(ctx: Context) -> None:
 
 
 @check("P3")
-def reference_does_not_train_along(ctx: Context) -> None:
+def training_does_not_change_the_reference(ctx: Context) -> None:
     """After training its log-probs are bit for bit what they were, also at a temperature."""
     data, policy = ctx.prompts(*_LENGTHS), ctx.fresh_policy(temperature=0.7)
     reference = policy.get_reference_policy_logprobs(data)["reference_logprobs"]
@@ -44,7 +44,7 @@ def reference_does_not_train_along(ctx: Context) -> None:
 
 
 @check("P3")
-def policy_survives_its_reference(ctx: Context) -> None:
+def the_reference_does_not_change_the_policy(ctx: Context) -> None:
     """Scoring with the reference leaves the trained weights as they were."""
     data, policy = ctx.prompts(*_LENGTHS), ctx.fresh_policy()
     _train_once(policy)

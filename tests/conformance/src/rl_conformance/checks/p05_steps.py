@@ -112,7 +112,7 @@ def one_step_for_each_global_batch(ctx: Context) -> None:
 
 @check("P5", modules=("rl_ray",), gpus=2, timeout_s=300.0)
 def two_ranks_train_as_one(ctx: Context) -> None:
-    """Each of two workers has half of the global batch: loss, norm and log-probs are one's."""
+    """Two workers with half of the global batch each: loss, norm and log-probs are those of one."""
     from rl_core.create import create_policy
     from rl_ray import RayVirtualCluster
 
@@ -155,7 +155,7 @@ def nll_falls_on_one_batch(ctx: Context) -> None:
 
 
 @check("P8")
-def advantages_show_the_way(ctx: Context) -> None:
+def advantages_decide_the_direction(ctx: Context) -> None:
     """Rows with a positive advantage become likelier, the others less likely."""
     data = training_batch((9, 9, 9, 9), advantages=torch.tensor([1.0, -1.0, 1.0, -1.0]))
     policy = trained_policy(ctx)
@@ -385,7 +385,7 @@ _OTHER_SPLITS: dict[str, dict[str, Any]] = {
 
 
 @check("P5", cases=_OTHER_SPLITS)
-def a_loss_is_told_the_same_whatever_the_split(
+def a_loss_sees_the_same_data_whatever_the_split(
     ctx: Context, mbs: int | None, config: dict[str, Any]
 ) -> None:
     """Every row once, with its own columns, and the counts of the whole batch; metrics add up."""
@@ -418,7 +418,7 @@ def a_loss_is_told_the_same_whatever_the_split(
         result = policy.train(data, TellingLoss(), eval_mode, mbs=mbs)
         got = {key: float(result.get(key, "nan")) for key in expected}
         off = {key: got[key] for key in got if abs(got[key] - expected[key]) > 1e-4}
-        require(not off, f"eval_mode={eval_mode}: told {off}, expected {expected}")
+        require(not off, f"eval_mode={eval_mode}: got {off}, expected {expected}")
         error = abs(float(result["told_likelihood"]) + float(result["loss"]))
         ctx.measure("metric_error", error, 1e-4)
     for key, value in before.items():

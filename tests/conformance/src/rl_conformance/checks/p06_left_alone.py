@@ -75,7 +75,7 @@ def lifecycle_calls_are_idempotent(ctx: Context, name: str) -> None:
 
 
 @check("P10")
-def lifecycle_calls_leave_training_alone(ctx: Context) -> None:
+def lifecycle_calls_do_not_change_training(ctx: Context) -> None:
     """A loop with every call in it trains as one without."""
     data = training_batch(_LENGTHS)
     plain, busy = trained_policy(ctx), ctx.fresh_policy()

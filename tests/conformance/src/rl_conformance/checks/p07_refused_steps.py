@@ -139,7 +139,7 @@ _MASKS: dict[str, Callable[[Any], None]] = {
 
 
 @check("P7", cases={name: {"mask": mask} for name, mask in _MASKS.items()})
-def what_is_masked_is_as_if_not_there(ctx: Context, mask: Callable[[Any], None]) -> None:
+def masked_data_has_no_influence_on_a_step(ctx: Context, mask: Callable[[Any], None]) -> None:
     """In microbatches of two, loss and gradient are those of what is left."""
     data = training_batch(_OTHER_LENGTHS)
     mask(data)
@@ -190,7 +190,7 @@ def a_refused_step_leaves_no_trace(
 
 
 @check("P7")
-def a_bad_global_batch_spares_the_one_before(ctx: Context) -> None:
+def a_bad_global_batch_keeps_the_step_before(ctx: Context) -> None:
     """The first of two batches is a step, the second with its NaN is none."""
     plain, hurt = (trainer(ctx, dropout=False) for _ in range(2))
     data = _marked(training_batch((7, 9, 4, 6), seed=9))

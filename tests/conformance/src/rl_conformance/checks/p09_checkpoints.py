@@ -67,7 +67,7 @@ def _goes_on_as(
     device="cpu",
     cases={"tied": {"family": "qwen2"}, "untied": {"family": "llama"}},
 )
-def resuming_what_was_resumed_goes_on(ctx: Context, family: str) -> None:
+def a_resumed_run_can_be_resumed_again(ctx: Context, family: str) -> None:
     """Saved before the first step, in the warm-up and after it: each goes on as without.
 
     With dropout, decay, a schedule and clipping, so that whatever is not saved shows.
@@ -120,7 +120,7 @@ def the_reference_resumes_too(ctx: Context) -> None:
 
 
 @check("P9", device="cpu")
-def saving_again_replaces_and_spares(ctx: Context) -> None:
+def saving_again_replaces_only_its_own_path(ctx: Context) -> None:
     """To the same path: the newer state alone. To another: the older one stays what it is."""
     directory = ctx.directory()
     newest, kept = directory / "newest", directory / "kept"
@@ -147,7 +147,7 @@ _WRITES = ("torch.save", "safetensors.torch.serialize_file", "os.replace", "os.r
 
 
 @check("P9", device="cpu")
-def a_save_that_fails_says_so(ctx: Context) -> None:
+def a_failed_save_raises(ctx: Context) -> None:
     """A full disk raises; the older checkpoint resumes, and the policy goes on and saves."""
     path = ctx.directory() / "checkpoint"
     policy, plain = (trainer(ctx, dropout=False, **_FULL) for _ in range(2))
@@ -165,7 +165,10 @@ def a_save_that_fails_says_so(ctx: Context) -> None:
                 policy.save_checkpoint(str(path))
             except Exception:
                 said = True
-        require(said == stopped.called, f"{operation} failed: {stopped.called}, a save: {said}")
+        require(
+            said == stopped.called,
+            f"{operation} failed: {stopped.called}; save_checkpoint raised: {said}",
+        )
         if not stopped.called:
             old = policy_weights(policy)
             continue
@@ -181,7 +184,7 @@ def a_save_that_fails_says_so(ctx: Context) -> None:
 
 
 @check("P9")
-def resuming_what_is_broken_spares_the_others(ctx: Context) -> None:
+def a_refused_checkpoint_changes_nothing_else(ctx: Context) -> None:
     """The refused policy moves neither the global random state nor a policy beside it."""
     path = ctx.directory() / "checkpoint"
     policy = trainer(ctx, dropout=False, **_FULL)
@@ -284,7 +287,7 @@ def an_interrupted_save_never_loads(ctx: Context) -> None:
 
 
 @check("P9")
-def an_interrupted_save_spares_the_one_before(ctx: Context) -> None:
+def an_interrupted_save_keeps_the_old_checkpoint(ctx: Context) -> None:
     """Over an older checkpoint: what loads is the old one whole, or nothing."""
     path, policy = ctx.directory() / "checkpoint", _policy_after(ctx, 1)
     policy.save_checkpoint(str(path))

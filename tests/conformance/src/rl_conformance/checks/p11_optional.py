@@ -49,7 +49,7 @@ def policy_generates_like_an_engine(ctx: Context) -> None:
 
 
 #: Left out of P11: what a policy that generates has not (a sleep, a refit), and what takes long.
-_OF_ENGINES = ("no_stream_starts_over_for_a_sleep_or_a_refit", "many_rows")
+_OF_ENGINES = ("sleep_and_refit_do_not_restart_the_seed", "many_rows")
 
 
 def _refuses(call: Callable[[ColocatablePolicyInterface], Any]) -> Callable[[Context], None]:
@@ -210,12 +210,12 @@ def scales_are_of_what_a_cache_holds(ctx: Context, options: dict[str, Any]) -> N
 
 @check("P12")
 def scales_have_their_defaults(ctx: Context) -> None:
-    """Without a word: 99.9 percent, a margin of 1.05, no queries. Twice the same."""
+    """The defaults are 99.9 percent, a margin of 1.05, no queries. Two calls agree."""
     data, policy = ctx.prompts(*_MIXED), ctx.policy()
     got = policy.calibrate_qkv_fp8_scales(data)
     said = policy.calibrate_qkv_fp8_scales(data, None, 99.9, 1.05, False)
     again = policy.calibrate_qkv_fp8_scales(data)
-    require(got == said, f"the defaults give {got}, and said aloud {said}")
+    require(got == said, f"the defaults give {got}, the same values as arguments {said}")
     require(got == again, f"a second call gives {again} after {got}")
 
 
@@ -229,7 +229,7 @@ _NO_CALIBRATIONS: dict[str, dict[str, Any]] = {
 
 
 @check("P12", cases={name: {"options": options} for name, options in _NO_CALIBRATIONS.items()})
-def what_scales_no_cache_is_refused(ctx: Context, options: dict[str, Any]) -> None:
+def impossible_scale_arguments_are_refused(ctx: Context, options: dict[str, Any]) -> None:
     """A margin or percentile that makes no scale raises ValueError."""
     with raises(ValueError, *options):
         ctx.policy().calibrate_qkv_fp8_scales(ctx.prompts(5, 3), **options)

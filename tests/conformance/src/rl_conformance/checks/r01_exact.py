@@ -110,7 +110,7 @@ def what_was_committed_stays(ctx: Context, mode: str) -> None:
 
 @check("R3", timeout_s=240.0)
 def a_refit_crosses_processes(ctx: Context) -> None:
-    """An engine in a process of its own: every mode and way to verify, and a delta."""
+    """An engine in another process: every mode and way to verify, and a delta."""
     policy = ctx.fresh_policy(model_name=str(ctx.model("qwen2", seed=1)))
     ways = [(mode, verify) for mode in modes_of(policy) for verify in _LEVELS]
     with RemoteGeneration(ctx, model_name=str(ctx.model("qwen2", seed=0))) as generation:
@@ -215,7 +215,7 @@ _ASLEEP: dict[str, list[dict[str, Any]]] = {
 
 
 @check("R1", needs=("generation",), cases={name: {"woken": w} for name, w in _ASLEEP.items()})
-def a_refit_of_a_sleeper_serves_once_it_is_awake(ctx: Context, woken: list[dict[str, Any]]) -> None:
+def a_refit_during_sleep_serves_after_waking(ctx: Context, woken: list[dict[str, Any]]) -> None:
     """Asleep or half awake: what the last refit brought serves, however the rest is woken.
 
     Until then it is refused to generate, before the refit and after it.
@@ -272,7 +272,9 @@ _PARTS: dict[str, dict[str, Any]] = {
 
 
 @check("R1", cases=_PARTS, needs=("generation",))
-def no_part_is_left_behind(ctx: Context, part: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def every_part_of_every_tensor_is_updated(
+    ctx: Context, part: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
     """What changed in a small part of one tensor shows in the engine's log-probs.
 
     They tell what the engine computes with, whatever it says that it has.

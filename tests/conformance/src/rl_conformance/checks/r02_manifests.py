@@ -93,8 +93,8 @@ def a_mismatch_is_named_and_nothing_is_touched(ctx: Context, kind: str, change: 
 
 
 @check("R2", needs=("policy",))
-def the_source_keeps_its_word(ctx: Context) -> None:
-    """Its description stays, and it gives what it is asked for in that order and as described."""
+def the_source_matches_its_description(ctx: Context) -> None:
+    """Its description stays, and it gives the requested tensors in that order and as described."""
     policy: Any = ctx.fresh_policy(model_name=str(ctx.model("qwen2", seed=1)))
     make = getattr(policy, "refit_source", None)
     if make is None:
@@ -136,8 +136,8 @@ def the_source_keeps_its_word(ctx: Context) -> None:
 
 
 @check("R2", needs=("generation",))
-def the_sink_keeps_its_word(ctx: Context) -> None:
-    """Its description stays, and it reads what it is asked for in that order and as described."""
+def the_sink_matches_its_description(ctx: Context) -> None:
+    """Its description stays, and it reads the requested tensors in that order and as described."""
     policy, engine = settable_trainer(ctx), ctx.refit_generation()
     make: Any = getattr(engine, "weight_sink", None)
     if make is None:

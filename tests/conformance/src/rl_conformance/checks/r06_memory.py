@@ -122,12 +122,12 @@ _WAYS = ("direct", "packed", "delta", "staged", "ticket", "asleep")
 
 
 @check("R6", needs=("generation",), timeout_s=300.0)
-def an_engine_takes_every_way_after_every_other(ctx: Context) -> None:
+def an_engine_accepts_refit_modes_in_any_order(ctx: Context) -> None:
     """Direct, packed, delta, staged, by ticket, asleep: any after any, each exact."""
     refit_in_sequence(ctx, "engine", *_WAYS)
 
 
 @check("R6", needs=("policy",), timeout_s=300.0)
-def a_trainer_goes_every_way_after_every_other(ctx: Context) -> None:
+def a_trainer_sends_refit_modes_in_any_order(ctx: Context) -> None:
     """Direct, packed, delta, staged, by ticket: any after any, each exact."""
     refit_in_sequence(ctx, "trainer", *_WAYS[:-1])

@@ -201,7 +201,7 @@ def _is_corrupted(error: BaseException | None) -> None:
 
 
 @check("R8", needs=("generation",))
-def whole_weights_alone_end_a_torn_state(ctx: Context) -> None:
+def only_a_full_refit_ends_a_torn_state(ctx: Context) -> None:
     """Neither sleep nor preparing again mends torn weights; a refit by any way does."""
     policy, engine = settable_trainer(ctx), ctx.refit_generation()
     run_refit(policy, engine)
@@ -271,7 +271,7 @@ def a_refit_gets_its_turn(ctx: Context) -> None:
 
 @check("R8", needs=(CORE,), cases={i: {"isolation": i} for i in ("staged", "quiesced")})
 def weights_that_are_dropped_meanwhile_stay_torn(ctx: Context, isolation: str) -> None:
-    """An engine that loses its weights amid a refit neither commits nor serves what it had."""
+    """An engine that loses its weights during a refit neither commits nor serves the old ones."""
     policy, engine = fresh_doubles(ctx)
     run_refit(policy, engine)
     renew_tensors(policy, 3)

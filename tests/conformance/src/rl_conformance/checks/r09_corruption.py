@@ -91,7 +91,7 @@ class _Replayed(_Altered):
 
 
 class _Swapped(_Line):
-    """The message waits until the next one has gone."""
+    """The message waits until the next one is sent."""
 
     def carry(self, send: Send, server: ControlServer, key: str, frame: bytes) -> bool:
         self.sent.append(frame)
@@ -183,7 +183,7 @@ def damaged_bytes_never_commit(ctx: Context, way: Any) -> None:
 
 @check("R9", cases=MODES)
 def weights_that_change_meanwhile_never_commit(ctx: Context, mode: str) -> None:
-    """A step of the optimizer in the midst of a refit ends it; the next one is exact."""
+    """A step of the optimizer during a refit ends the refit; the next one is exact."""
     policy, generation = unequal_pair(ctx)
     supports(ctx, policy, mode)
     policy.prepare_for_training()
@@ -201,8 +201,8 @@ def weights_that_change_meanwhile_never_commit(ctx: Context, mode: str) -> None:
 
 
 @check("R9")
-def the_reference_may_be_asked_meanwhile(ctx: Context) -> None:
-    """Scoring the reference policy amid a refit either ends it or does not show in it."""
+def the_reference_may_score_during_a_refit(ctx: Context) -> None:
+    """Scoring the reference policy during a refit ends the refit or has no effect on it."""
     policy, generation = unequal_pair(ctx)
     supports(ctx, policy, "packed")
     policy.prepare_for_training()
@@ -227,7 +227,7 @@ _BUCKET = 4096
 
 
 @check("R9", needs=(CORE,))
-def what_is_held_is_what_was_written(ctx: Context) -> None:
+def committed_weights_are_the_trainers(ctx: Context) -> None:
     """Memory that changes between the look at it and the copy: what commits is the trainer's."""
     policy, engine = fresh_doubles(ctx)
     honest, lanes = RefitSender.buckets, []
@@ -354,5 +354,5 @@ def digests_over_a_network_need_the_token(ctx: Context) -> None:
                 for n in range(0, len(m.digests), 16)
             }
         )
-    require(all(told), "no digests were told")
+    require(all(told), "no digests were sent")
     require(not told[0] & told[1], "digests do not depend on the token")

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @check("R10")
 def the_version_moves_on_commit(ctx: Context) -> None:
-    """Before the refit 0, after it 1, and every row says so, and whose version it is."""
+    """Before the refit 0, after it 1, and every row has it, with the number of the trainer."""
     policy, generation = unequal_pair(ctx)
     require(generation.weights_version == 0, f"at first it is {generation.weights_version}")
     report = run_refit(policy, generation)
@@ -35,8 +35,8 @@ def the_version_moves_on_commit(ctx: Context) -> None:
 
 
 @check("R10")
-def versions_of_two_trainers_are_told_apart(ctx: Context) -> None:
-    """Two trainers commit one version: rows say whose it is, and the loop is told."""
+def versions_of_two_trainers_are_distinguished(ctx: Context) -> None:
+    """Two trainers commit one version: rows name the trainer, and the loop gets a warning."""
     one, generation = unequal_pair(ctx)
     two = ctx.fresh_policy(model_name=str(ctx.model("qwen2", seed=2)))
     origins: list[int] = []
@@ -109,8 +109,8 @@ def a_version_may_go_back_with_its_weights(ctx: Context) -> None:
 
 
 @check("R10")
-def training_between_refits_shows_after_the_next_alone(ctx: Context) -> None:
-    """What a trainer learns reaches nobody before a refit, not even over a sleep."""
+def training_shows_only_after_the_next_refit(ctx: Context) -> None:
+    """Training does not change the engine before a refit, not even if it sleeps in between."""
     policy, generation = unequal_pair(ctx)
     run_refit(policy, generation, mode="auto")
     before, weights = greedy(ctx, generation, seed=0), engine_weights(generation)
@@ -154,8 +154,8 @@ def refused_options_change_nothing(ctx: Context) -> None:
 
 
 @check("R10", needs=("policy",))
-def refused_options_use_no_version_up(ctx: Context) -> None:
-    """A trainer that is asked for what there is not counts nothing, and sends the next exactly."""
+def refused_options_do_not_use_up_a_version(ctx: Context) -> None:
+    """A refit with an unknown option does not count, and the next one is exact."""
     policy = ctx.fresh_policy(model_name=str(ctx.model("qwen2", seed=1)))
     engine = engine_for(ctx, "trainer")
     for version in (1, 2):

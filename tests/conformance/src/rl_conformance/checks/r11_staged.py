@@ -73,7 +73,7 @@ def another_engines_failure_is_survived(ctx: Context) -> None:
 
 @check("R11")
 def the_old_version_serves_meanwhile(ctx: Context) -> None:
-    """In the midst of the transfer the engine generates, with the old weights."""
+    """During the transfer the engine generates, with the old weights."""
     policy, generation = unequal_pair(ctx)
     before, seen = greedy(ctx, generation, seed=0), []
     with between_tensors(

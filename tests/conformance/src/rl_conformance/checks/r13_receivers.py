@@ -70,7 +70,7 @@ def no_receiver_advances_alone(ctx: Context, mode: str) -> None:
 
 @contextmanager
 def _unwilling(engine: Engine, moment: str) -> Generator[None]:
-    """Fault: it raises in the midst of the tensors, or when the other one may have them all."""
+    """Fault: it raises between two tensors, or when the other one may have them all."""
 
     def give_up() -> None:
         raise InjectedFault("the engine gave up")

@@ -65,7 +65,7 @@ def scales_do_not_outrun_the_weights(ctx: Context) -> None:
 
 @refusal("generation", "kv_scales")
 def no_scales_are_asked_for(ctx: Context) -> None:
-    """The engine says that it needs none, and refuses a refit with some as if it never came."""
+    """The engine needs no scales: a refit with scales is refused and changes nothing."""
     policy, generation = unequal_pair(ctx)
     require(generation.requires_kv_scale_sync is False, "requires_kv_scale_sync is not False")
     before = greedy(ctx, generation, seed=0)

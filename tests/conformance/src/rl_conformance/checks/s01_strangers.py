@@ -42,8 +42,8 @@ _BUCKET = 4096
 
 
 @check("S2", needs=(CORE,))
-def a_hello_that_was_recorded_takes_nobodys_place(ctx: Context) -> None:
-    """Whoever says an engine's Hello again, amid the refit, neither joins nor disturbs it."""
+def a_replayed_hello_is_ignored(ctx: Context) -> None:
+    """A replayed Hello of an engine during a refit neither joins nor disturbs the refit."""
     policy, engine = fresh_doubles(ctx)
     run_refit(policy, engine)
     renew_tensors(policy, 3)
@@ -74,7 +74,7 @@ def a_hello_that_was_recorded_takes_nobodys_place(ctx: Context) -> None:
 
 
 @check("S2", needs=(CORE,))
-def no_refit_is_like_another(ctx: Context) -> None:
+def no_two_refits_share_a_secret(ctx: Context) -> None:
     """Sessions and nonces are new each time, long, and nothing that is sent twice looks alike."""
     policy, engine = fresh_doubles(ctx)
     frames: list[bytes] = []
@@ -269,7 +269,7 @@ def _listening() -> set[tuple[str, int]]:
 
 @check("S2", needs=(CORE,))
 def the_socket_is_in_a_private_directory(ctx: Context) -> None:
-    """Mode 0700, this user's, an unguessable name, and gone after close."""
+    """Mode 0700, this user's, an unguessable name, and removed after close."""
     policies = [ctx.closing(Trainer(odd_tensors(1))) for _ in range(2)]
     directories = [_directory(policy.prepare_refit_info()) for policy in policies]
     for policy, directory in zip(policies, directories, strict=True):
@@ -325,7 +325,7 @@ def _without_anonymous_files() -> Generator[None]:
 
 @check("S2", timeout_s=180.0)
 def a_survivor_cleans_up_after_a_killed_trainer(ctx: Context) -> None:
-    """What a trainer killed by SIGKILL leaves is gone once the engine is shut down."""
+    """What a trainer killed by SIGKILL leaves is removed once the engine is shut down."""
     generation = ctx.fresh_generation()
     generation.prepare_for_generation()
     with RemotePolicy(ctx) as policy:

@@ -21,7 +21,7 @@ def load_once(path: str) -> Oracle:
     """
     if "auto_map" in config_of(Path(path)):
         raise ConfigError(
-            f"the checkpoint {path} brings code of its own; the reference has no trust_remote_code",
+            f"the checkpoint {path} contains code; the reference has no trust_remote_code",
             fix="use a checkpoint of an architecture that transformers knows",
             key="model_name",
         )

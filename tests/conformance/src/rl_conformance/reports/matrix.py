@@ -92,7 +92,7 @@ class Matrix:
 
     Attributes:
         columns: The runs.
-        rows: Every clause that any of them was asked for, in the order of the catalogue.
+        rows: Every clause of any of the runs, in the order of the catalogue.
     """
 
     columns: tuple[Column, ...]

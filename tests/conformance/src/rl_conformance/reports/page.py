@@ -130,7 +130,7 @@ def _number(value: float) -> str:
 
 
 def _fact(value: Any) -> str:
-    """As people write it: of a time, no letters in the midst."""
+    """As people write it: a time without letters between its parts."""
     return re.sub(r"^([\d-]+)T([\d:]+)\+00:00$", r"\1 \2 UTC", str(value))
 
 

@@ -32,7 +32,7 @@ def worst_measure(result: ClauseResult) -> Measure | None:
 
 
 def reason(outcome: Outcome) -> str:
-    """The line of a message that says most: of a traceback, the last."""
+    """The most useful line of a message: the last of a traceback, else the first."""
     lines = outcome.message.strip().splitlines() or [""]
     return lines[-1] if outcome.status is Status.ERROR else lines[0]
 

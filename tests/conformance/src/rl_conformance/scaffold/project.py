@@ -91,7 +91,7 @@ class Project:
         return files
 
     def write(self, parent: Path) -> Path:
-        """Writes the project into a directory of its own.
+        """Writes the project into a new directory.
 
         Args:
             parent: Where that directory is made.
