@@ -37,7 +37,7 @@ def test_the_dtype_follows_the_device() -> None:
 def test_the_reference_passes_in_bfloat16(checks: str) -> None:
     report = run(target(), Settings(dtype="bfloat16"), select([], checks), selection=checks)
     bad = [(o.check, o.message) for o in report.outcomes if o.status.bad]
-    assert report.verdict is Verdict.CONFORMANT, bad
+    assert report.verdict is Verdict.PASSED, bad
 
 
 @pytest.mark.full

@@ -237,7 +237,9 @@ def test_the_report_of_a_class_with_every_check_is_of_the_whole_suite(
     options = {"rl_report": tmp_path / "report.json", "rl_backend": None}
     option = SimpleNamespace(keyword="", markexpr="")
     session: Any = SimpleNamespace(
-        config=SimpleNamespace(getoption=options.get, option=option),
+        config=SimpleNamespace(
+            getoption=options.get, option=option, invocation_params=SimpleNamespace(args=())
+        ),
         exitstatus=0,
         shouldstop=False,
         shouldfail=False,

@@ -58,7 +58,7 @@ def raises(expected: type[E] | tuple[type[E], ...], *mentions: str) -> Generator
         expected: The class, or several of them.
         *mentions: What the message must name; upper and lower case count as equal.
     """
-    names = expected.__name__ if isinstance(expected, type) else [c.__name__ for c in expected]
+    classes = (expected,) if isinstance(expected, type) else expected
     caught: Caught[E] = Caught()
     try:
         yield caught
@@ -67,7 +67,7 @@ def raises(expected: type[E] | tuple[type[E], ...], *mentions: str) -> Generator
         missing = [word for word in mentions if word.lower() not in str(error).lower()]
         require(not missing, f"the {type(error).__name__} does not mention {missing}: {error}")
         return
-    fail(f"expected {' or '.join(names)}, got no exception")
+    fail(f"expected {' or '.join(each.__name__ for each in classes)}, got no exception")
 
 
 def same_tensor(got: torch.Tensor, expected: torch.Tensor, what: str) -> None:
