@@ -10,6 +10,7 @@ import pytest
 
 from rl_core import create_generation
 from rl_core.errors import ConfigError, IncompatiblePluginError
+from rl_core.install import engine_extra
 
 
 def test_the_manifest_and_the_backend_import_no_engine(kind):
@@ -47,7 +48,8 @@ def test_a_directory_without_a_model_is_refused(kind, tmp_path):
 
 def test_without_the_engine_the_error_says_how_to_get_it(kind, monkeypatch, tmp_path):
     monkeypatch.setattr("rl_core.plugins.discovery.engine_version", lambda engine: None)
-    with pytest.raises(Exception, match=rf"pip install.*rl-{kind.name}\[engine\]"):
+    extra = engine_extra(f"rl-{kind.name}", "engine")
+    with pytest.raises(Exception, match=rf"pip install.*rl-{kind.name}\[{extra}\]"):
         create_generation({"backend": kind.name, "model_name": str(tmp_path)})
 
 

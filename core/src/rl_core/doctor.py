@@ -28,9 +28,8 @@ class Finding(NamedTuple):
 def diagnose(name: str | None = None) -> Iterator[Finding]:
     """Examines one backend (``"name"`` or ``"dist:name"``), or all of them and every other plugin.
 
-    A missing engine is an error for a backend that is named, and else only a warning, because a
-    driver needs none. Functions in the entry-point group ``rl_core.doctor`` look for more faults:
-    each takes a :class:`~rl_core.plugins.discovery.BackendListing` and yields texts.
+    A missing engine is an error for a backend that is named, else a warning: a driver needs
+    none. Functions in the group ``rl_core.doctor`` take a ``BackendListing`` and yield more faults.
     """
     listings = inspect_all(providers(BACKENDS) if name is None else match_providers(name))
     for each in listings:

@@ -56,9 +56,9 @@ def origin_of(name: str) -> dict[str, Any]:
     """Where pip took a distribution from (PEP 610); empty if that was an index, or is unknown."""
     try:
         found: dict[str, Any] = json.loads(_read(name, "direct_url.json") or "{}")
+        return found
     except ValueError:  # such as what a half-removed distribution leaves
         return {}
-    return found
 
 
 def _source(name: str, extra: str = "") -> str:

@@ -71,7 +71,8 @@ def _run(parser: Command, options: list[str], words: list[str]) -> int:
         for name in sorted(installed):
             try:
                 shown: Any = _load(name)
-                text = getattr(shown, "summary", "") or (shown.__doc__ or "").partition("\n")[0]
+                doc = getattr(getattr(shown, "info", None), "help", None) or shown.__doc__ or ""
+                text = getattr(shown, "summary", "") or doc.partition("\n")[0]
             except PluginError as error:
                 text = f"(broken) {error.message}"
             parser.command(name, text)

@@ -19,6 +19,7 @@ from torch.optim.optimizer import (
 )
 
 from rl_core.errors import CapabilityError, LifecycleError
+from rl_core.install import install_command
 from rl_core.interfaces import WeightSource
 from rl_core.plugins.hookspecs import weight_source_of
 from rl_core.weights.receiving.receiver import RefitReceiver
@@ -190,8 +191,7 @@ def _without_adapters(model: nn.Module) -> dict[str, torch.Tensor]:
     if hasattr(model, "peft_config"):
         raise CapabilityError(
             f"{type(model).__name__} has adapters, which an engine's checkpoint does not have",
-            fix='pip install "rl-hf[lora]", which gives refits the merged weights; or merge them '
-            "(merge_and_unload), or give refit the base model",
+            fix=f"{install_command('rl-hf', 'lora')}, which merges them; or call merge_and_unload",
         )
     return whole_tensors(model)
 

@@ -10,6 +10,7 @@ import torch
 
 from rl_backends.torch.reference import Reference
 from rl_core.errors import CapabilityError, ConfigError
+from rl_core.install import install_command
 from rl_core.weights.modules import plain_name, whole_tensors
 from rl_core.weights.tensors import NamedTensorSource, tensor_specs
 
@@ -41,7 +42,7 @@ def add_adapters(model: PreTrainedModel, config: Mapping[str, Any], *, seed: int
     except ImportError as error:
         raise ConfigError(
             "lora needs peft, which is not installed",
-            fix='pip install "./plugins/rl-hf[lora]"',
+            fix=install_command("rl-hf", "lora"),
             key="lora",
         ) from error
     settings = peft.LoraConfig(

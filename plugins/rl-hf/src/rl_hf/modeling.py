@@ -13,6 +13,7 @@ from rl_backends.model_files import check_remote_code, config_of
 from rl_backends.torch import checkpoints
 from rl_backends.torch.checkpoints import checkpoint_directory, quiet
 from rl_core.errors import ConfigError
+from rl_core.install import install_command
 from rl_hf.attention import settle_attention
 
 if TYPE_CHECKING:
@@ -134,7 +135,7 @@ def _placement(config: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError(
             "device and device_map exclude each other", fix="set one of them", key="device_map"
         )
-    _need("accelerate", "device_map", 'pip install "./plugins/rl-hf[device-map]"')
+    _need("accelerate", "device_map", install_command("rl-hf", "device-map"))
     return {"device_map": device_map}
 
 
@@ -158,7 +159,7 @@ def _quantisation(
     if device.type != "cuda":
         raise ConfigError(f"{key} needs a CUDA device, not {device}", fix=f"remove {key}", key=key)
     _need("bitsandbytes", key, "pip install bitsandbytes accelerate")
-    _need("accelerate", key, 'pip install "./plugins/rl-hf[device-map]"')
+    _need("accelerate", key, install_command("rl-hf", "device-map"))
     quantisation = transformers.BitsAndBytesConfig(**{key: True})
     placement = {} if config.get("device_map") else {"device_map": {"": device}}
     return {"quantization_config": quantisation, **placement}

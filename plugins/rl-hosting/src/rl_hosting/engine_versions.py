@@ -40,6 +40,6 @@ def check_tested(backend: BackendManifest, title: str, private: Mapping[str, str
         raise IncompatiblePluginError(
             f"{title} {found} is outside {tested}; rl-{backend.name} relies on parts of it that "
             f"are not public:\n{touched}",
-            fix=f'pip install "{backend.name}{tested}", or a newer rl-{backend.name}',
+            fix=f'pip install "{backend.name}{tested}"; or take a newer rl-{backend.name}',
             version=found,
         )

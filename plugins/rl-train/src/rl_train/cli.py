@@ -13,7 +13,12 @@ from rl_core.errors import CheckpointError, ConfigError
 
 __all__ = ["train"]
 
-train = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True)
+train = typer.Typer(
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    no_args_is_help=True,
+    help="Train your model with your data and your reward: GRPO, DPO or SFT",
+)
 
 _HELP = """Train your model with your data and your reward: GRPO, DPO or SFT.
 

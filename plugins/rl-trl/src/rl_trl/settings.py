@@ -21,7 +21,7 @@ def check_trl() -> None:
         raise CapabilityError(
             f"rl-trl was tried with trl {tried}, and {installed} is installed: TRL may change what "
             "it asks of a rollout_func with any release",
-            fix=f'pip install "trl{tried}", or an rl-trl that was tried with {installed}',
+            fix=f'pip install "trl{tried}"; or take an rl-trl that was tried with {installed}',
             installed=installed,
         )
 

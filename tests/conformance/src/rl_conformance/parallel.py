@@ -14,6 +14,7 @@ from rl_conformance.outcome import Verdict
 from rl_conformance.registry import profile
 from rl_conformance.reports import read_report
 from rl_core.errors import ConfigError, DeadlineError, WorkerDiedError
+from rl_core.install import install_command
 
 if TYPE_CHECKING:
     from rl_conformance.outcome import RunReport
@@ -41,7 +42,7 @@ def run_in_processes(
     if importlib.util.find_spec("xdist") is None:
         raise ConfigError(
             "several processes need pytest-xdist, which is not installed",
-            fix='pip install "./tests/conformance[parallel]"',
+            fix=install_command("rl-conformance", "parallel"),
             key="processes",
         )
     options = {

@@ -17,6 +17,7 @@ from rl_conformance.outcome import Status
 from rl_conformance.registry import check, checks_of
 from rl_core.config import config_keys
 from rl_core.errors import ConfigError, LifecycleError, MissingEngineError, WorkerError
+from rl_core.install import engine_extra
 from rl_core.plugins.discovery import check_engine, load_object
 from rl_core.plugins.manifest import EngineRequirement, manifest_problems
 from rl_core.plugins.registry import find_provider
@@ -168,8 +169,10 @@ def a_missing_engine_comes_with_its_command(ctx: Context) -> None:
     name = _require_installed(ctx)
     engine = EngineRequirement(("no-such-engine-of-rl-conformance",), ">=1", "engine")
     manifest = dataclasses.replace(ctx.manifest, engine=engine)
-    with raises(MissingEngineError, "pip install", "[engine]", name):
-        check_engine(find_provider(ctx.target.name), manifest)
+    provider = find_provider(ctx.target.name)
+    extra = engine_extra(provider.distribution, "engine")
+    with raises(MissingEngineError, "pip install", f"[{extra}]", name):
+        check_engine(provider, manifest)
 
 
 @check("D5", modules=("rl_ray",), device="cpu", timeout_s=300.0)
