@@ -212,6 +212,27 @@ def test_a_full_disk_ends_the_run_and_names_the_newest_checkpoint(
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000002"]
 
 
+def test_a_reward_that_fails_loses_no_step(
+    model: Path, tmp_path: Path, unbroken: list[dict[str, Any]]
+) -> None:
+    calls = []
+
+    def last_digit_once_broken(completions: list[str], **_: Any) -> list[float]:
+        calls.append(None)
+        if len(calls) == 3:
+            raise KeyError("no such answer")
+        return last_digit(completions)
+
+    last_digit_once_broken.__name__ = "last_digit"
+    config = configured(model, tmp_path)
+    config["rewards"] = {"functions": [], "workers": 0}
+    with pytest.raises(RLError, match="no such answer"):
+        train(config, rows=ROWS, rewards=[last_digit_once_broken])
+    config["checkpoint"] = {"resume": "auto"}
+    assert train(config, rows=ROWS, rewards=[last_digit_once_broken]).steps == 4
+    assert figures(tmp_path) == unbroken
+
+
 def test_only_the_newest_checkpoints_are_kept(model: Path, tmp_path: Path) -> None:
     train(configured(model, tmp_path, checkpoint={"every": 1, "keep": 2}), rows=ROWS)
     kept = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())

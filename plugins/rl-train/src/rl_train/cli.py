@@ -9,8 +9,6 @@ from typing import Annotated
 
 import typer
 
-from rl_core.errors import CheckpointError, ConfigError
-
 __all__ = ["train"]
 
 train = typer.Typer(
@@ -48,12 +46,8 @@ def main(
     from rl_train.config import read_config
     from rl_train.run import train as run
 
-    try:
-        given, origins = read_config(config, arguments or ())
-        outcome = run(given, origins=origins)
-    except (ConfigError, CheckpointError) as error:
-        typer.echo(f"Error: {error}", err=True)
-        raise typer.Exit(1) from None
+    given, origins = read_config(config, arguments or ())
+    outcome = run(given, origins=origins)
     if as_json:
         typer.echo(json.dumps(dataclasses.asdict(outcome), indent=2, default=str))
     if outcome.stopped is not None:

@@ -143,8 +143,8 @@ class CheckpointConfig(TypedDict, total=False):
     """What is saved to go on from.
 
     Attributes:
-        every: Steps between checkpoints; one is made at the end and on Ctrl-C. Default 0: no
-            others.
+        every: Steps between checkpoints; 0: none in between. One is made at the end, on Ctrl-C,
+            and where a step fails before it trains. Default 100.
         keep: How many are kept, the newest. Default 2.
         resume: ``"auto"``: go on from the newest checkpoint in ``output``, if there is one;
             ``"never"``: an error if there is one; or the path of one. Default ``"never"``.

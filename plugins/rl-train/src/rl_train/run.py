@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import signal
 import time
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from math import ceil
@@ -18,6 +18,7 @@ from rl_core.errors import (
     ConfigError,
     DeadlineError,
     RefitError,
+    RLError,
     WorkerDiedError,
 )
 from rl_train.backends import Backends
@@ -182,7 +183,7 @@ class _Loop:
 
     def run(self) -> Outcome:
         """Does the steps that are left."""
-        outcome, every = self.outcome, self.config["checkpoint"].get("every", 0)
+        outcome, every = self.outcome, self.config["checkpoint"].get("every", 100)
         step_of = METHODS[self.config["method"]]
         with self._signals():
             if outcome.steps < self.steps:
@@ -192,7 +193,10 @@ class _Loop:
                 seconds: dict[str, float] = {}
                 start = time.perf_counter()
                 before = self._state()
-                metrics, shown = self._with_engine(partial(step_of, self.study, seconds), before)
+                with self._saved_if_it_fails(before):
+                    metrics, shown = self._with_engine(
+                        partial(step_of, self.study, seconds), before
+                    )
                 outcome.steps += 1
                 if self.config["method"] == "grpo":
                     self._with_engine(self._refit)
@@ -236,6 +240,21 @@ class _Loop:
         figures = self._with_engine(lambda: evaluate(self.study, self.tested))
         self.outcome.evaluations[step] = figures
         self.log.evaluation(step, figures)
+
+    @contextmanager
+    def _saved_if_it_fails(self, before: Mapping[str, Any]) -> Iterator[None]:
+        """Keeps the steps that were done, if one fails before it trains: in a reward, say."""
+        trained = self.study.tokens
+        try:
+            yield
+        except Exception:
+            saved = self.outcome.checkpoint
+            done = saved is not None and saved.name.endswith(f"{self.outcome.steps:06d}")
+            if self.outcome.steps and self.study.tokens == trained and not done:
+                self._put(before)
+                with suppress(RLError):  # the caller must see why the step failed
+                    self._save()
+            raise
 
     def _save(self) -> None:
         step = self.outcome.steps
