@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -31,41 +32,58 @@ Figures = dict[str, list[float]]
 SAMPLE_S = 600.0
 #: Where a checkout has its packages.
 SOURCES = ("core/src", "plugins/*/src", "tests/conformance/src")
+#: Of the quickstart's step.
+PHASES = ("generate", "score", "train", "refit")
 
 
 def quickstart(quick: bool) -> Figures:
-    """The phases of the quickstart's step, generation in this process."""
-    from examples.additions import Additions, make_model
-    from examples.grpo import loop
+    """The phases of a step of GRPO on the quickstart's model, generation in this process.
+
+    The step is written out here, so that commits whose examples differ do the same work.
+    """
+    from examples.additions import MAX_NEW_TOKENS, Additions, make_model
     from transformers import AutoTokenizer
 
-    given = {
-        "policy": "hf",
-        "generation": "hf",
-        "model": None,
-        "steps": 12,
-        "warmup": 2 if quick else 75,
-        "prompts": 8 if quick else 64,
-        "samples": 16,
-        "seed": 0,
-        "embedded": True,
-        "policy_ranks": 1,
-        "policy_options": {},
-        "layers": 3,
-    }
-    known = loop.Settings.__dataclass_fields__
-    settings = loop.Settings(**{key: value for key, value in given.items() if key in known})
+    from rl_core import create_generation, create_policy, training_batch
+    from rl_core.weights import refit
+    from rl_losses import GRPOLossFn, grpo_advantages
+
+    samples, rows = 16, 128 if quick else 1024
+    loss_fn = GRPOLossFn(reference_policy_kl_penalty=0.001)
     found: Figures = {}
     with tempfile.TemporaryDirectory() as folder:
-        model, warm = make_model(Path(folder) / "model", 0), Path(folder) / "warm"
+        model = make_model(Path(folder), 0)
         task = Additions(AutoTokenizer.from_pretrained(model), 0)
-        loop.warm_up(settings, model, task, warm, lambda *_: None)
-        with loop.backends(settings, warm) as (policy, generation):
-            for number in range(3 if quick else 8):
-                step = loop.grpo_step(settings, policy, generation, task)
-                for what, seconds in step.seconds.items():
-                    if number:  # the first one warms up
-                        found.setdefault(what, []).append(seconds)
+        config = {"backend": "hf", "model_name": str(model), "seed": 0}
+        sizes = {"train_global_batch_size": rows // 8, "train_micro_batch_size": rows // 8}
+        policy = create_policy({**config, **sizes, "logprob_batch_size": rows})
+        generation = create_generation({**config, "max_new_tokens": MAX_NEW_TOKENS})
+        for number in range(3 if quick else 8):
+            prompts = task.prompts(task.draw(rows // samples)).repeat_interleave(samples)
+            times = [time.perf_counter()]
+            generation.prepare_for_generation()
+            output = generation.generate(prompts)
+            generation.finish_generation()
+            times.append(time.perf_counter())
+            rewards = task.rewards(output)
+            advantages = grpo_advantages(rewards, group_size=samples)
+            batch = training_batch(output, rewards, advantages=advantages)
+            policy.prepare_for_lp_inference()
+            batch["prev_logprobs"] = policy.get_logprobs(batch)["logprobs"]
+            reference = policy.get_reference_policy_logprobs(batch)
+            batch["reference_policy_logprobs"] = reference["reference_logprobs"]
+            times.append(time.perf_counter())
+            policy.prepare_for_training()
+            policy.train(batch, loss_fn)
+            policy.finish_training()
+            times.append(time.perf_counter())
+            refit(policy, generation)
+            times.append(time.perf_counter())
+            if number:  # the first one warms up
+                for what, (began, ended) in zip(PHASES, pairwise(times), strict=True):
+                    found.setdefault(what, []).append(ended - began)
+        generation.shutdown()
+        policy.shutdown()
     return found
 
 

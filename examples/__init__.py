@@ -1,1 +1,1 @@
-"""Runnable examples: ``python -m examples.grpo`` and ``python -m examples.dpo``."""
+"""Loops over the interfaces, to read and to run, such as ``python -m examples.grpo``."""

@@ -1,4 +1,4 @@
-"""The task of the example: additions, checked by arithmetic, and a tiny model that can learn it."""
+"""The task of the examples: additions, checked by arithmetic, and a tiny model that learns them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from rl_core import BatchedDataDict
+from rl_core import BatchedDataDict, create_policy
+from rl_losses import NLLLossFn
 
 SYMBOLS = "0123456789+="
 PAD, EOS = "<pad>", "<eos>"
@@ -125,6 +126,24 @@ class Additions:
             "input_ids": encoded["input_ids"],
             "input_lengths": encoded["attention_mask"].sum(1),
         }
+
+
+def warm_up(backend: str, model: Path, task: Additions, path: Path, steps: int = 75) -> Path:
+    """Teaches the format and some of the sums by example, and saves the model to ``path``."""
+    policy = create_policy(
+        {
+            "backend": backend,
+            "model_name": str(model),
+            "train_micro_batch_size": 64,
+            "optimizer": {"lr": 1e-3, "weight_decay": 0.0},
+        }
+    )
+    policy.prepare_for_training()
+    for _ in range(steps):
+        policy.train(task.solved(task.draw(64)), NLLLossFn())
+    policy.save_checkpoint(str(path))
+    policy.shutdown()
+    return path
 
 
 def write_files(folder: Path, seed: int = 0) -> None:

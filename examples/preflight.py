@@ -1,18 +1,16 @@
-"""What must be there before anything runs: an example that fails fails in its first second."""
+"""Finds what is missing before an example runs, so that it fails in its first second."""
 
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 #: Where a package that is imported under another name comes from.
-_PLUGINS = ("hosting", "losses", "ray")
+_PLUGINS = ("losses", "ray")
 _NAMES = {"rl_core": "./core"} | {f"rl_{name}": f"./plugins/rl-{name}" for name in _PLUGINS}
 
 
@@ -24,56 +22,32 @@ def require_packages(*modules: str) -> None:
         sys.exit(f"This example needs {', '.join(missing)}.\nFix: pip install {packages}")
 
 
-def check(*, policy: str, generation: str, files: Iterable[Path | None]) -> None:
-    """Finds both backends, with their engines, and makes sure that results can be written.
+def check(*, policy: str, generation: str, file: Path | None) -> None:
+    """Finds both backends, with their engines, and makes sure that the figures can be written.
 
     Args:
         policy: Backend that is to train.
         generation: Backend that is to generate.
-        files: What will be written at the end; their folders are made.
+        file: What will be written at the end; its folder is made.
 
     Raises:
         PluginError: A backend or its engine is missing; the fix says how to install it.
-        ConfigError: A file cannot be written.
+        ConfigError: The file cannot be written.
     """
     from rl_core.errors import ConfigError
     from rl_core.plugins.registry import resolve
 
     resolve(policy, "policy", config={})  # with its engine
     resolve(generation, "generation", config={})
-    for file in files:
-        if file is None:
-            continue
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            writable = os.access(file if file.exists() else file.parent, os.W_OK)
-        except OSError:
-            writable = False
-        if not writable or file.is_dir():
-            raise ConfigError(f"{file} cannot be written", fix="name a file in a folder of yours")
-
-
-def parse_options(given: Iterable[str]) -> dict[str, Any]:
-    """Keys of a configuration with their values, which are JSON, or text if they are not.
-
-    Args:
-        given: Each such as ``key=2`` or ``key=text``.
-
-    Raises:
-        ConfigError: One has no key.
-    """
-    from rl_core.errors import ConfigError
-
-    options: dict[str, Any] = {}
-    for one in given:
-        key, separator, value = one.partition("=")
-        if not (key and separator):
-            raise ConfigError(f"{one!r} is no option", fix="write key=value")
-        try:
-            options[key] = json.loads(value)
-        except ValueError:
-            options[key] = value
-    return options
+    if file is None:
+        return
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        writable = os.access(file if file.exists() else file.parent, os.W_OK)
+    except OSError:
+        writable = False
+    if not writable or file.is_dir():
+        raise ConfigError(f"{file} cannot be written", fix="name a file in a folder of yours")
 
 
 @contextmanager

@@ -209,5 +209,6 @@ def test_ranks_refit_an_engine_of_two_workers(kind, start, tiny):
 
 
 @beside_megatron
-def test_grpo_agrees_at_every_step(kind, tmp_path):
-    grpo(tmp_path, "--policy", "megatron", "--generation", kind.name)
+def test_grpo_agrees_at_every_step(start, tmp_path):
+    exact = {"torch_dtype": "float32"}
+    grpo(tmp_path, "one", lambda model: start("qwen2", model_name=str(model), **exact))

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from real_engines import (
-    RANKS,
     grpo,
     policy_of_ranks,
     prompts,
@@ -135,7 +134,4 @@ def test_vllm_that_packs_experts_says_so_when_it_is_built(experts: Path) -> None
 @pytest.mark.parametrize("ranks", ["one", "tp2", "pp2", "dp2"])
 @needs_engines
 def test_grpo_agrees_at_every_step(tmp_path: Path, ranks: str, name: str) -> None:
-    count, sizes = RANKS[ranks]
-    options = [f"--policy-option={key}={value}" for key, value in sizes.items()]
-    who = ["--policy", "megatron", "--policy-ranks", str(count), "--generation", name]
-    grpo(tmp_path, *who, *options, python=PYTHONS.get(name, sys.executable))
+    grpo(tmp_path, ranks, partial(start, name))

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import re
-import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from examples.additions import Additions, make_model, warm_up
+from examples.grpo import grpo_step
+from transformers import AutoTokenizer
 
 from rl_core import create_policy
 from rl_core.batch import BatchedDataDict
@@ -36,8 +36,6 @@ __all__ = [
     "shared_by",
     "sockets_in",
 ]
-
-ROOT = Path(__file__).parents[3]
 
 #: Ways of the bytes; each but the delta sends all of them.
 EVERY_WAY: dict[str, dict[str, Any]] = {
@@ -106,21 +104,26 @@ def refit_every_way(policy: Any, engine: Any, ways: dict[str, Any] = EVERY_WAY) 
         assert difference(policy, engine.generate(prompts(), greedy=True)) < 1e-4, way
 
 
-def grpo(folder: Path, *options: str, python: str = sys.executable) -> list[dict[str, Any]]:
-    """The steps of a short run of the example, as a newcomer would start it."""
-    figures, plot = folder / "figures.json", folder / "curves.png"
-    short = ["--steps", "3", "--warmup", "3", "--prompts", "4", "--samples", "4", "--embedded"]
-    short += ["--layers", "2"]
-    command = [python, "-m", "examples.grpo", *short, *options, "--json", str(figures)]
-    done = subprocess.run(
-        [*command, "--plot", str(plot)], cwd=ROOT, capture_output=True, text=True, timeout=280
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    [run] = json.loads(figures.read_text())
-    assert [step["consistent"] for step in run["steps"]] == [True] * 3
-    assert max(step["logprob_error"] for step in run["steps"]) < 1e-3
-    steps: list[dict[str, Any]] = run["steps"]
-    return steps
+def grpo(folder: Path, ranks: str, start: Callable[[Path], Any]) -> None:
+    """Steps of the example's loop; engine and policy agree at each, after refits of new weights.
+
+    Args:
+        folder: Where the model is made.
+        ranks: Of the policy, see :data:`RANKS`.
+        start: Starts the engine with a model in float32.
+    """
+    model = make_model(folder / "model", seed=0, layers=2)
+    task = Additions(AutoTokenizer.from_pretrained(model), seed=0)
+    warm = warm_up("hf", model, task, folder / "warm", steps=20)
+    engine = start(warm)
+    sizes = {"train_global_batch_size": 16, "train_micro_batch_size": 8}
+    with policy_of_ranks(warm, ranks, optimizer={"lr": 1e-3}, **sizes) as policy:
+        before = policy.weights_version
+        steps = [grpo_step(policy, engine, task, problems=16, samples=4) for _ in range(4)]
+        assert policy.weights_version == engine.weights_version > before
+    engine.shutdown()
+    assert max(step["logprob_error"] for step in steps) < 1e-3
+    assert max(step["reward"] for step in steps) > 0, "nothing was learned from"
 
 
 def difference(policy: Any, output: BatchedDataDict[Any]) -> float:

@@ -1,1 +1,0 @@
-"""DPO on additions."""

@@ -1,1 +1,0 @@
-"""GRPO on additions."""
