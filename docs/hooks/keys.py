@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import (
     Annotated,
     Any,
+    ClassVar,
     Literal,
     NotRequired,
     Required,
@@ -122,7 +123,11 @@ def rows(spec: type, prefix: str) -> list[str]:
     fields = {f.name: f for f in dataclasses.fields(spec)} if dataclasses.is_dataclass(spec) else {}
     found = []
     for key, hint in hints.items():
-        if key.startswith("_") or key in inherited:
+        if key.startswith("_") or key in inherited or get_origin(hint) is ClassVar:
+            continue
+        inner = get_args(hint)[0] if get_origin(hint) is NotRequired else hint
+        refused = any(isinstance(mark, Unsupported) for mark in getattr(inner, "__metadata__", ()))
+        if refused and key not in meanings:  # another library's key, which is there to be explained
             continue
         required = not fields and config_keys(spec)[key]
         shown, bounds = described(hint)

@@ -14,7 +14,13 @@ from rl_core.interfaces import *  # noqa: F403
 from rl_core.plugins.manifest import BackendManifest, Capability, EngineRequirement
 
 if TYPE_CHECKING:
-    from rl_core.batch import BatchedDataDict, SlicedDataDict, training_batch, verify_right_padding
+    from rl_core.batch import (
+        BatchedDataDict,
+        SlicedDataDict,
+        completions,
+        training_batch,
+        verify_right_padding,
+    )
     from rl_core.create import create_generation, create_policy
     from rl_core.futures import wait
     from rl_core.weights import refit
@@ -26,6 +32,7 @@ __all__ = [
     "Capability",
     "EngineRequirement",
     "SlicedDataDict",
+    "completions",
     "create_generation",
     "create_policy",
     "refit",
@@ -40,6 +47,7 @@ __all__ += interfaces.__all__
 _HOME = {
     "BatchedDataDict": "rl_core.batch",
     "SlicedDataDict": "rl_core.batch",
+    "completions": "rl_core.batch",
     "training_batch": "rl_core.batch",
     "verify_right_padding": "rl_core.batch",
     "wait": "rl_core.futures",

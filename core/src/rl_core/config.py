@@ -7,15 +7,18 @@ keys checked by declaring them.
 
 from __future__ import annotations
 
+import enum
 import operator
+import os
 import reprlib
 import types
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import (
     Annotated,
     Any,
     Literal,
+    NamedTuple,
     NotRequired,
     Required,
     Union,
@@ -26,16 +29,21 @@ from typing import (
 )
 
 from rl_core.errors import BrokenPluginError, ConfigError
-from rl_core.interfaces.constraints import Range, Unsupported
+from rl_core.interfaces.constraints import AlsoCalled, Range, Unsupported
+from rl_core.interfaces.specs import GenerationConfig, PolicyConfig
 
 __all__ = ["Range", "Unsupported", "check_config", "config_keys", "nearest", "as_int"]
+
+#: Where else a key may belong.
+_OTHERS = {"create_policy": PolicyConfig, "create_generation": GenerationConfig}
 
 
 def check_config(spec: type, config: Mapping[str, Any], *, what: str) -> dict[str, Any]:
     """Checks keys, types and bounds, and returns a plain deep copy.
 
     An int passes where the type is float; a bool never passes for a number. Mappings become
-    dicts and sequences become the list or tuple that the type names.
+    dicts, sequences the list or tuple that the type names, paths and torch's dtypes strings, and
+    scalars of numpy and torch numbers.
 
     Args:
         spec: The TypedDict that describes the configuration.
@@ -48,7 +56,7 @@ def check_config(spec: type, config: Mapping[str, Any], *, what: str) -> dict[st
             of all.
         BrokenPluginError: The types of ``spec`` cannot be resolved.
     """
-    problems: list[_Problem] = []
+    problems: list[_Problem | _Unknown] = []
     if not isinstance(config, Mapping):
         raise ConfigError(
             f"{what}: the configuration is {_show(config)}, not a mapping",
@@ -58,12 +66,13 @@ def check_config(spec: type, config: Mapping[str, Any], *, what: str) -> dict[st
     checked = _check_dict(spec, config, "", problems)
     if not problems:
         return checked
-    first = problems[0]
-    text, fix = f"{what}: {first.text}", first.fix
-    if len(problems) > 1:
-        text = "\n".join([f"{what}: {len(problems)} problems", *(f"- {p.text}" for p in problems)])
-        fix = f"correct {', '.join(p.path for p in problems)}"
-    raise ConfigError(text, fix=fix, key=first.path, keys=[p.path for p in problems])
+    known = [p.resolved(spec) if isinstance(p, _Unknown) else p for p in problems]
+    meant = {path for problem in known for path in problem.meant}
+    text = f"{what}: {known[0].text}"
+    if len(known) > 1:
+        text = "\n".join([f"{what}: {len(known)} problems", *(f"- {p.text}" for p in known)])
+    fix = "; ".join(dict.fromkeys(p.fix for p in known if p.path not in meant))
+    raise ConfigError(text, fix=fix, key=known[0].path, keys=[p.path for p in known])
 
 
 def config_keys(spec: type) -> dict[str, bool]:
@@ -90,12 +99,12 @@ def as_int(name: str, value: Any, least: int | None = None) -> int:
     return number
 
 
-def nearest(word: str, known: Iterable[str]) -> str | None:
+def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
     """The known word that the given one is most likely a misspelling of."""
     import difflib
 
     by_folded = {_fold(name): name for name in known}
-    matches = difflib.get_close_matches(_fold(word), by_folded, n=1, cutoff=0.6)
+    matches = difflib.get_close_matches(_fold(word), by_folded, n=1, cutoff=cutoff)
     return by_folded[matches[0]] if matches else None
 
 
@@ -108,6 +117,98 @@ class _Problem:
     path: str
     text: str
     fix: str
+    meant: tuple[str, ...] = ()
+
+
+class _Name(NamedTuple):
+    """A name of a key, its own or another library's, and the section that the key is in."""
+
+    name: str
+    section: str
+    key: str
+    value: str
+    refused: Unsupported | None
+
+    @property
+    def path(self) -> str:
+        return f"{self.section}{self.key}"
+
+    @property
+    def setting(self) -> str:
+        text = f"{self.key}: {self.value}"
+        for section in reversed(self.section.split(".")[:-1]):
+            text = f"{section}: {{{text}}}"
+        return f"`{text}`"
+
+
+def _names(spec: type, section: str = "") -> Iterator[_Name]:
+    """All names of the keys of a TypedDict and of those nested in it."""
+    for key, (hint, _) in _items(spec).items():
+        markers = getattr(hint, "__metadata__", ())
+        refused = next((m for m in markers if isinstance(m, Unsupported)), None)
+        yield _Name(key, section, key, "...", refused)
+        for also in (m for m in markers if isinstance(m, AlsoCalled)):
+            yield from (
+                _Name(name, section, key, also.value, refused) for name in also.names.split()
+            )
+        for member in (_bare(hint), *get_args(_bare(hint))):
+            if is_typeddict(member):
+                yield from _names(member, f"{section}{key}.")
+
+
+@dataclass(frozen=True, slots=True)
+class _Unknown:
+    """A key that its section does not have."""
+
+    spec: type
+    section: str
+    key: str
+    given: Any
+
+    @property
+    def path(self) -> str:
+        return f"{self.section}{self.key}"
+
+    def resolved(self, whole: type) -> _Problem:
+        """What to do: there is a key of that name elsewhere, one of another name, or none."""
+        here = [n for n in _names(self.spec, self.section) if n.section == self.section]
+        allowed = sorted(n.name for n in here if n.name == n.key and not n.refused)
+        others = _OTHERS if "backend" in config_keys(whole) else {}  # a loss is not created
+        calls = {n: call for call in others for n in self._named(_names(others[call]))}
+        elsewhere = self._named(_names(whole))
+        found = self._named(here) or [n for n in elsewhere if n.name == n.key]
+        found = found or self._near(here, 0.85) or elsewhere
+        if not found and not calls:
+            found = self._near([n for n in here if n.name == n.key], 0.76)
+        text, listed = f"unknown key '{self.path}'", f" allowed keys: {', '.join(allowed)}"
+        if refused := next((n.refused for n in found or calls if n.refused), None):
+            text = f"'{self.path}' is {_show(self.given)}, and {refused.why}"
+            return _Problem(self.path, text, refused.fix)
+        if found:
+            join = (" or " if found[0].name == found[0].key else " and ").join
+            beside = [n.section == self.section for n in found]
+            names = [n.key if b else n.path for n, b in zip(found, beside, strict=True)]
+            plain = all(beside) and found[0].value == "..."
+            write = join(f"'{n.key}'" if plain else n.setting for n in found)
+            text += f", did you mean {join(map(repr, names))}?{listed if all(beside) else ''}"
+            fix = f"write {write} instead of '{self.key if plain else self.path}'"
+            return _Problem(self.path, text, fix, tuple(n.path for n in found))
+        if isinstance(self.given, Mapping) and self.given and self.given.keys() <= {*allowed}:
+            fix = f"write {', '.join(self.given)} in place of '{self.path}', not in it"
+            return _Problem(self.path, f"{text}: its keys are those of the section around it", fix)
+        for name, call in calls.items():
+            fix = f"set {name.setting} in the configuration of {call}"
+            return _Problem(self.path, f"{text}: {call} takes it", fix)
+        return _Problem(self.path, f"{text};{listed}", f"remove '{self.path}'")
+
+    def _near(self, names: list[_Name], cutoff: float) -> list[_Name]:
+        near = nearest(self.key, (name.name for name in names), cutoff)
+        return [name for name in names if name.name == near]
+
+    def _named(self, names: Iterable[_Name]) -> list[_Name]:
+        """Those of this name; keys before other libraries' names."""
+        found = [name for name in names if _fold(name.name) == _fold(self.key)]
+        return [name for name in found if name.name == name.key] or found
 
 
 def _items(spec: type) -> dict[str, tuple[Any, bool]]:
@@ -135,22 +236,15 @@ def _items(spec: type) -> dict[str, tuple[Any, bool]]:
 
 
 def _check_dict(
-    spec: type, value: Mapping[str, Any], path: str, problems: list[_Problem]
+    spec: type, value: Mapping[str, Any], path: str, problems: list[_Problem | _Unknown]
 ) -> dict[str, Any]:
     items = _items(spec)
-    allowed = f"allowed keys: {', '.join(sorted(items))}"
     checked: dict[str, Any] = {}
     for key, given in value.items():
-        at = f"{path}{key}"
         if key in items:
-            checked[key] = _check(items[key][0], given, at, problems)
-            continue
-        text, fix = f"unknown key '{at}'", f"remove '{at}'"
-        if match := nearest(str(key), items):
-            text, fix = f"{text}, did you mean '{match}'?", f"write '{match}' instead of '{key}'"
-            problems.append(_Problem(at, f"{text} {allowed}", fix))
+            checked[key] = _check(items[key][0], given, f"{path}{key}", problems)
         else:
-            problems.append(_Problem(at, f"{text}; {allowed}", fix))
+            problems.append(_Unknown(spec, path, str(key), given))
     for key, (hint, required) in items.items():
         if required and key not in value:
             expected = _describe(hint)
@@ -166,12 +260,39 @@ def _check_dict(
 
 def _mistyped(hint: Any, value: Any, at: str) -> _Problem:
     expected = _describe(hint)
-    return _Problem(
-        at, f"'{at}' must be {expected}, got {_show(value)}", f"set '{at}' to {expected}"
-    )
+    text, fix = f"'{at}' must be {expected}, got {_show(value)}", f"set '{at}' to {expected}"
+    members = [_bare(member) for member in (hint, *get_args(_bare(hint)))]
+    if isinstance(value, str) and get_origin(members[0]) is Literal:
+        if near := nearest(value, map(str, members[1:])):
+            fix = f"set '{at}' to {near!r}"
+    elif isinstance(value, str) and list[str] in members:
+        fix = f"set '{at}' to [{value!r}]"
+    elif isinstance(value, str):
+        number, written = _number(value)
+        if number is not None and any(
+            _is_instance(member, number) for member in members if isinstance(member, type)
+        ):
+            fix = f"write {written} without quotes"
+            if written != value:
+                fix = f"YAML reads {value} as text: write {written}"
+    return _Problem(at, text, fix)
 
 
-def _check(hint: Any, value: Any, at: str, problems: list[_Problem]) -> Any:
+def _number(text: str) -> tuple[float | None, str]:
+    """The number that a text would be without quotes, and how YAML wants it."""
+    mantissa, _, exponent = text.lower().partition("e")
+    try:
+        if text.lower() in ("true", "false"):
+            return text.lower() == "true", text.lower()
+        if mantissa == text:
+            return (float(text) if "." in text else int(text)), text
+        point = "" if "." in mantissa else ".0"
+        return float(text), f"{mantissa}{point}e{int(exponent):+d}"
+    except ValueError:
+        return None, text
+
+
+def _check(hint: Any, value: Any, at: str, problems: list[_Problem | _Unknown]) -> Any:
     """Returns the checked copy of ``value``; what is wrong with it is added to ``problems``."""
     origin, args = get_origin(hint), get_args(hint)
     if origin is Annotated:
@@ -199,18 +320,32 @@ def _check(hint: Any, value: Any, at: str, problems: list[_Problem]) -> Any:
             for k, v in value.items()
         }
     if not _is_instance(hint, value):
-        problems.append(_mistyped(hint, value, at))
+        plain = _plain(value)
+        if not _is_instance(hint, plain):
+            problems.append(_mistyped(hint, value, at))
+        return plain
     return value
 
 
-def _check_bounds(hint: Any, value: Any, at: str, problems: list[_Problem]) -> Any:
+def _plain(value: Any) -> Any:
+    """A path or a dtype of torch as a string, a scalar of numpy or torch as a number."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if type(value).__module__.split(".")[0] == "torch" and not hasattr(value, "item"):
+        return str(value).removeprefix("torch.")
+    return value.item() if hasattr(value, "item") and not getattr(value, "shape", (1,)) else value
+
+
+def _check_bounds(hint: Any, value: Any, at: str, problems: list[_Problem | _Unknown]) -> Any:
     inner, *bounds = get_args(hint)
     before = len(problems)
     checked = _check(inner, value, at, problems)
     if len(problems) == before and isinstance(checked, int | float):
         problems.extend(
             _Problem(
-                at, f"'{at}' must be {bound}, got {_show(value)}", f"set '{at}' to a value {bound}"
+                at,
+                f"'{at}' must be {bound}, got {_show(value)}",
+                bound.fix or f"set '{at}' to a value {bound}",
             )
             for bound in bounds
             if isinstance(bound, Range) and checked not in bound
@@ -225,11 +360,11 @@ def _check_bounds(hint: Any, value: Any, at: str, problems: list[_Problem]) -> A
 
 
 def _check_union(
-    hint: Any, members: Sequence[Any], value: Any, at: str, problems: list[_Problem]
+    hint: Any, members: Sequence[Any], value: Any, at: str, problems: list[_Problem | _Unknown]
 ) -> Any:
     attempts = []
     for member in members:
-        found: list[_Problem] = []
+        found: list[_Problem | _Unknown] = []
         checked = _check(member, value, at, found)
         if not found:
             return checked
@@ -271,6 +406,8 @@ def _describe(hint: Any) -> str:
         return _alternatives([repr(option) for option in args])
     if origin in (Union, types.UnionType):
         return _alternatives([_describe(member) for member in args])
+    if isinstance(hint, enum.EnumType):
+        return _alternatives([f"{hint.__name__}.{name}" for name in hint.__members__])
     if is_typeddict(hint):
         return f"a dict ({', '.join(_items(hint))})"
     if args:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast, is_typeddict
 
@@ -56,13 +57,30 @@ def create_policy(
 
 def _create(kind: Kind, config: Mapping[str, Any], cluster: Cluster | None) -> Any:
     given: Any = config
-    name = given.get("backend") if isinstance(given, Mapping) else None
+    if not isinstance(given, Mapping):
+        raise ConfigError(
+            f"create_{kind} takes a mapping, not a {type(given).__name__}",
+            fix='pass a dict such as {"backend": "hf", "model_name": path}; dataclasses.asdict '
+            "makes one of a dataclass",
+            key="",
+        )
+    if cluster is not None and not hasattr(cluster, "remote_backend"):
+        raise ConfigError(
+            f"the cluster is {cluster!r}, a {type(cluster).__name__}",
+            fix=f"pass a cluster: create_{kind}(config, LocalCluster(4)) of rl-hosting has 4 "
+            "workers on this host",
+            key="cluster",
+        )
+    name = given.get("backend")
     if not isinstance(name, str) or not name:
+        sections = [
+            k for k, part in given.items() if isinstance(part, Mapping) and "backend" in part
+        ]
+        fix = "set 'backend' to one of the names that `rl backends list` shows"
+        fix = f"pass the section: config[{sections[0]!r}]" if sections else fix
         known = ", ".join(sorted({provider.name for provider in providers(BACKENDS)})) or "none"
         raise ConfigError(
-            f"the configuration names no backend (installed: {known})",
-            fix="set 'backend' to one of the names that `rl backends list` shows",
-            key="backend",
+            f"the configuration names no backend (installed: {known})", fix=fix, key="backend"
         )
     provider = find_provider(name)
     # On a cluster, the engine is installed where the workers run, not here.
@@ -76,7 +94,7 @@ def _create(kind: Kind, config: Mapping[str, Any], cluster: Cluster | None) -> A
         )
     checked = check_config(spec, config, what=f"{kind} backend {name!r}")
     for error in broken_hooks():
-        raise error
+        warnings.warn(f"left out: {error}", RuntimeWarning, stacklevel=3)
     if cluster is not None:
         return cluster.remote_backend(manifest, kind, checked)
     for variable, value in manifest.environment.items():

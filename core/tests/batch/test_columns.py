@@ -245,5 +245,10 @@ def test_a_batch_says_what_it_has_and_not_what_is_in_it():
     batch = BatchedDataDict(
         {"ids": torch.zeros(2, 3, dtype=torch.int64), "idx": [0, 1], "no": None}
     )
-    assert repr(batch) == "BatchedDataDict(ids: int64[2, 3], idx: list[2], no: None)"
-    assert repr(batch.slice(0, 1)).startswith("SlicedDataDict(ids: int64[1, 3]")
+    assert (
+        repr(batch)
+        == "BatchedDataDict(2 rows of 3 columns: ids: int64[2, 3], idx: list[2], no: None)"
+    )
+    assert repr(batch.slice(0, 1)).startswith(
+        "SlicedDataDict(1 rows of 3 columns: ids: int64[1, 3]"
+    )

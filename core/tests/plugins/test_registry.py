@@ -199,11 +199,20 @@ def test_hook_that_raises_is_reported_under_its_plugins_name(install: Install) -
     "source",
     ["import no_such_module\n", "def no_such_hook(): pass\n", "def on_event(wrong): pass\n"],
 )
-def test_broken_hook_plugin_is_not_passed_over(install: Install, source: str) -> None:
+def test_broken_hook_plugin_is_left_out_with_a_warning(install: Install, source: str) -> None:
     install.toy()
     install("rl-hooks", {HOOKS: {"hooks": "bad_hooks"}}, {"bad_hooks": HOOK + source})
-    with pytest.raises(PluginError, match=r"rl-hooks 1\.0"):
+    with pytest.warns(RuntimeWarning, match=r"rl-hooks 1\.0"):
         create_generation(CONFIG)
+    with pytest.raises(PluginError, match=r"rl-hooks 1\.0"):
+        weight_source_of(torch.nn.Linear(1, 1))
+
+
+def test_a_plugin_that_cannot_be_loaded_takes_a_name_from_nobody(install: Install) -> None:
+    install.toy("rl-toy")
+    broken = {"broken_manifest": "import no_such_module\n"}
+    install("rl-other", {BACKENDS: {"toy": "broken_manifest:MANIFEST"}}, broken)
+    assert find_provider("toy").distribution == "rl-toy"
 
 
 def test_events_reach_every_plugin_although_one_raises(

@@ -200,7 +200,7 @@ def test_options_are_keywords():
     with pytest.raises(ConfigError, match="from_config"):
         GRPOLossFn({"ratio_clip_min": 0.1})
     with pytest.raises(
-        ConfigError, match="unknown option 'beta'; options: label_smoothing, loss_type"
+        ConfigError, match="unknown key 'beta'; allowed keys: label_smoothing, loss_type"
     ):
         NLLLossFn(beta=0.1)
 

@@ -107,8 +107,8 @@ def refused(path: Path | str, error: type[RLError], match: str, **config: Any) -
 @pytest.mark.parametrize(
     ("settings", "world", "config", "match", "key"),
     [
-        (LLAMA, 6, {TENSOR: 2, PIPELINE: 2}, r"6 ranks .* 2 tensor.* 2 pipeline", TENSOR),
-        (LLAMA, 1, {TENSOR: 2}, r"1 ranks", TENSOR),
+        (LLAMA, 6, {TENSOR: 2, PIPELINE: 2}, r"size 6 .* tensor 2 x pipeline 2", TENSOR),
+        (LLAMA, 1, {TENSOR: 2}, r"world size 1 is not a multiple of 2", TENSOR),
         (LLAMA, 4, {TENSOR: 4}, r"4, .* 6 attention heads", TENSOR),
         (LLAMA, 2, {TENSOR: 2}, r"2, .* 3 key/value heads", TENSOR),
         ({**LLAMA, "intermediate_size": 100}, 3, {TENSOR: 3}, r"3, .* 100 features", TENSOR),
@@ -145,7 +145,11 @@ def test_sizes_that_divide():
     ("config", "error", "match"),
     [
         ({CONTEXT: 2}, CapabilityError, r"context_parallel_size is 2"),
-        ({TENSOR: 2}, ConfigError, r"1 ranks are no whole number"),
+        (
+            {TENSOR: 2},
+            ConfigError,
+            r"world size 1 is not a multiple of 2 \(tensor 2 x pipeline 1\)",
+        ),
         ({TENSOR: 0}, ConfigError, TENSOR),
         ({"tensor_parallel": 2}, ConfigError, "tensor_parallel"),
         ({"torch_dtype": "float16"}, ConfigError, "torch_dtype"),

@@ -28,11 +28,12 @@ def leading_size(key: str, value: Any) -> int:
     if isinstance(value, torch.Tensor) and value.dim():
         return value.shape[0]
     what = "a 0-d tensor" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
-    raise DataError(
-        f"{key!r} holds {what}, which has no rows",
-        fix="use a tensor with the batch in dim 0, or a list with an item per row",
-        key=key,
-    )
+    fix = "use a tensor with the batch in dim 0, or a list with an item per row"
+    if isinstance(value, Mapping):
+        fix = f"take one of its columns: batch[{key!r}] = value[{next(iter(value), '...')!r}]"
+    elif hasattr(value, "__array__"):
+        fix = f"make a tensor of it: batch[{key!r}] = torch.as_tensor(batch[{key!r}])"
+    raise DataError(f"{key!r} holds {what}, which has no rows", fix=fix, key=key)
 
 
 def common_size(columns: Mapping[str, Any]) -> int:
@@ -68,7 +69,11 @@ def described(columns: Mapping[str, Any]) -> str:
             return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}{where}"
         return f"list[{len(value)}]" if isinstance(value, list) else reprlib.repr(value)
 
-    return ", ".join(f"{key}: {one(value)}" for key, value in columns.items())
+    known = [v for v in columns.values() if isinstance(v, list) or (torch.is_tensor(v) and v.dim())]
+    sizes = {*map(len, known)}
+    rows = f"{sizes.pop() if sizes else 0} rows" if len(sizes) < 2 else "rows that disagree"
+    listed = ", ".join(f"{key}: {one(value)}" for key, value in columns.items())
+    return f"{rows} of {len(columns)} columns: {listed}"
 
 
 def take_rows(value: Any, rows: torch.Tensor) -> Any:

@@ -22,10 +22,7 @@ def gather_batches(
 ) -> list[dict[str, Any]]:
     """Every rank's batch, in rank order, on the device that the group communicates on.
 
-    Args:
-        data: Tensors, and lists of None, bool, int, float, str, bytes, tensors, and lists or
-            string-keyed dicts of these.
-        group: The ranks that take part; None is the default group.
+    Lists hold None, numbers, str, bytes, tensors, and lists or string-keyed dicts of these.
 
     Raises:
         DataError: A value is of another type; names key and type.

@@ -22,7 +22,7 @@ from rl_core.batch._columns import (
 from rl_core.batch._gather import gather_batches
 from rl_core.batch.microbatches import PlanScope, plan_shards, planner
 from rl_core.batch.provenance import Provenance
-from rl_core.config import as_int
+from rl_core.config import as_int, nearest
 from rl_core.errors import ConfigError, DataError, LifecycleError, MissingKeyError
 
 if TYPE_CHECKING:
@@ -42,6 +42,8 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
     Dim 1 of a tensor with two or more dims is the sequence. A value of None is carried along. The
     type argument is a TypedDict that names the columns to expect; it is not checked here. Numbers
     of rows, shards and the like are whole; every method raises ConfigError for others.
+    ``batch["key"]`` is a column; ``batch[3]``, ``batch[:8]`` and ``batch[mask]`` are batches of
+    those rows. It is a dict: ``len(batch)`` counts columns, ``batch.size`` rows.
 
     Attributes:
         micro_batch_indices: Of a shard with planned microbatches: for each global batch the
@@ -63,6 +65,18 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         state = {name: value for name, value in vars(self).items() if name in _STATE}
         state["data"] = {key: own_memory(value) for key, value in self.data.items()}
         return state
+
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, str):
+            if key in self.data:
+                return self.data[key]
+            text = f"the batch has no column {key!r}; it has {', '.join(self.data) or 'none'}"
+            near = nearest(key, self.data)
+            raise MissingKeyError(text, fix=f"write {near!r}" if near else "add it", key=key)
+        if isinstance(key, slice):
+            return self.select_indices(range(self.size)[key])
+        whole = isinstance(key, int) and not isinstance(key, bool)
+        return self.select_indices([key + self.size if key < 0 else key] if whole else key)
 
     def __repr__(self) -> str:  # the values are in dict(batch)
         return f"{type(self).__name__}({described(self.data)})"
@@ -217,13 +231,10 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         return merged
 
     def all_gather(self, group: dist.ProcessGroup | None = None) -> Self:
-        """The batches of all ranks below one another, in rank order.
+        """The batches of all ranks of a group (or the default one) below one another, in order.
 
         Ranks may hold different numbers of rows and different widths (padded with 0). Nothing is
         pickled; waiting ends with the group's timeout.
-
-        Args:
-            group: The ranks that take part; None is the default group.
 
         Raises:
             DataError: A list holds what cannot travel, see :mod:`rl_core.batch._gather`.
@@ -336,10 +347,6 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
     def get_batch(self, batch_idx: int, batch_size: int | None = None) -> SlicedDataDict:
         """This shard's rows of one global batch, with its planned microbatches.
 
-        Args:
-            batch_idx: Which global batch.
-            batch_size: Rows per batch; not needed, and not used, when microbatches were planned.
-
         Raises:
             DataError: There is no such batch, or no plan and no ``batch_size``.
         """
@@ -386,10 +393,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
     def make_microbatch_iterator_with_dynamic_shapes(
         self, sequence_dim: int = 1
     ) -> Iterator[SlicedDataDict]:
-        """The planned microbatches of one global batch, narrowed to their widths.
-
-        Args:
-            sequence_dim: The dim that is narrowed, of all tensors that have it.
+        """The planned microbatches of one global batch, ``sequence_dim`` cut to their widths.
 
         Raises:
             LifecycleError: The rows were not sharded with a plan, or hold several global batches.

@@ -72,12 +72,7 @@ class SequencePackingArgs(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class Microbatch:
-    """Rows that go through the model together.
-
-    Attributes:
-        rows: ``[b]`` int64 indices into the batch.
-        length: Width to narrow the rows to (dynamic batching), or tokens laid end to end (packing).
-    """
+    """Rows (``[b]`` int64) that go through the model together, and their width or packed tokens."""
 
     rows: torch.Tensor
     length: int
@@ -109,11 +104,7 @@ def planner(
     dynamic_batching_args: DynamicBatchingArgs | None,
     sequence_packing_args: SequencePackingArgs | None,
 ) -> tuple[Planner, dict[str, Any]]:
-    """What plans microbatches that tokens bound, and its arguments, checked.
-
-    Raises:
-        ConfigError: The arguments exclude each other or are wrong.
-    """
+    """What plans microbatches that tokens bound, and its arguments, checked."""
     if dynamic_batching_args is not None and sequence_packing_args is not None:
         raise ConfigError(
             "dynamic_batching_args and sequence_packing_args exclude each other",
@@ -133,13 +124,6 @@ def plan_shards(
     size: int, shards: int, batch_size: int, *, uneven: bool = False, group_size: int = 1
 ) -> list[torch.Tensor]:
     """Rows of each shard when every global batch is cut into equal runs.
-
-    Args:
-        size: Rows in total, whole global batches.
-        shards: Number of shards.
-        batch_size: Rows of one global batch.
-        uneven: Let shards differ by one group; only for one global batch.
-        group_size: Neighbouring rows that stay in one shard.
 
     Raises:
         DataError: The counts do not divide.
@@ -218,11 +202,6 @@ def plan_dynamic(
     Groups are sorted by length and dealt in turn, so position i holds rows of about one length in
     every shard, and microbatch j has the same number of rows and the same width in every shard.
 
-    Args:
-        lengths: ``[B]`` integer tokens of each row.
-        options: The bound and the rounding, checked.
-        scope: Its ``shards`` divide ``B / group_size``.
-
     Returns:
         For each shard its microbatches, shortest first.
 
@@ -264,11 +243,6 @@ def plan_packed(
     lengths: torch.Tensor, options: dict[str, Any], scope: PlanScope
 ) -> list[list[Microbatch]]:
     """Sequence packing with the same number of bins in every shard.
-
-    Args:
-        lengths: ``[B]`` integer tokens of each row.
-        options: The bound, the padding and the algorithm, checked.
-        scope: Group size and shards.
 
     Returns:
         For each shard its bins, by falling load.

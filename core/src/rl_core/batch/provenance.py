@@ -13,13 +13,9 @@ __all__ = ["Provenance", "off_policy"]
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
-    """How the rows of a batch were generated.
+    """The distribution of a batch's log-probs, such as ``temperature 0.7, top_p 0.9``.
 
-    It stays with the batch through slices and selections, and is not sent to other processes.
-
-    Attributes:
-        distribution: That their log-probs are of, such as ``temperature 0.7, top_p 0.9``; None if
-            they were greedy or raw.
+    None if they are greedy or raw. It stays with slices and selections in this process.
     """
 
     distribution: str | None
@@ -35,13 +31,7 @@ class Provenance:
 
 
 def off_policy(rows: str, distribution: str | None, temperature: float) -> str:
-    """What is wrong with rows that are drawn from another distribution than a policy scores.
-
-    Args:
-        rows: The sentence's beginning: the owner of the rows, and a verb.
-        distribution: See :attr:`Provenance.distribution`.
-        temperature: The policy's, which scores over the whole vocabulary.
-    """
+    """What is wrong with rows of another distribution than a policy scores; ``rows`` begins it."""
     ours = f"temperature {temperature:g}"
     if distribution in (None, ours):
         return ""

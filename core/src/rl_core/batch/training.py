@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 
 from rl_core.batch.data_dict import BatchedDataDict
+from rl_core.config import as_int
 from rl_core.errors import DataError
 
 if TYPE_CHECKING:
@@ -14,13 +15,36 @@ if TYPE_CHECKING:
 
     from rl_core.interfaces import TrainingDatumSpec
 
-__all__ = ["training_batch"]
+__all__ = ["Completion", "completions", "training_batch"]
 
 #: One number for each row: a list, a tensor, or whatever else torch reads, such as numpy's arrays.
 Numbers: TypeAlias = "Sequence[float] | torch.Tensor | Any"
 
 _GENERATED = ("output_ids", "generation_lengths", "unpadded_sequence_lengths", "logprobs")
-_RECIPE = "pass what generation.generate(...) returned: training_batch(output, rewards)"
+_RECIPE = "pass what generation.generate(...) returned"
+
+
+class Completion(NamedTuple):
+    """Texts of a row without special tokens, the index of its prompt, and the generated tokens."""
+
+    prompt: str
+    text: str
+    row: int
+    ids: list[int]
+
+
+def completions(
+    output: Mapping[str, Any], tokenizer: Any, *, num_samples: int = 1
+) -> list[Completion]:
+    """The texts of what ``generate`` returned, row by row; with the engine's ``num_samples``."""
+    _check_generated("completions", output)
+    made, size = [], as_int("num_samples", num_samples, 1)
+    ends, counts = output["unpadded_sequence_lengths"], output["generation_lengths"]
+    for row, (end, count) in enumerate(zip(ends.tolist(), counts.tolist(), strict=True)):
+        parts = output["output_ids"][row, :end].split([end - count, count])
+        prompt, text = (tokenizer.decode(ids, skip_special_tokens=True) for ids in parts)
+        made.append(Completion(prompt, text, row // size, parts[1].tolist()))
+    return made
 
 
 def training_batch(
@@ -50,11 +74,7 @@ def training_batch(
         DataError: The output is none, a count or shape is wrong, or a number that counts is not
             finite; names the key and the row.
     """
-    for key in _GENERATED:
-        if not isinstance(output.get(key), torch.Tensor):
-            raise DataError(
-                f"training_batch: the output has no tensor {key!r}", fix=_RECIPE, key=key
-            )
+    _check_generated("training_batch", output)
     ids, ends = output["output_ids"], output["unpadded_sequence_lengths"]
     rows, width = ids.shape
     starts = ends - output["generation_lengths"]
@@ -94,6 +114,12 @@ def training_batch(
     batch.provenance = getattr(output, "provenance", None)
     _ = batch.size  # every further key has a value for each row
     return batch
+
+
+def _check_generated(method: str, output: Mapping[str, Any]) -> None:
+    for key in _GENERATED:
+        if not isinstance(output.get(key), torch.Tensor):
+            raise DataError(f"{method}: the output has no tensor {key!r}", fix=_RECIPE, key=key)
 
 
 def _rows_of(key: str, given: Any, rows: int, width: int | None = None) -> torch.Tensor:

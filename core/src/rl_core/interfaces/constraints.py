@@ -1,10 +1,10 @@
-"""Bounds on configuration values, written into the TypedDicts with ``Annotated``."""
+"""What keys of a configuration may be, and what others call them: for ``Annotated``."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Range", "Unsupported"]
+__all__ = ["AlsoCalled", "Range", "Unsupported"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,12 +18,14 @@ class Range:
         ge: Inclusive lower bound.
         lt: Exclusive upper bound.
         le: Inclusive upper bound.
+        fix: What to do about a number outside, if it is not to set another.
     """
 
     gt: float | None = None
     ge: float | None = None
     lt: float | None = None
     le: float | None = None
+    fix: str | None = None
 
     def __contains__(self, value: float) -> bool:
         return (
@@ -36,6 +38,19 @@ class Range:
     def __str__(self) -> str:
         bounds = ((">", self.gt), (">=", self.ge), ("<", self.lt), ("<=", self.le))
         return " and ".join(f"{sign} {bound:g}" for sign, bound in bounds if bound is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class AlsoCalled:
+    """Names of a key elsewhere: ``Annotated[float, AlsoCalled("learning_rate")]``.
+
+    Attributes:
+        names: With blanks between them; the error for one of them has the key.
+        value: What the key is set to, if that is another than the value of such a name.
+    """
+
+    names: str
+    value: str = "..."
 
 
 @dataclass(frozen=True, slots=True)

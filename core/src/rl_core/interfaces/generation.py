@@ -142,11 +142,8 @@ class GenerationInterface(ABC):
     ) -> list[Future]:
         """Joins the process group of the ``collective`` transport.
 
-        Args:
-            ip: Address of the rendezvous.
-            port: Its TCP port.
-            world_size: Trainer plus engine ranks.
-            train_world_size: How many of them, from rank 0 on, are the trainer's.
+        ``world_size`` counts trainer and engine ranks; from rank 0 on, ``train_world_size`` of them
+        are the trainer's.
         """
 
     @abstractmethod

@@ -251,23 +251,14 @@ class ColocatablePolicyInterface(PolicyInterface):
     def broadcast_weights_for_collective(
         self, kv_scales: Mapping[str, float] | None = None, **options: Any
     ) -> list[Future]:
-        """Sends one refit over the ``collective`` transport.
-
-        Args:
-            kv_scales: FP8 scales that travel with the weights.
-            **options: Those of :class:`~rl_core.weights.SendOptions`.
-        """
+        """As :meth:`send_weights` with ``transport="collective"``."""
 
     def cancel_refit(self, number: int) -> None:
         """Cancels a refit, asked for or yet to be, unless its bytes are on their way; if it can."""
 
     @abstractmethod
     def prepare_for_lp_inference(self, keep_train_buffers: bool = False) -> None:
-        """Brings the model to where it scores, without the optimizer. Idempotent.
-
-        Args:
-            keep_train_buffers: Leave gradients and optimizer where they are.
-        """
+        """Brings the model to where it scores, without the optimizer, unless that is to stay."""
 
     # -- the older spelling --------------------------------------------------------------------
 

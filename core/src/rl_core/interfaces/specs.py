@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NotRequired, TypedDict
 
-from rl_core.interfaces.constraints import Range, Unsupported
+from rl_core.interfaces.constraints import AlsoCalled, Range, Unsupported
 
 if TYPE_CHECKING:
     import torch
@@ -40,13 +40,24 @@ _BY_CLUSTER = Unsupported(
 )
 
 
-class ResourcesConfig(TypedDict, total=False):
-    """Hardware of an engine, as other libraries configure it; here the cluster defines it.
+_ALWAYS_THERE = Unsupported("each output has those of its generated tokens", "remove 'logprobs'")
+_BY_LOSS = Unsupported(
+    why="losses have such options",
+    fix="give them to the loss: policy.train(batch, GRPOLossFn(ratio_clip_min=..., "
+    "ratio_clip_max=..., reference_policy_kl_penalty=...))",
+)
+_OF_LOSSES = AlsoCalled("beta epsilon clip_eps clip_ratio kl_coef")
+_NOT_COLD = "leave 'temperature' out, and set 'do_sample' to False or generate with greedy=True"
+_MOST_TOKENS = AlsoCalled("max_tokens max_completion_length response_length")
+_SAMPLES = AlsoCalled("n num_generations num_generations_per_prompt num_return_sequences")
+_PER_PASS = AlsoCalled("per_device_train_batch_size micro_batch_size ppo_micro_batch_size_per_gpu")
+_SCORED = AlsoCalled("log_prob_micro_batch_size_per_gpu")
+_PASSES = AlsoCalled("gradient_accumulation_steps", "rows per pass x these steps x workers")
+_PROMPTS = AlsoCalled("ppo_mini_batch_size", "prompts x completions of each")
 
-    Attributes:
-        gpus_per_node: Only None.
-        num_nodes: Only None.
-    """
+
+class ResourcesConfig(TypedDict, total=False):
+    """Hardware of an engine, as other libraries configure it: only None, the cluster defines it."""
 
     gpus_per_node: Annotated[int | None, _BY_CLUSTER]
     num_nodes: Annotated[int | None, _BY_CLUSTER]
@@ -98,21 +109,22 @@ class GenerationConfig(TypedDict):
     """
 
     backend: str
-    model_name: str
-    max_new_tokens: NotRequired[Annotated[int, Range(ge=1)]]
-    temperature: NotRequired[Annotated[float, Range(gt=0)]]
+    model_name: Annotated[str, AlsoCalled("model model_path model_name_or_path")]
+    max_new_tokens: NotRequired[Annotated[int, Range(ge=1), _MOST_TOKENS]]
+    temperature: NotRequired[Annotated[float, Range(gt=0, fix=_NOT_COLD)]]
     top_p: NotRequired[Annotated[float, Range(gt=0, le=1)]]
     top_k: NotRequired[Annotated[int | None, Range(ge=-1)]]
     stop_token_ids: NotRequired[list[int] | None]
-    stop_strings: NotRequired[list[str] | None]
+    stop_strings: NotRequired[Annotated[list[str] | None, AlsoCalled("stop")]]
     pad_token_id: NotRequired[int | None]
     eos_token_id: NotRequired[int | list[int] | None]
-    do_sample: NotRequired[bool]
+    do_sample: NotRequired[Annotated[bool, AlsoCalled("greedy", "the opposite of greedy")]]
     repetition_penalty: NotRequired[Annotated[float, Range(gt=0)]]
-    seed: NotRequired[int | None]
+    seed: NotRequired[Annotated[int | None, Range(ge=0)]]
     logprobs_mode: NotRequired[Literal["processed", "raw"]]
-    max_model_len: NotRequired[Annotated[int | None, Range(ge=1)]]
-    num_samples: NotRequired[Annotated[int, Range(ge=1)]]
+    logprobs: NotRequired[Annotated[Any, _ALWAYS_THERE]]
+    max_model_len: NotRequired[Annotated[int | None, Range(ge=1), AlsoCalled("max_length")]]
+    num_samples: NotRequired[Annotated[int, Range(ge=1), _SAMPLES]]
     call_deadline_s: NotRequired[Annotated[float | None, Range(gt=0)]]
     colocated: NotRequired[ColocationConfig | None]
 
@@ -128,10 +140,10 @@ class OptimizerConfig(TypedDict, total=False):
         weight_decay: Decoupled; biases and norms have none. Default 0.01.
     """
 
-    name: Literal["adamw"]
-    lr: Annotated[float, Range(ge=0)]
-    betas: tuple[float, float]
-    eps: Annotated[float, Range(gt=0)]
+    name: Annotated[Literal["adamw"], AlsoCalled("optim")]
+    lr: Annotated[float, Range(ge=0), AlsoCalled("learning_rate")]
+    betas: Annotated[tuple[float, float], AlsoCalled("adam_beta1 adam_beta2", "[beta1, beta2]")]
+    eps: Annotated[float, Range(gt=0), AlsoCalled("adam_epsilon")]
     weight_decay: Annotated[float, Range(ge=0)]
 
 
@@ -146,9 +158,9 @@ class SchedulerConfig(TypedDict, total=False):
         min_lr_ratio: That minimum as a fraction of the full rate. Default 0.
     """
 
-    name: Literal["constant", "linear", "cosine"]
-    warmup_steps: Annotated[int, Range(ge=0)]
-    total_steps: Annotated[int, Range(ge=1)]
+    name: Annotated[Literal["constant", "linear", "cosine"], AlsoCalled("lr_scheduler_type")]
+    warmup_steps: Annotated[int, Range(ge=0), AlsoCalled("warmup_ratio", "ratio x all steps")]
+    total_steps: Annotated[int, Range(ge=1), AlsoCalled("max_steps total_training_steps")]
     min_lr_ratio: Annotated[float, Range(ge=0, le=1)]
 
 
@@ -218,18 +230,21 @@ class PolicyConfig(TypedDict):
     """
 
     backend: str
-    model_name: str
-    train_global_batch_size: NotRequired[Annotated[int | None, Range(ge=1)]]
+    model_name: Annotated[str, AlsoCalled("model model_path model_name_or_path")]
+    train_global_batch_size: NotRequired[Annotated[int | None, Range(ge=1), _PASSES, _PROMPTS]]
     temperature: NotRequired[Annotated[float, Range(gt=0)]]
-    train_micro_batch_size: NotRequired[Annotated[int, Range(ge=1)]]
-    logprob_batch_size: NotRequired[Annotated[int | None, Range(ge=1)]]
-    max_grad_norm: NotRequired[Annotated[float | None, Range(gt=0)]]
+    train_micro_batch_size: NotRequired[Annotated[int, Range(ge=1), _PER_PASS]]
+    logprob_batch_size: NotRequired[Annotated[int | None, Range(ge=1), _SCORED]]
+    max_grad_norm: NotRequired[
+        Annotated[float | None, Range(gt=0), AlsoCalled("grad_clip gradient_clip")]
+    ]
     non_finite: NotRequired[Literal["raise", "skip"]]
     optimizer: NotRequired[OptimizerConfig]
     scheduler: NotRequired[SchedulerConfig]
     dynamic_batching: NotRequired[DynamicBatchingConfig]
     sequence_packing: NotRequired[SequencePackingConfig]
-    seed: NotRequired[int]
+    seed: NotRequired[Annotated[int, Range(ge=0)]]
+    loss: NotRequired[Annotated[Any, _BY_LOSS, _OF_LOSSES]]
 
 
 class GenerationDatumSpec(TypedDict):
@@ -294,11 +309,7 @@ class TrainingDatumSpec(TypedDict):
 
 
 class LogprobOutputSpec(TypedDict):
-    """Scores of tokens.
-
-    Attributes:
-        logprobs: ``[B, S]`` float32; entry t scores token t, entry 0 and padding are 0.
-    """
+    """``logprobs`` ``[B, S]`` float32; entry t scores token t, entry 0 and padding are 0."""
 
     logprobs: torch.Tensor
 
@@ -308,21 +319,13 @@ LogprobsSpec = LogprobOutputSpec
 
 
 class ReferenceLogprobOutputSpec(TypedDict):
-    """Scores of tokens under the reference policy.
-
-    Attributes:
-        reference_logprobs: ``[B, S]`` float32, laid out as ``logprobs``.
-    """
+    """``reference_logprobs`` ``[B, S]`` float32 of the reference policy, as ``logprobs``."""
 
     reference_logprobs: torch.Tensor
 
 
 class ScoreOutputSpec(TypedDict):
-    """Scores of whole rows.
-
-    Attributes:
-        scores: ``[B]`` float32.
-    """
+    """``scores`` ``[B]`` float32, one of each whole row."""
 
     scores: torch.Tensor
 

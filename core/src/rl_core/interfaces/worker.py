@@ -25,14 +25,8 @@ class Cluster(Protocol):
     def remote_backend(self, manifest: BackendManifest, kind: Kind, config: dict[str, Any]) -> Any:
         """Starts workers that have a backend each, and returns one that stands for all of them.
 
-        Args:
-            manifest: The backend, with the variables of its workers' processes.
-            kind: ``"generation"`` or ``"policy"``.
-            config: Its checked configuration.
-
-        Returns:
-            A :class:`~rl_core.interfaces.GenerationInterface` or
-            :class:`~rl_core.interfaces.ColocatablePolicyInterface`.
+        That is a :class:`~rl_core.interfaces.GenerationInterface` or a
+        :class:`~rl_core.interfaces.ColocatablePolicyInterface`, by ``kind``; ``config`` is checked.
         """
 
 

@@ -12,6 +12,7 @@ from rl_core.plugins.discovery import (
     TRANSPORTS,
     Provider,
     check_engine,
+    inspect_all,
     load_manifest,
     providers,
 )
@@ -47,7 +48,7 @@ def match_providers(name: str, group: str = BACKENDS) -> list[Provider]:
     if found:
         return found
     names = sorted({provider.name for provider in known})
-    match = nearest(short, names)
+    match = {"nccl": "collective", "gloo": "collective"}.get(short) or nearest(short, names)
     others = [provider.qualified_name for provider in known if provider.name == short]
     if others:
         fix = f"write {' or '.join(map(repr, others))}"
@@ -69,13 +70,10 @@ def match_providers(name: str, group: str = BACKENDS) -> list[Provider]:
 
 
 def find_provider(name: str, group: str = BACKENDS) -> Provider:
-    """The one provider of a name; for the arguments see :func:`match_providers`.
-
-    Raises:
-        BackendNotFoundError: Nothing installed provides it; names the nearest match.
-        AmbiguousBackendError: Several distributions provide it and none was named.
-    """
+    """As :func:`match_providers`, but one; AmbiguousBackendError if several can be loaded."""
     found = match_providers(name, group)
+    if len(found) > 1 and group == BACKENDS:
+        found = [listing.provider for listing in inspect_all(found) if listing.manifest] or found
     if len(found) > 1:
         raise AmbiguousBackendError(
             f"several plugins provide the {_KINDS[group]} {name!r}: {', '.join(map(str, found))}",

@@ -7,6 +7,7 @@ import threading
 import time
 import warnings
 import weakref
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, suppress
 from ipaddress import ip_address
 from typing import TYPE_CHECKING, Any
@@ -90,10 +91,13 @@ def refit(
     takes = isinstance(generation, nn.Module) or hasattr(generation, "receive_weights")
     swapped = isinstance(policy, GenerationInterface) or isinstance(generation, PolicyInterface)
     if swapped or not sends or not takes:
+        fix = "call refit(policy, generation): the trainer, or its module, comes first"
+        if isinstance(policy, Mapping) or isinstance(generation, Mapping):
+            fix = "pass the module itself, not its state_dict()"
         raise ConfigError(
             f"refit(policy, generation) got a {type(policy).__name__} that is to send weights, and "
             f"a {type(generation).__name__} that is to take them",
-            fix="call refit(policy, generation): the trainer, or its module, comes first",
+            fix=fix,
         )
     sender, receiver = sending_end(policy), receiving_end(generation)
     if rename is not None and sender is policy:

@@ -82,9 +82,6 @@ class Endpoint(ABC, Generic[J]):
 
         A refit with bytes on their way goes on: its two sides tell each other how it ends.
 
-        Args:
-            number: Of the refit, on both sides.
-
         Returns:
             Whether it was requested here, and has not ended.
         """
@@ -138,12 +135,6 @@ class Job(ABC, Generic[S]):
     rules keep that sound. A session that has ended takes nothing and answers nothing. And an effect
     that pumped looks at the phase before it goes on. Nothing else pumps within an effect, so that
     no peer decides how deep the calls go.
-
-    Args:
-        session: The state machine; its deadline has begun.
-        endpoint: The sender or receiver that performs it.
-        number: Of the refit, the same on both sides.
-        device: Where this side's tensors are.
 
     Attributes:
         cancelled: Why it has to end, whatever it is doing.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rl_core.batch import BatchedDataDict
+from rl_core.config import nearest
 from rl_core.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = [
     "TAGS",
     "as_batch",
+    "check_greedy",
     "check_limits",
     "check_rows",
     "input_lengths",
@@ -45,13 +47,14 @@ def as_batch(data: object, *, needed_by: str) -> BatchedDataDict[Any]:
         DataError: It is no mapping, or a tensor in it is not on the CPU.
     """
     if not isinstance(data, Mapping):
-        what = f"a {type(data).__name__}"
-        if isinstance(data, list | tuple) and data:
+        what, fix = f"a {type(data).__name__}", f"tokenise first, and pass all of it: {_TOKENISE}"
+        if isinstance(data, torch.Tensor):
+            fix = 'pass {"input_ids": ids, "input_lengths": the number of tokens of each row}'
+        elif isinstance(data, list | tuple) and data:
             what += f" of {type(data[0]).__name__}"
-        raise DataError(
-            f"{needed_by} takes a batch of token ids, not {what}",
-            fix=f"tokenise first, and pass all of it: {_TOKENISE}",
-        )
+            if isinstance(data[0], Mapping):
+                fix = "put them below one another: BatchedDataDict.from_batches(batches)"
+        raise DataError(f"{needed_by} takes a batch of token ids, not {what}", fix=fix)
     batch = data if isinstance(data, BatchedDataDict) else BatchedDataDict[Any](dict(data))
     for key, value in batch.items():
         if isinstance(value, torch.Tensor) and value.device.type != "cpu":
@@ -75,10 +78,16 @@ def input_lengths(data: Mapping[str, Any], filler: Sequence[int] = ()) -> torch.
     """
     ids = data.get("input_ids")
     if not _is_integer(ids) or ids.dim() != 2:
+        found, fix = f"not {_found(ids)}", f"tokenise with {_TOKENISE}"
+        if ids is None:
+            found = f"and the batch has none; it has {', '.join(map(str, data)) or 'no columns'}"
+            if near := nearest("input_ids", map(str, data)):
+                fix = f"rename {near!r} to 'input_ids'"
+        elif not isinstance(ids, torch.Tensor):
+            fix = _tensor_of("input_ids")
         raise DataError(
-            "input_ids must be an integer tensor of shape [rows, width], "
-            + ("and the batch has none" if ids is None else f"not {_found(ids)}"),
-            fix=f"tokenise with {_TOKENISE}",
+            f"input_ids must be an integer tensor of shape [rows, width], {found}",
+            fix=fix,
             key="input_ids",
         )
     mask, lengths = data.get("attention_mask"), row_integers(data, "input_lengths", len(ids))
@@ -140,7 +149,9 @@ def row_integers(data: Mapping[str, Any], key: str, rows: int) -> torch.Tensor |
     if not _is_integer(value) or value.shape != (rows,):
         raise DataError(
             f"{key} must be an integer tensor of shape [{rows}], not {_found(value)}",
-            fix=f"give each row one {key}",
+            fix=f"give {key} one whole number for each row"
+            if isinstance(value, torch.Tensor)
+            else _tensor_of(key),
             key=key,
         )
     return value.to(torch.int64)
@@ -181,6 +192,25 @@ def check_limits(
             row=row,
             key="input_ids",
         )
+
+
+def check_greedy(greedy: object) -> None:
+    """Refuses what is neither True nor False, such as a text, which would count as True.
+
+    Raises:
+        DataError: It is something else.
+    """
+    if greedy not in (True, False):
+        raise DataError(
+            f"greedy is {greedy!r}",
+            fix="give True for the argmax, or False to sample",
+            key="greedy",
+        )
+
+
+def _tensor_of(key: str) -> str:
+    made = f"torch.as_tensor(batch[{key!r}])"
+    return f"make a tensor of it: {made} where rows have one length, else {_TOKENISE}"
 
 
 def _least_and_most(values: torch.Tensor, *, otherwise: int) -> tuple[int, int]:

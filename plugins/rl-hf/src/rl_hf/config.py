@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
 from rl_core.interfaces import GenerationConfig, PolicyConfig
-from rl_core.interfaces.constraints import Range
+from rl_core.interfaces.constraints import AlsoCalled, Range
 
 __all__ = [
     "HuggingFaceGenerationConfig",
@@ -30,13 +30,25 @@ class HuggingFaceModelConfig(TypedDict):
             where it gives what the model's own does, else the model's own.
     """
 
-    torch_dtype: NotRequired[Literal["float32", "bfloat16", "float16", "auto"]]
+    torch_dtype: NotRequired[
+        Annotated[
+            Literal["float32", "bfloat16", "float16", "auto"],
+            AlsoCalled("dtype precision model_dtype"),
+            AlsoCalled("bf16", "bfloat16"),
+            AlsoCalled("fp16", "float16"),
+        ]
+    ]
     device: NotRequired[str | None]
     device_map: NotRequired[str | dict[str, Any] | None]
     trust_remote_code: NotRequired[bool]
     load_in_8bit: NotRequired[bool]
     load_in_4bit: NotRequired[bool]
-    attn_implementation: NotRequired[str | None]
+    attn_implementation: NotRequired[
+        Annotated[
+            str | None,
+            AlsoCalled("use_flash_attention use_flash_attention_2", "flash_attention_2"),
+        ]
+    ]
 
 
 class HuggingFaceGenerationConfig(GenerationConfig, HuggingFaceModelConfig):
@@ -62,9 +74,9 @@ class LoraConfig(TypedDict, total=False):
         refit: What a refit sends; ``"merged"``: the full weights with the adapters added in.
     """
 
-    r: Annotated[int, Range(ge=1)]
-    alpha: Annotated[float, Range(gt=0)]
-    dropout: Annotated[float, Range(ge=0, lt=1)]
+    r: Annotated[int, Range(ge=1), AlsoCalled("lora_r rank lora_rank dim")]
+    alpha: Annotated[float, Range(gt=0), AlsoCalled("lora_alpha")]
+    dropout: Annotated[float, Range(ge=0, lt=1), AlsoCalled("lora_dropout")]
     target_modules: str | list[str]
     refit: Literal["merged"]
 
@@ -84,8 +96,10 @@ class HuggingFacePolicyConfig(PolicyConfig, HuggingFaceModelConfig):
         resume_from: Checkpoint to continue from.
     """
 
-    gradient_checkpointing: NotRequired[bool]
-    lora: NotRequired[LoraConfig | None]
+    gradient_checkpointing: NotRequired[
+        Annotated[bool, AlsoCalled("activation_checkpointing enable_gradient_checkpointing")]
+    ]
+    lora: NotRequired[Annotated[LoraConfig | None, AlsoCalled("peft_config lora_cfg")]]
     reference: NotRequired[Literal["copy", "swap", "none"]]
     generation: NotRequired[dict[str, Any]]
-    resume_from: NotRequired[str | None]
+    resume_from: NotRequired[Annotated[str | None, AlsoCalled("resume_from_checkpoint")]]

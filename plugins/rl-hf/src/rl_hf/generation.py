@@ -67,6 +67,12 @@ class HuggingFaceGeneration(GenerationBackend):
             max_batch_size=config.get("max_batch_size", DEFAULT_MAX_BATCH_SIZE),
         )
 
+    @property
+    def placement(self) -> str:
+        """See :meth:`GenerationBackend.placement`."""
+        model = self._model
+        return "" if model is None else f"{str(model.dtype).removeprefix('torch.')}, {model.device}"
+
     def row_engine(self) -> RowEngine:
         """See :meth:`GenerationBackend.row_engine`."""
         assert self._engine is not None

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from functools import cache
 from typing import TYPE_CHECKING, Any, Self, get_type_hints
 
-from rl_core.config import check_config, nearest
+from rl_core.config import check_config
 from rl_core.errors import ConfigError, DataError
 from rl_core.interfaces import LossFunction, LossInputType, LossType
 
@@ -16,53 +16,6 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = ["ConfiguredLoss", "check_logprobs", "read_tensor"]
-
-#: What other libraries call options of losses here.
-_ELSEWHERE = {
-    "beta": "reference_policy_kl_penalty",
-    "entropy_coef": "entropy_bonus",
-    "entropy_coeff": "entropy_bonus",
-    "f_divergence_type": "direction",
-    "force_on_policy_ratio": "on_policy",
-    "disable_ppo_ratio": "on_policy",
-    "importance_sampling_level": "importance_ratio",
-    "kl_input_clamp_value": "kl_input_clamp",
-    "kl_output_clamp_value": "kl_output_clamp",
-    "kl_loss_coef": "reference_policy_kl_penalty",
-    "kl_loss_type": "kl_estimator",
-    "loss_agg_mode": "loss_type",
-    "mixed_kl_weight": "mixing",
-    "positive_example_nll_weight": "positive_nll_weight",
-    "reference_policy_kl_type": "kl_estimator",
-    "sequence_level_importance_ratios": "importance_ratio",
-    "tau_neg": "sapo_temperature_neg",
-    "tau_pos": "sapo_temperature_pos",
-    "token_level_loss": "loss_type",
-    "top_entropy_quantile": "entropy_min",
-    "truncated_importance_sampling_ratio": "importance_sampling_cap",
-    "truncated_importance_sampling_ratio_min": "importance_sampling_floor",
-    "truncated_importance_sampling_type": "importance_sampling_outside",
-    "use_bias_correction_kl": "kl_gradient",
-    "use_cispo": "surrogate",
-    "use_importance_sampling_correction": "importance_sampling_cap",
-    "use_on_policy_kl_approximation": "kl_gradient",
-    "vllm_importance_sampling_clip_max": "importance_sampling_cap",
-    "vllm_importance_sampling_clip_min": "importance_sampling_floor",
-    "vllm_importance_sampling_mode": "importance_sampling_outside",
-    "kl_coef": "reference_policy_kl_penalty",
-    "kl_penalty": "reference_policy_kl_penalty",
-    "epsilon": "ratio_clip_min",
-    "clip_eps": "ratio_clip_min",
-    "clip_ratio": "ratio_clip_min",
-    "epsilon_low": "ratio_clip_min",
-    "epsilon_high": "ratio_clip_max",
-    "clip_ratio_low": "ratio_clip_min",
-    "clip_ratio_high": "ratio_clip_max",
-    "delta": "ratio_clip_c",
-    "clip_ratio_c": "ratio_clip_c",
-    "kl_type": "kl_estimator",
-    "temperature": "teacher_temperature",
-}
 
 _SOURCES = {
     "input_ids": 'keep data["input_ids"], the tokens that the log-probs are of',
@@ -99,28 +52,14 @@ class ConfiguredLoss(LossFunction):
     """
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
-        """Refuses options that do not exist, with the names of those that do."""
+        """Checks the options, before there is a loss."""
         if args:
             raise ConfigError(
                 f"{cls.__name__}: options are keywords, got {args[0]!r}",
                 fix=f"{cls.__name__}.from_config(mapping) takes them from a mapping",
             )
-        known = [field.name for field in fields(cls)]
-        for key in options:
-            if key not in known:
-                meant = _ELSEWHERE.get(key) or nearest(key, known)
-                hint = f", did you mean '{meant}'?" if meant in known else ";"
-                raise ConfigError(
-                    f"{cls.__name__}: unknown option '{key}'{hint} options: "
-                    f"{', '.join(sorted(known))}",
-                    fix=f"write '{meant}'" if meant in known else f"remove '{key}'",
-                    key=key,
-                )
+        check_config(_options_of(cls), options, what=cls.__name__)
         return super().__new__(cls)
-
-    def __post_init__(self) -> None:
-        options = {field.name: getattr(self, field.name) for field in fields(self)}
-        check_config(_options_of(type(self)), options, what=type(self).__name__)
 
     def _needs(self, needed: str, fits: bool, *options: str) -> None:
         """Refuses options that are set to other than their defaults, unless ``needed`` fits.

@@ -10,7 +10,7 @@ import torch
 
 from rl_core.errors import DataError
 from rl_core.interfaces import LossInputType, LossType
-from rl_core.interfaces.constraints import Range
+from rl_core.interfaces.constraints import AlsoCalled, Range
 from rl_losses._base import ConfiguredLoss, read_tensor
 from rl_losses._shares import Shares, to_floats
 
@@ -50,13 +50,16 @@ class TopkKLLossFn(ConfiguredLoss):
 
     input_type: ClassVar[LossInputType] = LossInputType.LOGIT
 
-    loss_type: LossType = LossType.TOKEN_LEVEL
-    direction: Literal["forward", "reverse", "mixed", "jsd"] = "forward"
-    mixing: Annotated[float, Range(gt=0, lt=1)] = 0.5
-    teacher_temperature: Annotated[float, Range(gt=0)] = 1.0
+    loss_type: Annotated[LossType, AlsoCalled("loss_agg_mode token_level_loss")] = (
+        LossType.TOKEN_LEVEL
+    )
+    direction: Annotated[
+        Literal["forward", "reverse", "mixed", "jsd"], AlsoCalled("f_divergence_type")
+    ] = "forward"
+    mixing: Annotated[float, Range(gt=0, lt=1), AlsoCalled("mixed_kl_weight")] = 0.5
+    teacher_temperature: Annotated[float, Range(gt=0), AlsoCalled("temperature")] = 1.0
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         both = self.direction in ("mixed", "jsd")
         self._needs("direction='mixed' or 'jsd'", both, "mixing")
 

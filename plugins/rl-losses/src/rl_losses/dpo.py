@@ -57,6 +57,7 @@ class DPOLossFn(ConfiguredLoss):
 
     loss_type = LossType.SEQUENCE_LEVEL
     group_size: ClassVar[int] = 2
+    row_order: ClassVar[str] = "chosen, rejected, chosen, rejected, ..."
 
     beta: Annotated[float, Range(gt=0, lt=math.inf)] = 0.1
     preference_loss: Literal[
@@ -79,7 +80,6 @@ class DPOLossFn(ConfiguredLoss):
     sft_average_log_probs: bool = False
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         smoothed = self.preference_loss in SMOOTHED
         self._needs(
             "preference_loss='sigmoid', 'robust' or 'exo_pair'", smoothed, "label_smoothing"

@@ -11,7 +11,7 @@ import torch
 
 from rl_core.errors import ConfigError, LoopWarning
 from rl_core.interfaces import LossInputType, LossType
-from rl_core.interfaces.constraints import Range
+from rl_core.interfaces.constraints import AlsoCalled, Range
 from rl_losses._base import ConfiguredLoss, check_logprobs, read_tensor
 from rl_losses._shares import Shares, score, to_floats
 from rl_losses.importance import importance_weights, over_row
@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from rl_core.batch import BatchedDataDict
 
 __all__ = ["GRPOLossFn"]
+
+
+#: One option for both elsewhere.
+_BOTH_CLIPS = AlsoCalled("epsilon clip_eps clip_ratio cliprange")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,32 +126,69 @@ class GRPOLossFn(ConfiguredLoss):
             policy's own log-probs stand in for ``prev_logprobs``.
     """
 
-    loss_type: LossType = LossType.TOKEN_LEVEL
+    loss_type: Annotated[LossType, AlsoCalled("loss_agg_mode token_level_loss")] = (
+        LossType.TOKEN_LEVEL
+    )
     length_norm: Annotated[float | None, Range(gt=0, lt=math.inf)] = None
-    surrogate: Literal["clip", "cispo", "sapo", "gmpo", "dppo"] = "clip"
-    ratio_clip_min: Annotated[float, Range(ge=0, le=1)] = 0.2
-    ratio_clip_max: Annotated[float, Range(ge=0)] = 0.2
-    ratio_clip_c: Annotated[float | None, Range(gt=1)] = None
-    sapo_temperature_pos: Annotated[float, Range(gt=0, lt=math.inf)] = 1.0
-    sapo_temperature_neg: Annotated[float, Range(gt=0, lt=math.inf)] = 1.05
-    reference_policy_kl_penalty: Annotated[float, Range(ge=0, lt=math.inf)] = 0.01
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    kl_gradient: Literal["estimate", "ratio", "sampling", "generation"] = "estimate"
-    kl_input_clamp: Annotated[float | None, Range(gt=0)] = None
-    kl_output_clamp: Annotated[float | None, Range(gt=0)] = None
-    importance_ratio: Literal["token", "sequence"] = "token"
-    importance_sampling_cap: Annotated[float | None, Range(gt=0)] = None
-    importance_sampling_floor: Annotated[float, Range(ge=0, lt=math.inf)] = 0.0
-    importance_sampling_outside: Literal["truncate", "mask", "mask_rows"] = "truncate"
+    surrogate: Annotated[
+        Literal["clip", "cispo", "sapo", "gmpo", "dppo"], AlsoCalled("use_cispo", "cispo")
+    ] = "clip"
+    ratio_clip_min: Annotated[
+        float, Range(ge=0, le=1), _BOTH_CLIPS, AlsoCalled("epsilon_low clip_ratio_low")
+    ] = 0.2
+    ratio_clip_max: Annotated[
+        float, Range(ge=0), _BOTH_CLIPS, AlsoCalled("epsilon_high clip_ratio_high")
+    ] = 0.2
+    ratio_clip_c: Annotated[float | None, Range(gt=1), AlsoCalled("delta clip_ratio_c")] = None
+    sapo_temperature_pos: Annotated[float, Range(gt=0, lt=math.inf), AlsoCalled("tau_pos")] = 1.0
+    sapo_temperature_neg: Annotated[float, Range(gt=0, lt=math.inf), AlsoCalled("tau_neg")] = 1.05
+    reference_policy_kl_penalty: Annotated[
+        float, Range(ge=0, lt=math.inf), AlsoCalled("beta kl_loss_coef kl_coef kl_penalty")
+    ] = 0.01
+    kl_estimator: Annotated[
+        Literal["k1", "k2", "k3"], AlsoCalled("kl_loss_type reference_policy_kl_type kl_type")
+    ] = "k3"
+    kl_gradient: Annotated[
+        Literal["estimate", "ratio", "sampling", "generation"],
+        AlsoCalled("use_bias_correction_kl use_on_policy_kl_approximation"),
+    ] = "estimate"
+    kl_input_clamp: Annotated[float | None, Range(gt=0), AlsoCalled("kl_input_clamp_value")] = None
+    kl_output_clamp: Annotated[float | None, Range(gt=0), AlsoCalled("kl_output_clamp_value")] = (
+        None
+    )
+    importance_ratio: Annotated[
+        Literal["token", "sequence"],
+        AlsoCalled("importance_sampling_level sequence_level_importance_ratios"),
+    ] = "token"
+    importance_sampling_cap: Annotated[
+        float | None,
+        Range(gt=0),
+        AlsoCalled("truncated_importance_sampling_ratio vllm_importance_sampling_clip_max"),
+        AlsoCalled("use_importance_sampling_correction", "2.0"),
+    ] = None
+    importance_sampling_floor: Annotated[
+        float,
+        Range(ge=0, lt=math.inf),
+        AlsoCalled("truncated_importance_sampling_ratio_min vllm_importance_sampling_clip_min"),
+    ] = 0.0
+    importance_sampling_outside: Annotated[
+        Literal["truncate", "mask", "mask_rows"],
+        AlsoCalled("truncated_importance_sampling_type vllm_importance_sampling_mode"),
+    ] = "truncate"
     importance_sampling_weight: Literal["token", "sequence"] | None = None
     off_policy_mask_threshold: float | None = None
-    entropy_bonus: Annotated[float, Range(ge=0, lt=math.inf)] = 0.0
-    entropy_min: Annotated[float, Range(ge=0, lt=math.inf)] = 0.0
-    positive_nll_weight: Annotated[float, Range(ge=0, lt=math.inf)] = 0.0
-    on_policy: bool = False
+    entropy_bonus: Annotated[
+        float, Range(ge=0, lt=math.inf), AlsoCalled("entropy_coef entropy_coeff")
+    ] = 0.0
+    entropy_min: Annotated[float, Range(ge=0, lt=math.inf), AlsoCalled("top_entropy_quantile")] = (
+        0.0
+    )
+    positive_nll_weight: Annotated[
+        float, Range(ge=0, lt=math.inf), AlsoCalled("positive_example_nll_weight")
+    ] = 0.0
+    on_policy: Annotated[bool, AlsoCalled("force_on_policy_ratio disable_ppo_ratio")] = False
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         sequences = self.loss_type is LossType.SEQUENCE_LEVEL
         corrects = self.importance_sampling_cap is not None
         self._needs("loss_type=LossType.SEQUENCE_LEVEL", sequences, "length_norm")
@@ -259,7 +300,21 @@ class GRPOLossFn(ConfiguredLoss):
             kl = kl_penalty(batch.logprobs, reference, self.kl_estimator)
             metrics["kl"] = shares.token_mean(kl)
             if penalty:
-                cost = cost + penalty * self._weighted_kl(step, reference, generated)
+                logprobs = step.logprobs
+                kl_weights: dict[str, Callable[[], torch.Tensor | None]] = {
+                    "estimate": lambda: None,
+                    "ratio": lambda: ratio,
+                    "sampling": lambda: exp(logprobs - logprobs.detach()),
+                    "generation": lambda: None if generated is None else exp(logprobs - generated),
+                }
+                cost = cost + penalty * kl_penalty(
+                    logprobs,
+                    reference,
+                    self.kl_estimator,
+                    input_clamp=self.kl_input_clamp,
+                    output_clamp=self.kl_output_clamp,
+                    weight=kl_weights[self.kl_gradient](),
+                )
         if self.positive_nll_weight:
             positive = batch.rewards() > 0
             nll = torch.where(positive[:, None], -batch.logprobs, 0.0)
@@ -291,26 +346,6 @@ class GRPOLossFn(ConfiguredLoss):
             high=self.ratio_clip_max,
             most=self.ratio_clip_c,
             temperatures=(self.sapo_temperature_pos, self.sapo_temperature_neg),
-        )
-
-    def _weighted_kl(
-        self, step: Step, reference: torch.Tensor, generated: torch.Tensor | None
-    ) -> torch.Tensor:
-        """``[b, s]`` estimates of the KL as they enter the loss."""
-        logprobs = step.logprobs
-        weights: dict[str, Callable[[], torch.Tensor | None]] = {
-            "estimate": lambda: None,
-            "ratio": lambda: step.ratio,
-            "sampling": lambda: exp(logprobs - logprobs.detach()),
-            "generation": lambda: None if generated is None else exp(logprobs - generated),
-        }
-        return kl_penalty(
-            logprobs,
-            reference,
-            self.kl_estimator,
-            input_clamp=self.kl_input_clamp,
-            output_clamp=self.kl_output_clamp,
-            weight=weights[self.kl_gradient](),
         )
 
 

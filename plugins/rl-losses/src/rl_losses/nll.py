@@ -41,7 +41,6 @@ class NLLLossFn(ConfiguredLoss):
     label_smoothing: Annotated[float, Range(ge=0, lt=1)] = 0.0
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if self.label_smoothing:
             self._take_logits()
 

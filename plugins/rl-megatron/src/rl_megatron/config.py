@@ -5,11 +5,17 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal, NotRequired
 
 from rl_core.interfaces import PolicyConfig
-from rl_core.interfaces.constraints import Range
+from rl_core.interfaces.constraints import AlsoCalled, Range, Unsupported
 
 __all__ = ["MegatronPolicyConfig"]
 
 Size = Annotated[int, Range(ge=1)]
+
+
+_ATTENTION = Unsupported(
+    why="attention is always torch's fused kernel, which takes what is fastest on the device",
+    fix="remove 'use_flash_attention'",
+)
 
 
 class MegatronPolicyConfig(PolicyConfig):
@@ -45,17 +51,36 @@ class MegatronPolicyConfig(PolicyConfig):
         resume_from: Checkpoint to continue from.
     """
 
-    tensor_model_parallel_size: NotRequired[Size]
-    pipeline_model_parallel_size: NotRequired[Size]
+    tensor_model_parallel_size: NotRequired[
+        Annotated[int, Range(ge=1), AlsoCalled("tensor_parallel_size tp_size tp")]
+    ]
+    pipeline_model_parallel_size: NotRequired[
+        Annotated[int, Range(ge=1), AlsoCalled("pipeline_parallel_size pp_size pp")]
+    ]
     context_parallel_size: NotRequired[Size]
-    expert_model_parallel_size: NotRequired[Size]
+    expert_model_parallel_size: NotRequired[
+        Annotated[int, Range(ge=1), AlsoCalled("expert_parallel_size ep_size ep")]
+    ]
     sequence_parallel: NotRequired[bool]
-    torch_dtype: NotRequired[Literal["float32", "bfloat16"]]
+    use_flash_attention: NotRequired[Annotated[bool | None, _ATTENTION]]
+    torch_dtype: NotRequired[
+        Annotated[
+            Literal["float32", "bfloat16"],
+            AlsoCalled("dtype precision"),
+            AlsoCalled("bf16", "bfloat16"),
+        ]
+    ]
     trust_remote_code: NotRequired[bool]
     architecture: NotRequired[str | None]
-    activation_recompute: NotRequired[Literal["none", "selective", "full"]]
+    activation_recompute: NotRequired[
+        Annotated[
+            Literal["none", "selective", "full"],
+            AlsoCalled("recompute_granularity"),
+            AlsoCalled("gradient_checkpointing activation_checkpointing", "full"),
+        ]
+    ]
     reference: NotRequired[Literal["copy", "swap", "none"]]
     refit_experts: NotRequired[Literal["stacked", "separate"]]
     generation: NotRequired[dict[str, Any]]
     rank_timeout_s: NotRequired[Annotated[float, Range(gt=0)]]
-    resume_from: NotRequired[str | None]
+    resume_from: NotRequired[Annotated[str | None, AlsoCalled("resume_from_checkpoint")]]

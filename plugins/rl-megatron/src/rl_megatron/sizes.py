@@ -62,10 +62,10 @@ class Sizes:
         if world % (tensor * pipeline):
             need = tensor * pipeline
             raise ConfigError(
-                f"{world} ranks are no whole number of copies of {tensor} tensor-parallel x "
-                f"{pipeline} pipeline ranks",
-                fix=f"start a multiple of {need} workers, or set sizes whose product divides "
-                f"{world}",
+                f"world size {world} is not a multiple of {need} (tensor {tensor} x pipeline "
+                f"{pipeline})",
+                fix=f"start {need} workers: create_policy(config, LocalCluster({need})), or set "
+                f"sizes whose product divides {world}",
                 key="tensor_model_parallel_size",
             )
         data = world // (tensor * pipeline)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
 from rl_core.interfaces import GenerationConfig
-from rl_core.interfaces.constraints import Range
+from rl_core.interfaces.constraints import AlsoCalled, Range
 
 __all__ = ["SglangConfig", "SglangEngineConfig"]
 
@@ -44,8 +44,8 @@ class SglangEngineConfig(TypedDict, total=False):
             on are refused.
     """
 
-    tp_size: Annotated[int, Range(ge=1)]
-    mem_fraction_static: Annotated[float, Range(gt=0, le=1)]
+    tp_size: Annotated[int, Range(ge=1), AlsoCalled("tensor_parallel_size tp")]
+    mem_fraction_static: Annotated[float, Range(gt=0, le=1), AlsoCalled("gpu_memory_utilization")]
     max_total_tokens: Annotated[int, Range(ge=1)]
     max_running_requests: Annotated[int, Range(ge=1)]
     chunked_prefill_size: int
@@ -76,5 +76,11 @@ class SglangConfig(GenerationConfig):
     """
 
     sglang_cfg: NotRequired[SglangEngineConfig]
-    torch_dtype: NotRequired[Literal["float32", "bfloat16", "float16", "auto"]]
+    torch_dtype: NotRequired[
+        Annotated[
+            Literal["float32", "bfloat16", "float16", "auto"],
+            AlsoCalled("dtype precision"),
+            AlsoCalled("bf16", "bfloat16"),
+        ]
+    ]
     trust_remote_code: NotRequired[bool]

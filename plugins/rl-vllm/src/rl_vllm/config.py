@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
 from rl_core.interfaces import GenerationConfig
-from rl_core.interfaces.constraints import Range
+from rl_core.interfaces.constraints import AlsoCalled, Range
 
 __all__ = ["VllmConfig", "VllmEngineConfig"]
 
@@ -43,9 +43,11 @@ class VllmEngineConfig(TypedDict, total=False):
             are refused.
     """
 
-    tensor_parallel_size: Annotated[int, Range(ge=1)]
+    tensor_parallel_size: Annotated[int, Range(ge=1), AlsoCalled("tp_size tp")]
     pipeline_parallel_size: Annotated[int, Range(ge=1)]
-    gpu_memory_utilization: Annotated[float, Range(gt=0, le=1)]
+    gpu_memory_utilization: Annotated[
+        float, Range(gt=0, le=1), AlsoCalled("vllm_gpu_memory_utilization mem_fraction_static")
+    ]
     kv_cache_memory_bytes: Annotated[int, Range(ge=1)]
     max_model_len: Annotated[int | None, Range(ge=1)]
     max_num_seqs: Annotated[int, Range(ge=1)]
@@ -77,5 +79,11 @@ class VllmConfig(GenerationConfig):
     """
 
     vllm_cfg: NotRequired[VllmEngineConfig]
-    torch_dtype: NotRequired[Literal["float32", "bfloat16", "float16", "auto"]]
+    torch_dtype: NotRequired[
+        Annotated[
+            Literal["float32", "bfloat16", "float16", "auto"],
+            AlsoCalled("dtype precision"),
+            AlsoCalled("bf16", "bfloat16"),
+        ]
+    ]
     trust_remote_code: NotRequired[bool]

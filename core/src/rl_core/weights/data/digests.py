@@ -71,13 +71,7 @@ class BlockHash:
 
     @classmethod
     def choose(cls, device: torch.device, *, private: bool, token: str) -> Self:
-        """The hash that a sender uses.
-
-        Args:
-            device: Where the bytes lie that are hashed.
-            private: As of :class:`~rl_core.weights.transports.base.SenderEnd`.
-            token: The trainer's secret.
-        """
+        """The hash that a sender uses."""
         if device.type != "cpu":
             return cls._keyed("fold", token)
         return cls._keyed("xxh3" if private else "blake3", token)
@@ -184,12 +178,7 @@ def tensor_digest(blocks: Sequence[bytes]) -> bytes:
 
 
 class TensorHasher:
-    """Digests tensors as they would travel.
-
-    Args:
-        block_hash: The trainer's, for the device of the lane.
-        block: Bytes under one digest, at most.
-    """
+    """Digests tensors as they would travel."""
 
     def __init__(self, block_hash: BlockHash, block: int) -> None:
         self._hash = block_hash
@@ -255,12 +244,7 @@ class TensorHasher:
 
 
 class DigestTable:
-    """The digest of every tensor of a model.
-
-    Args:
-        manifest: The model, in the dtypes that travel.
-        known: Digests by name; tensors that are not in it count as unknown.
-    """
+    """The digest of every tensor of a model."""
 
     def __init__(self, manifest: WeightManifest, known: dict[str, bytes] | None = None) -> None:
         self.known = {} if known is None else known

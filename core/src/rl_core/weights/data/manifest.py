@@ -153,13 +153,7 @@ class WeightManifest:
 def compare(
     theirs: WeightManifest, expected: WeightManifest, *, casts: bool = False
 ) -> dict[str, str]:
-    """Checks the trainer's tensors against the engine's.
-
-    Args:
-        theirs: The trainer's manifest.
-        expected: The engine's.
-        casts: The engine's floating-point dtypes may differ from the trainer's.
-    """
+    """Checks the trainer's tensors against the engine's."""
     ours, dtypes = expected.by_name, {}
     faults: dict[str, list[str]] = {
         "missing": [name for name in ours if name not in theirs.by_name],

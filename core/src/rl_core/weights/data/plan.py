@@ -172,13 +172,6 @@ def make_plan(
 
     A tensor that fits in a bucket is never split, so that loaders mostly see whole tensors; a
     larger one starts a new bucket and is cut into pieces that fill theirs.
-
-    Args:
-        manifest: With the dtypes that travel.
-        bucket_bytes: Upper bound of a bucket's size; rounded down to the alignment.
-        mode: How buckets share the lane.
-        skip: A byte for each tensor, 0 for those that travel; empty if all do.
-        block: Bytes under one digest, at most.
     """
     size = bucket_bytes // ALIGN * ALIGN
     total = manifest.nbytes

@@ -25,13 +25,7 @@ _ROWS = 16  # blocks that share the multipliers
 def prepare(
     runs: Sequence[torch.Tensor], factors: torch.Tensor, block: int
 ) -> Callable[[], torch.Tensor]:
-    """Makes ready to sum the blocks of some runs of bytes, as often as needed.
-
-    Args:
-        runs: uint8, contiguous, on one device; each begins at a multiple of 4 bytes.
-        factors: The multipliers, int64 ``[2, words of a block]``, on that device.
-        block: Bytes in a block; a multiple of 4.
-    """
+    """Makes ready to sum the blocks of some runs of bytes, as often as needed."""
     places = [
         (run.data_ptr() + start, min(block, run.numel() - start))
         for run in runs

@@ -36,12 +36,7 @@ M = TypeVar("M")
 
 
 class _Kind(Generic[M]):
-    """Frames with one letter in their head and one type of message.
-
-    Args:
-        letter: One byte.
-        message: The message class or union that is decoded; others are refused.
-    """
+    """Frames with one letter in their head and one type of message."""
 
     def __init__(self, letter: bytes, message: object) -> None:
         self._letter = letter
@@ -135,11 +130,6 @@ class Channel:
 
     It is bound to the refit by the Offer that passes it first; frames of before, after or anywhere
     else are refused on either side.
-
-    Args:
-        token: The trainer's secret.
-        nonce: The receiver's, as in its Hello.
-        side: The side that holds this end.
     """
 
     def __init__(self, token: str, nonce: bytes, side: Side) -> None:

@@ -78,13 +78,7 @@ def introduction(manifest: WeightManifest, token: str) -> dict[str, Any]:
 def trainer_of(
     info: object, compare_with: Callable[[WeightManifest], dict[str, str]], last: SenderInfo | None
 ) -> SenderInfo:
-    """The trainer that an introduction is of.
-
-    Args:
-        info: What its ``prepare`` returned.
-        compare_with: Compares its tensors with the engine's; gives the dtypes to cast to.
-        last: The one that was met last.
-    """
+    """The trainer that an introduction is of."""
     fields = info if isinstance(info, Mapping) else {}
     spoken = fields.get("protocol", PROTOCOL)
     if spoken != PROTOCOL:

@@ -38,15 +38,6 @@ class ReceiverSession(Session):
 
     With ``isolation="staged"`` the job undoes what it wrote when the session ends otherwise
     than COMMITTED, which is then ABORTED and never TORN.
-
-    Args:
-        hello: Who this receiver is.
-        manifest: Digest of the trainer's manifest that was checked against the engine's.
-        dtypes: Dtypes the sender must cast to, by name.
-        holds: Returns what this side has, as in ``Ready``.
-        gpus: UUIDs of the GPUs that this side can reach, that of its tensors first.
-        deadline_s: Seconds within which the session ends.
-        clock: Monotonic seconds.
     """
 
     #: What may arrive in each phase. ``Abort`` is legal in all of them; everything else ends the

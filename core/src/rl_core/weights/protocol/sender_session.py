@@ -59,13 +59,6 @@ class SenderSession(Session):
     A connection that sends a Hello gets the offer; one that answers Ready takes part. A Hello
     proves nothing: its connection may be closed by now, or it may be a replay of somebody else's.
     A Ready answers this very offer.
-
-    Args:
-        offer: The first message to every receiver.
-        number: Of this refit. A Hello for an earlier one is refused; one for a later waits for it.
-        receivers: How many must take part.
-        deadline_s: Seconds within which the session ends.
-        clock: Monotonic seconds.
     """
 
     #: What may arrive in each phase from who takes part. ``Failed`` is legal in all of them; a
@@ -136,13 +129,7 @@ class SenderSession(Session):
         return effects
 
     def planned(self, prepare: messages.Prepare, buckets: int, window: int) -> list[Effect]:
-        """The plan is made, of so many buckets, and its lane exists.
-
-        Args:
-            prepare: The message about it to the receivers.
-            buckets: How many the plan has.
-            window: How many of them may be under way at once.
-        """
+        """The plan is made, of so many buckets, and its lane exists."""
         if self.phase.terminal:
             return []
         self._buckets, self._window = buckets, window

@@ -134,10 +134,6 @@ class Session(ABC):
 
     Once :attr:`phase` is terminal, :attr:`error` tells why unless all went well.
 
-    Args:
-        deadline_s: Seconds from now within which the session must end.
-        clock: Monotonic seconds.
-
     Attributes:
         phase: Where the session is.
         at: What is being transferred, for errors; set by the job.
@@ -232,14 +228,7 @@ class Session(ABC):
 def peer_error(
     kind: str, message: str, *, same_here: tuple[type[RLError], ...] = _SAME_HERE, **details: Any
 ) -> RLError:
-    """The error of another process, as one of the same class here; else a RefitPeerError.
-
-    Args:
-        kind: Name of its class.
-        message: The whole text.
-        same_here: The classes that mean the same here.
-        **details: And ``fix``, as of :class:`RLError`.
-    """
+    """The error of another process, as one of the same class here; else a RefitPeerError."""
     found = getattr(errors, kind, None) if kind in errors.__all__ else None
     if isinstance(found, type) and issubclass(found, same_here) and found is not RefitError:
         return found(message, **details)

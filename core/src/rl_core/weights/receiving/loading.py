@@ -66,14 +66,6 @@ class ReceiverBuckets:
     """The buckets of a plan on their way from the receiver's lane into an engine's tensors.
 
     Views, copies and hashers are made once for each bucket, and used by all refits with this plan.
-
-    Args:
-        sink: The engine's tensors.
-        wire: The trainer's manifest, in the dtypes that travel.
-        expected: The sink's own.
-        plan: What lies where in the lane.
-        data: The receiver's end of the lane, uint8.
-        block_hash: The trainer's.
     """
 
     def __init__(
@@ -206,13 +198,7 @@ class ReceiverBuckets:
     def _writes(
         self, group: list[_Piece], data: torch.Tensor, begin: int
     ) -> list[Callable[[], object]]:
-        """Calls that write pieces wherever the engine wants them.
-
-        Args:
-            group: The pieces.
-            data: Bytes that have them.
-            begin: Where in the lane the first of these bytes is.
-        """
+        """Calls that write pieces wherever the engine wants them."""
         writes: list[Callable[[], object]] = []
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         for piece in group:
@@ -230,9 +216,6 @@ def check_apart(targets: Iterable[tuple[str, str, torch.Tensor]]) -> None:
     """Makes sure that no target lies in another one's memory.
 
     What is not contiguous is not looked at: views of one tensor may interleave.
-
-    Args:
-        targets: The owner of what is written there, a name, and where it is written.
     """
     ranges = sorted(
         (target.data_ptr(), target.data_ptr() + target.nbytes, root, name)
@@ -267,14 +250,7 @@ def copiers(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[Callable
 
 
 class Loader:
-    """Writes the buckets of one refit.
-
-    Args:
-        buckets: From where to where.
-        verify: ``"none"``, ``"wire"`` or ``"installed"``.
-        known: Digests, by name, of what the engine has; kept up to date.
-        mark_torn: Called before anything is written.
-    """
+    """Writes the buckets of one refit."""
 
     def __init__(
         self,
@@ -295,10 +271,6 @@ class Loader:
 
         The digests that are remembered are those of the copy that is the engine's, or that was
         written to it: whatever happens to the lane meanwhile, they are those of its tensors.
-
-        Args:
-            index: Of the bucket.
-            digests: Of its blocks, as the sender found them.
         """
         steps = self._buckets.steps(index, verified=self._verify != "none")
         if self._verify == "none":

@@ -144,11 +144,7 @@ class RefitReceiver(Endpoint["ReceiveJob"]):
         self.forget()
 
     def check_unchanged(self, since: int) -> None:
-        """Raises unless refits alone have changed the weights.
-
-        Args:
-            since: What :attr:`outside_changes` was.
-        """
+        """Raises unless refits alone have changed the weights."""
         if self.outside_changes != since:
             raise RefitAborted(
                 f"{self.name}: the engine's weights were dropped or changed by something else "
@@ -239,11 +235,7 @@ class RefitReceiver(Endpoint["ReceiveJob"]):
             return self.start(ReceiveJob(self, transport, trainer, deadline_s, number, lock))
 
     def awaits_generation(self, refit: concurrent.futures.Future[dict[str, Any]]) -> bool:
-        """Whether a refit waits for the engine to stop generating.
-
-        Args:
-            refit: What :meth:`receive` returned.
-        """
+        """Whether a refit waits for the engine to stop generating."""
         return any(job.future is refit and job.session.held_up for job in list(self.jobs))
 
     # -- what is kept -----------------------------------------------------------------------------
@@ -340,16 +332,7 @@ class RefitReceiver(Endpoint["ReceiveJob"]):
 
 
 class ReceiveJob(Job[ReceiverSession]):
-    """One refit of a receiver.
-
-    Args:
-        endpoint: The receiver that performs it.
-        transport: Name of the transport that the sender uses.
-        trainer: Who sends, and what.
-        deadline_s: Seconds that it may take.
-        number: Of the refit, the same on both sides.
-        lock: Held while it writes; the endpoint's by default.
-    """
+    """One refit of a receiver."""
 
     endpoint: RefitReceiver
 

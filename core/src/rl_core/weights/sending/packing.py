@@ -24,11 +24,6 @@ class SenderBuckets:
     """The buckets of a plan in the sender's lane.
 
     Views and hashers are made once for each bucket, and used by all refits with this plan.
-
-    Args:
-        plan: Which bytes lie where.
-        lane: Memory for them.
-        block_hash: The trainer's.
     """
 
     def __init__(self, plan: TransferPlan, lane: Lane, block_hash: BlockHash) -> None:
@@ -64,11 +59,6 @@ class SenderBuckets:
 
 class Packer:
     """Puts the buckets of one refit into its lane, in order.
-
-    Args:
-        buckets: What goes where.
-        tensors: Those that are copied, each once and in order; None if all live in the lane.
-        table: Collects the digests of what is put; None if nothing is hashed.
 
     Attributes:
         buckets: What goes where.

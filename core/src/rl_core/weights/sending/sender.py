@@ -130,11 +130,7 @@ class RefitSender(Endpoint["SendJob"]):
         return self.runtime.spawn(f"{transport}-{self.name}", lambda: end.rendezvous(deadline_s))
 
     def send(self, **options: Any) -> concurrent.futures.Future[dict[str, Any]]:
-        """Starts one refit.
-
-        Args:
-            **options: Those of :class:`~rl_core.weights.options.SendOptions`.
-        """
+        """Starts one refit."""
         with self.asking:
             self.check_open()
             chosen = SendOptions.of(options)
@@ -271,16 +267,7 @@ class RefitSender(Endpoint["SendJob"]):
 
 
 class SendJob(Job[SenderSession]):
-    """One refit of a sender.
-
-    Args:
-        endpoint: The sender that performs it.
-        connection: The sender's side of the transport.
-        source: The tensors as they are now; closed once, here.
-        options: What was chosen for this refit.
-        version: The version that these weights become.
-        number: Of this refit, the same on both sides.
-    """
+    """One refit of a sender."""
 
     endpoint: RefitSender
 

@@ -118,10 +118,6 @@ class _MonitoredSocket:
 class ControlServer:
     """The sender's end, for any number of clients over its whole life.
 
-    Args:
-        bind: A ZeroMQ address, such as ``tcp://127.0.0.1:*``.
-        encrypted: Take connections from those alone who know :attr:`key`.
-
     Attributes:
         endpoint: Where clients connect.
         key: The server's public key, which clients need; empty if not encrypted.
@@ -224,12 +220,7 @@ class ControlServer:
 
 
 class ControlClient:
-    """A receiver's end, for its whole life; each refit has a new connection.
-
-    Args:
-        endpoint: The server's.
-        key: The server's; empty if connections are not encrypted.
-    """
+    """A receiver's end, for its whole life; each refit has a new connection."""
 
     def __init__(self, endpoint: str, key: str = "") -> None:
         self.endpoint = endpoint

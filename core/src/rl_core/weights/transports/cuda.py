@@ -79,12 +79,7 @@ class CudaRegion(Lane):
 
     @classmethod
     def create(cls, nbytes: int, device: torch.device) -> Self:
-        """New memory, not initialised.
-
-        Args:
-            nbytes: At least 1.
-            device: A CUDA device; without an index, the current one.
-        """
+        """New memory, not initialised."""
         try:
             data = torch.empty(nbytes, dtype=torch.uint8, device=device)
             handle, offset = _export(data)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
+from rl_backends.description import described, not_copied
 from rl_backends.generation.batch_engine import BatchEngine
 from rl_backends.generation.prompts import (
     PromptBatch,
@@ -20,9 +21,10 @@ from rl_backends.generation.prompts import (
     provenance_of,
     repeat_for_samples,
 )
+from rl_backends.generation.row_stream import RowStream
 from rl_backends.generation.rows import Completion, ModelFacts, SamplingParams
 from rl_backends.generation.serving import CallDeadline, Mailbox, RowService, ServedCall
-from rl_backends.inputs import TAGS, as_batch, tags_of
+from rl_backends.inputs import TAGS, as_batch, check_greedy, tags_of
 from rl_core.errors import ConfigError, LifecycleError
 from rl_core.interfaces import GenerationInterface
 from rl_core.plugins.discovery import load_object
@@ -31,7 +33,7 @@ from rl_core.weights.engine_lock import EngineLock, exclusively
 from rl_core.weights.spellings import TakesWeights
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator, Mapping
+    from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
 
     from rl_backends.generation.rows import RowEngine
     from rl_core.batch import BatchedDataDict
@@ -95,6 +97,18 @@ class GenerationBackend(TakesWeights, GenerationInterface):
         """
         del worker
         return cls(**{key: value for key, value in config.items() if key != "backend"})
+
+    def __repr__(self) -> str:
+        state = "shut down" if self._closed else "awake" if self._awake else "asleep"
+        return described(self, self.config, self.placement, state)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise not_copied(self, "create_generation")
+
+    @property
+    def placement(self) -> str:
+        """Dtype and device of the weights, as far as the configuration tells, for ``repr``."""
+        return ", ".join(str(self.config[k]) for k in ("torch_dtype", "device") if k in self.config)
 
     # -- what an author writes -----------------------------------------------------------------
 
@@ -190,11 +204,11 @@ class GenerationBackend(TakesWeights, GenerationInterface):
         Prompts are checked, and take their random streams, when it is called; rows come when it is
         iterated over.
         """
-        return self._stream(self._accept(data, greedy, "generate_async"))
+        return RowStream(self._stream(self._accept(data, greedy, "generate_async")))
 
     async def _stream(
         self, call: _Call
-    ) -> AsyncIterator[tuple[int, BatchedDataDict[GenerationOutputSpec]]]:
+    ) -> AsyncGenerator[tuple[int, BatchedDataDict[GenerationOutputSpec]]]:
         mailbox, inbox = self._mailbox, asyncio.Queue[Any]()
         if mailbox is None or mailbox.loop is not asyncio.get_running_loop():
             mailbox = self._mailbox = Mailbox(asyncio.get_running_loop())
@@ -238,6 +252,7 @@ class GenerationBackend(TakesWeights, GenerationInterface):
 
     def _accept(self, data: BatchedDataDict[Any], greedy: bool, method: str) -> _Call:
         """Checks a call; rows count in the order in which calls begin, refused or not."""
+        check_greedy(greedy)
         sampling = greedy_params(self.sampling) if greedy or self.sampling.greedy else self.sampling
         data = repeat_for_samples(as_batch(data, needed_by=method), sampling.num_samples)
         first = self._streams.first_of(data, sampling)

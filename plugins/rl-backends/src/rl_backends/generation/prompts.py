@@ -7,6 +7,7 @@ Shapes: ``B`` rows, ``S`` input width, ``W`` output width.
 from __future__ import annotations
 
 import hashlib
+import os
 import secrets
 import threading
 from dataclasses import dataclass
@@ -283,6 +284,14 @@ def repeat_for_samples(data: BatchedDataDict[Any], num_samples: int) -> BatchedD
         return BatchedDataDict({"input_ids": nothing, "input_lengths": nothing.view(0)})
     if num_samples == 1:
         return data
+    ids, memory = data.get("input_ids"), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if isinstance(ids, torch.Tensor) and 8 * ids.numel() * num_samples > memory:
+        raise DataError(
+            f"{len(ids)} prompts x {num_samples} samples, {ids.shape[-1]} tokens wide, do not fit "
+            f"into the {memory >> 30} GiB of this host",
+            fix="set a smaller num_samples, or call generate several times",
+            key="num_samples",
+        )
     rows = data.repeat_interleave(num_samples)
     if isinstance(seeds := rows.get("seed"), torch.Tensor) and seeds.dim() == 1:
         rows["seed"] = seeds + torch.arange(len(seeds)) % num_samples

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
+from rl_backends.description import described, not_copied
 from rl_backends.policy.checkpoints import PolicyCheckpoints
 from rl_backends.policy.loop import timed
+from rl_backends.policy.loop_checks import reward_spread
 from rl_backends.policy.losses import call_loss, input_type_of
 from rl_backends.policy.model import MODEL, OPTIMIZER, PolicyModel
 from rl_backends.policy.randomness import RandomStream
@@ -116,6 +118,16 @@ class PolicyBackend(PolicyCheckpoints, PolicyRefits):
             worker: Given when it is one of several workers.
         """
         return cls(worker=worker, **{k: v for k, v in config.items() if k != "backend"})
+
+    def __repr__(self) -> str:
+        facts = ["shut down"]
+        if not self._closed:
+            dtypes = {str(p.dtype).removeprefix("torch.") for p in self.model.parameters()}
+            facts = [" and ".join(sorted(dtypes)), str(self._computes_on), f"step {self.steps}"]
+        return described(self, self.config, *facts)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise not_copied(self, "create_policy")
 
     def ready(self, method: str) -> None:
         """Called as a method begins: checks that it can run, and brings the model to its device.
@@ -296,9 +308,11 @@ class PolicyBackend(PolicyCheckpoints, PolicyRefits):
         batches = [rows.slice(at, at + local) for at in range(0, rows.size, local)]
         if eval_mode:
             with timed(timer, "train"):
-                return summary(self._evaluate(batch, loss_fn, mbs) for batch in batches)
-        with timed(timer, "train"), self.changes.declared(lasts=False):
-            return summary(self._step(batch, loss_fn, mbs) for batch in batches)
+                result = summary(self._evaluate(batch, loss_fn, mbs) for batch in batches)
+        else:
+            with timed(timer, "train"), self.changes.declared(lasts=False):
+                result = summary(self._step(batch, loss_fn, mbs) for batch in batches)
+        return result | reward_spread(data)
 
     @property
     def data_parallel_size(self) -> int:

@@ -97,7 +97,8 @@ def writing(path: str | Path) -> Generator[None]:
         raise
     except Exception as error:  # each format's library has its own classes
         fix = "make room there, or save where this process may write; what stood there is unharmed"
-        what = f"{path} was not written: {type(error).__name__}: {error}"
+        cause = getattr(error, "strerror", None) or error  # without the name of a part
+        what = f"{path} was not written: {type(error).__name__}: {cause}"
         raise _refused(path, what, fix) from error
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -63,11 +64,16 @@ def checkpoint_path(
         ConfigError: There is none, or there are two.
     """
     del optimizer_path, tokenizer_path, checkpointing_cfg
-    chosen = [given for given in (path, weights_path) if given is not None]
+    chosen: list[Any] = [given for given in (path, weights_path) if given is not None]
+    if chosen and not (isinstance(chosen[0], str | os.PathLike) and str(chosen[0])):
+        raise ConfigError(
+            f"save_checkpoint got the path {chosen[0]!r}", fix="name a directory", key="path"
+        )
     if len(chosen) != 1:
         raise ConfigError(
             f"save_checkpoint takes one path, and got {len(chosen)}",
             fix="give path, or weights_path",
             key="path",
         )
-    return chosen[0]
+    found: str | Path = chosen[0]
+    return found

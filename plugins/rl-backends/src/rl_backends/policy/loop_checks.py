@@ -16,12 +16,14 @@ from rl_core.errors import DataError, LoopWarning
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-__all__ = ["LoopChecks"]
+__all__ = ["LoopChecks", "reward_spread"]
 
 #: Keys of rollouts: where one stands, some tokens are prompts, which no policy has chosen.
 _ROLLOUT = ("advantages", "generation_logprobs", "prev_logprobs", "generation_lengths")
 _RECIPE = "batch = rl_core.training_batch(output, rewards, advantages=...), where output is what "
 _RECIPE += "generation.generate(...) returned"
+_PAIRS = "put the rows in the order {order}: batch = rl_core.training_batch(output[rows]), where "
+_PAIRS += "rows lists them, and output is what generation.generate(...) returned"
 #: Mean of ``exp(|difference|)`` of log-probs, as clause A1 has it.
 _FURTHEST = 1.05
 
@@ -67,11 +69,18 @@ class LoopChecks:
         """
         check_loss(loss_fn)
         batch = as_batch(data, needed_by="train")
+        group, order = getattr(loss_fn, "group_size", 1), getattr(loss_fn, "row_order", "")
+        reads = f"; {type(loss_fn).__name__} reads rows as {order}" if order else ""
         if "output_ids" in batch and "input_ids" not in batch:
             raise DataError(
-                "train got what generate returned: nothing says which tokens count",
-                fix=_RECIPE,
+                f"train got what generate returned: nothing says which tokens count{reads}",
+                fix=_PAIRS.format(order=order) if order else _RECIPE,
                 key="input_ids",
+            )
+        if order and batch.size % group:
+            raise DataError(
+                f"{batch.size} rows are not whole groups of {group}{reads}",
+                fix=f"give rows in the order {order}, {group} of each prompt next to each other",
             )
         found = [key for key in _ROLLOUT if batch.get(key) is not None]
         if found and batch.get("token_mask") is None:
@@ -81,6 +90,13 @@ class LoopChecks:
                 key="token_mask",
             )
         if not eval_mode:
+            if reward_spread(batch).get("frac_reward_zero_std") == 1:
+                self._warn_once(
+                    "the rewards of each prompt's completions are all equal: their advantages are "
+                    "0, and the step learns nothing from them. Print some completions with their "
+                    "rewards: prompts that are always or never solved teach nothing.",
+                    "rewards",
+                )
             theirs = None if batch.provenance is None else batch.provenance.distribution
             if text := off_policy("these rows were sampled with", theirs, self._temperature()):
                 self._warn_once(text, "distribution")
@@ -143,3 +159,28 @@ class LoopChecks:
         if about not in self._warned:
             self._warned.add(about)
             warnings.warn(text, LoopWarning, stacklevel=4)
+
+
+def reward_spread(batch: Mapping[str, Any]) -> dict[str, float]:
+    """``frac_reward_zero_std``: of the prompts with several rows, how many have equal rewards.
+
+    Args:
+        batch: What ``train`` was given. Nothing is found without ``rewards`` and ``token_mask``.
+    """
+    rewards, mask, ids = batch.get("rewards"), batch.get("token_mask"), batch.get("input_ids")
+    if not (
+        isinstance(rewards, torch.Tensor)
+        and isinstance(mask, torch.Tensor)
+        and isinstance(ids, torch.Tensor)
+        and rewards.shape == mask.shape[:1] == ids.shape[:1]
+        and mask.dim() == ids.dim() == 2
+        and mask.numel()
+    ):
+        return {}
+    starts = (mask != 0).int().argmax(1).tolist()
+    groups: dict[tuple[int, ...], list[float]] = {}
+    for row, (start, reward) in enumerate(zip(starts, rewards.tolist(), strict=True)):
+        groups.setdefault(tuple(ids[row, :start].tolist()), []).append(reward)
+    several = [each for each in groups.values() if len(each) > 1]
+    equal = sum(len(set(each)) == 1 for each in several)
+    return {"frac_reward_zero_std": equal / len(several)} if several else {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import inspect
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from rl_core.errors import ConfigError
@@ -46,6 +47,12 @@ def check_loss(loss_fn: Any) -> None:
     Raises:
         ConfigError: It is a class, or takes other arguments than a loss is called with.
     """
+    if isinstance(loss_fn, Mapping):
+        raise ConfigError(
+            f"train got a {type(loss_fn).__name__} in the place of the loss",
+            fix="call train(batch, loss): the batch comes first",
+            key="loss_fn",
+        )
     if isinstance(loss_fn, type) or not callable(loss_fn):
         what = f"the class {loss_fn.__name__}" if isinstance(loss_fn, type) else repr(loss_fn)
         call = f"{loss_fn.__name__}()" if isinstance(loss_fn, type) else "NLLLossFn()"

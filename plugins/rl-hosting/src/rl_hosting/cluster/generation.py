@@ -20,8 +20,9 @@ from rl_backends.generation.prompts import (
     provenance_of,
     repeat_for_samples,
 )
+from rl_backends.generation.row_stream import RowStream
 from rl_backends.generation.rows import SamplingParams
-from rl_backends.inputs import as_batch
+from rl_backends.inputs import as_batch, check_greedy
 from rl_core.batch import BatchedDataDict
 from rl_core.errors import DeadlineError, WeightsTornError
 from rl_core.futures import as_concurrent
@@ -31,7 +32,7 @@ from rl_hosting.cluster.remote import RemoteBackend, through
 from rl_hosting.cluster.sharding import Loads, collect
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncGenerator, AsyncIterator
 
     from rl_backends.generation.rows import ModelFacts
     from rl_core.batch.provenance import Provenance
@@ -131,11 +132,11 @@ class RemoteGeneration(RemoteBackend, TakesWeights, GenerationInterface):
 
         As with an embedded backend, prompts take their random streams when it is called.
         """
-        return self._stream(self._accept(data, greedy, "generate_async"), greedy)
+        return RowStream(self._stream(self._accept(data, greedy, "generate_async"), greedy))
 
     async def _stream(
         self, call: _Call, greedy: bool
-    ) -> AsyncIterator[tuple[int, BatchedDataDict[GenerationOutputSpec]]]:
+    ) -> AsyncGenerator[tuple[int, BatchedDataDict[GenerationOutputSpec]]]:
         stream_id = uuid.uuid4().hex
         shards = self._assign(call, torch.arange(call.prompts.size))
         streams = {
@@ -184,6 +185,7 @@ class RemoteGeneration(RemoteBackend, TakesWeights, GenerationInterface):
 
     def _accept(self, data: BatchedDataDict[Any], greedy: bool, method: str) -> _Call:
         """Checks the batch, and fixes what its rows draw from."""
+        check_greedy(greedy)
         sampling = greedy_params(self.sampling) if greedy or self.sampling.greedy else self.sampling
         data = repeat_for_samples(as_batch(data, needed_by=method), sampling.num_samples)
         stops = self.config.get("stop_strings") or ()

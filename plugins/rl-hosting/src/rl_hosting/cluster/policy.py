@@ -11,7 +11,7 @@ import torch
 from rl_backends.gathering import join_ranks
 from rl_backends.inputs import as_batch
 from rl_backends.policy.loop import checkpoint_path, scalars, timed
-from rl_backends.policy.loop_checks import LoopChecks
+from rl_backends.policy.loop_checks import LoopChecks, reward_spread
 from rl_core.interfaces import ColocatablePolicyInterface as Colocatable
 from rl_core.interfaces import PolicyInterface
 from rl_core.weights.spellings import SendsWeights
@@ -137,7 +137,7 @@ class RemotePolicy(RemoteBackend, SendsWeights, Colocatable):
             dealt = [shards[part] for part in self._rows.parts]
             results = self._group.call_each("train", dealt, loss_fn, eval_mode, gbs=gbs, mbs=mbs)
             reported: list[dict[str, Any]] = self._rows.reported_values(results)
-            return scalars(reported[0])
+            return scalars(reported[0]) | reward_spread(data)
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         """See :meth:`PolicyInterface.save_checkpoint`; workers get the path alone."""

@@ -68,6 +68,11 @@ class RemoteBackend:
             self._group.shutdown()
             raise
 
+    def __repr__(self) -> str:
+        workers = f"{self._group.size} workers"
+        what = f"{self.config['backend']!r}, model {self.config['model_name']!r}"
+        return f"{type(self).__name__}({what}, {workers})"
+
     def _worker_config(self) -> dict[str, Any]:
         """The configuration that each worker gets."""
         return self.config

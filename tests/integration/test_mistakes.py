@@ -1,0 +1,410 @@
+"""Mistakes of people who come from other libraries: each ends at once, and in the fix."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import dataclasses
+import pickle
+import re
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import rl_core
+from rl_core import (
+    BatchedDataDict,
+    CapabilityError,
+    CheckpointError,
+    ConfigError,
+    DataError,
+    LifecycleError,
+    LoopWarning,
+    completions,
+    create_generation,
+    create_policy,
+    refit,
+    training_batch,
+)
+from rl_core.config import check_config
+from rl_losses import DPOLossFn, GRPOLossFn, NLLLossFn, grpo_advantages
+from rl_megatron.architectures import Architecture
+from rl_megatron.config import MegatronPolicyConfig
+from rl_megatron.sizes import Sizes
+from rl_sglang.config import SglangConfig
+from rl_vllm.config import VllmConfig
+
+# -- configurations --------------------------------------------------------------------------------
+
+POLICY = {"backend": "hf", "model_name": "nowhere"}
+MANY = 10**9
+
+
+@dataclasses.dataclass
+class Config:
+    backend: str = "hf"
+
+
+def checked(spec: type, **keys: Any) -> Any:
+    return lambda: check_config(spec, {"model_name": "m", "backend": "x", **keys}, what="x")
+
+
+def policy(**keys: Any) -> Any:
+    return lambda: create_policy(POLICY | keys)
+
+
+def engine(**keys: Any) -> Any:
+    return lambda: create_generation(POLICY | keys)
+
+
+def megatron(world: int, **keys: Any) -> Any:
+    heads: Any = SimpleNamespace(heads=4, groups=4, hidden=8, ffn=8, layers=4, experts=0)
+    model: Architecture = heads
+    return lambda: Sizes.of(keys, world, model)
+
+
+#: What is called, and words of the fix.
+CONFIGURATIONS: dict[str, tuple[Any, str]] = {
+    "lr at the top": (policy(lr=1e-3), "write `optimizer: {lr: ...}` instead of 'lr'"),
+    "TRL: learning_rate at the top": (policy(learning_rate=1e-3), "`optimizer: {lr: ...}`"),
+    "learning_rate": (policy(optimizer={"learning_rate": 1e-3}), "write 'lr' instead of"),
+    "NeMo RL: kwargs": (policy(optimizer={"kwargs": {"lr": 1.0}}), "write lr in place of"),
+    "torch: AdamW": (policy(optimizer={"name": "AdamW"}), "set 'optimizer.name' to 'adamw'"),
+    "TRL: weight_decay": (policy(weight_decay=0.1), "`optimizer: {weight_decay: ...}`"),
+    "TRL: adam_beta1": (policy(adam_beta1=0.9), "`optimizer: {betas: [beta1, beta2]}`"),
+    "TRL: lr_scheduler_type": (policy(lr_scheduler_type="cosine"), "`scheduler: {name: ...}`"),
+    "TRL: warmup_ratio": (policy(warmup_ratio=0.1), "{warmup_steps: ratio x all steps}"),
+    "TRL: max_steps": (policy(max_steps=9), "`scheduler: {total_steps: ...}`"),
+    "TRL: per_device_train_batch_size": (
+        policy(per_device_train_batch_size=8),
+        "write 'train_micro_batch_size' instead",
+    ),
+    "TRL: gradient_accumulation_steps": (
+        policy(gradient_accumulation_steps=4),
+        "`train_global_batch_size: rows per pass x these steps x workers`",
+    ),
+    "TRL: bf16": (policy(bf16=True), "write `torch_dtype: bfloat16` instead of 'bf16'"),
+    "TRL: peft_config": (policy(peft_config={"r": 8}), "write 'lora' instead"),
+    "peft: lora_alpha": (policy(lora={"lora_alpha": 8}), "write 'alpha' instead"),
+    "TRL: beta of the policy": (policy(beta=0.1), "reference_policy_kl_penalty=..."),
+    "TRL: num_generations of the policy": (
+        policy(num_generations=8),
+        "set `num_samples: ...` in the configuration of create_generation",
+    ),
+    "NeMo RL: precision": (policy(precision="bfloat16"), "write 'torch_dtype' instead"),
+    "verl: ppo_mini_batch_size": (policy(ppo_mini_batch_size=8), "prompts x completions of each"),
+    "verl: grad_clip": (policy(grad_clip=1.0), "write 'max_grad_norm' instead"),
+    "max_grad_norm of the optimizer": (
+        policy(optimizer={"max_grad_norm": 1.0}),
+        "write `max_grad_norm: ...` instead of 'optimizer.max_grad_norm'",
+    ),
+    "verl: the whole file": (
+        lambda: create_policy({"policy": {**POLICY}}),
+        "pass the section: config['policy']",
+    ),
+    "TRL: model_name_or_path": (
+        lambda: create_policy({"backend": "hf", "model_name_or_path": "m"}),
+        "write 'model_name' instead of 'model_name_or_path'",
+    ),
+    "TRL: num_generations": (engine(num_generations=8), "write 'num_samples' instead"),
+    "TRL: max_completion_length": (engine(max_completion_length=8), "write 'max_new_tokens'"),
+    "vLLM: max_tokens": (engine(max_tokens=8), "write 'max_new_tokens' instead"),
+    "vLLM: n": (engine(n=8), "write 'num_samples' instead"),
+    "vLLM: stop": (engine(stop=["x"]), "write 'stop_strings' instead"),
+    "vLLM: logprobs": (engine(logprobs=1), "remove 'logprobs'"),
+    "vLLM: temperature 0": (engine(temperature=0), "set 'do_sample' to False"),
+    "transformers: dtype": (engine(dtype="bfloat16"), "write 'torch_dtype' instead"),
+    "optimizer of an engine": (engine(optimizer={}), "in the configuration of create_policy"),
+    "vLLM: flat gpu_memory_utilization": (
+        checked(VllmConfig, gpu_memory_utilization=0.8),
+        "write `vllm_cfg: {gpu_memory_utilization: ...}`",
+    ),
+    "vLLM: flat tensor_parallel_size": (
+        checked(VllmConfig, tensor_parallel_size=2),
+        "write `vllm_cfg: {tensor_parallel_size: ...}`",
+    ),
+    "SGLang: tensor_parallel_size": (
+        checked(SglangConfig, tensor_parallel_size=2),
+        "write `sglang_cfg: {tp_size: ...}`",
+    ),
+    "Megatron: tp": (checked(MegatronPolicyConfig, tp=2), "'tensor_model_parallel_size'"),
+    "Megatron: use_flash_attention": (
+        checked(MegatronPolicyConfig, use_flash_attention=True),
+        "remove 'use_flash_attention'",
+    ),
+    "Megatron: ranks": (
+        megatron(1, tensor_model_parallel_size=2, pipeline_model_parallel_size=4),
+        "start 8 workers: create_policy(config, LocalCluster(8))",
+    ),
+    "a number as YAML's text": (policy(optimizer={"lr": "1e-3"}), "reads 1e-3 as text: write 1.0e"),
+    "betas at the top": (policy(betas=[0.9, 0.9]), "`optimizer: {betas: ...}`"),
+    "beta of the optimizer": (policy(optimizer={"beta": (0.9, 0.9)}), "write 'betas' instead"),
+    "TRL: ref_model": (policy(ref_model="m"), "remove 'ref_model'"),
+    "TRL: kl_coef of the policy": (policy(kl_coef=0.1), "reference_policy_kl_penalty=..."),
+    "peft: lora_r at the top": (policy(lora_r=8), "`lora: {r: ...}`"),
+    "gradient_clip": (policy(gradient_clip=1.0), "write 'max_grad_norm' instead"),
+    "transformers: max_length": (engine(max_length=8), "write 'max_model_len' instead"),
+    "transformers: num_return_sequences": (engine(num_return_sequences=2), "'num_samples'"),
+    "vLLM: sampling_params": (engine(sampling_params={"top_p": 0.9}), "write top_p in place of"),
+    "OpenAI: presence_penalty": (engine(presence_penalty=1.0), "remove 'presence_penalty'"),
+    "greedy of an engine": (engine(greedy=True), "`do_sample: the opposite of greedy`"),
+    "a quoted bool": (engine(do_sample="false"), "write false without quotes"),
+    "one stop string": (engine(stop_strings="x"), "set 'stop_strings' to ['x']"),
+    "a token for its id": (engine(eos_token_id="</s>"), "set 'eos_token_id' to int, list[int]"),
+    "no backend": (policy(backend=None), "rl backends list"),
+    "a loss type as text": (lambda: GRPOLossFn(loss_type="dapo"), "LossType.TOKEN_LEVEL"),  # type: ignore[arg-type]
+    "a quoted number": (engine(max_new_tokens="8"), "write 8 without quotes"),
+    "a dtype's short name": (policy(torch_dtype="bf16"), "set 'torch_dtype' to 'bfloat16'"),
+    "a negative seed": (engine(seed=-1), "set 'seed' to a value >= 0"),
+    "the backend's name alone": (lambda: create_generation("hf", "m"), "pass a dict such as"),  # type: ignore[arg-type]
+    "a dataclass": (lambda: create_policy(Config()), "dataclasses.asdict"),  # type: ignore[arg-type]
+    "a number of workers": (lambda: create_policy(POLICY, 4), "LocalCluster(4)"),  # type: ignore[arg-type]
+    "GPUs as a list": (lambda: create_generation(POLICY, [4]), "LocalCluster(4)"),  # type: ignore[arg-type]
+    "clip_eps": (
+        lambda: GRPOLossFn(clip_eps=0.2),  # type: ignore[call-arg]
+        "write 'ratio_clip_min' and 'ratio_clip_max' instead of 'clip_eps'",
+    ),
+    "TRL: beta of the loss": (
+        lambda: GRPOLossFn(beta=0.1),  # type: ignore[call-arg]
+        "write 'reference_policy_kl_penalty' instead of 'beta'",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", CONFIGURATIONS)
+def test_a_configuration_ends_in_the_fix(mistake: str) -> None:
+    call, fix = CONFIGURATIONS[mistake]
+    with pytest.raises(ConfigError) as caught:
+        call()
+    assert fix in str(caught.value.fix)
+
+
+def test_paths_dtypes_and_numpys_numbers_are_taken(tiny: Any) -> None:
+    made = create_policy(
+        {
+            "backend": "hf",
+            "model_name": Path(tiny()),
+            "torch_dtype": torch.bfloat16,
+            "seed": np.int64(3),
+            "optimizer": {"lr": np.float32(0.5)},
+        }
+    )
+    assert made.config["seed"] == 3  # type: ignore[attr-defined]
+    assert re.match(r"HuggingFacePolicy\('hf', model '.*', bfloat16, cpu, step 0", repr(made))
+    made.shutdown()
+    assert "shut down" in repr(made)
+
+
+# -- batches and calls -----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def at(tiny: Any) -> Any:
+    """A policy, an engine, prompts and what came of them."""
+    config = {"backend": "hf", "model_name": str(tiny())}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        made = SimpleNamespace(
+            p=create_policy(config),
+            g=create_generation({**config, "max_new_tokens": 4, "num_samples": 2}),
+            path=str(tiny()),
+        )
+    made.g.prepare_for_generation()
+    made.ids = torch.tensor([[5, 6, 7], [8, 9, 0]])
+    made.lengths = torch.tensor([3, 2])
+    made.prompts = BatchedDataDict({"input_ids": made.ids, "input_lengths": made.lengths})
+    made.out = made.g.generate(made.prompts)
+    made.batch = training_batch(made.out, [1.0, 0.0, 1.0, 0.0], advantages=[1.0, -1.0, 1.0, -1.0])
+    yield made
+    made.p.shutdown()
+    made.g.shutdown()
+
+
+async def awaited(at: Any) -> None:
+    await at.g.generate_async(at.prompts)
+
+
+def with_column(batch: Any, key: str, value: Any) -> Any:
+    return BatchedDataDict({**batch, key: value})
+
+
+#: What is called with the fixture, the error, and words of its text and fix.
+CALLS: dict[str, tuple[Any, type[Exception], str]] = {
+    "numpy's ids": (
+        lambda at: at.g.generate({"input_ids": at.ids.numpy(), "input_lengths": at.lengths}),
+        DataError,
+        "torch.as_tensor(batch['input_ids'])",
+    ),
+    "numpy's lengths": (
+        lambda at: at.g.generate({"input_ids": at.ids, "input_lengths": at.lengths.numpy()}),
+        DataError,
+        "torch.as_tensor(batch['input_lengths'])",
+    ),
+    "lists of ids": (
+        lambda at: at.p.get_logprobs({"input_ids": at.ids.tolist(), "input_lengths": at.lengths}),
+        DataError,
+        "torch.as_tensor(batch['input_ids'])",
+    ),
+    "prompts as texts": (lambda at: at.g.generate(["hello"]), DataError, "tokenizer(texts"),
+    "a misspelt column": (
+        lambda at: at.g.generate({"input_id": at.ids, "input_lengths": at.lengths}),
+        DataError,
+        "rename 'input_id' to 'input_ids'",
+    ),
+    "a misspelt column, read": (lambda at: at.batch["reward"], KeyError, "write 'rewards'"),
+    "another row": (lambda at: at.batch[9], DataError, "row 9 is not within the batch of 4 rows"),
+    "ids without lengths": (
+        lambda at: at.g.generate(at.ids), DataError, '"input_lengths": the number of tokens'
+    ),
+    "a list of batches": (
+        lambda at: at.p.train([at.batch], NLLLossFn()), DataError, "BatchedDataDict.from_batches"
+    ),
+    "a name for a loss": (lambda at: at.p.train(at.batch, "grpo"), ConfigError, "an instance"),
+    "a path that is a number": (
+        lambda at: at.p.save_checkpoint(3), ConfigError, "name a directory"
+    ),
+    "no path": (lambda at: at.p.save_checkpoint(""), ConfigError, "name a directory"),
+    "a checkpoint's path to refit": (lambda at: refit(at.path, at.g), ConfigError, "the trainer"),
+    "verify as a bool": (lambda at: refit(at.p, at.g, verify=True), ConfigError, "'installed'"),
+    "rewards as texts": (
+        lambda at: training_batch(at.out, ["a"] * 4), DataError, "a number for each row"
+    ),
+    "one reward": (lambda at: training_batch(at.out, 1.0), DataError, "each of the 4 rows"),
+    "no samples": (
+        lambda at: completions(at.out, at.p.tokenizer, num_samples=0), ConfigError, "1 or more"
+    ),
+    "a row between two": (lambda at: at.batch[1.5], DataError, "integers"),
+    "a batch as a column": (
+        lambda at: at.p.train(
+            with_column(at.batch, "prev_logprobs", at.p.get_logprobs(at.batch)), GRPOLossFn()
+        ),
+        DataError,
+        "['logprobs']",
+    ),
+    "greedy as text": (lambda at: at.g.generate(at.prompts, greedy="no"), DataError, "False to"),
+    "a temperature for a call": (
+        lambda at: at.g.generate(at.prompts, temperature=0.5), TypeError, "temperature"
+    ),
+    "samples beyond memory": (
+        lambda at: create(at, num_samples=MANY).generate(at.prompts),
+        DataError,
+        "set a smaller num_samples",
+    ),
+    "awaiting a stream": (lambda at: asyncio.run(awaited(at)), LifecycleError, "async for row"),
+    "swapped arguments of train": (
+        lambda at: at.p.train(NLLLossFn(), at.batch),
+        ConfigError,
+        "call train(batch, loss)",
+    ),
+    "the class of a loss": (lambda at: at.p.train(at.batch, NLLLossFn), ConfigError, "NLLLossFn()"),
+    "pairs: one row": (
+        lambda at: at.p.train(at.batch[:1], DPOLossFn()),
+        DataError,
+        "chosen, rejected, chosen",
+    ),
+    "pairs: generated rows": (
+        lambda at: at.p.train(at.out, DPOLossFn()),
+        DataError,
+        "rl_core.training_batch(output[rows])",
+    ),
+    "generated rows": (lambda at: at.p.train(at.out, GRPOLossFn()), DataError, "training_batch("),
+    "a state_dict to refit": (
+        lambda at: refit(at.p.model.state_dict(), at.g),
+        ConfigError,
+        "pass the module itself",
+    ),
+    "swapped arguments of refit": (lambda at: refit(at.g, at.p), ConfigError, "comes first"),
+    "nccl as a transport": (
+        lambda at: refit(at.p, at.g, transport="nccl"),
+        rl_core.PluginError,
+        "write 'collective'",
+    ),
+    "an option of refit": (
+        lambda at: refit(at.p, at.g, timeout=5), ConfigError, "unknown option 'timeout'"
+    ),
+    "a checkpoint below a file": (
+        lambda at: at.p.save_checkpoint(f"{at.path}/config.json/ck"),
+        CheckpointError,
+        "/config.json/ck was not written",
+    ),
+    "a checkpoint over a model": (
+        lambda at: at.p.save_checkpoint(at.path), CheckpointError, "save to another path"
+    ),
+    "a full disk": (
+        lambda at: at.p.save_checkpoint("/proc/ck"), CheckpointError, "/proc/ck was not written"
+    ),
+    "a model as a checkpoint": (
+        lambda at: at.p.load_checkpoint(at.path), CheckpointError, "point at what save_checkpoint"
+    ),
+    "copying a policy": (lambda at: copy.deepcopy(at.p), CapabilityError, "LocalCluster(1)"),
+    "pickling an engine": (lambda at: pickle.dumps(at.g), CapabilityError, "create_generation("),
+    "rewards of prompts": (
+        lambda at: training_batch(at.out, [1.0, 0.0]), DataError, "a prompt has n rows"
+    ),
+    "rewards for prompts": (lambda at: training_batch(at.prompts, [1.0]), DataError, "generate("),
+    "texts of prompts": (lambda at: completions(at.prompts, None), DataError, "generate("),
+    "a group that is not whole": (
+        lambda at: grpo_advantages([1.0, 0.0, 1.0], group_size=2), DataError, "prompt_ids"
+    ),
+    "generating while asleep": (
+        lambda at: create(at, awake=False).generate(at.prompts),
+        LifecycleError,
+        "prepare_for_generation",
+    ),
+    "an odd microbatch size": (
+        lambda at: at.p.train(at.batch, NLLLossFn(), gbs=3), DataError, "another gbs"
+    ),
+}  # fmt: skip
+
+
+def create(at: Any, awake: bool = True, **keys: Any) -> Any:
+    made = create_generation({"backend": "hf", "model_name": at.path, **keys})
+    if awake:
+        made.prepare_for_generation()
+    return made
+
+
+@pytest.mark.parametrize("mistake", CALLS)
+def test_a_call_ends_in_the_fix(mistake: str, at: Any) -> None:
+    call, error, words = CALLS[mistake]
+    with pytest.raises(error) as caught:
+        call(at)
+    assert words in str(caught.value)
+
+
+def test_equal_rewards_are_counted_and_warned_of_once(at: Any) -> None:
+    loss = GRPOLossFn(on_policy=True, reference_policy_kl_penalty=0)
+    equal = training_batch(at.out, [1.0] * 4, advantages=[0.0] * 4)
+    with pytest.warns(LoopWarning, match="all equal"):
+        assert at.p.train(equal, loss)["frac_reward_zero_std"] == 1
+    half = training_batch(at.out, [1.0, 1.0, 1.0, 0.0], advantages=[0.0, 0.0, 1.0, -1.0])
+    assert at.p.train(half, loss, eval_mode=True)["frac_reward_zero_std"] == 0.5
+    assert at.p.train(equal, loss, eval_mode=True)["frac_reward_zero_std"] == 1
+
+
+def test_rows_of_a_batch_are_batches(at: Any) -> None:
+    assert at.batch[0].size == at.batch[-1].size == 1
+    assert at.batch[1:3]["rewards"].tolist() == [0.0, 1.0]
+    assert at.batch[at.batch["rewards"] > 0].size == 2
+    assert at.batch[::2]["rewards"].tolist() == [1.0, 1.0]
+    assert repr(at.prompts).startswith(
+        "BatchedDataDict(2 rows of 2 columns: input_ids: int64[2, 3]"
+    )
+
+
+def test_texts_come_with_their_prompts(at: Any) -> None:
+    rows = completions(at.out, at.p.tokenizer, num_samples=2)
+    assert [each.row for each in rows] == [0, 0, 1, 1]
+    assert all(
+        len(each.ids) == n for each, n in zip(rows, at.out["generation_lengths"], strict=True)
+    )
+    assert rows[2].prompt == at.p.tokenizer.decode([8, 9], skip_special_tokens=True)
+
+
+def test_an_engine_shows_its_model(at: Any) -> None:
+    assert re.search(r"Generation\('hf', model '.*', float32, cpu, awake, weights", repr(at.g))
