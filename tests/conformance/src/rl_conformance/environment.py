@@ -6,16 +6,14 @@ import datetime as dt
 import json
 import os
 import platform
-import subprocess
-from importlib import metadata, util
-from pathlib import Path
+from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rl_conformance.settings import Settings
     from rl_conformance.target import Target
 
-__all__ = ["describe", "revision"]
+__all__ = ["describe"]
 
 
 def describe(target: Target, settings: Settings) -> dict[str, Any]:
@@ -39,27 +37,3 @@ def describe(target: Target, settings: Settings) -> dict[str, Any]:
         "settings": json.dumps(own) if (own := target.own_settings(settings)) else None,
         "date": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
     }
-
-
-def revision(package: str) -> dict[str, str]:
-    """The commit of a package's sources, under ``"revision"``; nothing if git does not track them.
-
-    ``-dirty`` at its end means that files of the checkout differ from the commit.
-    """
-    spec = util.find_spec(package)
-    if spec is None or spec.origin is None:
-        return {}
-    git = ["git", "-C", str(Path(spec.origin).parent)]
-    found = ""
-    for command in (
-        ["ls-files", "--error-unmatch", spec.origin],
-        ["describe", "--always", "--dirty"],
-    ):
-        try:
-            done = subprocess.run([*git, *command], capture_output=True, text=True, timeout=20)
-        except (OSError, subprocess.TimeoutExpired):
-            return {}
-        if done.returncode:
-            return {}
-        found = done.stdout.strip()
-    return {"revision": found}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
 from dataclasses import dataclass, field
+from importlib import util
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rl_conformance.environment import revision
 from rl_core.errors import BrokenPluginError
 
 if TYPE_CHECKING:
@@ -16,7 +18,7 @@ if TYPE_CHECKING:
     from rl_core.plugins.discovery import Provider
     from rl_core.plugins.manifest import BackendManifest
 
-__all__ = ["Target"]
+__all__ = ["Target", "revision"]
 
 #: What backends call the dtype of the weights; the first that its configuration knows is set.
 _DTYPE_KEYS = ("torch_dtype", "dtype", "precision")
@@ -138,3 +140,27 @@ def _check_layouts(layouts: Mapping[str, Any]) -> None:
             raise TypeError(f"layout {name!r} has {ranks!r} ranks, not a number of at least 2")
         if _CHOSEN & layout["config"].keys():
             raise TypeError(f"layout {name!r} sets backend or model_name")
+
+
+def revision(package: str) -> dict[str, str]:
+    """The commit of a package's sources, under ``"revision"``; nothing if git does not track them.
+
+    ``-dirty`` at its end means that files of the checkout differ from the commit.
+    """
+    spec = util.find_spec(package)
+    if spec is None or spec.origin is None:
+        return {}
+    git = ["git", "-C", str(Path(spec.origin).parent)]
+    found = ""
+    for command in (
+        ["ls-files", "--error-unmatch", spec.origin],
+        ["describe", "--always", "--dirty"],
+    ):
+        try:
+            done = subprocess.run([*git, *command], capture_output=True, text=True, timeout=20)
+        except (OSError, subprocess.TimeoutExpired):
+            return {}
+        if done.returncode:
+            return {}
+        found = done.stdout.strip()
+    return {"revision": found}

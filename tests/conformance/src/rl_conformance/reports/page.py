@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from functools import cache
@@ -14,6 +13,8 @@ from rl_conformance.reports.summary import (
     checks_passed,
     not_run_because,
     reason,
+    scope,
+    settings_lines,
     status_text,
     tally,
     worst_measure,
@@ -69,23 +70,9 @@ def to_html(matrix: Matrix) -> str:
         statuses=[status for status in [*map(str, Status), "incomplete"] if status in seen],
         shares=[[(look, counts[look]) for look in _MARKS if counts[look]] for counts in looks],
         size={"width": WIDTH, "left": LEFT, "right": RIGHT},
-        scope=_scope(matrix),
+        scope=scope([column.report for column in matrix.columns]),
         legend={look: text for look, text in _MEANINGS.items() if any(n[look] for n in looks)},
     )
-
-
-def _scope(matrix: Matrix) -> str:
-    """What runs such as these cannot show."""
-    environments = [column.report.environment for column in matrix.columns]
-    notes = []
-    if not any(here.get("device") == "cuda" for here in environments):
-        notes.append("Everything ran on a CPU; nothing here was tried on a GPU.")
-    if all("tiny" in str(here.get("model", "tiny")) for here in environments):
-        notes.append(
-            "The models are tiny and have random weights: the page shows whether a backend keeps "
-            "the contract, not how fast it is or how it behaves with a large model."
-        )
-    return " ".join(notes)
 
 
 @cache
@@ -104,7 +91,7 @@ def _environment() -> Environment:
         words=lambda identifier: str(identifier).replace("_", " "),
         seconds=_seconds,
         fact=_fact,
-        settings=_settings,
+        settings=settings_lines,
     )
     environment.globals.update(
         worst=worst_measure,
@@ -132,19 +119,6 @@ def _number(value: float) -> str:
 def _fact(value: Any) -> str:
     """As people write it: a time without letters between its parts."""
     return re.sub(r"^([\d-]+)T([\d:]+)\+00:00$", r"\1 \2 UTC", str(value))
-
-
-def _settings(text: str) -> list[str]:
-    """What a plugin sets for the suite, a line for each kind of backend."""
-    kinds: dict[str, Any] = json.loads(text)
-    return [f"{kind}: {', '.join(_flat(each))}" for kind, each in kinds.items()]
-
-
-def _flat(value: Any, key: str = "") -> list[str]:
-    """A nested configuration as ``a.b = 1``."""
-    if not isinstance(value, dict):
-        return [f"{key} = {value}"]
-    return [line for k, each in value.items() for line in _flat(each, f"{key}.{k}" if key else k)]
 
 
 def _seconds(value: float) -> str:

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rl_conformance.outcome import Status
 
 if TYPE_CHECKING:
     from rl_conformance.outcome import ClauseResult, Measure, Outcome, RunReport
 
-__all__ = ["checks_passed", "not_run_because", "reason", "status_text", "tally", "worst_measure"]
+__all__ = [
+    "checks_passed",
+    "not_run_because",
+    "reason",
+    "scope",
+    "settings_lines",
+    "status_text",
+    "tally",
+    "worst_measure",
+]
 
 
 def status_text(result: ClauseResult) -> str:
@@ -57,3 +67,30 @@ def not_run_because(report: RunReport) -> list[tuple[str, int]]:
     """The reasons of checks that did not run, the most frequent first, with their numbers."""
     left_out = (o.message for o in report.outcomes if o.status is Status.NOT_RUN)
     return Counter(left_out).most_common()
+
+
+def scope(reports: list[RunReport]) -> str:
+    """What runs such as these cannot show."""
+    environments = [report.environment for report in reports]
+    notes = []
+    if not any(here.get("device") == "cuda" for here in environments):
+        notes.append("Everything ran on a CPU; nothing here was tried on a GPU.")
+    if all("tiny" in str(here.get("model", "tiny")) for here in environments):
+        notes.append(
+            "The models are tiny and have random weights: the page shows whether a backend keeps "
+            "the contract, not how fast it is or how it behaves with a large model."
+        )
+    return " ".join(notes)
+
+
+def settings_lines(text: str) -> list[str]:
+    """What a plugin sets for the suite, a line for each kind of backend."""
+    kinds: dict[str, Any] = json.loads(text)
+    return [f"{kind}: {', '.join(_flat(each))}" for kind, each in kinds.items()]
+
+
+def _flat(value: Any, key: str = "") -> list[str]:
+    """A nested configuration as ``a.b = 1``."""
+    if not isinstance(value, dict):
+        return [f"{key} = {value}"]
+    return [line for k, each in value.items() for line in _flat(each, f"{key}.{k}" if key else k)]
