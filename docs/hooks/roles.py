@@ -15,6 +15,7 @@ from griffe import Extension, GriffeLoader, Module, Object
 __all__ = ["Roles", "formula"]
 
 _ROLE = re.compile(r":(class|func|meth|mod|attr|data|exc|obj):`(~?)([\w.]+)`")
+_TITLED = re.compile(r":(\w+):`[^`<]+\s<([\w.]+)>`")
 _MATH = re.compile(r"(?:(?<=\n)[ \t]*\.\. math::((?:[^\n]+\n?)+)|:math:`([^`]+)`)")
 _LITERAL = re.compile(r"(?m)^([^\n]*?)::[ \t]*$")
 _SYMBOLS = {
@@ -40,6 +41,7 @@ def _rewrite(owner: Object, loader: GriffeLoader, seen: set[str]) -> None:
     seen.add(owner.path)
     if owner.docstring is not None:
         text = _MATH.sub(lambda found: formula(found[1] or found[2]), owner.docstring.value)
+        text = _TITLED.sub(r":\1:`~\2`", text)
         text = _ROLE.sub(lambda found: _link(found, owner, loader), text)
         owner.docstring.value = _LITERAL.sub(
             lambda found: f"{found[1]}:" if found[1].strip() else "", text

@@ -25,7 +25,7 @@ _NOTE = re.compile(r"^Note over ([\w, ]+):\s*(.*)$")
 #: Links between READMEs, from one to the pages, and to what is not on the site.
 _README = re.compile(r"\]\((?:\.\./)+(?:plugins/)?(rl-\w+)(?:/README\.md)?(#[^)]*)?\)")
 _PAGE = re.compile(r"\]\(\.\./\.\./docs/([^)]*)\)")
-_ELSEWHERE = re.compile(r"\[([^\]]*)\]\(\.\./[^)]*\)")
+_ELSEWHERE = re.compile(r"\[([^\]]*)\]\((?:\.\./|src/|tests/)[^)]*\)")
 _COLUMN, _ROW, _MARGIN = 230, 34, 24
 
 
